@@ -1,0 +1,1 @@
+"""The node's data plane: staging memory, gather and scatter, transfers, health."""

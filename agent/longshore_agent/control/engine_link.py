@@ -1,0 +1,360 @@
+"""The agent's end of the engine link: sockets, framing, descriptors and the engine's identity. Holds no rule.
+
+Used by the supervisor (listener, first message, handing connections on) and by workers (`EngineLink`). Nothing here
+blocks; its owner polls `fileno` and `pidfd`. What a message means, and whether it may be said now, is for others.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import fcntl
+import os
+import socket
+import stat
+import struct
+from collections import deque
+from pathlib import Path
+from typing import NamedTuple
+
+from longshore_wire.codec import ENGINE_MESSAGE_BYTES_MAX, TO_AGENT, TO_ENGINE
+from longshore_wire.engine_messages import RegisterPool, ToAgent, ToEngine
+from longshore_wire.errors import CodecError, LongshoreError, Reason
+
+# Messages that an engine has not read: events of some thousand rooms. One that reads none of them is stuck.
+OUTBOX_MESSAGES_MAX = 16_384
+# Messages taken from one engine before others get their turn.
+RECEIVE_BATCH_MAX = 64
+# Descriptors that the kernel passes in one message (SCM_MAX_FD).
+DESCRIPTORS_MAX = 253
+# Engines that connect while the supervisor is busy starting a worker.
+BACKLOG = 128
+SOCKET_MODE = 0o660
+# Linux 6.5 and later: a pidfd of the peer, also of one in another PID namespace, and free of races on reused PIDs.
+SO_PEERPIDFD = 77
+_CREDENTIALS = struct.Struct("3i")
+_DESCRIPTOR_BYTES = array.array("i").itemsize
+_CONTROL_BYTES = socket.CMSG_SPACE(DESCRIPTORS_MAX * _DESCRIPTOR_BYTES)
+_STARVED = frozenset({errno.ENOBUFS, errno.ENOMEM})
+
+
+class EngineClosedError(LongshoreError):
+    """The other end of a link is closed."""
+
+    reason = Reason.ENGINE_LOST
+
+
+class EngineStuckError(LongshoreError):
+    """An engine does not read what it is sent; its owner lets it go."""
+
+    reason = Reason.ENGINE_LOST
+
+
+class ListenError(LongshoreError):
+    """The engine socket cannot be made at its path; names the path and the way out."""
+
+    reason = Reason.UNSUPPORTED
+
+
+class PeerProcess(NamedTuple):
+    """Who connected, as the kernel says. `pid` is 0 for a process that our PID namespace cannot see."""
+
+    pid: int
+    uid: int
+    gid: int
+
+
+class EngineLink:
+    """One engine's connection. Not thread-safe; takes the socket over.
+
+    Attributes:
+        peer: the process that connected.
+        pidfd: readable once that process is dead, even if a forked child of it holds the socket; None where the
+            kernel cannot say (an older one, and the process in another PID namespace).
+    """
+
+    def __init__(self, connected: socket.socket, first: bytes = b"") -> None:
+        """Take over a connection; `first` is a message that was read from it already (see `read_message`).
+
+        Raises:
+            EngineClosedError: the process that connected is dead; the socket is closed.
+        """
+        connected.setblocking(False)
+        self._socket = connected
+        self._first = first
+        self._outbox: deque[bytes] = deque()
+        self._ended = False
+        credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        self.peer = PeerProcess(*_CREDENTIALS.unpack(credentials))
+        try:
+            self.pidfd = _open_pidfd(connected, self.peer.pid)
+        except ProcessLookupError as error:
+            connected.close()
+            raise EngineClosedError(f"the engine with PID {self.peer.pid} died before it was served") from error
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor; poll it for reading, and for writing while `outbox_count` is not 0."""
+        return self._socket.fileno()
+
+    @property
+    def outbox_count(self) -> int:
+        """How many messages wait for room in the socket; `flush` sends them."""
+        return len(self._outbox)
+
+    def receive(self) -> list[tuple[ToAgent, list[int]]]:
+        """Return messages that are there, at most RECEIVE_BATCH_MAX, each with the descriptors beside it.
+
+        The caller owns the descriptors. Only RegisterPool comes with any.
+
+        Raises:
+            CodecError: the engine broke the framing; every descriptor of this call is closed. Close the link.
+            EngineClosedError: the engine's end is closed, and all that came before it was returned.
+        """
+        messages: list[tuple[ToAgent, list[int]]] = []
+        if self._first:
+            first, self._first = self._first, b""
+            messages.append((TO_AGENT.decode(first), []))
+        try:
+            while not self._ended and len(messages) < RECEIVE_BATCH_MAX:
+                found = _receive(self._socket, _CONTROL_BYTES)
+                if found is None:
+                    break
+                if not found[0]:
+                    self._ended = True
+                    close_all(found[1])
+                    break
+                messages.append(_decode(*found))
+        except CodecError:
+            for _, descriptors in messages:
+                close_all(descriptors)
+            raise
+        if self._ended and not messages:
+            raise EngineClosedError(f"the engine with PID {self.peer.pid} closed its end")
+        return messages
+
+    def send(self, message: ToEngine) -> None:
+        """Send a message, or keep it for `flush`.
+
+        Raises:
+            EngineStuckError: OUTBOX_MESSAGES_MAX wait already; the message was not taken.
+            EngineClosedError: the engine's end is closed.
+        """
+        if len(self._outbox) >= OUTBOX_MESSAGES_MAX:
+            raise EngineStuckError(
+                f"the engine with PID {self.peer.pid} has not read {len(self._outbox)} messages: is it stopped?"
+            )
+        self._outbox.append(TO_ENGINE.encode(message))
+        self.flush()
+
+    def flush(self) -> bool:
+        """Send what the socket takes; return whether nothing is left. Raises EngineClosedError."""
+        while self._outbox:
+            try:
+                self._socket.send(self._outbox[0], socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                if error.errno in _STARVED:
+                    return False
+                raise EngineClosedError(f"the engine with PID {self.peer.pid} closed its end: {error}") from error
+            self._outbox.popleft()
+        return True
+
+    def close(self) -> None:
+        """Close the socket and the pidfd. Idempotent."""
+        self._outbox.clear()
+        self._socket.close()
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+
+
+class EngineListener:
+    """The engine socket of a node: a path that engines connect to. Not thread-safe."""
+
+    def __init__(self, path: str) -> None:
+        """Bind and listen. A socket that nobody answers on, left by an agent that was killed, is replaced.
+
+        Raises:
+            ListenError: an agent answers there, or something else is in the way; nothing was changed.
+        """
+        self.path = path
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        try:
+            folder = os.open(Path(path).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                # Two agents that start at once must not each remove the other's socket; the lock ends with `folder`.
+                fcntl.flock(folder, fcntl.LOCK_EX)
+                _remove_stale(path)
+                # Linux gives a socket's own mode to the file that bind makes: it is never open to all.
+                os.fchmod(self._socket.fileno(), SOCKET_MODE)
+                self._socket.bind(path)
+                Path(path).chmod(SOCKET_MODE)
+                self._socket.listen(BACKLOG)
+                self._identity = _identity(path)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            self._socket.close()
+            raise ListenError(f"no engine socket can be made at {path}: {error}") from error
+        except ListenError:
+            self._socket.close()
+            raise
+
+    def fileno(self) -> int:
+        """Return the listening descriptor; poll it for reading."""
+        return self._socket.fileno()
+
+    def accept(self) -> socket.socket | None:
+        """Return a new connection that does not block, or None. Raises ListenError when descriptors have run out."""
+        try:
+            connected, _ = self._socket.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return None
+        except OSError as error:
+            raise ListenError(f"{self.path}: no connection can be accepted now: {error}") from error
+        connected.setblocking(False)
+        return connected
+
+    def close(self) -> None:
+        """Stop listening and remove the path, unless another agent has put its own there. Idempotent."""
+        if self._socket.fileno() < 0:
+            return
+        try:
+            if _identity(self.path) == self._identity:
+                Path(self.path).unlink()
+        except FileNotFoundError:
+            pass
+        finally:
+            self._socket.close()
+
+
+def read_message(connected: socket.socket) -> bytes | None:
+    """Return the next message of a connection undecoded (for `EngineLink(first=)`), or None if there is none yet.
+
+    Raises:
+        CodecError: it is too long, or descriptors came with it.
+        EngineClosedError: the other end is closed.
+    """
+    found = _receive(connected, _CONTROL_BYTES)
+    if found is None:
+        return None
+    data, descriptors = found
+    if descriptors:
+        close_all(descriptors)
+        raise CodecError("descriptors came with a first message: only RegisterPool may carry them")
+    if not data:
+        raise EngineClosedError("the engine closed its end before it said anything")
+    return data
+
+
+def send_connection(link: socket.socket, descriptor: int, payload: bytes) -> None:
+    """Pass a connection to another process over a SOCK_SEQPACKET pair; the caller still closes its own `descriptor`.
+
+    Args:
+        payload: bytes that go with it, at least 1; the engine's first message.
+    Raises:
+        EngineClosedError: the other process is gone.
+        BlockingIOError: `link` does not block and is full; nothing was sent.
+    """
+    assert payload
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
+    try:
+        link.sendmsg([payload], [rights], socket.MSG_NOSIGNAL)
+    except (BrokenPipeError, ConnectionResetError) as error:
+        raise EngineClosedError(f"the process that serves this engine is gone: {error}") from error
+
+
+def receive_connection(link: socket.socket) -> tuple[socket.socket, bytes] | None:
+    """Return a connection that `send_connection` passed, with its payload; None if there is none yet.
+
+    Raises:
+        CodecError: there was not exactly one descriptor, or the payload was too long.
+        EngineClosedError: the other process is gone.
+    """
+    found = _receive(link, _CONTROL_BYTES)
+    if found is None:
+        return None
+    payload, descriptors = found
+    if not payload:
+        close_all(descriptors)
+        raise EngineClosedError("the process that passes connections is gone")
+    if len(descriptors) != 1:
+        close_all(descriptors)
+        raise CodecError(f"{len(descriptors)} descriptors with a connection: exactly 1 is right")
+    return socket.socket(fileno=descriptors[0]), payload
+
+
+def close_all(descriptors: list[int]) -> None:
+    """Close descriptors that nobody will use."""
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _receive(link: socket.socket, control_bytes: int) -> tuple[bytes, list[int]] | None:
+    """Return one datagram and its descriptors; None if there is none; empty bytes at the end of the connection."""
+    try:
+        data, control, flags, _ = link.recvmsg(ENGINE_MESSAGE_BYTES_MAX, control_bytes, socket.MSG_CMSG_CLOEXEC)
+    except BlockingIOError:
+        return None
+    except ConnectionResetError:
+        return b"", []
+    descriptors = array.array("i")
+    for level, kind, content in control:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            # A truncated list may end within a number.
+            descriptors.frombytes(content[: len(content) - len(content) % _DESCRIPTOR_BYTES])
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        close_all(descriptors.tolist())
+        raise CodecError(
+            f"a message was cut: at most {ENGINE_MESSAGE_BYTES_MAX} bytes and {DESCRIPTORS_MAX} descriptors are allowed"
+        )
+    return data, descriptors.tolist()
+
+
+def _decode(data: bytes, descriptors: list[int]) -> tuple[ToAgent, list[int]]:
+    try:
+        message = TO_AGENT.decode(data)
+        if descriptors and not isinstance(message, RegisterPool):
+            raise CodecError(f"descriptors came with {type(message).__name__}: only RegisterPool may carry them")
+    except CodecError:
+        close_all(descriptors)
+        raise
+    return message, descriptors
+
+
+def _open_pidfd(connected: socket.socket, pid: int) -> int | None:
+    """Return a pidfd of the process that connected. Raises ProcessLookupError if it is dead."""
+    try:
+        return connected.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+    except OSError as error:
+        if error.errno not in (errno.ENOPROTOOPT, errno.ENODATA, errno.EINVAL, errno.ESRCH):
+            raise
+        if error.errno in (errno.ENODATA, errno.ESRCH):
+            raise ProcessLookupError(errno.ESRCH, "the process is dead") from error
+    return os.pidfd_open(pid) if pid > 0 else None
+
+
+def _identity(path: str) -> tuple[int, int]:
+    found = Path(path).stat()
+    return found.st_dev, found.st_ino
+
+
+def _remove_stale(path: str) -> None:
+    """Remove a socket that nobody answers on. Raises ListenError if somebody does, or if it is no socket."""
+    try:
+        if not stat.S_ISSOCK(Path(path).lstat().st_mode):
+            raise ListenError(f"{path} is no socket: give another path, or move it away")
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            Path(path).unlink()
+            return
+        except BlockingIOError:
+            pass  # its queue of connections is full: somebody owns it
+        except OSError as error:
+            raise ListenError(f"{path} cannot be probed: {error}") from error
+    raise ListenError(f"an agent answers at {path} already: stop it first, or give this one another path")

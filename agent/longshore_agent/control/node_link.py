@@ -1,0 +1,185 @@
+"""The supervisor and its workers: messages over a socket pair, with file descriptors beside them.
+
+Datagrams of at most 64 KiB; longer bodies (snapshots) go in parts. Both ends are one release: no version.
+"""
+
+from __future__ import annotations
+
+import array
+import socket
+from collections import deque
+
+import msgspec
+
+from longshore_agent.status.snapshot import SelfTest
+from longshore_wire.engine_messages import Endpoint, Half, Hello
+from longshore_wire.errors import Reason
+from longshore_wire.peer_messages import RoomKey
+
+DATAGRAM_BYTES_MAX = 64 << 10
+# A snapshot with all its limits used stays below 8 MiB.
+PART_BYTES = 48 << 10
+
+
+class AdoptEngine(msgspec.Struct, tag=1):
+    """To a worker: this connection is your engine's; its descriptor comes beside. `hello` was read already."""
+
+    hello: Hello
+
+
+class EndpointKnown(msgspec.Struct, tag=2):
+    """To a worker: the ranks of its engine's instance that are known so far."""
+
+    endpoint: Endpoint
+
+
+class SnapshotWanted(msgspec.Struct, tag=3):
+    """To a worker: answer with SnapshotParts. `room`: whose spans are wanted."""
+
+    number: int
+    room: int | None
+
+
+class SiblingFailed(msgspec.Struct, tag=4):
+    """To a worker: a sibling rank has failed this room; so must you."""
+
+    half: Half
+    key: RoomKey
+    reason: Reason
+    text: str
+
+
+class SiblingLost(msgspec.Struct, tag=5):
+    """To a worker: a sibling rank's worker or engine is gone; every claimed room has a piece on it."""
+
+    reason: Reason
+    text: str
+
+
+class Drain(msgspec.Struct, tag=6):
+    """To a worker: end open rooms within the limit, then stop."""
+
+    limit_s: float
+
+
+class Started(msgspec.Struct, tag=16):
+    """From a worker: staging is allocated and registered, peers may dial."""
+
+    address: str
+    epoch: int
+
+
+class EngineAdopted(msgspec.Struct, tag=17):
+    """From a worker: the engine was welcomed."""
+
+
+class EngineLeft(msgspec.Struct, tag=18):
+    """From a worker: its engine is gone; the worker drains and stops."""
+
+    reason: Reason
+    text: str
+
+
+class RoomFailed(msgspec.Struct, tag=19):
+    """From a worker: tell the sibling ranks."""
+
+    half: Half
+    key: RoomKey
+    reason: Reason
+    text: str
+
+
+class SnapshotPart(msgspec.Struct, tag=20):
+    """From a worker: one part of an encoded WorkerSnapshot."""
+
+    number: int
+    last: bool
+    data: bytes
+
+
+class SelfTested(msgspec.Struct, tag=21):
+    """From a self-test: what it moved."""
+
+    result: SelfTest
+
+
+ToWorker = AdoptEngine | EndpointKnown | SnapshotWanted | SiblingFailed | SiblingLost | Drain
+FromWorker = Started | EngineAdopted | EngineLeft | RoomFailed | SnapshotPart | SelfTested
+NodeMessage = ToWorker | FromWorker
+
+_DECODER = msgspec.msgpack.Decoder(NodeMessage)
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+class NodeLink:
+    """One end of the socket pair; non-blocking."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._outbox: deque[bytes] = deque()
+        self.closed = False
+
+    def fileno(self) -> int:
+        """Return the descriptor to poll."""
+        return self._socket.fileno()
+
+    @property
+    def wants_write(self) -> bool:
+        """Whether something waits to be sent: call `flush`."""
+        return bool(self._outbox)
+
+    def send(self, message: NodeMessage, descriptor: int | None = None) -> None:
+        """Send, or keep for `flush`. A descriptor goes at once; the pair's buffer is empty when engines come."""
+        data = _ENCODER.encode(message)
+        assert len(data) <= DATAGRAM_BYTES_MAX, f"{type(message).__name__} of {len(data)} bytes"
+        if descriptor is not None:
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
+            self._socket.sendmsg([data], rights)
+            return
+        self._outbox.append(data)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what waits."""
+        try:
+            while self._outbox:
+                self._socket.send(self._outbox[0])
+                self._outbox.popleft()
+        except BlockingIOError:
+            return
+        except OSError:
+            self.closed = True
+
+    def receive(self) -> list[tuple[NodeMessage, int | None]]:
+        """Return what has come, each with the descriptor beside it, if any; sets `closed` at the end."""
+        received: list[tuple[NodeMessage, int | None]] = []
+        while True:
+            try:
+                data, rights, _, _ = self._socket.recvmsg(DATAGRAM_BYTES_MAX, socket.CMSG_SPACE(4))
+            except BlockingIOError:
+                return received
+            except OSError:
+                self.closed = True
+                return received
+            if not data:
+                self.closed = True
+                return received
+            descriptor = None
+            for level, kind, content in rights:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    descriptor = array.array("i", content)[0]
+            received.append((_DECODER.decode(data), descriptor))
+
+    def close(self) -> None:
+        """Close this end."""
+        self.closed = True
+        self._socket.close()
+
+
+def snapshot_parts(number: int, body: bytes) -> list[SnapshotPart]:
+    """Cut an encoded snapshot into messages."""
+    offsets = range(0, max(len(body), 1), PART_BYTES)
+    return [
+        SnapshotPart(number, offset + PART_BYTES >= len(body), body[offset : offset + PART_BYTES]) for offset in offsets
+    ]

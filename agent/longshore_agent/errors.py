@@ -1,0 +1,47 @@
+"""Errors of the agent's own parts; each maps to one Reason that engines and peers see."""
+
+from __future__ import annotations
+
+from longshore_wire.errors import LongshoreError, Reason
+
+
+class ShapeError(LongshoreError):
+    """An argument of a kernel breaks its contract; names the argument. Nothing was launched."""
+
+    reason = Reason.INTERNAL
+
+
+class PoolError(LongshoreError):
+    """An engine's pages cannot be mapped or do not match their geometry; names the region or plane."""
+
+    reason = Reason.LAYOUT_MISMATCH
+
+
+class TransportError(LongshoreError):
+    """A transport refused or lost an operation; names the backend, the peer and what it said."""
+
+    reason = Reason.TRANSFER_FAILED
+
+
+class WriteFailedError(TransportError):
+    """A write that had begun failed.
+
+    Attributes:
+        settled: False: bytes of it may still land at the target.
+    """
+
+    def __init__(self, message: str, *, settled: bool) -> None:
+        super().__init__(message)
+        self.settled = settled
+
+
+class PeerMetadataError(TransportError):
+    """What a peer sent as its transport metadata cannot be used."""
+
+    reason = Reason.MALFORMED_MESSAGE
+
+
+class WireError(TransportError):
+    """The wire really used is not one that the configuration allows; names both."""
+
+    reason = Reason.WIRE_NOT_ALLOWED

@@ -1,0 +1,1 @@
+"""From an engine's pages into a slab."""

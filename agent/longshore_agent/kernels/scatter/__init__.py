@@ -1,0 +1,1 @@
+"""From a slab into an engine's pages."""

@@ -1,0 +1,93 @@
+"""`longshore-agent`: one agent on this node, from its config file and its environment, until SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from longshore_agent.settings import Settings, variable
+from longshore_agent.status.app import create_app
+from longshore_agent.status.checks import Rules
+from longshore_agent.status.server import serve
+from longshore_agent.supervisor import Supervisor
+from longshore_wire.agent_config import AgentConfig, load
+from longshore_wire.errors import ConfigError, LongshoreError
+
+# Where others on this machine learn of a running agent: its addresses, as JSON.
+STATE_FILE = "agent.json"
+_EXIT_BAD_CONFIG = 2
+
+
+class AgentState(msgspec.Struct):
+    """What STATE_FILE holds."""
+
+    pid: int
+    socket: str
+    http: str
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the agent; return its exit status: 2 for a wrong configuration."""
+    parser = argparse.ArgumentParser(prog="longshore-agent", description=__doc__)
+    parser.add_argument("--config", type=Path, help="the deployment's config file; the environment counts more")
+    chosen = parser.parse_args(arguments)
+    try:
+        settings, config = _read(chosen.config)
+        return _serve(settings, config)
+    except ConfigError as error:
+        for fault in error.faults:
+            sys.stderr.write(f"longshore-agent: {fault}\n")
+    except LongshoreError as error:
+        sys.stderr.write(f"longshore-agent: {error}\n")
+    return _EXIT_BAD_CONFIG
+
+
+def _read(path: Path | None) -> tuple[Settings, AgentConfig | None]:
+    named = path or (Path(os.environ[variable("config_file")]) if os.environ.get(variable("config_file")) else None)
+    if named is None:
+        return Settings.from_environment(os.environ), None
+    try:
+        config = load(named.read_bytes())
+    except OSError as error:
+        raise ConfigError([f"{named}: {error.strerror}"]) from error
+    return Settings.from_environment(os.environ, base=Settings.from_config(config)), config
+
+
+def _serve(settings: Settings, config: AgentConfig | None) -> int:
+    logging.basicConfig(
+        level=settings.log_level.value.upper(), format="%(asctime)s agent %(levelname)s %(message)s", stream=sys.stderr
+    )
+    token = Path(settings.http_token_file).read_text().strip() if settings.http_token_file else ""
+    supervisor = Supervisor(settings, config)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: supervisor.stop())
+    server = serve(
+        create_app(supervisor, Rules.of(settings)),
+        settings.bind_host,
+        settings.http_port,
+        token=token,
+        certificate_file=settings.http_certificate_file,
+        key_file=settings.http_key_file,
+    )
+    scheme = "https" if settings.http_certificate_file else "http"
+    state = AgentState(os.getpid(), supervisor.socket_path, f"{scheme}://{settings.bind_host}:{server.port}")
+    state_path = Path(settings.run_directory) / STATE_FILE
+    state_path.write_bytes(msgspec.json.encode(state))
+    logging.getLogger(__name__).info("engines at %s, status at %s", state.socket, state.http)
+    try:
+        supervisor.run()
+    finally:
+        server.stop()
+        state_path.unlink(missing_ok=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

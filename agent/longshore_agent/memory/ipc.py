@@ -1,0 +1,124 @@
+"""Memory that crosses a process border: file descriptors received, created and mapped. The one place that calls mmap.
+
+Called by `pools` and `staging`, and by the engine link for descriptors beside a message. Knows no layouts.
+Mappings are made through libc, not through Python's `mmap`: that one keeps a duplicate of every descriptor
+and refuses to unmap while a buffer of it is exported, so an engine's memory would outlive its registration.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import mmap
+import os
+import socket
+
+import torch
+
+from longshore_agent.errors import PoolError
+from longshore_wire.errors import Reason
+
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+]
+_LIBC.munmap.restype = ctypes.c_int
+_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_LIBC.madvise.restype = ctypes.c_int
+_LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class Mapping:
+    """One mapped range of this process.
+
+    Attributes:
+        address: of its first byte, a multiple of the system's page size.
+        length_bytes: as asked for; the mapping itself ends at the next multiple of the system's page size.
+    """
+
+    def __init__(self, descriptor: int | None, length_bytes: int) -> None:
+        flags = mmap.MAP_SHARED if descriptor is not None else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        handle = -1 if descriptor is None else descriptor
+        address = _LIBC.mmap(None, length_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, handle, 0)
+        if address is None or address == _MAP_FAILED:
+            number = ctypes.get_errno()
+            raise OSError(number, f"mmap of {length_bytes} bytes: {os.strerror(number)}")
+        self.address: int = address
+        self.length_bytes = length_bytes
+        self._mapped = True
+
+    def bytes_view(self) -> torch.Tensor:
+        """Return [length_bytes] uint8 over the mapping. Touching it after `unmap` ends the process: drop it before."""
+        assert self._mapped, "a view of an unmapped range"
+        memory = (ctypes.c_uint8 * self.length_bytes).from_address(self.address)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def advise_huge_pages(self) -> bool:
+        """Ask for huge pages behind an anonymous mapping; return whether the kernel takes the advice."""
+        return bool(_LIBC.madvise(self.address, self.length_bytes, mmap.MADV_HUGEPAGE) == 0)
+
+    def unmap(self) -> None:
+        """Give the range back at once, whatever views exist. Idempotent."""
+        if self._mapped:
+            self._mapped = False
+            if _LIBC.munmap(self.address, self.length_bytes) != 0:
+                number = ctypes.get_errno()
+                raise OSError(number, f"munmap of {self.length_bytes} bytes: {os.strerror(number)}")
+
+
+def map_shared(descriptor: int, length_bytes: int) -> Mapping:
+    """Map the first `length_bytes` of a file read and write, shared with its other users.
+
+    The descriptor stays the caller's and may be closed right after.
+
+    Raises:
+        PoolError: the file is shorter than `length_bytes` (touching it would end this process), or cannot be mapped.
+    """
+    try:
+        size_bytes = os.fstat(descriptor).st_size
+        if length_bytes < 1 or size_bytes < length_bytes:
+            raise PoolError(f"the file has {size_bytes} bytes, {length_bytes} were declared: pass a larger file")
+        return Mapping(descriptor, length_bytes)
+    except OSError as error:
+        raise PoolError(f"the file cannot be mapped read and write: {error}") from error
+
+
+def create_memfd(name: str, length_bytes: int) -> int:
+    """Return a new descriptor of zeroed shared memory, closed on exec; its name shows in /proc only."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, length_bytes)
+    return descriptor
+
+
+def receive_descriptors(link: socket.socket, message_bytes_max: int, count_max: int) -> tuple[bytes, list[int]]:
+    """Receive one message of a SOCK_SEQPACKET link with the descriptors beside it. The descriptors are the caller's.
+
+    Returns:
+        (b"", []) when the other end has closed.
+    Raises:
+        PoolError: the message or its descriptors exceed the limits; those that arrived are closed.
+        OSError: from the socket, BlockingIOError included.
+    """
+    space = socket.CMSG_SPACE(count_max * array.array("i").itemsize)
+    data, controls, flags, _ = link.recvmsg(message_bytes_max, space, socket.MSG_CMSG_CLOEXEC)
+    received = array.array("i")
+    for level, kind, payload in controls:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
+    descriptors = received.tolist()
+    # The buffer's alignment may leave room for one descriptor more than the limit.
+    if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC) or len(descriptors) > count_max:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise PoolError(
+            f"a message above {message_bytes_max} bytes or with more than {count_max} descriptors: send less at once",
+            reason=Reason.MALFORMED_MESSAGE,
+        )
+    return data, descriptors

@@ -1,0 +1,288 @@
+"""An engine's pages, mapped into this worker: checks of what the engine declared, views for kernels, leases for jobs.
+
+Called by the worker (register, unregister) and by kernels. The engine's geometry is untrusted input: nothing is mapped
+before every address that it implies is known to lie inside its region.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from longshore_agent.errors import PoolError
+from longshore_agent.memory.ipc import Mapping, map_shared
+from longshore_wire.errors import LayoutError, LongshoreError, Reason
+from longshore_wire.layout import KVLayout, PageOrder, PlaneGeometry, PoolGeometry
+
+_ELEMENT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_WORD_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class PlaneBlock:
+    """Consecutive planes that lie at one stride in one region, as one view, so that one call serves them all.
+
+    Attributes:
+        first: index of the first plane in the pool's order.
+        words: [planes, pages, page_size, heads, words of one row]; any strides but the last, which is 1.
+    """
+
+    first: int
+    words: torch.Tensor
+
+
+class KVPool:
+    """The pages of one engine rank.
+
+    With PageOrder.OPAQUE a row is a whole blob and a page counts as one token: `page_tokens` is 1.
+
+    Attributes:
+        layout, geometry: as registered.
+        layer_count: local layers.
+        kinds: planes a layer: 2 (K and V), or 1 (latent, or K and V together in a blob).
+        head_count: local heads.
+        row_bytes: bytes of one head of one token (of one page with PageOrder.OPAQUE), without gaps.
+        page_tokens: rows of one head in a page.
+        word_bytes: the widest of 8, 4, 2, 1 that divides every offset, stride and row.
+    """
+
+    def __init__(self, layout: KVLayout, geometry: PoolGeometry, descriptors: Sequence[int]) -> None:
+        """Check the geometry and map its regions. The descriptors stay the caller's and may be closed after.
+
+        Raises:
+            PoolError: the geometry does not fit the layout, or its regions; names the region, or the plane and field.
+        """
+        check_geometry(layout, geometry)
+        if len(descriptors) != len(geometry.region_bytes):
+            raise PoolError(
+                f"{len(descriptors)} file descriptors for {len(geometry.region_bytes)} regions: pass one for each region"
+            )
+        self.layout = layout
+        self.geometry = geometry
+        self.layer_count = len(layout.layers)
+        self.kinds = layout.plane_count // self.layer_count
+        self.head_count = len(layout.heads)
+        self.row_bytes = row_bytes(layout, geometry)
+        self.page_tokens = 1 if layout.order is PageOrder.OPAQUE else layout.page_size
+        self.word_bytes = _word_bytes(self.row_bytes, geometry)
+        self.device = torch.device("cpu")
+        self._mappings = _map_regions(geometry, descriptors)
+        self._regions = [mapping.bytes_view() for mapping in self._mappings]
+        self._blocks: dict[int, list[PlaneBlock]] = {}
+        self._lock = threading.Lock()
+        self._jobs_count = 0
+        self._closing = False
+        self._closed = threading.Event()
+
+    @property
+    def page_count(self) -> int:
+        """Pages in every plane."""
+        return self.geometry.page_count
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job holds the mapping."""
+        with self._lock:
+            return self._jobs_count > 0
+
+    @property
+    def regions(self) -> list[tuple[int, int]]:
+        """(address in this process, length in bytes) of each region, for a transport to register."""
+        return [(mapping.address, mapping.length_bytes) for mapping in self._mappings]
+
+    def region(self, index: int) -> torch.Tensor:
+        """Return the bytes of one region, [length] uint8. Valid inside `in_use` only."""
+        return self._regions[index]
+
+    def plane(self, index: int) -> torch.Tensor:
+        """Return one plane, [pages, page_tokens, heads, head_dim], in the pool's element size. Valid inside `in_use` only.
+
+        With PageOrder.OPAQUE: [pages, 1, heads, bytes of a blob] uint8.
+        """
+        opaque = self.layout.order is PageOrder.OPAQUE
+        element_bytes = 1 if opaque else self.layout.model.element_bytes
+        view = self._strided(index, 1, 0, element_bytes, _ELEMENT_DTYPES[element_bytes])
+        return view[0]
+
+    def blocks(self, word_bytes: int) -> list[PlaneBlock]:
+        """Return all planes as few views of words of `word_bytes` (a divisor of the pool's). Valid inside `in_use` only."""
+        assert self.word_bytes % word_bytes == 0, f"words of {word_bytes} bytes in a pool of {self.word_bytes}"
+        found = self._blocks.get(word_bytes)
+        if found is None:
+            found = [
+                PlaneBlock(first, self._strided(first, count, step, word_bytes, _WORD_DTYPES[word_bytes]))
+                for first, count, step in _uniform_runs(self.geometry.planes)
+            ]
+            self._blocks[word_bytes] = found
+        return found
+
+    def check_pages(self, pages: npt.NDArray[np.int32], *, unique: bool = False) -> None:
+        """Raise LongshoreError unless each page id is in [0, page_count); names the first wrong index.
+
+        Args:
+            unique: also refuse a page that is listed twice: a scatter would write two tokens to one place.
+        """
+        if pages.size == 0:
+            return
+        if int(pages.min()) < 0 or int(pages.max()) >= self.page_count:
+            index = int(np.flatnonzero((pages < 0) | (pages >= self.page_count))[0])
+            raise LongshoreError(
+                f"pages[{index}] is {int(pages[index])}: the pool has pages 0 to {self.page_count - 1}",
+                reason=Reason.PAGE_OUT_OF_RANGE,
+            )
+        if unique and pages.size > 1:
+            order = np.argsort(pages, kind="stable")
+            same = np.flatnonzero(np.diff(pages[order]) == 0)
+            if same.size:
+                first, second = int(order[same[0]]), int(order[same[0] + 1])
+                raise LongshoreError(
+                    f"pages[{first}] and pages[{second}] are both {int(pages[first])}: "
+                    "two parts of a sequence cannot be written to one page",
+                    reason=Reason.TOKENS_OVERLAP,
+                )
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Hold the mapping for one job; may be nested.
+
+        Raises:
+            PoolError: `close` was called.
+        """
+        with self._lock:
+            if self._closing:
+                raise PoolError("the pool is unregistered: register it again", reason=Reason.UNKNOWN_POOL)
+            self._jobs_count += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._jobs_count -= 1
+                last = self._closing and self._jobs_count == 0
+            if last:
+                self._unmap()
+
+    def close(self) -> bool:
+        """Refuse new jobs and unmap at once, or, where jobs still run, when the last of them ends. Idempotent; never blocks.
+
+        Returns:
+            True if the memory is given back; False if jobs still hold it: see `wait_closed`.
+        """
+        with self._lock:
+            if self._closing:
+                return self._closed.is_set()
+            self._closing = True
+            idle = self._jobs_count == 0
+        if idle:
+            self._unmap()
+        return idle
+
+    def wait_closed(self, timeout_s: float) -> bool:
+        """Wait until the memory is given back after `close`; return whether it is."""
+        return self._closed.wait(timeout_s)
+
+    def _unmap(self) -> None:
+        # Views go first, so that nothing which this pool handed to itself points into memory that is gone.
+        self._blocks.clear()
+        self._regions.clear()
+        for mapping in self._mappings:
+            mapping.unmap()
+        self._closed.set()
+
+    def _strided(self, first: int, count: int, step: int, unit: int, dtype: torch.dtype) -> torch.Tensor:
+        plane = self.geometry.planes[first]
+        region = self._regions[plane.region]
+        whole = region[: region.numel() // unit * unit].view(dtype)
+        # OPAQUE declares no token stride; a dimension of one needs none.
+        token_stride = plane.token_stride or unit
+        return whole.as_strided(
+            (count, self.page_count, self.page_tokens, self.head_count, self.row_bytes // unit),
+            (step // unit, plane.page_stride // unit, token_stride // unit, plane.head_stride // unit, 1),
+            plane.offset // unit,
+        )
+
+
+def row_bytes(layout: KVLayout, geometry: PoolGeometry) -> int:
+    """Bytes of one head of one token, or of one blob."""
+    if layout.order is PageOrder.OPAQUE:
+        return geometry.planes[0].head_stride
+    return layout.model.head_bytes
+
+
+def check_geometry(layout: KVLayout, geometry: PoolGeometry) -> None:
+    """Raise PoolError unless `geometry` can hold `layout`, with every byte inside its region and none used twice by a plane.
+
+    Pure: numbers of any size and sign are safe, nothing is mapped.
+    """
+    for index, length_bytes in enumerate(geometry.region_bytes):
+        if not 1 <= length_bytes < 2**63:
+            raise PoolError(f"region_bytes[{index}] is {length_bytes}: give a number from 1 to 2**63 - 1")
+    try:
+        layout.check()
+        geometry.check(layout)
+    except LayoutError as error:
+        raise PoolError(str(error)) from error
+    opaque = layout.order is PageOrder.OPAQUE
+    element_bytes = 1 if opaque else layout.model.element_bytes
+    blob_bytes = geometry.planes[0].head_stride
+    if opaque and blob_bytes < 1:
+        raise PoolError(f"planes[0].head_stride is {blob_bytes}: with opaque pages it is the size of a blob")
+    for index, plane in enumerate(geometry.planes):
+        if opaque and (plane.token_stride != 0 or plane.head_stride != blob_bytes):
+            raise PoolError(
+                f"planes[{index}].token_stride is {plane.token_stride} and head_stride is {plane.head_stride}: "
+                f"opaque pages have no token stride (give 0) and blobs of one size ({blob_bytes})"
+            )
+        for field in ("offset", "page_stride", "token_stride", "head_stride"):
+            value: int = getattr(plane, field)
+            if value % element_bytes:
+                raise PoolError(
+                    f"planes[{index}].{field} is {value}: give a multiple of the element size, {element_bytes}"
+                )
+
+
+def _word_bytes(row: int, geometry: PoolGeometry) -> int:
+    # 8 divides 0, so one bitwise or of all numbers tells their common power of two.
+    bits = 8 | row
+    for plane in geometry.planes:
+        bits |= plane.offset | plane.page_stride | plane.token_stride | plane.head_stride
+    return bits & -bits
+
+
+def _uniform_runs(planes: tuple[PlaneGeometry, ...]) -> Iterator[tuple[int, int, int]]:
+    """Yield (first plane, count, stride in bytes) of runs of planes at one positive stride in one region."""
+    first = 0
+    while first < len(planes):
+        count, step = 1, 0
+        while first + count < len(planes):
+            last, following = planes[first + count - 1], planes[first + count]
+            gap = following.offset - last.offset
+            if gap <= 0 or (count > 1 and gap != step) or _shape(last) != _shape(following):
+                break
+            count, step = count + 1, gap
+        yield first, count, step
+        first += count
+
+
+def _shape(plane: PlaneGeometry) -> tuple[int, int, int, int]:
+    return plane.region, plane.page_stride, plane.token_stride, plane.head_stride
+
+
+def _map_regions(geometry: PoolGeometry, descriptors: Sequence[int]) -> list[Mapping]:
+    mappings: list[Mapping] = []
+    try:
+        for index, (descriptor, length_bytes) in enumerate(zip(descriptors, geometry.region_bytes, strict=True)):
+            try:
+                mappings.append(map_shared(descriptor, length_bytes))
+            except PoolError as error:
+                raise PoolError(f"region {index}: {error}") from error
+    except PoolError:
+        for mapping in mappings:
+            mapping.unmap()
+        raise
+    return mappings

@@ -1,0 +1,85 @@
+"""Staging memory of one worker: a lane's buffer or a rank's ring. Allocated when the worker starts, never grown.
+
+Called by the worker and the data path. Hands out addresses for transports and views for kernels; what lies
+where is the ring's business.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from longshore_agent.errors import ShapeError
+from longshore_agent.memory.ipc import Mapping
+
+# One registration a piece of this size: a transport's limits on a single registration are met, and a fault names a small range.
+EXTENT_BYTES = 64 << 20
+
+
+class StagingBuffer:
+    """Private memory whose every page exists before the first transfer, so that none faults inside one.
+
+    Attributes:
+        address: of the first byte, a multiple of the system's page size.
+        length_bytes: as asked for.
+        huge_pages: whether the kernel took the advice to use huge pages. They do not speed up copies, but
+            allocation: see benchmarks/gather_scatter_cpu.py.
+    """
+
+    def __init__(self, length_bytes: int, *, extent_bytes: int = EXTENT_BYTES, huge_pages: bool = True) -> None:
+        """Allocate and touch `length_bytes` (at least 1).
+
+        Raises:
+            ShapeError: a length is below 1.
+            OSError: the memory is not there.
+        """
+        if length_bytes < 1 or extent_bytes < 1:
+            raise ShapeError(f"length_bytes is {length_bytes} and extent_bytes is {extent_bytes}: give at least 1")
+        self._mapping = Mapping(None, length_bytes)
+        self.address = self._mapping.address
+        self.length_bytes = length_bytes
+        self._extent_bytes = extent_bytes
+        self.huge_pages = huge_pages and self._mapping.advise_huge_pages()
+        self._bytes: torch.Tensor | None = self._mapping.bytes_view()
+        # Reading would map the shared zero page: only a write makes the page exist.
+        self._bytes.zero_()
+
+    def view(self, offset_bytes: int, length_bytes: int) -> torch.Tensor:
+        """Return [length_bytes] uint8 at `offset_bytes`; valid until `close`. Raises ShapeError outside the buffer."""
+        self._check(offset_bytes, length_bytes)
+        assert self._bytes is not None, "a view of a closed staging buffer"
+        return self._bytes[offset_bytes : offset_bytes + length_bytes]
+
+    def bytes_at(self, offset_bytes: int, length_bytes: int) -> bytes:
+        """Return a copy of a few bytes, such as a trailer. Raises ShapeError outside the buffer."""
+        self._check(offset_bytes, length_bytes)
+        assert self._bytes is not None, "a read of a closed staging buffer"
+        return ctypes.string_at(self.address + offset_bytes, length_bytes)
+
+    def extents(self) -> list[tuple[int, int]]:
+        """Return (address, length in bytes) of each piece to register, in order and without gaps; the last may be smaller."""
+        return self.pieces(0, self.length_bytes)
+
+    def pieces(self, offset_bytes: int, length_bytes: int) -> list[tuple[int, int]]:
+        """Cut a range where extents end: (address, length in bytes) each, for transports that write within one registration."""
+        self._check(offset_bytes, length_bytes)
+        cuts = []
+        end = offset_bytes + length_bytes
+        while offset_bytes < end:
+            extent_end = (offset_bytes // self._extent_bytes + 1) * self._extent_bytes
+            piece = min(end, extent_end) - offset_bytes
+            cuts.append((self.address + offset_bytes, piece))
+            offset_bytes += piece
+        return cuts
+
+    def close(self) -> None:
+        """Give the memory back. No view may be used and no registration be alive. Idempotent."""
+        self._bytes = None
+        self._mapping.unmap()
+
+    def _check(self, offset_bytes: int, length_bytes: int) -> None:
+        if not 0 <= offset_bytes <= offset_bytes + length_bytes <= self.length_bytes:
+            raise ShapeError(
+                f"offset_bytes {offset_bytes} and length_bytes {length_bytes}: the buffer has {self.length_bytes} bytes"
+            )

@@ -1,0 +1,290 @@
+"""A worker's moving parts: transport, staging memory, lanes and scatter threads, and the jobs that are under way.
+
+Used by the worker's control thread only. Turns the cores' effects into jobs and the results of jobs into their answers.
+"""
+
+from __future__ import annotations
+
+from longshore_agent.memory.staging import StagingBuffer
+from longshore_agent.path.admit import Desk
+from longshore_agent.path.deliver import ready_message
+from longshore_agent.path.jobs import (
+    ProbeJob,
+    ProbeResult,
+    Result,
+    Results,
+    ScatterJob,
+    ScatterResult,
+    WriteJob,
+    WriteResult,
+)
+from longshore_agent.path.lanes import Lanes
+from longshore_agent.path.scatter import Scatterers
+from longshore_agent.settings import Settings
+from longshore_agent.status.metrics import Metrics
+from longshore_agent.status.spans import SpanRecorder
+from longshore_agent.transports import create
+from longshore_agent.transports.base import PreparingTransport, Wire
+from longshore_agent.transports.loopback_faults import parse_faults
+from longshore_agent.worker_config import WorkerConfig
+from longshore_wire.agent_config import Backend
+from longshore_wire.codec import PEER
+from longshore_wire.effects import PeerAttached, PeerId, StartScatter, StartWrite
+from longshore_wire.engine_messages import Half
+from longshore_wire.errors import CodecError, Reason
+from longshore_wire.peer_messages import Attach, PeerMessage, RegionInfo, RoomKey, WireFound
+from longshore_wire.session import Session
+from longshore_wire.source_session import SourceSession
+from longshore_wire.target_session import TargetSession
+
+# Large enough that a wire's counters show it, small enough to cost nothing.
+PROBE_BYTES = 1 << 20
+# Over these a control message tells the target that a slab has landed. NIXL's write over shared memory ends only when
+# the target has taken the notice of the write before it: a lane would wait for the target's next look, 1 ms and more.
+_TOLD_WIRES = frozenset({Wire.SHARED_MEMORY.value})
+# Bytes over the kernel's TCP move only while their target looks for notices.
+DRIVEN_WIRES = frozenset({Wire.TCP.value})
+
+_Address = tuple[Half, PeerId]
+
+
+def make_transport(settings: Settings, name: str) -> PreparingTransport:
+    """Make the transport that the settings ask for. Raises TransportError."""
+    if settings.backend is Backend.LOOPBACK and settings.loopback_faults:
+        return create(settings.backend.value, name, faults=parse_faults(settings.loopback_faults))
+    return create(settings.backend.value, name)
+
+
+class Mover:
+    """See the module."""
+
+    def __init__(self, config: WorkerConfig, settings: Settings, metrics: Metrics, spans: SpanRecorder) -> None:
+        self.metrics = metrics
+        self.results = Results()
+        self.unsettled = False
+        self._spans = spans
+        self._allowed = frozenset(wire.value for wire in settings.wires)
+        layout = config.layout
+        name = f"{config.instance}.{layout.parallel.dp_rank}.{layout.rank}"
+        self.transport = make_transport(settings, name)
+        self._probe = StagingBuffer(2 * PROBE_BYTES)
+        self.transport.register(self._probe.address, self._probe.length_bytes)
+        # Peers write to the first half, our own probes read the second.
+        self.probe_region = RegionInfo(self._probe.address, PROBE_BYTES)
+        self.ring_region: RegionInfo | None = None
+        self.lanes: Lanes | None = None
+        self.scatterers: Scatterers | None = None
+        self._names: dict[_Address, str] = {}
+        self._peers: dict[str, PeerId] = {}
+        self._attached: dict[_Address, Attach] = {}
+        self._wires: dict[_Address, str] = {}
+        self._waiting: dict[_Address, list[WriteJob]] = {}
+        self._jobs: dict[tuple[Half, RoomKey], set[int]] = {}
+        self._by_id: dict[int, WriteJob | ScatterJob] = {}
+        self._taken: dict[Half, list[Result]] = {Half.SOURCE: [], Half.TARGET: []}
+        self._buffers: list[StagingBuffer] = []
+        if Half.SOURCE in config.roles:
+            self._start_lanes(settings)
+        if Half.TARGET in config.roles and settings.ring_bytes:
+            self._start_ring(settings)
+
+    def _start_lanes(self, settings: Settings) -> None:
+        self._buffers = [StagingBuffer(settings.lane_bytes) for _ in range(settings.lane_count)]
+        for buffer in self._buffers:
+            for extent in buffer.extents():
+                self.transport.register(*extent)
+        self.lanes = Lanes(
+            self._buffers,
+            self.transport,
+            self.results,
+            self.metrics,
+            self._spans,
+            slices_batch=settings.slices_batch,
+            probe_address=self._probe.address + PROBE_BYTES,
+        )
+
+    def _start_ring(self, settings: Settings) -> None:
+        ring = StagingBuffer(settings.ring_bytes, extent_bytes=settings.ring_extent_bytes)
+        for extent in ring.extents():
+            self.transport.register(*extent)
+        self.ring_region = RegionInfo(ring.address, ring.length_bytes, settings.ring_extent_bytes)
+        self.scatterers = Scatterers(
+            ring,
+            self.results,
+            self.metrics,
+            self._spans,
+            thread_count=settings.scatter_threads,
+            trailer_deadline_ns=settings.trailer_deadline_ns,
+        )
+
+    # -- peers -----------------------------------------------------------------------------------------------------
+
+    def connect(self, half: Half, effect: PeerAttached) -> None:
+        """Let the transport learn a peer, and (as a source) find out the wire to it. Raises TransportError."""
+        address = (half, effect.peer)
+        name = self.transport.connect(effect.attach.metadata)
+        self._names[address], self._peers[name] = name, effect.peer
+        first = address not in self._attached
+        self._attached[address] = effect.attach
+        if half is Half.SOURCE and first and self.lanes is not None and effect.attach.probe is not None:
+            self.lanes.put(ProbeJob(effect.peer, name, effect.attach.probe, effect.attach.epoch))
+
+    def disconnect(self, half: Half, peer: PeerId) -> None:
+        """Forget a peer; the other half may still need it."""
+        address = (half, peer)
+        self._attached.pop(address, None)
+        self._wires.pop(address, None)
+        self._waiting.pop(address, None)
+        name = self._names.pop(address, None)
+        if name is not None and name not in self._names.values():
+            self._peers.pop(name, None)
+            self.transport.disconnect(name)
+
+    def wire(self, half: Half, peer: PeerId) -> str:
+        """Return what bytes to a peer travel over, as far as it is known."""
+        return self._wires.get((half, peer), Wire.UNKNOWN.value)
+
+    def notices(self) -> list[tuple[PeerId, PeerMessage]]:
+        """Return the notices of arrival that the transport has; what is none is counted and dropped."""
+        found: list[tuple[PeerId, PeerMessage]] = []
+        for name, data in self.transport.notices():
+            peer = self._peers.get(name)
+            try:
+                message = PEER.decode(data)
+            except CodecError as error:
+                self.metrics.add("longshore_refused_messages_total", 1, reason=error.reason.name.lower())
+                continue
+            if peer is not None:
+                found.append((peer, message))
+        return found
+
+    # -- jobs ------------------------------------------------------------------------------------------------------
+
+    def start_write(self, effect: StartWrite, desk: Desk, session: SourceSession, now_ns: int) -> None:
+        """Queue one slab for the lanes."""
+        assert self.lanes is not None
+        address = (Half.SOURCE, effect.peer)
+        if address not in self._names:
+            text = f"the transport does not know rank {effect.peer.rank} of {effect.peer.instance}"
+            session.write_failed(effect.peer, effect.pair, effect.slab, text, now_ns)
+            return
+        if forbidden := self._forbidden(address):
+            session.cancel(effect.pair.key, Reason.WIRE_NOT_ALLOWED, forbidden, now_ns)
+            session.write_failed(effect.peer, effect.pair, effect.slab, forbidden, now_ns)
+            return
+        attach = self._attached[address]
+        target_pool = next((pool for pool in attach.pools if pool.pool == effect.pair.key.pool), None)
+        job = WriteJob(
+            effect,
+            desk.pools[effect.pair.key.pool].pages,
+            desk.tables[Half.SOURCE, effect.pair.key],
+            self._names[address],
+            attach.ring,
+            target_pool,
+            attach.layout,
+            now_ns,
+            self.transport.notifies and self.wire(Half.SOURCE, effect.peer) not in _TOLD_WIRES,
+        )
+        self._track(Half.SOURCE, effect.pair.key, job)
+        if self._allowed and address not in self._wires:
+            self._waiting.setdefault(address, []).append(job)
+        else:
+            self.lanes.put(job)
+
+    def start_scatter(self, effect: StartScatter, desk: Desk, now_ns: int) -> None:
+        """Queue one landed slab for the scatter threads."""
+        assert self.scatterers is not None
+        key = effect.pair.key
+        job = ScatterJob(effect, desk.pools[key.pool].pages, desk.tables[Half.TARGET, key], now_ns)
+        self._track(Half.TARGET, key, job)
+        self.scatterers.put(job)
+
+    def cancel(self, half: Half, key: RoomKey) -> None:
+        """Let jobs of a room that have not begun be dropped."""
+        for number in self._jobs.get((half, key), ()):
+            self._by_id[number].cancelled = True
+
+    def forget(self, half: Half, key: RoomKey) -> None:
+        """A room is released: no job of it is left."""
+        self._jobs.pop((half, key), None)
+
+    def take_results(self, half: Half, session: Session, now_ns: int) -> list[tuple[PeerId, PeerMessage]]:
+        """Tell a core what became of its jobs; return messages that must leave at once."""
+        for result in self.results.take():
+            where = Half.TARGET if isinstance(result, ScatterResult) else Half.SOURCE
+            self._taken[where].append(result)
+        taken, self._taken[half] = self._taken[half], []
+        messages: list[tuple[PeerId, PeerMessage]] = []
+        for result in taken:
+            if isinstance(result, ScatterResult):
+                assert isinstance(session, TargetSession)
+                self._scattered(result, session, now_ns)
+            elif isinstance(result, WriteResult):
+                assert isinstance(session, SourceSession)
+                messages += self._written(result, session, now_ns)
+            else:
+                assert isinstance(session, SourceSession)
+                messages += self._probed(result, session, now_ns)
+        return messages
+
+    def close(self) -> None:
+        """Stop threads that wait and let the transport go; threads that still write end with the process."""
+        if self.lanes is not None:
+            self.lanes.stop()
+        if self.scatterers is not None:
+            self.scatterers.stop()
+        self.transport.close()
+
+    def _track(self, half: Half, key: RoomKey, job: WriteJob | ScatterJob) -> None:
+        self._by_id[id(job)] = job
+        self._jobs.setdefault((half, key), set()).add(id(job))
+
+    def _untrack(self, half: Half, key: RoomKey, job: WriteJob | ScatterJob) -> None:
+        self._by_id.pop(id(job), None)
+        self._jobs.get((half, key), set()).discard(id(job))
+
+    def _written(self, result: WriteResult, session: SourceSession, now_ns: int) -> list[tuple[PeerId, PeerMessage]]:
+        job, effect = result.job, result.job.effect
+        self._untrack(Half.SOURCE, effect.pair.key, job)
+        if result.error:
+            self.unsettled = self.unsettled or not result.settled
+            session.write_failed(effect.peer, effect.pair, effect.slab, result.error, now_ns, settled=result.settled)
+            return []
+        if not result.dropped:
+            self.metrics.add("longshore_slabs_total", 1, half="source", way=effect.way.name.lower())
+        payload_bytes = 0 if result.dropped else effect.payload_bytes
+        session.write_done(effect.peer, effect.pair, effect.slab, payload_bytes, now_ns)
+        return [(effect.peer, ready_message(job))] if result.notify and not result.dropped else []
+
+    def _scattered(self, result: ScatterResult, session: TargetSession, now_ns: int) -> None:
+        job, effect = result.job, result.job.effect
+        self._untrack(Half.TARGET, effect.pair.key, job)
+        if result.reason is not Reason.NONE and not result.dropped:
+            session.scatter_failed(effect.peer, effect.pair, effect.slab, result.reason, result.error, now_ns)
+            return
+        if not result.dropped:
+            self.metrics.add("longshore_slabs_total", 1, half="target", way="staged")
+            self.metrics.observe("longshore_stage_seconds", (now_ns - job.landed_ns) / 1e9, stage="deliver")
+        session.scatter_done(effect.peer, effect.pair, effect.slab, effect.payload_bytes, now_ns)
+
+    def _forbidden(self, address: _Address) -> str:
+        """Return why bytes may not travel to a peer; empty: they may, or the wire is not known yet."""
+        wire = self._wires.get(address)
+        if not self._allowed or wire is None or wire in self._allowed:
+            return ""
+        return f"bytes to rank {address[1].rank} travel over {wire}, and transfer.wires allows {sorted(self._allowed)}"
+
+    def _probed(self, result: ProbeResult, session: SourceSession, now_ns: int) -> list[tuple[PeerId, PeerMessage]]:
+        job = result.job
+        address = (Half.SOURCE, job.peer)
+        attach = self._attached.get(address)
+        if attach is None or attach.epoch != job.epoch or self.lanes is None:
+            return []
+        self._wires[address] = result.wire
+        forbidden = self._forbidden(address)
+        if forbidden:
+            session.refuse(job.peer, Reason.WIRE_NOT_ALLOWED, result.error or forbidden, now_ns)
+        for waiting in self._waiting.pop(address, []):
+            waiting.cancelled = waiting.cancelled or bool(forbidden)
+            self.lanes.put(waiting)
+        return [(job.peer, WireFound(session.config.epoch, job.epoch, result.wire))]

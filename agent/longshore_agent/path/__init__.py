@@ -1,0 +1,1 @@
+"""The data path, a stage a file: admit, gather, deliver, scatter, finish."""

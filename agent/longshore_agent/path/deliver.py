@@ -1,0 +1,151 @@
+"""Stage two: one write of a slab from a lane's buffer into granted ring memory, or of runs of pages in place.
+
+Called by lanes; blocks its lane until the write is settled, driving the transport's progress: tightly at first,
+then with short pauses.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+from longshore_agent.errors import TransportError, WriteFailedError
+from longshore_agent.memory.staging import StagingBuffer
+from longshore_agent.path.jobs import WriteJob
+from longshore_agent.path.runs import Side, runs
+from longshore_agent.status.metrics import Metrics
+from longshore_agent.transports.base import PreparingTransport, Write, WriteState
+from longshore_wire.codec import PEER
+from longshore_wire.peer_messages import RegionInfo, SlabReady
+
+# A write that completes within this is waited for without a pause: most do, and a pause costs more than it saves.
+_TIGHT_NS = 2_000_000
+_PAUSE_MIN_S = 0.00005
+_PAUSE_MAX_S = 0.002
+# Batches of slices in flight: enough to keep the transport busy, few enough to stay fair to other lanes.
+_OPEN_BATCHES_MAX = 4
+
+
+class Deliverer:
+    """Writes for all lanes of one worker."""
+
+    def __init__(self, transport: PreparingTransport, metrics: Metrics, *, slices_batch: int) -> None:
+        self._transport = transport
+        self._metrics = metrics
+        self._slices_batch = slices_batch
+
+    def staged(self, job: WriteJob, buffer: StagingBuffer, length_bytes: int) -> bool:
+        """Write the first `length_bytes` of `buffer` to the granted region; return whether the transport gave notice.
+
+        Raises:
+            TransportError: nothing was begun.
+            WriteFailedError: the write failed.
+        """
+        assert job.ring is not None
+        sources, targets, lengths = _cut(buffer, job.ring, job.effect.offset_bytes, length_bytes)
+        notice = PEER.encode(ready_message(job)) if job.noticed else b""
+        write = self._transport.post(job.peer_name, sources, targets, lengths, notice)
+        self._metrics.add("longshore_writes_total", 1, way="staged")
+        self._metrics.add("longshore_write_pieces_total", len(sources), way="staged")
+        self._finish(write)
+        return job.noticed
+
+    def in_place(self, job: WriteJob) -> None:
+        """Write the slab's runs straight into the target's pages, in batches; all have landed on return.
+
+        Raises:
+            TransportError: nothing was begun.
+            WriteFailedError: a write failed; none is open any more.
+            PoolError: the engine has let its pages go.
+        """
+        way = job.effect.way.name.lower()
+        with job.pool.in_use():
+            sources, targets, lengths = runs(*_sides(job), job.effect.tokens)
+            count = len(sources)
+            self._metrics.add("longshore_write_pieces_total", count, way=way)
+            prepared = self._transport.prepare(job.peer_name, sources, targets, lengths)
+            open_writes: deque[Write] = deque()
+            try:
+                for first in range(0, count, self._slices_batch):
+                    if len(open_writes) >= _OPEN_BATCHES_MAX:
+                        self._finish(open_writes.popleft())
+                    indices: npt.NDArray[np.int32] = np.arange(
+                        first, min(first + self._slices_batch, count), dtype=np.int32
+                    )
+                    open_writes.append(self._transport.post_prepared(job.peer_name, prepared, indices, b""))
+                    self._metrics.add("longshore_writes_total", 1, way=way)
+                while open_writes:
+                    self._finish(open_writes.popleft())
+            finally:
+                self._settle(open_writes)
+                self._transport.release_prepared(prepared)
+
+    def _finish(self, write: Write) -> None:
+        """Wait until a write is settled; raise if it failed."""
+        deadline_ns = time.monotonic_ns() + _TIGHT_NS
+        pause_s = _PAUSE_MIN_S
+        while (state := self._transport.state(write)) is WriteState.OPEN:
+            if time.monotonic_ns() > deadline_ns:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _PAUSE_MAX_S)
+        settled = self._transport.release(write)
+        if state is WriteState.FAILED:
+            error = write.error or "the write failed and the transport does not say why"
+            raise WriteFailedError(error, settled=settled)
+
+    def _settle(self, writes: deque[Write]) -> None:
+        """Wait for what a failure has left open: the engine's pages stay mapped until then."""
+        for write in writes:
+            try:
+                self._finish(write)
+            except TransportError:
+                continue
+
+
+def ready_message(job: WriteJob) -> SlabReady:
+    """Return the notice that a job's slab has landed."""
+    effect = job.effect
+    return SlabReady(effect.pair, effect.slab, effect.generation, effect.payload_bytes, effect.total_tokens)
+
+
+def _cut(
+    buffer: StagingBuffer, ring: RegionInfo, offset_bytes: int, length_bytes: int
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    """Cut a write where registrations of either side end: mostly one piece."""
+    extent = ring.extent_bytes or ring.length_bytes
+    cuts = {0, length_bytes}
+    cuts.update(range(extent - offset_bytes % extent, length_bytes, extent))
+    near = 0
+    for _, piece_bytes in buffer.pieces(0, length_bytes):
+        near += piece_bytes
+        cuts.add(near)
+    edges = np.array(sorted(cuts), dtype=np.uint64)
+    starts, lengths = edges[:-1], np.diff(edges)
+    return starts + np.uint64(buffer.address), starts + np.uint64(ring.address + offset_bytes), lengths
+
+
+def _sides(job: WriteJob) -> tuple[Side, Side]:
+    assert job.target_pool is not None
+    effect, layout = job.effect, job.pool.layout
+    source = Side(
+        layout,
+        job.pool.geometry,
+        tuple(address for address, _ in job.pool.regions),
+        job.pages.pages,
+        job.pages.first_page,
+        effect.route.local_layers(layout),
+        effect.route.local_heads(layout),
+    )
+    target = Side(
+        job.target_layout,
+        job.target_pool.geometry,
+        job.target_pool.region_addresses,
+        np.frombuffer(effect.target_pages, dtype="<i4"),
+        effect.first_claimed_token // job.target_layout.page_size,
+        effect.route.local_layers(job.target_layout),
+        effect.route.local_heads(job.target_layout),
+    )
+    return source, target

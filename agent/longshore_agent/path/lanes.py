@@ -1,0 +1,117 @@
+"""Transfer threads of one worker. Each lane has a buffer of its own and takes slabs from one queue, so that all lanes
+work for a single pair when there is only one, and one lane's wire overlaps another's gather.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+
+from longshore_agent.errors import PoolError, ShapeError, TransportError, WriteFailedError
+from longshore_agent.memory.staging import StagingBuffer
+from longshore_agent.path.deliver import Deliverer
+from longshore_agent.path.gather import gather_slab
+from longshore_agent.path.jobs import ProbeJob, ProbeResult, Results, WriteJob, WriteResult
+from longshore_agent.status.metrics import Metrics
+from longshore_agent.status.snapshot import LaneStatus
+from longshore_agent.status.spans import SpanRecorder
+from longshore_agent.transports.base import PreparingTransport
+from longshore_wire.plan import Way
+
+
+class Lanes:
+    """The lanes and the queue before them; grants and the window of writes in place bound the queue."""
+
+    def __init__(
+        self,
+        buffers: list[StagingBuffer],
+        transport: PreparingTransport,
+        results: Results,
+        metrics: Metrics,
+        spans: SpanRecorder,
+        *,
+        slices_batch: int,
+        probe_address: int,
+    ) -> None:
+        self._transport = transport
+        self._deliverer = Deliverer(transport, metrics, slices_batch=slices_batch)
+        self._results = results
+        self._metrics = metrics
+        self._spans = spans
+        self._probe_address = probe_address
+        self._queue: queue.SimpleQueue[WriteJob | ProbeJob | None] = queue.SimpleQueue()
+        self._slabs = [0] * len(buffers)
+        self._bytes = [0] * len(buffers)
+        self._busy = [False] * len(buffers)
+        self._threads = [
+            threading.Thread(target=self._run, args=(index, buffer), name=f"lane-{index}", daemon=True)
+            for index, buffer in enumerate(buffers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, job: WriteJob | ProbeJob) -> None:
+        """Queue one job."""
+        self._queue.put(job)
+
+    def status(self) -> tuple[LaneStatus, ...]:
+        """Return what each lane has done."""
+        return tuple(
+            LaneStatus(index, self._busy[index], self._slabs[index], self._bytes[index])
+            for index in range(len(self._threads))
+        )
+
+    def stop(self) -> None:
+        """Let the lanes end after what is queued."""
+        for _ in self._threads:
+            self._queue.put(None)
+
+    def _run(self, index: int, buffer: StagingBuffer) -> None:
+        while (job := self._queue.get()) is not None:
+            if isinstance(job, ProbeJob):
+                self._results.put(self._probe(job))
+                continue
+            self._busy[index] = True
+            result = self._write(job, index, buffer)
+            self._busy[index] = False
+            self._results.put(result)
+
+    def _write(self, job: WriteJob, index: int, buffer: StagingBuffer) -> WriteResult:
+        if job.cancelled:
+            return WriteResult(job, "", dropped=True, notify=False)
+        noticed = False
+        try:
+            if job.effect.way is Way.STAGED:
+                start_ns = time.monotonic_ns()
+                length_bytes = gather_slab(job, buffer)
+                self._record("gather", job, index, start_ns)
+                start_ns = time.monotonic_ns()
+                noticed = self._deliverer.staged(job, buffer, length_bytes)
+            else:
+                start_ns = time.monotonic_ns()
+                self._deliverer.in_place(job)
+        except WriteFailedError as error:
+            return WriteResult(job, str(error), dropped=False, notify=False, settled=error.settled)
+        except (TransportError, PoolError, ShapeError) as error:
+            return WriteResult(job, str(error), dropped=False, notify=False)
+        self._record("write", job, index, start_ns)
+        self._slabs[index] += 1
+        self._bytes[index] += job.effect.payload_bytes
+        self._metrics.add("longshore_lane_slabs_total", 1, lane=index)
+        self._metrics.add("longshore_lane_bytes_total", job.effect.payload_bytes, lane=index)
+        return WriteResult(job, "", dropped=False, notify=not noticed)
+
+    def _record(self, stage: str, job: WriteJob, index: int, start_ns: int) -> None:
+        end_ns = time.monotonic_ns()
+        self._spans.record(stage, job.effect.pair, job.effect.slab, index, start_ns, end_ns)
+        self._metrics.observe("longshore_stage_seconds", (end_ns - start_ns) / 1e9, stage=stage)
+        self._metrics.add("longshore_stage_bytes_total", job.effect.payload_bytes, stage=stage)
+
+    def _probe(self, job: ProbeJob) -> ProbeResult:
+        region = job.region
+        try:
+            wire = self._transport.probe_wire(job.peer_name, self._probe_address, region.address, region.length_bytes)
+        except TransportError as error:
+            return ProbeResult(job, "Unknown", str(error))
+        return ProbeResult(job, wire.value, "")

@@ -1,0 +1,77 @@
+"""Who may register: an engine's Hello against the limits of names, and against the layouts that the deployment declares. Pure."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import PackageNotFoundError, version
+
+from longshore_agent.settings import Settings
+from longshore_agent.slots import SlotKey
+from longshore_wire.agent_config import AgentConfig
+from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Half, Hello
+from longshore_wire.errors import CodecError, LayoutError, LongshoreError, Reason
+from longshore_wire.layout import KVLayout
+
+# Names become parts of metrics, routes and transport names.
+_INSTANCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class Reception:
+    """Decides on each Hello."""
+
+    def __init__(self, settings: Settings, config: AgentConfig | None) -> None:
+        self._settings = settings
+        self._config = config
+        try:
+            self.version = version("longshore")
+        except PackageNotFoundError:
+            self.version = "unknown"
+
+    def admit(self, hello: Hello) -> SlotKey:
+        """Return whose slot an engine takes.
+
+        Raises:
+            CodecError: another protocol version.
+            LayoutError: the layout cannot be, or is not the declared one; names the field.
+            LongshoreError: a name or a device that this agent cannot serve.
+        """
+        if hello.version != ENGINE_PROTOCOL_VERSION:
+            raise CodecError(
+                f"the engine's client speaks version {hello.version}, this agent {ENGINE_PROTOCOL_VERSION}: "
+                "install the same release on both",
+                reason=Reason.UNKNOWN_VERSION,
+            )
+        if not _INSTANCE.fullmatch(hello.instance):
+            raise LongshoreError(
+                f"instance is {hello.instance[:120]!r}: give 1 to 100 letters, digits, '.', '_' or '-'",
+                reason=Reason.UNSUPPORTED,
+            )
+        if not hello.roles:
+            raise LongshoreError("roles is empty: give SOURCE, TARGET or both", reason=Reason.UNSUPPORTED)
+        if hello.device != "cpu":
+            raise LongshoreError(
+                f"device is {hello.device!r}: this release serves CPU memory only", reason=Reason.UNSUPPORTED
+            )
+        hello.layout.check()
+        if self._config is not None:
+            for half in hello.roles:
+                self._compare(half, hello.layout, self._config)
+        parallel = hello.layout.parallel
+        return SlotKey(hello.instance, parallel.dp_rank, hello.layout.rank)
+
+    @staticmethod
+    def _compare(half: Half, layout: KVLayout, config: AgentConfig) -> None:
+        role = config.prefill if half is Half.SOURCE else config.decode
+        name = "prefill" if half is Half.SOURCE else "decode"
+        declared = role.layout(config.model)
+        checks = (
+            ("model", layout.model, declared.model),
+            (f"{name}.tensorParallel", layout.parallel.tp, declared.parallel.tp),
+            (f"{name}.pipelineParallel", layout.parallel.pp, declared.parallel.pp),
+            (f"{name}.dataParallel", layout.parallel.dp, declared.parallel.dp),
+            (f"{name}.pageSize", layout.page_size, declared.page_size),
+            (f"{name}.pageOrder", layout.order, declared.order),
+        )
+        for field, found, wanted in checks:
+            if found != wanted:
+                raise LayoutError(f"{field} is {found!r} at the engine and {wanted!r} in the deployment")

@@ -1,0 +1,135 @@
+"""The self-test of an agent without engines: two processes of it move bytes by the configured backend and compare them.
+
+Started by the supervisor as a process of its own; prints one JSON line, a `SelfTest`. It starts the receiving
+process itself and talks to it over a socket pair in msgpack. Its memory is numpy's: loading a tensor library twice
+would cost an agent that starts more than all the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import msgspec
+import numpy as np
+
+from longshore_agent.errors import TransportError
+from longshore_agent.settings import Settings
+from longshore_agent.status.snapshot import SelfTest
+from longshore_agent.transports import create
+from longshore_agent.transports.base import PreparingTransport, WriteState
+from longshore_wire.errors import LongshoreError
+
+# The whole test on a busy machine; a backend that needs longer for a few bytes does not work.
+LIMIT_S = 30.0
+_DATAGRAM_BYTES_MAX = 1 << 20
+_PAUSE_S = 0.0005
+
+
+class _Card(msgspec.Struct):
+    metadata: bytes
+    address: int
+
+
+def run(settings: Settings) -> SelfTest:
+    """Move `settings.self_test_bytes` to a second process; report what was seen, also if it failed."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(LIMIT_S)
+    command = [sys.executable, "-m", "longshore_agent.self_test", str(theirs.fileno())]
+    receiver = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+    theirs.close()
+    start_s = time.monotonic()
+    try:
+        wire = _send(settings, ours)
+        error = "" if ours.recv(16) == b"same" else "the bytes that arrived are not those that were sent"
+    except (LongshoreError, OSError, msgspec.DecodeError) as failure:
+        wire, error = "Unknown", str(failure) or type(failure).__name__
+    finally:
+        ours.close()
+        try:
+            receiver.wait(2.0)
+        except subprocess.TimeoutExpired:
+            receiver.kill()
+            receiver.wait()
+    moved_bytes = 0 if error else settings.self_test_bytes
+    return SelfTest(settings.backend.value, wire, moved_bytes, time.monotonic() - start_s, error)
+
+
+def _send(settings: Settings, link: socket.socket) -> str:
+    length_bytes = settings.self_test_bytes
+    transport = create(settings.backend.value, f"self-test-sender-{os.getpid()}")
+    try:
+        buffer = _pattern(length_bytes)
+        transport.register(buffer.ctypes.data, length_bytes)
+        card = msgspec.msgpack.decode(link.recv(_DATAGRAM_BYTES_MAX), type=_Card)
+        peer = transport.connect(card.metadata)
+        link.send(msgspec.msgpack.encode(_Card(transport.metadata(), 0)))
+        wire = transport.probe_wire(peer, buffer.ctypes.data, card.address, length_bytes)
+        source, target, length = (np.array([n], np.uint64) for n in (buffer.ctypes.data, card.address, length_bytes))
+        write = transport.post(peer, source, target, length, b"")
+        deadline_s = time.monotonic() + LIMIT_S
+        while transport.state(write) is WriteState.OPEN:
+            if time.monotonic() > deadline_s:
+                raise TransportError(f"{length_bytes} bytes did not arrive within {LIMIT_S:g} s")
+        if transport.state(write) is WriteState.FAILED:
+            raise TransportError(write.error)
+        transport.release(write)
+        link.send(b"sent")
+        return wire.value
+    finally:
+        transport.close()
+
+
+def _receive(settings: Settings, link: socket.socket) -> None:
+    length_bytes = settings.self_test_bytes
+    transport = create(settings.backend.value, f"self-test-receiver-{os.getpid()}")
+    try:
+        # Touched before anybody writes to it: reading alone would map the shared zero page.
+        buffer = np.full(length_bytes, 0xA5, dtype=np.uint8)
+        transport.register(buffer.ctypes.data, length_bytes)
+        link.send(msgspec.msgpack.encode(_Card(transport.metadata(), buffer.ctypes.data)))
+        card = msgspec.msgpack.decode(link.recv(_DATAGRAM_BYTES_MAX), type=_Card)
+        transport.connect(card.metadata)
+        _drive_until_sent(transport, link)
+        same = np.array_equal(buffer, _pattern(length_bytes))
+        link.send(b"same" if same else b"other")
+    finally:
+        transport.close()
+
+
+def _drive_until_sent(transport: PreparingTransport, link: socket.socket) -> None:
+    link.setblocking(False)
+    deadline_s = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline_s:
+        transport.notices()
+        try:
+            link.recv(16)
+        except BlockingIOError:
+            time.sleep(_PAUSE_S)
+            continue
+        break
+    link.setblocking(True)
+
+
+def _pattern(length_bytes: int) -> np.ndarray:
+    return (np.arange(length_bytes, dtype=np.uint64) * 2654435761 >> 7).astype(np.uint8)
+
+
+def main() -> int:
+    """Run the sending side; with a descriptor as argument, the receiving one."""
+    settings = Settings.from_environment(os.environ)
+    if len(sys.argv) > 1:
+        link = socket.socket(fileno=int(sys.argv[1]))
+        link.settimeout(LIMIT_S)
+        _receive(settings, link)
+        return 0
+    result = run(settings)
+    sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
+    return 1 if result.error else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

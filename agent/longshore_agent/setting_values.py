@@ -1,0 +1,127 @@
+"""Values of settings as people write them, and back: `64Mi`, `2.5`, `true`, `NIXL`, `TCP,RDMA`.
+
+Used by `settings` only; knows types, units and ranges, and no setting by name. Each fault is a ValueError
+whose text says what would be right; `settings` puts the variable's name before it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from enum import Enum, IntEnum
+from types import NoneType, UnionType
+from typing import get_args
+
+from longshore_agent.transports.base import Wire
+from longshore_wire.quantity import QuantityError, format_quantity, parse_quantity
+
+_WHOLE = re.compile(r"-?[0-9]{1,18}")
+_TRUTHS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+# How an optional choice says that nothing is chosen.
+_NOTHING = "Auto"
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes that `text` says; unlike a quantity of a CR it may be 0. Raises ValueError."""
+    if text == "0":
+        return 0
+    try:
+        return parse_quantity(text)
+    except QuantityError as error:
+        raise ValueError(str(error)) from error
+
+
+def format_bytes(size_bytes: int) -> str:
+    """Return `size_bytes` with the largest binary suffix that keeps it exact: `64Mi`, `1000`."""
+    return format_quantity(size_bytes) if size_bytes else "0"
+
+
+def parse_value(text: str, kind: object, unit: str) -> object:
+    """Return what `text` says for a setting of type `kind`. Raises ValueError."""
+    if kind is bool:
+        if text.lower() not in _TRUTHS:
+            raise ValueError(f"{text!r} is neither true nor false")
+        return _TRUTHS[text.lower()]
+    if kind is int:
+        return parse_bytes(text) if unit == "bytes" else _parse_whole(text)
+    if kind is float:
+        return _parse_number(text)
+    if kind is str:
+        return text
+    if kind == tuple[Wire, ...]:
+        parts = (part.strip() for part in text.split(","))
+        return tuple(dict.fromkeys(_parse_choice(part, kind) for part in parts if part))
+    return _parse_choice(text, kind)
+
+
+def format_value(value: object, unit: str) -> str:
+    """Return `value` as the environment holds it; `parse_value` gives it back."""
+    if value is None:
+        return _NOTHING
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return ",".join(format_value(part, unit) for part in value)
+    if isinstance(value, IntEnum):
+        return value.name.capitalize()
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, int) and unit == "bytes":
+        return format_bytes(value)
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value)
+
+
+def choices(kind: object) -> list[str]:
+    """Return all values that a setting of type `kind` may have, in words; empty: they cannot be listed."""
+    if kind is bool:
+        return ["true", "false"]
+    return [text for text, _ in _members(kind)]
+
+
+def check_range(value: object, unit: str, low: float | None, high: float | None) -> None:
+    """Raise ValueError if `value` is not within [low, high]; None: there is no bound."""
+    if low is None or high is None:
+        return
+    assert isinstance(value, int | float), value
+    if not low <= value <= high:
+        raise ValueError(
+            f"{format_value(value, unit)} is out of range: give {format_value(low, unit)} to {format_value(high, unit)}"
+        )
+
+
+def _parse_whole(text: str) -> int:
+    if not _WHOLE.fullmatch(text):
+        raise ValueError(f"{text!r} is no whole number")
+    return int(text)
+
+
+def _parse_number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"{text!r} is no number")
+    return value
+
+
+def _parse_choice(text: str, kind: object) -> object:
+    for name, member in _members(kind):
+        if name.lower() == text.lower():
+            return member
+    raise ValueError(f"{text!r} is none of {', '.join(choices(kind))}")
+
+
+def _members(kind: object) -> list[tuple[str, object]]:
+    """Return (text, value) of each member of an Enum, of an Enum or nothing, or of a tuple of wires."""
+    if isinstance(kind, UnionType):
+        (enumeration,) = (part for part in get_args(kind) if part is not NoneType)
+        return [(_NOTHING, None), *_members(enumeration)]
+    if kind == tuple[Wire, ...]:
+        # A wire that was not found out cannot be allowed on purpose.
+        return [(wire.value, wire) for wire in Wire if wire is not Wire.UNKNOWN]
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return [(format_value(member, ""), member) for member in kind]
+    return []

@@ -1,0 +1,393 @@
+"""The one table of the agent's settings: names, defaults, units and meanings.
+
+Each field of `Settings` is a row; from it come the names of the environment variables (`LONGSHORE_` and the
+field's name in capitals), what they may hold, and the reference page (`python -m longshore_agent.settings`).
+Read once, by the supervisor; workers get the finished value. Touches no file and no network.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import sys
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, TypeVar, get_type_hints
+
+from longshore_agent.setting_values import (
+    check_range,
+    choices,
+    format_value,
+    parse_value,
+)
+from longshore_agent.transports.base import Wire
+from longshore_wire import names
+from longshore_wire.agent_config import AgentConfig, Backend
+from longshore_wire.errors import ConfigError
+from longshore_wire.plan import Staging, Way
+from longshore_wire.slabs import region_bytes
+
+_KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
+_MS_NS, _S_NS = 10**6, 10**9
+_LOOPBACK_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
+# What Kubernetes injects for a Service whose name begins with `longshore`; nobody set these on purpose.
+_SERVICE_LINK = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
+
+T = TypeVar("T")
+
+
+class Role(StrEnum):
+    """Whose behaviour a setting changes."""
+
+    AGENT = "agent"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+    TEST = "test"
+
+
+class LogLevel(StrEnum):
+    """The least important line that is logged."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+def _setting(
+    default: T, unit: str, role: Role, meaning: str, *, low: float | None = None, high: float | None = None
+) -> T:
+    """One row. `unit` is empty for what has none; `low` and `high` are the smallest and largest values allowed."""
+    row = {"unit": unit, "role": role, "meaning": meaning, "low": low, "high": high}
+    return dataclasses.field(default=default, metadata=row)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settings:
+    """What one agent was told, checked. Units are last in the names.
+
+    Each default is one frozen row that `_setting` makes, whatever its type; hence the rule that is off on some rows.
+
+    Raises:
+        ConfigError: from `check` and `from_environment`, with every fault at once, each beginning with its variable.
+    """
+
+    config_file: str = _setting(
+        "", "", Role.AGENT, "The deployment's config file. Variables that are set count more than what it says."
+    )
+    deployment: str = _setting(
+        "", "", Role.AGENT, "Name of the deployment; agents and engines of other names are refused."
+    )
+    node: str = _setting("", "", Role.AGENT, "Name of the node, as status and metrics show it.")
+    run_directory: str = _setting(names.RUN_DIRECTORY, "", Role.AGENT, "Directory of the engine socket.")
+    keys_directory: str = _setting(
+        "",
+        "",
+        Role.AGENT,
+        "Directory of the CURVE keys of the control protocol. Empty: allowed on a loopback address only.",
+    )
+    bind_host: str = _setting("127.0.0.1", "", Role.AGENT, "Address on which workers and HTTP listen: the pod's own.")
+    http_port: int = _setting(
+        0, "", Role.AGENT, "Port of health, status and metrics; 0 takes a free one.", low=0, high=65535
+    )
+    http_token_file: str = _setting(
+        "",
+        "",
+        Role.AGENT,
+        "File with the bearer token that HTTP asks for; /healthz and /readyz stay open. Empty: none.",
+    )
+    http_certificate_file: str = _setting("", "", Role.AGENT, "PEM chain for HTTPS. Empty: plain HTTP.")
+    http_key_file: str = _setting("", "", Role.AGENT, "PEM key that belongs to the certificate.")
+    worker_port: int = _setting(
+        0, "", Role.AGENT, "Worker i listens for peers on this port plus i; 0: on free ones.", low=0, high=65535
+    )
+    log_level: LogLevel = _setting(LogLevel.INFO, "", Role.AGENT, "Least important line that is logged.")  # noqa: RUF009
+
+    backend: Backend = _setting(Backend.NIXL, "", Role.BOTH, "Library that moves the bytes.")  # noqa: RUF009
+    wires: tuple[Wire, ...] = _setting(
+        (),
+        "",
+        Role.BOTH,
+        "Wires that may carry bytes, separated by commas. Empty: any. A wire that was not found out fails a list.",
+    )
+    staging: Staging = _setting(  # noqa: RUF009
+        Staging.AUTO,
+        "",
+        Role.BOTH,
+        "Whether unequal layouts travel through staging buffers: as the plan says, always, or never.",
+    )
+    ring_bytes: int = _setting(
+        4 * _GIB,
+        "bytes",
+        Role.DECODE,
+        "Staging ring of one decode rank. 0: the rank takes no staged bytes.",
+        low=0,
+        high=1 << 44,
+    )
+    ring_extent_bytes: int = _setting(
+        64 * _MIB, "bytes", Role.DECODE, "Size of the extents in which the ring is registered.", low=_MIB, high=1 << 40
+    )
+    ring_share_divisor: int = _setting(
+        4, "", Role.DECODE, "A room holds at most the ring divided by this.", low=1, high=1024
+    )
+    grant_window: int = _setting(
+        4, "slabs", Role.DECODE, "Slabs that one writer of one room may hold at once.", low=1, high=1024
+    )
+    scatter_threads: int = _setting(2, "threads", Role.DECODE, "Threads that scatter on a CPU worker.", low=1, high=64)
+    lane_count: int = _setting(4, "lanes", Role.PREFILL, "Transfer threads of one prefill rank.", low=1, high=64)
+    lane_bytes: int = _setting(
+        64 * _MIB, "bytes", Role.PREFILL, "Staging buffer of one lane.", low=64 * _KIB, high=1 << 40
+    )
+    slab_bytes_min: int = _setting(
+        4 * _MIB,
+        "bytes",
+        Role.PREFILL,
+        "Slabs are not cut smaller than this to overlap their stages.",
+        low=_KIB,
+        high=1 << 32,
+    )
+    slices_batch: int = _setting(
+        1000, "slices", Role.PREFILL, "Slices in one write, where slices travel alone.", low=1, high=1000
+    )
+    chunk_tokens: int = _setting(
+        8192, "tokens", Role.PREFILL, "Tokens of one prefill chunk, for planning.", low=1, high=1 << 24
+    )
+    digest: bool = _setting(False, "", Role.BOTH, "Compare an integrity digest of each room's bytes on both sides.")
+
+    lease_s: float = _setting(
+        60.0, "seconds", Role.BOTH, "An offer or claim that is not renewed for so long ends.", low=0.1, high=86400
+    )
+    heartbeat_s: float = _setting(1.0, "seconds", Role.BOTH, "Time between two pings of a peer.", low=0.01, high=3600)
+    peer_timeout_s: float = _setting(
+        5.0, "seconds", Role.BOTH, "A peer that is silent for so long is lost.", low=0.05, high=3600
+    )
+    retry_ms: int = _setting(
+        200, "milliseconds", Role.BOTH, "An unanswered message is sent again after this.", low=1, high=60000
+    )
+    trailer_deadline_ms: int = _setting(
+        2000,
+        "milliseconds",
+        Role.DECODE,
+        "A slab whose trailer does not match fails its room after this.",
+        low=1,
+        high=60000,
+    )
+    rooms_max: int = _setting(
+        16384, "rooms", Role.BOTH, "Open rooms of one worker; more are answered with Busy.", low=1, high=1 << 20
+    )
+    ended_rooms_max: int = _setting(
+        65536, "rooms", Role.BOTH, "Ended rooms that one worker remembers.", low=1, high=1 << 22
+    )
+    quarantine_percent: int = _setting(
+        25,
+        "percent",
+        Role.DECODE,
+        "A worker drains and restarts above this share of its ring in quarantine.",
+        low=1,
+        high=100,
+    )
+    spans_max: int = _setting(
+        65536, "spans", Role.BOTH, "Spans of stages that one worker keeps, newest first.", low=1, high=1 << 22
+    )
+
+    self_test_bytes: int = _setting(
+        _MIB, "bytes", Role.AGENT, "Bytes that must have moved before the agent is ready.", low=1, high=_GIB
+    )
+    start_limit_s: float = _setting(
+        60.0, "seconds", Role.AGENT, "A worker that starts for longer makes the agent unready.", low=1, high=3600
+    )
+    drain_s: float = _setting(
+        10.0, "seconds", Role.AGENT, "Time that open rooms get to finish when the agent stops.", low=0, high=3600
+    )
+    restart_backoff_min_s: float = _setting(
+        0.2, "seconds", Role.AGENT, "Pause before a dead worker starts again, doubled each time.", low=0.01, high=3600
+    )
+    restart_backoff_max_s: float = _setting(30.0, "seconds", Role.AGENT, "Longest such pause.", low=0.01, high=3600)
+
+    force_way: Way | None = _setting(  # noqa: RUF009
+        None, "", Role.TEST, "One way for every pair, for benchmarks; Auto follows the plan."
+    )
+    loopback_faults: str = _setting("", "", Role.TEST, "Faults that the loopback transport makes; see its reference.")
+
+    @property
+    def lease_ns(self) -> int:
+        """The lease of a room, in nanoseconds."""
+        return round(self.lease_s * _S_NS)
+
+    @property
+    def heartbeat_ns(self) -> int:
+        """Time between two pings, in nanoseconds."""
+        return round(self.heartbeat_s * _S_NS)
+
+    @property
+    def peer_timeout_ns(self) -> int:
+        """How long a peer may be silent, in nanoseconds."""
+        return round(self.peer_timeout_s * _S_NS)
+
+    @property
+    def retry_ns(self) -> int:
+        """Time before an unanswered message is sent again, in nanoseconds."""
+        return self.retry_ms * _MS_NS
+
+    @property
+    def trailer_deadline_ns(self) -> int:
+        """How long a slab's trailer may be wrong, in nanoseconds."""
+        return self.trailer_deadline_ms * _MS_NS
+
+    @classmethod
+    def from_environment(cls, env: Mapping[str, str], base: Settings | None = None) -> Settings:
+        """Return the settings that `env` holds; other programs' variables are ignored.
+
+        Args:
+            base: what counts where a variable is not set or empty, for example `from_config`; None: the defaults.
+        Raises:
+            ConfigError: unknown `LONGSHORE_` variables (with the nearest known name) and wrong values, all at once.
+        """
+        rows = {variable(row.name): row for row in dataclasses.fields(cls)}
+        hints = get_type_hints(cls)
+        faults: dict[str, str] = {}
+        values: dict[str, Any] = {}
+        for name in sorted(name for name in env if name.startswith(names.ENVIRONMENT_PREFIX)):
+            row = rows.get(name)
+            if row is None:
+                if not _SERVICE_LINK.fullmatch(name):
+                    nearest = difflib.get_close_matches(name, rows, n=1, cutoff=0.0)[0]
+                    faults[name] = f"there is no such setting; the nearest is {nearest}"
+            elif text := env[name].strip():
+                try:
+                    value = parse_value(text, hints[row.name], row.metadata["unit"])
+                    check_range(value, row.metadata["unit"], row.metadata["low"], row.metadata["high"])
+                    values[row.name] = value
+                except ValueError as error:
+                    faults[name] = str(error)
+        settings = dataclasses.replace(base or cls(), **values)
+        _raise(settings, faults)
+        return settings
+
+    @classmethod
+    def from_config(cls, config: AgentConfig) -> Settings:
+        """Return the settings that a deployment's config file makes; not checked, as the environment may add to them."""
+        transfer, control = config.transfer, config.control
+        return cls(
+            deployment=f"{config.deployment.namespace}/{config.deployment.name}",
+            run_directory=config.run_directory,
+            keys_directory=control.keys_directory or "",
+            bind_host=control.bind_address or cls().bind_host,
+            http_port=control.http_port,
+            worker_port=control.worker_port,
+            backend=transfer.backend,
+            wires=tuple(Wire(wire.value) for wire in transfer.wires),
+            staging=Staging[transfer.staging.name],
+            ring_bytes=config.decode.staging.pool_size,
+            lane_count=config.prefill.staging.lanes,
+            lane_bytes=config.prefill.staging.buffer_size,
+            chunk_tokens=transfer.chunk_tokens,
+            digest=config.integrity.digest,
+        )
+
+    def check(self) -> None:
+        """Raise ConfigError if a value is out of its range or contradicts another; for settings made in code."""
+        faults: dict[str, str] = {}
+        for row in dataclasses.fields(self):
+            try:
+                check_range(getattr(self, row.name), row.metadata["unit"], row.metadata["low"], row.metadata["high"])
+            except ValueError as error:
+                faults[variable(row.name)] = str(error)
+        _raise(self, faults)
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables that give these settings to another process; defaults are left out."""
+        changed = (row for row in dataclasses.fields(self) if getattr(self, row.name) != row.default)
+        return {variable(row.name): format_value(getattr(self, row.name), row.metadata["unit"]) for row in changed}
+
+    def contradictions(self) -> list[tuple[str, str, str]]:
+        """Return (setting, other setting, what is wrong and what would be right) for each broken rule."""
+        slab_region_bytes = region_bytes(self.slab_bytes_min)
+        in_place = (Way.CONTIGUOUS, Way.SLICES, Way.DIRECT)
+        ways_clash = (self.staging is Staging.NEVER and self.force_way is Way.STAGED) or (
+            self.staging is Staging.ALWAYS and self.force_way in in_place
+        )
+        rules = (
+            (self.lane_bytes < slab_region_bytes, "lane_bytes", "slab_bytes_min", _too_small(slab_region_bytes)),
+            (
+                0 < self.ring_bytes < 2 * slab_region_bytes,
+                "ring_bytes",
+                "slab_bytes_min",
+                _too_small(2 * slab_region_bytes),
+            ),
+            (self.peer_timeout_s <= self.heartbeat_s, "peer_timeout_s", "heartbeat_s", "make the first one longer"),
+            (self.lease_ns <= self.retry_ns, "lease_s", "retry_ms", "make the lease longer than a repetition takes"),
+            (
+                self.restart_backoff_max_s < self.restart_backoff_min_s,
+                "restart_backoff_max_s",
+                "restart_backoff_min_s",
+                "make the first one at least as long",
+            ),
+            (
+                bool(self.http_certificate_file) != bool(self.http_key_file),
+                "http_certificate_file",
+                "http_key_file",
+                "give both, or neither",
+            ),
+            (ways_clash, "staging", "force_way", "they exclude each other; leave one at Auto"),
+            (
+                not self.keys_directory and self.bind_host not in _LOOPBACK_HOSTS,
+                "bind_host",
+                "keys_directory",
+                "give keys for an address that others reach",
+            ),
+        )
+        return [(name, other, fault) for broken, name, other, fault in rules if broken]
+
+
+def variable(name: str) -> str:
+    """Return the environment variable of the setting `name`."""
+    return names.ENVIRONMENT_PREFIX + name.upper()
+
+
+def _raise(settings: Settings, faults: Mapping[str, str]) -> None:
+    """Raise ConfigError with `faults` (by variable) and the contradictions between values sound in themselves."""
+    lines = [f"{name}: {fault}" for name, fault in faults.items()]
+    for name, other, fault in settings.contradictions():
+        if not {variable(name), variable(other)} & faults.keys():
+            one, two = (f"{variable(each)} is {getattr(settings, each)!s}" for each in (name, other))
+            lines.append(f"{variable(name)}: {one} and {two}: {fault}")
+    if lines:
+        raise ConfigError(lines)
+
+
+def _too_small(needed_bytes: int) -> str:
+    return f"give the first one at least {needed_bytes} bytes, which slabs of that size take with their trailers"
+
+
+def reference() -> str:
+    """Return the reference page, in Markdown."""
+    hints = get_type_hints(Settings)
+    lines = [
+        "# Settings of the agent",
+        "",
+        "Made from the table in `longshore_agent.settings` by `python -m longshore_agent.settings`; do not edit.",
+        "",
+        "The agent reads these environment variables once, when it starts. A variable that begins with `LONGSHORE_`",
+        "and is not listed here is an error, as is any wrong value; all faults are reported at once. Sizes may carry",
+        "`Ki`, `Mi`, `Gi`, `Ti`, `k`, `M`, `G` or `T`. An empty value means the default. *Role* says whose behaviour",
+        "a setting changes.",
+        "",
+        "| variable | default | unit | allowed | role | meaning |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in dataclasses.fields(Settings):
+        unit, low, high = row.metadata["unit"], row.metadata["low"], row.metadata["high"]
+        default = format_value(row.default, unit) or "(empty)"
+        allowed = ", ".join(choices(hints[row.name])) or "text"
+        if low is not None:
+            allowed = f"{format_value(low, unit)} to {format_value(high, unit)}"
+        role, meaning = row.metadata["role"].value, row.metadata["meaning"]
+        lines.append(f"| `{variable(row.name)}` | `{default}` | {unit} | {allowed} | {role} | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())

@@ -1,0 +1,122 @@
+"""One slot an engine rank: its worker's process, the link to it, and what the supervisor knows of it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from longshore_agent.control.node_link import NodeLink, SnapshotPart
+from longshore_agent.settings import Settings
+from longshore_agent.status.snapshot import WorkerSnapshot, WorkerState
+from longshore_agent.worker_config import WorkerConfig
+from longshore_wire.engine_messages import Hello, RankAddress
+from longshore_wire.names import ENVIRONMENT_PREFIX
+
+# A worker that ignores its end for so long is killed.
+KILL_AFTER_S = 5.0
+
+
+class SlotKey(NamedTuple):
+    """An engine rank."""
+
+    instance: str
+    dp_rank: int
+    rank: int
+
+
+@dataclass(slots=True)
+class Slot:
+    """A worker and its engine rank."""
+
+    key: SlotKey
+    hello: Hello
+    config: WorkerConfig
+    process: subprocess.Popen[bytes]
+    pidfd: int
+    link: NodeLink
+    connection: socket.socket | None  # the engine's, until the worker has it
+    state: WorkerState = WorkerState.STARTING
+    since_s: float = field(default_factory=time.monotonic)
+    address: str = ""
+    snapshot: WorkerSnapshot | None = None
+    answered_s: float = field(default_factory=time.monotonic)
+    error: str = ""
+    _parts: dict[int, list[bytes]] = field(default_factory=dict)
+
+    def become(self, state: WorkerState) -> None:
+        """Enter a state."""
+        self.state, self.since_s = state, time.monotonic()
+
+    @property
+    def rank_address(self) -> RankAddress:
+        """Where its peers find it."""
+        return RankAddress(self.key.rank, self.address, self.config.epoch)
+
+    def take_part(self, part: SnapshotPart) -> bool:
+        """Keep one part of an answer; return whether the answer is whole now."""
+        parts = self._parts.setdefault(part.number, [])
+        parts.append(part.data)
+        if not part.last:
+            return False
+        del self._parts[part.number]
+        self.snapshot = msgspec.msgpack.decode(b"".join(parts), type=WorkerSnapshot)
+        self.answered_s = time.monotonic()
+        return True
+
+    def described(self, restarts: int) -> WorkerSnapshot:
+        """Return its newest answer, with what only the supervisor knows."""
+        now_s = time.monotonic()
+        base = self.snapshot or WorkerSnapshot(
+            worker=self.config.name, pid=self.process.pid, epoch=str(self.config.epoch), state=self.state
+        )
+        return msgspec.structs.replace(
+            base,
+            state=self.state,
+            state_age_s=now_s - self.since_s,
+            silent_s=now_s - self.answered_s,
+            restarts=restarts,
+            error=self.error,
+        )
+
+    def close(self) -> None:
+        """End the process if it still runs, and close everything."""
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = None
+        self.link.close()
+        try:
+            self.process.wait(KILL_AFTER_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        os.close(self.pidfd)
+
+
+def start(key: SlotKey, hello: Hello, connection: socket.socket, settings: Settings, port: int) -> Slot:
+    """Start the worker of an engine rank."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    config = WorkerConfig(
+        name=f"{key.instance}/{key.dp_rank}/{key.rank}",
+        deployment=settings.deployment,
+        instance=key.instance,
+        epoch=time.time_ns(),
+        layout=hello.layout,
+        roles=hello.roles,
+        environment=settings.environment(),
+        port=port,
+        link=theirs.fileno(),
+    )
+    # One thread a process: torch and OpenMP would otherwise start one a core in every worker.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
+    environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "longshore_agent.worker", config.to_text()]
+    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
+    theirs.close()
+    return Slot(key, hello, config, process, os.pidfd_open(process.pid), NodeLink(ours), connection)

@@ -1,0 +1,104 @@
+"""Questions of HTTP's threads to the supervisor's loop, and the loop's answers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from longshore_agent.slots import SlotKey
+from longshore_agent.status.snapshot import AgentSnapshot
+from longshore_wire.errors import LongshoreError, Reason
+
+# A worker answers within milliseconds; one that does not is shown as silent.
+_ANSWER_LIMIT_S = 0.7
+# The loop itself may be busy starting a worker.
+_LOOP_LIMIT_S = 5.0
+
+
+class Call:
+    """One question."""
+
+    def __init__(self, number: int, room: int | None) -> None:
+        self.number = number
+        self.room = room
+        self.future: Future[AgentSnapshot] = Future()
+        self._missing: set[SlotKey] = set()
+        self._asked_s = time.monotonic()
+
+    def ask(self, asked: set[SlotKey]) -> None:
+        """Remember who must answer."""
+        self._missing = asked
+
+    def heard(self, key: SlotKey) -> None:
+        """One worker has answered."""
+        self._missing.discard(key)
+
+    @property
+    def done(self) -> bool:
+        """Whether all have answered, or had their time."""
+        return not self._missing or time.monotonic() - self._asked_s > _ANSWER_LIMIT_S
+
+    def answer(self, snapshot: AgentSnapshot) -> None:
+        """Answer the thread that waits."""
+        self.future.set_result(snapshot)
+
+
+class Snapshots:
+    """All open questions. `ask` is for any thread, the rest for the loop."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._new: list[Call] = []
+        self._open: dict[int, Call] = {}
+        self._number = 0
+        self._closed = False
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a question is open."""
+        return bool(self._open or self._new)
+
+    def ask(self, room: int | None) -> AgentSnapshot:
+        """Ask and wait. Raises LongshoreError if the loop hangs or has ended."""
+        with self._lock:
+            if self._closed:
+                raise LongshoreError("the agent is stopping", reason=Reason.SHUTTING_DOWN)
+            self._number += 1
+            call = Call(self._number, room)
+            self._new.append(call)
+        self._wake()
+        try:
+            return call.future.result(_LOOP_LIMIT_S)
+        except TimeoutError as error:
+            raise LongshoreError("the supervisor's loop does not turn", reason=Reason.INTERNAL) from error
+
+    def take_new(self) -> list[Call]:
+        """Return questions that nobody has passed on yet."""
+        with self._lock:
+            new, self._new = self._new, []
+        self._open.update((call.number, call) for call in new)
+        return new
+
+    def answered(self, number: int, key: SlotKey) -> None:
+        """One worker has answered one question."""
+        call = self._open.get(number)
+        if call is not None:
+            call.heard(key)
+
+    def take_done(self) -> list[Call]:
+        """Return questions that can be answered now, and forget them."""
+        done = [call for call in self._open.values() if call.done]
+        for call in done:
+            del self._open[call.number]
+        return done
+
+    def close(self) -> None:
+        """Refuse every question, old and new."""
+        with self._lock:
+            self._closed = True
+            calls, self._new = self._new, []
+        for call in [*calls, *self._open.values()]:
+            call.future.set_exception(LongshoreError("the agent is stopping", reason=Reason.SHUTTING_DOWN))

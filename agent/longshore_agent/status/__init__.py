@@ -1,0 +1,1 @@
+"""What an agent says of itself: metrics, spans, snapshots, checks, and the HTTP that shows them."""

@@ -1,0 +1,211 @@
+"""The agent's HTTP pages: health, metrics, status, rooms, plans and what is registered. Called by the supervisor.
+
+Every answer is made from one snapshot that a `StatusSource` gives; nothing here changes anything, and nothing
+here sees a token or a byte of the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Protocol
+
+import msgspec
+from fastapi import FastAPI, Path, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from starlette.exceptions import HTTPException
+
+from longshore_agent.settings import Settings
+from longshore_agent.status import rooms
+from longshore_agent.status.checks import Rules, Verdict, liveness, readiness
+from longshore_agent.status.metrics import CONTENT_TYPE, render
+from longshore_agent.status.plans import PlanDefaults, PlanQuery, PlanView, answer
+from longshore_agent.status.snapshot import AgentSnapshot, AgentStatus, InstanceStatus
+from longshore_wire.errors import LongshoreError, Reason
+
+# The name under which the supervisor's own metrics appear.
+SUPERVISOR = "supervisor"
+
+
+class StatusSource(Protocol):
+    """Where the pages get their snapshots: the supervisor."""
+
+    def snapshot(self, room: int | None = None) -> AgentSnapshot:
+        """Return the state of now; called from HTTP's threads, several at once.
+
+        A worker that does not answer in time appears with what is known of it and `silent_s`.
+
+        Args:
+            room: workers put this room into their lists, and its spans.
+        """
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """Why a request was not answered. `faults`: one line a fault, each begins with the parameter's name."""
+
+    reason: str
+    text: str
+    faults: tuple[str, ...] = ()
+
+
+class InstanceList(msgspec.Struct, frozen=True):
+    """The engine instances that are registered with this agent; they are listed, not routed to."""
+
+    deployment: str
+    node: str
+    instances: tuple[InstanceStatus, ...]
+
+
+class _RefusalError(Exception):
+    """Ends a request with a body of ours."""
+
+    def __init__(self, status: int, body: ErrorBody) -> None:
+        super().__init__(body.text)
+        self.status = status
+        self.body = body
+
+
+_SCHEMA_REFERENCE = "#/components/schemas/{name}"
+_BODIES = (AgentStatus, Verdict, rooms.RoomList, rooms.RoomDetail, PlanView, InstanceList, ErrorBody)
+_JSON = "application/json"
+
+
+def create_app(source: StatusSource, rules: Rules | None = None, plan_defaults: PlanDefaults | None = None) -> FastAPI:
+    """Return the application.
+
+    Args:
+        rules: what readiness asks for; None: what default settings ask for.
+        plan_defaults: what plans use that a query leaves out.
+    """
+    app = FastAPI(title="Longshore agent", docs_url=None, redoc_url=None, openapi_url=None)
+    _add_health(app, source, rules or Rules.of(Settings()))
+    _add_status(app, source)
+    _add_rooms(app, source)
+    _add_plans(app, source, plan_defaults or PlanDefaults())
+    _add_openapi(app)
+    _add_errors(app)
+    return app
+
+
+def _add_health(app: FastAPI, source: StatusSource, rules: Rules) -> None:
+    @app.get("/healthz", **_answers(Verdict, 503, Verdict))
+    def healthz() -> Response:
+        """Whether the supervisor works; if not, the agent is to be restarted."""
+        verdict = liveness(source.snapshot())
+        return _json(verdict, 200 if verdict.ok else 503)
+
+    @app.get("/readyz", **_answers(Verdict, 503, Verdict))
+    def readyz() -> Response:
+        """Whether engines may be sent to this agent, with every check and its reason."""
+        verdict = readiness(source.snapshot(), rules)
+        return _json(verdict, 200 if verdict.ok else 503)
+
+    @app.get("/metrics", response_model=None, responses={200: {"content": {"text/plain": {}}}})
+    def metrics() -> Response:
+        """All metrics of the supervisor and of each worker, for Prometheus."""
+        snapshot = source.snapshot()
+        found = {SUPERVISOR: snapshot.metrics} | {worker.worker: worker.metrics for worker in snapshot.workers}
+        assert len(found) == len(snapshot.workers) + 1, [worker.worker for worker in snapshot.workers]
+        return Response(render(found), headers={"content-type": CONTENT_TYPE})
+
+
+def _add_status(app: FastAPI, source: StatusSource) -> None:
+    @app.get("/v1/status", **_answers(AgentStatus))
+    def status() -> Response:
+        """The agent, its workers, engines, peers, rings and lanes; rooms and metrics have pages of their own."""
+        return _json(source.snapshot().status())
+
+    @app.get("/v1/bootstrap", **_answers(InstanceList))
+    def bootstrap() -> Response:
+        """The engine instances that are registered here, with the address of each rank's worker."""
+        snapshot = source.snapshot()
+        return _json(InstanceList(snapshot.deployment, snapshot.node, snapshot.instances))
+
+
+def _add_rooms(app: FastAPI, source: StatusSource) -> None:
+    @app.get("/v1/rooms", **_answers(rooms.RoomList, 422, ErrorBody))
+    def room_list(
+        limit: Annotated[int, Query(ge=1, le=rooms.PAGE_MAX, description="Most rooms in the answer.")] = 100,
+        after: Annotated[str, Query(description="`next` of the page before.")] = "",
+        half: Annotated[Literal["source", "target"] | None, Query(description="Only this half.")] = None,
+        ended: Annotated[bool | None, Query(description="Only rooms that are over, or that are not.")] = None,
+    ) -> Response:
+        """The rooms of all workers by id: the oldest open ones, and the newest of those that are over."""
+        try:
+            return _json(rooms.page(source.snapshot(), limit=limit, after=after, half=half, ended=ended))
+        except ValueError as error:
+            raise _RefusalError(422, ErrorBody("BadRequest", f"after: {error}", (f"after: {error}",))) from error
+
+    @app.get("/v1/rooms/{room}", **_answers(rooms.RoomDetail, 404, ErrorBody))
+    def room_detail(
+        room: Annotated[int, Path(ge=0, le=rooms.ROOM_MAX, description="The room's id.")],
+        instance: Annotated[str | None, Query(description="Only of this prefill instance.")] = None,
+    ) -> Response:
+        """One room: each half that this agent has, its pairs of ranks, and the spans of its slabs."""
+        found = rooms.detail(source.snapshot(room), room, instance)
+        if found is None:
+            raise _RefusalError(404, ErrorBody("UnknownRoom", f"no worker of this agent knows room {room}"))
+        return _json(found)
+
+
+def _add_plans(app: FastAPI, source: StatusSource, defaults: PlanDefaults) -> None:
+    @app.get("/v1/plan", **_answers(PlanView, 422, ErrorBody))
+    def plan(query: Annotated[PlanQuery, Query()]) -> Response:
+        """Who would send what to whom between two layouts, or between two instances that are registered here."""
+        instances = source.snapshot().instances if query.source or query.target else ()
+        try:
+            return _json(answer(query, instances, defaults))
+        except LongshoreError as error:
+            unknown = error.reason is Reason.UNKNOWN_INSTANCE
+            body = ErrorBody("UnknownInstance" if unknown else "LayoutMismatch", str(error), (str(error),))
+            raise _RefusalError(404 if unknown else 422, body) from error
+
+
+def _json(value: msgspec.Struct, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type=_JSON)
+
+
+def _answers(body: type[msgspec.Struct], status: int = 0, other: type[msgspec.Struct] | None = None) -> dict[str, Any]:
+    """Return the arguments by which a route documents its bodies; FastAPI is to make none of its own."""
+    found = {200: body} | ({status: other} if other is not None else {})
+    responses = {
+        code: {
+            "description": (kind.__doc__ or kind.__name__).partition("\n")[0],
+            "content": {_JSON: {"schema": {"$ref": _SCHEMA_REFERENCE.format(name=kind.__name__)}}},
+        }
+        for code, kind in found.items()
+    }
+    return {"response_model": None, "response_class": Response, "responses": responses}
+
+
+def _add_openapi(app: FastAPI) -> None:
+    @app.get("/openapi.json", include_in_schema=False)
+    def openapi() -> dict[str, Any]:
+        return app.openapi()
+
+    def made() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = get_openapi(title=app.title, version="v1", routes=app.routes)
+            _, components = msgspec.json.schema_components(_BODIES, ref_template=_SCHEMA_REFERENCE)
+            schema.setdefault("components", {}).setdefault("schemas", {}).update(components)
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    replace: Callable[[], dict[str, Any]] = made
+    app.openapi = replace  # type: ignore[method-assign]
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(_RefusalError)
+    def refusal(_request: Request, error: _RefusalError) -> Response:
+        return _json(error.body, error.status)
+
+    @app.exception_handler(RequestValidationError)
+    def invalid(_request: Request, error: RequestValidationError) -> Response:
+        faults = tuple(f"{'.'.join(str(part) for part in e['loc'][1:])}: {e['msg']}" for e in error.errors())
+        return _json(ErrorBody("BadRequest", "; ".join(faults), faults), 422)
+
+    @app.exception_handler(HTTPException)
+    def plain(_request: Request, error: HTTPException) -> Response:
+        reason = {404: "UnknownPath", 405: "MethodNotAllowed"}.get(error.status_code, "BadRequest")
+        return _json(ErrorBody(reason, str(error.detail)), error.status_code)

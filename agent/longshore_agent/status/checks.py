@@ -1,0 +1,125 @@
+"""Whether an agent lives and is ready, decided from a snapshot. Pure; HTTP and the operator show its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from longshore_agent.settings import Settings
+from longshore_agent.status.snapshot import AgentSnapshot, SelfTest, WorkerSnapshot, WorkerState
+
+# The supervisor's loop turns at least every second; one that has not for so long hangs and is to be restarted.
+LOOP_AGE_LIMIT_S = 30.0
+# A worker answers within milliseconds, between two slabs; one that is silent for so long moves nothing.
+SILENCE_LIMIT_S = 10.0
+
+
+class Check(msgspec.Struct, frozen=True):
+    """One thing that must hold. `reason` is one CamelCase word, `message` says what was seen and what to do."""
+
+    name: str
+    ok: bool
+    reason: str
+    message: str
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """All checks; `ok` if each of them is."""
+
+    ok: bool
+    checks: tuple[Check, ...]
+
+    @classmethod
+    def of(cls, checks: Iterable[Check]) -> Verdict:
+        """Return the verdict that `checks` make together."""
+        found = tuple(checks)
+        return cls(all(check.ok for check in found), found)
+
+
+class Rules(msgspec.Struct, frozen=True):
+    """What readiness asks for. `wires` are the allowed ones; empty: any."""
+
+    backend: str
+    self_test_bytes: int
+    wires: tuple[str, ...] = ()
+    start_limit_s: float = 60.0
+
+    @classmethod
+    def of(cls, settings: Settings) -> Rules:
+        """Return the rules that `settings` make."""
+        return cls(
+            backend=settings.backend.value,
+            self_test_bytes=settings.self_test_bytes,
+            wires=tuple(wire.value for wire in settings.wires),
+            start_limit_s=settings.start_limit_s,
+        )
+
+
+def liveness(snapshot: AgentSnapshot) -> Verdict:
+    """Return whether the supervisor works. Dead workers are its own business and do not end it."""
+    hangs = snapshot.loop_age_s > LOOP_AGE_LIMIT_S
+    text = f"the supervisor's loop turned {snapshot.loop_age_s:.1f} s ago, the limit is {LOOP_AGE_LIMIT_S:g} s"
+    return Verdict.of([Check("Supervisor", not hangs, "LoopHangs" if hangs else "LoopTurns", text)])
+
+
+def readiness(snapshot: AgentSnapshot, rules: Rules) -> Verdict:
+    """Return whether engines may be sent to this agent, with a check for each thing that it depends on."""
+    return Verdict.of(
+        [*liveness(snapshot).checks, _accepting(snapshot), _self_test(snapshot, rules), _workers(snapshot, rules)]
+    )
+
+
+def _accepting(snapshot: AgentSnapshot) -> Check:
+    if snapshot.draining:
+        return Check("Accepting", False, "Draining", "the agent stops and takes no new engines or rooms")
+    return Check("Accepting", True, "Accepting", "the agent takes engines")
+
+
+def _self_test(snapshot: AgentSnapshot, rules: Rules) -> Check:
+    """Pass if any self-test did; else say what is wrong with the one that came furthest."""
+    found = [test for test in (snapshot.self_test, *(w.self_test for w in snapshot.workers)) if test is not None]
+    if not found:
+        text = f"no self-test has ended yet; it moves {rules.self_test_bytes} bytes by {rules.backend}"
+        return Check("SelfTest", False, "SelfTestPending", text)
+    verdicts = [_judge(test, rules) for test in found]
+    return next((check for check in verdicts if check.ok), max(verdicts, key=lambda check: _PROGRESS[check.reason]))
+
+
+# How far a self-test came, by what is wrong with it.
+_PROGRESS = {"OtherBackend": 0, "SelfTestFailed": 1, "SelfTestTooSmall": 2, "WireNotAllowed": 3, "SelfTestPassed": 4}
+
+
+def _judge(test: SelfTest, rules: Rules) -> Check:
+    if test.backend != rules.backend:
+        text = f"the self-test moved bytes by {test.backend}, the backend is {rules.backend}"
+        return Check("SelfTest", False, "OtherBackend", text)
+    if test.error:
+        return Check("SelfTest", False, "SelfTestFailed", f"{test.backend}: {test.error}")
+    if test.bytes_moved < rules.self_test_bytes:
+        text = f"{test.backend} has moved {test.bytes_moved} of {rules.self_test_bytes} bytes"
+        return Check("SelfTest", False, "SelfTestTooSmall", text)
+    if rules.wires and test.wire not in rules.wires:
+        text = f"{test.backend} uses the wire {test.wire}, allowed are {', '.join(rules.wires)}"
+        return Check("SelfTest", False, "WireNotAllowed", text)
+    text = f"{test.backend} moved {test.bytes_moved} bytes over {test.wire} in {test.seconds:.3f} s"
+    return Check("SelfTest", True, "SelfTestPassed", text)
+
+
+def _workers(snapshot: AgentSnapshot, rules: Rules) -> Check:
+    faults = [fault for worker in snapshot.workers for fault in _worker_faults(worker, rules)]
+    if not faults:
+        return Check("Workers", True, "WorkersReady", f"{len(snapshot.workers)} workers")
+    return Check("Workers", False, faults[0][0], "; ".join(text for _, text in faults))
+
+
+def _worker_faults(worker: WorkerSnapshot, rules: Rules) -> Iterator[tuple[str, str]]:
+    """Yield (reason, text) for what makes this worker unfit. A worker between two lives gets the start limit."""
+    if worker.state is WorkerState.FAILED:
+        yield "WorkerFailed", f"worker {worker.worker} failed: {worker.error or 'no reason was given'}"
+    elif worker.state in (WorkerState.STARTING, WorkerState.SELF_TESTING):
+        if worker.state_age_s > rules.start_limit_s:
+            age = f"{worker.state_age_s:.0f} s, the limit is {rules.start_limit_s:g} s"
+            yield "WorkerStarting", f"worker {worker.worker} is {worker.state.value} for {age}"
+    elif worker.silent_s > SILENCE_LIMIT_S:
+        yield "WorkerSilent", f"worker {worker.worker} has not answered for {worker.silent_s:.0f} s"

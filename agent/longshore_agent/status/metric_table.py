@@ -1,0 +1,100 @@
+"""The one table of the agent's metrics: names, kinds, units, labels and meanings.
+
+`metrics` counts by it, dashboards and the reference page (`python -m longshore_agent.status.metrics`) follow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from longshore_wire.errors import Reason
+
+
+class Kind(StrEnum):
+    """What Prometheus may do with a metric."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+STAGES = ("gather", "write", "deliver", "scatter")
+HALVES = ("source", "target")
+WAYS = ("staged", "contiguous", "direct", "slices")
+OUTCOMES = ("done", "failed", "cancelled")
+PEER_STATES = ("connecting", "attached", "refused", "lost")
+REASONS = tuple(reason.name.lower() for reason in Reason)
+# 10 us to 10 s: one CPU gather of a small slab is about the first, a peer that is nearly lost the last.
+SECONDS_BUCKETS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+
+_DOMAINS: Mapping[str, tuple[str, ...]] = {
+    "stage": STAGES,
+    "half": HALVES,
+    "way": WAYS,
+    "outcome": OUTCOMES,
+    "reason": REASONS,
+    "state": PEER_STATES,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row. A label without a domain holds a small number or a type's name, never what a peer or user chose."""
+
+    name: str
+    kind: Kind
+    unit: str
+    labels: tuple[str, ...]
+    help: str
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def domains(self) -> tuple[tuple[str, ...], ...]:
+        """The values that each label may have, in the order of `labels`; empty: any."""
+        return tuple(_DOMAINS.get(label, ()) for label in self.labels)
+
+
+def _counter(name: str, unit: str, labels: tuple[str, ...], meaning: str) -> Metric:
+    return Metric(f"longshore_{name}_total", Kind.COUNTER, unit, labels, meaning)
+
+
+def _gauge(name: str, unit: str, labels: tuple[str, ...], meaning: str) -> Metric:
+    return Metric(f"longshore_{name}", Kind.GAUGE, unit, labels, meaning)
+
+
+TABLE: tuple[Metric, ...] = (
+    Metric(
+        "longshore_stage_seconds",
+        Kind.HISTOGRAM,
+        "seconds",
+        ("stage",),
+        "Time that one slab spends in a stage of the data path.",
+        SECONDS_BUCKETS,
+    ),
+    _counter("stage_bytes", "bytes", ("stage",), "Bytes that went through a stage."),
+    _counter("slabs", "slabs", ("half", "way"), "Slabs finished."),
+    _counter("writes", "writes", ("way",), "Writes posted to the transport."),
+    _counter("write_pieces", "pieces", ("way",), "Pieces of memory in those writes."),
+    _counter("lane_bytes", "bytes", ("lane",), "Bytes that a lane wrote."),
+    _counter("lane_slabs", "slabs", ("lane",), "Slabs that a lane wrote."),
+    _gauge("ring_capacity_bytes", "bytes", (), "Size of the staging ring."),
+    _gauge("ring_used_bytes", "bytes", (), "Bytes of the ring that are granted or hold slabs."),
+    _gauge("ring_held_bytes", "bytes", (), "Bytes of the ring in quarantine: a writer may still write them."),
+    _counter("ring_rounds", "rounds", (), "Times that the ring wrapped."),
+    _counter("credit_waits", "waits", (), "Times that a slab was ready and waited for a grant."),
+    _counter("credit_wait_seconds", "seconds", (), "Time that ready slabs waited for grants."),
+    _gauge("rooms_open", "rooms", ("half",), "Rooms that are not over."),
+    _counter("rooms", "rooms", ("half", "outcome", "reason"), "Rooms that are over."),
+    _counter("stale_messages", "messages", ("message",), "Messages of another life, another grant or no room."),
+    _counter("refused_messages", "messages", ("reason",), "Messages of peers and engines that were refused."),
+    _counter("retries", "messages", ("message",), "Messages that were sent again."),
+    _counter("notices", "notices", (), "Notices of arrival that the transport gave."),
+    _counter("authentication_failures", "connections", (), "Peers whose key is not of this deployment."),
+    _gauge("engines", "engines", ("half",), "Engine ranks that are registered."),
+    _gauge("peers", "peers", ("state",), "Workers of other agents."),
+    _gauge("self_test_bytes", "bytes", (), "Bytes that the self-test has moved by the configured backend."),
+    _counter("worker_restarts", "restarts", (), "Workers that were started again after they died."),
+    _counter("process_cpu_seconds", "seconds", (), "Processor time that this process used."),
+)

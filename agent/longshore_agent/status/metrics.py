@@ -1,0 +1,228 @@
+"""Counts by the metric table in one process, and writes the counts of all processes for Prometheus.
+
+Each worker and the supervisor hold one `Metrics`; any thread of theirs may use it. A worker answers the
+supervisor with `snapshot()`, the supervisor turns all snapshots into one page with `render`. No I/O.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from itertools import product
+
+import msgspec
+
+from longshore_agent.status.metric_table import TABLE, Kind, Metric
+
+# What `render` writes; HTTP announces it.
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# Labels are bounded by the table; a metric with more series than this has a label that it must not have.
+SERIES_MAX = 1024
+# Metrics with at most so many combinations of labels show all of them from the start, so that rates begin at 0.
+_SERIES_SHOWN_AT_ONCE = 8
+
+_ROWS: Mapping[str, Metric] = {row.name: row for row in TABLE}
+_PROCESS_CPU = "longshore_process_cpu_seconds_total"
+
+
+def _row(name: str, kind: Kind) -> Metric:
+    row = _ROWS.get(name)
+    assert row is not None, f"the table has no metric {name}"
+    assert row.kind is kind, f"{name} is a {row.kind.value}, not a {kind.value}"
+    return row
+
+
+class Series(msgspec.Struct, frozen=True, array_like=True):
+    """One metric with one combination of labels.
+
+    Attributes:
+        labels: values in the order of the table's labels.
+        value: of a counter or gauge; the sum of a histogram.
+        buckets: observations in each bucket (not cumulative), the last one is beyond all bounds; histograms only.
+    """
+
+    name: str
+    labels: tuple[str, ...]
+    value: float
+    buckets: tuple[int, ...] = ()
+
+
+class MetricsSnapshot(msgspec.Struct, frozen=True, array_like=True):
+    """All series of one process at one moment."""
+
+    series: tuple[Series, ...] = ()
+
+    def value(self, name: str, **labels: str) -> float:
+        """Return a counter's or gauge's value, or a histogram's sum; 0 if it was never touched.
+
+        Labels that are left out are summed over.
+        """
+        return sum(series.value for series in self._matching(name, labels))
+
+    def count(self, name: str, **labels: str) -> int:
+        """Return how many observations a histogram has; labels that are left out are summed over."""
+        return sum(sum(series.buckets) for series in self._matching(name, labels))
+
+    def _matching(self, name: str, labels: Mapping[str, str]) -> Iterable[Series]:
+        row = _ROWS[name]
+        assert labels.keys() <= set(row.labels), f"{name} has the labels {row.labels}, not {tuple(labels)}"
+        wanted = [(index, labels[label]) for index, label in enumerate(row.labels) if label in labels]
+        for series in self.series:
+            if series.name == name and all(series.labels[index] == value for index, value in wanted):
+                yield series
+
+
+class Metrics:
+    """The counts of one process. An unknown metric, label or label's value is a mistake of ours and asserts."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[str, dict[tuple[str, ...], float]] = {}
+        self._buckets: dict[str, dict[tuple[str, ...], list[int]]] = {}
+        for row in TABLE:
+            self._values[row.name] = {}
+            self._buckets[row.name] = {}
+            combinations = list(product(*row.domains))
+            if row.kind is not Kind.HISTOGRAM and 0 < len(combinations) <= _SERIES_SHOWN_AT_ONCE:
+                self._values[row.name] = dict.fromkeys(combinations, 0)
+
+    def add(self, name: str, value: float = 1, **labels: str | int) -> None:
+        """Add `value`, which is not negative, to a counter."""
+        assert value >= 0, f"{name} += {value}"
+        row = _row(name, Kind.COUNTER)
+        with self._lock:
+            values = self._values[name]
+            key = self._key(row, values, labels)
+            values[key] = values.get(key, 0) + value
+
+    def set(self, name: str, value: float, **labels: str | int) -> None:
+        """Set a gauge."""
+        row = _row(name, Kind.GAUGE)
+        with self._lock:
+            values = self._values[name]
+            values[self._key(row, values, labels)] = value
+
+    def advance(self, name: str, value: float, **labels: str | int) -> None:
+        """Raise a counter to `value`, which somebody else counts: the ring its rounds, the system our CPU time."""
+        row = _row(name, Kind.COUNTER)
+        with self._lock:
+            values = self._values[name]
+            key = self._key(row, values, labels)
+            values[key] = max(values.get(key, 0), value)
+
+    def observe(self, name: str, value: float, **labels: str | int) -> None:
+        """Add one observation to a histogram."""
+        row = _row(name, Kind.HISTOGRAM)
+        with self._lock:
+            values = self._values[name]
+            key = self._key(row, values, labels)
+            values[key] = values.get(key, 0.0) + value
+            buckets = self._buckets[name].get(key)
+            if buckets is None:
+                buckets = self._buckets[name][key] = [0] * (len(row.buckets) + 1)
+            buckets[bisect_left(row.buckets, value)] += 1
+
+    def snapshot(self) -> MetricsSnapshot:
+        """Return all counts of this moment, with this process' CPU time."""
+        self.advance(_PROCESS_CPU, time.process_time())
+        with self._lock:
+            return MetricsSnapshot(
+                tuple(
+                    Series(name, key, value, tuple(self._buckets[name].get(key, ())))
+                    for name, values in self._values.items()
+                    for key, value in values.items()
+                )
+            )
+
+    def _key(
+        self, row: Metric, values: Mapping[tuple[str, ...], float], labels: Mapping[str, str | int]
+    ) -> tuple[str, ...]:
+        """Return the values of `labels` in the table's order; only a new combination is checked in full."""
+        assert len(labels) == len(row.labels), f"{row.name} has the labels {row.labels}, not {tuple(labels)}"
+        key = tuple([str(labels[label]) for label in row.labels]) if labels else ()
+        if key not in values:
+            for label, value, domain in zip(row.labels, key, row.domains, strict=True):
+                assert not domain or value in domain, f"{row.name}: {label} is {value!r}, not one of {domain}"
+            assert len(values) < SERIES_MAX, f"{row.name} has {len(values)} series: a label of it is not bounded"
+        return key
+
+
+def render(snapshots: Mapping[str, MetricsSnapshot]) -> str:
+    """Return the Prometheus text (format 0.0.4) of all processes.
+
+    Args:
+        snapshots: by the process' name, which becomes the label `worker`.
+    """
+    by_name: dict[str, list[tuple[str, Series]]] = {}
+    for worker, snapshot in snapshots.items():
+        for series in snapshot.series:
+            by_name.setdefault(series.name, []).append((worker, series))
+    lines: list[str] = []
+    for row in TABLE:
+        found = by_name.get(row.name)
+        if found:
+            lines += (f"# HELP {row.name} {row.help}", f"# TYPE {row.name} {row.kind.value}")
+            for worker, series in found:
+                lines += _series_lines(row, worker, series)
+    return "\n".join(lines) + "\n" if lines else ""
+
+
+def _series_lines(row: Metric, worker: str, series: Series) -> Iterable[str]:
+    labels = ",".join(
+        f'{label}="{_escape(value)}"'
+        for label, value in zip(("worker", *row.labels), (worker, *series.labels), strict=True)
+    )
+    if row.kind is not Kind.HISTOGRAM:
+        yield f"{row.name}{{{labels}}} {_number(series.value)}"
+        return
+    total = 0
+    for bound, count in zip((*row.buckets, float("inf")), series.buckets, strict=True):
+        total += count
+        yield f'{row.name}_bucket{{{labels},le="{_number(bound)}"}} {total}'
+    yield f"{row.name}_sum{{{labels}}} {_number(series.value)}"
+    yield f"{row.name}_count{{{labels}}} {total}"
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _number(value: float) -> str:
+    if value == float("inf"):
+        return "+Inf"
+    return str(int(value)) if value == int(value) else repr(value)
+
+
+def reference() -> str:
+    """Return the reference page, in Markdown."""
+    lines = [
+        "# Metrics of the agent",
+        "",
+        "Made from the table in `longshore_agent.status.metric_table` by `python -m longshore_agent.status.metrics`;",
+        "do not edit.",
+        "",
+        "`GET /metrics` answers in Prometheus' text format 0.0.4. Each series has the label `worker` besides those",
+        "below: the name of the worker, or `supervisor`. Counters begin at 0 again when a worker starts again.",
+        "",
+        "| metric | kind | unit | labels | meaning |",
+        "|---|---|---|---|---|",
+    ]
+    for row in TABLE:
+        labels = ", ".join(f"`{label}`" for label in row.labels)
+        lines.append(f"| `{row.name}` | {row.kind.value} | {row.unit} | {labels} | {row.help} |")
+    lines += ["", "| label | values |", "|---|---|"]
+    domains = {label: domain for row in TABLE for label, domain in zip(row.labels, row.domains, strict=True)}
+    for label, domain in sorted(domains.items()):
+        lines.append(f"| `{label}` | {', '.join(domain) or _OPEN_LABELS[label]} |")
+    return "\n".join(lines) + "\n"
+
+
+# What stands in the labels whose values the table does not list.
+_OPEN_LABELS: Mapping[str, str] = {"lane": "the lane's index", "message": "the message's type"}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())

@@ -1,0 +1,121 @@
+"""What `/v1/rooms` and `/v1/rooms/{id}` answer from a snapshot: bounded pages, one room in full. Pure."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterator
+
+import msgspec
+
+from longshore_agent.status.snapshot import AgentSnapshot, RoomStatus
+from longshore_agent.status.spans import Span
+
+PAGE_MAX = 1000
+ROOM_MAX = 2**64 - 1
+# The cursor of a page is a room's key; instances are short names, so anything longer is not ours.
+_CURSOR_CHARACTERS_MAX = 4096
+
+_Key = tuple[int, str, int, str, str, bool]
+
+
+_CURSOR: msgspec.msgpack.Decoder[_Key] = msgspec.msgpack.Decoder(_Key)
+
+
+class RoomEntry(msgspec.Struct, frozen=True):
+    """One half of a room and the worker that has it; `ended`: it is over and only remembered."""
+
+    worker: str
+    ended: bool
+    room: RoomStatus
+
+
+class RoomList(msgspec.Struct, frozen=True):
+    """A page of rooms, by id.
+
+    Attributes:
+        open_count, ended_count: of all workers, true even where the lists of a worker are cut.
+        next: give it as `after` to get the next page; empty: there is none.
+    """
+
+    rooms: tuple[RoomEntry, ...]
+    open_count: int
+    ended_count: int
+    next: str = ""
+
+
+class RoomDetail(msgspec.Struct, frozen=True):
+    """All halves of a room that this agent has, with the spans of its slabs by their start."""
+
+    room: str
+    halves: tuple[RoomEntry, ...]
+    spans: tuple[Span, ...]
+
+
+def page(snapshot: AgentSnapshot, *, limit: int, after: str, half: str | None, ended: bool | None) -> RoomList:
+    """Return at most `limit` rooms behind the cursor `after`, without their pairs.
+
+    Args:
+        half, ended: only such rooms; None: all.
+    Raises:
+        ValueError: `after` is no cursor that a page gave.
+    """
+    assert 0 < limit <= PAGE_MAX, limit
+    start = _decode(after) if after else None
+    chosen = sorted(
+        (
+            entry
+            for entry in _entries(snapshot)
+            if half in (None, entry.room.half)
+            and ended in (None, entry.ended)
+            and (start is None or _key(entry) > start)
+        ),
+        key=_key,
+    )
+    shown = tuple(
+        msgspec.structs.replace(entry, room=msgspec.structs.replace(entry.room, pairs=())) for entry in chosen[:limit]
+    )
+    return RoomList(
+        rooms=shown,
+        open_count=sum(worker.rooms_open for worker in snapshot.workers),
+        ended_count=sum(worker.rooms_ended for worker in snapshot.workers),
+        next=_encode(_key(shown[-1])) if len(chosen) > limit else "",
+    )
+
+
+def detail(snapshot: AgentSnapshot, room: int, instance: str | None) -> RoomDetail | None:
+    """Return a room in full, of any prefill instance or of `instance`; None: no worker knows it."""
+    text = str(room)
+    halves = tuple(
+        sorted((e for e in _entries(snapshot) if e.room.room == text and instance in (None, e.room.instance)), key=_key)
+    )
+    if not halves:
+        return None
+    spans = (span for worker in snapshot.workers for span in worker.spans)
+    found = [span for span in spans if span.room == text and instance in (None, span.instance)]
+    return RoomDetail(text, halves, tuple(sorted(found, key=lambda span: (span.start_ns, span.end_ns))))
+
+
+def _entries(snapshot: AgentSnapshot) -> Iterator[RoomEntry]:
+    for worker in snapshot.workers:
+        yield from (RoomEntry(worker.worker, False, room) for room in worker.rooms)
+        yield from (RoomEntry(worker.worker, True, room) for room in worker.ended)
+
+
+def _key(entry: RoomEntry) -> _Key:
+    room = entry.room
+    return int(room.room), room.instance, room.pool, room.half, entry.worker, entry.ended
+
+
+def _encode(key: _Key) -> str:
+    return base64.urlsafe_b64encode(msgspec.msgpack.encode(key)).decode().rstrip("=")
+
+
+def _decode(cursor: str) -> _Key:
+    if len(cursor) > _CURSOR_CHARACTERS_MAX:
+        raise ValueError(f"the cursor has {len(cursor)} characters: give what `next` of the last page said")
+    try:
+        data = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4))
+        return _CURSOR.decode(data)
+    except (binascii.Error, msgspec.MsgspecError, UnicodeError, ValueError) as error:
+        raise ValueError(f"{cursor!r} is no cursor: give what `next` of the last page said") from error

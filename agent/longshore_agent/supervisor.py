@@ -1,0 +1,353 @@
+"""The agent's main process: takes engines in, starts a worker for each rank, and tells workers and people of each other.
+
+Holds the engine socket and HTTP's snapshots; moves no bytes and knows no rooms. A worker that dies is reported to
+its siblings; its engine connects again by itself and gets a new one, at the old address.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from longshore_agent import slots
+from longshore_agent.control.engine_link import EngineClosedError, EngineListener, read_message
+from longshore_agent.control.node_link import (
+    AdoptEngine,
+    Drain,
+    EndpointKnown,
+    EngineAdopted,
+    EngineLeft,
+    FromWorker,
+    NodeMessage,
+    RoomFailed,
+    SiblingFailed,
+    SiblingLost,
+    SnapshotPart,
+    SnapshotWanted,
+    Started,
+)
+from longshore_agent.reception import Reception
+from longshore_agent.settings import Settings
+from longshore_agent.slots import Slot, SlotKey
+from longshore_agent.snapshots import Call, Snapshots
+from longshore_agent.status.metrics import Metrics
+from longshore_agent.status.snapshot import AgentSnapshot, InstanceStatus, SelfTest, WorkerState
+from longshore_wire.agent_config import AgentConfig
+from longshore_wire.codec import TO_AGENT, TO_ENGINE
+from longshore_wire.engine_messages import Endpoint, Hello, Refused
+from longshore_wire.errors import CodecError, LongshoreError, Reason
+from longshore_wire.names import ENVIRONMENT_PREFIX
+
+_log = logging.getLogger(__name__)
+
+# The loop turns at least this often, so that liveness can be told from its age.
+_TURN_S = 1.0
+# Connections that have not said Hello yet; an engine says it at once.
+_PENDING_MAX = 256
+# Ports of ranks that have left, kept so that a rank that comes back is found where it was.
+_PORTS_MAX = 4096
+
+
+class Supervisor:
+    """See the module. `run` serves until `stop` was called from a signal handler or another thread."""
+
+    def __init__(self, settings: Settings, config: AgentConfig | None = None) -> None:
+        self.settings = settings
+        self.metrics = Metrics()
+        self.snapshots = Snapshots(self._wake_up)
+        self._reception = Reception(settings, config)
+        self._selector = selectors.DefaultSelector()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        directory = Path(settings.run_directory)
+        directory.mkdir(mode=0o750, parents=True, exist_ok=True)
+        self.socket_path = str(directory / "agent.sock")
+        self._listener = EngineListener(self.socket_path)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._on_accept)
+        self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
+        self._slots: dict[SlotKey, Slot] = {}
+        self._ports: dict[SlotKey, int] = {}
+        self._restarts: dict[SlotKey, int] = {}
+        self._pending_count = 0
+        self._self_test: subprocess.Popen[bytes] | None = None
+        self._self_test_result: SelfTest | None = None
+        self._started_s = time.monotonic()
+        self._started_unix_s = time.time()
+        self._turned_s = time.monotonic()
+        self._stopping_s: float | None = None
+
+    def run(self) -> None:
+        """Serve; on return every worker has ended and the socket is gone."""
+        self._start_self_test()
+        try:
+            while not self._over():
+                for key, _ in self._selector.select(_TURN_S if not self.snapshots.waiting else 0.05):
+                    key.data()
+                self._turned_s = time.monotonic()
+                self._reap_self_test()
+                self._answer_snapshots()
+        finally:
+            self._close()
+
+    def stop(self) -> None:
+        """Begin to drain; safe in a signal handler."""
+        if self._stopping_s is None:
+            self._stopping_s = time.monotonic()
+        self._wake_up()
+
+    def snapshot(self, room: int | None = None) -> AgentSnapshot:
+        """Return the state of now; called from HTTP's threads. A silent worker appears with what is known of it."""
+        return self.snapshots.ask(room)
+
+    # -- engines ---------------------------------------------------------------------------------------------------
+
+    def _on_accept(self) -> None:
+        connection = self._listener.accept()
+        if connection is None:
+            return
+        if self._pending_count >= _PENDING_MAX:
+            self._turn_away(connection, Reason.BUSY, "too many engines say hello at once: try again")
+            return
+        self._pending_count += 1
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._on_hello(connection))
+
+    def _on_hello(self, connection: socket.socket) -> None:
+        try:
+            data = read_message(connection)
+            if data is None:
+                return
+            self._forget_pending(connection)
+            hello = TO_AGENT.decode(data)
+            if not isinstance(hello, Hello):
+                raise CodecError(f"{type(hello).__name__} came before Hello")
+            if self._stopping_s is not None:
+                # Not before its Hello was read: closing a socket with something unread in it takes the answer back.
+                raise LongshoreError("the agent stops and takes no engine now: try again", reason=Reason.SHUTTING_DOWN)
+            key = self._reception.admit(hello)
+            self._start_worker(key, hello, connection)
+        except EngineClosedError:
+            self._forget_pending(connection)
+            connection.close()
+        except LongshoreError as error:
+            self._forget_pending(connection)
+            self._turn_away(connection, error.reason, str(error))
+
+    def _forget_pending(self, connection: socket.socket) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(connection)
+            self._pending_count -= 1
+
+    def _turn_away(self, connection: socket.socket, reason: Reason, text: str) -> None:
+        self.metrics.add("longshore_refused_messages_total", 1, reason=reason.name.lower())
+        with contextlib.suppress(OSError):
+            connection.send(TO_ENGINE.encode(Refused(0, reason, text, 100_000_000)))
+        connection.close()
+
+    def _start_worker(self, key: SlotKey, hello: Hello, connection: socket.socket) -> None:
+        if key in self._slots:
+            text = (
+                f"{key.instance} rank {key.rank} is registered: wait until its worker has ended, or use a new instance"
+            )
+            self._turn_away(connection, Reason.BUSY, text)
+            return
+        slot = slots.start(key, hello, connection, self.settings, self._port(key))
+        self._slots[key] = slot
+        self._selector.register(slot.link, selectors.EVENT_READ, lambda: self._on_link(slot))
+        self._selector.register(slot.pidfd, selectors.EVENT_READ, lambda: self._on_exit(slot))
+        _log.info("worker %s started with PID %d", slot.config.name, slot.process.pid)
+
+    def _port(self, key: SlotKey) -> int:
+        port = self._ports.get(key, 0)
+        if port or not self.settings.worker_port:
+            return port
+        used = {self._ports.get(other) for other in self._slots}
+        return next(port for port in range(self.settings.worker_port, 65536) if port not in used)
+
+    # -- workers ---------------------------------------------------------------------------------------------------
+
+    def _on_link(self, slot: Slot) -> None:
+        for message, _ in slot.link.receive():
+            self._obey(slot, message)
+        if slot.link.closed:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(slot.link)
+
+    def _obey(self, slot: Slot, message: NodeMessage) -> None:
+        assert isinstance(message, FromWorker)
+        if isinstance(message, Started):
+            slot.address = message.address
+            self._ports[slot.key] = int(message.address.rpartition(":")[2])
+            while len(self._ports) > _PORTS_MAX:
+                self._ports.pop(next(iter(self._ports)))
+            if slot.connection is not None:
+                slot.link.send(AdoptEngine(slot.hello), slot.connection.fileno())
+                # The worker has a copy; while ours is open the engine would not see that worker die.
+                slot.connection.close()
+                slot.connection = None
+        elif isinstance(message, EngineAdopted):
+            slot.become(WorkerState.READY)
+            self._publish(slot.key)
+        elif isinstance(message, EngineLeft):
+            slot.become(WorkerState.DRAINING)
+            self._tell_siblings(slot.key, SiblingLost(message.reason, message.text))
+        elif isinstance(message, RoomFailed):
+            self._tell_siblings(slot.key, SiblingFailed(message.half, message.key, message.reason, message.text))
+        elif isinstance(message, SnapshotPart) and slot.take_part(message):
+            self.snapshots.answered(message.number, slot.key)
+
+    def _on_exit(self, slot: Slot) -> None:
+        """A worker's process has ended: expected after its engine left, a failure otherwise."""
+        code = slot.process.wait()
+        self._selector.unregister(slot.pidfd)
+        if not slot.link.closed:
+            self._on_link(slot)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(slot.link)
+        if slot.connection is not None:
+            # It never listened: perhaps somebody else has its port now.
+            self._ports.pop(slot.key, None)
+            self._turn_away(slot.connection, Reason.WORKER_LOST, f"its worker ended with {code} while it started")
+            slot.connection = None
+        slot.close()
+        if self._slots.get(slot.key) is slot:
+            del self._slots[slot.key]
+        if slot.state is not WorkerState.DRAINING and self._stopping_s is None:
+            _log.error("worker %s ended with %d", slot.config.name, code)
+            self.metrics.add("longshore_worker_restarts_total", 1)
+            self._restarts[slot.key] = self._restarts.get(slot.key, 0) + 1
+            self._tell_siblings(
+                slot.key, SiblingLost(Reason.WORKER_LOST, f"the worker of rank {slot.key.rank} ended with {code}")
+            )
+
+    def _siblings(self, key: SlotKey) -> list[Slot]:
+        return [slot for other, slot in self._slots.items() if other[:2] == key[:2] and other != key]
+
+    def _tell_siblings(self, key: SlotKey, message: SiblingFailed | SiblingLost) -> None:
+        for slot in self._siblings(key):
+            if slot.state is WorkerState.READY:
+                slot.link.send(message)
+
+    def _publish(self, key: SlotKey) -> None:
+        """Tell every rank of an instance which ranks are there."""
+        family = [self._slots[key], *self._siblings(key)]
+        endpoint = self._endpoint([slot for slot in family if slot.state is WorkerState.READY])
+        for slot in family:
+            if slot.state is WorkerState.READY:
+                slot.link.send(EndpointKnown(endpoint))
+
+    @staticmethod
+    def _endpoint(family: list[Slot]) -> Endpoint:
+        ranks = sorted((slot.rank_address for slot in family), key=lambda address: address.rank)
+        return Endpoint(family[0].key.instance, family[0].hello.layout, tuple(ranks))
+
+    # -- status ----------------------------------------------------------------------------------------------------
+
+    def _answer_snapshots(self) -> None:
+        for call in self.snapshots.take_new():
+            asked = set()
+            for key, slot in self._slots.items():
+                if slot.address and not slot.link.closed:
+                    slot.link.send(SnapshotWanted(call.number, call.room))
+                    asked.add(key)
+            call.ask(asked)
+        for call in self.snapshots.take_done():
+            self._describe(call)
+
+    def _describe(self, call: Call) -> None:
+        families: dict[tuple[str, int], list[Slot]] = {}
+        for slot in self._slots.values():
+            if slot.state is WorkerState.READY:
+                families.setdefault((slot.key.instance, slot.key.dp_rank), []).append(slot)
+        now_s = time.monotonic()
+        call.answer(
+            AgentSnapshot(
+                deployment=self.settings.deployment,
+                node=self.settings.node,
+                version=self._reception.version,
+                backend=self.settings.backend.value,
+                started_unix_s=self._started_unix_s,
+                uptime_s=now_s - self._started_s,
+                loop_age_s=now_s - self._turned_s,
+                restarts=sum(self._restarts.values()),
+                draining=self._stopping_s is not None,
+                self_test=self._self_test_result,
+                instances=tuple(
+                    InstanceStatus.of(
+                        self._endpoint(family), tuple(half.name.lower() for half in family[0].hello.roles)
+                    )
+                    for family in families.values()
+                ),
+                workers=tuple(slot.described(self._restarts.get(key, 0)) for key, slot in self._slots.items()),
+                metrics=self.metrics.snapshot(),
+            )
+        )
+
+    # -- the self-test ---------------------------------------------------------------------------------------------
+
+    def _start_self_test(self) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
+        environment |= self.settings.environment() | {"OMP_NUM_THREADS": "1"}
+        environment.pop("LONGSHORE_LOOPBACK_FAULTS", None)
+        self._self_test = subprocess.Popen(
+            [sys.executable, "-m", "longshore_agent.self_test"], stdout=subprocess.PIPE, env=environment
+        )
+        pidfd = os.pidfd_open(self._self_test.pid)
+        self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._unwatch(pidfd))
+
+    def _unwatch(self, pidfd: int) -> None:
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+
+    def _reap_self_test(self) -> None:
+        if self._self_test is None or self._self_test.poll() is None:
+            return
+        assert self._self_test.stdout is not None
+        said = self._self_test.stdout.read()
+        self._self_test.stdout.close()
+        try:
+            self._self_test_result = msgspec.json.decode(said, type=SelfTest)
+        except (msgspec.DecodeError, msgspec.ValidationError):
+            text = f"the self-test ended with {self._self_test.returncode} and said nothing"
+            self._self_test_result = SelfTest(self.settings.backend.value, "Unknown", 0, 0.0, text)
+        self.metrics.set("longshore_self_test_bytes", self._self_test_result.bytes_moved)
+        if self._self_test_result.error:
+            _log.error("self-test failed: %s", self._self_test_result.error)
+        self._self_test = None
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    def _wake_up(self) -> None:
+        os.eventfd_write(self._wake, 1)
+
+    def _on_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        if self._stopping_s is not None:
+            for slot in self._slots.values():
+                if slot.state is not WorkerState.DRAINING:
+                    slot.become(WorkerState.DRAINING)
+                    slot.link.send(Drain(self.settings.drain_s))
+
+    def _over(self) -> bool:
+        if self._stopping_s is None:
+            return False
+        return not self._slots or time.monotonic() - self._stopping_s > self.settings.drain_s + slots.KILL_AFTER_S
+
+    def _close(self) -> None:
+        self._listener.close()
+        if self._self_test is not None:
+            self._self_test.kill()
+            self._self_test.communicate()
+        for slot in self._slots.values():
+            slot.close()
+        self.snapshots.close()
+        self._selector.close()
+        os.close(self._wake)

@@ -1,0 +1,37 @@
+"""Transports between workers, one file a backend; `create` loads only the one that is asked for.
+
+Called by the worker. Nothing here imports NIXL before a NIXL transport is made.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from longshore_agent.errors import TransportError
+from longshore_wire.errors import Reason
+
+if TYPE_CHECKING:
+    from longshore_agent.transports.base import PreparingTransport
+
+BACKENDS = ("NIXL", "Loopback")
+
+
+def create(backend: str, name: str, **options: Any) -> PreparingTransport:
+    """Make the transport of one worker.
+
+    Args:
+        backend: one of BACKENDS, spelled as in the CR.
+        name: by which peers know this worker, unique among the workers that may meet, at most 200 bytes of UTF-8.
+        options: of that backend's class, for example `faults` of the loopback.
+    Raises:
+        TransportError: an unknown backend, one that is not installed, or one that does not start.
+    """
+    if backend == "NIXL":
+        from longshore_agent.transports.nixl import NixlTransport
+
+        return NixlTransport(name, **options)
+    if backend == "Loopback":
+        from longshore_agent.transports.loopback import LoopbackTransport
+
+        return LoopbackTransport(name, **options)
+    raise TransportError(f"backend is {backend!r}: use one of {', '.join(BACKENDS)}", reason=Reason.UNSUPPORTED)

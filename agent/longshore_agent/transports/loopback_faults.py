@@ -1,0 +1,78 @@
+"""Which faults the loopback transport commits on which of its writes; a value, made by tests and by operators.
+
+As JSON in `LONGSHORE_LOOPBACK_FAULTS`, a list of rules: `[{"kind": "hold", "first": 2, "until": "/run/test/go"}]`.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import msgspec
+
+from longshore_agent.errors import TransportError
+from longshore_wire.errors import Reason
+
+ENVIRONMENT_NAME = "LONGSHORE_LOOPBACK_FAULTS"
+
+
+class FaultKind(Enum):
+    """What goes wrong with a write."""
+
+    DROP = "drop"  # the bytes land and the write is DONE, but its notice is lost
+    DELAY = "delay"  # nothing lands before `delay_ns` have passed; then all is well
+    REPEAT = "repeat"  # the notice arrives twice
+    FAIL = "fail"  # the first half of the first piece lands, then the write is FAILED and settled
+    LATE = "late"  # FAILED at once, but its bytes (as they were when it was posted) land when it is let go
+    HOLD = "hold"  # OPEN until it is let go; then the bytes of that moment land and all is well
+
+
+class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One rule: `kind` befalls the writes numbered `first`, `first + every`, … of one transport, `count` of them.
+
+    Writes are numbered from 0 in the order of `post`, over all peers. Probe writes are not numbered and never fail.
+    """
+
+    kind: FaultKind
+    first: int = 0
+    count: int | None = 1  # None: without end
+    every: int = 1
+    peer: str | None = None  # only writes to this peer; the numbering stays that of all writes
+    delay_ns: int = 0  # DELAY: how long; LATE and HOLD: let go by itself after so long, 0: never
+    until: str | None = None  # LATE and HOLD: let go once a file of this path exists
+    mark: str | None = None  # a file that is created, and gets `<number> <peer>\n` appended, when a write is hit
+
+    def hits(self, number: int, peer: str) -> bool:
+        """Tell whether write `number`, to `peer`, is one of this rule's."""
+        if number < self.first or (self.peer is not None and peer != self.peer):
+            return False
+        turn, rest = divmod(number - self.first, self.every)
+        return rest == 0 and (self.count is None or turn < self.count)
+
+
+class FaultPlan(msgspec.Struct, frozen=True):
+    """Rules in order; the first that hits a write is the one that befalls it."""
+
+    rules: tuple[Fault, ...] = ()
+
+    def fault_of(self, number: int, peer: str) -> Fault | None:
+        """Return what befalls write `number` to `peer`."""
+        return next((rule for rule in self.rules if rule.hits(number, peer)), None)
+
+
+def parse_faults(text: str) -> FaultPlan:
+    """Return the plan that a JSON list of rules states; an empty text is no fault. Raises TransportError."""
+    if not text.strip():
+        return FaultPlan()
+    try:
+        rules = msgspec.json.decode(text, type=tuple[Fault, ...])
+    except msgspec.MsgspecError as error:
+        raise TransportError(
+            f"{ENVIRONMENT_NAME} is not a list of faults: {error}", reason=Reason.UNSUPPORTED
+        ) from error
+    for rule in rules:
+        if rule.first < 0 or rule.every < 1 or rule.delay_ns < 0 or (rule.count is not None and rule.count < 1):
+            raise TransportError(
+                f"{ENVIRONMENT_NAME}: give first >= 0, every >= 1, count >= 1 and delay_ns >= 0, not {rule}",
+                reason=Reason.UNSUPPORTED,
+            )
+    return FaultPlan(rules)

@@ -1,0 +1,499 @@
+"""Transport over NIXL with its UCX backend: the only file that imports nixl, and that knows NIXL's errors and names.
+
+Made by `transports.create`. What was measured here, with NIXL 1.5.1, and why this file is as it is:
+
+- A write over shared memory is copied inside the call that posts it (64 MiB: 6 ms), and one over TCP mostly so. No
+  thread sync mode of NIXL lets another thread poll the same agent meanwhile (STRICT: 12 ms, RW: 6 ms between two
+  polls). So a transport is two NIXL agents: `inbox`, which peers know and which receives, and `outbox`, which writes.
+  Each has a lock of its own, and polling for notices takes 0.7 ms at most while another thread posts 64 MiB.
+- NIXL crashes on metadata with a few wrong bytes, and metadata that fails to load makes the name in it unusable for
+  good. So metadata travels in an envelope with a digest, and each life of a transport has NIXL names of its own.
+- Releasing an open write does not stop it: over TCP its bytes landed later. So `release` never cancels.
+- UCX aborts the process if an agent is closed right after a write to a dead peer failed; driving progress first helps.
+- `deserialize_descs` of NIXL is pickle and is never called; addresses travel in our own messages.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from longshore_agent.errors import PeerMetadataError, TransportError
+from longshore_agent.transports import wires
+from longshore_agent.transports.base import METADATA_BYTES_MAX, NOTICE_BYTES_MAX, Prepared, Wire, Write, WriteState
+from longshore_agent.transports.nixl_envelope import NAME_BYTES_MAX, Envelope, inbox_name, outbox_name, pack, unpack
+from longshore_wire.errors import Reason
+
+# Notices of workers that we have not connected yet: both sides attach at about the same time, and a peer that is
+# ready first may write first. More than this many are lost, which the protocol above repairs.
+_UNCLAIMED_COUNT_MAX = 256
+_PROBE_LIMIT_NS = 5_000_000_000
+_CLOSE_PROGRESS_LIMIT_NS = 200_000_000
+_POLL_PAUSE_S = 0.0001
+
+
+class _Peer(msgspec.Struct):
+    name: str
+    nixl_name: str
+    blob: bytes
+    same_host: bool
+    wire: Wire = Wire.UNKNOWN
+
+
+class NixlWrite:
+    """One posted write. Its fields are guarded by the transport's outbox lock."""
+
+    __slots__ = ("error", "handle", "peer", "settled", "state")
+
+    def __init__(self, peer: _Peer, handle: Any) -> None:
+        self.peer = peer
+        self.handle = handle
+        self.state = WriteState.OPEN
+        self.error = ""
+        self.settled = False
+
+
+class NixlPrepared:
+    """Descriptor lists of both sides that NIXL has looked up; belongs to one life of one peer."""
+
+    __slots__ = ("count", "nixl_name", "source_list", "target_list")
+
+    def __init__(self, nixl_name: str, source_list: Any, target_list: Any, count: int) -> None:
+        self.nixl_name = nixl_name
+        self.source_list = source_list
+        self.target_list = target_list
+        self.count = count
+
+
+class NixlTransport:
+    """Moves host memory between workers over UCX, progress driven by its callers; no thread of its own copies.
+
+    Over TCP a write moves on only while its target calls `notices` too.
+
+    Args:
+        name: by which peers know this worker.
+    Raises:
+        TransportError: NIXL is not installed or does not start.
+    """
+
+    backend = "NIXL"
+    notifies = True
+    # After deregistration a write still reports DONE and lands, over shared memory and over TCP.
+    fences = False
+
+    def __init__(self, name: str) -> None:
+        if not 1 <= len(name.encode()) <= NAME_BYTES_MAX or "~" in name:
+            raise TransportError(f"transport name is {name!r}: give 1 to {NAME_BYTES_MAX} bytes without '~'")
+        self.name = name
+        self._life = os.urandom(8).hex()
+        self._errors, make = _load_nixl()
+        try:
+            self._inbox = make(inbox_name(name, self._life))
+            self._outbox = make(outbox_name(inbox_name(name, self._life)))
+        except self._errors as error:
+            raise TransportError(f"NIXL does not start: {error}") from error
+        # Where both are needed, the inbox's is taken first. The gate is taken before either: it keeps posts out of a probe.
+        self._gate = threading.Lock()
+        self._inbox_lock = threading.Lock()
+        self._outbox_lock = threading.Lock()
+        self._peers: dict[str, _Peer] = {}
+        self._senders: dict[str, str] = {}
+        self._writes: set[NixlWrite] = set()
+        self._arrived: list[tuple[str, bytes]] = []
+        self._unclaimed: deque[tuple[str, bytes]] = deque(maxlen=_UNCLAIMED_COUNT_MAX)
+        self._forgotten: deque[str] = deque(maxlen=_UNCLAIMED_COUNT_MAX)
+        self._regions: dict[int, tuple[Any, Any]] = {}
+        self._next_token = 1
+        self._has_failed = False
+        self._closed = False
+
+    def register(self, address: int, length_bytes: int) -> int:
+        """Register host memory with both agents; see `Transport.register`."""
+        with self._inbox_lock, self._outbox_lock:
+            self._check_open()
+            region = [(address, length_bytes, 0, "")]
+            try:
+                received = self._inbox.register_memory(region, "DRAM")
+                try:
+                    sent = self._outbox.register_memory(region, "DRAM")
+                except self._errors:
+                    self._inbox.deregister_memory(received)
+                    raise
+            except self._errors as error:
+                raise TransportError(f"NIXL cannot register {length_bytes} bytes at {address:#x}: {error}") from error
+            token = self._next_token
+            self._next_token += 1
+            self._regions[token] = (received, sent)
+            return token
+
+    def deregister(self, token: int) -> None:
+        """Let go of registered memory; see `Transport.deregister`. It does not stop a peer that knows the memory."""
+        with self._inbox_lock, self._outbox_lock:
+            self._check_open()
+            lists = self._regions.pop(token, None)
+            if lists is None:
+                raise TransportError(f"NIXL memory token {token} is not registered")
+            try:
+                self._inbox.deregister_memory(lists[0])
+                self._outbox.deregister_memory(lists[1])
+            except self._errors as error:
+                raise TransportError(f"NIXL cannot deregister token {token}: {error}") from error
+
+    def metadata(self) -> bytes:
+        """Return this life's name, host and NIXL metadata in an envelope; see `Transport.metadata`."""
+        with self._inbox_lock:
+            self._check_open()
+            try:
+                blob = self._inbox.get_agent_metadata()
+            except self._errors as error:
+                raise TransportError(f"NIXL gives no metadata: {error}") from error
+        packed = pack(Envelope(self.name, self._life, wires.host_identity(), blob))
+        if len(packed) > METADATA_BYTES_MAX:
+            raise TransportError(
+                f"NIXL metadata takes {len(packed)} bytes of {METADATA_BYTES_MAX}: register fewer regions"
+            )
+        return packed
+
+    def connect(self, metadata: bytes) -> str:
+        """Learn a peer, its newer metadata, or its next life under the same name; see `Transport.connect`."""
+        envelope = unpack(metadata)
+        nixl_name = inbox_name(envelope.name, envelope.life)
+        with self._inbox_lock, self._outbox_lock:
+            self._check_open()
+            known = self._peers.get(envelope.name)
+            if known is not None and known.nixl_name == nixl_name and known.blob == envelope.blob:
+                return envelope.name
+            try:
+                self._outbox.add_remote_agent(envelope.blob)
+            except self._errors as error:
+                raise PeerMetadataError(f"NIXL refuses the metadata of peer {envelope.name!r}: {error}") from error
+            if known is not None and known.nixl_name == nixl_name:
+                known.blob = envelope.blob
+                return envelope.name
+            if known is not None:
+                self._remove(known)
+            same_host = envelope.host != "" and envelope.host == wires.host_identity()
+            self._peers[envelope.name] = _Peer(envelope.name, nixl_name, envelope.blob, same_host)
+            self._senders[outbox_name(nixl_name)] = envelope.name
+            if outbox_name(nixl_name) in self._forgotten:
+                self._forgotten.remove(outbox_name(nixl_name))
+            waiting = list(self._unclaimed)
+            self._unclaimed.clear()
+            self._sort_notices(waiting)
+            return envelope.name
+
+    def disconnect(self, peer: str) -> None:
+        """Forget a peer; its open writes fail; see `Transport.disconnect`."""
+        with self._inbox_lock, self._outbox_lock:
+            known = self._peers.pop(peer, None)
+            if known is not None and not self._closed:
+                self._remove(known)
+                self._arrived = [item for item in self._arrived if item[0] != peer]
+
+    def post(
+        self,
+        peer: str,
+        sources: npt.NDArray[np.uint64],
+        targets: npt.NDArray[np.uint64],
+        lengths: npt.NDArray[np.uint64],
+        notice: bytes,
+    ) -> NixlWrite:
+        """Begin one write of n pieces; see `Transport.post`. Over shared memory it has copied when it returns."""
+        with self._gate:
+            return self._begin(peer, sources, targets, lengths, notice)
+
+    def state(self, write: Write) -> WriteState:
+        """Drive the outbox and return the state of `write`; see `Transport.state`."""
+        assert isinstance(write, NixlWrite)
+        with self._outbox_lock:
+            self._refresh(write)
+            return write.state
+
+    def release(self, write: Write) -> bool:
+        """Give a write back; see `Transport.release`.
+
+        A FAILED write is settled only towards a peer whose wire is known to be shared memory, where bytes move
+        inside our own calls. Over a network, bytes that the kernel took may land after the failure.
+        """
+        assert isinstance(write, NixlWrite)
+        with self._outbox_lock:
+            self._refresh(write)
+            if write.state is WriteState.OPEN or write.handle is None:
+                return write.settled
+            try:
+                write.handle.release()
+            except self._errors as error:
+                write.error = write.error or str(error)
+                return False
+            write.handle = None
+            self._writes.discard(write)
+            write.settled = write.state is WriteState.DONE or write.peer.wire is Wire.SHARED_MEMORY
+            return write.settled
+
+    def notices(self) -> list[tuple[str, bytes]]:
+        """Drive the inbox and return what has landed; see `Transport.notices`."""
+        with self._inbox_lock:
+            self._check_open()
+            self._drain_inbox()
+            arrived, self._arrived = self._arrived, []
+            return arrived
+
+    def probe_wire(self, peer: str, source: int, target: int, length_bytes: int) -> Wire:
+        """Write once and read the kernel's counters; see `Transport.probe_wire`.
+
+        Other posts wait meanwhile, and writes that are open are brought to their end first, so that the counters
+        show the probe alone. Both inboxes are driven, so that two workers may probe each other at once.
+        Unknown if that takes too long, and for anything that these counters cannot prove.
+        """
+        deadline_ns = time.monotonic_ns() + _PROBE_LIMIT_NS
+        with self._gate:
+            if not self._settle_open(deadline_ns):
+                return Wire.UNKNOWN
+            before = wires.count()
+            write = self._begin(peer, _one(source), _one(target), _one(length_bytes), b"")
+            if not self._settle_open(deadline_ns):
+                return Wire.UNKNOWN
+            done = self.state(write) is WriteState.DONE
+            self.release(write)
+            if not done:
+                raise TransportError(f"NIXL probe write to peer {peer!r} failed: {write.error}")
+            write.peer.wire = wires.carried(before, wires.count(), length_bytes, same_host=write.peer.same_host)
+            return write.peer.wire
+
+    def prepare(
+        self,
+        peer: str,
+        sources: npt.NDArray[np.uint64],
+        targets: npt.NDArray[np.uint64],
+        lengths: npt.NDArray[np.uint64],
+    ) -> NixlPrepared:
+        """Let NIXL look up n pieces once; see `PreparingTransport.prepare`."""
+        assert len(sources) == len(targets) == len(lengths) >= 1
+        with self._outbox_lock:
+            known = self._peer(peer)
+            try:
+                source_list = self._outbox.prep_xfer_dlist("NIXL_INIT_AGENT", _rows(sources, lengths), "DRAM")
+                target_list = self._outbox.prep_xfer_dlist(known.nixl_name, _rows(targets, lengths), "DRAM")
+            except self._errors as error:
+                raise TransportError(f"NIXL cannot prepare {len(sources)} pieces for peer {peer!r}: {error}") from error
+            return NixlPrepared(known.nixl_name, source_list, target_list, len(sources))
+
+    def post_prepared(self, peer: str, prepared: Prepared, indices: npt.NDArray[np.int32], notice: bytes) -> NixlWrite:
+        """Begin one write of prepared pieces; see `PreparingTransport.post_prepared`."""
+        assert isinstance(prepared, NixlPrepared)
+        _check_notice(notice)
+        with self._gate, self._outbox_lock:
+            known = self._peer(peer)
+            if prepared.source_list is None or prepared.nixl_name != known.nixl_name:
+                raise TransportError(
+                    f"NIXL list was prepared for another life of peer {peer!r}, or released: prepare again"
+                )
+            try:
+                handle = self._outbox.make_prepped_xfer(
+                    "WRITE", prepared.source_list, indices, prepared.target_list, indices, notice
+                )
+            except self._errors as error:
+                raise TransportError(
+                    f"NIXL refuses {len(indices)} prepared pieces for peer {peer!r}: {error}"
+                ) from error
+            return self._launch(known, handle, notice)
+
+    def release_prepared(self, prepared: Prepared) -> None:
+        """Let go of a prepared list; see `PreparingTransport.release_prepared`."""
+        assert isinstance(prepared, NixlPrepared)
+        with self._outbox_lock:
+            lists = (prepared.source_list, prepared.target_list)
+            prepared.source_list = prepared.target_list = None
+            for descriptors in lists:
+                if descriptors is None or self._closed:
+                    continue
+                try:
+                    descriptors.release()
+                except self._errors as error:
+                    raise TransportError(f"NIXL cannot let go of a prepared list: {error}") from error
+
+    def close(self) -> None:
+        """Let go of everything; open writes are given up and may still land. Idempotent."""
+        with self._gate, self._inbox_lock, self._outbox_lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._has_failed:
+                self._drain_outbox()
+            for write in self._writes:
+                self._give_up(write)
+            self._writes.clear()
+            for peer in self._peers.values():
+                self._remove(peer)
+            self._peers.clear()
+            self._regions.clear()
+            # NIXL agents close when their last reference goes; registered memory goes with them.
+            self._inbox = self._outbox = None
+
+    def _begin(
+        self,
+        peer: str,
+        sources: npt.NDArray[np.uint64],
+        targets: npt.NDArray[np.uint64],
+        lengths: npt.NDArray[np.uint64],
+        notice: bytes,
+    ) -> NixlWrite:
+        assert len(sources) == len(targets) == len(lengths) >= 1
+        _check_notice(notice)
+        with self._outbox_lock:
+            known = self._peer(peer)
+            try:
+                source_list = self._outbox.get_xfer_descs(_rows(sources, lengths), "DRAM")
+                target_list = self._outbox.get_xfer_descs(_rows(targets, lengths), "DRAM")
+                handle = self._outbox.initialize_xfer("WRITE", source_list, target_list, known.nixl_name, notice)
+            except self._errors as error:
+                raise TransportError(
+                    f"NIXL refuses {len(sources)} pieces for peer {peer!r}: {error}; is the memory registered on both sides?"
+                ) from error
+            return self._launch(known, handle, notice)
+
+    def _launch(self, peer: _Peer, handle: Any, notice: bytes) -> NixlWrite:
+        write = NixlWrite(peer, handle)
+        self._writes.add(write)
+        try:
+            said = self._outbox.transfer(handle, notice)
+        except self._errors as error:
+            # NIXL does not say whether a part of it left, so this is a write that failed, not one that never began.
+            self._fail(write, str(error))
+            return write
+        self._judge(write, said)
+        return write
+
+    def _refresh(self, write: NixlWrite) -> None:
+        if write.state is not WriteState.OPEN:
+            return
+        if self._closed:
+            self._fail(write, "the transport was closed")
+            return
+        try:
+            said = self._outbox.check_xfer_state(write.handle)
+        except self._errors as error:
+            self._fail(write, str(error))
+            return
+        self._judge(write, said)
+
+    def _judge(self, write: NixlWrite, said: str) -> None:
+        if said == "DONE":
+            write.state = WriteState.DONE
+        elif said != "PROC":
+            self._fail(write, f"NIXL said {said}")
+
+    def _fail(self, write: NixlWrite, error: str) -> None:
+        write.state = WriteState.FAILED
+        write.error = f"NIXL write to peer {write.peer.name!r}: {error}"
+        self._has_failed = True
+
+    def _settle_open(self, deadline_ns: int) -> bool:
+        """Drive both agents until no write is open. False if the deadline came first."""
+        while True:
+            with self._outbox_lock:
+                for write in self._writes:
+                    self._refresh(write)
+                if all(write.state is not WriteState.OPEN for write in self._writes):
+                    return True
+            with self._inbox_lock:
+                self._drain_inbox()
+            if time.monotonic_ns() >= deadline_ns:
+                return False
+            # The target may share this core; without a pause it would run only when our time slice ends.
+            time.sleep(_POLL_PAUSE_S)
+
+    def _drain_inbox(self) -> None:
+        try:
+            fresh = self._inbox.get_new_notifs()
+        except self._errors as error:
+            raise TransportError(f"NIXL gives no notices: {error}") from error
+        for sender, notices in fresh.items():
+            self._sort_notices([(sender, notice) for notice in notices])
+
+    def _sort_notices(self, notices: list[tuple[str, bytes]]) -> None:
+        for sender, notice in notices:
+            peer = self._senders.get(sender)
+            if peer is not None:
+                self._arrived.append((peer, notice))
+            elif sender not in self._forgotten:
+                self._unclaimed.append((sender, notice))
+
+    def _drain_outbox(self) -> None:
+        deadline_ns = time.monotonic_ns() + _CLOSE_PROGRESS_LIMIT_NS
+        while time.monotonic_ns() < deadline_ns:
+            try:
+                self._outbox.get_new_notifs()
+            except self._errors:
+                return
+            time.sleep(_POLL_PAUSE_S)
+
+    def _give_up(self, write: NixlWrite) -> None:
+        if write.state is WriteState.OPEN:
+            self._fail(write, "the transport was closed")
+        try:
+            write.handle.release()
+        except self._errors as error:
+            write.error += f" ({error})"
+        write.handle = None
+
+    def _remove(self, peer: _Peer) -> None:
+        self._senders.pop(outbox_name(peer.nixl_name), None)
+        self._forgotten.append(outbox_name(peer.nixl_name))
+        try:
+            self._outbox.remove_remote_agent(peer.nixl_name)
+        except self._errors as error:
+            # Forgotten on our side all the same; NIXL raises for a peer that it dropped by itself when it died.
+            logging.getLogger(__name__).debug("NIXL on removing peer %s: %s", peer.name, error)
+
+    def _peer(self, name: str) -> _Peer:
+        self._check_open()
+        peer = self._peers.get(name)
+        if peer is None:
+            raise TransportError(f"NIXL peer {name!r} is not connected: connect its metadata first")
+        return peer
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportError(f"NIXL transport {self.name!r} is closed", reason=Reason.SHUTTING_DOWN)
+
+
+def _load_nixl() -> tuple[tuple[type[Exception], ...], Any]:
+    """Import NIXL quietly; return its exception classes and a maker of agents."""
+    # Read when the library loads: its INFO lines, several for each agent, belong in nobody's log.
+    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+    try:
+        import nixl
+        import nixl._bindings as bindings
+    except ImportError as error:
+        raise TransportError("NIXL is not installed: install longshore[nixl]", reason=Reason.UNSUPPORTED) from error
+    logging.getLogger("nixl").setLevel(logging.WARNING)
+    kinds = vars(bindings).values()
+    errors = tuple(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Exception))
+    config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+    # RuntimeError: no plugin is there, or none starts.
+    return (*errors, RuntimeError), lambda name: nixl.nixl_agent(name, config)
+
+
+def _one(value: int) -> npt.NDArray[np.uint64]:
+    return np.array([value], dtype=np.uint64)
+
+
+def _rows(addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    rows = np.zeros((len(addresses), 3), dtype=np.uint64)
+    rows[:, 0] = addresses
+    rows[:, 1] = lengths
+    return rows
+
+
+def _check_notice(notice: bytes) -> None:
+    if len(notice) > NOTICE_BYTES_MAX:
+        raise TransportError(f"notice takes {len(notice)} bytes: give at most {NOTICE_BYTES_MAX}")

@@ -1,0 +1,262 @@
+"""A transport's own speed between two processes, without an agent: what benchmarks divide by.
+
+Run as `python -m longshore_agent.transports.rate --backend NIXL --bytes-max N` by benchmarks. Reads requests from
+standard input, a JSON object a line, and answers each with one: so a benchmark can alternate between this and its own
+measurements. Ends with its input. Requests (`Request`): `write` (one descriptor), `slices` (a prepared list, posted in
+batches) and `copy` (a plain copy on one thread, in one process). Progress is driven as an agent's lanes drive it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import IO, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from longshore_agent.errors import TransportError
+from longshore_agent.memory.staging import StagingBuffer
+from longshore_agent.transports import BACKENDS, create
+from longshore_agent.transports.base import PreparingTransport, Wire, Write, WriteState
+
+# As an agent's lanes have: see path.deliver.
+OPEN_BATCHES_MAX = 4
+# The target looks for notices this often, as a worker that expects bytes does; all the time where bytes need it.
+_LOOK_PAUSE_S = 0.001
+_PROBE_BYTES = 1 << 20
+
+_T = TypeVar("_T")
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One measurement.
+
+    Attributes:
+        what: `write`, `slices` or `copy`.
+        length_bytes: to move, at most `--bytes-max`.
+        slice_bytes, batch: of `slices`: bytes of one slice, slices of one write.
+    """
+
+    what: str
+    length_bytes: int
+    slice_bytes: int = 1024
+    batch: int = 1000
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What a request took. `core_s` is the processor time of both processes."""
+
+    seconds: float
+    core_s: float
+    wire: str
+    equal: bool  # the target's bytes were compared with the source's after the clock had stopped
+
+
+class _Hello(msgspec.Struct, frozen=True):
+    metadata: bytes
+    address: int
+
+
+class _Order(msgspec.Struct, frozen=True):
+    """What the measuring process tells the target: drive the transport, rest, or give (and wipe) its bytes' sum."""
+
+    what: str
+    length_bytes: int = 0
+
+
+class Target:
+    """The process that is written to."""
+
+    def __init__(self, backend: str, length_bytes: int) -> None:
+        self._transport = create(backend, "rate-target")
+        self._buffer = StagingBuffer(length_bytes)
+        self._transport.register(self._buffer.address, length_bytes)
+        self._out = sys.stdout.buffer
+
+    def serve(self) -> None:
+        """Obey orders until the input ends."""
+        source = sys.stdin.buffer
+        _say(self._out, _Hello(self._transport.metadata(), self._buffer.address))
+        self._transport.connect(msgspec.json.decode(source.readline(), type=_Hello).metadata)
+        _say(self._out, _Order("ready"))
+        while line := source.readline():
+            order = msgspec.json.decode(line, type=_Order)
+            if order.what == "drive":
+                _say(self._out, order)
+                pause_s = _LOOK_PAUSE_S if order.length_bytes else 0.0
+                while not select.select([source], [], [], pause_s)[0]:
+                    self._transport.notices()
+            elif order.what == "sum":
+                view = self._buffer.view(0, order.length_bytes)
+                _say(self._out, _Order("sum", checksum(view)))
+                view.zero_()
+        self._transport.close()
+
+
+class Meter:
+    """The process that writes and measures."""
+
+    def __init__(self, backend: str, length_bytes: int) -> None:
+        self._length_bytes = length_bytes
+        self._source, self._copy = StagingBuffer(length_bytes), StagingBuffer(length_bytes)
+        words = self._source.view(0, length_bytes // 8 * 8).view(torch.int64)
+        torch.randint(-(1 << 62), 1 << 62, words.shape, out=words, generator=torch.Generator().manual_seed(1))
+        self._transport: PreparingTransport = create(backend, "rate-source")
+        self._transport.register(self._source.address, length_bytes)
+        command = [sys.executable, "-m", __spec__.name, "--backend", backend, "--bytes-max", str(length_bytes)]
+        self._process = subprocess.Popen([*command, "--target"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        hello = self._heard(_Hello)
+        self._remote = hello.address
+        self._peer = self._transport.connect(hello.metadata)
+        self._tell(_Hello(self._transport.metadata(), self._source.address))
+        self._heard(_Order)
+        self._wire = Wire.UNKNOWN
+        self._drive()
+        probe_bytes = min(_PROBE_BYTES, length_bytes)
+        self._wire = self._transport.probe_wire(self._peer, self._source.address, self._remote, probe_bytes)
+        self._rest()
+
+    def measure(self, request: Request) -> Answer:
+        """Carry out one request. Raises TransportError."""
+        if not 1 <= request.length_bytes <= self._length_bytes:
+            raise TransportError(f"length_bytes is {request.length_bytes}: give 1 to {self._length_bytes}")
+        if request.what == "copy":
+            return self._measure_copy(request.length_bytes)
+        run, length_bytes = self._prepared(request)
+        self._drive()
+        core_s, begin_s = self._core_s(), time.perf_counter()
+        run()
+        seconds, core_s = time.perf_counter() - begin_s, self._core_s() - core_s
+        self._rest()
+        self._tell(_Order("sum", length_bytes))
+        found = self._heard(_Order).length_bytes
+        # Slices change their places, which a sum of words does not see: the order is the transport's own affair.
+        return Answer(seconds, core_s, self._wire.value, found == checksum(self._source.view(0, length_bytes)))
+
+    def close(self) -> None:
+        """End the target."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._transport.close()
+
+    def _prepared(self, request: Request) -> tuple[Callable[[], None], int]:
+        """Return what runs under the clock and how many bytes it moves; a list is looked up before the clock starts."""
+        if request.what == "write":
+            pieces = (_row(self._source.address), _row(self._remote), _row(request.length_bytes))
+            return lambda: self._finish(self._transport.post(self._peer, *pieces, b"")), request.length_bytes
+        if request.what != "slices" or request.slice_bytes % 8 or request.batch < 1:
+            raise TransportError(f"{request}: ask for write, slices (of 8 bytes or a multiple) or copy")
+        count = max(1, request.length_bytes // request.slice_bytes)
+        places = np.arange(count, dtype=np.uint64)
+        # Neighbours do not stay neighbours, so that nothing can join them.
+        mixed = np.concatenate([places[::2], places[1::2]])
+        step = np.uint64(request.slice_bytes)
+        prepared = self._transport.prepare(
+            self._peer,
+            places * step + np.uint64(self._source.address),
+            mixed * step + np.uint64(self._remote),
+            np.full(count, step, dtype=np.uint64),
+        )
+
+        def run() -> None:
+            open_writes: deque[Write] = deque()
+            for first in range(0, count, request.batch):
+                if len(open_writes) >= OPEN_BATCHES_MAX:
+                    self._finish(open_writes.popleft())
+                indices = np.arange(first, min(first + request.batch, count), dtype=np.int32)
+                open_writes.append(self._transport.post_prepared(self._peer, prepared, indices, b""))
+            while open_writes:
+                self._finish(open_writes.popleft())
+            self._transport.release_prepared(prepared)
+
+        return run, count * request.slice_bytes
+
+    def _measure_copy(self, length_bytes: int) -> Answer:
+        source, target = self._source.view(0, length_bytes), self._copy.view(0, length_bytes)
+        core_s, begin_s = time.process_time(), time.perf_counter()
+        target.copy_(source)
+        seconds, core_s = time.perf_counter() - begin_s, time.process_time() - core_s
+        return Answer(seconds, core_s, "", bool(torch.equal(source, target)))
+
+    def _finish(self, write: Write) -> None:
+        while (state := self._transport.state(write)) is WriteState.OPEN:
+            pass
+        self._transport.release(write)
+        if state is WriteState.FAILED:
+            raise TransportError(write.error)
+
+    def _drive(self) -> None:
+        self._tell(_Order("drive", int(self._wire is Wire.SHARED_MEMORY)))
+        self._heard(_Order)
+
+    def _rest(self) -> None:
+        self._tell(_Order("rest"))
+
+    def _core_s(self) -> float:
+        return time.process_time() + time.clock_gettime(process_clock(self._process.pid))
+
+    def _tell(self, message: msgspec.Struct) -> None:
+        assert self._process.stdin is not None
+        _say(self._process.stdin, message)
+
+    def _heard(self, kind: type[_T]) -> _T:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise TransportError(f"the target process ended with {self._process.wait()}")
+        return msgspec.json.decode(line, type=kind)
+
+
+def process_clock(pid: int) -> int:
+    """Return the id of the kernel's clock of another process's processor time (clock_getcpuclockid of the C library)."""
+    return (~pid << 3) | 2
+
+
+def checksum(view: torch.Tensor) -> int:
+    """Return the wrapped sum of a buffer's words and of its last bytes."""
+    words = view.numel() // 8 * 8
+    return int(view[:words].view(torch.int64).sum()) + int(view[words:].sum(dtype=torch.int64))
+
+
+def _say(out: IO[bytes], message: msgspec.Struct) -> None:
+    out.write(msgspec.json.encode(message) + b"\n")
+    out.flush()
+
+
+def _row(value: int) -> npt.NDArray[np.uint64]:
+    return np.array([value], dtype=np.uint64)
+
+
+def main() -> int:
+    """Serve requests from standard input."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--backend", choices=BACKENDS, default="NIXL")
+    parser.add_argument("--bytes-max", type=int, required=True, help="bytes of each buffer")
+    parser.add_argument("--target", action="store_true", help="be the process that is written to")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.target:
+        Target(options.backend, options.bytes_max).serve()
+        return 0
+    meter = Meter(options.backend, options.bytes_max)
+    try:
+        for line in sys.stdin.buffer:
+            _say(sys.stdout.buffer, meter.measure(msgspec.json.decode(line, type=Request)))
+    finally:
+        meter.close()
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())

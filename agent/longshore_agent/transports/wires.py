@@ -1,0 +1,94 @@
+"""What the kernel counted while a probe was written, and which wire that proves.
+
+Called by the transports' `probe_wire`. Reads counters only; knows no backend and no configuration.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from pathlib import Path
+
+import msgspec
+
+from longshore_agent.transports.base import Wire
+
+_FD_DIRECTORY = Path("/proc/self/fd")
+_INFINIBAND_DIRECTORY = Path("/sys/class/infiniband")
+_BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
+
+# `tcpi_bytes_acked` of Linux's struct tcp_info: 8 single bytes, 24 words and two rates come before it.
+_TCP_INFO_BYTES = 232
+_BYTES_ACKED_OFFSET = 120
+_BYTES_ACKED = struct.Struct("<Q")
+# InfiniBand ports count data in words of four bytes.
+_PORT_WORD_BYTES = 4
+
+
+class Counters(msgspec.Struct, frozen=True):
+    """Bytes that left this process by TCP (per socket inode, acknowledged), and this host by InfiniBand ports."""
+
+    tcp_bytes: dict[int, int]
+    infiniband_bytes: int
+
+
+def count() -> Counters:
+    """Read the counters now. A socket that closes meanwhile is left out."""
+    return Counters(_tcp_bytes(), _infiniband_bytes())
+
+
+def carried(before: Counters, after: Counters, length_bytes: int, *, same_host: bool) -> Wire:
+    """Return what must have carried `length_bytes` of host memory that were written between two counts.
+
+    A counter proves a wire only if it moved by at least as much as was written. Nothing else that this process
+    writes to a peer may be open in between. That nothing moved proves shared memory only towards a peer on the same host.
+    """
+    moved = sum(total - before.tcp_bytes.get(inode, 0) for inode, total in after.tcp_bytes.items())
+    if moved >= length_bytes:
+        return Wire.TCP
+    if after.infiniband_bytes - before.infiniband_bytes >= length_bytes:
+        return Wire.RDMA
+    # A part that moved by a counted wire means that the bytes were spread over several: no single name is true.
+    if same_host and moved < length_bytes // 2:
+        return Wire.SHARED_MEMORY
+    return Wire.UNKNOWN
+
+
+def host_identity() -> str:
+    """Return an id that processes share exactly when one kernel runs them; empty if it cannot be read."""
+    try:
+        return _BOOT_ID_FILE.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _tcp_bytes() -> dict[int, int]:
+    totals: dict[int, int] = {}
+    for entry in _FD_DIRECTORY.iterdir():
+        try:
+            link = str(entry.readlink())
+            if not link.startswith("socket:["):
+                continue
+            # A duplicate stays valid when its owner closes the socket, and closing it leaves the owner's alone.
+            with socket.socket(fileno=os.dup(int(entry.name))) as copy:
+                if copy.type != socket.SOCK_STREAM or copy.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        except OSError:
+            # Closed between listing and reading, or a kind that has no such counter (SCTP, MPTCP).
+            continue
+        if len(info) >= _BYTES_ACKED_OFFSET + _BYTES_ACKED.size:
+            totals[int(link[len("socket:[") : -1])] = _BYTES_ACKED.unpack_from(info, _BYTES_ACKED_OFFSET)[0]
+    return totals
+
+
+def _infiniband_bytes() -> int:
+    total = 0
+    for counter in _INFINIBAND_DIRECTORY.glob("*/ports/*/counters/port_xmit_data"):
+        try:
+            total += int(counter.read_text()) * _PORT_WORD_BYTES
+        except (OSError, ValueError):
+            # A port that vanishes or that does not count proves nothing; the others still do.
+            continue
+    return total

@@ -1,0 +1,403 @@
+"""One worker: the process that owns the staging memory of one engine rank (on GPUs: of one GPU) and moves its bytes.
+
+Started by the supervisor, which passes it the engine's connection. Its control thread runs the protocol cores and
+talks to peers, engine and supervisor; lanes and scatter threads move bytes. It ends when its engine is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from longshore_agent.control.curve import read as read_keys
+from longshore_agent.control.engine_link import EngineClosedError, EngineLink, EngineStuckError
+from longshore_agent.control.knocking import Knocker
+from longshore_agent.control.node_link import (
+    AdoptEngine,
+    Drain,
+    EndpointKnown,
+    EngineAdopted,
+    EngineLeft,
+    NodeLink,
+    NodeMessage,
+    RoomFailed,
+    SiblingFailed,
+    SiblingLost,
+    SnapshotWanted,
+    Started,
+    snapshot_parts,
+)
+from longshore_agent.control.peer_net import PeerNet
+from longshore_agent.errors import TransportError
+from longshore_agent.moving import DRIVEN_WIRES, Mover
+from longshore_agent.path.admit import Desk
+from longshore_agent.path.finish import count_ended, ended_event, released_event
+from longshore_agent.status.metrics import Metrics
+from longshore_agent.status.spans import SpanRecorder
+from longshore_agent.worker_config import WorkerConfig
+from longshore_agent.worker_status import encode_snapshot
+from longshore_wire.effects import (
+    Dial,
+    Effect,
+    HangUp,
+    Knock,
+    PeerAttached,
+    PeerGone,
+    PeerId,
+    RoomEnded,
+    RoomReleased,
+    StartScatter,
+    StartWrite,
+)
+from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, EndpointUpdate, Half, ToEngine, Welcome
+from longshore_wire.errors import CodecError, Reason
+from longshore_wire.peer_messages import RoomKey
+from longshore_wire.session import Session
+from longshore_wire.source_session import SourceSession
+from longshore_wire.target_session import TargetSession
+
+_log = logging.getLogger(__name__)
+
+# The longest sleep of an idle control thread; everything that matters wakes it earlier.
+_IDLE_POLL_MS = 1000
+# How often a worker that expects bytes looks for notices: at first at once, then slower while nothing comes.
+_NOTICE_POLL_MS_MAX = 5
+_NOTICE_SLOWER_AFTER = 64
+# A worker whose engine is gone tells its peers, and waits this long for their answers, before it ends.
+_FAREWELL_NS = 3_000_000_000
+# The same while a write in place still reads the engine's pages: its memory is to be free within 2 s, whatever hangs.
+_FAREWELL_MAPPED_NS = 700_000_000
+_EXIT_THREAD_DIED = 70
+
+
+class Worker:
+    """See the module."""
+
+    def __init__(self, config: WorkerConfig, link: NodeLink) -> None:
+        self.config = config
+        self.settings = settings = config.settings()
+        self.metrics = Metrics()
+        self.spans = SpanRecorder(settings.spans_max)
+        self.engine: EngineLink | None = None
+        self.engine_pid = 0
+        self.started_ns = now_ns = time.monotonic_ns()
+        self._link = link
+        self._knocker = Knocker()
+        self._engine_error = ""
+        self._gone: list[tuple[PeerId, int]] = []
+        self._stop_ns: int | None = None
+        self._quiet_turns = 0
+        session_config = config.session_config(settings)
+        source = SourceSession(session_config, now_ns=now_ns) if Half.SOURCE in config.roles else None
+        target = TargetSession(session_config, now_ns=now_ns) if Half.TARGET in config.roles else None
+        self.source, self.target = source, target
+        self.sessions: dict[Half, Session] = {}
+        if source is not None:
+            self.sessions[Half.SOURCE] = source
+        if target is not None:
+            self.sessions[Half.TARGET] = target
+        self.mover = Mover(config, settings, self.metrics, self.spans)
+        self.desk = Desk(config.layout, self.mover.transport, source, target)
+        self._describe()
+        keys = read_keys(Path(settings.keys_directory)) if settings.keys_directory else None
+        route = f"{config.instance}/{config.layout.parallel.dp_rank}/{config.layout.rank}/{config.epoch}"
+        self.net = PeerNet(settings.bind_host, config.port, route, keys)
+        for descriptor in (link.fileno(), self.mover.results.wake):
+            self.net.poller.register(descriptor, 1)
+        link.send(Started(self.net.address, config.epoch))
+
+    def run(self) -> None:
+        """Serve until the engine is gone, the supervisor is gone, or a drain has ended."""
+        try:
+            while not self._over():
+                ready = frozenset(socket for socket, _ in self.net.poller.poll(self._timeout_ms()))
+                self._turn(ready, time.monotonic_ns())
+        finally:
+            self._close()
+
+    # -- the loop --------------------------------------------------------------------------------------------------
+
+    def _turn(self, ready: frozenset[object], now_ns: int) -> None:
+        """Deal with what is readable, with results and with time."""
+        for message, descriptor in self._link.receive() if self._link.fileno() in ready else ():
+            self._obey(message, descriptor, now_ns)
+        for half, peer, peer_message in self.net.receive(ready):
+            if half in self.sessions:
+                self.sessions[half].receive(peer, peer_message, now_ns)
+        for gone in self._knocker.refused():
+            assert self.target is not None
+            self.target.peer_dead(gone, now_ns)
+        self._take_results(now_ns)
+        self._take_notices(now_ns)
+        self._serve_engine(ready, now_ns)
+        for session in self.sessions.values():
+            session.tick(now_ns)
+        self._flush(now_ns)
+        if self._engine_error:
+            self._engine_lost(self._engine_error, now_ns)
+
+    def _flush(self, now_ns: int) -> None:
+        """Carry out what the cores ask for, until they ask for nothing more."""
+        if self.desk.pools_changed:
+            self._describe()
+        asked = True
+        while asked:
+            asked = False
+            for half, session in self.sessions.items():
+                for effect in session.take_effects():
+                    asked = True
+                    self._apply(half, session, effect, now_ns)
+                for peer, message in session.take_outbox():
+                    self.net.send(half, peer, message)
+        # Only now: what was to be said to them has been sent.
+        for peer, epoch in self._gone:
+            self.net.forget(peer, epoch)
+        self._gone.clear()
+        for answer in self.desk.take_left():
+            self._tell(answer)
+        if self._link.wants_write:
+            self._link.flush()
+
+    def _apply(self, half: Half, session: Session, effect: Effect, now_ns: int) -> None:
+        if isinstance(effect, StartWrite):
+            assert self.source is not None
+            self.mover.start_write(effect, self.desk, self.source, now_ns)
+        elif isinstance(effect, StartScatter):
+            self.mover.start_scatter(effect, self.desk, now_ns)
+        elif isinstance(effect, RoomEnded):
+            self._room_ended(effect)
+        elif isinstance(effect, RoomReleased):
+            self.desk.tables.pop((effect.half, effect.key), None)
+            self.mover.forget(effect.half, effect.key)
+            self._tell(released_event(effect))
+        elif isinstance(effect, PeerAttached):
+            try:
+                self.mover.connect(half, effect)
+            except TransportError as error:
+                session.refuse(effect.peer, error.reason, str(error), now_ns)
+        elif isinstance(effect, PeerGone):
+            self.mover.disconnect(half, effect.peer)
+            if half is Half.SOURCE:
+                self._gone.append((effect.peer, effect.epoch))
+        elif isinstance(effect, HangUp):
+            self.net.hang_up(effect.peer)
+        elif isinstance(effect, Knock):
+            self._knocker.knock(effect.peer, effect.address)
+        elif isinstance(effect, Dial):
+            self._dial(effect, now_ns)
+        else:
+            self.metrics.add("longshore_stale_messages_total", 1, message=effect.message)
+
+    def _dial(self, effect: Dial, now_ns: int) -> None:
+        assert self.target is not None
+        try:
+            self.net.dial(effect.peer, effect.address)
+        except TransportError as error:
+            self.target.refuse(effect.peer, Reason.UNKNOWN_INSTANCE, str(error), now_ns)
+
+    def _room_ended(self, effect: RoomEnded) -> None:
+        count_ended(self.metrics, effect)
+        self._tell(ended_event(effect))
+        if effect.reason is not Reason.NONE:
+            _log.warning("room %d failed: %s: %s", effect.key.room, effect.reason.name, effect.text)
+            self.mover.cancel(effect.half, effect.key)
+            self._link.send(RoomFailed(effect.half, effect.key, effect.reason, effect.text))
+
+    def _take_results(self, now_ns: int) -> None:
+        for half, session in self.sessions.items():
+            for peer, message in self.mover.take_results(half, session, now_ns):
+                self.net.send(half, peer, message)
+        if self._stop_ns is None:
+            self._check_health(now_ns)
+
+    def _check_health(self, now_ns: int) -> None:
+        """End this life where only its end, or the next one's fresh memory, can help. Engines connect again."""
+        if self.mover.unsettled:
+            # Only the end of this process proves that those bytes will not land any more.
+            self._leave(Reason.WORKER_LOST, "a failed write could not be settled", now_ns)
+        elif self.target is not None:
+            ring = self.target.granter.ring
+            if 100 * ring.held_bytes > self.settings.quarantine_percent * ring.capacity_bytes:
+                text = f"{ring.held_bytes} of {ring.capacity_bytes} bytes of the ring are in quarantine"
+                self._leave(Reason.WORKER_LOST, text, now_ns)
+
+    def _take_notices(self, now_ns: int) -> None:
+        if self.target is None or not self.target.expects_bytes:
+            self._quiet_turns = 0
+            return
+        taken = self.mover.notices()
+        self._quiet_turns = 0 if taken else self._quiet_turns + 1
+        for peer, message in taken:
+            self.target.receive(peer, message, now_ns)
+            self.metrics.add("longshore_notices_total", 1)
+
+    def _timeout_ms(self) -> int:
+        now_ns = time.monotonic_ns()
+        dues = [due for session in self.sessions.values() if (due := session.next_due_ns()) is not None]
+        if self._stop_ns is not None:
+            dues.append(self._stop_ns)
+        wait_ms = min([max(0, (due - now_ns) // 1_000_000 + 1) for due in dues], default=_IDLE_POLL_MS)
+        if self.target is not None and self.target.expects_bytes:
+            if any(peer.wire in DRIVEN_WIRES for peer in self.target.peers.values()):
+                return 0
+            wait_ms = min(wait_ms, 1 if self._quiet_turns < _NOTICE_SLOWER_AFTER else _NOTICE_POLL_MS_MAX)
+        return min(wait_ms, _IDLE_POLL_MS)
+
+    # -- the engine ------------------------------------------------------------------------------------------------
+
+    def _serve_engine(self, ready: frozenset[object], now_ns: int) -> None:
+        if self.engine is None:
+            return
+        try:
+            if self.engine.outbox_count:
+                self.engine.flush()
+            for message, descriptors in self.engine.receive() if self.engine.fileno() in ready else ():
+                answer = self.desk.handle(message, descriptors, now_ns)
+                if answer is not None:
+                    self._tell(answer)
+            if self.engine.pidfd is not None and self.engine.pidfd in ready:
+                raise EngineClosedError(f"the engine with PID {self.engine_pid} died")
+        except (EngineClosedError, EngineStuckError, CodecError) as error:
+            self._engine_error = str(error)
+
+    def _tell(self, message: ToEngine) -> None:
+        if self.engine is None:
+            return
+        try:
+            self.engine.send(message)
+        except (EngineClosedError, EngineStuckError) as error:
+            # Its end is dealt with between two turns, when no effect is under way.
+            self._engine_error = str(error)
+
+    def _engine_lost(self, text: str, now_ns: int) -> None:
+        """Fail its rooms, let its memory go at once, tell its siblings, and end soon."""
+        self._engine_error = ""
+        if self.engine is None:
+            return
+        for descriptor in (self.engine.fileno(), self.engine.pidfd):
+            if descriptor is not None:
+                self.net.poller.unregister(descriptor)
+        self.engine.close()
+        self.engine = None
+        _log.info("engine %s rank %d is gone: %s", self.config.instance, self.config.layout.rank, text)
+        self._leave(Reason.ENGINE_LOST, text, now_ns)
+        self._flush(now_ns)
+        unmapped = [self.desk.let_go(pool) for pool in list(self.desk.pools)]
+        if not all(unmapped):
+            assert self._stop_ns is not None
+            self._stop_ns = min(self._stop_ns, now_ns + _FAREWELL_MAPPED_NS)
+
+    def _leave(self, reason: Reason, text: str, now_ns: int) -> None:
+        for session in self.sessions.values():
+            session.fail_all(reason, text, now_ns)
+        for half, session in self.sessions.items():
+            for key in list(session.rooms):
+                self.mover.cancel(half, key)
+        if self._stop_ns is None:
+            self._stop_ns = now_ns + _FAREWELL_NS
+            self._link.send(EngineLeft(reason, text))
+
+    # -- the supervisor --------------------------------------------------------------------------------------------
+
+    def _obey(self, message: NodeMessage, descriptor: int | None, now_ns: int) -> None:
+        if isinstance(message, AdoptEngine):
+            assert descriptor is not None, "an engine comes with its connection"
+            self._adopt(descriptor, now_ns)
+        elif isinstance(message, EndpointKnown):
+            self._tell(EndpointUpdate(message.endpoint))
+        elif isinstance(message, SnapshotWanted):
+            body = encode_snapshot(self, message.room, now_ns)
+            for part in snapshot_parts(message.number, body):
+                self._link.send(part)
+        elif isinstance(message, SiblingFailed):
+            session = self.sessions.get(message.half)
+            if session is not None:
+                session.sibling_failed(message.key, message.reason, f"at a sibling rank: {message.text}", now_ns)
+        elif isinstance(message, SiblingLost):
+            for session in self.sessions.values():
+                session.fail_claimed(message.reason, message.text, now_ns)
+        elif isinstance(message, Drain):
+            self._stop_ns = now_ns + round(message.limit_s * 1e9)
+
+    def _adopt(self, descriptor: int, now_ns: int) -> None:
+        try:
+            self.engine = EngineLink(socket.socket(fileno=descriptor))
+        except EngineClosedError as error:
+            self._leave(Reason.ENGINE_LOST, str(error), now_ns)
+            return
+        self.engine_pid = self.engine.peer.pid
+        for watched in (self.engine.fileno(), self.engine.pidfd):
+            if watched is not None:
+                self.net.poller.register(watched, 1)
+        for session in self.sessions.values():
+            session.renew(now_ns)
+        self._tell(Welcome(ENGINE_PROTOCOL_VERSION, self.config.epoch, self.config.deployment, self.settings.lease_ns))
+        self._link.send(EngineAdopted())
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    def _over(self) -> bool:
+        if self._link.closed:
+            return True
+        if self._stop_ns is None:
+            return False
+        return time.monotonic_ns() >= self._stop_ns or not any(s.rooms for s in self.sessions.values())
+
+    def _describe(self) -> None:
+        self.desk.pools_changed = False
+        pools = {number: pool.info(number) for number, pool in self.desk.pools.items()}
+        for session in self.sessions.values():
+            session.describe(self.mover.transport.metadata(), self.mover.ring_region, pools, self.mover.probe_region)
+
+    def _close(self) -> None:
+        # An engine takes the end of its connection as proof that nobody touches its pages: they are unmapped first.
+        for pool in list(self.desk.pools):
+            self.desk.let_go(pool)
+        if self.engine is not None:
+            self.engine.close()
+        # Peers take a port on which nobody listens as proof that no write of ours can land: the transport goes first.
+        self.mover.close()
+        self._knocker.close()
+        self.net.close()
+        self._link.close()
+
+    def open_rooms(self, half: Half) -> list[RoomKey]:
+        """Return the rooms of one half that are not over."""
+        session = self.sessions.get(half)
+        return list(session.rooms) if session is not None else []
+
+
+def _end_process(failure: threading.ExceptHookArgs) -> None:
+    """A thread died of a mistake of ours: end the worker, so that its rooms fail at once and a new one takes over."""
+    thread = failure.thread.name if failure.thread is not None else "a thread"
+    error = failure.exc_value or failure.exc_type()
+    _log.critical("%s died", thread, exc_info=(failure.exc_type, error, failure.exc_traceback))
+    os._exit(_EXIT_THREAD_DIED)
+
+
+def main() -> NoReturn:
+    """Run the worker that the supervisor describes in the first argument; the process ends here."""
+    config = WorkerConfig.from_text(sys.argv[1])
+    # A terminal's interrupt goes to the whole group; the supervisor decides when workers end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(
+        level=config.settings().log_level.value.upper(), format=f"%(asctime)s {config.name} %(levelname)s %(message)s"
+    )
+    # A lane or scatter thread never ends by itself; one that does would leave its slab hanging for ever.
+    threading.excepthook = _end_process
+    link = NodeLink(socket.socket(fileno=config.link))
+    Worker(config, link).run()
+    logging.shutdown()
+    # Lanes may still be inside native code, which the interpreter's own way out would tear down under them.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

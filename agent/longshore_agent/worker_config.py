@@ -1,0 +1,70 @@
+"""What the supervisor tells a worker when it starts it: one value, passed as text on the command line."""
+
+from __future__ import annotations
+
+import base64
+
+import msgspec
+
+from longshore_agent.settings import Settings
+from longshore_wire.effects import SessionConfig
+from longshore_wire.engine_messages import Half
+from longshore_wire.layout import KVLayout
+
+
+class WorkerConfig(msgspec.Struct, frozen=True):
+    """One worker's orders.
+
+    Attributes:
+        name: in metrics and logs, unique within the agent.
+        environment: the settings, as variables.
+        port: where peers dial; 0 takes a free one.
+        link: number of the inherited descriptor of the supervisor's link.
+    """
+
+    name: str
+    deployment: str
+    instance: str
+    epoch: int
+    layout: KVLayout
+    roles: tuple[Half, ...]
+    environment: dict[str, str]
+    port: int
+    link: int
+
+    def settings(self) -> Settings:
+        """Return the agent's settings."""
+        return Settings.from_environment(self.environment)
+
+    def session_config(self, settings: Settings) -> SessionConfig:
+        """Return what the protocol core must know."""
+        return SessionConfig(
+            deployment=self.deployment,
+            instance=self.instance,
+            epoch=self.epoch,
+            layout=self.layout,
+            backend=settings.backend.value,
+            lane_count=settings.lane_count,
+            slab_bytes_max=settings.lane_bytes,
+            slab_bytes_min=settings.slab_bytes_min,
+            ring_bytes=settings.ring_bytes,
+            grant_window=settings.grant_window,
+            ring_share_divisor=settings.ring_share_divisor,
+            lease_ns=settings.lease_ns,
+            retry_ns=settings.retry_ns,
+            heartbeat_ns=settings.heartbeat_ns,
+            peer_timeout_ns=settings.peer_timeout_ns,
+            rooms_max=settings.rooms_max,
+            ended_rooms_max=settings.ended_rooms_max,
+            force_way=settings.force_way,
+            staging=settings.staging,
+        )
+
+    def to_text(self) -> str:
+        """Return this as one word."""
+        return base64.b64encode(msgspec.msgpack.encode(self)).decode()
+
+    @classmethod
+    def from_text(cls, text: str) -> WorkerConfig:
+        """Return what `to_text` wrote."""
+        return msgspec.msgpack.decode(base64.b64decode(text), type=cls)

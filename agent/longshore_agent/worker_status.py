@@ -1,0 +1,218 @@
+"""What a worker answers when its supervisor asks how it is: its cores' rooms and peers in the words of `status.snapshot`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from longshore_agent.path.finish import count_peers, count_refused, count_ring, count_session, peer_state
+from longshore_agent.status.snapshot import (
+    ENDED_ROOMS_LISTED_MAX,
+    OPEN_ROOMS_LISTED_MAX,
+    SPANS_LISTED_MAX,
+    EngineStatus,
+    LayoutStatus,
+    PairStatus,
+    PeerStatus,
+    PoolStatus,
+    RingStatus,
+    RoomStatus,
+    WorkerSnapshot,
+    WorkerState,
+)
+from longshore_wire.engine_messages import Half
+from longshore_wire.errors import Reason
+from longshore_wire.room import SourcePair, SourceRoom, TargetPair, TargetRoom
+from longshore_wire.session import Ended, Session
+
+if TYPE_CHECKING:
+    from longshore_agent.worker import Worker
+    from longshore_wire.peer_messages import RoomKey
+
+
+def encode_snapshot(worker: Worker, room: int | None, now_ns: int) -> bytes:
+    """Return an encoded WorkerSnapshot; `room` is the one whose spans are wanted."""
+    _count(worker)
+    config = worker.config
+    ring = worker.target.granter.ring if worker.target is not None else None
+    snapshot = WorkerSnapshot(
+        worker=config.name,
+        pid=os.getpid(),
+        epoch=str(config.epoch),
+        state=WorkerState.READY,
+        state_age_s=(now_ns - worker.started_ns) / 1e9,
+        engines=_engines(worker),
+        peers=tuple(_peers(worker)),
+        ring=RingStatus(ring.capacity_bytes, ring.used_bytes, ring.held_bytes, ring.rounds)
+        if ring is not None
+        else None,
+        lanes=worker.mover.lanes.status() if worker.mover.lanes is not None else (),
+        rooms_open=sum(len(session.rooms) for session in worker.sessions.values()),
+        rooms_ended=sum(len(session.ended) for session in worker.sessions.values()),
+        rooms=tuple(_open_rooms(worker, room, now_ns)),
+        ended=tuple(_ended_rooms(worker, room)),
+        spans=worker.spans.of_room(room, limit=SPANS_LISTED_MAX) if room is not None else (),
+        metrics=worker.metrics.snapshot(),
+    )
+    return msgspec.msgpack.encode(snapshot)
+
+
+def _count(worker: Worker) -> None:
+    metrics = worker.metrics
+    for half, session in worker.sessions.items():
+        count_session(metrics, half, session, len(session.rooms))
+        metrics.set("longshore_engines", int(worker.engine is not None), half=half.name.lower())
+    count_peers(metrics, list(worker.sessions.values()))
+    if worker.target is not None:
+        count_ring(metrics, worker.target.granter)
+    count_refused(metrics, worker.net.counters)
+    metrics.advance("longshore_authentication_failures_total", worker.net.refused_count)
+
+
+def _engines(worker: Worker) -> tuple[EngineStatus, ...]:
+    if worker.engine is None:
+        return ()
+    pools = tuple(
+        PoolStatus(
+            number, pool.pages.page_count, sum(length for _, length in pool.pages.regions), pool.memory.name.lower()
+        )
+        for number, pool in worker.desk.pools.items()
+    )
+    config = worker.config
+    roles = tuple(half.name.lower() for half in config.roles)
+    layout = LayoutStatus.of(config.layout)
+    return (EngineStatus(config.instance, config.layout.rank, roles, layout, pools, worker.engine_pid),)
+
+
+def _peers(worker: Worker) -> Iterable[PeerStatus]:
+    for half, session in worker.sessions.items():
+        for peer in session.peers.values():
+            wire = worker.mover.wire(half, peer.peer) if half is Half.SOURCE else peer.wire
+            yield PeerStatus(
+                peer.peer.instance, peer.peer.dp_rank, peer.peer.rank, peer_state(peer.state), wire, str(peer.epoch)
+            )
+
+
+def _open_rooms(worker: Worker, room: int | None, now_ns: int) -> Iterable[RoomStatus]:
+    for half, session in worker.sessions.items():
+        listed = list(islice(session.rooms.values(), OPEN_ROOMS_LISTED_MAX))
+        listed += [found for found in session.rooms.values() if found.key.room == room and found not in listed]
+        for found in listed:
+            yield _source(found, now_ns) if isinstance(found, SourceRoom) else _target(half, found, now_ns)
+
+
+def _ended_rooms(worker: Worker, room: int | None) -> Iterable[RoomStatus]:
+    for half, session in worker.sessions.items():
+        newest = list(islice(reversed(session.ended.items()), ENDED_ROOMS_LISTED_MAX))
+        newest += [(key, end) for key, end in _asked(session, room) if key not in dict(newest)]
+        for key, ended in newest:
+            yield _status(half, key, "done" if ended.reason is Reason.NONE else "failed", (), ended.reason, ended.text)
+
+
+def _asked(session: Session, room: int | None) -> Iterable[tuple[RoomKey, Ended]]:
+    return [(key, ended) for key, ended in session.ended.items() if key.room == room] if room is not None else []
+
+
+def _source(room: SourceRoom, now_ns: int) -> RoomStatus:
+    pairs = tuple(_source_pair(pair) for pair in room.pairs.values())
+    state = "failed" if room.failed else "open"
+    wanted = max((pair.grid.end_token - pair.grid.first_token for pair in room.pairs.values()), default=0)
+    done = min((pair.acked_count * pair.grid.slab_tokens for pair in room.pairs.values()), default=0)
+    return _status(
+        Half.SOURCE,
+        room.key,
+        state,
+        pairs,
+        room.reason,
+        room.text,
+        wanted=wanted,
+        done=min(done, wanted),
+        total=room.total_tokens,
+        moved_bytes=room.bytes_moved,
+        age_s=(now_ns - room.opened_ns) / 1e9,
+    )
+
+
+def _target(half: Half, room: TargetRoom, now_ns: int) -> RoomStatus:
+    pairs = tuple(_target_pair(pair) for pair in room.pairs.values())
+    state = "failed" if room.failed else "done" if room.ended else "open"
+    done = min((pair.coverage.total for pair in room.pairs.values() if pair.route is not None), default=0)
+    return _status(
+        half,
+        room.key,
+        state,
+        pairs,
+        room.reason,
+        room.text,
+        wanted=room.end_token - room.first_token,
+        done=done,
+        total=room.end_token,
+        moved_bytes=room.bytes_moved,
+        age_s=(now_ns - room.opened_ns) / 1e9,
+    )
+
+
+def _status(
+    half: Half,
+    key: RoomKey,
+    state: str,
+    pairs: Sequence[PairStatus],
+    reason: Reason,
+    text: str,
+    *,
+    wanted: int = 0,
+    done: int = 0,
+    total: int = -1,
+    moved_bytes: int = 0,
+    age_s: float = 0.0,
+) -> RoomStatus:
+    return RoomStatus(
+        room=str(key.room),
+        instance=key.instance,
+        pool=key.pool,
+        half=half.name.lower(),
+        state=state,
+        ways=tuple(sorted({pair.way for pair in pairs})),
+        tokens_wanted=wanted,
+        tokens_done=done,
+        tokens_total=total,
+        slabs_done=sum(pair.slabs_done for pair in pairs),
+        slabs_total=sum(pair.slabs_total for pair in pairs),
+        bytes_moved=moved_bytes,
+        age_s=age_s,
+        reason="" if reason is Reason.NONE else reason.name,
+        text=text,
+        pairs=tuple(pairs),
+    )
+
+
+def _source_pair(pair: SourcePair) -> PairStatus:
+    state = "done" if pair.done else "aborting" if pair.awaits_ack or pair.owes_ack else "open"
+    return PairStatus(
+        pair.peer.instance,
+        pair.peer.dp_rank,
+        pair.peer.rank,
+        pair.way.name.lower(),
+        state,
+        pair.acked_count,
+        len(pair.states),
+        pair.busy_count,
+    )
+
+
+def _target_pair(pair: TargetPair) -> PairStatus:
+    state = "done" if pair.complete else "aborting" if pair.aborting else "open" if pair.told else "claimed"
+    return PairStatus(
+        pair.peer.instance,
+        pair.peer.dp_rank,
+        pair.peer.rank,
+        pair.way.name.lower(),
+        state,
+        pair.done_count,
+        len(pair.states),
+        len(pair.regions),
+    )

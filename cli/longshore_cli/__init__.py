@@ -1,0 +1,1 @@
+"""The `longshore` command: the demo on one machine, benchmarks, and the reference engine that both drive."""

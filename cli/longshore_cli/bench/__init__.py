@@ -1,0 +1,38 @@
+"""`longshore bench`: measurements that a user runs on his own machine; each counts a time only if the bytes are right.
+
+Called by the command line. `transfer` moves the KV of one request through real agents, by every way, beside the
+transport's own rate in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from longshore_cli.bench.errors import BenchError
+
+__all__ = ["BenchError", "add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what `run` reads."""
+    from longshore_cli.bench import transfer
+
+    questions = parser.add_subparsers(dest="question", metavar="QUESTION", required=True)
+    transfer.add_arguments(
+        questions.add_parser(
+            "transfer", help="how fast one request's KV moves, by every way", description=transfer.__doc__
+        )
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure; return 0 if every byte was right, else 1."""
+    from longshore_cli.bench import transfer
+
+    assert arguments.question == "transfer", arguments.question
+    try:
+        return transfer.run(arguments)
+    except BenchError as error:
+        sys.stderr.write(f"longshore bench: {error}\n")
+        return 1

@@ -1,0 +1,230 @@
+"""Real agents and real engine clients between which one request's KV moves, by one way.
+
+Called by `transfer`. Every way has a decode agent of its own, because the way is a setting of the decode side; they
+share one prefill agent, the pages of the decode side, and the prefill engines of equal layout.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from longshore_cli.bench.errors import BenchError
+from longshore_cli.bench.pages import Content, Pages
+from longshore_cli.local_agents import LocalAgent
+from longshore_client import Client, Half, connect
+from longshore_wire.engine_messages import RoomEvent
+from longshore_wire.errors import Reason
+from longshore_wire.layout import KVLayout, ModelShape, Parallel
+
+# A worker imports torch and touches all its staging memory before it answers.
+_START_S = 120.0
+_ROOM_S = 120.0
+_LOOK_PAUSE_S = 0.002
+_PREFETCH_S = 10.0
+
+
+@dataclass(frozen=True)
+class Course:
+    """One line of the table: a way between two layouts."""
+
+    name: str
+    way: str
+    source_tp: int
+    target_tp: int
+
+    @property
+    def ring(self) -> str:
+        """The decode agent's ring: a room may hold a quarter of it, and that must be several of the largest slabs."""
+        return "2Gi" if self.way == "Staged" else "64Mi"
+
+
+@dataclass(frozen=True)
+class Moved:
+    """One transfer. `core_s` is the processor time of all workers that took part."""
+
+    seconds: float
+    core_s: float
+
+
+@dataclass(frozen=True)
+class Engine:
+    """All ranks of one engine instance."""
+
+    name: str
+    clients: list[Client]
+    pages: list[Pages]
+    agent: LocalAgent
+
+
+class Scene:
+    """One course with its engines, ready to move tokens again and again."""
+
+    _rooms = itertools.count(1)
+
+    def __init__(self, course: Course, source: Engine, target: Engine, content: Content) -> None:
+        self.course = course
+        self.source = source
+        self.target = target
+        self._content = content
+        self._endpoint = source.clients[0].endpoint(_START_S)
+        self._clocks = [_process_clock(pid) for engine in (source, target) for pid in _worker_pids(engine)]
+        self.last_room = 0
+
+    def move(self, token_count: int) -> Moved:
+        """Move tokens [0, n) of the sequence once and compare every byte; the claim is there before the offer.
+
+        The clock runs from the call of `send` (the first rank's) to the last target rank's DONE.
+
+        Raises:
+            BenchError: a room failed, or bytes are wrong.
+        """
+        room = self.last_room = next(self._rooms)
+        for pages in self.target.pages:
+            pages.wipe(token_count)
+        claims = zip(self.target.clients, self.target.pages, strict=True)
+        for client, pages in claims:
+            client.receive(room, self._endpoint, pages.pages_of(token_count), 0, token_count)
+        self._wait_prefetched(room)
+        offers = [
+            (client, pages.pages_of(token_count))
+            for client, pages in zip(self.source.clients, self.source.pages, strict=True)
+        ]
+        core_s, begin_s = self._core_s(), time.perf_counter()
+        for client, table in offers:
+            client.send(room, table, 0, token_count, last=True)
+        ends = [client.wait(room, Half.TARGET, timeout_s=_ROOM_S) for client in self.target.clients]
+        seconds = time.perf_counter() - begin_s
+        ends += [client.wait(room, Half.SOURCE, timeout_s=_ROOM_S) for client in self.source.clients]
+        core_s = self._core_s() - core_s
+        self._check(room, ends, token_count)
+        return Moved(seconds, core_s)
+
+    def spans(self, room: int) -> list[dict[str, Any]]:
+        """Return the spans of a room from both agents, by their start."""
+        found = [span for engine in (self.source, self.target) for span in engine.agent.room(room)["spans"]]
+        return sorted(found, key=lambda span: int(span["start_ns"]))
+
+    def _check(self, room: int, ends: Sequence[RoomEvent], token_count: int) -> None:
+        for end in ends:
+            if end.reason is not Reason.NONE:
+                raise BenchError(f"{self.course.name}: room {room} failed: {end.reason.name}: {end.text}")
+        for pages in self.target.pages:
+            pages.check(self._content, token_count)
+
+    def _wait_prefetched(self, room: int) -> None:
+        """Wait until every source rank has answered the claim with its demand."""
+        deadline_s = time.monotonic() + _PREFETCH_S
+        while time.monotonic() < deadline_s:
+            halves = self.target.agent.room(room)["halves"]
+            pairs = [pair for half in halves for pair in half["room"]["pairs"]]
+            if pairs and all(pair["slabs_total"] for pair in pairs):
+                return
+            time.sleep(_LOOK_PAUSE_S)
+        raise BenchError(f"{self.course.name}: the prefill side did not answer the claim of room {room}")
+
+    def _core_s(self) -> float:
+        return sum(time.clock_gettime(clock) for clock in self._clocks)
+
+
+class Stage:
+    """All agents and engines of one run. A context manager by `open_stage`."""
+
+    def __init__(self, stack: ExitStack, settings: Mapping[str, str], directory: Path) -> None:
+        self._stack = stack
+        self._settings = settings
+        self._directory = directory
+
+    def agent(self, name: str, **settings: str) -> LocalAgent:
+        """Start one agent; it may not be ready yet."""
+        agent = LocalAgent({**self._settings, **settings}, self._directory / name)
+        self._stack.callback(agent.stop)
+        agent.start()
+        return agent
+
+    def engine(self, name: str, agent: LocalAgent, pages: list[Pages], half: Half) -> Engine:
+        """Register all ranks of an engine at an agent."""
+
+        def register(mine: Pages) -> Client:
+            client = connect(agent.socket_path, instance=name, layout=mine.layout, roles=(half,), timeout_s=_START_S)
+            self._stack.callback(client.close)
+            client.register_pool(0, mine.geometry, [mine.region_fd], timeout_s=_START_S)
+            return client
+
+        with ThreadPoolExecutor(len(pages)) as threads:
+            return Engine(name, list(threads.map(register, pages)), pages, agent)
+
+    def pages(self, model: ModelShape, tp: int, page_size: int, token_count: int, seed: int) -> list[Pages]:
+        """Make the pools of all ranks of an engine."""
+        made = []
+        for rank in range(tp):
+            made.append(Pages(KVLayout(model, Parallel(tp=tp, tp_rank=rank), page_size), token_count, seed + rank))
+            self._stack.callback(made[-1].close)
+        return made
+
+
+@contextmanager
+def open_stage(settings: Mapping[str, str], directory: Path) -> Iterator[Stage]:
+    """Let everything go at the end: clients, then agents, then pages."""
+    with ExitStack() as stack:
+        yield Stage(stack, settings, directory)
+
+
+@contextmanager
+def open_scenes(
+    courses: Sequence[Course],
+    model: ModelShape,
+    page_size: int,
+    token_count: int,
+    settings: Mapping[str, str],
+    directory: Path,
+) -> Iterator[list[Scene]]:
+    """Start agents and engines for all courses, with the sequence's KV in every prefill engine's pages.
+
+    Args:
+        settings: of all agents, by name, as docs/reference/settings.md has them.
+        directory: an empty one, for the agents' sockets.
+    """
+    row_bytes = model.kv_heads * model.head_bytes
+    content = Content(row_bytes, token_count)
+    with open_stage(settings, directory) as stage:
+        target_pages = {
+            tp: stage.pages(model, tp, page_size, token_count, 100) for tp in sorted({c.target_tp for c in courses})
+        }
+        source_pages = {
+            tp: stage.pages(model, tp, page_size, token_count, 200) for tp in sorted({c.source_tp for c in courses})
+        }
+        for pages in itertools.chain(*source_pages.values()):
+            pages.fill(content, token_count)
+        prefill = stage.agent("prefill")
+        decodes = [
+            stage.agent(f"decode-{index}", force_way=course.way, ring_bytes=course.ring)
+            for index, course in enumerate(courses)
+        ]
+        for agent in (prefill, *decodes):
+            agent.wait_ready()
+        sources = {tp: stage.engine(f"prefill-{tp}", prefill, pages, Half.SOURCE) for tp, pages in source_pages.items()}
+        scenes = []
+        for index, (course, agent) in enumerate(zip(courses, decodes, strict=True)):
+            target = stage.engine(f"decode-{index}", agent, target_pages[course.target_tp], Half.TARGET)
+            scenes.append(Scene(course, sources[course.source_tp], target, content))
+        yield scenes
+
+
+def _process_clock(pid: int) -> int:
+    """Return the id of the kernel's clock of a process's processor time; /proc counts in steps of 10 ms only."""
+    return (~pid << 3) | 2
+
+
+def _worker_pids(engine: Engine) -> list[int]:
+    workers = engine.agent.status()["workers"]
+    pids = [int(worker["pid"]) for worker in workers if str(worker["worker"]).startswith(f"{engine.name}/")]
+    if len(pids) != len(engine.clients):
+        raise BenchError(f"{len(pids)} workers serve the {len(engine.clients)} ranks of {engine.name}")
+    return pids

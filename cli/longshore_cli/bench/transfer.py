@@ -1,0 +1,230 @@
+"""How fast does one request's KV move from prefill to decode, by every way, beside what the transport does by itself?
+
+Every time is of a transfer through real agents between engines' pages in shared memory, and counts only if every byte
+was compared and is right. Repetitions alternate between the ways and the bare transport; medians are shown.
+
+The bound is what the processor allows a staged transfer: cores / (the transport's processor time for a gigabyte, plus
+that of two plain copies). All three are measured in the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from longshore_cli.bench.errors import BenchError
+from longshore_cli.bench.rate import TransportRate
+from longshore_cli.bench.scene import Course, Scene, open_scenes
+from longshore_wire.layout import ModelShape
+
+MIB = 1 << 20
+# The model of the request: 128 KiB a token, as a 32-layer model of 8 KV heads in bfloat16 has.
+_MODEL = ModelShape(layers=32, kv_heads=8, head_dim=128, element_bytes=2)
+_BATCHES = (100, 300, 1000)
+_BATCH_PROBE_BYTES = 16 * MIB
+
+
+@dataclass
+class Series:
+    """What was measured of one line at one size: seconds and processor seconds of every repetition."""
+
+    seconds: list[float] = field(default_factory=list)
+    core_s: list[float] = field(default_factory=list)
+
+    def add(self, seconds: float, core_s: float) -> None:
+        """Add one repetition."""
+        self.seconds.append(seconds)
+        self.core_s.append(core_s)
+
+    @property
+    def median_s(self) -> float:
+        """Median seconds."""
+        return statistics.median(self.seconds)
+
+    def rate(self, length_bytes: int) -> float:
+        """GB/s (10^9 bytes) at the median."""
+        return length_bytes / self.median_s / 1e9
+
+    def core_s_per_gb(self, length_bytes: int) -> float:
+        """Processor seconds for 10^9 bytes, at the median."""
+        return statistics.median(self.core_s) / length_bytes * 1e9
+
+
+@dataclass
+class SizeResult:
+    """All lines at one size: courses by name, then `transport` (one descriptor), `transport slices`, `copy`."""
+
+    length_bytes: int
+    lines: dict[str, Series]
+    cores: int
+
+    @property
+    def bound(self) -> float:
+        """GB/s that the processor allows; see the module."""
+        transport, copy = (self.lines[name].core_s_per_gb(self.length_bytes) for name in ("transport", "copy"))
+        return self.cores / (transport + 2 * copy)
+
+    def rate(self, name: str) -> float | None:
+        """GB/s of a line; None: it was not measured at this size."""
+        series = self.lines.get(name)
+        return series.rate(self.length_bytes) if series is not None and series.seconds else None
+
+
+@dataclass
+class Report:
+    """A whole run."""
+
+    courses: list[Course]
+    sizes: list[SizeResult]
+    backend: str
+    wire: str
+    slice_bytes: int
+    batch: int
+    page_size: int
+    repeats: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what `run` reads."""
+    parser.add_argument("--sizes", type=_numbers, default=[1, 4, 16, 64, 256, 1024], help="MiB, separated by commas")
+    parser.add_argument("--pair", type=_pair, default=(2, 1), help="prefill TP:decode TP of staged and slices (2:1)")
+    parser.add_argument(
+        "--ways",
+        type=lambda text: text.split(","),
+        default=["staged", "contiguous", "slices"],
+        help="any of staged, contiguous, slices, and staged-equal (staged between equal layouts)",
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="repetitions of each size and way (5)")
+    parser.add_argument("--page-size", type=int, default=64, help="tokens of a page on both sides (64)")
+    parser.add_argument("--backend", default="NIXL", help="NIXL or Loopback")
+    parser.add_argument("--slices-limit", type=int, default=1024, help="MiB above which slices are left out (1024)")
+    parser.add_argument("--json", type=Path, help="write all numbers to this file")
+    parser.add_argument("--plot", type=Path, help="draw the rates into this PNG file")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print the table, write what was asked for; return 0."""
+    from longshore_cli.bench import report
+
+    found = measure(arguments, lambda text: sys.stderr.write(f"{text}\n"))
+    print(report.table(found))
+    if arguments.json:
+        arguments.json.write_text(report.as_json(found))
+    if arguments.plot:
+        report.plot(found, arguments.plot)
+    return 0
+
+
+def measure(arguments: argparse.Namespace, say: Callable[[str], object]) -> Report:
+    """Run everything; `say` is told of progress. Raises BenchError."""
+    sizes = sorted({size * MIB for size in arguments.sizes})
+    courses = _courses(arguments.ways, *arguments.pair)
+    token_bytes = 2 * _MODEL.layers * _MODEL.kv_heads * _MODEL.head_bytes
+    slice_bytes = _MODEL.kv_heads // max(arguments.pair) * _MODEL.head_bytes
+    with TransportRate(arguments.backend, sizes[-1]) as rate, tempfile.TemporaryDirectory() as directory:
+        wire, batch = _choose_batch(rate, min(sizes[-1], _BATCH_PROBE_BYTES), slice_bytes)
+        settings = {
+            "backend": arguments.backend,
+            "deployment": "bench/transfer",
+            "slices_batch": str(batch),
+            "log_level": "warning",
+        }
+        say(f"wire {wire}, slices in batches of {batch}; starting {1 + len(courses)} agents")
+        tokens = sizes[-1] // token_bytes
+        with open_scenes(courses, _MODEL, arguments.page_size, tokens, settings, Path(directory)) as scenes:
+            results = []
+            for length_bytes in sizes:
+                say(f"{length_bytes // MIB} MiB")
+                slices = length_bytes <= arguments.slices_limit * MIB
+                sample = _Sampler(rate, scenes, length_bytes, length_bytes // token_bytes, slice_bytes, batch, slices)
+                results.append(sample.run(arguments.repeats))
+    return Report(courses, results, arguments.backend, wire, slice_bytes, batch, arguments.page_size, arguments.repeats)
+
+
+@dataclass
+class _Sampler:
+    """Measures one size."""
+
+    rate: TransportRate
+    scenes: list[Scene]
+    length_bytes: int
+    tokens: int
+    slice_bytes: int
+    batch: int
+    slices: bool
+
+    def run(self, repeats: int) -> SizeResult:
+        """Take one sample of everything that does not count, then `repeats` in turns."""
+        lines: dict[str, Series] = {}
+        for repetition in range(repeats + 1):
+            for name, job in self._jobs().items():
+                seconds, core_s = job()
+                if repetition:
+                    lines.setdefault(name, Series()).add(seconds, core_s)
+        return SizeResult(self.length_bytes, lines, os.cpu_count() or 1)
+
+    def _jobs(self) -> dict[str, Callable[[], tuple[float, float]]]:
+        jobs: dict[str, Callable[[], tuple[float, float]]] = {}
+        for scene in self.scenes:
+            if self.slices or scene.course.way != "Slices":
+                jobs[scene.course.name] = partial(self._move, scene)
+        jobs["transport"] = self._write
+        if self.slices:
+            jobs["transport slices"] = self._slices
+        jobs["copy"] = self._copy
+        return jobs
+
+    def _move(self, scene: Scene) -> tuple[float, float]:
+        moved = scene.move(self.tokens)
+        return moved.seconds, moved.core_s
+
+    def _write(self) -> tuple[float, float]:
+        sample = self.rate.write(self.length_bytes)
+        return sample.seconds, sample.core_s
+
+    def _slices(self) -> tuple[float, float]:
+        sample = self.rate.slices(self.length_bytes, self.slice_bytes, self.batch)
+        return sample.seconds, sample.core_s
+
+    def _copy(self) -> tuple[float, float]:
+        sample = self.rate.copy(self.length_bytes)
+        return sample.seconds, sample.core_s
+
+
+def _courses(ways: list[str], source_tp: int, target_tp: int) -> list[Course]:
+    known = {
+        "staged": Course(f"staged {source_tp}→{target_tp}", "Staged", source_tp, target_tp),
+        "staged-equal": Course(f"staged {target_tp}→{target_tp}", "Staged", target_tp, target_tp),
+        "contiguous": Course(f"contiguous {target_tp}→{target_tp}", "Contiguous", target_tp, target_tp),
+        "slices": Course(f"slices {source_tp}→{target_tp}", "Slices", source_tp, target_tp),
+    }
+    unknown = [way for way in ways if way not in known]
+    if unknown:
+        raise BenchError(f"--ways names {unknown[0]!r}: use {', '.join(known)}")
+    return [known[way] for way in ways]
+
+
+def _choose_batch(rate: TransportRate, length_bytes: int, slice_bytes: int) -> tuple[str, int]:
+    """Return the wire and the batch size with which slices are fastest by the bare transport: its best setting."""
+    wire = rate.write(length_bytes).wire
+    times = {batch: min(rate.slices(length_bytes, slice_bytes, batch).seconds for _ in range(3)) for batch in _BATCHES}
+    return wire, min(times, key=lambda batch: times[batch])
+
+
+def _numbers(text: str) -> list[int]:
+    numbers = [int(part) for part in text.split(",")]
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError("give sizes of at least 1 MiB")
+    return numbers
+
+
+def _pair(text: str) -> tuple[int, int]:
+    source, _, target = text.partition(":")
+    return int(source), int(target)

@@ -1,0 +1,130 @@
+"""The processes of the demo: three agents for all pairs, and the engines of one pair at a time.
+
+The decode engines are registered with two agents: one takes staged slabs as it would in production, the other is told
+to take slices, so that the same pages can be moved both ways in one run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from longshore_cli.engine.config import RankOptions
+from longshore_cli.engine.connector import EXTENSION, ConnectorOptions, Registration
+from longshore_cli.engine.processes import EngineProcesses
+from longshore_cli.local_agents import LocalAgent, make_keys
+from longshore_wire.engine_messages import Half
+
+STAGED, SLICES = "staged", "slices"
+PAGE_SIZE = 16
+# Small against a prompt, so that the ring wraps many times; each lane's buffer still holds a slab of 1 MiB or more.
+_RING_BYTES = 16 << 20
+_LANE_BYTES = 2 << 20
+_SLAB_BYTES_MIN = 256 << 10
+
+
+class Agents:
+    """One agent for prefill and two for decode; use as a context manager."""
+
+    def __init__(self, backend: str, directory: Path) -> None:
+        keys = directory / "keys"
+        make_keys(keys)
+        common: dict[str, str | int | float] = {
+            "backend": backend,
+            "deployment": "demo/demo",
+            "keys_directory": str(keys),
+            "ring_bytes": _RING_BYTES,
+            "lane_bytes": _LANE_BYTES,
+            "slab_bytes_min": _SLAB_BYTES_MIN,
+        }
+        self.prefill = LocalAgent(common | {"node": "prefill"}, directory / "prefill")
+        self.decode = {
+            STAGED: LocalAgent(common | {"node": "decode"}, directory / "decode"),
+            SLICES: LocalAgent(common | {"node": "decode-slices", "force_way": "Slices"}, directory / "slices"),
+        }
+
+    @property
+    def all(self) -> list[LocalAgent]:
+        """Every agent."""
+        return [self.prefill, *self.decode.values()]
+
+    def __enter__(self) -> Self:
+        try:
+            for agent in self.all:
+                agent.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def wait_ready(self) -> None:
+        """Return when all of them are ready."""
+        for agent in self.all:
+            agent.wait_ready()
+
+    def close(self) -> None:
+        """End all of them."""
+        for agent in self.all:
+            agent.terminate()
+        for agent in self.all:
+            agent.stop()
+
+
+class Engines:
+    """A prefill and a decode instance, registered with their agents; use as a context manager.
+
+    Attributes:
+        name: of the pair, such as `TP4 -> TP1`.
+        prefill_instance, decode_instances: what they are called, the latter by the way that its agent takes.
+    """
+
+    def __init__(self, agents: Agents, prefill_tp: int, decode_tp: int, page_count: int, seed: int) -> None:
+        self.name = f"TP{prefill_tp} -> TP{decode_tp}"
+        self.prefill_instance = f"prefill-{prefill_tp}-{decode_tp}"
+        self.decode_instances = {way: f"decode-{prefill_tp}-{decode_tp}-{way}" for way in agents.decode}
+        self._started: list[EngineProcesses] = []
+        prefill = {STAGED: Registration(self.prefill_instance, agents.prefill.socket_path)}
+        decode = {
+            way: Registration(self.decode_instances[way], agent.socket_path) for way, agent in agents.decode.items()
+        }
+        try:
+            self.prefill = self._start(ConnectorOptions(Half.SOURCE, prefill), prefill_tp, page_count, seed)
+            self.decode = self._start(ConnectorOptions(Half.TARGET, decode), decode_tp, page_count, seed + 1)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def wait_ready(self) -> None:
+        """Return when every rank of both instances holds its weights and is registered."""
+        for engine in self._started:
+            engine.wait_ready()
+
+    def close(self) -> None:
+        """End every rank at once: there is nothing to save, and agents let go of an engine that is gone."""
+        for engine in self._started:
+            engine.close(stop_timeout_s=0.0)
+
+    def _start(self, connector: ConnectorOptions, tp: int, page_count: int, seed: int) -> EngineProcesses:
+        options = RankOptions(
+            tp=tp,
+            page_size=PAGE_SIZE,
+            page_count=page_count,
+            shuffle_seed=seed,
+            extension=EXTENSION,
+            extension_options=msgspec.msgpack.encode(connector),
+        )
+        engine = EngineProcesses(options, wait=False)
+        self._started.append(engine)
+        return engine

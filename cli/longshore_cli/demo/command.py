@@ -1,0 +1,159 @@
+"""The `demo` command: its arguments, the order of its steps, and its exit status.
+
+0: everything is equal. 1: something differs or failed; says what. 130 or 143: interrupted. In every case nothing is left:
+no process, no socket, no shared memory, no file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from longshore_cli.demo.cluster import PAGE_SIZE, Agents, Engines
+from longshore_cli.demo.counts import PairResult
+from longshore_cli.demo.errors import InterruptedBySignal
+from longshore_cli.demo.lifetime import descendants_ended, interrupts_raised
+from longshore_cli.demo.pair import PairRun
+from longshore_cli.demo.progress import Progress
+from longshore_cli.demo.prompts import TOKENS_GENERATED, Request, answered_requests, total_tokens
+from longshore_cli.demo.table import encoded, rendered
+from longshore_cli.engine.config import ModelConfig, RankOptions
+from longshore_cli.engine.pages import pages_for
+from longshore_cli.engine.processes import EngineProcesses
+from longshore_wire.agent_config import Backend
+from longshore_wire.errors import LongshoreError
+
+_PAIRS = "4:1,1:4,2:3"
+_PAIRS_QUICK = "2:1"
+_SIGNAL_STATUS = 128
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the demo's arguments."""
+    parser.add_argument(
+        "--pairs",
+        type=_pairs,
+        help=f"prefill and decode TP of each pair (default: {_PAIRS}); TPs that divide 12 KV heads",
+    )
+    backends = [backend.value for backend in Backend]
+    parser.add_argument("--backend", default="NIXL", choices=backends, help="transport (default: NIXL)")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts and page ids (default: 0)")
+    parser.add_argument(
+        "--quick", action="store_true", help=f"fewer prompts, and {_PAIRS_QUICK} where no pairs are given"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the demo; return its exit status."""
+    if arguments.json is not None and not arguments.json.resolve().parent.is_dir():
+        print(f"longshore demo: --json {arguments.json}: there is no such directory", file=sys.stderr)
+        return 2
+    try:
+        with interrupts_raised(), _directory() as directory, descendants_ended() as ended:
+            status = _judged(arguments, directory)
+    except InterruptedBySignal as error:
+        print("longshore demo: interrupted; everything that it started has ended", file=sys.stderr)
+        return _SIGNAL_STATUS + error.number
+    except LongshoreError as error:
+        print(f"longshore demo: FAILED: {error}", file=sys.stderr)
+        return 1
+    if ended:
+        print(f"longshore demo: processes {ended} were still running and were killed: that is a bug", file=sys.stderr)
+        return 1
+    return status
+
+
+def _judged(arguments: argparse.Namespace, directory: Path) -> int:
+    agents = Agents(arguments.backend, directory)
+    with agents:
+        try:
+            results = _all_pairs(arguments, agents)
+        except LongshoreError:
+            for agent in agents.all:
+                print(f"--- {agent.log_path.name} of {agent.directory.name}\n{agent.log_tail()}", file=sys.stderr)
+            raise
+    print(f"\n{rendered(results)}\n")
+    print("Everything is equal: pages byte for byte, and tokens with those of one engine that did both.")
+    print("GB/s: all rooms at once, from the first accepted send to the last DONE, the middle one of three times;")
+    print("pieces: the separate pieces of memory in all writes; vs slices: against the same rooms slice by slice.")
+    if arguments.json is not None:
+        options = {"backend": arguments.backend, "seed": arguments.seed, "quick": arguments.quick}
+        arguments.json.write_bytes(encoded(results, options))
+    return 0
+
+
+def _all_pairs(arguments: argparse.Namespace, agents: Agents) -> list[PairResult]:
+    progress = Progress()
+    pairs = arguments.pairs or _pairs(_PAIRS_QUICK if arguments.quick else _PAIRS)
+    progress.say(
+        f"starting 3 agents ({arguments.backend}, CURVE keys on), the first engines, and one engine to compare with"
+    )
+    page_count = 2 * pages_for(total_tokens(quick=arguments.quick), PAGE_SIZE)
+    results: list[PairResult] = []
+    requests: list[Request] = []
+    for prefill_tp, decode_tp in pairs:
+        if results:
+            progress.say(f"starting the engines of TP{prefill_tp} -> TP{decode_tp}")
+        with Engines(agents, prefill_tp, decode_tp, page_count, arguments.seed) as engines:
+            if not requests:
+                requests = _reference(arguments, progress)
+                agents.wait_ready()
+                progress.say(f"agents are ready: each has moved 1 MiB by {arguments.backend} in its self-test")
+            engines.wait_ready()
+            progress.say(f"{engines.name}: {prefill_tp} prefill and {decode_tp} decode processes are registered")
+            results.append(PairRun(agents, engines, requests, progress).run())
+    return results
+
+
+def _reference(arguments: argparse.Namespace, progress: Progress) -> list[Request]:
+    """Have one engine, without agents, answer every prompt by itself."""
+    options = RankOptions(page_count=pages_for(total_tokens(quick=arguments.quick), PAGE_SIZE))
+    with EngineProcesses(options, wait=False) as engine:
+        engine.wait_ready()
+        progress.say("the engine to compare with is loaded")
+        requests = answered_requests(engine, arguments.seed, quick=arguments.quick)
+    tokens = sum(request.total for request in requests)
+    kv_bytes = tokens * ModelConfig().shape.kinds * ModelConfig().layers * ModelConfig().kv_heads
+    kv_bytes *= ModelConfig().shape.head_bytes
+    progress.say(
+        f"one engine alone answered {len(requests)} prompts of {tokens:,} tokens ({kv_bytes / 1e6:.0f} MB of KV) "
+        f"with {TOKENS_GENERATED} tokens each"
+    )
+    return requests
+
+
+@contextlib.contextmanager
+def _directory() -> Iterator[Path]:
+    """A directory for everything that the demo and its processes write, which goes with it."""
+    with tempfile.TemporaryDirectory(prefix="longshore-", ignore_cleanup_errors=True) as name:
+        before = os.environ.get("TMPDIR"), tempfile.tempdir
+        os.environ["TMPDIR"], tempfile.tempdir = name, name
+        try:
+            yield Path(name)
+        finally:
+            tempfile.tempdir = before[1]
+            if before[0] is None:
+                del os.environ["TMPDIR"]
+            else:
+                os.environ["TMPDIR"] = before[0]
+
+
+def _pairs(text: str) -> list[tuple[int, int]]:
+    """Read `4:1,1:4`; argparse reports a ValueError with the argument's name."""
+    heads = ModelConfig().kv_heads
+    found = []
+    for pair in text.split(","):
+        prefill, _, decode = pair.partition(":")
+        tps = int(prefill), int(decode)
+        if any(tp < 1 or heads % tp for tp in tps):
+            raise argparse.ArgumentTypeError(f"{pair}: give TPs that divide {heads} KV heads, such as 4:1")
+        if tps[0] == tps[1]:
+            raise argparse.ArgumentTypeError(f"{pair}: equal layouts need no staging; give unequal ones, such as 4:1")
+        found.append(tps)
+    return found

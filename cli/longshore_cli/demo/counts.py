@@ -1,0 +1,95 @@
+"""What the agents counted for one pair, and the results that are made of it."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+from longshore_cli.metrics_page import MetricsPage
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Counters of one prefill instance's workers, for one way."""
+
+    slabs: int
+    writes: int
+    pieces: int
+
+    @classmethod
+    def of(cls, page: MetricsPage, instance: str, way: str) -> Counts:
+        """Read them from the prefill agent's metrics."""
+        return cls(
+            round(of_instance(page, instance, "longshore_slabs_total", way=way, half="source")),
+            round(of_instance(page, instance, "longshore_writes_total", way=way)),
+            round(of_instance(page, instance, "longshore_write_pieces_total", way=way)),
+        )
+
+    def since(self, before: Counts) -> Counts:
+        """Return what was added."""
+        return Counts(self.slabs - before.slabs, self.writes - before.writes, self.pieces - before.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """All rooms of a pair moved one way, several times over; counts are of one time.
+
+    Attributes:
+        seconds: from the first accepted send to the last DONE, of each time.
+        wires: what the bytes travelled over, as the agents found out.
+    """
+
+    way: str
+    rooms: int
+    counts: Counts
+    payload_bytes: int
+    seconds: tuple[float, ...]
+    wires: tuple[str, ...]
+
+    @property
+    def median_s(self) -> float:
+        """The middle one of the times."""
+        return statistics.median(self.seconds)
+
+    @property
+    def rate(self) -> float:
+        """GB/s, by the middle one of the times."""
+        return self.payload_bytes / self.median_s / 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class PairResult:
+    """What became of one pair.
+
+    Attributes:
+        ring_rounds: how often the ring of each decode rank wrapped.
+        lane_shares: for each prefill rank, the least part of its bytes that a lane wrote.
+    """
+
+    name: str
+    transfers: tuple[Transfer, ...]
+    ring_rounds: tuple[int, ...]
+    lane_shares: tuple[float, ...]
+    bytes_compared: int
+    tokens_compared: int
+
+
+def of_instance(page: MetricsPage, instance: str, name: str, **labels: str) -> float:
+    """Return the sum of a metric over the workers of one engine instance."""
+    by_worker = page.by("worker", name, **labels)
+    return sum(value for worker, value in by_worker.items() if worker.startswith(f"{instance}/"))
+
+
+def ring_rounds(page: MetricsPage, instance: str) -> tuple[int, ...]:
+    """Return how often the ring of each worker of a decode instance wrapped."""
+    by_worker = page.by("worker", "longshore_ring_rounds_total")
+    return tuple(round(rounds) for worker, rounds in sorted(by_worker.items()) if worker.startswith(f"{instance}/"))
+
+
+def lane_shares(page: MetricsPage, instance: str) -> tuple[float, ...]:
+    """Return, for each worker of a prefill instance, the smallest share of its bytes that one of its lanes wrote."""
+    workers = [
+        worker for worker in page.by("worker", "longshore_lane_bytes_total") if worker.startswith(f"{instance}/")
+    ]
+    lanes = [page.by("lane", "longshore_lane_bytes_total", worker=worker) for worker in sorted(workers)]
+    return tuple(min(by_lane.values()) / sum(by_lane.values()) for by_lane in lanes)

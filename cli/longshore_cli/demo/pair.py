@@ -1,0 +1,288 @@
+"""One pair of layouts: prompts go through prefill while their KV moves, decode goes on, and the transfer is measured.
+
+Called by `command` with running processes. The rounds: one with computation, whose pages and tokens are judged, then
+rounds of transfer alone, staged and slice by slice, whose pages are judged too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from longshore_cli.demo import compare
+from longshore_cli.demo.cluster import PAGE_SIZE, SLICES, STAGED, Agents, Engines
+from longshore_cli.demo.counts import Counts, PairResult, Transfer, lane_shares, ring_rounds
+from longshore_cli.demo.errors import DifferenceError
+from longshore_cli.demo.progress import Progress
+from longshore_cli.demo.prompts import Request
+from longshore_cli.engine import commands
+from longshore_cli.engine.connector import Arrived, Await, Claim, GetEndpoint, Offer, Offered, Part
+from longshore_cli.engine.pages import pages_for
+from longshore_cli.engine.processes import EngineProcesses
+from longshore_wire.engine_messages import Endpoint
+
+# A transfer of the demo takes a second; slices on a busy machine take longer.
+TRANSFER_TIMEOUT_S = 120.0
+# How often the agent is asked whether a chunk has arrived.
+_LOOK_S = 0.02
+# Slabs of each chunk of the long prompt, between each pair of ranks, and times that each ring wraps.
+CHUNK_SLABS_MIN = 2
+RING_ROUNDS_MIN = 3
+ROUNDS = 3
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """One request under way, with the pages that hold it on both sides."""
+
+    number: int
+    request: Request
+    prefill_pages: list[int]
+    decode_pages: list[int]
+
+    @property
+    def interval(self) -> tuple[int, int]:
+        """Tokens that travel."""
+        return self.request.prefix, self.request.total
+
+    def offered(self, first: int, end: int) -> Part:
+        """Tokens [first, end) as prefill offers them."""
+        return _part(self.number, self.prefill_pages, first, end, last=end == self.request.total)
+
+    def claimed(self) -> Part:
+        """What decode claims."""
+        return _part(self.number, self.decode_pages, *self.interval, last=True)
+
+
+class PairRun:
+    """See the module. Raises DifferenceError where anything is not as it must be."""
+
+    def __init__(self, agents: Agents, engines: Engines, requests: Sequence[Request], progress: Progress) -> None:
+        self._agents, self._engines = agents, engines
+        self._prefill, self._decode = engines.prefill, engines.decode
+        self._requests = requests
+        self._progress = progress
+        self._numbers = itertools.count(1)
+        # Room ids are unique for a prefill instance; each pair has its own.
+        self._endpoint = self._find_endpoint()
+
+    def run(self) -> PairResult:
+        """Carry out all rounds."""
+        rooms = self._open_rooms()
+        first_tokens = self._compute(rooms)
+        compared_bytes = self._judge_pages(rooms)
+        compared_tokens = self._judge_tokens(rooms, first_tokens)
+        self._release(rooms)
+        staged = self._measure(rooms, STAGED)
+        slices = self._measure(rooms, SLICES)
+        rounds = ring_rounds(self._agents.decode[STAGED].metrics(), self._engines.decode_instances[STAGED])
+        if not rounds or min(rounds) < RING_ROUNDS_MIN:
+            raise DifferenceError(f"rings wrapped {rounds} times, and {RING_ROUNDS_MIN} are asked for")
+        self._say(
+            f"{staged.payload_bytes / 1e6:.0f} MB again, {ROUNDS} times each way: staged {staged.median_s:.2f} s, "
+            f"slice by slice {slices.median_s:.2f} s; rings wrapped {_ends(rounds)} times"
+        )
+        shares = lane_shares(self._agents.prefill.metrics(), self._engines.prefill_instance)
+        return PairResult(self._engines.name, (staged, slices), rounds, shares, compared_bytes, compared_tokens)
+
+    def _say(self, text: str) -> None:
+        self._progress.say(f"{self._engines.name}: {text}")
+
+    # -- the round with computation --------------------------------------------------------------------------------
+
+    def _open_rooms(self) -> list[Room]:
+        return [
+            Room(
+                next(self._numbers),
+                request,
+                self._prefill.allocator.allocate(pages_for(request.total, PAGE_SIZE)),
+                self._decode.allocator.allocate(pages_for(request.total + len(request.expected), PAGE_SIZE)),
+            )
+            for request in self._requests
+        ]
+
+    def _compute(self, rooms: Sequence[Room]) -> list[int]:
+        """Let decode claim every room, then prefill and send chunk by chunk; return each prompt's first token."""
+        for room in rooms:
+            if room.request.prefix:
+                self._decode.prefill(room.request.tokens, room.decode_pages, 0, room.request.prefix)
+        marks = [compare.Fingerprint(self._decode, room.decode_pages, *room.interval) for room in rooms]
+        self._claim(STAGED, rooms)
+        self._say(f"decode has claimed {len(rooms)} rooms; prefill begins")
+        first_tokens = []
+        for room in rooms:
+            sampled = commands.Tokens([], [])
+            for first, end in room.request.chunks:
+                sampled = self._prefill.prefill(room.request.tokens, room.prefill_pages, first, end)
+                if first and end == room.request.total:
+                    self._check_chunks(room, first)
+                self._offer([room.offered(first, end)])
+            first_tokens.append(sampled.tokens[0])
+        self._arrived(STAGED, rooms)
+        for room, mark in zip(rooms, marks, strict=True):
+            mark.check(room.number)
+        return first_tokens
+
+    def _check_chunks(self, room: Room, sent_end: int) -> None:
+        """Before the last chunk leaves, the earlier ones must have arrived, each in two slabs or more for every pair."""
+        deadline_s = time.monotonic() + TRANSFER_TIMEOUT_S
+        while True:
+            halves = self._agents.decode[STAGED].room(room.number)["halves"]
+            pairs = [pair for half in halves for pair in half["room"]["pairs"]]
+            sent_tokens = sent_end - room.request.prefix
+            # A slab that the next chunk completes is not due yet.
+            if pairs and all(pair["slabs_done"] >= sent_tokens // _slab_tokens_max(pair, room) > 0 for pair in pairs):
+                break
+            if time.monotonic() > deadline_s:
+                raise DifferenceError(
+                    f"room {room.number}: tokens up to {sent_end} were sent and have not arrived while the next chunk waits"
+                )
+            time.sleep(_LOOK_S)
+        slabs = min(
+            (end - max(first, room.request.prefix)) // _slab_tokens_max(pair, room)
+            for pair in pairs
+            for first, end in room.request.chunks
+        )
+        if slabs < CHUNK_SLABS_MIN:
+            raise DifferenceError(f"room {room.number}: a chunk went in {slabs} slabs: {CHUNK_SLABS_MIN} are asked for")
+        chunks = len(room.request.chunks)
+        self._say(
+            f"{room.request.total:,} tokens in {chunks} chunks of {slabs} slabs or more; "
+            f"{chunks - 1} chunks had arrived before the last was sent"
+        )
+
+    def _judge_pages(self, rooms: Sequence[Room]) -> int:
+        for room in rooms:
+            self._check_digests(room)
+        compared = compare.check_bytes(
+            rooms[0].number,
+            self._prefill,
+            rooms[0].prefill_pages,
+            self._decode,
+            rooms[0].decode_pages,
+            rooms[0].interval,
+        )
+        self._say(
+            f"pages of {len(rooms)} rooms are equal, {compared / 1e6:.0f} MB of them byte for byte; "
+            "nothing beside them was touched"
+        )
+        return compared
+
+    def _judge_tokens(self, rooms: Sequence[Room], first_tokens: Sequence[int]) -> int:
+        for room, first in zip(rooms, first_tokens, strict=True):
+            compare.check_tokens(room.number, self._generated(room, first), room.request.expected)
+        for room, first in zip(rooms, first_tokens, strict=True):
+            self._decode.zero(room.decode_pages, *room.interval)
+            compare.check_control(room.number, self._generated(room, first), room.request.expected)
+        count = sum(len(room.request.expected) for room in rooms)
+        self._say(
+            f"{count} tokens equal those of one engine alone; with the moved KV zeroed, every room's tokens change"
+        )
+        return count
+
+    def _generated(self, room: Room, first: int) -> list[int]:
+        count = len(room.request.expected) - 1
+        return [first, *self._decode.decode(room.decode_pages, room.request.total, first, count).tokens]
+
+    # -- rounds of transfer alone ----------------------------------------------------------------------------------
+
+    def _measure(self, rooms: Sequence[Room], way: str) -> Transfer:
+        """Move all rooms at once, several times, each time into other pages; judge the pages after each."""
+        # The first transfer of two workers attaches them and finds the wire; it is not what is measured.
+        self._move(rooms[-1:], way)
+        seconds, moved = [], []
+        before = self._counted(way)
+        for _ in range(ROUNDS):
+            round_s, round_bytes = self._move(rooms, way)
+            seconds.append(round_s)
+            moved.append(round_bytes)
+        total = self._counted(way).since(before)
+        counts = Counts(total.slabs // ROUNDS, total.writes // ROUNDS, total.pieces // ROUNDS)
+        wires = self._wires(way)
+        return Transfer(way, len(rooms), counts, moved[0], tuple(seconds), wires)
+
+    def _move(self, rooms: Sequence[Room], way: str) -> tuple[float, int]:
+        """Move rooms again under new ids; return the seconds from the first accepted send to the last DONE, and the bytes."""
+        again = [
+            Room(
+                next(self._numbers),
+                room.request,
+                room.prefill_pages,
+                self._decode.allocator.allocate(pages_for(room.request.total, PAGE_SIZE)),
+            )
+            for room in rooms
+        ]
+        self._claim(way, again)
+        numbers = [room.number for room in again]
+        self._decode.post(commands.Extra(msgspec.msgpack.encode(Await(way, numbers, TRANSFER_TIMEOUT_S))))
+        first_ns = self._offer([room.offered(0, room.request.total) for room in again])
+        arrived = _decoded(self._decode.collect(commands.ExtraReply), Arrived)
+        self._extra(self._prefill, Await(STAGED, numbers, TRANSFER_TIMEOUT_S))
+        for room in again:
+            self._check_digests(room)
+        self._release(again)
+        return (max(one.done_ns for one in arrived) - first_ns) / 1e9, sum(one.bytes_moved for one in arrived)
+
+    def _release(self, rooms: Sequence[Room]) -> None:
+        for room in rooms:
+            self._decode.release(room.decode_pages)
+
+    def _counted(self, way: str) -> Counts:
+        return Counts.of(self._agents.prefill.metrics(), self._engines.prefill_instance, way)
+
+    def _wires(self, way: str) -> tuple[str, ...]:
+        workers = self._agents.decode[way].status()["workers"]
+        mine = [worker for worker in workers if worker["worker"].startswith(f"{self._engines.decode_instances[way]}/")]
+        return tuple(sorted({peer["wire"] for worker in mine for peer in worker["peers"]}))
+
+    # -- both ------------------------------------------------------------------------------------------------------
+
+    def _check_digests(self, room: Room) -> None:
+        compare.check_digests(
+            room.number, self._prefill, room.prefill_pages, self._decode, room.decode_pages, room.interval
+        )
+
+    def _find_endpoint(self) -> Endpoint:
+        replies = self._extra(self._prefill, GetEndpoint(STAGED))
+        return msgspec.msgpack.decode(replies[0].body, type=Endpoint)
+
+    def _claim(self, way: str, rooms: Sequence[Room]) -> None:
+        self._extra(self._decode, Claim(way, self._endpoint, [room.claimed() for room in rooms]))
+
+    def _offer(self, parts: list[Part]) -> int:
+        """Offer parts on every rank; return when the first was accepted."""
+        return min(one.first_ns for one in _decoded(self._extra(self._prefill, Offer(STAGED, parts)), Offered))
+
+    def _arrived(self, way: str, rooms: Sequence[Room]) -> None:
+        numbers = [room.number for room in rooms]
+        self._extra(self._decode, Await(way, numbers, TRANSFER_TIMEOUT_S))
+        self._extra(self._prefill, Await(STAGED, numbers, TRANSFER_TIMEOUT_S))
+
+    @staticmethod
+    def _extra(engine: EngineProcesses, command: msgspec.Struct) -> list[commands.ExtraReply]:
+        return engine.call(commands.Extra(msgspec.msgpack.encode(command)), commands.ExtraReply)
+
+
+def _decoded(replies: Sequence[commands.ExtraReply], kind: type[Answer]) -> list[Answer]:
+    return [msgspec.msgpack.decode(reply.body, type=kind) for reply in replies]
+
+
+def _part(room: int, pages: Sequence[int], first: int, end: int, *, last: bool) -> Part:
+    return Part(room, list(pages[first // PAGE_SIZE : pages_for(end, PAGE_SIZE)]), first, end, last)
+
+
+def _slab_tokens_max(pair: dict[str, int], room: Room) -> int:
+    """The most tokens that a slab of this pair can have, from the number of slabs alone."""
+    tokens = room.request.total - room.request.prefix
+    return tokens if pair["slabs_total"] < 2 else (tokens - 1) // (pair["slabs_total"] - 1)  # noqa: PLR2004
+
+
+def _ends(numbers: Sequence[int]) -> str:
+    return str(numbers[0]) if min(numbers) == max(numbers) else f"{min(numbers)} to {max(numbers)}"

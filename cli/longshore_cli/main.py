@@ -1,0 +1,47 @@
+"""The `longshore` command: reads its arguments and hands over to the part that they name."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from longshore_cli import bench, demo
+from longshore_cli.local_agents import LocalAgentError, make_keys
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit status: 1 where it failed, 2 for wrong arguments."""
+    parser = argparse.ArgumentParser(
+        prog="longshore", description="Moves the KV cache of language models between GPUs of unequal layouts."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    one = commands.add_parser(
+        "demo", help="move KV between unequal layouts on this machine and compare every byte and token"
+    )
+    demo.add_arguments(one)
+    one.set_defaults(run=demo.run)
+    two = commands.add_parser("bench", help="measure transfers on this machine")
+    bench.add_arguments(two)
+    two.set_defaults(run=bench.run)
+    three = commands.add_parser("keys", help="make the CURVE keys of a deployment's control protocol")
+    three.add_argument("directory", type=Path, metavar="DIR", help="where `curve.json` is written")
+    three.set_defaults(run=_keys)
+    chosen = parser.parse_args(arguments)
+    status: int = chosen.run(chosen)
+    return status
+
+
+def _keys(arguments: argparse.Namespace) -> int:
+    try:
+        make_keys(arguments.directory)
+    except LocalAgentError as error:
+        print(f"longshore keys: {error}", file=sys.stderr)
+        return 1
+    print(f"keys are in {arguments.directory}: give agents LONGSHORE_KEYS_DIRECTORY={arguments.directory}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

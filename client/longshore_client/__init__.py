@@ -1,0 +1,57 @@
+"""What an engine imports to move its KV pages through Longshore: msgspec and the standard library only."""
+
+from __future__ import annotations
+
+from longshore_client.client import Client, connect
+from longshore_client.errors import (
+    AgentLost,
+    ArgumentError,
+    Busy,
+    CallTimeout,
+    ClientClosed,
+    ClientError,
+    ConnectError,
+    HelloRefused,
+    PoolRefused,
+    WaitTimeout,
+)
+from longshore_client.memory import create_region, pool_geometry, torch_region
+from longshore_wire.engine_messages import Endpoint, Half, RoomEvent, RoomEventKind
+from longshore_wire.errors import CodecError, LayoutError, LongshoreError, Reason, RoomError
+from longshore_wire.layout import Attention, KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry
+from longshore_wire.peer_messages import TargetMemory
+
+__all__ = [
+    "AgentLost",
+    "ArgumentError",
+    "Attention",
+    "Busy",
+    "CallTimeout",
+    "Client",
+    "ClientClosed",
+    "ClientError",
+    "CodecError",
+    "ConnectError",
+    "Endpoint",
+    "Half",
+    "HelloRefused",
+    "KVLayout",
+    "LayoutError",
+    "LongshoreError",
+    "ModelShape",
+    "PageOrder",
+    "Parallel",
+    "PlaneGeometry",
+    "PoolGeometry",
+    "PoolRefused",
+    "Reason",
+    "RoomError",
+    "RoomEvent",
+    "RoomEventKind",
+    "TargetMemory",
+    "WaitTimeout",
+    "connect",
+    "create_region",
+    "pool_geometry",
+    "torch_region",
+]

@@ -1,0 +1,104 @@
+"""Messages to and from the agent over one socket: framing and an outbox, nothing else.
+
+Used by `link.AgentLink` only.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import socket
+from collections import deque
+
+from longshore_wire.codec import ENGINE_MESSAGE_BYTES_MAX, TO_ENGINE
+from longshore_wire.engine_messages import ToEngine
+from longshore_wire.errors import CodecError
+
+# Messages taken before callers get the lock again.
+RECEIVE_BATCH_MAX = 64
+_STARVED = frozenset({errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS})
+
+
+class ConnectionEndedError(ConnectionError):
+    """The agent's end of the socket is closed."""
+
+
+class AgentSocket:
+    """A connected SOCK_SEQPACKET socket that never blocks, with an outbox. Not thread-safe: its owner locks."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setblocking(False)
+        self._socket = connected
+        self._outbox: deque[tuple[bytes, tuple[int, ...]]] = deque()
+        self.starved = False
+
+    @classmethod
+    def dial(cls, path: str) -> AgentSocket:
+        """Connect to an agent. Raises OSError."""
+        connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connected.setblocking(False)
+            connected.connect(path)
+        except OSError:
+            connected.close()
+            raise
+        return cls(connected)
+
+    @property
+    def outbox_count(self) -> int:
+        """How many messages wait for room in the socket."""
+        return len(self._outbox)
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor."""
+        return self._socket.fileno()
+
+    def send(self, data: bytes, descriptors: tuple[int, ...] = ()) -> None:
+        """Send one message, or keep it for `flush`. Raises OSError if the connection is gone."""
+        self._outbox.append((data, descriptors))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the socket takes. Raises OSError if the connection is gone."""
+        self.starved = False
+        while self._outbox:
+            data, descriptors = self._outbox[0]
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+            try:
+                self._socket.sendmsg([data], rights, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno not in _STARVED:
+                    raise
+                self.starved = True
+                return
+            self._outbox.popleft()
+
+    def receive(self) -> list[ToEngine]:
+        """Return messages that are there, at most RECEIVE_BATCH_MAX.
+
+        Raises:
+            ConnectionEndedError, OSError: the connection is gone.
+            CodecError: the agent sent something that is no message.
+        """
+        messages: list[ToEngine] = []
+        while len(messages) < RECEIVE_BATCH_MAX:
+            try:
+                # Without room for control data the kernel closes descriptors that an agent should never send.
+                data, _, flags, _ = self._socket.recvmsg(ENGINE_MESSAGE_BYTES_MAX)
+            except BlockingIOError:
+                break
+            if flags & socket.MSG_TRUNC:
+                raise CodecError(f"a message above {ENGINE_MESSAGE_BYTES_MAX} bytes")
+            if not data:
+                if messages:
+                    break  # the end stays readable: the next call finds it again
+                raise ConnectionEndedError("the agent closed the connection")
+            messages.append(TO_ENGINE.decode(data))
+        return messages
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        self._outbox.clear()
+        self._socket.close()

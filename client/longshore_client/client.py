@@ -1,0 +1,465 @@
+"""The engine's side of Longshore: share pools, offer pages, claim pages, hear what became of them.
+
+Called by engines and connectors, from any thread. Blocking calls wait for the agent's answer only, never for a
+transfer. Holds the ledger and the pools, and tells a new agent of both; `link` holds the connection.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Callable, Collection, Sequence
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from longshore_client.errors import AgentLost, ArgumentError, Busy, ClientClosed, PoolRefused, WaitTimeout
+from longshore_client.ledger import HalfKey, Messages, Resume
+from longshore_client.link import LinkState
+from longshore_client.open_state import OpenState, Pool, close_all
+from longshore_client.pages import PAGE_BYTES, packed_pages, page_count, split_claim, split_offer
+from longshore_client.request import Request
+from longshore_wire.engine_messages import (
+    ENGINE_PROTOCOL_VERSION,
+    Accepted,
+    Cancel,
+    Endpoint,
+    Half,
+    Hello,
+    Receive,
+    Refused,
+    RegisterPool,
+    RoomEvent,
+    RoomEventKind,
+    UnregisterPool,
+)
+from longshore_wire.errors import Reason, RoomError
+from longshore_wire.layout import KVLayout, PoolGeometry
+from longshore_wire.peer_messages import TargetMemory
+
+# An agent answers in well under a millisecond; a worker's restart takes seconds and a call may outlive it.
+CALL_TIMEOUT_S = 30.0
+# Descriptors that the kernel passes in one message (SCM_MAX_FD).
+REGIONS_PER_POOL_MAX = 253
+ROOM_MAX = 2**64 - 1
+POOL_MAX = 2**31 - 1
+ENDED = frozenset({RoomEventKind.DONE, RoomEventKind.FAILED})
+
+
+def connect(
+    path: str,
+    *,
+    instance: str,
+    layout: KVLayout,
+    device: str = "cpu",
+    roles: Collection[Half] = (Half.SOURCE, Half.TARGET),
+    timeout_s: float = 60.0,
+) -> Client:
+    """Register this engine rank at its node's agent; tries until an agent welcomes it or `timeout_s` is over.
+
+    Args:
+        path: the agent's engine socket.
+        instance: the engine instance, the same for all its ranks.
+        layout: this rank's share of the cache.
+        device: "cpu", or the UUID of the GPU that holds the pages (never an index).
+        roles: SOURCE to offer (prefill), TARGET to claim (decode).
+    Raises:
+        LayoutError: the layout cannot exist.
+        HelloRefused: the agent refuses this engine; `reason` says why.
+        CodecError: what listens there does not speak this protocol.
+        ConnectError: no agent answered in time.
+    """
+    layout.check()
+    if not instance or not roles:
+        raise ArgumentError("instance and roles must not be empty: name the engine instance and at least one half")
+    client = Client(path, Hello(ENGINE_PROTOCOL_VERSION, instance, layout, device, tuple(roles)))
+    client.start(timeout_s)
+    return client
+
+
+class Client:
+    """One engine rank's connection to its agent; made by `connect`. Every method may be called from any thread.
+
+    When the agent's worker dies, the client finds the new one by itself and tells it of every pool, open offer and
+    open claim; calls in flight are made again. Nothing that was reported is reported twice.
+    """
+
+    def __init__(self, path: str, hello: Hello) -> None:
+        self.instance = hello.instance
+        self.layout = hello.layout
+        self._state = OpenState(path, hello)
+        self._link = self._state.link
+        self._changed = self._link.changed
+
+    def start(self, timeout_s: float) -> None:
+        """Reach the agent; called by `connect`, once."""
+        self._link.start(timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def epoch(self) -> int:
+        """The life of the worker that serves this engine; another number after it was restarted."""
+        return self._state.welcome.epoch if self._state.welcome is not None else 0
+
+    @property
+    def deployment(self) -> str:
+        """The deployment that the agent belongs to."""
+        return self._state.welcome.deployment if self._state.welcome is not None else ""
+
+    @property
+    def connected(self) -> bool:
+        """Whether a worker serves this engine now and knows all that is open."""
+        return self._link.state is LinkState.READY
+
+    @property
+    def open_count(self) -> int:
+        """How many halves of rooms are open: offered or claimed, and not RELEASED."""
+        with self._changed:
+            return len(self._state.ledger)
+
+    @property
+    def dropped_event_count(self) -> int:
+        """How many events were forgotten because nobody took them."""
+        return self._state.dropped_event_count
+
+    def endpoint(self, timeout_s: float) -> Endpoint:
+        """Return how decode reaches all ranks of this instance; waits until all of them are registered.
+
+        Raises:
+            WaitTimeout: they were not in time; names how many are there.
+            ClientClosed: the client was closed.
+        """
+        with self._changed:
+            self._wait_for(
+                lambda: self._state.endpoint is not None and self._state.endpoint.complete, timeout_s, "endpoint"
+            )
+            found = self._state.endpoint
+            if found is None or not found.complete:
+                parallel, there = self.layout.parallel, len(found.ranks) if found is not None else 0
+                raise WaitTimeout(
+                    f"{there} of {parallel.tp * parallel.pp} ranks of {self.instance} are registered after "
+                    f"{timeout_s:g} s: start the others with the same instance name, or wait longer"
+                )
+            return found
+
+    # -- pools -----------------------------------------------------------------------------------------------------
+
+    def register_pool(
+        self,
+        pool: int,
+        geometry: PoolGeometry,
+        regions: Sequence[int],
+        memory: TargetMemory = TargetMemory.DEVICE,
+        *,
+        timeout_s: float = CALL_TIMEOUT_S,
+    ) -> None:
+        """Share a pool of pages with the agent.
+
+        Args:
+            pool: any number, by which `send` and `receive` name it.
+            geometry: where the pages lie; see `memory.pool_geometry`.
+            regions: one file descriptor for each of `geometry.region_bytes`; the client keeps duplicates.
+        Raises:
+            ArgumentError: the pool is registered already, or the regions do not fit the geometry.
+            PoolRefused: the agent cannot map it.
+            AgentLost, CallTimeout, ClientClosed: as `send`.
+        """
+        if not 0 <= pool <= POOL_MAX:
+            raise ArgumentError(f"pool is {pool}: give 0 to {POOL_MAX}")
+        if len(regions) != len(geometry.region_bytes) or not 1 <= len(regions) <= REGIONS_PER_POOL_MAX:
+            raise ArgumentError(
+                f"{len(regions)} regions for {len(geometry.region_bytes)} of the geometry: give one descriptor each, "
+                f"at most {REGIONS_PER_POOL_MAX}"
+            )
+        message = RegisterPool(self._link.next_number(), pool, geometry, memory)
+        kept = Pool(message, _duplicates(regions))
+
+        def on_answer(answer: Accepted | Refused | None) -> None:
+            if isinstance(answer, Accepted):
+                self._state.pools[pool] = kept
+            else:
+                close_all(kept.descriptors)
+
+        try:
+            with self._changed:
+                if pool in self._state.pools:
+                    raise ArgumentError(f"pool {pool} is registered already: unregister it first")
+            request = Request(message.request, (message,), descriptors=kept.descriptors, on_answer=on_answer)
+            with self._changed:
+                self._link.enter(request, f"register_pool {pool}")
+        except BaseException:
+            close_all(kept.descriptors)
+            raise
+        self._link.wait(request, f"register_pool {pool}", timeout_s, PoolRefused)
+
+    def unregister_pool(self, pool: int, *, timeout_s: float | None = None) -> None:
+        """Take a pool back; its open rooms fail. Returns once nobody touches its pages: only then free them.
+
+        Raises:
+            PoolRefused: there is no such pool.
+            AgentLost, CallTimeout, ClientClosed: as `send`; with a `timeout_s` of None only ClientClosed.
+        """
+
+        def on_answer(answer: Accepted | Refused | None) -> None:
+            if isinstance(answer, Accepted):
+                self._state.pool_gone(pool)
+
+        with self._changed:
+            if pool not in self._state.pools:
+                raise PoolRefused(f"pool {pool} is not registered: nothing to take back", reason=Reason.UNKNOWN_POOL)
+        message = UnregisterPool(self._link.next_number(), pool)
+        request = Request(message.request, (message,), outlives_agent=False, on_answer=on_answer)
+        with self._changed:
+            self._link.enter(request, f"unregister_pool {pool}")
+        self._link.wait(request, f"unregister_pool {pool}", timeout_s, PoolRefused)
+
+    # -- rooms -----------------------------------------------------------------------------------------------------
+
+    def send(
+        self,
+        room: int,
+        pages: Sequence[int] | bytes,
+        first_token: int,
+        end_token: int,
+        *,
+        last: bool,
+        pool: int = 0,
+        timeout_s: float = CALL_TIMEOUT_S,
+    ) -> None:
+        """Offer tokens [first_token, end_token) of a room, computed and visible in `pages`. Never waits for a transfer.
+
+        Chunks come in order without gaps. The pages belong to the room until its RELEASED event.
+
+        Args:
+            room: 0 to 2**64 - 1, unique in this instance.
+            pages: [page_count] ids, or the same as packed int32, little endian; the first is page number
+                `first_token // page_size` of the sequence, the last holds token `end_token - 1`.
+            last: `end_token` is the sequence's length. Such a chunk may be empty.
+        Raises:
+            ArgumentError: pages and tokens do not fit together; nothing was sent.
+            Busy: make the same call again after the hint; a part that was taken is not sent twice.
+            RoomError: the room does not take this chunk; `reason` says why.
+            AgentLost: the agent is away: make the same call again; a part that was taken is not sent twice.
+            CallTimeout: the agent did not answer; cancel the room.
+            ClientClosed: the client was closed.
+        """
+        _check_range(room, pool, first_token, end_token)
+        packed = packed_pages(pages)
+        self._check_pages(packed, first_token, end_token)
+        if first_token == end_token and not last:
+            raise ArgumentError(f"room {room}: tokens [{first_token}, {end_token}) are none: only `last` may be empty")
+        key = HalfKey(Half.SOURCE, self.instance, room, pool)
+        resume_token = self._take_resume(key, first_token, end_token, last=last)
+        for part in split_offer(room, pool, packed, first_token, end_token, last=last, page_size=self.layout.page_size):
+            if resume_token is not None and part.end_token <= resume_token:
+                continue
+            offer = msgspec.structs.replace(part, request=self._link.next_number())
+            try:
+                self._tell_half(key, offer.request, (offer,), timeout_s)
+            except (Busy, AgentLost):
+                with self._changed:
+                    found = self._state.ledger.get(key)
+                    if found is not None and part.first_token > first_token:
+                        found.resume = Resume(first_token, end_token, last, part.first_token)
+                raise
+
+    def receive(
+        self,
+        room: int,
+        endpoint: Endpoint,
+        pages: Sequence[int] | bytes,
+        first_token: int,
+        end_token: int,
+        *,
+        pool: int = 0,
+        memory: TargetMemory = TargetMemory.DEVICE,
+        digest: bool = False,
+        timeout_s: float = CALL_TIMEOUT_S,
+    ) -> None:
+        """Claim tokens [first_token, end_token) of a room into `pages`. Never waits for a transfer.
+
+        Args:
+            room: as the prefill engine named it.
+            endpoint: what `endpoint()` returned at the prefill engine.
+            pages: as `send`; those before `first_token` (a prefix that is here already) are left out.
+            end_token: the sequence's length; equal to `first_token` for a full hit.
+            memory: HOST writes to a pool in host memory.
+            digest: compare digests of both sides before DONE.
+        Raises:
+            ArgumentError, Busy, RoomError, AgentLost, CallTimeout, ClientClosed: as `send`.
+        """
+        _check_range(room, pool, first_token, end_token)
+        packed = packed_pages(pages)
+        # Pages in host memory have a size of their own, which only the agent knows.
+        if memory is TargetMemory.DEVICE:
+            self._check_pages(packed, first_token, end_token)
+        key = HalfKey(Half.TARGET, endpoint.instance, room, pool)
+        whole = Receive(
+            request=self._link.next_number(),
+            room=room,
+            pool=pool,
+            endpoint=endpoint,
+            first_token=first_token,
+            end_token=end_token,
+            page_offset=0,
+            page_count=len(packed) // PAGE_BYTES,
+            pages=b"",
+            memory=memory,
+            digest=digest,
+        )
+        self._tell_half(key, whole.request, tuple(split_claim(whole, packed)), timeout_s)
+
+    def cancel(
+        self,
+        room: int,
+        half: Half,
+        *,
+        instance: str | None = None,
+        pool: int = 0,
+        timeout_s: float = CALL_TIMEOUT_S,
+    ) -> None:
+        """Ask for the end of a half. FAILED and RELEASED follow; before RELEASED its pages are not yours.
+
+        A half that is not open (never was, or was released) needs no end: then this does nothing.
+
+        Args:
+            instance: the prefill instance; None: whichever has this room open.
+        Raises:
+            AgentLost, CallTimeout, ClientClosed: as `send`; the wish is kept and holds for a new agent too.
+        """
+        with self._changed:
+            self._link.check_open(f"cancel of room {room}")
+            keys = self._state.ledger.find(half, instance, room, pool)
+            for key in keys:
+                self._state.ledger.cancelled(key)
+        for key in keys:
+            message = Cancel(self._link.next_number(), key.half, key.instance, key.room, key.pool)
+            request = Request(message.request, (message,), outlives_agent=False)
+            with self._changed:
+                self._link.enter(request, f"cancel of room {room}")
+            self._link.wait(request, f"cancel of room {room}", timeout_s, RoomError)
+
+    def poll(self) -> list[RoomEvent]:
+        """Return the events since the last call, in order; never blocks. An event goes to `poll` or to one `wait`.
+
+        Raises:
+            ClientClosed: the client was closed, and every event was taken.
+        """
+        with self._changed:
+            events = list(self._state.events)
+            self._state.events.clear()
+            if not events:
+                self._link.check_open("poll")
+            return events
+
+    def wait(
+        self,
+        room: int,
+        half: Half,
+        instance: str | None = None,
+        kinds: Collection[RoomEventKind] = ENDED,
+        timeout_s: float | None = None,
+        *,
+        pool: int = 0,
+    ) -> RoomEvent:
+        """Take and return the first event of a half that is one of `kinds`; other events stay for others.
+
+        Raises:
+            WaitTimeout: there was none in time (None: wait for ever).
+            ClientClosed: the client was closed.
+        """
+
+        def wanted() -> RoomEvent | None:
+            for event in self._state.events:
+                same = event.room == room and event.half is half and event.pool == pool and event.kind in kinds
+                if same and instance in (None, event.instance):
+                    return event
+            return None
+
+        with self._changed:
+            self._wait_for(lambda: wanted() is not None, timeout_s, f"wait for room {room}")
+            event = wanted()
+            if event is None:
+                raise WaitTimeout(
+                    f"room {room}: none of {', '.join(sorted(kind.name for kind in kinds))} within {timeout_s} s: "
+                    "wait again, or cancel the room"
+                )
+            self._state.events.remove(event)
+            return event
+
+    def close(self) -> None:
+        """Leave the agent: it lets everything of this engine go at once. Waits in other threads end. Idempotent."""
+        if not self._link.close():
+            return
+        with self._changed:
+            for pool in self._state.pools.values():
+                close_all(pool.descriptors)
+            self._state.pools.clear()
+            self._changed.notify_all()
+
+    # -- calls -----------------------------------------------------------------------------------------------------
+
+    def _tell_half(self, key: HalfKey, number: int, messages: Messages, timeout_s: float) -> None:
+        what = f"{'send' if key.half is Half.SOURCE else 'receive'} of room {key.room}"
+
+        request = Request(number, messages, on_answer=lambda answer: self._state.call_answered(number, answer))
+        with self._changed:
+            self._link.check_open(what)
+            self._state.ledger.sent(key, number, messages)
+            self._state.keys[number] = key
+            try:
+                self._link.enter(request, what)
+            except BaseException:
+                request.settle(Refused(number, Reason.INTERNAL, "it was not sent"))
+                raise
+        self._link.wait(request, what, timeout_s, RoomError, on_give_up=lambda: self._state.ledger.gave_up(number))
+
+    def _take_resume(self, key: HalfKey, first_token: int, end_token: int, *, last: bool) -> int | None:
+        """Return up to which token an earlier, equal `send` was accepted before it met Busy."""
+        with self._changed:
+            found = self._state.ledger.get(key)
+            if found is None or found.resume is None:
+                return None
+            resume, found.resume = found.resume, None
+            same = (resume.first_token, resume.end_token, resume.last) == (first_token, end_token, last)
+            return resume.accepted_end_token if same else None
+
+    def _check_pages(self, packed: bytes, first_token: int, end_token: int) -> None:
+        count, wanted = len(packed) // PAGE_BYTES, page_count(first_token, end_token, self.layout.page_size)
+        if count != wanted:
+            raise ArgumentError(
+                f"{count} pages for tokens [{first_token}, {end_token}): pages of {self.layout.page_size} tokens that "
+                f"hold them are {wanted}; begin with the page of the first token"
+            )
+
+    def _wait_for(self, predicate: Callable[[], bool], timeout_s: float | None, what: str) -> None:
+        self._changed.wait_for(lambda: predicate() or self._link.state is LinkState.CLOSED, timeout_s)
+        if self._link.state is LinkState.CLOSED and not predicate():
+            raise ClientClosed(f"{what}: the client was closed")
+
+
+def _check_range(room: int, pool: int, first_token: int, end_token: int) -> None:
+    if not 0 <= room <= ROOM_MAX:
+        raise ArgumentError(f"room is {room}: give 0 to 2**64 - 1")
+    if not 0 <= pool <= POOL_MAX:
+        raise ArgumentError(f"pool is {pool}: give 0 to {POOL_MAX}")
+    if not 0 <= first_token <= end_token:
+        raise ArgumentError(f"tokens [{first_token}, {end_token}) are no range: give 0 <= first_token <= end_token")
+
+
+def _duplicates(descriptors: Sequence[int]) -> tuple[int, ...]:
+    made: list[int] = []
+    try:
+        for descriptor in descriptors:
+            made.append(fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3))
+    except OSError as error:
+        close_all(made)
+        raise ArgumentError(f"descriptor {descriptor} is not open: {error}") from error
+    return tuple(made)

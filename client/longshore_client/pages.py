@@ -1,0 +1,65 @@
+"""Lists of pages as messages carry them: packed, and cut so that each part fits one message. Pure.
+
+Called by `client.Client` only. A page id is an int32, little endian.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from longshore_client.errors import ArgumentError
+from longshore_wire.codec import ENGINE_MESSAGE_BYTES_MAX, TO_AGENT
+from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX, Offer, Receive
+
+PAGE_BYTES = 4  # of an id in a message
+
+
+def packed_pages(pages: Sequence[int] | bytes) -> bytes:
+    """Return page ids as packed int32, little endian; bytes are taken as such. Raises ArgumentError."""
+    if isinstance(pages, bytes | bytearray | memoryview):
+        packed = bytes(pages)
+        if len(packed) % PAGE_BYTES:
+            raise ArgumentError(f"pages are {len(packed)} bytes: give int32 ids of {PAGE_BYTES} bytes each")
+        return packed
+    try:
+        numbers = array("i", pages)
+    except (TypeError, OverflowError) as error:
+        raise ArgumentError(f"pages must be int32 numbers: {error}") from error
+    assert numbers.itemsize == PAGE_BYTES
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()
+
+
+def page_count(first_token: int, end_token: int, page_size: int) -> int:
+    """Return how many pages hold tokens [first_token, end_token)."""
+    return -(-end_token // page_size) - first_token // page_size if end_token > first_token else 0
+
+
+def split_offer(
+    room: int, pool: int, packed: bytes, first_token: int, end_token: int, *, last: bool, page_size: int
+) -> Iterator[Offer]:
+    """Yield offers of at most PAGES_PER_MESSAGE_MAX pages each, cut between pages; only the final one may be `last`."""
+    begin_token = first_token
+    while True:
+        stop_token = min(end_token, (begin_token // page_size + PAGES_PER_MESSAGE_MAX) * page_size)
+        offset = (begin_token // page_size - first_token // page_size) * PAGE_BYTES
+        pages = packed[offset : offset + PAGE_BYTES * page_count(begin_token, stop_token, page_size)]
+        yield Offer(0, room, pool, begin_token, stop_token, last and stop_token == end_token, pages)
+        begin_token = stop_token
+        if begin_token >= end_token:
+            return
+
+
+def split_claim(whole: Receive, packed: bytes) -> Iterator[Receive]:
+    """Yield parts of a claim whose `pages` are empty, each with as many of `packed` as fit one message."""
+    # An endpoint of a thousand ranks leaves less room; 32 bytes cover the growth of lengths and offsets.
+    free_bytes = ENGINE_MESSAGE_BYTES_MAX - len(TO_AGENT.encode(whole)) - 32
+    step = max(1, min(PAGES_PER_MESSAGE_MAX, free_bytes // PAGE_BYTES))
+    for offset in range(0, max(1, whole.page_count), step):
+        pages = packed[PAGE_BYTES * offset : PAGE_BYTES * (offset + step)]
+        yield msgspec.structs.replace(whole, page_offset=offset, pages=pages)

@@ -1,0 +1,485 @@
+"""Real agents and engine ranks for tests: processes with settings, paged memory in memfd, requests, their ends.
+
+Run as a script it is one engine rank in a process of its own, which a test may kill: it reads JSON commands by
+lines and answers each by a line. Everything started here is ended by its PID.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from longshore_client import Client, Half, KVLayout, ModelShape, PageOrder, Parallel, RoomEvent, RoomEventKind, connect
+from longshore_client.memory import create_region, pool_geometry
+from longshore_wire.engine_messages import Endpoint
+from longshore_wire.errors import Reason
+
+T = TypeVar("T")
+
+# Twelve heads fit every TP that is tested here; a token is 12 KiB at TP1.
+MODEL = ModelShape(layers=4, kv_heads=12, head_dim=32, element_bytes=4)
+PAGE_SIZE = 16
+PAGE_COUNT = 96
+POISON = 0xDEADBEEF
+# Loading torch in several processes at once, on two cores.
+START_LIMIT_S = 90.0
+EVENT_LIMIT_S = 30.0
+_PAUSE_S = 0.01
+# Other runs of these tests on the same host have deployments and memory of other names.
+SESSION = os.environ.get("AGENT_WORLD_SESSION") or str(os.getpid())
+DEPLOYMENT = f"tests/agents-{SESSION}"
+# Buffers so small that every request has several slabs and the ring wraps soon.
+CHEAP = {
+    "LONGSHORE_DEPLOYMENT": DEPLOYMENT,
+    "LONGSHORE_BACKEND": "Loopback",
+    "LONGSHORE_RING_BYTES": "8Mi",
+    "LONGSHORE_RING_EXTENT_BYTES": "2Mi",
+    "LONGSHORE_LANE_BYTES": "1Mi",
+    "LONGSHORE_SLAB_BYTES_MIN": "64Ki",
+}
+BOTH = (Half.SOURCE, Half.TARGET)
+room_ids = itertools.count(2**63 + 1)
+_PATH = os.pathsep.join(entry for entry in sys.path if entry)
+
+
+def wait_for_none(found: Callable[[], list[str]], limit_s: float = EVENT_LIMIT_S) -> None:
+    """Wait until nothing is found any more; fail after `limit_s` with what is still there."""
+    last: list[str] = []
+
+    def is_none() -> bool:
+        last[:] = found()
+        return not last
+
+    try:
+        wait_for(is_none, limit_s)
+    except AssertionError as error:
+        raise AssertionError(f"after {limit_s:g} s there is still {last}") from error
+
+
+def wait_for(condition: Callable[[], T], limit_s: float = EVENT_LIMIT_S, what: str = "") -> T:
+    """Return the condition's first true value; fail after `limit_s`."""
+    end_s = time.monotonic() + limit_s
+    pause = threading.Event()
+    while not (found := condition()):
+        assert time.monotonic() < end_s, f"not within {limit_s:g} s: {what or condition}"
+        pause.wait(_PAUSE_S)
+    return found
+
+
+class Agent:
+    """One real agent; `settings` are environment variables on top of CHEAP."""
+
+    def __init__(self, directory: Path, **settings: str) -> None:
+        self.directory = directory
+        directory.mkdir()
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("LONGSHORE_")}
+        self._environment = environment | {
+            **CHEAP,
+            **settings,
+            "LONGSHORE_RUN_DIRECTORY": str(directory),
+            "PYTHONPATH": _PATH,
+        }
+        self.start()
+
+    def start(self) -> None:
+        """Start the process; again, where an earlier one has ended."""
+        (self.directory / "agent.json").unlink(missing_ok=True)
+        with (self.directory / "log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "longshore_agent.main"],
+                env=self._environment,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+            )
+        self._http = ""
+
+    @property
+    def socket(self) -> str:
+        return str(self.directory / "agent.sock")
+
+    @property
+    def http(self) -> str:
+        """Where its pages are; waits until it serves them."""
+        if not self._http:
+            state = self.directory / "agent.json"
+            wait_for(lambda: state.exists() and state.stat().st_size > 0, START_LIMIT_S, f"the agent of {state}")
+            self._http = json.loads(state.read_bytes())["http"]
+        return self._http
+
+    def get(self, path: str) -> Any:
+        status, body = self.ask(path)
+        assert status == 200, (path, status, body)
+        return json.loads(body)
+
+    def ask(self, path: str) -> tuple[int, bytes]:
+        try:
+            with urllib.request.urlopen(self.http + path, timeout=10) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read()
+
+    def log(self) -> str:
+        return (self.directory / "log").read_text(errors="replace")
+
+    def status(self) -> dict[str, Any]:
+        return self.get("/v1/status")
+
+    def worker(self, instance: str, rank: int = 0) -> dict[str, Any] | None:
+        """What the agent says of the worker of a rank; None while there is none."""
+        name = f"{instance}/0/{rank}"
+        return next((worker for worker in self.status()["workers"] if worker["worker"] == name), None)
+
+    def room(self, room: int, half: Half, instance: str | None = None) -> dict[str, Any] | None:
+        """One half of a room as `/v1/rooms/{id}` shows it, `ended` included; None: nobody knows it."""
+        status, body = self.ask(f"/v1/rooms/{room}")
+        if status == 404:
+            return None
+        entries = [entry for entry in json.loads(body)["halves"] if entry["room"]["half"] == half.name.lower()]
+        entries = [entry for entry in entries if instance in (None, entry["worker"].partition("/")[0])]
+        return {**entries[0]["room"], "ended": entries[0]["ended"]} if entries else None
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's series that have these labels."""
+        total = 0.0
+        for line in self.ask("/metrics")[1].decode().splitlines():
+            found = re.fullmatch(rf"{name}\{{(.*)\}} (\S+)", line)
+            if found and all(f'{key}="{value}"' in found[1] for key, value in labels.items()):
+                total += float(found[2])
+        return total
+
+    def leftovers(self) -> list[str]:
+        """Rooms that are open and memory that is granted or held; nothing, once every transfer is over."""
+        workers = self.status()["workers"]
+        found = [
+            f"{worker['worker']}: ring {worker['ring']}"
+            for worker in workers
+            if worker["ring"] and worker["ring"]["used_bytes"] + worker["ring"]["held_bytes"]
+        ]
+        if any(worker["rooms_open"] for worker in workers):
+            rooms = self.get("/v1/rooms?ended=false")["rooms"]
+            # They may end while we look.
+            found += [self.ask(f"/v1/rooms/{entry['room']['room']}")[1].decode() for entry in rooms]
+        return found
+
+    def children(self) -> list[int]:
+        return [
+            int(pid)
+            for path in Path(f"/proc/{self.process.pid}/task").glob("*/children")
+            for pid in path.read_text().split()
+        ]
+
+    def stop(self, limit_s: float = 20.0) -> int:
+        """End it and whatever it has started; return its exit status."""
+        children = self.children() if self.process.poll() is None else []
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+        finally:
+            for pid in children:
+                with contextlib.suppress(ProcessLookupError):
+                    if is_worker(pid):
+                        os.kill(pid, signal.SIGKILL)
+
+
+def is_worker(pid: int) -> bool:
+    """Whether a PID is still one of an agent's processes."""
+    with contextlib.suppress(OSError):
+        return b"longshore_agent" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def content(seed: int, end_token: int) -> np.ndarray:
+    """The cache of a sequence: [K and V, layer, token, head, element]; the same for every process."""
+    shape = (MODEL.kinds, MODEL.layers, end_token, MODEL.kv_heads, MODEL.head_dim)
+    return np.random.default_rng(seed).integers(0, 2**32, shape, dtype=np.uint32)
+
+
+class Rank:
+    """One engine rank: a client, a pool in a memfd, and what its pages ought to hold."""
+
+    def __init__(self, socket: str, instance: str, layout: KVLayout, roles: Sequence[Half], page_count: int) -> None:
+        self.layout = layout
+        self.geometry = pool_geometry(layout, page_count)
+        self.descriptor, self.memory = create_region(self.geometry.region_bytes[0], memory_name(instance))
+        self.client: Client = connect(
+            socket, instance=instance, layout=layout, roles=tuple(roles), timeout_s=START_LIMIT_S
+        )
+        self.client.register_pool(0, self.geometry, [self.descriptor])
+        self.planes = self._view(np.frombuffer(self.memory, np.uint32))
+        self.planes[:] = POISON
+        self.expected = self.planes.copy()
+
+    def put(self, where: np.ndarray, pages: Sequence[int], data: np.ndarray, first_token: int, end_token: int) -> None:
+        """Write tokens [first, end) of a sequence into an array shaped as `planes`."""
+        tokens = np.arange(first_token, end_token)
+        size = self.layout.page_size
+        numbers = np.asarray(pages, dtype=np.int64)[tokens // size - first_token // size]
+        part = data[:, self.layout.layers.start : self.layout.layers.stop, first_token:end_token]
+        where[:, :, numbers, tokens % size] = part[..., self.layout.heads.start : self.layout.heads.stop, :]
+
+    def intact(self) -> bool:
+        """Whether every byte of the pool is what it ought to be, also where nothing was to be written."""
+        return bool(np.array_equal(self.planes, self.expected))
+
+    def close(self) -> None:
+        self.client.close()
+        os.close(self.descriptor)
+
+    def _view(self, words: np.ndarray) -> np.ndarray:
+        heads, size = len(self.layout.heads), self.layout.page_size
+        head_major = self.layout.order is PageOrder.HND
+        inner = (heads, size) if head_major else (size, heads)
+        shape = (MODEL.kinds, len(self.layout.layers), self.geometry.page_count, *inner, MODEL.head_dim)
+        pages = words.reshape(shape)
+        return pages.swapaxes(3, 4) if head_major else pages
+
+
+class Engine:
+    """All ranks of one engine instance, in this process, with one page allocator for all of them."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        instance: str,
+        tp: int = 1,
+        *,
+        page_size: int = PAGE_SIZE,
+        page_count: int = PAGE_COUNT,
+        order: PageOrder = PageOrder.NHD,
+        roles: Sequence[Half] = BOTH,
+    ) -> None:
+        self.agent, self.instance, self.page_size = agent, instance, page_size
+        count = page_count * PAGE_SIZE // page_size
+        layouts = [KVLayout(MODEL, Parallel(tp=tp, tp_rank=rank), page_size, order) for rank in range(tp)]
+        assert agent.http
+        with ThreadPoolExecutor(tp) as pool:
+            self.ranks = list(
+                pool.map(lambda layout: Rank(agent.socket, instance, layout, roles, count), layouts),
+            )
+        self.free = random.Random(instance).sample(range(count), count)
+
+    @property
+    def client(self) -> Client:
+        return self.ranks[0].client
+
+    def endpoint(self) -> Endpoint:
+        return self.client.endpoint(START_LIMIT_S)
+
+    def take_pages(self, first_token: int, end_token: int) -> list[int]:
+        """Take pages for tokens [first, end), scattered over the pool."""
+        if first_token == end_token:
+            return []
+        count = -(-end_token // self.page_size) - first_token // self.page_size
+        taken, self.free = self.free[:count], self.free[count:]
+        assert len(taken) == count, f"{self.instance} has no pages left"
+        return taken
+
+    def accept(self, pages: list[int]) -> None:
+        """Take back pages of a room that failed and was released: they hold anything, and nothing may change them now."""
+        self.free += pages
+        for rank in self.ranks:
+            rank.expected[:, :, pages] = rank.planes[:, :, pages]
+
+    def intact(self) -> bool:
+        return all(rank.intact() for rank in self.ranks)
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+
+
+@dataclass
+class Request:
+    """One request's transfer from `source` to `target`: tokens [prefix, total), offered in chunks that end at `cuts`."""
+
+    source: Engine
+    target: Engine
+    total: int
+    prefix: int = 0
+    cuts: Sequence[int] = ()
+    room: int = field(default_factory=lambda: next(room_ids))
+    source_pages: list[int] = field(default_factory=list)
+    target_pages: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.source_pages = self.source.take_pages(0, self.total)
+        self.target_pages = self.target.take_pages(self.prefix, self.total)
+        self.data = content(self.room, self.total)
+        for rank in self.source.ranks:
+            rank.put(rank.planes, self.source_pages, self.data, 0, self.total)
+            rank.put(rank.expected, self.source_pages, self.data, 0, self.total)
+
+    def offer(self) -> None:
+        """Offer all chunks on all ranks."""
+        for chunk in range(len(self.cuts) + 1):
+            self.offer_chunk(chunk)
+
+    def offer_chunk(self, chunk: int) -> None:
+        edges = [0, *self.cuts, self.total]
+        first, end = edges[chunk], edges[chunk + 1]
+        size = self.source.page_size
+        pages = self.source_pages[first // size : -(-end // size)]
+        for rank in self.source.ranks:
+            rank.client.send(self.room, pages, first, end, last=end == self.total)
+
+    def claim(self) -> None:
+        """Claim on all ranks, and expect the bytes."""
+        endpoint = self.source.endpoint()
+        for rank in self.target.ranks:
+            rank.client.receive(self.room, endpoint, self.target_pages, self.prefix, self.total)
+            if self.target_pages:
+                rank.put(rank.expected, self.target_pages, self.data, self.prefix, self.total)
+
+    def ends(self, limit_s: float = EVENT_LIMIT_S) -> list[RoomEvent]:
+        """Wait until both halves have ended and are released, on every rank; return how they ended."""
+        found = []
+        for half, engine in ((Half.SOURCE, self.source), (Half.TARGET, self.target)):
+            for rank in engine.ranks:
+                found.append(rank.client.wait(self.room, half, self.source.instance, timeout_s=limit_s))
+                rank.client.wait(self.room, half, self.source.instance, [RoomEventKind.RELEASED], limit_s)
+        self.source.free += self.source_pages
+        if all(end.kind is RoomEventKind.DONE for end in found):
+            self.target.free += self.target_pages
+        else:
+            self.target.accept(self.target_pages)
+        return found
+
+    def arrives(self, limit_s: float = EVENT_LIMIT_S) -> None:
+        """Wait for the end, which must be a good one."""
+        ends = self.ends(limit_s)
+        assert {(end.kind, end.reason) for end in ends} == {(RoomEventKind.DONE, Reason.NONE)}, ends
+
+
+class EngineProcess:
+    """One engine rank of TP1 in a process of its own. Its memory is its own too: the memfd is open nowhere else."""
+
+    def __init__(self, agent: Agent, instance: str, *, page_size: int = PAGE_SIZE) -> None:
+        assert agent.http
+        self.instance = instance
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, agent.socket, instance, str(page_size)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": _PATH, "AGENT_WORLD_SESSION": SESSION},
+        )
+        self._greeted = False
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def ask(self, command: str, **arguments: Any) -> Any:
+        if not self._greeted:
+            assert self._answer() == "ready"
+            self._greeted = True
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"command": command, **arguments}).encode() + b"\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def endpoint(self) -> Endpoint:
+        return msgspec.json.decode(self.ask("endpoint"), type=Endpoint)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        self.kill()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        assert select.select([self.process.stdout], [], [], START_LIMIT_S)[0], f"{self.instance} does not answer"
+        line = self.process.stdout.readline()
+        assert line, f"engine {self.instance} ended with {self.process.wait()}"
+        return json.loads(line)
+
+
+def memory_name(instance: str) -> str:
+    """What the pages of an instance are called in /proc."""
+    return f"pages-{SESSION}-{instance}"
+
+
+def holders_of(instance: str) -> dict[int, list[str]]:
+    """PIDs that map or hold open the pages of an instance, and by what; the kernel frees them when there is none."""
+    name = f"memfd:{memory_name(instance)} "
+    found: dict[int, list[str]] = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        # Processes end while we look.
+        with contextlib.suppress(OSError):
+            uses = [line for line in (process / "maps").read_text().splitlines() if name in line]
+            for entry in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    uses += [str(entry)] if name in f"{entry.readlink()} " else []
+            if uses:
+                found[int(process.name)] = uses
+    return found
+
+
+def cpu_s(pid: int) -> float:
+    """Processor seconds that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _obey(rank: Rank, line: dict[str, Any]) -> Any:
+    command = line.pop("command")
+    if command == "endpoint":
+        return msgspec.json.encode(rank.client.endpoint(START_LIMIT_S)).decode()
+    if command == "send":
+        room, total = line["room"], line["total"]
+        rank.put(rank.planes, line["pages"], content(room, total), 0, total)
+        rank.client.send(room, line["pages"], 0, total, last=True)
+        return "sent"
+    if command == "receive":
+        endpoint = msgspec.json.decode(line["endpoint"], type=Endpoint)
+        rank.client.receive(line["room"], endpoint, line["pages"], 0, line["total"])
+        return "claimed"
+    if command == "end":
+        return rank.client.wait(line["room"], Half.SOURCE, timeout_s=EVENT_LIMIT_S).reason.name
+    raise ValueError(command)
+
+
+def main() -> None:
+    """Be one engine rank until stdin ends."""
+    socket, instance, page_size = sys.argv[1:4]
+    layout = KVLayout(MODEL, Parallel(), int(page_size))
+    rank = Rank(socket, instance, layout, BOTH, PAGE_COUNT * PAGE_SIZE // int(page_size))
+    sys.stdout.write('"ready"\n')
+    sys.stdout.flush()
+    for line in sys.stdin:
+        sys.stdout.write(json.dumps(_obey(rank, json.loads(line))) + "\n")
+        sys.stdout.flush()
+    rank.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""An agent that is asked to end lets open rooms finish and leaves nothing; before that, requests with very many pages."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+from agent_fleet import World
+from agent_world import START_LIMIT_S, Agent, is_worker, wait_for
+
+from longshore_client import (
+    Client,
+    ConnectError,
+    Half,
+    KVLayout,
+    ModelShape,
+    Parallel,
+    Reason,
+    RoomEventKind,
+    connect,
+    create_region,
+    pool_geometry,
+)
+
+PAGE_COUNT = 131_072
+# Pages of one token, and of so few bytes that there can be many.
+MODEL = ModelShape(layers=1, kv_heads=1, head_dim=2, element_bytes=1)
+LAYOUT = KVLayout(MODEL, Parallel(), page_size=1)
+
+
+@dataclass
+class Pair:
+    """An agent with one engine that writes and one that reads; writes stay open while the gate is not there."""
+
+    agent: Agent
+    writer: Client
+    reader: Client
+    source: memoryview
+    target: memoryview
+    pages: list[list[int]]
+    gate: Path
+    mark: Path
+
+    def fill(self) -> None:
+        self.source[:] = os.urandom(len(self.source))
+
+    def move(self, room: int, tokens: int) -> None:
+        """Claim and offer the first tokens, without waiting for them."""
+        self.reader.receive(room, self.writer.endpoint(10), self.pages[1][:tokens], 0, tokens)
+        self.writer.send(room, self.pages[0][:tokens], 0, tokens, last=True)
+
+    def arrived(self, room: int, tokens: int) -> bool:
+        """Wait for the end of a room, and compare its tokens one by one."""
+        assert self.reader.wait(room, Half.TARGET, timeout_s=30).kind is RoomEventKind.DONE
+        near, far = (bytes(side) for side in (self.source, self.target))
+        plane_bytes = len(near) // 2
+        return all(
+            near[start : start + 2] == far[goal : goal + 2]
+            for plane in range(2)
+            for start, goal in (
+                (plane * plane_bytes + 2 * self.pages[0][token], plane * plane_bytes + 2 * self.pages[1][token])
+                for token in range(tokens)
+            )
+        )
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Iterator[Pair]:
+    directory = tmp_path_factory.mktemp("drain")
+    gate, mark = directory / "gate", directory / "mark"
+    rule = {"kind": "hold", "peer": "reader.0.0", "count": None, "until": str(gate), "mark": str(mark)}
+    gate.touch()
+    world = World(
+        directory,
+        LONGSHORE_LOOPBACK_FAULTS=msgspec.json.encode([rule]).decode(),
+        LONGSHORE_FORCE_WAY="Staged",
+        LONGSHORE_HEARTBEAT_S="0.2",
+        LONGSHORE_PEER_TIMEOUT_S="2",
+    )
+    try:
+        agent = world.agent("agent")
+        assert agent.http
+        with ThreadPoolExecutor(2) as starters:
+            clients = list(
+                starters.map(
+                    lambda name: connect(agent.socket, instance=name, layout=LAYOUT, timeout_s=START_LIMIT_S),
+                    ["writer", "reader"],
+                )
+            )
+        geometry = pool_geometry(LAYOUT, PAGE_COUNT)
+        views = []
+        for client in clients:
+            descriptor, memory = create_region(geometry.region_bytes[0])
+            client.register_pool(0, geometry, [descriptor])
+            os.close(descriptor)
+            views.append(memoryview(memory))
+        pages = [random.Random(half).sample(range(PAGE_COUNT), PAGE_COUNT) for half in range(2)]
+        yield Pair(agent, *clients, *views, pages, gate, mark)
+        for client in clients:
+            client.close()
+    finally:
+        gate.touch()
+        world.close()
+
+
+def test_lists_of_131072_pages_pass_in_both_directions_through_sockets_with_default_buffers(pair):
+    pair.fill()
+    pair.move(1, PAGE_COUNT)
+    assert pair.arrived(1, PAGE_COUNT)
+
+
+def test_engines_of_an_agent_that_was_killed_hear_of_their_rooms_and_are_served_by_the_next_one(pair):
+    pair.fill()
+    pair.gate.unlink()
+    pair.mark.unlink(missing_ok=True)
+    pair.move(2, 1000)
+    wait_for(pair.mark.exists, what="a held write")
+    children, epochs = pair.agent.children(), (pair.writer.epoch, pair.reader.epoch)
+
+    pair.agent.process.kill()
+    pair.agent.process.wait()
+    wait_for(lambda: not any(is_worker(pid) for pid in children), 10, "orphaned workers to end")
+    pair.gate.touch()
+    pair.agent.start()
+
+    # Its claim names an address at which nobody is any more, and only its engine can learn the new one.
+    end = pair.reader.wait(2, Half.TARGET, timeout_s=60)
+    assert (end.kind, end.reason) == (RoomEventKind.FAILED, Reason.PEER_LOST)
+    pair.writer.cancel(2, Half.SOURCE)
+    assert pair.writer.wait(2, Half.SOURCE, timeout_s=60).reason is Reason.CANCELLED
+    pair.move(3, 1000)
+    assert pair.arrived(3, 1000)
+    assert not set(epochs) & {pair.writer.epoch, pair.reader.epoch}
+
+
+def test_sigterm_lets_open_rooms_finish_refuses_new_engines_and_leaves_nothing(pair):
+    pair.fill()
+    pair.mark.unlink(missing_ok=True)
+    pair.gate.unlink()
+    pair.move(4, 1000)
+    wait_for(pair.mark.exists, what="a held write")
+    children = pair.agent.children()
+    assert len(children) == 2
+
+    pair.agent.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: pair.agent.status()["draining"])
+    assert pair.agent.ask("/readyz")[0] == 503
+    with pytest.raises(ConnectError, match="takes no engine now"):
+        connect(pair.agent.socket, instance="newcomer", layout=LAYOUT, timeout_s=0.5)
+    pair.gate.touch()
+
+    assert pair.arrived(4, 1000)
+    assert pair.agent.process.wait(20) == 0
+    assert not any(is_worker(pid) for pid in children)
+    assert {path.name for path in pair.agent.directory.iterdir()} == {"log"}
+    assert not [line for line in pair.agent.log().splitlines() if "terminate called" in line or "Traceback" in line]
+    names = {name for name in Path("/proc/net/unix").read_text().split() if str(pair.agent.directory) in name}
+    assert not names

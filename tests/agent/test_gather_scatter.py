@@ -1,0 +1,348 @@
+"""Gather and scatter against their references, bit for bit, in poisoned memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from longshore_agent.errors import PoolError, ShapeError
+from longshore_agent.kernels.gather import launch as gather
+from longshore_agent.kernels.gather import reference as gather_reference
+from longshore_agent.kernels.scatter import launch as scatter
+from longshore_agent.kernels.scatter import reference as scatter_reference
+from longshore_agent.kernels.slab import payload_bytes
+from longshore_agent.memory.ipc import create_memfd
+from longshore_agent.memory.pools import KVPool
+from longshore_wire import trailer as trailers
+from longshore_wire.errors import LongshoreError, Reason
+from longshore_wire.layout import Attention, KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry
+
+GUARD_BYTES = 192
+POISON = 0xA5
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One pool of a test. `spread` puts gaps of one element between pages, `split` puts each layer into its own region."""
+
+    layers: int = 3
+    heads: int = 4
+    head_dim: int = 64
+    element_bytes: int = 2
+    page_size: int = 16
+    page_count: int = 12
+    order: PageOrder = PageOrder.NHD
+    attention: Attention = Attention.HEADS
+    spread: bool = False
+    split: bool = False
+    interleaved: bool = False
+    blob_bytes: int = 0
+
+    @property
+    def layout(self) -> KVLayout:
+        model = ModelShape(self.layers, self.heads, self.head_dim, self.element_bytes, self.attention)
+        return KVLayout(model, Parallel(), self.page_size, self.order)
+
+    @property
+    def geometry(self) -> PoolGeometry:
+        row = self.head_dim * self.element_bytes
+        if self.order is PageOrder.NHD:
+            token_stride, head_stride = self.heads * row, row
+            page = self.page_size * token_stride
+        elif self.order is PageOrder.HND:
+            token_stride, head_stride = row, self.page_size * row
+            page = self.heads * head_stride
+        else:
+            token_stride, head_stride = 0, self.blob_bytes
+            page = self.heads * head_stride
+        page_stride = page + (self.element_bytes if self.spread else 0)
+        plane = page_stride * self.page_count
+        count = self.layout.plane_count
+        if self.split:
+            # K and V of one layer beside each other in the layer's own region, as engines with one tensor a layer do.
+            kinds = count // self.layers
+            places = [(i % self.layers, GUARD_BYTES + i // self.layers * plane) for i in range(count)]
+            regions = (kinds * plane + 2 * GUARD_BYTES,) * self.layers
+        elif self.interleaved:
+            # All planes of a page beside each other.
+            places = [(0, GUARD_BYTES + i * page) for i in range(count)]
+            page_stride = count * page
+            regions = (page_stride * self.page_count + 2 * GUARD_BYTES,)
+        else:
+            places = [(0, GUARD_BYTES + i * plane) for i in range(count)]
+            regions = (count * plane + 2 * GUARD_BYTES,)
+        planes = tuple(PlaneGeometry(region, at, page_stride, token_stride, head_stride) for region, at in places)
+        return PoolGeometry(self.page_count, regions, planes)
+
+
+@contextmanager
+def opened(shape: Shape, seed: int | None) -> Iterator[KVPool]:
+    """A pool of random bytes, or of poison where `seed` is None."""
+    geometry = shape.geometry
+    with ExitStack() as stack:
+        descriptors = [create_memfd("longshore-test", size) for size in geometry.region_bytes]
+        for descriptor in descriptors:
+            stack.callback(os.close, descriptor)
+        pool = KVPool(shape.layout, geometry, descriptors)
+        stack.callback(pool.close)
+        generator = torch.Generator().manual_seed(seed or 0)
+        for index in range(len(descriptors)):
+            region = pool.region(index)
+            if seed is None:
+                region.fill_(POISON)
+            else:
+                region.copy_(torch.randint(0, 256, region.shape, dtype=torch.uint8, generator=generator))
+        yield pool
+
+
+def contents(pool: KVPool) -> list[torch.Tensor]:
+    return [pool.region(index).clone() for index in range(len(pool.geometry.region_bytes))]
+
+
+def page_ids(shape: Shape, tokens: tuple[int, int], seed: int, *, repeats: bool) -> npt.NDArray[np.int32]:
+    count = -(-tokens[1] // shape.page_size) - tokens[0] // shape.page_size
+    return np.random.default_rng(seed).choice(shape.page_count, count, replace=repeats).astype(np.int32)
+
+
+def trailer_for(payload: int) -> trailers.Trailer:
+    return trailers.Trailer(7, 0, 3, 1, 2, 11, 12, 13, payload)
+
+
+def gathered(
+    pool: KVPool, pages: npt.NDArray[np.int32], tokens: tuple[int, int], layers: range, heads: range
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole buffer, guards included, as the kernel and as the reference leave it."""
+    payload = payload_bytes(pool, tokens, layers, heads)
+    length = trailers.slab_bytes(payload)
+    results = []
+    for kernel in (gather.gather_slices, gather_reference.gather_slices):
+        buffer = torch.full((length + 2 * GUARD_BYTES,), POISON, dtype=torch.uint8)
+        target = buffer[GUARD_BYTES : GUARD_BYTES + length]
+        assert kernel(pool, pages, tokens, layers, heads, target, trailer_for(payload)) == payload
+        results.append(buffer)
+    return results[0], results[1]
+
+
+SHAPES = [
+    pytest.param(Shape(), id="NHD"),
+    pytest.param(Shape(order=PageOrder.HND), id="HND"),
+    pytest.param(Shape(head_dim=80, page_size=17, spread=True), id="NHD, pages of 17, gaps between pages"),
+    pytest.param(Shape(head_dim=80, page_size=17, order=PageOrder.HND, spread=True), id="HND, pages of 17, gaps"),
+    pytest.param(Shape(head_dim=128, element_bytes=4, split=True), id="4 bytes, a region a layer"),
+    pytest.param(
+        Shape(head_dim=80, element_bytes=1, order=PageOrder.HND, split=True), id="1 byte, HND, a region a layer"
+    ),
+    pytest.param(Shape(head_dim=7, element_bytes=1, page_size=3, page_count=40, spread=True), id="rows of 7 bytes"),
+    pytest.param(Shape(page_size=1, page_count=200), id="pages of 1"),
+    pytest.param(Shape(page_size=1, page_count=200, order=PageOrder.HND, element_bytes=4), id="pages of 1, HND"),
+    pytest.param(Shape(page_size=256, page_count=3, layers=2), id="pages of 256"),
+    pytest.param(Shape(page_size=256, page_count=3, layers=2, order=PageOrder.HND), id="pages of 256, HND"),
+    pytest.param(Shape(interleaved=True), id="planes of a page beside each other"),
+    pytest.param(Shape(heads=1, attention=Attention.LATENT, head_dim=576), id="latent"),
+    pytest.param(Shape(heads=1, order=PageOrder.HND), id="one head"),
+]
+
+
+def requests_of(shape: Shape) -> list[tuple[tuple[int, int], range, range]]:
+    size, layers, heads = shape.page_size, shape.layers, shape.heads
+    last = min(shape.page_count, 9) * size
+    tokens = {
+        (0, size),
+        (0, last),
+        (size // 2, last - size // 3),
+        (size // 2, size // 2 + 1),
+        (size - 1, size + 1),
+        (size, 2 * size + (size + 1) // 2),
+        (1000 * size + size // 3, 1002 * size),
+    }
+    layer_ranges = (range(layers), range(1, layers))
+    head_ranges = {range(heads), range(heads // 2, heads), range(heads // 3, heads // 3 + 1)}
+    return [(t, ls, hs) for t in sorted(tokens) for ls in layer_ranges for hs in sorted(head_ranges, key=repr)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_slab_is_what_the_reference_packs_and_nothing_around_it_is_touched(shape: Shape) -> None:
+    with opened(shape, seed=1) as pool:
+        before = contents(pool)
+        for seed, (tokens, layers, heads) in enumerate(requests_of(shape)):
+            pages = page_ids(shape, tokens, seed, repeats=True)
+            actual, expected = gathered(pool, pages, tokens, layers, heads)
+            assert torch.equal(actual, expected), (tokens, layers, heads, pages)
+        assert all(map(torch.equal, before, contents(pool)))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_pages_hold_what_the_reference_writes_and_no_other_byte_of_the_pool_changes(shape: Shape) -> None:
+    with opened(shape, seed=None) as pool, opened(shape, seed=None) as reference:
+        for seed, (tokens, layers, heads) in enumerate(requests_of(shape)):
+            pages = page_ids(shape, tokens, seed, repeats=False)
+            payload = payload_bytes(pool, tokens, layers, heads)
+            source = torch.randint(
+                0, 256, (payload + 5,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+            )
+            before = source.clone()
+            assert scatter.scatter_slices(pool, pages, tokens, layers, heads, source) == payload
+            scatter_reference.scatter_slices(reference, pages, tokens, layers, heads, source)
+            assert all(map(torch.equal, contents(pool), contents(reference))), (tokens, layers, heads, pages)
+            assert torch.equal(source, before)
+
+
+@pytest.mark.parametrize("order", [PageOrder.NHD, PageOrder.HND])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_long_runs_of_pages_and_scattered_pages_give_the_same_bytes_as_the_reference(
+    order: PageOrder, page_size: int
+) -> None:
+    shape = Shape(
+        layers=2, head_dim=128, page_size=page_size, page_count=640 // page_size, order=order, element_bytes=4
+    )
+    tokens, layers, heads = (5, 600), range(2), range(1, 3)
+    count = -(-tokens[1] // page_size) - tokens[0] // page_size
+    runs = np.arange(count, dtype=np.int32)
+    halves = np.concatenate([runs[count // 2 :], runs[: count // 2]])
+    backwards = runs[::-1].copy()
+    with opened(shape, seed=4) as source, opened(shape, seed=None) as target, opened(shape, seed=None) as reference:
+        for pages in (runs, halves, backwards):
+            actual, expected = gathered(source, pages, tokens, layers, heads)
+            assert torch.equal(actual, expected)
+            slab = actual[GUARD_BYTES:-GUARD_BYTES]
+            scatter.scatter_slices(target, pages, tokens, layers, heads, slab)
+            scatter_reference.scatter_slices(reference, pages, tokens, layers, heads, slab)
+            assert all(map(torch.equal, contents(target), contents(reference)))
+
+
+@pytest.mark.parametrize("source_order", [PageOrder.NHD, PageOrder.HND])
+@pytest.mark.parametrize("target_order", [PageOrder.NHD, PageOrder.HND])
+@pytest.mark.parametrize(("source_size", "target_size"), [(16, 64), (17, 1), (1, 16), (64, 17)])
+def test_tokens_survive_the_way_between_pools_of_other_page_sizes_orders_and_heads(
+    source_order: PageOrder, target_order: PageOrder, source_size: int, target_size: int
+) -> None:
+    tokens = (19, 133)
+    wide = Shape(heads=8, page_size=source_size, page_count=150 // source_size + 3, order=source_order, element_bytes=4)
+    narrow = Shape(
+        heads=3, page_size=target_size, page_count=150 // target_size + 3, order=target_order, element_bytes=4
+    )
+    source_pages = page_ids(wide, tokens, 1, repeats=False)
+    target_pages = page_ids(narrow, tokens, 2, repeats=False)
+    with opened(wide, seed=9) as source, opened(narrow, seed=None) as target:
+        slab = torch.empty(payload_bytes(source, tokens, range(3), range(4, 7)), dtype=torch.uint8)
+        gather.gather_slices(source, source_pages, tokens, range(3), range(4, 7), slab, None)
+        scatter.scatter_slices(target, target_pages, tokens, range(3), range(3), slab)
+        for plane in range(6):
+            for token in range(*tokens):
+                page = source_pages[token // source_size - tokens[0] // source_size]
+                sent = source.plane(plane)[page, token % source_size, 4:7]
+                page = target_pages[token // target_size - tokens[0] // target_size]
+                assert torch.equal(target.plane(plane)[page, token % target_size], sent)
+
+
+def test_opaque_pages_travel_as_whole_blobs_and_cannot_be_entered_in_the_middle() -> None:
+    shape = Shape(order=PageOrder.OPAQUE, blob_bytes=1000, page_size=16)
+    with opened(shape, seed=3) as source, opened(shape, seed=None) as target:
+        tokens = (32, 101)
+        pages = np.array([4, 0, 11, 2, 9], dtype=np.int32)
+        actual, expected = gathered(source, pages, tokens, range(1, 3), range(1, 3))
+        assert torch.equal(actual, expected)
+        slab = actual[GUARD_BYTES:-GUARD_BYTES]
+        assert payload_bytes(source, tokens, range(1, 3), range(1, 3)) == 2 * 5 * 2 * 1000
+        scatter.scatter_slices(target, pages, tokens, range(1, 3), range(1, 3), slab)
+        for layer in (1, 2):
+            assert torch.equal(target.plane(layer)[pages, :, 1:3], source.plane(layer)[pages, :, 1:3])
+        with pytest.raises(ShapeError, match="tokens"):
+            gather.gather_slices(source, pages, (33, 101), range(3), range(4), slab, None)
+
+
+def test_a_slab_at_an_odd_address_is_packed_all_the_same() -> None:
+    with opened(Shape(), seed=1) as pool:
+        pages, tokens = np.array([3, 1], dtype=np.int32), (4, 30)
+        payload = payload_bytes(pool, tokens, range(3), range(4))
+        expected = torch.empty(payload, dtype=torch.uint8)
+        gather_reference.gather_slices(pool, pages, tokens, range(3), range(4), expected, None)
+        for shift in (1, 2, 4, 8):
+            buffer = torch.full((payload + 16,), POISON, dtype=torch.uint8)
+            gather.gather_slices(pool, pages, tokens, range(3), range(4), buffer[shift : shift + payload], None)
+            assert torch.equal(buffer[shift : shift + payload], expected)
+            assert bool((buffer[:shift] == POISON).all())
+            assert bool((buffer[shift + payload :] == POISON).all())
+
+
+def test_the_trailer_lies_at_the_aligned_end_and_no_old_byte_lies_before_it() -> None:
+    shape = Shape(head_dim=7, element_bytes=1, page_size=3)
+    with opened(shape, seed=1) as pool:
+        payload = payload_bytes(pool, (0, 2), range(3), range(1))
+        assert payload % trailers.ALIGNMENT_BYTES != 0
+        target = torch.full((trailers.slab_bytes(payload),), POISON, dtype=torch.uint8)
+        gather.gather_slices(
+            pool, np.array([5], dtype=np.int32), (0, 2), range(3), range(1), target, trailer_for(payload)
+        )
+        tail = target[payload:].numpy().tobytes()
+        assert trailers.unpack(tail[-trailers.TRAILER_BYTES :]) == trailer_for(payload)
+        assert not any(tail[: -trailers.TRAILER_BYTES])
+
+
+def test_pages_out_of_range_are_refused_by_their_index_before_anything_is_written() -> None:
+    with opened(Shape(), seed=1) as pool:
+        before = contents(pool)
+        slab = torch.full((1 << 16,), POISON, dtype=torch.uint8)
+        for wrong in (-1, 12, 2**31 - 1):
+            pages = np.array([3, wrong, 0], dtype=np.int32)
+            with pytest.raises(LongshoreError, match=r"pages\[1\]") as refused:
+                gather.gather_slices(pool, pages, (0, 48), range(3), range(4), slab, None)
+            assert refused.value.reason is Reason.PAGE_OUT_OF_RANGE
+            with pytest.raises(LongshoreError, match=r"pages\[1\]"):
+                scatter.scatter_slices(pool, pages, (0, 48), range(3), range(4), slab)
+        with pytest.raises(LongshoreError, match=r"pages\[0\] and pages\[2\] are both 3") as refused:
+            scatter.scatter_slices(pool, np.array([3, 1, 3], dtype=np.int32), (0, 48), range(3), range(4), slab)
+        assert refused.value.reason is Reason.TOKENS_OVERLAP
+        assert bool((slab == POISON).all())
+        assert all(map(torch.equal, before, contents(pool)))
+
+
+@pytest.mark.parametrize(
+    ("argument", "changes"),
+    [
+        ("pages", {"pages": np.array([1, 2], dtype=np.int32)}),
+        ("pages", {"pages": np.array([1], dtype=np.int64)}),
+        ("tokens", {"tokens": (3, 3)}),
+        ("tokens", {"tokens": (-1, 3)}),
+        ("layers", {"layers": range(4)}),
+        ("layers", {"layers": range(0)}),
+        ("heads", {"heads": range(2, 5)}),
+        ("heads", {"heads": range(0, 4, 2)}),
+        ("target", {"target": torch.zeros(16, dtype=torch.uint8)}),
+        ("target", {"target": torch.zeros(1 << 16, dtype=torch.int8)}),
+        ("target", {"target": torch.zeros(1 << 17, dtype=torch.uint8)[::2]}),
+        ("trailer", {"trailer": trailer_for(1)}),
+    ],
+)
+def test_an_argument_that_breaks_the_contract_is_named_and_nothing_is_written(
+    argument: str, changes: dict[str, object]
+) -> None:
+    arguments: dict[str, object] = {
+        "pages": np.array([1], dtype=np.int32),
+        "tokens": (0, 16),
+        "layers": range(3),
+        "heads": range(4),
+        "target": torch.zeros(1 << 16, dtype=torch.uint8),
+        "trailer": None,
+    } | changes
+    with opened(Shape(), seed=1) as pool:
+        with pytest.raises(ShapeError, match=f"^{argument}"):
+            gather.gather_slices(pool, **arguments)  # type: ignore[arg-type]
+        target = arguments["target"]
+        assert isinstance(target, torch.Tensor)
+        assert not bool(target.any())
+
+
+def test_an_unregistered_pool_is_refused_rather_than_read() -> None:
+    with opened(Shape(), seed=1) as pool:
+        assert pool.close()
+        slab = torch.zeros(1 << 16, dtype=torch.uint8)
+        with pytest.raises(PoolError, match="unregistered"):
+            gather.gather_slices(pool, np.array([1], dtype=np.int32), (0, 16), range(3), range(4), slab, None)

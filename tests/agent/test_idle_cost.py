@@ -1,0 +1,47 @@
+"""What agents cost while nothing moves: workers with engines, attached peers and offers that nobody has claimed."""
+
+from __future__ import annotations
+
+import pytest
+from agent_fleet import Fleet, fleet_of
+from agent_world import Request, cpu_s, wait_for
+
+from longshore_client import WaitTimeout
+from longshore_wire.engine_messages import Half
+
+# Long enough that the clock's ticks of 10 ms tell a hundredth of a core.
+QUIET_S = 4.0
+CORE_SHARE_MAX = 0.01
+
+
+@pytest.fixture(scope="module", params=["NIXL", "Loopback"])
+def fleet(request, tmp_path_factory) -> Fleet:
+    return fleet_of(request.param, request, tmp_path_factory)
+
+
+def test_an_idle_worker_uses_less_than_a_hundredth_of_a_core_with_peers_and_open_offers(fleet):
+    for source, target in ((fleet.two, fleet.one), (fleet.one, fleet.two), (fleet.two, fleet.three)):
+        each = Request(source, target, 100)
+        each.claim()
+        each.offer()
+        each.arrives()
+    offers = [Request(fleet.two, fleet.same, 50) for _ in range(5)]
+    for each in offers:
+        each.offer()
+    wait_for(lambda: fleet.prefill.metric("longshore_peers", state="attached") > 0)
+    workers = {worker["worker"]: worker["pid"] for agent in fleet.agents for worker in agent.status()["workers"]}
+    assert len(workers) == 8
+    assert fleet.prefill.worker("two")["rooms_open"] == 5
+    before = {name: cpu_s(pid) for name, pid in workers.items()}
+
+    # Nobody claims: what there is to wait for does not come.
+    with pytest.raises(WaitTimeout):
+        fleet.two.client.wait(offers[0].room, Half.SOURCE, timeout_s=QUIET_S)
+
+    used = {name: cpu_s(pid) - before[name] for name, pid in workers.items()}
+    assert {name: s for name, s in used.items() if s > CORE_SHARE_MAX * QUIET_S} == {}
+    for each in offers:
+        each.claim()
+    for each in offers:
+        each.arrives()
+    assert fleet.same.intact()

@@ -1,0 +1,207 @@
+"""Settings: what the environment may say, and that the reference page says the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from longshore_agent import settings as module
+from longshore_agent.setting_values import format_bytes, format_value, parse_bytes
+from longshore_agent.settings import Settings, variable
+from longshore_agent.transports.base import Wire
+from longshore_wire import agent_config
+from longshore_wire.agent_config import AgentConfig, Backend
+from longshore_wire.effects import SessionConfig
+from longshore_wire.errors import ConfigError
+from longshore_wire.plan import Staging, Way
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "settings.md"
+
+
+def faults(**env: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        Settings.from_environment(env)
+    return caught.value.faults
+
+
+def test_an_empty_environment_gives_the_defaults_of_the_design() -> None:
+    settings = Settings.from_environment({"PATH": "/bin", "LONGSHORE": "x"})
+    assert settings == Settings()
+    assert (settings.ring_bytes, settings.ring_extent_bytes) == (4 << 30, 64 << 20)
+    assert (settings.lane_count, settings.lane_bytes) == (4, 64 << 20)
+    assert settings.backend is Backend.NIXL
+    assert (settings.lease_ns, settings.chunk_tokens, settings.slices_batch) == (60 * 10**9, 8192, 1000)
+
+
+def test_the_defaults_are_those_of_the_protocol_core() -> None:
+    settings, core = Settings(), {field.name: field.default for field in dataclasses.fields(SessionConfig)}
+    shared = [name for name in core if hasattr(settings, name) and name not in {"backend", "deployment", "staging"}]
+    assert {"ring_bytes", "lease_ns", "retry_ns", "rooms_max", "grant_window", "force_way"} <= set(shared)
+    assert {name: getattr(settings, name) for name in shared} == {name: core[name] for name in shared}
+
+
+def test_each_type_of_value_is_read() -> None:
+    settings = Settings.from_environment(
+        {
+            "LONGSHORE_RING_BYTES": "256Mi",
+            "LONGSHORE_LANE_BYTES": "8388608",
+            "LONGSHORE_DIGEST": "on",
+            "LONGSHORE_LEASE_S": "0.5",
+            "LONGSHORE_WIRES": "tcp, SharedMemory,TCP",
+            "LONGSHORE_STAGING": "always",
+            "LONGSHORE_FORCE_WAY": "Staged",
+            "LONGSHORE_BACKEND": "mooncake",
+            "LONGSHORE_NODE": " a ",
+            "LONGSHORE_RETRY_MS": "",
+        }
+    )
+    assert (settings.ring_bytes, settings.lane_bytes, settings.digest) == (256 << 20, 8 << 20, True)
+    assert (settings.lease_ns, settings.wires) == (500_000_000, (Wire.TCP, Wire.SHARED_MEMORY))
+    assert (settings.staging, settings.force_way, settings.backend) == (Staging.ALWAYS, Way.STAGED, Backend.MOONCAKE)
+    assert (settings.node, settings.retry_ms) == ("a", 200)
+
+
+def test_an_unknown_variable_is_an_error_that_names_the_nearest_known_one() -> None:
+    assert faults(LONGSHORE_RING_BYTE="1Gi") == [
+        "LONGSHORE_RING_BYTE: there is no such setting; the nearest is LONGSHORE_RING_BYTES"
+    ]
+    assert "LONGSHORE_LANE_COUNT" in faults(LONGSHORE_LANES_COUNT="1")[0]
+
+
+def test_all_faults_are_reported_at_once_each_with_its_variable() -> None:
+    found = faults(
+        LONGSHORE_RING_BYTES="lots",
+        LONGSHORE_LANE_COUNT="0",
+        LONGSHORE_WIRES="TCP,Unknown",
+        LONGSHORE_DIGEST="maybe",
+        LONGSHORE_LEASE_S="nan",
+        LONGSHORE_STAGING="Sometimes",
+        LONGSHORE_TYPO="1",
+        LONGSHORE_BIND_HOST="10.0.0.1",
+    )
+    expected = ["BIND_HOST", "DIGEST", "LANE_COUNT", "LEASE_S", "RING_BYTES", "STAGING", "TYPO", "WIRES"]
+    assert sorted(line.split(":")[0] for line in found) == [f"LONGSHORE_{name}" for name in expected]
+    assert any("'lots' is not a size" in line for line in found)
+    assert any("give 1 to 64" in line for line in found)
+    assert any("Auto, Always, Never" in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("env", "named"),
+    [
+        ({"LANE_BYTES": "1Mi"}, "SLAB_BYTES_MIN"),
+        ({"RING_BYTES": "2Mi"}, "SLAB_BYTES_MIN"),
+        ({"HEARTBEAT_S": "5"}, "PEER_TIMEOUT_S"),
+        ({"LEASE_S": "0.1", "RETRY_MS": "100"}, "LEASE_S"),
+        ({"RESTART_BACKOFF_MAX_S": "0.1"}, "RESTART_BACKOFF_MIN_S"),
+        ({"HTTP_KEY_FILE": "/k"}, "HTTP_CERTIFICATE_FILE"),
+        ({"STAGING": "Never", "FORCE_WAY": "Staged"}, "FORCE_WAY"),
+        ({"STAGING": "Always", "FORCE_WAY": "Slices"}, "FORCE_WAY"),
+        ({"BIND_HOST": "0.0.0.0"}, "KEYS_DIRECTORY"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(env: dict[str, str], named: str) -> None:
+    (fault,) = faults(**{f"LONGSHORE_{name}": value for name, value in env.items()})
+    assert f"LONGSHORE_{named}" in fault
+
+
+def test_a_contradiction_is_not_reported_on_a_value_that_did_not_parse() -> None:
+    assert faults(LONGSHORE_LANE_BYTES="1Mi", LONGSHORE_SLAB_BYTES_MIN="x")[0].startswith("LONGSHORE_SLAB_BYTES_MIN")
+    assert len(faults(LONGSHORE_LANE_BYTES="1Mi", LONGSHORE_SLAB_BYTES_MIN="x")) == 1
+
+
+def test_variables_that_kubernetes_makes_of_services_are_ignored() -> None:
+    env = {
+        "LONGSHORE_OPERATOR_SERVICE_HOST": "10.0.0.1",
+        "LONGSHORE_OPERATOR_SERVICE_PORT_HTTP": "80",
+        "LONGSHORE_OPERATOR_PORT": "tcp://10.0.0.1:80",
+        "LONGSHORE_OPERATOR_PORT_80_TCP_ADDR": "10.0.0.1",
+    }
+    assert Settings.from_environment(env) == Settings()
+
+
+def test_settings_made_in_code_are_checked_like_those_of_the_environment() -> None:
+    Settings(ring_bytes=0).check()
+    with pytest.raises(ConfigError) as caught:
+        Settings(lane_count=65, lane_bytes=1 << 16).check()
+    assert [line.split(":")[0] for line in caught.value.faults] == ["LONGSHORE_LANE_COUNT", "LONGSHORE_LANE_BYTES"]
+
+
+def test_an_environment_made_of_settings_gives_them_back() -> None:
+    settings = Settings(
+        ring_bytes=12_345_678,
+        wires=(Wire.TCP, Wire.RDMA),
+        digest=True,
+        lease_s=1.25,
+        peer_timeout_s=1.0625,
+        staging=Staging.NEVER,
+        force_way=Way.SLICES,
+        node="n",
+    )
+    assert Settings.from_environment(settings.environment()) == settings
+    assert Settings().environment() == {}
+    for row in dataclasses.fields(Settings):
+        name, value = variable(row.name), getattr(Settings(), row.name)
+        text = format_value(value, row.metadata["unit"])
+        assert getattr(Settings.from_environment({name: text}), row.name) == value
+
+
+def config(**changes: object) -> AgentConfig:
+    fields: dict[str, object] = {
+        "deployment": agent_config.Deployment(namespace="ns", name="llama"),
+        "model": agent_config.Model(
+            attention=agent_config.Attention.GQA, layers=4, kv_heads=8, head_dim=64, dtype=agent_config.Dtype.FLOAT16
+        ),
+        "prefill": agent_config.Prefill(tensor_parallel=4, page_size=16),
+        "decode": agent_config.Decode(tensor_parallel=1, page_size=16),
+    }
+    return AgentConfig(**fields | changes)  # type: ignore[arg-type]
+
+
+def test_a_config_file_that_says_nothing_gives_the_defaults_of_the_table() -> None:
+    made = Settings.from_config(config())
+    expected = Settings(
+        deployment="ns/llama",
+        run_directory="/run/longshore/ns/llama",
+        keys_directory="/etc/longshore/keys",
+        http_port=9470,
+    )
+    assert made == expected
+
+
+def test_variables_count_more_than_the_config_file() -> None:
+    wires = (agent_config.WireName.TCP, agent_config.WireName.RDMA)
+    staging = agent_config.StagingMode.ALWAYS
+    base = Settings.from_config(config(transfer=agent_config.Transfer(wires=wires, staging=staging, chunk_tokens=4096)))
+    assert (base.wires, base.staging) == ((Wire.TCP, Wire.RDMA), Staging.ALWAYS)
+    made = Settings.from_environment({"LONGSHORE_CHUNK_TOKENS": "512", "LONGSHORE_BIND_HOST": "10.0.0.1"}, base)
+    assert made == dataclasses.replace(base, chunk_tokens=512, bind_host="10.0.0.1")
+
+
+def test_sizes_keep_every_byte() -> None:
+    assert [parse_bytes(text) for text in ("0", "7", "3k", "64Mi", "4Gi", "1Ti")] == [
+        0, 7, 3000, 64 << 20, 4 << 30, 1 << 40,
+    ]  # fmt: skip
+    assert [format_bytes(size) for size in (0, 1000, 1024, 64 << 20, (1 << 30) + 1)] == [
+        "0", "1000", "1Ki", "64Mi", "1073741825",
+    ]  # fmt: skip
+    for text in ("", "-1", "1.0000001Ki", "1KiB", "Mi", "1 Mi", "9" * 20):
+        with pytest.raises(ValueError, match=r"not a size|not a whole number"):
+            parse_bytes(text)
+
+
+def test_every_setting_has_a_meaning_and_its_unit_last_in_its_name() -> None:
+    suffixes = {"bytes": "_bytes", "seconds": "_s", "milliseconds": "_ms", "percent": "_percent", "tokens": "_tokens"}
+    for row in dataclasses.fields(Settings):
+        assert row.metadata["meaning"].endswith("."), row.name
+        if row.metadata["unit"] in suffixes:
+            suffix = suffixes[row.metadata["unit"]]
+            assert row.name.removesuffix("_min").removesuffix("_max").endswith(suffix) or suffix + "_m" in row.name
+            if isinstance(row.default, int | float):
+                assert row.metadata["low"] is not None
+
+
+def test_the_reference_page_is_what_the_table_says() -> None:
+    assert PAGE.read_text() == module.reference()

@@ -1,0 +1,414 @@
+"""The agent's HTTP pages, asked over real sockets, and the checks behind them."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import trustme
+from prometheus_client.parser import text_string_to_metric_families
+
+from longshore_agent.settings import Settings
+from longshore_agent.status import snapshot as structs
+from longshore_agent.status.app import create_app
+from longshore_agent.status.checks import Rules, liveness, readiness
+from longshore_agent.status.metrics import Metrics
+from longshore_agent.status.server import StatusServer, serve
+from longshore_agent.status.spans import Span
+from longshore_agent.transports.base import Wire
+from longshore_wire.engine_messages import Endpoint, RankAddress
+from longshore_wire.errors import ConfigError
+from longshore_wire.layout import KVLayout, ModelShape, Parallel
+from longshore_wire.plan import plan
+
+MODEL = ModelShape(layers=4, kv_heads=8, head_dim=64, element_bytes=2)
+PASSED = structs.SelfTest(backend="NIXL", wire="SharedMemory", bytes_moved=1 << 20, seconds=0.01)
+BIG_ROOM = 2**64 - 1
+RULES = Rules(backend="NIXL", self_test_bytes=1 << 20)
+
+
+def layout(tp: int, *, page_size: int = 16) -> KVLayout:
+    return KVLayout(MODEL, Parallel(tp=tp), page_size)
+
+
+def room(number: int, *, half: str = "target", instance: str = "p") -> structs.RoomStatus:
+    pairs = (structs.PairStatus("p", 0, 0, "staged", "open", 1, 3),)
+    return structs.RoomStatus(
+        room=str(number), instance=instance, pool=0, half=half, state="open", ways=("staged",), tokens_wanted=100,
+        tokens_done=32, tokens_total=-1, slabs_done=1, slabs_total=3, bytes_moved=4096, age_s=0.5, pairs=pairs,
+    )  # fmt: skip
+
+
+def worker(name: str = "d/0", **changes: Any) -> structs.WorkerSnapshot:
+    counts = Metrics()
+    counts.add("longshore_writes_total", 3, way="staged")
+    fields: dict[str, Any] = {
+        "worker": name, "pid": 10, "epoch": str(2**63 + 1), "state": structs.WorkerState.READY,
+        "metrics": counts.snapshot(), "self_test": PASSED,
+    }  # fmt: skip
+    return structs.WorkerSnapshot(**fields | changes)
+
+
+def agent(*workers: structs.WorkerSnapshot, **changes: Any) -> structs.AgentSnapshot:
+    fields: dict[str, Any] = {
+        "deployment": "demo", "node": "n1", "version": "0.1", "backend": "NIXL", "started_unix_s": 1.5,
+        "uptime_s": 2.5, "workers": workers, "metrics": Metrics().snapshot(),
+    }  # fmt: skip
+    return structs.AgentSnapshot(**fields | changes)
+
+
+class Source:
+    """A supervisor whose state a test sets; it hands its snapshot on as the real one does, by msgpack."""
+
+    def __init__(self) -> None:
+        self.state = agent(worker())
+        self.asked: int | None = None
+
+    def snapshot(self, room: int | None = None) -> structs.AgentSnapshot:
+        self.asked = room
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(self.state), type=structs.AgentSnapshot)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[Source, httpx.Client]]:
+    """One server for all tests of pages; each test sets the state that it shows."""
+    source = Source()
+    server = serve(create_app(source, RULES), "127.0.0.1", 0)
+    with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", trust_env=False) as client:
+        yield source, client
+    server.stop()
+
+
+@pytest.fixture
+def source(served: tuple[Source, httpx.Client]) -> Source:
+    served[0].state = agent(worker())
+    return served[0]
+
+
+@pytest.fixture
+def client(served: tuple[Source, httpx.Client], source: Source) -> httpx.Client:
+    assert source is served[0]
+    return served[1]
+
+
+def reasons(state: structs.AgentSnapshot, rules: Rules = RULES) -> list[str]:
+    return [check.reason for check in readiness(state, rules).checks if not check.ok]
+
+
+def test_an_agent_whose_self_test_moved_its_bytes_is_ready_without_engines(client: httpx.Client) -> None:
+    answer = client.get("/readyz")
+    assert answer.status_code == 200
+    assert answer.json()["ok"] is True
+    assert {check["reason"] for check in answer.json()["checks"]} == {
+        "LoopTurns", "Accepting", "SelfTestPassed", "WorkersReady",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        (agent(), "SelfTestPending"),
+        (agent(worker(self_test=msgspec.structs.replace(PASSED, bytes_moved=1000))), "SelfTestTooSmall"),
+        (agent(worker(self_test=msgspec.structs.replace(PASSED, error="refused"))), "SelfTestFailed"),
+        (agent(worker(self_test=msgspec.structs.replace(PASSED, backend="Loopback"))), "OtherBackend"),
+        (agent(worker(), worker("d/1", state=structs.WorkerState.FAILED, error="no memory")), "WorkerFailed"),
+        (agent(worker(), worker("d/1", state=structs.WorkerState.STARTING, state_age_s=61)), "WorkerStarting"),
+        (agent(worker(), worker("d/1", silent_s=11)), "WorkerSilent"),
+        (agent(worker(), draining=True), "Draining"),
+        (agent(worker(), loop_age_s=31), "LoopHangs"),
+    ],
+)
+def test_readyz_answers_503_with_the_reason(
+    client: httpx.Client, source: Source, state: structs.AgentSnapshot, reason: str
+) -> None:
+    source.state = state
+    answer = client.get("/readyz")
+    assert answer.status_code == 503
+    assert [check["reason"] for check in answer.json()["checks"] if not check["ok"]] == [reason]
+
+
+def test_a_self_test_over_a_wire_that_is_not_allowed_does_not_make_ready() -> None:
+    rules = Rules.of(Settings(wires=(Wire.RDMA, Wire.TCP)))
+    assert reasons(agent(worker()), rules) == ["WireNotAllowed"]
+    unknown = worker(self_test=msgspec.structs.replace(PASSED, wire="Unknown"))
+    assert reasons(agent(unknown), rules) == ["WireNotAllowed"]
+    good = worker("d/1", self_test=msgspec.structs.replace(PASSED, wire="TCP"))
+    assert reasons(agent(unknown, good), rules) == []
+
+
+def test_the_self_test_of_a_worker_that_has_gone_still_counts() -> None:
+    assert reasons(agent(self_test=PASSED)) == []
+
+
+def test_a_worker_that_starts_again_has_its_time_before_the_agent_is_unready() -> None:
+    assert reasons(agent(worker(), worker("d/1", state=structs.WorkerState.STARTING, state_age_s=59))) == []
+
+
+def test_dead_workers_do_not_end_the_supervisor_but_a_loop_that_hangs_does(
+    client: httpx.Client, source: Source
+) -> None:
+    source.state = agent(worker(state=structs.WorkerState.FAILED))
+    assert liveness(source.state).ok
+    assert client.get("/healthz").status_code == 200
+    source.state = agent(worker(), loop_age_s=1000)
+    assert client.get("/healthz").status_code == 503
+
+
+def test_metrics_are_those_of_the_supervisor_and_of_each_worker(client: httpx.Client, source: Source) -> None:
+    source.state = agent(worker(), worker("d/1"))
+    answer = client.get("/metrics")
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    families = {family.name: family for family in text_string_to_metric_families(answer.text)}
+    writes = {
+        sample.labels["worker"]: sample.value
+        for sample in families["longshore_writes"].samples
+        if sample.labels["way"] == "staged"
+    }
+    assert writes == {"supervisor": 0, "d/0": 3, "d/1": 3}
+
+
+def test_status_shows_workers_with_their_engines_but_neither_rooms_nor_metrics(
+    client: httpx.Client, source: Source
+) -> None:
+    engine = structs.EngineStatus("d", 0, ("target",), structs.LayoutStatus.of(layout(2)))
+    source.state = agent(
+        worker(engines=(engine,), rooms=(room(1),), rooms_open=1, ring=structs.RingStatus(100, 10, 5, 3))
+    )
+    body = client.get("/v1/status").json()
+    (shown,) = body["workers"]
+    assert (body["deployment"], body["node"], shown["rooms_open"], shown["state"]) == ("demo", "n1", 1, "ready")
+    assert shown["ring"] == {"capacity_bytes": 100, "used_bytes": 10, "held_bytes": 5, "rounds": 3}
+    assert shown["engines"][0]["layout"]["tp"] == 2
+    assert shown["epoch"] == "9223372036854775809"
+    assert not {"rooms", "metrics", "spans"} & shown.keys()
+
+
+def test_rooms_come_in_pages_that_neither_miss_nor_repeat_one(client: httpx.Client, source: Source) -> None:
+    numbers = [5, 3, BIG_ROOM, 2**63, 2**53 + 1, 2**53]
+    source.state = agent(
+        worker(rooms=tuple(room(number) for number in numbers[:3]), rooms_open=3),
+        worker("p/0", rooms=tuple(room(n, half="source") for n in numbers[3:]), ended=(room(3),), rooms_ended=9),
+    )
+    seen: list[str] = []
+    after = ""
+    for _ in range(10):
+        body = client.get("/v1/rooms", params={"limit": 2, "after": after}).json()
+        assert (body["open_count"], body["ended_count"]) == (3, 9)
+        seen += [entry["room"]["room"] for entry in body["rooms"]]
+        assert all(entry["room"]["pairs"] == [] for entry in body["rooms"])
+        after = body["next"]
+        if not after:
+            break
+    assert [int(text) for text in seen] == [3, 3, 5, 2**53, 2**53 + 1, 2**63, BIG_ROOM]
+    assert len(client.get("/v1/rooms", params={"half": "source"}).json()["rooms"]) == 3
+    assert [e["worker"] for e in client.get("/v1/rooms", params={"ended": "true"}).json()["rooms"]] == ["p/0"]
+
+
+def test_a_room_is_shown_with_all_its_halves_pairs_and_spans_whatever_its_id(
+    client: httpx.Client, source: Source
+) -> None:
+    spans = (Span("write", "p", str(BIG_ROOM), 0, 0, 0, 0, 0, 20, 30), Span("gather", "p", "7", 0, 0, 0, 0, 0, 1, 2))
+    late = (Span("scatter", "p", str(BIG_ROOM), 0, 0, 0, 0, 0, 35, 40),)
+    source.state = agent(
+        worker(rooms=(room(BIG_ROOM), room(7)), spans=late),
+        worker("p/0", ended=(room(BIG_ROOM, half="source"),), spans=spans),
+    )
+    body = client.get(f"/v1/rooms/{BIG_ROOM}").json()
+    assert source.asked == BIG_ROOM
+    assert body["room"] == "18446744073709551615"
+    assert [(e["worker"], e["room"]["half"], e["ended"]) for e in body["halves"]] == [
+        ("p/0", "source", True),
+        ("d/0", "target", False),
+    ]
+    assert body["halves"][0]["room"]["pairs"][0]["way"] == "staged"
+    assert [span["stage"] for span in body["spans"]] == ["write", "scatter"]
+
+
+def test_an_unknown_room_is_404_with_a_typed_body(client: httpx.Client, source: Source) -> None:
+    source.state = agent(worker(rooms=(room(7),)))
+    answer = client.get("/v1/rooms/8")
+    assert answer.status_code == 404
+    assert answer.json() == {"reason": "UnknownRoom", "text": "no worker of this agent knows room 8", "faults": []}
+    assert client.get("/v1/rooms/7", params={"instance": "other"}).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "named"),
+    [
+        ("/v1/rooms/x", 422, "room"),
+        (f"/v1/rooms/{2**64}", 422, "room"),
+        ("/v1/rooms/-1", 422, "room"),
+        ("/v1/rooms?limit=0", 422, "limit"),
+        ("/v1/rooms?limit=1001", 422, "limit"),
+        ("/v1/rooms?after=%21%21", 422, "after"),
+        ("/v1/rooms?after=gaN4", 422, "after"),
+        ("/v1/rooms?half=both", 422, "half"),
+        ("/v1/plan?decode_pt=2", 422, "decode_pt"),
+        ("/v1/plan?prefill_tp=0&kv_heads=x", 422, "kv_heads"),
+        ("/v1/plan?prefill_tp=3&kv_heads=8", 422, "parallel.tp is 3"),
+        ("/v1/plan?prefill_tp=1024&prefill_pp=128&layers=4096", 422, "tp * pp"),
+        ("/v1/plan?source=nobody&target=p", 404, "nobody"),
+        ("/v2", 404, ""),
+    ],
+)
+def test_bad_requests_get_a_typed_body_that_names_the_fault(
+    client: httpx.Client, path: str, status: int, named: str
+) -> None:
+    answer = client.get(path)
+    assert answer.status_code == status
+    body = answer.json()
+    assert set(body) == {"reason", "text", "faults"}
+    assert named in body["text"]
+
+
+def test_nothing_can_be_changed_over_http(client: httpx.Client) -> None:
+    for path in ("/v1/status", "/v1/rooms", "/v1/rooms/1", "/v1/plan", "/metrics"):
+        for method in ("POST", "PUT", "DELETE", "PATCH"):
+            answer = client.request(method, path)
+            assert (answer.status_code, answer.json()["reason"]) == (405, "MethodNotAllowed")
+
+
+def test_a_plan_from_a_query_is_the_planners(client: httpx.Client) -> None:
+    query = {"layers": 4, "kv_heads": 8, "head_dim": 64, "prefill_tp": 4, "decode_tp": 2, "prefill_page_size": 16,
+             "decode_page_size": 16, "chunk_tokens": 256, "slab_bytes": 65536}  # fmt: skip
+    body = client.get("/v1/plan", params=query).json()
+    expected = plan(layout(4), layout(2))
+    assert [(pair["source_rank"], pair["target_rank"]) for pair in body["pairs"]] == [
+        (pair.source_rank, pair.target_rank) for pair in expected.pairs
+    ]
+    summary = expected.summary(256, 65536)
+    assert body["writes_per_chunk"] == summary.writes_per_chunk
+    assert body["slices_per_chunk"] == summary.slices_per_chunk
+    assert body["bytes_per_token"] == MODEL.layers * MODEL.kv_heads * MODEL.head_dim * 2 * 2
+    assert body["way"] == "Staged"
+
+
+def test_a_plan_between_registered_instances_needs_only_their_names(client: httpx.Client, source: Source) -> None:
+    instances = tuple(structs.InstanceStatus.of(Endpoint(name, layout(tp), ())) for name, tp in (("p", 4), ("d", 1)))
+    source.state = agent(worker(), instances=instances)
+    body = client.get("/v1/plan", params={"source": "p", "target": "d"}).json()
+    assert len(body["pairs"]) == 4
+    answer = client.get("/v1/plan", params={"source": "p"})
+    assert (answer.status_code, answer.json()["reason"]) == (404, "UnknownInstance")
+
+
+def test_bootstrap_lists_instances_so_that_their_endpoints_can_be_made_again(
+    client: httpx.Client, source: Source
+) -> None:
+    ranks = (RankAddress(0, "10.0.0.1:5000", 2**63 + 7), RankAddress(1, "10.0.0.1:5001", 3))
+    endpoints = [
+        Endpoint("p", layout(2), ranks),
+        Endpoint("q", msgspec.structs.replace(layout(2), layer_range=(0, 4)), ranks[:1]),
+    ]
+    source.state = agent(instances=tuple(structs.InstanceStatus.of(endpoint, ("source",)) for endpoint in endpoints))
+    answer = client.get("/v1/bootstrap")
+    shown = answer.json()["instances"]
+    assert [instance["complete"] for instance in shown] == [True, False]
+    assert shown[0]["ranks"][0] == {"rank": 0, "address": "10.0.0.1:5000", "epoch": "9223372036854775815"}
+    made = [structs_of(instance).endpoint() for instance in shown]
+    assert made == endpoints
+
+
+def structs_of(instance: dict[str, Any]) -> structs.InstanceStatus:
+    return msgspec.convert(instance, structs.InstanceStatus)
+
+
+def test_no_number_in_any_answer_is_too_large_for_a_json_reader(client: httpx.Client, source: Source) -> None:
+    ranks = (RankAddress(0, "h:1", 2**64 - 1),)
+    source.state = agent(
+        worker(rooms=(room(BIG_ROOM),), peers=(structs.PeerStatus("p", 0, 0, "attached", "TCP", str(2**64 - 1)),)),
+        instances=(structs.InstanceStatus.of(Endpoint("p", layout(1), ranks)),),
+    )
+
+    def integer(text: str) -> int:
+        assert abs(int(text)) < 2**53, text
+        return int(text)
+
+    for path in ("/v1/status", "/v1/rooms", f"/v1/rooms/{BIG_ROOM}", "/v1/bootstrap"):
+        json.loads(client.get(path).text, parse_int=integer)
+
+
+def test_the_openapi_page_describes_every_path_and_every_body(client: httpx.Client) -> None:
+    page = client.get("/openapi.json").json()
+    assert set(page["paths"]) == {
+        "/healthz", "/readyz", "/metrics", "/v1/status", "/v1/rooms", "/v1/rooms/{room}", "/v1/plan", "/v1/bootstrap",
+    }  # fmt: skip
+    known = {f"#/components/schemas/{name}" for name in page["components"]["schemas"]}
+    text = json.dumps(page)
+    used = {part.split('"')[0] for part in text.split('"$ref": "')[1:]}
+    assert used <= known
+    for path, methods in page["paths"].items():
+        answer = methods["get"]["responses"]["200"]["content"]
+        assert methods["get"]["summary"], path
+        if path != "/metrics":
+            assert answer["application/json"]["schema"]["$ref"] in known, path
+    assert (
+        "ErrorBody"
+        in page["paths"]["/v1/rooms/{room}"]["get"]["responses"]["404"]["content"]["application/json"]["schema"]["$ref"]
+    )
+
+
+def test_a_token_is_asked_for_everywhere_but_on_the_probes(source: Source) -> None:
+    server = serve(create_app(source, RULES), "127.0.0.1", 0, token="s3cret-ü")
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", trust_env=False) as client:
+            for path in ("/metrics", "/v1/status", "/openapi.json", "/v1/rooms", "/nowhere"):
+                answer = client.get(path)
+                assert (answer.status_code, answer.json()["reason"]) == (401, "Unauthorized")
+                assert answer.headers["www-authenticate"] == "Bearer"
+            wrong = {"Authorization": "Bearer s3cret"}
+            assert client.get("/v1/status", headers=wrong).status_code == 401
+            right = {"Authorization": "Bearer s3cret-ü".encode()}
+            assert client.get("/v1/status", headers=right).status_code == 200  # type: ignore[arg-type]
+            assert client.get("/readyz").status_code == client.get("/healthz").status_code == 200
+    finally:
+        server.stop()
+
+
+def test_https_serves_the_certificate_that_it_was_given(source: Source, tmp_path: Path) -> None:
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1")
+    certificate, key = tmp_path / "c.pem", tmp_path / "k.pem"
+    issued.cert_chain_pems[0].write_to_path(certificate)
+    issued.private_key_pem.write_to_path(key)
+    server = serve(create_app(source, RULES), "127.0.0.1", 0, certificate_file=str(certificate), key_file=str(key))
+    try:
+        trust = ssl.create_default_context()
+        authority.configure_trust(trust)
+        with httpx.Client(base_url=f"https://127.0.0.1:{server.port}", verify=trust, trust_env=False) as client:
+            assert client.get("/readyz").status_code == 200
+    finally:
+        server.stop()
+
+
+def test_a_certificate_that_cannot_be_read_is_a_configuration_error(source: Source, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="http_certificate_file"):
+        serve(create_app(source), "127.0.0.1", 0, certificate_file=str(tmp_path / "no"), key_file=str(tmp_path / "no"))
+
+
+def test_a_port_that_is_taken_is_a_configuration_error_that_names_it(source: Source) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
+            serve(create_app(source), "127.0.0.1", port)
+
+
+def test_a_stopped_server_leaves_no_thread_and_no_port_behind(source: Source) -> None:
+    before = set(threading.enumerate())
+    server: StatusServer = serve(create_app(source), "127.0.0.1", 0)
+    port = server.port
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+        assert client.get("/healthz").status_code == 200
+        server.stop()
+    server.stop()
+    assert [t for t in threading.enumerate() if t not in before and t.name == "http"] == []
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=1)

@@ -1,0 +1,91 @@
+"""Runs a command of the tree with a mark in its environment and finds what it left: processes, files, shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+_MARK = "TEST_RUN_MARK"
+
+
+class Marked:
+    """A process in a group of its own, with its own directory for temporary files; `stdout` is a pipe of text.
+
+    Attributes:
+        process: the process.
+    """
+
+    def __init__(self, arguments: list[str], directory: Path) -> None:
+        self.mark = f"{_MARK}={uuid.uuid4().hex}"
+        self._directory = directory
+        self._shared_before = _shared()
+        name, _, value = self.mark.partition("=")
+        # The caller's variables of the product are not meant for what is tested.
+        environment = {key: text for key, text in os.environ.items() if not key.startswith("LONGSHORE_")}
+        environment |= {name: value, "TMPDIR": str(directory), "PYTHONPATH": ":".join(sys.path)}
+        self.process = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+
+    def read_until(self, text: str) -> str:
+        """Return what it printed up to the line that contains `text`."""
+        assert self.process.stdout is not None
+        said = ""
+        for line in self.process.stdout:
+            said += line
+            if text in line:
+                return said
+        raise AssertionError(f"it never said {text!r}:\n{said}")
+
+    def read_rest(self) -> str:
+        """Return what it printed until its end, and wait for that."""
+        said, _ = self.process.communicate()
+        return said
+
+    def processes(self) -> list[str]:
+        """Command lines of processes that carry the mark."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(f"{entry.name} {(entry / 'cmdline').read_bytes().replace(bytes(1), b' ').decode()}")
+        return found
+
+    def left(self) -> list[str]:
+        """Everything that is still there."""
+        files = [str(path) for path in self._directory.iterdir()]
+        return [*self.processes(), *files, *sorted(_shared() - self._shared_before)]
+
+    def end(self) -> None:
+        """End what is left, by PID."""
+        for line in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(line.split()[0]), 9)
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def marked(arguments: list[str]) -> Iterator[Marked]:
+    """Run a command; its directory for temporary files has a short path, as sockets need one."""
+    with tempfile.TemporaryDirectory(prefix="t-") as directory:
+        run = Marked(arguments, Path(directory))
+        try:
+            yield run
+        finally:
+            run.end()
+
+
+def _shared() -> set[str]:
+    names = ("longshore", "ucx", "torch", "gloo")
+    return {str(path) for path in Path("/dev/shm").iterdir() if any(name in path.name for name in names)}

@@ -1,0 +1,128 @@
+"""`longshore bench transfer`: numbers count only with right bytes, and the table, the JSON and the picture hold them all."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+
+from longshore_cli.bench import BenchError, add_arguments, report, run
+from longshore_cli.bench.pages import Content, Pages
+from longshore_cli.bench.scene import Course
+from longshore_cli.bench.transfer import MIB, Report, Series, SizeResult
+from longshore_wire.layout import KVLayout, ModelShape, Parallel
+
+MODEL = ModelShape(layers=2, kv_heads=4, head_dim=8, element_bytes=2)
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(["transfer", *words])
+
+
+@pytest.fixture
+def pools():
+    made = [Pages(KVLayout(MODEL, Parallel(tp=2, tp_rank=rank), 4), 21, seed=rank) for rank in range(2)]
+    yield made
+    for pages in made:
+        pages.close()
+
+
+def test_pages_that_were_filled_hold_the_content_and_one_changed_byte_is_found(pools):
+    content = Content(MODEL.kv_heads * MODEL.head_bytes, 21)
+    for pages in pools:
+        pages.fill(content, 21)
+        pages.check(content, 21)
+        place = pages.geometry.planes[-1].offset + pages.table[2] * pages.geometry.planes[-1].page_stride
+        pages._memory[place] ^= 1
+        with pytest.raises(BenchError, match="token 8 of plane 3"):
+            pages.check(content, 21)
+
+
+def test_bytes_behind_the_last_token_must_stay_as_they_were_wiped(pools):
+    content = Content(MODEL.kv_heads * MODEL.head_bytes, 21)
+    pages = pools[1]
+    pages.fill(content, 20)
+    with pytest.raises(BenchError, match="token 18"):
+        pages.check(content, 18)
+    pages.wipe(20)
+    pages.fill(content, 18)
+    pages.check(content, 18)
+
+
+def test_no_two_heads_layers_or_tokens_hold_the_same_bytes():
+    content = Content(MODEL.kv_heads * MODEL.head_bytes, 50)
+    size = MODEL.head_bytes
+    seen = {
+        content.slice(plane, token, head * size, (head + 1) * size)
+        for plane in range(4)
+        for token in range(50)
+        for head in range(MODEL.kv_heads)
+    }
+    assert len(seen) == 4 * 50 * MODEL.kv_heads
+
+
+def result(mib: int, *, slices: bool) -> SizeResult:
+    lines = {
+        "staged 2→1": Series([0.02, 0.01, 0.03], [0.04, 0.02, 0.03]),
+        "transport": Series([0.01], [0.01 * mib / 10]),
+        "copy": Series([0.01], [0.01 * mib / 20]),
+    }
+    if slices:
+        lines["slices 2→1"] = lines["transport slices"] = Series([2.0], [2.0])
+    return SizeResult(mib * MIB, lines, cores=2)
+
+
+@pytest.fixture
+def small_report() -> Report:
+    courses = [Course("staged 2→1", "Staged", 2, 1), Course("slices 2→1", "Slices", 2, 1)]
+    sizes = [result(1, slices=True), result(64, slices=False)]
+    return Report(courses, sizes, "NIXL", "SharedMemory", 1024, 300, 64, 3)
+
+
+def test_the_bound_is_what_the_cores_allow_for_a_transport_and_two_plain_copies():
+    size = result(10, slices=False)
+    gb = 10 * MIB / 1e9
+    assert size.bound == pytest.approx(2 / ((0.01 + 2 * 0.005) / gb))
+    assert size.rate("staged 2→1") == pytest.approx(gb / 0.02)
+    assert size.rate("slices 2→1") is None
+
+
+def test_the_table_is_aligned_and_shows_what_was_not_measured_as_such(small_report):
+    lines = report.table(small_report).splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("MiB"))
+    rows = lines[start : start + 3]
+    assert len({len(row) for row in rows}) == 1
+    assert "staged/bound" in rows[0]
+    assert rows[2].split()[2] == "-"
+    assert "SharedMemory" in lines[1]
+
+
+def test_the_json_has_every_sample_and_the_plot_is_a_picture(small_report, tmp_path):
+    whole = json.loads(report.as_json(small_report))
+    assert whole["sizes"][0]["lines"]["staged 2→1"]["seconds"] == [0.02, 0.01, 0.03]
+    assert [size["bytes"] for size in whole["sizes"]] == [MIB, 64 * MIB]
+    path = tmp_path / "rates.png"
+    report.plot(small_report, path)
+    assert path.read_bytes().startswith(PNG)
+
+
+def test_an_unknown_way_is_refused_by_its_name(capsys):
+    assert run(arguments("--ways", "staged,teleport")) == 1
+    assert "teleport" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_small_run_over_real_agents_measures_every_way_with_right_bytes(tmp_path, capsys):
+    path = tmp_path / "numbers.json"
+    assert run(arguments("--sizes", "1,2", "--repeats", "1", "--json", str(path))) == 0
+    sizes = json.loads(path.read_text())["sizes"]
+    names = {"staged 2→1", "contiguous 1→1", "slices 2→1", "transport", "transport slices", "copy"}
+    for size in sizes:
+        assert set(size["lines"]) == names
+        assert all(line["gb_per_s"] > 0 for line in size["lines"].values())
+        assert size["bound_gb_per_s"] > 0
+    assert "staged/bound" in capsys.readouterr().out

@@ -1,0 +1,166 @@
+"""`longshore demo`: it proves what it says, fails where anything differs, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from left_behind import marked
+
+from longshore_cli.demo.compare import check_bytes, check_control, check_digests, check_tokens, whole_rows
+from longshore_cli.demo.counts import Counts, PairResult, Transfer
+from longshore_cli.demo.errors import DifferenceError
+from longshore_cli.demo.prompts import Request
+from longshore_cli.demo.table import rendered
+from longshore_cli.engine.commands import Dumped, HeadDigest
+from longshore_cli.main import main
+
+DEMO = ["-m", "longshore_cli.main", "demo", "--quick"]
+# Alters one token's KV on decode's side after everything has arrived, as a fault of a transport would.
+TAMPERED = """
+import sys
+from longshore_cli.demo.pair import PairRun
+from longshore_cli.main import main
+honest = PairRun._arrived
+def tampered(self, way, rooms):
+    honest(self, way, rooms)
+    total = rooms[1].request.total
+    self._decode.zero(rooms[1].decode_pages, total - 1, total)
+PairRun._arrived = tampered
+sys.exit(main(["demo", "--quick", "--backend", "Loopback"]))
+"""
+
+
+@pytest.mark.slow
+def test_the_demo_moves_kv_over_nixl_compares_it_and_leaves_nothing(tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    with marked([*DEMO, "--pairs", "2:3", "--json", str(found)]) as run:
+        said = run.read_rest()
+        assert run.process.returncode == 0, said
+        assert run.left() == []
+    (pair,) = json.loads(found.read_bytes())["pairs"]
+    assert pair["name"] == "TP2 -> TP3"
+    assert len(pair["ring_rounds"]) == 3
+    assert min(pair["ring_rounds"]) >= 3
+    # Two float32 values for each of 6 layers, 12 heads and 64 elements.
+    assert pair["bytes_compared"] == (911 - 37) * 2 * 6 * 12 * 64 * 4
+    assert pair["tokens_compared"] == 3 * 8
+    staged, slices = pair["transfers"]
+    assert (staged["way"], slices["way"]) == ("staged", "slices")
+    assert staged["rooms"] == 3
+    assert staged["payload_bytes"] == slices["payload_bytes"] > 30e6
+    assert staged["counts"]["writes"] == staged["counts"]["pieces"] == staged["counts"]["slabs"]
+    assert slices["counts"]["pieces"] > 100 * staged["counts"]["pieces"]
+    assert staged["wires"] == slices["wires"] == ["SharedMemory"]
+    assert "Everything is equal" in said
+    assert "in 3 chunks" in said
+
+
+@pytest.mark.slow
+def test_the_demo_fails_and_names_the_room_where_one_token_differs() -> None:
+    with marked(["-c", TAMPERED]) as run:
+        said = run.read_rest()
+        assert run.process.returncode == 1
+        assert "FAILED: room 2: pages of tokens [16, 128) differ in 144 of 144 places" in said
+        assert "Everything is equal" not in said
+        assert run.left() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "moment", "status"),
+    [
+        (signal.SIGINT, "prefill begins", 130),
+        (signal.SIGTERM, "starting 3 agents", 143),
+    ],
+)
+def test_an_interrupted_demo_leaves_nothing(number: signal.Signals, moment: str, status: int) -> None:
+    with marked([*DEMO, "--backend", "Loopback"]) as run:
+        run.read_until(moment)
+        if number is signal.SIGINT:
+            # As a terminal does: everybody in the group gets it.
+            os.killpg(run.process.pid, number)
+        else:
+            run.process.send_signal(number)
+        said = run.read_rest()
+        assert run.process.returncode == status, said
+        assert "interrupted" in said
+        assert run.left() == []
+
+
+def test_the_command_line_loads_no_torch() -> None:
+    with marked(["-c", "import sys, longshore_cli.main; print('torch' in sys.modules)"]) as run:
+        assert run.read_rest().strip() == "False"
+
+
+def test_pairs_that_cannot_work_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    for pairs, said in (("5:1", "divide 12 KV heads"), ("2:2", "unequal"), ("4", "invalid"), ("0:1", "divide")):
+        with pytest.raises(SystemExit, match="2"):
+            main(["demo", "--pairs", pairs])
+        assert said in capsys.readouterr().err
+
+
+def test_a_prompt_is_cut_into_chunks_that_cover_it() -> None:
+    assert Request((0,) * 10, 0, 4).chunks == [(0, 4), (4, 8), (8, 10)]
+    assert Request((0,) * 8, 0, 4).chunks == [(0, 4), (4, 8)]
+    assert Request((0,) * 3, 0, 3).chunks == [(0, 3)]
+
+
+class Held:
+    """An engine as far as comparisons go."""
+
+    def __init__(self, digests: list[HeadDigest], dumps: list[Dumped]) -> None:
+        self._digests, self._dumps = digests, dumps
+
+    def digest(self, pages: list[int], first: int, end: int) -> list[HeadDigest]:
+        return self._digests
+
+    def dump(self, pages: list[int], first: int, end: int) -> list[Dumped]:
+        return self._dumps
+
+
+def dumped(*rows: bytes) -> Dumped:
+    return Dumped([2, 2, 1, 1], b"".join(rows))
+
+
+def test_dumps_of_any_number_of_ranks_come_to_the_same_rows() -> None:
+    one = [dumped(b"aaAA", b"bbBB", b"ccCC", b"ddDD")]
+    two = [dumped(b"aa", b"bb", b"cc", b"dd"), dumped(b"AA", b"BB", b"CC", b"DD")]
+    three = [dumped(b"aaA", b"bbB", b"ccC", b"ddD"), dumped(b"A", b"B", b"C", b"D")]
+    assert whole_rows(one) == whole_rows(two) == whole_rows(three) == b"aaAAbbBBccCCddDD"
+
+
+def test_a_difference_of_one_byte_or_one_head_is_found() -> None:
+    digests = [HeadDigest(0, values, head, b"x") for values in (False, True) for head in range(2)]
+    near = Held(digests, [dumped(b"aa", b"bb", b"cc", b"dd")])
+    check_digests(7, near, [], near, [], (0, 2))
+    assert check_bytes(7, near, [], near, [], (0, 2)) == 8
+    wrong = [*digests[:3], HeadDigest(0, True, 1, b"y")]
+    far = Held(wrong, [dumped(b"aa", b"bb", b"cc", b"dx")])
+    with pytest.raises(DifferenceError, match=r"room 7: .* differ in 1 of 4 places; the first is layer 0, V of head 1"):
+        check_digests(7, near, [], far, [], (0, 2))
+    with pytest.raises(DifferenceError, match="room 7"):
+        check_digests(7, near, [], Held(digests[:3], []), [], (0, 2))
+    with pytest.raises(DifferenceError, match="room 7"):
+        check_bytes(7, near, [], far, [], (0, 2))
+
+
+def test_other_tokens_fail_and_so_does_a_control_that_changes_nothing() -> None:
+    check_tokens(7, [1, 2], (1, 2))
+    check_control(7, [1, 3], (1, 2))
+    with pytest.raises(DifferenceError, match="room 7"):
+        check_tokens(7, [1, 3], (1, 2))
+    with pytest.raises(DifferenceError, match="proves nothing"):
+        check_control(7, [1, 2], (1, 2))
+
+
+def test_the_table_shows_rates_of_the_middle_time_and_the_speed_against_slices() -> None:
+    staged = Transfer("staged", 6, Counts(10, 10, 10), 2_000_000_000, (9.0, 1.0, 0.5), ("RDMA",))
+    slices = Transfer("slices", 6, Counts(10, 20, 40_000), 2_000_000_000, (4.0,), ("RDMA", "TCP"))
+    lines = rendered([PairResult("TP4 -> TP1", (staged, slices), (3,), (0.2,), 1, 1)]).splitlines()
+    assert " ".join(lines[0].split()) == "pair way rooms slabs writes pieces MB seconds GB/s vs slices wire"
+    assert " ".join(lines[2].split()) == "TP4 -> TP1 staged 6 10 10 10 2000.0 1.000 2.00 4.0x RDMA"
+    assert lines[3].split()[-5:] == ["4.000", "0.50", "1.0x", "RDMA,", "TCP"]

@@ -1,0 +1,128 @@
+"""Agents as processes of this machine: they start, say what they count, use every lane, and do not outlive their parent."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import select
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from left_behind import marked
+
+from longshore_cli.local_agents import LocalAgent, LocalAgentError, make_keys
+from longshore_cli.main import main
+from longshore_cli.metrics_page import MetricsPage
+from longshore_client import Client, Half, RoomEventKind, connect, create_region, pool_geometry
+from longshore_wire.layout import KVLayout, ModelShape, Parallel
+
+SHAPE = ModelShape(8, 8, 64, 4)
+# Loads nothing heavy, starts an agent and says its PID.
+PARENT = """
+import sys, pathlib
+from longshore_cli.local_agents import LocalAgent
+agent = LocalAgent({"backend": "Loopback"}, pathlib.Path(sys.argv[1]))
+agent.start()
+agent.wait_ready()
+print("agent", agent.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    # Paths of sockets are short.
+    with tempfile.TemporaryDirectory(prefix="t-") as name:
+        yield Path(name)
+
+
+def engine(agent: LocalAgent, instance: str, page_size: int, half: Half, tokens: int) -> tuple[Client, np.ndarray]:
+    """A registered rank, and its pages as [planes, tokens, row]."""
+    layout = KVLayout(SHAPE, Parallel(), page_size)
+    geometry = pool_geometry(layout, tokens // page_size)
+    descriptor, memory = create_region(geometry.region_bytes[0], "kv")
+    client = connect(agent.socket_path, instance=instance, layout=layout, roles=(half,), timeout_s=60)
+    client.register_pool(0, geometry, [descriptor])
+    os.close(descriptor)
+    assert isinstance(memory, mmap.mmap)
+    return client, np.frombuffer(memory, np.float32).reshape(16, -1, 512)[:, :tokens]
+
+
+@pytest.mark.slow
+def test_every_lane_writes_at_least_a_tenth_of_a_single_pair_s_bytes(directory: Path) -> None:
+    tokens = 4096
+    common = {"ring_bytes": "32Mi", "lane_bytes": "1Mi", "slab_bytes_min": "256Ki"}
+    with LocalAgent(common, directory / "p") as near, LocalAgent(common, directory / "d") as far:
+        # Unequal page sizes: one pair of ranks, and no whole pages to write in place.
+        prefill, source = engine(near, "P", 16, Half.SOURCE, tokens)
+        decode, target = engine(far, "D", 32, Half.TARGET, tokens)
+        with prefill, decode:
+            source[:] = np.random.default_rng(1).random(source.shape, dtype=np.float32)
+            decode.receive(1, prefill.endpoint(60), list(range(tokens // 32)), 0, tokens)
+            prefill.send(1, list(range(tokens // 16)), 0, tokens, last=True)
+            assert decode.wait(1, Half.TARGET, timeout_s=60).kind is RoomEventKind.DONE
+            assert prefill.wait(1, Half.SOURCE, timeout_s=60).kind is RoomEventKind.DONE
+            page = near.metrics()
+            lanes = page.by("lane", "longshore_lane_bytes_total", worker="P/0/0")
+            status = near.status()
+        assert np.array_equal(source, target)
+    assert sum(lanes.values()) == source.nbytes == 128 << 20
+    assert sorted(lanes) == ["0", "1", "2", "3"]
+    assert min(lanes.values()) >= 0.1 * source.nbytes, lanes
+    assert page.total("longshore_slabs_total", way="staged", half="source") > 100
+    assert [worker["worker"] for worker in status["workers"]] == ["P/0/0"]
+    assert not (directory / "p" / "agent.sock").exists()
+
+
+@pytest.mark.slow
+def test_an_agent_ends_when_the_process_that_started_it_is_killed(directory: Path) -> None:
+    with marked(["-c", PARENT, str(directory / "a")]) as run:
+        agent_pid = int(run.read_until("agent").split()[1])
+        agent = os.pidfd_open(agent_pid)
+        run.process.send_signal(signal.SIGKILL)
+        assert select.select([agent], [], [], 20)[0], "the agent lives on"
+        os.close(agent)
+        assert not (directory / "a" / "agent.sock").exists()
+
+
+def test_an_agent_that_cannot_start_says_why(directory: Path) -> None:
+    agent = LocalAgent({"backend": "Pigeon"}, directory)
+    with pytest.raises(LocalAgentError, match="LONGSHORE_BACKEND"):
+        agent.__enter__()
+
+
+def test_a_directory_with_a_path_too_long_for_a_socket_is_refused(directory: Path) -> None:
+    with pytest.raises(LocalAgentError, match="shorter path"):
+        LocalAgent({}, directory / ("x" * 100))
+
+
+def test_keys_are_made_once_readable_by_their_owner_only(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = directory / "keys"
+    assert main(["keys", str(keys)]) == 0
+    made = (keys / "curve.json").read_bytes()
+    assert len(json.loads(made)["server_secret"]) == 40
+    assert (keys / "curve.json").stat().st_mode & 0o777 == 0o600
+    assert main(["keys", str(keys)]) == 1
+    assert "is there already" in capsys.readouterr().err
+    with pytest.raises(LocalAgentError, match="is there already"):
+        make_keys(keys)
+    assert (keys / "curve.json").read_bytes() == made
+
+
+def test_a_metrics_page_is_summed_by_name_and_label() -> None:
+    page = MetricsPage(
+        "# HELP a_total Things.\n# TYPE a_total counter\n"
+        'a_total{worker="x/0/0",way="staged"} 3\na_total{worker="x/0/1",way="staged"} 4.5\n'
+        'a_total{worker="x/0/1",way="slices"} 1e3\nb{text="a \\"quoted, {x} 7\\""} 2\nplain 7\n'
+    )
+    assert page.total("a_total") == 1007.5
+    assert page.total("a_total", way="staged") == 7.5
+    assert page.by("worker", "a_total") == {"x/0/0": 3, "x/0/1": 1004.5}
+    assert page.by("text", "b") == {'a "quoted, {x} 7"': 2}
+    assert page.total("plain") == 7
+    assert page.total("missing") == 0

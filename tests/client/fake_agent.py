@@ -1,0 +1,166 @@
+"""A protocol double of the agent: real sockets and descriptors, answers by script, nothing behind them.
+
+Runs in a thread; as a program (`fake_agent.py PATH EPOCH`) it is an agent that can be killed.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import threading
+from collections.abc import Callable
+from typing import Self
+
+from longshore_agent.control.engine_link import EngineClosedError, EngineLink, EngineListener
+from longshore_wire.engine_messages import (
+    ENGINE_PROTOCOL_VERSION,
+    Accepted,
+    Hello,
+    Receive,
+    Renew,
+    ToAgent,
+    ToEngine,
+    Welcome,
+)
+
+WAIT_S = 20.0
+
+
+def accept_all(message: ToAgent) -> ToEngine | None:
+    """Accept whatever has a request number; a claim once its pages are whole."""
+    if isinstance(message, Hello | Renew):
+        return None
+    if isinstance(message, Receive) and message.page_offset + len(message.pages) // 4 < message.page_count:
+        return None
+    return Accepted(message.request)
+
+
+class FakeAgent:
+    """Serves one path until `stop` (leaves no socket behind) or `die` (leaves what a killed agent leaves)."""
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        epoch: int = 1,
+        lease_ns: int = 60_000_000_000,
+        answer: Callable[[ToAgent], ToEngine | None] = accept_all,
+        greet: Callable[[Hello], ToEngine | bytes] | None = None,
+    ) -> None:
+        self.path = path
+        self.answer = answer
+        self.greet = greet or (lambda hello: Welcome(ENGINE_PROTOCOL_VERSION, epoch, "demo", lease_ns))
+        self.heard: list[ToAgent] = []
+        self.descriptors: dict[int, list[int]] = {}  # by request
+        self.links: list[EngineLink] = []
+        self.gone_count = 0
+        self.changed = threading.Condition()
+        self._listener = EngineListener(path)
+        self._stopping = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._reading = threading.Event()
+        self._reading.set()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def of(self, *kinds: type) -> list[ToAgent]:
+        """Return the messages heard of these kinds, in order."""
+        with self.changed:
+            return [message for message in self.heard if isinstance(message, kinds)]
+
+    def expect(self, predicate: Callable[[], bool]) -> None:
+        """Wait for something to become true of what was heard."""
+        with self.changed:
+            assert self.changed.wait_for(predicate, WAIT_S), f"not heard in time; heard {self.heard}"
+
+    def say(self, message: ToEngine) -> None:
+        """Send to every engine that is connected."""
+        with self.changed:
+            for link in self.links:
+                link.send(message)
+
+    def say_raw(self, data: bytes) -> None:
+        """Send bytes that need not be a message."""
+        with self.changed:
+            for link in self.links:
+                link._socket.send(data)
+
+    def read_nothing(self) -> None:
+        """Stop reading until `read_on`."""
+        self._reading.clear()
+        os.eventfd_write(self._wake, 1)
+
+    def read_on(self) -> None:
+        self._reading.set()
+
+    def stop(self) -> None:
+        """End in good order. Idempotent."""
+        self._end()
+        self._listener.close()
+
+    def die(self) -> None:
+        """End as a killed process does: the path stays, and nobody answers on it."""
+        self._end()
+        self._listener._socket.close()
+
+    def _end(self) -> None:
+        if self._stopping:
+            return
+        self._stopping = True
+        self._reading.set()
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        os.close(self._wake)
+        for link in self.links:
+            link.close()
+        for descriptors in self.descriptors.values():
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self.descriptors.clear()
+
+    def _serve(self) -> None:
+        while not self._stopping:
+            poller = select.poll()
+            for descriptor in (self._listener.fileno(), self._wake):
+                poller.register(descriptor, select.POLLIN)
+            for link in self.links:
+                poller.register(link.fileno(), select.POLLIN | (select.POLLOUT if link.outbox_count else 0))
+            if self._wake in dict(poller.poll()):
+                os.eventfd_read(self._wake)
+            self._reading.wait()
+            with self.changed:
+                connected = None if self._stopping else self._listener.accept()
+                if connected is not None:
+                    self.links.append(EngineLink(connected))
+                for link in list(self.links):
+                    self._read(link)
+                self.changed.notify_all()
+
+    def _read(self, link: EngineLink) -> None:
+        try:
+            link.flush()
+            for message, descriptors in link.receive():
+                self.heard.append(message)
+                if descriptors:
+                    self.descriptors[message.request] = descriptors
+                reply = self.greet(message) if isinstance(message, Hello) else self.answer(message)
+                if isinstance(reply, bytes):
+                    link._socket.send(reply)
+                elif reply is not None:
+                    link.send(reply)
+        except EngineClosedError:
+            self.links.remove(link)
+            link.close()
+            self.gone_count += 1
+
+
+if __name__ == "__main__":
+    with FakeAgent(sys.argv[1], epoch=int(sys.argv[2])):
+        sys.stdin.read()

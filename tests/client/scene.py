@@ -1,0 +1,49 @@
+"""What the tests of the client share: a layout, an endpoint, a client at a path, events."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from fake_agent import WAIT_S
+
+from longshore_client import (
+    Half,
+    KVLayout,
+    ModelShape,
+    Parallel,
+    Reason,
+    RoomEvent,
+    RoomEventKind,
+    connect,
+)
+from longshore_wire.engine_messages import (
+    Endpoint,
+    RankAddress,
+)
+
+LAYOUT = KVLayout(ModelShape(2, 4, 8, 2), Parallel(tp=2, tp_rank=0), 4)
+ENDPOINT = Endpoint("prefill-0", LAYOUT, (RankAddress(0, "10.0.0.1:7000", 5), RankAddress(1, "10.0.0.2:7000", 6)))
+DONE, FAILED, RELEASED = RoomEventKind.DONE, RoomEventKind.FAILED, RoomEventKind.RELEASED
+
+
+def client_at(path, **more):
+    return connect(path, instance="prefill-0", layout=LAYOUT, **{"timeout_s": WAIT_S, **more})
+
+
+def event(kind, room=7, half=Half.SOURCE, reason=Reason.NONE, instance="prefill-0", pool=0):
+    return RoomEvent(half, instance, room, pool, kind, reason)
+
+
+def told(agent, *kinds):
+    """What the agent heard, without request numbers."""
+    return [msgspec.structs.replace(message, request=0) for message in agent.of(*kinds)]
+
+
+def wait_until(client, predicate):
+    with client._changed:
+        assert client._changed.wait_for(predicate, WAIT_S)
+
+
+def open_descriptors():
+    return {entry.name for entry in Path("/proc/self/fd").iterdir()}

@@ -1,0 +1,442 @@
+"""The client against a protocol double of the agent: real sockets, real descriptors, real threads."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+import threading
+from itertools import pairwise
+
+import msgspec
+import pytest
+from fake_agent import WAIT_S, FakeAgent, accept_all
+from scene import DONE, ENDPOINT, FAILED, LAYOUT, RELEASED, client_at, event, open_descriptors, told, wait_until
+
+from longshore_client import (
+    ArgumentError,
+    Busy,
+    ClientClosed,
+    CodecError,
+    ConnectError,
+    Half,
+    HelloRefused,
+    PoolRefused,
+    Reason,
+    RoomError,
+    TargetMemory,
+    WaitTimeout,
+    create_region,
+    pool_geometry,
+)
+from longshore_wire.engine_messages import (
+    PAGES_PER_MESSAGE_MAX,
+    Accepted,
+    Cancel,
+    Endpoint,
+    EndpointUpdate,
+    Hello,
+    Offer,
+    RankAddress,
+    Receive,
+    Refused,
+    RegisterPool,
+    Renew,
+    UnregisterPool,
+    Welcome,
+)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return str(tmp_path / "engine.sock")
+
+
+# -- handshake -----------------------------------------------------------------------------------------------------
+
+
+def test_a_client_is_welcomed_and_knows_its_worker(path):
+    with FakeAgent(path, epoch=42) as agent, client_at(path, roles=[Half.SOURCE]) as client:
+        assert (client.epoch, client.deployment, client.connected) == (42, "demo", True)
+        assert agent.of(Hello) == [Hello(1, "prefill-0", LAYOUT, "cpu", (Half.SOURCE,))]
+
+
+def test_a_refused_engine_gets_the_agents_reason_at_once(path):
+    refusal = Refused(0, Reason.LAYOUT_MISMATCH, "model.layers is 2 here and 3 in the deployment")
+    with (
+        FakeAgent(path, greet=lambda hello: refusal) as agent,
+        pytest.raises(HelloRefused, match="3 in the deployment") as caught,
+    ):
+        client_at(path)
+    assert caught.value.reason is Reason.LAYOUT_MISMATCH
+    assert len(agent.of(Hello)) == 1
+
+
+def test_a_busy_agent_is_asked_again(path):
+    answers = [Refused(0, Reason.BUSY, "starting", 1_000_000), Refused(0, Reason.SHUTTING_DOWN, "restarting")]
+
+    def greet(hello):
+        return answers.pop(0) if answers else Welcome(1, 9, "demo", 10**9)
+
+    with FakeAgent(path, greet=greet), client_at(path) as client:
+        assert client.epoch == 9
+
+
+def test_no_agent_is_named_with_its_path(path):
+    with pytest.raises(ConnectError, match=r"engine\.sock"):
+        client_at(path, timeout_s=0.05)
+
+
+def test_an_agent_that_comes_later_is_found(path):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(client_at(path)))
+    thread.start()
+    with FakeAgent(path, epoch=3):
+        thread.join(WAIT_S)
+        assert found[0].epoch == 3
+        found[0].close()
+
+
+def test_an_agent_that_speaks_another_protocol_is_a_typed_error(path):
+    with FakeAgent(path, greet=lambda hello: b"\x63junk"), pytest.raises(CodecError, match="version 99"):
+        client_at(path)
+
+
+def test_nothing_is_left_open_after_a_client_and_after_a_failed_connect(path):
+    def state():
+        return open_descriptors(), threading.active_count()
+
+    before = state()
+    with pytest.raises(ConnectError):
+        client_at(path, timeout_s=0.05)
+    with FakeAgent(path), client_at(path) as client:
+        descriptor, memory = create_region(4096, "pages")
+        client.register_pool(0, pool_geometry(LAYOUT, 2), [descriptor])
+        client.close()
+        os.close(descriptor)
+        memory.close()
+    assert state() == before
+
+
+def test_importing_the_client_loads_nothing_heavy():
+    source = "import longshore_client, sys; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    foreign = {name for name in done.stdout.split() if name not in sys.stdlib_module_names and name[0] != "_"}
+    assert {"msgspec", "longshore_client", "longshore_wire"} <= foreign
+    assert not foreign & {"torch", "numpy", "zmq", "longshore_agent", "nixl", "fastapi"}
+    wire = subprocess.run(
+        [sys.executable, "-c", "import longshore_client, sys; print(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "longshore_wire.source_session" not in wire.stdout.split()
+
+
+# -- pools ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_regions_of_a_pool_arrive_and_are_the_same_memory(path):
+    descriptors, memories = zip(*(create_region(8192, f"pages-{n}") for n in range(3)), strict=True)
+    geometry = msgspec.structs.replace(pool_geometry(LAYOUT, 2), region_bytes=(8192,) * 3)
+    with FakeAgent(path) as agent, client_at(path) as client:
+        client.register_pool(4, geometry, descriptors, memory=TargetMemory.HOST)
+        (message,) = agent.of(RegisterPool)
+        assert (message.pool, message.geometry, message.memory) == (4, geometry, TargetMemory.HOST)
+        for number, descriptor in enumerate(agent.descriptors[message.request]):
+            with mmap.mmap(descriptor, 8192) as there:
+                memories[number][100] = 50 + number
+                assert there[100] == 50 + number
+                there[200] = 60 + number
+                assert memories[number][200] == 60 + number
+    for descriptor, memory in zip(descriptors, memories, strict=True):
+        os.close(descriptor)
+        memory.close()
+
+
+def test_a_pool_is_taken_back_only_when_the_agent_says_so(path):
+    held, answered = [], threading.Event()
+
+    def answer(message):
+        if isinstance(message, UnregisterPool):
+            held.append(message)
+            return None
+        return accept_all(message)
+
+    descriptor, memory = create_region(4096, "pages")
+    with FakeAgent(path, answer=answer) as agent, client_at(path) as client:
+        client.register_pool(1, pool_geometry(LAYOUT, 2), [descriptor])
+        with pytest.raises(ArgumentError, match="registered already"):
+            client.register_pool(1, pool_geometry(LAYOUT, 2), [descriptor])
+        thread = threading.Thread(target=lambda: (client.unregister_pool(1), answered.set()))
+        thread.start()
+        agent.expect(lambda: len(held) == 1)
+        assert not answered.is_set()
+        agent.say(Accepted(held[0].request))
+        thread.join(WAIT_S)
+        assert answered.is_set()
+        with pytest.raises(PoolRefused, match="pool 1"):
+            client.unregister_pool(1)
+        client.register_pool(1, pool_geometry(LAYOUT, 2), [descriptor])
+    os.close(descriptor)
+    memory.close()
+
+
+def test_a_pool_that_cannot_be_mapped_is_a_typed_error_and_its_descriptors_are_closed(path):
+    def answer(message):
+        return Refused(message.request, Reason.UNSUPPORTED, "plane 3 ends behind region 0")
+
+    descriptor, memory = create_region(4096, "pages")
+    with FakeAgent(path, answer=answer) as agent, client_at(path) as client:
+        with pytest.raises(PoolRefused, match="plane 3") as caught:
+            client.register_pool(0, pool_geometry(LAYOUT, 2), [descriptor])
+        assert caught.value.reason is Reason.UNSUPPORTED
+        before = len(open_descriptors())
+        with pytest.raises(PoolRefused):
+            client.register_pool(0, pool_geometry(LAYOUT, 2), [descriptor])
+        agent.expect(lambda: len(agent.descriptors) == 2)
+        assert len(open_descriptors()) == before + 1  # the agent's
+        with pytest.raises(ArgumentError, match="not open"):
+            client.register_pool(0, pool_geometry(LAYOUT, 2), [10_000])
+        with pytest.raises(ArgumentError, match="2 regions for 1"):
+            client.register_pool(0, pool_geometry(LAYOUT, 2), [descriptor, descriptor])
+    os.close(descriptor)
+    memory.close()
+
+
+# -- offers and claims ---------------------------------------------------------------------------------------------
+
+
+def test_an_offer_and_a_claim_arrive_as_they_were_made(path):
+    with FakeAgent(path) as agent, client_at(path) as client:
+        client.send(2**64 - 1, [5, 6, 7], 2, 11, last=True, pool=3)
+        client.receive(9, ENDPOINT, b"\x01\0\0\0\x02\0\0\0", 4, 12, pool=1, memory=TargetMemory.HOST, digest=True)
+        packed = b"\x05\0\0\0\x06\0\0\0\x07\0\0\0"
+        assert told(agent, Offer) == [Offer(0, 2**64 - 1, 3, 2, 11, last=True, pages=packed)]
+        (claim,) = told(agent, Receive)
+        assert (claim.room, claim.pool, claim.endpoint, claim.first_token, claim.end_token) == (9, 1, ENDPOINT, 4, 12)
+        assert (claim.page_count, claim.memory, claim.digest) == (2, TargetMemory.HOST, True)
+        assert client.open_count == 2
+
+
+def test_long_lists_are_cut_at_pages_and_only_the_final_part_is_last(path):
+    count = 2 * PAGES_PER_MESSAGE_MAX + 5
+    pages = list(range(count, 0, -1))
+    with FakeAgent(path) as agent, client_at(path) as client:
+        client.send(7, pages, 3, 4 * count - 1, last=True)
+        offers = agent.of(Offer)
+        bounds = [3, 4 * PAGES_PER_MESSAGE_MAX, 8 * PAGES_PER_MESSAGE_MAX, 4 * count - 1]
+        assert [(o.first_token, o.end_token) for o in offers] == list(pairwise(bounds))
+        assert [o.last for o in offers] == [False, False, True]
+        assert b"".join(o.pages for o in offers) == b"".join(page.to_bytes(4, "little") for page in pages)
+        client.receive(8, ENDPOINT, pages, 3, 4 * count - 1)
+        claims = agent.of(Receive)
+        assert len({claim.request for claim in claims}) == 1
+        assert {claim.page_count for claim in claims} == {count}
+        assert [claim.page_offset for claim in claims] == [0, PAGES_PER_MESSAGE_MAX, 2 * PAGES_PER_MESSAGE_MAX]
+        assert b"".join(claim.pages for claim in claims) == b"".join(o.pages for o in offers)
+
+
+def test_a_claim_with_a_thousand_ranks_still_fits_its_messages(path):
+    ranks = tuple(RankAddress(n, f"prefill-{n:04}.engines.example:30000", 2**63) for n in range(1024))
+    pages = list(range(20_000))
+    with FakeAgent(path) as agent, client_at(path) as client:
+        client.receive(1, Endpoint("prefill-0", LAYOUT, ranks), pages, 0, 80_000)
+        claims = agent.of(Receive)
+        assert len(claims) > 3
+        assert b"".join(c.pages for c in claims) == b"".join(page.to_bytes(4, "little") for page in pages)
+
+
+def test_a_list_of_128k_pages_passes_default_buffers_while_the_agent_reads_nothing_at_first(path):
+    pages = list(range(131_072))
+    with FakeAgent(path) as agent, client_at(path) as client:
+        agent.read_nothing()
+        thread = threading.Thread(target=lambda: client.receive(1, ENDPOINT, pages, 0, 4 * 131_072))
+        thread.start()
+        # The socket takes less than the 16 parts: some wait in the client, and nothing blocks while they do.
+        wait_until(client, lambda: client._link._socket.outbox_count > 0)
+        assert client.poll() == []
+        agent.read_on()
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+        assert b"".join(c.pages for c in agent.of(Receive)) == b"".join(page.to_bytes(4, "little") for page in pages)
+        client.send(1, pages, 0, 4 * 131_072, last=True)
+        assert len(agent.of(Offer)) == 16
+
+
+def test_an_empty_last_chunk_and_a_full_hit_may_be_empty(path):
+    with FakeAgent(path) as agent, client_at(path) as client:
+        client.send(1, [], 8, 8, last=True)
+        client.receive(2, ENDPOINT, [], 8, 8)
+        assert told(agent, Offer) == [Offer(0, 1, 0, 8, 8, last=True, pages=b"")]
+        assert [(c.page_count, c.pages) for c in agent.of(Receive)] == [(0, b"")]
+
+
+def test_pages_and_tokens_that_do_not_fit_are_refused_before_anything_is_sent(path):
+    with FakeAgent(path) as agent, client_at(path) as client:
+        for pages, first, end, text in [
+            ([1, 2], 0, 9, "2 pages for tokens"),
+            ([1], 5, 4, "no range"),
+            ([], 4, 4, "only `last`"),
+            ([2**31], 0, 4, "int32"),
+            (["a"], 0, 4, "int32"),
+            (b"abc", 0, 4, "3 bytes"),
+        ]:
+            with pytest.raises(ArgumentError, match=text):
+                client.send(1, pages, first, end, last=False)
+        with pytest.raises(ArgumentError, match="room is"):
+            client.send(2**64, [1], 0, 4, last=False)
+        assert agent.of(Offer) == []
+        assert client.open_count == 0
+
+
+def test_a_refused_offer_is_a_typed_error_with_the_agents_reason(path):
+    def answer(message):
+        return Refused(message.request, Reason.TOKENS_OVERLAP, "the next begins at 8")
+
+    with FakeAgent(path, answer=answer), client_at(path) as client:
+        with pytest.raises(RoomError, match="the next begins at 8") as caught:
+            client.send(1, [1], 0, 4, last=False)
+        assert caught.value.reason is Reason.TOKENS_OVERLAP
+        assert client.open_count == 0
+
+
+def test_busy_carries_a_hint_and_the_same_call_again_sends_no_part_twice(path):
+    count, refused = 2 * PAGES_PER_MESSAGE_MAX, []
+
+    def answer(message):
+        if isinstance(message, Offer) and message.last and not refused:
+            refused.append(message)
+            return Refused(message.request, Reason.BUSY, "64 offers wait", 250_000_000)
+        return accept_all(message)
+
+    with FakeAgent(path, answer=answer) as agent, client_at(path) as client:
+        with pytest.raises(Busy, match="64 offers wait") as caught:
+            client.send(1, list(range(count)), 0, 4 * count, last=True)
+        assert caught.value.retry_after_s == 0.25
+        assert client.open_count == 1
+        client.send(1, list(range(count)), 0, 4 * count, last=True)
+        half = 4 * PAGES_PER_MESSAGE_MAX
+        assert [(o.first_token, o.last) for o in agent.of(Offer)] == [(0, False), (half, True), (half, True)]
+
+
+def test_eight_threads_send_at_once_and_every_offer_arrives_once(path):
+    with FakeAgent(path) as agent, client_at(path) as client:
+
+        def work(number):
+            for chunk in range(50):
+                client.send(number, [chunk], 4 * chunk, 4 * chunk + 4, last=chunk == 49)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        offers = agent.of(Offer)
+        assert len({offer.request for offer in offers}) == 400
+        for number in range(8):
+            mine = [offer.first_token for offer in offers if offer.room == number]
+            assert mine == [4 * chunk for chunk in range(50)]
+
+
+# -- events --------------------------------------------------------------------------------------------------------
+
+
+def test_an_event_wakes_the_wait_for_its_half_and_others_stay(path):
+    with FakeAgent(path) as agent, client_at(path) as client:
+        client.send(7, [1], 0, 4, last=True)
+        client.receive(7, ENDPOINT, [1], 0, 4)
+        got = []
+        thread = threading.Thread(target=lambda: got.append(client.wait(7, Half.TARGET, timeout_s=WAIT_S)))
+        thread.start()
+        agent.say(event(DONE))
+        agent.say(event(FAILED, half=Half.TARGET, reason=Reason.PEER_LOST))
+        thread.join(WAIT_S)
+        assert got == [event(FAILED, half=Half.TARGET, reason=Reason.PEER_LOST)]
+        assert client.wait(7, Half.SOURCE, "prefill-0", timeout_s=WAIT_S) == event(DONE)
+        assert client.poll() == []
+        assert client.open_count == 2
+        agent.say(event(RELEASED))
+        assert client.wait(7, Half.SOURCE, kinds={RELEASED}, timeout_s=WAIT_S) == event(RELEASED)
+        assert client.open_count == 1
+        with pytest.raises(RoomError, match="has failed") as caught:
+            client.receive(7, ENDPOINT, [1], 0, 4)
+        assert caught.value.reason is Reason.PEER_LOST
+
+
+def test_poll_returns_events_in_order_and_none_twice(path):
+    with FakeAgent(path) as agent, client_at(path) as client:
+        client.send(7, [1], 0, 4, last=True)
+        for said in [event(DONE), event(DONE), event(DONE, room=8), event(RELEASED), event(RELEASED), event(FAILED)]:
+            agent.say(said)
+        client.send(9, [1], 0, 4, last=True)  # its answer comes behind the events
+        assert client.poll() == [event(DONE), event(RELEASED)]
+        assert client.poll() == []
+
+
+def test_a_wait_that_gets_nothing_is_a_typed_error(path):
+    with FakeAgent(path), client_at(path) as client, pytest.raises(WaitTimeout, match="room 7: none of DONE, FAILED"):
+        client.wait(7, Half.SOURCE, timeout_s=0.01)
+
+
+def test_close_ends_waits_and_calls_in_other_threads(path):
+    errors = []
+
+    def catch(call):
+        try:
+            call()
+        except ClientClosed as error:
+            errors.append(error)
+
+    with FakeAgent(path, answer=lambda message: None) as agent:
+        client = client_at(path)
+        calls = [
+            lambda: client.wait(7, Half.SOURCE),
+            lambda: client.endpoint(WAIT_S),
+            lambda: client.send(7, [1], 0, 4, last=True),
+        ]
+        threads = [threading.Thread(target=catch, args=(call,)) for call in calls]
+        for thread in threads:
+            thread.start()
+        agent.expect(lambda: len(agent.of(Offer)) == 1)
+        client.close()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert len(errors) == 3
+        agent.expect(lambda: agent.gone_count == 1)
+        for call in calls:
+            with pytest.raises(ClientClosed):
+                call()
+        with pytest.raises(ClientClosed):
+            client.poll()
+        client.close()
+
+
+def test_cancel_only_asks_and_what_is_not_open_needs_none(path):
+    with FakeAgent(path) as agent, client_at(path) as client:
+        client.cancel(5, Half.SOURCE)
+        client.receive(7, ENDPOINT, [1], 0, 4, pool=2)
+        client.cancel(7, Half.TARGET, pool=2)
+        assert told(agent, Cancel) == [Cancel(0, Half.TARGET, "prefill-0", 7, 2)]
+        assert client.open_count == 1
+        assert client.poll() == []
+        agent.say(event(FAILED, half=Half.TARGET, reason=Reason.CANCELLED, pool=2))
+        agent.say(event(RELEASED, half=Half.TARGET, pool=2))
+        client.wait(7, Half.TARGET, kinds={RELEASED}, timeout_s=WAIT_S, pool=2)
+        assert client.open_count == 0
+
+
+def test_the_endpoint_is_returned_once_every_rank_is_there(path):
+    with FakeAgent(path) as agent, client_at(path) as client:
+        agent.say(EndpointUpdate(msgspec.structs.replace(ENDPOINT, ranks=ENDPOINT.ranks[:1])))
+        client.send(7, [1], 0, 4, last=True)
+        with pytest.raises(WaitTimeout, match="1 of 2 ranks"):
+            client.endpoint(0.01)
+        agent.say(EndpointUpdate(ENDPOINT))
+        assert client.endpoint(WAIT_S) == ENDPOINT
+
+
+def test_the_lease_is_renewed_several_times_within_it(path):
+    with FakeAgent(path, lease_ns=60_000_000) as agent, client_at(path):
+        agent.expect(lambda: len(agent.of(Renew)) >= 3)

@@ -1,0 +1,60 @@
+"""What an import loads, seen from a fresh interpreter: engines must stay light, the standard library whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tree_of_files import PACKAGES, ROOT
+
+LOADED_BY = """
+import json, sys
+before = set(sys.modules)
+import {name}
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
+def run_python(code: str, **environment: str) -> str:
+    paths = os.pathsep.join([*(str(folder.parent) for folder in PACKAGES.values()), environment.pop("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": paths} | environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout
+
+
+def foreign_packages_loaded_by(name: str) -> set[str]:
+    loaded = json.loads(run_python(LOADED_BY.format(name=name)))
+    # msgspec loads typing_extensions where it happens to be installed, and works without.
+    return {module.partition(".")[0] for module in loaded} - set(sys.stdlib_module_names) - {"typing_extensions"}
+
+
+def test_importing_the_client_loads_wire_and_msgspec_alone() -> None:
+    assert foreign_packages_loaded_by("longshore_client") == {"longshore_client", "longshore_wire", "msgspec"}
+
+
+def test_importing_every_module_of_wire_loads_msgspec_alone() -> None:
+    names = [
+        f"longshore_wire.{path.stem}" for path in PACKAGES["longshore_wire"].glob("*.py") if path.stem != "__init__"
+    ]
+    assert foreign_packages_loaded_by(", ".join(names)) == {"longshore_wire", "msgspec"}
+
+
+def test_the_standard_librarys_operator_is_found_from_the_trees_root() -> None:
+    code = "import operator; print(operator.itemgetter(1)('ab'), operator.__file__)"
+    for environment in ({}, {"PYTHONPATH": str(ROOT)}):
+        answer, _, place = run_python(code, **environment).strip().partition(" ")
+        assert answer == "b"
+        assert not Path(place).is_relative_to(ROOT)
+
+
+def test_the_folders_around_the_packages_are_no_packages() -> None:
+    assert [str(folder) for folder in PACKAGES.values() if (folder.parent / "__init__.py").exists()] == []

@@ -1,0 +1,138 @@
+"""What pyproject.toml, the lock file, the changelog and the folders say must be one and the same."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tree_of_files import PACKAGES, ROOT, Module, file_paths, modules, modules_of, project, text_files
+
+# Where a distribution and what one imports from it have other names.
+DISTRIBUTION_OF = {
+    "mooncake": "mooncake-transfer-engine-non-cuda",
+    "prometheus_client": "prometheus-client",
+    "yaml": "pyyaml",
+    "zmq": "pyzmq",
+}
+# What each package may ask for beyond the base dependency: its extra, and for the agent its transports. The cli starts
+# agents on one machine and holds the reference engine. Engines bring themselves and torch.
+EXTRAS_OF = {
+    "longshore_wire": [],
+    "longshore_client": [],
+    "longshore_agent": ["agent", "nixl", "mooncake"],
+    "longshore_operator": ["operator"],
+    "longshore_cli": ["cli", "agent"],
+}
+# The agent's config file is YAML. Its readers and writers, agent and operator, bring the parser; engines never need it.
+BROUGHT_BY_THE_CALLER = {("wire/longshore_wire/strict_document.py", "pyyaml")}
+ENGINES = {"vllm", "sglang", "torch"}
+EXTRAS = {"agent", "operator", "cli", "nixl", "mooncake", "mooncake-cuda12", "mooncake-cuda13", "dev"}
+
+
+def pinned_names() -> set[str]:
+    lines = (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()
+    return {line.partition("==")[0] for line in lines if line and not line.startswith("#")}
+
+
+def required_names() -> set[str]:
+    metadata = project()["project"]
+    requirements = [*metadata["dependencies"], *project()["build-system"]["requires"]]
+    for extra in metadata["optional-dependencies"].values():
+        requirements += extra
+    return names_of(requirements)
+
+
+def names_of(requirements: list[str]) -> set[str]:
+    return {re.split(r"[<>=!~;\[ ]", requirement, maxsplit=1)[0] for requirement in requirements}
+
+
+def foreign_imports(module: Module) -> Iterator[str]:
+    """Names of the distributions that a module imports from; our own and the standard library's left out."""
+    for node in ast.walk(module.tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [node.module or ""]
+        for name in names:
+            top = name.partition(".")[0]
+            if top not in PACKAGES and top not in sys.stdlib_module_names:
+                yield DISTRIBUTION_OF.get(top, top)
+
+
+@pytest.mark.parametrize("package", EXTRAS_OF)
+def test_a_package_imports_only_what_it_asks_for(package: str) -> None:
+    metadata = project()["project"]
+    allowed = names_of(metadata["dependencies"])
+    for extra in EXTRAS_OF[package]:
+        allowed |= names_of(metadata["optional-dependencies"][extra])
+    if package == "longshore_client":
+        allowed |= ENGINES
+    found = {(str(module.path), name) for module in modules_of(package) for name in foreign_imports(module)}
+    assert {(path, name) for path, name in found - BROUGHT_BY_THE_CALLER if name not in allowed} == set()
+
+
+def test_tests_import_only_what_an_installed_tree_has() -> None:
+    neighbours = {module.path.stem for module in modules() if module.is_test}
+    found = {(str(m.path), name) for m in modules() if m.is_test for name in foreign_imports(m)}
+    assert {(path, name) for path, name in found if name not in required_names() | neighbours} == set()
+
+
+def test_the_packages_that_are_listed_are_those_that_exist() -> None:
+    listed = project()["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert {ROOT / folder for folder in listed} == set(PACKAGES.values())
+    assert [name for name, folder in PACKAGES.items() if not (folder / "__init__.py").is_file()] == []
+
+
+def test_types_and_import_walls_are_checked_for_every_package() -> None:
+    tool = project()["tool"]
+    assert set(tool["mypy"]["packages"]) == PACKAGES.keys()
+    assert set(tool["importlinter"]["root_packages"]) == PACKAGES.keys()
+
+
+def test_every_folder_of_a_package_is_a_package() -> None:
+    folders = {path.parent for path in file_paths() if path.suffix == ".py"}
+    inside = [folder for folder in folders if any((ROOT / folder).is_relative_to(p) for p in PACKAGES.values())]
+    assert [str(folder) for folder in inside if not (ROOT / folder / "__init__.py").is_file()] == []
+
+
+def test_no_folder_of_tests_is_a_package_and_no_two_tests_share_a_name() -> None:
+    tests = [path for path in file_paths() if path.parts[0] == "tests" and path.suffix == ".py"]
+    assert [str(path) for path in tests if path.name == "__init__.py"] == []
+    names = [path.name for path in tests]
+    assert sorted(name for name in set(names) if names.count(name) > 1) == []
+
+
+def test_an_engine_that_installs_longshore_gets_msgspec_and_nothing_else() -> None:
+    assert [re.split(r"[<>=]", name)[0] for name in project()["project"]["dependencies"]] == ["msgspec"]
+
+
+def test_the_extras_are_those_of_the_design() -> None:
+    assert project()["project"]["optional-dependencies"].keys() == EXTRAS
+
+
+def test_the_lock_file_pins_everything_that_is_asked_for() -> None:
+    assert required_names() - pinned_names() == set()
+
+
+def test_the_lock_file_names_versions_and_no_places() -> None:
+    lines = (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines()
+    pin = re.compile(r"[a-z0-9-]+==[0-9][\w.+!]*( ; [^/@]+)?")
+    assert [line for line in lines if not line.startswith("#") and not pin.fullmatch(line)] == []
+
+
+def test_the_changelog_speaks_of_this_version() -> None:
+    version = project()["project"]["version"]
+    assert re.search(rf"^## {re.escape(version)}\b", dict(text_files())[Path("CHANGELOG.md")], re.MULTILINE)
+
+
+def test_the_licence_is_apache_2() -> None:
+    licence = dict(text_files())[Path("LICENSE")]
+    assert project()["project"]["license"] == "Apache-2.0"
+    assert "Apache License" in licence
+    assert "Version 2.0, January 2004" in licence
+    assert "END OF TERMS AND CONDITIONS" in licence

@@ -1,0 +1,86 @@
+"""The files of the tree, as the rules of `tests/repo` look at them: those that git has or would take."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import tomllib
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {
+    "longshore_wire": ROOT / "wire" / "longshore_wire",
+    "longshore_client": ROOT / "client" / "longshore_client",
+    "longshore_agent": ROOT / "agent" / "longshore_agent",
+    "longshore_operator": ROOT / "operator" / "longshore_operator",
+    "longshore_cli": ROOT / "cli" / "longshore_cli",
+}
+
+
+@dataclass(frozen=True)
+class Module:
+    """One Python file: its path below the root, its text and its syntax tree."""
+
+    path: Path
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, filename=str(self.path))
+
+    @property
+    def is_test(self) -> bool:
+        return self.path.parts[0] == "tests"
+
+    def at(self, node: ast.AST) -> str:
+        """Where a node stands, as editors understand it."""
+        return f"{self.path}:{getattr(node, 'lineno', 1)}"
+
+
+@cache
+def file_paths() -> tuple[Path, ...]:
+    """Paths below the root of all files of the tree, sorted; without what .gitignore names."""
+    listing = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    paths = {Path(name) for name in listing.split("\0") if name}
+    return tuple(sorted(path for path in paths if (ROOT / path).is_file()))
+
+
+@cache
+def modules() -> tuple[Module, ...]:
+    """All Python files of the tree."""
+    return tuple(
+        Module(path, (ROOT / path).read_text(encoding="utf-8")) for path in file_paths() if path.suffix == ".py"
+    )
+
+
+def modules_of(package: str) -> list[Module]:
+    """The modules of one import package."""
+    folder = PACKAGES[package].relative_to(ROOT)
+    return [module for module in modules() if module.path.is_relative_to(folder)]
+
+
+@cache
+def text_files() -> tuple[tuple[Path, str], ...]:
+    """Path and text of every file of the tree that is text."""
+    found = []
+    for path in file_paths():
+        try:
+            found.append((path, (ROOT / path).read_text(encoding="utf-8")))
+        except UnicodeDecodeError:
+            continue  # a picture
+    return tuple(found)
+
+
+@cache
+def project() -> dict[str, Any]:
+    """The contents of pyproject.toml."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

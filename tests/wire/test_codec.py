@@ -1,0 +1,170 @@
+"""Messages as bytes: numbers that are frozen, limits that hold, junk that is refused by type."""
+
+from __future__ import annotations
+
+import typing
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longshore_wire import engine_messages, peer_messages
+from longshore_wire.codec import (
+    ENGINE_MESSAGE_BYTES_MAX,
+    PEER,
+    PEER_MESSAGE_BYTES_MAX,
+    TO_AGENT,
+    TO_ENGINE,
+    Codec,
+)
+from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX, Half, Hello, Offer, Receive, RoomEvent, RoomEventKind
+from longshore_wire.errors import CodecError, Reason
+from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry
+from longshore_wire.peer_messages import (
+    Abort,
+    Attach,
+    Claim,
+    Demand,
+    Grant,
+    PairKey,
+    PoolInfo,
+    RegionInfo,
+    RoomKey,
+    SlabReady,
+    TargetMemory,
+)
+from longshore_wire.plan import Way
+
+LAYOUT = KVLayout(ModelShape(80, 8, 128, 2), Parallel(4, 3, 2, 1, 8, 7), 64, PageOrder.HND, (40, 80))
+PAIR = PairKey(RoomKey("prefill-0", 2**64 - 1, 3), 7, 1, 2**63, 2**63 + 5, "decode-1", 2)
+POOL = PoolInfo(3, PoolGeometry(9, (1 << 40,), (PlaneGeometry(0, 64, 4096, 512, 128),)), (2**47,), TargetMemory.HOST)
+
+FROZEN_PEER_NUMBERS = {
+    "Attach": 1,
+    "Refuse": 2,
+    "Ping": 3,
+    "Pong": 4,
+    "Claim": 5,
+    "Demand": 6,
+    "Grant": 7,
+    "SlabReady": 8,
+    "SlabAck": 9,
+    "Watermark": 10,
+    "Abort": 11,
+    "AbortAck": 12,
+    "WireFound": 13,
+}
+FROZEN_ENGINE_NUMBERS = {
+    "Hello": 64,
+    "Welcome": 65,
+    "Refused": 66,
+    "Accepted": 67,
+    "RegisterPool": 68,
+    "UnregisterPool": 69,
+    "Offer": 70,
+    "Receive": 71,
+    "Cancel": 72,
+    "Renew": 73,
+    "RoomEvent": 74,
+    "EndpointUpdate": 75,
+}
+
+
+def _numbers(union: object) -> dict[str, int]:
+    return {kind.__name__: kind.__struct_config__.tag for kind in typing.get_args(union)}
+
+
+def test_no_message_ever_changes_its_number() -> None:
+    assert _numbers(peer_messages.PeerMessage) == FROZEN_PEER_NUMBERS
+    assert _numbers(engine_messages.ToAgent | engine_messages.ToEngine) == FROZEN_ENGINE_NUMBERS
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Attach(
+            1, "ns/d", "i", 2**63, LAYOUT, "NIXL", b"\x00\xff" * 99, RegionInfo(2**47, 1 << 32, 1 << 26), (POOL,), 1
+        ),
+        Claim(PAIR, 17, 131072, Way.SLICES, 8192, 9000, b"\x01\x00\x00\x00", True, TargetMemory.HOST),
+        Demand(PAIR, 819, 11, 3, 8192),
+        Grant(PAIR, 10, (1 << 44) - 64, 1 << 26, 2**62, (2**40, 2**44)),
+        SlabReady(PAIR, 10, 2**62, 1 << 26, 8192),
+        Abort(PAIR, Reason.TOTAL_MISMATCH, "prefill says 3 tokens, decode 4"),
+    ],
+)
+def test_a_peer_message_comes_out_as_it_went_in(message: peer_messages.PeerMessage) -> None:
+    assert PEER.decode(PEER.encode(message)) == message
+
+
+def test_a_notice_fits_into_the_kilobyte_that_transports_carry() -> None:
+    key = RoomKey("p" * 100, 2**64 - 1, 2**32 - 1)
+    pair = PairKey(key, 4095, 4095, 2**63 - 1, 2**63 - 1, "d" * 100, 1023)
+
+    assert len(PEER.encode(SlabReady(pair, 2**31, 2**63, 2**32 - 1, 2**31))) <= 1024
+
+
+def test_the_longest_page_lists_fit_into_a_datagram() -> None:
+    pages = b"\xff\xff\xff\x7f" * PAGES_PER_MESSAGE_MAX
+    ranks = tuple(engine_messages.RankAddress(rank, "255.255.255.255:65535", 2**63) for rank in range(256))
+    endpoint = engine_messages.Endpoint("p" * 100, LAYOUT, ranks)
+
+    assert len(TO_AGENT.encode(Offer(2**31, 2**64 - 1, 0, 0, 2**31, True, pages))) <= ENGINE_MESSAGE_BYTES_MAX
+    assert (
+        len(TO_AGENT.encode(Receive(1, 2**64 - 1, 0, endpoint, 0, 2**31, 0, 2**31, pages))) <= ENGINE_MESSAGE_BYTES_MAX
+    )
+
+
+def test_bytes_on_the_wire_are_those_of_the_first_release() -> None:
+    data = TO_ENGINE.encode(RoomEvent(Half.TARGET, "p", 5, 0, RoomEventKind.DONE, Reason.NONE, "", 12))
+
+    assert data.hex() == "01994a01a170050001" + "00a00c"
+
+
+@pytest.mark.parametrize(
+    ("codec", "limit_bytes"), [(PEER, PEER_MESSAGE_BYTES_MAX), (TO_AGENT, ENGINE_MESSAGE_BYTES_MAX)]
+)
+def test_a_message_above_its_limit_is_refused_before_it_is_parsed(codec: Codec[object], limit_bytes: int) -> None:
+    with pytest.raises(CodecError, match=str(limit_bytes)):
+        codec.decode(b"\x01" + b"\xc1" * limit_bytes)
+    with pytest.raises(CodecError, match="at most"):
+        codec.encode(Hello(1, "x" * limit_bytes, LAYOUT, "cpu", ()))
+
+
+def test_an_unknown_version_is_named() -> None:
+    with pytest.raises(CodecError, match="version 9") as caught:
+        PEER.decode(b"\x09" + PEER.encode(peer_messages.Ping(1))[1:])
+    assert caught.value.reason is Reason.UNKNOWN_VERSION
+
+
+def test_an_unknown_number_and_a_wrong_type_are_malformed() -> None:
+    for body in ([99, 1], [3, "not a number"], [3], {}, 3):
+        with pytest.raises(CodecError) as caught:
+            PEER.decode(b"\x01" + msgspec.msgpack.encode(body))
+        assert caught.value.reason is Reason.MALFORMED_MESSAGE
+
+
+@given(st.binary(max_size=300))
+def test_junk_is_refused_by_type_and_never_crashes(junk: bytes) -> None:
+    for codec in (PEER, TO_AGENT, TO_ENGINE):
+        for data in (junk, b"\x01" + junk):
+            try:
+                codec.decode(data)
+            except CodecError:
+                continue
+
+
+@given(st.data())
+def test_a_damaged_message_is_refused_by_type_or_still_a_message(data: st.DataObject) -> None:
+    whole = bytearray(PEER.encode(Claim(PAIR, 17, 131072, Way.STAGED)))
+    for _ in range(data.draw(st.integers(1, 4))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        PEER.decode(bytes(whole))
+    except CodecError:
+        return
+
+
+def test_a_message_nested_without_end_is_refused() -> None:
+    with pytest.raises(CodecError):
+        PEER.decode(b"\x01" + b"\x91" * 100_000)

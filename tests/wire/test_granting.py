@@ -1,0 +1,138 @@
+"""Who gets ring memory: in turns, only what is free, and no stalled room stops another."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from longshore_wire.effects import PeerId, SessionConfig
+from longshore_wire.granting import Granter
+from longshore_wire.layout import KVLayout, ModelShape, Parallel
+from longshore_wire.peer_messages import PairKey, RoomKey, TargetMemory
+from longshore_wire.plan import Pair, Way
+from longshore_wire.room import TargetPair, TargetRoom
+from longshore_wire.slabs import SlabGrid, region_bytes
+from longshore_wire.states import TargetEvent, TargetSlab
+
+LAYOUT = KVLayout(ModelShape(1, 1, 16, 4), Parallel(), 16)
+TOKEN_BYTES = 128
+SLAB_TOKENS = 8
+SLAB_BYTES = region_bytes(SLAB_TOKENS * TOKEN_BYTES)
+
+
+def _granter(ring_slabs: int, window: int = 4) -> Granter:
+    config = SessionConfig("d", "D", 1, LAYOUT, ring_bytes=ring_slabs * SLAB_BYTES, grant_window=window)
+    return Granter(config)
+
+
+def _room(number: int, source_rank: int, slabs: int, ready: int | None = None) -> TargetRoom:
+    key = RoomKey("P", number, 0)
+    peer = PeerId("P", 0, source_rank)
+    route = Pair(source_rank, 0, (0, 1), (0, 1), TOKEN_BYTES, Way.STAGED)
+    pair = TargetPair(PairKey(key, source_rank, 0, 1, 1, "D"), peer, route, Way.STAGED)
+    pair.grid = SlabGrid(0, slabs * SLAB_TOKENS, SLAB_TOKENS)
+    pair.states = [TargetSlab.WANTED] * slabs
+    pair.ready_count = slabs if ready is None else ready
+    room = TargetRoom(key, 0, slabs * SLAB_TOKENS, 0, b"", TargetMemory.DEVICE, digest=False)
+    room.pairs[peer] = pair
+    return room
+
+
+def _pair(room: TargetRoom) -> TargetPair:
+    return next(iter(room.pairs.values()))
+
+
+def _land_and_free(granter: Granter, room: TargetRoom, slab: int) -> None:
+    pair = _pair(room)
+    pair.step(slab, TargetEvent.LAND)
+    pair.step(slab, TargetEvent.SCATTERED)
+    granter.free(room, pair, slab)
+
+
+def test_grants_go_in_turns_over_peers_and_over_the_rooms_of_each() -> None:
+    granter = _granter(64)
+    rooms = {room.key: room for room in [*(_room(n, 0, 8) for n in range(6)), _room(6, 1, 8)]}
+    for room in rooms.values():
+        granter.want(_pair(room))
+
+    granted = [key.room for key, _, _ in granter.grants(rooms)]
+
+    assert Counter(granted) == dict.fromkeys(range(7), 4)
+    # The lone room of peer 1 has its window after four turns of two peers, whatever peer 0 wants.
+    assert Counter(granted[:8])[6] == 4
+
+
+def test_only_free_memory_is_granted_and_the_rest_follows_when_some_comes_back() -> None:
+    granter = _granter(4)
+    rooms = {room.key: room for room in (_room(1, 0, 4), _room(2, 1, 4))}
+    for room in rooms.values():
+        granter.want(_pair(room))
+
+    first = list(granter.grants(rooms))
+
+    # A room holds at most a quarter of the ring ahead: one slab each, here.
+    assert [key.room for key, _, _ in first] == [1, 2]
+    assert not list(granter.grants(rooms))
+    _land_and_free(granter, rooms[RoomKey("P", 1, 0)], 0)
+    assert [(key.room, grant.slab) for key, _, grant in granter.grants(rooms)] == [(1, 1)]
+
+
+def test_rooms_that_are_still_computed_get_a_window_only_from_a_ring_that_is_half_free() -> None:
+    granter = _granter(16)
+    waiting = {room.key: room for room in (_room(n, n, 4, ready=0) for n in range(8))}
+    for room in waiting.values():
+        granter.want(_pair(room))
+
+    list(granter.grants(waiting))
+    assert granter.ring.free_bytes * 2 >= granter.ring.capacity_bytes - 2 * SLAB_BYTES
+
+    ready = _room(99, 99, 4)
+    waiting[ready.key] = ready
+    granter.want(_pair(ready))
+    assert {key.room for key, _, _ in granter.grants(waiting)} == {99}
+
+
+def test_a_stalled_room_and_a_quarantined_one_do_not_stop_two_hundred_others() -> None:
+    granter = _granter(100)
+    stalled, given_up = _room(1000, 0, 1), _room(1001, 1, 1)
+    rooms = {room.key: room for room in (stalled, given_up)}
+    for room in rooms.values():
+        granter.want(_pair(room))
+    assert len(list(granter.grants(rooms))) == 2
+    granter.quarantine(_pair(given_up))
+    given_up.failed = True
+    passed = 0
+    for number in range(200):
+        room = _room(number, number % 3, 12)
+        rooms[room.key] = room
+        granter.want(_pair(room))
+        while granted := list(granter.grants(rooms)):
+            for _, _, grant in granted:
+                _land_and_free(granter, room, grant.slab)
+        passed += _pair(room).done_count == 12
+
+    assert passed == 200
+    assert granter.ring.held_bytes == SLAB_BYTES
+    assert granter.ring.used_bytes == SLAB_BYTES
+
+
+def test_memory_in_quarantine_is_not_granted_before_its_writer_confirms() -> None:
+    granter = _granter(4, window=1)
+    given_up = _room(1, 0, 1)
+    rooms = {given_up.key: given_up}
+    granter.want(_pair(given_up))
+    [(_, _, grant)] = list(granter.grants(rooms))
+    granter.quarantine(_pair(given_up))
+    given_up.failed = True
+    others = [_room(n, n, 1) for n in range(2, 8)]
+    rooms |= {room.key: room for room in others}
+    for room in others:
+        granter.want(_pair(room))
+
+    offsets = [other.offset_bytes for _, _, other in granter.grants(rooms)]
+
+    assert len(offsets) == 3
+    assert grant.offset_bytes not in offsets
+    granter.release(given_up, _pair(given_up))
+    for room in others:
+        granter.want(_pair(room))
+    assert [other.offset_bytes for _, _, other in granter.grants(rooms)] == [grant.offset_bytes]

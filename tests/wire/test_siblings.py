@@ -1,0 +1,63 @@
+"""A room that has failed at one rank of an instance fails at every rank, whenever that rank's engine comes with it."""
+
+from __future__ import annotations
+
+import pytest
+
+from longshore_wire.claims import Wanted
+from longshore_wire.effects import RoomEnded, SessionConfig
+from longshore_wire.engine_messages import Endpoint, Half, RankAddress
+from longshore_wire.errors import Reason, RoomError
+from longshore_wire.layout import KVLayout, ModelShape, Parallel
+from longshore_wire.peer_messages import RoomKey
+from longshore_wire.source_session import SourceSession
+from longshore_wire.target_session import TargetSession
+
+MODEL = ModelShape(2, 4, 16, 2)
+LAYOUT = KVLayout(MODEL, Parallel(tp=2, tp_rank=1), 16)
+KEY = RoomKey("P", 5, 0)
+
+
+def _config(instance: str) -> SessionConfig:
+    return SessionConfig("d", instance, 1, LAYOUT)
+
+
+def test_an_offer_that_comes_after_a_sibling_has_failed_its_room_is_refused_with_that_reason() -> None:
+    source = SourceSession(_config("P"), now_ns=0)
+    source.sibling_failed(KEY, Reason.TOTAL_MISMATCH, "prefill says 60 tokens, decode 61", 1)
+
+    with pytest.raises(RoomError, match="decode 61") as caught:
+        source.offer(5, 0, 0, 60, last=True, now_ns=2)
+
+    assert caught.value.reason is Reason.TOTAL_MISMATCH
+
+
+def test_a_claim_that_comes_after_a_sibling_has_failed_its_room_is_refused_with_that_reason() -> None:
+    target = TargetSession(_config("D"), now_ns=0)
+    target.sibling_failed(KEY, Reason.PEER_LOST, "prefill P rank 0 was silent", 1)
+    endpoint = Endpoint("P", LAYOUT, (RankAddress(0, "h:1", 1), RankAddress(1, "h:2", 1)))
+
+    with pytest.raises(RoomError, match="silent") as caught:
+        target.claim(Wanted(KEY, endpoint, 0, 60, 4, bytes(16)), 2)
+
+    assert caught.value.reason is Reason.PEER_LOST
+
+
+def test_an_open_room_fails_once_however_many_siblings_fail_it() -> None:
+    source = SourceSession(_config("P"), now_ns=0)
+    source.offer(5, 0, 0, 60, last=True, now_ns=1)
+
+    for moment in (2, 3):
+        source.sibling_failed(KEY, Reason.ENGINE_LOST, "gone", moment)
+
+    ends = [effect for effect in source.take_effects() if isinstance(effect, RoomEnded)]
+    assert [(end.half, end.reason) for end in ends] == [(Half.SOURCE, Reason.ENGINE_LOST)]
+
+
+def test_a_room_that_is_done_here_stays_done() -> None:
+    source = SourceSession(_config("P"), now_ns=0)
+    source._remember(KEY, Reason.NONE, "", 1)
+
+    source.sibling_failed(KEY, Reason.ENGINE_LOST, "gone", 2)
+
+    assert source.ended[KEY].reason is Reason.NONE

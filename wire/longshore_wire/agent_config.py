@@ -1,0 +1,327 @@
+"""The agent's config file: the operator writes it with `dump`, the agent reads it with `load`.
+
+One file describes one deployment. Its keys are those of the DisaggDeployment where the two say the same. Reading is
+strict and complete: unknown keys are faults, and every fault is reported at once with its path. Pure: text in, a
+value out; the caller opens the file.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated
+
+import msgspec
+
+from longshore_wire import names
+from longshore_wire.errors import ConfigError, LayoutError
+from longshore_wire.layout import (
+    DP_MAX,
+    HEAD_DIM_MAX,
+    HEADS_MAX,
+    LAYERS_MAX,
+    PAGE_SIZE_MAX,
+    PP_MAX,
+    TP_MAX,
+    KVLayout,
+    ModelShape,
+    PageOrder,
+    Parallel,
+)
+from longshore_wire.layout import Attention as Entries
+from longshore_wire.plan import Plan, Staging, Way, plan
+from longshore_wire.quantity import Quantity
+from longshore_wire.strict_document import parse, read_struct, to_text
+
+Instances = Annotated[int, msgspec.Meta(ge=0, le=100_000)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+NamespaceName = Annotated[
+    str, msgspec.Meta(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=names.NAMESPACE_NAME_MAX)
+]
+DeploymentName = Annotated[
+    str, msgspec.Meta(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=names.DEPLOYMENT_NAME_MAX)
+]
+AbsolutePath = Annotated[str, msgspec.Meta(pattern=r"^/", max_length=4096)]
+# How layouts call their fields, and how the file does.
+_FILE_TERMS = (
+    ("parallel.tp", "tensorParallel"),
+    ("parallel.pp", "pipelineParallel"),
+    ("model.kv_heads", "model.kvHeads"),
+    ("page_size", "pageSize"),
+    ("order is", "pageOrder is"),
+    ("at the source", "in prefill"),
+    ("at the target", "in decode"),
+)
+
+
+class Attention(Enum):
+    """Kinds of attention, as people name them."""
+
+    MHA = "MHA"
+    GQA = "GQA"
+    MQA = "MQA"
+    MLA = "MLA"
+
+
+class Dtype(Enum):
+    """Element types of a KV cache, as engines name them."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT32 = "float32"
+    FLOAT8_E4M3 = "float8_e4m3fn"
+    FLOAT8_E5M2 = "float8_e5m2"
+    INT8 = "int8"
+    UINT8 = "uint8"
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element."""
+        return {"bfloat16": 2, "float16": 2, "float32": 4}.get(self.value, 1)
+
+
+class Order(Enum):
+    """Order of the dimensions inside a page; see layout.PageOrder."""
+
+    NHD = "NHD"
+    HND = "HND"
+    OPAQUE = "Opaque"
+
+
+class Target(Enum):
+    """Where decode wants the bytes."""
+
+    DEVICE = "Device"
+    HOST = "Host"
+
+
+class Backend(Enum):
+    """Which library moves the bytes."""
+
+    NIXL = "NIXL"
+    MOONCAKE = "Mooncake"
+    LOOPBACK = "Loopback"
+
+
+class StagingMode(Enum):
+    """Whether staging buffers may, must or must not be used; see plan.Staging."""
+
+    AUTO = "Auto"
+    ALWAYS = "Always"
+    NEVER = "Never"
+
+
+class WireName(Enum):
+    """What bytes may be found to travel over, as status and metrics spell it."""
+
+    LOOPBACK = "Loopback"
+    SHARED_MEMORY = "SharedMemory"
+    TCP = "TCP"
+    RDMA = "RDMA"
+    CUDA_IPC = "CudaIPC"
+    NVLINK = "NVLink"
+
+
+class Deployment(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """Whose agent this is."""
+
+    namespace: NamespaceName
+    name: DeploymentName
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """The shape of the cache, the same on both sides. MLA: kvHeads is 1 and headDim the length of the latent."""
+
+    attention: Attention
+    layers: Annotated[int, msgspec.Meta(ge=1, le=LAYERS_MAX)]
+    kv_heads: Annotated[int, msgspec.Meta(ge=1, le=HEADS_MAX)]
+    head_dim: Annotated[int, msgspec.Meta(ge=1, le=HEAD_DIM_MAX)]
+    dtype: Dtype
+
+    @property
+    def shape(self) -> ModelShape:
+        """The same as the planner and the messages say it."""
+        entries = Entries.LATENT if self.attention is Attention.MLA else Entries.HEADS
+        return ModelShape(self.layers, self.kv_heads, self.head_dim, self.dtype.element_bytes, entries)
+
+
+class PrefillStaging(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """Staging memory of one prefill rank: a buffer for each lane."""
+
+    buffer_size: Quantity = 64 << 20  # bytes
+    lanes: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
+
+
+class DecodeStaging(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """Staging memory of one decode rank: its ring."""
+
+    pool_size: Quantity = 4 << 30  # bytes
+
+
+class Role(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """What both roles declare of their engines. `instances` is how many are expected, where anyone said so."""
+
+    instances: Instances | None = None
+    tensor_parallel: Annotated[int, msgspec.Meta(ge=1, le=TP_MAX)]
+    pipeline_parallel: Annotated[int, msgspec.Meta(ge=1, le=PP_MAX)] = 1
+    data_parallel: Annotated[int, msgspec.Meta(ge=1, le=DP_MAX)] = 1
+    page_size: Annotated[int, msgspec.Meta(ge=1, le=PAGE_SIZE_MAX)]  # tokens
+    page_order: Order = Order.NHD
+
+    def layout(self, model: Model) -> KVLayout:
+        """Return the layout of rank 0 of an engine of this role."""
+        parallel = Parallel(tp=self.tensor_parallel, pp=self.pipeline_parallel, dp=self.data_parallel)
+        return KVLayout(model.shape, parallel, self.page_size, PageOrder[self.page_order.name])
+
+
+class Prefill(Role, frozen=True, kw_only=True, rename="camel"):
+    """The engines that compute prompts."""
+
+    staging: PrefillStaging = PrefillStaging()
+
+
+class Decode(Role, frozen=True, kw_only=True, rename="camel"):
+    """The engines that generate."""
+
+    target: Target = Target.DEVICE
+    staging: DecodeStaging = DecodeStaging()
+
+
+class Transfer(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """How bytes travel. `wires` are the allowed ones; empty: any."""
+
+    backend: Backend = Backend.NIXL
+    staging: StagingMode = StagingMode.AUTO
+    chunk_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 24)] = 8192
+    wires: tuple[WireName, ...] = ()
+
+
+class Control(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """Where the agent listens and finds its keys.
+
+    Attributes:
+        keys_directory: the CURVE keys; None: none, which agents accept on a loopback address only.
+        run_directory: holds the engine socket; None: the deployment's folder under names.RUN_DIRECTORY.
+        bind_address: None: the agent's environment says, as one file serves agents on many nodes.
+        http_port: of health, status and metrics; 0: any free one.
+        worker_port: worker i listens for peers on worker_port + i; 0: any free ones.
+    """
+
+    keys_directory: AbsolutePath | None = names.KEYS_DIRECTORY
+    run_directory: AbsolutePath | None = None
+    bind_address: Annotated[str, msgspec.Meta(min_length=1, max_length=253)] | None = None
+    http_port: Port = names.HTTP_PORT
+    worker_port: Port = 0
+
+
+class Integrity(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """Whether each room's bytes are digested on both sides and compared."""
+
+    digest: bool = False
+
+
+class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """The whole file. Build it, or `load` it; `check` holds what no single field can."""
+
+    api_version: str = names.API_GROUP_VERSION
+    kind: str = names.AGENT_CONFIG_KIND
+    deployment: Deployment
+    model: Model
+    prefill: Prefill
+    decode: Decode
+    transfer: Transfer = Transfer()
+    control: Control = Control()
+    integrity: Integrity = Integrity()
+
+    @property
+    def run_directory(self) -> str:
+        """Where the engine socket lies."""
+        folder = f"{names.RUN_DIRECTORY}/{self.deployment.namespace}/{self.deployment.name}"
+        return self.control.run_directory or folder
+
+    def plan(self) -> Plan:
+        """Return the plan between the declared layouts. Raises LayoutError if there is none."""
+        source, target = self.prefill.layout(self.model), self.decode.layout(self.model)
+        return plan(source, target, staging=Staging[self.transfer.staging.name])
+
+    def check(self) -> None:
+        """Raise ConfigError, with every fault, if fields that are each allowed contradict each other."""
+        faults = [*_identity_faults(self.api_version, self.kind), *_transfer_faults(self.transfer)]
+        faults += _layout_faults(self.model, self.prefill, self.decode)
+        if not faults:
+            faults += _plan_faults(self)
+        if faults:
+            raise ConfigError(faults)
+
+
+def load(text: str | bytes) -> AgentConfig:
+    """Return the config in `text`, JSON or (where PyYAML is installed) YAML.
+
+    Raises:
+        ConfigError: every fault at once, each beginning with its path, for example `prefill.staging.lanes`.
+    """
+    faults: list[str] = []
+    config = read_struct(AgentConfig, parse(text), "", faults)
+    if faults or config is None:
+        raise ConfigError(faults)
+    config.check()
+    return config
+
+
+def dump(config: AgentConfig) -> str:
+    """Return `config` as JSON text (which is YAML, too) that `load` reads back to an equal value."""
+    return to_text(config)
+
+
+def _identity_faults(api_version: str, kind: str) -> list[str]:
+    expected = (("apiVersion", api_version, names.API_GROUP_VERSION), ("kind", kind, names.AGENT_CONFIG_KIND))
+    return [
+        f"{path}: {value!r} is unknown here: this agent reads {ours}" for path, value, ours in expected if value != ours
+    ]
+
+
+def _transfer_faults(transfer: Transfer) -> list[str]:
+    seen = [wire.value for wire in transfer.wires]
+    return [
+        f"transfer.wires: {wire} is listed {seen.count(wire)} times"
+        for wire in sorted(set(seen))
+        if seen.count(wire) > 1
+    ]
+
+
+def _layout_faults(model: Model, prefill: Prefill, decode: Decode) -> list[str]:
+    faults = []
+    if model.attention in (Attention.MQA, Attention.MLA) and model.kv_heads != 1:
+        return [f"model.kvHeads: {model.kv_heads} with attention {model.attention.value}: it has 1"]
+    for path, role in (("prefill", prefill), ("decode", decode)):
+        try:
+            role.layout(model).check()
+        except LayoutError as error:
+            faults.append(f"{path}: {_in_file_terms(error)}")
+    return faults
+
+
+def _in_file_terms(error: LayoutError) -> str:
+    """Return the message with its fields named as the file names them."""
+    text = str(error)
+    for ours, theirs in _FILE_TERMS:
+        text = text.replace(ours, theirs)
+    return text
+
+
+def _plan_faults(config: AgentConfig) -> list[str]:
+    """Return what is wrong between the two roles, each of which is sound in itself."""
+    try:
+        made = config.plan()
+    except LayoutError as error:
+        return [f"prefill, decode: {_in_file_terms(error)}"]
+    if made.way is not Way.STAGED or config.decode.target is Target.HOST:
+        return []
+    writers = max(len(made.of_target(rank)) for rank in {pair.target_rank for pair in made.pairs})
+    needed, given = 2 * writers * config.prefill.staging.buffer_size, config.decode.staging.pool_size
+    if given >= needed:
+        return []
+    fault = (
+        f"decode.staging.poolSize: {given} bytes hold less than two slabs of prefill.staging.bufferSize "
+        f"({config.prefill.staging.buffer_size}) for each of {writers} source ranks: give at least {needed}"
+    )
+    return [fault]

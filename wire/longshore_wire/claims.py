@@ -1,0 +1,204 @@
+"""What a claim means: which pairs it opens at either side, how each is cut, and page lists that come in parts. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from longshore_wire.effects import PeerId, SessionConfig
+from longshore_wire.engine_messages import Endpoint
+from longshore_wire.errors import LayoutError, Reason, RingError, RoomError
+from longshore_wire.peer_messages import Attach, Claim, PairKey, RoomKey, TargetMemory
+from longshore_wire.plan import Pair, Plan, Way
+from longshore_wire.room import TargetPair
+from longshore_wire.slabs import SlabGrid, slab_limit_bytes, slab_tokens
+
+IN_PLACE = frozenset({Way.CONTIGUOUS, Way.SLICES, Way.DIRECT})
+# What a peer may make us keep for one claim; far above any sequence.
+TOKENS_MAX = 1 << 30
+SLABS_MAX = 1 << 18
+# Parts of page lists of all peers whose last part has not come: some hundred of the longest prompts.
+PARTS_BYTES_MAX = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What an engine asks for: tokens [first, end) of a room into these pages; end is the total."""
+
+    key: RoomKey
+    endpoint: Endpoint
+    first_token: int
+    end_token: int
+    page_count: int
+    pages: bytes
+    memory: TargetMemory = TargetMemory.DEVICE
+    digest: bool = False
+
+
+@dataclass(slots=True)
+class ClaimParts:
+    """Pages of claims that come in several messages, in any order and repeated."""
+
+    bytes_kept: int = 0
+    _parts: dict[tuple[RoomKey, PeerId], dict[int, bytes]] = field(default_factory=dict)
+
+    def add(self, claim: Claim, peer: PeerId) -> bytes | None:
+        """Return the whole list once every part is there, else None.
+
+        Raises:
+            RoomError: the parts are no list, or too many lists lack parts; what has come of this one is forgotten.
+        """
+        if claim.way not in IN_PLACE or claim.page_count == 0:
+            return b""
+        key = (claim.pair.key, peer)
+        length_bytes = 4 * claim.page_count
+        inside = 0 <= 4 * claim.page_offset <= 4 * claim.page_offset + len(claim.pages) <= length_bytes
+        parts = self._parts.setdefault(key, {})
+        self.bytes_kept += len(claim.pages) - len(parts.get(claim.page_offset, b""))
+        parts[claim.page_offset] = claim.pages
+        found_bytes = sum(map(len, parts.values()))
+        if inside and found_bytes < length_bytes and self.bytes_kept <= PARTS_BYTES_MAX:
+            return None
+        self.drop(*key)
+        if inside and found_bytes < length_bytes:
+            raise RoomError("too many claims lack parts of their pages: claim fewer at once", reason=Reason.BUSY)
+        if not inside or found_bytes != length_bytes:
+            raise RoomError(
+                f"{found_bytes} bytes of pages, at {claim.page_offset} among others, for {claim.page_count} pages",
+                reason=Reason.MALFORMED_MESSAGE,
+            )
+        return b"".join(part for _, part in sorted(parts.items()))
+
+    def drop(self, key: RoomKey, peer: PeerId) -> None:
+        """Forget what has come of a claim."""
+        self.bytes_kept -= sum(map(len, self._parts.pop((key, peer), {}).values()))
+
+    def forget(self, peer: PeerId) -> None:
+        """Forget what has come of a peer's claims."""
+        for key, other in list(self._parts):
+            if other == peer:
+                self.drop(key, peer)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What one claim means at its source.
+
+    Attributes:
+        pair: what moves; None: nothing, the source is only told so.
+        expected: target ranks that must claim from this source.
+        writer_count: source ranks that write to that target.
+    """
+
+    pair: Pair | None
+    expected: frozenset[int]
+    writer_count: int
+
+
+def route(planned: Plan, source_rank: int, target_rank: int) -> Route:
+    """Return what a claim of `target_rank` means at `source_rank`. Raises LayoutError if it means nothing."""
+    expected = frozenset(pair.target_rank for pair in planned.pairs if pair.source_rank == source_rank)
+    writers = sum(pair.target_rank == target_rank for pair in planned.pairs)
+    for pair in planned.pairs:
+        if (pair.source_rank, pair.target_rank) == (source_rank, target_rank):
+            return Route(pair, expected, writers)
+    if (source_rank, target_rank) in planned.idle_sources:
+        return Route(None, frozenset({target_rank}), max(1, writers))
+    raise LayoutError(f"decode rank {target_rank} has no pair with prefill rank {source_rank}")
+
+
+def grid(config: SessionConfig, attach: Attach, claim: Claim, found: Route) -> SlabGrid:
+    """Return how a claim is cut at its source.
+
+    Raises:
+        RingError: the target has no ring, or its ring is too small for one token of each writer twice.
+        LayoutError: the target's pool cannot hold its layout.
+        RoomError: the tokens are no range, or the way writes in place and the target's pool or pages are not known here.
+    """
+    if not 0 <= claim.first_token <= claim.end_token <= TOKENS_MAX:
+        raise RoomError(
+            f"tokens [{claim.first_token}, {claim.end_token}) are no range: give 0 <= first <= end <= {TOKENS_MAX}",
+            reason=Reason.TOKENS_MISSING,
+        )
+    if found.pair is None or claim.first_token >= claim.end_token:
+        return SlabGrid(claim.end_token, claim.end_token, 1)
+    if claim.way in IN_PLACE:
+        _check_in_place(attach, claim)
+        limit = config.slab_bytes_max
+    elif attach.ring is None:
+        raise RingError(f"decode {attach.instance} has no ring: it cannot take staged slabs")
+    else:
+        limit = slab_limit_bytes(config.slab_bytes_max, attach.ring.length_bytes, found.writer_count)
+    count = claim.end_token - claim.first_token
+    tokens = slab_tokens(found.pair.token_bytes, count, limit, config.slab_bytes_min, 2 * config.lane_count)
+    if claim.way in IN_PLACE:
+        # Whole pages of both sides where possible: runs stay long.
+        page = max(config.layout.page_size, attach.layout.page_size)
+        tokens = max(tokens // page, 1) * page
+    cut = SlabGrid(claim.first_token, claim.end_token, tokens)
+    if cut.count > SLABS_MAX:
+        raise RoomError(
+            f"{count} tokens make {cut.count} slabs, at most {SLABS_MAX} are allowed: enlarge the staging buffers",
+            reason=Reason.UNSUPPORTED,
+        )
+    return cut
+
+
+def _check_in_place(attach: Attach, claim: Claim) -> None:
+    number, size = claim.pair.key.pool, attach.layout.page_size
+    pool = next((pool for pool in attach.pools if pool.pool == number), None)
+    if pool is None or len(pool.region_addresses) != len(pool.geometry.region_bytes):
+        raise RoomError(
+            f"way {claim.way.name} writes pages in place, and decode {attach.instance} has not registered pool {number} "
+            "for that: register it first, or use STAGED",
+            reason=Reason.UNKNOWN_POOL,
+        )
+    pool.geometry.check(attach.layout)
+    if not all(0 <= address < 2**63 for address in pool.region_addresses):
+        raise RoomError(f"pool {number} of decode {attach.instance} is at no address", reason=Reason.MALFORMED_MESSAGE)
+    needed = -(-claim.end_token // size) - claim.first_token // size
+    if claim.page_count != needed:
+        raise RoomError(
+            f"tokens [{claim.first_token}, {claim.end_token}) lie in {needed} pages, the claim lists {claim.page_count}",
+            reason=Reason.PAGE_OUT_OF_RANGE,
+        )
+
+
+def target_pairs(config: SessionConfig, wanted: Wanted, planned: Plan) -> list[TargetPair]:
+    """Return the pairs that a claim opens at its target: its sources, and those it tells that nothing is wanted.
+
+    Raises:
+        RoomError: the endpoint lacks a rank.
+        RingError: the ring could never hold two slabs of one token for each source rank.
+    """
+    rank, place = config.layout.rank, config.layout.parallel
+    mine = [pair for pair in planned.pairs if pair.target_rank == rank]
+    routes: list[tuple[int, Pair | None]] = [(pair.source_rank, pair) for pair in mine]
+    routes += [(source, None) for source, teller in planned.idle_sources if teller == rank]
+    known = {address.rank for address in wanted.endpoint.ranks}
+    pairs = []
+    for source, pair in routes:
+        if source not in known:
+            raise RoomError(
+                f"the endpoint of {wanted.endpoint.instance} lacks rank {source}: pass it on only when complete",
+                reason=Reason.UNKNOWN_INSTANCE,
+            )
+        way = Way.STAGED if pair is None else pair.way
+        if pair is not None and config.force_way is not None:
+            way = config.force_way
+        if pair is not None and way is Way.STAGED and wanted.first_token < wanted.end_token:
+            _check_ring(config, pair, len(mine))
+        peer = PeerId(wanted.endpoint.instance, wanted.endpoint.layout.parallel.dp_rank, source)
+        # The source's epoch is filled in when it has attached.
+        pair_key = PairKey(wanted.key, source, rank, 0, config.epoch, config.instance, place.dp_rank)
+        pairs.append(TargetPair(pair_key, peer, pair, way))
+    return pairs
+
+
+def _check_ring(config: SessionConfig, pair: Pair, source_count: int) -> None:
+    # A lane's limit is the source's business: here it is as if there were none.
+    limit = slab_limit_bytes(1 << 62, config.ring_bytes, source_count)
+    if pair.token_bytes > limit:
+        raise RingError(
+            f"staging.poolSize of {config.ring_bytes} bytes cannot hold two slabs of even one token "
+            f"({pair.token_bytes} bytes) for each of {source_count} source ranks: enlarge it"
+        )

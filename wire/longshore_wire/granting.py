@@ -1,0 +1,138 @@
+"""Who gets ring memory next: in turns over peers, and over the rooms of each; never more than is free.
+
+Held by the target session. A grant is one slab's region. A claim of tokens reserves nothing: slabs whose tokens are
+ready come first, and a room whose tokens are still being computed holds one window at most, and only of a ring
+that is more than half free.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+
+from longshore_wire.effects import PeerId, SessionConfig
+from longshore_wire.peer_messages import Grant, RoomKey
+from longshore_wire.plan import Way
+from longshore_wire.ring import Ring
+from longshore_wire.room import TargetPair, TargetRoom
+from longshore_wire.slabs import region_bytes
+from longshore_wire.states import TargetEvent, TargetSlab
+from longshore_wire.trailer import ALIGNMENT_BYTES
+
+
+class Granter:
+    """The ring of one decode rank and the queue of those who want of it."""
+
+    def __init__(self, config: SessionConfig) -> None:
+        self._window = config.grant_window
+        self.ring = Ring(max(config.ring_bytes, ALIGNMENT_BYTES))
+        self._share_bytes = config.ring_bytes // config.ring_share_divisor
+        self._turns: deque[PeerId] = deque()
+        self._queues: dict[PeerId, deque[TargetPair]] = {}
+        self._hopeless: list[RoomKey] = []
+        self._blocked = False
+        self.credit_waits = 0
+        self.granted_bytes = 0
+
+    @property
+    def watermark(self) -> tuple[int, int]:
+        """(round, tail): everything granted before it is free again."""
+        return self.ring.watermark
+
+    @property
+    def blocked(self) -> bool:
+        """Whether somebody waits for ring memory now."""
+        return self._blocked
+
+    def want(self, pair: TargetPair) -> None:
+        """Queue a pair that may be granted something; harmless if it may not."""
+        if pair.queued or pair.grid is None or pair.next_grant >= pair.grid.count or pair.way is not Way.STAGED:
+            return
+        pair.queued = True
+        queue = self._queues.get(pair.peer)
+        if queue is None:
+            queue = self._queues[pair.peer] = deque()
+            self._turns.append(pair.peer)
+        queue.append(pair)
+
+    def grants(self, rooms: Mapping[RoomKey, TargetRoom]) -> Iterator[tuple[RoomKey, TargetPair, Grant]]:
+        """Yield the grants that can be given now, in turns; stop at the first that does not fit."""
+        self._blocked, was_blocked = False, self._blocked
+        while self._turns:
+            peer = self._turns[0]
+            queue = self._queues[peer]
+            pair = queue[0]
+            room = rooms.get(pair.pair.key)
+            if room is None or room.failed or not self._may(room, pair):
+                queue.popleft()
+                pair.queued = False
+                if not queue:
+                    self._turns.popleft()
+                    del self._queues[peer]
+                continue
+            slab = pair.next_grant
+            region = self.ring.allocate(self._slab_bytes(pair, slab))
+            if region is None:
+                if not self.ring.used_bytes:
+                    self._hopeless.append(room.key)
+                self._blocked = True
+                self.credit_waits += not was_blocked
+                return
+            pair.next_grant += 1
+            pair.regions[slab] = region
+            pair.step(slab, TargetEvent.GRANT)
+            room.ring_bytes += region.length_bytes
+            self.granted_bytes += region.length_bytes
+            queue.rotate(-1)
+            self._turns.rotate(-1)
+            yield room.key, pair, self.grant(pair, slab)
+
+    def grant(self, pair: TargetPair, slab: int) -> Grant:
+        """Return the message for a granted slab."""
+        region = pair.regions[slab]
+        return Grant(pair.pair, slab, region.offset_bytes, region.length_bytes, region.generation, self.watermark)
+
+    def take_hopeless(self) -> list[RoomKey]:
+        """Return rooms that wait although nothing but quarantined memory is in use."""
+        hopeless, self._hopeless = self._hopeless, []
+        return hopeless
+
+    def free(self, room: TargetRoom, pair: TargetPair, slab: int) -> None:
+        """A slab has been scattered, or dropped after it had landed."""
+        region = pair.regions.pop(slab)
+        self.ring.free(region)
+        room.ring_bytes -= region.length_bytes
+        if not room.failed:
+            for sibling in room.pairs.values():
+                self.want(sibling)
+
+    def quarantine(self, pair: TargetPair) -> None:
+        """Give a pair up: what its writer may still write is held, what is being scattered drains."""
+        for slab, state in enumerate(pair.states):
+            if pair.step(slab, TargetEvent.ABORT) is TargetSlab.QUARANTINED and state is TargetSlab.GRANTED:
+                self.ring.hold(pair.regions[slab])
+
+    def release(self, room: TargetRoom, pair: TargetPair) -> None:
+        """The pair's writer will not write any more: free what was held for it."""
+        for slab in list(pair.regions):
+            if pair.states[slab] is TargetSlab.QUARANTINED:
+                pair.step(slab, TargetEvent.CONFIRM)
+                region = pair.regions.pop(slab)
+                self.ring.release_held(region)
+                room.ring_bytes -= region.length_bytes
+
+    def _slab_bytes(self, pair: TargetPair, slab: int) -> int:
+        assert pair.grid is not None
+        assert pair.route is not None
+        first, end = pair.grid.tokens(slab)
+        return region_bytes((end - first) * pair.route.token_bytes)
+
+    def _may(self, room: TargetRoom, pair: TargetPair) -> bool:
+        if pair.grid is None or pair.next_grant >= pair.grid.count or len(pair.regions) >= self._window:
+            return False
+        needed = self._slab_bytes(pair, pair.next_grant)
+        if room.ring_bytes and room.ring_bytes + needed > self._share_bytes:
+            return False
+        if pair.next_grant < pair.ready_count:
+            return True
+        return pair.next_grant < self._window and 2 * self.ring.free_bytes > self.ring.capacity_bytes

@@ -1,0 +1,265 @@
+"""How the KV cache of one model lies over the ranks of one engine instance, and in one rank's memory.
+
+Used by engines (through the client), agents and the operator. Pure values; knows no tensor library.
+Head and layer indexes are global (of the model) unless a name says `local`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import IntEnum
+
+import msgspec
+
+from longshore_wire.errors import LayoutError
+
+# Limits of what a peer may declare; the largest known models stay below a tenth of each.
+LAYERS_MAX = 4096
+HEADS_MAX = 4096
+HEAD_DIM_MAX = 65536
+PAGE_SIZE_MAX = 65536
+TP_MAX = 1024
+PP_MAX = 128
+DP_MAX = 1024
+# Ranks of one replica: bounds the pairs of a plan (about ranks times stages) that a peer can make us compute.
+RANKS_MAX = 2048
+# Page ids travel as int32.
+PAGE_COUNT_MAX = 2**31 - 1
+ELEMENT_BYTES = (1, 2, 4)
+
+
+class PageOrder(IntEnum):
+    """Order of the dimensions inside one page of one layer's K or V."""
+
+    NHD = 0  # [token, head, dim]
+    HND = 1  # [head, token, dim]
+    OPAQUE = 2  # [head, bytes]: one blob per page and head (K and V together); tokens cannot be split
+
+
+class Attention(IntEnum):
+    """What one entry of the cache is."""
+
+    HEADS = 0  # MHA, GQA and MQA: K and V per head
+    LATENT = 1  # MLA: one latent per token, no heads to split
+
+
+class ModelShape(msgspec.Struct, frozen=True, array_like=True):
+    """The part of a layout that both sides of a transfer must share, bit for bit.
+
+    With Attention.LATENT `kv_heads` is 1 and `head_dim` is the length of the latent with its rotary part.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int  # elements
+    element_bytes: int
+    attention: Attention = Attention.HEADS
+
+    @property
+    def kinds(self) -> int:
+        """Entries of one head of one token in one layer: K and V, or the latent alone."""
+        return 1 if self.attention is Attention.LATENT else 2
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head of one token in K (or V) of one layer."""
+        return self.head_dim * self.element_bytes
+
+
+class Parallel(msgspec.Struct, frozen=True, array_like=True):
+    """One rank's place in its engine instance. `tp` is the attention TP: ranks that share a replica's heads."""
+
+    tp: int = 1
+    tp_rank: int = 0
+    pp: int = 1
+    pp_rank: int = 0
+    dp: int = 1
+    dp_rank: int = 0
+
+
+class KVLayout(msgspec.Struct, frozen=True, array_like=True):
+    """One rank's share of the cache: which layers and heads it holds, and how a page is ordered.
+
+    Raises:
+        LayoutError: from `check`, naming the field, its value and what would be allowed.
+    """
+
+    model: ModelShape
+    parallel: Parallel
+    page_size: int  # tokens
+    order: PageOrder = PageOrder.NHD
+    layer_range: tuple[int, int] | None = None  # (first, end); None: an even split over the pipeline stages
+
+    @property
+    def layers(self) -> range:
+        """Global layer indexes that this rank holds: an even split, the first stages take the remainder."""
+        if self.layer_range is not None:
+            return range(*self.layer_range)
+        share, extra = divmod(self.model.layers, self.parallel.pp)
+        rank = self.parallel.pp_rank
+        first = rank * share + min(rank, extra)
+        return range(first, first + share + (1 if rank < extra else 0))
+
+    @property
+    def heads(self) -> range:
+        """Global KV head indexes that this rank holds; ranks above the number of heads hold replicas."""
+        heads, tp, rank = self.model.kv_heads, self.parallel.tp, self.parallel.tp_rank
+        if heads % tp == 0:
+            share = heads // tp
+            return range(rank * share, (rank + 1) * share)
+        head = rank // (tp // heads)
+        return range(head, head + 1)
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks of a TP group hold each head."""
+        return max(1, self.parallel.tp // self.model.kv_heads)
+
+    @property
+    def plane_count(self) -> int:
+        """How many planes of pages this rank's pool has; see PoolGeometry.planes for their order."""
+        return len(self.layers) * (1 if self.order is PageOrder.OPAQUE else self.model.kinds)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in this rank: K and V of its layers and heads."""
+        return self.model.kinds * len(self.layers) * len(self.heads) * self.model.head_bytes
+
+    @property
+    def rank(self) -> int:
+        """This rank's index within its DP replica: pipeline stage major, TP rank minor."""
+        return self.parallel.pp_rank * self.parallel.tp + self.parallel.tp_rank
+
+    @property
+    def rank_count(self) -> int:
+        """How many ranks one DP replica of this instance has."""
+        return self.parallel.tp * self.parallel.pp
+
+    def at(self, rank: int) -> KVLayout:
+        """Return the layout of another rank of the same replica.
+
+        Args:
+            rank: in [0, rank_count).
+        Raises:
+            LayoutError: this rank's layers were set by `layer_range`, so those of other stages are unknown.
+        """
+        assert 0 <= rank < self.rank_count, (rank, self.rank_count)
+        pp_rank, tp_rank = divmod(rank, self.parallel.tp)
+        if self.layer_range is not None and pp_rank != self.parallel.pp_rank:
+            raise LayoutError(
+                f"layer_range is {self.layer_range} on stage {self.parallel.pp_rank} of parallel.pp {self.parallel.pp}: "
+                f"the layers of stage {pp_rank} do not follow from it; give the layouts of all ranks"
+            )
+        parallel = msgspec.structs.replace(self.parallel, pp_rank=pp_rank, tp_rank=tp_rank)
+        return msgspec.structs.replace(self, parallel=parallel)
+
+    def check(self) -> None:
+        """Raise LayoutError if this layout cannot exist."""
+        _check_model(self.model)
+        _check_parallel(self.parallel, self.model)
+        _between("page_size", self.page_size, 1, PAGE_SIZE_MAX)
+        if self.layer_range is not None:
+            first, end = self.layer_range
+            if not 0 <= first < end <= self.model.layers:
+                raise LayoutError(f"layer_range is {self.layer_range}: give 0 <= first < end <= {self.model.layers}")
+
+
+def _check_model(model: ModelShape) -> None:
+    _between("model.layers", model.layers, 1, LAYERS_MAX)
+    _between("model.kv_heads", model.kv_heads, 1, HEADS_MAX)
+    _between("model.head_dim", model.head_dim, 1, HEAD_DIM_MAX)
+    if model.element_bytes not in ELEMENT_BYTES:
+        raise LayoutError(f"model.element_bytes is {model.element_bytes}: use one of {ELEMENT_BYTES}")
+    if model.attention is Attention.LATENT and model.kv_heads != 1:
+        raise LayoutError(f"model.kv_heads is {model.kv_heads} and model.attention is LATENT: a latent has 1 head")
+
+
+def _check_parallel(parallel: Parallel, model: ModelShape) -> None:
+    for name, high in (("tp", TP_MAX), ("pp", PP_MAX), ("dp", DP_MAX)):
+        _between(f"parallel.{name}", getattr(parallel, name), 1, high)
+        _between(f"parallel.{name}_rank", getattr(parallel, f"{name}_rank"), 0, getattr(parallel, name) - 1)
+    if parallel.tp * parallel.pp > RANKS_MAX:
+        raise LayoutError(f"parallel.tp is {parallel.tp} and parallel.pp is {parallel.pp}: at most {RANKS_MAX} ranks")
+    if model.kv_heads % parallel.tp and parallel.tp % model.kv_heads:
+        raise LayoutError(
+            f"parallel.tp is {parallel.tp} and model.kv_heads is {model.kv_heads}: one must divide the other"
+        )
+    if parallel.pp > model.layers:
+        raise LayoutError(f"parallel.pp is {parallel.pp}: a model of {model.layers} layers has at most as many stages")
+
+
+def _between(field: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise LayoutError(f"{field} is {value}: give a number from {low} to {high}")
+
+
+class PlaneGeometry(msgspec.Struct, frozen=True, array_like=True):
+    """Where one layer's K (or V, or K and V together) lies in a pool: one plane of pages.
+
+    The bytes of local head h of token t of page p begin at
+    `offset + p * page_stride + t * token_stride + h * head_stride`; head_dim elements follow without gaps.
+    With PageOrder.OPAQUE token_stride is 0 and `head_stride` is the size of one blob. All in bytes.
+    """
+
+    region: int  # index of the memory region (file descriptor or IPC handle) that the client passed
+    offset: int
+    page_stride: int
+    token_stride: int
+    head_stride: int
+
+
+class PoolGeometry(msgspec.Struct, frozen=True, array_like=True):
+    """Where all pages of one rank lie in the memory regions that its engine shares with the agent.
+
+    Planes: K of each local layer, then V of each local layer. With Attention.LATENT or PageOrder.OPAQUE there
+    is one plane a layer.
+    """
+
+    page_count: int
+    region_bytes: tuple[int, ...]
+    planes: tuple[PlaneGeometry, ...]
+
+    def check(self, layout: KVLayout) -> None:
+        """Raise LayoutError, naming the field, if pages would leave their region or overlap within a plane.
+
+        Args:
+            layout: of the rank that has these pages; itself already checked.
+        """
+        _between("page_count", self.page_count, 1, PAGE_COUNT_MAX)
+        if len(self.planes) != layout.plane_count:
+            raise LayoutError(f"planes has {len(self.planes)} entries: this rank's layers have {layout.plane_count}")
+        for index, plane in enumerate(self.planes):
+            if not 0 <= plane.region < len(self.region_bytes):
+                raise LayoutError(
+                    f"planes[{index}].region is {plane.region}: {len(self.region_bytes)} regions are given"
+                )
+            for name in ("offset", "page_stride", "token_stride", "head_stride"):
+                _between(f"planes[{index}].{name}", getattr(plane, name), 0, 2**63 - 1)
+            span_bytes = _plane_span(index, plane, self.page_count, layout)
+            if plane.offset + span_bytes > self.region_bytes[plane.region]:
+                raise LayoutError(
+                    f"planes[{index}] ends at byte {plane.offset + span_bytes}: "
+                    f"region {plane.region} has {self.region_bytes[plane.region]} bytes"
+                )
+
+
+def _plane_span(index: int, plane: PlaneGeometry, page_count: int, layout: KVLayout) -> int:
+    """Return the bytes from a plane's offset to the end of its last entry; LayoutError if entries overlap."""
+    span_bytes = layout.model.head_bytes
+    if layout.order is PageOrder.OPAQUE:
+        span_bytes = plane.head_stride
+    for name, stride, count in sorted(_dimensions(plane, page_count, layout), key=lambda entry: entry[1]):
+        if count == 1:
+            continue
+        if stride < span_bytes:
+            raise LayoutError(f"planes[{index}].{name} is {stride}: entries of {span_bytes} bytes would overlap")
+        span_bytes += (count - 1) * stride
+    return span_bytes
+
+
+def _dimensions(plane: PlaneGeometry, page_count: int, layout: KVLayout) -> Iterator[tuple[str, int, int]]:
+    """Yield (name, stride in bytes, entries) of each dimension that is walked by a stride."""
+    yield "page_stride", plane.page_stride, page_count
+    yield "head_stride", plane.head_stride, len(layout.heads)
+    if layout.order is not PageOrder.OPAQUE:
+        yield "token_stride", plane.token_stride, layout.page_size

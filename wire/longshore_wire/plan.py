@@ -1,0 +1,375 @@
+"""Which rank of one instance sends which layers and heads to which rank of another, and by which way.
+
+Called by workers (both sides), the operator and the command line. Pure: two layouts in, a value out that one
+can print; the same layouts always give the same plan, so both sides may compute it on their own. It works by
+intersecting intervals of layers and heads: nothing in it assumes that one side's split divides the other's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from functools import lru_cache
+from itertools import pairwise
+from math import lcm
+
+import msgspec
+
+from longshore_wire.errors import LayoutError
+from longshore_wire.layout import Attention, KVLayout, ModelShape, PageOrder
+
+# A worker meets few kinds of peers: each pair of layouts is planned once, then looked up for every room.
+_PLANS_KEPT_MAX = 64
+
+
+class Way(IntEnum):
+    """How the bytes of a pair travel; the numbers travel in messages."""
+
+    CONTIGUOUS = 0  # whole pages, written in place
+    DIRECT = 1  # one kernel reads local pages and writes remote pages
+    STAGED = 2  # gathered into a slab, one write, scattered
+    SLICES = 3  # run by run, written in place: always possible
+
+
+class Staging(IntEnum):
+    """Whether staging buffers may, must or must not be used: `transfer.staging` of the configuration."""
+
+    AUTO = 0
+    ALWAYS = 1
+    NEVER = 2
+
+
+class Pair(msgspec.Struct, frozen=True):
+    """What one source rank sends to one target rank. Layers and heads are global, half-open intervals."""
+
+    source_rank: int
+    target_rank: int
+    layers: tuple[int, int]
+    heads: tuple[int, int]
+    token_bytes: int  # of one token in this pair
+    way: Way
+
+    def local_layers(self, layout: KVLayout) -> range:
+        """Return this pair's layers as indexes into the layers of `layout`, one of the pair's two ranks."""
+        return range(self.layers[0] - layout.layers.start, self.layers[1] - layout.layers.start)
+
+    def local_heads(self, layout: KVLayout) -> range:
+        """Return this pair's heads as indexes into the heads of `layout`, one of the pair's two ranks."""
+        return range(self.heads[0] - layout.heads.start, self.heads[1] - layout.heads.start)
+
+
+class Summary(msgspec.Struct, frozen=True, rename="camel"):
+    """A plan in five numbers, as the operator puts it into a status. Counts are for one chunk, all pairs."""
+
+    way: str
+    pairs: int
+    bytes_per_token: int
+    writes_per_chunk: int
+    slices_per_chunk: int
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """Who sends what to whom, for one replica of each side.
+
+    Attributes:
+        pairs: ordered by target rank, then source rank; two ranks have at most one pair.
+        idle_sources: (source rank, target rank) for every source rank without a pair; that target rank tells
+            it so, and the source completes its half at once.
+        idle_targets: target ranks without a pair, which complete at once.
+        runs: how the contiguous runs of a pair are counted, for `summary`.
+    """
+
+    pairs: tuple[Pair, ...]
+    idle_sources: tuple[tuple[int, int], ...]
+    idle_targets: tuple[int, ...]
+    runs: RunRule
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token over all pairs; replicated target heads count once a replica."""
+        return sum(pair.token_bytes for pair in self.pairs)
+
+    @property
+    def way(self) -> Way:
+        """The way of all pairs: even splits make all pairs whole or none, so that they never differ."""
+        ways = {pair.way for pair in self.pairs}
+        assert len(ways) == 1, ways
+        return ways.pop()
+
+    def of_source(self, rank: int) -> tuple[Pair, ...]:
+        """Return the pairs that source rank `rank` writes, by target rank."""
+        return tuple(pair for pair in self.pairs if pair.source_rank == rank)
+
+    def of_target(self, rank: int) -> tuple[Pair, ...]:
+        """Return the pairs that target rank `rank` is written by, by source rank."""
+        return tuple(pair for pair in self.pairs if pair.target_rank == rank)
+
+    def summary(self, chunk_tokens: int, slab_bytes: int) -> Summary:
+        """Return what an operator wants to know of this plan.
+
+        Args:
+            chunk_tokens: tokens of one chunk of a prompt, which begins at a page.
+            slab_bytes: payload that one staged write carries.
+        `writes_per_chunk` takes slabs as filled to the last byte; as slabs are cut between tokens, a pair whose
+        tokens do not divide a slab makes a write or so more.
+        `slices_per_chunk` is what the same chunk would take run by run, whatever the way.
+        """
+        assert min(chunk_tokens, slab_bytes) > 0, (chunk_tokens, slab_bytes)
+        writes = slices = 0
+        for pair in self.pairs:
+            runs = self.runs.count(pair, chunk_tokens)
+            slices += runs
+            if pair.way is Way.STAGED:
+                writes += -(-chunk_tokens * pair.token_bytes // slab_bytes)
+            else:
+                writes += 1 if pair.way is Way.DIRECT else runs
+        return Summary(self.way.name.capitalize(), len(self.pairs), self.bytes_per_token, writes, slices)
+
+
+class RunRule(msgspec.Struct, frozen=True):
+    """How many runs of bytes, contiguous on both sides, a pair's tokens consist of.
+
+    Attributes:
+        planes_per_layer: K and V apart, or one plane.
+        source_page_size, target_page_size: tokens.
+        tokens_joined: neighbouring tokens of a page are contiguous on both sides.
+        heads_joined: neighbouring heads are contiguous on both sides.
+    """
+
+    planes_per_layer: int
+    source_page_size: int
+    target_page_size: int
+    tokens_joined: bool
+    heads_joined: bool
+
+    def count(self, pair: Pair, tokens: int) -> int:
+        """Return the runs of `tokens` tokens that begin at a page on both sides and fill pages that stay whole."""
+        heads = 1 if self.heads_joined else pair.heads[1] - pair.heads[0]
+        pieces = tokens
+        if self.tokens_joined:
+            one, other = self.source_page_size, self.target_page_size
+            pieces = -(-tokens // one) + -(-tokens // other) - -(-tokens // lcm(one, other))
+        return (pair.layers[1] - pair.layers[0]) * self.planes_per_layer * heads * pieces
+
+
+def plan(
+    source: KVLayout | Sequence[KVLayout],
+    target: KVLayout | Sequence[KVLayout],
+    *,
+    staging: Staging = Staging.AUTO,
+    contiguous_bytes_min: int = 0,
+    direct: bool = False,
+) -> Plan:
+    """Return who sends what to whom so that every target rank gets each of its layers and heads exactly once.
+
+    Of replicated source heads each target rank reads one replica; readers are dealt to replicas in turn,
+    beginning at the target's DP rank, so that replicas differ by at most one pair within a plan.
+
+    Args:
+        source, target: the layout of any rank of each side, or of all ranks of one replica in any order, which
+            is needed where pipeline stages were given their layers by `layer_range`.
+        staging: may, must or must not slabs be used.
+        contiguous_bytes_min: with Staging.AUTO, whole pages smaller than this go staged; from the crossover
+            table of the backend and wire.
+        direct: with Staging.AUTO, whether both sides' devices reach each other's memory.
+    Raises:
+        LayoutError: a layout cannot exist or the two cannot exchange pages; names the side, the field and both values.
+    """
+    sources = (source,) if isinstance(source, KVLayout) else tuple(source)
+    targets = (target,) if isinstance(target, KVLayout) else tuple(target)
+    return _plan(sources, targets, staging, contiguous_bytes_min, direct)
+
+
+@lru_cache(maxsize=_PLANS_KEPT_MAX)
+def _plan(
+    sources: tuple[KVLayout, ...],
+    targets: tuple[KVLayout, ...],
+    staging: Staging,
+    contiguous_bytes_min: int,
+    direct: bool,
+) -> Plan:
+    source = all_ranks("source", sources)
+    target = all_ranks("target", targets)
+    _check_exchange(source, target, staging)
+    way = _choose_way(source[0], target[0], staging, contiguous_bytes_min, direct)
+    pairs = tuple(sorted(_pairs(source, target, way), key=lambda pair: (pair.target_rank, pair.source_rank)))
+    writers = {pair.source_rank for pair in pairs}
+    readers = {pair.target_rank for pair in pairs}
+    return Plan(
+        pairs=pairs,
+        idle_sources=tuple((rank, rank % len(target)) for rank in range(len(source)) if rank not in writers),
+        idle_targets=tuple(rank for rank in range(len(target)) if rank not in readers),
+        runs=_run_rule(source[0], target[0]),
+    )
+
+
+def all_ranks(side: str, layouts: Sequence[KVLayout]) -> tuple[KVLayout, ...]:
+    """Return the layouts of every rank of one replica, ordered by rank.
+
+    Args:
+        side: what to call these layouts in errors, for example `source`.
+        layouts: of one rank, from which the others follow, or of all ranks in any order.
+    Raises:
+        LayoutError: ranks disagree, are missing or given twice, or their layers leave gaps or overlap.
+    """
+    if not layouts:
+        raise LayoutError(f"{side}: no layout is given: give one of any rank or those of all ranks")
+    try:
+        for layout in layouts:
+            layout.check()
+        first = layouts[0]
+        if len(layouts) == 1:
+            layouts = [first.at(rank) for rank in range(first.rank_count)]
+        else:
+            _check_same_instance(layouts)
+        ranks = tuple(sorted(layouts, key=lambda layout: layout.rank))
+        _check_layers(ranks)
+    except LayoutError as error:
+        raise LayoutError(f"{side}: {error}") from error
+    return ranks
+
+
+def _check_same_instance(layouts: Sequence[KVLayout]) -> None:
+    """Refuse layouts that are not all ranks of one replica, each once."""
+    first = layouts[0]
+    for layout in layouts:
+        for name in ("model", "page_size", "order"):
+            if getattr(layout, name) != getattr(first, name):
+                raise LayoutError(
+                    f"{name} is {getattr(first, name)} on rank {first.rank} and {getattr(layout, name)} "
+                    f"on rank {layout.rank}: ranks of one instance share it"
+                )
+        for name in ("tp", "pp", "dp", "dp_rank"):
+            one, other = getattr(first.parallel, name), getattr(layout.parallel, name)
+            if one != other:
+                raise LayoutError(
+                    f"parallel.{name} is {one} on rank {first.rank} and {other} on rank {layout.rank}: "
+                    f"give the ranks of one replica"
+                )
+    found = sorted(layout.rank for layout in layouts)
+    if found != list(range(first.rank_count)):
+        raise LayoutError(f"ranks {found} are given: give each of {first.rank_count} once")
+
+
+def _check_layers(ranks: tuple[KVLayout, ...]) -> None:
+    """Refuse stages whose TP ranks hold different layers, or that leave gaps or overlap."""
+    for layout in ranks:
+        leader = ranks[layout.parallel.pp_rank * layout.parallel.tp]
+        if layout.layers != leader.layers:
+            raise LayoutError(
+                f"layer_range is {_ends(leader.layers)} on rank {leader.rank} and {_ends(layout.layers)} on rank "
+                f"{layout.rank}: TP ranks of one stage hold the same layers"
+            )
+    stages = sorted((layout.layers for layout in _stage_leaders(ranks)), key=lambda layers: layers.start)
+    for before, after in pairwise(stages):
+        if before.stop != after.start:
+            raise LayoutError(
+                f"layer_range is {_ends(before)} on one stage and {_ends(after)} on the next: stages must neither "
+                f"overlap nor leave layers out"
+            )
+
+
+def _check_exchange(source: tuple[KVLayout, ...], target: tuple[KVLayout, ...], staging: Staging) -> None:
+    """Refuse two sides, each sound in itself, that cannot exchange pages."""
+    one, other = source[0], target[0]
+    for name in ModelShape.__struct_fields__:
+        _check_equal(f"model.{name}", getattr(one.model, name), getattr(other.model, name), "both hold one model")
+    if PageOrder.OPAQUE in (one.order, other.order):
+        why = "an opaque page cannot be taken apart"
+        _check_equal("order", one.order, other.order, why)
+        _check_equal("page_size", one.page_size, other.page_size, why)
+    held = [
+        _ends(range(min(r.layers.start for r in side), max(r.layers.stop for r in side))) for side in (source, target)
+    ]
+    _check_equal("layers", held[0], held[1], "both sides must hold the same layers")
+    if one.model.attention is Attention.LATENT and staging is Staging.ALWAYS:
+        raise LayoutError(
+            "model.attention is LATENT (MLA) and transfer.staging is Always: a latent has no heads to split, so there "
+            "is nothing to stage; set transfer.staging to Auto or Never"
+        )
+
+
+def _check_equal(field: str, source: object, target: object, why: str) -> None:
+    if source != target:
+        shown = [value.name if isinstance(value, IntEnum) else value for value in (source, target)]
+        raise LayoutError(f"{field} is {shown[0]} at the source and {shown[1]} at the target: {why}")
+
+
+def _choose_way(source: KVLayout, target: KVLayout, staging: Staging, contiguous_bytes_min: int, direct: bool) -> Way:
+    """Choose the way of every pair; even splits make pages whole for all pairs or for none."""
+    whole = len(source.heads) == len(target.heads) and source.page_size == target.page_size
+    whole = whole and _same_order(source, target)
+    if staging is Staging.ALWAYS:
+        return Way.STAGED
+    if source.model.attention is Attention.LATENT or staging is Staging.NEVER:
+        return Way.CONTIGUOUS if whole else Way.SLICES
+    page_bytes = source.page_size * len(source.heads) * source.model.head_bytes
+    if whole and page_bytes >= contiguous_bytes_min:
+        return Way.CONTIGUOUS
+    return Way.DIRECT if direct else Way.STAGED
+
+
+def _same_order(source: KVLayout, target: KVLayout) -> bool:
+    """Whether a page's bytes have one order on both sides; NHD and HND are the same for a single head or token."""
+    if source.order is target.order:
+        return True
+    single = len(source.heads) == len(target.heads) == 1 or source.page_size == target.page_size == 1
+    return single and PageOrder.OPAQUE not in (source.order, target.order)
+
+
+def _run_rule(source: KVLayout, target: KVLayout) -> RunRule:
+    """Return which neighbours are contiguous on both sides."""
+    opaque = source.order is PageOrder.OPAQUE
+    whole = len(source.heads) == len(target.heads) and _same_order(source, target)
+    # In a page of one token, or with one head, a side's neighbours are the same in either order.
+    by_head = [side.order is PageOrder.HND or len(side.heads) == 1 or side.page_size == 1 for side in (source, target)]
+    by_token = [side.order is PageOrder.NHD or side.page_size == 1 for side in (source, target)]
+    same_pages = source.page_size == target.page_size
+    return RunRule(
+        planes_per_layer=1 if opaque else source.model.kinds,
+        source_page_size=source.page_size,
+        target_page_size=target.page_size,
+        tokens_joined=opaque or all(by_head) or whole,
+        heads_joined=all(by_token) or (whole and same_pages),
+    )
+
+
+def _stage_leaders(ranks: tuple[KVLayout, ...]) -> tuple[KVLayout, ...]:
+    """Return TP rank 0 of each stage."""
+    return ranks[:: ranks[0].parallel.tp]
+
+
+def _ends(interval: range) -> tuple[int, int]:
+    return interval.start, interval.stop
+
+
+def _overlap(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
+def _pairs(source: tuple[KVLayout, ...], target: tuple[KVLayout, ...], way: Way) -> Iterator[Pair]:
+    """Yield a pair for every overlap of a stage and head group of the source with a rank of the target."""
+    shape, replicas, tp = source[0].model, source[0].replicas, source[0].parallel.tp
+    share = len(source[0].heads)
+    first_turn = target[0].parallel.dp_rank
+    # Readers dealt so far to the replicas of each (source stage, group of heads).
+    turns: Counter[tuple[int, int]] = Counter()
+    for reader in target:
+        for leader in _stage_leaders(source):
+            layers = _overlap(leader.layers, reader.layers)
+            if not layers:
+                continue
+            for group in range(reader.heads.start // share, (reader.heads.stop - 1) // share + 1):
+                heads = _overlap(range(group * share, (group + 1) * share), reader.heads)
+                stage = leader.parallel.pp_rank
+                replica = (first_turn + turns[stage, group]) % replicas
+                turns[stage, group] += 1
+                yield Pair(
+                    source_rank=stage * tp + group * replicas + replica,
+                    target_rank=reader.rank,
+                    layers=_ends(layers),
+                    heads=_ends(heads),
+                    token_bytes=shape.kinds * len(layers) * len(heads) * shape.head_bytes,
+                    way=way,
+                )

@@ -1,0 +1,264 @@
+"""What both halves of a worker's protocol core share: who I am, what is to be sent, which rooms have ended.
+
+`SourceSession` (prefill) and `TargetSession` (decode) build on it. No socket, loop, clock or log: messages and
+time are arguments, messages to send and effects are returned as data, in the order in which they must happen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from longshore_wire.effects import Effect, PeerId, SessionConfig, Stale
+from longshore_wire.errors import LayoutError, Reason
+from longshore_wire.layout import KVLayout
+from longshore_wire.peer_messages import (
+    PROTOCOL_VERSION,
+    Attach,
+    PairKey,
+    PeerMessage,
+    PoolInfo,
+    RegionInfo,
+    RoomKey,
+)
+from longshore_wire.plan import Plan, plan
+from longshore_wire.room import SourceRoom, TargetRoom
+from longshore_wire.timers import Timers
+
+# Repeats slow down to this many times the first interval: a peer that is busy for seconds is not helped by more.
+BACKOFF_MAX = 16
+# A write is cut where extents end; smaller ones would cut it into too many pieces.
+EXTENT_BYTES_MIN = 4096
+
+
+class PeerState(Enum):
+    """The life of a peer as this side knows it."""
+
+    DIALING = "dialing"
+    ATTACHED = "attached"
+    REFUSED = "refused"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Untold:
+    """The failure of a room of which its source has not heard: the life that knew of the claim died, or none did yet."""
+
+    pair: PairKey
+    reason: Reason
+    text: str
+    until_ns: int
+
+
+@dataclass(slots=True)
+class Peer:
+    """One worker of another instance, in its current life."""
+
+    peer: PeerId
+    address: str = ""
+    state: PeerState = PeerState.DIALING
+    attach: Attach | None = None
+    heard_ns: int = 0
+    wire: str = "Unknown"
+    rooms: dict[RoomKey, None] = field(default_factory=dict)  # in the order in which they were opened
+    untold: dict[RoomKey, Untold] = field(default_factory=dict)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the peer's current life; 0 before it attached."""
+        return self.attach.epoch if self.attach else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a room ended, remembered for two leases."""
+
+    reason: Reason
+    text: str
+    until_ns: int
+
+
+class Session:
+    """State and verbs common to both halves. `rooms` and `cancel` are theirs."""
+
+    rooms: Mapping[RoomKey, SourceRoom | TargetRoom]
+
+    def __init__(self, config: SessionConfig, *, now_ns: int) -> None:
+        config.layout.check()
+        self.config = config
+        self.peers: dict[PeerId, Peer] = {}
+        self.ended: OrderedDict[RoomKey, Ended] = OrderedDict()
+        self.counters: Counter[str] = Counter()
+        self.lease_until_ns = now_ns + config.lease_ns
+        self._outbox: list[tuple[PeerId, PeerMessage]] = []
+        self._effects: list[Effect] = []
+        self._metadata = b""
+        self._ring_region: RegionInfo | None = None
+        self._pools: dict[int, PoolInfo] = {}
+        self._probe: RegionInfo | None = None
+        self._generation = 0
+        self._timers: Timers[tuple[RoomKey, PeerId]] = Timers()
+        self._peer_timers: Timers[PeerId] = Timers()
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank within its replica."""
+        return self.config.layout.rank
+
+    def take_outbox(self) -> list[tuple[PeerId, PeerMessage]]:
+        """Return the messages to send, in order, and forget them."""
+        outbox, self._outbox = self._outbox, []
+        return outbox
+
+    def take_effects(self) -> list[Effect]:
+        """Return what the world must do, in order, and forget it."""
+        effects, self._effects = self._effects, []
+        return effects
+
+    def describe(
+        self,
+        metadata: bytes,
+        ring: RegionInfo | None,
+        pools: dict[int, PoolInfo],
+        probe: RegionInfo | None = None,
+    ) -> None:
+        """Set what peers must know to write to this worker; attached peers hear of the change."""
+        self._metadata, self._ring_region, self._pools, self._probe = metadata, ring, dict(pools), probe
+        self._generation += 1
+        for peer in self.peers.values():
+            if peer.state is PeerState.ATTACHED:
+                self._send(peer.peer, self._attach(reply=True))
+
+    def renew(self, now_ns: int) -> None:
+        """The engine lives: all its rooms keep their lease."""
+        self.lease_until_ns = now_ns + self.config.lease_ns
+
+    def cancel(self, key: RoomKey, reason: Reason, text: str, now_ns: int) -> None:
+        """Give a room up; unknown rooms are ignored."""
+        raise NotImplementedError
+
+    def fail_claimed(self, reason: Reason, text: str, now_ns: int) -> None:
+        """Give up every room that has pieces on sibling ranks."""
+        raise NotImplementedError
+
+    def refuse(self, peer: PeerId, reason: Reason, text: str, now_ns: int) -> None:
+        """Fail the rooms of a peer that this side must not exchange bytes with."""
+        raise NotImplementedError
+
+    def receive(self, peer: PeerId, message: PeerMessage, now_ns: int) -> None:
+        """Obey one message of a peer."""
+        raise NotImplementedError
+
+    def tick(self, now_ns: int) -> None:
+        """Let time pass."""
+        raise NotImplementedError
+
+    def sibling_failed(self, key: RoomKey, reason: Reason, text: str, now_ns: int) -> None:
+        """A sibling rank has failed this room: so must this one, also if its engine comes with it only later."""
+        if key in self.rooms:
+            self.cancel(key, reason, text, now_ns)
+        elif key not in self.ended:
+            self._remember(key, reason, text, now_ns)
+
+    def fail_pool(self, pool: int, reason: Reason, text: str, now_ns: int) -> None:
+        """Give up every room of a pool."""
+        for key in [key for key in self.rooms if key.pool == pool]:
+            self.cancel(key, reason, text, now_ns)
+
+    def fail_all(self, reason: Reason, text: str, now_ns: int) -> None:
+        """Give up every room."""
+        for key in list(self.rooms):
+            self.cancel(key, reason, text, now_ns)
+
+    def next_due_ns(self) -> int | None:
+        """Return when `tick` must be called at the latest, or None."""
+        dues = [due for due in (self._timers.next_ns(), self._peer_timers.next_ns()) if due is not None]
+        if self.rooms:
+            dues.append(self.lease_until_ns)
+        return min(dues, default=None)
+
+    def ended_outcome(self, key: RoomKey) -> Ended | None:
+        """Return how a room ended, if that is still remembered."""
+        return self.ended.get(key)
+
+    def _attach(self, *, reply: bool) -> Attach:
+        config = self.config
+        return Attach(
+            version=PROTOCOL_VERSION,
+            deployment=config.deployment,
+            instance=config.instance,
+            epoch=config.epoch,
+            layout=config.layout,
+            backend=config.backend,
+            metadata=self._metadata,
+            ring=self._ring_region,
+            pools=tuple(self._pools.values()),
+            slab_bytes_max=config.slab_bytes_max,
+            generation=self._generation,
+            reply=reply,
+            probe=self._probe,
+        )
+
+    def _send(self, peer: PeerId, message: PeerMessage) -> None:
+        self._outbox.append((peer, message))
+
+    def _effect(self, effect: Effect) -> None:
+        self._effects.append(effect)
+
+    def _stale(self, message: PeerMessage) -> None:
+        name = type(message).__name__
+        self.counters[f"stale.{name}"] += 1
+        self._effect(Stale(name))
+
+    def _remember(self, key: RoomKey, reason: Reason, text: str, now_ns: int) -> None:
+        self.ended[key] = Ended(reason, text, now_ns + 2 * self.config.lease_ns)
+        self.ended.move_to_end(key)
+        while len(self.ended) > self.config.ended_rooms_max:
+            self.ended.popitem(last=False)
+
+    def _end_leases(self, side: str, now_ns: int) -> None:
+        if self.rooms and now_ns >= self.lease_until_ns:
+            text = f"the {side} engine did not renew its lease for {self.config.lease_ns / 1e9:.0f} s"
+            self.fail_all(Reason.LEASE_EXPIRED, text, now_ns)
+            self.lease_until_ns = now_ns + self.config.lease_ns
+        while self.ended and next(iter(self.ended.values())).until_ns <= now_ns:
+            self.ended.popitem(last=False)
+
+    def _check_attach(self, attach: Attach) -> tuple[Reason, str] | None:
+        """Return why this peer cannot be, or None."""
+        config = self.config
+        if attach.version != PROTOCOL_VERSION:
+            return Reason.UNKNOWN_VERSION, f"peer speaks protocol {attach.version}, this side {PROTOCOL_VERSION}"
+        if attach.deployment != config.deployment:
+            return Reason.LAYOUT_MISMATCH, f"peer belongs to {attach.deployment}, this worker to {config.deployment}"
+        if attach.backend != config.backend:
+            return Reason.UNSUPPORTED, f"peer uses backend {attach.backend}, this side {config.backend}"
+        try:
+            attach.layout.check()
+            if attach.layout.model != config.layout.model:
+                raise LayoutError(f"model is {attach.layout.model} at the peer and {config.layout.model} here")
+            for name, region in (("ring", attach.ring), ("probe", attach.probe)):
+                _check_region(name, region)
+        except LayoutError as error:
+            return error.reason, str(error)
+        return None
+
+    def _plan(self, source: KVLayout, target: KVLayout) -> Plan:
+        return plan(source, target, staging=self.config.staging)
+
+
+def _check_region(name: str, region: RegionInfo | None) -> None:
+    """Raise LayoutError unless a peer's region is a range of addresses, cut into few extents."""
+    if region is None:
+        return
+    if not 0 <= region.address < region.address + region.length_bytes < 2**63:
+        raise LayoutError(f"{name} is {region.length_bytes} bytes at {region.address}: that is no memory")
+    if region.extent_bytes and region.extent_bytes < EXTENT_BYTES_MIN:
+        raise LayoutError(f"{name} has extents of {region.extent_bytes} bytes: use {EXTENT_BYTES_MIN} or more, or 0")
+
+
+def backoff_ns(retry_ns: int, attempts: int) -> int:
+    """Return the wait before repeat number `attempts`: doubling up to BACKOFF_MAX times the first."""
+    return int(retry_ns * min(1 << min(attempts, 30), BACKOFF_MAX))

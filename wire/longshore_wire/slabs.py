@@ -1,0 +1,65 @@
+"""How a claimed range of tokens is cut into slabs. Both sides compute the same from a Demand. Pure arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from longshore_wire.errors import RingError
+from longshore_wire.trailer import ALIGNMENT_BYTES, TRAILER_BYTES, aligned
+
+
+@dataclass(frozen=True, slots=True)
+class SlabGrid:
+    """Tokens [first, end) in pieces of `slab_tokens`, the last one cut at the end."""
+
+    first_token: int
+    end_token: int
+    slab_tokens: int
+
+    @property
+    def count(self) -> int:
+        """Number of slabs; 0 for an empty range."""
+        return -(-(self.end_token - self.first_token) // self.slab_tokens)
+
+    def tokens(self, slab: int) -> tuple[int, int]:
+        """Return [first, end) of slab `slab`, 0 <= slab < count."""
+        first = self.first_token + slab * self.slab_tokens
+        return first, min(first + self.slab_tokens, self.end_token)
+
+    def ready(self, contiguous_end: int) -> int:
+        """Return how many leading slabs lie wholly before token `contiguous_end`."""
+        if contiguous_end >= self.end_token:
+            return self.count
+        return max(0, contiguous_end - self.first_token) // self.slab_tokens
+
+
+def region_bytes(payload_bytes: int) -> int:
+    """Return what a slab takes in a staging buffer: payload, padding and trailer."""
+    return aligned(payload_bytes) + TRAILER_BYTES
+
+
+def slab_limit_bytes(lane_bytes: int, ring_bytes: int, source_count: int) -> int:
+    """Return the largest payload that fits a lane's buffer, and twice for each source rank into the ring."""
+    room_bytes = min(lane_bytes, ring_bytes // (2 * source_count))
+    return (room_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES - TRAILER_BYTES
+
+
+def slab_tokens(token_bytes: int, token_count: int, limit_bytes: int, minimum_bytes: int, pieces: int) -> int:
+    """Return the tokens of a slab: about `pieces` slabs a claim, so that its stages overlap, within the limits.
+
+    Args:
+        token_bytes: of one token between this pair of ranks.
+        token_count: of the claim.
+        limit_bytes: see `slab_limit_bytes`.
+        minimum_bytes: smaller slabs cost more in control than they gain in overlap.
+        pieces: how many slabs a claim is cut into at least, if they stay above the minimum.
+    Raises:
+        RingError: not even one token fits.
+    """
+    if token_bytes > limit_bytes:
+        raise RingError(
+            f"one token is {token_bytes} bytes between these ranks and a slab holds {max(limit_bytes, 0)}: "
+            "enlarge staging.bufferSize of prefill and staging.poolSize of decode (two slabs for each source rank)"
+        )
+    wanted_bytes = max(minimum_bytes, -(-token_count * token_bytes // pieces))
+    return max(1, min(wanted_bytes, limit_bytes) // token_bytes)

@@ -1,0 +1,167 @@
+"""Read a JSON or YAML document into msgspec structs and report every fault at once, each with its path.
+
+Called by `agent_config`. msgspec itself stops at the first fault; this walks the structs field by field and lets
+msgspec judge one leaf at a time. Pure.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections import Counter
+from enum import Enum
+from typing import Any, TypeVar, get_args, get_type_hints
+
+import msgspec
+
+from longshore_wire.errors import ConfigError
+from longshore_wire.quantity import QuantityError, format_quantity, parse_quantity
+
+# A config with every field takes 2 KiB; more than this is not a config, and would make long lists of faults.
+DOCUMENT_BYTES_MAX = 64 << 10
+SHOWN_CHARACTERS_MAX = 60
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class Mapping(dict[Any, Any]):
+    """A mapping of the document that remembers which of its keys were given more than once."""
+
+    def __init__(self, entries: list[tuple[Any, Any]]) -> None:
+        super().__init__(entries)
+        counts = Counter(key for key, _ in entries)
+        self.repeated = [key for key, count in counts.items() if count > 1]
+
+
+def parse(text: str | bytes) -> object:
+    """Return the document in `text`: JSON if it begins with a brace, else YAML. Mappings come as `Mapping`.
+
+    Raises:
+        ConfigError: it is too large or not a document, with the line.
+    """
+    data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
+    if len(data) > DOCUMENT_BYTES_MAX:
+        raise ConfigError([f"(document): {len(data)} bytes: at most {DOCUMENT_BYTES_MAX} are allowed"])
+    try:
+        decoded = data.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"(document): not UTF-8: {error}"]) from error
+    if not decoded.lstrip().startswith("{"):
+        return _parse_yaml(decoded)
+    try:
+        return json.loads(decoded, object_pairs_hook=Mapping)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError([f"(document): not JSON: {error}"]) from error
+
+
+def _parse_yaml(text: str) -> object:
+    # PyYAML is imported here alone: the client, which never reads YAML, stays light.
+    try:
+        import yaml  # type: ignore[import-untyped, unused-ignore]
+    except ImportError as error:
+        raise ConfigError(["(document): it is YAML and PyYAML is not installed: write JSON or install it"]) from error
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc, unused-ignore]
+        """Safe loading without aliases and merges, and with mappings that remember repeated keys."""
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            # A few aliases of aliases stand for more values than memory holds.
+            if self.check_event(yaml.events.AliasEvent):
+                raise yaml.composer.ComposerError(None, None, "aliases are not allowed", self.peek_event().start_mark)
+            return super().compose_node(parent, index)
+
+    def construct(loader: Any, node: Any) -> Mapping:
+        build = loader.construct_object
+        return Mapping([(build(key, deep=True), build(value, deep=True)) for key, value in node.value])
+
+    Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, construct)
+    try:
+        # The loader is a SafeLoader: it builds plain values only.
+        return yaml.load(text, Loader=Loader)  # noqa: S506
+    except (yaml.YAMLError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        # PyYAML lets errors of Python through for odd scalars, such as a month 13 or an empty !!int.
+        raise ConfigError([f"(document): not YAML: {' '.join(str(error).split())}"]) from error
+
+
+def read_struct(kind: type[S], raw: object, path: str, faults: list[str]) -> S | None:
+    """Return `raw` as a `kind`, or None after appending every fault below `path` to `faults`."""
+    if not isinstance(raw, dict):
+        faults.append(f"{path or '(document)'}: give a mapping, not {_shown(raw)}")
+        return None
+    before = len(faults)
+    fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
+    hints = get_type_hints(kind, include_extras=True)
+    unknown = [key for key in raw if key not in fields]
+    faults += [f"{_join(path, key)}: unknown key{_nearest(str(key), list(fields))}" for key in unknown]
+    faults += [f"{_join(path, key)}: given more than once" for key in getattr(raw, "repeated", ())]
+    values = {}
+    for key, field in fields.items():
+        if key in raw:
+            values[field.name] = _read_value(hints[field.name], raw[key], _join(path, key), faults)
+        elif field.required:
+            faults.append(f"{_join(path, key)}: missing")
+    return kind(**values) if len(faults) == before else None
+
+
+def _read_value(kind: Any, raw: object, path: str, faults: list[str]) -> object:
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return read_struct(kind, raw, path, faults)
+    try:
+        if _is_quantity(kind):
+            return parse_quantity(raw)
+        return msgspec.convert(raw, kind)
+    except QuantityError as error:
+        faults.append(f"{path}: {error}")
+    except msgspec.ValidationError as error:
+        # msgspec ends its message with the place below this value, if there is one: "... - at `$[0]`".
+        text, _, place = str(error).partition(" - at `$")
+        allowed = ", ".join(str(value.value) for value in _choices(kind))
+        hint = f"; use one of {allowed}" if allowed else ""
+        faults.append(f"{path}{place.rstrip('`')}: {text} (given: {_shown(raw)}){hint}")
+    return None
+
+
+def _choices(kind: Any) -> list[Enum]:
+    """Return the members of the enum that `kind` is or holds, if any."""
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return list(kind)
+    return [choice for part in get_args(kind) for choice in _choices(part)]
+
+
+def _is_quantity(kind: Any) -> bool:
+    return any((getattr(meta, "extra", None) or {}).get("quantity") for meta in getattr(kind, "__metadata__", ()))
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _nearest(key: str, known: list[str]) -> str:
+    """Return a hint: the key that was probably meant, or those that there are."""
+    close = difflib.get_close_matches(key, known, n=1)
+    return f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
+
+
+def _shown(raw: object) -> str:
+    """Return a value as a fault may show it: short."""
+    text = repr(raw)
+    return text if len(text) <= SHOWN_CHARACTERS_MAX else f"{text[: SHOWN_CHARACTERS_MAX - 3]}..."
+
+
+def to_text(value: msgspec.Struct) -> str:
+    """Return a struct as indented JSON, sizes as quantities, what is None left out."""
+    return json.dumps(_plain(value), indent=2) + "\n"
+
+
+def _plain(value: msgspec.Struct) -> dict[str, object]:
+    hints = get_type_hints(type(value), include_extras=True)
+    plain: dict[str, object] = {}
+    for field in msgspec.structs.fields(value):
+        entry = getattr(value, field.name)
+        if isinstance(entry, msgspec.Struct):
+            plain[field.encode_name] = _plain(entry)
+        elif _is_quantity(hints[field.name]):
+            plain[field.encode_name] = format_quantity(entry)
+        elif entry is not None or field.default is not None:
+            plain[field.encode_name] = msgspec.to_builtins(entry)
+    return plain
