@@ -59,6 +59,8 @@ CHEAP = {
 }
 BOTH = (Half.SOURCE, Half.TARGET)
 room_ids = itertools.count(2**63 + 1)
+# Those that were not stopped yet.
+living_agents: list[Agent] = []
 _PATH = os.pathsep.join(entry for entry in sys.path if entry)
 
 
@@ -99,6 +101,7 @@ class Agent:
             "LONGSHORE_RUN_DIRECTORY": str(directory),
             "PYTHONPATH": _PATH,
         }
+        living_agents.append(self)
         self.start()
 
     def start(self) -> None:
@@ -190,6 +193,8 @@ class Agent:
 
     def stop(self, limit_s: float = 20.0) -> int:
         """End it and whatever it has started; return its exit status."""
+        if self in living_agents:
+            living_agents.remove(self)
         children = self.children() if self.process.poll() is None else []
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)

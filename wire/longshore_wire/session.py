@@ -61,6 +61,7 @@ class Peer:
     state: PeerState = PeerState.DIALING
     attach: Attach | None = None
     heard_ns: int = 0
+    dialled_ns: int = 0
     wire: str = "Unknown"
     rooms: dict[RoomKey, None] = field(default_factory=dict)  # in the order in which they were opened
     untold: dict[RoomKey, Untold] = field(default_factory=dict)

@@ -119,6 +119,7 @@ class TargetPeers(Session):
             if known.state is PeerState.ATTACHED:
                 self.peer_lost(peer, f"{prefill_name(peer)} has moved to {address}", now_ns, dead=True)
             known.address, known.state, known.attach, known.heard_ns = address, PeerState.DIALING, None, now_ns
+            known.dialled_ns = now_ns
             self._effect(Dial(peer, address))
             self._send(peer, self._attach(reply=False))
             self._peer_timers.set(peer, now_ns + self.config.retry_ns)
@@ -145,6 +146,10 @@ class TargetPeers(Session):
             and silence_ns > _KNOCK_AFTER * self.config.heartbeat_ns
         ):
             self._effect(Knock(peer, known.address))
+        if known.state is PeerState.LOST and now_ns - known.dialled_ns >= self.config.peer_timeout_ns:
+            # The connection may have died without a word on our side.
+            known.dialled_ns = now_ns
+            self._effect(Dial(peer, known.address))
         if known.state is PeerState.ATTACHED:
             self._send(peer, Ping(self.config.epoch))
         else:

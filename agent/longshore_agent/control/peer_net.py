@@ -45,14 +45,15 @@ class PeerNet:
 
         Args:
             host, port: where peers dial; port 0 takes a free one.
-            route: unique name of this worker's life, at most 250 bytes.
+            route: unique name of this worker's life, at most 240 bytes.
             keys: None: no encryption, for loopback addresses only.
         Raises:
             TransportError: the address cannot be bound.
         """
         self.counters: Counter[str] = Counter()
         self._keys = keys
-        self._route = route.encode()
+        self._route = route
+        self._dial_count = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._gatekeeper = Gatekeeper(self._context, keys) if keys is not None else None
         self._router = self._socket(zmq.ROUTER)
@@ -86,7 +87,10 @@ class PeerNet:
         """Open a connection to a source worker, in place of an older one."""
         self.hang_up(peer)
         dealer = self._socket(zmq.DEALER)
-        dealer.setsockopt(zmq.ROUTING_ID, self._route)
+        # A name for each connection: where an old one lingers, or comes back late, a shared name would be taken over by
+        # it, and what the new one says would be lost for good.
+        self._dial_count += 1
+        dealer.setsockopt(zmq.ROUTING_ID, f"{self._route}/{self._dial_count}".encode())
         if self._keys is not None:
             dealer.curve_serverkey = self._keys.server_public.encode()
             dealer.curve_publickey = self._keys.client_public.encode()
@@ -105,7 +109,8 @@ class PeerNet:
         if dealer is not None:
             self._dialled.pop(dealer)
             self.poller.unregister(dealer)
-            dealer.close()
+            # Nobody is to hear what is still unsent: it was meant for a life that is over.
+            dealer.close(linger=0)
 
     def forget(self, peer: PeerId, epoch: int) -> None:
         """Forget the route to a life of a target worker that is gone. Its next life may have said Attach already."""
@@ -149,8 +154,8 @@ class PeerNet:
 
     def close(self) -> None:
         """Close every connection; what is not sent yet is given a moment."""
-        for peer in list(getattr(self, "_dealers", {})):
-            self.hang_up(peer)
+        for dealer in getattr(self, "_dealers", {}).values():
+            dealer.close()
         self._router.close()
         if self._gatekeeper is not None:
             self._gatekeeper.stop()

@@ -1,0 +1,82 @@
+"""ZeroMQ connections of real sockets: a peer that comes back at its old address is reached again, whatever lingers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from longshore_agent.control.peer_net import PeerNet
+from longshore_wire.effects import PeerId
+from longshore_wire.engine_messages import Half
+from longshore_wire.layout import KVLayout, ModelShape, Parallel
+from longshore_wire.peer_messages import PROTOCOL_VERSION, Attach, PeerMessage, Ping, Pong
+
+LAYOUT = KVLayout(ModelShape(layers=1, kv_heads=1, head_dim=8, element_bytes=2), Parallel(), 16)
+SOURCE, TARGET = PeerId("prefill", 0, 0), PeerId("decode", 0, 0)
+ATTACH = Attach(PROTOCOL_VERSION, "d", "decode", 1, LAYOUT, "Loopback", b"", None, (), 0)
+LIMIT_S = 10.0
+# Longer than a closed connection of ZeroMQ stays, and tries to connect, for what it has not sent.
+LINGER_S = 0.3
+
+
+@pytest.fixture
+def nets():
+    """A maker of nets, which closes them all."""
+    made: list[PeerNet] = []
+
+    def make(port: int = 0, route: str = "decode/0/0/1") -> PeerNet:
+        made.append(PeerNet("127.0.0.1", port, route, None))
+        return made[-1]
+
+    yield make
+    for net in made:
+        net.close()
+
+
+def pump(net: PeerNet, until: Callable[[], bool], found: list[PeerMessage], say: Callable[[], None]) -> bool:
+    """Receive until it is so, repeating what is said as the cores do; False after LIMIT_S."""
+    end_s = time.monotonic() + LIMIT_S
+    while not until():
+        if time.monotonic() > end_s:
+            return False
+        say()
+        ready = frozenset(socket for socket, _ in net.poller.poll(20))
+        found += [received.message for received in net.receive(ready)]
+    return True
+
+
+def reaches(near: PeerNet, far: PeerNet) -> bool:
+    found: list[PeerMessage] = []
+    return pump(
+        far,
+        lambda: any(isinstance(message, Ping) for message in found),
+        found,
+        lambda: [near.send(Half.TARGET, SOURCE, message) for message in (ATTACH, Ping(1))],  # type: ignore[func-returns-value]
+    )
+
+
+def port_of(net: PeerNet) -> int:
+    return int(net.address.rpartition(":")[2])
+
+
+def test_a_source_that_returns_at_its_address_is_reached_by_the_new_connection_although_the_old_one_lingers(nets):
+    target, first = nets(), nets(route="prefill/0/0/1")
+    address = first.address
+    target.dial(SOURCE, address)
+    assert reaches(target, first)
+    first.close()
+    # What is said while nobody listens stays with the old connection, which lives on for a moment to deliver it.
+    target.send(Half.TARGET, SOURCE, Ping(1))
+    second = nets(int(address.rpartition(":")[2]), "prefill/0/0/2")
+    target.dial(SOURCE, address)
+    target.send(Half.TARGET, SOURCE, ATTACH)
+    # The old connection may come after the new one: it must take nothing from it.
+    assert reaches(target, second)
+    gone_s = time.monotonic() + 2 * LINGER_S
+    pump(second, lambda: time.monotonic() > gone_s, [], lambda: None)
+    assert reaches(target, second)
+    second.send(Half.SOURCE, TARGET, Pong(1))
+    found: list[PeerMessage] = []
+    assert pump(target, lambda: Pong(1) in found, found, lambda: None)

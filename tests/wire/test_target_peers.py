@@ -1,0 +1,55 @@
+"""The sources that a decode rank dials, as seen by its core alone."""
+
+from __future__ import annotations
+
+from longshore_wire.claims import Wanted
+from longshore_wire.effects import SECOND_NS, Dial, PeerId, SessionConfig
+from longshore_wire.engine_messages import Endpoint, RankAddress
+from longshore_wire.layout import KVLayout, ModelShape, Parallel
+from longshore_wire.peer_messages import RoomKey
+from longshore_wire.session import PeerState
+from longshore_wire.target_session import TargetSession
+
+LAYOUT = KVLayout(ModelShape(2, 4, 16, 2), Parallel(), 16)
+PREFILL = PeerId("P", 0, 0)
+MINUTE_NS = 60 * SECOND_NS
+
+
+def _run(target: TargetSession, from_ns: int, until_ns: int) -> list[tuple[int, Dial]]:
+    """Let time pass; return when the session dialled, and what."""
+    now_ns, dials = from_ns, []
+    while now_ns < until_ns:
+        target.tick(now_ns)
+        target.renew(now_ns)
+        dials += [(now_ns, effect) for effect in target.take_effects() if isinstance(effect, Dial)]
+        target.take_outbox()
+        now_ns = min(until_ns, target.next_due_ns() or until_ns)
+    return dials
+
+
+def test_a_source_that_stays_silent_is_dialled_anew_now_and_then_while_a_room_waits_for_its_word() -> None:
+    target = TargetSession(SessionConfig("d", "D", 1, LAYOUT, ring_bytes=1 << 20), now_ns=0)
+    endpoint = Endpoint("P", LAYOUT, (RankAddress(0, "h:1", 7),))
+    target.claim(Wanted(RoomKey("P", 5, 0), endpoint, 0, 60, 4, bytes(16)), 0)
+    assert [effect for effect in target.take_effects() if isinstance(effect, Dial)] == [Dial(PREFILL, "h:1")]
+    target.peers[PREFILL].state = PeerState.LOST
+
+    dials = _run(target, 0, MINUTE_NS)
+
+    assert {dial for _, dial in dials} == {Dial(PREFILL, "h:1")}
+    moments = [moment for moment, _ in dials]
+    gaps = [later - earlier for earlier, later in zip([0, *moments], moments, strict=False)]
+    assert min(gaps) >= target.config.peer_timeout_ns
+    assert len(dials) >= MINUTE_NS // (2 * target.config.peer_timeout_ns)
+
+
+def test_a_lost_source_of_which_no_room_is_left_is_hung_up_and_not_dialled() -> None:
+    target = TargetSession(SessionConfig("d", "D", 1, LAYOUT, ring_bytes=1 << 20), now_ns=0)
+    endpoint = Endpoint("P", LAYOUT, (RankAddress(0, "h:1", 7),))
+    target.claim(Wanted(RoomKey("P", 5, 0), endpoint, 0, 0, 0, b""), 0)
+    target.take_effects()
+    target.peers[PREFILL].state = PeerState.LOST
+    target.peers[PREFILL].rooms.clear()
+
+    assert _run(target, 0, MINUTE_NS) == []
+    assert PREFILL not in target.peers
