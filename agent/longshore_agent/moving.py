@@ -42,6 +42,10 @@ PROBE_BYTES = 1 << 20
 # Over these a control message tells the target that a slab has landed. NIXL's write over shared memory ends only when
 # the target has taken the notice of the write before it: a lane would wait for the target's next look, 1 ms and more.
 _TOLD_WIRES = frozenset({Wire.SHARED_MEMORY.value})
+# Over these this processor copies what it has gathered: in pieces that are still in its second-level cache, which takes
+# 0.26 core-seconds a GB for both against 0.33 (docs/design/2026-11-21-cpu-kernels.md). Others get a slab in one write.
+_COPIED_WIRES = _TOLD_WIRES
+_COPIED_PIECE_BYTES = 1 << 20
 # Bytes over the kernel's TCP move only while their target looks for notices.
 DRIVEN_WIRES = frozenset({Wire.TCP.value})
 
@@ -174,6 +178,7 @@ class Mover:
             return
         attach = self._attached[address]
         target_pool = next((pool for pool in attach.pools if pool.pool == effect.pair.key.pool), None)
+        wire = self.wire(Half.SOURCE, effect.peer)
         job = WriteJob(
             effect,
             desk.pools[effect.pair.key.pool].pages,
@@ -183,7 +188,8 @@ class Mover:
             target_pool,
             attach.layout,
             now_ns,
-            self.transport.notifies and self.wire(Half.SOURCE, effect.peer) not in _TOLD_WIRES,
+            noticed=self.transport.notifies and wire not in _TOLD_WIRES,
+            piece_bytes=_COPIED_PIECE_BYTES if wire in _COPIED_WIRES else effect.payload_bytes,
         )
         self._track(Half.SOURCE, effect.pair.key, job)
         if self._allowed and address not in self._wires:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 
 from longshore_agent.errors import PoolError, ShapeError
 from longshore_agent.kernels.gather import launch as gather
@@ -23,6 +22,8 @@ from longshore_agent.memory.pools import KVPool
 from longshore_wire import trailer as trailers
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.layout import Attention, KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry
+
+Bytes = npt.NDArray[np.uint8]
 
 GUARD_BYTES = 192
 POISON = 0xA5
@@ -92,18 +93,18 @@ def opened(shape: Shape, seed: int | None) -> Iterator[KVPool]:
             stack.callback(os.close, descriptor)
         pool = KVPool(shape.layout, geometry, descriptors)
         stack.callback(pool.close)
-        generator = torch.Generator().manual_seed(seed or 0)
+        generator = np.random.default_rng(seed or 0)
         for index in range(len(descriptors)):
             region = pool.region(index)
             if seed is None:
-                region.fill_(POISON)
+                region[:] = POISON
             else:
-                region.copy_(torch.randint(0, 256, region.shape, dtype=torch.uint8, generator=generator))
+                region[:] = generator.integers(0, 256, region.shape, np.uint8)
         yield pool
 
 
-def contents(pool: KVPool) -> list[torch.Tensor]:
-    return [pool.region(index).clone() for index in range(len(pool.geometry.region_bytes))]
+def contents(pool: KVPool) -> list[Bytes]:
+    return [pool.region(index).copy() for index in range(len(pool.geometry.region_bytes))]
 
 
 def page_ids(shape: Shape, tokens: tuple[int, int], seed: int, *, repeats: bool) -> npt.NDArray[np.int32]:
@@ -117,13 +118,13 @@ def trailer_for(payload: int) -> trailers.Trailer:
 
 def gathered(
     pool: KVPool, pages: npt.NDArray[np.int32], tokens: tuple[int, int], layers: range, heads: range
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Bytes, Bytes]:
     """The whole buffer, guards included, as the kernel and as the reference leave it."""
     payload = payload_bytes(pool, tokens, layers, heads)
     length = trailers.slab_bytes(payload)
     results = []
     for kernel in (gather.gather_slices, gather_reference.gather_slices):
-        buffer = torch.full((length + 2 * GUARD_BYTES,), POISON, dtype=torch.uint8)
+        buffer = np.full(length + 2 * GUARD_BYTES, POISON, dtype=np.uint8)
         target = buffer[GUARD_BYTES : GUARD_BYTES + length]
         assert kernel(pool, pages, tokens, layers, heads, target, trailer_for(payload)) == payload
         results.append(buffer)
@@ -174,8 +175,8 @@ def test_a_slab_is_what_the_reference_packs_and_nothing_around_it_is_touched(sha
         for seed, (tokens, layers, heads) in enumerate(requests_of(shape)):
             pages = page_ids(shape, tokens, seed, repeats=True)
             actual, expected = gathered(pool, pages, tokens, layers, heads)
-            assert torch.equal(actual, expected), (tokens, layers, heads, pages)
-        assert all(map(torch.equal, before, contents(pool)))
+            assert np.array_equal(actual, expected), (tokens, layers, heads, pages)
+        assert all(map(np.array_equal, before, contents(pool)))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -184,14 +185,12 @@ def test_pages_hold_what_the_reference_writes_and_no_other_byte_of_the_pool_chan
         for seed, (tokens, layers, heads) in enumerate(requests_of(shape)):
             pages = page_ids(shape, tokens, seed, repeats=False)
             payload = payload_bytes(pool, tokens, layers, heads)
-            source = torch.randint(
-                0, 256, (payload + 5,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
-            )
-            before = source.clone()
+            source = np.random.default_rng(seed).integers(0, 256, payload + 5, np.uint8)
+            before = source.copy()
             assert scatter.scatter_slices(pool, pages, tokens, layers, heads, source) == payload
             scatter_reference.scatter_slices(reference, pages, tokens, layers, heads, source)
-            assert all(map(torch.equal, contents(pool), contents(reference))), (tokens, layers, heads, pages)
-            assert torch.equal(source, before)
+            assert all(map(np.array_equal, contents(pool), contents(reference))), (tokens, layers, heads, pages)
+            assert np.array_equal(source, before)
 
 
 @pytest.mark.parametrize("order", [PageOrder.NHD, PageOrder.HND])
@@ -210,11 +209,11 @@ def test_long_runs_of_pages_and_scattered_pages_give_the_same_bytes_as_the_refer
     with opened(shape, seed=4) as source, opened(shape, seed=None) as target, opened(shape, seed=None) as reference:
         for pages in (runs, halves, backwards):
             actual, expected = gathered(source, pages, tokens, layers, heads)
-            assert torch.equal(actual, expected)
+            assert np.array_equal(actual, expected)
             slab = actual[GUARD_BYTES:-GUARD_BYTES]
             scatter.scatter_slices(target, pages, tokens, layers, heads, slab)
             scatter_reference.scatter_slices(reference, pages, tokens, layers, heads, slab)
-            assert all(map(torch.equal, contents(target), contents(reference)))
+            assert all(map(np.array_equal, contents(target), contents(reference)))
 
 
 @pytest.mark.parametrize("source_order", [PageOrder.NHD, PageOrder.HND])
@@ -231,7 +230,7 @@ def test_tokens_survive_the_way_between_pools_of_other_page_sizes_orders_and_hea
     source_pages = page_ids(wide, tokens, 1, repeats=False)
     target_pages = page_ids(narrow, tokens, 2, repeats=False)
     with opened(wide, seed=9) as source, opened(narrow, seed=None) as target:
-        slab = torch.empty(payload_bytes(source, tokens, range(3), range(4, 7)), dtype=torch.uint8)
+        slab = np.empty(payload_bytes(source, tokens, range(3), range(4, 7)), dtype=np.uint8)
         gather.gather_slices(source, source_pages, tokens, range(3), range(4, 7), slab, None)
         scatter.scatter_slices(target, target_pages, tokens, range(3), range(3), slab)
         for plane in range(6):
@@ -239,7 +238,7 @@ def test_tokens_survive_the_way_between_pools_of_other_page_sizes_orders_and_hea
                 page = source_pages[token // source_size - tokens[0] // source_size]
                 sent = source.plane(plane)[page, token % source_size, 4:7]
                 page = target_pages[token // target_size - tokens[0] // target_size]
-                assert torch.equal(target.plane(plane)[page, token % target_size], sent)
+                assert np.array_equal(target.plane(plane)[page, token % target_size], sent)
 
 
 def test_opaque_pages_travel_as_whole_blobs_and_cannot_be_entered_in_the_middle() -> None:
@@ -248,12 +247,12 @@ def test_opaque_pages_travel_as_whole_blobs_and_cannot_be_entered_in_the_middle(
         tokens = (32, 101)
         pages = np.array([4, 0, 11, 2, 9], dtype=np.int32)
         actual, expected = gathered(source, pages, tokens, range(1, 3), range(1, 3))
-        assert torch.equal(actual, expected)
+        assert np.array_equal(actual, expected)
         slab = actual[GUARD_BYTES:-GUARD_BYTES]
         assert payload_bytes(source, tokens, range(1, 3), range(1, 3)) == 2 * 5 * 2 * 1000
         scatter.scatter_slices(target, pages, tokens, range(1, 3), range(1, 3), slab)
         for layer in (1, 2):
-            assert torch.equal(target.plane(layer)[pages, :, 1:3], source.plane(layer)[pages, :, 1:3])
+            assert np.array_equal(target.plane(layer)[pages, :, 1:3], source.plane(layer)[pages, :, 1:3])
         with pytest.raises(ShapeError, match="tokens"):
             gather.gather_slices(source, pages, (33, 101), range(3), range(4), slab, None)
 
@@ -262,12 +261,12 @@ def test_a_slab_at_an_odd_address_is_packed_all_the_same() -> None:
     with opened(Shape(), seed=1) as pool:
         pages, tokens = np.array([3, 1], dtype=np.int32), (4, 30)
         payload = payload_bytes(pool, tokens, range(3), range(4))
-        expected = torch.empty(payload, dtype=torch.uint8)
+        expected = np.empty(payload, dtype=np.uint8)
         gather_reference.gather_slices(pool, pages, tokens, range(3), range(4), expected, None)
         for shift in (1, 2, 4, 8):
-            buffer = torch.full((payload + 16,), POISON, dtype=torch.uint8)
+            buffer = np.full(payload + 16, POISON, dtype=np.uint8)
             gather.gather_slices(pool, pages, tokens, range(3), range(4), buffer[shift : shift + payload], None)
-            assert torch.equal(buffer[shift : shift + payload], expected)
+            assert np.array_equal(buffer[shift : shift + payload], expected)
             assert bool((buffer[:shift] == POISON).all())
             assert bool((buffer[shift + payload :] == POISON).all())
 
@@ -277,11 +276,11 @@ def test_the_trailer_lies_at_the_aligned_end_and_no_old_byte_lies_before_it() ->
     with opened(shape, seed=1) as pool:
         payload = payload_bytes(pool, (0, 2), range(3), range(1))
         assert payload % trailers.ALIGNMENT_BYTES != 0
-        target = torch.full((trailers.slab_bytes(payload),), POISON, dtype=torch.uint8)
+        target = np.full(trailers.slab_bytes(payload), POISON, dtype=np.uint8)
         gather.gather_slices(
             pool, np.array([5], dtype=np.int32), (0, 2), range(3), range(1), target, trailer_for(payload)
         )
-        tail = target[payload:].numpy().tobytes()
+        tail = target[payload:].tobytes()
         assert trailers.unpack(tail[-trailers.TRAILER_BYTES :]) == trailer_for(payload)
         assert not any(tail[: -trailers.TRAILER_BYTES])
 
@@ -289,7 +288,7 @@ def test_the_trailer_lies_at_the_aligned_end_and_no_old_byte_lies_before_it() ->
 def test_pages_out_of_range_are_refused_by_their_index_before_anything_is_written() -> None:
     with opened(Shape(), seed=1) as pool:
         before = contents(pool)
-        slab = torch.full((1 << 16,), POISON, dtype=torch.uint8)
+        slab = np.full(1 << 16, POISON, dtype=np.uint8)
         for wrong in (-1, 12, 2**31 - 1):
             pages = np.array([3, wrong, 0], dtype=np.int32)
             with pytest.raises(LongshoreError, match=r"pages\[1\]") as refused:
@@ -301,7 +300,7 @@ def test_pages_out_of_range_are_refused_by_their_index_before_anything_is_writte
             scatter.scatter_slices(pool, np.array([3, 1, 3], dtype=np.int32), (0, 48), range(3), range(4), slab)
         assert refused.value.reason is Reason.TOKENS_OVERLAP
         assert bool((slab == POISON).all())
-        assert all(map(torch.equal, before, contents(pool)))
+        assert all(map(np.array_equal, before, contents(pool)))
 
 
 @pytest.mark.parametrize(
@@ -315,9 +314,9 @@ def test_pages_out_of_range_are_refused_by_their_index_before_anything_is_writte
         ("layers", {"layers": range(0)}),
         ("heads", {"heads": range(2, 5)}),
         ("heads", {"heads": range(0, 4, 2)}),
-        ("target", {"target": torch.zeros(16, dtype=torch.uint8)}),
-        ("target", {"target": torch.zeros(1 << 16, dtype=torch.int8)}),
-        ("target", {"target": torch.zeros(1 << 17, dtype=torch.uint8)[::2]}),
+        ("target", {"target": np.zeros(16, dtype=np.uint8)}),
+        ("target", {"target": np.zeros(1 << 16, dtype=np.int8)}),
+        ("target", {"target": np.zeros(1 << 17, dtype=np.uint8)[::2]}),
         ("trailer", {"trailer": trailer_for(1)}),
     ],
 )
@@ -329,20 +328,20 @@ def test_an_argument_that_breaks_the_contract_is_named_and_nothing_is_written(
         "tokens": (0, 16),
         "layers": range(3),
         "heads": range(4),
-        "target": torch.zeros(1 << 16, dtype=torch.uint8),
+        "target": np.zeros(1 << 16, dtype=np.uint8),
         "trailer": None,
     } | changes
     with opened(Shape(), seed=1) as pool:
         with pytest.raises(ShapeError, match=f"^{argument}"):
             gather.gather_slices(pool, **arguments)  # type: ignore[arg-type]
         target = arguments["target"]
-        assert isinstance(target, torch.Tensor)
+        assert isinstance(target, np.ndarray)
         assert not bool(target.any())
 
 
 def test_an_unregistered_pool_is_refused_rather_than_read() -> None:
     with opened(Shape(), seed=1) as pool:
         assert pool.close()
-        slab = torch.zeros(1 << 16, dtype=torch.uint8)
+        slab = np.zeros(1 << 16, dtype=np.uint8)
         with pytest.raises(PoolError, match="unregistered"):
             gather.gather_slices(pool, np.array([1], dtype=np.int32), (0, 16), range(3), range(4), slab, None)

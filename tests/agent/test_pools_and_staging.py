@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-import torch
 
 from longshore_agent.errors import PoolError, ShapeError
 from longshore_agent.memory.ipc import create_memfd, receive_descriptors
@@ -148,27 +147,31 @@ def test_what_the_engine_writes_is_seen_in_the_pools_planes_and_back(descriptor:
     number = PLANE_BYTES * 3 + 2 * PAGE_BYTES + 1 * HEADS * HEAD_DIM * 2 + 1 * HEAD_DIM * 2
     os.pwrite(descriptor, (-1234).to_bytes(2, "little", signed=True), number)
     assert pool.plane(3).shape == (PAGE_COUNT, PAGE_SIZE, HEADS, HEAD_DIM)
-    assert pool.plane(3).dtype == torch.int16
-    assert int(pool.plane(3)[2, 1, 1, 0]) == -1234
+    assert pool.plane(3).dtype == np.uint16
+    assert int(pool.plane(3)[2, 1, 1, 0]) == 2**16 - 1234
     pool.plane(3)[2, 1, 1, 0] = 77
     assert int.from_bytes(os.pread(descriptor, 2, number), "little") == 77
     assert pool.regions[0][1] == 4 * PLANE_BYTES
-    assert pool.regions[0][0] == pool.region(0).data_ptr()
+    assert pool.regions[0][0] == pool.region(0).ctypes.data
     pool.close()
 
 
-def test_planes_at_one_stride_are_one_view_and_others_are_views_of_their_own(descriptor: int) -> None:
-    pool = KVPool(LAYOUT, GEOMETRY, [descriptor])
-    assert [(block.first, block.words.shape[0]) for block in pool.blocks(8)] == [(0, 4)]
-    pool.close()
-    # K and V of a layer beside each other: K of all layers at one stride, V of all layers at one stride.
-    planes = tuple(GEOMETRY.planes[i] for i in (0, 2, 1, 3))
-    pool = KVPool(LAYOUT, msgspec.structs.replace(GEOMETRY, planes=planes), [descriptor])
-    assert [(block.first, block.words.shape[0]) for block in pool.blocks(8)] == [(0, 2), (2, 2)]
-    for block in pool.blocks(2):
-        for index in range(block.words.shape[0]):
-            assert torch.equal(block.words[index], pool.plane(block.first + index))
-            assert block.words[index].data_ptr() == pool.plane(block.first + index).data_ptr()
+def test_planes_of_equal_strides_are_one_run_and_their_addresses_are_those_of_their_pages(descriptor: int) -> None:
+    # K and V of a layer beside each other, and the last plane with gaps between its pages.
+    planes = [GEOMETRY.planes[i] for i in (0, 2, 1)]
+    planes.append(msgspec.structs.replace(GEOMETRY.planes[3], page_stride=PAGE_BYTES + 2))
+    geometry = msgspec.structs.replace(
+        GEOMETRY, planes=tuple(planes), region_bytes=(GEOMETRY.region_bytes[0] + 2 * PAGE_COUNT,)
+    )
+    os.ftruncate(descriptor, geometry.region_bytes[0])
+    pool = KVPool(LAYOUT, geometry, [descriptor])
+    assert [(run.first, len(run.addresses), run.page_stride) for run in pool.plane_runs] == [
+        (0, 3, PAGE_BYTES),
+        (3, 1, PAGE_BYTES + 2),
+    ]
+    for run in pool.plane_runs:
+        for index, address in enumerate(run.addresses, run.first):
+            assert address == pool.plane(index).ctypes.data
     pool.close()
 
 
@@ -191,7 +194,7 @@ def test_close_unmaps_at_once_even_when_views_exist_and_keeps_no_descriptor(desc
     pool = KVPool(LAYOUT, GEOMETRY, [descriptor])
     assert len(mapped_ranges("longshore-pools-test")) == 1
     assert set(Path("/proc/self/fd").iterdir()) == descriptors_before
-    kept = [pool.plane(0), *pool.blocks(8)]
+    kept = [pool.plane(0), pool.region(0)]
     assert pool.close()
     assert mapped_ranges("longshore-pools-test") == []
     assert pool.close()
@@ -207,11 +210,11 @@ def test_close_while_a_job_runs_is_deferred_to_its_end_and_new_jobs_are_refused(
         with pool.in_use(), pool.in_use():
             entered.set()
             leave.wait()
-            pool.plane(0).fill_(5)
+            pool.region(0)[:] = 5
 
-    thread = threading.Thread(target=job)
+    thread = threading.Thread(target=job, daemon=True)
     thread.start()
-    entered.wait()
+    assert entered.wait(10)
     assert not pool.close()
     assert not pool.wait_closed(0)
     with pytest.raises(PoolError, match="unregistered") as refused, pool.in_use():
@@ -243,8 +246,8 @@ def test_a_staging_buffer_is_resident_from_the_start_and_gone_after_close() -> N
     buffer = StagingBuffer(length)
     assert resident_bytes() - resident_before >= length - (1 << 20)
     assert buffer.address % os.sysconf("SC_PAGESIZE") == 0
-    assert buffer.view(0, length).data_ptr() == buffer.address
-    buffer.view(1000, 4).copy_(torch.tensor([1, 2, 3, 4], dtype=torch.uint8))
+    assert buffer.view(0, length).ctypes.data == buffer.address
+    buffer.view(1000, 4)[:] = [1, 2, 3, 4]
     assert buffer.bytes_at(999, 6) == b"\x00\x01\x02\x03\x04\x00"
     buffer.close()
     buffer.close()

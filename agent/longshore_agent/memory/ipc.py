@@ -13,7 +13,8 @@ import mmap
 import os
 import socket
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from longshore_agent.errors import PoolError
 from longshore_wire.errors import Reason
@@ -54,11 +55,11 @@ class Mapping:
         self.length_bytes = length_bytes
         self._mapped = True
 
-    def bytes_view(self) -> torch.Tensor:
-        """Return [length_bytes] uint8 over the mapping. Touching it after `unmap` ends the process: drop it before."""
+    def bytes_view(self) -> npt.NDArray[np.uint8]:
+        """Return [length_bytes] over the mapping. Touching it after `unmap` ends the process: drop it before."""
         assert self._mapped, "a view of an unmapped range"
         memory = (ctypes.c_uint8 * self.length_bytes).from_address(self.address)
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        return np.frombuffer(memory, dtype=np.uint8)
 
     def advise_huge_pages(self) -> bool:
         """Ask for huge pages behind an anonymous mapping; return whether the kernel takes the advice."""

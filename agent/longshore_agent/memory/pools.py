@@ -9,32 +9,30 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from longshore_agent.errors import PoolError
 from longshore_agent.memory.ipc import Mapping, map_shared
 from longshore_wire.errors import LayoutError, LongshoreError, Reason
 from longshore_wire.layout import KVLayout, PageOrder, PlaneGeometry, PoolGeometry
 
-_ELEMENT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-_WORD_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ELEMENT_DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
-@dataclass(frozen=True)
-class PlaneBlock:
-    """Consecutive planes that lie at one stride in one region, as one view, so that one call serves them all.
+class PlaneRun(NamedTuple):
+    """Consecutive planes, from number `first` in the pool's order on, that have the same strides (bytes).
 
-    Attributes:
-        first: index of the first plane in the pool's order.
-        words: [planes, pages, page_size, heads, words of one row]; any strides but the last, which is 1.
+    `addresses` are those of their first pages in this process, [planes] int64.
     """
 
     first: int
-    words: torch.Tensor
+    addresses: npt.NDArray[np.int64]
+    page_stride: int
+    token_stride: int
+    head_stride: int
 
 
 class KVPool:
@@ -49,7 +47,7 @@ class KVPool:
         head_count: local heads.
         row_bytes: bytes of one head of one token (of one page with PageOrder.OPAQUE), without gaps.
         page_tokens: rows of one head in a page.
-        word_bytes: the widest of 8, 4, 2, 1 that divides every offset, stride and row.
+        plane_runs: all planes in their order; mostly one run. Their addresses are valid inside `in_use` only.
     """
 
     def __init__(self, layout: KVLayout, geometry: PoolGeometry, descriptors: Sequence[int]) -> None:
@@ -70,11 +68,9 @@ class KVPool:
         self.head_count = len(layout.heads)
         self.row_bytes = row_bytes(layout, geometry)
         self.page_tokens = 1 if layout.order is PageOrder.OPAQUE else layout.page_size
-        self.word_bytes = _word_bytes(self.row_bytes, geometry)
-        self.device = torch.device("cpu")
         self._mappings = _map_regions(geometry, descriptors)
+        self.plane_runs = _plane_runs(geometry, [mapping.address for mapping in self._mappings])
         self._regions = [mapping.bytes_view() for mapping in self._mappings]
-        self._blocks: dict[int, list[PlaneBlock]] = {}
         self._lock = threading.Lock()
         self._jobs_count = 0
         self._closing = False
@@ -96,31 +92,25 @@ class KVPool:
         """(address in this process, length in bytes) of each region, for a transport to register."""
         return [(mapping.address, mapping.length_bytes) for mapping in self._mappings]
 
-    def region(self, index: int) -> torch.Tensor:
-        """Return the bytes of one region, [length] uint8. Valid inside `in_use` only."""
+    def region(self, index: int) -> npt.NDArray[np.uint8]:
+        """Return the bytes of one region. Valid inside `in_use` only."""
         return self._regions[index]
 
-    def plane(self, index: int) -> torch.Tensor:
+    def plane(self, index: int) -> npt.NDArray[np.unsignedinteger[Any]]:
         """Return one plane, [pages, page_tokens, heads, head_dim], in the pool's element size. Valid inside `in_use` only.
 
-        With PageOrder.OPAQUE: [pages, 1, heads, bytes of a blob] uint8.
+        With PageOrder.OPAQUE: [pages, 1, heads, bytes of a blob].
         """
-        opaque = self.layout.order is PageOrder.OPAQUE
-        element_bytes = 1 if opaque else self.layout.model.element_bytes
-        view = self._strided(index, 1, 0, element_bytes, _ELEMENT_DTYPES[element_bytes])
-        return view[0]
-
-    def blocks(self, word_bytes: int) -> list[PlaneBlock]:
-        """Return all planes as few views of words of `word_bytes` (a divisor of the pool's). Valid inside `in_use` only."""
-        assert self.word_bytes % word_bytes == 0, f"words of {word_bytes} bytes in a pool of {self.word_bytes}"
-        found = self._blocks.get(word_bytes)
-        if found is None:
-            found = [
-                PlaneBlock(first, self._strided(first, count, step, word_bytes, _WORD_DTYPES[word_bytes]))
-                for first, count, step in _uniform_runs(self.geometry.planes)
-            ]
-            self._blocks[word_bytes] = found
-        return found
+        unit = 1 if self.layout.order is PageOrder.OPAQUE else self.layout.model.element_bytes
+        plane = self.geometry.planes[index]
+        # OPAQUE declares no token stride; a dimension of one needs none.
+        return np.ndarray(
+            (self.page_count, self.page_tokens, self.head_count, self.row_bytes // unit),
+            _ELEMENT_DTYPES[unit],
+            self._regions[plane.region].data,
+            plane.offset,
+            (plane.page_stride, plane.token_stride or unit, plane.head_stride, unit),
+        )
 
     def check_pages(self, pages: npt.NDArray[np.int32], *, unique: bool = False) -> None:
         """Raise LongshoreError unless each page id is in [0, page_count); names the first wrong index.
@@ -188,23 +178,10 @@ class KVPool:
 
     def _unmap(self) -> None:
         # Views go first, so that nothing which this pool handed to itself points into memory that is gone.
-        self._blocks.clear()
         self._regions.clear()
         for mapping in self._mappings:
             mapping.unmap()
         self._closed.set()
-
-    def _strided(self, first: int, count: int, step: int, unit: int, dtype: torch.dtype) -> torch.Tensor:
-        plane = self.geometry.planes[first]
-        region = self._regions[plane.region]
-        whole = region[: region.numel() // unit * unit].view(dtype)
-        # OPAQUE declares no token stride; a dimension of one needs none.
-        token_stride = plane.token_stride or unit
-        return whole.as_strided(
-            (count, self.page_count, self.page_tokens, self.head_count, self.row_bytes // unit),
-            (step // unit, plane.page_stride // unit, token_stride // unit, plane.head_stride // unit, 1),
-            plane.offset // unit,
-        )
 
 
 def row_bytes(layout: KVLayout, geometry: PoolGeometry) -> int:
@@ -246,31 +223,15 @@ def check_geometry(layout: KVLayout, geometry: PoolGeometry) -> None:
                 )
 
 
-def _word_bytes(row: int, geometry: PoolGeometry) -> int:
-    # 8 divides 0, so one bitwise or of all numbers tells their common power of two.
-    bits = 8 | row
-    for plane in geometry.planes:
-        bits |= plane.offset | plane.page_stride | plane.token_stride | plane.head_stride
-    return bits & -bits
-
-
-def _uniform_runs(planes: tuple[PlaneGeometry, ...]) -> Iterator[tuple[int, int, int]]:
-    """Yield (first plane, count, stride in bytes) of runs of planes at one positive stride in one region."""
-    first = 0
-    while first < len(planes):
-        count, step = 1, 0
-        while first + count < len(planes):
-            last, following = planes[first + count - 1], planes[first + count]
-            gap = following.offset - last.offset
-            if gap <= 0 or (count > 1 and gap != step) or _shape(last) != _shape(following):
-                break
-            count, step = count + 1, gap
-        yield first, count, step
-        first += count
-
-
-def _shape(plane: PlaneGeometry) -> tuple[int, int, int, int]:
-    return plane.region, plane.page_stride, plane.token_stride, plane.head_stride
+def _plane_runs(geometry: PoolGeometry, region_addresses: Sequence[int]) -> list[PlaneRun]:
+    planes = geometry.planes
+    strides = [(plane.page_stride, plane.token_stride, plane.head_stride) for plane in planes]
+    starts = [index for index in range(len(planes)) if index == 0 or strides[index] != strides[index - 1]]
+    addresses = np.array([region_addresses[plane.region] + plane.offset for plane in planes], dtype=np.int64)
+    ends = [*starts[1:], len(planes)]
+    return [
+        PlaneRun(start, addresses[start:end], *strides[start]) for start, end in zip(starts, ends, strict=True)
+    ]
 
 
 def _map_regions(geometry: PoolGeometry, descriptors: Sequence[int]) -> list[Mapping]:

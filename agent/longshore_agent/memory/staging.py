@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from longshore_agent.errors import ShapeError
 from longshore_agent.memory.ipc import Mapping
@@ -41,12 +42,12 @@ class StagingBuffer:
         self.length_bytes = length_bytes
         self._extent_bytes = extent_bytes
         self.huge_pages = huge_pages and self._mapping.advise_huge_pages()
-        self._bytes: torch.Tensor | None = self._mapping.bytes_view()
+        self._bytes: npt.NDArray[np.uint8] | None = self._mapping.bytes_view()
         # Reading would map the shared zero page: only a write makes the page exist.
-        self._bytes.zero_()
+        self._bytes[:] = 0
 
-    def view(self, offset_bytes: int, length_bytes: int) -> torch.Tensor:
-        """Return [length_bytes] uint8 at `offset_bytes`; valid until `close`. Raises ShapeError outside the buffer."""
+    def view(self, offset_bytes: int, length_bytes: int) -> npt.NDArray[np.uint8]:
+        """Return [length_bytes] at `offset_bytes`; valid until `close`. Raises ShapeError outside the buffer."""
         self._check(offset_bytes, length_bytes)
         assert self._bytes is not None, "a view of a closed staging buffer"
         return self._bytes[offset_bytes : offset_bytes + length_bytes]

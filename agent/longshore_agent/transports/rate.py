@@ -21,7 +21,6 @@ from typing import IO, TypeVar
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from longshore_agent.errors import TransportError
 from longshore_agent.memory.staging import StagingBuffer
@@ -98,7 +97,7 @@ class Target:
             elif order.what == "sum":
                 view = self._buffer.view(0, order.length_bytes)
                 _say(self._out, _Order("sum", checksum(view)))
-                view.zero_()
+                view[:] = 0
         self._transport.close()
 
 
@@ -108,8 +107,7 @@ class Meter:
     def __init__(self, backend: str, length_bytes: int) -> None:
         self._length_bytes = length_bytes
         self._source, self._copy = StagingBuffer(length_bytes), StagingBuffer(length_bytes)
-        words = self._source.view(0, length_bytes // 8 * 8).view(torch.int64)
-        torch.randint(-(1 << 62), 1 << 62, words.shape, out=words, generator=torch.Generator().manual_seed(1))
+        self._source.view(0, length_bytes)[:] = np.random.default_rng(1).integers(0, 256, length_bytes, np.uint8)
         self._transport: PreparingTransport = create(backend, "rate-source")
         self._transport.register(self._source.address, length_bytes)
         command = [sys.executable, "-m", __spec__.name, "--backend", backend, "--bytes-max", str(length_bytes)]
@@ -184,9 +182,9 @@ class Meter:
     def _measure_copy(self, length_bytes: int) -> Answer:
         source, target = self._source.view(0, length_bytes), self._copy.view(0, length_bytes)
         core_s, begin_s = time.process_time(), time.perf_counter()
-        target.copy_(source)
+        np.copyto(target, source)
         seconds, core_s = time.perf_counter() - begin_s, time.process_time() - core_s
-        return Answer(seconds, core_s, "", bool(torch.equal(source, target)))
+        return Answer(seconds, core_s, "", bool(np.array_equal(source, target)))
 
     def _finish(self, write: Write) -> None:
         while (state := self._transport.state(write)) is WriteState.OPEN:
@@ -222,10 +220,10 @@ def process_clock(pid: int) -> int:
     return (~pid << 3) | 2
 
 
-def checksum(view: torch.Tensor) -> int:
+def checksum(view: npt.NDArray[np.uint8]) -> int:
     """Return the wrapped sum of a buffer's words and of its last bytes."""
-    words = view.numel() // 8 * 8
-    return int(view[:words].view(torch.int64).sum()) + int(view[words:].sum(dtype=torch.int64))
+    words = view.size // 8 * 8
+    return int(view[:words].view(np.uint64).sum()) + int(view[words:].sum(dtype=np.uint64))
 
 
 def _say(out: IO[bytes], message: msgspec.Struct) -> None:
@@ -244,7 +242,6 @@ def main() -> int:
     parser.add_argument("--bytes-max", type=int, required=True, help="bytes of each buffer")
     parser.add_argument("--target", action="store_true", help="be the process that is written to")
     options = parser.parse_args()
-    torch.set_num_threads(1)
     if options.target:
         Target(options.backend, options.bytes_max).serve()
         return 0

@@ -1,28 +1,92 @@
-"""Copy head slices of an engine's pages into one contiguous slab. Called by path.gather and by the self-test."""
+"""Copy head slices of an engine's pages into one contiguous slab. Called by path.gather."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import numpy as np
-import numpy.typing as npt
-import torch
 
 from longshore_agent.errors import ShapeError
-from longshore_agent.kernels.slab import SlabPlan, check_buffer, copy_rows, merge_tokens, page_runs, pairs, plan_slab
+from longshore_agent.kernels.slab import Bytes, Pages, SlabPlan, check_buffer, plan_slab
 from longshore_agent.memory.pools import KVPool
 from longshore_wire.trailer import Trailer, aligned, slab_bytes
 
-# Plane by plane the slab is written front to back, up to a quarter faster than page by page; a call costs about 5 us,
-# which only a plane of this size makes up for.
-_PLANE_BYTES_MIN = 256 << 10
+# A piece that is larger than this is not in the cache any more when somebody reads it: it is written past the cache.
+_CACHED_BYTES_MAX = 2 << 20
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """A checked gather, to be carried out whole or piece by piece; see `gather_slices`."""
+
+    pool: KVPool
+    plan: SlabPlan
+    target: Bytes
+    trailer: Trailer | None
+
+    @property
+    def length_bytes(self) -> int:
+        """Payload, padding and trailer."""
+        payload = self.plan.payload_bytes
+        return payload if self.trailer is None else slab_bytes(payload)
+
+    def pieces(self, piece_bytes: int) -> Iterator[tuple[int, int]]:
+        """Gather about `piece_bytes` (at least one plane) a step, each step to the beginning of `target`.
+
+        Yields:
+            (offset in the slab, bytes) of what lies at the beginning of `target` now; the trailer comes with the last.
+        Raises:
+            PoolError: the pool is unregistered.
+        """
+        plan, at = self.plan, self.target.ctypes.data
+        step = max(1, piece_bytes // plan.plane_bytes)
+        for first in range(0, plan.plane_count, step):
+            end = min(first + step, plan.plane_count)
+            length_bytes = (end - first) * plan.plane_bytes
+            with self.pool.in_use():
+                plan.copy("gather", at, first, end, stream=length_bytes > _CACHED_BYTES_MAX)
+            if end == plan.plane_count and self.trailer is not None:
+                length_bytes += self._write_end(length_bytes)
+            yield first * plan.plane_bytes, length_bytes
+
+    def _write_end(self, at: int) -> int:
+        """Write padding and trailer at `at`; return their bytes."""
+        assert self.trailer is not None
+        # The gap is zeroed so that no bytes of an older slab, perhaps of another request, travel with this one.
+        payload = self.plan.payload_bytes
+        end = bytes(aligned(payload) - payload) + self.trailer.pack()
+        self.target[at : at + len(end)] = np.frombuffer(end, dtype=np.uint8)
+        return len(end)
+
+
+def prepare_gather(
+    pool: KVPool,
+    pages: Pages,
+    tokens: tuple[int, int],
+    layers: range,
+    heads: range,
+    target: Bytes,
+    trailer: Trailer | None,
+) -> Gathering:
+    """Check a gather; arguments and errors as of `gather_slices`."""
+    with pool.in_use():
+        plan = plan_slab(pool, pages, tokens, layers, heads, unique=False)
+        payload = plan.payload_bytes
+        if trailer is not None and trailer.payload_bytes != payload:
+            raise ShapeError(f"trailer.payload_bytes is {trailer.payload_bytes}: the payload has {payload} bytes")
+        gathering = Gathering(pool, plan, target, trailer)
+        check_buffer("target", target, gathering.length_bytes)
+        return gathering
 
 
 def gather_slices(
     pool: KVPool,
-    pages: npt.NDArray[np.int32],
+    pages: Pages,
     tokens: tuple[int, int],
     layers: range,
     heads: range,
-    target: torch.Tensor,
+    target: Bytes,
     trailer: Trailer | None,
 ) -> int:
     """Copy tokens [first, end) of a sequence from `pages` into `target`, packed, then its trailer. Releases the GIL.
@@ -35,7 +99,7 @@ def gather_slices(
             the page of the last token is copied whole.
         layers: local layers, a range of step 1, not empty.
         heads: local heads, a range of step 1, not empty.
-        target: [slab bytes or more] uint8; see `kernels.slab` for the order. Nothing behind the slab is touched.
+        target: [slab bytes or more]; see `kernels.slab` for the order. Nothing behind the slab is touched.
         trailer: written at the aligned end of the payload; None: nothing is written behind the payload.
     Returns:
         The payload's bytes.
@@ -44,47 +108,7 @@ def gather_slices(
         LongshoreError: PAGE_OUT_OF_RANGE, names the index; nothing was written.
         PoolError: the pool is unregistered.
     """
-    with pool.in_use():
-        plan = plan_slab(pool, pages, tokens, layers, heads, unique=False)
-        payload = plan.payload_bytes
-        if trailer is not None and trailer.payload_bytes != payload:
-            raise ShapeError(f"trailer.payload_bytes is {trailer.payload_bytes}: the payload has {payload} bytes")
-        check_buffer("target", target, pool.device, payload if trailer is None else slab_bytes(payload))
-        for words, packed in pairs(pool, plan, target):
-            _gather_planes(plan, words, packed)
-        if trailer is not None:
-            _write_end(target, payload, trailer)
-    return payload
-
-
-def _gather_planes(plan: SlabPlan, words: torch.Tensor, packed: torch.Tensor) -> None:
-    for edge in plan.edges:
-        length = edge.end - edge.first
-        copy_rows(packed[:, edge.slab_token : edge.slab_token + length], words[:, edge.page, edge.first : edge.end])
-    count = len(plan.whole)
-    if count == 0:
-        return
-    size = words.shape[2]
-    target = packed[:, plan.whole_row : plan.whole_row + count * size].view(-1, count, *words.shape[2:])
-    words, target = merge_tokens(words, target)
-    runs = page_runs(plan.whole, target.numel() * target.element_size())
-    if runs is None:
-        _gather_scattered(words, torch.from_numpy(plan.whole), target)
-        return
-    for begin, page, length in runs:
-        copy_rows(target[:, begin : begin + length], words[:, page : page + length])
-
-
-def _gather_scattered(words: torch.Tensor, pages: torch.Tensor, target: torch.Tensor) -> None:
-    if target[0].numel() * target.element_size() >= _PLANE_BYTES_MIN:
-        for plane in range(target.shape[0]):
-            torch.index_select(words[plane], 0, pages, out=target[plane])
-    else:
-        # Pages come first in both views: the call visits each page once, for all planes.
-        torch.index_select(words.transpose(0, 1), 0, pages, out=target.transpose(0, 1))
-
-
-def _write_end(target: torch.Tensor, payload: int, trailer: Trailer) -> None:
-    # The gap is zeroed so that no bytes of an older slab, perhaps of another request, travel with this one.
-    end = bytes(aligned(payload) - payload) + trailer.pack()
-    target[payload : payload + len(end)].copy_(torch.frombuffer(bytearray(end), dtype=torch.uint8))
+    gathering = prepare_gather(pool, pages, tokens, layers, heads, target, trailer)
+    for _ in gathering.pieces(gathering.length_bytes):
+        pass
+    return gathering.plan.payload_bytes

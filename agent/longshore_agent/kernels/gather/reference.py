@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from longshore_agent.memory.pools import KVPool
 from longshore_wire.layout import PageOrder
@@ -17,7 +16,7 @@ def gather_slices(
     tokens: tuple[int, int],
     layers: range,
     heads: range,
-    target: torch.Tensor,
+    target: npt.NDArray[np.uint8],
     trailer: Trailer | None,
 ) -> int:
     """See `launch.gather_slices`; arguments are taken as right."""
@@ -39,5 +38,5 @@ def gather_slices(
                     at += length
     if trailer is not None:
         target[at : aligned(at)] = 0
-        target[aligned(at) : aligned(at) + 64] = torch.tensor(list(trailer.pack()), dtype=torch.uint8)
+        target[aligned(at) : aligned(at) + 64] = np.frombuffer(trailer.pack(), dtype=np.uint8)
     return at

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from longshore_agent.memory.pools import KVPool
 from longshore_wire.layout import PageOrder
@@ -16,7 +15,7 @@ def scatter_slices(
     tokens: tuple[int, int],
     layers: range,
     heads: range,
-    source: torch.Tensor,
+    source: npt.NDArray[np.uint8],
 ) -> int:
     """See `launch.scatter_slices`; arguments are taken as right."""
     page_size = pool.layout.page_size
