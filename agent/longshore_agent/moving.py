@@ -45,7 +45,7 @@ _TOLD_WIRES = frozenset({Wire.SHARED_MEMORY.value})
 # Over these this processor copies what it has gathered: in pieces that are still in its second-level cache, which takes
 # 0.26 core-seconds a GB for both against 0.33 (docs/design/2026-11-21-cpu-kernels.md). Others get a slab in one write.
 _COPIED_WIRES = _TOLD_WIRES
-_COPIED_PIECE_BYTES = 1 << 20
+_COPIED_PIECE_BYTES = 4 << 20
 # Bytes over the kernel's TCP move only while their target looks for notices.
 DRIVEN_WIRES = frozenset({Wire.TCP.value})
 

@@ -29,7 +29,6 @@ _PAUSE_MAX_S = 0.002
 _OPEN_BATCHES_MAX = 4
 
 
-D={}
 class Deliverer:
     """Writes for all lanes of one worker."""
 
@@ -51,15 +50,10 @@ class Deliverer:
         assert job.ring is not None
         sources, targets, lengths = _cut(buffer, job.ring, job.effect.offset_bytes + offset_bytes, length_bytes)
         notice = PEER.encode(ready_message(job)) if job.noticed and last else b""
-        import threading
-        d=D.setdefault(threading.get_ident(),[0]*4); a=time.thread_time_ns()
         write = self._transport.post(job.peer_name, sources, targets, lengths, notice)
-        b=time.thread_time_ns(); d[0]+=b-a
         self._metrics.add("longshore_writes_total", 1, way="staged")
         self._metrics.add("longshore_write_pieces_total", len(sources), way="staged")
-        a=time.thread_time_ns()
         self._finish(write)
-        d[1]+=time.thread_time_ns()-a; d[2]+=a-b
 
     def in_place(self, job: WriteJob) -> None:
         """Write the slab's runs straight into the target's pages, in batches; all have landed on return.

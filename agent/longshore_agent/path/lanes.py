@@ -20,8 +20,6 @@ from longshore_agent.transports.base import PreparingTransport
 from longshore_wire.plan import Way
 
 
-TT={}
-from longshore_agent.path.deliver import D
 class Lanes:
     """The lanes and the queue before them; grants and the window of writes in place bound the queue."""
 
@@ -45,7 +43,6 @@ class Lanes:
         self._queue: queue.SimpleQueue[WriteJob | ProbeJob | None] = queue.SimpleQueue()
         self._slabs = [0] * len(buffers)
         self._bytes = [0] * len(buffers)
-        self._c=[0]*8
         self._busy = [False] * len(buffers)
         self._threads = [
             threading.Thread(target=self._run, args=(index, buffer), name=f"lane-{index}", daemon=True)
@@ -71,7 +68,6 @@ class Lanes:
             self._queue.put(None)
 
     def _run(self, index: int, buffer: StagingBuffer) -> None:
-        self._c[index]=time.thread_time_ns()
         while (job := self._queue.get()) is not None:
             if isinstance(job, ProbeJob):
                 self._results.put(self._probe(job))
@@ -108,21 +104,14 @@ class Lanes:
         gather_ns = write_ns = 0
         begin_ns = first_write_ns = turned_ns = time.monotonic_ns()
         gathered_ns = begin_ns
-        c0=time.thread_time_ns(); T=TT.setdefault(index,[0]*6)
-        T[3]+=c0-self._c[index]
         for offset, length in gathering.pieces(job.piece_bytes):
-            c1=time.thread_time_ns(); T[0]+=c1-c0
             gathered_ns = time.monotonic_ns()
             gather_ns += gathered_ns - turned_ns
             if offset == 0:
                 first_write_ns = gathered_ns
             self._deliverer.staged(job, buffer, offset, length, last=offset + length == gathering.length_bytes)
-            c0=time.thread_time_ns(); T[1]+=c0-c1; T[2]+=1; T[4]+=length
             turned_ns = time.monotonic_ns()
             write_ns += turned_ns - gathered_ns
-        self._c[index]=c0
-        if T[2]>=200:
-            import sys; print("LANE",index,"us/piece gather %.0f post %.0f other/slab %.0f  bytes/piece %d"%(T[0]/T[2]/1e3,T[1]/T[2]/1e3,T[3]/T[2]*4/1e3,T[4]/T[2]),[x//1000//T[2] for x in D.get(threading.get_ident(),[])],file=open("/tmp/lane.log","a")); T[:]=[0]*6; D.pop(threading.get_ident(),0)
         self._record("gather", job, index, begin_ns, gathered_ns, gather_ns)
         self._record("write", job, index, first_write_ns, turned_ns, write_ns)
 
