@@ -1,12 +1,11 @@
 """How close do gather and scatter on a CPU come to a plain copy of as many bytes, on one thread?
 
-Prints, for every layout, the rate of a plain torch copy between two staging buffers and the ratios to it, medians of
+Prints, for every layout, the rate of a plain copy between two staging buffers and the ratios to it, medians of
 interleaved repetitions; then what two threads reach together, what a small slab costs, and what huge pages are worth
 when a buffer is allocated. Each slab is first checked against the reference, and each scatter by gathering it again.
 
-A slice of some heads of NHD pages is bound by memory, not by the loop: in C, one memcpy a row in the same order
-reaches 0.53 to 0.60 of a plain copy for rows of 512 bytes out of 2,048, and 0.66 to 0.74 for rows of 1,024 bytes
-or more (AMD EPYC, 2 cores; non-temporal stores add a tenth, prefetching and huge pages nothing).
+What limits a slice of some heads is that ordinary stores read each line before they overwrite it; the compiled loop
+(`kernels/rows.py`) uses streaming stores where rows are whole lines. See docs/design/2026-11-21-cpu-kernels.md.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from longshore_agent.kernels.gather.launch import gather_slices
 from longshore_agent.kernels.gather.reference import gather_slices as reference_gather
@@ -59,7 +57,7 @@ def open_pool(order: PageOrder, element_bytes: int, page_size: int, page_count: 
         pool = KVPool(layout, geometry, [descriptor])
     finally:
         os.close(descriptor)
-    pool.region(0).view(torch.int64).random_()
+    pool.region(0)[:] = np.random.default_rng(1).integers(0, 256, geometry.region_bytes[0], np.uint8)
     return pool
 
 
@@ -82,18 +80,22 @@ def medians_s(jobs: list[Callable[[], object]], repetitions: int) -> list[float]
 
 
 def check_bytes(
-    pool: KVPool, pages: npt.NDArray[np.int32], heads: range, source: torch.Tensor, target: torch.Tensor
+    pool: KVPool,
+    pages: npt.NDArray[np.int32],
+    heads: range,
+    source: npt.NDArray[np.uint8],
+    target: npt.NDArray[np.uint8],
 ) -> None:
     """Raise AssertionError unless a few pages gather as in the reference and scatter back to the same bytes."""
     count = min(2, len(pages))
     tokens, layers = (min(1, pool.layout.page_size - 1), count * pool.layout.page_size), range(LAYERS)
     length = gather_slices(pool, pages[:count], tokens, layers, heads, source, None)
     reference_gather(pool, pages[:count], tokens, layers, heads, target, None)
-    assert torch.equal(source[:length], target[:length])
-    source.view(torch.int64).random_()
+    assert np.array_equal(source[:length], target[:length])
+    source[:] = np.random.default_rng(2).integers(0, 256, source.size, np.uint8)
     scatter_slices(pool, pages[:count], tokens, layers, heads, source)
     gather_slices(pool, pages[:count], tokens, layers, heads, target, None)
-    assert torch.equal(source[:length], target[:length])
+    assert np.array_equal(source[:length], target[:length])
 
 
 def measure(case: Case, tokens: int, repetitions: int) -> None:
@@ -110,7 +112,7 @@ def measure(case: Case, tokens: int, repetitions: int) -> None:
         gather_slices(pool, pages, (0, tokens), range(LAYERS), case.heads, target, None)
 
     def plain() -> None:
-        target[:length].copy_(source[:length])
+        np.copyto(target[:length], source[:length])
 
     plain_s, gather_s, scatter_s = medians_s(
         [plain, gather, lambda: scatter_slices(pool, pages, (0, tokens), range(LAYERS), case.heads, source)],
@@ -132,13 +134,13 @@ def measure_parallel(tokens: int, repetitions: int) -> None:
     pools = [open_pool(PageOrder.NHD, 2, 16, tokens // 16) for _ in range(2)]
     pages = page_ids(tokens // 16, tokens // 16, scattered=True)
     length = 2 * LAYERS * tokens * 2 * HEAD_DIM * 2
-    slabs = [torch.ones(length, dtype=torch.uint8) for _ in range(4)]
+    slabs = [np.ones(length, dtype=np.uint8) for _ in range(4)]
 
     def gather(index: int) -> None:
         gather_slices(pools[index], pages, (0, tokens), range(LAYERS), range(2, 4), slabs[index], None)
 
     def plain(index: int) -> None:
-        slabs[index].copy_(slabs[index + 2])
+        np.copyto(slabs[index], slabs[index + 2])
 
     def both(job: Callable[[int], None]) -> None:
         threads = [threading.Thread(target=job, args=(index,)) for index in range(2)]
@@ -161,7 +163,7 @@ def measure_parallel(tokens: int, repetitions: int) -> None:
 def measure_call(repetitions: int) -> None:
     """Print what a call costs where there is almost nothing to copy."""
     pool = open_pool(PageOrder.NHD, 2, 16, 8)
-    slab = torch.zeros(1 << 20, dtype=torch.uint8)
+    slab = np.zeros(1 << 20, dtype=np.uint8)
     page = np.zeros(1, dtype=np.int32)
 
     def one(tokens: tuple[int, int]) -> Callable[[], object]:
@@ -188,7 +190,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of a slab, a multiple of 64")
     parser.add_argument("--repetitions", type=int, default=7)
     options = parser.parse_args()
-    torch.set_num_threads(1)
     print(f"{os.cpu_count()} CPUs, one thread a copy, {LAYERS} layers, {HEADS} heads of {HEAD_DIM}")
     print("order bytes  page heads pages        MB  plain  gather  scatter")
     print("                                          GB/s  /plain   /plain")

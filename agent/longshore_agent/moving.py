@@ -5,6 +5,7 @@ Used by the worker's control thread only. Turns the cores' effects into jobs and
 
 from __future__ import annotations
 
+from longshore_agent.kernels import rows
 from longshore_agent.memory.staging import StagingBuffer
 from longshore_agent.path.admit import Desk
 from longshore_agent.path.deliver import ready_message
@@ -41,11 +42,7 @@ from longshore_wire.target_session import TargetSession
 PROBE_BYTES = 1 << 20
 # Over these a control message tells the target that a slab has landed. NIXL's write over shared memory ends only when
 # the target has taken the notice of the write before it: a lane would wait for the target's next look, 1 ms and more.
-_TOLD_WIRES = frozenset({Wire.SHARED_MEMORY.value})
-# Over these this processor copies what it has gathered: in pieces that are still in its second-level cache, which takes
-# 0.26 core-seconds a GB for both against 0.33 (docs/design/2026-11-21-cpu-kernels.md). Others get a slab in one write.
-_COPIED_WIRES = _TOLD_WIRES
-_COPIED_PIECE_BYTES = 4 << 20
+TOLD_WIRES = frozenset({Wire.SHARED_MEMORY.value})
 # Bytes over the kernel's TCP move only while their target looks for notices.
 DRIVEN_WIRES = frozenset({Wire.TCP.value})
 
@@ -87,6 +84,7 @@ class Mover:
         self._by_id: dict[int, WriteJob | ScatterJob] = {}
         self._taken: dict[Half, list[Result]] = {Half.SOURCE: [], Half.TARGET: []}
         self._buffers: list[StagingBuffer] = []
+        rows.prepare()
         if Half.SOURCE in config.roles:
             self._start_lanes(settings)
         if Half.TARGET in config.roles and settings.ring_bytes:
@@ -178,7 +176,6 @@ class Mover:
             return
         attach = self._attached[address]
         target_pool = next((pool for pool in attach.pools if pool.pool == effect.pair.key.pool), None)
-        wire = self.wire(Half.SOURCE, effect.peer)
         job = WriteJob(
             effect,
             desk.pools[effect.pair.key.pool].pages,
@@ -188,8 +185,7 @@ class Mover:
             target_pool,
             attach.layout,
             now_ns,
-            noticed=self.transport.notifies and wire not in _TOLD_WIRES,
-            piece_bytes=_COPIED_PIECE_BYTES if wire in _COPIED_WIRES else effect.payload_bytes,
+            self.transport.notifies and self.wire(Half.SOURCE, effect.peer) not in TOLD_WIRES,
         )
         self._track(Half.SOURCE, effect.pair.key, job)
         if self._allowed and address not in self._wires:

@@ -113,7 +113,7 @@ def start(key: SlotKey, hello: Hello, connection: socket.socket, settings: Setti
         port=port,
         link=theirs.fileno(),
     )
-    # One thread a process: torch and OpenMP would otherwise start one a core in every worker.
+    # One thread a process: numeric libraries would otherwise start one a core in every worker.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
     environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "longshore_agent.worker", config.to_text()]

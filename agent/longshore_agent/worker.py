@@ -36,7 +36,7 @@ from longshore_agent.control.node_link import (
 )
 from longshore_agent.control.peer_net import PeerNet
 from longshore_agent.errors import TransportError
-from longshore_agent.moving import DRIVEN_WIRES, Mover
+from longshore_agent.moving import DRIVEN_WIRES, TOLD_WIRES, Mover
 from longshore_agent.path.admit import Desk
 from longshore_agent.path.finish import count_ended, ended_event, released_event
 from longshore_agent.status.metrics import Metrics
@@ -229,14 +229,21 @@ class Worker:
                 self._leave(Reason.WORKER_LOST, text, now_ns)
 
     def _take_notices(self, now_ns: int) -> None:
-        if self.target is None or not self.target.expects_bytes:
+        if not self._awaits_notices():
             self._quiet_turns = 0
             return
+        assert self.target is not None
         taken = self.mover.notices()
         self._quiet_turns = 0 if taken else self._quiet_turns + 1
         for peer, message in taken:
             self.target.receive(peer, message, now_ns)
             self.metrics.add("longshore_notices_total", 1)
+
+    def _awaits_notices(self) -> bool:
+        """Whether a peer may be writing whose transport tells of arrival; of others a control message does."""
+        if self.target is None or not self.target.expects_bytes:
+            return False
+        return any(peer.wire not in TOLD_WIRES for peer in self.target.peers.values())
 
     def _timeout_ms(self) -> int:
         now_ns = time.monotonic_ns()
@@ -244,7 +251,8 @@ class Worker:
         if self._stop_ns is not None:
             dues.append(self._stop_ns)
         wait_ms = min([max(0, (due - now_ns) // 1_000_000 + 1) for due in dues], default=_IDLE_POLL_MS)
-        if self.target is not None and self.target.expects_bytes:
+        if self._awaits_notices():
+            assert self.target is not None
             if any(peer.wire in DRIVEN_WIRES for peer in self.target.peers.values()):
                 return 0
             wait_ms = min(wait_ms, 1 if self._quiet_turns < _NOTICE_SLOWER_AFTER else _NOTICE_POLL_MS_MAX)

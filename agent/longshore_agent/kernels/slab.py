@@ -54,23 +54,20 @@ class SlabPlan:
         """Bytes of all rows."""
         return self.plane_count * self.plane_bytes
 
-    def copy(self, operation: str, slab: int, first_plane: int, end_plane: int, *, stream: bool) -> None:
-        """Copy planes [first, end) of the slab; see `rows.copy`.
+    def copy(self, operation: str, slab: int, *, stream: bool) -> None:
+        """Copy every row; see `rows.copy`.
 
         Args:
             operation: `gather` or `scatter`.
-            slab: address at which `first_plane` begins.
+            slab: its address.
             stream: use streaming stores where addresses allow it: for bytes that nobody reads soon.
         """
         for part in self._parts:
-            first, end = max(first_plane, part.first), min(end_plane, part.first + len(part.planes))
-            if first >= end:
-                continue
-            at = slab + (first - first_plane) * self.plane_bytes
+            at = slab + part.first * self.plane_bytes
             bits = part.slab_bits | at | self.plane_bytes if operation == "gather" else part.page_bits
             rows.copy(
                 operation,
-                part.planes[first - part.first : end - part.first],
+                part.planes,
                 at,
                 self.plane_bytes,
                 part.segments,

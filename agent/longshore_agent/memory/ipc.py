@@ -59,7 +59,7 @@ class Mapping:
         """Return [length_bytes] over the mapping. Touching it after `unmap` ends the process: drop it before."""
         assert self._mapped, "a view of an unmapped range"
         memory = (ctypes.c_uint8 * self.length_bytes).from_address(self.address)
-        return np.frombuffer(memory, dtype=np.uint8)
+        return np.frombuffer(memoryview(memory), dtype=np.uint8)
 
     def advise_huge_pages(self) -> bool:
         """Ask for huge pages behind an anonymous mapping; return whether the kernel takes the advice."""

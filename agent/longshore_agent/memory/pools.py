@@ -17,7 +17,7 @@ import numpy.typing as npt
 from longshore_agent.errors import PoolError
 from longshore_agent.memory.ipc import Mapping, map_shared
 from longshore_wire.errors import LayoutError, LongshoreError, Reason
-from longshore_wire.layout import KVLayout, PageOrder, PlaneGeometry, PoolGeometry
+from longshore_wire.layout import KVLayout, PageOrder, PoolGeometry
 
 _ELEMENT_DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
@@ -229,9 +229,7 @@ def _plane_runs(geometry: PoolGeometry, region_addresses: Sequence[int]) -> list
     starts = [index for index in range(len(planes)) if index == 0 or strides[index] != strides[index - 1]]
     addresses = np.array([region_addresses[plane.region] + plane.offset for plane in planes], dtype=np.int64)
     ends = [*starts[1:], len(planes)]
-    return [
-        PlaneRun(start, addresses[start:end], *strides[start]) for start, end in zip(starts, ends, strict=True)
-    ]
+    return [PlaneRun(start, addresses[start:end], *strides[start]) for start, end in zip(starts, ends, strict=True)]
 
 
 def _map_regions(geometry: PoolGeometry, descriptors: Sequence[int]) -> list[Mapping]:

@@ -37,19 +37,16 @@ class Deliverer:
         self._metrics = metrics
         self._slices_batch = slices_batch
 
-    def staged(self, job: WriteJob, buffer: StagingBuffer, offset_bytes: int, length_bytes: int, *, last: bool) -> None:
-        """Write the beginning of `buffer` to its place in the granted region; the bytes have landed on return.
+    def staged(self, job: WriteJob, buffer: StagingBuffer, length_bytes: int) -> None:
+        """Write the first `length_bytes` of `buffer` to the granted region; the bytes have landed on return.
 
-        Args:
-            offset_bytes, length_bytes: which part of the slab it is.
-            last: the slab is complete with it: the transport gives notice, if the job says that it should.
         Raises:
             TransportError: nothing was begun.
             WriteFailedError: the write failed.
         """
         assert job.ring is not None
-        sources, targets, lengths = _cut(buffer, job.ring, job.effect.offset_bytes + offset_bytes, length_bytes)
-        notice = PEER.encode(ready_message(job)) if job.noticed and last else b""
+        sources, targets, lengths = _cut(buffer, job.ring, job.effect.offset_bytes, length_bytes)
+        notice = PEER.encode(ready_message(job)) if job.noticed else b""
         write = self._transport.post(job.peer_name, sources, targets, lengths, notice)
         self._metrics.add("longshore_writes_total", 1, way="staged")
         self._metrics.add("longshore_write_pieces_total", len(sources), way="staged")

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from longshore_agent.kernels.gather.launch import Gathering, prepare_gather
+from longshore_agent.kernels.gather.launch import gather_slices
 from longshore_agent.memory.staging import StagingBuffer
 from longshore_agent.path.jobs import WriteJob, trailer_of
 from longshore_wire.slabs import region_bytes
 
 
-def begin_gather(job: WriteJob, buffer: StagingBuffer) -> Gathering:
-    """Return the gather of a slab and its trailer into the beginning of `buffer`.
+def gather_slab(job: WriteJob, buffer: StagingBuffer) -> int:
+    """Fill the beginning of `buffer` with the slab and its trailer; return how many bytes must travel.
 
     Raises:
         PoolError: the engine has let its pages go.
     """
     effect, layout = job.effect, job.pool.layout
-    return prepare_gather(
+    length_bytes = region_bytes(effect.payload_bytes)
+    gather_slices(
         job.pool,
         job.pages.of_tokens(*effect.tokens, layout.page_size),
         effect.tokens,
         effect.route.local_layers(layout),
         effect.route.local_heads(layout),
-        buffer.view(0, region_bytes(effect.payload_bytes)),
+        buffer.view(0, length_bytes),
         trailer_of(effect),
     )
+    return length_bytes

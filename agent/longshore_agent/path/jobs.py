@@ -46,7 +46,6 @@ class WriteJob:
     target_layout: KVLayout
     queued_ns: int
     noticed: bool  # the transport tells the target of a staged slab's arrival; else a control message does
-    piece_bytes: int  # a staged slab is gathered and written in pieces of about this size
     cancelled: bool = False
 
 

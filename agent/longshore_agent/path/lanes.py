@@ -11,7 +11,7 @@ import time
 from longshore_agent.errors import PoolError, ShapeError, TransportError, WriteFailedError
 from longshore_agent.memory.staging import StagingBuffer
 from longshore_agent.path.deliver import Deliverer
-from longshore_agent.path.gather import begin_gather
+from longshore_agent.path.gather import gather_slab
 from longshore_agent.path.jobs import ProbeJob, ProbeResult, Results, WriteJob, WriteResult
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.snapshot import LaneStatus
@@ -81,16 +81,19 @@ class Lanes:
         if job.cancelled:
             return WriteResult(job, "", dropped=True, notify=False)
         try:
+            start_ns = time.monotonic_ns()
             if job.effect.way is Way.STAGED:
-                self._stage(job, index, buffer)
-            else:
+                length_bytes = gather_slab(job, buffer)
+                self._record("gather", job, index, start_ns)
                 start_ns = time.monotonic_ns()
+                self._deliverer.staged(job, buffer, length_bytes)
+            else:
                 self._deliverer.in_place(job)
-                self._record("write", job, index, start_ns, time.monotonic_ns())
         except WriteFailedError as error:
             return WriteResult(job, str(error), dropped=False, notify=False, settled=error.settled)
         except (TransportError, PoolError, ShapeError) as error:
             return WriteResult(job, str(error), dropped=False, notify=False)
+        self._record("write", job, index, start_ns)
         self._slabs[index] += 1
         self._bytes[index] += job.effect.payload_bytes
         self._metrics.add("longshore_lane_slabs_total", 1, lane=index)
@@ -98,30 +101,10 @@ class Lanes:
         noticed = job.effect.way is Way.STAGED and job.noticed
         return WriteResult(job, "", dropped=False, notify=not noticed)
 
-    def _stage(self, job: WriteJob, index: int, buffer: StagingBuffer) -> None:
-        """Gather and write a slab, in pieces where that keeps them in this processor's cache between the two."""
-        gathering = begin_gather(job, buffer)
-        gather_ns = write_ns = 0
-        begin_ns = first_write_ns = turned_ns = time.monotonic_ns()
-        gathered_ns = begin_ns
-        for offset, length in gathering.pieces(job.piece_bytes):
-            gathered_ns = time.monotonic_ns()
-            gather_ns += gathered_ns - turned_ns
-            if offset == 0:
-                first_write_ns = gathered_ns
-            self._deliverer.staged(job, buffer, offset, length, last=offset + length == gathering.length_bytes)
-            turned_ns = time.monotonic_ns()
-            write_ns += turned_ns - gathered_ns
-        self._record("gather", job, index, begin_ns, gathered_ns, gather_ns)
-        self._record("write", job, index, first_write_ns, turned_ns, write_ns)
-
-    def _record(
-        self, stage: str, job: WriteJob, index: int, start_ns: int, end_ns: int, worked_ns: int | None = None
-    ) -> None:
-        """Record a stage of a slab; `worked_ns` of the time between were its own, by default all of it."""
-        worked_ns = end_ns - start_ns if worked_ns is None else worked_ns
+    def _record(self, stage: str, job: WriteJob, index: int, start_ns: int) -> None:
+        end_ns = time.monotonic_ns()
         self._spans.record(stage, job.effect.pair, job.effect.slab, index, start_ns, end_ns)
-        self._metrics.observe("longshore_stage_seconds", worked_ns / 1e9, stage=stage)
+        self._metrics.observe("longshore_stage_seconds", (end_ns - start_ns) / 1e9, stage=stage)
         self._metrics.add("longshore_stage_bytes_total", job.effect.payload_bytes, stage=stage)
 
     def _probe(self, job: ProbeJob) -> ProbeResult:

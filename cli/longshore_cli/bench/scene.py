@@ -23,7 +23,7 @@ from longshore_wire.engine_messages import RoomEvent
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 
-# A worker imports torch and touches all its staging memory before it answers.
+# A worker touches all its staging memory before it answers.
 _START_S = 120.0
 _ROOM_S = 120.0
 _LOOK_PAUSE_S = 0.002

@@ -27,5 +27,5 @@ def scatter_slices(
         plan = plan_slab(pool, pages, tokens, layers, heads, unique=True)
         check_buffer("source", source, plan.payload_bytes)
         # Pages are read by the engine, by another process and later: nothing is gained by having them in our cache.
-        plan.copy("scatter", source.ctypes.data, 0, plan.plane_count, stream=True)
+        plan.copy("scatter", source.ctypes.data, stream=True)
     return plan.payload_bytes
