@@ -70,6 +70,7 @@ _IDLE_POLL_MS = 1000
 # How often a worker that expects bytes looks for notices: at first at once, then slower while nothing comes.
 _NOTICE_POLL_MS_MAX = 5
 _NOTICE_SLOWER_AFTER = 64
+_TOLD_DRIVE_NS = 1_000_000
 # A worker whose engine is gone tells its peers, and waits this long for their answers, before it ends.
 _FAREWELL_NS = 3_000_000_000
 # The same while a write in place still reads the engine's pages: its memory is to be free within 2 s, whatever hangs.
@@ -94,6 +95,7 @@ class Worker:
         self._gone: list[tuple[PeerId, int]] = []
         self._stop_ns: int | None = None
         self._quiet_turns = 0
+        self._look_again_ns = 0
         session_config = config.session_config(settings)
         source = SourceSession(session_config, now_ns=now_ns) if Half.SOURCE in config.roles else None
         target = TargetSession(session_config, now_ns=now_ns) if Half.TARGET in config.roles else None
@@ -229,21 +231,19 @@ class Worker:
                 self._leave(Reason.WORKER_LOST, text, now_ns)
 
     def _take_notices(self, now_ns: int) -> None:
-        if not self._awaits_notices():
+        if self.target is None or not self.target.expects_bytes:
             self._quiet_turns = 0
             return
-        assert self.target is not None
+        if now_ns < self._look_again_ns:
+            return
+        if all(peer.wire in TOLD_WIRES for peer in self.target.peers.values()):
+            # Nothing is told this way, but the transport wants to be driven now and then.
+            self._look_again_ns = now_ns + _TOLD_DRIVE_NS
         taken = self.mover.notices()
         self._quiet_turns = 0 if taken else self._quiet_turns + 1
         for peer, message in taken:
             self.target.receive(peer, message, now_ns)
             self.metrics.add("longshore_notices_total", 1)
-
-    def _awaits_notices(self) -> bool:
-        """Whether a peer may be writing whose transport tells of arrival; of others a control message does."""
-        if self.target is None or not self.target.expects_bytes:
-            return False
-        return any(peer.wire not in TOLD_WIRES for peer in self.target.peers.values())
 
     def _timeout_ms(self) -> int:
         now_ns = time.monotonic_ns()
@@ -251,8 +251,7 @@ class Worker:
         if self._stop_ns is not None:
             dues.append(self._stop_ns)
         wait_ms = min([max(0, (due - now_ns) // 1_000_000 + 1) for due in dues], default=_IDLE_POLL_MS)
-        if self._awaits_notices():
-            assert self.target is not None
+        if self.target is not None and self.target.expects_bytes:
             if any(peer.wire in DRIVEN_WIRES for peer in self.target.peers.values()):
                 return 0
             wait_ms = min(wait_ms, 1 if self._quiet_turns < _NOTICE_SLOWER_AFTER else _NOTICE_POLL_MS_MAX)
