@@ -66,7 +66,7 @@ from longshore_wire.target_session import TargetSession
 _log = logging.getLogger(__name__)
 
 # The longest sleep of an idle control thread; everything that matters wakes it earlier.
-_IDLE_POLL_MS = 1000
+_IDLE_POLL_MS = 5000
 # How often a worker that expects bytes looks for notices: at first at once, then slower while nothing comes.
 _NOTICE_POLL_MS_MAX = 5
 _NOTICE_SLOWER_AFTER = 64

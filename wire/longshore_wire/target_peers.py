@@ -69,7 +69,7 @@ class TargetPeers(Session):
             known.attach = attach
             self._effect(PeerAttached(known.peer, attach))
         known.state, known.heard_ns = PeerState.ATTACHED, now_ns
-        self._peer_timers.set(known.peer, now_ns + self.config.heartbeat_ns)
+        self._peer_timers.set(known.peer, self._next_beat_ns(now_ns))
         for key in list(known.rooms):
             room = self.rooms.get(key)
             if room is not None:
@@ -154,7 +154,11 @@ class TargetPeers(Session):
             self._send(peer, Ping(self.config.epoch))
         else:
             self._send(peer, self._attach(reply=False))
-        self._peer_timers.set(peer, now_ns + self.config.heartbeat_ns)
+        self._peer_timers.set(peer, self._next_beat_ns(now_ns))
+
+    def _next_beat_ns(self, now_ns: int) -> int:
+        """Return when peers are pinged next: all at one time, so that an idle worker wakes up once for all of them."""
+        return (now_ns // self.config.heartbeat_ns + 1) * self.config.heartbeat_ns
 
     def _fail(self, room: TargetRoom, reason: Reason, text: str, now_ns: int) -> None:
         raise NotImplementedError

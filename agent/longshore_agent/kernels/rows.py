@@ -1,6 +1,6 @@
-"""Copies rows between pages and a slab on a CPU: one call for all planes, compiled for this processor when it is first used.
+"""Copies rows of planes on a CPU: one call for all of them, compiled for this processor when it is first used.
 
-Called by `gather.launch` and `scatter.launch` with addresses that `slab` has checked; knows no pools, pages or tokens.
+Called by `slab` and `direct` with addresses that they have checked; knows no pools, pages or tokens.
 
 Why a compiled loop and not a tensor library: rows are short (one head is 64 to 512 bytes) and lie apart, and what
 limits their copy is that an ordinary store first reads the line that it overwrites. Streaming stores do not. Neither
@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,21 +22,22 @@ LINE_BYTES = 64
 
 Numbers = npt.NDArray[np.int64]
 
-# Loops: plane, segment, token, head. A segment is four numbers: its offset in the plane's pages, its offset in the
-# plane's part of the slab, its tokens, and the bytes of a row. Rows of a segment follow each other in the slab.
-_FUNCTION = """
-define void @{name}(ptr %planes, i64 %plane_count, i64 %slab, i64 %slab_stride, ptr %segments, i64 %segment_count,
-                    i64 %token_stride, i64 %head_stride, i64 %heads, i64 %stream) {{
+# Loops: plane, segment, token, head. A segment is four numbers: its offset from the source's plane, its offset from the
+# target's plane, its tokens, and the bytes of a row.
+_MODULE = """
+declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
+
+define void @copy(ptr %source_planes, ptr %target_planes, i64 %plane_count, ptr %segments, i64 %segment_count,
+                  i64 %source_token, i64 %source_head, i64 %target_token, i64 %target_head, i64 %heads, i64 %stream) {
 entry:
   %streams = icmp ne i64 %stream, 0
-  %any_plane = icmp sgt i64 %plane_count, 0
-  br i1 %any_plane, label %plane, label %end
+  br label %plane
 plane:
   %p = phi i64 [ 0, %entry ], [ %p1, %plane_end ]
-  %pages_at = getelementptr i64, ptr %planes, i64 %p
-  %pages = load i64, ptr %pages_at
-  %part_offset = mul i64 %p, %slab_stride
-  %part = add i64 %slab, %part_offset
+  %source_at = getelementptr i64, ptr %source_planes, i64 %p
+  %target_at = getelementptr i64, ptr %target_planes, i64 %p
+  %source_plane = load i64, ptr %source_at
+  %target_plane = load i64, ptr %target_at
   br label %segment
 segment:
   %s = phi i64 [ 0, %plane ], [ %s1, %segment_end ]
@@ -44,35 +46,32 @@ segment:
   %f1 = getelementptr i64, ptr %f0, i64 1
   %f2 = getelementptr i64, ptr %f0, i64 2
   %f3 = getelementptr i64, ptr %f0, i64 3
-  %page_offset = load i64, ptr %f0
-  %row_offset = load i64, ptr %f1
+  %source_offset = load i64, ptr %f0
+  %target_offset = load i64, ptr %f1
   %tokens = load i64, ptr %f2
   %bytes = load i64, ptr %f3
-  %first = add i64 %pages, %page_offset
-  %packed = add i64 %part, %row_offset
+  %source_first = add i64 %source_plane, %source_offset
+  %target_first = add i64 %target_plane, %target_offset
   br label %token
 token:
   %t = phi i64 [ 0, %segment ], [ %t1, %token_end ]
-  %near_token = phi i64 [ %packed, %segment ], [ %near_next, %token_end ]
-  %token_offset = mul i64 %t, %token_stride
-  %far_token = add i64 %first, %token_offset
+  %source_row = phi i64 [ %source_first, %segment ], [ %source_row1, %token_end ]
+  %target_row = phi i64 [ %target_first, %segment ], [ %target_row1, %token_end ]
   br label %head
 head:
   %h = phi i64 [ 0, %token ], [ %h1, %row_end ]
-  %near = phi i64 [ %near_token, %token ], [ %near_next, %row_end ]
-  %head_offset = mul i64 %h, %head_stride
-  %far = add i64 %far_token, %head_offset
-  %near_next = add i64 %near, %bytes
-  %far_pointer = inttoptr i64 %far to ptr
-  %near_pointer = inttoptr i64 %near to ptr
+  %source = phi i64 [ %source_row, %token ], [ %source1, %row_end ]
+  %target = phi i64 [ %target_row, %token ], [ %target1, %row_end ]
+  %source_pointer = inttoptr i64 %source to ptr
+  %target_pointer = inttoptr i64 %target to ptr
   br i1 %streams, label %line, label %plain
 plain:
-  call void @llvm.memcpy.p0.p0.i64(ptr {target}, ptr {source}, i64 %bytes, i1 false)
+  call void @llvm.memcpy.p0.p0.i64(ptr %target_pointer, ptr %source_pointer, i64 %bytes, i1 false)
   br label %row_end
 line:
   %b = phi i64 [ 0, %head ], [ %b1, %line ]
-  %from = getelementptr i8, ptr {source}, i64 %b
-  %to = getelementptr i8, ptr {target}, i64 %b
+  %from = getelementptr i8, ptr %source_pointer, i64 %b
+  %to = getelementptr i8, ptr %target_pointer, i64 %b
   %value = load <16 x i32>, ptr %from, align 1
   store <16 x i32> %value, ptr %to, align 64, !nontemporal !0
   %b1 = add i64 %b, 64
@@ -80,10 +79,14 @@ line:
   br i1 %more_lines, label %line, label %row_end
 row_end:
   %h1 = add i64 %h, 1
+  %source1 = add i64 %source, %source_head
+  %target1 = add i64 %target, %target_head
   %more_heads = icmp slt i64 %h1, %heads
   br i1 %more_heads, label %head, label %token_end
 token_end:
   %t1 = add i64 %t, 1
+  %source_row1 = add i64 %source_row, %source_token
+  %target_row1 = add i64 %target_row, %target_token
   %more_tokens = icmp slt i64 %t1, %tokens
   br i1 %more_tokens, label %token, label %segment_end
 segment_end:
@@ -93,31 +96,30 @@ segment_end:
 plane_end:
   %p1 = add i64 %p, 1
   %more_planes = icmp slt i64 %p1, %plane_count
-  br i1 %more_planes, label %plane, label %fence
-fence:
+  br i1 %more_planes, label %plane, label %end
+end:
   ; Streaming stores are not ordered with what follows; whoever is told of the copy must see it.
   fence seq_cst
-  br label %end
-end:
   ret void
-}}
+}
+
+!0 = !{i32 1}
 """
-_MODULE = (
-    "declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)\n"
-    + _FUNCTION.format(name="gather", target="%near_pointer", source="%far_pointer")
-    + _FUNCTION.format(name="scatter", target="%far_pointer", source="%near_pointer")
-    + "!0 = !{i32 1}\n"
-)
+
+
+class Strides(NamedTuple):
+    """Bytes from one token, and from one head, to the next."""
+
+    token: int
+    head: int
 
 
 def copy(
-    operation: str,
-    planes: Numbers,
-    slab: int,
-    slab_stride: int,
+    source_planes: Numbers,
+    target_planes: Numbers,
     segments: Numbers,
-    token_stride: int,
-    head_stride: int,
+    source: Strides,
+    target: Strides,
     heads: int,
     *,
     stream: bool,
@@ -125,23 +127,21 @@ def copy(
     """Copy all rows of all planes. Nothing is checked: a wrong address ends the process. Releases the GIL.
 
     Args:
-        operation: `gather` copies pages to the slab, `scatter` the slab to pages.
-        planes: [p] addresses of the planes' pages.
-        slab, slab_stride: address of the first plane's part of the slab, and bytes from one plane's part to the next.
-        segments: [s, 4], s >= 1, C-contiguous: offset in the pages, offset in the part, tokens (>= 1), bytes of a row (>= 1).
-        token_stride, head_stride: in the pages, bytes.
+        source_planes, target_planes: [p], p >= 1, addresses from which offsets count.
+        segments: [s, 4], s >= 1, C-contiguous: offset at the source, offset at the target, tokens (>= 1), bytes of a
+            row (>= 1).
+        source, target: strides on either side.
         heads: rows of a token, >= 1.
         stream: use streaming stores; every address that is written, and every row, must be a multiple of LINE_BYTES.
     """
-    _compiled()[operation](
-        planes.ctypes.data,
-        len(planes),
-        slab,
-        slab_stride,
+    _compiled()(
+        source_planes.ctypes.data,
+        target_planes.ctypes.data,
+        len(source_planes),
         segments.ctypes.data,
         len(segments),
-        token_stride,
-        head_stride,
+        *source,
+        *target,
         heads,
         int(stream),
     )
@@ -153,7 +153,7 @@ def prepare() -> None:
 
 
 @functools.cache
-def _compiled() -> dict[str, Callable[..., None]]:
+def _compiled() -> Callable[..., None]:
     from llvmlite import binding
 
     binding.initialize_native_target()
@@ -165,8 +165,7 @@ def _compiled() -> dict[str, Callable[..., None]]:
     engine.finalize_object()
     # The engine owns the code; it lives as long as this cache, which is as long as the process.
     _ENGINES.append(engine)
-    kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 10)
-    return {name: kind(engine.get_function_address(name)) for name in ("gather", "scatter")}
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 11)(engine.get_function_address("copy"))
 
 
 _ENGINES: list[object] = []

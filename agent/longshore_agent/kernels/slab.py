@@ -24,13 +24,16 @@ Pages = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class _Part:
-    """Planes of a slab that one call copies, `first` being the number in the slab of the first of them; see `rows.copy`."""
+    """Planes of a slab that one call copies, `first` being the number in the slab of the first of them; see `rows.copy`.
+
+    In `segments` the pages are the source.
+    """
 
     first: int
     planes: npt.NDArray[np.int64]
     segments: npt.NDArray[np.int64]
-    token_stride: int
-    head_stride: int
+    pages: rows.Strides
+    slab: rows.Strides
     heads: int
     page_bits: int  # bitwise or of all addresses in the pages, and of their steps
     slab_bits: int  # the same in a plane's part of the slab
@@ -64,18 +67,20 @@ class SlabPlan:
         """
         for part in self._parts:
             at = slab + part.first * self.plane_bytes
-            bits = part.slab_bits | at | self.plane_bytes if operation == "gather" else part.page_bits
-            rows.copy(
-                operation,
-                part.planes,
-                at,
-                self.plane_bytes,
-                part.segments,
-                part.token_stride,
-                part.head_stride,
-                part.heads,
-                stream=stream and bits % rows.LINE_BYTES == 0,
-            )
+            slab_planes = at + np.arange(len(part.planes), dtype=np.int64) * self.plane_bytes
+            if operation == "gather":
+                bits = part.slab_bits | at | self.plane_bytes
+                sides = (part.planes, slab_planes, part.segments, part.pages, part.slab)
+            else:
+                bits = part.page_bits
+                sides = (
+                    slab_planes,
+                    part.planes,
+                    np.ascontiguousarray(part.segments[:, [1, 0, 2, 3]]),
+                    part.slab,
+                    part.pages,
+                )
+            rows.copy(*sides, part.heads, stream=stream and bits % rows.LINE_BYTES == 0)
 
 
 def payload_bytes(pool: KVPool, tokens: tuple[int, int], layers: range, heads: range) -> int:
@@ -156,8 +161,8 @@ def _part(
         slab_first + begin - first,
         planes,
         segments,
-        run.token_stride,
-        run.head_stride,
+        rows.Strides(run.token_stride, run.head_stride),
+        rows.Strides(head_count * row, row),
         head_count,
         page_bits,
         slab_bits,
