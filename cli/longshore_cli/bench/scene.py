@@ -1,7 +1,7 @@
 """Real agents and real engine clients between which one request's KV moves, by one way.
 
-Called by `transfer`. Every way has a decode agent of its own, because the way is a setting of the decode side; they
-share one prefill agent, the pages of the decode side, and the prefill engines of equal layout.
+Called by `transfer`. Every way has a decode agent of its own, because the way is a setting of the decode side (`Direct`
+is what engines of one agent do: its decode engine registers at the prefill agent); they share one prefill agent, the pages of the decode side, and the prefill engines of equal layout.
 """
 
 from __future__ import annotations
@@ -204,7 +204,9 @@ def open_scenes(
             pages.fill(content, token_count)
         prefill = stage.agent("prefill")
         decodes = [
-            stage.agent(f"decode-{index}", force_way=course.way, ring_bytes=course.ring)
+            prefill
+            if course.way == "Direct"
+            else stage.agent(f"decode-{index}", force_way=course.way, ring_bytes=course.ring)
             for index, course in enumerate(courses)
         ]
         for agent in (prefill, *decodes):

@@ -94,12 +94,12 @@ class Report:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `run` reads."""
     parser.add_argument("--sizes", type=_numbers, default=[1, 4, 16, 64, 256, 1024], help="MiB, separated by commas")
-    parser.add_argument("--pair", type=_pair, default=(2, 1), help="prefill TP:decode TP of staged and slices (2:1)")
+    parser.add_argument("--pair", type=_pair, default=(2, 1), help="prefill TP:decode TP of staged, direct and slices (2:1)")
     parser.add_argument(
         "--ways",
         type=lambda text: text.split(","),
-        default=["staged", "contiguous", "slices"],
-        help="any of staged, contiguous, slices, and staged-equal (staged between equal layouts)",
+        default=["staged", "direct", "contiguous", "slices"],
+        help="any of staged, direct (engines of one agent), contiguous, slices, staged-equal (equal layouts)",
     )
     parser.add_argument("--repeats", type=int, default=5, help="repetitions of each size and way (5)")
     parser.add_argument("--page-size", type=int, default=64, help="tokens of a page on both sides (64)")
@@ -203,6 +203,7 @@ def _courses(ways: list[str], source_tp: int, target_tp: int) -> list[Course]:
         "staged": Course(f"staged {source_tp}→{target_tp}", "Staged", source_tp, target_tp),
         "staged-equal": Course(f"staged {target_tp}→{target_tp}", "Staged", target_tp, target_tp),
         "contiguous": Course(f"contiguous {target_tp}→{target_tp}", "Contiguous", target_tp, target_tp),
+        "direct": Course(f"direct {source_tp}→{target_tp}", "Direct", source_tp, target_tp),
         "slices": Course(f"slices {source_tp}→{target_tp}", "Slices", source_tp, target_tp),
     }
     unknown = [way for way in ways if way not in known]
