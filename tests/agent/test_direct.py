@@ -54,7 +54,9 @@ def node(tmp_path_factory) -> Iterator[Node]:
 
 
 @pytest.mark.parametrize("target", ["three", "one", "same"])
-@pytest.mark.parametrize(("total", "prefix", "cuts"), [(1, 0, ()), (333, 0, (100, 200)), (250, 37, (129,)), (64, 64, ())])
+@pytest.mark.parametrize(
+    ("total", "prefix", "cuts"), [(1, 0, ()), (333, 0, (100, 200)), (250, 37, (129,)), (64, 64, ())]
+)
 def test_pages_of_another_layout_are_written_by_one_copy_and_nothing_beside_them(node, target, total, prefix, cuts):
     engine = getattr(node, target)
     before = node.direct_writes()

@@ -94,7 +94,9 @@ class Report:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `run` reads."""
     parser.add_argument("--sizes", type=_numbers, default=[1, 4, 16, 64, 256, 1024], help="MiB, separated by commas")
-    parser.add_argument("--pair", type=_pair, default=(2, 1), help="prefill TP:decode TP of staged, direct and slices (2:1)")
+    parser.add_argument(
+        "--pair", type=_pair, default=(2, 1), help="prefill TP:decode TP of staged, direct and slices (2:1)"
+    )
     parser.add_argument(
         "--ways",
         type=lambda text: text.split(","),

@@ -16,8 +16,6 @@ from pathlib import Path
 
 from longshore_cli.demo.cluster import PAGE_SIZE, Agents, Engines
 from longshore_cli.demo.counts import PairResult
-from longshore_cli.demo.errors import InterruptedBySignal
-from longshore_cli.demo.lifetime import descendants_ended, interrupts_raised
 from longshore_cli.demo.pair import PairRun
 from longshore_cli.demo.progress import Progress
 from longshore_cli.demo.prompts import TOKENS_GENERATED, Request, answered_requests, total_tokens
@@ -25,6 +23,7 @@ from longshore_cli.demo.table import encoded, rendered
 from longshore_cli.engine.config import ModelConfig, RankOptions
 from longshore_cli.engine.pages import pages_for
 from longshore_cli.engine.processes import EngineProcesses
+from longshore_cli.lifetime import InterruptedBySignal, descendants_ended, interrupts_raised
 from longshore_wire.agent_config import Backend
 from longshore_wire.errors import LongshoreError
 
