@@ -26,7 +26,7 @@ from longshore_wire.layout import ModelShape
 
 MIB = 1 << 20
 # The model of the request: 128 KiB a token, as a 32-layer model of 8 KV heads in bfloat16 has.
-_MODEL = ModelShape(layers=32, kv_heads=8, head_dim=128, element_bytes=2)
+MODEL = ModelShape(layers=32, kv_heads=8, head_dim=128, element_bytes=2)
 _BATCHES = (100, 300, 1000)
 _BATCH_PROBE_BYTES = 16 * MIB
 
@@ -128,8 +128,8 @@ def measure(arguments: argparse.Namespace, say: Callable[[str], object]) -> Repo
     """Run everything; `say` is told of progress. Raises BenchError."""
     sizes = sorted({size * MIB for size in arguments.sizes})
     courses = _courses(arguments.ways, *arguments.pair)
-    token_bytes = 2 * _MODEL.layers * _MODEL.kv_heads * _MODEL.head_bytes
-    slice_bytes = _MODEL.kv_heads // max(arguments.pair) * _MODEL.head_bytes
+    token_bytes = 2 * MODEL.layers * MODEL.kv_heads * MODEL.head_bytes
+    slice_bytes = MODEL.kv_heads // max(arguments.pair) * MODEL.head_bytes
     with TransportRate(arguments.backend, sizes[-1]) as rate, tempfile.TemporaryDirectory() as directory:
         wire, batch = _choose_batch(rate, min(sizes[-1], _BATCH_PROBE_BYTES), slice_bytes)
         settings = {
@@ -140,7 +140,7 @@ def measure(arguments: argparse.Namespace, say: Callable[[str], object]) -> Repo
         }
         say(f"wire {wire}, slices in batches of {batch}; starting {1 + len(courses)} agents")
         tokens = sizes[-1] // token_bytes
-        with open_scenes(courses, _MODEL, arguments.page_size, tokens, settings, Path(directory)) as scenes:
+        with open_scenes(courses, MODEL, arguments.page_size, tokens, settings, Path(directory)) as scenes:
             results = []
             for length_bytes in sizes:
                 say(f"{length_bytes // MIB} MiB")
