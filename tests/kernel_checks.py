@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 
 import numpy as np
 import torch
@@ -21,8 +22,10 @@ from longshore_agent.kernels.gather import reference as gather_reference
 from longshore_agent.kernels.scatter import device_launch as scatter
 from longshore_agent.kernels.scatter import reference as scatter_reference
 from longshore_agent.kernels.slab import payload_bytes
+from longshore_agent.memory.ipc import create_memfd
 from longshore_agent.memory.pools import KVPool
 from longshore_wire.errors import LongshoreError
+from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry
 from longshore_wire.trailer import slab_bytes
 
 Request = tuple[tuple[int, int], range, range]
@@ -217,3 +220,90 @@ def refusal(fault: str) -> tuple[str, str, bool]:
                 kind += f" {error.reason.name}"
         same = all(np.array_equal(region.numpy(), old) for region, old in zip(regions, before, strict=True))
         return kind, message, not same or not bool((slab == POISON).all())
+
+
+def check_far_pages() -> int:
+    """Gather from and scatter to pages that lie 3 GiB apart, in memory that exists only where it is touched. CPU only."""
+    row, page_stride = 128, 3 << 30
+    planes = tuple(PlaneGeometry(0, index * 4096, page_stride, row, 4 * row) for index in range(2))
+    geometry = PoolGeometry(3, (2 * page_stride + 2 * 4096,), planes)
+    layout = KVLayout(ModelShape(1, 2, 64, 2), Parallel(), 4, PageOrder.HND)
+    descriptor = create_memfd("longshore-test", geometry.region_bytes[0])
+    try:
+        pool = KVPool(layout, geometry, [descriptor])
+    finally:
+        os.close(descriptor)
+    generator = np.random.default_rng(5)
+    for index in range(2):
+        pool.plane(index)[:] = generator.integers(0, 2**16, pool.plane(index).shape, np.uint16)
+    cpu = torch.device("cpu")
+    device_pages = DevicePages(pool, [address for address, _ in pool.regions], cpu)
+    stream = CopyStream(cpu, 3)
+    pages, request = np.array([2, 0, 1], dtype=np.int32), ((1, 11), range(1), range(2))
+    payload = payload_bytes(pool, *request)
+    slab, expected = poisoned(payload, cpu), np.zeros(payload, dtype=np.uint8)
+    gather.gather_slices(device_pages, pages, *request, slab, None, stream)
+    gather_reference.gather_slices(pool, pages, *request, expected, None)
+    assert np.array_equal(slab.numpy(), expected)
+    scatter.scatter_slices(device_pages, pages, *request, slab.flip(0), stream)
+    gather_reference.gather_slices(pool, pages, *request, expected, None)
+    assert np.array_equal(slab.flip(0).numpy(), expected)
+    pool.close()
+    return payload
+
+
+def check_large_slab(device_name: str) -> int:
+    """Move a slab above 4 GiB through a pool of as much and compare it with what indexing gives. Needs 20 GB there."""
+    device = torch.device(device_name)
+    tokens, heads, dim, size = 2048, 8, 128, 64
+    layout = KVLayout(ModelShape(520, heads, dim, 2), Parallel(), size)
+    page = size * heads * dim * 2
+    plane_bytes = tokens // size * page
+    planes = tuple(PlaneGeometry(0, i * plane_bytes, page, heads * dim * 2, dim * 2) for i in range(1040))
+    geometry = PoolGeometry(tokens // size, (1040 * plane_bytes,), planes)
+    descriptor = create_memfd("longshore-test", geometry.region_bytes[0])
+    try:
+        pool = KVPool(layout, geometry, [descriptor])
+    finally:
+        os.close(descriptor)
+    memory = torch.randint(0, 256, (geometry.region_bytes[0],), dtype=torch.uint8, device=device)
+    device_pages, stream = DevicePages(pool, [memory.data_ptr()], device), CopyStream(device, 64)
+    pages, request = np.arange(32, dtype=np.int32)[::-1].copy(), ((0, tokens), range(520), range(heads))
+    payload = payload_bytes(pool, *request)
+    slab = torch.zeros(payload, dtype=torch.uint8, device=device)
+    settle(device)
+    gather.gather_slices(device_pages, pages, *request, slab, None, stream)
+    settle(device)
+    assert torch.equal(slab.view(1040, 32, page), memory.view(1040, 32, page).flip(1))
+    memory.fill_(POISON)
+    settle(device)
+    scatter.scatter_slices(device_pages, pages, *request, slab, stream)
+    settle(device)
+    assert torch.equal(slab.view(1040, 32, page), memory.view(1040, 32, page).flip(1))
+    pool.close()
+    return payload
+
+
+def check_many_launches(device_name: str, count: int) -> int:
+    """Queue gathers of other pages without a wait between them; return how many slabs were right."""
+    device, shape, tokens = torch.device(device_name), Shape(), (0, 64)
+    request = (tokens, range(3), range(4))
+    right = 0
+    with opened(shape, seed=1) as pool:
+        device_pages, _ = on_device(pool, device)
+        stream = CopyStream(device, 4)
+        lists = [page_ids(shape, tokens, seed, repeats=True) for seed in range(count)]
+        payload = payload_bytes(pool, *request)
+        slabs = [poisoned(payload, device) for _ in lists]
+        settle(device)
+        if device.type == "cuda":
+            with stream.entered():
+                torch.cuda._sleep(10_000_000)
+        for pages, slab in zip(lists, slabs, strict=True):
+            gather.gather_slices(device_pages, pages, *request, slab, None, stream)
+        settle(device)
+        for pages, slab in zip(lists, slabs, strict=True):
+            expected = np.zeros(payload, dtype=np.uint8)
+            gather_reference.gather_slices(pool, pages, *request, expected, None)
+            right += np.array_equal(slab.cpu().numpy(), expected)
+    return right

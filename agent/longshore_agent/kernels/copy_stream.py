@@ -16,12 +16,16 @@ from longshore_agent.kernels.device_grid import TRAILER_NUMBERS
 from longshore_agent.kernels.slab import Pages
 from longshore_wire.trailer import Trailer
 
+# Launches whose page ids may wait in the host's memory before the next call blocks: a lane has one slab at a time, a scatter
+# thread queues what has arrived.
+_WAITING_LAUNCHES_MAX = 8
+
 
 class CopyStream:
     """One stream; used by one thread at a time.
 
     Attributes:
-        device: of the stream; "cpu" runs kernels in Triton's interpreter, at once.
+        device: of the stream, with its index; "cpu" runs kernels in Triton's interpreter, at once.
         stream: None on a CPU.
         page_count_max: page ids of one launch.
     """
@@ -34,15 +38,17 @@ class CopyStream:
         """
         if stream is not None and stream.device != device:
             raise ShapeError(f"stream is of {stream.device}: pass one of {device}")
-        self.device = device
         self.page_count_max = page_count_max
         on_gpu = device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if on_gpu and stream is None else stream  # type: ignore[no-untyped-call]
         numbers_max = TRAILER_NUMBERS + page_count_max
-        self._host = torch.zeros(numbers_max, dtype=torch.int32, pin_memory=on_gpu)
+        waiting_max = _WAITING_LAUNCHES_MAX if on_gpu else 1
+        self._host = torch.zeros((waiting_max, numbers_max), dtype=torch.int32, pin_memory=on_gpu)
         self._numbers = self._host.numpy()
         self._table = torch.zeros(numbers_max, dtype=torch.int32, device=device)
-        self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        self.device = self._table.device
+        self._copied = [torch.cuda.Event() for _ in range(waiting_max if on_gpu else 0)]  # type: ignore[no-untyped-call]
+        self._uploads_count = 0
         if self.stream is not None:
             # The table was zeroed on the stream that was current; nothing may be copied to it before.
             self.stream.wait_stream(torch.cuda.current_stream(device))
@@ -61,16 +67,19 @@ class CopyStream:
         """
         if pages.size > self.page_count_max:
             raise ShapeError(f"pages has {pages.size} ids: this stream was made for {self.page_count_max}")
-        if self._copied is not None:
-            # The last copy may still read the host's side. It has mostly ended long ago: its gather came after it.
-            self._copied.synchronize()
+        slot = self._uploads_count % len(self._host)
+        self._uploads_count += 1
+        if self._copied:
+            # The copy that last used this slot may still read it. An event that was never recorded is over.
+            self._copied[slot].synchronize()
         length = TRAILER_NUMBERS + pages.size
         if trailer is not None:
-            self._numbers[:TRAILER_NUMBERS] = np.frombuffer(trailer.pack(), dtype=np.int32)
-        self._numbers[TRAILER_NUMBERS:length] = pages
-        self._table[:length].copy_(self._host[:length], non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+            self._numbers[slot, :TRAILER_NUMBERS] = np.frombuffer(trailer.pack(), dtype=np.int32)
+        self._numbers[slot, TRAILER_NUMBERS:length] = pages
+        # One table on the device is enough: the stream runs this copy after the launch that reads the last one.
+        self._table[:length].copy_(self._host[slot, :length], non_blocking=True)
+        if self._copied:
+            self._copied[slot].record()
         return self._table
 
 

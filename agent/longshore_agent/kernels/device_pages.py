@@ -31,7 +31,7 @@ class DevicePages:
 
     Attributes:
         pool: their layout and geometry, already checked; its own mapping is not looked at.
-        device: where the pages are; "cpu" for Triton's interpreter.
+        device: where the pages are, with its index; "cpu" for Triton's interpreter.
         planes: [planes, 4] int64 on the device: address, page stride, token stride, head stride of each.
     """
 
@@ -49,12 +49,12 @@ class DevicePages:
                 f"{len(region_addresses)} addresses for {len(geometry.region_bytes)} regions: pass one for each region"
             )
         self.pool = pool
-        self.device = device
         lines = [
             (region_addresses[plane.region] + plane.offset, plane.page_stride, plane.token_stride, plane.head_stride)
             for plane in geometry.planes
         ]
         self.planes = torch.tensor(lines, dtype=torch.int64, device=device)
+        self.device = self.planes.device
         # A step that is never made does not spoil the alignment. An address is always used.
         counts = (2, pool.page_count, pool.page_tokens, pool.head_count)
         steps = [step for line in lines for step, count in zip(line, counts, strict=True) if count > 1]

@@ -13,10 +13,58 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longshore_agent.kernels.device_grid import PLANE_FIELDS, TRAILER_NUMBERS
+from longshore_agent.kernels.device_grid import PLANE_FIELDS, TRAILER_NUMBERS, Tile, Tuning
 
 _PLANE_FIELDS = tl.constexpr(PLANE_FIELDS)
 _TRAILER_NUMBERS = tl.constexpr(TRAILER_NUMBERS)
+_WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+
+
+def constants(tile: Tile, tuning: Tuning) -> dict[str, object]:
+    """Return the compile-time arguments of a kernel."""
+    return {
+        "unit_bytes": tile.unit_bytes,
+        "word": _WORDS[tile.word_bytes],
+        "rows": tile.rows,
+        "columns": tile.columns,
+        "page_tokens": tile.page_tokens,
+        "one_page": tile.one_page,
+        "load_cache": tuning.load_cache,
+        "load_eviction": tuning.load_eviction,
+        "store_cache": tuning.store_cache,
+    }
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _locate_rows(
+    page_ids: tl.tensor,
+    row_tile: tl.tensor,
+    page_stride: tl.tensor,
+    token_stride: tl.tensor,
+    slot_first: tl.tensor,
+    token_count: tl.tensor,
+    rows: tl.constexpr,
+    page_tokens: tl.constexpr,
+    one_page: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return, of each row of a tile: its offset in the plane, its token in the slab, and whether there is such a token.
+
+    `row_tile` counts tiles of one head and plane; strides and offsets are in words.
+    """
+    if one_page:
+        page_tiles: tl.constexpr = page_tokens // rows
+        page_index = row_tile // page_tiles
+        slot = row_tile % page_tiles * rows + tl.arange(0, rows)
+        token = page_index * page_tokens + slot - slot_first
+        meant = (token >= 0) & (token < token_count)
+        page_row = tl.load(page_ids + page_index).to(tl.int64) * page_stride + slot.to(tl.int64) * token_stride
+    else:
+        token = row_tile * rows + tl.arange(0, rows)
+        meant = token < token_count
+        position = token + slot_first
+        page = tl.load(page_ids + position // page_tokens, mask=meant, other=0)
+        page_row = page.to(tl.int64) * page_stride + (position % page_tokens).to(tl.int64) * token_stride
+    return page_row, token, meant
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
@@ -32,7 +80,7 @@ def locate_tile(
     token_count: tl.tensor,
     row_units: tl.tensor,
     unit_bytes: tl.constexpr,
-    word_bytes: tl.constexpr,
+    word: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
     page_tokens: tl.constexpr,
@@ -52,20 +100,12 @@ def locate_tile(
         token_count: tokens of the slab.
         row_units: units of a row.
         unit_bytes: 16, 8, 4, 2 or 1: all addresses and strides are multiples of it.
-        word_bytes: as many, but 8 where units are 16: no number has 16 bytes, a thread moves two that lie side by side.
+        word: the type of a number of as many, but of 8 where units have 16: a thread moves two that lie side by side.
         page_tokens: tokens of a page.
         one_page: `rows` divides `page_tokens`.
     """
+    word_bytes: tl.constexpr = word.primitive_bitwidth // 8
     unit_words: tl.constexpr = unit_bytes // word_bytes
-    word: tl.constexpr = (
-        tl.int64
-        if word_bytes == 8  # noqa: PLR2004 - bytes, as the next
-        else tl.int32
-        if word_bytes == 4  # noqa: PLR2004
-        else tl.int16
-        if word_bytes == 2  # noqa: PLR2004
-        else tl.int8
-    )
     head = tl.program_id(1)
     slab_plane = tl.program_id(2)
     plane = slab_plane // layer_count * pool_layers + layer_first + slab_plane % layer_count
@@ -80,20 +120,17 @@ def locate_tile(
     column_tiles = (row_words + columns - 1) // columns
     row_tile = tl.program_id(0) // column_tiles
     column = tl.program_id(0) % column_tiles * columns + tl.arange(0, columns)
-    page_ids = request + _TRAILER_NUMBERS
-    if one_page:
-        page_tiles: tl.constexpr = page_tokens // rows
-        page_index = row_tile // page_tiles
-        slot = row_tile % page_tiles * rows + tl.arange(0, rows)
-        token = page_index * page_tokens + slot - slot_first
-        meant = (token >= 0) & (token < token_count)
-        page_row = tl.load(page_ids + page_index).to(tl.int64) * page_stride + slot.to(tl.int64) * token_stride
-    else:
-        token = row_tile * rows + tl.arange(0, rows)
-        meant = token < token_count
-        position = token + slot_first
-        page = tl.load(page_ids + position // page_tokens, mask=meant, other=0)
-        page_row = page.to(tl.int64) * page_stride + (position % page_tokens).to(tl.int64) * token_stride
+    page_row, token, meant = _locate_rows(
+        request + _TRAILER_NUMBERS,
+        row_tile,
+        page_stride,
+        token_stride,
+        slot_first,
+        token_count,
+        rows,
+        page_tokens,
+        one_page,
+    )
     page_row += (head_first + head).to(tl.int64) * head_stride
     slab_row = (slab_plane.to(tl.int64) * token_count + token) * tl.num_programs(1) + head
     slab_base = tl.multiple_of(slab.to(tl.pointer_type(word)), unit_bytes)

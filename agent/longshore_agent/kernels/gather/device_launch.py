@@ -5,14 +5,13 @@ Called by the data path of a GPU's worker; the counterpart of `launch`, which se
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import torch
 
 from longshore_agent.errors import ShapeError
 from longshore_agent.kernels.copy_stream import CopyStream, check_device_buffer, check_stream
 from longshore_agent.kernels.device_grid import Tuning
 from longshore_agent.kernels.device_pages import DevicePages
+from longshore_agent.kernels.device_rows import constants
 from longshore_agent.kernels.gather.triton_kernel import gather_kernel
 from longshore_agent.kernels.slab import Pages, check_request
 from longshore_wire.trailer import Trailer, slab_bytes
@@ -64,10 +63,7 @@ def gather_slices(
             target,
             *grid.numbers,
             length - payload,
-            **asdict(grid.tile),
-            load_cache=tuning.load_cache,
-            load_eviction=tuning.load_eviction,
-            store_cache=tuning.store_cache,
+            **constants(grid.tile, tuning),
             num_warps=tuning.warps,
         )
     return payload

@@ -5,13 +5,12 @@ Called by the data path of a GPU's worker; the counterpart of `launch`, which se
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import torch
 
 from longshore_agent.kernels.copy_stream import CopyStream, check_device_buffer, check_stream
 from longshore_agent.kernels.device_grid import Tuning
 from longshore_agent.kernels.device_pages import DevicePages
+from longshore_agent.kernels.device_rows import constants
 from longshore_agent.kernels.scatter.triton_kernel import scatter_kernel
 from longshore_agent.kernels.slab import Pages, check_request
 
@@ -54,10 +53,7 @@ def scatter_slices(
             request,
             source,
             *grid.numbers,
-            **asdict(grid.tile),
-            load_cache=tuning.load_cache,
-            load_eviction=tuning.load_eviction,
-            store_cache=tuning.store_cache,
+            **constants(grid.tile, tuning),
             num_warps=tuning.warps,
         )
     return payload
