@@ -48,6 +48,12 @@ def test_importing_every_module_of_wire_loads_msgspec_alone() -> None:
     assert foreign_packages_loaded_by(", ".join(names)) == {"longshore_wire", "msgspec"}
 
 
+def test_importing_a_worker_loads_no_tensor_library() -> None:
+    loaded = foreign_packages_loaded_by("longshore_agent.worker")
+    assert "longshore_agent" in loaded
+    assert not loaded & {"torch", "triton"}
+
+
 def test_the_standard_librarys_operator_is_found_from_the_trees_root() -> None:
     code = "import operator; print(operator.itemgetter(1)('ab'), operator.__file__)"
     for environment in ({}, {"PYTHONPATH": str(ROOT)}):

@@ -89,10 +89,10 @@ def payload_bytes(pool: KVPool, tokens: tuple[int, int], layers: range, heads: r
     return pool.kinds * len(layers) * _row_count(pool, tokens) * len(heads) * pool.row_bytes
 
 
-def plan_slab(
+def check_request(
     pool: KVPool, pages: Pages, tokens: tuple[int, int], layers: range, heads: range, *, unique: bool
-) -> SlabPlan:
-    """Check a request against its pool and find the rows that it means.
+) -> int:
+    """Check a request against its pool; return the bytes of one plane's part of the slab.
 
     Raises:
         ShapeError: names the argument.
@@ -103,7 +103,14 @@ def plan_slab(
     if pages.dtype != np.int32 or pages.shape != (page_count,):
         raise ShapeError(f"pages is {pages.dtype} {pages.shape}: tokens {tokens} need int32 ({page_count},)")
     pool.check_pages(pages, unique=unique)
-    plane_bytes = _row_count(pool, tokens) * len(heads) * pool.row_bytes
+    return _row_count(pool, tokens) * len(heads) * pool.row_bytes
+
+
+def plan_slab(
+    pool: KVPool, pages: Pages, tokens: tuple[int, int], layers: range, heads: range, *, unique: bool
+) -> SlabPlan:
+    """Check a request and find the rows that it means. Raises as `check_request`."""
+    plane_bytes = check_request(pool, pages, tokens, layers, heads, unique=unique)
     segments = _segments(pool, pages, tokens)
     parts = tuple(_part(pool, run, heads, segments) for run in planes_of(pool, layers))
     return SlabPlan(pool.kinds * len(layers), plane_bytes, parts)

@@ -1,0 +1,74 @@
+"""The device kernels on a real GPU against the references, bit for bit. Skipped where there is none."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from page_shapes import SHAPES, Shape, requests_of
+
+from longshore_agent.kernels.device_grid import Tuning
+from longshore_wire.layout import PageOrder
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda:0"
+
+
+@pytest.fixture(scope="module")
+def checks() -> Any:
+    """The checks, loaded into this process, where nothing has told Triton to interpret."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        pytest.skip("needs a CUDA device and Triton")
+    import kernel_checks
+
+    return kernel_checks
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_gpu_gathers_what_the_reference_packs(shape: Shape, checks: Any) -> None:
+    assert checks.check_gather(shape, requests_of(shape), DEVICE) > 0
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_gpu_scatters_what_the_reference_writes(shape: Shape, checks: Any) -> None:
+    assert checks.check_scatter(shape, requests_of(shape), DEVICE) > 0
+
+
+@pytest.mark.parametrize("blob_bytes", [5, 1000, 65536])
+def test_a_gpu_copies_opaque_pages_whole(blob_bytes: int, checks: Any) -> None:
+    shape = Shape(order=PageOrder.OPAQUE, blob_bytes=blob_bytes)
+    requests = [((32, 101), range(1, 3), range(1, 3)), ((0, 16), range(3), range(4))]
+    assert checks.check_gather(shape, requests, DEVICE) > 0
+    assert checks.check_scatter(shape, requests, DEVICE) > 0
+
+
+@pytest.mark.parametrize("shift", [1, 2, 4, 8])
+def test_a_gpu_copies_at_odd_addresses(shift: int, checks: Any) -> None:
+    shape = Shape(layers=2, heads=2)
+    request = [((4, 30), range(2), range(2))]
+    for check in (checks.check_gather, checks.check_scatter):
+        check(shape, request, DEVICE, pool_shift=shift)
+        check(shape, request, DEVICE, slab_shift=shift)
+
+
+@pytest.mark.parametrize("tile_bytes", [512, 8192, 65536])
+@pytest.mark.parametrize("hints", [{}, {"load_cache": ".cg", "store_cache": ".cs", "load_eviction": "evict_first"}])
+def test_every_tuning_gives_the_same_bytes(tile_bytes: int, hints: dict[str, str], checks: Any) -> None:
+    tuning = replace(Tuning(tile_bytes=tile_bytes, warps=8), **hints)
+    for name in ("NHD", "HND, pages of 17, gaps", "pages of 1", "pages of 256"):
+        request = [((3, 3 * SHAPES[name].page_size), range(2), range(1, 4))]
+        checks.check_gather(SHAPES[name], request, DEVICE, tuning=tuning)
+        checks.check_scatter(SHAPES[name], request, DEVICE, tuning=tuning)
+
+
+def test_a_slab_above_4_gib_is_whole(checks: Any) -> None:
+    assert checks.check_large_slab(DEVICE) > 2**32
+
+
+def test_launches_on_one_stream_keep_their_own_pages(checks: Any) -> None:
+    # The host runs ahead of the device here: the page ids of a launch must survive the uploads of the next ones.
+    assert checks.check_many_launches(DEVICE, 64) == 64

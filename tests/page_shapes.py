@@ -1,0 +1,163 @@
+"""Pools of every layout in poisoned memory with guards, for the tests of gather and scatter on CPUs and on GPUs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from longshore_agent.memory.ipc import create_memfd
+from longshore_agent.memory.pools import KVPool
+from longshore_wire import trailer as trailers
+from longshore_wire.layout import Attention, KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry
+
+Bytes = npt.NDArray[np.uint8]
+
+GUARD_BYTES = 192
+POISON = 0xA5
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One pool of a test.
+
+    `spread` puts gaps of one element between pages, `split` puts each layer into its own region, `interleaved` puts all
+    planes of a page beside each other, `uneven` puts the pages of every third plane further apart.
+    """
+
+    layers: int = 3
+    heads: int = 4
+    head_dim: int = 64
+    element_bytes: int = 2
+    page_size: int = 16
+    page_count: int = 12
+    order: PageOrder = PageOrder.NHD
+    attention: Attention = Attention.HEADS
+    spread: bool = False
+    split: bool = False
+    interleaved: bool = False
+    uneven: bool = False
+    guard_bytes: int = GUARD_BYTES
+    blob_bytes: int = 0
+
+    @property
+    def layout(self) -> KVLayout:
+        model = ModelShape(self.layers, self.heads, self.head_dim, self.element_bytes, self.attention)
+        return KVLayout(model, Parallel(), self.page_size, self.order)
+
+    @property
+    def geometry(self) -> PoolGeometry:
+        row = self.head_dim * self.element_bytes
+        if self.order is PageOrder.NHD:
+            token_stride, head_stride = self.heads * row, row
+            page = self.page_size * token_stride
+        elif self.order is PageOrder.HND:
+            token_stride, head_stride = row, self.page_size * row
+            page = self.heads * head_stride
+        else:
+            token_stride, head_stride = 0, self.blob_bytes
+            page = self.heads * head_stride
+        page_stride = page + (self.element_bytes if self.spread else 0)
+        plane = page_stride * self.page_count
+        count = self.layout.plane_count
+        if self.split:
+            # K and V of one layer beside each other in the layer's own region, as engines with one tensor a layer do.
+            kinds = count // self.layers
+            places = [(i % self.layers, self.guard_bytes + i // self.layers * plane) for i in range(count)]
+            regions = (kinds * plane + 2 * self.guard_bytes,) * self.layers
+        elif self.interleaved:
+            # All planes of a page beside each other.
+            places = [(0, self.guard_bytes + i * page) for i in range(count)]
+            page_stride = count * page
+            regions = (page_stride * self.page_count + 2 * self.guard_bytes,)
+        else:
+            places = [(0, self.guard_bytes + i * plane) for i in range(count)]
+            regions = (count * plane + 2 * self.guard_bytes,)
+        planes = tuple(PlaneGeometry(region, at, page_stride, token_stride, head_stride) for region, at in places)
+        if self.uneven:
+            gap = 4 * row
+            regions = (regions[0] + count * self.page_count * gap,)
+            planes = tuple(
+                PlaneGeometry(
+                    0,
+                    plane.offset + i * self.page_count * gap,
+                    plane.page_stride + (gap if i % 3 == 2 else 0),
+                    plane.token_stride,
+                    plane.head_stride,
+                )
+                for i, plane in enumerate(planes)
+            )
+        return PoolGeometry(self.page_count, regions, planes)
+
+
+@contextmanager
+def opened(shape: Shape, seed: int | None) -> Iterator[KVPool]:
+    """A pool of random bytes, or of poison where `seed` is None."""
+    geometry = shape.geometry
+    with ExitStack() as stack:
+        descriptors = [create_memfd("longshore-test", size) for size in geometry.region_bytes]
+        for descriptor in descriptors:
+            stack.callback(os.close, descriptor)
+        pool = KVPool(shape.layout, geometry, descriptors)
+        stack.callback(pool.close)
+        generator = np.random.default_rng(seed or 0)
+        for index in range(len(descriptors)):
+            region = pool.region(index)
+            if seed is None:
+                region[:] = POISON
+            else:
+                region[:] = generator.integers(0, 256, region.shape, np.uint8)
+        yield pool
+
+
+def contents(pool: KVPool) -> list[Bytes]:
+    return [pool.region(index).copy() for index in range(len(pool.geometry.region_bytes))]
+
+
+def page_ids(shape: Shape, tokens: tuple[int, int], seed: int, *, repeats: bool) -> npt.NDArray[np.int32]:
+    count = -(-tokens[1] // shape.page_size) - tokens[0] // shape.page_size
+    return np.random.default_rng(seed).choice(shape.page_count, count, replace=repeats).astype(np.int32)
+
+
+def trailer_for(payload: int) -> trailers.Trailer:
+    return trailers.Trailer(7, 0, 3, 1, 2, 11, 12, 13, payload)
+
+
+SHAPES = {
+    "NHD": Shape(),
+    "HND": Shape(order=PageOrder.HND),
+    "NHD, pages of 17, gaps between pages": Shape(head_dim=80, page_size=17, spread=True),
+    "HND, pages of 17, gaps": Shape(head_dim=80, page_size=17, order=PageOrder.HND, spread=True),
+    "4 bytes, a region a layer": Shape(head_dim=128, element_bytes=4, split=True),
+    "1 byte, HND, a region a layer": Shape(head_dim=80, element_bytes=1, order=PageOrder.HND, split=True),
+    "rows of 7 bytes": Shape(head_dim=7, element_bytes=1, page_size=3, page_count=40, spread=True),
+    "pages of 1": Shape(page_size=1, page_count=200),
+    "pages of 1, HND": Shape(page_size=1, page_count=200, order=PageOrder.HND, element_bytes=4),
+    "pages of 256": Shape(page_size=256, page_count=3, layers=2),
+    "pages of 256, HND": Shape(page_size=256, page_count=3, layers=2, order=PageOrder.HND),
+    "planes of a page beside each other": Shape(interleaved=True),
+    "planes of unequal strides": Shape(uneven=True),
+    "latent": Shape(heads=1, attention=Attention.LATENT, head_dim=576),
+    "one head": Shape(heads=1, order=PageOrder.HND),
+}
+
+
+def requests_of(shape: Shape) -> list[tuple[tuple[int, int], range, range]]:
+    size, layers, heads = shape.page_size, shape.layers, shape.heads
+    last = min(shape.page_count, 9) * size
+    tokens = {
+        (0, size),
+        (0, last),
+        (size // 2, last - size // 3),
+        (size // 2, size // 2 + 1),
+        (size - 1, size + 1),
+        (size, 2 * size + (size + 1) // 2),
+        (1000 * size + size // 3, 1002 * size),
+    }
+    layer_ranges = (range(layers), range(1, layers))
+    head_ranges = {range(heads), range(heads // 2, heads), range(heads // 3, heads // 3 + 1)}
+    return [(t, ls, hs) for t in sorted(tokens) for ls in layer_ranges for hs in sorted(head_ranges, key=repr)]
