@@ -136,6 +136,9 @@ class Server:
     def read(self, region: int, offset: int, length: int) -> str:
         return self.regions[region][offset : offset + length].tobytes().hex()
 
+    def digest(self, region: int) -> str:
+        return hashlib.sha256(self.regions[region]).hexdigest()
+
     def notices(self, count: int) -> list[dict[str, str]]:
         end = time.monotonic() + ANSWER_LIMIT_S / 2
         while len(self.arrived) < count and time.monotonic() < end:
