@@ -14,7 +14,7 @@ QUIET_S = 4.0
 CORE_SHARE_MAX = 0.01
 
 
-@pytest.fixture(scope="module", params=["NIXL", "Loopback"])
+@pytest.fixture(scope="module", params=["NIXL", "Mooncake", "Loopback"])
 def fleet(request, tmp_path_factory) -> Fleet:
     return fleet_of(request.param, request, tmp_path_factory)
 
