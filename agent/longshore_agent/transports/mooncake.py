@@ -43,6 +43,8 @@ _LOOK_AHEAD_COUNT = 16
 _POLL_PAUSE_S = 0.0001
 # What `transfer_check_status` says.
 _OPEN, _DONE = 0, 1
+# What the library's own exceptions become in Python; an answer of a peer that makes no sense raises them in our thread.
+_LIBRARY_ERRORS = (RuntimeError, ValueError, IndexError)
 # What `transfer_submit_write` says when it cannot find the peer, in two of its versions.
 _NO_REQUEST = (0, (1 << 64) - 1)
 
@@ -360,14 +362,19 @@ class MooncakeTransport:
         peer = write.peer
         while write.waiting and peer.under_way_count < _UNDER_WAY_COUNT_MAX and not peer.gone:
             source, target, length_bytes = write.waiting.popleft()
-            request = engine.transfer_submit_write(peer.address, source, target, length_bytes)
+            try:
+                request = engine.transfer_submit_write(peer.address, source, target, length_bytes)
+                said = "Mooncake says no more than -1"
+            except _LIBRARY_ERRORS as error:
+                request, said = _NO_REQUEST[0], str(error)
             if request in _NO_REQUEST:
                 peer.answers = False
+                peer.greeter = None
                 write.failed_count += 1
                 write.failed_bytes += length_bytes
                 write.waiting.clear()
                 if not write.open:
-                    write.fail("the peer does not shake hands; Mooncake says no more than -1", settled=True)
+                    write.fail(f"the peer does not shake hands: {said}", settled=True)
                 return
             peer.under_way_count += 1
             write.open.append((request, length_bytes))
@@ -446,7 +453,11 @@ def _start_engine(host: str) -> Any:
 
 
 def _greet(engine: Any, peer: _Peer) -> None:
-    peer.answers = cast("int", engine.send_probe(peer.address)) == 0
+    try:
+        peer.answers = cast("int", engine.send_probe(peer.address)) == 0
+    except _LIBRARY_ERRORS:
+        # What answers there is no Mooncake; the write that waits is told that nobody can be reached.
+        return
 
 
 def _left(write: MooncakeWrite) -> str:
