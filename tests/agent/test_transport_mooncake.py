@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -11,12 +10,11 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
-from transport_peer import PeerProcess, finish, row
+from transport_peer import PeerProcess, finish, mooncake_ports, row, strike
 
 from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.transports.base import Wire, WriteState
@@ -32,7 +30,6 @@ MAGIC = b"LSMOON01"
 WRITE = struct.Struct("<QQB7x")
 ACKNOWLEDGED_WRITE = 0x81
 ACKNOWLEDGEMENT = struct.pack("<Q", 0x4D435456 << 32)
-LISTENING = "0A"
 
 
 class Scene:
@@ -61,22 +58,6 @@ def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
     scene = Scene(request.node.name[:60])
     yield scene
     scene.close()
-
-
-def ports_of(pid: int) -> dict[str, int]:
-    """The two ports on which a process with Mooncake listens: `data` on both protocols of IP, `handshake` on one."""
-    sockets = {
-        str(link.readlink())[len("socket:[") : -1]
-        for link in Path(f"/proc/{pid}/fd").iterdir()
-        if str(link.readlink()).startswith("socket:[")
-    }
-    found = {}
-    for kind, name in (("tcp", "handshake"), ("tcp6", "data")):
-        for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == LISTENING and fields[9] in sockets:
-                found[name] = int(fields[1].rpartition(":")[2], 16)
-    return found
 
 
 def exchange(link: socket.socket, data: bytes, answer_bytes: int) -> bytes:
@@ -178,7 +159,7 @@ def test_a_peer_that_died_before_the_first_write_is_not_reached_and_nothing_was_
 
 def test_a_write_that_had_begun_lands_after_its_memory_was_deregistered(scene: Scene) -> None:
     half = 32768
-    with socket.create_connection(("127.0.0.1", ports_of(scene.peer.process.pid)["data"])) as link:
+    with socket.create_connection(("127.0.0.1", mooncake_ports(scene.peer.process.pid)["data"])) as link:
         link.sendall(WRITE.pack(2 * half, scene.target, ACKNOWLEDGED_WRITE) + b"\1" * half)
         end = time.monotonic() + 10.0
         while scene.peer.read(0, 0, 1) != b"\1" and time.monotonic() < end:
@@ -189,7 +170,7 @@ def test_a_write_that_had_begun_lands_after_its_memory_was_deregistered(scene: S
 
 
 def test_junk_on_the_data_port_changes_no_memory_and_ends_nothing(scene: Scene) -> None:
-    port = ports_of(scene.peer.process.pid)["data"]
+    port = mooncake_ports(scene.peer.process.pid)["data"]
     for junk in (
         os.urandom(1000),
         b"short",
@@ -213,10 +194,8 @@ def test_junk_on_the_handshake_port_ends_that_process_and_no_other(scene: Scene)
     target = other.ask("register", length=4096, fill=POISON)
     name = scene.transport.connect(other.metadata())
     assert finish(scene.transport, scene.post(4096)) is WriteState.DONE
-    body = b"\2" + json.dumps([]).encode()
-    with socket.create_connection(("127.0.0.1", ports_of(scene.peer.process.pid)["handshake"])) as link:
-        link.sendall(struct.pack("<Q", len(body)) + body)
-        assert scene.peer.process.wait(10.0) == -signal.SIGABRT
+    strike(mooncake_ports(scene.peer.process.pid)["handshake"])
+    assert scene.peer.process.wait(10.0) == -signal.SIGABRT
     assert finish(scene.transport, scene.post(4096), limit_s=10.0) is WriteState.FAILED
     write = scene.transport.post(name, row(scene.source.ctypes.data), row(target), row(4096), b"")
     assert finish(scene.transport, write) is WriteState.DONE
