@@ -40,6 +40,8 @@ _MAGIC = b"LSMOON01"
 _UNDER_WAY_COUNT_MAX = 1000
 # Requests end nearly in order; so many open ones in a row mean that those behind them are open too.
 _LOOK_AHEAD_COUNT = 16
+# Workers that may have had one address before, in the life of this one; a port of 2,000 is drawn for each at random.
+_LIVES_COUNT_MAX = 1000
 _POLL_PAUSE_S = 0.0001
 # What `transfer_check_status` says.
 _OPEN, _DONE = 0, 1
@@ -201,6 +203,10 @@ class MooncakeTransport:
                 return fresh.name
             lives = self._lives.setdefault((fresh.host, fresh.port), [])
             if fresh.life not in lives:
+                if len(lives) >= _LIVES_COUNT_MAX:
+                    raise PeerMetadataError(
+                        f"peer {fresh.name!r} is number {len(lives) + 1} at {fresh.host} port {fresh.port}: restart this worker"
+                    )
                 lives.append(fresh.life)
             address = remote_address(fresh.host, fresh.port, lives.index(fresh.life))
             if known is not None:
@@ -239,7 +245,8 @@ class MooncakeTransport:
     def release(self, write: Write) -> bool:
         """Give a write back; see `Transport.release`.
 
-        A FAILED write is settled only if none of it was submitted: bytes that the kernel took may land after a failure.
+        A FAILED write is settled only if none of it was submitted: bytes that the kernel took may land after a failure. After
+        a disconnect the library goes on reading what was submitted, so what lands late may be later bytes of that memory.
         """
         assert isinstance(write, MooncakeWrite)
         self.state(write)
