@@ -81,6 +81,12 @@ def test_a_write_that_fits_into_the_sockets_is_not_done_before_its_target_has_it
     assert scene.peer.read(0, 8192, 4096) == scene.source[8192:12288].tobytes()
 
 
+def test_the_protocol_that_acknowledges_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MC_TCP_PROTO", "1")
+    with pytest.raises(TransportError, match="MC_TCP_PROTO"):
+        MooncakeTransport("old")
+
+
 def test_an_open_write_ends_by_a_disconnect_and_is_not_settled(scene: Scene) -> None:
     assert finish(scene.transport, scene.post(4096)) is WriteState.DONE
     scene.peer.signal(signal.SIGSTOP)

@@ -445,6 +445,11 @@ def _start_engine(host: str) -> Any:
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     # What this file promises was proven over TCP alone; where a machine has RDMA devices the library would take those.
     os.environ.setdefault("MC_FORCE_TCP", "1")
+    if os.environ.get("MC_TCP_PROTO"):
+        raise TransportError(
+            "MC_TCP_PROTO is set: with the old protocol Mooncake calls a write complete before its bytes are there; unset it",
+            reason=Reason.UNSUPPORTED,
+        )
     try:
         from mooncake.engine import TransferEngine
     except ImportError as error:
