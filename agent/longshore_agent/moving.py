@@ -49,7 +49,7 @@ PROBE_BYTES = 1 << 20
 # Over these a control message tells the target that a slab has landed. NIXL's write over shared memory ends only when
 # the target has taken the notice of the write before it: a lane would wait for the target's next look, 1 ms and more.
 TOLD_WIRES = frozenset({Wire.SHARED_MEMORY.value})
-# Bytes over the kernel's TCP move only while their target looks for notices.
+# NIXL's bytes over the kernel's TCP move only while their target looks for notices.
 DRIVEN_WIRES = frozenset({Wire.TCP.value})
 
 _Address = tuple[Half, PeerId]
@@ -59,6 +59,8 @@ def make_transport(settings: Settings, name: str) -> PreparingTransport:
     """Make the transport that the settings ask for. Raises TransportError."""
     if settings.backend is Backend.LOOPBACK and settings.loopback_faults:
         return create(settings.backend.value, name, faults=parse_faults(settings.loopback_faults))
+    if settings.backend is Backend.MOONCAKE:
+        return create(settings.backend.value, name, host=settings.bind_host)
     return create(settings.backend.value, name)
 
 

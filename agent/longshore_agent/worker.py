@@ -238,7 +238,7 @@ class Worker:
                 self._leave(Reason.WORKER_LOST, text, now_ns)
 
     def _take_notices(self, now_ns: int) -> None:
-        if self.target is None or not self.target.expects_bytes:
+        if self.target is None or not self._looks_for_notices(self.target):
             self._quiet_turns = 0
             return
         if now_ns < self._look_again_ns:
@@ -252,13 +252,17 @@ class Worker:
             self.target.receive(peer, message, now_ns)
             self.metrics.add("longshore_notices_total", 1)
 
+    def _looks_for_notices(self, target: TargetSession) -> bool:
+        """Whether bytes are due that the transport itself tells of; elsewhere a control message wakes this thread."""
+        return self.mover.transport.notifies and target.expects_bytes
+
     def _timeout_ms(self) -> int:
         now_ns = time.monotonic_ns()
         dues = [due for session in self.sessions.values() if (due := session.next_due_ns()) is not None]
         if self._stop_ns is not None:
             dues.append(self._stop_ns)
         wait_ms = min([max(0, (due - now_ns) // 1_000_000 + 1) for due in dues], default=_IDLE_POLL_MS)
-        if self.target is not None and self.target.expects_bytes:
+        if self.target is not None and self._looks_for_notices(self.target):
             if any(peer.wire in DRIVEN_WIRES for peer in self.target.peers.values()):
                 return 0
             wait_ms = min(wait_ms, 1 if self._quiet_turns < _NOTICE_SLOWER_AFTER else _NOTICE_POLL_MS_MAX)

@@ -105,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--repeats", type=int, default=5, help="repetitions of each size and way (5)")
     parser.add_argument("--page-size", type=int, default=64, help="tokens of a page on both sides (64)")
-    parser.add_argument("--backend", default="NIXL", help="NIXL or Loopback")
+    parser.add_argument("--backend", default="NIXL", help="NIXL, Mooncake or Loopback")
     parser.add_argument("--slices-limit", type=int, default=1024, help="MiB above which slices are left out (1024)")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     parser.add_argument("--plot", type=Path, help="draw the rates into this PNG file")
