@@ -241,6 +241,15 @@ def test_a_later_life_at_an_address_that_is_known_is_met_anew(scene: Scene) -> N
     assert scene.peer.read(0, 4096, 4096) == scene.source[4096:8192].tobytes()
 
 
+def test_lives_without_end_at_one_address_are_refused_and_the_known_ones_stay(scene: Scene) -> None:
+    fields = msgspec.msgpack.decode(scene.peer.metadata()[len(MAGIC) + 16 :])
+    for number in range(999):
+        scene.transport.connect(seal(MAGIC, ["restless", f"life {number}", *fields[2:]]))
+    with pytest.raises(PeerMetadataError, match="restart this worker"):
+        scene.transport.connect(seal(MAGIC, ["restless", "one more life", *fields[2:]]))
+    assert finish(scene.transport, scene.post(4096)) is WriteState.DONE
+
+
 def test_the_wire_is_found_although_others_write_at_once(scene: Scene) -> None:
     stop = threading.Event()
 
