@@ -75,7 +75,7 @@ class TargetSession(TargetPeers):
                 f"tokens [{wanted.first_token}, {wanted.end_token}) are no range: give 0 <= first <= end",
                 reason=Reason.TOKENS_MISSING,
             )
-        planned = self._plan(wanted.endpoint.layout, self.config.layout)
+        planned = self._plan(wanted.endpoint.layout, self.config.layout, key.room)
         pairs = target_pairs(self.config, wanted, planned)
         room = TargetRoom(
             key,
@@ -273,7 +273,7 @@ class TargetSession(TargetPeers):
         assert pair.route is not None
         assert pair.grid is not None
         tokens = pair.grid.tokens(ready.slab)
-        payload_bytes = (tokens[1] - tokens[0]) * pair.route.token_bytes
+        payload_bytes = pair.route.payload_bytes(*tokens)
         if payload_bytes != ready.payload_bytes:
             self._stale(ready)
             return
