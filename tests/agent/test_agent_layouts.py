@@ -11,15 +11,16 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from agent_fleet import World
-from agent_world import Engine, Request, wait_for, wait_for_none
+from agent_world import START_LIMIT_S, Engine, Request, wait_for, wait_for_none
 from engine_pages import held
 
-from longshore_client import Half, ModelShape, PageOrder
+from longshore_client import Half, HelloRefused, ModelShape, PageOrder, Parallel, connect
 from longshore_client.memory import pool_geometry
 from longshore_wire.errors import LongshoreError, Reason
-from longshore_wire.layout import Attention
+from longshore_wire.layout import Attention, KVLayout
 
 FOUR_HEADS = ModelShape(layers=2, kv_heads=4, head_dim=16, element_bytes=2)
 FIVE_LAYERS = ModelShape(layers=5, kv_heads=2, head_dim=8, element_bytes=4)
@@ -297,6 +298,36 @@ def test_the_engines_hold_what_their_layouts_say(place):
         for rank in place.engine(name).ranks:
             layers, heads = held(rank.layout)
             assert (list(rank.layout.layers), list(rank.layout.heads)) == (layers, heads)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parallel": Parallel(pp=2, pp_rank=1), "stage_layers": None}, r"parallel\.pp is 2 at rank 1 and 3 at rank 0"),
+        ({"parallel": Parallel(2, 1, 3, 0)}, r"parallel\.tp is 2 at rank 1 and 1 at rank 0"),
+        ({"stage_layers": (1, 2, 2)}, r"stage_layers is \(1, 2, 2\) at rank 1 and \(1, 1, 3\) at rank 0"),
+        ({"page_size": 64}, "page_size is 64 at rank 1 and 16 at rank 0"),
+        ({"order": PageOrder.HND}, "order is HND at rank 1 and NHD at rank 0"),
+    ],
+)
+def test_a_rank_that_contradicts_those_of_its_instance_is_refused_by_field(lone_rank, changes, message):
+    agent, first = lone_rank
+    wrong = msgspec.structs.replace(first.at(1), **changes)
+    with pytest.raises(HelloRefused, match=f"^.*lone: {message}") as caught:
+        connect(agent.socket, instance="lone", layout=wrong, timeout_s=START_LIMIT_S)
+    assert caught.value.reason is Reason.LAYOUT_MISMATCH
+
+
+@pytest.fixture(scope="module")
+def lone_rank(tmp_path_factory):
+    """An agent, and the layout of the first of three ranks, which is the only one that is there."""
+    world = World(tmp_path_factory.mktemp("lone"))
+    agent = world.agent("agent")
+    assert agent.http
+    first = KVLayout(FIVE_LAYERS, Parallel(pp=3), 16, stage_layers=(1, 1, 3))
+    with connect(agent.socket, instance="lone", layout=first, timeout_s=START_LIMIT_S):
+        yield agent, first
+    world.close()
 
 
 @pytest.fixture(scope="module")
