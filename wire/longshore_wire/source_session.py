@@ -196,9 +196,9 @@ class SourceSession(Session):
     # -- messages --------------------------------------------------------------------------------------------------
 
     def _on_attach(self, peer: PeerId, attach: Attach, now_ns: int) -> None:
-        wrong = self._check_attach(attach)
+        wrong = self._check_attach(attach) or self._check_newest(peer, attach)
         if wrong is not None:
-            self._send(peer, Refuse(*wrong))
+            self._send(peer, Refuse(*wrong, attach.epoch))
             return
         known = self.peers.get(peer)
         if known is not None and known.epoch != attach.epoch:

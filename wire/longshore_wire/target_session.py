@@ -151,7 +151,10 @@ class TargetSession(TargetPeers):
             self._on_attach(known, message, now_ns)
             return
         if isinstance(message, Refuse):
-            self._on_refuse(known, message, now_ns)
+            if message.epoch in (0, self.config.epoch):
+                self._on_refuse(known, message, now_ns)
+            else:
+                self._stale(message)
             return
         if isinstance(message, Pong):
             if message.epoch == known.epoch:
