@@ -47,7 +47,7 @@ class Shape:
     @property
     def layout(self) -> KVLayout:
         model = ModelShape(self.layers, self.heads, self.head_dim, self.element_bytes, self.attention)
-        return KVLayout(model, Parallel(), self.page_size, self.order)
+        return KVLayout(model, Parallel(), self.page_size, self.order, blob_bytes=self.blob_bytes)
 
     @property
     def geometry(self) -> PoolGeometry:

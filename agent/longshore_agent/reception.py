@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from longshore_agent.settings import Settings
@@ -10,7 +11,7 @@ from longshore_agent.slots import SlotKey
 from longshore_wire.agent_config import AgentConfig
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Half, Hello
 from longshore_wire.errors import CodecError, LayoutError, LongshoreError, Reason
-from longshore_wire.layout import KVLayout
+from longshore_wire.layout import KVLayout, PageOrder
 
 # Names become parts of metrics, routes and transport names.
 _INSTANCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -27,12 +28,14 @@ class Reception:
         except PackageNotFoundError:
             self.version = "unknown"
 
-    def admit(self, hello: Hello) -> SlotKey:
+    def admit(self, hello: Hello, siblings: Sequence[KVLayout] = ()) -> SlotKey:
         """Return whose slot an engine takes.
 
+        Args:
+            siblings: layouts of ranks that are registered as the same replica of the same instance.
         Raises:
             CodecError: another protocol version.
-            LayoutError: the layout cannot be, or is not the declared one; names the field.
+            LayoutError: the layout cannot be, is not the declared one, or contradicts a sibling's; names the field.
             LongshoreError: a name or a device that this agent cannot serve.
         """
         if hello.version != ENGINE_PROTOCOL_VERSION:
@@ -56,6 +59,8 @@ class Reception:
         if self._config is not None:
             for half in hello.roles:
                 self._compare(half, hello.layout, self._config)
+        for sibling in siblings:
+            _check_siblings(hello.instance, hello.layout, sibling)
         parallel = hello.layout.parallel
         return SlotKey(hello.instance, parallel.dp_rank, hello.layout.rank)
 
@@ -75,3 +80,22 @@ class Reception:
         for field, found, wanted in checks:
             if found != wanted:
                 raise LayoutError(f"{field} is {found!r} at the engine and {wanted!r} in the deployment")
+
+
+def _check_siblings(instance: str, layout: KVLayout, sibling: KVLayout) -> None:
+    """Raise LayoutError unless two ranks can be of one replica: peers plan for all of them from the layout of one."""
+    shared = [
+        (f"parallel.{name}", getattr(layout.parallel, name), getattr(sibling.parallel, name))
+        for name in ("tp", "pp", "dp")
+    ]
+    names = ["model", "page_size", "order", "stage_layers", "blob_bytes"]
+    if layout.parallel.pp_rank == sibling.parallel.pp_rank:
+        names.append("layer_range")
+    shared += [(name, getattr(layout, name), getattr(sibling, name)) for name in names]
+    for field, found, wanted in shared:
+        if found != wanted:
+            shown = [value.name if isinstance(value, PageOrder) else value for value in (found, wanted)]
+            raise LayoutError(
+                f"{instance}: {field} is {shown[0]} at rank {layout.rank} and {shown[1]} at rank {sibling.rank}: ranks of "
+                "one instance share it; wait until the ranks of an earlier life have left, or use another instance name"
+            )

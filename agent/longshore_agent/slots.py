@@ -65,6 +65,11 @@ class Slot:
         """Where its peers find it."""
         return RankAddress(self.key.rank, self.address, self.config.epoch)
 
+    @property
+    def lives(self) -> bool:
+        """Whether its engine is there, or is being taken in."""
+        return self.state is not WorkerState.DRAINING
+
     def take_part(self, part: SnapshotPart) -> bool:
         """Keep one part of an answer; return whether the answer is whole now."""
         parts = self._parts.setdefault(part.number, [])

@@ -139,7 +139,13 @@ class Supervisor:
             if self._stopping_s is not None:
                 # Not before its Hello was read: closing a socket with something unread in it takes the answer back.
                 raise LongshoreError("the agent stops and takes no engine now: try again", reason=Reason.SHUTTING_DOWN)
-            key = self._reception.admit(hello)
+            family = (hello.instance, hello.layout.parallel.dp_rank)
+            alive = [
+                slot
+                for key, slot in self._slots.items()
+                if key[:2] == family and key.rank != hello.layout.rank and slot.lives
+            ]
+            key = self._reception.admit(hello, [slot.hello.layout for slot in alive])
             self._start_worker(key, hello, connection)
         except EngineClosedError:
             self._forget_pending(connection)

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from longshore_agent.worker import Worker
     from longshore_wire.peer_messages import RoomKey
 
+# The way of a pair of ranks between which nothing is to move.
+_NO_WAY = "none"
+
 
 def encode_snapshot(worker: Worker, room: int | None, now_ns: int) -> bytes:
     """Return an encoded WorkerSnapshot; `room` is the one whose spans are wanted."""
@@ -176,7 +179,7 @@ def _status(
         pool=key.pool,
         half=half.name.lower(),
         state=state,
-        ways=tuple(sorted({pair.way for pair in pairs})),
+        ways=tuple(sorted({pair.way for pair in pairs} - {_NO_WAY})),
         tokens_wanted=wanted,
         tokens_done=done,
         tokens_total=total,
@@ -190,13 +193,17 @@ def _status(
     )
 
 
+def _way(pair: SourcePair | TargetPair) -> str:
+    return _NO_WAY if pair.route is None else pair.way.name.lower()
+
+
 def _source_pair(pair: SourcePair) -> PairStatus:
     state = "done" if pair.done else "aborting" if pair.awaits_ack or pair.owes_ack else "open"
     return PairStatus(
         pair.peer.instance,
         pair.peer.dp_rank,
         pair.peer.rank,
-        pair.way.name.lower(),
+        _way(pair),
         state,
         pair.acked_count,
         len(pair.states),
@@ -210,7 +217,7 @@ def _target_pair(pair: TargetPair) -> PairStatus:
         pair.peer.instance,
         pair.peer.dp_rank,
         pair.peer.rank,
-        pair.way.name.lower(),
+        _way(pair),
         state,
         pair.done_count,
         len(pair.states),

@@ -10,7 +10,7 @@ import os
 from typing import Protocol
 
 from longshore_client.errors import ArgumentError
-from longshore_wire.layout import Attention, KVLayout, PageOrder, PlaneGeometry, PoolGeometry
+from longshore_wire.layout import KVLayout, PageOrder, PlaneGeometry, PoolGeometry
 
 
 class SharedStorage(Protocol):
@@ -102,15 +102,12 @@ def pool_geometry(
         raise ArgumentError(f"page_count is {page_count}, offset is {offset}: give page_count >= 1 and offset >= 0")
     order = layout.order if order is None else order
     layers, heads = len(layout.layers), len(layout.heads)
-    one_plane = layout.model.attention is Attention.LATENT or order is PageOrder.OPAQUE
-    planes = layers if one_plane else 2 * layers
-    page_bytes = layout.page_size * layout.token_bytes // planes
-    token_bytes = page_bytes // layout.page_size
-    row_bytes = layout.model.head_dim * layout.model.element_bytes
-    token_stride, head_stride = {
-        PageOrder.NHD: (token_bytes, row_bytes),
-        PageOrder.HND: (row_bytes, layout.page_size * row_bytes),
-        PageOrder.OPAQUE: (0, page_bytes // heads),
+    planes = layers if order is PageOrder.OPAQUE else layers * layout.model.kinds
+    row_bytes = layout.model.head_bytes
+    page_bytes, token_stride, head_stride = {
+        PageOrder.NHD: (layout.page_size * heads * row_bytes, heads * row_bytes, row_bytes),
+        PageOrder.HND: (layout.page_size * heads * row_bytes, row_bytes, layout.page_size * row_bytes),
+        PageOrder.OPAQUE: (heads * layout.opaque_bytes, 0, layout.opaque_bytes),
     }[order]
     plane_bytes = page_count * page_bytes
     end = offset + planes * plane_bytes

@@ -27,10 +27,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
+from engine_pages import EnginePages, content
 
 from longshore_client import Client, Half, KVLayout, ModelShape, PageOrder, Parallel, RoomEvent, RoomEventKind, connect
-from longshore_client.memory import create_region, pool_geometry
 from longshore_wire.engine_messages import Endpoint
 from longshore_wire.errors import Reason
 
@@ -40,7 +39,6 @@ T = TypeVar("T")
 MODEL = ModelShape(layers=4, kv_heads=12, head_dim=32, element_bytes=4)
 PAGE_SIZE = 16
 PAGE_COUNT = 96
-POISON = 0xDEADBEEF
 # Loading torch in several processes at once, on two cores.
 START_LIMIT_S = 90.0
 EVENT_LIMIT_S = 30.0
@@ -219,54 +217,23 @@ def is_worker(pid: int) -> bool:
     return False
 
 
-def content(seed: int, end_token: int) -> np.ndarray:
-    """The cache of a sequence: [K and V, layer, token, head, element]; the same for every process."""
-    shape = (MODEL.kinds, MODEL.layers, end_token, MODEL.kv_heads, MODEL.head_dim)
-    return np.random.default_rng(seed).integers(0, 2**32, shape, dtype=np.uint32)
-
-
-class Rank:
-    """One engine rank: a client, a pool in a memfd, and what its pages ought to hold."""
+class Rank(EnginePages):
+    """One engine rank: its pages, and a client that shares them with an agent."""
 
     def __init__(self, socket: str, instance: str, layout: KVLayout, roles: Sequence[Half], page_count: int) -> None:
-        self.layout = layout
-        self.geometry = pool_geometry(layout, page_count)
-        self.descriptor, self.memory = create_region(self.geometry.region_bytes[0], memory_name(instance))
+        super().__init__(layout, page_count, memory_name(instance))
         self.client: Client = connect(
             socket, instance=instance, layout=layout, roles=tuple(roles), timeout_s=START_LIMIT_S
         )
         self.client.register_pool(0, self.geometry, [self.descriptor])
-        self.planes = self._view(np.frombuffer(self.memory, np.uint32))
-        self.planes[:] = POISON
-        self.expected = self.planes.copy()
-
-    def put(self, where: np.ndarray, pages: Sequence[int], data: np.ndarray, first_token: int, end_token: int) -> None:
-        """Write tokens [first, end) of a sequence into an array shaped as `planes`."""
-        tokens = np.arange(first_token, end_token)
-        size = self.layout.page_size
-        numbers = np.asarray(pages, dtype=np.int64)[tokens // size - first_token // size]
-        part = data[:, self.layout.layers.start : self.layout.layers.stop, first_token:end_token]
-        where[:, :, numbers, tokens % size] = part[..., self.layout.heads.start : self.layout.heads.stop, :]
-
-    def intact(self) -> bool:
-        """Whether every byte of the pool is what it ought to be, also where nothing was to be written."""
-        return bool(np.array_equal(self.planes, self.expected))
 
     def close(self) -> None:
         self.client.close()
-        os.close(self.descriptor)
-
-    def _view(self, words: np.ndarray) -> np.ndarray:
-        heads, size = len(self.layout.heads), self.layout.page_size
-        head_major = self.layout.order is PageOrder.HND
-        inner = (heads, size) if head_major else (size, heads)
-        shape = (MODEL.kinds, len(self.layout.layers), self.geometry.page_count, *inner, MODEL.head_dim)
-        pages = words.reshape(shape)
-        return pages.swapaxes(3, 4) if head_major else pages
+        super().close()
 
 
 class Engine:
-    """All ranks of one engine instance, in this process, with one page allocator for all of them."""
+    """All ranks of one replica of an engine, in this process, with one page allocator for all of them."""
 
     def __init__(
         self,
@@ -274,16 +241,26 @@ class Engine:
         instance: str,
         tp: int = 1,
         *,
+        pp: int = 1,
+        dp: int = 1,
+        dp_rank: int = 0,
+        model: ModelShape = MODEL,
         page_size: int = PAGE_SIZE,
         page_count: int = PAGE_COUNT,
         order: PageOrder = PageOrder.NHD,
+        stage_layers: tuple[int, ...] | None = None,
+        blob_bytes: int = 0,
         roles: Sequence[Half] = BOTH,
     ) -> None:
         self.agent, self.instance, self.page_size = agent, instance, page_size
         count = page_count * PAGE_SIZE // page_size
-        layouts = [KVLayout(MODEL, Parallel(tp=tp, tp_rank=rank), page_size, order) for rank in range(tp)]
+        places = [Parallel(tp, rank % tp, pp, rank // tp, dp, dp_rank) for rank in range(tp * pp)]
+        layouts = [
+            KVLayout(model, place, page_size, order, stage_layers=stage_layers, blob_bytes=blob_bytes)
+            for place in places
+        ]
         assert agent.http
-        with ThreadPoolExecutor(tp) as pool:
+        with ThreadPoolExecutor(len(layouts)) as pool:
             self.ranks = list(
                 pool.map(lambda layout: Rank(agent.socket, instance, layout, roles, count), layouts),
             )
@@ -335,7 +312,7 @@ class Request:
     def __post_init__(self) -> None:
         self.source_pages = self.source.take_pages(0, self.total)
         self.target_pages = self.target.take_pages(self.prefix, self.total)
-        self.data = content(self.room, self.total)
+        self.data = content(self.room, self.total, self.source.ranks[0].layout)
         for rank in self.source.ranks:
             rank.put(rank.planes, self.source_pages, self.data, 0, self.total)
             rank.put(rank.expected, self.source_pages, self.data, 0, self.total)
@@ -471,7 +448,7 @@ def _obey(rank: Rank, line: dict[str, Any]) -> Any:
         return msgspec.json.encode(rank.client.endpoint(START_LIMIT_S)).decode()
     if command == "send":
         room, total = line["room"], line["total"]
-        rank.put(rank.planes, line["pages"], content(room, total), 0, total)
+        rank.put(rank.planes, line["pages"], content(room, total, rank.layout), 0, total)
         rank.client.send(room, line["pages"], 0, total, last=True)
         return "sent"
     if command == "receive":

@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from longshore_agent.control.peer_net import PeerNet
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Half
+from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
-from longshore_wire.peer_messages import PROTOCOL_VERSION, Attach, PeerMessage, Ping, Pong
+from longshore_wire.peer_messages import PROTOCOL_VERSION, Attach, PeerMessage, Ping, Pong, Refuse
 
 LAYOUT = KVLayout(ModelShape(layers=1, kv_heads=1, head_dim=8, element_bytes=2), Parallel(), 16)
 SOURCE, TARGET = PeerId("prefill", 0, 0), PeerId("decode", 0, 0)
@@ -55,6 +57,26 @@ def reaches(near: PeerNet, far: PeerNet) -> bool:
         found,
         lambda: [near.send(Half.TARGET, SOURCE, message) for message in (ATTACH, Ping(1))],  # type: ignore[func-returns-value]
     )
+
+
+def test_an_older_life_of_a_target_is_answered_where_it_asks_and_takes_nothing_from_the_newer_one(nets):
+    source = nets(route="prefill/0/0/1")
+    newer, older = nets(route="decode/0/0/2"), nets(route="decode/0/0/1")
+    for net in (newer, older):
+        net.dial(SOURCE, source.address)
+    found: list[PeerMessage] = []
+    attaches = [msgspec.structs.replace(ATTACH, epoch=epoch) for epoch in (2, 1)]
+    for net, attach in zip((newer, older), attaches, strict=True):
+        net.send(Half.TARGET, SOURCE, attach)
+        assert pump(source, lambda attach=attach: attach in found, found, lambda: None)
+    source.send(Half.SOURCE, TARGET, Refuse(Reason.STALE_EPOCH, "newer", epoch=1))
+    source.send(Half.SOURCE, TARGET, Pong(2))
+    told: dict[PeerNet, list[PeerMessage]] = {newer: [], older: []}
+    for net, said in told.items():
+        assert pump(net, lambda said=said: bool(said), said, lambda: None)
+    assert told == {newer: [Pong(2)], older: [Refuse(Reason.STALE_EPOCH, "newer", epoch=1)]}
+    newer.send(Half.TARGET, SOURCE, Ping(2))
+    assert pump(source, lambda: Ping(2) in found, found, lambda: None)
 
 
 def port_of(net: PeerNet) -> int:

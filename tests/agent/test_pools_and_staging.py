@@ -110,7 +110,7 @@ def test_every_accepted_geometry_of_a_random_sample_keeps_all_rows_inside_and_ap
 
 @pytest.mark.parametrize("changes", [{"token_stride": 2}, {"head_stride": 0}, {"head_stride": 32}])
 def test_opaque_planes_have_no_token_stride_and_blobs_of_one_size(changes: dict[str, int]) -> None:
-    layout = msgspec.structs.replace(LAYOUT, order=PageOrder.OPAQUE)
+    layout = msgspec.structs.replace(LAYOUT, order=PageOrder.OPAQUE, blob_bytes=40)
     right = tuple(PlaneGeometry(0, i * 400, 80, 0, 40) for i in range(LAYERS))
     check_geometry(layout, PoolGeometry(PAGE_COUNT, (800,), right))
     wrong = (msgspec.structs.replace(right[0], **changes), right[1])

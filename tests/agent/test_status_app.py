@@ -26,7 +26,7 @@ from longshore_agent.status.spans import Span
 from longshore_agent.transports.base import Wire
 from longshore_wire.engine_messages import Endpoint, RankAddress
 from longshore_wire.errors import ConfigError
-from longshore_wire.layout import KVLayout, ModelShape, Parallel
+from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel
 from longshore_wire.plan import plan
 
 MODEL = ModelShape(layers=4, kv_heads=8, head_dim=64, element_bytes=2)
@@ -309,11 +309,13 @@ def test_bootstrap_lists_instances_so_that_their_endpoints_can_be_made_again(
     endpoints = [
         Endpoint("p", layout(2), ranks),
         Endpoint("q", msgspec.structs.replace(layout(2), layer_range=(0, 4)), ranks[:1]),
+        Endpoint("r", msgspec.structs.replace(layout(2), stage_layers=(MODEL.layers,)), ranks[:1]),
+        Endpoint("s", msgspec.structs.replace(layout(2), order=PageOrder.OPAQUE, blob_bytes=77), ranks[:1]),
     ]
     source.state = agent(instances=tuple(structs.InstanceStatus.of(endpoint, ("source",)) for endpoint in endpoints))
     answer = client.get("/v1/bootstrap")
     shown = answer.json()["instances"]
-    assert [instance["complete"] for instance in shown] == [True, False]
+    assert [instance["complete"] for instance in shown] == [True, False, False, False]
     assert shown[0]["ranks"][0] == {"rank": 0, "address": "10.0.0.1:5000", "epoch": "9223372036854775815"}
     made = [structs_of(instance).endpoint() for instance in shown]
     assert made == endpoints

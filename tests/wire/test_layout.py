@@ -75,6 +75,12 @@ def test_a_token_of_a_70b_model_takes_the_bytes_that_its_card_says() -> None:
         (layout(ModelShape(80, 8, 128, 2, Attention.LATENT)), r"model\.kv_heads is 8 .* LATENT"),
         (msgspec.structs.replace(layout(), layer_range=(10, 81)), r"layer_range is \(10, 81\)"),
         (msgspec.structs.replace(layout(), layer_range=(10, 10)), r"layer_range is \(10, 10\)"),
+        (msgspec.structs.replace(layout(pp=2), stage_layers=(40, 20, 20)), r"stage_layers is \(40, 20, 20\): give 2 "),
+        (msgspec.structs.replace(layout(pp=2), stage_layers=(40, 41)), r"stage_layers is \(40, 41\): .* sum is 80"),
+        (msgspec.structs.replace(layout(pp=2), stage_layers=(80, 0)), r"stage_layers is \(80, 0\): .* 1 or more"),
+        (msgspec.structs.replace(layout(), stage_layers=(80,), layer_range=(0, 80)), "layer_range and stage_layers"),
+        (msgspec.structs.replace(layout(), blob_bytes=64), "blob_bytes is 64 and order is NHD"),
+        (msgspec.structs.replace(layout(), order=PageOrder.OPAQUE, blob_bytes=-1), "blob_bytes is -1"),
     ],
 )
 def test_a_layout_that_cannot_exist_is_refused_by_field(wrong: KVLayout, message: str) -> None:

@@ -140,7 +140,7 @@ def test_known_layouts_meet_the_oracle(
 @given(data=st.data())
 def test_stages_that_were_given_their_layers_meet_the_oracle(data: st.DataObject) -> None:
     model = ModelShape(20, 4, 8, 2)
-    sides, memories = [], []
+    sides, told, memories = [], [], []
     for _ in range(2):
         cuts = sorted(data.draw(st.sets(st.integers(1, 19), max_size=3)))
         stages = [end - first for first, end in zip([0, *cuts], [*cuts, 20], strict=True)]
@@ -152,8 +152,12 @@ def test_stages_that_were_given_their_layers_meet_the_oracle(data: st.DataObject
             layer_range = (first, first + stages[rank // tp])
             ranks.append(msgspec.structs.replace(base.at(rank), layer_range=layer_range))
         sides.append(data.draw(st.permutations(ranks)))
+        one = base.at(data.draw(st.integers(0, base.rank_count - 1)))
+        told.append(msgspec.structs.replace(one, stage_layers=tuple(stages)))
         memories.append([held(model, tp, len(stages), rank, stages) for rank in range(len(ranks))])
-    check_against_oracle(plan(sides[0], sides[1]), model, memories[0], memories[1])
+    made = plan(sides[0], sides[1])
+    check_against_oracle(made, model, memories[0], memories[1])
+    assert plan(told[0], told[1]) == made, "one rank that knows all stages tells as much as all ranks"
 
 
 @pytest.mark.parametrize(("kv_heads", "source_tp", "target_tp"), [(4, 8, 1), (1, 8, 2), (2, 16, 4)])
@@ -166,6 +170,42 @@ def test_readers_of_all_dp_ranks_together_use_every_replica_alike(
         target = KVLayout(model, Parallel(tp=target_tp, dp=8, dp_rank=dp_rank), page_size=16)
         load.update(pair.source_rank for pair in plan(layout(model, source_tp), target).pairs)
     assert len(load) == source_tp and len(set(load.values())) == 1
+
+
+@settings(max_examples=60)
+@given(
+    replicas=st.sampled_from([2, 3, 4, 8]),
+    first_room=st.integers(0, 2**64 - 1),
+    step=st.sampled_from([1, 2, 7, 8, 64, 1000, 2**32]),
+    dp_rank=st.integers(0, 3),
+)
+def test_rooms_whose_ids_follow_each_other_by_any_step_are_dealt_evenly_to_replicas(
+    replicas: int, first_room: int, step: int, dp_rank: int
+) -> None:
+    model, rooms = ModelShape(4, 2, 64, 2), 16 * replicas
+    source = layout(model, 2 * replicas)
+    target = KVLayout(model, Parallel(tp=2, dp=4, dp_rank=dp_rank), page_size=16)
+    sources = [held(model, 2 * replicas, 1, rank) for rank in range(2 * replicas)]
+    targets = [held(model, 2, 1, rank) for rank in range(2)]
+    load: Counter[int] = Counter()
+    for number in range(rooms):
+        made = plan(source, target, room=(first_room + number * step) % 2**64)
+        check_against_oracle(made, model, sources, targets)
+        load.update(pair.source_rank for pair in made.pairs)
+    assert len(load) == 2 * replicas
+    assert min(load.values()) >= 16 // 2
+    assert max(load.values()) <= 16 * 3 // 2
+
+
+@pytest.mark.parametrize(("blob_bytes", "page_bytes"), [(0, 16 * 2 * 128 * 2), (1000, 1000)])
+def test_a_pair_of_opaque_pages_carries_each_page_whole_that_its_tokens_touch(blob_bytes: int, page_bytes: int) -> None:
+    model = ModelShape(3, 8, 128, 2)
+    opaque = {"order": PageOrder.OPAQUE, "blob_bytes": blob_bytes}
+    (one, other) = plan(layout(model, 2, **opaque), layout(model, 1, **opaque)).pairs
+    assert one.payload_bytes(16, 64) == 3 * 3 * 4 * page_bytes
+    assert one.payload_bytes(0, 17) == 2 * 3 * 4 * page_bytes
+    assert other.payload_bytes(32, 33) == 3 * 4 * page_bytes
+    assert (16 * one.token_bytes - 3 * 4 * page_bytes) in range(16)
 
 
 MLA = ModelShape(61, 1, 576, 2, Attention.LATENT)
@@ -231,6 +271,11 @@ def test_the_way_follows_from_heads_pages_orders_and_switches(
             layout(GQA, 4, order=PageOrder.OPAQUE),
             layout(GQA, 4, order=PageOrder.OPAQUE, page_size=32),
             r"page_size is 16 .* 32",
+        ),
+        (
+            layout(GQA, 4, order=PageOrder.OPAQUE, blob_bytes=9000),
+            layout(GQA, 4, order=PageOrder.OPAQUE),
+            r"blob_bytes is 9000 .* 8192",
         ),
         (layout(GQA, 4, 2, layer_range=(0, 50)), layout(GQA, 4), r"source: layer_range is \(0, 50\).*all ranks"),
         (layout(GQA, 4, layer_range=(0, 50)), layout(GQA, 4), r"layers is \(0, 50\) .* \(0, 80\)"),

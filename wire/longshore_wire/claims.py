@@ -10,7 +10,7 @@ from longshore_wire.errors import LayoutError, Reason, RingError, RoomError
 from longshore_wire.peer_messages import Attach, Claim, PairKey, RoomKey, TargetMemory
 from longshore_wire.plan import Pair, Plan, Way
 from longshore_wire.room import TargetPair
-from longshore_wire.slabs import SlabGrid, slab_limit_bytes, slab_tokens
+from longshore_wire.slabs import SlabGrid, slab_limit_bytes, slab_units
 
 IN_PLACE = frozenset({Way.CONTIGUOUS, Way.SLICES, Way.DIRECT})
 # What a peer may make us keep for one claim; far above any sequence.
@@ -110,9 +110,9 @@ def grid(config: SessionConfig, attach: Attach, claim: Claim, found: Route) -> S
     """Return how a claim is cut at its source.
 
     Raises:
-        RingError: the target has no ring, or its ring is too small for one token of each writer twice.
+        RingError: the target has no ring, or its ring is too small for one token (or opaque page) of each writer twice.
         LayoutError: the target's pool cannot hold its layout.
-        RoomError: the tokens are no range, or the way writes in place and the target's pool or pages are not known here.
+        RoomError: the tokens are no range or split an opaque page, or the way writes in place and the target's pool or pages are not known here.
     """
     if not 0 <= claim.first_token <= claim.end_token <= TOKENS_MAX:
         raise RoomError(
@@ -121,15 +121,18 @@ def grid(config: SessionConfig, attach: Attach, claim: Claim, found: Route) -> S
         )
     if found.pair is None or claim.first_token >= claim.end_token:
         return SlabGrid(claim.end_token, claim.end_token, 1)
+    check_prefix(claim.first_token, found.pair)
     if claim.way in IN_PLACE:
         _check_in_place(attach, claim)
-        limit = config.slab_bytes_max
+        # No buffer holds it: only the time of one write speaks against a large one.
+        limit = max(config.slab_bytes_max, found.pair.unit_bytes)
     elif attach.ring is None:
         raise RingError(f"decode {attach.instance} has no ring: it cannot take staged slabs")
     else:
         limit = slab_limit_bytes(config.slab_bytes_max, attach.ring.length_bytes, found.writer_count)
-    count = claim.end_token - claim.first_token
-    tokens = slab_tokens(found.pair.token_bytes, count, limit, config.slab_bytes_min, 2 * config.lane_count)
+    count, unit = claim.end_token - claim.first_token, found.pair.unit_tokens
+    units = slab_units(found.pair.unit_bytes, -(-count // unit), limit, config.slab_bytes_min, 2 * config.lane_count)
+    tokens = units * unit
     if claim.way in IN_PLACE:
         # Whole pages of both sides where possible: runs stay long.
         page = max(config.layout.page_size, attach.layout.page_size)
@@ -141,6 +144,16 @@ def grid(config: SessionConfig, attach: Attach, claim: Claim, found: Route) -> S
             reason=Reason.UNSUPPORTED,
         )
     return cut
+
+
+def check_prefix(first_token: int, pair: Pair) -> None:
+    """Raise RoomError if what the target has already ends within an opaque page."""
+    if first_token % pair.unit_tokens:
+        raise RoomError(
+            f"tokens from {first_token} on are wanted, within a page of {pair.unit_tokens} tokens whose content is opaque: "
+            f"begin at a multiple of {pair.unit_tokens}",
+            reason=Reason.UNSUPPORTED,
+        )
 
 
 def _check_in_place(attach: Attach, claim: Claim) -> None:
@@ -167,8 +180,8 @@ def target_pairs(config: SessionConfig, wanted: Wanted, planned: Plan) -> list[T
     """Return the pairs that a claim opens at its target: its sources, and those it tells that nothing is wanted.
 
     Raises:
-        RoomError: the endpoint lacks a rank.
-        RingError: the ring could never hold two slabs of one token for each source rank.
+        RoomError: the endpoint lacks a rank, or a prefix ends within an opaque page.
+        RingError: the ring could never hold two slabs of one token (or opaque page) for each source rank.
     """
     rank, place = config.layout.rank, config.layout.parallel
     mine = [pair for pair in planned.pairs if pair.target_rank == rank]
@@ -185,8 +198,10 @@ def target_pairs(config: SessionConfig, wanted: Wanted, planned: Plan) -> list[T
         way = Way.STAGED if pair is None else pair.way
         if pair is not None and config.force_way is not None:
             way = config.force_way
-        if pair is not None and way is Way.STAGED and wanted.first_token < wanted.end_token:
-            _check_ring(config, pair, len(mine))
+        if pair is not None and wanted.first_token < wanted.end_token:
+            check_prefix(wanted.first_token, pair)
+            if way is Way.STAGED:
+                _check_ring(config, pair, len(mine))
         peer = PeerId(wanted.endpoint.instance, wanted.endpoint.layout.parallel.dp_rank, source)
         # The source's epoch is filled in when it has attached.
         pair_key = PairKey(wanted.key, source, rank, 0, config.epoch, config.instance, place.dp_rank)
@@ -197,8 +212,8 @@ def target_pairs(config: SessionConfig, wanted: Wanted, planned: Plan) -> list[T
 def _check_ring(config: SessionConfig, pair: Pair, source_count: int) -> None:
     # A lane's limit is the source's business: here it is as if there were none.
     limit = slab_limit_bytes(1 << 62, config.ring_bytes, source_count)
-    if pair.token_bytes > limit:
+    if pair.unit_bytes > limit:
         raise RingError(
-            f"staging.poolSize of {config.ring_bytes} bytes cannot hold two slabs of even one token "
-            f"({pair.token_bytes} bytes) for each of {source_count} source ranks: enlarge it"
+            f"staging.poolSize of {config.ring_bytes} bytes cannot hold two slabs of even {pair.unit_tokens} tokens "
+            f"({pair.unit_bytes} bytes) for each of {source_count} source ranks: enlarge it"
         )

@@ -124,8 +124,7 @@ class Granter:
     def _slab_bytes(self, pair: TargetPair, slab: int) -> int:
         assert pair.grid is not None
         assert pair.route is not None
-        first, end = pair.grid.tokens(slab)
-        return region_bytes((end - first) * pair.route.token_bytes)
+        return region_bytes(pair.route.payload_bytes(*pair.grid.tokens(slab)))
 
     def _may(self, room: TargetRoom, pair: TargetPair) -> bool:
         if pair.grid is None or pair.next_grant >= pair.grid.count or len(pair.regions) >= self._window:

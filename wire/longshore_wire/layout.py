@@ -26,6 +26,7 @@ RANKS_MAX = 2048
 # Page ids travel as int32.
 PAGE_COUNT_MAX = 2**31 - 1
 ELEMENT_BYTES = (1, 2, 4)
+BLOB_BYTES_MAX = 1 << 32
 
 
 class PageOrder(IntEnum):
@@ -80,6 +81,9 @@ class Parallel(msgspec.Struct, frozen=True, array_like=True):
 class KVLayout(msgspec.Struct, frozen=True, array_like=True):
     """One rank's share of the cache: which layers and heads it holds, and how a page is ordered.
 
+    Stages of a pipeline whose layers are not an even split say so by `stage_layers`, the same on every rank: then
+    each side knows all ranks of the other from one. `layer_range` says it of one rank only.
+
     Raises:
         LayoutError: from `check`, naming the field, its value and what would be allowed.
     """
@@ -88,13 +92,18 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
     parallel: Parallel
     page_size: int  # tokens
     order: PageOrder = PageOrder.NHD
-    layer_range: tuple[int, int] | None = None  # (first, end); None: an even split over the pipeline stages
+    layer_range: tuple[int, int] | None = None  # (first, end); None: as `stage_layers` says
+    stage_layers: tuple[int, ...] | None = None  # how many each stage holds, in order; None: an even split
+    blob_bytes: int = 0  # OPAQUE: size of a blob; 0: that of its K and V without anything else, see `opaque_bytes`
 
     @property
     def layers(self) -> range:
-        """Global layer indexes that this rank holds: an even split, the first stages take the remainder."""
+        """Global layer indexes that this rank holds: in an even split the first stages take the remainder."""
         if self.layer_range is not None:
             return range(*self.layer_range)
+        if self.stage_layers is not None:
+            before = sum(self.stage_layers[: self.parallel.pp_rank])
+            return range(before, before + self.stage_layers[self.parallel.pp_rank])
         share, extra = divmod(self.model.layers, self.parallel.pp)
         rank = self.parallel.pp_rank
         first = rank * share + min(rank, extra)
@@ -121,9 +130,26 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
         return len(self.layers) * (1 if self.order is PageOrder.OPAQUE else self.model.kinds)
 
     @property
+    def unit_tokens(self) -> int:
+        """Tokens that cannot be told apart: one, or those of a page where its content is opaque."""
+        return self.page_size if self.order is PageOrder.OPAQUE else 1
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of one head of one unit in one layer: K and V of a token (or its latent), or a blob."""
+        if self.order is PageOrder.OPAQUE:
+            return self.opaque_bytes
+        return self.model.kinds * self.model.head_bytes
+
+    @property
+    def opaque_bytes(self) -> int:
+        """Bytes of one blob: one page of one head in one layer, with PageOrder.OPAQUE."""
+        return self.blob_bytes or self.page_size * self.model.kinds * self.model.head_bytes
+
+    @property
     def token_bytes(self) -> int:
-        """Bytes of one token in this rank: K and V of its layers and heads."""
-        return self.model.kinds * len(self.layers) * len(self.heads) * self.model.head_bytes
+        """Bytes of one token in this rank, of all its layers and heads; of an opaque page the token's part, rounded up."""
+        return -(-len(self.layers) * len(self.heads) * self.unit_bytes // self.unit_tokens)
 
     @property
     def rank(self) -> int:
@@ -148,7 +174,7 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
         if self.layer_range is not None and pp_rank != self.parallel.pp_rank:
             raise LayoutError(
                 f"layer_range is {self.layer_range} on stage {self.parallel.pp_rank} of parallel.pp {self.parallel.pp}: "
-                f"the layers of stage {pp_rank} do not follow from it; give the layouts of all ranks"
+                f"the layers of stage {pp_rank} do not follow from it; give stage_layers, or the layouts of all ranks"
             )
         parallel = msgspec.structs.replace(self.parallel, pp_rank=pp_rank, tp_rank=tp_rank)
         return msgspec.structs.replace(self, parallel=parallel)
@@ -158,10 +184,11 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
         _check_model(self.model)
         _check_parallel(self.parallel, self.model)
         _between("page_size", self.page_size, 1, PAGE_SIZE_MAX)
-        if self.layer_range is not None:
-            first, end = self.layer_range
-            if not 0 <= first < end <= self.model.layers:
-                raise LayoutError(f"layer_range is {self.layer_range}: give 0 <= first < end <= {self.model.layers}")
+        _check_layers(self)
+        if self.order is PageOrder.OPAQUE:
+            _between("blob_bytes", self.blob_bytes, 0, BLOB_BYTES_MAX)
+        elif self.blob_bytes:
+            raise LayoutError(f"blob_bytes is {self.blob_bytes} and order is {self.order.name}: only OPAQUE has blobs")
 
 
 def _check_model(model: ModelShape) -> None:
@@ -172,6 +199,23 @@ def _check_model(model: ModelShape) -> None:
         raise LayoutError(f"model.element_bytes is {model.element_bytes}: use one of {ELEMENT_BYTES}")
     if model.attention is Attention.LATENT and model.kv_heads != 1:
         raise LayoutError(f"model.kv_heads is {model.kv_heads} and model.attention is LATENT: a latent has 1 head")
+
+
+def _check_layers(layout: KVLayout) -> None:
+    count = layout.model.layers
+    if layout.layer_range is not None:
+        first, end = layout.layer_range
+        if not 0 <= first < end <= count:
+            raise LayoutError(f"layer_range is {layout.layer_range}: give 0 <= first < end <= {count}")
+    if layout.stage_layers is None:
+        return
+    if layout.layer_range is not None:
+        raise LayoutError("layer_range and stage_layers are both given: give stage_layers, which says more")
+    stages = layout.parallel.pp
+    if len(layout.stage_layers) != stages or min(layout.stage_layers) < 1 or sum(layout.stage_layers) != count:
+        raise LayoutError(
+            f"stage_layers is {layout.stage_layers}: give {stages} numbers of 1 or more, whose sum is {count}"
+        )
 
 
 def _check_parallel(parallel: Parallel, model: ModelShape) -> None:
@@ -198,7 +242,7 @@ class PlaneGeometry(msgspec.Struct, frozen=True, array_like=True):
 
     The bytes of local head h of token t of page p begin at
     `offset + p * page_stride + t * token_stride + h * head_stride`; head_dim elements follow without gaps.
-    With PageOrder.OPAQUE token_stride is 0 and `head_stride` is the size of one blob. All in bytes.
+    With PageOrder.OPAQUE token_stride is 0 and `head_stride` is the layout's `opaque_bytes`. All in bytes.
     """
 
     region: int  # index of the memory region (file descriptor or IPC handle) that the client passed
@@ -235,6 +279,11 @@ class PoolGeometry(msgspec.Struct, frozen=True, array_like=True):
                 )
             for name in ("offset", "page_stride", "token_stride", "head_stride"):
                 _between(f"planes[{index}].{name}", getattr(plane, name), 0, 2**63 - 1)
+            if layout.order is PageOrder.OPAQUE and (plane.token_stride, plane.head_stride) != (0, layout.opaque_bytes):
+                raise LayoutError(
+                    f"planes[{index}].token_stride is {plane.token_stride} and head_stride is {plane.head_stride}: "
+                    f"opaque pages have no token stride (give 0) and blobs of blob_bytes ({layout.opaque_bytes})"
+                )
             span_bytes = _plane_span(index, plane, self.page_count, layout)
             if plane.offset + span_bytes > self.region_bytes[plane.region]:
                 raise LayoutError(
@@ -245,9 +294,7 @@ class PoolGeometry(msgspec.Struct, frozen=True, array_like=True):
 
 def _plane_span(index: int, plane: PlaneGeometry, page_count: int, layout: KVLayout) -> int:
     """Return the bytes from a plane's offset to the end of its last entry; LayoutError if entries overlap."""
-    span_bytes = layout.model.head_bytes
-    if layout.order is PageOrder.OPAQUE:
-        span_bytes = plane.head_stride
+    span_bytes = layout.opaque_bytes if layout.order is PageOrder.OPAQUE else layout.model.head_bytes
     for name, stride, count in sorted(_dimensions(plane, page_count, layout), key=lambda entry: entry[1]):
         if count == 1:
             continue

@@ -85,6 +85,7 @@ class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
     reason: Reason
     text: str
+    epoch: int = 0  # of the Attach that is refused; 0: any
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=3):

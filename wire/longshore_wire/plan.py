@@ -19,8 +19,12 @@ import msgspec
 from longshore_wire.errors import LayoutError
 from longshore_wire.layout import Attention, KVLayout, ModelShape, PageOrder
 
-# A worker meets few kinds of peers: each pair of layouts is planned once, then looked up for every room.
-_PLANS_KEPT_MAX = 64
+# A worker meets few kinds of peers: each pair of layouts is planned once for each of its replicas, then looked up for
+# every room.
+_PLANS_KEPT_MAX = 256
+# Knuth's multiplier, 2**64 divided by the golden ratio: multiples of it, modulo 2**64, lie evenly apart, by
+# whatever step the ids of rooms grow. Steps of 2**32 and more are brought down first.
+_GOLDEN = 0x9E3779B97F4A7C15
 
 
 class Way(IntEnum):
@@ -41,14 +45,27 @@ class Staging(IntEnum):
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """What one source rank sends to one target rank. Layers and heads are global, half-open intervals."""
+    """What one source rank sends to one target rank. Layers and heads are global, half-open intervals.
+
+    A unit is what cannot be told apart: a token, or all tokens of a page whose content is opaque.
+    """
 
     source_rank: int
     target_rank: int
     layers: tuple[int, int]
     heads: tuple[int, int]
-    token_bytes: int  # of one token in this pair
+    unit_bytes: int  # of one unit in this pair
     way: Way
+    unit_tokens: int = 1
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in this pair; of an opaque page the token's part, rounded up."""
+        return -(-self.unit_bytes // self.unit_tokens)
+
+    def payload_bytes(self, first_token: int, end_token: int) -> int:
+        """Return the bytes of the units in which tokens [first, end) lie."""
+        return (-(-end_token // self.unit_tokens) - first_token // self.unit_tokens) * self.unit_bytes
 
     def local_layers(self, layout: KVLayout) -> range:
         """Return this pair's layers as indexes into the layers of `layout`, one of the pair's two ranks."""
@@ -160,11 +177,13 @@ def plan(
     staging: Staging = Staging.AUTO,
     contiguous_bytes_min: int = 0,
     direct: bool = False,
+    room: int = 0,
 ) -> Plan:
     """Return who sends what to whom so that every target rank gets each of its layers and heads exactly once.
 
-    Of replicated source heads each target rank reads one replica; readers are dealt to replicas in turn,
-    beginning at the target's DP rank, so that replicas differ by at most one pair within a plan.
+    Of replicated source heads each target rank reads one replica; readers are dealt to replicas in turn, beginning at
+    one that the room and the target's DP rank name: replicas differ by at most one pair within a plan, and rooms
+    are dealt to them evenly.
 
     Args:
         source, target: the layout of any rank of each side, or of all ranks of one replica in any order, which
@@ -173,12 +192,22 @@ def plan(
         contiguous_bytes_min: with Staging.AUTO, whole pages smaller than this go staged; from the crossover
             table of the backend and wire.
         direct: with Staging.AUTO, whether both sides' devices reach each other's memory.
+        room: the id of the room that is planned for.
     Raises:
         LayoutError: a layout cannot exist or the two cannot exchange pages; names the side, the field and both values.
     """
     sources = (source,) if isinstance(source, KVLayout) else tuple(source)
     targets = (target,) if isinstance(target, KVLayout) else tuple(target)
-    return _plan(sources, targets, staging, contiguous_bytes_min, direct)
+    return _plan(sources, targets, staging, contiguous_bytes_min, direct, _first_replica(sources, targets, room))
+
+
+def _first_replica(sources: Sequence[KVLayout], targets: Sequence[KVLayout], room: int) -> int:
+    """Return which replica the first reader of a room reads. The layouts are not checked yet, and may be none."""
+    if not sources or not targets:
+        return 0
+    replicas = max(1, sources[0].parallel.tp // max(1, sources[0].model.kv_heads))
+    dealt = ((room ^ room >> 32) * _GOLDEN % 2**64) * replicas >> 64
+    return (targets[0].parallel.dp_rank + dealt) % replicas
 
 
 @lru_cache(maxsize=_PLANS_KEPT_MAX)
@@ -188,12 +217,13 @@ def _plan(
     staging: Staging,
     contiguous_bytes_min: int,
     direct: bool,
+    first_replica: int,
 ) -> Plan:
     source = all_ranks("source", sources)
     target = all_ranks("target", targets)
     _check_exchange(source, target, staging)
     way = _choose_way(source[0], target[0], staging, contiguous_bytes_min, direct)
-    pairs = tuple(sorted(_pairs(source, target, way), key=lambda pair: (pair.target_rank, pair.source_rank)))
+    pairs = _pairs(source, target, way, first_replica)
     writers = {pair.source_rank for pair in pairs}
     readers = {pair.target_rank for pair in pairs}
     return Plan(
@@ -279,6 +309,7 @@ def _check_exchange(source: tuple[KVLayout, ...], target: tuple[KVLayout, ...], 
         why = "an opaque page cannot be taken apart"
         _check_equal("order", one.order, other.order, why)
         _check_equal("page_size", one.page_size, other.page_size, why)
+        _check_equal("blob_bytes", one.opaque_bytes, other.opaque_bytes, why)
     held = [
         _ends(range(min(r.layers.start for r in side), max(r.layers.stop for r in side))) for side in (source, target)
     ]
@@ -350,11 +381,19 @@ def _overlap(one: range, other: range) -> range:
     return range(max(one.start, other.start), min(one.stop, other.stop))
 
 
-def _pairs(source: tuple[KVLayout, ...], target: tuple[KVLayout, ...], way: Way) -> Iterator[Pair]:
-    """Yield a pair for every overlap of a stage and head group of the source with a rank of the target."""
-    shape, replicas, tp = source[0].model, source[0].replicas, source[0].parallel.tp
-    share = len(source[0].heads)
-    first_turn = target[0].parallel.dp_rank
+def _pairs(
+    source: tuple[KVLayout, ...], target: tuple[KVLayout, ...], way: Way, first_replica: int
+) -> tuple[Pair, ...]:
+    """Return a pair for every overlap of a stage and head group of the source with a rank of the target, in order."""
+    found = _overlaps(source, target, way, first_replica)
+    return tuple(sorted(found, key=lambda pair: (pair.target_rank, pair.source_rank)))
+
+
+def _overlaps(
+    source: tuple[KVLayout, ...], target: tuple[KVLayout, ...], way: Way, first_replica: int
+) -> Iterator[Pair]:
+    first, replicas, tp = source[0], source[0].replicas, source[0].parallel.tp
+    share = len(first.heads)
     # Readers dealt so far to the replicas of each (source stage, group of heads).
     turns: Counter[tuple[int, int]] = Counter()
     for reader in target:
@@ -365,13 +404,14 @@ def _pairs(source: tuple[KVLayout, ...], target: tuple[KVLayout, ...], way: Way)
             for group in range(reader.heads.start // share, (reader.heads.stop - 1) // share + 1):
                 heads = _overlap(range(group * share, (group + 1) * share), reader.heads)
                 stage = leader.parallel.pp_rank
-                replica = (first_turn + turns[stage, group]) % replicas
+                replica = (first_replica + turns[stage, group]) % replicas
                 turns[stage, group] += 1
                 yield Pair(
                     source_rank=stage * tp + group * replicas + replica,
                     target_rank=reader.rank,
                     layers=_ends(layers),
                     heads=_ends(heads),
-                    token_bytes=shape.kinds * len(layers) * len(heads) * shape.head_bytes,
+                    unit_bytes=len(layers) * len(heads) * first.unit_bytes,
                     way=way,
+                    unit_tokens=first.unit_tokens,
                 )

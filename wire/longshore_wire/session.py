@@ -246,8 +246,21 @@ class Session:
             return error.reason, str(error)
         return None
 
-    def _plan(self, source: KVLayout, target: KVLayout, *, direct: bool = False) -> Plan:
-        return plan(source, target, staging=self.config.staging, direct=direct)
+    def _check_newest(self, peer: PeerId, attach: Attach) -> tuple[Reason, str] | None:
+        """Return why a life of a target cannot be served while a later one is, or None.
+
+        Epochs grow: two engines have one name, or this is a late word of a life that is over.
+        """
+        known = self.peers.get(peer)
+        if known is None or known.state is not PeerState.ATTACHED or attach.epoch >= known.epoch:
+            return None
+        return Reason.STALE_EPOCH, (
+            f"a newer worker is attached as decode {peer.instance} rank {peer.rank} (DP rank {peer.dp_rank}): two engines "
+            "have one instance name; give each its own"
+        )
+
+    def _plan(self, source: KVLayout, target: KVLayout, room: int, *, direct: bool = False) -> Plan:
+        return plan(source, target, staging=self.config.staging, direct=direct, room=room)
 
 
 def _check_region(name: str, region: RegionInfo | None) -> None:

@@ -44,22 +44,22 @@ def slab_limit_bytes(lane_bytes: int, ring_bytes: int, source_count: int) -> int
     return (room_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES - TRAILER_BYTES
 
 
-def slab_tokens(token_bytes: int, token_count: int, limit_bytes: int, minimum_bytes: int, pieces: int) -> int:
-    """Return the tokens of a slab: about `pieces` slabs a claim, so that its stages overlap, within the limits.
+def slab_units(unit_bytes: int, unit_count: int, limit_bytes: int, minimum_bytes: int, pieces: int) -> int:
+    """Return the units of a slab: about `pieces` slabs a claim, so that its stages overlap, within the limits.
 
     Args:
-        token_bytes: of one token between this pair of ranks.
-        token_count: of the claim.
+        unit_bytes: of one unit between this pair of ranks: a token, or a page whose content is opaque.
+        unit_count: of the claim.
         limit_bytes: see `slab_limit_bytes`.
         minimum_bytes: smaller slabs cost more in control than they gain in overlap.
         pieces: how many slabs a claim is cut into at least, if they stay above the minimum.
     Raises:
-        RingError: not even one token fits.
+        RingError: not even one unit fits.
     """
-    if token_bytes > limit_bytes:
+    if unit_bytes > limit_bytes:
         raise RingError(
-            f"one token is {token_bytes} bytes between these ranks and a slab holds {max(limit_bytes, 0)}: "
+            f"one token (one page, where it is opaque) is {unit_bytes} bytes between these ranks and a slab holds {max(limit_bytes, 0)}: "
             "enlarge staging.bufferSize of prefill and staging.poolSize of decode (two slabs for each source rank)"
         )
-    wanted_bytes = max(minimum_bytes, -(-token_count * token_bytes // pieces))
-    return max(1, min(wanted_bytes, limit_bytes) // token_bytes)
+    wanted_bytes = max(minimum_bytes, -(-unit_count * unit_bytes // pieces))
+    return max(1, min(wanted_bytes, limit_bytes) // unit_bytes)

@@ -196,9 +196,9 @@ class SourceSession(Session):
     # -- messages --------------------------------------------------------------------------------------------------
 
     def _on_attach(self, peer: PeerId, attach: Attach, now_ns: int) -> None:
-        wrong = self._check_attach(attach)
+        wrong = self._check_attach(attach) or self._check_newest(peer, attach)
         if wrong is not None:
-            self._send(peer, Refuse(*wrong))
+            self._send(peer, Refuse(*wrong, attach.epoch))
             return
         known = self.peers.get(peer)
         if known is not None and known.epoch != attach.epoch:
@@ -251,7 +251,9 @@ class SourceSession(Session):
                     f"room {room.key.room} was claimed by {room.claimer[0]} already: a room has one target",
                     reason=Reason.ROOM_REUSED,
                 )
-            found = route(self._plan(self.config.layout, known.attach.layout), self.rank, known.peer.rank)
+            found = route(
+                self._plan(self.config.layout, known.attach.layout, room.key.room), self.rank, known.peer.rank
+            )
             pages = self._parts.add(claim, known.peer)
             if pages is None:
                 return None
@@ -376,7 +378,7 @@ class SourceSession(Session):
     def _begin(self, room: SourceRoom, pair: SourcePair, slab: int, grant: Grant | None) -> None:
         assert pair.route is not None
         first, end = pair.grid.tokens(slab)
-        payload_bytes = (end - first) * pair.route.token_bytes
+        payload_bytes = pair.route.payload_bytes(first, end)
         if grant is not None and grant.length_bytes < region_bytes(payload_bytes):
             self._stale(grant)
             pair.grants.pop(slab)
@@ -408,10 +410,10 @@ class SourceSession(Session):
     def ready_message(self, room: SourceRoom, pair: SourcePair, slab: int) -> SlabReady:
         """Return the notice that slab `slab` has landed."""
         assert pair.route is not None
-        first, end = pair.grid.tokens(slab)
+        payload_bytes = pair.route.payload_bytes(*pair.grid.tokens(slab))
         grant = pair.grants.get(slab)
         generation = grant.generation if grant else 0
-        return SlabReady(pair.pair, slab, generation, (end - first) * pair.route.token_bytes, room.total_tokens)
+        return SlabReady(pair.pair, slab, generation, payload_bytes, room.total_tokens)
 
     def _send_ready(self, room: SourceRoom, pair: SourcePair, slab: int) -> None:
         self._send(pair.peer, self.ready_message(room, pair, slab))

@@ -101,9 +101,13 @@ class TargetPeers(Session):
         known.state = PeerState.REFUSED
         for key in list(known.rooms):
             room = self.rooms.get(key)
-            if room is not None:
-                self._fail(room, refuse.reason, refuse.text, now_ns)
-                self._confirm(room, room.pairs[known.peer])
+            if room is None:
+                continue
+            self._fail(room, refuse.reason, refuse.text, now_ns)
+            pair = room.pairs[known.peer]
+            if refuse.reason is not Reason.STALE_EPOCH or not pair.pair.source_epoch:
+                # Refused for a newer life after it was attached, a source may still write what it had begun.
+                self._confirm(room, pair)
         # It hears nothing that we say.
         known.untold.clear()
 

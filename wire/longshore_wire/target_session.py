@@ -76,7 +76,7 @@ class TargetSession(TargetPeers):
                 reason=Reason.TOKENS_MISSING,
             )
         near = self.config.agent != "" and wanted.endpoint.agent == self.config.agent
-        planned = self._plan(wanted.endpoint.layout, self.config.layout, direct=near)
+        planned = self._plan(wanted.endpoint.layout, self.config.layout, key.room, direct=near)
         pairs = target_pairs(self.config, wanted, planned)
         room = TargetRoom(
             key,
@@ -152,7 +152,10 @@ class TargetSession(TargetPeers):
             self._on_attach(known, message, now_ns)
             return
         if isinstance(message, Refuse):
-            self._on_refuse(known, message, now_ns)
+            if message.epoch in (0, self.config.epoch):
+                self._on_refuse(known, message, now_ns)
+            else:
+                self._stale(message)
             return
         if isinstance(message, Pong):
             if message.epoch == known.epoch:
@@ -274,7 +277,7 @@ class TargetSession(TargetPeers):
         assert pair.route is not None
         assert pair.grid is not None
         tokens = pair.grid.tokens(ready.slab)
-        payload_bytes = (tokens[1] - tokens[0]) * pair.route.token_bytes
+        payload_bytes = pair.route.payload_bytes(*tokens)
         if payload_bytes != ready.payload_bytes:
             self._stale(ready)
             return

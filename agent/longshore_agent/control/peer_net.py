@@ -18,13 +18,15 @@ from longshore_wire.codec import PEER, PEER_MESSAGE_BYTES_MAX
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import CodecError
-from longshore_wire.peer_messages import Attach, PeerMessage, Ping, Pong
+from longshore_wire.peer_messages import Attach, PeerMessage, Ping, Pong, Refuse
 
 # Messages that wait in ZeroMQ for one peer; beyond it the peer is slow and repeats would only pile up.
 QUEUE_MESSAGES_MAX = 10_000
 # What one turn of the loop takes from one socket, so that lanes and engines get their turn.
 MESSAGES_PER_TURN_MAX = 512
 
+# Refused peers whose last route is kept: they ask once a second, and there are a few of them at most.
+_REFUSED_MAX = 1024
 # A message somewhat beyond the codec's limit is counted there; a longer one costs its sender the connection.
 _RECEIVED_BYTES_MAX = 2 * PEER_MESSAGE_BYTES_MAX
 
@@ -75,6 +77,8 @@ class PeerNet:
         self._routes: dict[PeerId, bytes] = {}
         self._peers: dict[bytes, PeerId] = {}
         self._epochs: dict[PeerId, int] = {}
+        # Where the last Attach of a life came from that is not served, so that refusals find it.
+        self._refused: dict[PeerId, bytes] = {}
         self.poller = zmq.Poller()
         self.poller.register(self._router, zmq.POLLIN)
 
@@ -124,6 +128,8 @@ class PeerNet:
             data = PEER.encode(message)
             if half is Half.TARGET and peer in self._dealers:
                 self._dealers[peer].send(data, zmq.NOBLOCK)
+            elif half is Half.SOURCE and isinstance(message, Refuse):
+                self._refuse(peer, message, data)
             elif half is Half.SOURCE and peer in self._routes:
                 self._router.send_multipart([self._routes[peer], data], zmq.NOBLOCK)
             else:
@@ -170,9 +176,9 @@ class PeerNet:
         if dialled is not None:
             received.append(Received(Half.TARGET, dialled, message))
             return
-        if isinstance(message, Attach):
-            self._learn_route(route, message)
         peer = self._peers.get(route)
+        if isinstance(message, Attach):
+            peer = self._learn_route(route, message)
         if peer is None:
             self.counters["stale.Unattached"] += 1
             if isinstance(message, Ping):
@@ -181,12 +187,33 @@ class PeerNet:
             return
         received.append(Received(Half.SOURCE, peer, message))
 
-    def _learn_route(self, route: bytes, attach: Attach) -> None:
+    def _refuse(self, peer: PeerId, refusal: Refuse, data: bytes) -> None:
+        """Answer the life that was refused; it has no route any more, so that another life may have it."""
+        if self._epochs.get(peer) == refusal.epoch:
+            self._note_refused(peer, self._routes[peer])
+            self.forget(peer, refusal.epoch)
+        if peer in self._refused:
+            self._router.send_multipart([self._refused[peer], data], zmq.NOBLOCK)
+        else:
+            self.counters["unroutable"] += 1
+
+    def _note_refused(self, peer: PeerId, route: bytes) -> None:
+        self._refused.pop(peer, None)
+        self._refused[peer] = route
+        while len(self._refused) > _REFUSED_MAX:
+            self._refused.pop(next(iter(self._refused)))
+
+    def _learn_route(self, route: bytes, attach: Attach) -> PeerId:
+        """Note where a life of a target is; one older than the known one takes nothing from it."""
         peer = PeerId(attach.instance, attach.layout.parallel.dp_rank, attach.layout.rank)
         old = self._routes.get(peer)
+        if old is not None and self._epochs[peer] > attach.epoch:
+            self._note_refused(peer, route)
+            return peer
         if old is not None and old != route:
             self._peers.pop(old, None)
         self._routes[peer], self._peers[route], self._epochs[peer] = route, peer, attach.epoch
+        return peer
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)

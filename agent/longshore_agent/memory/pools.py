@@ -66,7 +66,7 @@ class KVPool:
         self.layer_count = len(layout.layers)
         self.kinds = layout.plane_count // self.layer_count
         self.head_count = len(layout.heads)
-        self.row_bytes = row_bytes(layout, geometry)
+        self.row_bytes = row_bytes(layout)
         self.page_tokens = 1 if layout.order is PageOrder.OPAQUE else layout.page_size
         self._mappings = _map_regions(geometry, descriptors)
         self.plane_runs = _plane_runs(geometry, [mapping.address for mapping in self._mappings])
@@ -184,11 +184,9 @@ class KVPool:
         self._closed.set()
 
 
-def row_bytes(layout: KVLayout, geometry: PoolGeometry) -> int:
+def row_bytes(layout: KVLayout) -> int:
     """Bytes of one head of one token, or of one blob."""
-    if layout.order is PageOrder.OPAQUE:
-        return geometry.planes[0].head_stride
-    return layout.model.head_bytes
+    return layout.opaque_bytes if layout.order is PageOrder.OPAQUE else layout.model.head_bytes
 
 
 def check_geometry(layout: KVLayout, geometry: PoolGeometry) -> None:
@@ -204,17 +202,8 @@ def check_geometry(layout: KVLayout, geometry: PoolGeometry) -> None:
         geometry.check(layout)
     except LayoutError as error:
         raise PoolError(str(error)) from error
-    opaque = layout.order is PageOrder.OPAQUE
-    element_bytes = 1 if opaque else layout.model.element_bytes
-    blob_bytes = geometry.planes[0].head_stride
-    if opaque and blob_bytes < 1:
-        raise PoolError(f"planes[0].head_stride is {blob_bytes}: with opaque pages it is the size of a blob")
+    element_bytes = 1 if layout.order is PageOrder.OPAQUE else layout.model.element_bytes
     for index, plane in enumerate(geometry.planes):
-        if opaque and (plane.token_stride != 0 or plane.head_stride != blob_bytes):
-            raise PoolError(
-                f"planes[{index}].token_stride is {plane.token_stride} and head_stride is {plane.head_stride}: "
-                f"opaque pages have no token stride (give 0) and blobs of one size ({blob_bytes})"
-            )
         for field in ("offset", "page_stride", "token_stride", "head_stride"):
             value: int = getattr(plane, field)
             if value % element_bytes:

@@ -69,6 +69,8 @@ class LayoutStatus(msgspec.Struct, frozen=True):
     first_head: int
     end_head: int
     layers_given: bool
+    stage_layers: tuple[int, ...] | None
+    blob_bytes: int
 
     @classmethod
     def of(cls, layout: KVLayout) -> LayoutStatus:
@@ -93,6 +95,8 @@ class LayoutStatus(msgspec.Struct, frozen=True):
             first_head=layout.heads.start,
             end_head=layout.heads.stop,
             layers_given=layout.layer_range is not None,
+            stage_layers=layout.stage_layers,
+            blob_bytes=layout.blob_bytes,
         )
 
     def layout(self) -> KVLayout:
@@ -103,6 +107,8 @@ class LayoutStatus(msgspec.Struct, frozen=True):
             page_size=self.page_size,
             order=PageOrder[self.order],
             layer_range=(self.first_layer, self.end_layer) if self.layers_given else None,
+            stage_layers=self.stage_layers,
+            blob_bytes=self.blob_bytes,
         )
 
 
@@ -204,6 +210,7 @@ class PairStatus(msgspec.Struct, frozen=True):
     """A room between one pair of ranks.
 
     Attributes:
+        way: `none`: nothing is to move, the source is only told so.
         slabs_total: 0 before the source has said how it cuts what is claimed.
         busy: slabs that a lane or a scatter holds.
     """

@@ -1,0 +1,98 @@
+"""What an engine rank's pages hold: a model's cache by its own arithmetic, paged memory in a memfd, what ought to be in it.
+
+Used by `agent_world`. Knows nothing of planners, agents or transfers: tests compare what was moved with what is said here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+from longshore_client import KVLayout, PageOrder
+from longshore_client.memory import create_region, pool_geometry
+from longshore_wire.layout import Attention
+
+_POISON = 0xDEADBEEF
+_DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+def held(layout: KVLayout) -> tuple[list[int], list[int]]:
+    """The global layers and heads that a rank must hold, by the definition of its parallel sizes.
+
+    Layers: as told; else stage by stage, the first ones take one more while there is a remainder. Heads: cut
+    into equal shares, or each held by as many neighbouring ranks where there are more ranks than heads.
+    """
+    model, place = layout.model, layout.parallel
+    counts = layout.stage_layers or [
+        model.layers // place.pp + (stage < model.layers % place.pp) for stage in range(place.pp)
+    ]
+    first = sum(counts[: place.pp_rank])
+    heads = [place.tp_rank * model.kv_heads // place.tp]
+    if place.tp <= model.kv_heads:
+        heads = [head for head in range(model.kv_heads) if head * place.tp // model.kv_heads == place.tp_rank]
+    return list(range(first, first + counts[place.pp_rank])), heads
+
+
+def unit_tokens(layout: KVLayout) -> int:
+    """Tokens that cannot be told apart in a page: one, or all of them where its content is opaque."""
+    return layout.page_size if layout.order is PageOrder.OPAQUE else 1
+
+
+def content(seed: int, end_token: int, layout: KVLayout) -> np.ndarray:
+    """The cache of a sequence: [K and V, layer, token, head, element]; the same for every process and layout.
+
+    One entry instead of K and V for a latent. Opaque: [1, layer, page, head, byte].
+    """
+    model = layout.model
+    kinds, row, dtype = 2, model.head_dim, _DTYPES[model.element_bytes]
+    if layout.order is PageOrder.OPAQUE:
+        kinds, row, dtype = 1, layout.opaque_bytes, np.uint8
+    elif model.attention is Attention.LATENT:
+        kinds = 1
+    shape = (kinds, model.layers, -(-end_token // unit_tokens(layout)), model.kv_heads, row)
+    return np.random.default_rng(seed).integers(0, 256 ** np.dtype(dtype).itemsize, shape, dtype=dtype)
+
+
+class EnginePages:
+    """One rank's pool, poisoned, and what its pages ought to hold, both [K and V, layer, page, slot, head, element]."""
+
+    def __init__(self, layout: KVLayout, page_count: int, name: str) -> None:
+        self.layout = layout
+        self._layers, self._heads = held(layout)
+        self.geometry = pool_geometry(layout, page_count)
+        self.descriptor, self.memory = create_region(self.geometry.region_bytes[0], name)
+        self.planes = self._view()
+        self.planes[:] = _POISON & (256**self.planes.itemsize - 1)
+        self.expected = self.planes.copy()
+
+    def put(self, where: np.ndarray, pages: Sequence[int], data: np.ndarray, first_token: int, end_token: int) -> None:
+        """Write tokens [first, end) of a sequence into an array shaped as `planes`; whole pages where they are opaque."""
+        unit = unit_tokens(self.layout)
+        units = np.arange(first_token // unit, -(-end_token // unit))
+        slots = self.layout.page_size // unit
+        numbers = np.asarray(pages, dtype=np.int64)[units // slots - first_token // self.layout.page_size]
+        part = data[:, self._layers[0] : self._layers[-1] + 1, units]
+        where[:, :, numbers, units % slots] = part[..., self._heads, :]
+
+    def intact(self) -> bool:
+        """Whether every byte of the pool is what it ought to be, also where nothing was to be written."""
+        return bool(np.array_equal(self.planes, self.expected))
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+    def _view(self) -> np.ndarray:
+        layout, heads = self.layout, len(self._heads)
+        slots = layout.page_size // unit_tokens(layout)
+        kinds, dtype, row = 2, _DTYPES[layout.model.element_bytes], layout.model.head_dim
+        if layout.order is PageOrder.OPAQUE:
+            kinds, dtype, row = 1, np.uint8, layout.opaque_bytes
+        elif layout.model.attention is Attention.LATENT:
+            kinds = 1
+        head_major = layout.order is PageOrder.HND
+        inner = (heads, slots) if head_major else (slots, heads)
+        shape = (kinds, len(self._layers), self.geometry.page_count, *inner, row)
+        pages = np.frombuffer(self.memory, dtype).reshape(shape)
+        return pages.swapaxes(3, 4) if head_major else pages

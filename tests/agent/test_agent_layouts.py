@@ -1,0 +1,354 @@
+"""Real agents between engines of every pair of layouts, with every kind of prefix: each byte of every pool against what
+`engine_pages` says that it holds, each byte sent against what the targets hold.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from agent_fleet import World
+from agent_world import START_LIMIT_S, Engine, Request, wait_for, wait_for_none
+from engine_pages import held
+
+from longshore_client import Half, HelloRefused, ModelShape, PageOrder, Parallel, connect
+from longshore_client.memory import pool_geometry
+from longshore_wire.errors import LongshoreError, Reason
+from longshore_wire.layout import Attention, KVLayout
+
+FOUR_HEADS = ModelShape(layers=2, kv_heads=4, head_dim=16, element_bytes=2)
+FIVE_LAYERS = ModelShape(layers=5, kv_heads=2, head_dim=8, element_bytes=4)
+MANY_LAYERS = ModelShape(layers=94, kv_heads=2, head_dim=4, element_bytes=1)
+LATENT = ModelShape(layers=3, kv_heads=1, head_dim=36, element_bytes=2, attention=Attention.LATENT)
+BLOB_BYTES = 1000  # of 16 tokens: K, V, and as much again that only the engine understands
+# Enough rooms in a row for each of four replicas to have its turn.
+ROOMS_IN_A_ROW = 16
+LONG_TOKENS = 131_072
+BUFFER_SETTINGS = [f"LONGSHORE_{name}" for name in ("RING_BYTES", "RING_EXTENT_BYTES", "LANE_BYTES", "SLAB_BYTES_MIN")]
+
+# Name: tensor parallel size and the rest of an engine's layout. All serve both ways.
+ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp16": (16, {"model": FOUR_HEADS}),
+    "tp8": (8, {"model": FOUR_HEADS}),
+    "tp4": (4, {"model": FOUR_HEADS}),
+    "tp2-64": (2, {"model": FOUR_HEADS, "page_size": 64}),
+    "tp1-64": (1, {"model": FOUR_HEADS, "page_size": 64}),
+    "tp1-1": (1, {"model": FOUR_HEADS, "page_size": 1}),
+    "tp1-16": (1, {"model": FOUR_HEADS}),
+    "tp2-hnd": (2, {"model": FOUR_HEADS, "order": PageOrder.HND}),
+    "five-pp2": (2, {"model": FIVE_LAYERS, "pp": 2}),
+    "five-pp3": (1, {"model": FIVE_LAYERS, "pp": 3}),
+    "five-given": (1, {"model": FIVE_LAYERS, "pp": 3, "stage_layers": (1, 1, 3)}),
+    "many-pp2": (1, {"model": MANY_LAYERS, "pp": 2}),
+    "many-pp3": (1, {"model": MANY_LAYERS, "pp": 3}),
+    "opaque-tp1": (1, {"model": FOUR_HEADS, "order": PageOrder.OPAQUE, "blob_bytes": BLOB_BYTES}),
+    "opaque-tp2": (2, {"model": FOUR_HEADS, "order": PageOrder.OPAQUE, "blob_bytes": BLOB_BYTES}),
+    "latent-tp4": (4, {"model": LATENT}),
+    "latent-tp2": (2, {"model": LATENT}),
+}
+TARGET_ONLY: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "never": ("never", 1, {"model": FOUR_HEADS}),
+    "never-opaque": ("never", 1, {"model": FOUR_HEADS, "order": PageOrder.OPAQUE, "blob_bytes": BLOB_BYTES}),
+    "always-latent": ("always", 1, {"model": LATENT}),
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Agents, and the engines above by name: all are started at once, and a test waits for those that it needs."""
+    world = World(tmp_path_factory.mktemp("layouts"))
+    agents = {
+        "left": world.agent("left"),
+        "right": world.agent("right"),
+        "never": world.agent("never", LONGSHORE_STAGING="Never"),
+        "always": world.agent("always", LONGSHORE_STAGING="Always"),
+    }
+    starting: dict[str, Future[Engine]] = {}
+    for number, (name, (tp, options)) in enumerate(ENGINES.items()):
+        starting[name] = world.engine(agents[("left", "right")[number % 2]], name, tp, **options)
+    for name, (agent, tp, options) in TARGET_ONLY.items():
+        starting[name] = world.engine(agents[agent], name, tp, roles=[Half.TARGET], **options)
+    for rank in range(2):
+        name = f"dp-{rank}"
+        starting[name] = world.engine(agents["right"], "dp", 1, model=FOUR_HEADS, dp=2, dp_rank=rank)
+    yield SimpleNamespace(agents=agents, engine=lambda name: starting[name].result())
+    world.close()
+
+
+def sent_bytes(engine: Engine) -> list[int]:
+    """What each rank of an engine has sent so far: payload, by the metrics of its worker."""
+    sent = {
+        f"{at.dp_rank}/{at.pp_rank * at.tp + at.tp_rank}": 0 for at in (rank.layout.parallel for rank in engine.ranks)
+    }
+    for line in engine.agent.ask("/metrics")[1].decode().splitlines():
+        found = re.fullmatch(rf'longshore_lane_bytes_total\{{.*worker="{engine.instance}/([0-9/]+)".*\}} (\S+)', line)
+        if found and found[1] in sent:
+            sent[found[1]] += int(float(found[2]))
+    return list(sent.values())
+
+
+def held_bytes(engine: Engine, tokens: int) -> int:
+    """Bytes of so many tokens on all ranks of an engine, by what each must hold."""
+    model = engine.ranks[0].layout.model
+    kinds = 1 if model.attention is Attention.LATENT else 2
+    entries = sum(len(layers) * len(heads) for layers, heads in (held(rank.layout) for rank in engine.ranks))
+    return entries * kinds * tokens * model.head_dim * model.element_bytes
+
+
+def exchange(source: Engine, target: Engine, prefixes: Sequence[int] = (0, 64, 37, 130)) -> int:
+    """Move one request for each prefix at once, the last a full hit where it is 130; return the tokens that moved.
+
+    Every byte of both sides' pools is compared, also those that nothing was to touch.
+    """
+    totals = [(211, 197, 150, 130)[number % 4] for number in range(len(prefixes))]
+    found = [
+        Request(source, target, total, prefix=prefix, cuts=(50, 101))
+        for total, prefix in zip(totals, prefixes, strict=True)
+    ]
+    for number, each in enumerate(found):
+        if number % 2:
+            each.offer()
+            each.claim()
+        else:
+            each.claim()
+            each.offer()
+    for each in found:
+        each.arrives()
+    assert source.intact()
+    assert target.intact()
+    return sum(totals) - sum(prefixes)
+
+
+def way_between(source: Engine, target: Engine) -> str:
+    """Move one request; return the way that its rooms report."""
+    each = Request(source, target, 80)
+    each.claim()
+
+    def ways() -> set[str]:
+        status, body = source.agent.ask(f"/v1/rooms/{each.room}")
+        halves = json.loads(body)["halves"] if status == 200 else []
+        return {way for half in halves for way in half["room"]["ways"] if half["room"]["half"] == "source"}
+
+    found = wait_for(ways)
+    each.offer()
+    each.arrives()
+    assert target.intact()
+    return "/".join(found)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("tp8", "tp4"),
+        ("tp16", "tp4"),
+        ("tp4", "tp8"),
+        ("tp4", "tp16"),
+        ("tp16", "tp1-16"),
+        ("tp1-16", "tp16"),
+        ("five-pp2", "five-pp3"),
+        ("five-pp3", "five-pp2"),
+        ("five-given", "five-pp3"),
+        ("five-pp2", "five-given"),
+        ("many-pp2", "many-pp3"),
+        ("many-pp3", "many-pp2"),
+        ("tp4", "tp2-64"),
+        ("tp2-64", "tp1-1"),
+        ("tp2-64", "tp4"),
+        ("tp1-1", "tp1-64"),
+        ("tp1-64", "tp1-16"),
+        ("tp2-hnd", "tp2-64"),
+        ("tp2-64", "tp2-hnd"),
+        ("tp2-hnd", "tp1-1"),
+        ("tp1-16", "tp2-hnd"),
+        ("latent-tp4", "latent-tp2"),
+        ("latent-tp2", "latent-tp4"),
+    ],
+)
+def test_every_byte_arrives_once_between_any_two_layouts_and_with_any_prefix(place, source, target):
+    source, target = place.engine(source), place.engine(target)
+    before = sum(sent_bytes(source))
+    tokens = exchange(source, target)
+    assert sum(sent_bytes(source)) - before == held_bytes(target, tokens)
+    wait_for_none(source.agent.leftovers, 10)
+
+
+@pytest.mark.parametrize(("source", "target"), [("tp8", "tp4"), ("tp16", "tp4"), ("latent-tp4", "latent-tp2")])
+def test_ranks_that_hold_the_same_heads_share_the_work_of_rooms_that_follow_each_other(place, source, target):
+    source, target = place.engine(source), place.engine(target)
+    before = sent_bytes(source)
+    found = [Request(source, target, 40) for _ in range(ROOMS_IN_A_ROW)]
+    for each in found:
+        each.claim()
+        each.offer()
+    for each in found:
+        each.arrives()
+    shares = [after - earlier for after, earlier in zip(sent_bytes(source), before, strict=True)]
+    mean = held_bytes(target, 40) * ROOMS_IN_A_ROW / len(shares)
+    assert all(0.5 * mean <= share <= 1.5 * mean for share in shares), shares
+
+
+@pytest.mark.parametrize("peer", ["tp4", "tp1-64"])
+def test_each_replica_of_data_parallel_attention_is_reached_and_serves_as_itself(place, peer):
+    other = place.engine(peer)
+    replicas = [place.engine(f"dp-{rank}") for rank in range(2)]
+    for rank, replica in enumerate(replicas):
+        twin = replicas[1 - rank]
+        before = sent_bytes(twin)
+        exchange(other, replica)
+        assert twin.intact()
+        exchange(replica, other)
+        assert sent_bytes(twin) == before
+    exchange(replicas[0], replicas[1])
+
+
+@pytest.mark.parametrize(("source", "target"), [("opaque-tp1", "opaque-tp2"), ("opaque-tp2", "opaque-tp1")])
+def test_content_that_is_opaque_per_page_and_head_moves_in_whole_pages(place, source, target):
+    source, target = place.engine(source), place.engine(target)
+    before = sum(sent_bytes(source))
+    exchange(source, target, prefixes=(0, 64, 16, 128))
+    pages = -(-211 // 16) + -(-(197 - 64) // 16) + -(-(150 - 16) // 16) + 1
+    blobs = pages * FOUR_HEADS.layers * FOUR_HEADS.kv_heads
+    assert sum(sent_bytes(source)) - before == blobs * BLOB_BYTES
+    wait_for_none(source.agent.leftovers, 10)
+
+
+def test_a_prefix_that_ends_within_an_opaque_page_is_refused_and_the_error_says_where_to_begin(place):
+    source, target = place.engine("opaque-tp1"), place.engine("opaque-tp2")
+    room = Request(source, target, 60, prefix=37)
+    with pytest.raises(LongshoreError, match=r"37.*multiple of 16") as caught:
+        room.claim()
+    assert caught.value.reason is Reason.UNSUPPORTED
+
+
+def test_blobs_of_another_size_are_refused_with_both_sizes(place):
+    layout = place.engine("opaque-tp1").ranks[0].layout
+    assert pool_geometry(layout, 3).planes[1].offset == 3 * 4 * BLOB_BYTES
+    source = place.engine("opaque-tp1")
+    endpoint = source.endpoint()
+    other = type(layout)(layout.model, layout.parallel, 16, PageOrder.OPAQUE, blob_bytes=999)
+    wrong = type(endpoint)(endpoint.instance, other, endpoint.ranks)
+    with pytest.raises(LongshoreError, match=r"999.*1000") as caught:
+        place.engine("opaque-tp2").client.receive(2**63, wrong, [0], 0, 16)
+    assert caught.value.reason is Reason.LAYOUT_MISMATCH
+
+
+def test_a_latent_travels_in_whole_pages_from_one_writer_to_each_reader(place):
+    source, target = place.engine("latent-tp4"), place.engine("latent-tp2")
+    assert way_between(source, target) == "contiguous"
+    before = sent_bytes(source)
+    each = Request(source, target, 100)
+    each.offer()
+    each.claim()
+    each.arrives()
+    shares = [after - earlier for after, earlier in zip(sent_bytes(source), before, strict=True)]
+    whole = 100 * LATENT.layers * LATENT.head_dim * LATENT.element_bytes
+    assert sorted(shares) == [0, 0, whole, whole]
+
+
+def test_a_latent_that_is_asked_to_be_staged_is_refused_by_name(place):
+    room = Request(place.engine("latent-tp2"), place.engine("always-latent"), 60)
+    with pytest.raises(LongshoreError, match=r"LATENT \(MLA\).*transfer\.staging is Always") as caught:
+        room.claim()
+    assert caught.value.reason is Reason.LAYOUT_MISMATCH
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "prefixes"),
+    [
+        ("tp16", "never", (0, 64, 37, 130)),
+        ("tp2-64", "never", (0, 64, 37, 130)),
+        ("tp2-hnd", "never", (0, 64, 37, 130)),
+        ("tp1-1", "never", (0, 64, 37, 130)),
+        ("opaque-tp2", "never-opaque", (0, 64, 16, 128)),
+    ],
+)
+def test_without_staging_the_same_bytes_travel_slice_by_slice(place, source, target, prefixes):
+    source, target = place.engine(source), place.engine(target)
+    exchange(source, target, prefixes)
+    assert way_between(source, target) == "slices"
+
+
+def test_several_prefill_layouts_feed_one_decode_pool_at_once(place):
+    target = place.engine("tp4")
+    sources = [place.engine(name) for name in ("tp16", "tp8", "tp2-64", "tp1-1", "tp2-hnd", "dp-1")]
+    found = [
+        Request(source, target, 120 + number, prefix=number % 3 * 15, cuts=(33,))
+        for number, source in enumerate(sources)
+    ]
+    for each in found:
+        each.claim()
+    for each in found:
+        each.offer_chunk(0)
+    for each in reversed(found):
+        each.offer_chunk(1)
+    for each in found:
+        each.arrives()
+    assert target.intact()
+    wait_for_none(target.agent.leftovers, 10)
+
+
+def test_the_engines_hold_what_their_layouts_say(place):
+    for name in ENGINES:
+        for rank in place.engine(name).ranks:
+            layers, heads = held(rank.layout)
+            assert (list(rank.layout.layers), list(rank.layout.heads)) == (layers, heads)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parallel": Parallel(pp=2, pp_rank=1), "stage_layers": None}, r"parallel\.pp is 2 at rank 1 and 3 at rank 0"),
+        ({"parallel": Parallel(2, 1, 3, 0)}, r"parallel\.tp is 2 at rank 1 and 1 at rank 0"),
+        ({"stage_layers": (1, 2, 2)}, r"stage_layers is \(1, 2, 2\) at rank 1 and \(1, 1, 3\) at rank 0"),
+        ({"page_size": 64}, "page_size is 64 at rank 1 and 16 at rank 0"),
+        ({"order": PageOrder.HND}, "order is HND at rank 1 and NHD at rank 0"),
+    ],
+)
+def test_a_rank_that_contradicts_those_of_its_instance_is_refused_by_field(lone_rank, changes, message):
+    agent, first = lone_rank
+    wrong = msgspec.structs.replace(first.at(1), **changes)
+    with pytest.raises(HelloRefused, match=f"^.*lone: {message}") as caught:
+        connect(agent.socket, instance="lone", layout=wrong, timeout_s=START_LIMIT_S)
+    assert caught.value.reason is Reason.LAYOUT_MISMATCH
+
+
+@pytest.fixture(scope="module")
+def lone_rank(tmp_path_factory):
+    """An agent, and the layout of the first of three ranks, which is the only one that is there."""
+    world = World(tmp_path_factory.mktemp("lone"))
+    agent = world.agent("agent")
+    assert agent.http
+    first = KVLayout(FIVE_LAYERS, Parallel(pp=3), 16, stage_layers=(1, 1, 3))
+    with connect(agent.socket, instance="lone", layout=first, timeout_s=START_LIMIT_S):
+        yield agent, first
+    world.close()
+
+
+@pytest.fixture(scope="module")
+def long_place(tmp_path_factory):
+    """One agent with the buffers that a user has who sets nothing, and engines with pages for one long prompt."""
+    world = World(tmp_path_factory.mktemp("long"))
+    agent = world.agent("default", **dict.fromkeys(BUFFER_SETTINGS, ""))
+    pages = {"model": FOUR_HEADS, "page_count": LONG_TOKENS // 16}
+    target = world.engine(agent, "long-decode", page_size=1, roles=[Half.TARGET], **pages)
+    source = world.engine(agent, "long-prefill", 2, roles=[Half.SOURCE], **pages)
+    yield SimpleNamespace(source=source.result(), target=target.result())
+    world.close()
+
+
+def test_a_prompt_of_131072_tokens_moves_with_the_buffers_and_sockets_that_one_has_by_default(long_place):
+    chunk = 8192
+    source, target = long_place.source, long_place.target
+    long = Request(source, target, LONG_TOKENS, cuts=tuple(range(chunk, LONG_TOKENS, chunk)))
+    assert len(long.target_pages) == LONG_TOKENS
+    long.claim()
+    long.offer()
+    long.arrives()
+    assert target.intact()
+    assert sum(sent_bytes(source)) == held_bytes(target, LONG_TOKENS)
