@@ -248,12 +248,12 @@ def candidates() -> list[Tuning]:
 
 
 def hints_of(tuning: Tuning) -> list[Tuning]:
-    """Return `tuning` with every other combination of cache hints."""
+    """Return `tuning` with every other combination of cache hints; a load takes one of the two kinds."""
     hints = itertools.product(("", ".cg"), ("", "evict_first"), ("", ".cs", ".cg"))
     return [
         replace(tuning, load_cache=load, load_eviction=eviction, store_cache=store)
         for load, eviction, store in hints
-        if load or eviction or store
+        if (load or eviction or store) and not (load and eviction)
     ]
 
 

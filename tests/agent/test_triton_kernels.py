@@ -76,8 +76,9 @@ def test_the_fences_end_a_process_that_reads_beyond_them() -> None:
         process.run("read_beyond_a_fence")
 
 
-def test_pages_further_apart_than_32_bits_count_are_found(interpreter: KernelProcess) -> None:
-    assert interpreter.run("check_far_pages") > 0
+@pytest.mark.parametrize("what", ["pages", "tokens"])
+def test_what_lies_further_apart_than_32_bits_count_is_found(what: str, interpreter: KernelProcess) -> None:
+    assert interpreter.run("check_far", what) > 0
 
 
 ARGUMENTS = {
@@ -136,7 +137,7 @@ def test_the_compiled_kernel_moves_16_bytes_an_access_and_loads_a_page_id_once(
     operation: str, page_tokens: int, compiler: KernelProcess
 ) -> None:
     row_bytes, tuning = 512, Tuning()
-    tile = choose_tile(16, row_bytes, page_tokens, tuning.tile_bytes)
+    tile = choose_tile(16, row_bytes, 2048, page_tokens, tuning.tile_bytes)
     counts = compiler.run("memory_instructions", operation, tile, tuning)
     accesses = tile.rows * row_bytes // 16 // (32 * tuning.warps)
     assert counts["ld.global.v2.b64"] == accesses
@@ -155,7 +156,7 @@ def test_the_compiled_kernel_moves_16_bytes_an_access_and_loads_a_page_id_once(
 def test_the_compiled_kernel_never_takes_more_at_once_than_the_alignment_allows(
     unit_bytes: int, compiler: KernelProcess
 ) -> None:
-    tile = choose_tile(unit_bytes, 32 * unit_bytes, 64, 8192)
+    tile = choose_tile(unit_bytes, 32 * unit_bytes, 2048, 64, 8192)
     counts = compiler.run("memory_instructions", "gather", tile, Tuning())
     wider = {f"st.global.b{8 * size}" for size in (1, 2, 4, 8) if size > unit_bytes}
     assert counts[f"st.global.b{8 * unit_bytes}"] > 0
