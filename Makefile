@@ -14,7 +14,7 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := agent,operator,cli,nixl,dev
+EXTRAS := agent,operator,cli,nixl,mooncake,dev
 PYTHON ?=
 TORCH_INDEX ?=
 

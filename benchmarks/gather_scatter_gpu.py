@@ -35,8 +35,8 @@ import triton
 from longshore_agent.kernels.copy_stream import CopyStream
 from longshore_agent.kernels.device_grid import Tuning
 from longshore_agent.kernels.device_pages import DevicePages
-from longshore_agent.kernels.gather.device_launch import gather_slices
-from longshore_agent.kernels.scatter.device_launch import scatter_slices
+from longshore_agent.kernels.gather import device_launch as gather_launch
+from longshore_agent.kernels.scatter import device_launch as scatter_launch
 from longshore_agent.kernels.slab import Pages
 from longshore_agent.memory.ipc import create_memfd
 from longshore_agent.memory.pools import KVPool
@@ -130,12 +130,12 @@ class Bench:
     def gather(self, tuning: Tuning) -> None:
         """Queue one gather into `other`."""
         request = (self.pages, (0, self.tokens), self.layers, self.heads)
-        gather_slices(self.device_pages, *request, self.other, self.trailer, self.stream, tuning)
+        gather_launch.gather_slices(self.device_pages, *request, self.other, self.trailer, self.stream, tuning)
 
     def scatter(self, tuning: Tuning) -> None:
         """Queue one scatter of `slab`."""
         request = (self.pages, (0, self.tokens), self.layers, self.heads)
-        scatter_slices(self.device_pages, *request, self.slab, self.stream, tuning)
+        scatter_launch.scatter_slices(self.device_pages, *request, self.slab, self.stream, tuning)
 
     def copy(self) -> None:
         """Queue a plain copy of as many bytes."""
@@ -248,7 +248,7 @@ def candidates() -> list[Tuning]:
 
 
 def hints_of(tuning: Tuning) -> list[Tuning]:
-    """Return `tuning` with every other combination of cache hints; a load takes one of the two kinds."""
+    """Return `tuning` with every other combination of cache hints that the assembler takes."""
     hints = itertools.product(("", ".cg"), ("", "evict_first"), ("", ".cs", ".cg"))
     return [
         replace(tuning, load_cache=load, load_eviction=eviction, store_cache=store)
@@ -310,7 +310,7 @@ def main() -> None:
     print(f"{name}, torch {torch.__version__}, Triton {triton.__version__}, Python {platform.python_version()}")
     flush = torch.zeros(FLUSH_BYTES if device.type == "cuda" else 1, dtype=torch.uint8, device=device)
     result: dict[str, object] = {"device": name, "torch": torch.__version__, "triton": triton.__version__}
-    tunings = dict.fromkeys(OPERATIONS, Tuning())
+    tunings = {"gather": gather_launch.TUNING, "scatter": scatter_launch.TUNING}
     if options.sweep:
         bench = Bench(CASES[0], options.layers, options.sweep_size, device)
         swept: list[dict[str, object]] = []

@@ -230,7 +230,7 @@ def check_far(what: str) -> int:
     else:
         # Odd, so that words are bytes and a tile's offsets large; long rows, so that a tile lies in one page.
         layout = KVLayout(ModelShape(1, 2, 255, 1), Parallel(), 32, PageOrder.NHD)
-        strides, tokens, pages = (510, 100_000_001, 255), (3, 64), np.array([2, 0], dtype=np.int32)
+        strides, tokens, pages = (510, 300_000_001, 255), (3, 64), np.array([2, 0], dtype=np.int32)
     planes = tuple(PlaneGeometry(0, index * 4096, *strides) for index in range(2))
     geometry = PoolGeometry(3, (9 << 30,), planes)
     descriptor = create_memfd("longshore-test", geometry.region_bytes[0])

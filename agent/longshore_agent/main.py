@@ -15,6 +15,7 @@ import msgspec
 from longshore_agent.settings import Settings, variable
 from longshore_agent.status.app import create_app
 from longshore_agent.status.checks import Rules
+from longshore_agent.status.plans import PlanDefaults
 from longshore_agent.status.server import serve
 from longshore_agent.supervisor import Supervisor
 from longshore_wire.agent_config import AgentConfig, load
@@ -69,7 +70,7 @@ def _serve(settings: Settings, config: AgentConfig | None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: supervisor.stop())
     server = serve(
-        create_app(supervisor, Rules.of(settings)),
+        create_app(supervisor, Rules.of(settings), PlanDefaults.of(settings)),
         settings.bind_host,
         settings.http_port,
         token=token,

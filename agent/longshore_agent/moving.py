@@ -5,7 +5,12 @@ Used by the worker's control thread only. Turns the cores' effects into jobs and
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from longshore_agent.control.engine_link import close_all
+from longshore_agent.errors import PoolError
 from longshore_agent.kernels import rows
+from longshore_agent.memory.neighbours import ALL_POOLS, Neighbours
 from longshore_agent.memory.staging import StagingBuffer
 from longshore_agent.path.admit import Desk
 from longshore_agent.path.deliver import ready_message
@@ -34,6 +39,7 @@ from longshore_wire.effects import PeerAttached, PeerId, StartScatter, StartWrit
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import CodecError, Reason
 from longshore_wire.peer_messages import Attach, PeerMessage, RegionInfo, RoomKey, WireFound
+from longshore_wire.plan import Way
 from longshore_wire.session import Session
 from longshore_wire.source_session import SourceSession
 from longshore_wire.target_session import TargetSession
@@ -43,7 +49,7 @@ PROBE_BYTES = 1 << 20
 # Over these a control message tells the target that a slab has landed. NIXL's write over shared memory ends only when
 # the target has taken the notice of the write before it: a lane would wait for the target's next look, 1 ms and more.
 TOLD_WIRES = frozenset({Wire.SHARED_MEMORY.value})
-# Bytes over the kernel's TCP move only while their target looks for notices.
+# NIXL's bytes over the kernel's TCP move only while their target looks for notices.
 DRIVEN_WIRES = frozenset({Wire.TCP.value})
 
 _Address = tuple[Half, PeerId]
@@ -53,14 +59,26 @@ def make_transport(settings: Settings, name: str) -> PreparingTransport:
     """Make the transport that the settings ask for. Raises TransportError."""
     if settings.backend is Backend.LOOPBACK and settings.loopback_faults:
         return create(settings.backend.value, name, faults=parse_faults(settings.loopback_faults))
+    if settings.backend is Backend.MOONCAKE:
+        return create(settings.backend.value, name, host=settings.bind_host)
     return create(settings.backend.value, name)
 
 
 class Mover:
     """See the module."""
 
-    def __init__(self, config: WorkerConfig, settings: Settings, metrics: Metrics, spans: SpanRecorder) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        settings: Settings,
+        metrics: Metrics,
+        spans: SpanRecorder,
+        ask_pool: Callable[[PeerId, int], None],
+    ) -> None:
         self.metrics = metrics
+        self._ask_pool = ask_pool
+        self._neighbours = Neighbours()
+        self._unmapped: dict[tuple[PeerId, int], list[WriteJob]] = {}
         self.results = Results()
         self.unsettled = False
         self._spans = spans
@@ -138,6 +156,7 @@ class Mover:
         self._wires.pop(address, None)
         self._waiting.pop(address, None)
         name = self._names.pop(address, None)
+        self.pool_gone(peer)
         if name is not None and name not in self._names.values():
             self._peers.pop(name, None)
             self.transport.disconnect(name)
@@ -188,10 +207,60 @@ class Mover:
             self.transport.notifies and self.wire(Half.SOURCE, effect.peer) not in TOLD_WIRES,
         )
         self._track(Half.SOURCE, effect.pair.key, job)
-        if self._allowed and address not in self._wires:
+        if effect.way is Way.DIRECT:
+            self._put_direct(job)
+        elif self._allowed and address not in self._wires:
             self._waiting.setdefault(address, []).append(job)
         else:
             self.lanes.put(job)
+
+    def _put_direct(self, job: WriteJob) -> None:
+        """Queue a slab for the lanes once the target's pages are mapped here."""
+        assert self.lanes is not None
+        owner, number = job.effect.peer, job.effect.pair.key.pool
+        job.neighbour = self._neighbours.pool(owner, number)
+        if job.neighbour is not None:
+            self.lanes.put(job)
+            return
+        waiting = self._unmapped.setdefault((owner, number), [])
+        waiting.append(job)
+        if len(waiting) == 1:
+            self._ask_pool(owner, number)
+
+    def pool_given(self, owner: PeerId, number: int, count: int, descriptor: int | None) -> None:
+        """A region of a neighbour's pool has come (`count` 0: it has none): map the pool when it is the last one."""
+        if count == 0 or descriptor is None:
+            self._refuse_direct(owner, number, f"no worker of this node has pool {number} of {owner.instance} now")
+            return
+        descriptors = self._neighbours.take(owner, number, count, descriptor)
+        if descriptors is None:
+            return
+        attach = self._attached.get((Half.SOURCE, owner))
+        info = next((pool for pool in attach.pools if pool.pool == number), None) if attach is not None else None
+        if attach is None or info is None:
+            close_all(descriptors)
+            self._refuse_direct(owner, number, f"rank {owner.rank} of {owner.instance} has left")
+            return
+        try:
+            mapped = self._neighbours.map(owner, number, attach.layout, info.geometry, descriptors)
+        except PoolError as error:
+            self._refuse_direct(owner, number, f"pool {number} of {owner.instance} cannot be mapped: {error}")
+            return
+        assert self.lanes is not None
+        for job in self._unmapped.pop((owner, number), []):
+            job.neighbour = mapped
+            self.lanes.put(job)
+
+    def pool_gone(self, owner: PeerId, number: int = ALL_POOLS) -> None:
+        """A neighbour's pool is not registered any more: unmap it."""
+        self._neighbours.forget(owner, number)
+        for waited, pool in list(self._unmapped):
+            if waited == owner and number in (ALL_POOLS, pool):
+                self._refuse_direct(owner, pool, f"pool {pool} of {owner.instance} was unregistered")
+
+    def _refuse_direct(self, owner: PeerId, number: int, text: str) -> None:
+        for job in self._unmapped.pop((owner, number), []):
+            self.results.put(WriteResult(job, text, dropped=False, notify=False))
 
     def start_scatter(self, effect: StartScatter, desk: Desk, now_ns: int) -> None:
         """Queue one landed slab for the scatter threads."""

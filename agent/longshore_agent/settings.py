@@ -154,6 +154,9 @@ class Settings:
     chunk_tokens: int = _setting(
         8192, "tokens", Role.PREFILL, "Tokens of one prefill chunk, for planning.", low=1, high=1 << 24
     )
+    direct: bool = _setting(
+        True, "", Role.BOTH, "Ranks of one agent copy into each other's pages, without staging and transport."
+    )
     digest: bool = _setting(False, "", Role.BOTH, "Compare an integrity digest of each room's bytes on both sides.")
 
     lease_s: float = _setting(

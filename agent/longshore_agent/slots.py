@@ -16,6 +16,7 @@ from longshore_agent.control.node_link import NodeLink, SnapshotPart
 from longshore_agent.settings import Settings
 from longshore_agent.status.snapshot import WorkerSnapshot, WorkerState
 from longshore_agent.worker_config import WorkerConfig
+from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Hello, RankAddress
 from longshore_wire.names import ENVIRONMENT_PREFIX
 
@@ -53,6 +54,11 @@ class Slot:
     def become(self, state: WorkerState) -> None:
         """Enter a state."""
         self.state, self.since_s = state, time.monotonic()
+
+    @property
+    def peer(self) -> PeerId:
+        """Its worker, as peers name it."""
+        return PeerId(self.key.instance, self.key.dp_rank, self.key.rank)
 
     @property
     def rank_address(self) -> RankAddress:
@@ -99,7 +105,7 @@ class Slot:
         os.close(self.pidfd)
 
 
-def start(key: SlotKey, hello: Hello, connection: socket.socket, settings: Settings, port: int) -> Slot:
+def start(key: SlotKey, hello: Hello, connection: socket.socket, settings: Settings, port: int, agent: str) -> Slot:
     """Start the worker of an engine rank."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     config = WorkerConfig(
@@ -112,6 +118,7 @@ def start(key: SlotKey, hello: Hello, connection: socket.socket, settings: Setti
         environment=settings.environment(),
         port=port,
         link=theirs.fileno(),
+        agent=agent,
     )
     # One thread a process: numeric libraries would otherwise start one a core in every worker.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}

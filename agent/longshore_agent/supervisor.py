@@ -28,6 +28,12 @@ from longshore_agent.control.node_link import (
     EngineLeft,
     FromWorker,
     NodeMessage,
+    PoolAsked,
+    PoolGiven,
+    PoolGone,
+    PoolShown,
+    PoolSought,
+    PoolTaken,
     RoomFailed,
     SiblingFailed,
     SiblingLost,
@@ -35,6 +41,7 @@ from longshore_agent.control.node_link import (
     SnapshotWanted,
     Started,
 )
+from longshore_agent.memory.neighbours import ALL_POOLS
 from longshore_agent.reception import Reception
 from longshore_agent.settings import Settings
 from longshore_agent.slots import Slot, SlotKey
@@ -77,6 +84,7 @@ class Supervisor:
         self._ports: dict[SlotKey, int] = {}
         self._restarts: dict[SlotKey, int] = {}
         self._pending_count = 0
+        self._life = os.urandom(8).hex()
         self._self_test: subprocess.Popen[bytes] | None = None
         self._self_test_result: SelfTest | None = None
         self._started_s = time.monotonic()
@@ -158,7 +166,8 @@ class Supervisor:
             )
             self._turn_away(connection, Reason.BUSY, text)
             return
-        slot = slots.start(key, hello, connection, self.settings, self._port(key))
+        agent = self._life if self.settings.direct else ""
+        slot = slots.start(key, hello, connection, self.settings, self._port(key), agent)
         self._slots[key] = slot
         self._selector.register(slot.link, selectors.EVENT_READ, lambda: self._on_link(slot))
         self._selector.register(slot.pidfd, selectors.EVENT_READ, lambda: self._on_exit(slot))
@@ -174,8 +183,13 @@ class Supervisor:
     # -- workers ---------------------------------------------------------------------------------------------------
 
     def _on_link(self, slot: Slot) -> None:
-        for message, _ in slot.link.receive():
-            self._obey(slot, message)
+        for message, descriptor in slot.link.receive():
+            if isinstance(message, PoolAsked | PoolShown | PoolTaken):
+                self._pass_pool(slot, message, descriptor)
+            else:
+                self._obey(slot, message)
+            if descriptor is not None:
+                os.close(descriptor)
         if slot.link.closed:
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(slot.link)
@@ -203,6 +217,26 @@ class Supervisor:
         elif isinstance(message, SnapshotPart) and slot.take_part(message):
             self.snapshots.answered(message.number, slot.key)
 
+    def _pass_pool(self, slot: Slot, message: PoolAsked | PoolShown | PoolTaken, descriptor: int | None) -> None:
+        """Carry pools between workers of this node: who writes to whom is their business."""
+        if isinstance(message, PoolAsked):
+            owner = self._slots.get(SlotKey(*message.owner))
+            if owner is not None and owner.state is WorkerState.READY:
+                owner.link.send(PoolSought(slot.config.name, message.pool))
+            else:
+                slot.link.send(PoolGiven(message.owner, message.pool, 0))
+        elif isinstance(message, PoolShown):
+            for asker in self._slots.values():
+                if asker.config.name == message.asker:
+                    asker.link.send(PoolGiven(slot.peer, message.pool, message.count), descriptor)
+        else:
+            self._forget_pools(slot, message.pool)
+
+    def _forget_pools(self, owner: Slot, pool: int) -> None:
+        for slot in self._slots.values():
+            if slot is not owner and slot.state is not WorkerState.STARTING:
+                slot.link.send(PoolGone(owner.peer, pool))
+
     def _on_exit(self, slot: Slot) -> None:
         """A worker's process has ended: expected after its engine left, a failure otherwise."""
         code = slot.process.wait()
@@ -217,6 +251,7 @@ class Supervisor:
             self._turn_away(slot.connection, Reason.WORKER_LOST, f"its worker ended with {code} while it started")
             slot.connection = None
         slot.close()
+        self._forget_pools(slot, ALL_POOLS)
         if self._slots.get(slot.key) is slot:
             del self._slots[slot.key]
         if slot.state is not WorkerState.DRAINING and self._stopping_s is None:
@@ -246,7 +281,7 @@ class Supervisor:
     @staticmethod
     def _endpoint(family: list[Slot]) -> Endpoint:
         ranks = sorted((slot.rank_address for slot in family), key=lambda address: address.rank)
-        return Endpoint(family[0].key.instance, family[0].hello.layout, tuple(ranks))
+        return Endpoint(family[0].key.instance, family[0].hello.layout, tuple(ranks), family[0].config.agent)
 
     # -- status ----------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,12 @@ from longshore_agent.control.node_link import (
     EngineLeft,
     NodeLink,
     NodeMessage,
+    PoolAsked,
+    PoolGiven,
+    PoolGone,
+    PoolShown,
+    PoolSought,
+    PoolTaken,
     RoomFailed,
     SiblingFailed,
     SiblingLost,
@@ -105,7 +111,7 @@ class Worker:
             self.sessions[Half.SOURCE] = source
         if target is not None:
             self.sessions[Half.TARGET] = target
-        self.mover = Mover(config, settings, self.metrics, self.spans)
+        self.mover = Mover(config, settings, self.metrics, self.spans, self._ask_pool)
         self.desk = Desk(config.layout, self.mover.transport, source, target)
         self._describe()
         keys = read_keys(Path(settings.keys_directory)) if settings.keys_directory else None
@@ -164,6 +170,7 @@ class Worker:
         self._gone.clear()
         for answer in self.desk.take_left():
             self._tell(answer)
+        self._tell_taken()
         if self._link.wants_write:
             self._link.flush()
 
@@ -231,7 +238,7 @@ class Worker:
                 self._leave(Reason.WORKER_LOST, text, now_ns)
 
     def _take_notices(self, now_ns: int) -> None:
-        if self.target is None or not self.target.expects_bytes:
+        if self.target is None or not self._looks_for_notices(self.target):
             self._quiet_turns = 0
             return
         if now_ns < self._look_again_ns:
@@ -245,13 +252,17 @@ class Worker:
             self.target.receive(peer, message, now_ns)
             self.metrics.add("longshore_notices_total", 1)
 
+    def _looks_for_notices(self, target: TargetSession) -> bool:
+        """Whether bytes are due that the transport itself tells of; elsewhere a control message wakes this thread."""
+        return self.mover.transport.notifies and target.expects_bytes
+
     def _timeout_ms(self) -> int:
         now_ns = time.monotonic_ns()
         dues = [due for session in self.sessions.values() if (due := session.next_due_ns()) is not None]
         if self._stop_ns is not None:
             dues.append(self._stop_ns)
         wait_ms = min([max(0, (due - now_ns) // 1_000_000 + 1) for due in dues], default=_IDLE_POLL_MS)
-        if self.target is not None and self.target.expects_bytes:
+        if self.target is not None and self._looks_for_notices(self.target):
             if any(peer.wire in DRIVEN_WIRES for peer in self.target.peers.values()):
                 return 0
             wait_ms = min(wait_ms, 1 if self._quiet_turns < _NOTICE_SLOWER_AFTER else _NOTICE_POLL_MS_MAX)
@@ -297,6 +308,7 @@ class Worker:
         self._leave(Reason.ENGINE_LOST, text, now_ns)
         self._flush(now_ns)
         unmapped = [self.desk.let_go(pool) for pool in list(self.desk.pools)]
+        self._tell_taken()
         if not all(unmapped):
             assert self._stop_ns is not None
             self._stop_ns = min(self._stop_ns, now_ns + _FAREWELL_MAPPED_NS)
@@ -332,6 +344,29 @@ class Worker:
                 session.fail_claimed(message.reason, message.text, now_ns)
         elif isinstance(message, Drain):
             self._stop_ns = now_ns + round(message.limit_s * 1e9)
+        elif isinstance(message, PoolSought):
+            self._show_pool(message)
+        elif isinstance(message, PoolGiven):
+            self.mover.pool_given(message.owner, message.pool, message.count, descriptor)
+        elif isinstance(message, PoolGone):
+            self.mover.pool_gone(message.owner, message.pool)
+
+    def _ask_pool(self, owner: PeerId, number: int) -> None:
+        self._link.send(PoolAsked(owner, number))
+
+    def _tell_taken(self) -> None:
+        for pool in self.desk.taken:
+            self._link.send(PoolTaken(pool))
+        self.desk.taken.clear()
+
+    def _show_pool(self, message: PoolSought) -> None:
+        """Give the descriptors of a pool to a worker of this node that will write its pages."""
+        pool = self.desk.pools.get(message.pool) if message.pool not in self.desk.leaving else None
+        if pool is None:
+            self._link.send(PoolShown(message.asker, message.pool, 0))
+            return
+        for descriptor in pool.descriptors:
+            self._link.send(PoolShown(message.asker, message.pool, len(pool.descriptors)), descriptor)
 
     def _adopt(self, descriptor: int, now_ns: int) -> None:
         try:

@@ -16,6 +16,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """One worker's orders.
 
     Attributes:
+        agent: identity of the agent's life, for way DIRECT; empty: this worker takes no part in that.
         name: in metrics and logs, unique within the agent.
         environment: the settings, as variables.
         port: where peers dial; 0 takes a free one.
@@ -31,6 +32,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     environment: dict[str, str]
     port: int
     link: int
+    agent: str = ""
 
     def settings(self) -> Settings:
         """Return the agent's settings."""
@@ -58,6 +60,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
             ended_rooms_max=settings.ended_rooms_max,
             force_way=settings.force_way,
             staging=settings.staging,
+            agent=self.agent,
         )
 
     def to_text(self) -> str:

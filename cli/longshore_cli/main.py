@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from longshore_cli import bench, demo
+from longshore_cli import bench, demo, up
 from longshore_cli.local_agents import LocalAgentError, make_keys
 
 
@@ -25,6 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     two = commands.add_parser("bench", help="measure transfers on this machine")
     bench.add_arguments(two)
     two.set_defaults(run=bench.run)
+    four = commands.add_parser("up", help="run the agents that a DisaggDeployment asks for on this machine")
+    up.add_arguments(four)
+    four.set_defaults(run=up.run)
     three = commands.add_parser("keys", help="make the CURVE keys of a deployment's control protocol")
     three.add_argument("directory", type=Path, metavar="DIR", help="where `curve.json` is written")
     three.set_defaults(run=_keys)

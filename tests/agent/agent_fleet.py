@@ -61,9 +61,9 @@ class Fleet:
     forced: Agent
     two: Engine
     one: Engine
-    three: Engine  # NIXL: pages of 4 tokens; Loopback: head-major pages
+    three: Engine  # NIXL: pages of 4 tokens; others: head-major pages
     same: Engine  # as `one`, at the other agent
-    other_way: Engine  # NIXL: slices; Loopback: staged, also where the layouts are equal
+    other_way: Engine  # Loopback: staged, also where the layouts are equal; others: slices
 
     @property
     def agents(self) -> tuple[Agent, ...]:
@@ -90,7 +90,7 @@ def fleet_of(backend: str, request: pytest.FixtureRequest, directories: pytest.T
     world = World(directory, **settings)
     request.session.addfinalizer(world.close)
     prefill, decode = world.agent("prefill"), world.agent("decode")
-    forced = world.agent("forced", LONGSHORE_FORCE_WAY="Slices" if nixl else "Staged")
+    forced = world.agent("forced", LONGSHORE_FORCE_WAY="Staged" if backend == "Loopback" else "Slices")
     three = {"page_size": 4} if nixl else {"order": PageOrder.HND}
     starting = {
         "two": world.engine(prefill, "two", 2),

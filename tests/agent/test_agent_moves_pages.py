@@ -11,7 +11,7 @@ from longshore_wire.engine_messages import Half
 LANES = 4
 
 
-@pytest.fixture(scope="module", params=["NIXL", "Loopback"])
+@pytest.fixture(scope="module", params=["NIXL", "Mooncake", "Loopback"])
 def fleet(request, tmp_path_factory) -> Fleet:
     return fleet_of(request.param, request, tmp_path_factory)
 
@@ -82,7 +82,7 @@ def test_the_ring_wraps_again_and_again_under_several_rooms_and_every_byte_is_ri
 
 
 def test_every_way_carries_the_same_bytes_and_is_the_one_that_is_reported(fleet):
-    forced = "slices" if fleet.backend == "NIXL" else "staged"
+    forced = "staged" if fleet.backend == "Loopback" else "slices"
     for source, target, way in (
         (fleet.one, fleet.same, "contiguous"),
         (fleet.one, fleet.other_way, forced),

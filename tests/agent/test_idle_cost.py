@@ -17,7 +17,7 @@ WAKES_A_SECOND_MAX = 40
 CORE_SHARE_MAX = 0.05
 
 
-@pytest.fixture(scope="module", params=["NIXL", "Loopback"])
+@pytest.fixture(scope="module", params=["NIXL", "Mooncake", "Loopback"])
 def fleet(request, tmp_path_factory) -> Fleet:
     return fleet_of(request.param, request, tmp_path_factory)
 

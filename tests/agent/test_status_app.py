@@ -296,6 +296,8 @@ def test_a_plan_between_registered_instances_needs_only_their_names(client: http
     source.state = agent(worker(), instances=instances)
     body = client.get("/v1/plan", params={"source": "p", "target": "d"}).json()
     assert len(body["pairs"]) == 4
+    # Both are registered at one agent, and nothing forbids them to write each other's pages.
+    assert body["way"] == "Direct"
     answer = client.get("/v1/plan", params={"source": "p"})
     assert (answer.status_code, answer.json()["reason"]) == (404, "UnknownInstance")
 

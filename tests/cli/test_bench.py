@@ -120,9 +120,32 @@ def test_a_small_run_over_real_agents_measures_every_way_with_right_bytes(tmp_pa
     path = tmp_path / "numbers.json"
     assert run(arguments("--sizes", "1,2", "--repeats", "1", "--json", str(path))) == 0
     sizes = json.loads(path.read_text())["sizes"]
-    names = {"staged 2→1", "contiguous 1→1", "slices 2→1", "transport", "transport slices", "copy"}
+    names = {"staged 2→1", "direct 2→1", "contiguous 1→1", "slices 2→1", "transport", "transport slices", "copy"}
     for size in sizes:
         assert set(size["lines"]) == names
         assert all(line["gb_per_s"] > 0 for line in size["lines"].values())
         assert size["bound_gb_per_s"] > 0
     assert "staged/bound" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_rooms_at_once_are_measured_by_every_way_with_right_bytes(tmp_path, capsys):
+    path, picture = tmp_path / "numbers.json", tmp_path / "rooms.png"
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    chosen = ["rooms", "--rooms", "1,3", "--repeats", "1", "--json", str(path), "--plot", str(picture)]
+    assert run(parser.parse_args(chosen)) == 0
+    loads = json.loads(path.read_text())["loads"]
+    assert {(load["way"], load["rooms"]) for load in loads} == {
+        (way, count) for way in ("staged 2→1", "staged 1→1", "slices 2→1") for count in (1, 3)
+    }
+    assert all(0 < load["p50_s"] <= load["p99_s"] for load in loads)
+    assert "p99 / equal" in capsys.readouterr().out
+    assert picture.read_bytes().startswith(PNG)
+
+
+def test_requests_that_are_no_whole_pages_are_refused(capsys):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert run(parser.parse_args(["rooms", "--tokens", "17"])) == 1
+    assert "multiple of the page size, 16" in capsys.readouterr().err

@@ -35,26 +35,30 @@ sys.exit(main(["demo", "--quick", "--backend", "Loopback"]))
 
 
 @pytest.mark.slow
-def test_the_demo_moves_kv_over_nixl_compares_it_and_leaves_nothing(tmp_path: Path) -> None:
+def test_the_demo_moves_kv_over_both_transports_compares_it_and_leaves_nothing(tmp_path: Path) -> None:
     found = tmp_path / "found.json"
     with marked([*DEMO, "--pairs", "2:3", "--json", str(found)]) as run:
         said = run.read_rest()
         assert run.process.returncode == 0, said
         assert run.left() == []
-    (pair,) = json.loads(found.read_bytes())["pairs"]
-    assert pair["name"] == "TP2 -> TP3"
-    assert len(pair["ring_rounds"]) == 3
-    assert min(pair["ring_rounds"]) >= 3
-    # Two float32 values for each of 6 layers, 12 heads and 64 elements.
-    assert pair["bytes_compared"] == (911 - 37) * 2 * 6 * 12 * 64 * 4
-    assert pair["tokens_compared"] == 3 * 8
-    staged, slices = pair["transfers"]
-    assert (staged["way"], slices["way"]) == ("staged", "slices")
-    assert staged["rooms"] == 3
-    assert staged["payload_bytes"] == slices["payload_bytes"] > 30e6
-    assert staged["counts"]["writes"] == staged["counts"]["pieces"] == staged["counts"]["slabs"]
-    assert slices["counts"]["pieces"] > 100 * staged["counts"]["pieces"]
-    assert staged["wires"] == slices["wires"] == ["SharedMemory"]
+    nixl, mooncake = json.loads(found.read_bytes())["pairs"]
+    assert [(pair["name"], pair["backend"]) for pair in (nixl, mooncake)] == [
+        ("TP2 -> TP3", "NIXL"),
+        ("TP2 -> TP3", "Mooncake"),
+    ]
+    for pair, rooms, wire in ((nixl, 3, "SharedMemory"), (mooncake, 2, "TCP")):
+        assert len(pair["ring_rounds"]) == 3
+        assert min(pair["ring_rounds"]) >= 3
+        # Two float32 values for each of 6 layers, 12 heads and 64 elements.
+        assert pair["bytes_compared"] == (911 - 37) * 2 * 6 * 12 * 64 * 4
+        assert pair["tokens_compared"] == rooms * 8
+        staged, slices = pair["transfers"]
+        assert (staged["way"], slices["way"]) == ("staged", "slices")
+        assert staged["rooms"] == rooms
+        assert staged["payload_bytes"] == slices["payload_bytes"] > 30e6
+        assert staged["counts"]["writes"] == staged["counts"]["pieces"] == staged["counts"]["slabs"]
+        assert slices["counts"]["pieces"] > 100 * staged["counts"]["pieces"]
+        assert staged["wires"] == slices["wires"] == [wire]
     assert "Everything is equal" in said
     assert "in 3 chunks" in said
 
@@ -74,7 +78,7 @@ def test_the_demo_fails_and_names_the_room_where_one_token_differs() -> None:
     ("number", "moment", "status"),
     [
         (signal.SIGINT, "prefill begins", 130),
-        (signal.SIGTERM, "starting 3 agents", 143),
+        (signal.SIGTERM, "starting 3 agents (Loopback", 143),
     ],
 )
 def test_an_interrupted_demo_leaves_nothing(number: signal.Signals, moment: str, status: int) -> None:
@@ -101,6 +105,13 @@ def test_pairs_that_cannot_work_are_refused_by_name(capsys: pytest.CaptureFixtur
         with pytest.raises(SystemExit, match="2"):
             main(["demo", "--pairs", pairs])
         assert said in capsys.readouterr().err
+
+
+def test_backends_that_are_unknown_or_named_twice_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for backends in ("Pigeon", "NIXL,NIXL", "NIXL,"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["demo", "--backend", backends])
+        assert "NIXL, Mooncake, Loopback" in capsys.readouterr().err
 
 
 def test_a_prompt_is_cut_into_chunks_that_cover_it() -> None:
@@ -160,7 +171,7 @@ def test_other_tokens_fail_and_so_does_a_control_that_changes_nothing() -> None:
 def test_the_table_shows_rates_of_the_middle_time_and_the_speed_against_slices() -> None:
     staged = Transfer("staged", 6, Counts(10, 10, 10), 2_000_000_000, (9.0, 1.0, 0.5), ("RDMA",))
     slices = Transfer("slices", 6, Counts(10, 20, 40_000), 2_000_000_000, (4.0,), ("RDMA", "TCP"))
-    lines = rendered([PairResult("TP4 -> TP1", (staged, slices), (3,), (0.2,), 1, 1)]).splitlines()
-    assert " ".join(lines[0].split()) == "pair way rooms slabs writes pieces MB seconds GB/s vs slices wire"
-    assert " ".join(lines[2].split()) == "TP4 -> TP1 staged 6 10 10 10 2000.0 1.000 2.00 4.0x RDMA"
+    lines = rendered([PairResult("TP4 -> TP1", "NIXL", (staged, slices), (3,), (0.2,), 1, 1)]).splitlines()
+    assert " ".join(lines[0].split()) == "pair backend way rooms slabs writes pieces MB seconds GB/s vs slices wire"
+    assert " ".join(lines[2].split()) == "TP4 -> TP1 NIXL staged 6 10 10 10 2000.0 1.000 2.00 4.0x RDMA"
     assert lines[3].split()[-5:] == ["4.000", "0.50", "1.0x", "RDMA,", "TCP"]

@@ -48,6 +48,7 @@ class SessionConfig:
     ended_rooms_max: int = 65_536
     force_way: Way | None = None  # for benchmarks and tests; None: what the plan says
     staging: Staging = Staging.AUTO
+    agent: str = ""  # of the worker, for way DIRECT; empty: it takes no part in that
 
 
 @dataclass(frozen=True, slots=True)

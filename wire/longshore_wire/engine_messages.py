@@ -48,6 +48,7 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     instance: str
     layout: KVLayout  # of any one rank: the model and the parallel sizes are what counts
     ranks: tuple[RankAddress, ...]
+    agent: str = ""  # the agent that serves all ranks; ranks of one agent may copy into each other's pages
 
     @property
     def complete(self) -> bool:

@@ -302,12 +302,14 @@ def _choose_way(source: KVLayout, target: KVLayout, staging: Staging, contiguous
     whole = whole and _same_order(source, target)
     if staging is Staging.ALWAYS:
         return Way.STAGED
+    if direct:
+        return Way.DIRECT
     if source.model.attention is Attention.LATENT or staging is Staging.NEVER:
         return Way.CONTIGUOUS if whole else Way.SLICES
     page_bytes = source.page_size * len(source.heads) * source.model.head_bytes
     if whole and page_bytes >= contiguous_bytes_min:
         return Way.CONTIGUOUS
-    return Way.DIRECT if direct else Way.STAGED
+    return Way.STAGED
 
 
 def _same_order(source: KVLayout, target: KVLayout) -> bool:

@@ -246,8 +246,8 @@ class Session:
             return error.reason, str(error)
         return None
 
-    def _plan(self, source: KVLayout, target: KVLayout) -> Plan:
-        return plan(source, target, staging=self.config.staging)
+    def _plan(self, source: KVLayout, target: KVLayout, *, direct: bool = False) -> Plan:
+        return plan(source, target, staging=self.config.staging, direct=direct)
 
 
 def _check_region(name: str, region: RegionInfo | None) -> None:

@@ -75,7 +75,8 @@ class TargetSession(TargetPeers):
                 f"tokens [{wanted.first_token}, {wanted.end_token}) are no range: give 0 <= first <= end",
                 reason=Reason.TOKENS_MISSING,
             )
-        planned = self._plan(wanted.endpoint.layout, self.config.layout)
+        near = self.config.agent != "" and wanted.endpoint.agent == self.config.agent
+        planned = self._plan(wanted.endpoint.layout, self.config.layout, direct=near)
         pairs = target_pairs(self.config, wanted, planned)
         room = TargetRoom(
             key,

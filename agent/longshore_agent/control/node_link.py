@@ -6,12 +6,14 @@ Datagrams of at most 64 KiB; longer bodies (snapshots) go in parts. Both ends ar
 from __future__ import annotations
 
 import array
+import os
 import socket
 from collections import deque
 
 import msgspec
 
 from longshore_agent.status.snapshot import SelfTest
+from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Endpoint, Half, Hello
 from longshore_wire.errors import Reason
 from longshore_wire.peer_messages import RoomKey
@@ -62,6 +64,28 @@ class Drain(msgspec.Struct, tag=6):
     limit_s: float
 
 
+class PoolSought(msgspec.Struct, tag=7):
+    """To a worker: another worker of this node wants to map your pool; answer with PoolShown."""
+
+    asker: str
+    pool: int
+
+
+class PoolGiven(msgspec.Struct, tag=8):
+    """To a worker: one region of the pool that it asked for; its descriptor comes beside. `count` 0: there is none."""
+
+    owner: PeerId
+    pool: int
+    count: int
+
+
+class PoolGone(msgspec.Struct, tag=9):
+    """To a worker: unmap this pool of another worker, or all of them (`memory.neighbours.ALL_POOLS`)."""
+
+    owner: PeerId
+    pool: int
+
+
 class Started(msgspec.Struct, tag=16):
     """From a worker: staging is allocated and registered, peers may dial."""
 
@@ -103,8 +127,41 @@ class SelfTested(msgspec.Struct, tag=21):
     result: SelfTest
 
 
-ToWorker = AdoptEngine | EndpointKnown | SnapshotWanted | SiblingFailed | SiblingLost | Drain
-FromWorker = Started | EngineAdopted | EngineLeft | RoomFailed | SnapshotPart | SelfTested
+class PoolAsked(msgspec.Struct, tag=22):
+    """From a worker: it wants to write the pages of another worker of this node. Answered by PoolGiven."""
+
+    owner: PeerId
+    pool: int
+
+
+class PoolShown(msgspec.Struct, tag=23):
+    """From a worker: one region of `count`; its descriptor comes beside. `count` 0: the pool is not registered."""
+
+    asker: str
+    pool: int
+    count: int
+
+
+class PoolTaken(msgspec.Struct, tag=24):
+    """From a worker: this pool is not registered any more."""
+
+    pool: int
+
+
+ToWorker = (
+    AdoptEngine
+    | EndpointKnown
+    | SnapshotWanted
+    | SiblingFailed
+    | SiblingLost
+    | Drain
+    | PoolSought
+    | PoolGiven
+    | PoolGone
+)
+FromWorker = (
+    Started | EngineAdopted | EngineLeft | RoomFailed | SnapshotPart | SelfTested | PoolAsked | PoolShown | PoolTaken
+)
 NodeMessage = ToWorker | FromWorker
 
 _DECODER = msgspec.msgpack.Decoder(NodeMessage)
@@ -117,7 +174,7 @@ class NodeLink:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._socket = sock
-        self._outbox: deque[bytes] = deque()
+        self._outbox: deque[tuple[bytes, int | None]] = deque()
         self.closed = False
 
     def fileno(self) -> int:
@@ -130,22 +187,23 @@ class NodeLink:
         return bool(self._outbox)
 
     def send(self, message: NodeMessage, descriptor: int | None = None) -> None:
-        """Send, or keep for `flush`. A descriptor goes at once; the pair's buffer is empty when engines come."""
+        """Send, or keep for `flush`. The descriptor stays the caller's and may be closed right after."""
         data = _ENCODER.encode(message)
         assert len(data) <= DATAGRAM_BYTES_MAX, f"{type(message).__name__} of {len(data)} bytes"
-        if descriptor is not None:
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
-            self._socket.sendmsg([data], rights)
-            return
-        self._outbox.append(data)
+        self._outbox.append((data, None if descriptor is None else os.dup(descriptor)))
         self.flush()
 
     def flush(self) -> None:
         """Send what waits."""
         try:
             while self._outbox:
-                self._socket.send(self._outbox[0])
+                data, descriptor = self._outbox[0]
+                held = [] if descriptor is None else [descriptor]
+                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", held))] if held else []
+                self._socket.sendmsg([data], rights)
                 self._outbox.popleft()
+                for sent in held:
+                    os.close(sent)
         except BlockingIOError:
             return
         except OSError:
@@ -174,6 +232,10 @@ class NodeLink:
     def close(self) -> None:
         """Close this end."""
         self.closed = True
+        for _, descriptor in self._outbox:
+            if descriptor is not None:
+                os.close(descriptor)
+        self._outbox.clear()
         self._socket.close()
 
 

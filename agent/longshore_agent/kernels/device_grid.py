@@ -38,7 +38,8 @@ class Tuning:
     Attributes:
         tile_bytes: moved by one program, a power of two from 512 to 65536.
         warps: of one program, a power of two.
-        load_cache, load_eviction, store_cache: Triton's cache modifiers and eviction policy; "" for none.
+        load_cache, load_eviction, store_cache: Triton's cache modifiers and eviction policy; "" for none. The assembler
+            takes a modifier or a policy for loads, not both.
     """
 
     tile_bytes: int = 16384

@@ -111,13 +111,21 @@ def plan_slab(
 ) -> SlabPlan:
     """Check a request and find the rows that it means. Raises as `check_request`."""
     plane_bytes = check_request(pool, pages, tokens, layers, heads, unique=unique)
-    parts = [
-        _part(pool, run, slab_first, first, end, heads, _segments(pool, pages, tokens))
-        for first, end, slab_first in _spans(pool, layers)
-        for run in pool.plane_runs
-        if max(first, run.first) < min(end, run.first + len(run.addresses))
-    ]
-    return SlabPlan(pool.kinds * len(layers), plane_bytes, tuple(parts))
+    segments = _segments(pool, pages, tokens)
+    parts = tuple(_part(pool, run, heads, segments) for run in planes_of(pool, layers))
+    return SlabPlan(pool.kinds * len(layers), plane_bytes, parts)
+
+
+def planes_of(pool: KVPool, layers: range) -> list[PlaneRun]:
+    """Return the planes of local layers in their order; `first` of each run counts from the first of them."""
+    found = []
+    for first, end, number in _spans(pool, layers):
+        for run in pool.plane_runs:
+            begin, stop = max(first, run.first), min(end, run.first + len(run.addresses))
+            if begin < stop:
+                addresses = run.addresses[begin - run.first : stop - run.first]
+                found.append(run._replace(first=number + begin - first, addresses=addresses))
+    return found
 
 
 def check_buffer(name: str, buffer: Bytes, length_bytes: int) -> None:
@@ -143,12 +151,9 @@ def _segments(pool: KVPool, pages: Pages, tokens: tuple[int, int]) -> npt.NDArra
     return segments
 
 
-def _part(
-    pool: KVPool, run: PlaneRun, slab_first: int, first: int, end: int, heads: range, found: npt.NDArray[np.int64]
-) -> _Part:
+def _part(pool: KVPool, run: PlaneRun, heads: range, found: npt.NDArray[np.int64]) -> _Part:
     """Turn rows of pages into addresses; join what lies side by side on both sides."""
-    begin, stop = max(first, run.first), min(end, run.first + len(run.addresses))
-    planes = run.addresses[begin - run.first : stop - run.first] + heads.start * run.head_stride
+    planes = run.addresses + heads.start * run.head_stride
     head_count, row = len(heads), pool.row_bytes
     if run.head_stride == row:
         head_count, row = 1, row * head_count
@@ -165,7 +170,7 @@ def _part(
     page_bits |= run.token_stride | (run.head_stride if head_count > 1 else 0)
     slab_bits = int(np.bitwise_or.reduce(segments[:, 1])) | lengths
     return _Part(
-        slab_first + begin - first,
+        run.first,
         planes,
         segments,
         rows.Strides(run.token_stride, run.head_stride),

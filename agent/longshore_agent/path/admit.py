@@ -49,6 +49,7 @@ class Pool:
     pages: KVPool
     memory: TargetMemory
     tokens: list[int]  # of the transport's registrations
+    descriptors: list[int]  # of the regions, for workers of this node that write its pages themselves
 
     def info(self, pool: int) -> PoolInfo:
         """Return what peers are told."""
@@ -68,6 +69,7 @@ class Desk:
     tables: dict[tuple[Half, RoomKey], PageTable] = field(default_factory=dict)
     leaving: dict[int, int] = field(default_factory=dict)  # pool: request that waits for its rooms to be released
     pools_changed: bool = False
+    taken: list[int] = field(default_factory=list)  # pools that were let go and of which others must hear
     _parts: dict[tuple[str, int, int], dict[int, bytes]] = field(default_factory=dict)
 
     def handle(self, message: ToAgent, descriptors: list[int], now_ns: int) -> ToEngine | None:
@@ -116,7 +118,7 @@ class Desk:
             self._deregister(tokens)
             pages.close()
             raise
-        self.pools[message.pool] = Pool(pages, message.memory, tokens)
+        self.pools[message.pool] = Pool(pages, message.memory, tokens, [os.dup(each) for each in descriptors])
         self.pools_changed = True
 
     def _unregister(self, message: UnregisterPool, now_ns: int) -> ToEngine | None:
@@ -144,6 +146,9 @@ class Desk:
         # A transport must not lose memory that a write of ours still reads; then it goes with the process.
         if not found.pages.busy:
             self._deregister(found.tokens)
+        for descriptor in found.descriptors:
+            os.close(descriptor)
+        self.taken.append(pool)
         self.pools_changed = True
         return found.pages.close()
 

@@ -1,4 +1,5 @@
-"""Stage two: one write of a slab from a lane's buffer into granted ring memory, or of runs of pages in place.
+"""Stage two: one write of a slab from a lane's buffer into granted ring memory, or of runs of pages in place; between
+ranks of one node, one copy from pages to pages.
 
 Called by lanes; blocks its lane until the write is settled, driving the transport's progress: tightly at first,
 then with short pauses.
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore_agent.errors import TransportError, WriteFailedError
+from longshore_agent.kernels import direct
 from longshore_agent.memory.staging import StagingBuffer
 from longshore_agent.path.jobs import WriteJob
 from longshore_agent.path.runs import Side, runs
@@ -51,6 +53,30 @@ class Deliverer:
         self._metrics.add("longshore_writes_total", 1, way="staged")
         self._metrics.add("longshore_write_pieces_total", len(sources), way="staged")
         self._finish(write)
+
+    def direct(self, job: WriteJob) -> None:
+        """Copy the slab from our engine's pages into the target's, which are mapped here.
+
+        Raises:
+            PoolError: an engine has let its pages go.
+        """
+        assert job.neighbour is not None
+        effect = job.effect
+        near, far = (
+            direct.Side(
+                pool,
+                pages,
+                first_page,
+                effect.route.local_layers(pool.layout),
+                effect.route.local_heads(pool.layout),
+            )
+            for pool, pages, first_page in (
+                (job.pool, job.pages.pages, job.pages.first_page),
+                (job.neighbour, _target_pages(job), effect.first_claimed_token // job.target_layout.page_size),
+            )
+        )
+        direct.copy_pages(near, far, effect.tokens)
+        self._metrics.add("longshore_writes_total", 1, way="direct")
 
     def in_place(self, job: WriteJob) -> None:
         """Write the slab's runs straight into the target's pages, in batches; all have landed on return.
@@ -126,6 +152,10 @@ def _cut(
     return starts + np.uint64(buffer.address), starts + np.uint64(ring.address + offset_bytes), lengths
 
 
+def _target_pages(job: WriteJob) -> npt.NDArray[np.int32]:
+    return np.frombuffer(job.effect.target_pages, dtype="<i4")
+
+
 def _sides(job: WriteJob) -> tuple[Side, Side]:
     assert job.target_pool is not None
     effect, layout = job.effect, job.pool.layout
@@ -142,7 +172,7 @@ def _sides(job: WriteJob) -> tuple[Side, Side]:
         job.target_layout,
         job.target_pool.geometry,
         job.target_pool.region_addresses,
-        np.frombuffer(effect.target_pages, dtype="<i4"),
+        _target_pages(job),
         effect.first_claimed_token // job.target_layout.page_size,
         effect.route.local_layers(job.target_layout),
         effect.route.local_heads(job.target_layout),

@@ -46,6 +46,7 @@ class WriteJob:
     target_layout: KVLayout
     queued_ns: int
     noticed: bool  # the transport tells the target of a staged slab's arrival; else a control message does
+    neighbour: KVPool | None = None  # the target's pages, where they are mapped here: way DIRECT
     cancelled: bool = False
 
 

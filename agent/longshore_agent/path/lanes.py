@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 
-from longshore_agent.errors import PoolError, ShapeError, TransportError, WriteFailedError
+from longshore_agent.errors import TransportError, WriteFailedError
 from longshore_agent.memory.staging import StagingBuffer
 from longshore_agent.path.deliver import Deliverer
 from longshore_agent.path.gather import gather_slab
@@ -17,6 +17,7 @@ from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.snapshot import LaneStatus
 from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.transports.base import PreparingTransport
+from longshore_wire.errors import LongshoreError
 from longshore_wire.plan import Way
 
 
@@ -87,11 +88,13 @@ class Lanes:
                 self._record("gather", job, index, start_ns)
                 start_ns = time.monotonic_ns()
                 self._deliverer.staged(job, buffer, length_bytes)
+            elif job.effect.way is Way.DIRECT:
+                self._deliverer.direct(job)
             else:
                 self._deliverer.in_place(job)
         except WriteFailedError as error:
             return WriteResult(job, str(error), dropped=False, notify=False, settled=error.settled)
-        except (TransportError, PoolError, ShapeError) as error:
+        except LongshoreError as error:
             return WriteResult(job, str(error), dropped=False, notify=False)
         self._record("write", job, index, start_ns)
         self._slabs[index] += 1

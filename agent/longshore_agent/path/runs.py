@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from longshore_agent.kernels.segments import PageList, between
 from longshore_wire.layout import KVLayout, PageOrder, PoolGeometry
 
 Addresses = npt.NDArray[np.uint64]
@@ -36,7 +37,7 @@ def runs(source: Side, target: Side, tokens: tuple[int, int]) -> tuple[Addresses
         source, target: both sides; as many layers and heads on each.
         tokens: global [first, end), inside the pages of both.
     """
-    segments = _segments(source, target, tokens)
+    segments = between(_page_list(source), _page_list(target), tokens)
     parts = [
         _plane_runs(source, target, source_plane, target_plane, segments)
         for source_plane, target_plane in zip(_planes(source), _planes(target), strict=True)
@@ -44,24 +45,13 @@ def runs(source: Side, target: Side, tokens: tuple[int, int]) -> tuple[Addresses
     return _merge(*(np.concatenate([part[index] for part in parts]) for index in range(3)))
 
 
+def _page_list(side: Side) -> PageList:
+    return PageList(side.layout.page_size, side.pages, side.first_page)
+
+
 def _planes(side: Side) -> list[int]:
     kinds = len(side.geometry.planes) // len(side.layout.layers)
     return [kind * len(side.layout.layers) + layer for kind in range(kinds) for layer in side.layers]
-
-
-def _segments(source: Side, target: Side, tokens: tuple[int, int]) -> npt.NDArray[np.int64]:
-    """Cut tokens where either side's page ends: [m, 5] of source page, slot, target page, slot, token count."""
-    first, end = tokens
-    sizes = (source.layout.page_size, target.layout.page_size)
-    cuts = {first, end}
-    for size in sizes:
-        cuts.update(range((first // size + 1) * size, end, size))
-    starts = np.array(sorted(cuts), dtype=np.int64)
-    begin, counts = starts[:-1], np.diff(starts)
-    columns = []
-    for side, size in zip((source, target), sizes, strict=True):
-        columns += [side.pages[begin // size - side.first_page].astype(np.int64), begin % size]
-    return np.stack([*columns, counts], axis=1)
 
 
 def _plane_runs(

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
+from longshore_agent.settings import Settings
 from longshore_agent.status.snapshot import InstanceStatus
 from longshore_wire.errors import LayoutError, LongshoreError, Reason
 from longshore_wire.layout import (
@@ -59,6 +60,12 @@ class PlanDefaults(msgspec.Struct, frozen=True):
     staging: Staging = Staging.AUTO
     chunk_tokens: int = 8192
     slab_bytes: int = 64 << 20
+    direct: bool = True  # between instances that are registered here
+
+    @classmethod
+    def of(cls, settings: Settings) -> PlanDefaults:
+        """Return what an agent with these settings does."""
+        return cls(settings.staging, settings.chunk_tokens, settings.lane_bytes, settings.direct)
 
 
 class PairView(msgspec.Struct, frozen=True):
@@ -103,7 +110,7 @@ def answer(query: PlanQuery, instances: tuple[InstanceStatus, ...], defaults: Pl
             raise LayoutError(f"{side}: tp * pp is above {RANKS_MAX}, more than this page shows")
     staging = defaults.staging if query.staging is None else Staging[query.staging.upper()]
     chunk_tokens = query.chunk_tokens or defaults.chunk_tokens
-    found = plan(source, target, staging=staging)
+    found = plan(source, target, staging=staging, direct=defaults.direct and bool(query.source))
     return _view(found, found.summary(chunk_tokens, query.slab_bytes or defaults.slab_bytes), chunk_tokens)
 
 

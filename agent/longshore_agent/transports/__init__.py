@@ -1,6 +1,6 @@
 """Transports between workers, one file a backend; `create` loads only the one that is asked for.
 
-Called by the worker. Nothing here imports NIXL before a NIXL transport is made.
+Called by the worker. Nothing here imports a library before a transport of it is made.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from longshore_wire.errors import Reason
 if TYPE_CHECKING:
     from longshore_agent.transports.base import PreparingTransport
 
-BACKENDS = ("NIXL", "Loopback")
+BACKENDS = ("NIXL", "Mooncake", "Loopback")
 
 
 def create(backend: str, name: str, **options: Any) -> PreparingTransport:
@@ -22,7 +22,7 @@ def create(backend: str, name: str, **options: Any) -> PreparingTransport:
     Args:
         backend: one of BACKENDS, spelled as in the CR.
         name: by which peers know this worker, unique among the workers that may meet, at most 200 bytes of UTF-8.
-        options: of that backend's class, for example `faults` of the loopback.
+        options: of that backend's class, for example `faults` of the loopback or `host` of Mooncake.
     Raises:
         TransportError: an unknown backend, one that is not installed, or one that does not start.
     """
@@ -30,6 +30,10 @@ def create(backend: str, name: str, **options: Any) -> PreparingTransport:
         from longshore_agent.transports.nixl import NixlTransport
 
         return NixlTransport(name, **options)
+    if backend == "Mooncake":
+        from longshore_agent.transports.mooncake import MooncakeTransport
+
+        return MooncakeTransport(name, **options)
     if backend == "Loopback":
         from longshore_agent.transports.loopback import LoopbackTransport
 

@@ -52,8 +52,10 @@ class Transport(Protocol):
     Attributes:
         backend: the name in the CR and in metrics, for example `NIXL`.
         notifies: a notice posted with a write reaches the target by the transport itself, after the bytes.
-            Where it is False, `post` ignores `notice` and the worker sends a control message after DONE.
-        fences: after `deregister`, a peer's write into that memory is refused. A fact proven by the contract suite.
+            Where it is False, `post` ignores `notice`, the worker sends a control message after DONE, and bytes arrive
+            without anybody calling `notices`.
+        fences: a peer's write that begins after `deregister` of that memory is refused. A fact proven by the contract
+            suite. One that had begun may still land, whatever the transport.
     """
 
     backend: str

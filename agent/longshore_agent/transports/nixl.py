@@ -28,14 +28,15 @@ import numpy.typing as npt
 
 from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.transports import wires
-from longshore_agent.transports.base import METADATA_BYTES_MAX, NOTICE_BYTES_MAX, Prepared, Wire, Write, WriteState
-from longshore_agent.transports.nixl_envelope import NAME_BYTES_MAX, Envelope, inbox_name, outbox_name, pack, unpack
+from longshore_agent.transports.base import METADATA_BYTES_MAX, Prepared, Wire, Write, WriteState
+from longshore_agent.transports.envelope import NAME_BYTES_MAX, is_name
+from longshore_agent.transports.nixl_envelope import Envelope, inbox_name, outbox_name, pack, unpack
+from longshore_agent.transports.probe import check_notice, find_wire, row
 from longshore_wire.errors import Reason
 
 # Notices of workers that we have not connected yet: both sides attach at about the same time, and a peer that is
 # ready first may write first. More than this many are lost, which the protocol above repairs.
 _UNCLAIMED_COUNT_MAX = 256
-_PROBE_LIMIT_NS = 5_000_000_000
 _CLOSE_PROGRESS_LIMIT_NS = 200_000_000
 _POLL_PAUSE_S = 0.0001
 
@@ -90,7 +91,7 @@ class NixlTransport:
     fences = False
 
     def __init__(self, name: str) -> None:
-        if not 1 <= len(name.encode()) <= NAME_BYTES_MAX or "~" in name:
+        if not is_name(name) or "~" in name:
             raise TransportError(f"transport name is {name!r}: give 1 to {NAME_BYTES_MAX} bytes without '~'")
         self.name = name
         self._life = os.urandom(8).hex()
@@ -253,20 +254,17 @@ class NixlTransport:
         show the probe alone. Both inboxes are driven, so that two workers may probe each other at once.
         Unknown if that takes too long, and for anything that these counters cannot prove.
         """
-        deadline_ns = time.monotonic_ns() + _PROBE_LIMIT_NS
         with self._gate:
-            if not self._settle_open(deadline_ns):
-                return Wire.UNKNOWN
-            before = wires.count()
-            write = self._begin(peer, _one(source), _one(target), _one(length_bytes), b"")
-            if not self._settle_open(deadline_ns):
-                return Wire.UNKNOWN
-            done = self.state(write) is WriteState.DONE
-            self.release(write)
-            if not done:
-                raise TransportError(f"NIXL probe write to peer {peer!r} failed: {write.error}")
-            write.peer.wire = wires.carried(before, wires.count(), length_bytes, same_host=write.peer.same_host)
-            return write.peer.wire
+            known = self._peers.get(peer)
+
+            def begin() -> NixlWrite:
+                return self._begin(peer, row(source), row(target), row(length_bytes), b"")
+
+            same_host = known is not None and known.same_host
+            wire = find_wire(self, begin, self._settle_open, length_bytes, same_host=same_host)
+            if known is not None:
+                known.wire = wire
+            return wire
 
     def prepare(
         self,
@@ -289,7 +287,7 @@ class NixlTransport:
     def post_prepared(self, peer: str, prepared: Prepared, indices: npt.NDArray[np.int32], notice: bytes) -> NixlWrite:
         """Begin one write of prepared pieces; see `PreparingTransport.post_prepared`."""
         assert isinstance(prepared, NixlPrepared)
-        _check_notice(notice)
+        check_notice(notice)
         with self._gate, self._outbox_lock:
             known = self._peer(peer)
             if prepared.source_list is None or prepared.nixl_name != known.nixl_name:
@@ -347,7 +345,7 @@ class NixlTransport:
         notice: bytes,
     ) -> NixlWrite:
         assert len(sources) == len(targets) == len(lengths) >= 1
-        _check_notice(notice)
+        check_notice(notice)
         with self._outbox_lock:
             known = self._peer(peer)
             try:
@@ -483,17 +481,8 @@ def _load_nixl() -> tuple[tuple[type[Exception], ...], Any]:
     return (*errors, RuntimeError), lambda name: nixl.nixl_agent(name, config)
 
 
-def _one(value: int) -> npt.NDArray[np.uint64]:
-    return np.array([value], dtype=np.uint64)
-
-
 def _rows(addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     rows = np.zeros((len(addresses), 3), dtype=np.uint64)
     rows[:, 0] = addresses
     rows[:, 1] = lengths
     return rows
-
-
-def _check_notice(notice: bytes) -> None:
-    if len(notice) > NOTICE_BYTES_MAX:
-        raise TransportError(f"notice takes {len(notice)} bytes: give at most {NOTICE_BYTES_MAX}")

@@ -1,21 +1,18 @@
-"""The envelope in which NIXL metadata travels between workers, and the names of NIXL agents in it.
+"""What NIXL metadata travels with between workers, and the names of NIXL agents in it.
 
-Called by nixl.py only; pure. NIXL crashes on metadata with a few wrong bytes, so nothing reaches it whose digest is wrong.
+Called by nixl.py only; pure. See `envelope` for why it is sealed.
 """
 
 from __future__ import annotations
 
-import hashlib
 import struct
 
 import msgspec
 
 from longshore_agent.errors import PeerMetadataError
-from longshore_agent.transports.base import METADATA_BYTES_MAX
+from longshore_agent.transports.envelope import NAME_BYTES_MAX, is_name, seal, unseal
 
-NAME_BYTES_MAX = 200
 _MAGIC = b"LSNIXL01"
-_DIGEST_BYTES = 16
 _NIXL_HEAD = b"nixlSerDes|Agent"
 
 
@@ -40,24 +37,14 @@ def outbox_name(inbox: str) -> str:
 
 def pack(envelope: Envelope) -> bytes:
     """Return the bytes that `unpack` reads."""
-    body = msgspec.msgpack.encode(envelope)
-    return _MAGIC + hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest() + body
+    return seal(_MAGIC, envelope)
 
 
 def unpack(data: bytes) -> Envelope:
-    """Return what a peer sent, or raise PeerMetadataError. The digest finds damage; who sent it is not its matter."""
-    head = len(_MAGIC) + _DIGEST_BYTES
-    if not head < len(data) <= METADATA_BYTES_MAX or not data.startswith(_MAGIC):
-        raise PeerMetadataError(f"peer metadata of {len(data)} bytes is not NIXL metadata of a version that we speak")
-    body = data[head:]
-    if hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest() != data[len(_MAGIC) : head]:
-        raise PeerMetadataError("peer metadata is damaged: its digest does not match")
-    try:
-        envelope = msgspec.msgpack.decode(body, type=Envelope)
-    except msgspec.MsgspecError as error:
-        raise PeerMetadataError(f"peer metadata cannot be read: {error}") from error
+    """Return what a peer sent, or raise PeerMetadataError."""
+    envelope = unseal(_MAGIC, data, Envelope)
     name = inbox_name(envelope.name, envelope.life).encode()
     head_of_blob = _NIXL_HEAD + struct.pack("<Q", len(name)) + name + b"|"
-    if not 1 <= len(envelope.name.encode()) <= NAME_BYTES_MAX or not envelope.blob.startswith(head_of_blob):
+    if not is_name(envelope.name) or not envelope.blob.startswith(head_of_blob):
         raise PeerMetadataError(f"peer metadata of {envelope.name[:NAME_BYTES_MAX]!r} holds another NIXL agent's name")
     return envelope

@@ -31,6 +31,8 @@ from longshore_agent.transports.base import PreparingTransport, Wire, Write, Wri
 OPEN_BATCHES_MAX = 4
 # The target looks for notices this often, as a worker that expects bytes does; all the time where bytes need it.
 _LOOK_PAUSE_S = 0.001
+# As a lane's first pause.
+_WRITE_PAUSE_S = 0.00005
 _PROBE_BYTES = 1 << 20
 
 _T = TypeVar("_T")
@@ -188,13 +190,15 @@ class Meter:
 
     def _finish(self, write: Write) -> None:
         while (state := self._transport.state(write)) is WriteState.OPEN:
-            pass
+            if not self._transport.notifies:
+                # A thread of the library moves the bytes; looking all the time would take its core.
+                time.sleep(_WRITE_PAUSE_S)
         self._transport.release(write)
         if state is WriteState.FAILED:
             raise TransportError(write.error)
 
     def _drive(self) -> None:
-        self._tell(_Order("drive", int(self._wire is Wire.SHARED_MEMORY)))
+        self._tell(_Order("drive", int(self._wire is Wire.SHARED_MEMORY or not self._transport.notifies)))
         self._heard(_Order)
 
     def _rest(self) -> None:

@@ -1,7 +1,7 @@
 """`longshore bench`: measurements that a user runs on his own machine; each counts a time only if the bytes are right.
 
 Called by the command line. `transfer` moves the KV of one request through real agents, by every way, beside the
-transport's own rate in the same run.
+transport's own rate in the same run; `rooms` moves many requests at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["BenchError", "add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `run` reads."""
-    from longshore_cli.bench import transfer
+    from longshore_cli.bench import rooms, transfer
 
     questions = parser.add_subparsers(dest="question", metavar="QUESTION", required=True)
     transfer.add_arguments(
@@ -24,15 +24,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "transfer", help="how fast one request's KV moves, by every way", description=transfer.__doc__
         )
     )
+    rooms.add_arguments(
+        questions.add_parser("rooms", help="how long requests take when many move at once", description=rooms.__doc__)
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure; return 0 if every byte was right, else 1."""
-    from longshore_cli.bench import transfer
+    from longshore_cli.bench import rooms, transfer
 
-    assert arguments.question == "transfer", arguments.question
+    chosen = rooms.run if arguments.question == "rooms" else transfer.run
     try:
-        return transfer.run(arguments)
+        return chosen(arguments)
     except BenchError as error:
         sys.stderr.write(f"longshore bench: {error}\n")
         return 1

@@ -33,10 +33,10 @@ def table(report: Report) -> str:
             f"slices of {report.slice_bytes} B in batches of {report.batch}; every byte compared",
             "",
             "GB/s",
-            *_aligned(rates),
+            *aligned(rates),
             "",
             "core-seconds per GB, all processes",
-            *_aligned(cores),
+            *aligned(cores),
         ]
     )
 
@@ -135,6 +135,7 @@ def _number(value: float | None) -> str:
     return f"{value:.2f}"
 
 
-def _aligned(rows: list[list[str]]) -> list[str]:
+def aligned(rows: list[list[str]]) -> list[str]:
+    """Return the rows as lines with aligned columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

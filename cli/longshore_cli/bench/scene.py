@@ -1,7 +1,7 @@
 """Real agents and real engine clients between which one request's KV moves, by one way.
 
-Called by `transfer`. Every way has a decode agent of its own, because the way is a setting of the decode side; they
-share one prefill agent, the pages of the decode side, and the prefill engines of equal layout.
+Called by `transfer`. Every way has a decode agent of its own, because the way is a setting of the decode side (`Direct`
+is what engines of one agent do: its decode engine registers at the prefill agent); they share one prefill agent, the pages of the decode side, and the prefill engines of equal layout.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from longshore_cli.bench.errors import BenchError
 from longshore_cli.bench.pages import Content, Pages
 from longshore_cli.local_agents import LocalAgent
 from longshore_client import Client, Half, connect
-from longshore_wire.engine_messages import RoomEvent
+from longshore_wire.engine_messages import RoomEvent, RoomEventKind
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 
@@ -27,6 +27,8 @@ from longshore_wire.layout import KVLayout, ModelShape, Parallel
 _START_S = 120.0
 _ROOM_S = 120.0
 _LOOK_PAUSE_S = 0.002
+# How often a decode engine looks for events; the error of every time of `move_many`.
+_EVENT_PAUSE_S = 0.0005
 _PREFETCH_S = 10.0
 
 
@@ -105,6 +107,59 @@ class Scene:
         core_s = self._core_s() - core_s
         self._check(room, ends, token_count)
         return Moved(seconds, core_s)
+
+    def move_many(self, count: int, token_count: int) -> list[float]:
+        """Move `count` rooms of `token_count` tokens at once and compare every byte; all claims are there before the offers.
+
+        Room i holds tokens [i * token_count, (i + 1) * token_count) of the scene's sequence as a sequence of its own.
+
+        Args:
+            token_count: a multiple of the page size.
+        Returns:
+            Seconds of each room, from the call of its `send` (the first rank's) to the last target rank's DONE.
+        Raises:
+            BenchError: a room failed, none ended for long, or bytes are wrong.
+        """
+        pages_each = token_count // self.target.pages[0].layout.page_size
+        rooms = [next(self._rooms) for _ in range(count)]
+        parts = [slice(number * pages_each, (number + 1) * pages_each) for number in range(count)]
+        for pages in self.target.pages:
+            pages.wipe(count * token_count)
+        for room, part in zip(rooms, parts, strict=True):
+            for client, pages in zip(self.target.clients, self.target.pages, strict=True):
+                client.receive(room, self._endpoint, pages.table[part], 0, token_count)
+        self._wait_prefetched(rooms[-1])
+        begun_s: dict[int, float] = {}
+        for room, part in zip(rooms, parts, strict=True):
+            begun_s[room] = time.perf_counter()
+            for client, pages in zip(self.source.clients, self.source.pages, strict=True):
+                client.send(room, pages.table[part], 0, token_count, last=True)
+        ended_s = self._take_ends(rooms)
+        for engine, half in ((self.source, Half.SOURCE), (self.target, Half.TARGET)):
+            for client in engine.clients:
+                _forget_events(client, half, rooms)
+        for pages in self.target.pages:
+            pages.check(self._content, count * token_count)
+        return [ended_s[room] - begun_s[room] for room in rooms]
+
+    def _take_ends(self, rooms: Sequence[int]) -> dict[int, float]:
+        """Return when each room was done at the last target rank."""
+        open_ranks = {room: len(self.target.clients) for room in rooms}
+        ended_s: dict[int, float] = {}
+        deadline_s = time.perf_counter() + _ROOM_S
+        while len(ended_s) < len(rooms):
+            for client in self.target.clients:
+                for event in client.poll():
+                    if event.kind is RoomEventKind.FAILED:
+                        raise BenchError(f"{self.course.name}: room {event.room} failed: {event.text}")
+                    if event.kind is RoomEventKind.DONE:
+                        open_ranks[event.room] -= 1
+                        if open_ranks[event.room] == 0:
+                            ended_s[event.room] = time.perf_counter()
+            if time.perf_counter() > deadline_s:
+                raise BenchError(f"{self.course.name}: {len(rooms) - len(ended_s)} rooms did not end")
+            time.sleep(_EVENT_PAUSE_S)
+        return ended_s
 
     def spans(self, room: int) -> list[dict[str, Any]]:
         """Return the spans of a room from both agents, by their start."""
@@ -204,7 +259,9 @@ def open_scenes(
             pages.fill(content, token_count)
         prefill = stage.agent("prefill")
         decodes = [
-            stage.agent(f"decode-{index}", force_way=course.way, ring_bytes=course.ring)
+            prefill
+            if course.way == "Direct"
+            else stage.agent(f"decode-{index}", force_way=course.way, ring_bytes=course.ring)
             for index, course in enumerate(courses)
         ]
         for agent in (prefill, *decodes):
@@ -215,6 +272,14 @@ def open_scenes(
             target = stage.engine(f"decode-{index}", agent, target_pages[course.target_tp], Half.TARGET)
             scenes.append(Scene(course, sources[course.source_tp], target, content))
         yield scenes
+
+
+def _forget_events(client: Client, half: Half, rooms: Sequence[int]) -> None:
+    """Take the last events of rooms that are over, so that they do not wait for the next run."""
+    if half is Half.SOURCE:
+        for room in rooms:
+            client.wait(room, half, timeout_s=_ROOM_S)
+    client.poll()
 
 
 def _process_clock(pid: int) -> int:

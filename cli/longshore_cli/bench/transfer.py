@@ -26,7 +26,7 @@ from longshore_wire.layout import ModelShape
 
 MIB = 1 << 20
 # The model of the request: 128 KiB a token, as a 32-layer model of 8 KV heads in bfloat16 has.
-_MODEL = ModelShape(layers=32, kv_heads=8, head_dim=128, element_bytes=2)
+MODEL = ModelShape(layers=32, kv_heads=8, head_dim=128, element_bytes=2)
 _BATCHES = (100, 300, 1000)
 _BATCH_PROBE_BYTES = 16 * MIB
 
@@ -94,16 +94,18 @@ class Report:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `run` reads."""
     parser.add_argument("--sizes", type=_numbers, default=[1, 4, 16, 64, 256, 1024], help="MiB, separated by commas")
-    parser.add_argument("--pair", type=_pair, default=(2, 1), help="prefill TP:decode TP of staged and slices (2:1)")
+    parser.add_argument(
+        "--pair", type=_pair, default=(2, 1), help="prefill TP:decode TP of staged, direct and slices (2:1)"
+    )
     parser.add_argument(
         "--ways",
         type=lambda text: text.split(","),
-        default=["staged", "contiguous", "slices"],
-        help="any of staged, contiguous, slices, and staged-equal (staged between equal layouts)",
+        default=["staged", "direct", "contiguous", "slices"],
+        help="any of staged, direct (engines of one agent), contiguous, slices, staged-equal (equal layouts)",
     )
     parser.add_argument("--repeats", type=int, default=5, help="repetitions of each size and way (5)")
     parser.add_argument("--page-size", type=int, default=64, help="tokens of a page on both sides (64)")
-    parser.add_argument("--backend", default="NIXL", help="NIXL or Loopback")
+    parser.add_argument("--backend", default="NIXL", help="NIXL, Mooncake or Loopback")
     parser.add_argument("--slices-limit", type=int, default=1024, help="MiB above which slices are left out (1024)")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     parser.add_argument("--plot", type=Path, help="draw the rates into this PNG file")
@@ -126,8 +128,8 @@ def measure(arguments: argparse.Namespace, say: Callable[[str], object]) -> Repo
     """Run everything; `say` is told of progress. Raises BenchError."""
     sizes = sorted({size * MIB for size in arguments.sizes})
     courses = _courses(arguments.ways, *arguments.pair)
-    token_bytes = 2 * _MODEL.layers * _MODEL.kv_heads * _MODEL.head_bytes
-    slice_bytes = _MODEL.kv_heads // max(arguments.pair) * _MODEL.head_bytes
+    token_bytes = 2 * MODEL.layers * MODEL.kv_heads * MODEL.head_bytes
+    slice_bytes = MODEL.kv_heads // max(arguments.pair) * MODEL.head_bytes
     with TransportRate(arguments.backend, sizes[-1]) as rate, tempfile.TemporaryDirectory() as directory:
         wire, batch = _choose_batch(rate, min(sizes[-1], _BATCH_PROBE_BYTES), slice_bytes)
         settings = {
@@ -138,7 +140,7 @@ def measure(arguments: argparse.Namespace, say: Callable[[str], object]) -> Repo
         }
         say(f"wire {wire}, slices in batches of {batch}; starting {1 + len(courses)} agents")
         tokens = sizes[-1] // token_bytes
-        with open_scenes(courses, _MODEL, arguments.page_size, tokens, settings, Path(directory)) as scenes:
+        with open_scenes(courses, MODEL, arguments.page_size, tokens, settings, Path(directory)) as scenes:
             results = []
             for length_bytes in sizes:
                 say(f"{length_bytes // MIB} MiB")
@@ -203,6 +205,7 @@ def _courses(ways: list[str], source_tp: int, target_tp: int) -> list[Course]:
         "staged": Course(f"staged {source_tp}→{target_tp}", "Staged", source_tp, target_tp),
         "staged-equal": Course(f"staged {target_tp}→{target_tp}", "Staged", target_tp, target_tp),
         "contiguous": Course(f"contiguous {target_tp}→{target_tp}", "Contiguous", target_tp, target_tp),
+        "direct": Course(f"direct {source_tp}→{target_tp}", "Direct", source_tp, target_tp),
         "slices": Course(f"slices {source_tp}→{target_tp}", "Slices", source_tp, target_tp),
     }
     unknown = [way for way in ways if way not in known]

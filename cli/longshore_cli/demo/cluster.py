@@ -1,11 +1,12 @@
-"""The processes of the demo: three agents for all pairs, and the engines of one pair at a time.
+"""The processes of the demo: three agents a transport for all pairs, and the engines of one pair at a time.
 
-The decode engines are registered with two agents: one takes staged slabs as it would in production, the other is told
-to take slices, so that the same pages can be moved both ways in one run.
+For each transport the decode engines are registered with two agents: one takes staged slabs as it would in production, the
+other is told to take slices, so that the same pages can be moved both ways, and by every transport, in one run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -27,9 +28,10 @@ _SLAB_BYTES_MIN = 256 << 10
 
 
 class Agents:
-    """One agent for prefill and two for decode; use as a context manager."""
+    """One agent for prefill and two for decode, of one transport; use as a context manager."""
 
     def __init__(self, backend: str, directory: Path) -> None:
+        self.backend = backend
         keys = directory / "keys"
         make_keys(keys)
         common: dict[str, str | int | float] = {
@@ -50,6 +52,10 @@ class Agents:
     def all(self) -> list[LocalAgent]:
         """Every agent."""
         return [self.prefill, *self.decode.values()]
+
+    def registration(self, way: str) -> str:
+        """What engines call their registration with the agent that takes this way; prefill has one, for staged."""
+        return f"{self.backend} {way}"
 
     def __enter__(self) -> Self:
         try:
@@ -84,14 +90,21 @@ class Engines:
         prefill_instance, decode_instances: what they are called, the latter by the way that its agent takes.
     """
 
-    def __init__(self, agents: Agents, prefill_tp: int, decode_tp: int, page_count: int, seed: int) -> None:
+    def __init__(
+        self, transports: Sequence[Agents], prefill_tp: int, decode_tp: int, page_count: int, seed: int
+    ) -> None:
         self.name = f"TP{prefill_tp} -> TP{decode_tp}"
         self.prefill_instance = f"prefill-{prefill_tp}-{decode_tp}"
-        self.decode_instances = {way: f"decode-{prefill_tp}-{decode_tp}-{way}" for way in agents.decode}
+        self.decode_instances = {way: f"decode-{prefill_tp}-{decode_tp}-{way}" for way in (STAGED, SLICES)}
         self._started: list[EngineProcesses] = []
-        prefill = {STAGED: Registration(self.prefill_instance, agents.prefill.socket_path)}
+        prefill = {
+            agents.registration(STAGED): Registration(self.prefill_instance, agents.prefill.socket_path)
+            for agents in transports
+        }
         decode = {
-            way: Registration(self.decode_instances[way], agent.socket_path) for way, agent in agents.decode.items()
+            agents.registration(way): Registration(self.decode_instances[way], agent.socket_path)
+            for agents in transports
+            for way, agent in agents.decode.items()
         }
         try:
             self.prefill = self._start(ConnectorOptions(Half.SOURCE, prefill), prefill_tp, page_count, seed)

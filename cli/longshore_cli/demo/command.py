@@ -11,13 +11,11 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from longshore_cli.demo.cluster import PAGE_SIZE, Agents, Engines
 from longshore_cli.demo.counts import PairResult
-from longshore_cli.demo.errors import InterruptedBySignal
-from longshore_cli.demo.lifetime import descendants_ended, interrupts_raised
 from longshore_cli.demo.pair import PairRun
 from longshore_cli.demo.progress import Progress
 from longshore_cli.demo.prompts import TOKENS_GENERATED, Request, answered_requests, total_tokens
@@ -25,11 +23,13 @@ from longshore_cli.demo.table import encoded, rendered
 from longshore_cli.engine.config import ModelConfig, RankOptions
 from longshore_cli.engine.pages import pages_for
 from longshore_cli.engine.processes import EngineProcesses
+from longshore_cli.lifetime import InterruptedBySignal, descendants_ended, interrupts_raised
 from longshore_wire.agent_config import Backend
 from longshore_wire.errors import LongshoreError
 
 _PAIRS = "4:1,1:4,2:3"
 _PAIRS_QUICK = "2:1"
+_BACKENDS = "NIXL,Mooncake"
 _SIGNAL_STATUS = 128
 
 
@@ -40,8 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_pairs,
         help=f"prefill and decode TP of each pair (default: {_PAIRS}); TPs that divide 12 KV heads",
     )
-    backends = [backend.value for backend in Backend]
-    parser.add_argument("--backend", default="NIXL", choices=backends, help="transport (default: NIXL)")
+    parser.add_argument(
+        "--backend",
+        type=_backends,
+        default=_backends(_BACKENDS),
+        help=f"transports, separated by commas; the first moves every room, a further one the longest (default: {_BACKENDS})",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of prompts and page ids (default: 0)")
     parser.add_argument(
         "--quick", action="store_true", help=f"fewer prompts, and {_PAIRS_QUICK} where no pairs are given"
@@ -70,44 +74,57 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _judged(arguments: argparse.Namespace, directory: Path) -> int:
-    agents = Agents(arguments.backend, directory)
-    with agents:
+    transports = [Agents(backend, directory / backend.lower()) for backend in arguments.backend]
+    with contextlib.ExitStack() as stack:
+        for agents in transports:
+            stack.enter_context(agents)
         try:
-            results = _all_pairs(arguments, agents)
+            results = _all_pairs(arguments, transports)
         except LongshoreError:
-            for agent in agents.all:
-                print(f"--- {agent.log_path.name} of {agent.directory.name}\n{agent.log_tail()}", file=sys.stderr)
+            for agent in (agent for agents in transports for agent in agents.all):
+                place = agent.directory.relative_to(directory)
+                print(f"--- {agent.log_path.name} of {place}\n{agent.log_tail()}", file=sys.stderr)
             raise
+        # All of them end side by side.
+        for agent in (agent for agents in transports for agent in agents.all):
+            agent.terminate()
     print(f"\n{rendered(results)}\n")
     print("Everything is equal: pages byte for byte, and tokens with those of one engine that did both.")
-    print("GB/s: all rooms at once, from the first accepted send to the last DONE, the middle one of three times;")
+    print("GB/s: all rooms at once, from the first accepted send to the last DONE, the middle one of several times;")
     print("pieces: the separate pieces of memory in all writes; vs slices: against the same rooms slice by slice.")
     if arguments.json is not None:
-        options = {"backend": arguments.backend, "seed": arguments.seed, "quick": arguments.quick}
+        options = {"backends": arguments.backend, "seed": arguments.seed, "quick": arguments.quick}
         arguments.json.write_bytes(encoded(results, options))
     return 0
 
 
-def _all_pairs(arguments: argparse.Namespace, agents: Agents) -> list[PairResult]:
+def _all_pairs(arguments: argparse.Namespace, transports: Sequence[Agents]) -> list[PairResult]:
     progress = Progress()
     pairs = arguments.pairs or _pairs(_PAIRS_QUICK if arguments.quick else _PAIRS)
-    progress.say(
-        f"starting 3 agents ({arguments.backend}, CURVE keys on), the first engines, and one engine to compare with"
-    )
+    names = " and ".join(arguments.backend)
+    count = sum(len(agents.all) for agents in transports)
+    progress.say(f"starting {count} agents ({names}, CURVE keys on), the first engines, and one engine to compare with")
     page_count = 2 * pages_for(total_tokens(quick=arguments.quick), PAGE_SIZE)
     results: list[PairResult] = []
     requests: list[Request] = []
     for prefill_tp, decode_tp in pairs:
         if results:
             progress.say(f"starting the engines of TP{prefill_tp} -> TP{decode_tp}")
-        with Engines(agents, prefill_tp, decode_tp, page_count, arguments.seed) as engines:
+        with Engines(transports, prefill_tp, decode_tp, page_count, arguments.seed) as engines:
             if not requests:
                 requests = _reference(arguments, progress)
-                agents.wait_ready()
-                progress.say(f"agents are ready: each has moved 1 MiB by {arguments.backend} in its self-test")
+                for agents in transports:
+                    agents.wait_ready()
+                progress.say(
+                    f"agents are ready: each has moved 1 MiB by {names.replace(' and ', ' or ')} in its self-test"
+                )
             engines.wait_ready()
             progress.say(f"{engines.name}: {prefill_tp} prefill and {decode_tp} decode processes are registered")
-            results.append(PairRun(agents, engines, requests, progress).run())
+            first: PairRun | None = None
+            for agents in transports:
+                pair = PairRun(agents, engines, requests, progress, first)
+                results.append(pair.run())
+                first = first or pair
     return results
 
 
@@ -142,6 +159,15 @@ def _directory() -> Iterator[Path]:
                 del os.environ["TMPDIR"]
             else:
                 os.environ["TMPDIR"] = before[0]
+
+
+def _backends(text: str) -> list[str]:
+    known = [backend.value for backend in Backend]
+    found = text.split(",")
+    wrong = [name for name in found if name not in known]
+    if wrong or len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{text}: give different ones of {', '.join(known)}")
+    return found
 
 
 def _pairs(text: str) -> list[tuple[int, int]]:

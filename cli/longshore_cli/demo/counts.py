@@ -59,14 +59,16 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class PairResult:
-    """What became of one pair.
+    """What became of one pair by one transport.
 
     Attributes:
+        name: of the pair.
         ring_rounds: how often the ring of each decode rank wrapped.
         lane_shares: for each prefill rank, the least part of its bytes that a lane wrote.
     """
 
     name: str
+    backend: str
     transfers: tuple[Transfer, ...]
     ring_rounds: tuple[int, ...]
     lane_shares: tuple[float, ...]

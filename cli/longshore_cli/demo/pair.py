@@ -1,7 +1,8 @@
 """One pair of layouts: prompts go through prefill while their KV moves, decode goes on, and the transfer is measured.
 
 Called by `command` with running processes. The rounds: one with computation, whose pages and tokens are judged, then
-rounds of transfer alone, staged and slice by slice, whose pages are judged too.
+rounds of transfer alone, staged and slice by slice, whose pages are judged too. For a further transport the prompts are
+not computed again: prefill sends the pages that it has, chunk by chunk, and a part of the rooms is enough.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ _LOOK_S = 0.02
 CHUNK_SLABS_MIN = 2
 RING_ROUNDS_MIN = 3
 ROUNDS = 3
+# What a further transport moves: the first rooms, which are the longest, and slices once.
+FURTHER_ROOMS = 2
+FURTHER_SLICES_ROUNDS = 1
 
 Answer = TypeVar("Answer")
 
@@ -62,38 +66,54 @@ class Room:
 
 
 class PairRun:
-    """See the module. Raises DifferenceError where anything is not as it must be."""
+    """See the module. Raises DifferenceError where anything is not as it must be.
 
-    def __init__(self, agents: Agents, engines: Engines, requests: Sequence[Request], progress: Progress) -> None:
+    Args:
+        agents: of the transport by which the KV moves.
+        earlier: the same pair's run by another transport, whose prefill pages are sent again.
+    """
+
+    def __init__(
+        self,
+        agents: Agents,
+        engines: Engines,
+        requests: Sequence[Request],
+        progress: Progress,
+        earlier: PairRun | None = None,
+    ) -> None:
         self._agents, self._engines = agents, engines
         self._prefill, self._decode = engines.prefill, engines.decode
-        self._requests = requests
+        self._requests = requests[:FURTHER_ROOMS] if earlier else requests
         self._progress = progress
+        self._earlier = earlier
+        self._rooms: list[Room] = []
+        self._first_tokens: list[int] = []
         self._numbers = itertools.count(1)
-        # Room ids are unique for a prefill instance; each pair has its own.
+        # Room ids are unique for a prefill instance at its agent; each pair and transport has its own.
         self._endpoint = self._find_endpoint()
 
     def run(self) -> PairResult:
         """Carry out all rounds."""
-        rooms = self._open_rooms()
-        first_tokens = self._compute(rooms)
+        rooms = self._rooms = self._open_rooms()
+        first_tokens = self._first_tokens = self._compute(rooms)
         compared_bytes = self._judge_pages(rooms)
         compared_tokens = self._judge_tokens(rooms, first_tokens)
         self._release(rooms)
-        staged = self._measure(rooms, STAGED)
-        slices = self._measure(rooms, SLICES)
+        staged = self._measure(rooms, STAGED, ROUNDS)
+        slices = self._measure(rooms, SLICES, FURTHER_SLICES_ROUNDS if self._earlier else ROUNDS)
         rounds = ring_rounds(self._agents.decode[STAGED].metrics(), self._engines.decode_instances[STAGED])
         if not rounds or min(rounds) < RING_ROUNDS_MIN:
             raise DifferenceError(f"rings wrapped {rounds} times, and {RING_ROUNDS_MIN} are asked for")
         self._say(
-            f"{staged.payload_bytes / 1e6:.0f} MB again, {ROUNDS} times each way: staged {staged.median_s:.2f} s, "
-            f"slice by slice {slices.median_s:.2f} s; rings wrapped {_ends(rounds)} times"
+            f"{staged.payload_bytes / 1e6:.0f} MB again, {_times(staged)} staged in {staged.median_s:.2f} s, "
+            f"{_times(slices)} slice by slice in {slices.median_s:.2f} s; rings wrapped {_ends(rounds)} times"
         )
         shares = lane_shares(self._agents.prefill.metrics(), self._engines.prefill_instance)
-        return PairResult(self._engines.name, (staged, slices), rounds, shares, compared_bytes, compared_tokens)
+        name, backend = self._engines.name, self._agents.backend
+        return PairResult(name, backend, (staged, slices), rounds, shares, compared_bytes, compared_tokens)
 
     def _say(self, text: str) -> None:
-        self._progress.say(f"{self._engines.name}: {text}")
+        self._progress.say(f"{self._engines.name} by {self._agents.backend}: {text}")
 
     # -- the round with computation --------------------------------------------------------------------------------
 
@@ -102,10 +122,12 @@ class PairRun:
             Room(
                 next(self._numbers),
                 request,
-                self._prefill.allocator.allocate(pages_for(request.total, PAGE_SIZE)),
+                self._earlier._rooms[place].prefill_pages  # noqa: SLF001
+                if self._earlier
+                else self._prefill.allocator.allocate(pages_for(request.total, PAGE_SIZE)),
                 self._decode.allocator.allocate(pages_for(request.total + len(request.expected), PAGE_SIZE)),
             )
-            for request in self._requests
+            for place, request in enumerate(self._requests)
         ]
 
     def _compute(self, rooms: Sequence[Room]) -> list[int]:
@@ -117,18 +139,23 @@ class PairRun:
         self._claim(STAGED, rooms)
         self._say(f"decode has claimed {len(rooms)} rooms; prefill begins")
         first_tokens = []
-        for room in rooms:
-            sampled = commands.Tokens([], [])
+        for place, room in enumerate(rooms):
             for first, end in room.request.chunks:
-                sampled = self._prefill.prefill(room.request.tokens, room.prefill_pages, first, end)
+                token = self._first_token(place, room, first, end)
                 if first and end == room.request.total:
                     self._check_chunks(room, first)
                 self._offer([room.offered(first, end)])
-            first_tokens.append(sampled.tokens[0])
+            first_tokens.append(token)
         self._arrived(STAGED, rooms)
         for room, mark in zip(rooms, marks, strict=True):
             mark.check(room.number)
         return first_tokens
+
+    def _first_token(self, place: int, room: Room, first: int, end: int) -> int:
+        """Compute a chunk, unless an earlier run has; return the token that follows it."""
+        if self._earlier:
+            return self._earlier._first_tokens[place]  # noqa: SLF001
+        return self._prefill.prefill(room.request.tokens, room.prefill_pages, first, end).tokens[0]
 
     def _check_chunks(self, room: Room, sent_end: int) -> None:
         """Before the last chunk leaves, the earlier ones must have arrived, each in two slabs or more for every pair."""
@@ -193,18 +220,18 @@ class PairRun:
 
     # -- rounds of transfer alone ----------------------------------------------------------------------------------
 
-    def _measure(self, rooms: Sequence[Room], way: str) -> Transfer:
+    def _measure(self, rooms: Sequence[Room], way: str, rounds: int) -> Transfer:
         """Move all rooms at once, several times, each time into other pages; judge the pages after each."""
         # The first transfer of two workers attaches them and finds the wire; it is not what is measured.
         self._move(rooms[-1:], way)
         seconds, moved = [], []
         before = self._counted(way)
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             round_s, round_bytes = self._move(rooms, way)
             seconds.append(round_s)
             moved.append(round_bytes)
         total = self._counted(way).since(before)
-        counts = Counts(total.slabs // ROUNDS, total.writes // ROUNDS, total.pieces // ROUNDS)
+        counts = Counts(total.slabs // rounds, total.writes // rounds, total.pieces // rounds)
         wires = self._wires(way)
         return Transfer(way, len(rooms), counts, moved[0], tuple(seconds), wires)
 
@@ -221,10 +248,12 @@ class PairRun:
         ]
         self._claim(way, again)
         numbers = [room.number for room in again]
-        self._decode.post(commands.Extra(msgspec.msgpack.encode(Await(way, numbers, TRANSFER_TIMEOUT_S))))
+        self._decode.post(
+            commands.Extra(msgspec.msgpack.encode(Await(self._agents.registration(way), numbers, TRANSFER_TIMEOUT_S)))
+        )
         first_ns = self._offer([room.offered(0, room.request.total) for room in again])
         arrived = _decoded(self._decode.collect(commands.ExtraReply), Arrived)
-        self._extra(self._prefill, Await(STAGED, numbers, TRANSFER_TIMEOUT_S))
+        self._extra(self._prefill, Await(self._agents.registration(STAGED), numbers, TRANSFER_TIMEOUT_S))
         for room in again:
             self._check_digests(room)
         self._release(again)
@@ -250,20 +279,25 @@ class PairRun:
         )
 
     def _find_endpoint(self) -> Endpoint:
-        replies = self._extra(self._prefill, GetEndpoint(STAGED))
+        replies = self._extra(self._prefill, GetEndpoint(self._agents.registration(STAGED)))
         return msgspec.msgpack.decode(replies[0].body, type=Endpoint)
 
     def _claim(self, way: str, rooms: Sequence[Room]) -> None:
-        self._extra(self._decode, Claim(way, self._endpoint, [room.claimed() for room in rooms]))
+        self._extra(
+            self._decode, Claim(self._agents.registration(way), self._endpoint, [room.claimed() for room in rooms])
+        )
 
     def _offer(self, parts: list[Part]) -> int:
         """Offer parts on every rank; return when the first was accepted."""
-        return min(one.first_ns for one in _decoded(self._extra(self._prefill, Offer(STAGED, parts)), Offered))
+        return min(
+            one.first_ns
+            for one in _decoded(self._extra(self._prefill, Offer(self._agents.registration(STAGED), parts)), Offered)
+        )
 
     def _arrived(self, way: str, rooms: Sequence[Room]) -> None:
         numbers = [room.number for room in rooms]
-        self._extra(self._decode, Await(way, numbers, TRANSFER_TIMEOUT_S))
-        self._extra(self._prefill, Await(STAGED, numbers, TRANSFER_TIMEOUT_S))
+        self._extra(self._decode, Await(self._agents.registration(way), numbers, TRANSFER_TIMEOUT_S))
+        self._extra(self._prefill, Await(self._agents.registration(STAGED), numbers, TRANSFER_TIMEOUT_S))
 
     @staticmethod
     def _extra(engine: EngineProcesses, command: msgspec.Struct) -> list[commands.ExtraReply]:
@@ -282,6 +316,10 @@ def _slab_tokens_max(pair: dict[str, int], room: Room) -> int:
     """The most tokens that a slab of this pair can have, from the number of slabs alone."""
     tokens = room.request.total - room.request.prefix
     return tokens if pair["slabs_total"] < 2 else (tokens - 1) // (pair["slabs_total"] - 1)  # noqa: PLR2004
+
+
+def _times(transfer: Transfer) -> str:
+    return "once" if len(transfer.seconds) == 1 else f"{len(transfer.seconds)} times"
 
 
 def _ends(numbers: Sequence[int]) -> str:

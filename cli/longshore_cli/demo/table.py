@@ -9,16 +9,29 @@ import msgspec
 
 from longshore_cli.demo.counts import PairResult, Transfer
 
-_HEADINGS = ("pair", "way", "rooms", "slabs", "writes", "pieces", "MB", "seconds", "GB/s", "vs slices", "wire")
-_LEFT = {"pair", "way", "wire"}
+_HEADINGS = (
+    "pair",
+    "backend",
+    "way",
+    "rooms",
+    "slabs",
+    "writes",
+    "pieces",
+    "MB",
+    "seconds",
+    "GB/s",
+    "vs slices",
+    "wire",
+)
+_LEFT = {"pair", "backend", "way", "wire"}
 
 
 def rendered(results: Sequence[PairResult]) -> str:
-    """Return the table, one line a pair and way; `vs slices` is how many times faster than the same rooms slice by slice."""
+    """Return the table, one line a pair, transport and way; `vs slices` is how many times faster than the same rooms slice by slice."""
     rows: list[tuple[str, ...]] = [_HEADINGS]
     for result in results:
         slowest_s = max(transfer.median_s for transfer in result.transfers if transfer.way == "slices")
-        rows += [_row(result.name, transfer, slowest_s / transfer.median_s) for transfer in result.transfers]
+        rows += [_row(result, transfer, slowest_s / transfer.median_s) for transfer in result.transfers]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
     lines = [
         "  ".join(
@@ -41,10 +54,11 @@ def encoded(results: Sequence[PairResult], options: dict[str, object]) -> bytes:
     return msgspec.json.format(msgspec.json.encode({"options": options, "pairs": pairs}))
 
 
-def _row(name: str, transfer: Transfer, speed: float) -> tuple[str, ...]:
+def _row(result: PairResult, transfer: Transfer, speed: float) -> tuple[str, ...]:
     counts = transfer.counts
     return (
-        name,
+        result.name,
+        result.backend,
         transfer.way,
         str(transfer.rooms),
         f"{counts.slabs:,}",

@@ -16,7 +16,8 @@ from longshore_agent.kernels.gather.triton_kernel import gather_kernel
 from longshore_agent.kernels.slab import Pages, check_request
 from longshore_wire.trailer import Trailer, slab_bytes
 
-_TUNING = Tuning()
+# The best of a sweep on an H200: benchmarks/gather_scatter_gpu.py --sweep.
+TUNING = Tuning(tile_bytes=8192)
 
 
 def gather_slices(
@@ -28,7 +29,7 @@ def gather_slices(
     target: torch.Tensor,
     trailer: Trailer | None,
     stream: CopyStream,
-    tuning: Tuning = _TUNING,
+    tuning: Tuning = TUNING,
 ) -> int:
     """Queue on `stream` the copy of tokens [first, end) from `pages` into `target`, packed, then its trailer.
 

@@ -1,6 +1,6 @@
-"""Leaves nothing behind: an interrupt unwinds the demo in order, and what its parts forgot is ended here, by its PID.
+"""Leaves nothing behind: an interrupt unwinds a command in order, and what its parts forgot is ended here, by its PID.
 
-Called by `command` around everything else. Knows processes only.
+Called by `demo` and `up` around everything else. Knows processes only.
 """
 
 from __future__ import annotations
@@ -14,13 +14,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from longshore_cli.demo.errors import InterruptedBySignal
-
 _PR_SET_CHILD_SUBREAPER = 36
 # A killed process is gone within milliseconds, unless the kernel holds it.
 _SWEEP_LIMIT_S = 10.0
 _LOOK_S = 0.01
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class InterruptedBySignal(BaseException):
+    """The user asked for the end. As KeyboardInterrupt no error, so that no handler of errors takes it.
+
+    Attributes:
+        number: of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 @contextlib.contextmanager

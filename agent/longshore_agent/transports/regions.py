@@ -1,0 +1,51 @@
+"""Registered memory as a transport knows it: which pieces lie inside it.
+
+Called by mooncake.py, because the library itself does not look: it reads any source, and leaves the target to refuse.
+Pure arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+Addresses = npt.NDArray[np.uint64]
+
+
+class Regions:
+    """Ranges of one process's memory that do not overlap. Immutable.
+
+    Args:
+        ranges: (address, bytes) of each, in any order.
+    Raises:
+        ValueError: a range is empty, beyond 64 bits, or overlaps another.
+    """
+
+    def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
+        self.ranges = tuple(sorted(ranges))
+        end = 0
+        for address, length_bytes in self.ranges:
+            if address < end or length_bytes < 1 or address + length_bytes >= 1 << 64:
+                raise ValueError(f"{length_bytes} bytes at {address:#x} are empty, beyond 64 bits or overlap others")
+            end = address + length_bytes
+        self._starts = np.array([address for address, _ in self.ranges], dtype=np.uint64)
+        self._sizes = np.array([size for _, size in self.ranges], dtype=np.uint64)
+
+    def stray(self, addresses: Addresses, lengths: Addresses) -> int | None:
+        """Return the index of the first piece that does not lie within one range; None: all do.
+
+        Args:
+            addresses, lengths: [n] of the pieces.
+        """
+        if not self.ranges:
+            return 0
+        place = np.searchsorted(self._starts, addresses, side="right").astype(np.int64) - 1
+        known = place >= 0
+        place = np.maximum(place, 0)
+        sizes = self._sizes[place]
+        # Subtractions only: a sum of a hostile address and a length could wrap around.
+        fits = known & (lengths <= sizes)
+        fits &= addresses - self._starts[place] <= np.where(fits, sizes - lengths, np.uint64(0))
+        return None if fits.all() else int(np.argmin(fits))

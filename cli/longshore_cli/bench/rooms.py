@@ -1,0 +1,169 @@
+"""How long does a request's KV take when many requests move at once: staged between unequal layouts, beside equal layouts?
+
+Every time is of a room through real agents between engines' pages in shared memory, from `send` to the last byte in
+decode's pages, and counts only if every byte of all rooms was compared and is right. The ways take turns; percentiles
+are over all rooms of all repetitions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from longshore_cli.bench import report
+from longshore_cli.bench.errors import BenchError
+from longshore_cli.bench.scene import Course, open_scenes
+from longshore_cli.bench.transfer import MIB, MODEL
+
+# The first run of a count loads code and touches memory: it is not counted.
+_WARM_UPS = 1
+
+
+@dataclass(frozen=True)
+class Load:
+    """One way with one number of rooms at once: seconds of every room, and of each whole run."""
+
+    course: str
+    rooms: int
+    room_bytes: int
+    seconds: list[float]
+    whole_s: list[float]
+
+    def percentile(self, percent: int) -> float:
+        """Seconds that `percent` of the rooms stay below."""
+        return (
+            statistics.quantiles(self.seconds, n=100, method="inclusive")[percent - 1]
+            if self.rooms > 1
+            else (statistics.median(self.seconds))
+        )
+
+    @property
+    def gb_per_s(self) -> float:
+        """All rooms' bytes over the median time of a whole run."""
+        return self.rooms * self.room_bytes / statistics.median(self.whole_s) / 1e9
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what `run` reads."""
+    parser.add_argument("--rooms", type=_counts, default=[1, 8, 64, 256, 512], help="rooms at once, by commas")
+    parser.add_argument("--tokens", type=int, default=16, help="tokens of one request, 128 KiB each (16)")
+    parser.add_argument("--page-size", type=int, default=16, help="tokens of a page on both sides (16)")
+    parser.add_argument("--repeats", type=int, default=3, help="repetitions of each way and number (3)")
+    parser.add_argument("--backend", default="NIXL", help="NIXL, Mooncake or Loopback")
+    parser.add_argument("--slices-limit", type=int, default=512, help="rooms above which slices are left out (512)")
+    parser.add_argument("--json", type=Path, help="write all numbers to this file")
+    parser.add_argument("--plot", type=Path, help="draw the percentiles into this PNG file")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print the table, write what was asked for; return 0. Raises BenchError."""
+    if arguments.tokens % arguments.page_size or arguments.tokens < 1:
+        raise BenchError(f"--tokens is {arguments.tokens}: give a multiple of the page size, {arguments.page_size}")
+    loads = measure(arguments)
+    print(table(loads, arguments.backend))
+    if arguments.json:
+        arguments.json.write_text(as_json(loads, arguments.backend))
+    if arguments.plot:
+        plot(loads, arguments.plot)
+    return 0
+
+
+def measure(arguments: argparse.Namespace) -> list[Load]:
+    """Run everything; says on standard error how far it is. Raises BenchError."""
+    courses = [
+        Course("staged 2→1", "Staged", 2, 1),
+        Course("staged 1→1", "Staged", 1, 1),
+        Course("slices 2→1", "Slices", 2, 1),
+    ]
+    room_bytes = arguments.tokens * 2 * MODEL.layers * MODEL.kv_heads * MODEL.head_bytes
+    settings = {"backend": arguments.backend, "deployment": "bench/rooms", "log_level": "warning"}
+    tokens = max(arguments.rooms) * arguments.tokens
+    found: dict[tuple[str, int], Load] = {}
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        open_scenes(courses, MODEL, arguments.page_size, tokens, settings, Path(directory)) as scenes,
+    ):
+        for count in arguments.rooms:
+            sys.stderr.write(f"{count} rooms at once\n")
+            for repetition in range(arguments.repeats + _WARM_UPS):
+                for scene in scenes:
+                    if scene.course.way == "Slices" and count > arguments.slices_limit:
+                        continue
+                    seconds = scene.move_many(count, arguments.tokens)
+                    if repetition < _WARM_UPS:
+                        continue
+                    key = (scene.course.name, count)
+                    load = found.setdefault(key, Load(scene.course.name, count, room_bytes, [], []))
+                    load.seconds.extend(seconds)
+                    load.whole_s.append(max(seconds))
+    return list(found.values())
+
+
+def table(loads: list[Load], backend: str) -> str:
+    """Return aligned tables: milliseconds of a room, and the ratio to equal layouts."""
+    rows = [["rooms", "way", "p50 ms", "p99 ms", "GB/s", "p50 / equal", "p99 / equal"]]
+    equal = {load.rooms: load for load in loads if load.course == "staged 1→1"}
+    for load in sorted(loads, key=lambda load: load.rooms):
+        beside = equal[load.rooms]
+        values = [load.percentile(50) * 1e3, load.percentile(99) * 1e3, load.gb_per_s]
+        ratios = [load.percentile(percent) / beside.percentile(percent) for percent in (50, 99)]
+        rows.append([str(load.rooms), load.course, *(f"{value:.2f}" for value in (*values, *ratios))])
+    size = loads[0].room_bytes / MIB
+    head = [report.machine(), f"{backend}; {size:g} MiB a room; every byte compared", ""]
+    return "\n".join([*head, *report.aligned(rows)])
+
+
+def as_json(loads: list[Load], backend: str) -> str:
+    """Return every number of the run."""
+    lines = [
+        {
+            "way": load.course,
+            "rooms": load.rooms,
+            "room_bytes": load.room_bytes,
+            "p50_s": load.percentile(50),
+            "p99_s": load.percentile(99),
+            "gb_per_s": load.gb_per_s,
+            "whole_s": load.whole_s,
+        }
+        for load in loads
+    ]
+    whole = {"machine": report.machine(), "backend": backend, "bytes_equal": True, "loads": lines}
+    return json.dumps(whole, indent=2) + "\n"
+
+
+def plot(loads: list[Load], path: Path) -> None:
+    """Draw p50 and p99 over the number of rooms, both logarithmic."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.8), dpi=120)
+    for index, course in enumerate(dict.fromkeys(load.course for load in loads)):
+        mine = [load for load in loads if load.course == course]
+        rooms = [load.rooms for load in mine]
+        for percent, style in ((50, "-"), (99, "--")):
+            values = [load.percentile(percent) * 1e3 for load in mine]
+            axes.plot(rooms, values, style, color=f"C{index}", marker="o", label=f"{course}, p{percent}")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("rooms at once")
+    axes.set_ylabel("ms from send to the last byte in decode's pages")
+    axes.set_title(f"{loads[0].room_bytes / MIB:g} MiB a room")
+    axes.grid(visible=True, which="major", color="0.88")
+    axes.legend(frameon=False, fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _counts(text: str) -> list[int]:
+    numbers = sorted({int(part) for part in text.split(",")})
+    if numbers[0] < 1:
+        raise argparse.ArgumentTypeError("give numbers of rooms from 1 on")
+    return numbers

@@ -1,0 +1,111 @@
+"""The agents of one deployment on this machine: how many, how large, and their processes."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from longshore_cli.local_agents import LocalAgent, make_keys
+from longshore_wire.agent_config import AgentConfig, Backend, Control, dump
+
+# Sizes are cut to whole pages of memory, and stay large enough for slabs that are worth a message.
+_PAGE_BYTES = 4096
+_BUFFER_BYTES_MIN = 256 << 10
+# What an agent's slabs are at least by default; a smaller buffer needs smaller ones.
+_SLAB_BYTES_MIN = 4 << 20
+# Each loads its libraries on one core.
+_STARTERS_COUNT = 4
+
+
+@dataclass(frozen=True)
+class Member:
+    """One agent: what it is called and for engines of which role it stands here."""
+
+    name: str
+    role: str
+
+
+def scaled(config: AgentConfig, factor: Fraction, backend: str | None) -> AgentConfig:
+    """Return `config` for this machine: staging sizes times `factor`, free ports on the loopback address.
+
+    Raises:
+        ConfigError: sizes that fit each other only unscaled.
+    """
+    replace = msgspec.structs.replace
+    prefill = replace(config.prefill.staging, buffer_size=_sized(config.prefill.staging.buffer_size, factor))
+    writers = config.prefill.tensor_parallel * config.prefill.pipeline_parallel
+    pool_bytes = _sized(config.decode.staging.pool_size, factor)
+    if factor != 1:
+        # A ring holds two slabs of each writer at least, however small it is made.
+        pool_bytes = max(pool_bytes, 2 * writers * prefill.buffer_size)
+    found = replace(
+        config,
+        prefill=replace(config.prefill, staging=prefill),
+        decode=replace(config.decode, staging=replace(config.decode.staging, pool_size=pool_bytes)),
+        control=Control(keys_directory=None, bind_address="127.0.0.1", http_port=0),
+    )
+    if backend is not None:
+        found = replace(found, transfer=replace(found.transfer, backend=Backend(backend)))
+    found.check()
+    return found
+
+
+def members_of(config: AgentConfig, instances: tuple[int, int] | None) -> list[Member]:
+    """Return the agents: one for the node of each instance that is expected."""
+    counts = instances or (config.prefill.instances or 1, config.decode.instances or 1)
+    return [
+        Member(f"{role}-{index}", role)
+        for role, count in zip(("prefill", "decode"), counts, strict=True)
+        for index in range(count)
+    ]
+
+
+class Fleet:
+    """The running agents; a context manager, which returns when all are ready and leaves when all have ended."""
+
+    def __init__(self, config: AgentConfig, members: list[Member], directory: Path) -> None:
+        self.config = config
+        self._directory = directory
+        self.agents: dict[str, LocalAgent] = {}
+        keys = directory / "keys"
+        control = msgspec.structs.replace(config.control, keys_directory=str(keys))
+        self._config_path = directory / "config.json"
+        self._config_path.write_text(dump(msgspec.structs.replace(config, control=control)))
+        make_keys(keys)
+        settings = {"config_file": str(self._config_path)}
+        if config.prefill.staging.buffer_size < 2 * _SLAB_BYTES_MIN:
+            settings["slab_bytes_min"] = str(config.prefill.staging.buffer_size // 4)
+        for member in members:
+            self.agents[member.name] = LocalAgent({**settings, "node": member.name}, directory / member.name)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        try:
+            for agent in self.agents.values():
+                self._stack.callback(agent.stop)
+                agent.start()
+            with ThreadPoolExecutor(_STARTERS_COUNT) as starters:
+                list(starters.map(LocalAgent.wait_ready, self.agents.values()))
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        for agent in self.agents.values():
+            agent.terminate()
+        self._stack.close()
+
+
+def _sized(length_bytes: int, factor: Fraction) -> int:
+    return max(_BUFFER_BYTES_MIN, int(length_bytes * factor) // _PAGE_BYTES * _PAGE_BYTES)

@@ -1,0 +1,151 @@
+"""What `longshore up` shows: where agents listen, then who is connected, what moves and how fast. Starts nothing."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+
+from longshore_cli.up.fleet import Fleet, Member
+from longshore_wire.agent_config import AgentConfig
+from longshore_wire.errors import LongshoreError
+
+# How often a terminal is drawn anew, and how often a line is written where there is none.
+_DRAW_S = 1.0
+_LINE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One agent at one moment. Rates are of the time since the last look."""
+
+    name: str
+    engines: str
+    peers: int
+    rooms_open: int
+    rooms_done: int
+    rooms_failed: int
+    sent_gb_per_s: float
+
+    def cells(self) -> list[str]:
+        """Return what the table shows."""
+        counts = (self.peers, self.rooms_open, self.rooms_done, self.rooms_failed)
+        return [self.name, self.engines or "none yet", *map(str, counts), f"{self.sent_gb_per_s:.2f}"]
+
+
+HEADER = ("agent", "engines", "peers", "rooms open", "done", "failed", "GB/s sent")
+
+
+class Looker:
+    """Asks all agents, and remembers what they had sent at the last look."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._sent: dict[str, tuple[float, float]] = {}
+
+    def rows(self) -> list[Row]:
+        """Return the state of now. Raises LocalAgentError if an agent does not answer."""
+        return [self._row(name) for name in self._fleet.agents]
+
+    def _row(self, name: str) -> Row:
+        agent = self._fleet.agents[name]
+        status, page = agent.status(), agent.metrics()
+        ranks: dict[str, int] = {}
+        for worker in status["workers"]:
+            for engine in worker["engines"]:
+                ranks[engine["instance"]] = ranks.get(engine["instance"], 0) + 1
+        sent_bytes, now_s = page.total("longshore_stage_bytes_total", stage="write"), time.monotonic()
+        before_s, before_bytes = self._sent.get(name, (now_s, sent_bytes))
+        self._sent[name] = (now_s, sent_bytes)
+        rate = (sent_bytes - before_bytes) / (now_s - before_s) / 1e9 if now_s > before_s else 0.0
+        outcomes = page.by("outcome", "longshore_rooms_total")
+        return Row(
+            name,
+            ", ".join(f"{instance} ({count})" for instance, count in sorted(ranks.items())),
+            int(page.total("longshore_peers", state="attached")),
+            sum(worker["rooms_open"] for worker in status["workers"]),
+            int(outcomes.get("done", 0)),
+            int(outcomes.get("failed", 0)),
+            rate,
+        )
+
+
+def shown(fleet: Fleet, members: list[Member]) -> str:
+    """Return where everything listens, and what engines must say to be let in."""
+    config = fleet.config
+    lines = [
+        f"{config.deployment.namespace}/{config.deployment.name}: {len(members)} agents, all ready",
+        _plan(config),
+        "",
+    ]
+    width = max(len(member.name) for member in members)
+    for member in members:
+        agent = fleet.agents[member.name]
+        lines.append(f"  {member.name:<{width}}  status {agent.http}/v1/status   engines {agent.socket_path}")
+    roles = (("prefill", config.prefill), ("decode", config.decode))
+    wanted = "; ".join(
+        f"{name} engines: TP {role.tensor_parallel}, pages of {role.page_size} tokens" for name, role in roles
+    )
+    lines += [
+        "",
+        wanted,
+        "An engine's rank calls longshore_client.connect(<socket>, ...). Ctrl-C ends everything.",
+    ]
+    return "\n".join(lines)
+
+
+def _plan(config: AgentConfig) -> str:
+    try:
+        made = config.plan()
+        summary = made.summary(config.transfer.chunk_tokens, config.prefill.staging.buffer_size)
+    except LongshoreError as error:
+        return f"plan: none: {error}"
+    return (
+        f"plan: {summary.pairs} pairs of ranks, {summary.way.lower()}; {summary.writes_per_chunk} writes for a chunk of "
+        f"{config.transfer.chunk_tokens} tokens, {summary.slices_per_chunk} slice by slice"
+    )
+
+
+def watch(looker: Looker, until_s: float | None) -> None:
+    """Show the agents until `until_s` (time.monotonic), or until the caller is interrupted.
+
+    Raises:
+        LocalAgentError: an agent has ended, or does not answer.
+    """
+    if sys.stdout.isatty():
+        _draw(looker, until_s)
+        return
+    last: list[list[str]] = []
+    while until_s is None or time.monotonic() < until_s:
+        cells = [row.cells() for row in looker.rows()]
+        if cells != last:
+            print("; ".join(f"{each[0]}: {_told(each)}" for each in cells), flush=True)
+            last = cells
+        time.sleep(_pause(_LINE_S, until_s))
+
+
+def _told(cells: list[str]) -> str:
+    _, engines, peers, opened, done, failed, rate = cells
+    return f"engines {engines}, peers {peers}, rooms {opened} open, {done} done, {failed} failed, {rate} GB/s"
+
+
+def _draw(looker: Looker, until_s: float | None) -> None:
+    from rich.live import Live
+    from rich.table import Table
+
+    def table() -> Table:
+        made = Table()
+        for index, name in enumerate(HEADER):
+            made.add_column(name, justify="left" if index < 2 else "right")  # noqa: PLR2004
+        for row in looker.rows():
+            made.add_row(*row.cells())
+        return made
+
+    with Live(table(), auto_refresh=False) as live:
+        while until_s is None or time.monotonic() < until_s:
+            live.update(table(), refresh=True)
+            time.sleep(_pause(_DRAW_S, until_s))
+
+
+def _pause(usual_s: float, until_s: float | None) -> float:
+    return usual_s if until_s is None else max(0.0, min(usual_s, until_s - time.monotonic()))

@@ -1,0 +1,99 @@
+"""Real agents over Mooncake: what strangers on its ports and a wire that was not asked for do to rooms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from agent_fleet import World
+from agent_world import Agent, Engine, Request, wait_for
+from transport_peer import mooncake_ports, strike
+
+from longshore_client import Half, Reason, RoomEventKind
+
+
+@dataclass
+class Place:
+    """Two agents that take any wire, and one at prefill that asks for RDMA, which is not here."""
+
+    prefill: Agent
+    decode: Agent
+    source: Engine
+    bystander: Engine
+    picky: Engine
+    target: Engine
+    other: Engine
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Iterator[Place]:
+    world = World(
+        tmp_path_factory.mktemp("mooncake"),
+        LONGSHORE_BACKEND="Mooncake",
+        LONGSHORE_HEARTBEAT_S="0.2",
+        LONGSHORE_PEER_TIMEOUT_S="3",
+    )
+    try:
+        prefill, decode = world.agent("prefill"), world.agent("decode")
+        asks = world.agent("asks", LONGSHORE_WIRES="RDMA")
+        starting = {
+            "source": world.engine(prefill, "source", roles=[Half.SOURCE]),
+            "bystander": world.engine(prefill, "bystander", roles=[Half.SOURCE]),
+            "picky": world.engine(asks, "picky", roles=[Half.SOURCE]),
+            "target": world.engine(decode, "target", page_size=8, roles=[Half.TARGET]),
+            "other": world.engine(decode, "other", page_size=8, roles=[Half.TARGET]),
+        }
+        yield Place(prefill, decode, **{name: engine.result() for name, engine in starting.items()})
+    finally:
+        world.close()
+
+
+@pytest.mark.parametrize("half", [Half.SOURCE, Half.TARGET])
+def test_junk_on_the_port_of_a_worker_fails_its_rooms_by_name_restarts_it_and_touches_no_other(place, half):
+    agent, engine = (place.prefill, place.source) if half is Half.SOURCE else (place.decode, place.target)
+    each = Request(place.source, place.target, 300, cuts=(150,))
+    each.claim()
+    each.offer_chunk(0)
+    wait_for(lambda: (place.decode.room(each.room, Half.TARGET) or {"tokens_done": 0})["tokens_done"])
+    spared = Request(place.bystander, place.other, 300, cuts=(150,))
+    spared.claim()
+    spared.offer_chunk(0)
+    epoch = engine.client.epoch
+    restarts = agent.metric("longshore_worker_restarts_total")
+
+    strike(mooncake_ports(agent.worker(engine.instance)["pid"])["handshake"])
+
+    ends = each.ends()
+    assert {end.kind for end in ends} == {RoomEventKind.FAILED}, ends
+    assert {end.reason for end in ends} <= {Reason.WORKER_LOST, Reason.PEER_LOST}, ends
+    assert all(end.text for end in ends)
+    spared.offer_chunk(1)
+    spared.arrives()
+    wait_for(lambda: engine.client.connected and engine.client.epoch != epoch)
+    assert agent.metric("longshore_worker_restarts_total") == restarts + 1
+    after = Request(place.source, place.target, 250, prefix=30)
+    after.claim()
+    after.offer()
+    after.arrives()
+    assert place.target.intact()
+    assert place.other.intact()
+
+
+def test_a_wire_that_was_not_asked_for_fails_the_room_and_both_are_named(place):
+    each = Request(place.picky, place.target, 100)
+    each.claim()
+    each.offer()
+    ends = each.ends()
+    assert {(end.kind, end.reason) for end in ends} == {(RoomEventKind.FAILED, Reason.WIRE_NOT_ALLOWED)}, ends
+    assert all("TCP" in end.text and "RDMA" in end.text for end in ends), ends
+    assert place.target.intact()
+
+
+def test_the_wire_is_reported_as_it_was_found(place):
+    each = Request(place.source, place.other, 100)
+    each.claim()
+    each.offer()
+    each.arrives()
+    peers = place.decode.worker("other")["peers"]
+    assert [peer["wire"] for peer in peers if peer["instance"] == "source"] == ["TCP"], peers

@@ -1,0 +1,63 @@
+"""The manifest that people write: what is read, and what every fault of it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from longshore_wire import manifest
+from longshore_wire.agent_config import Backend, Dtype, dump, load
+from longshore_wire.errors import ConfigError
+
+EXAMPLE = (Path(__file__).parents[2] / "examples" / "llama-70b.yaml").read_text(encoding="utf-8")
+
+
+def faults_of(text: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        manifest.load(text).agent_config()
+    return list(caught.value.faults)
+
+
+def test_the_example_becomes_the_config_that_its_agents_read() -> None:
+    found = manifest.load(EXAMPLE)
+    config = found.agent_config()
+    assert (config.deployment.namespace, config.deployment.name) == ("default", "llama-70b")
+    assert (config.model.layers, config.model.dtype) == (80, Dtype.BFLOAT16)
+    assert (config.prefill.tensor_parallel, config.decode.tensor_parallel) == (4, 1)
+    assert (config.prefill.instances, config.decode.instances) == (2, 4)
+    assert config.transfer.backend is Backend.NIXL
+    assert found.spec.prefill.node_selector == {"longshore.dev/role": "prefill"}
+    assert load(dump(config)) == config
+
+
+def test_what_the_api_server_adds_is_no_fault() -> None:
+    text = EXAMPLE.replace("  name: llama-70b\n", "  name: llama-70b\n  namespace: team\n  uid: 1-2\n  generation: 3\n")
+    found = manifest.load(text + "status: {observedGeneration: 3}\n")
+    assert found.deployment.namespace == "team"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ("kind: DisaggDeployment", "kind: Deployment", "kind: 'Deployment' is unknown here"),
+        ("v1alpha1", "v2", "apiVersion: 'longshore.dev/v2' is unknown here"),
+        ("  name: llama-70b\n", "  name: Llama\n", "metadata.name:"),
+        ("tensorParallel: 4", "tensorParallell: 4", "spec.prefill.tensorParallell: unknown key; did you mean"),
+        ("poolSize: 4Gi", "poolSize: 4GG", "spec.decode.staging.poolSize:"),
+        ("backend: NIXL", "backend: NCCL", "spec.transfer.backend:"),
+        ("tensorParallel: 4", "tensorParallel: 5", "spec.prefill: "),
+        ("poolSize: 4Gi", "poolSize: 128Mi", "spec.decode.staging.poolSize: 134217728 bytes hold less than two slabs"),
+        ("spec:", "specs:", "specs: unknown key; there are apiVersion, kind, metadata, spec, status"),
+    ],
+)
+def test_each_fault_names_its_path(old: str, new: str, fault: str) -> None:
+    assert old in EXAMPLE
+    assert any(found.startswith(fault) for found in faults_of(EXAMPLE.replace(old, new, 1))), faults_of(
+        EXAMPLE.replace(old, new, 1)
+    )
+
+
+def test_all_faults_come_at_once() -> None:
+    text = EXAMPLE.replace("lanes: 4", "lanes: 0").replace("layers: 80", "layers: none").replace("kind: D", "kind: d")
+    assert len(faults_of(text)) == 3

@@ -1,0 +1,106 @@
+"""A DisaggDeployment as people write it, read into the config that its agents get.
+
+Called by the command line and the operator, so that both take the same manifest. Strict below `spec`: every fault is
+reported at once with its path. Of `metadata` only the names count; the rest, and `status`, are the API server's.
+Pure: text in, a value out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from longshore_wire import names
+from longshore_wire.agent_config import AgentConfig, Decode, Deployment, Integrity, Model, Prefill, Transfer
+from longshore_wire.errors import ConfigError
+from longshore_wire.strict_document import parse, read_struct
+
+_DEFAULT_NAMESPACE = "default"
+_TOP_LEVEL = ("apiVersion", "kind", "metadata", "spec", "status")
+
+
+class PrefillSpec(Prefill, frozen=True, kw_only=True, rename="camel"):
+    """Prefill's engines, and the nodes that they run on."""
+
+    node_selector: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+class DecodeSpec(Decode, frozen=True, kw_only=True, rename="camel"):
+    """Decode's engines, and the nodes that they run on."""
+
+    node_selector: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+class Spec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """`spec` of a DisaggDeployment."""
+
+    model: Model
+    prefill: PrefillSpec
+    decode: DecodeSpec
+    transfer: Transfer = Transfer()
+    integrity: Integrity = Integrity()
+
+
+class DisaggDeployment(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole manifest."""
+
+    deployment: Deployment
+    spec: Spec
+
+    def agent_config(self) -> AgentConfig:
+        """Return what its agents read; paths and ports are the defaults of a cluster.
+
+        Raises:
+            ConfigError: fields that are each allowed contradict each other; names both.
+        """
+        spec = self.spec
+        prefill = {name: getattr(spec.prefill, name) for name in Prefill.__struct_fields__}
+        decode = {name: getattr(spec.decode, name) for name in Decode.__struct_fields__}
+        config = AgentConfig(
+            deployment=self.deployment,
+            model=spec.model,
+            prefill=Prefill(**prefill),
+            decode=Decode(**decode),
+            transfer=spec.transfer,
+            integrity=spec.integrity,
+        )
+        try:
+            config.check()
+        except ConfigError as error:
+            raise ConfigError([f"spec.{fault}" for fault in error.faults]) from error
+        return config
+
+
+def load(text: str | bytes) -> DisaggDeployment:
+    """Return the manifest in `text`, JSON or (where PyYAML is installed) YAML.
+
+    Raises:
+        ConfigError: every fault at once, each beginning with its path, for example `spec.prefill.staging.lanes`.
+    """
+    return read(parse(text))
+
+
+def read(document: object) -> DisaggDeployment:
+    """Return a manifest that was parsed already, as the API server gives it. Raises ConfigError as `load`."""
+    if not isinstance(document, Mapping):
+        raise ConfigError([f"(document): give one {names.KIND} as a mapping"])
+    faults = [
+        f"{path}: {document.get(path)!r} is unknown here: this version reads {known}"
+        for path, known in (("apiVersion", names.API_GROUP_VERSION), ("kind", names.KIND))
+        if document.get(path) != known
+    ]
+    faults += [f"{key}: unknown key; there are {', '.join(_TOP_LEVEL)}" for key in document if key not in _TOP_LEVEL]
+    deployment = read_struct(Deployment, _names(document.get("metadata")), "metadata", faults)
+    spec = read_struct(Spec, document.get("spec"), "spec", faults)
+    if faults or deployment is None or spec is None:
+        raise ConfigError(faults)
+    return DisaggDeployment(deployment=deployment, spec=spec)
+
+
+def _names(metadata: object) -> object:
+    if not isinstance(metadata, Mapping):
+        return metadata
+    found: dict[str, Any] = {key: metadata[key] for key in ("name", "namespace") if key in metadata}
+    return {"namespace": _DEFAULT_NAMESPACE, **found}
