@@ -222,12 +222,17 @@ def refusal(fault: str) -> tuple[str, str, bool]:
         return kind, message, not same or not bool((slab == POISON).all())
 
 
-def check_far_pages() -> int:
-    """Gather from and scatter to pages that lie 3 GiB apart, in memory that exists only where it is touched. CPU only."""
-    row, page_stride = 128, 3 << 30
-    planes = tuple(PlaneGeometry(0, index * 4096, page_stride, row, 4 * row) for index in range(2))
-    geometry = PoolGeometry(3, (2 * page_stride + 2 * 4096,), planes)
-    layout = KVLayout(ModelShape(1, 2, 64, 2), Parallel(), 4, PageOrder.HND)
+def check_far(what: str) -> int:
+    """Gather from and scatter to pages, or tokens, whose distances need 64 bits. CPU only: memory exists where it is touched."""
+    if what == "pages":
+        layout = KVLayout(ModelShape(1, 2, 64, 2), Parallel(), 4, PageOrder.HND)
+        strides, tokens, pages = (3 << 30, 128, 512), (1, 11), np.array([2, 0, 1], dtype=np.int32)
+    else:
+        # Odd, so that words are bytes and a tile's offsets large; long rows, so that a tile lies in one page.
+        layout = KVLayout(ModelShape(1, 2, 255, 1), Parallel(), 32, PageOrder.NHD)
+        strides, tokens, pages = (510, 300_000_001, 255), (3, 64), np.array([2, 0], dtype=np.int32)
+    planes = tuple(PlaneGeometry(0, index * 4096, *strides) for index in range(2))
+    geometry = PoolGeometry(3, (9 << 30,), planes)
     descriptor = create_memfd("longshore-test", geometry.region_bytes[0])
     try:
         pool = KVPool(layout, geometry, [descriptor])
@@ -235,11 +240,11 @@ def check_far_pages() -> int:
         os.close(descriptor)
     generator = np.random.default_rng(5)
     for index in range(2):
-        pool.plane(index)[:] = generator.integers(0, 2**16, pool.plane(index).shape, np.uint16)
+        pool.plane(index)[:] = generator.integers(0, 256, pool.plane(index).shape, np.uint8)
     cpu = torch.device("cpu")
     device_pages = DevicePages(pool, [address for address, _ in pool.regions], cpu)
     stream = CopyStream(cpu, 3)
-    pages, request = np.array([2, 0, 1], dtype=np.int32), ((1, 11), range(1), range(2))
+    request = (tokens, range(1), range(2))
     payload = payload_bytes(pool, *request)
     slab, expected = poisoned(payload, cpu), np.zeros(payload, dtype=np.uint8)
     gather.gather_slices(device_pages, pages, *request, slab, None, stream)

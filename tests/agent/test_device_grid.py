@@ -34,7 +34,7 @@ def test_tiles_cover_every_token_and_word_once(
     unit_bytes: int, row_units: int, page_tokens: int, tile_bytes: int, slot: int, token_count: int
 ) -> None:
     slot_first, row_bytes = slot % page_tokens, row_units * unit_bytes
-    tile = choose_tile(unit_bytes, row_bytes, page_tokens, tile_bytes)
+    tile = choose_tile(unit_bytes, row_bytes, row_bytes, page_tokens, tile_bytes)
     words = row_bytes // tile.word_bytes
     assert row_bytes % tile.word_bytes == 0
     assert tile.rows * tile.columns * tile.word_bytes <= tile_bytes
@@ -52,7 +52,7 @@ def test_tiles_cover_every_token_and_word_once(
 
 @pytest.mark.parametrize(("page_tokens", "one_page"), [(1, False), (16, True), (17, False), (64, True), (256, True)])
 def test_a_tile_stays_in_one_page_where_pages_are_long_enough(page_tokens: int, one_page: bool) -> None:
-    tile = choose_tile(16, 512, page_tokens, 16384)
+    tile = choose_tile(16, 512, 2048, page_tokens, 16384)
     assert tile.one_page is one_page
     assert tile.rows * 512 >= 4096
     assert not one_page or page_tokens % tile.rows == 0
@@ -62,7 +62,7 @@ def test_a_tile_stays_in_one_page_where_pages_are_long_enough(page_tokens: int, 
     ("row_bytes", "idle_share_max"), [(512, 0), (640, 0.125), (160, 0.125), (1152, 0.125), (16, 0)]
 )
 def test_few_lanes_stay_idle_for_rows_that_are_no_power_of_two(row_bytes: int, idle_share_max: float) -> None:
-    tile = choose_tile(16, row_bytes, 64, 16384)
+    tile = choose_tile(16, row_bytes, 2048, 64, 16384)
     words = row_bytes // 8
     covered = -(-words // tile.columns) * tile.columns
     assert covered <= words * (1 + idle_share_max)

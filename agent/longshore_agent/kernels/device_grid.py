@@ -19,10 +19,12 @@ UNIT_BYTES_MAX = 16
 _WORD_BYTES_MAX = 8
 # Kernels count tokens in 32 bits, and the last tile may reach beyond the last token.
 TOKEN_COUNT_MAX = 2**31 - 2**20
-# Kernels count the words of a row in 32 bits, and the last column may reach beyond its end.
-ROW_BYTES_MAX = 2**30
+# Kernels count the words of one token's heads in 32 bits, and the last column may reach beyond its end.
+TOKEN_BYTES_MAX = 2**30
 # The hardware's limits of a grid.
 GRID_MAX = (2**31 - 1, 65535, 65535)
+# Offsets inside a tile have 32 bits up to here, and 64 beyond.
+_NARROW_BYTES_MAX = 2**31
 # A tile in one page needs this many bytes to be worth it: below, a program loads the ids of many short pages instead.
 _ONE_PAGE_BYTES_MIN = 4096
 # A row is cut into columns of a power of two; more columns are used as long as less than this share of them stays idle.
@@ -46,6 +48,10 @@ class Tuning:
     load_eviction: str = ""
     store_cache: str = ""
 
+    def __post_init__(self) -> None:
+        """Refuse what no compiler takes: a load has a modifier or a policy."""
+        assert not (self.load_cache and self.load_eviction), self
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -57,6 +63,8 @@ class Tile:
     columns: int
     page_tokens: int
     one_page: bool
+    whole_rows: bool
+    narrow: bool
 
 
 @dataclass(frozen=True)
@@ -79,12 +87,13 @@ def unit_of(bits: int) -> int:
     return min(bits & -bits, UNIT_BYTES_MAX) if bits else UNIT_BYTES_MAX
 
 
-def choose_tile(unit_bytes: int, row_bytes: int, page_tokens: int, tile_bytes: int) -> Tile:
+def choose_tile(unit_bytes: int, row_bytes: int, row_step_bytes: int, page_tokens: int, tile_bytes: int) -> Tile:
     """Choose columns that fit the row and rows that fit the page.
 
     Args:
         unit_bytes: of `unit_of`; divides `row_bytes`.
         row_bytes: of the heads of one token that lie side by side.
+        row_step_bytes: the longest step from one row of a tile to the next, in pages or slab.
         page_tokens: rows of a page.
         tile_bytes: of `Tuning`.
     """
@@ -97,7 +106,10 @@ def choose_tile(unit_bytes: int, row_bytes: int, page_tokens: int, tile_bytes: i
     rows = tile_words // columns
     page_rows = min(rows, page_tokens & -page_tokens)
     one_page = page_rows == rows or page_rows * columns * word_bytes >= _ONE_PAGE_BYTES_MIN
-    return Tile(unit_bytes, word_bytes, page_rows if one_page else rows, columns, page_tokens, one_page)
+    rows = page_rows if one_page else rows
+    # Products of 64 bits for each row would cost more instructions than the copy itself.
+    narrow = rows * row_step_bytes + tile_bytes < _NARROW_BYTES_MAX
+    return Tile(unit_bytes, word_bytes, rows, columns, page_tokens, one_page, columns >= row_words, narrow)
 
 
 def tile_count(tile: Tile, row_bytes: int, slot_first: int, token_count: int) -> int:

@@ -15,7 +15,7 @@ import torch
 from longshore_agent.errors import PoolError, ShapeError
 from longshore_agent.kernels.device_grid import (
     GRID_MAX,
-    ROW_BYTES_MAX,
+    TOKEN_BYTES_MAX,
     TOKEN_COUNT_MAX,
     Grid,
     Tuning,
@@ -59,6 +59,7 @@ class DevicePages:
         counts = (2, pool.page_count, pool.page_tokens, pool.head_count)
         steps = [step for line in lines for step, count in zip(line, counts, strict=True) if count > 1]
         self._bits = functools.reduce(operator.or_, steps, pool.row_bytes)
+        self._token_stride_max = max(plane.token_stride for plane in geometry.planes)
         self._heads_adjoin = all(plane.head_stride == pool.row_bytes for plane in geometry.planes)
 
     def grid(
@@ -74,12 +75,13 @@ class DevicePages:
         """
         pool = self.pool
         own_heads, row = (1, len(heads) * pool.row_bytes) if self._heads_adjoin else (len(heads), pool.row_bytes)
-        if row > ROW_BYTES_MAX:
-            raise ShapeError(f"heads is {heads}: a row of {row} bytes is above {ROW_BYTES_MAX}, choose fewer heads")
-        token_count = plane_bytes // (own_heads * row)
+        token_bytes = own_heads * row
+        if token_bytes > TOKEN_BYTES_MAX:
+            raise ShapeError(f"heads is {heads}: {token_bytes} bytes a token are above {TOKEN_BYTES_MAX}, choose fewer")
+        token_count = plane_bytes // token_bytes
         slot_first = tokens[0] % pool.page_tokens
         unit = unit_of(self._bits | slab)
-        tile = choose_tile(unit, row, pool.page_tokens, tuning.tile_bytes)
+        tile = choose_tile(unit, row, max(self._token_stride_max, token_bytes), pool.page_tokens, tuning.tile_bytes)
         programs = (tile_count(tile, row, slot_first, token_count), own_heads, pool.kinds * len(layers))
         if token_count > TOKEN_COUNT_MAX or any(map(operator.gt, programs, GRID_MAX)):
             raise ShapeError(f"tokens is {tokens}: more than one launch can copy, choose fewer")

@@ -29,6 +29,8 @@ def constants(tile: Tile, tuning: Tuning) -> dict[str, object]:
         "columns": tile.columns,
         "page_tokens": tile.page_tokens,
         "one_page": tile.one_page,
+        "whole_rows": tile.whole_rows,
+        "step": tl.int32 if tile.narrow else tl.int64,
         "load_cache": tuning.load_cache,
         "load_eviction": tuning.load_eviction,
         "store_cache": tuning.store_cache,
@@ -36,35 +38,70 @@ def constants(tile: Tile, tuning: Tuning) -> dict[str, object]:
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _locate_head(
+    planes: tl.tensor,
+    layer_first: tl.tensor,
+    layer_count: tl.tensor,
+    pool_layers: tl.tensor,
+    head_first: tl.tensor,
+    unit_bytes: tl.constexpr,
+    word: tl.constexpr,
+    units: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return a pointer to the program's head in its plane, and the plane's strides of pages and tokens in words.
+
+    `units` are the words of a unit.
+    """
+    slab_plane = tl.program_id(2)
+    # There are K and V at most, so that no division is needed to find the kind.
+    plane = slab_plane + layer_first + (slab_plane >= layer_count).to(tl.int32) * (pool_layers - layer_count)
+    # What is loaded has no known alignment: the compiler is told, or it would move single words.
+    fields = planes + plane * _PLANE_FIELDS
+    word_bytes: tl.constexpr = unit_bytes // units
+    base = tl.multiple_of(tl.load(fields).to(tl.pointer_type(word)), unit_bytes)
+    page_stride = tl.multiple_of(tl.load(fields + 1) // word_bytes, units)
+    token_stride = tl.multiple_of(tl.load(fields + 2) // word_bytes, units)
+    head_stride = tl.multiple_of(tl.load(fields + 3) // word_bytes, units)
+    return base + (head_first + tl.program_id(1)).to(tl.int64) * head_stride, page_stride, token_stride
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _locate_rows(
-    page_ids: tl.tensor,
-    row_tile: tl.tensor,
+    base: tl.tensor,
+    request: tl.tensor,
+    tile: tl.tensor,
     page_stride: tl.tensor,
     token_stride: tl.tensor,
     slot_first: tl.tensor,
     token_count: tl.tensor,
+    units: tl.constexpr,
     rows: tl.constexpr,
     page_tokens: tl.constexpr,
     one_page: tl.constexpr,
+    step: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return, of each row of a tile: its offset in the plane, its token in the slab, and whether there is such a token.
+    """Return a pointer for the tile, the offset of each row from it in words, and the slab's token of the first row.
 
-    `row_tile` counts tiles of one head and plane; strides and offsets are in words.
+    What all rows share is one number of 64 bits: a product of 64 bits for each row would cost more than its copy.
     """
+    row = tl.arange(0, rows)
     if one_page:
         page_tiles: tl.constexpr = page_tokens // rows
-        page_index = row_tile // page_tiles
-        slot = row_tile % page_tiles * rows + tl.arange(0, rows)
+        page_index = tile // page_tiles
+        slot = tile % page_tiles * rows
         token = page_index * page_tokens + slot - slot_first
-        meant = (token >= 0) & (token < token_count)
-        page_row = tl.load(page_ids + page_index).to(tl.int64) * page_stride + slot.to(tl.int64) * token_stride
+        base += (
+            tl.load(request + _TRAILER_NUMBERS + page_index).to(tl.int64) * page_stride
+            + slot.to(tl.int64) * token_stride
+        )
+        offset = row.to(step) * tl.multiple_of(token_stride.to(step), units)
     else:
-        token = row_tile * rows + tl.arange(0, rows)
-        meant = token < token_count
-        position = token + slot_first
-        page = tl.load(page_ids + position // page_tokens, mask=meant, other=0)
-        page_row = page.to(tl.int64) * page_stride + (position % page_tokens).to(tl.int64) * token_stride
-    return page_row, token, meant
+        token = tile * rows
+        position = token + slot_first + row
+        page_id = request + _TRAILER_NUMBERS + position // page_tokens
+        page = tl.load(page_id, mask=token + row < token_count, other=0)
+        offset = page.to(tl.int64) * page_stride + (position % page_tokens).to(tl.int64) * token_stride
+    return base, offset, token
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
@@ -85,6 +122,8 @@ def locate_tile(
     columns: tl.constexpr,
     page_tokens: tl.constexpr,
     one_page: tl.constexpr,
+    whole_rows: tl.constexpr,
+    step: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Return pointers into the pages, pointers into the slab and which of them are meant: three of [rows, columns] words.
 
@@ -94,46 +133,45 @@ def locate_tile(
         planes: [plane, PLANE_FIELDS] int64 of the whole pool: address, page stride, token stride, head stride.
         request: [TRAILER_NUMBERS + pages] int32: the trailer, then page ids.
         slab: its first byte.
-        layer_first, layer_count, pool_layers: the chosen layers, and how many the pool has.
-        head_first: the first chosen head.
-        slot_first: where the first token lies in the first page.
-        token_count: tokens of the slab.
+        layer_first, layer_count, pool_layers, head_first: the chosen layers, how many the pool has, the first chosen head.
+        slot_first, token_count: where the first token lies in the first page; tokens of the slab.
         row_units: units of a row.
-        unit_bytes: 16, 8, 4, 2 or 1: all addresses and strides are multiples of it.
+        unit_bytes: of a unit, 16, 8, 4, 2 or 1: all addresses and strides are multiples of it.
         word: the type of a number of as many, but of 8 where units have 16: a thread moves two that lie side by side.
-        page_tokens: tokens of a page.
-        one_page: `rows` divides `page_tokens`.
+        page_tokens: tokens of a page; `rows` divides it where `one_page`.
+        whole_rows: `columns` are all of a row.
+        step: the type that holds every offset inside a tile, in words.
     """
-    word_bytes: tl.constexpr = word.primitive_bitwidth // 8
-    unit_words: tl.constexpr = unit_bytes // word_bytes
-    head = tl.program_id(1)
+    units: tl.constexpr = unit_bytes // (word.primitive_bitwidth // 8)
     slab_plane = tl.program_id(2)
-    plane = slab_plane // layer_count * pool_layers + layer_first + slab_plane % layer_count
-    # What is loaded has no known alignment: the compiler is told, or it would move single words.
-    fields = planes + plane * _PLANE_FIELDS
-    base = tl.multiple_of(tl.load(fields).to(tl.pointer_type(word)), unit_bytes)
-    page_stride = tl.multiple_of(tl.load(fields + 1) // word_bytes, unit_words)
-    token_stride = tl.multiple_of(tl.load(fields + 2) // word_bytes, unit_words)
-    head_stride = tl.multiple_of(tl.load(fields + 3) // word_bytes, unit_words)
-
-    row_words = row_units * unit_words
-    column_tiles = (row_words + columns - 1) // columns
-    row_tile = tl.program_id(0) // column_tiles
-    column = tl.program_id(0) % column_tiles * columns + tl.arange(0, columns)
-    page_row, token, meant = _locate_rows(
-        request + _TRAILER_NUMBERS,
-        row_tile,
+    base, page_stride, token_stride = _locate_head(
+        planes, layer_first, layer_count, pool_layers, head_first, unit_bytes, word, units
+    )
+    row_words = row_units * units
+    tile, column = tl.program_id(0), tl.arange(0, columns)
+    if not whole_rows:
+        column_tiles = (row_words + columns - 1) // columns
+        column += tile % column_tiles * columns
+        tile = tile // column_tiles
+    base, page_row, token = _locate_rows(
+        base,
+        request,
+        tile,
         page_stride,
         token_stride,
         slot_first,
         token_count,
+        units,
         rows,
         page_tokens,
         one_page,
+        step,
     )
-    page_row += (head_first + head).to(tl.int64) * head_stride
-    slab_row = (slab_plane.to(tl.int64) * token_count + token) * tl.num_programs(1) + head
+    row = tl.arange(0, rows)
+    meant = (token + row >= 0) & (token + row < token_count)
+    token_words = tl.num_programs(1) * row_words
     slab_base = tl.multiple_of(slab.to(tl.pointer_type(word)), unit_bytes)
-    page_words = base + page_row[:, None] + column[None, :]
-    slab_words = slab_base + slab_row[:, None] * row_words + column[None, :]
+    slab_base += (slab_plane.to(tl.int64) * token_count + token) * token_words + tl.program_id(1) * row_words
+    page_words = base + (page_row[:, None] + column[None, :])
+    slab_words = slab_base + ((row.to(step) * token_words)[:, None] + column[None, :])
     return page_words, slab_words, meant[:, None] & (column < row_words)[None, :]

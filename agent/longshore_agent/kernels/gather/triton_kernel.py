@@ -42,6 +42,8 @@ def gather_kernel(
     columns: tl.constexpr,
     page_tokens: tl.constexpr,
     one_page: tl.constexpr,
+    whole_rows: tl.constexpr,
+    step: tl.constexpr,
     load_cache: tl.constexpr,
     load_eviction: tl.constexpr,
     store_cache: tl.constexpr,
@@ -69,6 +71,8 @@ def gather_kernel(
         columns,
         page_tokens,
         one_page,
+        whole_rows,
+        step,
     )
     words = tl.load(source, mask=mask, cache_modifier=load_cache, eviction_policy=load_eviction)
     tl.store(target, words, mask=mask, cache_modifier=store_cache)

@@ -32,6 +32,8 @@ def scatter_kernel(
     columns: tl.constexpr,
     page_tokens: tl.constexpr,
     one_page: tl.constexpr,
+    whole_rows: tl.constexpr,
+    step: tl.constexpr,
     load_cache: tl.constexpr,
     load_eviction: tl.constexpr,
     store_cache: tl.constexpr,
@@ -58,6 +60,8 @@ def scatter_kernel(
         columns,
         page_tokens,
         one_page,
+        whole_rows,
+        step,
     )
     words = tl.load(source, mask=mask, cache_modifier=load_cache, eviction_policy=load_eviction)
     tl.store(target, words, mask=mask, cache_modifier=store_cache)
