@@ -41,12 +41,13 @@ def node(tmp_path_factory) -> Iterator[Node]:
     try:
         agent, elsewhere = world.agent("node"), world.agent("elsewhere")
         target = [Half.TARGET]
+        # Memory is found by its engine's name, and engines of other tests' fleets may be alive: these have other names.
         starting = {
-            "two": world.engine(agent, "two", 2),
-            "three": world.engine(agent, "three", 3, page_size=4, roles=target),
-            "one": world.engine(agent, "one", order=PageOrder.HND, roles=target),
-            "same": world.engine(agent, "same", 2, roles=target),
-            "far": world.engine(elsewhere, "far", roles=target),
+            "two": world.engine(agent, "near-two", 2),
+            "three": world.engine(agent, "near-three", 3, page_size=4, roles=target),
+            "one": world.engine(agent, "near-one", order=PageOrder.HND, roles=target),
+            "same": world.engine(agent, "near-same", 2, roles=target),
+            "far": world.engine(elsewhere, "near-far", roles=target),
         }
         yield Node(world, agent, elsewhere, **{name: engine.result() for name, engine in starting.items()})
     finally:
@@ -81,7 +82,7 @@ def test_an_engine_of_another_agent_is_written_through_the_transport(node):
 
 
 def test_an_endpoint_that_names_the_wrong_agent_fails_its_room_with_the_reason(node):
-    worker = node.elsewhere.worker("far")
+    worker = node.elsewhere.worker("near-far")
     assert worker is not None
     # As if an engine's channel had mixed two endpoints up: the target believes that its writer is near.
     near = node.far.endpoint().agent
@@ -90,7 +91,7 @@ def test_an_endpoint_that_names_the_wrong_agent_fails_its_room_with_the_reason(n
     node.far.client.receive(room, endpoint, [0, 1], 0, 20)
     for rank in node.two.ranks:
         rank.client.send(room, [0, 1], 0, 20, last=True)
-    end = node.far.client.wait(room, Half.TARGET, "two", timeout_s=20)
+    end = node.far.client.wait(room, Half.TARGET, "near-two", timeout_s=20)
     assert (end.kind, end.reason) == (RoomEventKind.FAILED, Reason.TRANSFER_FAILED), end
     assert "no worker of this node" in end.text
 
@@ -102,9 +103,9 @@ def test_a_pool_that_was_registered_anew_is_written_and_the_old_one_is_let_go(no
     each.claim()
     each.offer()
     each.arrives()
-    assert len(holders_of("one")) > 2
+    assert len(holders_of("near-one")) > 2
     rank.client.unregister_pool(0)
-    wait_for(lambda: holders_of("one").keys() == {os.getpid()}, LET_GO_S, "every worker to let the pool go")
+    wait_for(lambda: holders_of("near-one").keys() == {os.getpid()}, LET_GO_S, "every worker to let the pool go")
     rank.client.register_pool(0, rank.geometry, [rank.descriptor])
     again = Request(node.two, target, 120, prefix=7)
     again.claim()
@@ -114,7 +115,7 @@ def test_a_pool_that_was_registered_anew_is_written_and_the_old_one_is_let_go(no
 
 
 def test_memory_of_a_killed_engine_is_let_go_by_the_worker_that_wrote_it_too(node):
-    victim = node.world.process(node.agent, "victim", page_size=8)
+    victim = node.world.process(node.agent, "near-victim", page_size=8)
     room = next(room_ids)
     pages = node.two.take_pages(0, 200)
     victim.ask(
@@ -126,9 +127,9 @@ def test_memory_of_a_killed_engine_is_let_go_by_the_worker_that_wrote_it_too(nod
     )
     for rank in node.two.ranks:
         rank.client.send(room, pages[:7], 0, 112, last=False)
-    wait_for(lambda: len(holders_of("victim")) >= 4, what="both writers to map the victim's pages")
+    wait_for(lambda: len(holders_of("near-victim")) >= 4, what="both writers to map the victim's pages")
     victim.kill()
-    wait_for(lambda: not holders_of("victim"), LET_GO_S, "the memory to be free")
+    wait_for(lambda: not holders_of("near-victim"), LET_GO_S, "the memory to be free")
     end = node.two.client.wait(room, Half.SOURCE, timeout_s=20)
     assert (end.kind, end.reason) == (RoomEventKind.FAILED, Reason.ENGINE_LOST), end
 
@@ -139,7 +140,7 @@ def test_a_writer_that_is_killed_fails_its_rooms_and_the_next_one_maps_the_pages
     each.claim()
     each.offer_chunk(0)
     wait_for(lambda: (node.agent.room(each.room, Half.TARGET) or {"tokens_done": 0})["tokens_done"])
-    os.kill(node.agent.worker("two", 1)["pid"], signal.SIGKILL)
+    os.kill(node.agent.worker("near-two", 1)["pid"], signal.SIGKILL)
     ends = each.ends()
     assert {end.kind for end in ends} == {RoomEventKind.FAILED}, ends
     wait_for(lambda: node.two.ranks[1].client.connected and node.two.ranks[1].client.epoch != epoch)

@@ -137,6 +137,7 @@ def test_a_call_that_an_agent_leaves_unanswered_stays_open_so_that_it_can_be_can
     with FakeAgent(path, epoch=2) as agent:
         wait_until(client, lambda: client.connected)
         assert agent.of(Offer, Cancel) == []
+        wait_until(client, lambda: len(client._state.events) == 2)
         assert [(e.room, e.kind) for e in client.poll()] == [(2, FAILED), (2, RELEASED)]
         client.close()
 
@@ -157,6 +158,7 @@ def test_a_room_that_a_new_agent_refuses_fails_with_its_reason_and_is_released(p
 
     with FakeAgent(path, epoch=2, answer=answer) as agent:
         wait_until(client, lambda: client.connected)
+        wait_until(client, lambda: len(client._state.events) == 2)
         assert [(e.room, e.kind, e.reason) for e in client.poll()] == [
             (1, FAILED, Reason.STALE_EPOCH),
             (1, RELEASED, Reason.NONE),
@@ -203,6 +205,7 @@ def test_a_pool_on_its_way_out_when_the_agent_dies_is_free_once_a_new_one_is_the
         thread.join(WAIT_S)
         wait_until(client, lambda: client.connected)
         assert agent.of(RegisterPool, Offer, UnregisterPool) == []
+        wait_until(client, lambda: len(client._state.events) == 2)
         assert [(e.room, e.kind) for e in client.poll()] == [(1, FAILED), (1, RELEASED)]
         client.close()
     os.close(descriptor)
