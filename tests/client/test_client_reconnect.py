@@ -158,7 +158,7 @@ def test_a_room_that_a_new_agent_refuses_fails_with_its_reason_and_is_released(p
 
     with FakeAgent(path, epoch=2, answer=answer) as agent:
         wait_until(client, lambda: client.connected)
-        wait_until(client, lambda: len(client._state.events) == 2)
+        wait_until(client, lambda: len(client._state.events) == 4)
         assert [(e.room, e.kind, e.reason) for e in client.poll()] == [
             (1, FAILED, Reason.STALE_EPOCH),
             (1, RELEASED, Reason.NONE),
