@@ -187,7 +187,8 @@ def test_writes_stay_open_while_the_targets_queue_of_notices_is_full_and_none_is
 def test_datagrams_of_strangers_are_nothing(world: World) -> None:
     name = b"\0longshore-loopback-" + world.receiver._life.encode()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
-        for junk in (b"", b"junk", os.urandom(1000), msgspec.msgpack.encode(["who", "life", b"notice"])):
+        no_text = b"\x93\xa2\xff\xfe\xa4life\xc4\x01n"
+        for junk in (b"", b"junk", no_text, os.urandom(1000), msgspec.msgpack.encode(["who", "life", b"notice"])):
             stranger.sendto(junk, name)
     world.post(b"ours")
     assert world.notices() == [b"ours"]

@@ -38,7 +38,7 @@ def unseal(magic: bytes, data: bytes, kind: type[_T]) -> _T:
         raise PeerMetadataError("peer metadata is damaged: its digest does not match")
     try:
         return msgspec.msgpack.decode(body, type=kind)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise PeerMetadataError(f"peer metadata cannot be read: {error}") from error
 
 

@@ -35,6 +35,8 @@ from longshore_agent.transports.process_memory import Addresses, ProcessMemory, 
 from longshore_wire.errors import Reason
 
 _NAME_BYTES_MAX = 200
+# What reading somebody's bytes raises: texts that are none, and nesting without end, have errors of Python's.
+_NOT_OURS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _FORMAT = 1
 # A datagram is one notice with its sender's name; larger ones are not ours.
 _DATAGRAM_BYTES_MAX = 2048
@@ -416,7 +418,7 @@ class LoopbackTransport:
                 return
             try:
                 self._sort_notice(msgspec.msgpack.decode(data, type=_Datagram))
-            except msgspec.MsgspecError:
+            except _NOT_OURS:
                 # Anyone on this host can send to the socket; what is no notice of ours is nothing.
                 continue
 
@@ -457,7 +459,7 @@ def _unpack(data: bytes) -> _Metadata:
         raise PeerMetadataError(f"peer metadata takes {len(data)} bytes: at most {METADATA_BYTES_MAX} are read")
     try:
         metadata = msgspec.msgpack.decode(data, type=_Metadata)
-    except msgspec.MsgspecError as error:
+    except _NOT_OURS as error:
         raise PeerMetadataError(f"peer metadata is not that of a loopback transport: {error}") from error
     if metadata.format != _FORMAT or metadata.host != wires.host_identity() or metadata.pid <= 0:
         raise PeerMetadataError(f"peer {metadata.name[:_NAME_BYTES_MAX]!r} has another version or runs on another host")
