@@ -13,8 +13,9 @@ QUIET_S = 4.0
 # A heartbeat a second for each peer wakes the control thread and ZeroMQ's; each peer answers. A worker that polls for
 # anything wakes hundreds of times. What a wake costs is the machine's affair: 0.1 to 5 ms were seen.
 WAKES_A_SECOND_MAX = 40
-# Far above what such wakes cost (docs/design/2026-11-21-one-machine.md), far below a thread that spins.
-CORE_SHARE_MAX = 0.05
+CORE_SHARE_MAX = 0.01
+# A busy host counts what it takes from this machine as the worker's time: the lowest of some windows is the worker's own.
+WINDOWS_MAX = 5
 
 
 @pytest.fixture(scope="module", params=["NIXL", "Mooncake", "Loopback"])
@@ -22,7 +23,7 @@ def fleet(request, tmp_path_factory) -> Fleet:
     return fleet_of(request.param, request, tmp_path_factory)
 
 
-def test_an_idle_worker_with_peers_and_open_offers_sleeps_but_for_heartbeats(fleet):
+def test_an_idle_worker_uses_less_than_a_hundredth_of_a_core_with_peers_and_open_offers(fleet):
     for source, target in ((fleet.two, fleet.one), (fleet.one, fleet.two), (fleet.two, fleet.three)):
         each = Request(source, target, 100)
         each.claim()
@@ -35,14 +36,19 @@ def test_an_idle_worker_with_peers_and_open_offers_sleeps_but_for_heartbeats(fle
     workers = {worker["worker"]: worker["pid"] for agent in fleet.agents for worker in agent.status()["workers"]}
     assert len(workers) == 8
     assert fleet.prefill.worker("two")["rooms_open"] == 5
-    before = {name: (wakes(pid), cpu_s(pid)) for name, pid in workers.items()}
-    # Nobody claims: what there is to wait for does not come.
-    with pytest.raises(WaitTimeout):
-        fleet.two.client.wait(offers[0].room, Half.SOURCE, timeout_s=QUIET_S)
-    woken = {name: (wakes(pid) - before[name][0]) / QUIET_S for name, pid in workers.items()}
-    shares = {name: (cpu_s(pid) - before[name][1]) / QUIET_S for name, pid in workers.items()}
-    assert {name: count for name, count in woken.items() if count > WAKES_A_SECOND_MAX} == {}
-    assert {name: share for name, share in shares.items() if share > CORE_SHARE_MAX} == {}
+    lowest: dict[str, float] = {}
+    for _ in range(WINDOWS_MAX):
+        before = {name: (wakes(pid), cpu_s(pid)) for name, pid in workers.items()}
+        # Nobody claims: what there is to wait for does not come.
+        with pytest.raises(WaitTimeout):
+            fleet.two.client.wait(offers[0].room, Half.SOURCE, timeout_s=QUIET_S)
+        woken = {name: (wakes(pid) - before[name][0]) / QUIET_S for name, pid in workers.items()}
+        assert {name: count for name, count in woken.items() if count > WAKES_A_SECOND_MAX} == {}
+        for name, pid in workers.items():
+            lowest[name] = min(lowest.get(name, 1.0), (cpu_s(pid) - before[name][1]) / QUIET_S)
+        if max(lowest.values()) <= CORE_SHARE_MAX:
+            break
+    assert {name: share for name, share in lowest.items() if share > CORE_SHARE_MAX} == {}
     for each in offers:
         each.claim()
     for each in offers:
