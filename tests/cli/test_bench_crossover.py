@@ -26,14 +26,14 @@ def arguments(*words: str) -> argparse.Namespace:
 @pytest.fixture
 def small_report() -> Report:
     points = [
-        Point(512, 1 << 16, [0.004, 0.0031234, 0.003], [0.001, 0.002, 0.003]),
+        Point(512, 1 << 16, [0.004, 0.0031234, 0.005], [0.003, 0.002, 0.004]),
         Point(512, 1 << 20, [0.01], [0.03]),
         Point(1 << 15, 1 << 20, [0.01], [0.005]),
     ]
     return Report("NIXL", "TCP", 3, points)
 
 
-def test_the_file_has_medians_of_every_point_and_names_machine_and_date(small_report):
+def test_the_file_has_the_fastest_times_of_every_point_and_names_machine_and_date(small_report):
     entry = small_report.entry()
     assert entry.rows == (
         Row(512, (1 << 16, 1 << 20), (0.00312, 0.01), (0.002, 0.03)),
