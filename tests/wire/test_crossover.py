@@ -145,18 +145,24 @@ def test_a_file_that_is_no_table_is_refused_with_every_fault_and_the_file_by_nam
         assert part in fault
 
 
-def session(source: KVLayout = HALVES, target: KVLayout = WHOLE, **options: object) -> TargetSession:
-    """A decode core with TABLE that has a room of 4 tokens for the first rank of an attached source."""
+def session(
+    source: KVLayout = HALVES, target: KVLayout = WHOLE, lane_bytes: int = 1 << 20, **options: object
+) -> TargetSession:
+    """A decode core with TABLE that has a room of 4 tokens of an attached source."""
     settings = {"backend": "NIXL", "ring_bytes": 1 << 20, "crossover": TABLE} | options
     core = TargetSession(SessionConfig("d", "D", 1, target, **settings), now_ns=0)
     core.describe(b"", None, {}, PROBE)
     ranks = tuple(RankAddress(rank, f"h:{rank}", 7) for rank in range(source.rank_count))
     core.claim(Wanted(RoomKey("P", 5, 0), Endpoint("P", source, ranks), 0, 4, 1, bytes(4)), NOW_NS)
-    for rank in range(source.rank_count):
-        layout = source.at(rank)
-        attach = Attach(PROTOCOL_VERSION, "d", "P", 7, layout, "NIXL", b"", None, (), 1 << 20)
-        core.receive(PREFILL._replace(rank=rank), attach, NOW_NS)
+    attach(core, source, 7, lane_bytes)
     return core
+
+
+def attach(core: TargetSession, source: KVLayout, epoch: int, lane_bytes: int = 1 << 20) -> None:
+    """Let all ranks of the source answer, in one life."""
+    for rank in range(source.rank_count):
+        message = Attach(PROTOCOL_VERSION, "d", "P", epoch, source.at(rank), "NIXL", b"", None, (), lane_bytes)
+        core.receive(PREFILL._replace(rank=rank), message, NOW_NS)
 
 
 def claims(core: TargetSession) -> list[tuple[Way, Why]]:
@@ -189,6 +195,18 @@ def test_a_wire_that_nobody_tells_of_is_waited_for_to_a_deadline():
     assert claims(core) == [(Way.STAGED, Why.DEFAULT)]
 
 
+def test_the_wire_to_a_source_that_was_restarted_is_found_out_again():
+    core = session()
+    core.receive(PREFILL, WireFound(7, 1, "TCP"), NOW_NS)
+    claims(core)
+    attach(core, HALVES, 8)
+    ranks = tuple(RankAddress(rank, f"h:{rank}", 8) for rank in range(2))
+    core.claim(Wanted(RoomKey("P", 6, 0), Endpoint("P", HALVES, ranks), 0, 4, 1, bytes(4)), NOW_NS)
+    assert claims(core) == []
+    core.receive(PREFILL, WireFound(8, 1, "RDMA"), NOW_NS)
+    assert claims(core) == [(Way.STAGED, Why.DEFAULT)]
+
+
 def test_a_room_that_is_given_up_while_its_wire_is_awaited_was_never_claimed_and_leaves_nothing():
     core = session()
     core.cancel(RoomKey("P", 5, 0), Reason.CANCELLED, "given up", NOW_NS)
@@ -210,6 +228,12 @@ def test_a_room_that_is_given_up_while_its_wire_is_awaited_was_never_claimed_and
 )
 def test_a_way_that_does_not_depend_on_the_wire_is_claimed_at_once(options, expected):
     assert claims(session(**options)) == [expected]
+
+
+def test_whole_pages_that_no_lane_of_the_source_takes_go_in_place_whatever_the_table_says():
+    core = session(WHOLE, WHOLE, lane_bytes=256)
+    core.receive(PREFILL, WireFound(7, 1, "TCP"), NOW_NS)
+    assert claims(core) == [(Way.CONTIGUOUS, Why.NO_RING)]
 
 
 def test_a_latent_is_never_left_to_the_table():

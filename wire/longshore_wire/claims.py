@@ -232,7 +232,9 @@ def chosen_way(config: SessionConfig, attach: Attach, found: TargetPair, tokens:
     assert found.open is not None
     assert found.route is not None
     left_open = found.open
-    if slab_limit_bytes(attach.slab_bytes_max, config.ring_bytes, 1) < found.route.unit_bytes:
+    fits = found.route.unit_bytes <= slab_limit_bytes(attach.slab_bytes_max, config.ring_bytes, 1)
+    if not fits and found.way is not Way.STAGED:
+        # Whole pages go in place then. Parts of pages are claimed all the same: the source refuses them by its buffer's name.
         left_open = left_open._replace(can_stage=False)
     return choose(left_open, found.route, tokens, config.crossover, config.backend, wire)
 
