@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -17,11 +17,13 @@ import numpy as np
 from longshore_client.memory import pool_geometry
 from longshore_wire.claims import Wanted
 from longshore_wire.codec import PEER
+from longshore_wire.crossover import WHOLE_PAGES, Crossover
 from longshore_wire.effects import (
     Dial,
     Effect,
     HangUp,
     Knock,
+    PeerAttached,
     PeerId,
     RoomEnded,
     RoomReleased,
@@ -32,7 +34,7 @@ from longshore_wire.effects import (
 from longshore_wire.engine_messages import Endpoint, Half, RankAddress
 from longshore_wire.errors import Reason, RoomError
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
-from longshore_wire.peer_messages import PeerMessage, PoolInfo, RegionInfo, RoomKey, SlabReady
+from longshore_wire.peer_messages import PairKey, PeerMessage, PoolInfo, RegionInfo, RoomKey, SlabReady, WireFound
 from longshore_wire.plan import Way
 from longshore_wire.source_session import SourceSession
 from longshore_wire.target_session import TargetSession
@@ -79,15 +81,20 @@ class Cluster:
         ring_bytes: int = 1 << 16,
         slab_bytes: int = 1 << 13,
         force_way: Way | None = None,
+        crossover: Crossover = WHOLE_PAGES,
+        wire: str = "",
     ) -> None:
+        """`wire`: what sources find out some time after a target has attached, and tell it once; empty: they do not."""
         self.random = random.Random(seed)
         self.chaos = chaos
         self.now_ns = 0
         self.posts: Counter[tuple[object, ...]] = Counter()
+        self.ways: defaultdict[PairKey, set[Way]] = defaultdict(set)
         self.writes_into_freed = 0
         self._events: list[tuple[int, int, Callable[[], None]]] = []
         self._sequence = 0
         self._settings = (model, ring_bytes, slab_bytes, force_way)
+        self._crossover, self._wire = crossover, wire
         self.sources = {
             rank: self._node("P", rank, prefill, epoch=1000 + rank, source=True)
             for rank in range(prefill.tp * prefill.pp)
@@ -110,11 +117,13 @@ class Cluster:
             slab_bytes_min=256,
             retry_ns=50 * MS,
             force_way=force_way,
+            crossover=self._crossover,
         )
         core = SourceSession(config, now_ns=self.now_ns) if source else TargetSession(config, now_ns=self.now_ns)
         ring = None if source else np.zeros(ring_bytes, np.uint8)
         pools = {0: PoolInfo(0, pool_geometry(config.layout, 128), (0,))}
-        core.describe(b"", None if source else RegionInfo(0, ring_bytes), pools)
+        probe = RegionInfo(0, 1) if self._wire else None
+        core.describe(b"", None if source else RegionInfo(0, ring_bytes), pools, probe)
         return Node(PeerId(instance, 0, rank), core, ring=ring)
 
     def node(self, peer: PeerId) -> Node:
@@ -174,6 +183,7 @@ class Cluster:
     def _apply(self, node: Node, effect: Effect) -> None:
         if isinstance(effect, StartWrite):
             self.posts[effect.pair, effect.slab] += 1
+            self.ways[effect.pair].add(effect.way)
             node.open_writes += 1
             delay_ns = self.random.randrange(self.chaos.write_ns) + 1
             self.at(delay_ns, lambda: self._write(node, effect))
@@ -184,6 +194,10 @@ class Cluster:
             node.outcomes[effect.key] = effect.reason
         elif isinstance(effect, RoomReleased):
             node.released[effect.key] += 1
+        elif isinstance(effect, PeerAttached):
+            if self._wire and effect.peer.instance == "D":
+                found = WireFound(node.core.config.epoch, effect.attach.epoch, self._wire)
+                self.at(self.random.randrange(500 * MS) + 1, lambda: self._post(node, effect.peer, found))
         elif isinstance(effect, Knock):
             if not self.node(effect.peer).alive:
                 assert isinstance(node.core, TargetSession)

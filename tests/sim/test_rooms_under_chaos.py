@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 from simulated_cluster import MS, Chaos, Cluster
 
+from longshore_wire.crossover import Crossover, Measured, Row
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason
 from longshore_wire.layout import ModelShape, Parallel
@@ -203,6 +204,26 @@ def test_pages_written_in_place_arrive_exactly_once_and_need_no_ring() -> None:
 
     assert all(cluster.delivered(room, 100) for room in (1, 2, 3))
     assert max(cluster.posts.values()) == 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ways_that_a_table_chooses_for_a_wire_whose_name_may_get_lost_deliver_exactly_once_and_never_change(
+    seed: int,
+) -> None:
+    # In place is cheaper up to some 6 kB, so that large rooms and small ones go different ways over a known wire.
+    row = Row(64, (2_000, 20_000), (0.01, 0.01), (0.001, 0.1))
+    table = Crossover(measured=(Measured("Loopback", "sim", (row,)),))
+    chaos = Chaos(loss=0.3, repeat=0.2, delay_ns=40 * MS)
+    cluster = Cluster(seed, MODEL, Parallel(tp=2), Parallel(tp=3), chaos, crossover=table, wire="sim")
+    rooms = {room: (room % 2 * 7, 10 + 50 * (room % 3)) for room in range(1, 9)}
+    _drive(cluster, rooms, random.Random(seed))
+
+    cluster.run(lambda: cluster.now_ns > 700 * MS and _at_rest(cluster))
+
+    assert all(cluster.delivered(room, total) for room, (_, total) in rooms.items())
+    assert max(cluster.posts.values()) == 1
+    assert all(len(ways) == 1 for ways in cluster.ways.values())
+    assert set.union(*cluster.ways.values()) == {Way.STAGED, Way.SLICES}
 
 
 def test_halves_that_state_different_totals_fail_on_both_sides() -> None:
