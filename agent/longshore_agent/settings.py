@@ -138,7 +138,7 @@ class Settings:
     scatter_threads: int = _setting(2, "threads", Role.DECODE, "Threads that scatter on a CPU worker.", low=1, high=64)
     lane_count: int = _setting(4, "lanes", Role.PREFILL, "Transfer threads of one prefill rank.", low=1, high=64)
     lane_bytes: int = _setting(
-        64 * _MIB, "bytes", Role.PREFILL, "Staging buffer of one lane.", low=64 * _KIB, high=1 << 40
+        64 * _MIB, "bytes", Role.PREFILL, "Staging buffer of one lane.", low=4 * _KIB, high=1 << 40
     )
     slab_bytes_min: int = _setting(
         4 * _MIB,
