@@ -11,6 +11,7 @@ from longshore_wire.effects import Dial, HangUp, Knock, PeerAttached, PeerGone, 
 from longshore_wire.engine_messages import Endpoint
 from longshore_wire.errors import Reason
 from longshore_wire.peer_messages import Abort, Attach, Ping, Refuse, RoomKey
+from longshore_wire.plan import Way
 from longshore_wire.room import TargetPair, TargetRoom
 from longshore_wire.session import Peer, PeerState, Session
 
@@ -105,7 +106,8 @@ class TargetPeers(Session):
                 continue
             self._fail(room, refuse.reason, refuse.text, now_ns)
             pair = room.pairs[known.peer]
-            if refuse.reason is not Reason.STALE_EPOCH or not pair.pair.source_epoch:
+            granted = bool(pair.regions) or pair.way is not Way.STAGED
+            if refuse.reason is not Reason.STALE_EPOCH or not pair.pair.source_epoch or not granted:
                 # Refused for a newer life after it was attached, a source may still write what it had begun.
                 self._confirm(room, pair)
         # It hears nothing that we say.
