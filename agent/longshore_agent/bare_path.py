@@ -41,7 +41,7 @@ from longshore_wire.slabs import SlabGrid, region_bytes, slab_limit_bytes, slab_
 # The product's own sizes: see settings.
 LANE_COUNT = 4
 LANE_BYTES = 64 << 20
-SLAB_BYTES_MIN = 4 << 20
+SLAB_BYTES_MIN = 8 << 20
 SCATTER_THREADS = 2
 # A target drives its transport this often while bytes are due, as a worker does.
 _DRIVE_PAUSE_S = 0.001
@@ -179,8 +179,8 @@ class Source(Rank):
         length_bytes = gather_slices(self.pool, *where, buffer.view(0, LANE_BYTES), None)
         target = self._targets[pair.target_rank]
         place = target.address + _place(self.scene, pair, grid, slab)
-        ends = [np.array([value], dtype=np.uint64) for value in (buffer.address, place, length_bytes)]
-        write = self.transport.post(self._names[pair.target_rank], *ends, b"")
+        near, far, length = (np.array([value], dtype=np.uint64) for value in (buffer.address, place, length_bytes))
+        write = self.transport.post(self._names[pair.target_rank], near, far, length, b"")
         deadline_s = time.monotonic() + _TIGHT_S
         while (state := self.transport.state(write)) is WriteState.OPEN:
             if time.monotonic() > deadline_s:
@@ -299,9 +299,7 @@ class Conductor:
 
     def _start(self, role: str, rank: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", __spec__.name, "--scene", msgspec.json.encode(self._scene).decode()]
-        process = subprocess.Popen(
-            [*command, f"--{role}", str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        process = subprocess.Popen([*command, f"--{role}", str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._processes.append(process)
         return process
 

@@ -141,7 +141,7 @@ class Settings:
         64 * _MIB, "bytes", Role.PREFILL, "Staging buffer of one lane.", low=4 * _KIB, high=1 << 40
     )
     slab_bytes_min: int = _setting(
-        4 * _MIB,
+        8 * _MIB,
         "bytes",
         Role.PREFILL,
         "Slabs are not cut smaller than this to overlap their stages.",

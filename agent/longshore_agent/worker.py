@@ -102,6 +102,7 @@ class Worker:
         self._stop_ns: int | None = None
         self._quiet_turns = 0
         self._look_again_ns = 0
+        self._due_ns = 0
         session_config = config.session_config(settings)
         source = SourceSession(session_config, now_ns=now_ns) if Half.SOURCE in config.roles else None
         target = TargetSession(session_config, now_ns=now_ns) if Half.TARGET in config.roles else None
@@ -134,6 +135,11 @@ class Worker:
 
     def _turn(self, ready: frozenset[object], now_ns: int) -> None:
         """Deal with what is readable, with results and with time."""
+        if not ready and now_ns < self._due_ns and not self._owes_words():
+            # Nobody has said anything and nothing is due: this turn is for the transport alone, many times a second.
+            if self._take_notices(now_ns):
+                self._flush(now_ns)
+            return
         for message, descriptor in self._link.receive() if self._link.fileno() in ready else ():
             self._obey(message, descriptor, now_ns)
         for half, peer, peer_message in self.net.receive(ready):
@@ -150,6 +156,11 @@ class Worker:
         self._flush(now_ns)
         if self._engine_error:
             self._engine_lost(self._engine_error, now_ns)
+
+    def _owes_words(self) -> bool:
+        """Whether somebody near has still to be told, or a knock has not been answered."""
+        engine_waits = self.engine is not None and self.engine.outbox_count > 0
+        return engine_waits or self._link.wants_write or bool(self._engine_error) or self._knocker.waits
 
     def _flush(self, now_ns: int) -> None:
         """Carry out what the cores ask for, until they ask for nothing more."""
@@ -237,12 +248,13 @@ class Worker:
                 text = f"{ring.held_bytes} of {ring.capacity_bytes} bytes of the ring are in quarantine"
                 self._leave(Reason.WORKER_LOST, text, now_ns)
 
-    def _take_notices(self, now_ns: int) -> None:
+    def _take_notices(self, now_ns: int) -> bool:
+        """Drive the transport where bytes are due; return whether it told of any."""
         if self.target is None or not self._looks_for_notices(self.target):
             self._quiet_turns = 0
-            return
+            return False
         if now_ns < self._look_again_ns:
-            return
+            return False
         if all(peer.wire in TOLD_WIRES for peer in self.target.peers.values()):
             # Nothing is told this way, but the transport wants to be driven now and then.
             self._look_again_ns = now_ns + _TOLD_DRIVE_NS
@@ -251,6 +263,7 @@ class Worker:
         for peer, message in taken:
             self.target.receive(peer, message, now_ns)
             self.metrics.add("longshore_notices_total", 1)
+        return bool(taken)
 
     def _looks_for_notices(self, target: TargetSession) -> bool:
         """Whether bytes are due that the transport itself tells of; elsewhere a control message wakes this thread."""
@@ -261,7 +274,8 @@ class Worker:
         dues = [due for session in self.sessions.values() if (due := session.next_due_ns()) is not None]
         if self._stop_ns is not None:
             dues.append(self._stop_ns)
-        wait_ms = min([max(0, (due - now_ns) // 1_000_000 + 1) for due in dues], default=_IDLE_POLL_MS)
+        self._due_ns = min(dues, default=now_ns + _IDLE_POLL_MS * 1_000_000)
+        wait_ms = max(0, (self._due_ns - now_ns) // 1_000_000 + 1)
         if self.target is not None and self._looks_for_notices(self.target):
             if any(peer.wire in DRIVEN_WIRES for peer in self.target.peers.values()):
                 return 0
