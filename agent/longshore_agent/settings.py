@@ -201,7 +201,7 @@ class Settings:
         25,
         "percent",
         Role.DECODE,
-        "A worker drains and restarts above this share of its ring in quarantine.",
+        "A worker drains and restarts when more of its ring is in quarantine, for longer than LONGSHORE_PEER_TIMEOUT_S.",
         low=1,
         high=100,
     )

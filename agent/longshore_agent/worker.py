@@ -102,6 +102,7 @@ class Worker:
         self._gone: list[tuple[PeerId, int]] = []
         self._stop_ns: int | None = None
         self._retire_ns: int | None = None
+        self._held_since_ns: int | None = None
         self._quiet_turns = 0
         self._look_again_ns = 0
         session_config = config.session_config(settings)
@@ -237,7 +238,7 @@ class Worker:
     def _check_health(self, now_ns: int) -> None:
         """End this life where only its end, or the next one's fresh memory, can help: after the rooms that are open."""
         if self._retire_ns is None:
-            text = self._illness()
+            text = self._illness(now_ns)
             if not text:
                 return
             _log.warning("this worker takes no new rooms and will be replaced: %s", text)
@@ -247,16 +248,21 @@ class Worker:
         if now_ns >= self._retire_ns or not any(session.unfinished for session in self.sessions.values()):
             self._leave(Reason.WORKER_LOST, self.desk.closing, now_ns)
 
-    def _illness(self) -> str:
+    def _illness(self, now_ns: int) -> str:
         """Return why this worker must be replaced; empty: it need not."""
         if self.mover.unsettled:
             # Only the end of this process proves that those bytes will not land any more.
             return "a failed write could not be settled"
-        if self.target is not None:
-            ring = self.target.granter.ring
-            if 100 * ring.held_bytes > self.settings.quarantine_percent * ring.capacity_bytes:
-                return f"{ring.held_bytes} of {ring.capacity_bytes} bytes of the ring are in quarantine"
-        return ""
+        ring = self.target.granter.ring if self.target is not None else None
+        if ring is None or 100 * ring.held_bytes <= self.settings.quarantine_percent * ring.capacity_bytes:
+            self._held_since_ns = None
+            return ""
+        # Writers that live confirm when their writes end: only memory that stays in quarantine is lost.
+        if self._held_since_ns is None:
+            self._held_since_ns = now_ns
+        if now_ns - self._held_since_ns < self.settings.peer_timeout_ns:
+            return ""
+        return f"{ring.held_bytes} of {ring.capacity_bytes} bytes of the ring are in quarantine"
 
     def _take_notices(self, now_ns: int) -> None:
         if self.target is None or not self._looks_for_notices(self.target):
@@ -280,6 +286,8 @@ class Worker:
     def _timeout_ms(self) -> int:
         now_ns = time.monotonic_ns()
         dues = [due for session in self.sessions.values() if (due := session.next_due_ns()) is not None]
+        if self._held_since_ns is not None and self._retire_ns is None:
+            dues.append(self._held_since_ns + self.settings.peer_timeout_ns)
         if (stop_ns := self._retire_ns if self._stop_ns is None else self._stop_ns) is not None:
             dues.append(stop_ns)
         wait_ms = min([max(0, (due - now_ns) // 1_000_000 + 1) for due in dues], default=_IDLE_POLL_MS)

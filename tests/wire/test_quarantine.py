@@ -40,6 +40,7 @@ class Scene:
 
     target: TargetSession
     sources: dict[PeerId, SourceSession]
+    now_ns: int = 0
 
     @classmethod
     def of(cls, way: Way = Way.STAGED) -> Scene:
@@ -69,10 +70,10 @@ class Scene:
         """Carry what was said; nobody's writes end. Returns whether anything was."""
         said = self.target.take_outbox()
         for peer, message in said:
-            self.sources[peer].receive(DECODE, message, 0)
+            self.sources[peer].receive(DECODE, message, self.now_ns)
         answers = [(peer, message) for peer, source in self.sources.items() for _, message in source.take_outbox()]
         for peer, message in answers:
-            self.target.receive(peer, message, 0)
+            self.target.receive(peer, message, self.now_ns)
         return bool(said or answers)
 
     def end_writes(self, peer: PeerId) -> None:
@@ -182,3 +183,51 @@ def test_what_a_source_says_of_the_wire_frees_nothing() -> None:
     scene.say(FIRST, WireFound(7, 9, "a wire that nobody knows"))
     assert scene.held == both
     assert isinstance(scene.target.peers[FIRST].attach, Attach)
+
+
+def waiting_room(scene: Scene) -> RoomKey:
+    """Let another room of the first source wait for memory while all of the ring is in quarantine."""
+    ring = scene.target.granter.ring
+    while (region := ring.allocate(ring.largest_free_bytes or ring.capacity_bytes)) is not None:
+        ring.hold(region)
+    assert (ring.free_bytes, ring.used_bytes) == (0, 0)
+    key = RoomKey("P", 2, 0)
+    endpoint = Endpoint(
+        "P", KVLayout(MODEL, Parallel(tp=2), 16), tuple(RankAddress(n, f"h:{n + 1}", 7) for n in range(2))
+    )
+    scene.target.claim(Wanted(key, endpoint, 0, TOKENS, 8, bytes(32)), 0)
+    for source in scene.sources.values():
+        source.offer(2, 0, 0, TOKENS, last=True, now_ns=0)
+    while scene.exchange():
+        pass
+    return key
+
+
+def test_a_room_that_meets_a_ring_in_quarantine_waits_and_is_served_when_the_writers_confirm() -> None:
+    scene = Scene.of()
+    key = waiting_room(scene)
+    assert not scene.target.rooms[key].failed
+    for peer in (FIRST, SECOND):
+        scene.end_writes(peer)
+    while scene.exchange():
+        pass
+    assert all(pair.regions for pair in scene.target.rooms[key].pairs.values())
+
+
+def test_a_room_fails_when_nothing_but_quarantine_stays_for_longer_than_a_writer_may_be_silent() -> None:
+    scene = Scene.of()
+    key = waiting_room(scene)
+    limit_ns = scene.target.config.peer_timeout_ns
+    for now_ns in range(0, 3 * limit_ns, SECOND_NS):
+        scene.now_ns = now_ns
+        scene.target.renew(now_ns)
+        for source in scene.sources.values():
+            source.renew(now_ns)
+            source.tick(now_ns)
+        scene.target.tick(now_ns)
+        while scene.exchange():
+            pass
+        room = scene.target.rooms.get(key)
+        assert (room is None or room.failed) is (now_ns >= limit_ns)
+    assert scene.target.ended[key].reason is Reason.RING_TOO_SMALL
+    assert "quarantined" in scene.target.ended[key].text
