@@ -16,6 +16,8 @@ from agent_world import Agent, Engine, Request, is_worker, wait_for, wait_for_no
 from longshore_client import Half, LongshoreError, Reason, RoomEventKind
 
 RING_BYTES = 8 << 20
+# Slabs of a room that are granted at once, the default; an eighth of the ring together.
+WINDOW = 4
 
 
 @dataclass
@@ -43,6 +45,7 @@ class Place:
         each.offer()
         each.claim()
         wait_for(self.mark.exists, what="a held write")
+        wait_for(lambda: self.prefill.room(each.room, Half.SOURCE)["pairs"][0]["busy"] == WINDOW, what="all its grants")
         target.client.cancel(each.room, Half.TARGET)
         end = target.client.wait(each.room, Half.TARGET, self.stuck.instance)
         assert (end.kind, end.reason) == (RoomEventKind.FAILED, Reason.CANCELLED), end
@@ -61,6 +64,8 @@ def place(tmp_path_factory) -> Iterator[Place]:
         LONGSHORE_RING_BYTES=str(RING_BYTES),
         LONGSHORE_HEARTBEAT_S="0.2",
         LONGSHORE_RETRY_MS="50",
+        # Above what a machine that does other things needs to let three rooms go, and waited for twice.
+        LONGSHORE_PEER_TIMEOUT_S="8",
         LONGSHORE_DRAIN_S="60",
         LONGSHORE_FORCE_WAY="Staged",
         # A room has four slabs granted, and four rooms their own lanes: a stuck one leaves the others theirs.
@@ -123,6 +128,20 @@ def test_rooms_go_round_memory_in_quarantine_and_late_bytes_change_no_page_of_th
     assert place.calm.intact()
     assert place.decode.worker("calm")["pid"] == pid
     assert place.decode.metric("longshore_worker_replacements_total") == 0
+
+
+def test_more_than_a_quarter_in_quarantine_for_a_moment_replaces_nobody(place):
+    pid = place.decode.worker("calm")["pid"]
+    stuck = [place.give_up(place.calm, 150) for _ in range(3)]
+    assert ring_of(place)["held_bytes"] * 4 > RING_BYTES
+    place.gate.touch()
+    for each in stuck:
+        place.stuck.client.wait(each.room, Half.SOURCE, None, [RoomEventKind.RELEASED])
+        place.stuck.free += each.source_pages
+    wait_for_none(place.leftovers)
+    assert place.decode.worker("calm")["pid"] == pid
+    assert place.decode.metric("longshore_worker_replacements_total") == 0
+    assert place.calm.intact()
 
 
 def test_above_a_quarter_a_worker_finishes_what_is_open_takes_nothing_new_and_is_replaced_under_its_engine(place):
