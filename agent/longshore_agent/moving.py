@@ -149,8 +149,14 @@ class Mover:
         if half is Half.SOURCE and first and self.lanes is not None and effect.attach.probe is not None:
             self.lanes.put(ProbeJob(effect.peer, name, effect.attach.probe, effect.attach.epoch))
 
-    def disconnect(self, half: Half, peer: PeerId) -> None:
-        """Forget a peer; the other half may still need it."""
+    def disconnect(self, half: Half, peer: PeerId, wire: str = Wire.UNKNOWN.value) -> bool:
+        """Forget a peer; the other half may still need it.
+
+        Args:
+            wire: what its bytes travel over to this worker, as far as it is known.
+        Returns:
+            Whether that took its access away: no write of it can land here any more.
+        """
         address = (half, peer)
         self._attached.pop(address, None)
         self._wires.pop(address, None)
@@ -160,6 +166,8 @@ class Mover:
         if name is not None and name not in self._names.values():
             self._peers.pop(name, None)
             self.transport.disconnect(name)
+            return any(each.value == wire for each in self.transport.revocable)
+        return False
 
     def wire(self, half: Half, peer: PeerId) -> str:
         """Return what bytes to a peer travel over, as far as it is known."""

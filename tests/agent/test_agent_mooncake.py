@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -78,6 +81,21 @@ def test_junk_on_the_port_of_a_worker_fails_its_rooms_by_name_restarts_it_and_to
     after.arrives()
     assert place.target.intact()
     assert place.other.intact()
+
+
+def test_an_agent_in_the_nodes_network_does_not_start_with_mooncake_and_says_why_and_the_way_out(tmp_path):
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("LONGSHORE_")}
+    environment |= {
+        "LONGSHORE_BACKEND": "Mooncake",
+        "LONGSHORE_HOST_NETWORK": "true",
+        "LONGSHORE_RUN_DIRECTORY": str(tmp_path / "run"),
+    }
+    command = [sys.executable, "-m", "longshore_agent.main"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert "LONGSHORE_BACKEND is Mooncake and LONGSHORE_HOST_NETWORK is True" in ended.stderr
+    assert "use NIXL" in ended.stderr and "LONGSHORE_ALLOW_OPEN_DATA_PATH=true" in ended.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_wire_that_was_not_asked_for_fails_the_room_and_both_are_named(place):

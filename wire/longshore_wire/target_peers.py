@@ -53,10 +53,20 @@ class TargetPeers(Session):
         if known is None or known.state not in (PeerState.ATTACHED, PeerState.LOST):
             return
         self.peer_lost(peer, f"{prefill_name(peer)} at {known.address} has ended", now_ns)
+        self._confirm_all(known, now_ns, revoked=False)
+
+    def peer_revoked(self, peer: PeerId, now_ns: int) -> None:
+        """A source that was lost has no access to our memory any more, whether it lives or not."""
+        known = self.peers.get(peer)
+        if known is not None and known.state is PeerState.LOST:
+            self._confirm_all(known, now_ns, revoked=True)
+
+    def _confirm_all(self, known: Peer, now_ns: int, *, revoked: bool) -> None:
         for key in list(known.rooms):
             room = self.rooms.get(key)
-            if room is not None:
-                self._confirm(room, room.pairs[peer])
+            # A worker of this node writes pages that it has mapped itself: no transport takes those from it.
+            if room is not None and not (revoked and room.pairs[known.peer].way is Way.DIRECT):
+                self._confirm(room, room.pairs[known.peer])
         self._pump(now_ns)
 
     def _on_attach(self, known: Peer, attach: Attach, now_ns: int) -> None:

@@ -155,6 +155,7 @@ class LoopbackTransport:
     notifies = True
     # A peer that knows the memory still writes after deregistration, as over NIXL's shared memory.
     fences = False
+    revocable: frozenset[Wire] = frozenset()
 
     def __init__(self, name: str, faults: FaultPlan | None = None) -> None:
         if not 1 <= len(name.encode()) <= _NAME_BYTES_MAX:
