@@ -130,7 +130,13 @@ class Settings:
         Staging.AUTO,
         "",
         Role.BOTH,
-        "Whether unequal layouts travel through staging buffers: as the plan says, always, or never.",
+        "Whether pages travel through staging buffers: where the crossover table says so, always, or never.",
+    )
+    crossover_file: str = _setting(
+        "",
+        "",
+        Role.DECODE,
+        "File of the table by which staging Auto chooses, as `longshore bench crossover` writes it. Empty: the shipped one.",
     )
     ring_bytes: int = _setting(
         4 * _GIB,

@@ -138,7 +138,7 @@ def test_rooms_at_once_are_measured_by_every_way_with_right_bytes(tmp_path, caps
     assert run(parser.parse_args(chosen)) == 0
     loads = json.loads(path.read_text())["loads"]
     assert {(load["way"], load["rooms"]) for load in loads} == {
-        (way, count) for way in ("staged 2→1", "staged 1→1", "slices 2→1") for count in (1, 3)
+        (way, count) for way in ("staged 2→1", "contiguous 1→1", "slices 2→1") for count in (1, 3)
     }
     assert all(0 < load["p50_s"] <= load["p99_s"] for load in loads)
     assert "p99 / equal" in capsys.readouterr().out

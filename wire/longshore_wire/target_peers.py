@@ -17,6 +17,8 @@ from longshore_wire.session import Peer, PeerState, Session
 
 # A source that has left so many pings unanswered may be dead: its host is asked.
 _KNOCK_AFTER = 2
+# A source finds its wire out within 5 s (`Transport.probe_wire`) or says Unknown; its word may get lost.
+WIRE_WAIT_NS = 6_000_000_000
 
 
 class TargetPeers(Session):
@@ -76,6 +78,8 @@ class TargetPeers(Session):
             return
         if known.attach is not None and known.epoch != attach.epoch:
             self.peer_lost(known.peer, f"{prefill_name(known.peer)} was restarted", now_ns)
+        if known.attach is None:
+            known.wire_due_ns = now_ns + WIRE_WAIT_NS
         if known.attach is None or attach.generation > known.attach.generation:
             known.attach = attach
             self._effect(PeerAttached(known.peer, attach))
