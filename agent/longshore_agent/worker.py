@@ -151,6 +151,8 @@ class Worker:
         for gone in self._knocker.refused():
             assert self.target is not None
             self.target.peer_dead(gone, now_ns)
+        if self.mover.results.wake in ready:
+            self.mover.collect()
         self._take_results(now_ns)
         self._take_notices(now_ns)
         self._serve_engine(ready, now_ns)
