@@ -20,6 +20,7 @@ from longshore_agent.control.peer_net import PeerNet
 from longshore_agent.path.deliver import ready_message
 from longshore_agent.path.jobs import WriteJob
 from longshore_agent.settings import Settings
+from longshore_agent.transports.base import Write, WriteState
 from longshore_agent.transports.loopback import LoopbackTransport
 from longshore_client import Half, KVLayout, ModelShape, Parallel
 from longshore_client.pages import packed_pages
@@ -170,6 +171,38 @@ def test_a_word_of_arrival_that_comes_before_the_bytes_waits_for_them(make) -> N
     assert not [effect for effect in halves.decode.effects if isinstance(effect, RoomEnded)]
     transport_of(halves).let_go()
     assert halves.end(1).reason is Reason.NONE
+    assert halves.arrived(pages)
+
+
+@pytest.mark.parametrize("way", [Way.STAGED, Way.CONTIGUOUS, Way.SLICES])
+def test_mooncakes_target_is_told_by_a_message_that_leaves_after_the_write_is_complete(make, way) -> None:
+    halves = make(backend=Backend.MOONCAKE, force_way=way)
+    before = halves.begin(2)
+    assert halves.end(2).reason is Reason.NONE
+    halves.run(lambda: not halves.prefill.session.rooms and not halves.decode.session.rooms)
+    halves.decode.effects.clear()
+    transport, is_shut = halves.prefill.mover.transport, True
+    look = transport.state
+    complete: list[object] = []
+
+    def state(write: Write) -> WriteState:
+        said = look(write)
+        if said is WriteState.DONE:
+            complete.append(write)
+        return WriteState.OPEN if is_shut else said
+
+    transport.state = state  # type: ignore[method-assign]
+    pages = halves.begin(1)
+    halves.run(lambda: complete)
+    for _ in range(50):
+        for half in (halves.prefill, halves.decode):
+            half.turn(0.001)
+    (pair,) = halves.decode.session.rooms[next(iter(halves.decode.session.rooms))].pairs.values()
+    assert pair.done_count == 0
+    assert not halves.decode.effects
+    is_shut = False
+    assert halves.end(1).reason is Reason.NONE
+    halves.decode.pages.put(halves.decode.pages.expected, before, halves.data, 0, TOKENS)
     assert halves.arrived(pages)
 
 

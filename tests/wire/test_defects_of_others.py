@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from two_writers import DECODE, FIRST, KEY, SECOND, TOKENS, Scene
 
-from longshore_wire.effects import SECOND_NS, RoomEnded
-from longshore_wire.errors import Reason
-from longshore_wire.peer_messages import AbortAck, Attach, Demand
+from longshore_wire.claims import Wanted
+from longshore_wire.effects import SECOND_NS, RoomEnded, SessionConfig
+from longshore_wire.errors import Reason, RingError
+from longshore_wire.peer_messages import Abort, AbortAck, Attach, Claim, Demand, RegionInfo, RoomKey
+from longshore_wire.plan import Way
 from longshore_wire.session import PeerState
+from longshore_wire.target_session import TargetSession
 
 
 def test_a_room_whose_write_fails_fails_alone_and_its_peers_are_served_on() -> None:
@@ -25,6 +29,28 @@ def test_a_room_whose_write_fails_fails_alone_and_its_peers_are_served_on() -> N
     scene.offer(2)
     assert scene.deliver(FIRST) and scene.deliver(SECOND)
     assert scene.ended(2) is Reason.NONE
+
+
+def test_a_room_that_could_never_fit_fails_alone_with_both_sizes() -> None:
+    scene = Scene.of()
+    small = SessionConfig("d", "E", 9, scene.target.config.layout, ring_bytes=512, force_way=Way.STAGED)
+    other = TargetSession(small, now_ns=0)
+    pair = scene.target.rooms[KEY].pairs[FIRST]
+    with pytest.raises(RingError, match="512 bytes cannot hold two slabs"):
+        other.claim(Wanted(RoomKey("P", 2, 0), scene.endpoint(), 0, TOKENS, 8, bytes(32)), 0)
+    assert not other.rooms
+    # A decode side that does not look is told by the source, for that room alone.
+    attach = scene.sources[FIRST].peers[DECODE].attach
+    assert attach is not None
+    shrunk = msgspec.structs.replace(attach, ring=RegionInfo(0, 512), generation=attach.generation + 1)
+    scene.sources[FIRST].receive(DECODE, shrunk, 0)
+    claim = Claim(msgspec.structs.replace(pair.pair, key=RoomKey("P", 3, 0)), 0, TOKENS, Way.STAGED)
+    scene.sources[FIRST].take_outbox()
+    scene.sources[FIRST].receive(DECODE, claim, 0)
+    (answer,) = [message for _, message in scene.sources[FIRST].take_outbox() if isinstance(message, Abort)]
+    assert (answer.reason, answer.pair.key.room) == (Reason.RING_TOO_SMALL, 3)
+    assert scene.sources[FIRST].peers[DECODE].state is PeerState.ATTACHED
+    assert list(scene.sources[FIRST].rooms) == [KEY]
 
 
 def test_an_arrival_that_is_told_again_counts_once_and_never_for_another_writer() -> None:

@@ -64,10 +64,14 @@ class Scene:
     def claim(self, room: int) -> RoomKey:
         """Decode wants all tokens of a room."""
         key = RoomKey("P", room, 0)
-        ranks = tuple(RankAddress(rank, f"h:{rank + 1}", 7) for rank in range(2))
-        endpoint = Endpoint("P", KVLayout(MODEL, Parallel(tp=2), 16), ranks)
-        self.target.claim(Wanted(key, endpoint, 0, TOKENS, 8, bytes(32)), self.now_ns)
+        self.target.claim(Wanted(key, self.endpoint(), 0, TOKENS, 8, bytes(32)), self.now_ns)
         return key
+
+    @staticmethod
+    def endpoint() -> Endpoint:
+        """How decode reaches both prefill ranks."""
+        ranks = tuple(RankAddress(rank, f"h:{rank + 1}", 7) for rank in range(2))
+        return Endpoint("P", KVLayout(MODEL, Parallel(tp=2), 16), ranks)
 
     def settle(self) -> None:
         """Carry what is said until nobody says anything more."""
