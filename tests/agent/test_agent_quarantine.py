@@ -22,7 +22,7 @@ WINDOW = 4
 
 @dataclass
 class Place:
-    """`stuck` writes only while the gate is open, `steady` always; `calm` has time to drain, `hasty` has none."""
+    """`stuck` writes only while the gate is open (to `tardy` late), `steady` always; `hasty` has no time to drain."""
 
     prefill: Agent
     other: Agent
@@ -33,6 +33,7 @@ class Place:
     stuck: Engine
     steady: Engine
     calm: Engine
+    tardy: Engine
     hasty: Engine
 
     def leftovers(self) -> list[str]:
@@ -58,7 +59,8 @@ class Place:
 def place(tmp_path_factory) -> Iterator[Place]:
     directory = tmp_path_factory.mktemp("quarantine")
     gate, mark = directory / "open", directory / "mark"
-    rule = {"kind": "hold", "count": None, "until": str(gate), "mark": str(mark)}
+    rule = {"count": None, "until": str(gate), "mark": str(mark)}
+    rules = [rule | {"kind": "late", "peer": "tardy.0.0"}, rule | {"kind": "hold"}]
     world = World(
         directory,
         LONGSHORE_RING_BYTES=str(RING_BYTES),
@@ -73,13 +75,14 @@ def place(tmp_path_factory) -> Iterator[Place]:
         LONGSHORE_SLAB_BYTES_MIN="256Ki",
     )
     try:
-        prefill = world.agent("prefill", LONGSHORE_LOOPBACK_FAULTS=json.dumps([rule]))
+        prefill = world.agent("prefill", LONGSHORE_LOOPBACK_FAULTS=json.dumps(rules))
         agents = {"other": world.agent("other"), "decode": world.agent("decode")}
         brief = world.agent("brief", LONGSHORE_DRAIN_S="0")
         starting = {
             "stuck": world.engine(prefill, "stuck", roles=[Half.SOURCE], page_count=192),
             "steady": world.engine(agents["other"], "steady", roles=[Half.SOURCE]),
             "calm": world.engine(agents["decode"], "calm", roles=[Half.TARGET]),
+            "tardy": world.engine(agents["decode"], "tardy", roles=[Half.TARGET]),
             "hasty": world.engine(brief, "hasty", roles=[Half.TARGET]),
         }
         engines = {name: engine.result() for name, engine in starting.items()}
@@ -214,3 +217,36 @@ def test_a_room_that_does_not_end_within_the_drain_limit_fails_on_both_sides_wit
         place.stuck.client.wait(each.room, Half.SOURCE, None, [RoomEventKind.RELEASED])
         place.stuck.free += each.source_pages
     assert place.hasty.intact()
+
+
+def test_a_writer_with_a_write_that_may_still_land_finishes_its_other_rooms_before_it_is_replaced(place):
+    client, agent = place.stuck.client, place.prefill
+    epoch, before = client.epoch, agent.metric("longshore_worker_replacements_total")
+    # The gate is open for the room that goes on, and shut for the one whose write fails.
+    place.gate.touch()
+    beside = Request(place.stuck, place.calm, 200, cuts=(100,))
+    beside.claim()
+    beside.offer_chunk(0)
+    wait_for(lambda: (place.decode.room(beside.room, Half.TARGET) or {"tokens_done": 0})["tokens_done"])
+    place.gate.unlink()
+    place.mark.unlink(missing_ok=True)
+    each = Request(place.stuck, place.tardy, 100)
+    each.offer()
+    each.claim()
+    end = place.tardy.client.wait(each.room, Half.TARGET, place.stuck.instance)
+    assert (end.kind, end.reason) == (RoomEventKind.FAILED, Reason.TRANSFER_FAILED), end
+    shown = wait_for(lambda: (found := agent.worker("stuck")) and found["error"] and found)
+    assert "could not be settled" in shown["error"]
+    assert ring_of(place, place.tardy)["held_bytes"]
+    assert client.epoch == epoch
+
+    place.gate.touch()
+    beside.offer_chunk(1)
+    beside.arrives()
+
+    wait_for(lambda: client.connected and client.epoch != epoch, what="the next worker")
+    assert agent.metric("longshore_worker_replacements_total") == before + 1
+    # Its end is the proof: what tardy held for it is free.
+    wait_for(lambda: not ring_of(place, place.tardy)["held_bytes"])
+    place.stuck.free += each.source_pages
+    assert place.calm.intact()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from longshore_client.memory import pool_geometry
 from longshore_wire.claims import Wanted
-from longshore_wire.effects import PeerId, SessionConfig, StartScatter, StartWrite
+from longshore_wire.effects import PeerId, RoomEnded, SessionConfig, StartScatter, StartWrite
 from longshore_wire.engine_messages import Endpoint, RankAddress
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
@@ -30,6 +30,8 @@ class Scene:
     sources: dict[PeerId, SourceSession]
     now_ns: int = 0
     lost: set[PeerId] = field(default_factory=set)  # sources of which nothing arrives
+    landed: list[StartScatter] = field(default_factory=list)
+    told: dict[int, Reason] = field(default_factory=dict)
 
     @classmethod
     def of(cls, way: Way = Way.STAGED, *, lost: PeerId | None = None, **settings: int) -> Scene:
@@ -113,10 +115,21 @@ class Scene:
 
     def scatter(self) -> int:
         """Scatter everything that has landed; return how many slabs that were."""
-        landed = [effect for effect in self.target.take_effects() if isinstance(effect, StartScatter)]
+        self.look()
+        landed, self.landed = self.landed, []
         for effect in landed:
             self.target.scatter_done(effect.peer, effect.pair, effect.slab, effect.payload_bytes, self.now_ns)
+        self.look()
         return len(landed)
+
+    def look(self) -> None:
+        """Keep what decode's core asks for, and what its engine is told."""
+        for effect in self.target.take_effects():
+            if isinstance(effect, StartScatter):
+                self.landed.append(effect)
+            elif isinstance(effect, RoomEnded):
+                assert effect.key.room not in self.told, "an engine was told twice"
+                self.told[effect.key.room] = effect.reason
 
     def exchange(self) -> bool:
         """Carry what was said; nobody's writes end. Returns whether anything was."""
@@ -137,9 +150,9 @@ class Scene:
             source.write_done(DECODE, pair.pair, slab, 1, 0)
 
     def ended(self, room: int) -> Reason | None:
-        """How a room ended in decode; None: it has not."""
-        found = self.target.ended.get(RoomKey("P", room, 0))
-        return None if found is None else found.reason
+        """What decode's engine was told of the end of a room; None: nothing yet."""
+        self.look()
+        return self.told.get(room)
 
     def pair(self, peer: PeerId) -> PairKey:
         return self.target.rooms[KEY].pairs[peer].pair
