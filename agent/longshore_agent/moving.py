@@ -149,8 +149,14 @@ class Mover:
         if half is Half.SOURCE and first and self.lanes is not None and effect.attach.probe is not None:
             self.lanes.put(ProbeJob(effect.peer, name, effect.attach.probe, effect.attach.epoch))
 
-    def disconnect(self, half: Half, peer: PeerId) -> None:
-        """Forget a peer; the other half may still need it."""
+    def disconnect(self, half: Half, peer: PeerId, wire: str = Wire.UNKNOWN.value) -> bool:
+        """Forget a peer; the other half may still need it.
+
+        Args:
+            wire: what its bytes travel over to this worker, as far as it is known.
+        Returns:
+            Whether that took its access away: no write of it can land here any more.
+        """
         address = (half, peer)
         self._attached.pop(address, None)
         self._wires.pop(address, None)
@@ -160,6 +166,8 @@ class Mover:
         if name is not None and name not in self._names.values():
             self._peers.pop(name, None)
             self.transport.disconnect(name)
+            return any(each.value == wire for each in self.transport.revocable)
+        return False
 
     def wire(self, half: Half, peer: PeerId) -> str:
         """Return what bytes to a peer travel over, as far as it is known."""
@@ -279,11 +287,14 @@ class Mover:
         """A room is released: no job of it is left."""
         self._jobs.pop((half, key), None)
 
-    def take_results(self, half: Half, session: Session, now_ns: int) -> list[tuple[PeerId, PeerMessage]]:
-        """Tell a core what became of its jobs; return messages that must leave at once."""
+    def collect(self) -> None:
+        """Take what lanes and scatter threads have handed over since the last time: when their descriptor is readable."""
         for result in self.results.take():
             where = Half.TARGET if isinstance(result, ScatterResult) else Half.SOURCE
             self._taken[where].append(result)
+
+    def take_results(self, half: Half, session: Session, now_ns: int) -> list[tuple[PeerId, PeerMessage]]:
+        """Tell a core what became of its jobs that were collected; return messages that must leave at once."""
         taken, self._taken[half] = self._taken[half], []
         messages: list[tuple[PeerId, PeerMessage]] = []
         for result in taken:

@@ -12,7 +12,7 @@ import difflib
 import re
 import sys
 from collections.abc import Mapping
-from enum import StrEnum
+from enum import Enum, StrEnum
 from typing import Any, TypeVar, get_type_hints
 
 from longshore_agent.setting_values import (
@@ -33,6 +33,11 @@ _MS_NS, _S_NS = 10**6, 10**9
 _LOOPBACK_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
 # What Kubernetes injects for a Service whose name begins with `longshore`; nobody set these on purpose.
 _SERVICE_LINK = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
+
+_OPEN_DATA_PATH = (
+    "its ports listen on every address of the node and know no authentication; leave the node's network, use NIXL, or accept "
+    f"it with {names.ENVIRONMENT_PREFIX}ALLOW_OPEN_DATA_PATH=true"
+)
 
 T = TypeVar("T")
 
@@ -103,6 +108,15 @@ class Settings:
     worker_port: int = _setting(
         0, "", Role.AGENT, "Worker i listens for peers on this port plus i; 0: on free ones.", low=0, high=65535
     )
+    host_network: bool = _setting(
+        False,
+        "",
+        Role.AGENT,
+        "The agent runs in its node's network, where everyone who reaches the node reaches its ports.",
+    )
+    allow_open_data_path: bool = _setting(
+        False, "", Role.AGENT, "There, accept a backend whose ports know no authentication: Mooncake."
+    )
     log_level: LogLevel = _setting(LogLevel.INFO, "", Role.AGENT, "Least important line that is logged.")  # noqa: RUF009
 
     backend: Backend = _setting(Backend.NIXL, "", Role.BOTH, "Library that moves the bytes.")  # noqa: RUF009
@@ -144,10 +158,10 @@ class Settings:
     scatter_threads: int = _setting(2, "threads", Role.DECODE, "Threads that scatter on a CPU worker.", low=1, high=64)
     lane_count: int = _setting(4, "lanes", Role.PREFILL, "Transfer threads of one prefill rank.", low=1, high=64)
     lane_bytes: int = _setting(
-        64 * _MIB, "bytes", Role.PREFILL, "Staging buffer of one lane.", low=64 * _KIB, high=1 << 40
+        64 * _MIB, "bytes", Role.PREFILL, "Staging buffer of one lane.", low=4 * _KIB, high=1 << 40
     )
     slab_bytes_min: int = _setting(
-        4 * _MIB,
+        8 * _MIB,
         "bytes",
         Role.PREFILL,
         "Slabs are not cut smaller than this to overlap their stages.",
@@ -193,7 +207,7 @@ class Settings:
         25,
         "percent",
         Role.DECODE,
-        "A worker drains and restarts above this share of its ring in quarantine.",
+        "A worker drains and restarts when more of its ring is in quarantine, for longer than LONGSHORE_PEER_TIMEOUT_S.",
         low=1,
         high=100,
     )
@@ -286,6 +300,8 @@ class Settings:
             bind_host=control.bind_address or cls().bind_host,
             http_port=control.http_port,
             worker_port=control.worker_port,
+            host_network=control.host_network,
+            allow_open_data_path=control.allow_open_data_path,
             backend=transfer.backend,
             wires=tuple(Wire(wire.value) for wire in transfer.wires),
             staging=Staging[transfer.staging.name],
@@ -314,6 +330,7 @@ class Settings:
     def contradictions(self) -> list[tuple[str, str, str]]:
         """Return (setting, other setting, what is wrong and what would be right) for each broken rule."""
         slab_region_bytes = region_bytes(self.slab_bytes_min)
+        is_open = self.backend is Backend.MOONCAKE and self.host_network and not self.allow_open_data_path
         in_place = (Way.CONTIGUOUS, Way.SLICES, Way.DIRECT)
         ways_clash = (self.staging is Staging.NEVER and self.force_way is Way.STAGED) or (
             self.staging is Staging.ALWAYS and self.force_way in in_place
@@ -340,6 +357,7 @@ class Settings:
                 "http_key_file",
                 "give both, or neither",
             ),
+            (is_open, "backend", "host_network", _OPEN_DATA_PATH),
             (ways_clash, "staging", "force_way", "they exclude each other; leave one at Auto"),
             (
                 not self.keys_directory and self.bind_host not in _LOOPBACK_HOSTS,
@@ -361,10 +379,14 @@ def _raise(settings: Settings, faults: Mapping[str, str]) -> None:
     lines = [f"{name}: {fault}" for name, fault in faults.items()]
     for name, other, fault in settings.contradictions():
         if not {variable(name), variable(other)} & faults.keys():
-            one, two = (f"{variable(each)} is {getattr(settings, each)!s}" for each in (name, other))
+            one, two = (f"{variable(each)} is {_shown(getattr(settings, each))}" for each in (name, other))
             lines.append(f"{variable(name)}: {one} and {two}: {fault}")
     if lines:
         raise ConfigError(lines)
+
+
+def _shown(value: object) -> str:
+    return str(value.value if isinstance(value, Enum) else value)
 
 
 def _too_small(needed_bytes: int) -> str:

@@ -34,6 +34,7 @@ from longshore_agent.control.node_link import (
     PoolShown,
     PoolSought,
     PoolTaken,
+    Retiring,
     RoomFailed,
     SiblingFailed,
     SiblingLost,
@@ -215,9 +216,15 @@ class Supervisor:
         elif isinstance(message, EngineAdopted):
             slot.become(WorkerState.READY)
             self._publish(slot.key)
+        elif isinstance(message, Retiring):
+            slot.error = message.text
+            self.metrics.add("longshore_worker_replacements_total", 1)
+            _log.warning("worker %s is being replaced: %s", slot.config.name, message.text)
         elif isinstance(message, EngineLeft):
             slot.become(WorkerState.DRAINING)
-            self._tell_siblings(slot.key, SiblingLost(message.reason, message.text))
+            # One that is replaced has told of each room that it failed; what it had finished may go on at its siblings.
+            if not (slot.error and message.reason is Reason.WORKER_LOST):
+                self._tell_siblings(slot.key, SiblingLost(message.reason, message.text))
         elif isinstance(message, RoomFailed):
             self._tell_siblings(slot.key, SiblingFailed(message.half, message.key, message.reason, message.text))
         elif isinstance(message, SnapshotPart) and slot.take_part(message):
@@ -260,7 +267,9 @@ class Supervisor:
         self._forget_pools(slot, ALL_POOLS)
         if self._slots.get(slot.key) is slot:
             del self._slots[slot.key]
-        if slot.state is not WorkerState.DRAINING and self._stopping_s is None:
+        if slot.error and slot.state is WorkerState.DRAINING:
+            self._restarts[slot.key] = self._restarts.get(slot.key, 0) + 1
+        elif slot.state is not WorkerState.DRAINING and self._stopping_s is None:
             _log.error("worker %s ended with %d", slot.config.name, code)
             self.metrics.add("longshore_worker_restarts_total", 1)
             self._restarts[slot.key] = self._restarts.get(slot.key, 0) + 1

@@ -33,6 +33,7 @@ from longshore_agent.control.node_link import (
     PoolShown,
     PoolSought,
     PoolTaken,
+    Retiring,
     RoomFailed,
     SiblingFailed,
     SiblingLost,
@@ -100,8 +101,11 @@ class Worker:
         self._engine_error = ""
         self._gone: list[tuple[PeerId, int]] = []
         self._stop_ns: int | None = None
+        self._retire_ns: int | None = None
+        self._held_since_ns: int | None = None
         self._quiet_turns = 0
         self._look_again_ns = 0
+        self._due_ns = 0
         session_config = config.session_config(settings)
         source = SourceSession(session_config, now_ns=now_ns) if Half.SOURCE in config.roles else None
         target = TargetSession(session_config, now_ns=now_ns) if Half.TARGET in config.roles else None
@@ -134,6 +138,11 @@ class Worker:
 
     def _turn(self, ready: frozenset[object], now_ns: int) -> None:
         """Deal with what is readable, with results and with time."""
+        if not ready and now_ns < self._due_ns and not self._owes_words():
+            # Nobody has said anything and nothing is due: this turn is for the transport alone, many times a second.
+            if self._take_notices(now_ns):
+                self._flush(now_ns)
+            return
         for message, descriptor in self._link.receive() if self._link.fileno() in ready else ():
             self._obey(message, descriptor, now_ns)
         for half, peer, peer_message in self.net.receive(ready):
@@ -142,6 +151,8 @@ class Worker:
         for gone in self._knocker.refused():
             assert self.target is not None
             self.target.peer_dead(gone, now_ns)
+        if self.mover.results.wake in ready:
+            self.mover.collect()
         self._take_results(now_ns)
         self._take_notices(now_ns)
         self._serve_engine(ready, now_ns)
@@ -150,6 +161,11 @@ class Worker:
         self._flush(now_ns)
         if self._engine_error:
             self._engine_lost(self._engine_error, now_ns)
+
+    def _owes_words(self) -> bool:
+        """Whether somebody near has still to be told, or a knock has not been answered."""
+        engine_waits = self.engine is not None and self.engine.outbox_count > 0
+        return engine_waits or self._link.wants_write or bool(self._engine_error) or self._knocker.waits
 
     def _flush(self, now_ns: int) -> None:
         """Carry out what the cores ask for, until they ask for nothing more."""
@@ -192,9 +208,7 @@ class Worker:
             except TransportError as error:
                 session.refuse(effect.peer, error.reason, str(error), now_ns)
         elif isinstance(effect, PeerGone):
-            self.mover.disconnect(half, effect.peer)
-            if half is Half.SOURCE:
-                self._gone.append((effect.peer, effect.epoch))
+            self._peer_gone(half, session, effect, now_ns)
         elif isinstance(effect, HangUp):
             self.net.hang_up(effect.peer)
         elif isinstance(effect, Knock):
@@ -203,6 +217,14 @@ class Worker:
             self._dial(effect, now_ns)
         else:
             self.metrics.add("longshore_stale_messages_total", 1, message=effect.message)
+
+    def _peer_gone(self, half: Half, session: Session, effect: PeerGone, now_ns: int) -> None:
+        known = session.peers.get(effect.peer)
+        revoked = self.mover.disconnect(half, effect.peer, known.wire if known is not None else "")
+        if half is Half.SOURCE:
+            self._gone.append((effect.peer, effect.epoch))
+        elif revoked and self.target is not None:
+            self.target.peer_revoked(effect.peer, now_ns)
 
     def _dial(self, effect: Dial, now_ns: int) -> None:
         assert self.target is not None
@@ -227,22 +249,41 @@ class Worker:
             self._check_health(now_ns)
 
     def _check_health(self, now_ns: int) -> None:
-        """End this life where only its end, or the next one's fresh memory, can help. Engines connect again."""
+        """End this life where only its end, or the next one's fresh memory, can help: after the rooms that are open."""
+        if self._retire_ns is None:
+            text = self._illness(now_ns)
+            if not text:
+                return
+            _log.warning("this worker takes no new rooms and will be replaced: %s", text)
+            self._retire_ns = now_ns + round(self.settings.drain_s * 1e9)
+            self.desk.closing = text
+            self._link.send(Retiring(text))
+        if now_ns >= self._retire_ns or not any(session.unfinished for session in self.sessions.values()):
+            self._leave(Reason.WORKER_LOST, self.desk.closing, now_ns)
+
+    def _illness(self, now_ns: int) -> str:
+        """Return why this worker must be replaced; empty: it need not."""
         if self.mover.unsettled:
             # Only the end of this process proves that those bytes will not land any more.
-            self._leave(Reason.WORKER_LOST, "a failed write could not be settled", now_ns)
-        elif self.target is not None:
-            ring = self.target.granter.ring
-            if 100 * ring.held_bytes > self.settings.quarantine_percent * ring.capacity_bytes:
-                text = f"{ring.held_bytes} of {ring.capacity_bytes} bytes of the ring are in quarantine"
-                self._leave(Reason.WORKER_LOST, text, now_ns)
+            return "a failed write could not be settled"
+        ring = self.target.granter.ring if self.target is not None else None
+        if ring is None or 100 * ring.held_bytes <= self.settings.quarantine_percent * ring.capacity_bytes:
+            self._held_since_ns = None
+            return ""
+        # Writers that live confirm when their writes end: only memory that stays in quarantine is lost.
+        if self._held_since_ns is None:
+            self._held_since_ns = now_ns
+        if now_ns - self._held_since_ns < self.settings.peer_timeout_ns:
+            return ""
+        return f"{ring.held_bytes} of {ring.capacity_bytes} bytes of the ring are in quarantine"
 
-    def _take_notices(self, now_ns: int) -> None:
+    def _take_notices(self, now_ns: int) -> bool:
+        """Drive the transport where bytes are due; return whether it told of any."""
         if self.target is None or not self._looks_for_notices(self.target):
             self._quiet_turns = 0
-            return
+            return False
         if now_ns < self._look_again_ns:
-            return
+            return False
         if all(peer.wire in TOLD_WIRES for peer in self.target.peers.values()):
             # Nothing is told this way, but the transport wants to be driven now and then.
             self._look_again_ns = now_ns + _TOLD_DRIVE_NS
@@ -251,6 +292,7 @@ class Worker:
         for peer, message in taken:
             self.target.receive(peer, message, now_ns)
             self.metrics.add("longshore_notices_total", 1)
+        return bool(taken)
 
     def _looks_for_notices(self, target: TargetSession) -> bool:
         """Whether bytes are due that the transport itself tells of; elsewhere a control message wakes this thread."""
@@ -259,9 +301,12 @@ class Worker:
     def _timeout_ms(self) -> int:
         now_ns = time.monotonic_ns()
         dues = [due for session in self.sessions.values() if (due := session.next_due_ns()) is not None]
-        if self._stop_ns is not None:
-            dues.append(self._stop_ns)
-        wait_ms = min([max(0, (due - now_ns) // 1_000_000 + 1) for due in dues], default=_IDLE_POLL_MS)
+        if self._held_since_ns is not None and self._retire_ns is None:
+            dues.append(self._held_since_ns + self.settings.peer_timeout_ns)
+        if (stop_ns := self._retire_ns if self._stop_ns is None else self._stop_ns) is not None:
+            dues.append(stop_ns)
+        self._due_ns = min(dues, default=now_ns + _IDLE_POLL_MS * 1_000_000)
+        wait_ms = max(0, (self._due_ns - now_ns) // 1_000_000 + 1)
         if self.target is not None and self._looks_for_notices(self.target):
             if any(peer.wire in DRIVEN_WIRES for peer in self.target.peers.values()):
                 return 0

@@ -29,7 +29,7 @@ class World:
         self._starters = ThreadPoolExecutor(4)
 
     def agent(self, name: str, **settings: str) -> Agent:
-        agent = Agent(self._directory / name, **self._settings, **settings)
+        agent = Agent(self._directory / name, **{**self._settings, **settings})
         self._agents.append(agent)
         return agent
 

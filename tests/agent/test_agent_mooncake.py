@@ -1,7 +1,10 @@
-"""Real agents over Mooncake: what strangers on its ports and a wire that was not asked for do to rooms."""
+"""Real agents over Mooncake: what strangers on its ports do to rooms, and where it is refused."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,13 +18,12 @@ from longshore_client import Half, Reason, RoomEventKind
 
 @dataclass
 class Place:
-    """Two agents that take any wire, and one at prefill that asks for RDMA, which is not here."""
+    """Two agents, two engines at each."""
 
     prefill: Agent
     decode: Agent
     source: Engine
     bystander: Engine
-    picky: Engine
     target: Engine
     other: Engine
 
@@ -36,11 +38,9 @@ def place(tmp_path_factory) -> Iterator[Place]:
     )
     try:
         prefill, decode = world.agent("prefill"), world.agent("decode")
-        asks = world.agent("asks", LONGSHORE_WIRES="RDMA")
         starting = {
             "source": world.engine(prefill, "source", roles=[Half.SOURCE]),
             "bystander": world.engine(prefill, "bystander", roles=[Half.SOURCE]),
-            "picky": world.engine(asks, "picky", roles=[Half.SOURCE]),
             "target": world.engine(decode, "target", page_size=8, roles=[Half.TARGET]),
             "other": world.engine(decode, "other", page_size=8, roles=[Half.TARGET]),
         }
@@ -80,14 +80,19 @@ def test_junk_on_the_port_of_a_worker_fails_its_rooms_by_name_restarts_it_and_to
     assert place.other.intact()
 
 
-def test_a_wire_that_was_not_asked_for_fails_the_room_and_both_are_named(place):
-    each = Request(place.picky, place.target, 100)
-    each.claim()
-    each.offer()
-    ends = each.ends()
-    assert {(end.kind, end.reason) for end in ends} == {(RoomEventKind.FAILED, Reason.WIRE_NOT_ALLOWED)}, ends
-    assert all("TCP" in end.text and "RDMA" in end.text for end in ends), ends
-    assert place.target.intact()
+def test_an_agent_in_the_nodes_network_does_not_start_with_mooncake_and_says_why_and_the_way_out(tmp_path):
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("LONGSHORE_")}
+    environment |= {
+        "LONGSHORE_BACKEND": "Mooncake",
+        "LONGSHORE_HOST_NETWORK": "true",
+        "LONGSHORE_RUN_DIRECTORY": str(tmp_path / "run"),
+    }
+    command = [sys.executable, "-m", "longshore_agent.main"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert "LONGSHORE_BACKEND is Mooncake and LONGSHORE_HOST_NETWORK is True" in ended.stderr
+    assert "use NIXL" in ended.stderr and "LONGSHORE_ALLOW_OPEN_DATA_PATH=true" in ended.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_wire_is_reported_as_it_was_found(place):

@@ -100,11 +100,23 @@ def test_all_faults_are_reported_at_once_each_with_its_variable() -> None:
         ({"STAGING": "Never", "FORCE_WAY": "Staged"}, "FORCE_WAY"),
         ({"STAGING": "Always", "FORCE_WAY": "Slices"}, "FORCE_WAY"),
         ({"BIND_HOST": "0.0.0.0"}, "KEYS_DIRECTORY"),
+        ({"BACKEND": "Mooncake", "HOST_NETWORK": "true"}, "BACKEND"),
+        ({"BACKEND": "Mooncake", "HOST_NETWORK": "true"}, "HOST_NETWORK"),
+        ({"BACKEND": "Mooncake", "HOST_NETWORK": "true"}, "ALLOW_OPEN_DATA_PATH"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(env: dict[str, str], named: str) -> None:
     (fault,) = faults(**{f"LONGSHORE_{name}": value for name, value in env.items()})
     assert f"LONGSHORE_{named}" in fault
+
+
+def test_mooncake_in_the_nodes_network_is_taken_where_somebody_accepts_it_and_nixl_anywhere() -> None:
+    env = {"LONGSHORE_BACKEND": "Mooncake", "LONGSHORE_HOST_NETWORK": "true", "LONGSHORE_ALLOW_OPEN_DATA_PATH": "true"}
+    assert Settings.from_environment(env).backend is agent_config.Backend.MOONCAKE
+    assert Settings.from_environment({"LONGSHORE_HOST_NETWORK": "true"}).host_network
+    told = agent_config.Control(host_network=True, allow_open_data_path=True)
+    made = Settings.from_config(config(control=told))
+    assert (made.host_network, made.allow_open_data_path) == (True, True)
 
 
 def test_a_contradiction_is_not_reported_on_a_value_that_did_not_parse() -> None:

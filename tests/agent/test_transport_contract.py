@@ -17,6 +17,8 @@ from transport_peer import PeerProcess, finish, row
 from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.transports import create
 from longshore_agent.transports.base import METADATA_BYTES_MAX, NOTICE_BYTES_MAX, PreparingTransport, Wire, WriteState
+from longshore_agent.transports.loopback import LoopbackTransport
+from longshore_agent.transports.loopback_faults import Fault, FaultKind, FaultPlan
 
 KINDS = {
     "loopback": ("Loopback", ""),
@@ -199,6 +201,35 @@ def test_a_write_into_memory_that_its_owner_deregistered_lands_exactly_if_the_tr
     pair.write(2048, target + 2048, 2048)
     landed = pair.peer.read(region, 2048, 2048) == pair.source[2048:4096].tobytes()
     assert landed is not pair.transport.fences
+
+
+def test_a_write_of_a_peer_whom_the_target_has_disconnected_lands_exactly_if_its_wire_cannot_be_revoked(
+    fresh: Pair,
+) -> None:
+    assert fresh.write(0, fresh.target, 2048) is WriteState.DONE
+    fresh.peer.ask("disconnect", peer=f"fresh-{fresh.kind}")
+    fresh.write(2048, fresh.target + 2048, 2048)
+    landed = fresh.peer.read(0, 2048, 2048) == fresh.source[2048:4096].tobytes()
+    assert landed is (WIRES[fresh.kind] not in fresh.transport.revocable)
+
+
+# Over NIXL's shared memory a write is over when it was posted; what Mooncake does is in its own tests.
+@pytest.mark.parametrize("fresh", ["loopback", "nixl-tcp"], indirect=True)
+def test_a_write_that_had_begun_lands_although_its_memory_and_its_writer_were_let_go(fresh: Pair) -> None:
+    if isinstance(fresh.transport, LoopbackTransport):
+        fresh.transport.faults = FaultPlan((Fault(FaultKind.HOLD),))
+    assert fresh.transport.probe_wire(fresh.name, fresh.source.ctypes.data, fresh.target, 4096) is WIRES[fresh.kind]
+    fresh.peer.ask("idle")
+    address = row(fresh.source.ctypes.data)
+    write = fresh.transport.post(fresh.name, address, row(fresh.target), row(REGION_BYTES), b"")
+    assert fresh.transport.state(write) is WriteState.OPEN
+    fresh.peer.ask("disconnect", peer=f"fresh-{fresh.kind}")
+    fresh.peer.ask("deregister", region=0)
+    if isinstance(fresh.transport, LoopbackTransport):
+        fresh.transport.let_go()
+    assert finish(fresh.transport, write) is WriteState.DONE
+    landed = fresh.peer.ask("digest", region=0) == hashlib.sha256(fresh.source).hexdigest()
+    assert landed is (WIRES[fresh.kind] not in fresh.transport.revocable)
 
 
 def test_prepared_pieces_land_by_index_and_only_those(pair: Pair) -> None:

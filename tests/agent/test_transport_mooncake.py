@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -143,6 +144,46 @@ def test_more_pieces_than_the_library_takes_all_arrive_and_threads_go_on_meanwhi
     assert scene.peer.read(1, 0, count * size) == scene.source[: count * size].tobytes()
     # Far below a heartbeat, far above what a busy machine with few cores needs to come back to a thread.
     assert max(gaps_s) < 0.5
+
+
+class CountingEngine:
+    """The library's engine, with a count of the requests that are under way."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.open: set[int] = set()
+        self.peak_count = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def transfer_submit_write(self, *arguments: Any) -> int:
+        request: int = self._engine.transfer_submit_write(*arguments)
+        self.open.add(request)
+        self.peak_count = max(self.peak_count, len(self.open))
+        return request
+
+    def transfer_check_status(self, request: int) -> int:
+        said: int = self._engine.transfer_check_status(request)
+        if said:
+            self.open.discard(request)
+        return said
+
+
+def test_no_more_than_a_thousand_requests_to_a_peer_are_under_way_however_many_writes_there_are(scene: Scene) -> None:
+    count, size = 1500, 256
+    target = scene.peer.ask("register", length=3 * count * size, fill=POISON)
+    scene.transport.connect(scene.peer.metadata())
+    engine = scene.transport._engine = CountingEngine(scene.transport._engine)
+    steps = np.arange(3 * count, dtype=np.uint64) * np.uint64(size)
+    sources, lengths = np.uint64(scene.source.ctypes.data) + steps, np.full(count, size, dtype=np.uint64)
+    writes = [
+        scene.transport.post(scene.name, sources[part], np.uint64(target) + steps[part], lengths, b"")
+        for part in (slice(turn * count, (turn + 1) * count) for turn in range(3))
+    ]
+    assert [finish(scene.transport, write) for write in writes] == [WriteState.DONE] * 3
+    assert 100 < engine.peak_count <= 1000
+    assert scene.peer.read(1, 0, 3 * count * size) == scene.source[: 3 * count * size].tobytes()
 
 
 def test_a_write_to_a_peer_that_died_fails_soon_and_says_where_to_and_how_much(scene: Scene) -> None:

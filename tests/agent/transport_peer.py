@@ -157,6 +157,9 @@ class Server:
     def deregister(self, region: int) -> None:
         self.transport.deregister(self.tokens[region])
 
+    def disconnect(self, peer: str) -> None:
+        self.transport.disconnect(peer)
+
     def read(self, region: int, offset: int, length: int) -> str:
         return self.regions[region][offset : offset + length].tobytes().hex()
 

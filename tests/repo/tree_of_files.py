@@ -69,6 +69,17 @@ def modules_of(package: str) -> list[Module]:
 
 
 @cache
+def functions_by_file() -> dict[str, frozenset[str]]:
+    """The names of all functions of each Python file, by its path."""
+    return {
+        module.path.as_posix(): frozenset(
+            node.name for node in ast.walk(module.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        )
+        for module in modules()
+    }
+
+
+@cache
 def text_files() -> tuple[tuple[Path, str], ...]:
     """Path and text of every file of the tree that is text."""
     found = []

@@ -146,6 +146,12 @@ def test_a_key_that_is_given_twice_is_a_fault(text: str) -> None:
         ("layers: 80", "layers: true", "model.layers", "Expected `int`, got `bool`"),
         ("instances: 2", "instances: -1", "prefill.instances", ">= 0"),
         ("transfer:", "control: {httpPort: 65536}\ntransfer:", "control.httpPort", "<= 65535"),
+        (
+            "transfer: {backend: NIXL",
+            "control: {hostNetwork: true}\ntransfer: {backend: Mooncake",
+            "control.hostNetwork",
+            "true with transfer.backend Mooncake, whose ports listen on every address of the node and know no authentication",
+        ),
         ("transfer:", "control: [1]\ntransfer:", "control", "give a mapping, not [1]"),
     ],
 )

@@ -48,6 +48,11 @@ def test_what_the_api_server_adds_is_no_fault() -> None:
         ("backend: NIXL", "backend: NCCL", "spec.transfer.backend:"),
         ("tensorParallel: 4", "tensorParallel: 5", "spec.prefill: "),
         ("poolSize: 4Gi", "poolSize: 128Mi", "spec.decode.staging.poolSize: 134217728 bytes hold less than two slabs"),
+        (
+            "backend: NIXL, staging: Auto, chunkTokens: 8192}",
+            "backend: Mooncake}\n  agents: {hostNetwork: true}",
+            "spec.agents.hostNetwork: true with transfer.backend Mooncake",
+        ),
         ("spec:", "specs:", "specs: unknown key; there are apiVersion, kind, metadata, spec, status"),
     ],
 )
@@ -56,6 +61,15 @@ def test_each_fault_names_its_path(old: str, new: str, fault: str) -> None:
     assert any(found.startswith(fault) for found in faults_of(EXAMPLE.replace(old, new, 1))), faults_of(
         EXAMPLE.replace(old, new, 1)
     )
+
+
+def test_mooncake_in_the_nodes_network_is_taken_where_the_manifest_accepts_it() -> None:
+    asked = EXAMPLE.replace("backend: NIXL", "backend: Mooncake") + "  agents: {hostNetwork: true%s}\n"
+    (fault,) = faults_of(asked % "")
+    assert "NIXL" in fault and fault.endswith("agents.allowOpenDataPath")
+    config = manifest.load(asked % ", allowOpenDataPath: true").agent_config()
+    assert (config.control.host_network, config.control.allow_open_data_path) == (True, True)
+    assert manifest.load(EXAMPLE + "  agents: {hostNetwork: true}\n").agent_config().control.host_network
 
 
 def test_all_faults_come_at_once() -> None:

@@ -204,6 +204,8 @@ class Control(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
         bind_address: None: the agent's environment says, as one file serves agents on many nodes.
         http_port: of health, status and metrics; 0: any free one.
         worker_port: worker i listens for peers on worker_port + i; 0: any free ones.
+        host_network: the agent runs in its node's network, where everyone who reaches the node reaches its ports.
+        allow_open_data_path: there, accept a backend whose ports know no authentication.
     """
 
     keys_directory: AbsolutePath | None = names.KEYS_DIRECTORY
@@ -211,6 +213,8 @@ class Control(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     bind_address: Annotated[str, msgspec.Meta(min_length=1, max_length=253)] | None = None
     http_port: Port = names.HTTP_PORT
     worker_port: Port = 0
+    host_network: bool = False
+    allow_open_data_path: bool = False
 
 
 class Integrity(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
@@ -246,6 +250,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     def check(self) -> None:
         """Raise ConfigError, with every fault, if fields that are each allowed contradict each other."""
         faults = [*_identity_faults(self.api_version, self.kind), *_transfer_faults(self.transfer)]
+        faults += _network_faults(self.transfer, self.control)
         faults += _layout_faults(self.model, self.prefill, self.decode)
         if not faults:
             faults += _plan_faults(self)
@@ -286,6 +291,16 @@ def _transfer_faults(transfer: Transfer) -> list[str]:
         for wire in sorted(set(seen))
         if seen.count(wire) > 1
     ]
+
+
+def _network_faults(transfer: Transfer, control: Control) -> list[str]:
+    if transfer.backend is not Backend.MOONCAKE or not control.host_network or control.allow_open_data_path:
+        return []
+    fault = (
+        "control.hostNetwork: true with transfer.backend Mooncake, whose ports listen on every address of the node and know "
+        "no authentication: leave hostNetwork off, use NIXL, or accept it with control.allowOpenDataPath"
+    )
+    return [fault]
 
 
 def _layout_faults(model: Model, prefill: Prefill, decode: Decode) -> list[str]:

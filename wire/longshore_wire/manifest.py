@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from longshore_wire import names
-from longshore_wire.agent_config import AgentConfig, Decode, Deployment, Integrity, Model, Prefill, Transfer
+from longshore_wire.agent_config import AgentConfig, Control, Decode, Deployment, Integrity, Model, Prefill, Transfer
 from longshore_wire.errors import ConfigError
 from longshore_wire.strict_document import parse, read_struct
 
@@ -33,6 +33,18 @@ class DecodeSpec(Decode, frozen=True, kw_only=True, rename="camel"):
     node_selector: dict[str, str] = msgspec.field(default_factory=dict)
 
 
+class Agents(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """How a cluster runs the agents.
+
+    Attributes:
+        host_network: in their nodes' network.
+        allow_open_data_path: there, accept a backend whose ports know no authentication.
+    """
+
+    host_network: bool = False
+    allow_open_data_path: bool = False
+
+
 class Spec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """`spec` of a DisaggDeployment."""
 
@@ -41,6 +53,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     decode: DecodeSpec
     transfer: Transfer = Transfer()
     integrity: Integrity = Integrity()
+    agents: Agents = Agents()
 
 
 class DisaggDeployment(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,11 +78,15 @@ class DisaggDeployment(msgspec.Struct, frozen=True, kw_only=True):
             decode=Decode(**decode),
             transfer=spec.transfer,
             integrity=spec.integrity,
+            control=Control(
+                host_network=spec.agents.host_network, allow_open_data_path=spec.agents.allow_open_data_path
+            ),
         )
         try:
             config.check()
         except ConfigError as error:
-            raise ConfigError([f"spec.{fault}" for fault in error.faults]) from error
+            # What the file for agents has under `control` people write under `agents`.
+            raise ConfigError([f"spec.{fault}".replace("control.", "agents.") for fault in error.faults]) from error
         return config
 
 

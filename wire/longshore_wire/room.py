@@ -116,6 +116,11 @@ class SourceRoom:
             self.total_tokens = end_token
 
     @property
+    def unfinished(self) -> bool:
+        """Whether the engine has offered it and waits for its end."""
+        return self.engine and not self.failed
+
+    @property
     def busy(self) -> bool:
         """Whether a lane holds a slab of this room."""
         return any(pair.busy_count for pair in self.pairs.values())
@@ -200,6 +205,11 @@ class TargetRoom:
     text: str = ""
     bytes_moved: int = 0
     opened_ns: int = 0
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether the engine waits for its end."""
+        return not self.ended
 
     @property
     def done(self) -> bool:

@@ -138,6 +138,11 @@ class Session:
         """The engine lives: all its rooms keep their lease."""
         self.lease_until_ns = now_ns + self.config.lease_ns
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether this side's engine waits for the end of a room."""
+        return any(room.unfinished for room in self.rooms.values())
+
     def cancel(self, key: RoomKey, reason: Reason, text: str, now_ns: int) -> None:
         """Give a room up; unknown rooms are ignored."""
         raise NotImplementedError

@@ -11,6 +11,7 @@ from longshore_wire.effects import Dial, HangUp, Knock, PeerAttached, PeerGone, 
 from longshore_wire.engine_messages import Endpoint
 from longshore_wire.errors import Reason
 from longshore_wire.peer_messages import Abort, Attach, Ping, Refuse, RoomKey
+from longshore_wire.plan import Way
 from longshore_wire.room import TargetPair, TargetRoom
 from longshore_wire.session import Peer, PeerState, Session
 
@@ -54,10 +55,20 @@ class TargetPeers(Session):
         if known is None or known.state not in (PeerState.ATTACHED, PeerState.LOST):
             return
         self.peer_lost(peer, f"{prefill_name(peer)} at {known.address} has ended", now_ns)
+        self._confirm_all(known, now_ns, revoked=False)
+
+    def peer_revoked(self, peer: PeerId, now_ns: int) -> None:
+        """A source that was lost has no access to our memory any more, whether it lives or not."""
+        known = self.peers.get(peer)
+        if known is not None and known.state is PeerState.LOST:
+            self._confirm_all(known, now_ns, revoked=True)
+
+    def _confirm_all(self, known: Peer, now_ns: int, *, revoked: bool) -> None:
         for key in list(known.rooms):
             room = self.rooms.get(key)
-            if room is not None:
-                self._confirm(room, room.pairs[peer])
+            # A worker of this node writes pages that it has mapped itself: no transport takes those from it.
+            if room is not None and not (revoked and room.pairs[known.peer].way is Way.DIRECT):
+                self._confirm(room, room.pairs[known.peer])
         self._pump(now_ns)
 
     def _on_attach(self, known: Peer, attach: Attach, now_ns: int) -> None:
@@ -109,7 +120,8 @@ class TargetPeers(Session):
                 continue
             self._fail(room, refuse.reason, refuse.text, now_ns)
             pair = room.pairs[known.peer]
-            if refuse.reason is not Reason.STALE_EPOCH or not pair.pair.source_epoch:
+            granted = bool(pair.regions) or pair.way is not Way.STAGED
+            if refuse.reason is not Reason.STALE_EPOCH or not pair.pair.source_epoch or not granted:
                 # Refused for a newer life after it was attached, a source may still write what it had begun.
                 self._confirm(room, pair)
         # It hears nothing that we say.

@@ -51,6 +51,7 @@ class TargetSession(TargetPeers):
         self.rooms: dict[RoomKey, TargetRoom] = {}
         self.granter = Granter(config)
         self._in_place_count = 0
+        self._hopeless_since_ns: int | None = None
 
     # -- the engine ------------------------------------------------------------------------------------------------
 
@@ -382,11 +383,21 @@ class TargetSession(TargetPeers):
         for room_key, pair, grant in self.granter.grants(self.rooms):
             self._send(pair.peer, grant)
             self._watch(self.rooms[room_key], pair, now_ns)
-        for key in self.granter.take_hopeless():
+        for key in self._hopeless(now_ns):
             room = self.rooms.get(key)
             if room is not None:
                 text = f"{self.granter.ring.held_bytes} bytes of the ring are quarantined: no slab of this room fits"
                 self._fail(room, Reason.RING_TOO_SMALL, text, now_ns)
+
+    def _hopeless(self, now_ns: int) -> list[RoomKey]:
+        """Return rooms that wait for memory which stays in quarantine; that of writers that still answer comes back soon."""
+        waiting = self.granter.take_hopeless()
+        if not waiting:
+            self._hopeless_since_ns = None
+            return []
+        if self._hopeless_since_ns is None:
+            self._hopeless_since_ns = now_ns
+        return waiting if now_ns - self._hopeless_since_ns >= self.config.peer_timeout_ns else []
 
     def _watch(self, room: TargetRoom, pair: TargetPair, now_ns: int) -> None:
         if pair.told and not pair.complete and not room.failed:

@@ -104,6 +104,12 @@ class EngineLeft(msgspec.Struct, tag=18):
     text: str
 
 
+class Retiring(msgspec.Struct, tag=25):
+    """From a worker: its memory cannot be proven free but by its end. It takes no new rooms and leaves after the open ones."""
+
+    text: str
+
+
 class RoomFailed(msgspec.Struct, tag=19):
     """From a worker: tell the sibling ranks."""
 
@@ -160,7 +166,16 @@ ToWorker = (
     | PoolGone
 )
 FromWorker = (
-    Started | EngineAdopted | EngineLeft | RoomFailed | SnapshotPart | SelfTested | PoolAsked | PoolShown | PoolTaken
+    Started
+    | EngineAdopted
+    | EngineLeft
+    | Retiring
+    | RoomFailed
+    | SnapshotPart
+    | SelfTested
+    | PoolAsked
+    | PoolShown
+    | PoolTaken
 )
 NodeMessage = ToWorker | FromWorker
 

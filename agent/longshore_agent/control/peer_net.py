@@ -182,8 +182,11 @@ class PeerNet:
         if peer is None:
             self.counters["stale.Unattached"] += 1
             if isinstance(message, Ping):
-                # It knew an earlier life of this worker: epoch 0 tells it to attach again.
-                self._router.send_multipart([route, PEER.encode(Pong(0))], zmq.NOBLOCK)
+                # It knew an earlier life of this worker: epoch 0 tells it to attach again. It may be gone by now.
+                try:
+                    self._router.send_multipart([route, PEER.encode(Pong(0))], zmq.NOBLOCK)
+                except zmq.ZMQError:
+                    self.counters["unsent"] += 1
             return
         received.append(Received(Half.SOURCE, peer, message))
 

@@ -70,6 +70,7 @@ class Desk:
     leaving: dict[int, int] = field(default_factory=dict)  # pool: request that waits for its rooms to be released
     pools_changed: bool = False
     taken: list[int] = field(default_factory=list)  # pools that were let go and of which others must hear
+    closing: str = ""  # why no new room is taken; empty: they are
     _parts: dict[tuple[str, int, int], dict[int, bytes]] = field(default_factory=dict)
 
     def handle(self, message: ToAgent, descriptors: list[int], now_ns: int) -> ToEngine | None:
@@ -173,6 +174,8 @@ class Desk:
         pool.pages.check_pages(pages)
         key = RoomKey(self.source.config.instance, message.room, message.pool)
         old = self.tables.get((Half.SOURCE, key))
+        if old is None:
+            self._check_open()
         table = self._extended(old, message, pages)
         # The core may begin to write at once: the pages must be known by then.
         self.tables[Half.SOURCE, key] = table
@@ -215,6 +218,7 @@ class Desk:
         key = RoomKey(message.endpoint.instance, message.room, message.pool)
         if (Half.TARGET, key) in self.tables:
             raise RoomError(f"room {message.room} was claimed before: use a new id", reason=Reason.ROOM_REUSED)
+        self._check_open()
         self.tables[Half.TARGET, key] = PageTable(message.first_token // self.layout.page_size, pages)
         wanted = Wanted(
             key,
@@ -263,6 +267,13 @@ class Desk:
         session = self.source if message.half is Half.SOURCE else self.target
         if session is not None:
             session.cancel(key, Reason.CANCELLED, "cancelled by its engine", now_ns)
+
+    def _check_open(self) -> None:
+        if self.closing:
+            raise RoomError(
+                f"this worker is being replaced, as {self.closing}: try again, the next one takes it",
+                reason=Reason.BUSY,
+            )
 
     def _check_count(self, first_token: int, end_token: int, count: int) -> None:
         size = self.layout.page_size

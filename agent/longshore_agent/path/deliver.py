@@ -78,8 +78,10 @@ class Deliverer:
         direct.copy_pages(near, far, effect.tokens)
         self._metrics.add("longshore_writes_total", 1, way="direct")
 
-    def in_place(self, job: WriteJob) -> None:
+    def in_place(self, job: WriteJob) -> bool:
         """Write the slab's runs straight into the target's pages, in batches; all have landed on return.
+
+        Those of a room that is given up meanwhile stop after a batch. Returns whether anything was written.
 
         Raises:
             TransportError: nothing was begun.
@@ -93,20 +95,25 @@ class Deliverer:
             self._metrics.add("longshore_write_pieces_total", count, way=way)
             prepared = self._transport.prepare(job.peer_name, sources, targets, lengths)
             open_writes: deque[Write] = deque()
+            posted_count = 0
             try:
                 for first in range(0, count, self._slices_batch):
+                    if job.cancelled:
+                        break
                     if len(open_writes) >= _OPEN_BATCHES_MAX:
                         self._finish(open_writes.popleft())
                     indices: npt.NDArray[np.int32] = np.arange(
                         first, min(first + self._slices_batch, count), dtype=np.int32
                     )
                     open_writes.append(self._transport.post_prepared(job.peer_name, prepared, indices, b""))
+                    posted_count += 1
                     self._metrics.add("longshore_writes_total", 1, way=way)
                 while open_writes:
                     self._finish(open_writes.popleft())
             finally:
                 self._settle(open_writes)
                 self._transport.release_prepared(prepared)
+            return posted_count > 0 or count == 0
 
     def _finish(self, write: Write) -> None:
         """Wait until a write is settled; raise if it failed."""

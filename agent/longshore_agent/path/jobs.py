@@ -35,7 +35,7 @@ class PageTable:
 
 @dataclass(slots=True)
 class WriteJob:
-    """One slab to bring over. `cancelled` is set by the control thread; a lane looks before it begins."""
+    """One slab to bring over. `cancelled` is set by the control thread; a lane looks before it begins each write."""
 
     effect: StartWrite
     pool: KVPool

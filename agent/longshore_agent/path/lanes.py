@@ -86,23 +86,35 @@ class Lanes:
             if job.effect.way is Way.STAGED:
                 length_bytes = gather_slab(job, buffer)
                 self._record("gather", job, index, start_ns)
+                if job.cancelled:
+                    return WriteResult(job, "", dropped=True, notify=False)
                 start_ns = time.monotonic_ns()
                 self._deliverer.staged(job, buffer, length_bytes)
             elif job.effect.way is Way.DIRECT:
                 self._deliverer.direct(job)
-            else:
-                self._deliverer.in_place(job)
+            elif not self._deliverer.in_place(job):
+                return WriteResult(job, "", dropped=True, notify=False)
         except WriteFailedError as error:
+            self._count_overtaken(job)
             return WriteResult(job, str(error), dropped=False, notify=False, settled=error.settled)
         except LongshoreError as error:
             return WriteResult(job, str(error), dropped=False, notify=False)
         self._record("write", job, index, start_ns)
+        if self._count_overtaken(job):
+            # Perhaps not all of it was written, and nobody waits for it.
+            return WriteResult(job, "", dropped=True, notify=False)
         self._slabs[index] += 1
         self._bytes[index] += job.effect.payload_bytes
         self._metrics.add("longshore_lane_slabs_total", 1, lane=index)
         self._metrics.add("longshore_lane_bytes_total", job.effect.payload_bytes, lane=index)
         noticed = job.effect.way is Way.STAGED and job.noticed
         return WriteResult(job, "", dropped=False, notify=not noticed)
+
+    def _count_overtaken(self, job: WriteJob) -> bool:
+        """Count a write whose room was given up while it was under way; return whether it was."""
+        if job.cancelled:
+            self._metrics.add("longshore_overtaken_writes_total", 1, way=job.effect.way.name.lower())
+        return job.cancelled
 
     def _record(self, stage: str, job: WriteJob, index: int, start_ns: int) -> None:
         end_ns = time.monotonic_ns()

@@ -80,6 +80,9 @@ TABLE: tuple[Metric, ...] = (
     _counter("slabs", "slabs", ("half", "way"), "Slabs finished."),
     _counter("writes", "writes", ("way",), "Writes posted to the transport."),
     _counter("write_pieces", "pieces", ("way",), "Pieces of memory in those writes."),
+    _counter(
+        "overtaken_writes", "writes", ("way",), "Writes of slabs that were under way when their room was given up."
+    ),
     _counter("lane_bytes", "bytes", ("lane",), "Bytes that a lane wrote."),
     _counter("lane_slabs", "slabs", ("lane",), "Slabs that a lane wrote."),
     _gauge("ring_capacity_bytes", "bytes", (), "Size of the staging ring."),
@@ -101,6 +104,12 @@ TABLE: tuple[Metric, ...] = (
     _gauge("engines", "engines", ("half",), "Engine ranks that are registered."),
     _gauge("peers", "peers", ("state",), "Workers of other agents."),
     _gauge("self_test_bytes", "bytes", (), "Bytes that the self-test has moved by the configured backend."),
+    _counter(
+        "worker_replacements",
+        "workers",
+        (),
+        "Workers that took no new rooms and ended after the open ones, because only their end proves memory free.",
+    ),
     _counter("worker_restarts", "restarts", (), "Workers that were started again after they died."),
     _counter("process_cpu_seconds", "seconds", (), "Processor time that this process used."),
 )

@@ -56,11 +56,15 @@ class Transport(Protocol):
             without anybody calling `notices`.
         fences: a peer's write that begins after `deregister` of that memory is refused. A fact proven by the contract
             suite. One that had begun may still land, whatever the transport.
+        revocable: the wires over which `disconnect` takes a peer's access away: no byte of it lands here afterwards, also
+            of a write that had begun. Proven by the contract suite, which writes after revocation; a wire that it has not
+            seen is not among them. Where it is not, only the peer's word, its end or ours proves memory free.
     """
 
     backend: str
     notifies: bool
     fences: bool
+    revocable: frozenset[Wire]
 
     def register(self, address: int, length_bytes: int) -> int:
         """Register memory of this process; return a token for `deregister`. Raises TransportError."""

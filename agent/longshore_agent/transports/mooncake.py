@@ -125,6 +125,8 @@ class MooncakeTransport:
     notifies = False
     # The target checks every request against what it has registered.
     fences = True
+    # It asks nobody who sent it, and a request that had begun goes on to its end.
+    revocable: frozenset[Wire] = frozenset()
 
     def __init__(self, name: str, host: str = "127.0.0.1") -> None:
         if not is_name(name):

@@ -89,6 +89,8 @@ class NixlTransport:
     notifies = True
     # After deregistration a write still reports DONE and lands, over shared memory and over TCP.
     fences = False
+    # Nor does forgetting the peer stop it.
+    revocable: frozenset[Wire] = frozenset()
 
     def __init__(self, name: str) -> None:
         if not is_name(name) or "~" in name:

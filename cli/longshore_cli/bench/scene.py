@@ -198,6 +198,10 @@ class Scene:
             time.sleep(_LOOK_PAUSE_S)
         raise BenchError(f"{self.course.name}: the prefill side did not answer the claim of room {room}")
 
+    def clocks(self) -> list[int]:
+        """Return the clocks of the workers' processor time, those of the source first."""
+        return list(self._clocks)
+
     def _core_s(self) -> float:
         return sum(time.clock_gettime(clock) for clock in self._clocks)
 

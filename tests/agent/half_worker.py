@@ -1,0 +1,170 @@
+"""Half of a worker without its processes: the real core, ring, lanes, scatter threads and transport, over one socket to a peer.
+
+For tests that need thousands of rooms: what a supervisor, ZeroMQ and an engine's client cost is left out. Run by
+`abort_storm` in two processes, one a half.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import time
+from typing import Any
+
+import numpy as np
+from engine_pages import EnginePages
+
+from longshore_agent.moving import Mover
+from longshore_agent.path.admit import Desk
+from longshore_agent.settings import Settings
+from longshore_agent.status.metrics import Metrics
+from longshore_agent.status.spans import SpanRecorder
+from longshore_agent.worker_config import WorkerConfig
+from longshore_wire.codec import PEER
+from longshore_wire.effects import PeerAttached, PeerGone, PeerId, RoomEnded, RoomReleased, StartScatter, StartWrite
+from longshore_wire.engine_messages import Accepted, Half, RegisterPool, ToAgent
+from longshore_wire.layout import KVLayout
+from longshore_wire.peer_messages import PeerMessage
+from longshore_wire.session import Session
+from longshore_wire.source_session import SourceSession
+from longshore_wire.target_session import TargetSession
+
+PEERS = {Half.SOURCE: PeerId("prefill", 0, 0), Half.TARGET: PeerId("decode", 0, 0)}
+_DATAGRAM_BYTES_MAX = 1 << 20
+# Not below the transport's metadata in one datagram.
+_SOCKET_BUFFER_BYTES = 4 << 20
+_FROM_PEER, _NOTE = b"p"[0], b"n"[0]
+
+
+class HalfWorker:
+    """One half. `turn` does what a worker's control thread does in one turn; `heard` are the notes of the other half."""
+
+    def __init__(self, half: Half, layout: KVLayout, page_count: int, settings: Settings, link: socket.socket) -> None:
+        self.half, self.other = half, PEERS[Half(1 - half)]
+        self.link = link
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            link.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER_BYTES)
+        name = PEERS[half].instance
+        config = WorkerConfig(
+            name, "tests/storm", name, time.time_ns(), layout, (half,), settings.environment(), port=0, link=-1
+        )
+        now_ns = time.monotonic_ns()
+        made = config.session_config(settings)
+        self.session: Session = (
+            SourceSession(made, now_ns=now_ns) if half is Half.SOURCE else TargetSession(made, now_ns=now_ns)
+        )
+        self.metrics = Metrics()
+        self.mover = Mover(config, settings, self.metrics, SpanRecorder(1), lambda *_: None)
+        self.desk = Desk(layout, self.mover.transport, self._source, self._target)
+        self.pages = EnginePages(layout, page_count, f"storm-{name}")
+        self.ask(RegisterPool(1, 0, self.pages.geometry), [os.dup(self.pages.descriptor)])
+        self.session.describe(
+            self.mover.transport.metadata(),
+            self.mover.ring_region,
+            {number: pool.info(number) for number, pool in self.desk.pools.items()},
+            self.mover.probe_region,
+        )
+        self.heard: list[dict[str, Any]] = []
+        self.effects: list[RoomEnded | RoomReleased | StartScatter] = []
+        self.watched = [link.fileno(), self.mover.results.wake]
+
+    def ask(self, message: ToAgent, descriptors: list[int] | None = None) -> None:
+        """Ask what an engine asks; it must be accepted."""
+        answer = self.desk.handle(message, descriptors or [], time.monotonic_ns())
+        assert isinstance(answer, Accepted), answer
+
+    def note(self, **note: Any) -> None:
+        """Say something to the test in the other process."""
+        self.link.send(bytes([_NOTE]) + json.dumps(note).encode())
+
+    def turn(self, wait_s: float) -> None:
+        """Wait for something to do, at most so long, and do it."""
+        select.select(self.watched, [], [], wait_s)
+        now_ns = time.monotonic_ns()
+        self._hear(now_ns)
+        self.mover.collect()
+        for peer, message in self.mover.take_results(self.half, self.session, now_ns):
+            self._say(peer, message)
+        if self._target is not None and self.mover.transport.notifies:
+            for peer, message in self.mover.notices():
+                self.session.receive(peer, message, now_ns)
+        self.session.renew(now_ns)
+        self.session.tick(now_ns)
+        self.flush(now_ns)
+
+    def flush(self, now_ns: int) -> None:
+        """Carry out what the core asks for, and keep what its engine would be told."""
+        asked = True
+        while asked:
+            asked = False
+            for effect in self.session.take_effects():
+                asked = True
+                self._apply(effect, now_ns)
+            for peer, message in self.session.take_outbox():
+                self._say(peer, message)
+
+    def close(self) -> None:
+        """Let the transport go."""
+        self.mover.close()
+        self.pages.close()
+        self.link.close()
+
+    @property
+    def _source(self) -> SourceSession | None:
+        return self.session if isinstance(self.session, SourceSession) else None
+
+    @property
+    def _target(self) -> TargetSession | None:
+        return self.session if isinstance(self.session, TargetSession) else None
+
+    def hear_peer(self, message: PeerMessage, now_ns: int) -> None:
+        """Obey one message of the other half."""
+        self.session.receive(self.other, message, now_ns)
+
+    def _hear(self, now_ns: int) -> None:
+        while True:
+            try:
+                data = self.link.recv(_DATAGRAM_BYTES_MAX, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            if not data:
+                raise EOFError("the other half has ended")
+            if data[0] == _FROM_PEER:
+                self.hear_peer(PEER.decode(data[1:]), now_ns)
+            else:
+                self.heard.append(json.loads(data[1:]))
+
+    def _say(self, peer: PeerId, message: PeerMessage) -> None:
+        assert peer == self.other, peer
+        with contextlib.suppress(BrokenPipeError):
+            self.link.send(bytes([_FROM_PEER]) + PEER.encode(message))
+
+    def _apply(self, effect: object, now_ns: int) -> None:
+        if isinstance(effect, StartWrite):
+            assert self._source is not None
+            self.mover.start_write(effect, self.desk, self._source, now_ns)
+        elif isinstance(effect, StartScatter):
+            self.effects.append(effect)
+            self.mover.start_scatter(effect, self.desk, now_ns)
+        elif isinstance(effect, RoomEnded):
+            self.effects.append(effect)
+            if effect.reason:
+                self.mover.cancel(self.half, effect.key)
+        elif isinstance(effect, RoomReleased):
+            self.desk.tables.pop((self.half, effect.key), None)
+            self.mover.forget(self.half, effect.key)
+            self.effects.append(effect)
+        elif isinstance(effect, PeerAttached):
+            self.mover.connect(self.half, effect)
+        else:
+            assert not isinstance(effect, PeerGone), "the other half was lost"
+
+
+def stamped(base: np.ndarray, room: int) -> np.ndarray:
+    """The content of a room: [K and V, layer, token, head, element], no two rooms' alike anywhere."""
+    stamp = (room * 2654435761) & 0xFFFFFFFF
+    found: np.ndarray = base ^ np.uint32(stamp)
+    return found

@@ -1,0 +1,270 @@
+"""What the best known implementation gets wrong beside its protocol, and ours must not: lanes, doors, arrivals, page lists."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import zmq
+from half_worker import PEERS, HalfWorker
+
+from longshore_agent.control.peer_net import PeerNet
+from longshore_agent.path.deliver import ready_message
+from longshore_agent.path.jobs import WriteJob
+from longshore_agent.settings import Settings
+from longshore_agent.transports.base import Write, WriteState
+from longshore_agent.transports.loopback import LoopbackTransport
+from longshore_client import Half, KVLayout, ModelShape, Parallel
+from longshore_client.pages import packed_pages
+from longshore_wire.agent_config import Backend
+from longshore_wire.codec import PEER
+from longshore_wire.effects import PeerId, RoomEnded
+from longshore_wire.engine_messages import Endpoint, Offer, RankAddress, Receive
+from longshore_wire.errors import Reason
+from longshore_wire.peer_messages import Ping, Watermark
+from longshore_wire.plan import Way
+
+PAGE_SIZE = 8
+TOKENS = 64
+ROOM_PAGES = TOKENS // PAGE_SIZE
+LAYOUT = KVLayout(ModelShape(layers=2, kv_heads=2, head_dim=16, element_bytes=4), Parallel(), PAGE_SIZE)
+SETTINGS = Settings(
+    deployment="tests/storm",
+    backend=Backend.LOOPBACK,
+    ring_bytes=1 << 20,
+    ring_extent_bytes=1 << 20,
+    lane_count=1,
+    lane_bytes=1 << 20,
+    slab_bytes_min=1 << 20,
+    force_way=Way.STAGED,
+    retry_ms=100,
+    peer_timeout_s=300.0,
+)
+LIMIT_S = 30.0
+
+
+class Halves:
+    """Both halves in this process; the loopback carries bytes from one to the other."""
+
+    def __init__(self, faults: list[dict[str, object]], **settings: object) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        made = dataclasses.replace(SETTINGS, **settings)
+        self.prefill = HalfWorker(
+            Half.SOURCE, LAYOUT, 64, dataclasses.replace(made, loopback_faults=json.dumps(faults)), ours
+        )
+        self.decode = HalfWorker(Half.TARGET, LAYOUT, 64, made, theirs)
+        self.data = np.random.default_rng(2).integers(0, 1 << 32, (2, 2, TOKENS, 2, 16), dtype=np.uint32)
+
+    def begin(self, room: int) -> list[int]:
+        """Claim and offer a room; return decode's pages."""
+        pages = list(range(room * ROOM_PAGES, (room + 1) * ROOM_PAGES))
+        self.prefill.pages.put(self.prefill.pages.planes, pages, self.data, 0, TOKENS)
+        packed = packed_pages(pages)
+        endpoint = Endpoint("prefill", LAYOUT, (RankAddress(0, "h:1", self.prefill.session.config.epoch),))
+        self.decode.ask(Receive(1, room, 0, endpoint, 0, TOKENS, 0, len(pages), packed))
+        self.decode.flush(time.monotonic_ns())
+        self.prefill.ask(Offer(1, room, 0, 0, TOKENS, last=True, pages=packed))
+        return pages
+
+    def run(self, until: Callable[[], object]) -> None:
+        end_s = time.monotonic() + LIMIT_S
+        while not until():
+            assert time.monotonic() < end_s, "not in time"
+            for half in (self.prefill, self.decode):
+                half.turn(0.001)
+
+    def end(self, room: int) -> RoomEnded:
+        """Wait for the end of a room in decode."""
+        found: list[RoomEnded] = []
+
+        def is_over() -> bool:
+            found[:] = [end for end in self.decode.effects if isinstance(end, RoomEnded) and end.key.room == room]
+            return bool(found)
+
+        self.run(is_over)
+        return found[0]
+
+    def arrived(self, pages: list[int]) -> bool:
+        self.decode.pages.put(self.decode.pages.expected, pages, self.data, 0, TOKENS)
+        return self.decode.pages.intact()
+
+    def close(self) -> None:
+        for half in (self.prefill, self.decode):
+            half.close()
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Halves]]:
+    made: list[Halves] = []
+
+    def build(*faults: dict[str, object], **settings: object) -> Halves:
+        made.append(Halves(list(faults), **settings))
+        return made[-1]
+
+    yield build
+    for halves in made:
+        halves.close()
+
+
+def lane_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "lane-0" and thread.is_alive()]
+
+
+def test_a_lane_whose_writes_fail_goes_on_and_the_next_room_of_the_same_peer_arrives(make) -> None:
+    halves = make({"kind": "fail", "count": 3})
+    (lane,) = lane_threads()
+    for room in range(1, 4):
+        halves.begin(room)
+        end = halves.end(room)
+        assert (end.reason, "failed on demand" in end.text) == (Reason.TRANSFER_FAILED, True)
+    pages = halves.begin(4)
+    assert halves.end(4).reason is Reason.NONE
+    assert lane_threads() == [lane]
+    assert halves.arrived(pages)
+
+
+def test_a_thread_that_ends_by_a_mistake_of_ours_ends_its_worker_so_that_nobody_waits_for_it() -> None:
+    program = (
+        "import threading\n"
+        "from longshore_agent import worker\n"
+        "threading.excepthook = worker._end_process\n"
+        "thread = threading.Thread(target=lambda: 1 // 0)\n"
+        "thread.start()\n"
+        "threading.Event().wait(60)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=False)
+    assert ended.returncode == 70
+    assert b"ZeroDivisionError" in ended.stderr
+
+
+def held_job(halves: Halves) -> WriteJob:
+    """The job whose write the transport holds."""
+    halves.run(lambda: halves.prefill.mover._by_id and transport_of(halves)._waiting)
+    (job,) = halves.prefill.mover._by_id.values()
+    assert isinstance(job, WriteJob)
+    return job
+
+
+def transport_of(halves: Halves) -> LoopbackTransport:
+    found = halves.prefill.mover.transport
+    assert isinstance(found, LoopbackTransport)
+    return found
+
+
+def test_a_word_of_arrival_that_comes_before_the_bytes_waits_for_them(make) -> None:
+    halves = make({"kind": "hold"}, trailer_deadline_ms=60_000)
+    pages = halves.begin(1)
+    ready = ready_message(held_job(halves))
+    halves.decode.session.receive(PEERS[Half.SOURCE], ready, time.monotonic_ns())
+    for _ in range(50):
+        halves.decode.turn(0.001)
+    # Its scatter has begun to look, and has found nothing that it may copy.
+    assert halves.decode.pages.intact()
+    assert not [effect for effect in halves.decode.effects if isinstance(effect, RoomEnded)]
+    transport_of(halves).let_go()
+    assert halves.end(1).reason is Reason.NONE
+    assert halves.arrived(pages)
+
+
+@pytest.mark.parametrize("way", [Way.STAGED, Way.CONTIGUOUS, Way.SLICES])
+def test_mooncakes_target_is_told_by_a_message_that_leaves_after_the_write_is_complete(make, way) -> None:
+    halves = make(backend=Backend.MOONCAKE, force_way=way)
+    before = halves.begin(2)
+    assert halves.end(2).reason is Reason.NONE
+    halves.run(lambda: not halves.prefill.session.rooms and not halves.decode.session.rooms)
+    halves.decode.effects.clear()
+    transport, is_shut = halves.prefill.mover.transport, True
+    look = transport.state
+    complete: list[object] = []
+
+    def state(write: Write) -> WriteState:
+        said = look(write)
+        if said is WriteState.DONE:
+            complete.append(write)
+        return WriteState.OPEN if is_shut else said
+
+    transport.state = state  # type: ignore[method-assign]
+    pages = halves.begin(1)
+    halves.run(lambda: complete)
+    for _ in range(50):
+        for half in (halves.prefill, halves.decode):
+            half.turn(0.001)
+    (pair,) = halves.decode.session.rooms[next(iter(halves.decode.session.rooms))].pairs.values()
+    assert pair.done_count == 0
+    assert not halves.decode.effects
+    is_shut = False
+    assert halves.end(1).reason is Reason.NONE
+    halves.decode.pages.put(halves.decode.pages.expected, before, halves.data, 0, TOKENS)
+    assert halves.arrived(pages)
+
+
+def test_bytes_that_never_come_fail_the_room_and_touch_no_page(make) -> None:
+    halves = make({"kind": "hold"}, trailer_deadline_ms=50)
+    halves.begin(1)
+    ready = ready_message(held_job(halves))
+    halves.decode.session.receive(PEERS[Half.SOURCE], ready, time.monotonic_ns())
+    assert halves.end(1).reason is Reason.TRAILER_MISMATCH
+    assert halves.decode.pages.intact()
+    transport_of(halves).let_go()
+    halves.run(lambda: not halves.prefill.session.rooms and not halves.decode.session.rooms)
+    assert halves.decode.pages.intact()
+
+
+def test_a_peer_that_reads_nothing_never_holds_up_who_speaks_to_it(make) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        net = PeerNet("127.0.0.1", 0, "decode/0/0/1", None)
+        peer = PeerId("prefill", 0, 0)
+        net.dial(peer, f"127.0.0.1:{deaf.getsockname()[1]}")
+        # More than any queue holds; the rest is not sent, and said again by its timers.
+        for number in range(50_000):
+            net.send(Half.TARGET, peer, Watermark(1, 0, number))
+        assert net.counters["unsent"] > 0
+        net.send(Half.SOURCE, peer, Watermark(1, 0, 0))
+        assert net.counters["unroutable"] == 1
+        net.hang_up(peer)
+        net.close()
+
+
+def test_a_stranger_that_asks_and_is_gone_before_the_answer_ends_nobody(make) -> None:
+    net = PeerNet("127.0.0.1", 0, "prefill/0/0/1", None)
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.setsockopt(zmq.ROUTING_ID, b"stranger")
+    stranger.connect(f"tcp://{net.address}")
+    for _ in range(100):
+        stranger.send(PEER.encode(Ping(1)))
+    assert net.poller.poll(5000)
+    # Until its end is known at our door: what it had said can still be read.
+    stranger.close(linger=1000)
+    context.term()
+    end_s = time.monotonic() + 5.0
+    while net.counters["unsent"] == 0 and time.monotonic() < end_s:
+        net.receive(frozenset(ready for ready, _ in net.poller.poll(100)))
+    assert net.counters["unsent"] > 0
+    net.close()
+
+
+def test_the_pages_of_a_room_are_what_they_were_when_it_was_asked_for(make) -> None:
+    halves = make({"kind": "hold"})
+    listed = list(range(ROOM_PAGES))
+    packed = packed_pages(listed)
+    listed.reverse()
+    assert packed == packed_pages(range(ROOM_PAGES))
+    pages = halves.begin(1)
+    held_job(halves)
+    for half in (halves.prefill, halves.decode):
+        (table,) = half.desk.tables.values()
+        assert list(table.pages) == pages
+        with pytest.raises(ValueError, match="read-only"):
+            table.pages[0] = 63
+    transport_of(halves).let_go()
+    assert halves.end(1).reason is Reason.NONE
+    assert halves.arrived(pages)

@@ -1,0 +1,130 @@
+"""Ring memory of a room that was given up: it comes back when no writer can write it any more, and not a message earlier."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from two_writers import FIRST, KEY, SECOND, Scene
+
+from longshore_wire.effects import SECOND_NS, PeerGone, RoomReleased
+from longshore_wire.errors import Reason
+from longshore_wire.peer_messages import AbortAck, Attach, RoomKey, WireFound
+from longshore_wire.plan import Way
+
+
+def test_memory_comes_back_writer_by_writer_when_each_has_ended_its_writes_and_says_so() -> None:
+    scene = Scene.given_up()
+    both = scene.held
+    assert both and scene.target.granter.ring.used_bytes == 0
+    scene.settle()
+    # The sources know of it, and their lanes still write.
+    assert scene.held == both
+    scene.end_writes(FIRST)
+    scene.settle()
+    assert 0 < scene.held < both
+    scene.end_writes(SECOND)
+    scene.settle()
+    assert scene.held == 0
+    assert scene.free == 1 << 20
+    assert KEY not in scene.target.rooms
+
+
+def test_no_confirmation_of_another_life_another_room_or_another_writer_frees_anything() -> None:
+    scene = Scene.given_up()
+    both = scene.held
+    pair = scene.pair(FIRST)
+    for wrong in (
+        msgspec.structs.replace(pair, source_epoch=6),
+        msgspec.structs.replace(pair, target_epoch=8),
+        msgspec.structs.replace(pair, key=RoomKey("P", 2, 0)),
+    ):
+        scene.say(FIRST, AbortAck(wrong))
+        assert scene.held == both
+    scene.say(SECOND, AbortAck(scene.pair(SECOND)))
+    assert 0 < scene.held < both
+    first = sum(region.length_bytes for region in scene.target.rooms[KEY].pairs[FIRST].regions.values())
+    assert scene.held == first
+
+
+def test_a_silent_writer_keeps_its_memory_in_quarantine_until_nobody_listens_at_its_address() -> None:
+    scene = Scene.given_up()
+    both = scene.held
+    for second in range(1, 60):
+        scene.target.renew(second * SECOND_NS)
+        scene.target.tick(second * SECOND_NS)
+    assert scene.held == both
+    scene.target.peer_dead(FIRST, 60 * SECOND_NS)
+    assert 0 < scene.held < both
+    scene.target.peer_dead(SECOND, 60 * SECOND_NS)
+    assert scene.held == 0
+
+
+def test_the_next_life_of_a_writer_is_proof_that_the_last_ones_writes_are_over() -> None:
+    scene = Scene.given_up()
+    both = scene.held
+    attach = scene.target.peers[FIRST].attach
+    assert attach is not None
+    scene.say(FIRST, msgspec.structs.replace(attach, generation=99))
+    assert scene.held == both
+    scene.say(FIRST, msgspec.structs.replace(attach, epoch=8))
+    assert 0 < scene.held < both
+
+
+@pytest.mark.parametrize("way", [Way.STAGED, Way.DIRECT])
+def test_a_lost_writer_whose_access_was_taken_away_frees_its_memory_but_not_pages_that_it_has_mapped(way: Way) -> None:
+    scene = Scene.given_up(way)
+    held, now_ns = scene.held, 6 * SECOND_NS
+    scene.target.peer_revoked(FIRST, 0)
+    # Not while it is attached: only losing a peer takes its access away.
+    assert scene.held == held
+    scene.target.tick(now_ns)
+    effects = scene.target.take_effects()
+    assert {effect.peer for effect in effects if isinstance(effect, PeerGone)} == {FIRST, SECOND}
+    scene.target.peer_revoked(FIRST, now_ns)
+    scene.target.peer_revoked(SECOND, now_ns)
+    released = [effect for effect in scene.target.take_effects() if isinstance(effect, RoomReleased)]
+    assert scene.held == 0
+    assert (KEY in scene.target.rooms) is (way is Way.DIRECT)
+    assert not released
+
+
+def test_what_a_source_says_of_the_wire_frees_nothing() -> None:
+    scene = Scene.given_up()
+    both = scene.held
+    scene.say(FIRST, WireFound(7, 9, "a wire that nobody knows"))
+    assert scene.held == both
+    assert isinstance(scene.target.peers[FIRST].attach, Attach)
+
+
+def waiting_room(scene: Scene) -> RoomKey:
+    """Let another room of the first source wait for memory while all of the ring is in quarantine."""
+    ring = scene.target.granter.ring
+    while (region := ring.allocate(ring.largest_free_bytes or ring.capacity_bytes)) is not None:
+        ring.hold(region)
+    assert (ring.free_bytes, ring.used_bytes) == (0, 0)
+    key = scene.claim(2)
+    scene.offer(2)
+    scene.settle()
+    return key
+
+
+def test_a_room_that_meets_a_ring_in_quarantine_waits_and_is_served_when_the_writers_confirm() -> None:
+    scene = Scene.given_up()
+    key = waiting_room(scene)
+    assert not scene.target.rooms[key].failed
+    for peer in (FIRST, SECOND):
+        scene.end_writes(peer)
+    scene.settle()
+    assert all(pair.regions for pair in scene.target.rooms[key].pairs.values())
+
+
+def test_a_room_fails_when_nothing_but_quarantine_stays_for_longer_than_a_writer_may_be_silent() -> None:
+    scene = Scene.given_up()
+    key = waiting_room(scene)
+    limit_ns = scene.target.config.peer_timeout_ns
+    while scene.now_ns < 3 * limit_ns:
+        scene.tick(SECOND_NS)
+        room = scene.target.rooms.get(key)
+        assert (room is None or room.failed) is (scene.now_ns >= limit_ns)
+    assert scene.target.ended[key].reason is Reason.RING_TOO_SMALL
+    assert "quarantined" in scene.target.ended[key].text

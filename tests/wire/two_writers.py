@@ -1,0 +1,169 @@
+"""Cores of two prefill ranks that write one room to one decode rank, without any transport: writes end when a test says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from longshore_client.memory import pool_geometry
+from longshore_wire.claims import Wanted
+from longshore_wire.effects import PeerId, RoomEnded, SessionConfig, StartScatter, StartWrite
+from longshore_wire.engine_messages import Endpoint, RankAddress
+from longshore_wire.errors import Reason
+from longshore_wire.layout import KVLayout, ModelShape, Parallel
+from longshore_wire.peer_messages import PairKey, PeerMessage, PoolInfo, RegionInfo, RoomKey, SlabReady
+from longshore_wire.plan import Way
+from longshore_wire.source_session import SourceSession
+from longshore_wire.target_session import TargetSession
+
+MODEL = ModelShape(layers=2, kv_heads=4, head_dim=16, element_bytes=2)
+KEY = RoomKey("P", 1, 0)
+TOKENS = 64
+FIRST, SECOND = PeerId("P", 0, 0), PeerId("P", 0, 1)
+DECODE = PeerId("D", 0, 0)
+
+
+@dataclass
+class Scene:
+    """Two prefill ranks and one decode rank. Nothing is lost, and nothing is delivered before `exchange`."""
+
+    target: TargetSession
+    sources: dict[PeerId, SourceSession]
+    now_ns: int = 0
+    lost: set[PeerId] = field(default_factory=set)  # sources of which nothing arrives
+    landed: list[StartScatter] = field(default_factory=list)
+    told: dict[int, Reason] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, way: Way = Way.STAGED, *, lost: PeerId | None = None, **settings: int) -> Scene:
+        """Attached to each other by a claim of room KEY that nobody has offered yet."""
+        config = SessionConfig(
+            "d", "D", 9, KVLayout(MODEL, Parallel(), 8), **{"ring_bytes": 1 << 20, "force_way": way, **settings}
+        )
+        target = TargetSession(config, now_ns=0)
+        pools = {0: PoolInfo(0, pool_geometry(config.layout, 8), (4096,))}
+        target.describe(b"", RegionInfo(0, config.ring_bytes), pools)
+        sources = {}
+        for rank, peer in enumerate((FIRST, SECOND)):
+            own = KVLayout(MODEL, Parallel(tp=2, tp_rank=rank), 16)
+            sources[peer] = SourceSession(SessionConfig("d", "P", 7, own, slab_bytes_min=1024), now_ns=0)
+            sources[peer].describe(b"", None, {})
+        scene = cls(target, sources, lost=set() if lost is None else {lost})
+        scene.claim(KEY.room)
+        scene.settle()
+        return scene
+
+    @classmethod
+    def given_up(cls, way: Way = Way.STAGED) -> Scene:
+        """With open writes of a room that decode has just given up."""
+        scene = cls.of(way)
+        scene.offer(KEY.room)
+        scene.settle()
+        assert all(source.rooms[KEY].busy for source in scene.sources.values())
+        scene.target.cancel(KEY, Reason.CANCELLED, "enough", 0)
+        scene.target.take_effects()
+        return scene
+
+    def claim(self, room: int) -> RoomKey:
+        """Decode wants all tokens of a room."""
+        key = RoomKey("P", room, 0)
+        self.target.claim(Wanted(key, self.endpoint(), 0, TOKENS, 8, bytes(32)), self.now_ns)
+        return key
+
+    @staticmethod
+    def endpoint() -> Endpoint:
+        """How decode reaches both prefill ranks."""
+        ranks = tuple(RankAddress(rank, f"h:{rank + 1}", 7) for rank in range(2))
+        return Endpoint("P", KVLayout(MODEL, Parallel(tp=2), 16), ranks)
+
+    def settle(self) -> None:
+        """Carry what is said until nobody says anything more."""
+        while self.exchange():
+            pass
+
+    def writes(self, peer: PeerId) -> list[StartWrite]:
+        """What a source's core wants written, since it was last asked."""
+        return [effect for effect in self.sources[peer].take_effects() if isinstance(effect, StartWrite)]
+
+    def land(self, peer: PeerId, write: StartWrite) -> SlabReady:
+        """A write is complete: its lane is told; return what its target is to be told."""
+        self.sources[peer].write_done(DECODE, write.pair, write.slab, write.payload_bytes, self.now_ns)
+        return SlabReady(write.pair, write.slab, write.generation, write.payload_bytes, write.total_tokens)
+
+    def offer(self, room: int, first_token: int = 0, end_token: int = TOKENS) -> None:
+        """Both prefill ranks have computed tokens of a room."""
+        for source in self.sources.values():
+            source.offer(room, 0, first_token, end_token, last=end_token == TOKENS, now_ns=self.now_ns)
+
+    def deliver(self, peer: PeerId) -> int:
+        """Do everything that one source's rooms still need; return how many slabs that were."""
+        count = 0
+        self.settle()
+        while writes := self.writes(peer):
+            for write in writes:
+                self.say(peer, self.land(peer, write))
+            count += self.scatter()
+            self.settle()
+        return count
+
+    def tick(self, step_ns: int) -> None:
+        """Let time pass; engines live."""
+        self.now_ns += step_ns
+        for core in (*self.sources.values(), self.target):
+            core.renew(self.now_ns)
+            core.tick(self.now_ns)
+        self.settle()
+
+    def scatter(self) -> int:
+        """Scatter everything that has landed; return how many slabs that were."""
+        self.look()
+        landed, self.landed = self.landed, []
+        for effect in landed:
+            self.target.scatter_done(effect.peer, effect.pair, effect.slab, effect.payload_bytes, self.now_ns)
+        self.look()
+        return len(landed)
+
+    def look(self) -> None:
+        """Keep what decode's core asks for, and what its engine is told."""
+        for effect in self.target.take_effects():
+            if isinstance(effect, StartScatter):
+                self.landed.append(effect)
+            elif isinstance(effect, RoomEnded):
+                assert effect.key.room not in self.told, "an engine was told twice"
+                self.told[effect.key.room] = effect.reason
+
+    def exchange(self) -> bool:
+        """Carry what was said; nobody's writes end. Returns whether anything was."""
+        said = self.target.take_outbox()
+        for peer, message in said:
+            self.sources[peer].receive(DECODE, message, self.now_ns)
+        answers = [(peer, message) for peer, source in self.sources.items() for _, message in source.take_outbox()]
+        for peer, message in answers:
+            if peer not in self.lost:
+                self.target.receive(peer, message, self.now_ns)
+        return bool(said or answers)
+
+    def end_writes(self, peer: PeerId) -> None:
+        """The lanes of one source are through with what they had."""
+        source = self.sources[peer]
+        pair = source.rooms[KEY].pairs[DECODE]
+        for slab in [slab for slab, state in enumerate(pair.states) if state.value in ("writing", "draining")]:
+            source.write_done(DECODE, pair.pair, slab, 1, 0)
+
+    def ended(self, room: int) -> Reason | None:
+        """What decode's engine was told of the end of a room; None: nothing yet."""
+        self.look()
+        return self.told.get(room)
+
+    def pair(self, peer: PeerId) -> PairKey:
+        return self.target.rooms[KEY].pairs[peer].pair
+
+    def say(self, peer: PeerId, message: PeerMessage) -> None:
+        self.target.receive(peer, message, self.now_ns)
+
+    @property
+    def held(self) -> int:
+        return self.target.granter.ring.held_bytes
+
+    @property
+    def free(self) -> int:
+        return self.target.granter.ring.free_bytes
