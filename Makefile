@@ -9,7 +9,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test check fix bench lock clean FORCE
+.PHONY: help install demo test layouts check fix bench lock clean FORCE
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -33,6 +33,9 @@ demo: install ## move KV between unequal layouts on this machine and compare eve
 
 test: install ## run all tests
 	$(BIN)/python -m pytest
+
+layouts: install ## every pair of layouts over every transport, of which `make test` runs a few
+	LAYOUTS=all $(BIN)/python -m pytest tests/agent/test_agent_layouts.py
 
 check: install ## format, lint, types, import walls and the quick tests: what a commit needs
 	$(BIN)/ruff format --check .

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from longshore_agent import crossover_file
 from longshore_agent.settings import Settings, variable
 from longshore_agent.status.app import create_app
 from longshore_agent.status.checks import Rules
@@ -65,12 +66,13 @@ def _serve(settings: Settings, config: AgentConfig | None) -> int:
     logging.basicConfig(
         level=settings.log_level.value.upper(), format="%(asctime)s agent %(levelname)s %(message)s", stream=sys.stderr
     )
+    defaults = PlanDefaults.of(settings, crossover_file.load(settings.crossover_file))
     token = Path(settings.http_token_file).read_text().strip() if settings.http_token_file else ""
     supervisor = Supervisor(settings, config)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: supervisor.stop())
     server = serve(
-        create_app(supervisor, Rules.of(settings), PlanDefaults.of(settings)),
+        create_app(supervisor, Rules.of(settings), defaults),
         settings.bind_host,
         settings.http_port,
         token=token,

@@ -287,11 +287,14 @@ class Mover:
         """A room is released: no job of it is left."""
         self._jobs.pop((half, key), None)
 
-    def take_results(self, half: Half, session: Session, now_ns: int) -> list[tuple[PeerId, PeerMessage]]:
-        """Tell a core what became of its jobs; return messages that must leave at once."""
+    def collect(self) -> None:
+        """Take what lanes and scatter threads have handed over since the last time: when their descriptor is readable."""
         for result in self.results.take():
             where = Half.TARGET if isinstance(result, ScatterResult) else Half.SOURCE
             self._taken[where].append(result)
+
+    def take_results(self, half: Half, session: Session, now_ns: int) -> list[tuple[PeerId, PeerMessage]]:
+        """Tell a core what became of its jobs that were collected; return messages that must leave at once."""
         taken, self._taken[half] = self._taken[half], []
         messages: list[tuple[PeerId, PeerMessage]] = []
         for result in taken:

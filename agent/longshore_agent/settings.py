@@ -130,7 +130,13 @@ class Settings:
         Staging.AUTO,
         "",
         Role.BOTH,
-        "Whether unequal layouts travel through staging buffers: as the plan says, always, or never.",
+        "Whether pages travel through staging buffers: where the crossover table says so, always, or never.",
+    )
+    crossover_file: str = _setting(
+        "",
+        "",
+        Role.DECODE,
+        "File of the table by which staging Auto chooses, as `longshore bench crossover` writes it. Empty: the shipped one.",
     )
     ring_bytes: int = _setting(
         4 * _GIB,
@@ -152,10 +158,10 @@ class Settings:
     scatter_threads: int = _setting(2, "threads", Role.DECODE, "Threads that scatter on a CPU worker.", low=1, high=64)
     lane_count: int = _setting(4, "lanes", Role.PREFILL, "Transfer threads of one prefill rank.", low=1, high=64)
     lane_bytes: int = _setting(
-        64 * _MIB, "bytes", Role.PREFILL, "Staging buffer of one lane.", low=64 * _KIB, high=1 << 40
+        64 * _MIB, "bytes", Role.PREFILL, "Staging buffer of one lane.", low=4 * _KIB, high=1 << 40
     )
     slab_bytes_min: int = _setting(
-        4 * _MIB,
+        8 * _MIB,
         "bytes",
         Role.PREFILL,
         "Slabs are not cut smaller than this to overlap their stages.",

@@ -105,6 +105,7 @@ class Worker:
         self._held_since_ns: int | None = None
         self._quiet_turns = 0
         self._look_again_ns = 0
+        self._due_ns = 0
         session_config = config.session_config(settings)
         source = SourceSession(session_config, now_ns=now_ns) if Half.SOURCE in config.roles else None
         target = TargetSession(session_config, now_ns=now_ns) if Half.TARGET in config.roles else None
@@ -137,6 +138,11 @@ class Worker:
 
     def _turn(self, ready: frozenset[object], now_ns: int) -> None:
         """Deal with what is readable, with results and with time."""
+        if not ready and now_ns < self._due_ns and not self._owes_words():
+            # Nobody has said anything and nothing is due: this turn is for the transport alone, many times a second.
+            if self._take_notices(now_ns):
+                self._flush(now_ns)
+            return
         for message, descriptor in self._link.receive() if self._link.fileno() in ready else ():
             self._obey(message, descriptor, now_ns)
         for half, peer, peer_message in self.net.receive(ready):
@@ -145,6 +151,8 @@ class Worker:
         for gone in self._knocker.refused():
             assert self.target is not None
             self.target.peer_dead(gone, now_ns)
+        if self.mover.results.wake in ready:
+            self.mover.collect()
         self._take_results(now_ns)
         self._take_notices(now_ns)
         self._serve_engine(ready, now_ns)
@@ -153,6 +161,11 @@ class Worker:
         self._flush(now_ns)
         if self._engine_error:
             self._engine_lost(self._engine_error, now_ns)
+
+    def _owes_words(self) -> bool:
+        """Whether somebody near has still to be told, or a knock has not been answered."""
+        engine_waits = self.engine is not None and self.engine.outbox_count > 0
+        return engine_waits or self._link.wants_write or bool(self._engine_error) or self._knocker.waits
 
     def _flush(self, now_ns: int) -> None:
         """Carry out what the cores ask for, until they ask for nothing more."""
@@ -264,12 +277,13 @@ class Worker:
             return ""
         return f"{ring.held_bytes} of {ring.capacity_bytes} bytes of the ring are in quarantine"
 
-    def _take_notices(self, now_ns: int) -> None:
+    def _take_notices(self, now_ns: int) -> bool:
+        """Drive the transport where bytes are due; return whether it told of any."""
         if self.target is None or not self._looks_for_notices(self.target):
             self._quiet_turns = 0
-            return
+            return False
         if now_ns < self._look_again_ns:
-            return
+            return False
         if all(peer.wire in TOLD_WIRES for peer in self.target.peers.values()):
             # Nothing is told this way, but the transport wants to be driven now and then.
             self._look_again_ns = now_ns + _TOLD_DRIVE_NS
@@ -278,6 +292,7 @@ class Worker:
         for peer, message in taken:
             self.target.receive(peer, message, now_ns)
             self.metrics.add("longshore_notices_total", 1)
+        return bool(taken)
 
     def _looks_for_notices(self, target: TargetSession) -> bool:
         """Whether bytes are due that the transport itself tells of; elsewhere a control message wakes this thread."""
@@ -290,7 +305,8 @@ class Worker:
             dues.append(self._held_since_ns + self.settings.peer_timeout_ns)
         if (stop_ns := self._retire_ns if self._stop_ns is None else self._stop_ns) is not None:
             dues.append(stop_ns)
-        wait_ms = min([max(0, (due - now_ns) // 1_000_000 + 1) for due in dues], default=_IDLE_POLL_MS)
+        self._due_ns = min(dues, default=now_ns + _IDLE_POLL_MS * 1_000_000)
+        wait_ms = max(0, (self._due_ns - now_ns) // 1_000_000 + 1)
         if self.target is not None and self._looks_for_notices(self.target):
             if any(peer.wire in DRIVEN_WIRES for peer in self.target.peers.values()):
                 return 0

@@ -6,6 +6,7 @@ import base64
 
 import msgspec
 
+from longshore_agent import crossover_file
 from longshore_agent.settings import Settings
 from longshore_wire.effects import SessionConfig
 from longshore_wire.engine_messages import Half
@@ -39,7 +40,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
         return Settings.from_environment(self.environment)
 
     def session_config(self, settings: Settings) -> SessionConfig:
-        """Return what the protocol core must know."""
+        """Return what the protocol core must know. Raises ConfigError if the crossover table cannot be read."""
         return SessionConfig(
             deployment=self.deployment,
             instance=self.instance,
@@ -60,6 +61,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
             ended_rooms_max=settings.ended_rooms_max,
             force_way=settings.force_way,
             staging=settings.staging,
+            crossover=crossover_file.load(settings.crossover_file),
             agent=self.agent,
         )
 

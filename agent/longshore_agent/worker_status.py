@@ -190,11 +190,16 @@ def _status(
         reason="" if reason is Reason.NONE else reason.name,
         text=text,
         pairs=tuple(pairs),
+        why=tuple(sorted({pair.why for pair in pairs} - {""})),
     )
 
 
 def _way(pair: SourcePair | TargetPair) -> str:
     return _NO_WAY if pair.route is None else pair.way.name.lower()
+
+
+def _why(pair: SourcePair | TargetPair) -> str:
+    return "" if pair.route is None else pair.why.name.lower()
 
 
 def _source_pair(pair: SourcePair) -> PairStatus:
@@ -208,6 +213,7 @@ def _source_pair(pair: SourcePair) -> PairStatus:
         pair.acked_count,
         len(pair.states),
         pair.busy_count,
+        why=_why(pair),
     )
 
 
@@ -222,4 +228,5 @@ def _target_pair(pair: TargetPair) -> PairStatus:
         pair.done_count,
         len(pair.states),
         len(pair.regions),
+        why=_why(pair),
     )

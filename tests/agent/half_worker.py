@@ -85,6 +85,7 @@ class HalfWorker:
         select.select(self.watched, [], [], wait_s)
         now_ns = time.monotonic_ns()
         self._hear(now_ns)
+        self.mover.collect()
         for peer, message in self.mover.take_results(self.half, self.session, now_ns):
             self._say(peer, message)
         if self._target is not None and self.mover.transport.notifies:

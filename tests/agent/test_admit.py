@@ -91,6 +91,7 @@ class Side:
     def turn(self, other: Side) -> None:
         """What a worker's loop does once; messages go straight to the other side."""
         self.now_ns += 1_000_000
+        self.mover.collect()
         for peer, message in self.mover.take_results(self.half, self.core, self.now_ns):
             assert peer == other.peer
             other.core.receive(self.peer, message, other.now_ns)

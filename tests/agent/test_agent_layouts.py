@@ -6,79 +6,79 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
 from agent_fleet import World
 from agent_world import START_LIMIT_S, Engine, Request, wait_for, wait_for_none
 from engine_pages import held
+from layout_place import (
+    BACKENDS,
+    BLOB_BYTES,
+    ENGINES,
+    FIVE_LAYERS,
+    FOUR_HEADS,
+    LATENT,
+    Place,
+    every_backend,
+    real_backends,
+    wanted_by,
+)
 
-from longshore_client import Half, HelloRefused, ModelShape, PageOrder, Parallel, connect
+from longshore_client import Half, HelloRefused, PageOrder, Parallel, connect
 from longshore_client.memory import pool_geometry
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.layout import Attention, KVLayout
 
-FOUR_HEADS = ModelShape(layers=2, kv_heads=4, head_dim=16, element_bytes=2)
-FIVE_LAYERS = ModelShape(layers=5, kv_heads=2, head_dim=8, element_bytes=4)
-MANY_LAYERS = ModelShape(layers=94, kv_heads=2, head_dim=4, element_bytes=1)
-LATENT = ModelShape(layers=3, kv_heads=1, head_dim=36, element_bytes=2, attention=Attention.LATENT)
-BLOB_BYTES = 1000  # of 16 tokens: K, V, and as much again that only the engine understands
 # Enough rooms in a row for each of four replicas to have its turn.
 ROOMS_IN_A_ROW = 16
 LONG_TOKENS = 131_072
 BUFFER_SETTINGS = [f"LONGSHORE_{name}" for name in ("RING_BYTES", "RING_EXTENT_BYTES", "LANE_BYTES", "SLAB_BYTES_MIN")]
 
-# Name: tensor parallel size and the rest of an engine's layout. All serve both ways.
-ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
-    "tp16": (16, {"model": FOUR_HEADS}),
-    "tp8": (8, {"model": FOUR_HEADS}),
-    "tp4": (4, {"model": FOUR_HEADS}),
-    "tp2-64": (2, {"model": FOUR_HEADS, "page_size": 64}),
-    "tp1-64": (1, {"model": FOUR_HEADS, "page_size": 64}),
-    "tp1-1": (1, {"model": FOUR_HEADS, "page_size": 1}),
-    "tp1-16": (1, {"model": FOUR_HEADS}),
-    "tp2-hnd": (2, {"model": FOUR_HEADS, "order": PageOrder.HND}),
-    "five-pp2": (2, {"model": FIVE_LAYERS, "pp": 2}),
-    "five-pp3": (1, {"model": FIVE_LAYERS, "pp": 3}),
-    "five-given": (1, {"model": FIVE_LAYERS, "pp": 3, "stage_layers": (1, 1, 3)}),
-    "many-pp2": (1, {"model": MANY_LAYERS, "pp": 2}),
-    "many-pp3": (1, {"model": MANY_LAYERS, "pp": 3}),
-    "opaque-tp1": (1, {"model": FOUR_HEADS, "order": PageOrder.OPAQUE, "blob_bytes": BLOB_BYTES}),
-    "opaque-tp2": (2, {"model": FOUR_HEADS, "order": PageOrder.OPAQUE, "blob_bytes": BLOB_BYTES}),
-    "latent-tp4": (4, {"model": LATENT}),
-    "latent-tp2": (2, {"model": LATENT}),
-}
-TARGET_ONLY: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "never": ("never", 1, {"model": FOUR_HEADS}),
-    "never-opaque": ("never", 1, {"model": FOUR_HEADS, "order": PageOrder.OPAQUE, "blob_bytes": BLOB_BYTES}),
-    "always-latent": ("always", 1, {"model": LATENT}),
-}
+# (total, prefix): nothing is there yet; a prefix that ends with a page of both sides; within a page; a full hit.
+REQUESTS = ((211, 0), (197, 64), (150, 37), (130, 130))
+# Beside those: with a page of the smaller pages only; all but one token; a full hit of whole pages; one token is there.
+PREFIXES = (*REQUESTS, (190, 48), (131, 130), (128, 128), (65, 1))
+OPAQUE_REQUESTS = ((211, 0), (197, 64), (150, 16), (130, 128))
+PAIRS = [
+    ("tp8", "tp4"),
+    ("tp16", "tp4"),
+    ("tp16", "tp1-16"),
+    ("five-pp2", "five-pp3"),
+    ("five-given", "five-pp3"),
+    ("five-pp2", "five-given"),
+    ("many-pp2", "many-pp3"),
+    ("tp4", "tp2-64"),
+    ("tp2-64", "tp1-1"),
+    ("tp1-1", "tp1-64"),
+    ("tp1-64", "tp1-16"),
+    ("tp2-hnd", "tp2-64"),
+    ("tp2-hnd", "tp1-1"),
+    ("tp1-16", "tp2-hnd"),
+    ("latent-tp4", "latent-tp2"),
+]
+BOTH_WAYS = [*PAIRS, *((target, source) for source, target in PAIRS)]
+# Over every transport: TP above the number of heads, pipelines, pages of 16 and 64 tokens, both page orders, MLA.
+CHOSEN = [
+    ("tp8", "tp2-64"),
+    ("many-pp2", "many-pp3"),
+    ("tp2-64", "tp2-hnd"),
+    ("tp2-hnd", "tp2-64"),
+    ("latent-tp2", "latent-tp4"),
+]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """Agents, and the engines above by name: all are started at once, and a test waits for those that it needs."""
-    world = World(tmp_path_factory.mktemp("layouts"))
-    agents = {
-        "left": world.agent("left"),
-        "right": world.agent("right"),
-        "never": world.agent("never", LONGSHORE_STAGING="Never"),
-        "always": world.agent("always", LONGSHORE_STAGING="Always"),
-    }
-    starting: dict[str, Future[Engine]] = {}
-    for number, (name, (tp, options)) in enumerate(ENGINES.items()):
-        starting[name] = world.engine(agents[("left", "right")[number % 2]], name, tp, **options)
-    for name, (agent, tp, options) in TARGET_ONLY.items():
-        starting[name] = world.engine(agents[agent], name, tp, roles=[Half.TARGET], **options)
-    for rank in range(2):
-        name = f"dp-{rank}"
-        starting[name] = world.engine(agents["right"], "dp", 1, model=FOUR_HEADS, dp=2, dp_rank=rank)
-    yield SimpleNamespace(agents=agents, engine=lambda name: starting[name].result())
-    world.close()
+def place(request, tmp_path_factory) -> Iterator[Place]:
+    made = Place(
+        tmp_path_factory.mktemp(f"layouts-{request.param}"),
+        request.param,
+        wanted_by(request.session.items, request.node.nodeid, request.param),
+    )
+    yield made
+    made.close()
 
 
 def sent_bytes(engine: Engine) -> list[int]:
@@ -101,15 +101,15 @@ def held_bytes(engine: Engine, tokens: int) -> int:
     return entries * kinds * tokens * model.head_dim * model.element_bytes
 
 
-def exchange(source: Engine, target: Engine, prefixes: Sequence[int] = (0, 64, 37, 130)) -> int:
-    """Move one request for each prefix at once, the last a full hit where it is 130; return the tokens that moved.
+def exchange(source: Engine, target: Engine, requests: Sequence[tuple[int, int]] = REQUESTS) -> int:
+    """Move requests of (total, prefix) tokens, all at once; return the tokens that moved.
 
     Every byte of both sides' pools is compared, also those that nothing was to touch.
     """
-    totals = [(211, 197, 150, 130)[number % 4] for number in range(len(prefixes))]
+    cuts = (50, 101)
     found = [
-        Request(source, target, total, prefix=prefix, cuts=(50, 101))
-        for total, prefix in zip(totals, prefixes, strict=True)
+        Request(source, target, total, prefix=prefix, cuts=[cut for cut in cuts if cut < total])
+        for total, prefix in requests
     ]
     for number, each in enumerate(found):
         if number % 2:
@@ -122,7 +122,15 @@ def exchange(source: Engine, target: Engine, prefixes: Sequence[int] = (0, 64, 3
         each.arrives()
     assert source.intact()
     assert target.intact()
-    return sum(totals) - sum(prefixes)
+    return sum(total - prefix for total, prefix in requests)
+
+
+def check_every_byte(source: Engine, target: Engine) -> None:
+    """Move requests with every kind of prefix; each byte that the target lacks is sent once, and nothing is left over."""
+    before = sum(sent_bytes(source))
+    tokens = exchange(source, target)
+    assert sum(sent_bytes(source)) - before == held_bytes(target, tokens)
+    wait_for_none(source.agent.leftovers, 10)
 
 
 def way_between(source: Engine, target: Engine) -> str:
@@ -142,42 +150,25 @@ def way_between(source: Engine, target: Engine) -> str:
     return "/".join(found)
 
 
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        ("tp8", "tp4"),
-        ("tp16", "tp4"),
-        ("tp4", "tp8"),
-        ("tp4", "tp16"),
-        ("tp16", "tp1-16"),
-        ("tp1-16", "tp16"),
-        ("five-pp2", "five-pp3"),
-        ("five-pp3", "five-pp2"),
-        ("five-given", "five-pp3"),
-        ("five-pp2", "five-given"),
-        ("many-pp2", "many-pp3"),
-        ("many-pp3", "many-pp2"),
-        ("tp4", "tp2-64"),
-        ("tp2-64", "tp1-1"),
-        ("tp2-64", "tp4"),
-        ("tp1-1", "tp1-64"),
-        ("tp1-64", "tp1-16"),
-        ("tp2-hnd", "tp2-64"),
-        ("tp2-64", "tp2-hnd"),
-        ("tp2-hnd", "tp1-1"),
-        ("tp1-16", "tp2-hnd"),
-        ("latent-tp4", "latent-tp2"),
-        ("latent-tp2", "latent-tp4"),
-    ],
-)
+@every_backend
+@pytest.mark.parametrize(("source", "target"), BOTH_WAYS)
 def test_every_byte_arrives_once_between_any_two_layouts_and_with_any_prefix(place, source, target):
+    check_every_byte(place.engine(source), place.engine(target))
+
+
+@pytest.mark.parametrize(("total", "prefix"), PREFIXES)
+@every_backend
+@pytest.mark.parametrize(
+    ("source", "target"), [("tp4", "tp2-64"), ("tp2-64", "tp4"), ("tp2-hnd", "tp1-1"), ("tp1-1", "tp2-hnd")]
+)
+def test_only_what_the_target_lacks_is_sent_wherever_its_prefix_ends(place, source, target, total, prefix):
     source, target = place.engine(source), place.engine(target)
     before = sum(sent_bytes(source))
-    tokens = exchange(source, target)
-    assert sum(sent_bytes(source)) - before == held_bytes(target, tokens)
-    wait_for_none(source.agent.leftovers, 10)
+    exchange(source, target, [(total, prefix)])
+    assert sum(sent_bytes(source)) - before == held_bytes(target, total - prefix)
 
 
+@every_backend
 @pytest.mark.parametrize(("source", "target"), [("tp8", "tp4"), ("tp16", "tp4"), ("latent-tp4", "latent-tp2")])
 def test_ranks_that_hold_the_same_heads_share_the_work_of_rooms_that_follow_each_other(place, source, target):
     source, target = place.engine(source), place.engine(target)
@@ -193,6 +184,7 @@ def test_ranks_that_hold_the_same_heads_share_the_work_of_rooms_that_follow_each
     assert all(0.5 * mean <= share <= 1.5 * mean for share in shares), shares
 
 
+@every_backend
 @pytest.mark.parametrize("peer", ["tp4", "tp1-64"])
 def test_each_replica_of_data_parallel_attention_is_reached_and_serves_as_itself(place, peer):
     other = place.engine(peer)
@@ -207,17 +199,19 @@ def test_each_replica_of_data_parallel_attention_is_reached_and_serves_as_itself
     exchange(replicas[0], replicas[1])
 
 
+@every_backend
 @pytest.mark.parametrize(("source", "target"), [("opaque-tp1", "opaque-tp2"), ("opaque-tp2", "opaque-tp1")])
 def test_content_that_is_opaque_per_page_and_head_moves_in_whole_pages(place, source, target):
     source, target = place.engine(source), place.engine(target)
     before = sum(sent_bytes(source))
-    exchange(source, target, prefixes=(0, 64, 16, 128))
+    exchange(source, target, OPAQUE_REQUESTS)
     pages = -(-211 // 16) + -(-(197 - 64) // 16) + -(-(150 - 16) // 16) + 1
     blobs = pages * FOUR_HEADS.layers * FOUR_HEADS.kv_heads
     assert sum(sent_bytes(source)) - before == blobs * BLOB_BYTES
     wait_for_none(source.agent.leftovers, 10)
 
 
+@every_backend
 def test_a_prefix_that_ends_within_an_opaque_page_is_refused_and_the_error_says_where_to_begin(place):
     source, target = place.engine("opaque-tp1"), place.engine("opaque-tp2")
     room = Request(source, target, 60, prefix=37)
@@ -226,6 +220,7 @@ def test_a_prefix_that_ends_within_an_opaque_page_is_refused_and_the_error_says_
     assert caught.value.reason is Reason.UNSUPPORTED
 
 
+@every_backend
 def test_blobs_of_another_size_are_refused_with_both_sizes(place):
     layout = place.engine("opaque-tp1").ranks[0].layout
     assert pool_geometry(layout, 3).planes[1].offset == 3 * 4 * BLOB_BYTES
@@ -238,6 +233,7 @@ def test_blobs_of_another_size_are_refused_with_both_sizes(place):
     assert caught.value.reason is Reason.LAYOUT_MISMATCH
 
 
+@every_backend
 def test_a_latent_travels_in_whole_pages_from_one_writer_to_each_reader(place):
     source, target = place.engine("latent-tp4"), place.engine("latent-tp2")
     assert way_between(source, target) == "contiguous"
@@ -251,6 +247,7 @@ def test_a_latent_travels_in_whole_pages_from_one_writer_to_each_reader(place):
     assert sorted(shares) == [0, 0, whole, whole]
 
 
+@every_backend
 def test_a_latent_that_is_asked_to_be_staged_is_refused_by_name(place):
     room = Request(place.engine("latent-tp2"), place.engine("always-latent"), 60)
     with pytest.raises(LongshoreError, match=r"LATENT \(MLA\).*transfer\.staging is Always") as caught:
@@ -258,22 +255,24 @@ def test_a_latent_that_is_asked_to_be_staged_is_refused_by_name(place):
     assert caught.value.reason is Reason.LAYOUT_MISMATCH
 
 
+@every_backend
 @pytest.mark.parametrize(
-    ("source", "target", "prefixes"),
-    [
-        ("tp16", "never", (0, 64, 37, 130)),
-        ("tp2-64", "never", (0, 64, 37, 130)),
-        ("tp2-hnd", "never", (0, 64, 37, 130)),
-        ("tp1-1", "never", (0, 64, 37, 130)),
-        ("opaque-tp2", "never-opaque", (0, 64, 16, 128)),
-    ],
+    ("source", "target"), [("tp16", "never"), ("tp2-64", "never"), ("tp2-hnd", "never"), ("tp1-1", "never")]
 )
-def test_without_staging_the_same_bytes_travel_slice_by_slice(place, source, target, prefixes):
+def test_without_staging_the_same_bytes_travel_slice_by_slice(place, source, target):
     source, target = place.engine(source), place.engine(target)
-    exchange(source, target, prefixes)
+    exchange(source, target)
     assert way_between(source, target) == "slices"
 
 
+@every_backend
+def test_without_staging_opaque_pages_travel_blob_by_blob(place):
+    source, target = place.engine("opaque-tp2"), place.engine("never-opaque")
+    exchange(source, target, OPAQUE_REQUESTS)
+    assert way_between(source, target) == "slices"
+
+
+@every_backend
 def test_several_prefill_layouts_feed_one_decode_pool_at_once(place):
     target = place.engine("tp4")
     sources = [place.engine(name) for name in ("tp16", "tp8", "tp2-64", "tp1-1", "tp2-hnd", "dp-1")]
@@ -293,6 +292,7 @@ def test_several_prefill_layouts_feed_one_decode_pool_at_once(place):
     wait_for_none(target.agent.leftovers, 10)
 
 
+@every_backend
 def test_the_engines_hold_what_their_layouts_say(place):
     for name in ENGINES:
         for rank in place.engine(name).ranks:
@@ -318,10 +318,16 @@ def test_a_rank_that_contradicts_those_of_its_instance_is_refused_by_field(lone_
     assert caught.value.reason is Reason.LAYOUT_MISMATCH
 
 
-@pytest.fixture(scope="module")
-def lone_rank(tmp_path_factory):
+@real_backends
+@pytest.mark.parametrize(("source", "target"), CHOSEN)
+def test_every_byte_arrives_once_between_layouts_of_each_kind_over_every_transport(place, source, target):
+    check_every_byte(place.engine(source), place.engine(target))
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def lone_rank(request, tmp_path_factory):
     """An agent, and the layout of the first of three ranks, which is the only one that is there."""
-    world = World(tmp_path_factory.mktemp("lone"))
+    world = World(tmp_path_factory.mktemp("lone"), LONGSHORE_BACKEND=request.param)
     agent = world.agent("agent")
     assert agent.http
     first = KVLayout(FIVE_LAYERS, Parallel(pp=3), 16, stage_layers=(1, 1, 3))
@@ -330,10 +336,10 @@ def lone_rank(tmp_path_factory):
     world.close()
 
 
-@pytest.fixture(scope="module")
-def long_place(tmp_path_factory):
+@pytest.fixture(scope="module", params=BACKENDS)
+def long_place(request, tmp_path_factory):
     """One agent with the buffers that a user has who sets nothing, and engines with pages for one long prompt."""
-    world = World(tmp_path_factory.mktemp("long"))
+    world = World(tmp_path_factory.mktemp("long"), LONGSHORE_BACKEND=request.param)
     agent = world.agent("default", **dict.fromkeys(BUFFER_SETTINGS, ""))
     pages = {"model": FOUR_HEADS, "page_count": LONG_TOKENS // 16}
     target = world.engine(agent, "long-decode", page_size=1, roles=[Half.TARGET], **pages)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -19,12 +21,14 @@ from page_shapes import (
 )
 
 from longshore_agent.errors import PoolError, ShapeError
+from longshore_agent.kernels import rows
 from longshore_agent.kernels.gather import launch as gather
 from longshore_agent.kernels.gather import reference as gather_reference
 from longshore_agent.kernels.scatter import launch as scatter
 from longshore_agent.kernels.scatter import reference as scatter_reference
 from longshore_agent.kernels.slab import payload_bytes
 from longshore_agent.memory.pools import KVPool
+from longshore_agent.memory.staging import StagingBuffer
 from longshore_wire import trailer as trailers
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.layout import PageOrder
@@ -222,3 +226,46 @@ def test_an_unregistered_pool_is_refused_rather_than_read() -> None:
         slab = np.zeros(1 << 16, dtype=np.uint8)
         with pytest.raises(PoolError, match="unregistered"):
             gather.gather_slices(pool, np.array([1], dtype=np.int32), (0, 16), range(3), range(4), slab, None)
+
+
+@pytest.mark.parametrize("row_bytes", [64, 192, 1024])
+@pytest.mark.parametrize("tokens", [1, 3, 4, 7, 64])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_streaming_stores_copy_every_row_of_groups_and_of_what_is_left_over(row_bytes, tokens, heads) -> None:
+    source_stride, target_stride = heads * row_bytes + 64, heads * (row_bytes + 128)
+    source = np.random.default_rng(1).integers(1, 256, tokens * source_stride, np.uint8)
+    buffer = StagingBuffer(4096 + tokens * target_stride)
+    target = buffer.view(64, tokens * target_stride)
+    wanted = target.copy()
+    for token, head in itertools.product(range(tokens), range(heads)):
+        near, far = token * source_stride + head * row_bytes, token * target_stride + head * (row_bytes + 128)
+        wanted[far : far + row_bytes] = source[near : near + row_bytes]
+    segments = np.array([[0, 0, tokens, row_bytes]], dtype=np.int64)
+    rows.copy(
+        np.array([source.ctypes.data]),
+        np.array([target.ctypes.data]),
+        segments,
+        rows.Strides(source_stride, row_bytes),
+        rows.Strides(target_stride, row_bytes + 128),
+        heads,
+        stream=True,
+    )
+    assert (target == wanted).all()
+    buffer.close()
+
+
+@pytest.mark.parametrize("lengths", [[64], [512, 1536], [4096, 65536], [8192 + 64, 64]])
+def test_long_runs_of_any_length_are_copied_whole_by_streaming_stores(lengths) -> None:
+    source = np.random.default_rng(2).integers(1, 256, sum(lengths) + 64 * len(lengths), np.uint8)
+    buffer = StagingBuffer(1 << 20)
+    ends = np.cumsum([0, *lengths])
+    segments = np.array(
+        [[end + 64 * index, end, 1, length] for index, (end, length) in enumerate(zip(ends, lengths, strict=False))],
+        dtype=np.int64,
+    )
+    sides = (np.array([source.ctypes.data]), np.array([buffer.address]))
+    rows.copy(*sides, segments, rows.Strides(0, 0), rows.Strides(0, 0), 1, stream=True)
+    wanted = np.concatenate([source[near : near + length] for near, _, _, length in segments])
+    assert (buffer.view(0, sum(lengths)) == wanted).all()
+    assert not buffer.view(sum(lengths), 4096).any()
+    buffer.close()

@@ -253,6 +253,7 @@ def test_an_unknown_room_is_404_with_a_typed_body(client: httpx.Client, source: 
         ("/v1/rooms?half=both", 422, "half"),
         ("/v1/plan?decode_pt=2", 422, "decode_pt"),
         ("/v1/plan?prefill_tp=0&kv_heads=x", 422, "kv_heads"),
+        ("/v1/plan?element_bytes=3", 422, "element_bytes"),
         ("/v1/plan?prefill_tp=3&kv_heads=8", 422, "parallel.tp is 3"),
         ("/v1/plan?prefill_tp=1024&prefill_pp=128&layers=4096", 422, "tp * pp"),
         ("/v1/plan?source=nobody&target=p", 404, "nobody"),
@@ -277,7 +278,7 @@ def test_nothing_can_be_changed_over_http(client: httpx.Client) -> None:
 
 
 def test_a_plan_from_a_query_is_the_planners(client: httpx.Client) -> None:
-    query = {"layers": 4, "kv_heads": 8, "head_dim": 64, "prefill_tp": 4, "decode_tp": 2, "prefill_page_size": 16,
+    query = {"layers": 4, "kv_heads": 8, "head_dim": 64, "element_bytes": 2, "prefill_tp": 4, "decode_tp": 2, "prefill_page_size": 16,
              "decode_page_size": 16, "chunk_tokens": 256, "slab_bytes": 65536}  # fmt: skip
     body = client.get("/v1/plan", params=query).json()
     expected = plan(layout(4), layout(2))

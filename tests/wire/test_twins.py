@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from longshore_wire.claims import Wanted
-from longshore_wire.effects import SECOND_NS, PeerAttached, PeerId, RoomEnded, SessionConfig
-from longshore_wire.engine_messages import Endpoint, RankAddress
+from longshore_wire.effects import SECOND_NS, PeerAttached, PeerId, RoomEnded, RoomReleased, SessionConfig
+from longshore_wire.engine_messages import Endpoint, Half, RankAddress
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
-from longshore_wire.peer_messages import Refuse, RegionInfo, RoomKey
+from longshore_wire.peer_messages import Pong, Refuse, RegionInfo, RoomKey
 from longshore_wire.plan import Way
 from longshore_wire.session import PeerState
 from longshore_wire.source_session import SourceSession
@@ -95,3 +95,22 @@ def test_what_the_refused_worker_was_being_sent_stays_quarantined() -> None:
     older.receive(PREFILL, Refuse(Reason.STALE_EPOCH, "a newer one is there", epoch=100), 0)
 
     assert older.granter.ring.held_bytes == granted
+
+
+def test_a_room_of_the_older_one_that_was_granted_nothing_is_forgotten_when_it_is_refused() -> None:
+    """The claim went to a source that had turned to the newer one meanwhile: nobody will ever confirm it."""
+    source = SourceSession(SessionConfig("d", "P", 7, LAYOUT), now_ns=0)
+    older, newer = decode(100), decode(200)
+    exchange(source, older, claim(older, 1))
+    exchange(source, newer, claim(newer, 2))
+    older.take_effects()
+
+    claim(older, 3)  # lost: it travels on a connection that the source does not know any more
+    older.receive(PREFILL, Pong(0), 0)
+    older.receive(PREFILL, Refuse(Reason.STALE_EPOCH, "a newer worker is attached", epoch=100), 0)
+
+    assert RoomKey("P", 3, 0) not in older.rooms
+    assert RoomReleased(Half.TARGET, RoomKey("P", 3, 0)) in older.take_effects()
+    # What room 1 was granted may still be written.
+    assert list(older.rooms) == [RoomKey("P", 1, 0)]
+    assert older.granter.ring.held_bytes

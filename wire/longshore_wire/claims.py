@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from longshore_wire.crossover import Choice, Why, choose, opened
 from longshore_wire.effects import PeerId, SessionConfig
 from longshore_wire.engine_messages import Endpoint
 from longshore_wire.errors import LayoutError, Reason, RingError, RoomError
+from longshore_wire.layout import Attention
 from longshore_wire.peer_messages import Attach, Claim, PairKey, RoomKey, TargetMemory
-from longshore_wire.plan import Pair, Plan, Way
+from longshore_wire.plan import Pair, Plan, Staging, Way
 from longshore_wire.room import TargetPair
 from longshore_wire.slabs import SlabGrid, slab_limit_bytes, slab_units
 
@@ -195,24 +197,57 @@ def target_pairs(config: SessionConfig, wanted: Wanted, planned: Plan) -> list[T
                 f"the endpoint of {wanted.endpoint.instance} lacks rank {source}: pass it on only when complete",
                 reason=Reason.UNKNOWN_INSTANCE,
             )
-        way = Way.STAGED if pair is None else pair.way
-        if pair is not None and config.force_way is not None:
-            way = config.force_way
+        way, why = (Way.STAGED, Why.DEFAULT) if pair is None else _given_way(config, pair)
         if pair is not None and wanted.first_token < wanted.end_token:
             check_prefix(wanted.first_token, pair)
-            if way is Way.STAGED:
+            # No ring at all is a choice, too small a ring a mistake.
+            if way is Way.STAGED and (why is not Why.UNDECIDED or config.ring_bytes):
                 _check_ring(config, pair, len(mine))
+        elif why is Why.UNDECIDED:
+            why = Why.DEFAULT
         peer = PeerId(wanted.endpoint.instance, wanted.endpoint.layout.parallel.dp_rank, source)
         # The source's epoch is filled in when it has attached.
         pair_key = PairKey(wanted.key, source, rank, 0, config.epoch, config.instance, place.dp_rank)
-        pairs.append(TargetPair(pair_key, peer, pair, way))
+        can_stage = why is Why.UNDECIDED and pair is not None and _ring_holds(config, pair, len(mine))
+        left_open = opened(planned, can_stage=can_stage) if why is Why.UNDECIDED else None
+        pairs.append(TargetPair(pair_key, peer, pair, way, why, left_open))
     return pairs
 
 
-def _check_ring(config: SessionConfig, pair: Pair, source_count: int) -> None:
+def _given_way(config: SessionConfig, pair: Pair) -> tuple[Way, Why]:
+    """Return a pair's way and why; UNDECIDED: the crossover table chooses, and the way is what the plan says without."""
+    if config.force_way is not None:
+        return config.force_way, Why.FORCED
+    if pair.way is Way.DIRECT:
+        return pair.way, Why.NEAR
+    if config.staging is not Staging.AUTO:
+        return pair.way, Why.STAGING
+    if config.layout.model.attention is Attention.LATENT:
+        return pair.way, Why.LATENT
+    return pair.way, Why.UNDECIDED
+
+
+def chosen_way(config: SessionConfig, attach: Attach, found: TargetPair, tokens: tuple[int, int], wire: str) -> Choice:
+    """Return the way of a pair that was left open, for tokens [first, end), now that its source and wire are known."""
+    assert found.open is not None
+    assert found.route is not None
+    left_open = found.open
+    if slab_limit_bytes(attach.slab_bytes_max, config.ring_bytes, 1) < found.route.unit_bytes:
+        left_open = left_open._replace(can_stage=False)
+    return choose(left_open, found.route, tokens, config.crossover, config.backend, wire)
+
+
+def _ring_limit_bytes(config: SessionConfig, source_count: int) -> int:
     # A lane's limit is the source's business: here it is as if there were none.
-    limit = slab_limit_bytes(1 << 62, config.ring_bytes, source_count)
-    if pair.unit_bytes > limit:
+    return slab_limit_bytes(1 << 62, config.ring_bytes, source_count)
+
+
+def _ring_holds(config: SessionConfig, pair: Pair, source_count: int) -> bool:
+    return pair.unit_bytes <= _ring_limit_bytes(config, source_count)
+
+
+def _check_ring(config: SessionConfig, pair: Pair, source_count: int) -> None:
+    if not _ring_holds(config, pair, source_count):
         raise RingError(
             f"staging.poolSize of {config.ring_bytes} bytes cannot hold two slabs of even {pair.unit_tokens} tokens "
             f"({pair.unit_bytes} bytes) for each of {source_count} source ranks: enlarge it"

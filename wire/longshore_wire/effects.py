@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from longshore_wire.crossover import WHOLE_PAGES, Crossover
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout
@@ -48,6 +49,7 @@ class SessionConfig:
     ended_rooms_max: int = 65_536
     force_way: Way | None = None  # for benchmarks and tests; None: what the plan says
     staging: Staging = Staging.AUTO
+    crossover: Crossover = WHOLE_PAGES  # chooses the way where `staging` is AUTO
     agent: str = ""  # of the worker, for way DIRECT; empty: it takes no part in that
 
 

@@ -11,6 +11,7 @@ from enum import IntEnum
 
 import msgspec
 
+from longshore_wire.crossover import Why
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, PoolGeometry
 from longshore_wire.plan import Way
@@ -103,7 +104,7 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag=4):
 class Claim(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """The target wants tokens [first, end) of a room from this source. Repeated until a Demand answers it.
 
-    The pages' ids follow only where the way writes pages in place: int32, little endian, from page number
+    The target chooses the way and never changes it; the source obeys. The pages' ids follow only where the way writes pages in place: int32, little endian, from page number
     `first_token // page_size` on, in as many Claims as needed, each with its offset in the list.
     """
 
@@ -116,6 +117,7 @@ class Claim(msgspec.Struct, frozen=True, array_like=True, tag=5):
     pages: bytes = b""
     digest: bool = False
     memory: TargetMemory = TargetMemory.DEVICE
+    why: Why = Why.UNDECIDED  # of the way, for people
 
 
 class Demand(msgspec.Struct, frozen=True, array_like=True, tag=6):

@@ -25,6 +25,8 @@ _PLANS_KEPT_MAX = 256
 # Knuth's multiplier, 2**64 divided by the golden ratio: multiples of it, modulo 2**64, lie evenly apart, by
 # whatever step the ids of rooms grow. Steps of 2**32 and more are brought down first.
 _GOLDEN = 0x9E3779B97F4A7C15
+# What the way of a plan is called whose pairs go several.
+MIXED = "Mixed"
 
 
 class Way(IntEnum):
@@ -94,13 +96,15 @@ class Plan(msgspec.Struct, frozen=True):
         idle_sources: (source rank, target rank) for every source rank without a pair; that target rank tells
             it so, and the source completes its half at once.
         idle_targets: target ranks without a pair, which complete at once.
-        runs: how the contiguous runs of a pair are counted, for `summary`.
+        runs: how the contiguous runs of a pair are counted.
+        in_place: what a pair's way is called where it is neither staged nor direct: CONTIGUOUS or SLICES.
     """
 
     pairs: tuple[Pair, ...]
     idle_sources: tuple[tuple[int, int], ...]
     idle_targets: tuple[int, ...]
     runs: RunRule
+    in_place: Way = Way.SLICES
 
     @property
     def bytes_per_token(self) -> int:
@@ -109,10 +113,15 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def way(self) -> Way:
-        """The way of all pairs: even splits make all pairs whole or none, so that they never differ."""
+        """The way of all pairs: even splits make all pairs whole or none, so that they never differ in a plan."""
         ways = {pair.way for pair in self.pairs}
         assert len(ways) == 1, ways
         return ways.pop()
+
+    def with_ways(self, ways: Sequence[Way]) -> Plan:
+        """Return this plan with other ways, one for each pair: what was chosen for a number of tokens and a wire."""
+        pairs = (msgspec.structs.replace(pair, way=way) for pair, way in zip(self.pairs, ways, strict=True))
+        return msgspec.structs.replace(self, pairs=tuple(pairs))
 
     def of_source(self, rank: int) -> tuple[Pair, ...]:
         """Return the pairs that source rank `rank` writes, by target rank."""
@@ -141,7 +150,9 @@ class Plan(msgspec.Struct, frozen=True):
                 writes += -(-chunk_tokens * pair.token_bytes // slab_bytes)
             else:
                 writes += 1 if pair.way is Way.DIRECT else runs
-        return Summary(self.way.name.capitalize(), len(self.pairs), self.bytes_per_token, writes, slices)
+        ways = {pair.way for pair in self.pairs}
+        name = ways.pop().name.capitalize() if len(ways) == 1 else MIXED
+        return Summary(name, len(self.pairs), self.bytes_per_token, writes, slices)
 
 
 class RunRule(msgspec.Struct, frozen=True):
@@ -175,12 +186,12 @@ def plan(
     target: KVLayout | Sequence[KVLayout],
     *,
     staging: Staging = Staging.AUTO,
-    contiguous_bytes_min: int = 0,
     direct: bool = False,
     room: int = 0,
 ) -> Plan:
     """Return who sends what to whom so that every target rank gets each of its layers and heads exactly once.
 
+    With Staging.AUTO whole pages are CONTIGUOUS and the rest is STAGED; `crossover` may choose otherwise for a transfer.
     Of replicated source heads each target rank reads one replica; readers are dealt to replicas in turn, beginning at
     one that the room and the target's DP rank name: replicas differ by at most one pair within a plan, and rooms
     are dealt to them evenly.
@@ -189,8 +200,6 @@ def plan(
         source, target: the layout of any rank of each side, or of all ranks of one replica in any order, which
             is needed where pipeline stages were given their layers by `layer_range`.
         staging: may, must or must not slabs be used.
-        contiguous_bytes_min: with Staging.AUTO, whole pages smaller than this go staged; from the crossover
-            table of the backend and wire.
         direct: with Staging.AUTO, whether both sides' devices reach each other's memory.
         room: the id of the room that is planned for.
     Raises:
@@ -198,7 +207,7 @@ def plan(
     """
     sources = (source,) if isinstance(source, KVLayout) else tuple(source)
     targets = (target,) if isinstance(target, KVLayout) else tuple(target)
-    return _plan(sources, targets, staging, contiguous_bytes_min, direct, _first_replica(sources, targets, room))
+    return _plan(sources, targets, staging, direct, _first_replica(sources, targets, room))
 
 
 def _first_replica(sources: Sequence[KVLayout], targets: Sequence[KVLayout], room: int) -> int:
@@ -215,14 +224,14 @@ def _plan(
     sources: tuple[KVLayout, ...],
     targets: tuple[KVLayout, ...],
     staging: Staging,
-    contiguous_bytes_min: int,
     direct: bool,
     first_replica: int,
 ) -> Plan:
     source = all_ranks("source", sources)
     target = all_ranks("target", targets)
     _check_exchange(source, target, staging)
-    way = _choose_way(source[0], target[0], staging, contiguous_bytes_min, direct)
+    in_place = Way.CONTIGUOUS if _whole(source[0], target[0]) else Way.SLICES
+    way = _choose_way(source[0], in_place, staging, direct)
     pairs = _pairs(source, target, way, first_replica)
     writers = {pair.source_rank for pair in pairs}
     readers = {pair.target_rank for pair in pairs}
@@ -231,6 +240,7 @@ def _plan(
         idle_sources=tuple((rank, rank % len(target)) for rank in range(len(source)) if rank not in writers),
         idle_targets=tuple(rank for rank in range(len(target)) if rank not in readers),
         runs=_run_rule(source[0], target[0]),
+        in_place=in_place,
     )
 
 
@@ -327,20 +337,22 @@ def _check_equal(field: str, source: object, target: object, why: str) -> None:
         raise LayoutError(f"{field} is {shown[0]} at the source and {shown[1]} at the target: {why}")
 
 
-def _choose_way(source: KVLayout, target: KVLayout, staging: Staging, contiguous_bytes_min: int, direct: bool) -> Way:
+def _choose_way(source: KVLayout, in_place: Way, staging: Staging, direct: bool) -> Way:
     """Choose the way of every pair; even splits make pages whole for all pairs or for none."""
-    whole = len(source.heads) == len(target.heads) and source.page_size == target.page_size
-    whole = whole and _same_order(source, target)
     if staging is Staging.ALWAYS:
         return Way.STAGED
     if direct:
         return Way.DIRECT
     if source.model.attention is Attention.LATENT or staging is Staging.NEVER:
-        return Way.CONTIGUOUS if whole else Way.SLICES
-    page_bytes = source.page_size * len(source.heads) * source.model.head_bytes
-    if whole and page_bytes >= contiguous_bytes_min:
-        return Way.CONTIGUOUS
-    return Way.STAGED
+        return in_place
+    return Way.CONTIGUOUS if in_place is Way.CONTIGUOUS else Way.STAGED
+
+
+def _whole(source: KVLayout, target: KVLayout) -> bool:
+    """Whether pages of both sides hold the same bytes in the same order."""
+    if len(source.heads) != len(target.heads) or source.page_size != target.page_size:
+        return False
+    return _same_order(source, target)
 
 
 def _same_order(source: KVLayout, target: KVLayout) -> bool:

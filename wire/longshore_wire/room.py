@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from longshore_wire.crossover import Open, Why
 from longshore_wire.effects import PeerId
 from longshore_wire.errors import Reason, RoomError
 from longshore_wire.intervals import Coverage
@@ -37,6 +38,7 @@ class SourcePair:
     grid: SlabGrid
     states: list[SourceSlab]
     target_pages: bytes = b""
+    why: Why = Why.UNDECIDED
     grants: dict[int, Grant] = field(default_factory=dict)
     ready_count: int = 0
     next_slab: int = 0  # of a way that needs no grants
@@ -139,7 +141,9 @@ class TargetPair:
     pair: PairKey
     peer: PeerId
     route: Pair | None  # None: the source is only told that nothing is wanted from it
-    way: Way
+    way: Way  # where `why` is UNDECIDED, what it is if nothing was measured
+    why: Why = Why.DEFAULT
+    open: Open | None = None  # None once the way is chosen
     grid: SlabGrid | None = None  # None before the Demand
     states: list[TargetSlab] = field(default_factory=list)
     regions: dict[int, Region] = field(default_factory=dict)
@@ -162,6 +166,11 @@ class TargetPair:
         self.done_count += (after is TargetSlab.DONE) - (before is TargetSlab.DONE)
         self.draining_count += (after is TargetSlab.DRAINING) - (before is TargetSlab.DRAINING)
         return after
+
+    @property
+    def expects_bytes(self) -> bool:
+        """Whether bytes may come outside the ring: pages written in place, or the probe that finds the wire out."""
+        return self.way is not Way.STAGED or self.open is not None
 
     @property
     def told(self) -> bool:

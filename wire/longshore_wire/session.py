@@ -63,6 +63,8 @@ class Peer:
     heard_ns: int = 0
     dialled_ns: int = 0
     wire: str = "Unknown"
+    wire_epoch: int = 0  # the life to which `wire` was found out; 0: to none
+    wire_due_ns: int = 0  # a target waits for it until then
     rooms: dict[RoomKey, None] = field(default_factory=dict)  # in the order in which they were opened
     untold: dict[RoomKey, Untold] = field(default_factory=dict)
 

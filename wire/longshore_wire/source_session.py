@@ -263,7 +263,7 @@ class SourceSession(Session):
             return None
         states = [SourceSlab.WAITING] * cut.count
         self.rooms[room.key] = room
-        pair = SourcePair(claim.pair, known.peer, found.pair, claim.way, cut, states, target_pages=pages)
+        pair = SourcePair(claim.pair, known.peer, found.pair, claim.way, cut, states, pages, claim.why)
         room.pairs[known.peer] = pair
         room.expected, room.claimer = found.expected, claimer
         known.rooms[room.key] = None

@@ -17,6 +17,8 @@ from longshore_wire.session import Peer, PeerState, Session
 
 # A source that has left so many pings unanswered may be dead: its host is asked.
 _KNOCK_AFTER = 2
+# A source finds its wire out within 5 s (`Transport.probe_wire`) or says Unknown; its word may get lost.
+WIRE_WAIT_NS = 6_000_000_000
 
 
 class TargetPeers(Session):
@@ -76,6 +78,8 @@ class TargetPeers(Session):
             return
         if known.attach is not None and known.epoch != attach.epoch:
             self.peer_lost(known.peer, f"{prefill_name(known.peer)} was restarted", now_ns)
+        if known.attach is None:
+            known.wire_due_ns = now_ns + WIRE_WAIT_NS
         if known.attach is None or attach.generation > known.attach.generation:
             known.attach = attach
             self._effect(PeerAttached(known.peer, attach))
@@ -116,7 +120,8 @@ class TargetPeers(Session):
                 continue
             self._fail(room, refuse.reason, refuse.text, now_ns)
             pair = room.pairs[known.peer]
-            if refuse.reason is not Reason.STALE_EPOCH or not pair.pair.source_epoch:
+            granted = bool(pair.regions) or pair.way is not Way.STAGED
+            if refuse.reason is not Reason.STALE_EPOCH or not pair.pair.source_epoch or not granted:
                 # Refused for a newer life after it was attached, a source may still write what it had begun.
                 self._confirm(room, pair)
         # It hears nothing that we say.

@@ -6,7 +6,7 @@ scatters (`scatter_done`, `scatter_failed`) and time (`tick`). Who is granted wh
 
 from __future__ import annotations
 
-from longshore_wire.claims import Wanted, target_pairs
+from longshore_wire.claims import Wanted, chosen_way, target_pairs
 from longshore_wire.effects import (
     PeerId,
     RoomEnded,
@@ -34,7 +34,7 @@ from longshore_wire.peer_messages import (
 )
 from longshore_wire.plan import Way
 from longshore_wire.room import TargetPair, TargetRoom
-from longshore_wire.session import PeerState, Untold, backoff_ns
+from longshore_wire.session import Peer, PeerState, Untold, backoff_ns
 from longshore_wire.slabs import SlabGrid
 from longshore_wire.states import TargetEvent, TargetSlab
 from longshore_wire.target_peers import TargetPeers, prefill_name
@@ -92,7 +92,7 @@ class TargetSession(TargetPeers):
         self.rooms[key] = room
         for pair in pairs:
             room.pairs[pair.peer] = pair
-            self._in_place_count += pair.way is not Way.STAGED
+            self._in_place_count += pair.expects_bytes
             peer = self._dial(pair.peer, wanted.endpoint, now_ns)
             peer.rooms[key] = None
             if peer.state is PeerState.ATTACHED:
@@ -169,7 +169,8 @@ class TargetSession(TargetPeers):
             return
         known.heard_ns = now_ns
         if isinstance(message, WireFound):
-            known.wire = message.wire
+            known.wire, known.wire_epoch = message.wire, message.source_epoch
+            self._claim_open(known, now_ns)
         elif (
             not isinstance(message, Demand | SlabReady | Abort | AbortAck)
             or message.pair.target_epoch != self.config.epoch
@@ -316,9 +317,35 @@ class TargetSession(TargetPeers):
 
     # -- rooms -----------------------------------------------------------------------------------------------------
 
+    def _claim_open(self, known: Peer, now_ns: int) -> None:
+        """Claim what waited for the wire to a source."""
+        for key in list(known.rooms):
+            room = self.rooms.get(key)
+            if room is not None and room.pairs[known.peer].open is not None and not room.failed:
+                self._send_claim(room, room.pairs[known.peer], now_ns)
+
+    def _choose_way(self, room: TargetRoom, pair: TargetPair, known: Peer, now_ns: int) -> bool:
+        """Choose the way of a pair for good; False: the wire, on which it depends, is still being found out."""
+        assert known.attach is not None
+        found = known.wire_epoch == known.epoch
+        comes = self._probe is not None and now_ns < known.wire_due_ns
+        if comes and not found and self.config.crossover.needs_wire(self.config.backend):
+            self._timers.set((room.key, pair.peer), known.wire_due_ns)
+            return False
+        wire = known.wire if found else "Unknown"
+        choice = chosen_way(self.config, known.attach, pair, (room.first_token, room.end_token), wire)
+        self._in_place_count -= pair.expects_bytes
+        pair.way, pair.why, pair.open = choice.way, choice.why, None
+        self._in_place_count += pair.expects_bytes
+        return True
+
     def _send_claim(self, room: TargetRoom, pair: TargetPair, now_ns: int) -> None:
         known = self.peers[pair.peer]
+        if pair.open is not None and not self._choose_way(room, pair, known, now_ns):
+            return
         old = pair.pair
+        if not old.source_epoch and pair.route is not None:
+            self.counters[f"claims.{pair.way.name.lower()}.{pair.why.name.lower()}"] += 1
         pair.pair = PairKey(
             old.key,
             old.source_rank,
@@ -334,7 +361,9 @@ class TargetSession(TargetPeers):
             pages = room.pages[4 * offset : 4 * (offset + PAGES_PER_MESSAGE_MAX)] if count else b""
             self._send(
                 pair.peer,
-                Claim(pair.pair, first, room.end_token, pair.way, offset, count, pages, room.digest, room.memory),
+                Claim(
+                    pair.pair, first, room.end_token, pair.way, offset, count, pages, room.digest, room.memory, pair.why
+                ),
             )
         self._timers.set((room.key, pair.peer), now_ns + backoff_ns(self.config.retry_ns, pair.attempts))
 
@@ -453,7 +482,7 @@ class TargetSession(TargetPeers):
     def _drop(self, room: TargetRoom) -> None:
         del self.rooms[room.key]
         for peer, pair in room.pairs.items():
-            self._in_place_count -= pair.way is not Way.STAGED
+            self._in_place_count -= pair.expects_bytes
             self._timers.clear((room.key, peer))
             known = self.peers[peer]
             known.rooms.pop(room.key, None)

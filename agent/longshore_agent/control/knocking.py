@@ -34,6 +34,11 @@ class Knocker:
         if said != errno.EINPROGRESS:
             self._judge(peer, said)
 
+    @property
+    def waits(self) -> bool:
+        """Whether a try has not been answered, or an answer not been taken."""
+        return bool(self._tried or self._refused)
+
     def refused(self) -> list[PeerId]:
         """Return the peers at whose address nobody listens, each once."""
         if self._tried:

@@ -22,9 +22,33 @@ LINE_BYTES = 64
 
 Numbers = npt.NDArray[np.int64]
 
+# Rows that are copied at once, a line of each in turn: a processor fetches ahead within a page, and so in four at a time.
+_STREAMS = 4
+
+
+def _each(template: str) -> str:
+    """Return the lines of `template` for each of the rows that are copied at once."""
+    return "".join(template.replace("#", str(row)) for row in range(_STREAMS))
+
+
+# A long run is cut into rows of at most a page of memory, so that they can be copied at once; shorter ones cost more than
+# they gain.
+_RUN_UNIT_BYTES_MAX = 4096
+_RUN_UNIT_BYTES_MIN = 512
+
+_STEPS = _each(
+    """  %source_pointer.# = inttoptr i64 %from.# to ptr
+  %target_pointer.# = inttoptr i64 %to.# to ptr
+  %value.# = load <16 x i32>, ptr %source_pointer.#, align 1
+  store <16 x i32> %value.#, ptr %target_pointer.#, align 64, !nontemporal !0
+"""
+)
+
 # Loops: plane, segment, token, head. A segment is four numbers: its offset from the source's plane, its offset from the
-# target's plane, its tokens, and the bytes of a row.
-_MODULE = """
+# target's plane, its tokens, and the bytes of a row. Where streaming stores are used, the tokens of a segment are dealt
+# to _STREAMS groups of neighbours (`group` tokens each, the loops named `many`), and those that are left come last.
+_MODULE = (
+    """
 declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
 
 define void @copy(ptr %source_planes, ptr %target_planes, i64 %plane_count, ptr %segments, i64 %segment_count,
@@ -52,11 +76,61 @@ segment:
   %bytes = load i64, ptr %f3
   %source_first = add i64 %source_plane, %source_offset
   %target_first = add i64 %target_plane, %target_offset
-  br label %token
+  %quarter = lshr i64 %tokens, 2
+  %group = select i1 %streams, i64 %quarter, i64 0
+  %source_group = mul i64 %group, %source_token
+  %target_group = mul i64 %group, %target_token
+  %grouped = shl i64 %group, 2
+  %has_groups = icmp ne i64 %group, 0
+  br i1 %has_groups, label %many_token, label %rest
+many_token:
+  %mt = phi i64 [ 0, %segment ], [ %mt1, %many_token_end ]
+  %many_source_row = phi i64 [ %source_first, %segment ], [ %many_source_row1, %many_token_end ]
+  %many_target_row = phi i64 [ %target_first, %segment ], [ %many_target_row1, %many_token_end ]
+  br label %many_head
+many_head:
+  %mh = phi i64 [ 0, %many_token ], [ %mh1, %many_row_end ]
+  %many_source = phi i64 [ %many_source_row, %many_token ], [ %many_source1, %many_row_end ]
+  %many_target = phi i64 [ %many_target_row, %many_token ], [ %many_target1, %many_row_end ]
+  br label %many_line
+many_line:
+  %mb = phi i64 [ 0, %many_head ], [ %mb1, %many_line ]
+  %from.0 = add i64 %many_source, %mb
+  %to.0 = add i64 %many_target, %mb
+  %from.1 = add i64 %from.0, %source_group
+  %to.1 = add i64 %to.0, %target_group
+  %from.2 = add i64 %from.1, %source_group
+  %to.2 = add i64 %to.1, %target_group
+  %from.3 = add i64 %from.2, %source_group
+  %to.3 = add i64 %to.2, %target_group
+"""
+    + _STEPS
+    + """  %mb1 = add i64 %mb, 64
+  %more_many_lines = icmp ult i64 %mb1, %bytes
+  br i1 %more_many_lines, label %many_line, label %many_row_end
+many_row_end:
+  %mh1 = add i64 %mh, 1
+  %many_source1 = add i64 %many_source, %source_head
+  %many_target1 = add i64 %many_target, %target_head
+  %more_many_heads = icmp slt i64 %mh1, %heads
+  br i1 %more_many_heads, label %many_head, label %many_token_end
+many_token_end:
+  %mt1 = add i64 %mt, 1
+  %many_source_row1 = add i64 %many_source_row, %source_token
+  %many_target_row1 = add i64 %many_target_row, %target_token
+  %more_many_tokens = icmp slt i64 %mt1, %group
+  br i1 %more_many_tokens, label %many_token, label %rest
+rest:
+  %any_left = icmp slt i64 %grouped, %tokens
+  %source_skipped = mul i64 %grouped, %source_token
+  %target_skipped = mul i64 %grouped, %target_token
+  %source_rest = add i64 %source_first, %source_skipped
+  %target_rest = add i64 %target_first, %target_skipped
+  br i1 %any_left, label %token, label %segment_end
 token:
-  %t = phi i64 [ 0, %segment ], [ %t1, %token_end ]
-  %source_row = phi i64 [ %source_first, %segment ], [ %source_row1, %token_end ]
-  %target_row = phi i64 [ %target_first, %segment ], [ %target_row1, %token_end ]
+  %t = phi i64 [ %grouped, %rest ], [ %t1, %token_end ]
+  %source_row = phi i64 [ %source_rest, %rest ], [ %source_row1, %token_end ]
+  %target_row = phi i64 [ %target_rest, %rest ], [ %target_row1, %token_end ]
   br label %head
 head:
   %h = phi i64 [ 0, %token ], [ %h1, %row_end ]
@@ -105,6 +179,7 @@ end:
 
 !0 = !{i32 1}
 """
+)
 
 
 class Strides(NamedTuple):
@@ -134,6 +209,9 @@ def copy(
         heads: rows of a token, >= 1.
         stream: use streaming stores; every address that is written, and every row, must be a multiple of LINE_BYTES.
     """
+    if stream and heads == 1 and (unit := _run_unit(segments)):
+        segments = np.column_stack([segments[:, :2], segments[:, 3] // unit, np.full(len(segments), unit)])
+        source = target = Strides(unit, 0)
     _compiled()(
         source_planes.ctypes.data,
         target_planes.ctypes.data,
@@ -145,6 +223,15 @@ def copy(
         heads,
         int(stream),
     )
+
+
+def _run_unit(segments: Numbers) -> int:
+    """Return the bytes of the rows into which segments of one long row each are best cut; 0: leave them as they are."""
+    if int(segments[:, 2].max()) > 1:
+        return 0
+    lengths = int(np.bitwise_or.reduce(segments[:, 3]))
+    unit = min(lengths & -lengths, _RUN_UNIT_BYTES_MAX)
+    return unit if unit >= _RUN_UNIT_BYTES_MIN else 0
 
 
 def prepare() -> None:

@@ -47,6 +47,11 @@ def count_session(metrics: Metrics, half: Half, session: Session, rooms_open: in
     """Bring gauges and counters of one core up to date."""
     metrics.set("longshore_rooms_open", rooms_open, half=half.name.lower())
     metrics.advance("longshore_retries_total", session.counters["retries"], message="all")
+    for name, count in session.counters.items():
+        kind, _, rest = name.partition(".")
+        if kind == "claims":
+            way, _, why = rest.partition(".")
+            metrics.advance("longshore_claims_total", count, way=way, why=why)
 
 
 def count_peers(metrics: Metrics, sessions: list[Session]) -> None:

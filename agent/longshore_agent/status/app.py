@@ -152,9 +152,10 @@ def _add_plans(app: FastAPI, source: StatusSource, defaults: PlanDefaults) -> No
     @app.get("/v1/plan", **_answers(PlanView, 422, ErrorBody))
     def plan(query: Annotated[PlanQuery, Query()]) -> Response:
         """Who would send what to whom between two layouts, or between two instances that are registered here."""
-        instances = source.snapshot().instances if query.source or query.target else ()
+        snapshot = source.snapshot()
+        wire = snapshot.self_test.wire if snapshot.self_test is not None else "Unknown"
         try:
-            return _json(answer(query, instances, defaults))
+            return _json(answer(query, snapshot.instances, defaults, wire))
         except LongshoreError as error:
             unknown = error.reason is Reason.UNKNOWN_INSTANCE
             body = ErrorBody("UnknownInstance" if unknown else "LayoutMismatch", str(error), (str(error),))

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from longshore_wire.crossover import Why
 from longshore_wire.errors import Reason
 
 
@@ -23,6 +24,7 @@ class Kind(StrEnum):
 STAGES = ("gather", "write", "deliver", "scatter")
 HALVES = ("source", "target")
 WAYS = ("staged", "contiguous", "direct", "slices")
+WHYS = tuple(why.name.lower() for why in Why)
 OUTCOMES = ("done", "failed", "cancelled")
 PEER_STATES = ("connecting", "attached", "refused", "lost")
 REASONS = tuple(reason.name.lower() for reason in Reason)
@@ -33,6 +35,7 @@ _DOMAINS: Mapping[str, tuple[str, ...]] = {
     "stage": STAGES,
     "half": HALVES,
     "way": WAYS,
+    "why": WHYS,
     "outcome": OUTCOMES,
     "reason": REASONS,
     "state": PEER_STATES,
@@ -89,6 +92,9 @@ TABLE: tuple[Metric, ...] = (
     _counter("credit_waits", "waits", (), "Times that a slab was ready and waited for a grant."),
     _counter("credit_wait_seconds", "seconds", (), "Time that ready slabs waited for grants."),
     _gauge("rooms_open", "rooms", ("half",), "Rooms that are not over."),
+    _counter(
+        "claims", "pairs", ("way", "why"), "Pairs of ranks that a decode rank claimed, by the way it chose and why."
+    ),
     _counter("rooms", "rooms", ("half", "outcome", "reason"), "Rooms that are over."),
     _counter("stale_messages", "messages", ("message",), "Messages of another life, another grant or no room."),
     _counter("refused_messages", "messages", ("reason",), "Messages of peers and engines that were refused."),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from longshore_agent.settings import Settings
 from longshore_agent.status.snapshot import InstanceStatus
+from longshore_agent.transports.base import Wire
+from longshore_wire.crossover import WHOLE_PAGES, Choice, Crossover, Why, choose, opened
 from longshore_wire.errors import LayoutError, LongshoreError, Reason
 from longshore_wire.layout import (
     HEAD_DIM_MAX,
@@ -23,10 +25,16 @@ from longshore_wire.layout import (
     PageOrder,
     Parallel,
 )
-from longshore_wire.plan import Plan, Staging, Summary, plan
+from longshore_wire.plan import Pair, Plan, Staging, Summary, Way, plan
+from longshore_wire.slabs import slab_limit_bytes
 
 # A plan names every rank; one request must not keep the agent busy with more than a large cluster has.
 RANKS_MAX = 4096
+
+
+def _number(value: object) -> object:
+    """Return the number that a query's text means: a choice of numbers does not read text by itself."""
+    return int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
 
 
 class PlanQuery(BaseModel):
@@ -39,7 +47,9 @@ class PlanQuery(BaseModel):
     layers: int = Field(80, ge=1, le=LAYERS_MAX)
     kv_heads: int = Field(8, ge=1, le=HEADS_MAX)
     head_dim: int = Field(128, ge=1, le=HEAD_DIM_MAX)
-    element_bytes: Literal[1, 2, 4] = Field(2, description="Bytes of one number of the cache.")
+    element_bytes: Annotated[Literal[1, 2, 4], BeforeValidator(_number)] = Field(
+        2, description="Bytes of one number of the cache."
+    )
     attention: Literal["HEADS", "LATENT"] = Field("HEADS", description="LATENT: MLA, one latent a token.")
     prefill_tp: int = Field(1, ge=1, le=TP_MAX)
     prefill_pp: int = Field(1, ge=1, le=PP_MAX)
@@ -52,6 +62,10 @@ class PlanQuery(BaseModel):
     staging: Literal["Auto", "Always", "Never"] | None = Field(None, description="Left out: as the agent is set.")
     chunk_tokens: int | None = Field(None, ge=1, le=1 << 24, description="Left out: as the agent is set.")
     slab_bytes: int | None = Field(None, ge=1, le=1 << 40, description="Left out: a lane's buffer.")
+    backend: Literal["NIXL", "Mooncake", "Loopback"] | None = Field(None, description="Left out: as the agent is set.")
+    wire: str | None = Field(
+        None, max_length=64, description="A wire's name, as peers have it. Left out: what the agent's self-test found."
+    )
 
 
 class PlanDefaults(msgspec.Struct, frozen=True):
@@ -61,15 +75,33 @@ class PlanDefaults(msgspec.Struct, frozen=True):
     chunk_tokens: int = 8192
     slab_bytes: int = 64 << 20
     direct: bool = True  # between instances that are registered here
+    backend: str = "NIXL"
+    ring_bytes: int = 4 << 30
+    force_way: Way | None = None
+    crossover: Crossover = WHOLE_PAGES
 
     @classmethod
-    def of(cls, settings: Settings) -> PlanDefaults:
-        """Return what an agent with these settings does."""
-        return cls(settings.staging, settings.chunk_tokens, settings.lane_bytes, settings.direct)
+    def of(cls, settings: Settings, crossover: Crossover = WHOLE_PAGES) -> PlanDefaults:
+        """Return what an agent with these settings and this table does."""
+        return cls(
+            settings.staging,
+            settings.chunk_tokens,
+            settings.lane_bytes,
+            settings.direct,
+            settings.backend.value,
+            settings.ring_bytes,
+            settings.force_way,
+            crossover,
+        )
 
 
 class PairView(msgspec.Struct, frozen=True):
-    """What one source rank sends to one target rank; `end` is exclusive."""
+    """What one source rank sends to one target rank; `end` is exclusive.
+
+    Attributes:
+        way, why: for a request of `chunk_tokens` tokens; `why` is how it was chosen, in the words of the metrics.
+        staged_s, in_place_s: the seconds that the crossover table expects either way; none: it does not know.
+    """
 
     source_rank: int
     target_rank: int
@@ -79,12 +111,24 @@ class PairView(msgspec.Struct, frozen=True):
     end_head: int
     bytes_per_token: int
     way: str
+    why: str = ""
+    staged_s: float | None = None
+    in_place_s: float | None = None
 
 
 class PlanView(msgspec.Struct, frozen=True):
-    """Who sends what to whom. `writes_per_chunk` and `slices_per_chunk` count all pairs, slices as if sent alone."""
+    """Who sends what to whom. `writes_per_chunk` and `slices_per_chunk` count all pairs, slices as if sent alone.
+
+    Attributes:
+        way: of all pairs, or `Mixed`.
+        backend, wire: what the ways were chosen for.
+        rule: the named rule that holds where `why` is `default`.
+    """
 
     way: str
+    backend: str
+    wire: str
+    rule: str
     bytes_per_token: int
     chunk_tokens: int
     writes_per_chunk: int
@@ -94,9 +138,13 @@ class PlanView(msgspec.Struct, frozen=True):
     idle_targets: tuple[int, ...]
 
 
-def answer(query: PlanQuery, instances: tuple[InstanceStatus, ...], defaults: PlanDefaults) -> PlanView:
+def answer(
+    query: PlanQuery, instances: tuple[InstanceStatus, ...], defaults: PlanDefaults, wire: str = Wire.UNKNOWN.value
+) -> PlanView:
     """Return the plan that `query` asks for.
 
+    Args:
+        wire: what a query means that names none.
     Raises:
         LayoutError: the layouts cannot exist or exchange pages.
         LongshoreError: reason UNKNOWN_INSTANCE, an instance is not registered here, or only one of two is named.
@@ -110,8 +158,37 @@ def answer(query: PlanQuery, instances: tuple[InstanceStatus, ...], defaults: Pl
             raise LayoutError(f"{side}: tp * pp is above {RANKS_MAX}, more than this page shows")
     staging = defaults.staging if query.staging is None else Staging[query.staging.upper()]
     chunk_tokens = query.chunk_tokens or defaults.chunk_tokens
+    slab_bytes = query.slab_bytes or defaults.slab_bytes
     found = plan(source, target, staging=staging, direct=defaults.direct and bool(query.source))
-    return _view(found, found.summary(chunk_tokens, query.slab_bytes or defaults.slab_bytes), chunk_tokens)
+    over = (query.backend or defaults.backend, wire if query.wire is None else query.wire)
+    attention = source.model.attention
+    ways = [_choice(found, pair, attention, staging, chunk_tokens, slab_bytes, defaults, over) for pair in found.pairs]
+    chosen = found.with_ways([choice.way for choice in ways])
+    return _view(chosen, ways, chosen.summary(chunk_tokens, slab_bytes), chunk_tokens, over, defaults.crossover)
+
+
+def _choice(
+    found: Plan,
+    pair: Pair,
+    attention: Attention,
+    staging: Staging,
+    tokens: int,
+    slab_bytes: int,
+    defaults: PlanDefaults,
+    over: tuple[str, str],
+) -> Choice:
+    """Return the way that the decode side would choose for `tokens` tokens of a pair over (backend, wire)."""
+    if defaults.force_way is not None:
+        return Choice(defaults.force_way, Why.FORCED)
+    if pair.way is Way.DIRECT:
+        return Choice(pair.way, Why.NEAR)
+    if staging is not Staging.AUTO:
+        return Choice(pair.way, Why.STAGING)
+    if attention is Attention.LATENT:
+        return Choice(pair.way, Why.LATENT)
+    writers = len(found.of_target(pair.target_rank))
+    can_stage = pair.unit_bytes <= slab_limit_bytes(slab_bytes, defaults.ring_bytes, writers)
+    return choose(opened(found, can_stage=can_stage), pair, (0, tokens), defaults.crossover, *over)
 
 
 def _registered(side: str, name: str, instances: tuple[InstanceStatus, ...]) -> KVLayout:
@@ -134,9 +211,19 @@ def _layout(query: PlanQuery, side: Literal["prefill", "decode"]) -> KVLayout:
     return KVLayout(model, parallel, query.decode_page_size, PageOrder[query.decode_order])
 
 
-def _view(found: Plan, summary: Summary, chunk_tokens: int) -> PlanView:
+def _view(
+    found: Plan,
+    ways: list[Choice],
+    summary: Summary,
+    chunk_tokens: int,
+    over: tuple[str, str],
+    crossover: Crossover,
+) -> PlanView:
     return PlanView(
         way=summary.way,
+        backend=over[0],
+        wire=over[1],
+        rule=crossover.default.name,
         bytes_per_token=summary.bytes_per_token,
         chunk_tokens=chunk_tokens,
         writes_per_chunk=summary.writes_per_chunk,
@@ -151,8 +238,11 @@ def _view(found: Plan, summary: Summary, chunk_tokens: int) -> PlanView:
                 end_head=pair.heads[1],
                 bytes_per_token=pair.token_bytes,
                 way=pair.way.name.capitalize(),
+                why=choice.why.name.lower(),
+                staged_s=choice.staged_s,
+                in_place_s=choice.in_place_s,
             )
-            for pair in found.pairs
+            for pair, choice in zip(found.pairs, ways, strict=True)
         ),
         idle_sources=tuple(source for source, _ in found.idle_sources),
         idle_targets=found.idle_targets,

@@ -211,6 +211,7 @@ class PairStatus(msgspec.Struct, frozen=True):
 
     Attributes:
         way: `none`: nothing is to move, the source is only told so.
+        why: how the way was chosen, in the words of the metrics; `undecided`: the wire is still being found out.
         slabs_total: 0 before the source has said how it cuts what is claimed.
         busy: slabs that a lane or a scatter holds.
     """
@@ -224,6 +225,7 @@ class PairStatus(msgspec.Struct, frozen=True):
     slabs_total: int
     busy: int = 0
     reason: str = ""
+    why: str = ""
 
 
 class RoomStatus(msgspec.Struct, frozen=True):
@@ -231,6 +233,7 @@ class RoomStatus(msgspec.Struct, frozen=True):
 
     Attributes:
         room, instance, pool: the room's key; `instance` is the prefill's.
+        ways, why: of its pairs, each once; why each was chosen.
         tokens_total: of the sequence; -1: not known yet.
         tokens_done: source: acknowledged by every target; target: in the pages.
         reason, text: why it failed, if it did.
@@ -252,6 +255,7 @@ class RoomStatus(msgspec.Struct, frozen=True):
     reason: str = ""
     text: str = ""
     pairs: tuple[PairStatus, ...] = ()
+    why: tuple[str, ...] = ()
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,6 +32,7 @@ from longshore_agent.transports import wires
 from longshore_agent.transports.base import METADATA_BYTES_MAX, NOTICE_BYTES_MAX, Prepared, Wire, Write, WriteState
 from longshore_agent.transports.loopback_faults import ENVIRONMENT_NAME, Fault, FaultKind, FaultPlan, parse_faults
 from longshore_agent.transports.process_memory import Addresses, ProcessMemory, start_time
+from longshore_agent.transports.regions import Regions
 from longshore_wire.errors import Reason
 
 _NAME_BYTES_MAX = 200
@@ -66,7 +67,7 @@ class _Peer(msgspec.Struct):
     name: str
     life: str
     memory: ProcessMemory
-    regions: tuple[tuple[int, int], ...]
+    regions: Regions
 
 
 class LoopbackWrite:
@@ -165,7 +166,8 @@ class LoopbackTransport:
         self._lock = threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         self._socket.bind(_socket_name(self._life))
-        self._regions: dict[int, tuple[int, int]] = {}
+        self._tokens: dict[int, tuple[int, int]] = {}
+        self._regions = Regions()
         self._next_token = 1
         self._next_number = 0
         self._peers: dict[str, _Peer] = {}
@@ -182,22 +184,27 @@ class LoopbackTransport:
             raise TransportError(f"Loopback cannot register {length_bytes} bytes at {address:#x}")
         with self._lock:
             self._check_open()
+            try:
+                regions = Regions([*self._tokens.values(), (address, length_bytes)])
+            except ValueError as error:
+                raise TransportError(f"Loopback cannot register memory: {error}") from error
             token = self._next_token
             self._next_token += 1
-            self._regions[token] = (address, length_bytes)
+            self._tokens[token], self._regions = (address, length_bytes), regions
             return token
 
     def deregister(self, token: int) -> None:
         """Forget a range; see `Transport.deregister`. It does not stop a peer that knows it."""
         with self._lock:
-            if self._regions.pop(token, None) is None:
+            if self._tokens.pop(token, None) is None:
                 raise TransportError(f"Loopback memory token {token} is not registered")
+            self._regions = Regions(self._tokens.values())
 
     def metadata(self) -> bytes:
         """Return this life's name, process and memory; see `Transport.metadata`."""
         with self._lock:
             self._check_open()
-            regions = tuple(sorted(self._regions.values()))
+            regions = self._regions.ranges
         pid = os.getpid()
         return msgspec.msgpack.encode(
             _Metadata(_FORMAT, self.name, self._life, wires.host_identity(), pid, start_time(pid), regions)
@@ -205,12 +212,12 @@ class LoopbackTransport:
 
     def connect(self, metadata: bytes) -> str:
         """Learn a peer, its newer metadata, or its next life under the same name; see `Transport.connect`."""
-        fresh = _unpack(metadata)
+        fresh, regions = _unpack(metadata)
         with self._lock:
             self._check_open()
             known = self._peers.get(fresh.name)
             if known is not None and known.life == fresh.life:
-                known.regions = fresh.regions
+                known.regions = regions
                 return fresh.name
             try:
                 memory = ProcessMemory(fresh.pid, fresh.started)
@@ -219,7 +226,7 @@ class LoopbackTransport:
             if known is not None:
                 self._forgotten.append(known.life)
                 self._forget(known)
-            self._peers[fresh.name] = _Peer(fresh.name, fresh.life, memory, fresh.regions)
+            self._peers[fresh.name] = _Peer(fresh.name, fresh.life, memory, regions)
             if fresh.life in self._forgotten:
                 self._forgotten.remove(fresh.life)
             waiting = list(self._unclaimed)
@@ -248,7 +255,7 @@ class LoopbackTransport:
         assert len(sources) == len(targets) == len(lengths) >= 1
         with self._lock:
             known = self._peer(peer)
-            _check_inside("source", tuple(sorted(self._regions.values())), sources, lengths)
+            _check_inside("source", self._regions, sources, lengths)
             _check_inside("target", known.regions, targets, lengths)
             write = LoopbackWrite(self._next_number, known, (sources, targets, lengths), notice)
             write.fault = self.faults.fault_of(write.number, peer)
@@ -455,7 +462,7 @@ def _socket_name(life: str) -> bytes:
     return b"\0longshore-loopback-" + life.encode()
 
 
-def _unpack(data: bytes) -> _Metadata:
+def _unpack(data: bytes) -> tuple[_Metadata, Regions]:
     if len(data) > METADATA_BYTES_MAX:
         raise PeerMetadataError(f"peer metadata takes {len(data)} bytes: at most {METADATA_BYTES_MAX} are read")
     try:
@@ -466,16 +473,16 @@ def _unpack(data: bytes) -> _Metadata:
         raise PeerMetadataError(f"peer {metadata.name[:_NAME_BYTES_MAX]!r} has another version or runs on another host")
     if not 1 <= len(metadata.name.encode()) <= _NAME_BYTES_MAX or len(metadata.life) > _NAME_BYTES_MAX // 4:
         raise PeerMetadataError("peer metadata has a name that is too long or empty")
-    return metadata
+    try:
+        return metadata, Regions(metadata.regions)
+    except (ValueError, OverflowError) as error:
+        raise PeerMetadataError(f"peer metadata names no memory: {error}") from error
 
 
-def _check_inside(side: str, regions: tuple[tuple[int, int], ...], addresses: Addresses, lengths: Addresses) -> None:
+def _check_inside(side: str, regions: Regions, addresses: Addresses, lengths: Addresses) -> None:
     """Raise TransportError unless every piece lies in one registered region."""
-    inside = np.zeros(len(addresses), dtype=bool)
-    for address, length_bytes in regions:
-        inside |= (addresses >= address) & (lengths <= length_bytes) & (addresses + lengths <= address + length_bytes)
-    if not inside.all():
-        piece = int(np.argmin(inside))
+    piece = regions.stray(addresses, lengths)
+    if piece is not None:
         raise TransportError(
             f"Loopback {side} piece {piece}, {int(lengths[piece])} bytes at {int(addresses[piece]):#x}, is not registered"
         )

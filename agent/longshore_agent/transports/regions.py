@@ -1,6 +1,6 @@
 """Registered memory as a transport knows it: which pieces lie inside it.
 
-Called by mooncake.py, because the library itself does not look: it reads any source, and leaves the target to refuse.
+Called by mooncake.py and loopback.py, because what is below them does not look: it reads any source.
 Pure arithmetic.
 """
 

@@ -1,7 +1,8 @@
 """`longshore bench`: measurements that a user runs on his own machine; each counts a time only if the bytes are right.
 
 Called by the command line. `transfer` moves the KV of one request through real agents, by every way, beside the
-transport's own rate in the same run; `rooms` moves many requests at once.
+transport's own rate in the same run; `rooms` moves many requests at once; `crossover` finds out from where on pages are
+better written in place than staged.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ __all__ = ["BenchError", "add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `run` reads."""
-    from longshore_cli.bench import rooms, transfer
+    from longshore_cli.bench import crossover, rooms, transfer
 
     questions = parser.add_subparsers(dest="question", metavar="QUESTION", required=True)
     transfer.add_arguments(
@@ -27,15 +28,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rooms.add_arguments(
         questions.add_parser("rooms", help="how long requests take when many move at once", description=rooms.__doc__)
     )
+    crossover.add_arguments(
+        questions.add_parser(
+            "crossover", help="from where on pages are better written in place", description=crossover.__doc__
+        )
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure; return 0 if every byte was right, else 1."""
-    from longshore_cli.bench import rooms, transfer
+    from longshore_cli.bench import crossover, rooms, transfer
 
-    chosen = rooms.run if arguments.question == "rooms" else transfer.run
+    parts = {"transfer": transfer.run, "rooms": rooms.run, "crossover": crossover.run}
     try:
-        return chosen(arguments)
+        return parts[arguments.question](arguments)
     except BenchError as error:
         sys.stderr.write(f"longshore bench: {error}\n")
         return 1

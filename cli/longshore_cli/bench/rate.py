@@ -1,4 +1,4 @@
-"""What the transport does by itself between two processes: runs the agent's `rate` program and asks it.
+"""What the transport, and what the stages of a transfer, do by themselves: runs programs of the agent and asks them.
 
 Called by `transfer`, between its own measurements, so that both see the same machine.
 """
@@ -12,9 +12,13 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from longshore_cli.bench.errors import BenchError
+import msgspec
 
-_PROGRAM = "longshore_agent.transports.rate"
+from longshore_cli.bench.errors import BenchError
+from longshore_wire.layout import ModelShape
+
+_RATE_PROGRAM = "longshore_agent.transports.rate"
+_PATH_PROGRAM = "longshore_agent.bare_path"
 _END_S = 20.0
 
 
@@ -27,11 +31,12 @@ class Sample:
     wire: str
 
 
-class TransportRate:
-    """Two processes with the bare transport and buffers of `bytes_max`; a context manager."""
+class _Program:
+    """One program that answers a line of JSON with a line of JSON until its input ends; a context manager."""
 
-    def __init__(self, backend: str, bytes_max: int) -> None:
-        command = [sys.executable, "-m", _PROGRAM, "--backend", backend, "--bytes-max", str(bytes_max)]
+    def __init__(self, program: str, *arguments: str) -> None:
+        self._program = program
+        command = [sys.executable, "-m", program, *arguments]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def __enter__(self) -> Self:
@@ -50,6 +55,26 @@ class TransportRate:
             self._process.wait()
         self._process.stdout.close()
 
+    def _ask(self, **request: str | int) -> Sample:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise BenchError(f"{self._program} ended with {self._process.wait()}: its messages are above")
+        answer = json.loads(line)
+        if not answer["equal"]:
+            raise BenchError(f"{self._program} left wrong bytes: {request}")
+        return Sample(answer["seconds"], answer["core_s"], answer.get("wire", ""))
+
+
+class TransportRate(_Program):
+    """Two processes with the bare transport and buffers of `bytes_max`."""
+
+    def __init__(self, backend: str, bytes_max: int) -> None:
+        super().__init__(_RATE_PROGRAM, "--backend", backend, "--bytes-max", str(bytes_max))
+
     def write(self, length_bytes: int) -> Sample:
         """Move bytes by one descriptor."""
         return self._ask(what="write", length_bytes=length_bytes)
@@ -62,15 +87,23 @@ class TransportRate:
         """Copy bytes within one process, on one thread."""
         return self._ask(what="copy", length_bytes=length_bytes)
 
-    def _ask(self, **request: str | int) -> Sample:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request).encode() + b"\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise BenchError(f"{_PROGRAM} ended with {self._process.wait()}: its messages are above")
-        answer = json.loads(line)
-        if not answer["equal"]:
-            raise BenchError(f"the transport by itself left wrong bytes: {request}")
-        return Sample(answer["seconds"], answer["core_s"], answer["wire"])
+
+class BarePath(_Program):
+    """A process for each rank that gathers, writes and scatters, and does nothing else."""
+
+    def __init__(
+        self, backend: str, model: ModelShape, page_size: int, tokens_max: int, source_tp: int, target_tp: int
+    ) -> None:
+        scene = {
+            "backend": backend,
+            "model": msgspec.to_builtins(model),
+            "page_size": page_size,
+            "tokens_max": tokens_max,
+            "source_tp": source_tp,
+            "target_tp": target_tp,
+        }
+        super().__init__(_PATH_PROGRAM, "--scene", json.dumps(scene))
+
+    def move(self, tokens: int) -> Sample:
+        """Move the KV of the first tokens."""
+        return self._ask(tokens=tokens)

@@ -9,21 +9,27 @@ from pathlib import Path
 
 from longshore_cli.bench.transfer import MIB, Report, SizeResult
 
-_BARE = {"transport": "one descriptor", "transport slices": "bare slices", "copy": "plain copy"}
+_BARE = {
+    "bare path": "bare path",
+    "transport": "one descriptor",
+    "transport slices": "bare slices",
+    "copy": "plain copy",
+}
 
 
 def table(report: Report) -> str:
     """Return aligned tables: rates, then processor seconds for a gigabyte."""
     names = [course.name for course in report.courses]
     staged = next((course.name for course in report.courses if course.way == "Staged"), None)
-    header = ["MiB", *names, *_BARE.values(), "bound", *(["staged/bound"] if staged else [])]
+    header = ["MiB", *names, *_BARE.values(), "bound", *(["staged/bare path", "staged/bound"] if staged else [])]
     rates, cores = [header], [["MiB", *names, *_BARE.values()]]
     for size in report.sizes:
         row = [str(size.length_bytes // MIB)]
         row += [_number(size.rate(name)) for name in (*names, *_BARE)]
         row.append(_number(size.bound))
         if staged:
-            row.append(f"{100 * (size.rate(staged) or 0.0) / size.bound:.0f} %")
+            rate = size.rate(staged) or 0.0
+            row += [_percent(rate, size.rate("bare path") or 0.0), _percent(rate, size.bound)]
         rates.append(row)
         cores.append([str(size.length_bytes // MIB), *(_number(_core(size, name)) for name in (*names, *_BARE))])
     return "\n".join(
@@ -84,6 +90,7 @@ def plot(report: Report, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 4.8), dpi=120)
     sizes = [size.length_bytes / MIB for size in report.sizes]
     styles = {
+        "bare path": ("black", "--", "gather, write, scatter alone"),
         "transport": ("0.35", "--", "one descriptor, bare transport"),
         "transport slices": ("0.65", ":", "slices, bare transport"),
     }
@@ -127,6 +134,10 @@ def _line(axes: object, report: Report, name: str, **style: object) -> None:
 def _core(size: SizeResult, name: str) -> float | None:
     series = size.lines.get(name)
     return series.core_s_per_gb(size.length_bytes) if series is not None else None
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else "-"
 
 
 def _number(value: float | None) -> str:

@@ -1,4 +1,5 @@
-"""How long does a request's KV take when many requests move at once: staged between unequal layouts, beside equal layouts?
+"""How long does a request's KV take when many requests move at once: staged between unequal layouts, beside the same
+bytes between equal layouts, whole pages in place, and beside slice by slice?
 
 Every time is of a room through real agents between engines' pages in shared memory, from `send` to the last byte in
 decode's pages, and counts only if every byte of all rooms was compared and is right. The ways take turns; percentiles
@@ -20,8 +21,11 @@ from longshore_cli.bench.errors import BenchError
 from longshore_cli.bench.scene import Course, open_scenes
 from longshore_cli.bench.transfer import MIB, MODEL
 
-# The first run of a count loads code and touches memory: it is not counted.
+# The first run of each way loads code and connects, the first of a count touches memory: they are not counted.
 _WARM_UPS = 1
+STAGED = Course("staged 2→1", "Staged", 2, 1)
+EQUAL = Course("contiguous 1→1", "Contiguous", 1, 1)
+SLICES = Course("slices 2→1", "Slices", 2, 1)
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Load:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `run` reads."""
-    parser.add_argument("--rooms", type=_counts, default=[1, 8, 64, 256, 512], help="rooms at once, by commas")
+    parser.add_argument("--rooms", type=_counts, default=[1, 8, 32, 128, 512], help="rooms at once, by commas")
     parser.add_argument("--tokens", type=int, default=16, help="tokens of one request, 128 KiB each (16)")
     parser.add_argument("--page-size", type=int, default=16, help="tokens of a page on both sides (16)")
     parser.add_argument("--repeats", type=int, default=3, help="repetitions of each way and number (3)")
@@ -64,35 +68,31 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, print the table, write what was asked for; return 0. Raises BenchError."""
     if arguments.tokens % arguments.page_size or arguments.tokens < 1:
         raise BenchError(f"--tokens is {arguments.tokens}: give a multiple of the page size, {arguments.page_size}")
-    loads = measure(arguments)
-    print(table(loads, arguments.backend))
+    loads, wire = measure(arguments)
+    over = f"{arguments.backend} over {wire}"
+    print(table(loads, over))
     if arguments.json:
-        arguments.json.write_text(as_json(loads, arguments.backend))
+        arguments.json.write_text(as_json(loads, arguments.backend, wire))
     if arguments.plot:
-        plot(loads, arguments.plot)
+        plot(loads, over, arguments.plot)
     return 0
 
 
-def measure(arguments: argparse.Namespace) -> list[Load]:
-    """Run everything; says on standard error how far it is. Raises BenchError."""
-    courses = [
-        Course("staged 2→1", "Staged", 2, 1),
-        Course("staged 1→1", "Staged", 1, 1),
-        Course("slices 2→1", "Slices", 2, 1),
-    ]
+def measure(arguments: argparse.Namespace) -> tuple[list[Load], str]:
+    """Run everything; return the numbers and the wire. Says on standard error how far it is. Raises BenchError."""
     room_bytes = arguments.tokens * 2 * MODEL.layers * MODEL.kv_heads * MODEL.head_bytes
     settings = {"backend": arguments.backend, "deployment": "bench/rooms", "log_level": "warning"}
     tokens = max(arguments.rooms) * arguments.tokens
     found: dict[tuple[str, int], Load] = {}
     with (
         tempfile.TemporaryDirectory() as directory,
-        open_scenes(courses, MODEL, arguments.page_size, tokens, settings, Path(directory)) as scenes,
+        open_scenes([STAGED, EQUAL, SLICES], MODEL, arguments.page_size, tokens, settings, Path(directory)) as scenes,
     ):
         for count in arguments.rooms:
             sys.stderr.write(f"{count} rooms at once\n")
             for repetition in range(arguments.repeats + _WARM_UPS):
                 for scene in scenes:
-                    if scene.course.way == "Slices" and count > arguments.slices_limit:
+                    if scene.course is SLICES and count > arguments.slices_limit:
                         continue
                     seconds = scene.move_many(count, arguments.tokens)
                     if repetition < _WARM_UPS:
@@ -101,24 +101,25 @@ def measure(arguments: argparse.Namespace) -> list[Load]:
                     load = found.setdefault(key, Load(scene.course.name, count, room_bytes, [], []))
                     load.seconds.extend(seconds)
                     load.whole_s.append(max(seconds))
-    return list(found.values())
+        wire = scenes[0].wire()
+    return list(found.values()), wire
 
 
-def table(loads: list[Load], backend: str) -> str:
+def table(loads: list[Load], over: str) -> str:
     """Return aligned tables: milliseconds of a room, and the ratio to equal layouts."""
     rows = [["rooms", "way", "p50 ms", "p99 ms", "GB/s", "p50 / equal", "p99 / equal"]]
-    equal = {load.rooms: load for load in loads if load.course == "staged 1→1"}
+    equal = {load.rooms: load for load in loads if load.course == EQUAL.name}
     for load in sorted(loads, key=lambda load: load.rooms):
         beside = equal[load.rooms]
         values = [load.percentile(50) * 1e3, load.percentile(99) * 1e3, load.gb_per_s]
         ratios = [load.percentile(percent) / beside.percentile(percent) for percent in (50, 99)]
         rows.append([str(load.rooms), load.course, *(f"{value:.2f}" for value in (*values, *ratios))])
     size = loads[0].room_bytes / MIB
-    head = [report.machine(), f"{backend}; {size:g} MiB a room; every byte compared", ""]
+    head = [report.machine(), f"{over}; {size:g} MiB a room; every byte compared", ""]
     return "\n".join([*head, *report.aligned(rows)])
 
 
-def as_json(loads: list[Load], backend: str) -> str:
+def as_json(loads: list[Load], backend: str, wire: str) -> str:
     """Return every number of the run."""
     lines = [
         {
@@ -132,16 +133,17 @@ def as_json(loads: list[Load], backend: str) -> str:
         }
         for load in loads
     ]
-    whole = {"machine": report.machine(), "backend": backend, "bytes_equal": True, "loads": lines}
+    whole = {"machine": report.machine(), "backend": backend, "wire": wire, "bytes_equal": True, "loads": lines}
     return json.dumps(whole, indent=2) + "\n"
 
 
-def plot(loads: list[Load], path: Path) -> None:
+def plot(loads: list[Load], over: str, path: Path) -> None:
     """Draw p50 and p99 over the number of rooms, both logarithmic."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import FuncFormatter
 
     figure, axes = plt.subplots(figsize=(8, 4.8), dpi=120)
     for index, course in enumerate(dict.fromkeys(load.course for load in loads)):
@@ -152,11 +154,14 @@ def plot(loads: list[Load], path: Path) -> None:
             axes.plot(rooms, values, style, color=f"C{index}", marker="o", label=f"{course}, p{percent}")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set_xticks(sorted({load.rooms for load in loads}))
     axes.set_xlabel("rooms at once")
     axes.set_ylabel("ms from send to the last byte in decode's pages")
-    axes.set_title(f"{loads[0].room_bytes / MIB:g} MiB a room")
+    axes.set_title(f"Requests of {loads[0].room_bytes / MIB:g} MiB at once, {over}")
     axes.grid(visible=True, which="major", color="0.88")
-    axes.legend(frameon=False, fontsize=9)
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
     figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)

@@ -30,6 +30,9 @@ _LOOK_PAUSE_S = 0.002
 # How often a decode engine looks for events; the error of every time of `move_many`.
 _EVENT_PAUSE_S = 0.0005
 _PREFETCH_S = 10.0
+# A probe of the wire takes 5 s at most.
+_WIRE_S = 15.0
+UNKNOWN_WIRE = "Unknown"
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,17 @@ class Scene:
             time.sleep(_EVENT_PAUSE_S)
         return ended_s
 
+    def wire(self) -> str:
+        """Return what bytes travel over, as the prefill worker found out; UNKNOWN_WIRE: it did not."""
+        deadline_s = time.monotonic() + _WIRE_S
+        while time.monotonic() < deadline_s:
+            for worker in self.source.agent.status()["workers"]:
+                for peer in worker["peers"]:
+                    if peer["instance"] == self.target.name and peer["wire"] != UNKNOWN_WIRE:
+                        return str(peer["wire"])
+            time.sleep(_LOOK_PAUSE_S)
+        return UNKNOWN_WIRE
+
     def spans(self, room: int) -> list[dict[str, Any]]:
         """Return the spans of a room from both agents, by their start."""
         found = [span for engine in (self.source, self.target) for span in engine.agent.room(room)["spans"]]
@@ -183,6 +197,10 @@ class Scene:
                 return
             time.sleep(_LOOK_PAUSE_S)
         raise BenchError(f"{self.course.name}: the prefill side did not answer the claim of room {room}")
+
+    def clocks(self) -> list[int]:
+        """Return the clocks of the workers' processor time, those of the source first."""
+        return list(self._clocks)
 
     def _core_s(self) -> float:
         return sum(time.clock_gettime(clock) for clock in self._clocks)

@@ -3,8 +3,10 @@
 Every time is of a transfer through real agents between engines' pages in shared memory, and counts only if every byte
 was compared and is right. Repetitions alternate between the ways and the bare transport; medians are shown.
 
-The bound is what the processor allows a staged transfer: cores / (the transport's processor time for a gigabyte, plus
-that of two plain copies). All three are measured in the run.
+Two lines say what a staged transfer could be at best. The bare path does the same gathers, writes and scatters with the
+same processes, threads and slabs, and nothing else: what is lost to it is what asking, granting and telling cost. The
+bound is lower arithmetic: cores / (the transport's processor time for a gigabyte, plus that of two plain copies), each
+measured alone.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from longshore_cli.bench.errors import BenchError
-from longshore_cli.bench.rate import TransportRate
+from longshore_cli.bench.rate import BarePath, TransportRate
 from longshore_cli.bench.scene import Course, Scene, open_scenes
 from longshore_wire.layout import ModelShape
 
@@ -59,7 +61,7 @@ class Series:
 
 @dataclass
 class SizeResult:
-    """All lines at one size: courses by name, then `transport` (one descriptor), `transport slices`, `copy`."""
+    """All lines at one size: courses by name, `bare path`, `transport` (one descriptor), `transport slices`, `copy`."""
 
     length_bytes: int
     lines: dict[str, Series]
@@ -107,6 +109,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page-size", type=int, default=64, help="tokens of a page on both sides (64)")
     parser.add_argument("--backend", default="NIXL", help="NIXL, Mooncake or Loopback")
     parser.add_argument("--slices-limit", type=int, default=1024, help="MiB above which slices are left out (1024)")
+    parser.add_argument(
+        "--set", type=_setting, action="append", default=[], metavar="NAME=VALUE", help="a setting of all agents"
+    )
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     parser.add_argument("--plot", type=Path, help="draw the rates into this PNG file")
 
@@ -137,15 +142,19 @@ def measure(arguments: argparse.Namespace, say: Callable[[str], object]) -> Repo
             "deployment": "bench/transfer",
             "slices_batch": str(batch),
             "log_level": "warning",
+            **dict(arguments.set),
         }
         say(f"wire {wire}, slices in batches of {batch}; starting {1 + len(courses)} agents")
         tokens = sizes[-1] // token_bytes
-        with open_scenes(courses, MODEL, arguments.page_size, tokens, settings, Path(directory)) as scenes:
+        path = BarePath(arguments.backend, MODEL, arguments.page_size, tokens, *arguments.pair)
+        with path, open_scenes(courses, MODEL, arguments.page_size, tokens, settings, Path(directory)) as scenes:
             results = []
             for length_bytes in sizes:
                 say(f"{length_bytes // MIB} MiB")
                 slices = length_bytes <= arguments.slices_limit * MIB
-                sample = _Sampler(rate, scenes, length_bytes, length_bytes // token_bytes, slice_bytes, batch, slices)
+                sample = _Sampler(
+                    rate, path, scenes, length_bytes, length_bytes // token_bytes, slice_bytes, batch, slices
+                )
                 results.append(sample.run(arguments.repeats))
     return Report(courses, results, arguments.backend, wire, slice_bytes, batch, arguments.page_size, arguments.repeats)
 
@@ -155,6 +164,7 @@ class _Sampler:
     """Measures one size."""
 
     rate: TransportRate
+    path: BarePath
     scenes: list[Scene]
     length_bytes: int
     tokens: int
@@ -177,6 +187,7 @@ class _Sampler:
         for scene in self.scenes:
             if self.slices or scene.course.way != "Slices":
                 jobs[scene.course.name] = partial(self._move, scene)
+        jobs["bare path"] = self._bare
         jobs["transport"] = self._write
         if self.slices:
             jobs["transport slices"] = self._slices
@@ -186,6 +197,10 @@ class _Sampler:
     def _move(self, scene: Scene) -> tuple[float, float]:
         moved = scene.move(self.tokens)
         return moved.seconds, moved.core_s
+
+    def _bare(self) -> tuple[float, float]:
+        sample = self.path.move(self.tokens)
+        return sample.seconds, sample.core_s
 
     def _write(self) -> tuple[float, float]:
         sample = self.rate.write(self.length_bytes)
@@ -226,6 +241,13 @@ def _numbers(text: str) -> list[int]:
     if min(numbers) < 1:
         raise argparse.ArgumentTypeError("give sizes of at least 1 MiB")
     return numbers
+
+
+def _setting(text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise argparse.ArgumentTypeError("give NAME=VALUE, as docs/reference/settings.md has them")
+    return name.lower(), value
 
 
 def _pair(text: str) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """The processes of the demo: three agents a transport for all pairs, and the engines of one pair at a time.
 
-For each transport the decode engines are registered with two agents: one takes staged slabs as it would in production, the
-other is told to take slices, so that the same pages can be moved both ways, and by every transport, in one run.
+For each transport the decode engines are registered with two agents: one is told to take staged slabs, the
+other to take slices, so that the same pages can be moved both ways, and by every transport, in one run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Agents:
         }
         self.prefill = LocalAgent(common | {"node": "prefill"}, directory / "prefill")
         self.decode = {
-            STAGED: LocalAgent(common | {"node": "decode"}, directory / "decode"),
+            STAGED: LocalAgent(common | {"node": "decode", "force_way": "Staged"}, directory / "decode"),
             SLICES: LocalAgent(common | {"node": "decode-slices", "force_way": "Slices"}, directory / "slices"),
         }
 

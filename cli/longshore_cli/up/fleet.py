@@ -19,7 +19,7 @@ from longshore_wire.agent_config import AgentConfig, Backend, Control, dump
 _PAGE_BYTES = 4096
 _BUFFER_BYTES_MIN = 256 << 10
 # What an agent's slabs are at least by default; a smaller buffer needs smaller ones.
-_SLAB_BYTES_MIN = 4 << 20
+_SLAB_BYTES_MIN = 8 << 20
 # Each loads its libraries on one core.
 _STARTERS_COUNT = 4
 

@@ -1,0 +1,375 @@
+"""Gather, write and scatter without Longshore's control: what a staged transfer costs when nobody asks and nobody grants.
+
+Run as `python -m longshore_agent.bare_path` by `longshore bench transfer`, which divides by it. One process a rank, as in
+the product, with the product's own kernels, staging buffers, transport, lanes and slabs; but every slab's place is
+agreed before the clock starts, nothing can fail, wait for credit, be cancelled or be repeated, and one datagram
+tells of a slab that has landed. Reads a `Request` a line from standard input and answers each with an `Answer`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import mmap
+import os
+import queue
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from typing import IO, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from longshore_agent.errors import TransportError
+from longshore_agent.kernels import rows
+from longshore_agent.kernels.gather.launch import gather_slices
+from longshore_agent.kernels.scatter.launch import scatter_slices
+from longshore_agent.memory.pools import KVPool
+from longshore_agent.memory.staging import StagingBuffer
+from longshore_agent.transports import BACKENDS, create
+from longshore_agent.transports.base import PreparingTransport, WriteState
+from longshore_agent.transports.rate import checksum, process_clock
+from longshore_wire.layout import KVLayout, ModelShape, Parallel, PlaneGeometry, PoolGeometry
+from longshore_wire.plan import Pair, Staging, plan
+from longshore_wire.slabs import SlabGrid, region_bytes, slab_limit_bytes, slab_units
+
+# The product's own sizes: see settings.
+LANE_COUNT = 4
+LANE_BYTES = 64 << 20
+SLAB_BYTES_MIN = 8 << 20
+SCATTER_THREADS = 2
+# A target drives its transport this often while bytes are due, as a worker does.
+_DRIVE_PAUSE_S = 0.001
+_LANDED = struct.Struct("<II")
+_PAUSE_S = 0.00005
+_TIGHT_S = 0.002
+
+_T = TypeVar("_T")
+
+
+class Scene(msgspec.Struct, frozen=True):
+    """What is moved between whom; the same for every process of a run."""
+
+    backend: str
+    model: ModelShape
+    page_size: int
+    tokens_max: int
+    source_tp: int
+    target_tp: int
+
+    def layout(self, tp: int, rank: int) -> KVLayout:
+        """Return the layout of one rank."""
+        return KVLayout(self.model, Parallel(tp=tp, tp_rank=rank), self.page_size)
+
+    def pairs(self) -> tuple[Pair, ...]:
+        """Return who sends what to whom."""
+        return plan(self.layout(self.source_tp, 0), self.layout(self.target_tp, 0), staging=Staging.ALWAYS).pairs
+
+    def grid(self, pair: Pair, tokens: int) -> SlabGrid:
+        """Return the slabs of one pair, cut as the product does."""
+        limit = slab_limit_bytes(LANE_BYTES, self.ring_bytes, self.source_tp)
+        return SlabGrid(0, tokens, slab_units(pair.unit_bytes, tokens, limit, SLAB_BYTES_MIN, 2 * LANE_COUNT))
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of a target rank's ring: every slab has a place of its own in it."""
+        token_bytes = self.model.kinds * self.model.layers * self.model.kv_heads * self.model.head_bytes
+        return self.tokens_max * token_bytes + self.source_tp * (LANE_BYTES + (1 << 20))
+
+
+class Request(msgspec.Struct, frozen=True):
+    """Move the first `tokens` of the sequence once."""
+
+    tokens: int
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What it took. `core_s` is the processor time of all ranks; `equal`: the bytes that left are those that arrived."""
+
+    seconds: float
+    core_s: float
+    equal: bool
+
+
+class _Hello(msgspec.Struct, frozen=True):
+    metadata: bytes
+    address: int = 0  # of the ring
+    door: bytes = b""  # where a target hears of landed slabs
+
+
+class _Sum(msgspec.Struct, frozen=True):
+    value: int
+
+
+class Rank:
+    """One process: its pages, in random order, its transport, and what its conductor says."""
+
+    def __init__(self, scene: Scene, tp: int, rank: int, name: str) -> None:
+        self.scene = scene
+        self.rank = rank
+        self.layout = scene.layout(tp, rank)
+        count = -(-scene.tokens_max // scene.page_size)
+        geometry = _geometry(self.layout, count)
+        descriptor = os.memfd_create("longshore-bench")
+        os.ftruncate(descriptor, geometry.region_bytes[0])
+        self.memory = np.frombuffer(mmap.mmap(descriptor, geometry.region_bytes[0]), dtype=np.uint8)
+        self.pool = KVPool(self.layout, geometry, [descriptor])
+        os.close(descriptor)
+        self.table = np.random.default_rng(rank).permutation(count).astype(np.int32)
+        self.transport: PreparingTransport = create(scene.backend, name)
+        rows.prepare()
+
+    def pages(self, tokens: tuple[int, int]) -> npt.NDArray[np.int32]:
+        """Return the pages that hold tokens [first, end)."""
+        return self.table[tokens[0] // self.scene.page_size : -(-tokens[1] // self.scene.page_size)]
+
+
+class Source(Rank):
+    """A prefill rank: lanes that gather and write."""
+
+    def __init__(self, scene: Scene, rank: int) -> None:
+        super().__init__(scene, scene.source_tp, rank, f"bare-source-{rank}")
+        self.memory[:] = np.random.default_rng(rank).integers(0, 256, self.memory.size, np.uint8)
+        self.pairs = [pair for pair in scene.pairs() if pair.source_rank == rank]
+        self._buffers = [StagingBuffer(LANE_BYTES) for _ in range(LANE_COUNT)]
+        for buffer in self._buffers:
+            self.transport.register(buffer.address, LANE_BYTES)
+        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._queue: queue.SimpleQueue[tuple[Pair, SlabGrid, int]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def serve(self) -> None:
+        """Obey the conductor until the input ends."""
+        _say(_Hello(self.transport.metadata()))
+        self._targets = [_heard(sys.stdin.buffer, _Hello) for _ in range(self.scene.target_tp)]
+        self._names = [self.transport.connect(target.metadata) for target in self._targets]
+        for index, buffer in enumerate(self._buffers):
+            threading.Thread(target=self._lane, args=(buffer,), name=f"lane-{index}", daemon=True).start()
+        _say(_Sum(0))
+        while (line := sys.stdin.buffer.readline()) != b"":
+            tokens = msgspec.json.decode(line, type=Request).tokens
+            grids = [self.scene.grid(pair, tokens) for pair in self.pairs]
+            # Slabs of all pairs in turns, as grants come.
+            for slab in range(max(grid.count for grid in grids)):
+                for pair, grid in zip(self.pairs, grids, strict=True):
+                    if slab < grid.count:
+                        self._queue.put((pair, grid, slab))
+            errors = [self._done.get() for grid in grids for _ in range(grid.count)]
+            if any(errors):
+                raise TransportError(next(error for error in errors if error))
+            _say(_Sum(0))
+
+    def _lane(self, buffer: StagingBuffer) -> None:
+        while True:
+            pair, grid, slab = self._queue.get()
+            try:
+                self._move(buffer, pair, grid, slab)
+                self._done.put("")
+            except TransportError as error:
+                self._done.put(str(error))
+
+    def _move(self, buffer: StagingBuffer, pair: Pair, grid: SlabGrid, slab: int) -> None:
+        tokens = grid.tokens(slab)
+        where = (self.pages(tokens), tokens, pair.local_layers(self.layout), pair.local_heads(self.layout))
+        length_bytes = gather_slices(self.pool, *where, buffer.view(0, LANE_BYTES), None)
+        target = self._targets[pair.target_rank]
+        place = target.address + _place(self.scene, pair, grid, slab)
+        near, far, length = (np.array([value], dtype=np.uint64) for value in (buffer.address, place, length_bytes))
+        write = self.transport.post(self._names[pair.target_rank], near, far, length, b"")
+        deadline_s = time.monotonic() + _TIGHT_S
+        while (state := self.transport.state(write)) is WriteState.OPEN:
+            if time.monotonic() > deadline_s:
+                time.sleep(_PAUSE_S)
+        self.transport.release(write)
+        if state is WriteState.FAILED:
+            raise TransportError(write.error)
+        self._door.sendto(_LANDED.pack(pair.source_rank, slab), target.door)
+
+
+class Target(Rank):
+    """A decode rank: a ring with a place for every slab, and threads that scatter."""
+
+    def __init__(self, scene: Scene, rank: int) -> None:
+        super().__init__(scene, scene.target_tp, rank, f"bare-target-{rank}")
+        self.memory[:] = 0
+        self.pairs = {pair.source_rank: pair for pair in scene.pairs() if pair.target_rank == rank}
+        self._ring = StagingBuffer(scene.ring_bytes)
+        # In one extent: no slab is cut.
+        self.transport.register(self._ring.address, self._ring.length_bytes)
+        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._door.bind(b"")
+        self._landed: queue.SimpleQueue[tuple[Pair, SlabGrid, int]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def serve(self) -> None:
+        """Obey the conductor until the input ends."""
+        _say(_Hello(self.transport.metadata(), self._ring.address, self._door.getsockname()))
+        for _ in range(self.scene.source_tp):
+            self.transport.connect(_heard(sys.stdin.buffer, _Hello).metadata)
+        for index in range(SCATTER_THREADS):
+            threading.Thread(target=self._scatter, name=f"scatter-{index}", daemon=True).start()
+        _say(_Sum(0))
+        while (line := sys.stdin.buffer.readline()) != b"":
+            tokens = msgspec.json.decode(line, type=Request).tokens
+            grids = {rank: self.scene.grid(pair, tokens) for rank, pair in self.pairs.items()}
+            count = sum(grid.count for grid in grids.values())
+            self._door.settimeout(_DRIVE_PAUSE_S)
+            _say(_Sum(0))
+            for _ in range(count):
+                rank, slab = self._next_landed()
+                self._landed.put((self.pairs[rank], grids[rank], slab))
+            for _ in range(count):
+                self._done.get()
+            _say(_Sum(0))
+            sys.stdin.buffer.readline()
+            _say(_Sum(checksum(self.memory)))
+            self.memory[:] = 0
+
+    def _next_landed(self) -> tuple[int, int]:
+        while True:
+            try:
+                rank, slab = _LANDED.unpack(self._door.recv(_LANDED.size))
+            except TimeoutError:
+                self.transport.notices()
+            else:
+                return rank, slab
+
+    def _scatter(self) -> None:
+        while True:
+            pair, grid, slab = self._landed.get()
+            tokens = grid.tokens(slab)
+            where = (self.pages(tokens), tokens, pair.local_layers(self.layout), pair.local_heads(self.layout))
+            slab_view = self._ring.view(_place(self.scene, pair, grid, slab), pair.payload_bytes(*tokens))
+            scatter_slices(self.pool, *where, slab_view)
+            self._done.put(None)
+
+
+class Conductor:
+    """Starts all ranks and measures them."""
+
+    def __init__(self, scene: Scene) -> None:
+        self._scene = scene
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._sources = [self._start("source", rank) for rank in range(scene.source_tp)]
+        self._targets = [self._start("target", rank) for rank in range(scene.target_tp)]
+        sources = [_heard(_out(process), _Hello) for process in self._sources]
+        targets = [_heard(_out(process), _Hello) for process in self._targets]
+        for ranks, hellos in ((self._sources, targets), (self._targets, sources)):
+            for process, hello in itertools.product(ranks, hellos):
+                _tell(process, hello)
+        for process in self._processes:
+            _heard(_out(process), _Sum)
+        self._sums: dict[int, int] = {}
+
+    def measure(self, request: Request) -> Answer:
+        """Move the tokens once."""
+        for process in self._targets:
+            _tell(process, request)
+        for process in self._targets:
+            _heard(_out(process), _Sum)
+        core_s, begin_s = self._core_s(), time.perf_counter()
+        for process in self._sources:
+            _tell(process, request)
+        for process in self._targets:
+            _heard(_out(process), _Sum)
+        seconds = time.perf_counter() - begin_s
+        for process in self._sources:
+            _heard(_out(process), _Sum)
+        core_s = self._core_s() - core_s
+        total = 0
+        for process in self._targets:
+            _tell(process, request)
+            total += _heard(_out(process), _Sum).value
+        # Tokens and heads change their places, which a sum of words does not see; the product's own test compares bytes.
+        known = self._sums.setdefault(request.tokens, total)
+        return Answer(seconds, core_s, total == known and total != 0)
+
+    def close(self) -> None:
+        """End all ranks."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self._processes:
+            process.wait()
+
+    def _start(self, role: str, rank: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", __spec__.name, "--scene", msgspec.json.encode(self._scene).decode()]
+        process = subprocess.Popen([*command, f"--{role}", str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._processes.append(process)
+        return process
+
+    def _core_s(self) -> float:
+        return sum(time.clock_gettime(process_clock(process.pid)) for process in self._processes)
+
+
+def _geometry(layout: KVLayout, page_count: int) -> PoolGeometry:
+    """Return planes one after another, pages in order, tokens of all heads."""
+    token_bytes = len(layout.heads) * layout.model.head_bytes
+    page_bytes = layout.page_size * token_bytes
+    planes = tuple(
+        PlaneGeometry(0, plane * page_count * page_bytes, page_bytes, token_bytes, layout.model.head_bytes)
+        for plane in range(layout.plane_count)
+    )
+    return PoolGeometry(page_count, (layout.plane_count * page_count * page_bytes,), planes)
+
+
+def _place(scene: Scene, pair: Pair, grid: SlabGrid, slab: int) -> int:
+    """Return a slab's place in its target's ring."""
+    share_bytes = scene.ring_bytes // scene.source_tp
+    slab_bytes = region_bytes(pair.payload_bytes(0, grid.slab_tokens))
+    return int(pair.source_rank * share_bytes + slab * slab_bytes) // 256 * 256
+
+
+def _say(message: msgspec.Struct) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def _tell(process: subprocess.Popen[bytes], message: msgspec.Struct) -> None:
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(message) + b"\n")
+    process.stdin.flush()
+
+
+def _out(process: subprocess.Popen[bytes]) -> IO[bytes]:
+    assert process.stdout is not None
+    return process.stdout
+
+
+def _heard(stream: IO[bytes], kind: type[_T]) -> _T:
+    line = stream.readline()
+    if not line:
+        raise TransportError("a process of the bare path ended")
+    return msgspec.json.decode(line, type=kind)
+
+
+def main() -> int:
+    """Be a rank, or the conductor of all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--scene", required=True, help="JSON of a Scene; its backend is one of " + ", ".join(BACKENDS))
+    parser.add_argument("--source", type=int, help="be this prefill rank")
+    parser.add_argument("--target", type=int, help="be this decode rank")
+    options = parser.parse_args()
+    scene = msgspec.json.decode(options.scene, type=Scene)
+    if options.source is not None:
+        Source(scene, options.source).serve()
+        return 0
+    if options.target is not None:
+        Target(scene, options.target).serve()
+        return 0
+    conductor = Conductor(scene)
+    try:
+        while (line := sys.stdin.buffer.readline()) != b"":
+            _say(conductor.measure(msgspec.json.decode(line, type=Request)))
+    finally:
+        conductor.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""Engines of every layout that is tested, by name and backend, and which cases run over which backend.
+
+Every case runs over the loopback, and a few over each real transport; `LAYOUTS=all` (`make layouts`) runs all over all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_fleet import World
+from agent_world import Agent, Engine
+
+from longshore_client import Half, ModelShape, PageOrder
+from longshore_wire.layout import Attention
+
+FOUR_HEADS = ModelShape(layers=2, kv_heads=4, head_dim=16, element_bytes=2)
+FIVE_LAYERS = ModelShape(layers=5, kv_heads=2, head_dim=8, element_bytes=4)
+MANY_LAYERS = ModelShape(layers=94, kv_heads=2, head_dim=4, element_bytes=1)
+LATENT = ModelShape(layers=3, kv_heads=1, head_dim=36, element_bytes=2, attention=Attention.LATENT)
+BLOB_BYTES = 1000  # of 16 tokens: K, V, and as much again that only the engine understands
+
+# Name: tensor parallel size and the rest of an engine's layout. All serve both ways.
+ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp16": (16, {"model": FOUR_HEADS}),
+    "tp8": (8, {"model": FOUR_HEADS}),
+    "tp4": (4, {"model": FOUR_HEADS}),
+    "tp2-64": (2, {"model": FOUR_HEADS, "page_size": 64}),
+    "tp1-64": (1, {"model": FOUR_HEADS, "page_size": 64}),
+    "tp1-1": (1, {"model": FOUR_HEADS, "page_size": 1}),
+    "tp1-16": (1, {"model": FOUR_HEADS}),
+    "tp2-hnd": (2, {"model": FOUR_HEADS, "order": PageOrder.HND}),
+    "five-pp2": (2, {"model": FIVE_LAYERS, "pp": 2}),
+    "five-pp3": (1, {"model": FIVE_LAYERS, "pp": 3}),
+    "five-given": (1, {"model": FIVE_LAYERS, "pp": 3, "stage_layers": (1, 1, 3)}),
+    "many-pp2": (1, {"model": MANY_LAYERS, "pp": 2}),
+    "many-pp3": (1, {"model": MANY_LAYERS, "pp": 3}),
+    "opaque-tp1": (1, {"model": FOUR_HEADS, "order": PageOrder.OPAQUE, "blob_bytes": BLOB_BYTES}),
+    "opaque-tp2": (2, {"model": FOUR_HEADS, "order": PageOrder.OPAQUE, "blob_bytes": BLOB_BYTES}),
+    "latent-tp4": (4, {"model": LATENT}),
+    "latent-tp2": (2, {"model": LATENT}),
+    "dp-0": (1, {"model": FOUR_HEADS, "dp": 2, "dp_rank": 0}),
+    "dp-1": (1, {"model": FOUR_HEADS, "dp": 2, "dp_rank": 1}),
+}
+# Engines at the other agent than the one whose turn it would be, or at one of their own.
+AGENT_OF = {"dp-0": "right", "dp-1": "right", "never": "never", "never-opaque": "never", "always-latent": "always"}
+# Only decode: at agents that are told never, or always, to stage.
+TARGET_ONLY: dict[str, tuple[int, dict[str, Any]]] = {
+    "never": (1, {"model": FOUR_HEADS}),
+    "never-opaque": (1, {"model": FOUR_HEADS, "order": PageOrder.OPAQUE, "blob_bytes": BLOB_BYTES}),
+    "always-latent": (1, {"model": LATENT}),
+}
+_SETTINGS = {"never": {"LONGSHORE_STAGING": "Never"}, "always": {"LONGSHORE_STAGING": "Always"}}
+
+REAL = ("NIXL", "Mooncake")
+BACKENDS = ("Loopback", *REAL) if os.environ.get("LAYOUTS") == "all" else ("Loopback",)
+every_backend = pytest.mark.parametrize("place", BACKENDS, indirect=True)
+
+
+# Tests of these come last in their file: pytest keeps one backend's engines for tests that follow each other.
+real_backends = pytest.mark.parametrize("place", REAL, indirect=True)
+
+
+class Place:
+    """Agents and engines of one backend, started when a test first wants them; `wanted` are started at once."""
+
+    def __init__(self, directory: Path, backend: str, wanted: Sequence[str]) -> None:
+        self._world = World(directory, LONGSHORE_BACKEND=backend)
+        self._agents: dict[str, Agent] = {}
+        self._starting: dict[str, Future[Engine]] = {}
+        for name in wanted:
+            self._start(name)
+
+    def engine(self, name: str) -> Engine:
+        """An engine by its name."""
+        self._start(name)
+        return self._starting[name].result()
+
+    def close(self) -> None:
+        self._world.close()
+
+    def _start(self, name: str) -> None:
+        if name in self._starting:
+            return
+        if name in TARGET_ONLY:
+            (tp, options), roles = TARGET_ONLY[name], {"roles": [Half.TARGET]}
+        else:
+            (tp, options), roles = ENGINES[name], {}
+        side = AGENT_OF.get(name, ("left", "right")[list(ENGINES).index(name) % 2] if name in ENGINES else "")
+        if side not in self._agents:
+            self._agents[side] = self._world.agent(side, **_SETTINGS.get(side, {}))
+        instance = name.partition("-")[0] if name.startswith("dp-") else name
+        self._starting[name] = self._world.engine(self._agents[side], instance, tp, **options, **roles)
+
+
+def wanted_by(items: Sequence[pytest.Item], module: str, backend: str) -> list[str]:
+    """The engines that the chosen tests of a module name in their parameters, for one backend, in the order above."""
+    named: set[object] = set()
+    for item in items:
+        spec = getattr(item, "callspec", None)
+        if spec is not None and item.nodeid.startswith(module) and spec.params.get("place") == backend:
+            named |= {value for value in spec.params.values() if isinstance(value, str)}
+    return [name for name in (*ENGINES, *TARGET_ONLY) if name in named]

@@ -1,0 +1,237 @@
+"""Which way is the cheapest: a table of measured seconds by backend and wire, and the choice that follows from it.
+
+Called by the decode side's core, which chooses each pair's way and says it in its claim, and by `/v1/plan`. The file is
+written by `longshore bench crossover`; who reads it hands its bytes to `read`. Pure: a plan and numbers in, a way out.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from enum import IntEnum
+from itertools import pairwise
+from typing import NamedTuple
+
+import msgspec
+
+from longshore_wire.errors import ConfigError
+from longshore_wire.plan import Pair, Plan, RunRule, Way
+
+VERSION = 1
+# A table is a few KiB; far above what any number of backends and wires takes.
+FILE_BYTES_MAX = 1 << 20
+_NUMBERS = re.compile(r"\[\s+([-+.,e0-9\s]+?)\s+\]")
+
+
+class Why(IntEnum):
+    """Why a pair goes the way it goes; the numbers travel in claims."""
+
+    UNDECIDED = 0  # the wire is not known yet
+    FORCED = 1  # the setting that names one way
+    STAGING = 2  # transfer.staging is Always or Never
+    NEAR = 3  # both ranks belong to one agent
+    LATENT = 4  # MLA: nothing to gather
+    NO_RING = 5  # the target takes no staged bytes, or no slab of this pair
+    MEASURED = 6  # the table has this backend and wire
+    DEFAULT = 7  # it has not
+
+
+class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was measured with runs of one length.
+
+    Attributes:
+        run_bytes: of one run, contiguous on both sides.
+        total_bytes: of all runs of a transfer, growing.
+        staged_s, in_place_s: seconds for as many bytes, gathered and scattered, and run by run.
+    """
+
+    run_bytes: int
+    total_bytes: tuple[int, ...]
+    staged_s: tuple[float, ...]
+    in_place_s: tuple[float, ...]
+
+
+class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One backend over one wire. `rows` by growing length; `machine` and `date` say where the numbers are from."""
+
+    backend: str
+    wire: str
+    rows: tuple[Row, ...]
+    machine: str = ""
+    date: str = ""
+
+    def seconds(self, run_bytes: float, total_bytes: int) -> tuple[float, float]:
+        """Return the seconds of (staged, in place): interpolated on logarithms, beyond the table as at its edge.
+
+        Above the largest total both grow with the bytes, below the smallest they stay: transfers have a fixed cost.
+        """
+        place, total = math.log(run_bytes), math.log(max(total_bytes, 1))
+        rows = self.rows
+        upper = min(max(bisect_right([row.run_bytes for row in rows], run_bytes), 1), len(rows) - 1)
+        chosen = rows[max(upper - 1, 0) : upper + 1]
+        found = []
+        for times in (_staged, _in_place):
+            values = [_at(total, row.total_bytes, times(row)) for row in chosen]
+            found.append(math.exp(_between(place, [math.log(row.run_bytes) for row in chosen], values)))
+        return found[0], found[1]
+
+
+class Default(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The rule where nothing was measured, by its name: what is written in place has runs of at least so many bytes.
+
+    Attributes:
+        contiguous_run_bytes_min: whole pages; smaller ones are staged.
+        slices_run_bytes_min: parts of pages; smaller ones are staged. None: all of them.
+    """
+
+    name: str
+    contiguous_run_bytes_min: int = 0
+    slices_run_bytes_min: int | None = None
+
+
+class Crossover(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The whole table."""
+
+    version: int = VERSION
+    default: Default = Default("whole-pages")
+    measured: tuple[Measured, ...] = ()
+
+    def entry(self, backend: str, wire: str) -> Measured | None:
+        """Return what was measured of a backend over a wire."""
+        return next((found for found in self.measured if (found.backend, found.wire) == (backend, wire)), None)
+
+    def needs_wire(self, backend: str) -> bool:
+        """Whether a choice by this backend depends on the wire."""
+        return any(found.backend == backend for found in self.measured)
+
+    def put(self, entry: Measured) -> Crossover:
+        """Return this table with `entry` in the place of an older one of its backend and wire, if there is one."""
+        key = (entry.backend, entry.wire)
+        kept = [found for found in self.measured if (found.backend, found.wire) != key]
+        ordered = sorted([*kept, entry], key=lambda found: (found.backend, found.wire))
+        return msgspec.structs.replace(self, measured=tuple(ordered))
+
+
+# A table of nothing but the default.
+WHOLE_PAGES = Crossover()
+
+
+class Choice(NamedTuple):
+    """A pair's way, why, and the seconds that the table gives both; None where it gives none."""
+
+    way: Way
+    why: Why
+    staged_s: float | None = None
+    in_place_s: float | None = None
+
+
+class Open(NamedTuple):
+    """A pair whose way the table is to choose: the way in place that its pages allow, and how its runs are counted."""
+
+    in_place: Way
+    runs: RunRule
+    can_stage: bool  # the target's ring takes its slabs
+
+
+def opened(planned: Plan, *, can_stage: bool) -> Open:
+    """Return what `choose` must know of any pair of `planned`."""
+    return Open(planned.in_place, planned.runs, can_stage)
+
+
+def choose(open_pair: Open, pair: Pair, tokens: tuple[int, int], table: Crossover, backend: str, wire: str) -> Choice:
+    """Return the cheaper of staged and in place for tokens [first, end), not empty, of one pair.
+
+    The runs are counted as if the tokens began at a page: a prefix within a page makes one or two more.
+    """
+    total_bytes = pair.payload_bytes(*tokens)
+    run_bytes = total_bytes / open_pair.runs.count(pair, tokens[1] - tokens[0])
+    entry = table.entry(backend, wire)
+    staged_s = in_place_s = None
+    if entry is not None:
+        staged_s, in_place_s = entry.seconds(run_bytes, total_bytes)
+        in_place, why = in_place_s < staged_s, Why.MEASURED
+    else:
+        rule, why = table.default, Why.DEFAULT
+        whole = open_pair.in_place is Way.CONTIGUOUS
+        least = rule.contiguous_run_bytes_min if whole else rule.slices_run_bytes_min
+        in_place = least is not None and run_bytes >= least
+    if not open_pair.can_stage and not in_place:
+        in_place, why = True, Why.NO_RING
+    return Choice(open_pair.in_place if in_place else Way.STAGED, why, staged_s, in_place_s)
+
+
+def read(data: bytes, name: str) -> Crossover:
+    """Return the table in `data`, a JSON document; `name` is what errors call it.
+
+    Raises:
+        ConfigError: it is none, of another version, or its numbers are no measurements; all such faults at once.
+    """
+    if len(data) > FILE_BYTES_MAX:
+        raise ConfigError([f"{name}: {len(data)} bytes: a crossover table has at most {FILE_BYTES_MAX}"])
+    try:
+        table = msgspec.json.decode(data, type=Crossover)
+    except msgspec.DecodeError as error:
+        raise ConfigError([f"{name}: {error}"]) from error
+    faults = [f"{name}: {fault}" for fault in _faults(table)]
+    if faults:
+        raise ConfigError(faults)
+    return table
+
+
+def write(table: Crossover) -> bytes:
+    """Return `table` as `read` takes it, for people: each list of numbers on one line."""
+    text = msgspec.json.format(msgspec.json.encode(table), indent=1).decode()
+    return _NUMBERS.sub(lambda found: f"[{', '.join(found[1].split())}]".replace(",,", ","), text).encode() + b"\n"
+
+
+def _faults(table: Crossover) -> list[str]:
+    if table.version != VERSION:
+        return [f"version is {table.version}: this program reads {VERSION}"]
+    faults = []
+    seen: set[tuple[str, str]] = set()
+    for number, entry in enumerate(table.measured):
+        place = f"measured[{number}] ({entry.backend} over {entry.wire})"
+        if (entry.backend, entry.wire) in seen:
+            faults.append(f"{place}: is there twice")
+        seen.add((entry.backend, entry.wire))
+        if not entry.rows or not _grows([row.run_bytes for row in entry.rows]):
+            faults.append(f"{place}: rows: give at least one, by growing run_bytes above 0")
+        for row in entry.rows:
+            where = f"{place}: run_bytes {row.run_bytes}"
+            if not row.total_bytes or not _grows(row.total_bytes):
+                faults.append(f"{where}: total_bytes: give at least one, growing, above 0")
+            for key, times in (("staged_s", row.staged_s), ("in_place_s", row.in_place_s)):
+                if len(times) != len(row.total_bytes) or not all(0 < each < math.inf for each in times):
+                    faults.append(f"{where}: {key}: give a time above 0 for each of {len(row.total_bytes)} totals")
+    return faults
+
+
+def _grows(values: Sequence[int]) -> bool:
+    return values[0] > 0 and all(one < other for one, other in pairwise(values))
+
+
+def _staged(row: Row) -> tuple[float, ...]:
+    return row.staged_s
+
+
+def _in_place(row: Row) -> tuple[float, ...]:
+    return row.in_place_s
+
+
+def _at(total: float, totals: Sequence[int], times: Sequence[float]) -> float:
+    """Return the logarithm of the seconds at `total`, a logarithm of bytes."""
+    value = _between(total, [math.log(each) for each in totals], [math.log(each) for each in times])
+    return value + max(0.0, total - math.log(totals[-1]))
+
+
+def _between(place: float, places: Sequence[float], values: Sequence[float]) -> float:
+    """Return the value at `place`: on the line between its neighbours, at an end beyond it."""
+    upper = bisect_right(places, place)
+    if upper == 0:
+        return values[0]
+    if upper == len(places):
+        return values[-1]
+    share = (place - places[upper - 1]) / (places[upper] - places[upper - 1])
+    return values[upper - 1] + share * (values[upper] - values[upper - 1])
