@@ -50,7 +50,7 @@ class Place:
         return engine
 
 
-@pytest.fixture(scope="module", params=WIRES)
+@pytest.fixture(scope="module", params=["NIXL", "Mooncake"])
 def place(request, tmp_path_factory) -> Iterator[Place]:
     directory = tmp_path_factory.mktemp(f"crossover-{request.param}")
     (directory / "table.json").write_bytes(table(request.param))
