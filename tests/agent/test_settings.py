@@ -46,7 +46,7 @@ def test_each_type_of_value_is_read() -> None:
     settings = Settings.from_environment(
         {
             "LONGSHORE_RING_BYTES": "256Mi",
-            "LONGSHORE_LANE_BYTES": "8388608",
+            "LONGSHORE_LANE_BYTES": "16777216",
             "LONGSHORE_DIGEST": "on",
             "LONGSHORE_LEASE_S": "0.5",
             "LONGSHORE_WIRES": "tcp, SharedMemory,TCP",
@@ -57,7 +57,7 @@ def test_each_type_of_value_is_read() -> None:
             "LONGSHORE_RETRY_MS": "",
         }
     )
-    assert (settings.ring_bytes, settings.lane_bytes, settings.digest) == (256 << 20, 8 << 20, True)
+    assert (settings.ring_bytes, settings.lane_bytes, settings.digest) == (256 << 20, 16 << 20, True)
     assert (settings.lease_ns, settings.wires) == (500_000_000, (Wire.TCP, Wire.SHARED_MEMORY))
     assert (settings.staging, settings.force_way, settings.backend) == (Staging.ALWAYS, Way.STAGED, Backend.MOONCAKE)
     assert (settings.node, settings.retry_ms) == ("a", 200)
@@ -143,7 +143,7 @@ def test_settings_made_in_code_are_checked_like_those_of_the_environment() -> No
 
 def test_an_environment_made_of_settings_gives_them_back() -> None:
     settings = Settings(
-        ring_bytes=12_345_678,
+        ring_bytes=123_456_789,
         wires=(Wire.TCP, Wire.RDMA),
         digest=True,
         lease_s=1.25,

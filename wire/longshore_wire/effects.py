@@ -37,7 +37,7 @@ class SessionConfig:
     backend: str = "Loopback"
     lane_count: int = 4
     slab_bytes_max: int = 64 << 20  # payload, padding and trailer
-    slab_bytes_min: int = 4 << 20
+    slab_bytes_min: int = 8 << 20
     ring_bytes: int = 4 << 30  # 0: takes no staged slabs
     grant_window: int = 4  # slabs that one writer of one room may hold
     ring_share_divisor: int = 4  # a room holds at most this part of the ring
