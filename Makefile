@@ -9,7 +9,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test check fix bench lock clean FORCE
+.PHONY: help install demo test e2e check fix bench lock clean FORCE
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -33,6 +33,10 @@ demo: install ## move KV between unequal layouts on this machine and compare eve
 
 test: install ## run all tests
 	$(BIN)/python -m pytest
+
+e2e: install ## run the tests against a real Kubernetes control plane, which is built once (needs Go or fetches it)
+	.ci/install-go $(VENV)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest e2e
 
 check: install ## format, lint, types, import walls and the quick tests: what a commit needs
 	$(BIN)/ruff format --check .
