@@ -14,10 +14,16 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """One agent: its pod, and what it said of itself; None: nothing, or too long ago."""
+    """One agent: its pod, and what it said of itself.
+
+    Attributes:
+        report: None: nothing, or too long ago.
+        silent: it has been asked for so long in vain that this is a fact about it.
+    """
 
     pod: AgentPod
     report: AgentReport | None
+    silent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +111,7 @@ def observe(
         body=body,
         children=dict(world.children.get(key, {})),
         settled={child: version for (owner, child), version in world.settled.items() if owner == key},
-        agents=tuple(Agent(pod, _fresh(world, pod, moment)) for pod in world.pods_of(key)),
+        agents=tuple(_agent(world, pod, moment) for pod in world.pods_of(key)),
         nodes=world.nodes if sees_nodes else None,
         neighbours=tuple(
             Neighbour(other, tuple(sorted(nodes)), world.deployments[other])
@@ -117,8 +123,10 @@ def observe(
     )
 
 
-def _fresh(world: World, pod: AgentPod, moment: Moment) -> AgentReport | None:
+def _agent(world: World, pod: AgentPod, moment: Moment) -> Agent:
     poll = world.polls.get(pod.uid)
-    if poll is None or moment.monotonic_s - poll.answered_s > moment.stale_s:
-        return None
-    return poll.report
+    if poll is None:
+        return Agent(pod, None)
+    if moment.monotonic_s - poll.answered_s > moment.stale_s:
+        return Agent(pod, None, silent=True)
+    return Agent(pod, poll.report)

@@ -49,7 +49,7 @@ class AgentPod:
 
 @dataclass(frozen=True, slots=True)
 class Poll:
-    """The last answer of an agent and when it came (monotonic); None: it has never answered."""
+    """The last answer of an agent and when it came (monotonic). Without a report: when it was first asked in vain."""
 
     answered_s: float
     report: AgentReport | None

@@ -72,7 +72,7 @@ def connections(agents: tuple[Agent, ...]) -> Connections:
         instances={half: frozenset(found) for half, found in complete.items()},
         partial=frozenset(seen - complete[PREFILL] - complete[DECODE]),
         peers=tuple(_peers(answering)),
-        silent=tuple(agent.pod.node for agent in agents if agent.pod.ready and agent.report is None),
+        silent=tuple(agent.pod.node for agent in agents if agent.pod.ready and agent.silent),
         answering=len(answering),
     )
 
