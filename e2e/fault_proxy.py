@@ -54,7 +54,7 @@ class FaultProxy:
                 self._pass_on(body)
                 proxy._streams.discard(self.connection)
 
-            do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = handle_any
+            do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = handle_any  # noqa: N815 - the base class names them
 
             def _answer(self, status: int) -> None:
                 reason = {409: "Conflict", 500: "InternalError"}.get(status, "Unknown")

@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 import uuid
 from pathlib import Path
+from typing import Self
 
 from controlplane.cluster import HOST, ControlPlane, free_port
 from controlplane.processes import Process
@@ -46,7 +47,7 @@ class OperatorProcess:
         command = [sys.executable, "-m", "longshore_operator.main"]
         self.process = Process(f"operator-{self.identity}", command, plane.folder, environment)
 
-    def __enter__(self) -> OperatorProcess:
+    def __enter__(self) -> Self:
         until(lambda: self.process.check() and self.status("/readyz") == 200, "the operator is ready", READY_LIMIT_S)
         return self
 

@@ -136,20 +136,21 @@ def test_a_field_that_somebody_else_took_is_taken_back_and_told(deployments: Dep
 
 def test_what_the_schema_cannot_see_is_told_by_compatible(deployments: Deployments, start: Start) -> None:
     start()
-    deployments.apply()
+    model = {"attention": "GQA", "layers": 80, "kvHeads": 24, "headDim": 128, "dtype": "bfloat16"}
+    selector = {"nodeSelector": {"longshore.dev/role": "prefill"}}
+    prefill = {"tensorParallel": 2, "pageSize": 64, **selector}
+    decode = {"tensorParallel": 3, "pageSize": 64, **selector}
+    deployments.apply(model=model, prefill=prefill, decode=decode)
     deployments.wait_reason("Ready", "Ready")
     before = deployments.get("ds", "llama-agent")["metadata"]["generation"]
-    # Three source ranks of 24 heads in eights meet a target rank of twelve: two writers, which divisions cannot tell.
-    deployments.apply(
-        prefill={"tensorParallel": 8, "pageSize": 64},
-        decode={"tensorParallel": 1, "pageSize": 64, "pageOrder": "HND", "staging": {"poolSize": "0.9999Gi"}},
-    )
+    # Heads 8 to 15 of one target rank lie on two source ranks, though two are fewer than three: only the planner sees it.
+    deployments.apply(model=model, prefill=prefill, decode=decode | {"staging": {"poolSize": "200Mi"}})
     condition = deployments.wait_reason("Compatible", "InvalidSpec")
-    assert "spec.decode.staging.poolSize" in condition["message"]
+    assert "spec.decode.staging.poolSize" in condition["message"] and "give at least 268435456" in condition["message"]
     assert deployments.condition("Ready")["status"] == "False"
     assert deployments.get("ds", "llama-agent")["metadata"]["generation"] == before
     until(lambda: deployments.events("InvalidSpec"), "an event")
-    deployments.apply()
+    deployments.apply(model=model, prefill=prefill, decode=decode)
     deployments.wait_reason("Ready", "Ready")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from longshore_operator import keys, kinds, names
 from longshore_operator.api import Api
 from longshore_operator.decide.decision import NewKeys, Transition
-from longshore_operator.errors import ApiError, ConflictError, RefusedError
+from longshore_operator.errors import ApiError, ConflictError, NotFoundError, RefusedError
 from longshore_operator.kinds import Kind
 from longshore_operator.observe import Observed, Refusal
 from longshore_operator.reasons import Truth, reason
@@ -44,16 +44,27 @@ class Applier:
         self._api = api
         self._world = world
         self._guard = guard
+        # Keys whose Secret or status is not written yet: repeated as they are, or each try would leave a Secret behind.
+        self._unwritten: dict[tuple[str, int], keys.Keys] = {}
 
     async def make_keys(self, observed: Observed, new: NewKeys) -> None:
         """Make a Secret with new keys and put their public half into the status, by which children find it."""
-        made = keys.make(new.accepted)
+        unwritten = (observed.uid, new.revision)
+        made = self._unwritten.setdefault(unwritten, keys.make(new.accepted))
         name = f"{observed.key.name}-keys-{made.fingerprint}"
         body = keys_secret(observed.key.namespace, observed.key.name, observed.uid, name, made.text)
         self._guard()
-        await self._writing(observed.key, self._api.create(kinds.SECRET, body))
+        try:
+            await self._writing(observed.key, self._api.create(kinds.SECRET, body))
+        except ConflictError as error:
+            # A try before this one did it though no answer came: nobody else knows keys of this name.
+            _log.info("%s/%s: keys: %s", *observed.key, error)
+        except GoneError:
+            del self._unwritten[unwritten]
+            raise
         entry = {"revision": new.revision, "secret": name, "accepted": list(made.accepted)}
         await self.write_status(observed, {**observed.status, "keys": entry})
+        del self._unwritten[unwritten]
 
     async def secret_is_missing(self, observed: Observed) -> bool:
         """Whether the Secret that the status names is gone. We may create Secrets, not read them: so we try, dry."""
@@ -74,7 +85,8 @@ class Applier:
         for kind, body in children:
             try:
                 await self._apply_child(observed, kind, body)
-            except RefusedError as error:
+            except (RefusedError, NotFoundError) as error:
+                # Not found: its kind is not installed, as PodMonitor's may be.
                 _raise_if_gone(error)
                 name = f"{kind.name} {body['metadata']['name']}"
                 return Refusal(name, str(error), observed.generation)
@@ -90,9 +102,6 @@ class Applier:
             await self._say(observed, "Warning", "FieldConflict", f"{kind.name} {child.name}: taken back: {error}")
             self._guard()
             found = await self._api.apply(kind, body, force=True)
-        except RefusedError as error:
-            _raise_if_gone(error)
-            raise
         _log.info("%s/%s: applied %s %s", *observed.key, kind.name, child.name)
         self._world.take_child(kind, found)
         if before is not None and before["metadata"]["resourceVersion"] == found["metadata"]["resourceVersion"]:

@@ -36,8 +36,9 @@ NODE = Kind("Node", "", "v1", "nodes", namespaced=False)
 EVENT = Kind("Event", "", "v1", "events")
 LEASE = Kind("Lease", "coordination.k8s.io", "v1", "leases")
 
-# In the order in which they are applied: agents start last, when what they mount is there.
-CHILDREN = (SERVICE_ACCOUNT, CONFIG_MAP, NETWORK_POLICY, SERVICE, POD_MONITOR, DAEMON_SET)
+# In the order in which they are applied: agents start when what they mount is there, and whether or not the kind of the
+# PodMonitor is installed.
+CHILDREN = (SERVICE_ACCOUNT, CONFIG_MAP, NETWORK_POLICY, SERVICE, DAEMON_SET, POD_MONITOR)
 # What is watched, selected by our label. Secrets are not: the operator may create them and not read them.
 WATCHED_CHILDREN = (SERVICE_ACCOUNT, CONFIG_MAP, NETWORK_POLICY, SERVICE, DAEMON_SET)
 _BY_NAME = {kind.name: kind for kind in (DEPLOYMENT, *CHILDREN, SECRET, POD, NODE, EVENT, LEASE)}
