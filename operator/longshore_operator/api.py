@@ -110,8 +110,9 @@ class Api:
     def _send(self, verb: str, path: str, body: Body | None, content: str, accept: str) -> Body:
         methods = {"LIST": "GET", "APPLY": "PATCH", "CREATE": "POST", "DRYRUN": "POST", "UPDATE": "PUT"}
         headers = {"Accept": accept, "Content-Type": content, "User-Agent": names.COMPONENT}
-        if token := self._configuration.get_api_key_with_prefix("authorization"):
-            headers["Authorization"] = token
+        # Asked for each time: the token of a pod is replaced while it runs.
+        for entry in self._configuration.auth_settings().values():
+            headers[entry["key"]] = entry["value"]
         what = f"{verb} {path.partition('?')[0]}"
         with _foreign_errors(what):
             answer = self._pool.request(
