@@ -111,8 +111,8 @@ class Api:
         methods = {"LIST": "GET", "APPLY": "PATCH", "CREATE": "POST", "DRYRUN": "POST", "UPDATE": "PUT"}
         headers = {"Accept": accept, "Content-Type": content, "User-Agent": names.COMPONENT}
         # Asked for each time: the token of a pod is replaced while it runs.
-        for entry in self._configuration.auth_settings().values():
-            headers[entry["key"]] = entry["value"]
+        settings: dict[str, Any] = dict(self._configuration.auth_settings())
+        headers |= {str(entry["key"]): str(entry["value"]) for entry in settings.values()}
         what = f"{verb} {path.partition('?')[0]}"
         with _foreign_errors(what):
             answer = self._pool.request(

@@ -153,7 +153,7 @@ class World:
         if deleted:
             self.pods.pop(pod.uid, None)
             self.polls.pop(pod.uid, None)
-            self._pods_of[pod.key].discard(pod.uid)
+            self._forget(pod, before)
             return {pod.key} | near
         self.pods[pod.uid] = pod
         self._pods_of[pod.key].add(pod.uid)
@@ -161,6 +161,12 @@ class World:
         if pod == before:
             return set()
         return {pod.key} | (set(self.neighbours(pod.key)) if before is None or before.node != pod.node else set())
+
+    def _forget(self, pod: AgentPod, before: AgentPod | None) -> None:
+        for index, name in ((self._pods_of, pod.key), (self._pods_on, (before or pod).node)):
+            index[name].discard(pod.uid)  # type: ignore[index]
+            if not index[name]:  # type: ignore[index]
+                del index[name]  # type: ignore[arg-type]
 
     def _take_node(self, body: Body, deleted: bool) -> set[Key]:
         name, labels = body["metadata"]["name"], body["metadata"].get("labels") or {}
