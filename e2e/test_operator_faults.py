@@ -254,7 +254,9 @@ def test_requests_that_fail_are_repeated_until_all_is_as_wanted(
     deployments.apply()
     deployments.wait_reason("Ready", "Ready", limit_s=120)
     assert len(proxy.refused) >= 12
-    assert len(deployments.list("secrets")) == 1
+    (secret,) = deployments.list("secrets")
+    assert secret["metadata"]["name"] == deployments.get("dgdep", "llama")["status"]["keys"]["secret"]
+    assert deployments.events("FieldConflict") == []
 
 
 def test_a_refused_child_is_told_and_tried_again(deployments: Deployments, start: Start) -> None:

@@ -32,6 +32,8 @@ _PAGE_COUNT = 500
 _THREADS = 16
 _TOO_MANY = 429
 _SERVER_FAULT = 500
+# They say more than the reason of the whole answer.
+_TELLING_CAUSES = frozenset({"NamespaceTerminating", "FieldManagerConflict"})
 _STATUS_CLASSES: Mapping[int, type[ApiError]] = {404: NotFoundError, 409: ConflictError, 410: NotFoundError}
 
 
@@ -148,6 +150,6 @@ def _read(what: str, status: int, data: bytes) -> Body:
         return dict(found)
     text = str(found.get("message") or data[:200].decode(errors="replace"))
     causes = (found.get("details") or {}).get("causes") or []
-    cause = next((c["reason"] for c in causes if c.get("reason") == "NamespaceTerminating"), found.get("reason") or "")
+    cause = next((c["reason"] for c in causes if c.get("reason") in _TELLING_CAUSES), found.get("reason") or "")
     default = UnavailableError if status == _TOO_MANY or status >= _SERVER_FAULT else RefusedError
     raise _STATUS_CLASSES.get(status, default)(f"{what}: {status}: {text}", status, cause)

@@ -57,6 +57,8 @@ class Applier:
         try:
             await self._writing(observed.key, self._api.create(kinds.SECRET, body))
         except ConflictError as error:
+            if error.cause != "AlreadyExists":
+                raise
             # A try before this one did it though no answer came: nobody else knows keys of this name.
             _log.info("%s/%s: keys: %s", *observed.key, error)
         except GoneError:
@@ -74,7 +76,9 @@ class Applier:
         body = keys_secret(observed.key.namespace, observed.key.name, observed.uid, name, "")
         try:
             await self._api.create(kinds.SECRET, body, dry_run=True)
-        except ConflictError:
+        except ConflictError as error:
+            if error.cause != "AlreadyExists":
+                raise
             return False
         except RefusedError:
             return False
@@ -99,6 +103,8 @@ class Applier:
         try:
             found = await self._api.apply(kind, body, force=False)
         except ConflictError as error:
+            if error.cause != "FieldManagerConflict":
+                raise
             await self._say(observed, "Warning", "FieldConflict", f"{kind.name} {child.name}: taken back: {error}")
             self._guard()
             found = await self._api.apply(kind, body, force=True)

@@ -70,6 +70,9 @@ async def watch(registry: kopf.OperatorRegistry, settings: Settings) -> None:
 
 def _handler(world: World, queue: WorkQueue, kind: Kind) -> Callable[..., Coroutine[Any, Any, None]]:
     async def take(event: Any, **_: Any) -> None:
-        queue.add(world.take(kind, event["object"], deleted=event["type"] == "DELETED"))
+        body, deleted = event["object"], event["type"] == "DELETED"
+        # Counts can wait until more of them have changed; a new spec, or a child that is gone, cannot.
+        urgent = (deleted and kind not in {kinds.POD, kinds.NODE}) or (kind is kinds.DEPLOYMENT and world.is_new(body))
+        queue.add(world.take(kind, body, deleted=deleted), urgent=urgent)
 
     return take

@@ -85,6 +85,13 @@ class World:
             return self._take_node(body, deleted)
         return self.take_child(kind, body, deleted=deleted)
 
+    def is_new(self, body: Body) -> bool:
+        """Whether a deployment's spec is another than the one that is known."""
+        known = self.deployments.get(Key(body["metadata"]["namespace"], body["metadata"]["name"]))
+        one = body["metadata"]
+        other = None if known is None else known["metadata"]
+        return other is None or (one["uid"], one["generation"]) != (other["uid"], other["generation"])
+
     def take_child(self, kind: Kind, body: Body, *, deleted: bool = False) -> set[Key]:
         """Take a child from a watch or from the answer to a write."""
         metadata = body["metadata"]
