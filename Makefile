@@ -9,7 +9,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test layouts check fix bench lock clean FORCE
+.PHONY: help install demo test layouts e2e check fix bench lock clean FORCE
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -36,6 +36,10 @@ test: install ## run all tests
 
 layouts: install ## every pair of layouts over every transport, of which `make test` runs a few
 	LAYOUTS=all $(BIN)/python -m pytest tests/agent/test_agent_layouts.py
+
+e2e: install ## run the tests against a real Kubernetes control plane, which is built once (needs Go or fetches it)
+	.ci/install-go $(VENV)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest e2e
 
 check: install ## format, lint, types, import walls and the quick tests: what a commit needs
 	$(BIN)/ruff format --check .

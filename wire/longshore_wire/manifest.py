@@ -8,12 +8,22 @@ Pure: text in, a value out.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from longshore_wire import names
-from longshore_wire.agent_config import AgentConfig, Control, Decode, Deployment, Integrity, Model, Prefill, Transfer
+from longshore_wire.agent_config import (
+    AgentConfig,
+    Control,
+    Decode,
+    Deployment,
+    Integrity,
+    Model,
+    Port,
+    Prefill,
+    Transfer,
+)
 from longshore_wire.errors import ConfigError
 from longshore_wire.strict_document import parse, read_struct
 
@@ -33,16 +43,56 @@ class DecodeSpec(Decode, frozen=True, kw_only=True, rename="camel"):
     node_selector: dict[str, str] = msgspec.field(default_factory=dict)
 
 
+class Toleration(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+    """A taint that agents tolerate; what is None is left out."""
+
+    key: str | None = None
+    operator: str | None = None
+    value: str | None = None
+    effect: str | None = None
+    toleration_seconds: int | None = None
+
+
+class Resources(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """Compute resources of an agent, as pods have them."""
+
+    requests: dict[str, str | int] = msgspec.field(default_factory=dict)
+    limits: dict[str, str | int] = msgspec.field(default_factory=dict)
+
+
 class Agents(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """How a cluster runs the agents.
+    """How a cluster runs the agents; one machine takes no notice of it.
 
     Attributes:
-        host_network: in their nodes' network.
-        allow_open_data_path: there, accept a backend whose ports know no authentication.
+        image, runtime_class_name: None: the operator's.
+        allow_open_data_path: under hostNetwork, accept a backend whose port knows no authentication.
+        worker_port: 0: free ones, but under hostNetwork those that follow the HTTP port.
+        keys_revision: raised by whoever wants new keys.
     """
 
+    image: str | None = None
+    runtime_class_name: str | None = None
     host_network: bool = False
+    host_ipc: bool = msgspec.field(default=False, name="hostIPC")
     allow_open_data_path: bool = False
+    network_policy: bool = True
+    pod_monitor: bool = False
+    http_port: Port = names.HTTP_PORT
+    worker_port: Port = 0
+    keys_revision: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 1
+    tolerations: tuple[Toleration, ...] = ()
+    resources: Resources = Resources()
+
+    @property
+    def control(self) -> Control:
+        """Where agents listen: under hostNetwork on ports that are known beforehand, because they are the node's."""
+        worker_port = self.worker_port or (self.http_port + 1 if self.host_network else 0)
+        return Control(
+            http_port=self.http_port,
+            worker_port=worker_port,
+            host_network=self.host_network,
+            allow_open_data_path=self.allow_open_data_path,
+        )
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
@@ -77,10 +127,8 @@ class DisaggDeployment(msgspec.Struct, frozen=True, kw_only=True):
             prefill=Prefill(**prefill),
             decode=Decode(**decode),
             transfer=spec.transfer,
+            control=spec.agents.control,
             integrity=spec.integrity,
-            control=Control(
-                host_network=spec.agents.host_network, allow_open_data_path=spec.agents.allow_open_data_path
-            ),
         )
         try:
             config.check()

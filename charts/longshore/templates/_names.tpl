@@ -1,0 +1,70 @@
+{{- define "longshore.name" -}}
+{{- if contains "longshore" .Release.Name }}{{ .Release.Name }}-operator{{ else }}{{ .Release.Name }}-longshore-operator{{ end -}}
+{{- end }}
+
+{{- define "longshore.selector" -}}
+app.kubernetes.io/name: longshore-operator
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "longshore.labels" -}}
+{{ include "longshore.selector" . }}
+app.kubernetes.io/component: operator
+app.kubernetes.io/part-of: longshore
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+{{- end }}
+
+{{- define "longshore.image" -}}
+{{- if .Values.image.digest }}{{ .Values.image.repository }}@{{ .Values.image.digest }}
+{{- else }}{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}{{ end -}}
+{{- end }}
+
+{{- define "longshore.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "longshore.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end }}
+
+{{- define "longshore.rules" -}}
+- apiGroups: [longshore.dev]
+  resources: [disaggdeployments]
+  verbs: [get, list, watch]
+- apiGroups: [longshore.dev]
+  resources: [disaggdeployments/status]
+  verbs: [get, patch]
+# Children name their deployment as an owner that waits for them.
+- apiGroups: [longshore.dev]
+  resources: [disaggdeployments/finalizers]
+  verbs: [update]
+- apiGroups: [apps]
+  resources: [daemonsets]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [""]
+  resources: [configmaps, services, serviceaccounts]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [monitoring.coreos.com]
+  resources: [podmonitors]
+  verbs: [get, create, patch, delete]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [get, list, watch]
+# Keys are made and never read.
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [create]
+- apiGroups: [""]
+  resources: [events]
+  verbs: [create]
+{{- end }}

@@ -1,0 +1,65 @@
+"""One control plane for the whole run, and what tests ask of it. Every wait has a limit, everything ends by its id."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+from agent_responder import AgentResponder
+from controlplane.cluster import ControlPlane, free_port
+from controlplane.nodes import add_nodes, start_kwok
+from deployments import CRD, Deployments
+from operator_process import OperatorProcess
+
+# Pods of KWOK get addresses of loopback, so that one responder on this machine can play all agents.
+POD_NETWORK = "127.128.0.0/10"
+
+
+@pytest.fixture(scope="session")
+def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+    """A control plane with KWOK and our CRD."""
+    with ControlPlane(tmp_path_factory.mktemp("controlplane")) as plane:
+        start_kwok(plane, POD_NETWORK)
+        plane.kubectl("create", "-f", str(CRD))
+        plane.kubectl("wait", "--for=condition=Established", "--timeout=60s", "crd/disaggdeployments.longshore.dev")
+        yield plane
+
+
+@pytest.fixture
+def namespace(plane: ControlPlane) -> Iterator[str]:
+    """A namespace of the test's own, gone afterwards with all that is in it."""
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    plane.kubectl("create", "namespace", name)
+    yield name
+    plane.try_kubectl("delete", "namespace", name, "--wait=false")
+
+
+@pytest.fixture(scope="session")
+def nodes(plane: ControlPlane) -> list[str]:
+    """Two nodes for prefill, one for decode, one for neither."""
+    labels = {"prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode", "other-0": "none"}
+    add_nodes(plane, {name: {"longshore.dev/role": role} for name, role in labels.items()})
+    return list(labels)
+
+
+@pytest.fixture(scope="session")
+def responder() -> Iterator[AgentResponder]:
+    """What plays all agents; they have to be told its port."""
+    responder = AgentResponder(free_port())
+    yield responder
+    responder.stop()
+
+
+@pytest.fixture(scope="session")
+def operator(plane: ControlPlane, nodes: list[str]) -> Iterator[OperatorProcess]:
+    """The operator that serves most tests."""
+    plane.kubectl("create", "namespace", "longshore-system")
+    with OperatorProcess(plane, "longshore-system") as running:
+        yield running
+
+
+@pytest.fixture
+def deployments(plane: ControlPlane, namespace: str, responder: AgentResponder) -> Deployments:
+    """The deployments of the test's namespace, whose agents the responder plays."""
+    return Deployments(plane, namespace, responder.port)

@@ -1,0 +1,173 @@
+"""One control plane on loopback. Used by the fixtures, the benchmark and `python -m controlplane up`."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Self
+
+from controlplane import binaries
+from controlplane.certificates import Authority
+from controlplane.processes import Process
+from controlplane.waiting import until
+
+HOST = "127.0.0.1"
+# Three seconds on idle cores; a loaded machine gets a minute for each.
+READY_LIMIT_S = 120.0
+KUBECTL_LIMIT_S = 120.0
+_ETCD_QUOTA_BYTES = 4 << 30
+
+
+class ControlPlane:
+    """etcd, kube-apiserver, kube-controller-manager and kube-scheduler, with their files in `folder`.
+
+    `start` returns when the API server is ready and the controllers work; `stop` ends what was started, by its id.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.server = f"https://{HOST}:{self.port}"
+        self.authority = Authority(folder / "pki")
+        self.kubeconfig = self.authority.kubeconfig("admin", self.server, "admin", "system:masters")
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the programs in the order in which they need each other."""
+        etcd = self._start_etcd()
+        api = self._start_api_server(etcd)
+        until(
+            lambda: api.check() and self.kubectl("get", "--raw", "/readyz") == "ok", "API server ready", READY_LIMIT_S
+        )
+        controllers = self._start_controllers()
+        until(
+            lambda: all(c.check() for c in controllers) and self.kubectl("get", "serviceaccount", "default"),
+            "the default ServiceAccount, which the controller-manager makes",
+            READY_LIMIT_S,
+        )
+
+    def stop(self) -> None:
+        """End everything, last started first."""
+        self._stack.close()
+
+    def run(self, name: str, *arguments: str, environment: dict[str, str] | None = None) -> Process:
+        """Start a program that ends with this control plane."""
+        process = Process(name, arguments, self.folder, environment)
+        self._stack.callback(process.stop)
+        return process
+
+    def kubectl(self, *arguments: str, stdin: str | None = None) -> str:
+        """Return what kubectl says, as the cluster's administrator.
+
+        Raises:
+            AssertionError: it failed; with its error.
+        """
+        done = self.try_kubectl(*arguments, stdin=stdin)
+        assert done.returncode == 0, f"kubectl {' '.join(arguments)}: {done.stderr.strip()}"
+        return done.stdout.strip()
+
+    def try_kubectl(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+        """Return how a call of kubectl ended."""
+        return subprocess.run(
+            [binaries.find("kubectl"), f"--kubeconfig={self.kubeconfig}", *arguments],
+            check=False,
+            capture_output=True,
+            text=True,
+            input=stdin,
+            timeout=KUBECTL_LIMIT_S,
+            env=os.environ | {"KUBECACHEDIR": str(self.folder / "kubectl-cache")},
+        )
+
+    def _start_etcd(self) -> str:
+        client, peer = (f"http://{HOST}:{free_port()}" for _ in range(2))
+        self.run(
+            "etcd",
+            str(binaries.find("etcd")),
+            f"--data-dir={self.folder / 'etcd'}",
+            f"--listen-client-urls={client}",
+            f"--advertise-client-urls={client}",
+            f"--listen-peer-urls={peer}",
+            f"--initial-advertise-peer-urls={peer}",
+            f"--initial-cluster=default={peer}",
+            "--unsafe-no-fsync",
+            f"--quota-backend-bytes={_ETCD_QUOTA_BYTES}",
+        )
+        return client
+
+    def _start_api_server(self, etcd: str) -> Process:
+        pki = self.authority
+        names = ("localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc", HOST, "10.96.0.1")
+        certificate, key = pki.issue("apiserver", *names, user="kube-apiserver")
+        private, public = pki.token_keys()
+        return self.run(
+            "kube-apiserver",
+            str(binaries.find("kube-apiserver")),
+            f"--etcd-servers={etcd}",
+            f"--bind-address={HOST}",
+            f"--advertise-address={HOST}",
+            f"--secure-port={self.port}",
+            "--service-cluster-ip-range=10.96.0.0/16",
+            "--authorization-mode=Node,RBAC",
+            "--enable-admission-plugins=NodeRestriction",
+            "--allow-privileged=true",
+            f"--client-ca-file={pki.certificate_path}",
+            f"--tls-cert-file={certificate}",
+            f"--tls-private-key-file={key}",
+            "--service-account-issuer=https://kubernetes.default.svc",
+            f"--service-account-key-file={public}",
+            f"--service-account-signing-key-file={private}",
+            "--endpoint-reconciler-type=none",
+            "--max-requests-inflight=2000",
+            "--max-mutating-requests-inflight=1000",
+        )
+
+    def _start_controllers(self) -> list[Process]:
+        pki = self.authority
+        manager = pki.kubeconfig("controller-manager", self.server, "system:kube-controller-manager")
+        scheduler = pki.kubeconfig("scheduler", self.server, "system:kube-scheduler")
+        return [
+            self.run(
+                "kube-controller-manager",
+                str(binaries.find("kube-controller-manager")),
+                f"--kubeconfig={manager}",
+                f"--bind-address={HOST}",
+                f"--secure-port={free_port()}",
+                "--use-service-account-credentials=true",
+                f"--root-ca-file={pki.certificate_path}",
+                f"--service-account-private-key-file={pki.folder / 'tokens.key'}",
+                "--leader-elect=false",
+                # Longer than KWOK takes to renew its nodes' leases, see `nodes`.
+                "--node-monitor-grace-period=200s",
+                "--kube-api-qps=300",
+                "--kube-api-burst=500",
+                "--concurrent-gc-syncs=10",
+            ),
+            self.run(
+                "kube-scheduler",
+                str(binaries.find("kube-scheduler")),
+                f"--kubeconfig={scheduler}",
+                f"--bind-address={HOST}",
+                f"--secure-port={free_port()}",
+                "--leader-elect=false",
+                "--kube-api-qps=500",
+                "--kube-api-burst=800",
+            ),
+        ]
+
+
+def free_port() -> int:
+    """Return a port of loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port

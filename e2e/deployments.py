@@ -1,0 +1,91 @@
+"""Where the tree's manifests are, and deployments that tests make of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from controlplane.cluster import ControlPlane
+from controlplane.waiting import until
+
+ROOT = Path(__file__).parents[1]
+CRD = ROOT / "crds" / "disaggdeployments.longshore.dev.yaml"
+
+Body = dict[str, Any]
+
+
+def manifest(namespace: str, name: str = "llama", **spec: object) -> Body:
+    """A deployment that works; `spec` replaces whole parts of it."""
+    base: Body = {
+        "model": {"attention": "GQA", "layers": 80, "kvHeads": 8, "headDim": 128, "dtype": "bfloat16"},
+        "prefill": {"tensorParallel": 4, "pageSize": 64, "nodeSelector": {"longshore.dev/role": "prefill"}},
+        "decode": {"tensorParallel": 1, "pageSize": 64, "nodeSelector": {"longshore.dev/role": "decode"}},
+    }
+    return {
+        "apiVersion": "longshore.dev/v1alpha1",
+        "kind": "DisaggDeployment",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": base | spec,
+    }
+
+
+def to_text(document: object) -> str:
+    """As kubectl reads it."""
+    return json.dumps(document)
+
+
+class Deployments:
+    """The deployments of one namespace, as a person with kubectl sees and changes them."""
+
+    def __init__(self, plane: ControlPlane, namespace: str, http_port: int) -> None:
+        self.plane = plane
+        self.namespace = namespace
+        self.http_port = http_port
+
+    def apply(self, name: str = "llama", **spec: object) -> None:
+        """Apply a deployment that works, with parts of its spec replaced."""
+        agents: Any = spec.pop("agents", {})
+        body = manifest(self.namespace, name, agents={"httpPort": self.http_port, **agents}, **spec)
+        self.plane.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=to_text(body))
+
+    def get(self, kind: str, name: str) -> Body:
+        """Return an object. Raises AssertionError if it is not there."""
+        return dict(json.loads(self.plane.kubectl("get", kind, name, "-n", self.namespace, "-o", "json")))
+
+    def list(self, kind: str, *arguments: str) -> list[Body]:
+        """Return the objects of a kind."""
+        return list(
+            json.loads(self.plane.kubectl("get", kind, "-n", self.namespace, "-o", "json", *arguments))["items"]
+        )
+
+    def names(self, kinds: str = "ds,cm,svc,sa,netpol,secret,pod") -> set[str]:
+        """Return what is there of these kinds but for what every namespace has, as kind/name."""
+        found = self.plane.kubectl("get", kinds, "-n", self.namespace, "-o", "name").split()
+        return {name for name in found if not name.endswith(("/default", "/kube-root-ca.crt"))}
+
+    def condition(self, kind: str, name: str = "llama") -> Body:
+        """Return a condition of a deployment; empty: it is not there yet."""
+        listed = self.get("dgdep", name).get("status", {}).get("conditions", [])
+        return next((entry for entry in listed if entry["type"] == kind), {})
+
+    def wait_reason(self, kind: str, reason: str, name: str = "llama", limit_s: float = 60.0) -> Body:
+        """Return a condition as soon as it has this reason for the current generation."""
+
+        def look() -> Body:
+            body = self.get("dgdep", name)
+            found = next((c for c in body.get("status", {}).get("conditions", []) if c["type"] == kind), {})
+            assert found, body.get("status")
+            assert (found["reason"], found["observedGeneration"]) == (reason, body["metadata"]["generation"]), found
+            return found
+
+        return until(look, f"{kind} of {name} is {reason}", limit_s)
+
+    def pods(self, name: str = "llama") -> list[Body]:
+        """Return the agents' pods that are not going."""
+        found = self.list("pods", "-l", f"longshore.dev/deployment={name}")
+        return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
+
+    def events(self, reason: str) -> list[Body]:
+        """Return the operator's events with this reason."""
+        return [entry for entry in self.list("events") if entry["reason"] == reason]

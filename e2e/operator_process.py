@@ -1,0 +1,80 @@
+"""The operator as a process of its own, as tests and the benchmark start it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import urllib.error
+import urllib.request
+import uuid
+from pathlib import Path
+from typing import Self
+
+from controlplane.cluster import HOST, ControlPlane, free_port
+from controlplane.processes import Process
+from controlplane.waiting import until
+
+READY_LIMIT_S = 60.0
+
+
+class OperatorProcess:
+    """One replica; `pages` reads its HTTP pages.
+
+    Args:
+        kubeconfig: by which it reaches the API server; None: the administrator's.
+        namespace: of its Lease, which is what replicas share.
+        settings: more variables, without their prefix.
+    """
+
+    def __init__(self, plane: ControlPlane, namespace: str, kubeconfig: Path | None = None, **settings: object) -> None:
+        self.port = free_port()
+        self.identity = f"replica-{uuid.uuid4().hex[:6]}"
+        chosen = {
+            "namespace": namespace,
+            "identity": self.identity,
+            "http_host": HOST,
+            "http_port": self.port,
+            # Soon, so that what watches do not tell of is looked at within a test's patience.
+            "resync_s": 5,
+            "poll_s": 1,
+            "lease_s": 6,
+            "lease_renew_s": 2,
+            **settings,
+        }
+        foreign = {name: value for name, value in os.environ.items() if not name.startswith("LONGSHORE_")}
+        environment = foreign | {"KUBECONFIG": str(kubeconfig or plane.kubeconfig)}
+        environment |= {f"LONGSHORE_{name.upper()}": str(value) for name, value in chosen.items()}
+        command = [sys.executable, "-m", "longshore_operator.main"]
+        self.process = Process(f"operator-{self.identity}", command, plane.folder, environment)
+
+    def __enter__(self) -> Self:
+        until(lambda: self.process.check() and self.status("/readyz") == 200, "the operator is ready", READY_LIMIT_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.stop()
+
+    def status(self, path: str) -> int:
+        """The HTTP status of a page; 0: no answer."""
+        return self._get(path)[0]
+
+    def page(self, path: str) -> str:
+        """A page's text."""
+        return self._get(path)[1]
+
+    def metric(self, line: str) -> float:
+        """The value of the metric whose name and labels are `line`; 0 if it is not there."""
+        for entry in self.page("/metrics").splitlines():
+            name, _, value = entry.rpartition(" ")
+            if name == line:
+                return float(value)
+        return 0.0
+
+    def _get(self, path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(f"http://{HOST}:{self.port}{path}", timeout=5) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+        except OSError:
+            return 0, ""

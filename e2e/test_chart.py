@@ -1,0 +1,144 @@
+"""The chart on a real API server: both modes install, and the rights that they give are enough for the operator and no more."""
+
+from __future__ import annotations
+
+import base64
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from controlplane import binaries
+from controlplane.certificates import write_kubeconfig
+from controlplane.cluster import ControlPlane
+from controlplane.waiting import until
+from deployments import CRD, ROOT, Deployments
+from operator_process import OperatorProcess
+
+CHART = ROOT / "charts" / "longshore"
+HELM_LIMIT_S = 180.0
+MODES = ("cluster", "namespaced")
+pytestmark = pytest.mark.usefixtures("nodes")
+
+
+def helm(plane: ControlPlane, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """How a call of Helm ended."""
+    return subprocess.run(
+        [binaries.find("helm"), f"--kubeconfig={plane.kubeconfig}", *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=HELM_LIMIT_S,
+        env=os.environ
+        | {"HELM_CACHE_HOME": str(plane.folder / "helm"), "HELM_CONFIG_HOME": str(plane.folder / "helm")},
+    )
+
+
+@pytest.fixture(params=MODES)
+def release(request: pytest.FixtureRequest, plane: ControlPlane, namespace: str) -> Iterator[str]:
+    """The mode of a release in the test's namespace, which enforces the restricted profile for the operator's pod."""
+    plane.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=restricted")
+    done = helm(
+        plane,
+        "install",
+        "longshore",
+        str(CHART),
+        "-n",
+        namespace,
+        f"--set=mode={request.param}",
+        "--set=crds.install=false",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "kubectl wait" in done.stdout and "helm test longshore" in done.stdout
+    # Agents share a folder of the node with engines: their pods need more than the restricted profile.
+    plane.kubectl("label", "namespace", namespace, "--overwrite", "pod-security.kubernetes.io/enforce=privileged")
+    yield str(request.param)
+    helm(plane, "uninstall", "longshore", "-n", namespace, "--wait")
+
+
+@pytest.fixture
+def account(plane: ControlPlane, namespace: str, release: str) -> Path:
+    """A kubeconfig of the operator's ServiceAccount."""
+    token = plane.kubectl("create", "token", "longshore-operator", "-n", namespace)
+    certificate = base64.b64encode(plane.authority.certificate_path.read_bytes()).decode()
+    cluster = {"server": plane.server, "certificate-authority-data": certificate}
+    return write_kubeconfig(plane.folder / f"{namespace}.kubeconfig", cluster, {"token": token})
+
+
+def test_the_rights_of_either_mode_are_enough(
+    plane: ControlPlane, namespace: str, release: str, account: Path, deployments: Deployments
+) -> None:
+    watched = namespace if release == "namespaced" else ""
+    settings = {"watch_namespace": watched, "lease_name": "longshore-operator"}
+    with OperatorProcess(plane, namespace, account, **settings) as running:
+        deployments.apply()
+        deployments.wait_reason("Ready", "Ready", limit_s=90)
+        deployments.apply(agents={"networkPolicy": False, "keysRevision": 2})
+        deployments.wait_reason("Ready", "Ready", limit_s=90)
+        assert deployments.get("dgdep", "llama")["status"]["keys"]["revision"] == 2
+        until(lambda: not deployments.list("networkpolicies", "-l", "longshore.dev/deployment"), "no NetworkPolicy")
+        assert deployments.events("Ready")
+        log = running.process.log_path.read_text()
+        assert "orbidden" not in log
+        role = ["--role", "longshore.dev/role=decode"]
+        tried = subprocess.run(
+            [sys.executable, "-m", "longshore_operator.try_out", f"--namespace={namespace}", *role],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=HELM_LIMIT_S,
+            env=os.environ | {"KUBECONFIG": str(plane.kubeconfig)},
+        )
+        assert tried.returncode == 0, tried.stdout + tried.stderr
+
+
+def test_secrets_can_be_made_and_not_read(plane: ControlPlane, namespace: str, release: str) -> None:
+    who = f"--as=system:serviceaccount:{namespace}:longshore-operator"
+
+    def may(verb: str, kind: str, where: str) -> bool:
+        return plane.try_kubectl("auth", "can-i", verb, kind, who, "-n", where).stdout.strip() == "yes"
+
+    assert may("create", "secrets", namespace)
+    assert [
+        verb for verb in ("get", "list", "watch", "update", "patch", "delete") if may(verb, "secrets", namespace)
+    ] == []
+    assert may("create", "daemonsets", "default") is (release == "cluster")
+    assert not may("create", "pods", namespace) and not may("patch", "nodes", namespace)
+
+
+def test_the_operators_pod_keeps_to_the_restricted_profile(plane: ControlPlane, namespace: str, release: str) -> None:
+    def made() -> bool:
+        path = "{.status.replicas}"
+        return plane.kubectl("get", "deployment", "longshore-operator", "-n", namespace, f"-o=jsonpath={path}") == "1"
+
+    until(made, "the pod was admitted")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_chart_is_clean_and_its_definition_is_the_trees(plane: ControlPlane, mode: str) -> None:
+    linted = helm(plane, "lint", "--strict", str(CHART), f"--set=mode={mode}")
+    assert linted.returncode == 0, linted.stdout
+    rendered = helm(
+        plane,
+        "template",
+        "longshore",
+        str(CHART),
+        f"--set=mode={mode},podMonitor.enabled=true",
+        "--kube-version=1.34.4",
+    )
+    assert rendered.returncode == 0, rendered.stderr
+    documents = [entry for entry in yaml.safe_load_all(rendered.stdout) if entry]
+    definition = next(entry for entry in documents if entry["kind"] == "CustomResourceDefinition")
+    assert definition == yaml.safe_load(CRD.read_text())
+    assert definition["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    kinds = {entry["kind"] for entry in documents}
+    assert {"Deployment", "PodDisruptionBudget", "NetworkPolicy", "PodMonitor", "Job"} <= kinds
+
+
+def test_an_unknown_value_is_refused(plane: ControlPlane) -> None:
+    done = helm(plane, "template", "longshore", str(CHART), "--set=replicas=2")
+    assert done.returncode != 0
+    assert "replicas" in done.stderr

@@ -1,0 +1,239 @@
+"""The definition on a real API server: what it refuses and how, what it fills in, and what kubectl shows of it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import yaml
+from controlplane.cluster import ControlPlane
+from deployments import CRD, ROOT, manifest, to_text
+
+from longshore_wire.manifest import read
+
+Body = dict[str, Any]
+NAMESPACE = "default"
+
+
+def changed(**paths: object) -> Body:
+    """The working manifest with values at dotted paths of its spec (`__` for the dot) set, or (None) taken out."""
+    body: Body = copy.deepcopy(manifest(NAMESPACE))
+    for path, value in paths.items():
+        *folders, last = path.split("__")
+        place = body["spec"]
+        for folder in folders:
+            place = place.setdefault(folder, {})
+        if value is None:
+            place.pop(last)
+        else:
+            place[last] = value
+    return body
+
+
+def named(name: str) -> Body:
+    body = changed()
+    body["metadata"]["name"] = name
+    return body
+
+
+MLA = {"attention": "MLA", "layers": 61, "kvHeads": 1, "headDim": 576, "dtype": "bfloat16"}
+MQA = {"attention": "MQA", "layers": 32, "kvHeads": 1, "headDim": 128, "dtype": "float16"}
+
+GOOD = {
+    "as small as it gets": changed(),
+    "the same layouts": changed(decode__tensorParallel=4),
+    "decode is the wider one": changed(prefill__tensorParallel=1, decode__tensorParallel=8),
+    "more ranks than heads": changed(prefill__tensorParallel=16),
+    "neither divides the other": changed(model__kvHeads=24, prefill__tensorParallel=3, decode__tensorParallel=2),
+    "other pages": changed(decode__pageSize=1, decode__pageOrder="HND"),
+    "opaque pages": changed(prefill__pageOrder="Opaque", decode__pageOrder="Opaque"),
+    "a latent": changed(model=MLA, prefill__tensorParallel=4),
+    "one head": changed(model=MQA, prefill__tensorParallel=2),
+    "pipelines": changed(prefill__pipelineParallel=4, decode__pipelineParallel=2),
+    "data parallel": changed(decode__dataParallel=8),
+    "host pages need no ring": changed(decode__target="Host", decode__staging={"poolSize": "16Mi"}),
+    "slices need no ring": changed(transfer__staging="Never", decode__staging={"poolSize": "16Mi"}),
+    "the same layouts need no ring": changed(decode__tensorParallel=4, decode__staging={"poolSize": "16Mi"}),
+    "the smallest ring": changed(prefill__staging={"bufferSize": "8Mi"}, decode__staging={"poolSize": "64Mi"}),
+    "sizes in bytes": changed(prefill__staging={"bufferSize": 16777216}, decode__staging={"poolSize": "1.5Gi"}),
+    "Mooncake": changed(transfer__backend="Mooncake"),
+    "some wires": changed(transfer__wires=["RDMA", "NVLink"]),
+    "the node's network": changed(agents={"hostNetwork": True}),
+    "an open data path, accepted": changed(
+        transfer__backend="Mooncake", agents={"hostNetwork": True, "allowOpenDataPath": True}
+    ),
+    "everything of agents": changed(
+        agents={
+            "image": "agent:1",
+            "tolerations": [{"operator": "Exists"}],
+            "resources": {"limits": {"memory": "1Gi", "nvidia.com/gpu": 1}},
+            "podMonitor": True,
+            "runtimeClassName": "nvidia",
+        }
+    ),
+    "digests": changed(integrity={"digest": True}),
+    "nobody expected": changed(prefill__instances=0),
+    "a name of 40": named("a" * 40),
+}
+
+BAD = {
+    "no model": (changed(model=None), "spec.model: Required value"),
+    "no pages": (changed(prefill__pageSize=None), "spec.prefill.pageSize: Required value"),
+    "no such attention": (changed(model__attention="SWA"), 'supported values: "MHA", "GQA", "MQA", "MLA"'),
+    "no layers": (changed(model__layers=0), "spec.model.layers"),
+    "a fraction of a head": (changed(model__kvHeads=1.5), "spec.model.kvHeads"),
+    "no such dtype": (changed(model__dtype="fp8"), "spec.model.dtype"),
+    "heads of a latent": (changed(model=MLA | {"kvHeads": 8}), "kvHeads must be 1 with attention MLA or MQA"),
+    "heads of MQA": (changed(model=MQA | {"kvHeads": 2}), "kvHeads must be 1 with attention MLA or MQA"),
+    "a staged latent": (
+        changed(model=MLA, prefill__tensorParallel=1, transfer__staging="Always"),
+        "set transfer.staging to Auto or Never",
+    ),
+    "heads that do not split": (
+        changed(prefill__tensorParallel=3),
+        "prefill.tensorParallel and model.kvHeads: one must divide the other",
+    ),
+    "replicas that do not split": (
+        changed(decode__tensorParallel=12),
+        "decode.tensorParallel and model.kvHeads: one must divide the other",
+    ),
+    "stages without layers": (changed(prefill__pipelineParallel=81), "give at most as many stages as layers"),
+    "decode's stages without layers": (changed(decode__pipelineParallel=81), "decode.pipelineParallel has more stages"),
+    "too many ranks": (
+        changed(model__kvHeads=1024, model__attention="MHA", prefill__tensorParallel=1024, prefill__pipelineParallel=4),
+        "above 2048 ranks of one replica",
+    ),
+    "opaque on one side": (changed(prefill__pageOrder="Opaque"), "set it on both sides or on neither"),
+    "opaque pages of two sizes": (
+        changed(prefill__pageOrder="Opaque", decode__pageOrder="Opaque", decode__pageSize=16),
+        "the two pageSizes differ",
+    ),
+    "a ring below two slabs a rank": (
+        changed(decode__staging={"poolSize": "511Mi"}),
+        "holds less than two slabs of prefill.staging.bufferSize for each source rank",
+    ),
+    "stages that share a ring": (
+        changed(prefill__pipelineParallel=2, decode__staging={"poolSize": "1023Mi"}),
+        "enlarge poolSize or reduce bufferSize",
+    ),
+    "a ring that always stages": (
+        changed(decode__tensorParallel=4, transfer__staging="Always", decode__staging={"poolSize": "127Mi"}),
+        "enlarge poolSize or reduce bufferSize",
+    ),
+    "a size that is none": (changed(decode__staging={"poolSize": "4GB"}), "spec.decode.staging.poolSize"),
+    "half a byte": (changed(prefill__staging={"bufferSize": "8388608.5"}), "spec.prefill.staging.bufferSize"),
+    "a buffer below a slab": (changed(prefill__staging={"bufferSize": "1Mi"}), "bufferSize must be from 8Mi to 1Ti"),
+    "no lanes": (changed(prefill__staging={"lanes": 0}), "spec.prefill.staging.lanes"),
+    "no such backend": (changed(transfer__backend="NCCL"), 'supported values: "NIXL", "Mooncake"'),
+    "a backend of one process": (changed(transfer__backend="Loopback"), "spec.transfer.backend"),
+    "no such wire": (changed(transfer__wires=["Carrier"]), "spec.transfer.wires[0]"),
+    "a wire twice": (changed(transfer__wires=["TCP", "TCP"]), "spec.transfer.wires[1]: Duplicate value"),
+    "no such target": (changed(decode__target="Disk"), 'supported values: "Device", "Host"'),
+    "an open data path": (
+        changed(transfer__backend="Mooncake", agents={"hostNetwork": True}),
+        "accept it with agents.allowOpenDataPath",
+    ),
+    "a port of the system": (changed(agents={"httpPort": 80}), "spec.agents.httpPort"),
+    "a chunk of nothing": (changed(transfer__chunkTokens=0), "spec.transfer.chunkTokens"),
+    "a name of 41": (named("a" * 41), "longer than 40 characters"),
+    "a name with a dot": (named("a.b"), "leave out dots"),
+    "a digit first is a name, an underscore is not": (named("a_b"), "metadata.name"),
+}
+
+CHANGES = {
+    "the model": ({"model__layers": 81}, "make a new DisaggDeployment"),
+    "the element type": ({"model__dtype": "float16"}, "make a new DisaggDeployment"),
+    "keys go back": ({"agents": {"keysRevision": 1}}, "leave it or raise it"),
+}
+
+
+def send(plane: ControlPlane, verb: str, body: Body) -> tuple[int, str]:
+    done = plane.try_kubectl(verb, "--dry-run=server", "-f", "-", stdin=to_text(body))
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_what_can_work_is_taken(plane: ControlPlane, name: str) -> None:
+    status, text = send(plane, "create", GOOD[name])
+    assert (status, text) == (0, "")
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_work_is_refused_before_it_is_stored(plane: ControlPlane, name: str) -> None:
+    body, expected = BAD[name]
+    status, text = send(plane, "create", body)
+    assert status != 0
+    assert expected in text
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_may_not_change_does_not(plane: ControlPlane, namespace: str, name: str) -> None:
+    body = changed(agents={"keysRevision": 2})
+    body["metadata"]["namespace"] = namespace
+    plane.kubectl("create", "-f", "-", stdin=to_text(body))
+    paths, expected = CHANGES[name]
+    other = changed(**paths)
+    other["metadata"]["namespace"] = namespace
+    status, text = send(plane, "apply", other)
+    assert status != 0
+    assert expected in text
+
+
+def test_layouts_may_change(plane: ControlPlane, namespace: str) -> None:
+    body = changed()
+    body["metadata"]["namespace"] = namespace
+    plane.kubectl("apply", "--server-side", "-f", "-", stdin=to_text(body))
+    other = changed(prefill__tensorParallel=2, decode__pageSize=16, agents={"keysRevision": 2})
+    other["metadata"]["namespace"] = namespace
+    plane.kubectl("apply", "--server-side", "-f", "-", stdin=to_text(other))
+
+
+def test_the_example_applies_as_it_is(plane: ControlPlane, namespace: str) -> None:
+    plane.kubectl("apply", "-n", namespace, "-f", str(ROOT / "examples" / "llama-70b.yaml"))
+    stored = json.loads(plane.kubectl("get", "dgdep", "-n", namespace, "llama-70b", "-o", "json"))["spec"]
+    assert stored["decode"]["target"] == "Device"
+
+
+def test_every_default_that_an_agent_has_is_filled_in(plane: ControlPlane, namespace: str) -> None:
+    body = changed()
+    body["metadata"]["namespace"] = namespace
+    plane.kubectl("create", "-f", "-", stdin=to_text(body))
+    stored = json.loads(plane.kubectl("get", "dgdep", "-n", namespace, "llama", "-o", "json"))
+    assert read({key: stored[key] for key in ("apiVersion", "kind", "metadata", "spec")}) == read(body)
+    assert stored["spec"]["transfer"] == {"backend": "NIXL", "staging": "Auto", "chunkTokens": 8192, "wires": []}
+    assert stored["spec"]["decode"]["staging"] == {"poolSize": "4Gi"}
+    assert stored["spec"]["agents"]["networkPolicy"] is True
+
+
+def test_explain_describes_every_field(plane: ControlPlane) -> None:
+    text = plane.kubectl("explain", "disaggdeployment.spec", "--recursive")
+    for field in ("tensorParallel", "bufferSize", "wires", "keysRevision"):
+        assert field in text
+    assert "ranks that share one replica" in plane.kubectl("explain", "dgdep.spec.prefill.tensorParallel")
+
+
+def test_no_field_goes_without_a_description() -> None:
+    schema = yaml.safe_load(CRD.read_text())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+
+    def bare(place: Body, path: str) -> list[str]:
+        found = [path] if not place.get("description") and path not in {"", ".metadata"} else []
+        for name, entry in place.get("properties", {}).items():
+            found += bare(entry, f"{path}.{name}")
+        return found
+
+    assert bare(schema, "") == []
+
+
+def test_lists_are_found_by_short_name_and_category(plane: ControlPlane, namespace: str) -> None:
+    body = changed()
+    body["metadata"]["namespace"] = namespace
+    plane.kubectl("create", "-f", "-", stdin=to_text(body))
+    header = plane.kubectl("get", "dgdep", "-n", namespace).splitlines()[0].split()
+    assert header == ["NAME", "READY", "REASON", "PREFILL", "DECODE", "AGENTS", "BACKEND", "AGE"]
+    assert "disaggdeployment.longshore.dev/llama" in plane.kubectl("get", "disagg", "-n", namespace, "-o", "name")
+
+
+def test_the_table_is_as_long_as_promised() -> None:
+    assert len(GOOD) + len(BAD) + len(CHANGES) >= 30

@@ -1,0 +1,330 @@
+"""What the operator does when things go wrong: it was away, there are two, others write, agents are unwell, requests fail."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+from agent_responder import AgentResponder, instance, peer, report
+from controlplane.cluster import ControlPlane
+from controlplane.waiting import until
+from deployments import Deployments, manifest, to_text
+from fault_proxy import FaultProxy
+from operator_process import OperatorProcess
+
+pytestmark = pytest.mark.usefixtures("nodes")
+
+Start = Callable[..., OperatorProcess]
+
+
+@pytest.fixture
+def start(plane: ControlPlane, deployments: Deployments) -> Iterator[Start]:
+    """Starts operators that serve the test's namespace alone."""
+    running: list[OperatorProcess] = []
+
+    def begin(**settings: object) -> OperatorProcess:
+        one = OperatorProcess(plane, deployments.namespace, watch_namespace=deployments.namespace, **settings)
+        running.append(one)
+        return one.__enter__()
+
+    yield begin
+    for one in running:
+        one.process.stop()
+
+
+@pytest.fixture
+def proxy(plane: ControlPlane) -> Iterator[FaultProxy]:
+    made = FaultProxy(plane)
+    yield made
+    made.stop()
+
+
+def writes(one: OperatorProcess) -> float:
+    """Requests that changed something, but for the Lease."""
+    lines = [line for line in one.page("/metrics").splitlines() if line.startswith("longshore_operator_api_calls{")]
+    changing = [
+        line for line in lines if 'kind="Lease"' not in line and not ('verb="GET"' in line or 'verb="LIST"' in line)
+    ]
+    return sum(float(line.rpartition(" ")[2]) for line in changing)
+
+
+def looks(one: OperatorProcess) -> float:
+    return one.metric("longshore_operator_reconcile_seconds_count")
+
+
+def test_nothing_is_written_while_nothing_happens(deployments: Deployments, start: Start) -> None:
+    one = start(resync_s=1)
+    deployments.apply()
+    deployments.wait_reason("Ready", "Ready")
+    until(lambda: deployments.condition("Progressing").get("reason") == "Settled", "settled")
+    before, seen = writes(one), looks(one)
+    version = deployments.get("dgdep", "llama")["metadata"]["resourceVersion"]
+    until(lambda: looks(one) >= seen + 10, "ten more looks at it")
+    assert writes(one) == before
+    assert deployments.get("dgdep", "llama")["metadata"]["resourceVersion"] == version
+
+
+def test_what_was_deleted_while_the_operator_was_away_leaves_nothing_behind(
+    deployments: Deployments, start: Start
+) -> None:
+    one = start()
+    deployments.apply()
+    deployments.wait_reason("Ready", "Ready")
+    one.process.stop()
+    deployments.plane.kubectl("delete", "dgdep", "llama", "-n", deployments.namespace, "--timeout=60s")
+    until(lambda: deployments.names("ds,cm,svc,sa,netpol,secret,pod") == set(), "no child is left", 90)
+
+
+def test_what_changed_while_the_operator_was_killed_is_caught_up_with(deployments: Deployments, start: Start) -> None:
+    one = start()
+    deployments.apply()
+    deployments.wait_reason("Ready", "Ready")
+    one.process.stop(signal.SIGKILL)
+    deployments.apply(integrity={"digest": True})
+    deployments.plane.kubectl("delete", "svc", "llama-agent", "-n", deployments.namespace)
+    start()
+    deployments.wait_reason("Ready", "Ready", limit_s=120)
+    assert json.loads(deployments.get("cm", "llama-agent")["data"]["agent.json"])["integrity"]["digest"] is True
+    assert deployments.get("svc", "llama-agent")
+
+
+def test_of_two_operators_one_works_and_the_other_takes_over(deployments: Deployments, start: Start) -> None:
+    first = start()
+    until(lambda: first.metric("longshore_operator_leader") == 1, "the first one is active")
+    second = start()
+    deployments.apply()
+    deployments.wait_reason("Ready", "Ready")
+    assert writes(first) > 0
+    assert (second.metric("longshore_operator_leader"), writes(second)) == (0, 0)
+    first.process.stop(signal.SIGKILL)
+    deployments.apply(integrity={"digest": True})
+    until(lambda: second.metric("longshore_operator_leader") == 1, "the second one is active")
+    deployments.wait_reason("Ready", "Ready", limit_s=90)
+    lease = deployments.get("lease", "longshore-operator")["spec"]
+    assert (lease["holderIdentity"], lease["leaseTransitions"]) == (second.identity, 1)
+
+
+def test_a_replica_that_ends_in_order_hands_over_at_once(deployments: Deployments, start: Start) -> None:
+    first = start(lease_s=600, lease_renew_s=2)
+    until(lambda: first.metric("longshore_operator_leader") == 1, "the first one is active")
+    second = start(lease_s=600, lease_renew_s=2)
+    assert first.process.stop() == 0
+    until(lambda: second.metric("longshore_operator_leader") == 1, "the second one is active")
+
+
+def test_a_field_that_somebody_else_took_is_taken_back_and_told(deployments: Deployments, start: Start) -> None:
+    start()
+    deployments.apply()
+    deployments.wait_reason("Ready", "Ready")
+    other = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": "llama-agent", "namespace": deployments.namespace},
+        "data": {"agent.json": "{}", "theirs": "stays"},
+    }
+    deployments.plane.kubectl(
+        "apply", "--server-side", "--force-conflicts", "--field-manager=somebody", "-f", "-", stdin=to_text(other)
+    )
+    until(lambda: deployments.get("cm", "llama-agent")["data"]["agent.json"] != "{}", "ours is back")
+    assert deployments.get("cm", "llama-agent")["data"]["theirs"] == "stays"
+    event = until(lambda: deployments.events("FieldConflict"), "an event")[0]
+    assert event["type"] == "Warning"
+    assert "somebody" in event["message"] and "agent.json" in event["message"]
+
+
+def test_what_the_schema_cannot_see_is_told_by_compatible(deployments: Deployments, start: Start) -> None:
+    start()
+    model = {"attention": "GQA", "layers": 80, "kvHeads": 24, "headDim": 128, "dtype": "bfloat16"}
+    selector = {"nodeSelector": {"longshore.dev/role": "prefill"}}
+    prefill = {"tensorParallel": 2, "pageSize": 64, **selector}
+    decode = {"tensorParallel": 3, "pageSize": 64, **selector}
+    deployments.apply(model=model, prefill=prefill, decode=decode)
+    deployments.wait_reason("Ready", "Ready")
+    before = deployments.get("ds", "llama-agent")["metadata"]["generation"]
+    # Heads 8 to 15 of one target rank lie on two source ranks, though two are fewer than three: only the planner sees it.
+    deployments.apply(model=model, prefill=prefill, decode=decode | {"staging": {"poolSize": "200Mi"}})
+    condition = deployments.wait_reason("Compatible", "InvalidSpec")
+    assert "spec.decode.staging.poolSize" in condition["message"] and "give at least 268435456" in condition["message"]
+    assert deployments.condition("Ready")["status"] == "False"
+    assert deployments.get("ds", "llama-agent")["metadata"]["generation"] == before
+    until(lambda: deployments.events("InvalidSpec"), "an event")
+    deployments.apply(model=model, prefill=prefill, decode=decode)
+    deployments.wait_reason("Ready", "Ready")
+
+
+def test_agents_that_are_not_ready_are_named(deployments: Deployments, start: Start) -> None:
+    start()
+    deployments.apply()
+    deployments.wait_reason("Ready", "Ready")
+    pod = deployments.pods()[0]
+    name, node = pod["metadata"]["name"], pod["spec"]["nodeName"]
+    patch = {"status": {"conditions": [{"type": "Ready", "status": "False"}]}}
+    arguments = ("patch", "pod", name, "-n", deployments.namespace, "--subresource=status", "-p")
+    deployments.plane.kubectl(*arguments, json.dumps(patch))
+    found = deployments.wait_reason("AgentsReady", "AgentsNotReady")
+    assert node in found["message"]
+    assert deployments.condition("Ready")["status"] == "False"
+    patch["status"]["conditions"][0]["status"] = "True"
+    deployments.plane.kubectl(*arguments, json.dumps(patch))
+    deployments.wait_reason("Ready", "Ready")
+
+
+def test_what_agents_say_becomes_conditions(deployments: Deployments, start: Start, responder: AgentResponder) -> None:
+    start(poll_stale_s=3)
+    selector = {"nodeSelector": {"longshore.dev/role": "prefill"}}
+    deployments.apply(
+        prefill={"tensorParallel": 4, "pageSize": 64, "instances": 1, **selector},
+        decode={"tensorParallel": 1, "pageSize": 64, "instances": 1, **selector},
+        transfer={"wires": ["NVLink"]},
+    )
+    deployments.wait_reason("Ready", "Ready")
+    for condition in ("EnginesConnected", "PeersConnected", "TransportVerified"):
+        assert deployments.wait_reason(condition, "NoEngines")["status"] == "Unknown"
+    one, other = [pod["status"]["podIP"] for pod in deployments.pods()]
+    responder.answers[one] = report(instance("p-0", "source"), peers=(peer("d-0", "NVLink"),))
+    deployments.wait_reason("EnginesConnected", "EnginesMissing")
+    responder.answers[other] = report(instance("d-0", "target", complete=False))
+    deployments.wait_reason("EnginesConnected", "RanksMissing")
+    responder.answers[other] = report(instance("d-0", "target"), peers=(peer("p-0", "NVLink"),))
+    assert deployments.wait_reason("EnginesConnected", "EnginesConnected")["status"] == "True"
+    assert deployments.wait_reason("PeersConnected", "PeersConnected")["status"] == "True"
+    assert deployments.wait_reason("TransportVerified", "WireVerified")["message"] == "NVLink"
+    status = deployments.get("dgdep", "llama")["status"]
+    assert (status["prefill"]["instances"], status["prefill"]["wire"], status["decode"]["wire"]) == (
+        1,
+        "NVLink",
+        "NVLink",
+    )
+    responder.answers[other] = report(instance("d-0", "target"), peers=(peer("p-0", "TCP"),))
+    assert "TCP" in deployments.wait_reason("TransportVerified", "WireNotAllowed")["message"]
+    responder.answers[other] = report(instance("d-0", "target"), peers=(peer("p-0", "NVLink", state="lost"),))
+    assert "p-0/0/0 is lost" in deployments.wait_reason("PeersConnected", "PeersLost")["message"]
+    responder.silent.add(other)
+    found = deployments.wait_reason("EnginesConnected", "AgentSilent")
+    assert found["status"] == "Unknown"
+    assert deployments.condition("Ready")["status"] == "True"
+
+
+def test_two_deployments_on_one_node_tell_of_each_other(deployments: Deployments, start: Start) -> None:
+    start()
+    deployments.apply()
+    deployments.apply("mistral")
+    found = deployments.wait_reason("NodesShared", "NodesShared")
+    assert f"{deployments.namespace}/mistral" in found["message"]
+    assert "512Mi of staging a prefill rank and 8Gi a decode rank" in found["message"]
+    deployments.plane.kubectl("delete", "dgdep", "mistral", "-n", deployments.namespace)
+    deployments.wait_reason("NodesShared", "NodesOwn")
+
+
+def test_a_lost_secret_is_replaced_and_agents_with_it(deployments: Deployments, start: Start) -> None:
+    start()
+    deployments.apply()
+    deployments.wait_reason("Ready", "Ready")
+    name = deployments.get("dgdep", "llama")["status"]["keys"]["secret"]
+    deployments.plane.kubectl("delete", "secret", name, "-n", deployments.namespace)
+    # The kubelet cannot mount it for a new pod, which stays unready.
+    pod = deployments.pods()[0]["metadata"]["name"]
+    patch = {"status": {"conditions": [{"type": "Ready", "status": "False"}]}}
+    deployments.plane.kubectl(
+        "patch", "pod", pod, "-n", deployments.namespace, "--subresource=status", "-p", json.dumps(patch)
+    )
+    until(lambda: deployments.get("dgdep", "llama")["status"]["keys"]["secret"] != name, "new keys", 90)
+    deployments.wait_reason("Ready", "Ready", limit_s=90)
+    assert name not in {entry["metadata"]["name"] for entry in deployments.list("secrets")}
+
+
+@pytest.mark.parametrize("status", [409, 500, 429])
+def test_requests_that_fail_are_repeated_until_all_is_as_wanted(
+    deployments: Deployments, start: Start, proxy: FaultProxy, status: int
+) -> None:
+    tries: dict[str, int] = {}
+
+    def refuse(method: str, path: str) -> int | None:
+        """Refuse the first two tries of every write."""
+        if method == "GET" or "/leases/" in path or path.endswith("/events"):
+            return None
+        place = path.partition("?")[0]
+        tries[place] = tries.get(place, 0) + 1
+        return status if tries[place] <= 2 else None
+
+    proxy.refuse = refuse
+    start(kubeconfig=proxy.kubeconfig)
+    deployments.apply()
+    deployments.wait_reason("Ready", "Ready", limit_s=120)
+    assert len(proxy.refused) >= 12
+    (secret,) = deployments.list("secrets")
+    assert secret["metadata"]["name"] == deployments.get("dgdep", "llama")["status"]["keys"]["secret"]
+    assert deployments.events("FieldConflict") == []
+
+
+def test_a_refused_child_is_told_and_tried_again(deployments: Deployments, start: Start) -> None:
+    start()
+    quota = {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "tight", "namespace": deployments.namespace},
+        "spec": {"hard": {"services": "0"}},
+    }
+    deployments.plane.kubectl("create", "-f", "-", stdin=to_text(quota))
+    until(lambda: "hard" in deployments.get("resourcequota", "tight").get("status", {}), "the quota is in force")
+    deployments.apply()
+    found = deployments.wait_reason("AgentsReady", "ChildRefused")
+    assert "Service llama-agent" in found["message"] and "exceeded quota" in found["message"]
+    until(lambda: deployments.events("ChildRefused"), "an event")
+    deployments.plane.kubectl("delete", "resourcequota", "tight", "-n", deployments.namespace)
+    deployments.wait_reason("Ready", "Ready", limit_s=120)
+
+
+def test_a_watch_that_misses_something_makes_the_operator_unlive(
+    deployments: Deployments, start: Start, proxy: FaultProxy
+) -> None:
+    one = start(kubeconfig=proxy.kubeconfig, watch_lag_limit_s=3, resync_s=1)
+    deployments.apply()
+    deployments.wait_reason("Ready", "Ready")
+    assert one.status("/healthz") == 200
+    # The task of one watch ends by this, and kopf goes on without it.
+    proxy.refuse = lambda _method, path: 400 if "/configmaps" in path and "watch=true" in path else None
+    proxy.drop_streams()
+    until(lambda: one.status("/healthz") == 503, "not live")
+    assert "configmaps" in one.page("/healthz")
+
+
+def test_the_manifest_of_another_kind_of_name_is_no_business_of_ours(deployments: Deployments, start: Start) -> None:
+    """A ConfigMap that carries our label and is not ours is left alone."""
+    start()
+    stranger = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {
+            "name": "stranger",
+            "namespace": deployments.namespace,
+            "labels": {"longshore.dev/deployment": "llama"},
+        },
+    }
+    deployments.plane.kubectl("create", "-f", "-", stdin=to_text(stranger))
+    deployments.apply()
+    deployments.wait_reason("Ready", "Ready")
+    assert "configmap/stranger" in deployments.names("cm")
+
+
+def test_a_deployment_that_is_made_anew_under_its_name_gets_children_of_its_own(
+    deployments: Deployments, start: Start
+) -> None:
+    start()
+    deployments.apply()
+    deployments.wait_reason("Ready", "Ready")
+    deployments.plane.kubectl("delete", "dgdep", "llama", "-n", deployments.namespace, "--wait=false")
+    body = manifest(deployments.namespace, "llama", agents={"httpPort": deployments.http_port})
+    until(lambda: deployments.plane.try_kubectl("create", "-f", "-", stdin=to_text(body)).returncode == 0, "made anew")
+    uid = deployments.get("dgdep", "llama")["metadata"]["uid"]
+    deployments.wait_reason("Ready", "Ready", limit_s=120)
+
+    def owned() -> bool:
+        owners = [
+            deployments.get(kind, "llama-agent")["metadata"]["ownerReferences"] for kind in ("ds", "cm", "svc", "sa")
+        ]
+        return all([entry["uid"] for entry in found] == [uid] for found in owners)
+
+    until(owned, "all children are the new one's", 90)

@@ -1,0 +1,170 @@
+"""A deployment's life on a real API server: applied, changed, changed back, deleted; and what its status says meanwhile."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from controlplane.cluster import ControlPlane
+from controlplane.nodes import add_nodes, remove_node
+from controlplane.waiting import until
+from deployments import Deployments
+from operator_process import OperatorProcess
+
+pytestmark = pytest.mark.usefixtures("operator", "nodes")
+
+CHILDREN = {
+    "daemonset.apps/llama-agent",
+    "configmap/llama-agent",
+    "service/llama-agent",
+    "serviceaccount/llama-agent",
+    "networkpolicy.networking.k8s.io/llama-agent",
+}
+
+
+def kept(body: dict[str, Any]) -> dict[str, Any]:
+    """What two applications of the same spec must have in common."""
+    metadata = {key: body["metadata"].get(key) for key in ("labels", "annotations")}
+    metadata["annotations"].pop("deprecated.daemonset.template.generation", None)
+    spec = json.loads(json.dumps(body.get("spec", {})))
+    for key in ("clusterIP", "clusterIPs"):
+        spec.pop(key, None)
+    return {"metadata": metadata, "spec": spec, "data": body.get("data")}
+
+
+def test_a_deployment_becomes_agents_on_the_nodes_of_both_roles(deployments: Deployments) -> None:
+    deployments.apply()
+    deployments.wait_reason("Ready", "Ready")
+    assert deployments.names("ds,cm,svc,sa,netpol") == CHILDREN
+    assert {pod["spec"]["nodeName"] for pod in deployments.pods()} == {"prefill-0", "prefill-1", "decode-0"}
+    status = deployments.get("dgdep", "llama")["status"]
+    assert status["agents"] == {"desired": 3, "ready": 3, "updated": 3, "summary": "3/3"}
+    assert status["prefill"]["nodes"] == status["prefill"]["readyAgents"] == status["prefill"]["updatedAgents"] == 2
+    assert status["decode"]["summary"] == "1/1 TP1"
+    # A slab is a buffer less its trailer: 8192 tokens of a pair fill ten of them and a little of an eleventh.
+    expected = {"way": "Staged", "pairs": 4, "bytesPerToken": 327680, "writesPerChunk": 44, "slicesPerChunk": 5242880}
+    assert status["plan"] == expected
+    assert deployments.plane.kubectl("get", "dgdep", "-n", deployments.namespace, "llama").splitlines()[1].split()[
+        :7
+    ] == ["llama", "True", "Ready", "2/2", "TP4", "1/1", "TP1"]
+    deployments.plane.kubectl(
+        "wait", "-n", deployments.namespace, "--for=condition=Ready", "dgdep/llama", "--timeout=30s"
+    )
+
+
+def test_ready_is_never_true_for_an_older_generation_and_agents_are_replaced(deployments: Deployments) -> None:
+    deployments.apply()
+    deployments.wait_reason("Ready", "Ready")
+    before = {pod["metadata"]["uid"] for pod in deployments.pods()}
+    deployments.apply(transfer={"backend": "Mooncake"})
+
+    def look() -> bool:
+        body = deployments.get("dgdep", "llama")
+        ready = next(c for c in body["status"]["conditions"] if c["type"] == "Ready")
+        if ready["observedGeneration"] != body["metadata"]["generation"] or ready["status"] != "True":
+            return False
+        pods = deployments.pods()
+        assert len(pods) == 3 and not before & {pod["metadata"]["uid"] for pod in pods}, "Ready with agents of before"
+        return True
+
+    until(look, "Ready for the new generation", 90)
+    config = json.loads(deployments.get("cm", "llama-agent")["data"]["agent.json"])
+    assert config["transfer"]["backend"] == "Mooncake"
+
+
+def test_from_a_to_b_and_back_ends_as_a_fresh_a(deployments: Deployments) -> None:
+    kinds = ("ds", "cm", "svc", "sa", "netpol")
+    deployments.apply()
+    deployments.wait_reason("Ready", "Ready")
+    fresh = {kind: kept(deployments.get(kind, "llama-agent")) for kind in kinds}
+    deployments.apply(
+        transfer={"backend": "Mooncake"},
+        agents={
+            "hostNetwork": True,
+            "allowOpenDataPath": True,
+            "networkPolicy": False,
+            "image": "other:1",
+            "tolerations": [{"operator": "Exists"}],
+            "resources": {"limits": {"memory": "1Gi"}},
+        },
+    )
+    until(lambda: "networkpolicy.networking.k8s.io/llama-agent" not in deployments.names("netpol"), "no NetworkPolicy")
+    until(lambda: deployments.get("ds", "llama-agent")["spec"]["template"]["spec"].get("hostNetwork"), "B is applied")
+    deployments.apply()
+    deployments.wait_reason("Ready", "Ready", limit_s=90)
+    assert {kind: kept(deployments.get(kind, "llama-agent")) for kind in kinds} == fresh
+
+
+def test_expecting_other_numbers_of_engines_replaces_no_agent(deployments: Deployments) -> None:
+    deployments.apply()
+    deployments.wait_reason("Ready", "Ready")
+    before = {pod["metadata"]["uid"] for pod in deployments.pods()}
+    prefill = {"tensorParallel": 4, "pageSize": 64, "instances": 7, "nodeSelector": {"longshore.dev/role": "prefill"}}
+    deployments.apply(prefill=prefill)
+    deployments.wait_reason("Ready", "Ready")
+    assert deployments.get("dgdep", "llama")["status"]["prefill"]["expectedInstances"] == 7
+    assert {pod["metadata"]["uid"] for pod in deployments.pods()} == before
+
+
+def test_a_deleted_deployment_leaves_nothing_behind(deployments: Deployments) -> None:
+    deployments.apply()
+    deployments.wait_reason("Ready", "Ready")
+    deployments.plane.kubectl("delete", "dgdep", "llama", "-n", deployments.namespace)
+    until(lambda: deployments.names() == set(), "no child is left", 90)
+
+
+def test_a_namespace_goes_with_its_deployments(plane: ControlPlane, deployments: Deployments) -> None:
+    deployments.apply()
+    deployments.wait_reason("Ready", "Ready")
+    plane.kubectl("delete", "namespace", deployments.namespace, "--wait=false")
+    until(lambda: plane.try_kubectl("get", "namespace", deployments.namespace).returncode != 0, "it is gone", 120)
+
+
+@pytest.mark.parametrize("child", ["cm", "svc", "sa", "netpol", "ds"])
+def test_a_child_that_is_deleted_comes_back_at_once(deployments: Deployments, child: str) -> None:
+    deployments.apply()
+    deployments.wait_reason("Ready", "Ready")
+    uid = deployments.get(child, "llama-agent")["metadata"]["uid"]
+    deployments.plane.kubectl("delete", child, "llama-agent", "-n", deployments.namespace, "--wait=false")
+    until(lambda: deployments.get(child, "llama-agent")["metadata"]["uid"] != uid, "there is a new one")
+    deployments.wait_reason("Ready", "Ready")
+
+
+def test_keys_are_made_once_and_anew_on_request(deployments: Deployments, operator: OperatorProcess) -> None:
+    deployments.apply()
+    deployments.wait_reason("Ready", "Ready")
+    first = deployments.get("dgdep", "llama")["status"]["keys"]
+    deployments.apply(integrity={"digest": True})
+    deployments.wait_reason("Ready", "Ready", limit_s=90)
+    assert deployments.get("dgdep", "llama")["status"]["keys"] == first
+    deployments.apply(integrity={"digest": True}, agents={"keysRevision": 2})
+    deployments.wait_reason("Ready", "Ready", limit_s=90)
+    second = deployments.get("dgdep", "llama")["status"]["keys"]
+    assert second["revision"] == 2
+    assert second["accepted"][1] == first["accepted"][0]
+    template = deployments.get("ds", "llama-agent")["spec"]["template"]["spec"]
+    mounted = next(volume["secret"]["secretName"] for volume in template["volumes"] if volume["name"] == "keys")
+    assert mounted == second["secret"] != first["secret"]
+    secrets = {entry["metadata"]["name"]: entry for entry in deployments.list("secrets")}
+    assert set(secrets) == {first["secret"], second["secret"]}
+    log = operator.process.log_path.read_text()
+    assert "client_secret" not in log and "server_secret" not in log
+
+
+def test_a_node_that_comes_gets_an_agent_and_one_that_goes_is_not_missed(
+    plane: ControlPlane, deployments: Deployments
+) -> None:
+    selector = {"longshore.dev/role": deployments.namespace}
+    add_nodes(plane, {f"{deployments.namespace}-0": selector})
+    prefill = {"tensorParallel": 4, "pageSize": 64, "nodeSelector": selector}
+    decode = {"tensorParallel": 1, "pageSize": 64, "nodeSelector": selector}
+    deployments.apply(prefill=prefill, decode=decode)
+    deployments.wait_reason("Ready", "Ready")
+    add_nodes(plane, {f"{deployments.namespace}-1": selector})
+    until(lambda: deployments.get("dgdep", "llama")["status"]["agents"]["summary"] == "2/2", "two agents")
+    assert deployments.get("dgdep", "llama")["status"]["decode"]["nodes"] == 2
+    for number in range(2):
+        remove_node(plane, f"{deployments.namespace}-{number}")
+    deployments.wait_reason("AgentsReady", "NoNodes")
+    assert deployments.condition("Ready")["status"] == "False"

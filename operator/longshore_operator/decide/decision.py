@@ -1,0 +1,232 @@
+"""`decide`: what is to be done about one deployment, and what its status says. Called by `reconcile` alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from longshore_operator import kinds, names
+from longshore_operator.decide import engines, rollout, sharing, spec
+from longshore_operator.decide.drift import differs
+from longshore_operator.decide.verdict import Verdict, verdict
+from longshore_operator.kinds import Kind
+from longshore_operator.observe import Observed
+from longshore_operator.reasons import ConditionType
+from longshore_operator.render.children import render
+from longshore_operator.render.wanted import ImageChoice, Wanted, is_ours
+from longshore_operator.world import ChildKey
+from longshore_wire.manifest import DisaggDeployment
+
+Body = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class NewKeys:
+    """Keys are to be made for this revision, that still let these clients in."""
+
+    revision: int
+    accepted: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """A condition whose status or reason changed, for an event."""
+
+    before: str | None
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What is to be done, in this order: keys, children, status, events.
+
+    Attributes:
+        keys: None: the ones that the status names are good. Else nothing below is final: decide again with the new ones.
+        apply: children that differ from what the spec renders to.
+        delete: children that were switched off.
+        status: the whole status; None: what is written already says the same.
+    """
+
+    keys: NewKeys | None = None
+    apply: tuple[tuple[Kind, Body], ...] = ()
+    delete: tuple[ChildKey, ...] = ()
+    status: Body | None = None
+    transitions: tuple[Transition, ...] = field(default=())
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing is to be written."""
+        return self.keys is None and not self.apply and not self.delete and self.status is None
+
+
+def decide(observed: Observed, images: ImageChoice) -> Decision:
+    """Return what is to be done about a deployment."""
+    judged = spec.judge(observed.body)
+    keys = observed.status.get("keys") or {}
+    if judged.config is not None and judged.manifest is not None:
+        new = _new_keys(judged.manifest, keys, missing=observed.keys_missing)
+        if new is not None:
+            return Decision(keys=new)
+    children = _render(observed, judged, images, keys)
+    apply = tuple((kind, body) for kind, body in children if _is_due(observed, kind, body))
+    delete = _unwanted(observed, children) if judged.config is not None else ()
+    verdicts, status = _judge(observed, judged, {kind.name: body for kind, body in children})
+    status |= {"keys": keys} if keys else {}
+    changed = {name: status[name] for name in status} != {name: observed.status.get(name) for name in status}
+    gone = any(name not in status for name in observed.status)
+    return Decision(
+        apply=apply,
+        delete=delete,
+        status=status if changed or gone else None,
+        transitions=_transitions(observed, verdicts),
+    )
+
+
+def _new_keys(manifest: DisaggDeployment, keys: Body, *, missing: bool) -> NewKeys | None:
+    revision = manifest.spec.agents.keys_revision
+    if keys.get("secret") and keys.get("revision") == revision and not missing:
+        return None
+    return NewKeys(revision, tuple(keys.get("accepted") or ()))
+
+
+def _render(observed: Observed, judged: spec.Judged, images: ImageChoice, keys: Body) -> list[tuple[Kind, Body]]:
+    if judged.manifest is None or judged.config is None:
+        return []
+    wanted = Wanted(
+        manifest=judged.manifest,
+        config=judged.config,
+        uid=observed.uid,
+        images=images,
+        keys_secret=keys["secret"],
+        keys_fingerprint=keys["secret"].rpartition("-")[2],
+    )
+    return render(wanted)
+
+
+def _is_due(observed: Observed, kind: Kind, body: Body) -> bool:
+    child = ChildKey(kind.name, body["metadata"]["name"])
+    found = observed.children.get(child)
+    if found is None:
+        return True
+    if observed.settled.get(child) == found["metadata"]["resourceVersion"]:
+        rendered = (found["metadata"].get("annotations") or {}).get(names.RENDERED_ANNOTATION)
+        return bool(rendered != body["metadata"]["annotations"][names.RENDERED_ANNOTATION])
+    return differs(body, found)
+
+
+def _unwanted(observed: Observed, children: list[tuple[Kind, Body]]) -> tuple[ChildKey, ...]:
+    """Return our children that are rendered no more. What somebody else made is left alone, whatever its name."""
+    wanted = {ChildKey(kind.name, body["metadata"]["name"]) for kind, body in children}
+    return tuple(
+        child for child, body in observed.children.items() if child not in wanted and is_ours(body, observed.uid)
+    )
+
+
+def _judge(observed: Observed, judged: spec.Judged, children: dict[str, Body]) -> tuple[list[Verdict], Body]:
+    """Return all verdicts and the status that they make."""
+    seen = rollout.look(observed, children.get(kinds.DAEMON_SET.name))
+    found = engines.connections(observed.agents)
+    compatible = _compatible(judged)
+    agents = rollout.judge_agents(observed, seen, _selectors(judged), can_work=compatible.holds)
+    verdicts = [
+        _ready(compatible, agents),
+        compatible,
+        agents,
+        *engines.judge(found, judged.config),
+        sharing.judge(observed, judged.config),
+        rollout.judge_progress(seen, compatible, agents),
+    ]
+    status: Body = {
+        "observedGeneration": observed.generation,
+        "conditions": [_condition(observed, entry) for entry in verdicts],
+        "agents": seen.counts.status(),
+    }
+    if judged.plan is not None:
+        plan = judged.plan
+        status["plan"] = {
+            "way": plan.way,
+            "pairs": plan.pairs,
+            "bytesPerToken": plan.bytes_per_token,
+            "writesPerChunk": plan.writes_per_chunk,
+            "slicesPerChunk": plan.slices_per_chunk,
+        }
+    if judged.manifest is not None:
+        template = children.get(kinds.DAEMON_SET.name, {}).get("spec", {}).get("template", {}).get("metadata", {})
+        config = template.get("annotations", {}).get(names.CONFIG_ANNOTATION, "")
+        status |= _roles(observed, judged.manifest, found, config)
+    return verdicts, status
+
+
+def _ready(compatible: Verdict, agents: Verdict) -> Verdict:
+    condition = ConditionType.READY
+    if not compatible.holds:
+        return verdict(condition, "Incompatible", compatible.message)
+    if not agents.holds:
+        return verdict(condition, "AgentsNotReady", f"{agents.reason}: {agents.message}")
+    return verdict(condition, "Ready", agents.message)
+
+
+def _compatible(judged: spec.Judged) -> Verdict:
+    condition = ConditionType.COMPATIBLE
+    if judged.plan is None:
+        return verdict(condition, "InvalidSpec", spec.message(judged.faults))
+    plan = judged.plan
+    text = f"{plan.way}: {plan.pairs} pairs, {plan.writes_per_chunk} writes a chunk instead of {plan.slices_per_chunk}"
+    return verdict(condition, "PlanMade", text)
+
+
+def _selectors(judged: spec.Judged) -> str:
+    if judged.manifest is None:
+        return "no selector"
+    roles = (("prefill", judged.manifest.spec.prefill), ("decode", judged.manifest.spec.decode))
+    shown = [
+        f"{role} ({','.join(f'{k}={v}' for k, v in sorted(spec_.node_selector.items()))})" for role, spec_ in roles
+    ]
+    return " or ".join(shown)
+
+
+def _roles(observed: Observed, manifest: DisaggDeployment, found: engines.Connections, config: str) -> Body:
+    roles: Body = {}
+    for name, half, role in (
+        ("prefill", engines.PREFILL, manifest.spec.prefill),
+        ("decode", engines.DECODE, manifest.spec.decode),
+    ):
+        entry = rollout.role_counts(observed.agents, observed.nodes, role.node_selector, config)
+        layout = f"TP{role.tensor_parallel}"
+        entry["summary"] = f"{entry['readyAgents']}/{entry['nodes']} {layout}" if entry else layout
+        if found.answering:
+            entry["instances"] = len(found.instances[half])
+        if role.instances is not None:
+            entry["expectedInstances"] = role.instances
+        if wire := found.wires(half):
+            entry["wire"] = wire
+        roles[name] = entry
+    return roles
+
+
+def _condition(observed: Observed, entry: Verdict) -> Body:
+    before = _before(observed, entry.condition)
+    same = before is not None and before.get("status") == entry.truth.value
+    return {
+        "type": entry.condition.value,
+        "status": entry.truth.value,
+        "reason": entry.reason,
+        "message": entry.message,
+        "lastTransitionTime": before["lastTransitionTime"] if before is not None and same else observed.now,
+        "observedGeneration": observed.generation,
+    }
+
+
+def _before(observed: Observed, condition: ConditionType) -> Body | None:
+    listed = observed.status.get("conditions") or ()
+    return next((entry for entry in listed if entry["type"] == condition.value), None)
+
+
+def _transitions(observed: Observed, verdicts: list[Verdict]) -> tuple[Transition, ...]:
+    """Return the conditions whose status is another than before; on first sight those that are not Unknown."""
+    found = []
+    for entry in verdicts:
+        before = _before(observed, entry.condition)
+        if (before or {"status": "Unknown"})["status"] != entry.truth.value:
+            found.append(Transition(None if before is None else before["status"], entry))
+    return tuple(found)

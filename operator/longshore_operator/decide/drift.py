@@ -1,0 +1,40 @@
+"""Whether a child is as it was rendered. The server adds defaults and others add fields: both are no difference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from longshore_operator import names
+
+Body = dict[str, Any]
+
+
+def differs(wanted: Body, found: Body) -> bool:
+    """Whether applying `wanted` would change `found`.
+
+    The digest among the annotations tells of what was rendered once and is not any more; the rest is compared field by
+    field, so that a change by somebody else is seen.
+    """
+    if _rendered(found) != _rendered(wanted):
+        return True
+    return not _holds(found, {key: value for key, value in wanted.items() if key not in {"apiVersion", "kind"}})
+
+
+def _rendered(body: Body) -> str | None:
+    annotations: Mapping[str, str] = body["metadata"].get("annotations") or {}
+    return annotations.get(names.RENDERED_ANNOTATION)
+
+
+def _holds(found: object, wanted: object) -> bool:
+    """Whether `found` has everything that `wanted` has."""
+    if isinstance(wanted, Mapping):
+        if not isinstance(found, Mapping):
+            return not wanted and found is None
+        return all(_holds(found.get(key), value) for key, value in wanted.items())
+    if isinstance(wanted, Sequence) and not isinstance(wanted, str):
+        if not isinstance(found, Sequence) or isinstance(found, str):
+            return not wanted and found is None
+        return len(found) == len(wanted) and all(map(_holds, found, wanted))
+    # False and 0 are what the server leaves out.
+    return found == wanted or (found is None and not wanted)

@@ -1,0 +1,179 @@
+"""What agents say of engines, peers and wires: EnginesConnected, PeersConnected and TransportVerified.
+
+An agent that does not answer is a reason, never a guess: what the others say holds only where it suffices by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from longshore_operator.decide.verdict import Verdict, some, verdict
+from longshore_operator.observe import Agent
+from longshore_operator.reasons import ConditionType
+from longshore_operator.reports import Peer, Worker
+from longshore_wire.agent_config import AgentConfig
+
+_ENGINES = ConditionType.ENGINES_CONNECTED
+_PEERS = ConditionType.PEERS_CONNECTED
+_WIRES = ConditionType.TRANSPORT_VERIFIED
+# How agents call the two halves, and what people call the engines on them.
+PREFILL, DECODE = "source", "target"
+_ROLE_NAMES = {PREFILL: "prefill", DECODE: "decode"}
+# What an agent calls a wire that it has not found out.
+_WIRES_NOT_FOUND = frozenset({"", "Unknown", "unknown"})
+
+
+@dataclass(frozen=True, slots=True)
+class Connections:
+    """What the reports add up to.
+
+    Attributes:
+        instances: complete instances by half, each counted once however many nodes it spans.
+        partial: instances of which ranks are missing.
+        silent: nodes of ready agents that do not answer.
+        answering: agents that do.
+    """
+
+    instances: dict[str, frozenset[str]]
+    partial: frozenset[str]
+    peers: tuple[tuple[str, Worker, Peer], ...]
+    silent: tuple[str, ...]
+    answering: int
+
+    @property
+    def any_engine(self) -> bool:
+        """Whether any engine has registered."""
+        return bool(self.partial or any(self.instances.values()))
+
+    def wires(self, half: str) -> str:
+        """Return what bytes of the workers of one half travel over, joined by commas."""
+        found = {
+            peer.wire
+            for _, worker, peer in self.peers
+            if peer.wire not in _WIRES_NOT_FOUND and any(half in engine.roles for engine in worker.engines)
+        }
+        return ", ".join(sorted(found))
+
+
+def connections(agents: tuple[Agent, ...]) -> Connections:
+    """Return what the agents' reports add up to."""
+    answering = [agent for agent in agents if agent.report is not None]
+    complete: dict[str, set[str]] = {PREFILL: set(), DECODE: set()}
+    seen: set[str] = set()
+    for agent in answering:
+        assert agent.report is not None
+        for entry in agent.report.instances:
+            seen.add(entry.instance)
+            for half in entry.roles:
+                if entry.complete and half in complete:
+                    complete[half].add(entry.instance)
+    return Connections(
+        instances={half: frozenset(found) for half, found in complete.items()},
+        partial=frozenset(seen - complete[PREFILL] - complete[DECODE]),
+        peers=tuple(_peers(answering)),
+        silent=tuple(agent.pod.node for agent in agents if agent.pod.ready and agent.silent),
+        answering=len(answering),
+    )
+
+
+def _peers(agents: list[Agent]) -> Iterator[tuple[str, Worker, Peer]]:
+    for agent in agents:
+        assert agent.report is not None
+        for worker in agent.report.workers:
+            for peer in worker.peers:
+                yield agent.pod.node, worker, peer
+
+
+def judge(found: Connections, config: AgentConfig | None) -> list[Verdict]:
+    """Return the three conditions."""
+    early = _nothing_to_judge(found)
+    if early is not None:
+        name, text = early
+        return [verdict(condition, name, text) for condition in (_ENGINES, _PEERS, _WIRES)]
+    allowed = {wire.value for wire in config.transfer.wires} if config is not None else set()
+    return [_engines(found, config), _attached(found), _verified(found, allowed)]
+
+
+def _nothing_to_judge(found: Connections) -> tuple[str, str] | None:
+    if found.any_engine:
+        return None
+    if found.silent:
+        return "AgentSilent", _silence(found)
+    return "NoEngines", "no engine has registered yet"
+
+
+def _silence(found: Connections) -> str:
+    return f"{len(found.silent)} ready agents do not answer: {some(found.silent)}"
+
+
+def _engines(found: Connections, config: AgentConfig | None) -> Verdict:
+    expected = (
+        {PREFILL: None, DECODE: None}
+        if config is None
+        else {
+            PREFILL: config.prefill.instances,
+            DECODE: config.decode.instances,
+        }
+    )
+    counts = {half: len(names) for half, names in found.instances.items()}
+    text = ", ".join(f"{counts[half]} of {_told(expected[half])} {_ROLE_NAMES[half]}" for half in (PREFILL, DECODE))
+    missing = any(counts[half] < (expected[half] or 0) for half in counts)
+    if (missing or found.partial) and found.silent:
+        return verdict(_ENGINES, "AgentSilent", f"{text}; {_silence(found)}")
+    if found.partial:
+        return verdict(_ENGINES, "RanksMissing", f"{text}; ranks are missing of {some(found.partial)}")
+    if missing:
+        return verdict(_ENGINES, "EnginesMissing", f"{text} instances have registered")
+    return verdict(_ENGINES, "EnginesConnected", f"{text} instances have registered")
+
+
+def _told(expected: int | None) -> str:
+    return "any" if expected is None else str(expected)
+
+
+def _attached(found: Connections) -> Verdict:
+    bad = [
+        f"{worker.worker} on {node}: {_name(peer)} is {peer.state}"
+        for node, worker, peer in found.peers
+        if peer.state in {"lost", "refused"}
+    ]
+    if bad:
+        return verdict(_PEERS, "PeersLost", some(bad))
+    waiting = [
+        f"{worker.worker} on {node}: {_name(peer)}" for node, worker, peer in found.peers if peer.state != "attached"
+    ]
+    if waiting:
+        return verdict(_PEERS, "PeersConnecting", some(waiting))
+    if found.silent:
+        return verdict(_PEERS, "AgentSilent", _silence(found))
+    if not found.peers:
+        return verdict(_PEERS, "NoPeers", "no worker knows of a peer yet")
+    return verdict(_PEERS, "PeersConnected", f"{len(found.peers)} ends of links are attached")
+
+
+def _verified(found: Connections, allowed: set[str]) -> Verdict:
+    attached = [(node, worker, peer) for node, worker, peer in found.peers if peer.state == "attached"]
+    bad = [
+        f"{worker.worker} on {node} to {_name(peer)}: {peer.wire}"
+        for node, worker, peer in attached
+        if allowed and peer.wire not in allowed | _WIRES_NOT_FOUND
+    ]
+    if bad:
+        return verdict(_WIRES, "WireNotAllowed", f"{some(bad)}; allowed: {some(allowed)}")
+    unknown = [
+        f"{worker.worker} on {node} to {_name(peer)}"
+        for node, worker, peer in attached
+        if peer.wire in _WIRES_NOT_FOUND
+    ]
+    if unknown:
+        return verdict(_WIRES, "WireUnknown", some(unknown))
+    if found.silent:
+        return verdict(_WIRES, "AgentSilent", _silence(found))
+    if not attached:
+        return verdict(_WIRES, "NoPeers", "no peer is attached yet")
+    return verdict(_WIRES, "WireVerified", some({peer.wire for _, _, peer in attached}))
+
+
+def _name(peer: Peer) -> str:
+    return f"{peer.instance}/{peer.dp_rank}/{peer.rank}"

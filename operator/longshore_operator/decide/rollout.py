@@ -1,0 +1,134 @@
+"""Whether agents run where and as the spec says: AgentsReady and Progressing, and the counts of the status."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from longshore_operator import kinds, names
+from longshore_operator.decide.drift import differs
+from longshore_operator.decide.verdict import Verdict, some, verdict
+from longshore_operator.observe import Agent, Observed
+from longshore_operator.reasons import ConditionType
+from longshore_operator.world import ChildKey
+
+Body = dict[str, Any]
+_READY, _PROGRESSING = ConditionType.AGENTS_READY, ConditionType.PROGRESSING
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Agents of a deployment, as its DaemonSet counts them."""
+
+    desired: int = 0
+    ready: int = 0
+    updated: int = 0
+
+    def status(self) -> Body:
+        """Return the status's part."""
+        return {
+            "desired": self.desired,
+            "ready": self.ready,
+            "updated": self.updated,
+            "summary": f"{self.ready}/{self.desired}",
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """How far the DaemonSet is. `known` is false until its controller has seen the newest version."""
+
+    counts: Counts
+    exists: bool
+    known: bool
+    current: bool
+
+
+def look(observed: Observed, wanted: Body | None) -> Rollout:
+    """Return how far the agents are.
+
+    Args:
+        wanted: the DaemonSet that the current spec renders to; None: there is none, as the spec cannot work.
+    """
+    name = names.agent(observed.key.name)
+    found = observed.children.get(ChildKey(kinds.DAEMON_SET.name, name))
+    if found is None:
+        return Rollout(Counts(), exists=False, known=False, current=False)
+    status = found.get("status") or {}
+    counts = Counts(
+        desired=int(status.get("desiredNumberScheduled", 0)),
+        ready=int(status.get("numberReady", 0)),
+        updated=int(status.get("updatedNumberScheduled", 0)),
+    )
+    seen = int(status.get("observedGeneration", 0)) >= int(found["metadata"].get("generation", 0))
+    current = wanted is not None and _same(observed, wanted, found)
+    return Rollout(counts, exists=True, known=seen, current=current)
+
+
+def _same(observed: Observed, wanted: Body, found: Body) -> bool:
+    child = ChildKey(kinds.DAEMON_SET.name, found["metadata"]["name"])
+    settled = observed.settled.get(child) == found["metadata"]["resourceVersion"]
+    return settled or not differs(wanted, found)
+
+
+def judge_agents(observed: Observed, rollout: Rollout, selectors: str, *, can_work: bool) -> Verdict:
+    """Return AgentsReady."""
+    counts = rollout.counts
+    if not can_work:
+        return verdict(_READY, "SpecNotApplied", f"{counts.ready} agents are ready, by an older spec or none")
+    if observed.refusal is not None:
+        return verdict(_READY, "ChildRefused", f"{observed.refusal.child}: {observed.refusal.message}")
+    if not rollout.exists or not rollout.current or not rollout.known:
+        return verdict(_READY, "AgentsUpdating", f"agents of generation {observed.generation} are being started")
+    if counts.desired == 0:
+        return verdict(_READY, "NoNodes", f"no node is picked by {selectors}")
+    if counts.updated < counts.desired and _healthy(observed, counts):
+        text = f"{counts.updated} of {counts.desired} agents run generation {observed.generation}"
+        return verdict(_READY, "AgentsUpdating", text)
+    if counts.ready < counts.desired or counts.updated < counts.desired:
+        text = f"{counts.ready} of {counts.desired} agents are ready, {counts.updated} are current: {_why(observed)}"
+        return verdict(_READY, "AgentsNotReady", text)
+    return verdict(_READY, "AllAgentsReady", f"{counts.desired} agents are ready")
+
+
+def _healthy(observed: Observed, counts: Counts) -> bool:
+    """Whether a rollout goes on by itself: at most the one that is being replaced is not ready, and for no known cause."""
+    return counts.desired - counts.ready <= 1 and not any(agent.pod.trouble for agent in observed.agents)
+
+
+def _why(observed: Observed) -> str:
+    faults = [
+        f"{agent.pod.node or agent.pod.name} ({agent.pod.trouble or 'not ready'})"
+        for agent in observed.agents
+        if not agent.pod.ready and not agent.pod.ending
+    ]
+    return some(faults) or "pods are being made"
+
+
+def judge_progress(rollout: Rollout, compatible: Verdict, agents: Verdict) -> Verdict:
+    """Return Progressing."""
+    if not compatible.holds or agents.reason in {"ChildRefused", "NoNodes", "AgentsNotReady"}:
+        return verdict(_PROGRESSING, "Blocked", f"{agents.reason if compatible.holds else compatible.reason}")
+    if agents.holds:
+        return verdict(_PROGRESSING, "Settled", f"{rollout.counts.desired} agents run the current spec")
+    return verdict(_PROGRESSING, "RollingOut", agents.message)
+
+
+def role_counts(
+    agents: tuple[Agent, ...], nodes: Mapping[str, Mapping[str, str]] | None, selector: Mapping[str, str], config: str
+) -> Body:
+    """Return nodes, readyAgents and updatedAgents of one role; what cannot be known without nodes is left out.
+
+    Args:
+        config: the digest that current agents carry.
+    """
+    if nodes is None:
+        return {}
+    picked = {name for name, labels in nodes.items() if selector.items() <= labels.items()}
+    there = [agent.pod for agent in agents if agent.pod.node in picked]
+    return {
+        "nodes": len(picked),
+        "readyAgents": sum(pod.ready for pod in there),
+        "updatedAgents": sum(pod.config == config and not pod.ending for pod in there),
+    }

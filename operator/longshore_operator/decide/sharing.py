@@ -1,0 +1,29 @@
+"""Whether agents of other deployments take memory on the same nodes: NodesShared."""
+
+from __future__ import annotations
+
+from longshore_operator.decide import spec
+from longshore_operator.decide.verdict import Verdict, some, verdict
+from longshore_operator.observe import Observed
+from longshore_operator.reasons import ConditionType
+from longshore_wire.agent_config import AgentConfig
+from longshore_wire.quantity import format_quantity
+
+_SHARED = ConditionType.NODES_SHARED
+
+
+def judge(observed: Observed, config: AgentConfig | None) -> Verdict:
+    """Return NodesShared, with the staging of all deployments on those nodes summed."""
+    if not observed.neighbours:
+        return verdict(_SHARED, "NodesOwn", "no other deployment's agents run on these nodes")
+    configs = [config, *(spec.judge(other.body).config for other in observed.neighbours)]
+    known = [entry for entry in configs if entry is not None]
+    prefill_bytes = sum(entry.prefill.staging.buffer_size * entry.prefill.staging.lanes for entry in known)
+    decode_bytes = sum(entry.decode.staging.pool_size for entry in known)
+    others = some(f"{other.key.namespace}/{other.key.name}" for other in observed.neighbours)
+    nodes = some(node for other in observed.neighbours for node in other.nodes)
+    text = (
+        f"{others} on {nodes}: together up to {format_quantity(prefill_bytes)} of staging a prefill rank and "
+        f"{format_quantity(decode_bytes)} a decode rank"
+    )
+    return verdict(_SHARED, "NodesShared", text)

@@ -1,0 +1,56 @@
+"""Whether a deployment can work: its manifest read, checked and planned by the types that agents use, too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from longshore_wire import manifest
+from longshore_wire.agent_config import AgentConfig, Backend, Target
+from longshore_wire.errors import ConfigError
+from longshore_wire.plan import Summary
+from longshore_wire.slabs import slab_limit_bytes
+
+# What a status may hold, with room to spare.
+FAULTS_SHOWN_MAX = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A spec that can work (`config` and `plan` are there), or its faults."""
+
+    manifest: manifest.DisaggDeployment | None
+    config: AgentConfig | None
+    plan: Summary | None
+    faults: tuple[str, ...] = ()
+
+
+def judge(body: dict[str, Any]) -> Judged:
+    """Return what becomes of a DisaggDeployment as the API server gives it."""
+    read = None
+    try:
+        read = manifest.read({key: body[key] for key in ("apiVersion", "kind", "metadata", "spec") if key in body})
+        config = read.agent_config()
+    except ConfigError as error:
+        return Judged(read, None, None, tuple(error.faults))
+    if config.transfer.backend is Backend.LOOPBACK:
+        fault = "spec.transfer.backend: Loopback stays within one process: use NIXL or Mooncake"
+        return Judged(read, None, None, (fault,))
+    return Judged(read, config, _summary(config))
+
+
+def _summary(config: AgentConfig) -> Summary:
+    """Return the plan in numbers. A slab is as large as the lane's buffer and the ring's share allow."""
+    plan = config.plan()
+    writers = max(len(plan.of_target(rank)) for rank in {pair.target_rank for pair in plan.pairs})
+    lane_bytes = config.prefill.staging.buffer_size
+    ring_bytes = config.decode.staging.pool_size
+    if config.decode.target is Target.HOST:
+        ring_bytes = 2 * writers * lane_bytes
+    return plan.summary(config.transfer.chunk_tokens, max(1, slab_limit_bytes(lane_bytes, ring_bytes, writers)))
+
+
+def message(faults: tuple[str, ...]) -> str:
+    """Return the faults as one text."""
+    rest = len(faults) - FAULTS_SHOWN_MAX
+    return "; ".join([*faults[:FAULTS_SHOWN_MAX], *([f"and {rest} more"] if rest > 0 else [])])

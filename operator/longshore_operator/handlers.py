@@ -1,0 +1,78 @@
+"""What kopf calls: every event of every watch goes into the world, and what it concerns into the queue.
+
+No finalizers, no annotations, no state of kopf's on any object: only its low-level event handlers are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import kopf
+
+from longshore_operator import kinds, names
+from longshore_operator.kinds import Kind
+from longshore_operator.settings import Settings
+from longshore_operator.watches import watched
+from longshore_operator.work_queue import WorkQueue
+from longshore_operator.world import World
+
+# kopf kills a process that hangs while it ends; below the grace period of the operator's pod.
+_EXIT_LIMIT_S = 20.0
+# A watch request ends after this and begins anew; with bookmarks that costs nothing. The API server takes whole numbers.
+_WATCH_S = 300
+_CONNECT_S = 10.0
+
+
+def register(world: World, queue: WorkQueue, settings: Settings) -> kopf.OperatorRegistry:
+    """Return the handlers of one operator."""
+    registry = kopf.OperatorRegistry()
+    # As `api` does: the pod's ServiceAccount or, outside a cluster, the kubeconfig.
+    kopf.on.login(id="service-account", registry=registry)(kopf.login_with_service_account)
+    kopf.on.login(id="kubeconfig", registry=registry)(kopf.login_with_kubeconfig)
+    for kind in watched(settings):
+        handler = _handler(world, queue, kind)
+        if kind.group:
+            kopf.on.event(kind.group, kind.version, kind.plural, id=kind.name, registry=registry)(handler)
+        else:
+            kopf.on.event(kind.version, kind.plural, id=kind.name, registry=registry)(handler)
+    return registry
+
+
+def configure(settings: Settings) -> kopf.OperatorSettings:
+    """Return how kopf is to work."""
+    found = kopf.OperatorSettings()
+    found.posting.enabled = False
+    # What is served is known beforehand: no rights to list namespaces and definitions are needed.
+    found.scanning.disabled = True
+    found.watching.server_timeout = _WATCH_S
+    found.watching.connect_timeout = _CONNECT_S
+    found.networking.request_timeout = settings.request_timeout_s
+    found.process.ultimate_exiting_timeout = _EXIT_LIMIT_S
+    for kind in watched(settings):
+        if kind not in {kinds.DEPLOYMENT, kinds.NODE}:
+            key: Any = (kind.group, kind.version, kind.plural) if kind.group else (kind.version, kind.plural)
+            found.watching.label_selectors[key] = names.DEPLOYMENT_LABEL
+    return found
+
+
+async def watch(registry: kopf.OperatorRegistry, settings: Settings) -> None:
+    """Run all watches until the process is told to end."""
+    everywhere = not settings.watch_namespace
+    await kopf.operator(
+        registry=registry,
+        settings=configure(settings),
+        standalone=True,
+        clusterwide=everywhere,
+        namespaces=() if everywhere else (settings.watch_namespace,),
+    )
+
+
+def _handler(world: World, queue: WorkQueue, kind: Kind) -> Callable[..., Coroutine[Any, Any, None]]:
+    async def take(event: Any, **_: Any) -> None:
+        body, deleted = event["object"], event["type"] == "DELETED"
+        # Counts can wait until more of them have changed; a new spec, or a child that is gone, cannot.
+        urgent = (deleted and kind not in {kinds.POD, kinds.NODE}) or (kind is kinds.DEPLOYMENT and world.is_new(body))
+        queue.add(world.take(kind, body, deleted=deleted), urgent=urgent)
+
+    return take

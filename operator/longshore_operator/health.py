@@ -1,0 +1,49 @@
+"""The operator's HTTP pages: liveness, readiness and metrics. Called by `main`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from aiohttp import web
+
+from longshore_operator.settings import Settings
+from longshore_operator.watches import WatchCheck
+
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def faults(lags_s: dict[str, float], ended: list[str], limit_s: float) -> list[str]:
+    """Return why the operator is to be restarted: each watch that is dead."""
+    return [f"{name}: it has ended by itself" for name in ended] + [
+        f"the watch of {kind} has missed something for {lag_s:.0f} s, the limit is {limit_s:g} s"
+        for kind, lag_s in sorted(lags_s.items())
+        if lag_s > limit_s
+    ]
+
+
+async def serve(
+    settings: Settings, check: WatchCheck, is_ready: Callable[[], bool], show: Callable[[], bytes]
+) -> web.AppRunner:
+    """Return the running server.
+
+    Args:
+        is_ready: whether watches have delivered what was there; a waiting replica is ready, too.
+        show: all metrics.
+    """
+
+    async def healthz(_request: web.Request) -> web.Response:
+        found = faults(check.lags_s(), check.ended(), settings.watch_lag_limit_s)
+        return web.Response(text="\n".join(found) or "ok", status=503 if found else 200)
+
+    async def readyz(_request: web.Request) -> web.Response:
+        return web.Response(text="ok" if is_ready() else "watches have not begun", status=200 if is_ready() else 503)
+
+    async def metrics(_request: web.Request) -> web.Response:
+        return web.Response(body=show(), headers={"Content-Type": _METRICS_TYPE})
+
+    app = web.Application()
+    app.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz), web.get("/metrics", metrics)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, settings.http_host, settings.http_port).start()
+    return runner

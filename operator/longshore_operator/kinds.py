@@ -1,0 +1,58 @@
+"""The kinds of objects that the operator reads or writes, and their paths at the API server. Constants only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from longshore_wire import names
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of object. `group` is empty for the core's."""
+
+    name: str
+    group: str
+    version: str
+    plural: str
+    namespaced: bool = True
+
+    @property
+    def api_version(self) -> str:
+        """As manifests spell it."""
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+
+DEPLOYMENT = Kind(names.KIND, names.API_GROUP, names.API_VERSION, names.PLURAL)
+SERVICE_ACCOUNT = Kind("ServiceAccount", "", "v1", "serviceaccounts")
+CONFIG_MAP = Kind("ConfigMap", "", "v1", "configmaps")
+SECRET = Kind("Secret", "", "v1", "secrets")
+SERVICE = Kind("Service", "", "v1", "services")
+NETWORK_POLICY = Kind("NetworkPolicy", "networking.k8s.io", "v1", "networkpolicies")
+POD_MONITOR = Kind("PodMonitor", "monitoring.coreos.com", "v1", "podmonitors")
+DAEMON_SET = Kind("DaemonSet", "apps", "v1", "daemonsets")
+POD = Kind("Pod", "", "v1", "pods")
+NODE = Kind("Node", "", "v1", "nodes", namespaced=False)
+EVENT = Kind("Event", "", "v1", "events")
+LEASE = Kind("Lease", "coordination.k8s.io", "v1", "leases")
+
+# In the order in which they are applied: agents start when what they mount is there, and whether or not the kind of the
+# PodMonitor is installed.
+CHILDREN = (SERVICE_ACCOUNT, CONFIG_MAP, NETWORK_POLICY, SERVICE, DAEMON_SET, POD_MONITOR)
+# What is watched, selected by our label. Secrets are not: the operator may create them and not read them.
+WATCHED_CHILDREN = (SERVICE_ACCOUNT, CONFIG_MAP, NETWORK_POLICY, SERVICE, DAEMON_SET)
+_BY_NAME = {kind.name: kind for kind in (DEPLOYMENT, *CHILDREN, SECRET, POD, NODE, EVENT, LEASE)}
+
+
+def of(name: str) -> Kind:
+    """Return the kind that manifests call `name`."""
+    return _BY_NAME[name]
+
+
+def path(kind: Kind, namespace: str, name: str = "", subresource: str = "") -> str:
+    """Return the path of an object, or of the list of a namespace or (if that is empty) of all."""
+    parts = ["apis", kind.group, kind.version] if kind.group else ["api", kind.version]
+    if kind.namespaced and namespace:
+        parts += ["namespaces", namespace]
+    parts += [part for part in (kind.plural, name, subresource) if part]
+    return "/" + "/".join(parts)

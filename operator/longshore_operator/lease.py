@@ -1,0 +1,137 @@
+"""A `coordination.k8s.io` Lease as a mutex: of several replicas one works, the others wait. Called by `main`.
+
+As usual, nobody trusts another machine's clock: a Lease is expired once *we* have seen it unchanged for its duration.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import logging
+import time
+from typing import Any
+
+from longshore_operator import kinds
+from longshore_operator.api import Api
+from longshore_operator.errors import ApiError, ConflictError, NotFoundError
+from longshore_operator.settings import Settings
+
+Body = dict[str, Any]
+_log = logging.getLogger(__name__)
+# How soon a waiting replica looks again.
+RETRY_S = 2.0
+
+
+class LostLeaseError(Exception):
+    """This replica is not the active one: it must not write."""
+
+
+class Mutex:
+    """Whether this replica may write. `run` keeps it true or waits for its turn."""
+
+    def __init__(self, api: Api, settings: Settings, identity: str) -> None:
+        self._api = api
+        self._settings = settings
+        self.identity = identity
+        self._until_s = float("-inf")
+        self._event = asyncio.Event()
+        self._seen: tuple[str, float] = ("", 0.0)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this replica may write now."""
+        return time.monotonic() < self._until_s
+
+    def check(self) -> None:
+        """Raise LostLeaseError unless this replica may write now."""
+        if not self.is_held:
+            raise LostLeaseError("another replica may be the active one")
+
+    async def held(self) -> None:
+        """Return as soon as this replica is the active one."""
+        while not self.is_held:
+            self._event.clear()
+            await self._event.wait()
+
+    async def run(self) -> None:
+        """Take the Lease when it is free, renew it in time; for ever."""
+        while True:
+            started_s = time.monotonic()
+            try:
+                mine = await self._take_or_renew()
+            except ApiError as error:
+                _log.warning("lease: %s", error)
+                mine = False
+            if mine:
+                if not self.is_held:
+                    _log.info("lease: %s is the active replica", self.identity)
+                # From before the request: at the server it counts from later, so we stop first.
+                self._until_s = started_s + self._settings.lease_s
+                self._event.set()
+            await asyncio.sleep(self._settings.lease_renew_s if mine else min(RETRY_S, self._settings.lease_renew_s))
+
+    async def release(self) -> None:
+        """Let the next replica begin at once. Call it when nothing of ours writes any more."""
+        if not self.is_held:
+            return
+        self._until_s = float("-inf")
+        try:
+            found = await self._api.get(kinds.LEASE, self._settings.namespace, self._settings.lease_name)
+            if found["spec"].get("holderIdentity") == self.identity:
+                found["spec"]["holderIdentity"] = ""
+                await self._api.replace(kinds.LEASE, found)
+        except ApiError as error:
+            _log.warning("lease: not released, the next replica waits until it expires: %s", error)
+
+    async def _take_or_renew(self) -> bool:
+        try:
+            found = await self._api.get(kinds.LEASE, self._settings.namespace, self._settings.lease_name)
+        except NotFoundError:
+            return await self._create()
+        spec = found.get("spec") or {}
+        holder = spec.get("holderIdentity") or ""
+        if holder != self.identity and holder and not self._expired(found):
+            return False
+        now = _now()
+        changes: Body = {"holderIdentity": self.identity, "renewTime": now}
+        changes["leaseDurationSeconds"] = max(1, round(self._settings.lease_s))
+        if holder != self.identity:
+            changes |= {"acquireTime": now, "leaseTransitions": int(spec.get("leaseTransitions") or 0) + 1}
+        found["spec"] = spec | changes
+        try:
+            await self._api.replace(kinds.LEASE, found)
+        except ConflictError:
+            return False  # somebody else was faster
+        return True
+
+    async def _create(self) -> bool:
+        now = _now()
+        body = {
+            "apiVersion": kinds.LEASE.api_version,
+            "kind": kinds.LEASE.name,
+            "metadata": {"name": self._settings.lease_name, "namespace": self._settings.namespace},
+            "spec": {
+                "holderIdentity": self.identity,
+                "acquireTime": now,
+                "renewTime": now,
+                "leaseDurationSeconds": max(1, round(self._settings.lease_s)),
+                "leaseTransitions": 0,
+            },
+        }
+        try:
+            await self._api.create(kinds.LEASE, body)
+        except ConflictError:
+            return False
+        return True
+
+    def _expired(self, lease: Body) -> bool:
+        version = lease["metadata"]["resourceVersion"]
+        now_s = time.monotonic()
+        if self._seen[0] != version:
+            self._seen = (version, now_s)
+        duration_s = float((lease.get("spec") or {}).get("leaseDurationSeconds") or self._settings.lease_s)
+        return now_s - self._seen[1] > duration_s
+
+
+def _now() -> str:
+    return dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

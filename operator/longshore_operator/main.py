@@ -1,0 +1,112 @@
+"""`longshore-operator`: one operator, from its environment, until SIGTERM or SIGINT.
+
+Ends with an error as soon as any of its parts does: a part that has ended by itself must not look like one that works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any
+
+from longshore_operator import handlers, health
+from longshore_operator.api import Api
+from longshore_operator.lease import Mutex
+from longshore_operator.metrics import Metrics
+from longshore_operator.polling import Poller
+from longshore_operator.reconcile import Reconciler, look_at_all
+from longshore_operator.settings import Settings
+from longshore_operator.watches import WatchCheck
+from longshore_operator.work_queue import WorkQueue
+from longshore_operator.world import World
+from longshore_wire.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+_EXIT_BAD_CONFIG = 2
+# Statuses are not written before agents were asked once, or they would all be called silent after a restart; an
+# agent that hangs must not keep that up.
+_FIRST_SWEEP_LIMIT_S = 15.0
+
+
+def main() -> int:
+    """Run the operator; return its exit status: 1 if a part of it failed, 2 for a wrong configuration."""
+    try:
+        settings = Settings.from_environment(os.environ)
+    except ConfigError as error:
+        for fault in error.faults:
+            sys.stderr.write(f"longshore-operator: {fault}\n")
+        return _EXIT_BAD_CONFIG
+    level = settings.log_level.upper()
+    logging.basicConfig(level=level, format="%(asctime)s operator %(levelname)s %(message)s", stream=sys.stderr)
+    # kopf tells of every event that it hands over.
+    logging.getLogger("kopf").setLevel(logging.WARNING)
+    return asyncio.run(_run(settings))
+
+
+async def _run(settings: Settings) -> int:
+    world, queue, metrics = World(), WorkQueue(), Metrics()
+    api = Api.connect(settings.request_timeout_s)
+    # The Lease has a connection and a thread of its own: a flood of writes must not keep it waiting.
+    lease_api = Api.connect(min(settings.request_timeout_s, settings.lease_renew_s))
+    mutex = Mutex(lease_api, settings, settings.identity or f"{socket.gethostname()}-{os.getpid()}")
+    poller = Poller(world, queue, mutex, settings)
+    check = WatchCheck(api, world, settings)
+    reconciler = Reconciler(world, api, queue, mutex, settings, metrics)
+
+    def show() -> bytes:
+        calls = {call: api.calls.get(call, 0) + lease_api.calls.get(call, 0) for call in {*api.calls, *lease_api.calls}}
+        return metrics.show(
+            leader=mutex.is_held,
+            queue_length=len(queue),
+            silent_count=poller.silent_count,
+            lags_s=check.lags_s(),
+            calls=calls,
+        )
+
+    server = await health.serve(settings, check, lambda: bool(world.delivered), show)
+    registry = handlers.register(world, queue, settings)
+    parts: dict[str, Coroutine[Any, Any, None]] = {
+        "lease": mutex.run(),
+        "polls": poller.run(),
+        "watch check": check.run(),
+        "timer": look_at_all(world, queue, settings.resync_s),
+        **{f"worker {number}": _work(reconciler, poller) for number in range(settings.worker_count)},
+    }
+    tasks = [asyncio.create_task(part, name=name) for name, part in parts.items()]
+    watching = asyncio.create_task(handlers.watch(registry, settings), name="watches")
+    try:
+        done, _ = await asyncio.wait([*tasks, watching], return_when=asyncio.FIRST_COMPLETED)
+        return _judge(done, watching)
+    finally:
+        for task in [*tasks, watching]:
+            task.cancel()
+        for task in [*tasks, watching]:
+            with suppress(asyncio.CancelledError, Exception):
+                await task
+        await mutex.release()
+        await server.cleanup()
+        api.close()
+        lease_api.close()
+
+
+async def _work(reconciler: Reconciler, poller: Poller) -> None:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(poller.swept.wait(), _FIRST_SWEEP_LIMIT_S)
+    await reconciler.work()
+
+
+def _judge(done: set[asyncio.Task[None]], watching: asyncio.Task[None]) -> int:
+    """Return the exit status: watches end by themselves on a signal, everything else never."""
+    failed = [task for task in done if task is not watching or task.exception() is not None]
+    for task in failed:
+        _log.error("%s ended", task.get_name(), exc_info=task.exception())
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

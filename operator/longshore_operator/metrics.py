@@ -1,0 +1,84 @@
+"""The operator's own metrics: one table, shown by `health`. Called by everything that counts."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+# A look without writes takes under a millisecond; one that waits for a slow API server up to its time limit.
+_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+
+
+class Metrics:
+    """Metrics of one operator."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._seconds = Histogram(
+            "longshore_operator_reconcile_seconds",
+            "Time of one look at a deployment, with its writes.",
+            buckets=_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._errors = Counter(
+            "longshore_operator_reconcile_errors",
+            "Looks that failed, by class: api, conflict, not_found, refused, unavailable, internal.",
+            ["error"],
+            registry=self.registry,
+        )
+        self._lag = Gauge(
+            "longshore_operator_watch_lag_seconds",
+            "For how long a watch has missed what a list shows; 0: it misses nothing.",
+            ["kind"],
+            registry=self.registry,
+        )
+        self._leader = Gauge(
+            "longshore_operator_leader", "1 on the replica that holds the Lease.", registry=self.registry
+        )
+        self._calls = Gauge(
+            "longshore_operator_api_calls",
+            "Requests to the API server since the start, by verb and kind; watches are not counted.",
+            ["verb", "kind"],
+            registry=self.registry,
+        )
+        self._queue = Gauge(
+            "longshore_operator_queue_length", "Deployments that wait for a look.", registry=self.registry
+        )
+        self._silent = Gauge(
+            "longshore_operator_silent_agents", "Agents that did not answer when last asked.", registry=self.registry
+        )
+
+    def reconciled(self, seconds: float) -> None:
+        """Count one look."""
+        self._seconds.observe(seconds)
+
+    def failed(self, error: str) -> None:
+        """Count a look that failed."""
+        self._errors.labels(error).inc()
+
+    def show(
+        self,
+        *,
+        leader: bool,
+        queue_length: int,
+        silent_count: int,
+        lags_s: dict[str, float],
+        calls: dict[tuple[str, str], int],
+    ) -> bytes:
+        """Return all metrics as Prometheus reads them."""
+        self._leader.set(int(leader))
+        self._queue.set(queue_length)
+        self._silent.set(silent_count)
+        for kind, lag_s in lags_s.items():
+            self._lag.labels(kind).set(lag_s)
+        for (verb, kind), count in calls.items():
+            self._calls.labels(verb, kind).set(count)
+        return generate_latest(self.registry)
+
+
+def reference() -> str:
+    """Return the table of metrics as Markdown."""
+    rows = [
+        f"| `{family.name}{'_total' if family.type == 'counter' else ''}` | {family.type} | {family.documentation} |"
+        for family in Metrics().registry.collect()
+    ]
+    return "\n".join(["| metric | type | meaning |", "|---|---|---|", *rows])

@@ -1,0 +1,186 @@
+"""The one table of conditions and reasons: what each says and what to do about it.
+
+`decide` takes reasons from here and from nowhere else; the reference page is made from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class ConditionType(StrEnum):
+    """The conditions of a deployment, in the order in which its status lists them."""
+
+    READY = "Ready"
+    COMPATIBLE = "Compatible"
+    AGENTS_READY = "AgentsReady"
+    ENGINES_CONNECTED = "EnginesConnected"
+    PEERS_CONNECTED = "PeersConnected"
+    TRANSPORT_VERIFIED = "TransportVerified"
+    NODES_SHARED = "NodesShared"
+    PROGRESSING = "Progressing"
+
+
+class Truth(StrEnum):
+    """What a condition can be."""
+
+    TRUE = "True"
+    FALSE = "False"
+    UNKNOWN = "Unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """One row. `meaning` says what was seen, `remedy` what to do; empty: nothing has to be done."""
+
+    condition: ConditionType
+    name: str
+    truth: Truth
+    meaning: str
+    remedy: str = ""
+
+
+MEANINGS = {
+    ConditionType.READY: "Engines may be sent here: Compatible and AgentsReady hold for the current generation.",
+    ConditionType.COMPATIBLE: "The declared layouts can exchange pages, and their plan is in the status.",
+    ConditionType.AGENTS_READY: "Every node that a selector picks runs a ready agent of the current generation.",
+    ConditionType.ENGINES_CONNECTED: "As many engine instances as expected have registered all of their ranks.",
+    ConditionType.PEERS_CONNECTED: "Workers that know of each other have attached.",
+    ConditionType.TRANSPORT_VERIFIED: "What the bytes travel over was found out, and is allowed.",
+    ConditionType.NODES_SHARED: "Agents of another deployment run on the same nodes and take memory beside ours.",
+    ConditionType.PROGRESSING: "The operator or the cluster is still at work on the current generation.",
+}
+
+_T, _F, _U = Truth.TRUE, Truth.FALSE, Truth.UNKNOWN
+_C = ConditionType
+_SILENT = "No agent's status page answered within 30 s."
+_SEE_NETWORK = "Look whether a NetworkPolicy or a route keeps the operator from the agents' HTTP port."
+
+TABLE = (
+    Reason(_C.READY, "Ready", _T, "Everything that Ready asks for holds."),
+    Reason(_C.READY, "Incompatible", _F, "Compatible is False.", "See the reason and message of Compatible."),
+    Reason(_C.READY, "AgentsNotReady", _F, "AgentsReady is not True.", "See the reason and message of AgentsReady."),
+    Reason(_C.COMPATIBLE, "PlanMade", _T, "The planner made a plan of the two layouts."),
+    Reason(
+        _C.COMPATIBLE,
+        "InvalidSpec",
+        _F,
+        "The spec contradicts itself in a way that the API server could not see. Agents stay as they were.",
+        "The message names each field and what would be right.",
+    ),
+    Reason(_C.AGENTS_READY, "AllAgentsReady", _T, "Every agent is ready and runs the current spec."),
+    Reason(_C.AGENTS_READY, "AgentsUpdating", _F, "Agents are being started or replaced, one at a time."),
+    Reason(
+        _C.AGENTS_READY,
+        "AgentsNotReady",
+        _F,
+        "Agents run and are not ready, or do not start.",
+        "The message names up to five nodes and why; `kubectl logs` and `/readyz` of the pod say more.",
+    ),
+    Reason(
+        _C.AGENTS_READY,
+        "NoNodes",
+        _F,
+        "No node has the labels of a selector.",
+        "Label nodes as nodeSelector says, or change it; check taints and agents.tolerations.",
+    ),
+    Reason(
+        _C.AGENTS_READY,
+        "SpecNotApplied",
+        _F,
+        "The current spec is incompatible, so that agents run an older one, or none was started.",
+        "See Compatible.",
+    ),
+    Reason(
+        _C.AGENTS_READY,
+        "ChildRefused",
+        _F,
+        "The API server refused an object that the agents need.",
+        "The message has its answer: mostly a quota, an admission policy or Pod Security of the namespace.",
+    ),
+    Reason(_C.ENGINES_CONNECTED, "EnginesConnected", _T, "The engine instances that are expected have registered."),
+    Reason(
+        _C.ENGINES_CONNECTED,
+        "EnginesMissing",
+        _F,
+        "Fewer engine instances have registered than `instances` says.",
+        "Look at the engines' logs: one that declares another layout is refused by name.",
+    ),
+    Reason(
+        _C.ENGINES_CONNECTED,
+        "RanksMissing",
+        _F,
+        "An instance registered some of its ranks only.",
+        "Wait for it, or look at the logs of the missing ranks.",
+    ),
+    Reason(_C.ENGINES_CONNECTED, "NoEngines", _U, "No engine has registered yet."),
+    Reason(_C.ENGINES_CONNECTED, "AgentSilent", _U, _SILENT, _SEE_NETWORK),
+    Reason(_C.PEERS_CONNECTED, "PeersConnected", _T, "Every peer that a worker knows is attached."),
+    Reason(_C.PEERS_CONNECTED, "PeersConnecting", _F, "Workers are attaching to each other."),
+    Reason(
+        _C.PEERS_CONNECTED,
+        "PeersLost",
+        _F,
+        "A worker has lost or refused a peer.",
+        "The message names both; `/v1/status` of the agent has the peer's error.",
+    ),
+    Reason(_C.PEERS_CONNECTED, "NoPeers", _U, "Engines are there and no worker knows of a peer yet: nothing was sent."),
+    Reason(_C.PEERS_CONNECTED, "NoEngines", _U, "No engine has registered yet."),
+    Reason(_C.PEERS_CONNECTED, "AgentSilent", _U, _SILENT, _SEE_NETWORK),
+    Reason(_C.TRANSPORT_VERIFIED, "WireVerified", _T, "The wire of every attached peer was found out and is allowed."),
+    Reason(
+        _C.TRANSPORT_VERIFIED,
+        "WireNotAllowed",
+        _F,
+        "Bytes travel over a wire that transfer.wires does not allow.",
+        "Make the wanted wire reachable for agents (NIC, GPU, IPC), or allow what was found.",
+    ),
+    Reason(
+        _C.TRANSPORT_VERIFIED, "WireUnknown", _U, "A peer is attached and what its bytes travel over is not known yet."
+    ),
+    Reason(_C.TRANSPORT_VERIFIED, "NoPeers", _U, "No peer is attached yet."),
+    Reason(_C.TRANSPORT_VERIFIED, "NoEngines", _U, "No engine has registered yet."),
+    Reason(_C.TRANSPORT_VERIFIED, "AgentSilent", _U, _SILENT, _SEE_NETWORK),
+    Reason(
+        _C.NODES_SHARED,
+        "NodesShared",
+        _T,
+        "Agents of another deployment run on the same nodes.",
+        "The message has their summed staging per rank: see that the GPUs have room for it.",
+    ),
+    Reason(_C.NODES_SHARED, "NodesOwn", _F, "No other deployment's agents run on these nodes."),
+    Reason(_C.PROGRESSING, "RollingOut", _T, "Agents are being started, replaced or removed."),
+    Reason(_C.PROGRESSING, "Settled", _F, "The cluster is as the spec says."),
+    Reason(
+        _C.PROGRESSING,
+        "Blocked",
+        _F,
+        "Nothing more happens until the spec or the cluster changes.",
+        "See Compatible and AgentsReady.",
+    ),
+)
+
+_BY_NAME = {(row.condition, row.name): row for row in TABLE}
+assert len(_BY_NAME) == len(TABLE), "a reason is there twice"
+
+
+def reason(condition: ConditionType, name: str) -> Reason:
+    """Return the row. A name that is not in the table is a mistake of ours."""
+    assert (condition, name) in _BY_NAME, (condition, name)
+    return _BY_NAME[condition, name]
+
+
+def reference() -> str:
+    """Return the reference page's tables as Markdown."""
+    parts = []
+    for condition in ConditionType:
+        parts += [f"## {condition.value}", "", MEANINGS[condition], "", "| reason | status | meaning | what to do |"]
+        parts += ["|---|---|---|---|"]
+        parts += [
+            f"| `{row.name}` | {row.truth.value} | {row.meaning} | {row.remedy} |"
+            for row in TABLE
+            if row.condition is condition
+        ]
+        parts.append("")
+    return "\n".join(parts)

@@ -1,0 +1,1 @@
+"""From a checked spec to the objects that a deployment consists of. Pure: equal input, equal output, byte by byte."""

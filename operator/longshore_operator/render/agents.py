@@ -1,0 +1,179 @@
+"""The DaemonSet of the agents and their ServiceAccount, with the least privilege that works."""
+
+from __future__ import annotations
+
+from itertools import starmap
+
+import msgspec
+
+from longshore_operator import kinds, names
+from longshore_operator.render.config import config_text
+from longshore_operator.render.wanted import Body, Wanted, child, digest
+from longshore_wire import names as wire_names
+
+# As the agent's image makes it.
+_USER = 10001
+# The agent drains its rooms for so long on SIGTERM; the kubelet waits longer, or it would cut that short.
+DRAIN_S = 20
+GRACE_S = 45
+_CONFIG_FOLDER = wire_names.CONFIG_PATH.rpartition("/")[0]
+# The first answer of a worker with GPU staging takes tens of seconds.
+_START_TRIES = 60
+
+
+def service_account(wanted: Wanted) -> Body:
+    """Return the agents' ServiceAccount: agents do not talk to the API server, so it comes without a token."""
+    return child(wanted, kinds.SERVICE_ACCOUNT, {"automountServiceAccountToken": False})
+
+
+def daemon_set(wanted: Wanted) -> Body:
+    """Return the DaemonSet."""
+    annotations = {
+        names.CONFIG_ANNOTATION: digest(config_text(wanted)),
+        names.KEYS_ANNOTATION: wanted.keys_fingerprint,
+    }
+    template = {
+        "metadata": {"labels": names.labels(wanted.name), "annotations": annotations},
+        "spec": _pod(wanted),
+    }
+    spec = {
+        "selector": {"matchLabels": names.selector(wanted.name)},
+        "updateStrategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1}},
+        "template": template,
+    }
+    return child(wanted, kinds.DAEMON_SET, {"spec": spec})
+
+
+def _pod(wanted: Wanted) -> Body:
+    agents = wanted.agents
+    pod: Body = {
+        "serviceAccountName": names.agent(wanted.name),
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": GRACE_S,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": _USER,
+            "runAsGroup": _USER,
+            "fsGroup": _USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "initContainers": [_prepare(wanted)],
+        "containers": [_container(wanted)],
+        "volumes": _volumes(wanted),
+    }
+    runtime = agents.runtime_class_name or wanted.images.runtime_class
+    optional: Body = {
+        "runtimeClassName": runtime,
+        "hostNetwork": agents.host_network,
+        "dnsPolicy": "ClusterFirstWithHostNet" if agents.host_network else "",
+        "hostIPC": agents.host_ipc,
+        "imagePullSecrets": [{"name": name} for name in wanted.images.pull_secrets],
+        "tolerations": [_toleration(entry) for entry in agents.tolerations],
+        "affinity": _affinity(wanted),
+    }
+    return pod | {name: value for name, value in optional.items() if value}
+
+
+def _toleration(entry: msgspec.Struct) -> Body:
+    return {name: value for name, value in msgspec.to_builtins(entry).items() if value is not None}
+
+
+def _affinity(wanted: Wanted) -> Body:
+    """Return an affinity to nodes that either selector picks; none if one of them picks every node."""
+    spec = wanted.manifest.spec
+    selectors = [spec.prefill.node_selector, spec.decode.node_selector]
+    if not all(selectors):
+        return {}
+    terms = [{"matchExpressions": list(starmap(_expression, sorted(labels.items())))} for labels in selectors]
+    if terms[0] == terms[1]:
+        terms.pop()
+    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}}
+
+
+def _expression(key: str, value: str) -> Body:
+    return {"key": key, "operator": "In", "values": [value]}
+
+
+def _prepare(wanted: Wanted) -> Body:
+    """Return what gives the sockets' folder to the agent: the kubelet makes it as root, and no volume option helps."""
+    return {
+        "name": "own-run-directory",
+        "image": wanted.agents.image or wanted.images.image,
+        "imagePullPolicy": wanted.images.pull_policy,
+        "command": ["chown", f"{_USER}:{_USER}", wanted.config.run_directory],
+        "securityContext": _least_privilege()
+        | {"runAsNonRoot": False, "runAsUser": 0}
+        | {"capabilities": {"drop": ["ALL"], "add": ["CHOWN"]}},
+        "volumeMounts": [{"name": "run", "mountPath": wanted.config.run_directory}],
+    }
+
+
+def _least_privilege() -> Body:
+    return {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+def _container(wanted: Wanted) -> Body:
+    resources = wanted.agents.resources
+    given = {"requests": dict(resources.requests), "limits": dict(resources.limits)}
+    container: Body = {
+        "name": names.CONTAINER,
+        "image": wanted.agents.image or wanted.images.image,
+        "imagePullPolicy": wanted.images.pull_policy,
+        "env": _environment(),
+        "ports": _ports(wanted),
+        "startupProbe": _probe("/healthz") | {"periodSeconds": 2, "failureThreshold": _START_TRIES},
+        "livenessProbe": _probe("/healthz") | {"periodSeconds": 10, "timeoutSeconds": 5},
+        "readinessProbe": _probe("/readyz") | {"periodSeconds": 5, "timeoutSeconds": 5},
+        "securityContext": _least_privilege(),
+        "volumeMounts": [
+            {"name": "config", "mountPath": _CONFIG_FOLDER, "readOnly": True},
+            {"name": "keys", "mountPath": wire_names.KEYS_DIRECTORY, "readOnly": True},
+            {"name": "run", "mountPath": wanted.config.run_directory},
+            {"name": "shared-memory", "mountPath": "/dev/shm"},  # noqa: S108 - a volume of the pod's own
+            {"name": "temporary", "mountPath": "/tmp"},  # noqa: S108 - as above
+        ],
+    }
+    return container | (
+        {"resources": {name: value for name, value in given.items() if value}} if any(given.values()) else {}
+    )
+
+
+def _environment() -> list[Body]:
+    return [
+        {"name": "LONGSHORE_CONFIG_FILE", "value": wire_names.CONFIG_PATH},
+        {"name": "LONGSHORE_NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
+        {"name": "LONGSHORE_BIND_HOST", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        {"name": "LONGSHORE_DRAIN_S", "value": str(DRAIN_S)},
+    ]
+
+
+def _ports(wanted: Wanted) -> list[Body]:
+    """Return the declared ports. In the node's network the first worker's is declared too, so that clashes show."""
+    control = wanted.config.control
+    ports = [("http", control.http_port)]
+    if control.worker_port:
+        ports.append(("worker", control.worker_port))
+    host = wanted.agents.host_network
+    return [
+        {"name": name, "containerPort": port, "protocol": "TCP"} | ({"hostPort": port} if host else {})
+        for name, port in ports
+    ]
+
+
+def _probe(path: str) -> Body:
+    return {"httpGet": {"path": path, "port": "http"}}
+
+
+def _volumes(wanted: Wanted) -> list[Body]:
+    return [
+        {"name": "config", "configMap": {"name": names.agent(wanted.name)}},
+        {"name": "keys", "secret": {"secretName": wanted.keys_secret, "defaultMode": 0o440}},
+        {"name": "run", "hostPath": {"path": wanted.config.run_directory, "type": "DirectoryOrCreate"}},
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+        {"name": "temporary", "emptyDir": {}},
+    ]

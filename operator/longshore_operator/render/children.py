@@ -1,0 +1,35 @@
+"""All children of a deployment, in the order in which they are applied. Called by `decide`."""
+
+from __future__ import annotations
+
+from longshore_operator import kinds
+from longshore_operator.kinds import Kind
+from longshore_operator.render.agents import daemon_set, service_account
+from longshore_operator.render.config import config_map
+from longshore_operator.render.network import network_policy, pod_monitor, service
+from longshore_operator.render.wanted import Body, Wanted, owned
+
+_RENDER = {
+    kinds.SERVICE_ACCOUNT: service_account,
+    kinds.CONFIG_MAP: config_map,
+    kinds.NETWORK_POLICY: network_policy,
+    kinds.SERVICE: service,
+    kinds.POD_MONITOR: pod_monitor,
+    kinds.DAEMON_SET: daemon_set,
+}
+
+
+def render(wanted: Wanted) -> list[tuple[Kind, Body]]:
+    """Return every child that is wanted; what the deployment switched off is not among them."""
+    off = {
+        kinds.NETWORK_POLICY: not wanted.agents.network_policy,
+        kinds.POD_MONITOR: not wanted.agents.pod_monitor,
+    }
+    return [(kind, _RENDER[kind](wanted)) for kind in kinds.CHILDREN if not off.get(kind)]
+
+
+def keys_secret(namespace: str, deployment: str, uid: str, name: str, text: str) -> Body:
+    """Return the Secret of the keys; `text` is the file with their secret halves."""
+    body = owned(namespace, deployment, uid, kinds.SECRET, name, {"type": "Opaque", "immutable": True})
+    # Added last: the digest that `owned` makes must tell nothing of the secret halves.
+    return body | {"stringData": {"curve.json": text}}

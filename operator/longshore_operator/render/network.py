@@ -1,0 +1,39 @@
+"""What others reach of the agents: a headless Service, a NetworkPolicy, and a PodMonitor where one is wanted."""
+
+from __future__ import annotations
+
+from longshore_operator import kinds, names
+from longshore_operator.render.wanted import Body, Wanted, child
+
+
+def service(wanted: Wanted) -> Body:
+    """Return the headless Service: a name for each agent, ready or not, as each of them reports about itself."""
+    port = {"name": "http", "port": wanted.agents.http_port, "targetPort": "http", "protocol": "TCP"}
+    spec = {
+        "clusterIP": "None",
+        "selector": names.selector(wanted.name),
+        "ports": [port],
+        "publishNotReadyAddresses": True,
+    }
+    return child(wanted, kinds.SERVICE, {"spec": spec})
+
+
+def network_policy(wanted: Wanted) -> Body:
+    """Return the NetworkPolicy: agents of this deployment reach each other, everybody reaches health and metrics."""
+    pods = {"matchLabels": names.selector(wanted.name)}
+    status = [{"protocol": "TCP", "port": wanted.agents.http_port}]
+    spec = {
+        "podSelector": pods,
+        "policyTypes": ["Ingress"],
+        "ingress": [{"from": [{"podSelector": pods}]}, {"ports": status}],
+    }
+    return child(wanted, kinds.NETWORK_POLICY, {"spec": spec})
+
+
+def pod_monitor(wanted: Wanted) -> Body:
+    """Return the PodMonitor, whose kind the Prometheus operator brings."""
+    spec = {
+        "selector": {"matchLabels": names.selector(wanted.name)},
+        "podMetricsEndpoints": [{"port": "http", "path": "/metrics"}],
+    }
+    return child(wanted, kinds.POD_MONITOR, {"spec": spec})

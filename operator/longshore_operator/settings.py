@@ -1,0 +1,125 @@
+"""The one table of the operator's settings: names, defaults, units and meanings, as `longshore_agent.settings`.
+
+Each field is a row; the variable is `LONGSHORE_` and the field's name in capitals. Read once, by `main`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from longshore_wire import names
+from longshore_wire.errors import ConfigError
+
+DEFAULT_IMAGE = "longshore-agent:0.1.0"
+
+
+def _row(default: Any, unit: str, meaning: str) -> Any:
+    return dataclasses.field(default=default, metadata={"unit": unit, "meaning": meaning})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settings:
+    """What one operator was told, checked.
+
+    Raises:
+        ConfigError: from `from_environment`, with every fault at once, each beginning with its variable.
+    """
+
+    namespace: str = _row("longshore-system", "", "Namespace of the operator itself, where its Lease is.")
+    watch_namespace: str = _row("", "", "The one namespace whose deployments are served. Empty: all.")
+    identity: str = _row("", "", "Name of this replica in the Lease: the pod's. Empty: host name and process id.")
+    lease_name: str = _row("longshore-operator", "", "The Lease that makes one replica the active one.")
+    watch_nodes: bool = _row(True, "", "Count nodes by their labels, which needs to read nodes of the whole cluster.")
+    agent_image: str = _row(DEFAULT_IMAGE, "", "Image of agents whose deployment names none.")
+    agent_image_pull_policy: str = _row("IfNotPresent", "", "Image pull policy of agents.")
+    agent_image_pull_secrets: str = _row("", "", "Names of image pull Secrets of agents, separated by commas.")
+    agent_runtime_class: str = _row("", "", "RuntimeClass of agents whose deployment names none. Empty: the cluster's.")
+    http_host: str = _row("127.0.0.1", "", "Address of health and metrics: the pod's own.")
+    http_port: int = _row(8080, "", "Port of health and metrics.")
+    lease_s: float = _row(15.0, "seconds", "A Lease that was not renewed for so long is anybody's.")
+    lease_renew_s: float = _row(5.0, "seconds", "Time between two renewals.")
+    resync_s: float = _row(60.0, "seconds", "Everything is listed and looked at again after this.")
+    watch_lag_limit_s: float = _row(
+        90.0, "seconds", "A watch that misses for so long what a list shows is dead: the operator is not live."
+    )
+    poll_s: float = _row(10.0, "seconds", "Time between two looks at an agent's status.")
+    poll_timeout_s: float = _row(1.0, "seconds", "An agent that does not answer within this is silent for now.")
+    poll_stale_s: float = _row(30.0, "seconds", "An answer older than this counts as none.")
+    poll_count_max: int = _row(64, "agents", "Agents that are asked at once.")
+    request_timeout_s: float = _row(10.0, "seconds", "A request to the API server ends after this.")
+    worker_count: int = _row(8, "deployments", "Deployments that are reconciled at once.")
+    log_level: str = _row("info", "", "Least important line that is logged: debug, info, warning or error.")
+
+    @classmethod
+    def from_environment(cls, env: Mapping[str, str]) -> Settings:
+        """Return the settings that `env` holds; other programs' variables are ignored."""
+        rows = {variable(row.name): row for row in dataclasses.fields(cls)}
+        faults: list[str] = []
+        values: dict[str, Any] = {}
+        for name in sorted(name for name in env if name.startswith(names.ENVIRONMENT_PREFIX)):
+            row = rows.get(name)
+            if row is None:
+                if not _is_service_link(name):
+                    nearest = difflib.get_close_matches(name, rows, n=1, cutoff=0.0)[0]
+                    faults.append(f"{name}: there is no such setting; the nearest is {nearest}")
+            elif text := env[name].strip():
+                try:
+                    values[row.name] = _parse(text, row.default)
+                except ValueError as error:
+                    faults.append(f"{name}: {error}")
+        if faults:
+            raise ConfigError(faults)
+        settings = cls(**values)
+        settings.check()
+        return settings
+
+    def check(self) -> None:
+        """Raise ConfigError if a value is out of its range or contradicts another."""
+        faults = [
+            f"{variable(row.name)}: {getattr(self, row.name)} is not above 0"
+            for row in dataclasses.fields(self)
+            if row.metadata["unit"] and getattr(self, row.name) <= 0
+        ]
+        # Two renewals may fail before the Lease is lost.
+        if self.lease_renew_s * 3 > self.lease_s:
+            faults.append(
+                f"{variable('lease_renew_s')}: three renewals must fit {variable('lease_s')}: make it shorter"
+            )
+        if self.log_level not in {"debug", "info", "warning", "error"}:
+            faults.append(f"{variable('log_level')}: {self.log_level} is none of debug, info, warning, error")
+        if faults:
+            raise ConfigError(faults)
+
+
+def variable(name: str) -> str:
+    """Return the environment variable of a setting."""
+    return f"{names.ENVIRONMENT_PREFIX}{name.upper()}"
+
+
+def _is_service_link(name: str) -> bool:
+    """Whether Kubernetes injected this for a Service whose name begins with `longshore`."""
+    return any(part in name for part in ("_SERVICE_HOST", "_SERVICE_PORT", "_PORT_")) or name.endswith("_PORT")
+
+
+def _parse(text: str, default: object) -> object:
+    if isinstance(default, bool):
+        known = {"true": True, "1": True, "false": False, "0": False}
+        if text.lower() not in known:
+            raise ValueError(f"{text!r} is neither true nor false")
+        return known[text.lower()]
+    if isinstance(default, int):
+        return int(text)
+    return float(text) if isinstance(default, float) else text
+
+
+def reference() -> str:
+    """Return the table as Markdown rows."""
+    rows = [
+        f"| `{variable(row.name)}` | {f'`{row.default}`' if row.default != '' else ''} | {row.metadata['unit']} "
+        f"| {row.metadata['meaning']} |"
+        for row in dataclasses.fields(Settings)
+    ]
+    return "\n".join(["| variable | default | unit | meaning |", "|---|---|---|---|", *rows])

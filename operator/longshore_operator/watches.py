@@ -1,0 +1,110 @@
+"""Whether watches are alive: what they delivered, held against lists. Called by `main`, shown by `health`.
+
+A watch whose task has ended or whose stream hangs looks like one on a quiet cluster. Only a list tells them apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from longshore_operator import kinds, names
+from longshore_operator.api import Api
+from longshore_operator.errors import ApiError
+from longshore_operator.kinds import Kind
+from longshore_operator.settings import Settings
+from longshore_operator.world import World
+
+_log = logging.getLogger(__name__)
+# How kopf names the tasks of its watches. Should it call them otherwise one day, only the lists are left to tell.
+_TASK_PREFIX = "watcher for "
+
+
+class WatchLag:
+    """For how long each watch has missed something. Pure: time is an argument."""
+
+    def __init__(self, delivered: Mapping[str, Mapping[str, str]]) -> None:
+        self._delivered = delivered
+        # Kind -> uid -> (version that a list showed, or None: it was not listed; since when, monotonic).
+        self._missed: dict[str, dict[str, tuple[int | None, float]]] = {}
+
+    def listed(self, kind: str, versions: Mapping[str, str], before: Mapping[str, str], now_s: float) -> None:
+        """Take what a list shows.
+
+        Args:
+            versions: uid -> resourceVersion of each object that was listed.
+            before: what the watch had delivered when the list was asked for: what came later cannot be held against it.
+        """
+        delivered = self._delivered.get(kind, {})
+        missed = self._missed.setdefault(kind, {})
+        for uid, version in versions.items():
+            if int(delivered.get(uid, -1)) < int(version):
+                known = missed.get(uid)
+                missed[uid] = (int(version), known[1] if known else now_s)
+        for uid in before:
+            if uid not in versions and uid in delivered:
+                missed.setdefault(uid, (None, now_s))
+
+    def lags_s(self, now_s: float) -> dict[str, float]:
+        """Return, by kind, since when the oldest thing has been missed; 0: nothing is."""
+        found: dict[str, float] = {}
+        for kind, missed in self._missed.items():
+            delivered = self._delivered.get(kind, {})
+            for uid, (version, _) in list(missed.items()):
+                caught_up = uid not in delivered if version is None else int(delivered.get(uid, -1)) >= version
+                if caught_up:
+                    del missed[uid]
+            found[kind] = max((now_s - since_s for _, since_s in missed.values()), default=0.0)
+        return found
+
+
+class WatchCheck:
+    """Lists what is watched, now and then."""
+
+    def __init__(self, api: Api, world: World, settings: Settings) -> None:
+        self._api = api
+        self._world = world
+        self._settings = settings
+        self._lag = WatchLag(world.delivered)
+        self._tasks: set[str] = set()
+
+    def lags_s(self) -> dict[str, float]:
+        """Return for how long each watch has missed something."""
+        return self._lag.lags_s(time.monotonic())
+
+    def ended(self) -> list[str]:
+        """Return the watches whose task has ended by itself: kopf goes on without them, and nothing would be seen."""
+        alive = {task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith(_TASK_PREFIX)}
+        self._tasks |= alive
+        return sorted(self._tasks - alive)
+
+    async def run(self) -> None:
+        """Check every watch now and then, for ever."""
+        while True:
+            await asyncio.sleep(self._settings.resync_s)
+            self.ended()
+            for kind in watched(self._settings):
+                await self._check(kind)
+
+    async def _check(self, kind: Kind) -> None:
+        before = dict(self._world.delivered[kind.name])
+        label = "" if kind in {kinds.DEPLOYMENT, kinds.NODE} else names.DEPLOYMENT_LABEL
+        namespace = self._settings.watch_namespace if kind.namespaced else ""
+        try:
+            found: Iterator[dict[str, Any]] = await self._api.metadata(kind, namespace, label)
+        except ApiError as error:
+            # No list, no knowledge: an API server that is away is no fault of the watch.
+            _log.warning("watches: %s", error)
+            return
+        versions = {metadata["uid"]: metadata["resourceVersion"] for metadata in found}
+        # An object that was deleted and whose deletion was delivered while the list was on its way is fine.
+        self._lag.listed(kind.name, versions, before, time.monotonic())
+
+
+def watched(settings: Settings) -> Sequence[Kind]:
+    """Return the kinds that are watched."""
+    optional = (kinds.NODE,) if settings.watch_nodes else ()
+    return (kinds.DEPLOYMENT, *kinds.WATCHED_CHILDREN, kinds.POD, *optional)

@@ -1,0 +1,252 @@
+"""What watches and polls have told the operator: the cache that `observe` reads. No I/O; one thread (the loop's).
+
+Objects come in any order and may be older than what is here already; the newer one stays.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from longshore_operator import kinds, names
+from longshore_operator.kinds import Kind
+from longshore_operator.reports import AgentReport
+
+Body = dict[str, Any]
+
+
+class Key(NamedTuple):
+    """One deployment."""
+
+    namespace: str
+    name: str
+
+
+class ChildKey(NamedTuple):
+    """One child in a deployment's namespace."""
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class AgentPod:
+    """What is kept of an agent's pod. `trouble` says why it is not ready, if the kubelet or scheduler said so."""
+
+    key: Key
+    uid: str
+    name: str
+    node: str
+    address: str
+    http_port: int
+    ready: bool
+    config: str
+    trouble: str = ""
+    ending: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Poll:
+    """The last answer of an agent and when it came (monotonic). Without a report: when it was first asked in vain."""
+
+    answered_s: float
+    report: AgentReport | None
+
+
+@dataclass(slots=True)
+class World:
+    """Everything that was observed; `settled` names versions of children that apply left as they were."""
+
+    deployments: dict[Key, Body] = field(default_factory=dict)
+    children: dict[Key, dict[ChildKey, Body]] = field(default_factory=lambda: defaultdict(dict))
+    pods: dict[str, AgentPod] = field(default_factory=dict)
+    nodes: dict[str, Mapping[str, str]] = field(default_factory=dict)
+    polls: dict[str, Poll] = field(default_factory=dict)
+    settled: dict[tuple[Key, ChildKey], str] = field(default_factory=dict)
+    # What watches delivered, by kind and uid: held against lists to see that a watch is alive.
+    delivered: dict[str, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
+    _pods_of: dict[Key, set[str]] = field(default_factory=lambda: defaultdict(set))
+    _pods_on: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+
+    def take(self, kind: Kind, body: Body, *, deleted: bool) -> set[Key]:
+        """Take an object from a watch; return the deployments that it concerns."""
+        metadata = body["metadata"]
+        if deleted:
+            self.delivered[kind.name].pop(metadata["uid"], None)
+        else:
+            self.delivered[kind.name][metadata["uid"]] = metadata["resourceVersion"]
+        if kind is kinds.DEPLOYMENT:
+            return self._take_deployment(body, deleted)
+        if kind is kinds.POD:
+            return self._take_pod(body, deleted)
+        if kind is kinds.NODE:
+            return self._take_node(body, deleted)
+        return self.take_child(kind, body, deleted=deleted)
+
+    def is_new(self, body: Body) -> bool:
+        """Whether a deployment's spec is another than the one that is known."""
+        known = self.deployments.get(Key(body["metadata"]["namespace"], body["metadata"]["name"]))
+        one = body["metadata"]
+        other = None if known is None else known["metadata"]
+        return other is None or (one["uid"], one["generation"]) != (other["uid"], other["generation"])
+
+    def take_child(self, kind: Kind, body: Body, *, deleted: bool = False) -> set[Key]:
+        """Take a child from a watch or from the answer to a write."""
+        metadata = body["metadata"]
+        deployment = metadata.get("labels", {}).get(names.DEPLOYMENT_LABEL)
+        if deployment is None:
+            return set()
+        key, child = Key(metadata["namespace"], deployment), ChildKey(kind.name, metadata["name"])
+        known = self.children[key].get(child)
+        if known is not None and is_older(body, known):
+            return set()
+        if deleted:
+            self.children[key].pop(child, None)
+            self.settled.pop((key, child), None)
+            if not self.children[key]:
+                del self.children[key]
+        else:
+            slim = {name: value for name, value in metadata.items() if name != "managedFields"}
+            self.children[key][child] = {**body, "kind": kind.name, "metadata": slim}
+        return {key}
+
+    def take_status(self, key: Key, body: Body) -> None:
+        """Take a deployment from the answer to a write of its status."""
+        known = self.deployments.get(key)
+        if known is not None and not is_older(body, known):
+            self.deployments[key] = body
+
+    def pods_of(self, key: Key) -> list[AgentPod]:
+        """Return the agents' pods of a deployment, by name."""
+        return sorted((self.pods[uid] for uid in self._pods_of.get(key, ())), key=lambda pod: pod.name)
+
+    def neighbours(self, key: Key) -> dict[Key, set[str]]:
+        """Return the other deployments that have agents on the same nodes, with those nodes."""
+        found: dict[Key, set[str]] = defaultdict(set)
+        for pod in self.pods_of(key):
+            for uid in self._pods_on.get(pod.node, ()):
+                other = self.pods[uid].key
+                if other != key and other in self.deployments:
+                    found[other].add(pod.node)
+        return dict(found)
+
+    def answered(self, uid: str, poll: Poll) -> Key | None:
+        """Take an agent's answer; return the deployment if anything of it is new."""
+        pod, before = self.pods.get(uid), self.polls.get(uid)
+        if pod is None:
+            return None
+        self.polls[uid] = poll
+        return pod.key if before is None or before.report != poll.report else None
+
+    def _take_deployment(self, body: Body, deleted: bool) -> set[Key]:
+        key = Key(body["metadata"]["namespace"], body["metadata"]["name"])
+        near = set(self.neighbours(key))
+        if deleted:
+            self.deployments.pop(key, None)
+        elif key not in self.deployments or not is_older(body, self.deployments[key]):
+            self.deployments[key] = body
+        return {key} | near
+
+    def _take_pod(self, body: Body, deleted: bool) -> set[Key]:
+        pod = read_pod(body)
+        if pod is None:
+            return set()
+        before = self.pods.get(pod.uid)
+        near = set(self.neighbours(pod.key)) if before is None or deleted else set()
+        if before is not None:
+            self._pods_on[before.node].discard(pod.uid)
+        if deleted:
+            self.pods.pop(pod.uid, None)
+            self.polls.pop(pod.uid, None)
+            self._forget(pod, before)
+            return {pod.key} | near
+        self.pods[pod.uid] = pod
+        self._pods_of[pod.key].add(pod.uid)
+        self._pods_on[pod.node].add(pod.uid)
+        if pod == before:
+            return set()
+        return {pod.key} | (set(self.neighbours(pod.key)) if before is None or before.node != pod.node else set())
+
+    def _forget(self, pod: AgentPod, before: AgentPod | None) -> None:
+        for index, name in ((self._pods_of, pod.key), (self._pods_on, (before or pod).node)):
+            index[name].discard(pod.uid)  # type: ignore[index]
+            if not index[name]:  # type: ignore[index]
+                del index[name]  # type: ignore[arg-type]
+
+    def _take_node(self, body: Body, deleted: bool) -> set[Key]:
+        name, labels = body["metadata"]["name"], body["metadata"].get("labels") or {}
+        if self.nodes.get(name) == labels and not deleted:
+            return set()
+        if deleted:
+            self.nodes.pop(name, None)
+        else:
+            self.nodes[name] = dict(labels)
+        return set(self.deployments)
+
+
+def is_older(body: Body, than: Body) -> bool:
+    """Whether `body` is an older version of the same object. Versions of one object are numbers that grow."""
+    one, other = body["metadata"], than["metadata"]
+    if one["uid"] != other["uid"]:
+        return str(one.get("creationTimestamp", "")) < str(other.get("creationTimestamp", ""))
+    return int(one["resourceVersion"]) < int(other["resourceVersion"])
+
+
+def read_pod(body: Body) -> AgentPod | None:
+    """Return what is kept of a pod, or None if it is no agent's."""
+    metadata, status = body["metadata"], body.get("status") or {}
+    deployment = metadata.get("labels", {}).get(names.DEPLOYMENT_LABEL)
+    if deployment is None:
+        return None
+    ready = any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions") or ())
+    return AgentPod(
+        key=Key(metadata["namespace"], deployment),
+        uid=metadata["uid"],
+        name=metadata["name"],
+        node=(body.get("spec") or {}).get("nodeName") or _wanted_node(body),
+        address=status.get("podIP") or "",
+        http_port=_http_port(body),
+        ready=ready and not metadata.get("deletionTimestamp"),
+        config=(metadata.get("annotations") or {}).get(names.CONFIG_ANNOTATION, ""),
+        trouble="" if ready else _trouble(status),
+        ending=bool(metadata.get("deletionTimestamp")),
+    )
+
+
+def _wanted_node(body: Body) -> str:
+    """Return the node that the DaemonSet controller wants a pod on that is not scheduled yet."""
+    affinity = ((body.get("spec") or {}).get("affinity") or {}).get("nodeAffinity") or {}
+    terms = (affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}).get("nodeSelectorTerms") or []
+    for field_ in (field_ for term in terms for field_ in term.get("matchFields") or []):
+        if field_.get("key") == "metadata.name" and field_.get("values"):
+            return str(field_["values"][0])
+    return ""
+
+
+def _http_port(body: Body) -> int:
+    ports = (
+        port
+        for container in (body.get("spec") or {}).get("containers") or ()
+        if container["name"] == names.CONTAINER
+        for port in container.get("ports") or ()
+    )
+    return next((int(port["containerPort"]) for port in ports if port.get("name") == "http"), 0)
+
+
+def _trouble(status: Body) -> str:
+    """Return why a pod is not ready: what its containers wait for, else what its conditions say."""
+    waits: Iterable[Body] = (
+        state["state"]["waiting"]
+        for group in ("initContainerStatuses", "containerStatuses")
+        for state in status.get(group) or ()
+        if (state.get("state") or {}).get("waiting")
+    )
+    for waiting in waits:
+        if waiting.get("reason") not in {None, "PodInitializing", "ContainerCreating"}:
+            return ": ".join(filter(None, (waiting["reason"], waiting.get("message", ""))))
+    for condition in status.get("conditions") or ():
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return ": ".join(filter(None, (condition.get("reason", ""), condition.get("message", ""))))
+    return ""

@@ -1,0 +1,152 @@
+"""Scenes for the operator's pure parts: deployments, children and agents as the API server would give them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from longshore_operator import kinds, names
+from longshore_operator.decide.decision import Decision, decide
+from longshore_operator.kinds import Kind
+from longshore_operator.observe import Moment, Observed, observe
+from longshore_operator.render.wanted import ImageChoice
+from longshore_operator.reports import AgentReport, Engine, Instance, Peer, Worker
+from longshore_operator.world import Key, Poll, World
+
+Body = dict[str, Any]
+IMAGES = ImageChoice("agent:1", "IfNotPresent")
+KEY = Key("team", "llama")
+NOW_S = 1000.0
+
+
+class Scene:
+    """One world with one deployment; `settle` plays apply and the DaemonSet controller."""
+
+    def __init__(self, **spec: Any) -> None:
+        self.world = World()
+        self._version = 0
+        self.put_deployment(KEY, **spec)
+        self.body = self.world.deployments[KEY]
+        self.body["status"] = {"keys": {"revision": 1, "secret": "llama-keys-0123", "accepted": ["k" * 40]}}
+
+    def put_deployment(self, key: Key, generation: int = 1, **spec: Any) -> None:
+        base: Body = {
+            "model": {"attention": "GQA", "layers": 80, "kvHeads": 8, "headDim": 128, "dtype": "bfloat16"},
+            "prefill": {"tensorParallel": 4, "pageSize": 64, "nodeSelector": {"role": "prefill"}},
+            "decode": {"tensorParallel": 1, "pageSize": 64, "nodeSelector": {"role": "decode"}},
+        }
+        metadata = {"name": key.name, "namespace": key.namespace, "generation": generation}
+        self.put(
+            kinds.DEPLOYMENT,
+            {
+                "apiVersion": "longshore.dev/v1alpha1",
+                "kind": "DisaggDeployment",
+                "metadata": metadata,
+                "spec": base | spec,
+            },
+        )
+
+    def put(self, kind: Kind, body: Body, *, deleted: bool = False) -> set[Key]:
+        """Have a watch deliver an object."""
+        self._version += 1
+        body["metadata"] = {"uid": f"{kind.name}-{body['metadata']['name']}"} | body["metadata"]
+        body["metadata"]["resourceVersion"] = str(self._version)
+        return self.world.take(kind, body, deleted=deleted)
+
+    def observe(self, *, sees_nodes: bool = True, now_s: float = NOW_S, **more: Any) -> Observed:
+        moment = Moment(now_s, "2026-01-01T00:00:00Z", 30.0)
+        found = observe(self.world, KEY, moment, sees_nodes=sees_nodes, **more)
+        assert found is not None
+        return found
+
+    def decide(self, **more: Any) -> Decision:
+        return decide(self.observe(**more), IMAGES)
+
+    def reasons(self, **more: Any) -> dict[str, str]:
+        """The reason of each condition that is decided, or of the status if that says the same already."""
+        status = self.decide(**more).status or self.body["status"]
+        return {entry["type"]: entry["reason"] for entry in status["conditions"]}
+
+    def message(self, condition: str, **more: Any) -> str:
+        status = self.decide(**more).status or self.body["status"]
+        return next(entry["message"] for entry in status["conditions"] if entry["type"] == condition)
+
+    def apply(self) -> None:
+        """Apply what is decided, as the API server would."""
+        for kind, body in self.decide().apply:
+            made = copy.deepcopy(body)
+            made["metadata"] |= {"creationTimestamp": "2026-01-01T00:00:00Z", "generation": 1}
+            if kind is kinds.DAEMON_SET:
+                made["status"] = {}
+            self.put(kind, made)
+
+    def count(self, desired: int, ready: int, updated: int) -> None:
+        """Have the DaemonSet controller count agents."""
+        found = next(body for child, body in self.world.children[KEY].items() if child.kind == "DaemonSet")
+        found["status"] = {
+            "observedGeneration": 1,
+            "desiredNumberScheduled": desired,
+            "numberReady": ready,
+            "updatedNumberScheduled": updated,
+        }
+
+    def write_status(self) -> None:
+        """Have the decided status written."""
+        status = self.decide().status
+        if status is not None:
+            self.body["status"] = status
+
+    def put_node(self, name: str, role: str) -> None:
+        self.put(kinds.NODE, {"metadata": {"name": name, "labels": {"role": role}}})
+
+    def put_agent(
+        self,
+        node: str,
+        *,
+        key: Key = KEY,
+        ready: bool = True,
+        trouble: str = "",
+        said: AgentReport | None = None,
+        age_s: float = 1.0,
+        asked: bool = True,
+    ) -> None:
+        """Have an agent run on a node. Without `said` it was asked `age_s` ago in vain, or (not `asked`) not yet."""
+        waiting = [{"state": {"waiting": {"reason": trouble}}}] if trouble else []
+        name = f"{key.name}-{node}"
+        self.put(
+            kinds.POD,
+            {
+                "metadata": {"name": name, "namespace": key.namespace, "labels": {names.DEPLOYMENT_LABEL: key.name}},
+                "spec": {"nodeName": node, "containers": []},
+                "status": {
+                    "podIP": "10.0.0.1",
+                    "conditions": [{"type": "Ready", "status": str(ready)}],
+                    "containerStatuses": waiting,
+                },
+            },
+        )
+        if asked:
+            self.world.answered(f"Pod-{name}", Poll(NOW_S - age_s, said))
+
+
+def settled(**spec: Any) -> Scene:
+    """A deployment whose two agents run."""
+    scene = Scene(**spec)
+    scene.put_node("a", "prefill")
+    scene.put_node("b", "decode")
+    scene.apply()
+    scene.count(2, 2, 2)
+    return scene
+
+
+def said(*instances: Instance, peers: tuple[Peer, ...] = ()) -> AgentReport:
+    engines = tuple(Engine(entry.instance, 0, entry.roles) for entry in instances)
+    return AgentReport("team/llama", "n", instances=instances, workers=(Worker("w", engines, peers),))
+
+
+def peer(name: str = "d", wire: str = "NVLink", state: str = "attached") -> Peer:
+    return Peer(name, 0, 0, state, wire)
+
+
+PREFILL = Instance("p", ("source",))
+DECODE = Instance("d", ("target",))

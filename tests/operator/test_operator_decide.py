@@ -1,0 +1,270 @@
+"""What is decided from what is seen: every reason of the table is reached, and a steady state asks for nothing."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from operator_scene import DECODE, KEY, PREFILL, Scene, peer, said, settled
+
+from longshore_operator import kinds
+from longshore_operator.observe import Refusal
+from longshore_operator.reasons import TABLE, Truth, reason
+from longshore_operator.reports import Instance
+from longshore_operator.world import ChildKey, Key
+
+
+def two(one: Any = None, other: Any = None, **spec: Any) -> Scene:
+    """A settled deployment whose agents said this."""
+    scene = settled(**spec)
+    scene.put_agent("a", said=one or said())
+    scene.put_agent("b", said=other or said())
+    return scene
+
+
+def role(**more: Any) -> dict[str, Any]:
+    return {"tensorParallel": 4, "pageSize": 64, "nodeSelector": {"role": "prefill"}} | more
+
+
+def incompatible() -> Scene:
+    scene = settled()
+    scene.body["spec"]["decode"] = {"tensorParallel": 1, "pageSize": 64, "staging": {"poolSize": "100Mi"}}
+    return scene
+
+
+def counted(desired: int, ready: int, updated: int, **agent: Any) -> Scene:
+    scene = settled()
+    scene.count(desired, ready, updated)
+    scene.put_agent("a", ready=False, **agent)
+    return scene
+
+
+def shared() -> Scene:
+    scene = two()
+    scene.put_deployment(Key("team", "mistral"))
+    scene.put_agent("a", key=Key("team", "mistral"))
+    return scene
+
+
+def silent() -> Scene:
+    scene = settled()
+    scene.put_agent("a", age_s=31)
+    return scene
+
+
+def some_silent(**spec: Any) -> Scene:
+    scene = settled(**spec)
+    scene.put_agent("a", said=said(PREFILL, DECODE))
+    scene.put_agent("b", age_s=31)
+    return scene
+
+
+CONNECTED = two(said(PREFILL, peers=(peer("d"),)), said(DECODE, peers=(peer("p"),)))
+
+SCENES = {
+    ("Ready", "Ready"): settled(),
+    ("Ready", "Incompatible"): incompatible(),
+    ("Ready", "AgentsNotReady"): counted(2, 0, 2),
+    ("Compatible", "PlanMade"): settled(),
+    ("Compatible", "InvalidSpec"): incompatible(),
+    ("AgentsReady", "AllAgentsReady"): settled(),
+    ("AgentsReady", "AgentsUpdating"): counted(2, 1, 1),
+    ("AgentsReady", "AgentsNotReady"): counted(2, 1, 2),
+    ("AgentsReady", "NoNodes"): counted(0, 0, 0),
+    ("AgentsReady", "SpecNotApplied"): incompatible(),
+    ("EnginesConnected", "EnginesConnected"): CONNECTED,
+    ("EnginesConnected", "EnginesMissing"): two(said(PREFILL), prefill=role(instances=2)),
+    ("EnginesConnected", "RanksMissing"): two(said(Instance("p", ("source",), complete=False))),
+    ("EnginesConnected", "NoEngines"): two(),
+    ("EnginesConnected", "AgentSilent"): silent(),
+    ("PeersConnected", "PeersConnected"): CONNECTED,
+    ("PeersConnected", "PeersConnecting"): two(said(PREFILL, peers=(peer(state="connecting"),))),
+    ("PeersConnected", "PeersLost"): two(said(PREFILL, peers=(peer(state="refused"),))),
+    ("PeersConnected", "NoPeers"): two(said(PREFILL)),
+    ("PeersConnected", "NoEngines"): two(),
+    ("PeersConnected", "AgentSilent"): some_silent(),
+    ("TransportVerified", "WireVerified"): CONNECTED,
+    ("TransportVerified", "WireNotAllowed"): two(
+        said(PREFILL, peers=(peer(wire="TCP"),)), transfer={"wires": ["RDMA"]}
+    ),
+    ("TransportVerified", "WireUnknown"): two(said(PREFILL, peers=(peer(wire="Unknown"),))),
+    ("TransportVerified", "NoPeers"): two(said(PREFILL)),
+    ("TransportVerified", "NoEngines"): two(),
+    ("TransportVerified", "AgentSilent"): some_silent(),
+    ("NodesShared", "NodesShared"): shared(),
+    ("NodesShared", "NodesOwn"): two(),
+    ("Progressing", "RollingOut"): counted(2, 1, 1),
+    ("Progressing", "Settled"): settled(),
+    ("Progressing", "Blocked"): counted(2, 1, 2, trouble="ImagePullBackOff"),
+}
+REFUSED = ("AgentsReady", "ChildRefused")
+
+
+@pytest.mark.parametrize(("condition", "name"), SCENES)
+def test_every_reason_is_what_its_scene_says(condition: str, name: str) -> None:
+    assert SCENES[condition, name].reasons()[condition] == name
+
+
+def test_the_scenes_reach_every_row_of_the_table() -> None:
+    assert {(row.condition.value, row.name) for row in TABLE} == {*SCENES, REFUSED}
+
+
+def test_a_child_that_was_refused_is_told_for_the_generation_that_was_tried() -> None:
+    scene = settled()
+    refusal = Refusal("Service llama-agent", "exceeded quota", generation=1)
+    assert scene.reasons(refusal=refusal)["AgentsReady"] == "ChildRefused"
+    older = Refusal("Service llama-agent", "exceeded quota", generation=0)
+    assert scene.reasons(refusal=older)["AgentsReady"] == "AllAgentsReady"
+
+
+def test_a_steady_state_asks_for_nothing() -> None:
+    scene = two(said(PREFILL, peers=(peer("d"),)), said(DECODE, peers=(peer("p"),)))
+    scene.write_status()
+    assert scene.decide().at_rest
+    assert scene.decide().transitions == ()
+
+
+def test_a_condition_keeps_its_time_until_its_status_changes() -> None:
+    scene = settled()
+    scene.write_status()
+    for entry in scene.body["status"]["conditions"]:
+        entry["lastTransitionTime"] = "2020-01-01T00:00:00Z"
+    scene.count(2, 1, 2)
+    times = {entry["type"]: entry["lastTransitionTime"] for entry in scene.decide().status["conditions"]}
+    assert times["AgentsReady"] == times["Ready"] == "2026-01-01T00:00:00Z"
+    assert times["Compatible"] == "2020-01-01T00:00:00Z"
+
+
+def test_ready_is_false_from_the_moment_a_new_generation_is_seen() -> None:
+    scene = settled()
+    scene.write_status()
+    assert scene.reasons()["Ready"] == "Ready"
+    scene.put_deployment(KEY, generation=2, transfer={"backend": "Mooncake"})
+    scene.body = scene.world.deployments[KEY]
+    scene.body["status"] = {"keys": {"revision": 1, "secret": "llama-keys-0123", "accepted": ["k" * 40]}}
+    status = scene.decide().status
+    ready = next(entry for entry in status["conditions"] if entry["type"] == "Ready")
+    assert (ready["status"], ready["observedGeneration"]) == ("False", 2)
+
+
+def test_ready_waits_until_the_daemon_sets_controller_has_seen_the_new_version() -> None:
+    scene = settled()
+    daemon_set = scene.world.children[KEY][ChildKey("DaemonSet", "llama-agent")]
+    daemon_set["metadata"]["generation"] = 2
+    assert scene.reasons()["AgentsReady"] == "AgentsUpdating"
+    daemon_set["status"]["observedGeneration"] = 2
+    assert scene.reasons()["AgentsReady"] == "AllAgentsReady"
+
+
+def test_agents_of_an_incompatible_spec_stay_as_they_were() -> None:
+    scene = incompatible()
+    decision = scene.decide()
+    assert decision.apply == decision.delete == ()
+    assert "spec.decode.staging.poolSize" in scene.message("Compatible")
+
+
+def test_an_unready_agent_is_named_with_what_the_kubelet_says() -> None:
+    scene = counted(2, 1, 2, trouble="ImagePullBackOff")
+    assert "a (ImagePullBackOff)" in scene.message("AgentsReady")
+
+
+def test_an_agent_that_was_not_asked_yet_is_not_called_silent() -> None:
+    scene = settled()
+    scene.put_agent("a", asked=False)
+    assert scene.reasons()["EnginesConnected"] == "NoEngines"
+
+
+def test_what_answers_is_enough_where_it_proves_the_condition() -> None:
+    reasons = some_silent(prefill=role(instances=1)).reasons()
+    assert reasons["EnginesConnected"] == "EnginesConnected"
+    assert some_silent(prefill=role(instances=2)).reasons()["EnginesConnected"] == "AgentSilent"
+
+
+def test_an_instance_that_spans_nodes_counts_once() -> None:
+    scene = two(said(PREFILL), said(PREFILL))
+    assert scene.decide().status["prefill"]["instances"] == 1
+
+
+def test_without_nodes_the_roles_agents_are_not_counted() -> None:
+    status = two().decide(sees_nodes=False).status
+    assert status["prefill"] == {"summary": "TP4", "instances": 0}
+    assert status["agents"]["summary"] == "2/2"
+
+
+def test_the_sum_of_shared_staging_is_of_all_deployments_there() -> None:
+    assert "512Mi of staging a prefill rank and 8Gi a decode rank" in shared().message("NodesShared")
+
+
+def test_new_keys_are_asked_for_before_anything_else() -> None:
+    scene = settled()
+    scene.body["status"] = {}
+    decision = scene.decide()
+    assert decision.keys is not None
+    assert (decision.keys.revision, decision.keys.accepted) == (1, ())
+    assert decision.apply == ()
+
+
+def test_a_raised_revision_asks_for_keys_that_still_let_the_old_clients_in() -> None:
+    scene = Scene(agents={"keysRevision": 2})
+    keys = scene.decide().keys
+    assert keys is not None
+    assert (keys.revision, keys.accepted) == (2, ("k" * 40,))
+
+
+def test_a_lost_secret_asks_for_new_keys() -> None:
+    assert settled().decide(keys_missing=True).keys is not None
+
+
+def test_a_switched_off_child_is_deleted_and_a_strangers_is_not() -> None:
+    scene = settled()
+    stranger = {"metadata": {"name": "x", "namespace": "team", "labels": {"longshore.dev/deployment": "llama"}}}
+    scene.put(kinds.CONFIG_MAP, stranger)
+    assert scene.decide().delete == ()
+    scene.body["spec"]["agents"] = {"networkPolicy": False}
+    assert scene.decide().delete == (ChildKey("NetworkPolicy", "llama-agent"),)
+
+
+@pytest.mark.parametrize("kind", ["ServiceAccount", "ConfigMap", "NetworkPolicy", "Service", "DaemonSet"])
+def test_a_child_that_is_gone_or_changed_is_applied_again(kind: str) -> None:
+    scene = settled()
+    child = ChildKey(kind, "llama-agent")
+    body = scene.world.children[KEY].pop(child)
+    assert [applied.name for applied, _ in scene.decide().apply] == [kind]
+    changed = copy.deepcopy(body)
+    changed["metadata"]["labels"].pop("app.kubernetes.io/part-of")
+    scene.world.children[KEY][child] = changed
+    assert [applied.name for applied, _ in scene.decide().apply] == [kind]
+    scene.world.settled[KEY, child] = changed["metadata"]["resourceVersion"]
+    assert scene.decide().apply == ()
+
+
+def test_what_the_server_adds_to_a_child_is_no_difference() -> None:
+    scene = settled()
+    body = scene.world.children[KEY][ChildKey("DaemonSet", "llama-agent")]
+    container = body["spec"]["template"]["spec"]["containers"][0]
+    container["terminationMessagePath"] = "/dev/termination-log"
+    container["livenessProbe"]["successThreshold"] = 1
+    body["metadata"]["annotations"]["somebody.dev/x"] = "y"
+    assert scene.decide().apply == ()
+
+
+def test_events_tell_of_transitions_and_of_nothing_twice() -> None:
+    scene = settled()
+    first = {entry.verdict.reason for entry in scene.decide().transitions}
+    assert {"Ready", "PlanMade", "AllAgentsReady"} <= first
+    scene.write_status()
+    scene.count(2, 1, 2)
+    changed = [(entry.before, entry.verdict.reason) for entry in scene.decide().transitions]
+    assert ("True", "AgentsNotReady") in changed
+    assert all(name != "PlanMade" for _, name in changed)
+
+
+def test_a_reason_that_is_false_says_what_to_do_or_goes_by_itself() -> None:
+    passing = {"AgentsUpdating", "PeersConnecting", "NodesOwn", "Settled"}
+    assert {row.name for row in TABLE if row.truth is Truth.FALSE and not row.remedy} == passing
+
+
+def test_a_reason_outside_the_table_is_a_mistake() -> None:
+    with pytest.raises(AssertionError):
+        reason(TABLE[0].condition, "NoSuchReason")

@@ -1,0 +1,89 @@
+"""The order of looks: one at a time for each deployment, soon after a change, seldom while counts change."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from longshore_operator import work_queue
+from longshore_operator.work_queue import WorkQueue
+from longshore_operator.world import Key
+
+A, B = Key("n", "a"), Key("n", "b")
+
+
+def run(play: Callable[[WorkQueue], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await asyncio.wait_for(play(WorkQueue()), 60)
+
+    asyncio.run(main())
+
+
+def test_a_key_that_is_added_twice_is_looked_at_once() -> None:
+    async def play(queue: WorkQueue) -> None:
+        queue.add([A, B])
+        queue.add([A])
+        assert [await queue.take(), await queue.take()] == [A, B]
+        assert len(queue) == 0
+
+    run(play)
+
+
+def test_what_happens_during_a_look_makes_another_one_after_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work_queue, "PAUSE_S", 0.01)
+
+    async def play(queue: WorkQueue) -> None:
+        queue.add([A])
+        await queue.take()
+        queue.add([A])
+        queue.done(A)
+        queue.add([B])
+        assert await queue.take() == B
+        assert await queue.take() == A
+
+    run(play)
+
+
+def test_what_happens_during_a_rest_waits_for_its_end_and_a_change_of_the_spec_does_not() -> None:
+    async def play(queue: WorkQueue) -> None:
+        queue.add([A])
+        queue.done(await queue.take())
+        queue.add([A])
+        queue.add([B])
+        assert await queue.take() == B
+        assert len(queue) == 1
+        queue.add([A], urgent=True)
+        assert await queue.take() == A
+        queue.add([A], urgent=True)
+        queue.done(A)
+        assert await queue.take() == A
+
+    run(play)
+
+
+def test_a_failed_look_is_repeated_more_and_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work_queue, "BACKOFFS_S", (0.01, 0.02, 3600.0))
+
+    async def play(queue: WorkQueue) -> None:
+        queue.add([A])
+        for _ in range(3):
+            queue.done(await queue.take(), failed=True)
+        assert len(queue) == 1
+        queue.add([A])
+        queue.add([B])
+        assert await queue.take() == B
+        queue.add([A], urgent=True)
+        assert await queue.take() == A
+
+    run(play)
+
+
+def test_a_look_can_be_asked_for_later() -> None:
+    async def play(queue: WorkQueue) -> None:
+        queue.add([A])
+        queue.done(await queue.take(), again_s=0.01)
+        assert await queue.take() == A
+
+    run(play)

@@ -1,0 +1,196 @@
+"""What children are rendered to: least privilege, the config that agents read, and nothing that depends on the moment."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+import zmq
+from operator_scene import KEY, Scene, settled
+
+from longshore_agent.control.curve import CurveKeys
+from longshore_agent.settings import Settings as AgentSettings
+from longshore_agent.status.snapshot import AgentStatus
+from longshore_operator import keys, reports
+from longshore_operator.reference import CRD, pages
+from longshore_operator.render.children import keys_secret
+from longshore_operator.settings import Settings
+from longshore_wire.agent_config import load
+from longshore_wire.errors import ConfigError
+from longshore_wire.manifest import Agents, Spec
+
+ROOT = Path(__file__).parents[2]
+
+
+def children(**spec: Any) -> dict[str, dict[str, Any]]:
+    return {kind.name: body for kind, body in Scene(**spec).decide().apply}
+
+
+def pod_of(**spec: Any) -> dict[str, Any]:
+    template: dict[str, Any] = children(**spec)["DaemonSet"]["spec"]["template"]
+    return template["spec"]
+
+
+def test_the_config_map_holds_what_agents_read() -> None:
+    text = children()["ConfigMap"]["data"]["agent.json"]
+    config = load(text)
+    assert (config.deployment.name, config.prefill.tensor_parallel) == ("llama", 4)
+    settings = AgentSettings.from_config(config)
+    variables = {entry["name"]: entry.get("value", "10.0.0.1") for entry in pod_of()["containers"][0]["env"]}
+    AgentSettings.from_environment(variables, base=settings)
+
+
+def test_the_same_spec_renders_to_the_same_bytes() -> None:
+    assert json.dumps(children()) == json.dumps(children())
+
+
+def test_agents_run_with_the_least_privilege_that_works() -> None:
+    pod = pod_of()
+    assert pod["automountServiceAccountToken"] is False
+    assert not {"hostNetwork", "hostIPC", "hostPID"} & set(pod)
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    container = pod["containers"][0]
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    assert "privileged" not in json.dumps(pod)
+    assert pod["initContainers"][0]["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN"]}
+
+
+def test_agents_run_on_the_nodes_of_either_role() -> None:
+    node = pod_of()["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    wanted = [term["matchExpressions"] for term in node["nodeSelectorTerms"]]
+    assert wanted == [[{"key": "role", "operator": "In", "values": [name]}] for name in ("prefill", "decode")]
+    assert "affinity" not in pod_of(decode={"tensorParallel": 1, "pageSize": 64})
+
+
+def test_under_the_nodes_network_ports_are_declared() -> None:
+    pod = pod_of(agents={"hostNetwork": True, "httpPort": 9000})
+    assert (pod["hostNetwork"], pod["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
+    ports = [(port["name"], port["containerPort"], port["hostPort"]) for port in pod["containers"][0]["ports"]]
+    assert ports == [("http", 9000, 9000), ("worker", 9001, 9001)]
+    assert [port["name"] for port in pod_of()["containers"][0]["ports"]] == ["http"]
+
+
+def test_an_agent_that_drains_is_not_killed_meanwhile() -> None:
+    pod = pod_of()
+    drain_s = next(
+        float(entry["value"]) for entry in pod["containers"][0]["env"] if entry["name"] == "LONGSHORE_DRAIN_S"
+    )
+    assert pod["terminationGracePeriodSeconds"] > drain_s + 10
+
+
+def test_only_agents_of_the_deployment_reach_each_others_data_path() -> None:
+    rules = children()["NetworkPolicy"]["spec"]["ingress"]
+    pods = {"podSelector": {"matchLabels": {"longshore.dev/deployment": "llama"}}}
+    assert rules == [{"from": [pods]}, {"ports": [{"protocol": "TCP", "port": 9470}]}]
+
+
+def test_a_change_of_config_or_keys_replaces_agents_and_expected_numbers_do_not() -> None:
+    def template(**spec: Any) -> object:
+        return children(**spec)["DaemonSet"]["spec"]["template"]
+
+    prefill = {"tensorParallel": 4, "pageSize": 64, "nodeSelector": {"role": "prefill"}}
+    assert template(prefill=prefill | {"instances": 5}) == template()
+    assert template(integrity={"digest": True}) != template()
+    scene = Scene()
+    scene.body["status"]["keys"]["secret"] = "llama-keys-4567"
+    assert {k.name: b for k, b in scene.decide().apply}["DaemonSet"]["spec"]["template"] != template()
+
+
+def test_every_child_is_owned_and_labelled() -> None:
+    for body in children(agents={"podMonitor": True}).values():
+        (owner,) = body["metadata"]["ownerReferences"]
+        assert (owner["kind"], owner["name"], owner["controller"]) == ("DisaggDeployment", "llama", True)
+        assert body["metadata"]["labels"]["longshore.dev/deployment"] == "llama"
+        assert body["metadata"]["namespace"] == KEY.namespace
+
+
+def test_a_pod_monitor_is_made_on_request_alone() -> None:
+    assert "PodMonitor" not in children()
+    assert "PodMonitor" in children(agents={"podMonitor": True})
+
+
+def test_made_keys_are_what_agents_take() -> None:
+    made = keys.make(("o" * 40, "p" * 40))
+    entries = json.loads(made.text)
+    CurveKeys(**entries).check()
+    for side in ("server", "client"):
+        assert zmq.curve_public(entries[f"{side}_secret"].encode()).decode() == entries[f"{side}_public"]
+    assert entries["accepted"] == [entries["client_public"], "o" * 40]
+    assert made.accepted == tuple(entries["accepted"])
+
+
+def test_keys_do_not_show_their_secret_halves() -> None:
+    made = keys.make()
+    entries = json.loads(made.text)
+    secret = keys_secret("team", "llama", "u", "n", made.text)
+    assert entries["client_secret"] not in repr(made)
+    assert entries["server_secret"] not in json.dumps(secret["metadata"])
+    assert secret["metadata"] == keys_secret("team", "llama", "u", "n", keys.make().text)["metadata"]
+
+
+def test_no_two_deployments_share_keys() -> None:
+    assert keys.make().text != keys.make().text
+
+
+def test_what_is_read_of_an_agent_is_what_agents_say() -> None:
+    def names(kind: Any) -> set[str]:
+        return set(kind.__struct_fields__)
+
+    assert names(reports.AgentReport) <= names(AgentStatus)
+    status = AgentStatus(deployment="a/b", node="n", version="1", backend="NIXL", started_unix_s=0.0, uptime_s=0.0)
+    assert reports.read(msgspec.json.encode(status)) == reports.AgentReport("a/b", "n")
+    with pytest.raises(ValueError, match="deployment"):
+        reports.read(b"{}")
+
+
+def test_the_definition_the_models_and_the_chart_have_the_same_fields() -> None:
+    definition = (ROOT / CRD).read_text(encoding="utf-8")
+    schema = yaml.safe_load(definition)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+
+    def compare(kind: Any, place: dict[str, Any], path: str) -> None:
+        fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
+        assert fields.keys() == place["properties"].keys(), path
+        required = {name for name, field in fields.items() if field.required}
+        assert required == set(place.get("required", ())), path
+        for name, field in fields.items():
+            if hasattr(field.type, "__struct_fields__"):
+                compare(field.type, place["properties"][name], f"{path}.{name}")
+
+    compare(Spec, schema, "spec")
+    assert (ROOT / "charts/longshore/files/disaggdeployments.longshore.dev.yaml").read_text() == definition
+
+
+def test_defaults_of_the_definition_are_those_of_the_models() -> None:
+    schema = yaml.safe_load((ROOT / CRD).read_text())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    agents = schema["properties"]["spec"]["properties"]["agents"]["properties"]
+    given = Agents()
+    for field in msgspec.structs.fields(Agents):
+        default = agents[field.encode_name].get("default")
+        if default not in (None, {}, []):
+            assert default == getattr(given, field.name), field.encode_name
+
+
+@pytest.mark.parametrize("path", pages((ROOT / CRD).read_text(encoding="utf-8")))
+def test_what_is_made_from_tables_is_fresh(path: Path) -> None:
+    made = pages((ROOT / CRD).read_text(encoding="utf-8"))[path]
+    assert (ROOT / path).read_text(encoding="utf-8") == made, "run python -m longshore_operator.reference"
+
+
+def test_settings_are_read_and_faults_come_all_at_once() -> None:
+    assert Settings.from_environment({"LONGSHORE_WATCH_NODES": "false"}).watch_nodes is False
+    wrong = {"LONGSHORE_LEASES": "1", "LONGSHORE_POLL_S": "x", "LONGSHORE_OPERATOR_PORT_8080_TCP": "tcp://1"}
+    with pytest.raises(ConfigError) as caught:
+        Settings.from_environment(wrong)
+    assert len(caught.value.faults) == 2
+    assert "LONGSHORE_LEASE_S" in str(caught.value.faults)
+    with pytest.raises(ConfigError, match="three renewals"):
+        Settings.from_environment({"LONGSHORE_LEASE_S": "5"})
+
+
+def test_a_settled_scene_is_really_settled() -> None:
+    assert settled().decide().apply == ()
