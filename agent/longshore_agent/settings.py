@@ -293,6 +293,7 @@ class Settings:
     def from_config(cls, config: AgentConfig) -> Settings:
         """Return the settings that a deployment's config file makes; not checked, as the environment may add to them."""
         transfer, control = config.transfer, config.control
+        lane_bytes, ring_bytes = config.prefill.staging.buffer_size, config.decode.staging.pool_size
         return cls(
             deployment=f"{config.deployment.namespace}/{config.deployment.name}",
             run_directory=config.run_directory,
@@ -305,9 +306,11 @@ class Settings:
             backend=transfer.backend,
             wires=tuple(Wire(wire.value) for wire in transfer.wires),
             staging=Staging[transfer.staging.name],
-            ring_bytes=config.decode.staging.pool_size,
+            ring_bytes=ring_bytes,
             lane_count=config.prefill.staging.lanes,
-            lane_bytes=config.prefill.staging.buffer_size,
+            lane_bytes=lane_bytes,
+            # Small buffers need small slabs: several of them overlap in each.
+            slab_bytes_min=min(cls().slab_bytes_min, lane_bytes // 4, ring_bytes // 8 or lane_bytes),
             chunk_tokens=transfer.chunk_tokens,
             digest=config.integrity.digest,
         )

@@ -183,6 +183,20 @@ def test_a_config_file_that_says_nothing_gives_the_defaults_of_the_table() -> No
     assert made == expected
 
 
+@pytest.mark.parametrize(("buffer_bytes", "pool_bytes"), [(8 << 20, 16 << 20), (64 << 20, 0), (1 << 40, 16 << 20)])
+def test_the_smallest_staging_that_a_manifest_may_ask_for_makes_an_agent_that_starts(buffer_bytes, pool_bytes) -> None:
+    prefill = agent_config.Prefill(
+        tensor_parallel=1, page_size=16, staging=agent_config.PrefillStaging(buffer_size=buffer_bytes)
+    )
+    decode = agent_config.Decode(
+        tensor_parallel=1, page_size=16, staging=agent_config.DecodeStaging(pool_size=pool_bytes)
+    )
+    made = Settings.from_config(config(prefill=prefill, decode=decode))
+    made.check()
+    assert made.contradictions() == []
+    assert 4 * made.slab_bytes_min <= buffer_bytes
+
+
 def test_variables_count_more_than_the_config_file() -> None:
     wires = (agent_config.WireName.TCP, agent_config.WireName.RDMA)
     staging = agent_config.StagingMode.ALWAYS

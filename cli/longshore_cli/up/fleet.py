@@ -18,8 +18,6 @@ from longshore_wire.agent_config import AgentConfig, Backend, Control, dump
 # Sizes are cut to whole pages of memory, and stay large enough for slabs that are worth a message.
 _PAGE_BYTES = 4096
 _BUFFER_BYTES_MIN = 256 << 10
-# What an agent's slabs are at least by default; a smaller buffer needs smaller ones.
-_SLAB_BYTES_MIN = 8 << 20
 # Each loads its libraries on one core.
 _STARTERS_COUNT = 4
 
@@ -80,8 +78,6 @@ class Fleet:
         self._config_path.write_text(dump(msgspec.structs.replace(config, control=control)))
         make_keys(keys)
         settings = {"config_file": str(self._config_path)}
-        if config.prefill.staging.buffer_size < 2 * _SLAB_BYTES_MIN:
-            settings["slab_bytes_min"] = str(config.prefill.staging.buffer_size // 4)
         for member in members:
             self.agents[member.name] = LocalAgent({**settings, "node": member.name}, directory / member.name)
         self._stack = ExitStack()
