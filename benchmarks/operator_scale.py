@@ -29,7 +29,7 @@ from agent_responder import AgentResponder
 from controlplane.cluster import ControlPlane, free_port
 from controlplane.nodes import add_nodes, start_kwok
 from controlplane.waiting import until
-from deployments import CRD, manifest
+from deployments import install_definition, manifest
 from operator_process import OperatorProcess
 
 NAMESPACE = "scale"
@@ -165,8 +165,7 @@ class Bench:
 def run(chosen: argparse.Namespace, plane: ControlPlane) -> dict[str, Any]:
     """Return the figures of one run."""
     start_kwok(plane, POD_NETWORK)
-    plane.kubectl("create", "-f", str(CRD))
-    plane.kubectl("wait", "--for=condition=Established", "--timeout=60s", "crd/disaggdeployments.longshore.dev")
+    install_definition(plane)
     plane.kubectl("create", "namespace", NAMESPACE)
     groups = {f"n{number:04d}": {"group": str(number % chosen.deployments)} for number in range(chosen.nodes)}
     for first in range(0, chosen.nodes, NODES_AT_ONCE):

@@ -9,7 +9,7 @@ import pytest
 from agent_responder import AgentResponder
 from controlplane.cluster import ControlPlane, free_port
 from controlplane.nodes import add_nodes, start_kwok
-from deployments import CRD, Deployments
+from deployments import Deployments, install_definition
 from operator_process import OperatorProcess
 
 # Pods of KWOK get addresses of loopback, so that one responder on this machine can play all agents.
@@ -21,8 +21,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     """A control plane with KWOK and our CRD."""
     with ControlPlane(tmp_path_factory.mktemp("controlplane")) as plane:
         start_kwok(plane, POD_NETWORK)
-        plane.kubectl("create", "-f", str(CRD))
-        plane.kubectl("wait", "--for=condition=Established", "--timeout=60s", "crd/disaggdeployments.longshore.dev")
+        install_definition(plane)
         yield plane
 
 

@@ -35,6 +35,14 @@ def to_text(document: object) -> str:
     return json.dumps(document)
 
 
+def install_definition(plane: ControlPlane) -> None:
+    """Install the CRD and wait until its objects are served."""
+    plane.kubectl("create", "-f", str(CRD))
+    # `kubectl wait` fails on an object that has no conditions yet.
+    path = '-o=jsonpath={.status.conditions[?(@.type=="Established")].status}'
+    until(lambda: plane.kubectl("get", "crd", CRD.stem, path) == "True", "the definition is served")
+
+
 class Deployments:
     """The deployments of one namespace, as a person with kubectl sees and changes them."""
 

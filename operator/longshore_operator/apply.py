@@ -18,7 +18,7 @@ from longshore_operator.decide.decision import NewKeys, Transition
 from longshore_operator.errors import ApiError, ConflictError, NotFoundError, RefusedError
 from longshore_operator.kinds import Kind
 from longshore_operator.observe import Observed, Refusal
-from longshore_operator.reasons import Truth, reason
+from longshore_operator.reasons import ConditionType, Truth, reason
 from longshore_operator.render.children import keys_secret
 from longshore_operator.world import ChildKey, Key, World
 from longshore_wire import names as wire_names
@@ -139,7 +139,8 @@ class Applier:
         for transition in transitions:
             entry = transition.verdict
             row = reason(entry.condition, entry.reason)
-            bad = row.truth is Truth.FALSE and bool(row.remedy)
+            # Why Ready is False is told by the condition that it follows from.
+            bad = row.truth is Truth.FALSE and bool(row.remedy) and entry.condition is not ConditionType.READY
             if bad or (row.truth is Truth.TRUE and not row.remedy and entry.reason != "RollingOut"):
                 text = f"{entry.condition.value}: {entry.message}"
                 await self._say(observed, "Warning" if bad else "Normal", entry.reason, text)

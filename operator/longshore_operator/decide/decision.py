@@ -11,7 +11,7 @@ from longshore_operator.decide.drift import differs
 from longshore_operator.decide.verdict import Verdict, verdict
 from longshore_operator.kinds import Kind
 from longshore_operator.observe import Observed
-from longshore_operator.reasons import ConditionType
+from longshore_operator.reasons import ConditionType, Truth
 from longshore_operator.render.children import render
 from longshore_operator.render.wanted import ImageChoice, Wanted, is_ours
 from longshore_operator.world import ChildKey
@@ -223,10 +223,14 @@ def _before(observed: Observed, condition: ConditionType) -> Body | None:
 
 
 def _transitions(observed: Observed, verdicts: list[Verdict]) -> tuple[Transition, ...]:
-    """Return the conditions whose status is another than before; on first sight those that are not Unknown."""
+    """Return the conditions whose status or reason is another than before; on first sight those that are not Unknown."""
     found = []
     for entry in verdicts:
         before = _before(observed, entry.condition)
-        if (before or {"status": "Unknown"})["status"] != entry.truth.value:
+        if before is None:
+            changed = entry.truth is not Truth.UNKNOWN
+        else:
+            changed = (before["status"], before["reason"]) != (entry.truth.value, entry.reason)
+        if changed:
             found.append(Transition(None if before is None else before["status"], entry))
     return tuple(found)
