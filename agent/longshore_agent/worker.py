@@ -62,7 +62,7 @@ from longshore_wire.effects import (
     StartScatter,
     StartWrite,
 )
-from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, EndpointUpdate, Half, ToEngine, Welcome
+from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, EndpointUpdate, Half, Refused, ToEngine, Welcome
 from longshore_wire.errors import CodecError, Reason
 from longshore_wire.peer_messages import RoomKey
 from longshore_wire.session import Session
@@ -278,11 +278,16 @@ class Worker:
                 self.engine.flush()
             for message, descriptors in self.engine.receive() if self.engine.fileno() in ready else ():
                 answer = self.desk.handle(message, descriptors, now_ns)
+                if isinstance(answer, Refused):
+                    self.net.counters[f"refused.{answer.reason.name}"] += 1
                 if answer is not None:
                     self._tell(answer)
             if self.engine.pidfd is not None and self.engine.pidfd in ready:
                 raise EngineClosedError(f"the engine with PID {self.engine_pid} died")
-        except (EngineClosedError, EngineStuckError, CodecError) as error:
+        except (EngineClosedError, EngineStuckError) as error:
+            self._engine_error = str(error)
+        except CodecError as error:
+            self.net.counters[f"refused.{error.reason.name}"] += 1
             self._engine_error = str(error)
 
     def _tell(self, message: ToEngine) -> None:
