@@ -183,9 +183,10 @@ class Worker:
         elif isinstance(effect, RoomEnded):
             self._room_ended(effect)
         elif isinstance(effect, RoomReleased):
-            self.desk.tables.pop((effect.half, effect.key), None)
+            opened = self.desk.tables.pop((effect.half, effect.key), None) is not None
             self.mover.forget(effect.half, effect.key)
-            self._tell(released_event(effect))
+            if opened:
+                self._tell(released_event(effect))
         elif isinstance(effect, PeerAttached):
             try:
                 self.mover.connect(half, effect)
@@ -213,7 +214,9 @@ class Worker:
 
     def _room_ended(self, effect: RoomEnded) -> None:
         count_ended(self.metrics, effect)
-        self._tell(ended_event(effect))
+        if (effect.half, effect.key) in self.desk.tables:
+            # An engine that has not come with the room yet is refused when it does: it must not be told twice.
+            self._tell(ended_event(effect))
         if effect.reason is not Reason.NONE:
             _log.warning("room %d failed: %s: %s", effect.key.room, effect.reason.name, effect.text)
             self.mover.cancel(effect.half, effect.key)

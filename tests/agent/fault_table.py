@@ -378,8 +378,9 @@ LIBRARY_KEEPS: Mapping[str, int] = {LOOPBACK: 0, NIXL: 1, MOONCAKE: 1}
 _HEAD = """\
 # Faults, and what both sides see
 
-Made from the table in `tests/agent/fault_table.py` by `make reference`; do not edit. The tests named below compare what
-they observe with these rows, field by field: a row that no test shows fails the run.
+Made from the table in `tests/agent/fault_table.py` by `make reference`; do not edit. The tests in
+`tests/agent/test_faults_*.py` compare what they observe with these rows, field by field: a row that no test shows fails
+the run.
 
 An engine sees `DONE`, or `FAILED` with a reason, and then `RELEASED`; a call may be refused with a reason. *Within* is
 what the tests hold on two busy cores, from the fault on, or from the return of what was away for a while: with a peer

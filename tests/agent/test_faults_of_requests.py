@@ -15,7 +15,7 @@ from fault_table import DONE, NOTHING, failed, refused, wrong
 from process_ledger import GROWTH_BYTES_MAX, Holdings, holdings
 
 from longshore_agent.control import curve
-from longshore_client import HelloRefused, KVLayout, LayoutError, LongshoreError, ModelShape, Parallel, connect
+from longshore_client import HelloRefused, KVLayout, LayoutError, LongshoreError, ModelShape, Parallel, Reason, connect
 from longshore_wire.codec import ENGINE_MESSAGE_BYTES_MAX, PEER, TO_AGENT, TO_ENGINE
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Half, Hello, RoomEventKind
 from longshore_wire.peer_messages import PROTOCOL_VERSION, Attach, Ping, Refuse
@@ -198,6 +198,20 @@ def test_halves_that_state_different_totals_fail_on_both_sides(fleet, judge):
     each.offer()
     fleet.same.client.receive(each.room, fleet.one.endpoint(), each.target_pages, 0, 61)
     plays(judge, fleet, each=each)
+
+
+def test_an_engine_hears_no_end_of_a_room_with_which_it_has_not_come_and_is_refused_when_it_comes(fleet):
+    ledger_of = fleet.one.client._state.ledger
+    each, heard = Request(fleet.one, fleet.same, 40), ledger_of.stale_event_count
+    each.claim()
+    wait_for(lambda: fleet.prefill.room(each.room, Half.SOURCE))
+    fleet.same.client.cancel(each.room, Half.TARGET)
+    fleet.same.client.wait(each.room, Half.TARGET, None, [RoomEventKind.RELEASED], 30)
+    fleet.same.accept(each.target_pages)
+    wait_for(lambda: fleet.prefill.room(each.room, Half.SOURCE)["ended"])
+    answer = said(lambda: fleet.one.client.send(each.room, each.source_pages, 0, 40, last=True))
+    fleet.one.free += each.source_pages
+    assert (answer, ledger_of.stale_event_count) == (refused(Reason.CANCELLED), heard)
 
 
 # -- layouts, versions, keys, sizes ------------------------------------------------------------------------------------
