@@ -9,7 +9,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test layouts e2e check fix bench lock clean FORCE
+.PHONY: help install demo test layouts e2e check fix bench reference lock clean FORCE
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -54,6 +54,11 @@ fix: install ## format, and repair what the linter can repair
 
 bench: install ## measure staged, contiguous and slice-by-slice transfers in one run
 	$(BIN)/longshore bench transfer
+
+reference: install ## make the reference pages of settings, metrics and faults again from their tables
+	$(BIN)/python -m longshore_agent.settings >docs/reference/settings.md
+	$(BIN)/python -m longshore_agent.status.metrics >docs/reference/metrics.md
+	$(BIN)/python tests/agent/fault_table.py >docs/reference/faults.md
 
 lock: install ## choose the newest versions that pyproject.toml allows and pin them
 	{ sed '/^[^#]/,$$d' requirements.lock; \

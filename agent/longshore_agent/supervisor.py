@@ -43,6 +43,7 @@ from longshore_agent.control.node_link import (
     Started,
 )
 from longshore_agent.memory.neighbours import ALL_POOLS
+from longshore_agent.ports import Ports
 from longshore_agent.reception import Reception
 from longshore_agent.settings import Settings
 from longshore_agent.slots import Slot, SlotKey
@@ -61,8 +62,6 @@ _log = logging.getLogger(__name__)
 _TURN_S = 1.0
 # Connections that have not said Hello yet; an engine says it at once.
 _PENDING_MAX = 256
-# Ports of ranks that have left, kept so that a rank that comes back is found where it was.
-_PORTS_MAX = 4096
 
 
 class Supervisor:
@@ -82,7 +81,7 @@ class Supervisor:
         self._selector.register(self._listener, selectors.EVENT_READ, self._on_accept)
         self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
         self._slots: dict[SlotKey, Slot] = {}
-        self._ports: dict[SlotKey, int] = {}
+        self._ports = Ports(directory, settings.worker_port)
         self._restarts: dict[SlotKey, int] = {}
         self._pending_count = 0
         self._life = os.urandom(8).hex()
@@ -174,18 +173,11 @@ class Supervisor:
             self._turn_away(connection, Reason.BUSY, text)
             return
         agent = self._life if self.settings.direct else ""
-        slot = slots.start(key, hello, connection, self.settings, self._port(key), agent)
+        slot = slots.start(key, hello, connection, self.settings, self._ports.choose(key, self._slots), agent)
         self._slots[key] = slot
         self._selector.register(slot.link, selectors.EVENT_READ, lambda: self._on_link(slot))
         self._selector.register(slot.pidfd, selectors.EVENT_READ, lambda: self._on_exit(slot))
         _log.info("worker %s started with PID %d", slot.config.name, slot.process.pid)
-
-    def _port(self, key: SlotKey) -> int:
-        port = self._ports.get(key, 0)
-        if port or not self.settings.worker_port:
-            return port
-        used = {self._ports.get(other) for other in self._slots}
-        return next(port for port in range(self.settings.worker_port, 65536) if port not in used)
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
@@ -205,9 +197,7 @@ class Supervisor:
         assert isinstance(message, FromWorker)
         if isinstance(message, Started):
             slot.address = message.address
-            self._ports[slot.key] = int(message.address.rpartition(":")[2])
-            while len(self._ports) > _PORTS_MAX:
-                self._ports.pop(next(iter(self._ports)))
+            self._ports.note(slot.key, int(message.address.rpartition(":")[2]))
             if slot.connection is not None:
                 slot.link.send(AdoptEngine(slot.hello), slot.connection.fileno())
                 # The worker has a copy; while ours is open the engine would not see that worker die.
@@ -259,8 +249,7 @@ class Supervisor:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(slot.link)
         if slot.connection is not None:
-            # It never listened: perhaps somebody else has its port now.
-            self._ports.pop(slot.key, None)
+            self._ports.forget(slot.key)
             self._turn_away(slot.connection, Reason.WORKER_LOST, f"its worker ended with {code} while it started")
             slot.connection = None
         slot.close()
@@ -398,6 +387,7 @@ class Supervisor:
             self._self_test.communicate()
         for slot in self._slots.values():
             slot.close()
+        self._ports.close()
         self.snapshots.close()
         self._selector.close()
         os.close(self._wake)

@@ -63,7 +63,7 @@ from longshore_wire.effects import (
     StartScatter,
     StartWrite,
 )
-from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, EndpointUpdate, Half, ToEngine, Welcome
+from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, EndpointUpdate, Half, Refused, ToEngine, Welcome
 from longshore_wire.errors import CodecError, Reason
 from longshore_wire.peer_messages import RoomKey
 from longshore_wire.session import Session
@@ -199,9 +199,10 @@ class Worker:
         elif isinstance(effect, RoomEnded):
             self._room_ended(effect)
         elif isinstance(effect, RoomReleased):
-            self.desk.tables.pop((effect.half, effect.key), None)
+            opened = self.desk.tables.pop((effect.half, effect.key), None) is not None
             self.mover.forget(effect.half, effect.key)
-            self._tell(released_event(effect))
+            if opened:
+                self._tell(released_event(effect))
         elif isinstance(effect, PeerAttached):
             try:
                 self.mover.connect(half, effect)
@@ -235,7 +236,9 @@ class Worker:
 
     def _room_ended(self, effect: RoomEnded) -> None:
         count_ended(self.metrics, effect)
-        self._tell(ended_event(effect))
+        if (effect.half, effect.key) in self.desk.tables:
+            # An engine that has not come with the room yet is refused when it does: it must not be told twice.
+            self._tell(ended_event(effect))
         if effect.reason is not Reason.NONE:
             _log.warning("room %d failed: %s: %s", effect.key.room, effect.reason.name, effect.text)
             self.mover.cancel(effect.half, effect.key)
@@ -323,11 +326,16 @@ class Worker:
                 self.engine.flush()
             for message, descriptors in self.engine.receive() if self.engine.fileno() in ready else ():
                 answer = self.desk.handle(message, descriptors, now_ns)
+                if isinstance(answer, Refused):
+                    self.net.counters[f"refused.{answer.reason.name}"] += 1
                 if answer is not None:
                     self._tell(answer)
             if self.engine.pidfd is not None and self.engine.pidfd in ready:
                 raise EngineClosedError(f"the engine with PID {self.engine_pid} died")
-        except (EngineClosedError, EngineStuckError, CodecError) as error:
+        except (EngineClosedError, EngineStuckError) as error:
+            self._engine_error = str(error)
+        except CodecError as error:
+            self.net.counters[f"refused.{error.reason.name}"] += 1
             self._engine_error = str(error)
 
     def _tell(self, message: ToEngine) -> None:

@@ -26,7 +26,7 @@ class World:
         self._stack = contextlib.ExitStack()
         self._agents: list[Agent] = []
         # Each worker loads torch on one core.
-        self._starters = ThreadPoolExecutor(4)
+        self.starters = ThreadPoolExecutor(4)
 
     def agent(self, name: str, **settings: str) -> Agent:
         agent = Agent(self._directory / name, **{**self._settings, **settings})
@@ -35,13 +35,13 @@ class World:
 
     def engine(self, agent: Agent, instance: str, tp: int = 1, **options: Any) -> Future[Engine]:
         """Begin to start an engine instance; several start at once."""
-        return self._starters.submit(lambda: self._keep(Engine(agent, instance, tp, **options)))
+        return self.starters.submit(lambda: self._keep(Engine(agent, instance, tp, **options)))
 
     def process(self, agent: Agent, instance: str, **options: Any) -> EngineProcess:
         return self._keep(EngineProcess(agent, instance, **options))
 
     def close(self) -> None:
-        self._starters.shutdown()
+        self.starters.shutdown()
         self._stack.close()
         with ThreadPoolExecutor(len(self._agents)) as enders:
             list(enders.map(Agent.stop, self._agents))

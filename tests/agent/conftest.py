@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 import pytest
 from agent_world import living_agents
+from fault_judge import SceneJudge, WrongJudge
+from fault_table import Scene
+
+
+@pytest.fixture
+def judge(request: pytest.FixtureRequest) -> Iterator[SceneJudge | WrongJudge]:
+    """What compares a test's observations with the row of the table of faults that it carries: all of it, or it fails."""
+    row, transport = request.param
+    found = SceneJudge(row, transport) if isinstance(row, Scene) else WrongJudge(row)
+    failed_count = request.session.testsfailed
+    yield found
+    if request.session.testsfailed == failed_count:
+        assert not found.left(), "the test has not compared all that its row says"
+
 
 # Of each agent: enough for the lives of some workers and a traceback.
 _LOG_CHARACTERS_MAX = 6000

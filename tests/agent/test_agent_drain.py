@@ -14,6 +14,8 @@ import msgspec
 import pytest
 from agent_fleet import World
 from agent_world import START_LIMIT_S, Agent, is_worker, wait_for
+from fault_judge import carries
+from fault_table import DONE, wrong
 
 from longshore_client import (
     Client,
@@ -59,6 +61,10 @@ class Pair:
     def arrived(self, room: int, tokens: int) -> bool:
         """Wait for the end of a room, and compare its tokens one by one."""
         assert self.reader.wait(room, Half.TARGET, timeout_s=30).kind is RoomEventKind.DONE
+        return self.has_arrived(tokens)
+
+    def has_arrived(self, tokens: int) -> bool:
+        """Whether the first tokens are the same on both sides."""
         near, far = (bytes(side) for side in (self.source, self.target))
         plane_bytes = len(near) // 2
         return all(
@@ -110,10 +116,14 @@ def pair(tmp_path_factory) -> Iterator[Pair]:
         world.close()
 
 
-def test_lists_of_131072_pages_pass_in_both_directions_through_sockets_with_default_buffers(pair):
+@carries(wrong("lists of 131,072 pages through sockets with default buffers"))
+def test_lists_of_131072_pages_pass_in_both_directions_through_sockets_with_default_buffers(pair, judge):
+    judge.begin(pair.agent, pair.agent)
     pair.fill()
     pair.move(1, PAGE_COUNT)
     assert pair.arrived(1, PAGE_COUNT)
+    judge.sees(pair.writer.wait(1, Half.SOURCE, timeout_s=30).kind.name, DONE)
+    judge.counts()
 
 
 def test_engines_of_an_agent_that_was_killed_hear_of_their_rooms_and_are_served_by_the_next_one(pair):
@@ -130,11 +140,12 @@ def test_engines_of_an_agent_that_was_killed_hear_of_their_rooms_and_are_served_
     pair.gate.touch()
     pair.agent.start()
 
-    # Its claim names an address at which nobody is any more, and only its engine can learn the new one.
-    end = pair.reader.wait(2, Half.TARGET, timeout_s=60)
-    assert (end.kind, end.reason) == (RoomEventKind.FAILED, Reason.PEER_LOST)
-    pair.writer.cancel(2, Half.SOURCE)
-    assert pair.writer.wait(2, Half.SOURCE, timeout_s=60).reason is Reason.CANCELLED
+    # Both halves are said again, and workers listen where those before them did: the room arrives, unless the reader's
+    # worker was so much earlier than the writer's that it took it for lost. Then both are told so.
+    ends = [client.wait(2, half, timeout_s=60) for client, half in zip((pair.writer, pair.reader), Half, strict=True)]
+    assert {end.reason for end in ends} in ({Reason.NONE}, {Reason.PEER_LOST}), ends
+    assert {end.kind for end in ends} == {RoomEventKind.FAILED if ends[0].reason else RoomEventKind.DONE}, ends
+    assert ends[0].reason or pair.has_arrived(1000)
     pair.move(3, 1000)
     assert pair.arrived(3, 1000)
     assert not set(epochs) & {pair.writer.epoch, pair.reader.epoch}
@@ -146,8 +157,8 @@ def test_sigterm_lets_open_rooms_finish_refuses_new_engines_and_leaves_nothing(p
     pair.gate.unlink()
     pair.move(4, 1000)
     wait_for(pair.mark.exists, what="a held write")
-    children = pair.agent.children()
-    assert len(children) == 2
+    # The agent's self-test may still run.
+    children = wait_for(lambda: len(found := pair.agent.children()) == 2 and found)
 
     pair.agent.process.send_signal(signal.SIGTERM)
     wait_for(lambda: pair.agent.status()["draining"])

@@ -66,6 +66,29 @@ def test_a_repeated_notice_arrives_twice(world: World) -> None:
     assert world.notices() == [b"n", b"n"]
 
 
+def test_a_mute_write_has_landed_and_nobody_hears_of_it_until_it_may_be_told(world: World, tmp_path: Path) -> None:
+    until, mark = tmp_path / "go", tmp_path / "mark"
+    world.sender.faults = FaultPlan((Fault(FaultKind.MUTE, until=str(until), mark=str(mark)),))
+    write = world.post()
+    assert mark.read_text() == "0 receiver\n"
+    assert world.target.all()
+    assert (world.sender.state(write), world.sender.release(write)) == (WriteState.OPEN, False)
+    assert world.notices() == []
+    until.touch()
+    assert world.sender.state(write) is WriteState.DONE
+    assert world.notices() == [b"n"]
+
+
+def test_a_rule_befalls_only_writes_that_are_posted_while_its_file_is_there(world: World, tmp_path: Path) -> None:
+    when = tmp_path / "now"
+    world.sender.faults = FaultPlan((Fault(FaultKind.FAIL, count=None, when=str(when)),))
+    assert world.post().state is WriteState.DONE
+    when.touch()
+    assert world.post().state is WriteState.FAILED
+    when.unlink()
+    assert world.post().state is WriteState.DONE
+
+
 def test_a_delayed_write_stays_open_without_its_bytes_until_its_time(world: World) -> None:
     world.sender.faults = FaultPlan((Fault(FaultKind.DELAY, delay_ns=3_600_000_000_000),))
     write = world.post()

@@ -182,13 +182,17 @@ class PeerNet:
         if peer is None:
             self.counters["stale.Unattached"] += 1
             if isinstance(message, Ping):
-                # It knew an earlier life of this worker: epoch 0 tells it to attach again. It may be gone by now.
-                try:
-                    self._router.send_multipart([route, PEER.encode(Pong(0))], zmq.NOBLOCK)
-                except zmq.ZMQError:
-                    self.counters["unsent"] += 1
+                # It knew an earlier life of this worker: epoch 0 tells it to attach again.
+                self._answer(route, PEER.encode(Pong(0)))
             return
         received.append(Received(Half.SOURCE, peer, message))
+
+    def _answer(self, route: bytes, data: bytes) -> None:
+        """Answer at once or not at all: who asked may have hung up before we came to read it."""
+        try:
+            self._router.send_multipart([route, data], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            self.counters["unsent"] += 1
 
     def _refuse(self, peer: PeerId, refusal: Refuse, data: bytes) -> None:
         """Answer the life that was refused; it has no route any more, so that another life may have it."""

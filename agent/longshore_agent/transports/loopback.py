@@ -343,9 +343,6 @@ class LoopbackTransport:
             self._socket.close()
 
     def _befall(self, write: LoopbackWrite, fault: Fault) -> None:
-        if fault.mark is not None:
-            with Path(fault.mark).open("a") as mark:
-                mark.write(f"{write.number} {write.peer.name}\n")
         write.due_ns = time.monotonic_ns() + fault.delay_ns if fault.delay_ns else 0
         match fault.kind:
             case FaultKind.DROP:
@@ -360,10 +357,15 @@ class LoopbackTransport:
                 write.notices = []
                 write.state = WriteState.FAILED
                 write.error = f"Loopback write {write.number} failed on demand, its bytes land late"
+            case FaultKind.MUTE:
+                write.land()
             case FaultKind.DELAY | FaultKind.HOLD:
                 pass
             case _:
                 assert_never(fault.kind)
+        if fault.mark is not None:
+            with Path(fault.mark).open("a") as mark:
+                mark.write(f"{write.number} {write.peer.name}\n")
 
     def _drive(self) -> None:
         if not self._waiting:
@@ -372,12 +374,16 @@ class LoopbackTransport:
         for write in self._waiting:
             if not write.has_landed and self._is_due(write):
                 self._finish(write)
-            elif write.has_landed and write.state is WriteState.OPEN and write.peer.life not in blocked:
+            elif write.has_landed and self._may_tell(write) and write.peer.life not in blocked:
                 self._notify(write)
                 if write.state is WriteState.OPEN:
                     # Its target reads no notices now; trying those of the others would only cost time.
                     blocked.add(write.peer.life)
         self._waiting = [write for write in self._waiting if not write.settled]
+
+    def _may_tell(self, write: LoopbackWrite) -> bool:
+        muted = write.fault is not None and write.fault.kind is FaultKind.MUTE
+        return write.state is WriteState.OPEN and (not muted or self._is_due(write))
 
     def _is_due(self, write: LoopbackWrite) -> bool:
         fault = write.fault

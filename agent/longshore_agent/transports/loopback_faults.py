@@ -6,6 +6,7 @@ As JSON in `LONGSHORE_LOOPBACK_FAULTS`, a list of rules: `[{"kind": "hold", "fir
 from __future__ import annotations
 
 from enum import Enum
+from pathlib import Path
 
 import msgspec
 
@@ -24,6 +25,7 @@ class FaultKind(Enum):
     FAIL = "fail"  # the first half of the first piece lands, then the write is FAILED and settled
     LATE = "late"  # FAILED at once, but its bytes (as they were when it was posted) land when it is let go
     HOLD = "hold"  # OPEN until it is let go; then the bytes of that moment land and all is well
+    MUTE = "mute"  # the bytes land, but it is OPEN and its notice waits until it is let go; then all is well
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,13 +39,16 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     count: int | None = 1  # None: without end
     every: int = 1
     peer: str | None = None  # only writes to this peer; the numbering stays that of all writes
-    delay_ns: int = 0  # DELAY: how long; LATE and HOLD: let go by itself after so long, 0: never
-    until: str | None = None  # LATE and HOLD: let go once a file of this path exists
+    delay_ns: int = 0  # DELAY: how long; LATE, HOLD and MUTE: let go by itself after so long, 0: never
+    until: str | None = None  # LATE, HOLD and MUTE: let go once a file of this path exists
+    when: str | None = None  # the rule hits only writes that are posted while a file of this path exists
     mark: str | None = None  # a file that is created, and gets `<number> <peer>\n` appended, when a write is hit
 
     def hits(self, number: int, peer: str) -> bool:
         """Tell whether write `number`, to `peer`, is one of this rule's."""
         if number < self.first or (self.peer is not None and peer != self.peer):
+            return False
+        if self.when is not None and not Path(self.when).exists():
             return False
         turn, rest = divmod(number - self.first, self.every)
         return rest == 0 and (self.count is None or turn < self.count)

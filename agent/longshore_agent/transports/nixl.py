@@ -450,6 +450,8 @@ class NixlTransport:
         self._forgotten.append(outbox_name(peer.nixl_name))
         try:
             self._outbox.remove_remote_agent(peer.nixl_name)
+            # Nobody drives the outbox of a worker that writes nothing: it would keep a connection to each peer that was.
+            self._outbox.get_new_notifs()
         except self._errors as error:
             # Forgotten on our side all the same; NIXL raises for a peer that it dropped by itself when it died.
             logging.getLogger(__name__).debug("NIXL on removing peer %s: %s", peer.name, error)

@@ -1,0 +1,207 @@
+"""An engine rank that a fault may befall: the same few verbs in this process, or in one of its own that may be killed.
+
+`Actor` does the verbs; `Doomed` passes them to an `Actor` in a process of its own. Every answer is a word: how a call or
+a half of a room has ended. Used by the scenes of faults.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+from agent_world import SESSION, START_LIMIT_S, Agent, Engine, wait_for
+from engine_pages import content
+from fault_table import DONE, LEFT_OPEN, failed, refused
+
+from longshore_client import LongshoreError, ModelShape, WaitTimeout
+from longshore_wire.engine_messages import Endpoint, Half, RoomEventKind
+
+# A token is 2 KiB: 64 of them are one slab.
+MODEL = ModelShape(layers=4, kv_heads=4, head_dim=16, element_bytes=4)
+SLAB_TOKENS = 64
+RELEASED = "released"
+_PATH = os.pathsep.join(entry for entry in sys.path if entry)
+
+
+class Actor:
+    """One engine of TP1 and what it has offered and claimed, by room."""
+
+    def __init__(self, agent: Agent, instance: str, half: Half, page_size: int) -> None:
+        self.instance = instance
+        self.engine = Engine(agent, instance, model=MODEL, page_size=page_size, roles=[half])
+        self._half = half
+        self._pages: dict[int, list[int]] = {}
+
+    @property
+    def pid(self) -> int:
+        return os.getpid()
+
+    def endpoint(self) -> str:
+        return msgspec.json.encode(self.engine.endpoint()).decode()
+
+    def epoch(self) -> int:
+        return self.engine.client.epoch
+
+    def is_connected(self) -> bool:
+        return self.engine.client.connected
+
+    def send(self, room: int, first: int, end: int, total: int, *, last: bool) -> str:
+        """Offer tokens [first, end) of a room; return "", or why it was refused."""
+        rank, size = self.engine.ranks[0], self.engine.page_size
+        if room not in self._pages:
+            self._pages[room] = self.engine.take_pages(0, total)
+            data = content(room, total, rank.layout)
+            for where in (rank.planes, rank.expected):
+                rank.put(where, self._pages[room], data, 0, total)
+        pages = self._pages[room][first // size : -(-end // size)]
+        return _said(lambda: self.engine.client.send(room, pages, first, end, last=last))
+
+    def receive(self, room: int, endpoint: str, total: int) -> str:
+        """Claim a room; return "", or why it was refused."""
+        found = msgspec.json.decode(endpoint, type=Endpoint)
+        pages = self.engine.take_pages(0, total)
+        said = _said(lambda: self.engine.client.receive(room, found, pages, 0, total))
+        if said:
+            self.engine.free += pages
+            return said
+        rank = self.engine.ranks[0]
+        self._pages[room] = pages
+        rank.put(rank.expected, pages, content(room, total, rank.layout), 0, total)
+        return ""
+
+    def cancel(self, room: int) -> str:
+        return _said(lambda: self.engine.client.cancel(room, self._half))
+
+    def end(self, room: int, limit_s: float) -> str:
+        """Wait until a half has ended, and say how."""
+        try:
+            event = self.engine.client.wait(room, self._half, timeout_s=limit_s)
+        except WaitTimeout:
+            return LEFT_OPEN
+        if event.kind is RoomEventKind.DONE:
+            return DONE
+        assert event.text, f"room {room} failed without a text"
+        return failed(event.reason)
+
+    def release(self, room: int, limit_s: float) -> str:
+        """Take a room's pages back once its half is released; what failed may have left anything in them."""
+        pages = self._pages.pop(room, None)
+        if pages is None:
+            return "had none"
+        try:
+            self.engine.client.wait(room, self._half, None, [RoomEventKind.RELEASED], limit_s)
+        except WaitTimeout:
+            return "not released"
+        self.engine.accept(pages)
+        return RELEASED
+
+    def forget(self, room: int) -> None:
+        """Take back the pages of a room that was refused: no half of it was ever open."""
+        self.engine.accept(self._pages.pop(room, []))
+
+    def events_left(self) -> list[int]:
+        """Take the events that nobody waited for, and return their rooms."""
+        return [event.room for event in self.engine.client.poll()]
+
+    def is_intact(self) -> bool:
+        return self.engine.intact()
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def _said(call: Any) -> str:
+    try:
+        call()
+    except LongshoreError as error:
+        return refused(error.reason) if str(error) else "refused without a word"
+    return ""
+
+
+class Doomed:
+    """An `Actor` in a process of its own, whose memory is open nowhere else."""
+
+    def __init__(self, agent: Agent, instance: str, half: Half, page_size: int) -> None:
+        assert agent.http
+        self.instance = instance
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, agent.socket, instance, str(int(half)), str(page_size)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": _PATH, "AGENT_WORLD_SESSION": SESSION},
+        )
+        assert self._answer() == "ready"
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def __getattr__(self, verb: str) -> Any:
+        if verb.startswith("_") or not hasattr(Actor, verb):
+            raise AttributeError(verb)
+        return lambda *arguments, **named: self._ask(verb, arguments, named)
+
+    def stop(self) -> None:
+        """Freeze all of its threads; returns when they are."""
+        os.kill(self.pid, signal.SIGSTOP)
+        wait_for(lambda: is_stopped(self.pid))
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        self.kill()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+    def _ask(self, verb: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([verb, arguments, named]).encode() + b"\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self.process.stdout is not None
+        assert select.select([self.process.stdout], [], [], START_LIMIT_S)[0], f"{self.instance} does not answer"
+        line = self.process.stdout.readline()
+        assert line, f"engine {self.instance} ended with {self.process.wait()}"
+        return json.loads(line)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether every thread of a process is stopped."""
+    states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return set(states) == {"T"}
+
+
+def main() -> None:
+    """Be one engine rank until stdin ends."""
+    socket, instance, half, page_size = sys.argv[1:5]
+    place: Any = SimpleNamespace(socket=socket, http="of no use here")
+    actor = Actor(place, instance, Half(int(half)), int(page_size))
+    sys.stdout.write('"ready"\n')
+    sys.stdout.flush()
+    for line in sys.stdin:
+        verb, arguments, named = json.loads(line)
+        sys.stdout.write(json.dumps(getattr(actor, verb)(*arguments, **named)) + "\n")
+        sys.stdout.flush()
+    actor.close()
+
+
+if __name__ == "__main__":
+    main()

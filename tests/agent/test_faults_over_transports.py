@@ -1,0 +1,71 @@
+"""Faults that need no help of the transport, over NIXL and Mooncake: the stages are those in which nothing is held open.
+
+The same scenes and rows as over the loopback, see `test_faults_at_every_stage`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+from agent_fleet import World
+from fault_engine import Actor
+from fault_judge import carries
+from fault_scene import SETTINGS, Place
+from fault_strike import cancel, kill_agent, kill_engine, kill_worker, play
+from fault_table import MOONCAKE, NIXL, scenes
+
+from longshore_wire.engine_messages import Half
+
+TRANSPORTS = (NIXL, MOONCAKE)
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory) -> Iterator[dict[str, Place]]:
+    """Two agents with two engines for each transport; all start at once."""
+    with ExitStack() as stack:
+        worlds = {}
+        for backend in TRANSPORTS:
+            world = worlds[backend] = World(tmp_path_factory.mktemp(backend), **SETTINGS, LONGSHORE_BACKEND=backend)
+            stack.callback(world.close)
+        starting = {}
+        for backend, world in worlds.items():
+            prefill, decode = world.agent("prefill"), world.agent("decode")
+            starting[backend] = [
+                world.starters.submit(Actor, prefill, "source", Half.SOURCE, 16),
+                world.starters.submit(Actor, decode, "target", Half.TARGET, 8),
+            ]
+        found = {}
+        for backend, actors in starting.items():
+            source, target = (actor.result() for actor in actors)
+            stack.callback(source.close)
+            stack.callback(target.close)
+            found[backend] = Place(source.engine.agent, target.engine.agent, source, target)
+            found[backend].warm_up()
+        yield found
+
+
+@pytest.fixture
+def place(places, judge) -> Place:
+    return places[judge.transport]
+
+
+@carries(*scenes("engine killed"), over=TRANSPORTS)
+def test_what_a_killed_engine_had_open_ends_by_name_at_the_other_side(place, judge):
+    play(place, judge, kill_engine, dooms=True)
+
+
+@carries(*scenes("worker killed"), over=TRANSPORTS)
+def test_what_a_killed_worker_had_begun_ends_on_both_sides_and_its_engine_is_served_again(place, judge):
+    play(place, judge, kill_worker)
+
+
+@carries(*scenes("agent killed and back"), over=TRANSPORTS)
+def test_an_agent_that_was_killed_and_is_back_goes_on_with_what_was_not_begun_and_tells_of_the_rest(place, judge):
+    play(place, judge, kill_agent)
+
+
+@carries(*scenes("cancelled"), over=TRANSPORTS)
+def test_a_cancelled_room_ends_on_both_sides_whatever_its_stage(place, judge):
+    play(place, judge, cancel)
