@@ -56,19 +56,24 @@ class Mutex:
     async def run(self) -> None:
         """Take the Lease when it is free, renew it in time; for ever."""
         while True:
-            started_s = time.monotonic()
-            try:
-                mine = await self._take_or_renew()
-            except ApiError as error:
-                _log.warning("lease: %s", error)
-                mine = False
-            if mine:
-                if not self.is_held:
-                    _log.info("lease: %s is the active replica", self.identity)
-                # From before the request: at the server it counts from later, so we stop first.
-                self._until_s = started_s + self._settings.lease_s
-                self._event.set()
+            mine = await self.turn()
             await asyncio.sleep(self._settings.lease_renew_s if mine else min(RETRY_S, self._settings.lease_renew_s))
+
+    async def turn(self) -> bool:
+        """Try once to take or renew the Lease; return whether it is ours."""
+        started_s = time.monotonic()
+        try:
+            mine = await self._take_or_renew()
+        except ApiError as error:
+            _log.warning("lease: %s", error)
+            return False
+        if mine:
+            if not self.is_held:
+                _log.info("lease: %s is the active replica", self.identity)
+            # From before the request: at the server it counts from later, so we stop first.
+            self._until_s = started_s + self._settings.lease_s
+            self._event.set()
+        return mine
 
     async def release(self) -> None:
         """Let the next replica begin at once. Call it when nothing of ours writes any more."""

@@ -54,14 +54,6 @@ class Clock:
         monkeypatch.setattr(lease.time, "monotonic", lambda: self.now_s)
 
 
-async def turn(mutex: Mutex) -> None:
-    """One turn of `run`."""
-    task = asyncio.create_task(mutex.run())
-    for _ in range(20):
-        await asyncio.sleep(0)
-    task.cancel()
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
@@ -74,16 +66,16 @@ def two(server: Server) -> tuple[Mutex, Mutex]:
 def test_the_second_one_waits_until_it_has_seen_the_lease_unchanged_for_its_duration(clock: Clock) -> None:
     async def play() -> None:
         one, other = two(Server())
-        await turn(one)
-        await turn(other)
+        await one.turn()
+        await other.turn()
         assert (one.is_held, other.is_held) == (True, False)
         clock.now_s += 14.9
-        await turn(one)
+        await one.turn()
         clock.now_s += 14.9
-        await turn(other)
+        await other.turn()
         assert (one.is_held, other.is_held) == (True, False)
         clock.now_s += 15.1
-        await turn(other)
+        await other.turn()
         assert (one.is_held, other.is_held) == (False, True)
 
     asyncio.run(play())
@@ -93,22 +85,22 @@ def test_one_that_cannot_renew_stops_before_the_other_may_begin(clock: Clock) ->
     async def play() -> None:
         server = Server()
         one, other = two(server)
-        await turn(one)
-        await turn(other)
+        await one.turn()
+        await other.turn()
         server.away = True
         for _ in range(30):
             clock.now_s += 0.5
-            await turn(one)
+            await one.turn()
         assert not one.is_held
         with pytest.raises(LostLeaseError):
             one.check()
         server.away = False
-        await turn(other)
+        await other.turn()
         assert not other.is_held
         clock.now_s += 0.1
-        await turn(other)
+        await other.turn()
         assert other.is_held
-        await turn(one)
+        await one.turn()
         assert not one.is_held
 
     asyncio.run(play())
@@ -118,11 +110,11 @@ def test_one_that_ends_in_order_hands_it_over(clock: Clock) -> None:
     async def play() -> None:
         server = Server()
         one, other = two(server)
-        await turn(one)
-        await turn(other)
+        await one.turn()
+        await other.turn()
         await one.release()
         assert not one.is_held
-        await turn(other)
+        await other.turn()
         assert other.is_held
         assert server.body is not None
         assert server.body["spec"]["leaseTransitions"] == 1
@@ -135,7 +127,7 @@ def test_one_that_ends_in_order_hands_it_over(clock: Clock) -> None:
 def test_of_two_that_begin_at_once_one_gets_it(clock: Clock) -> None:
     async def play() -> None:
         one, other = two(Server())
-        await asyncio.gather(turn(one), turn(other))
+        await asyncio.gather(one.turn(), other.turn())
         assert [one.is_held, other.is_held].count(True) == 1
 
     asyncio.run(play())
