@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-# What an allocator and Python's caches keep of what was freed, and rooms that are remembered for two leases: a worker
-# that moved a hundred rooms was seen to grow by 2 to 4 MiB, and one buffer of staging that is lost is at least as much.
-GROWTH_BYTES_MAX = 12 << 20
+# What an allocator and Python's caches keep of what was freed, and rooms that are remembered for two leases: scenes of a
+# dozen rooms were seen to make a worker grow by 1 MiB at most, and what is lost in each of them would add up.
+GROWTH_BYTES_MAX = 4 << 20
 
 
 @dataclass(frozen=True)
