@@ -44,6 +44,8 @@ class Applier:
         self._api = api
         self._world = world
         self._guard = guard
+        # Deployments of which something was written since their look began.
+        self.written: set[Key] = set()
         # Keys whose Secret or status is not written yet: repeated as they are, or each try would leave a Secret behind.
         self._unwritten: dict[tuple[str, int], keys.Keys] = {}
 
@@ -108,6 +110,7 @@ class Applier:
             await self._say(observed, "Warning", "FieldConflict", f"{kind.name} {child.name}: taken back: {error}")
             self._guard()
             found = await self._api.apply(kind, body, force=True)
+        self.written.add(observed.key)
         _log.info("%s/%s: applied %s %s", *observed.key, kind.name, child.name)
         self._world.take_child(kind, found)
         if before is not None and before["metadata"]["resourceVersion"] == found["metadata"]["resourceVersion"]:
@@ -184,6 +187,7 @@ class Applier:
             if error.status == 404 or (isinstance(error, ConflictError) and "uid" in str(error).lower()):  # noqa: PLR2004
                 raise GoneError(f"{key.namespace}/{key.name}") from error
             raise
+        self.written.add(key)
         return found
 
 

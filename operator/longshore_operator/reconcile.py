@@ -57,6 +57,7 @@ class Reconciler:
             await self._mutex.held()
             started_s = time.monotonic()
             failed = False
+            self._applier.written.discard(key)
             try:
                 await self.reconcile(key)
             except (GoneError, LostLeaseError) as error:
@@ -71,7 +72,7 @@ class Reconciler:
                 self._metrics.failed("internal")
                 _log.exception("%s/%s: a mistake of the operator", *key)
             again_s = REFUSED_AGAIN_S if key in self._refusals else None
-            self._queue.done(key, failed=failed, again_s=again_s)
+            self._queue.done(key, failed=failed, progress=key in self._applier.written, again_s=again_s)
             self._metrics.reconciled(time.monotonic() - started_s)
 
     async def reconcile(self, key: Key) -> None:
@@ -80,6 +81,7 @@ class Reconciler:
         if observed is None:
             self._refusals.pop(key, None)
             self._probed_s.pop(key, None)
+            self._applier.written.discard(key)
             return
         missing = await self._keys_are_missing(observed)
         if missing:

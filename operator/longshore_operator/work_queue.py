@@ -50,13 +50,16 @@ class WorkQueue:
         self._working[key] = False
         return key
 
-    def done(self, key: Key, *, failed: bool = False, again_s: float | None = None) -> None:
+    def done(self, key: Key, *, failed: bool = False, progress: bool = False, again_s: float | None = None) -> None:
         """Let go of a key. A failed one comes back after a rest that grows from fault to fault.
 
         Args:
+            progress: it failed and yet did something: what it met next is a fault of its own.
             again_s: also look again after this.
         """
         urgent = self._working.pop(key)
+        if progress:
+            self._faults.pop(key, None)
         if failed:
             count = self._faults[key] = self._faults.get(key, 0) + 1
             self._again.add(key)

@@ -87,3 +87,14 @@ def test_a_look_can_be_asked_for_later() -> None:
         assert await queue.take() == A
 
     run(play)
+
+
+def test_a_fault_after_progress_counts_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work_queue, "BACKOFFS_S", (0.01, 3600.0))
+
+    async def play(queue: WorkQueue) -> None:
+        queue.add([A])
+        for _ in range(5):
+            queue.done(await queue.take(), failed=True, progress=True)
+
+    run(play)
