@@ -5,6 +5,7 @@ Used by the worker's control thread only. Turns the cores' effects into jobs and
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from longshore_agent.control.engine_link import close_all
@@ -81,6 +82,7 @@ class Mover:
         self._unmapped: dict[tuple[PeerId, int], list[WriteJob]] = {}
         self.results = Results()
         self.unsettled = False
+        self.counters: Counter[str] = Counter()
         self._spans = spans
         self._allowed = frozenset(wire.value for wire in settings.wires)
         layout = config.layout
@@ -181,7 +183,7 @@ class Mover:
             try:
                 message = PEER.decode(data)
             except CodecError as error:
-                self.metrics.add("longshore_refused_messages_total", 1, reason=error.reason.name.lower())
+                self.counters[f"refused.{error.reason.name}"] += 1
                 continue
             if peer is not None:
                 found.append((peer, message))

@@ -72,7 +72,10 @@ def _count(worker: Worker) -> None:
     count_peers(metrics, list(worker.sessions.values()))
     if worker.target is not None:
         count_ring(metrics, worker.target.granter)
-    count_refused(metrics, worker.net.counters)
+    counters = worker.net.counters + worker.mover.counters
+    for session in worker.sessions.values():
+        counters += session.counters
+    count_refused(metrics, counters)
     metrics.advance("longshore_authentication_failures_total", worker.net.refused_count)
 
 

@@ -310,7 +310,8 @@ WRONGS: tuple[Wrong, ...] = (
         "wrong layout of a peer",
         refused(Reason.LAYOUT_MISMATCH),
         NOTHING,
-        why_not="the peer is answered; rooms that it claims fail there and are counted there",
+        _REFUSED,
+        {**_WORKER, "reason": "layout_mismatch"},
     ),
     Wrong(
         "unknown version of an engine",

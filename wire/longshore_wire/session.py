@@ -235,7 +235,13 @@ class Session:
             self.ended.popitem(last=False)
 
     def _check_attach(self, attach: Attach) -> tuple[Reason, str] | None:
-        """Return why this peer cannot be, or None."""
+        """Return why this peer cannot be, and count it; or None."""
+        wrong = self._fault_of(attach)
+        if wrong is not None:
+            self.counters[f"refused.{wrong[0].name}"] += 1
+        return wrong
+
+    def _fault_of(self, attach: Attach) -> tuple[Reason, str] | None:
         config = self.config
         if attach.version != PROTOCOL_VERSION:
             return Reason.UNKNOWN_VERSION, f"peer speaks protocol {attach.version}, this side {PROTOCOL_VERSION}"
