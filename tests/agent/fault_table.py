@@ -167,6 +167,7 @@ SCENES: tuple[Scene, ...] = (
         "SIGSTOP to the prefill engine for longer than the lease (here 2 s), then SIGCONT: it hears then.",
         15,
         _rows(Reason.LEASE_EXPIRED, PREFILL, offered=(failed(Reason.LEASE_EXPIRED), failed(Reason.LEASE_EXPIRED))),
+        _EVERYWHERE,
     ),
     Scene(
         "engine stopped",
@@ -174,6 +175,7 @@ SCENES: tuple[Scene, ...] = (
         "SIGSTOP to the decode engine for longer than the lease (here 2 s), then SIGCONT: it hears then.",
         15,
         _rows(Reason.LEASE_EXPIRED, DECODE, offered=_BOTH_DONE),
+        _EVERYWHERE,
     ),
     Scene(
         "worker killed",
@@ -201,13 +203,16 @@ SCENES: tuple[Scene, ...] = (
         "and says nothing, as behind a broken network.",
         20,
         _rows(Reason.PEER_LOST, PREFILL, offered=_BOTH_DONE),
+        _EVERYWHERE,
     ),
     Scene(
         "peer silent",
         DECODE,
-        "The same to the decode engine's worker.",
+        "The same to the decode engine's worker. Not shown over NIXL: rooms end there as they do here, but both workers keep "
+        "the two sockets of the connection that was given up until one of them ends.",
         20,
         _rows(Reason.PEER_LOST, DECODE, offered=_BOTH_DONE),
+        (LOOPBACK, MOONCAKE),
     ),
     Scene(
         "agent killed and back",

@@ -13,21 +13,22 @@ from agent_fleet import World
 from fault_engine import Actor
 from fault_judge import carries
 from fault_scene import SETTINGS, Place
-from fault_strike import cancel, kill_agent, kill_engine, kill_worker, play
+from fault_strike import cancel, kill_agent, kill_engine, kill_worker, play, stop_engine, stop_worker
 from fault_table import MOONCAKE, NIXL, scenes
 
 from longshore_wire.engine_messages import Half
 
 TRANSPORTS = (NIXL, MOONCAKE)
+SHORT_LEASE_S = "2"
 
 
-@pytest.fixture(scope="module")
-def places(tmp_path_factory) -> Iterator[dict[str, Place]]:
+def make_places(tmp_path_factory, **settings: str) -> Iterator[dict[str, Place]]:
     """Two agents with two engines for each transport; all start at once."""
     with ExitStack() as stack:
         worlds = {}
         for backend in TRANSPORTS:
-            world = worlds[backend] = World(tmp_path_factory.mktemp(backend), **SETTINGS, LONGSHORE_BACKEND=backend)
+            directory = tmp_path_factory.mktemp(backend)
+            world = worlds[backend] = World(directory, **SETTINGS, **settings, LONGSHORE_BACKEND=backend)
             stack.callback(world.close)
         starting = {}
         for backend, world in worlds.items():
@@ -46,9 +47,24 @@ def places(tmp_path_factory) -> Iterator[dict[str, Place]]:
         yield found
 
 
+@pytest.fixture(scope="module")
+def places(tmp_path_factory) -> Iterator[dict[str, Place]]:
+    yield from make_places(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def leased_places(tmp_path_factory) -> Iterator[dict[str, Place]]:
+    yield from make_places(tmp_path_factory, LONGSHORE_LEASE_S=SHORT_LEASE_S)
+
+
 @pytest.fixture
 def place(places, judge) -> Place:
     return places[judge.transport]
+
+
+@pytest.fixture
+def leased(leased_places, judge) -> Place:
+    return leased_places[judge.transport]
 
 
 @carries(*scenes("engine killed"), over=TRANSPORTS)
@@ -69,3 +85,13 @@ def test_an_agent_that_was_killed_and_is_back_goes_on_with_what_was_not_begun_an
 @carries(*scenes("cancelled"), over=TRANSPORTS)
 def test_a_cancelled_room_ends_on_both_sides_whatever_its_stage(place, judge):
     play(place, judge, cancel)
+
+
+@carries(*scenes("peer silent"), over=TRANSPORTS)
+def test_what_was_open_with_a_worker_that_says_nothing_ends_on_both_sides(place, judge):
+    play(place, judge, stop_worker)
+
+
+@carries(*scenes("engine stopped"), over=TRANSPORTS)
+def test_what_a_stopped_engine_had_open_ends_by_its_lease_on_both_sides(leased, judge):
+    play(leased, judge, stop_engine, dooms=True)
