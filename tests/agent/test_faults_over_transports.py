@@ -87,8 +87,13 @@ def test_a_cancelled_room_ends_on_both_sides_whatever_its_stage(place, judge):
     play(place, judge, cancel)
 
 
-@carries(*scenes("peer silent"), over=TRANSPORTS)
-def test_what_was_open_with_a_worker_that_says_nothing_ends_on_both_sides(place, judge):
+@carries(scenes("peer silent")[0], over=TRANSPORTS)
+def test_what_was_open_with_a_prefill_worker_that_says_nothing_ends_on_both_sides(place, judge):
+    play(place, judge, stop_worker)
+
+
+@carries(scenes("peer silent")[1], over=(MOONCAKE,))
+def test_what_was_open_with_a_decode_worker_that_says_nothing_ends_on_both_sides(place, judge):
     play(place, judge, stop_worker)
 
 
