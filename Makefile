@@ -36,7 +36,7 @@ test: install ## run all tests
 
 e2e: install ## run the tests against a real Kubernetes control plane, which is built once (needs Go or fetches it)
 	.ci/install-go $(VENV)
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest e2e
+	export PATH="$(CURDIR)/$(BIN):$$PATH"; PYTHONPATH=e2e $(BIN)/python -m controlplane build && $(BIN)/python -m pytest e2e
 
 check: install ## format, lint, types, import walls and the quick tests: what a commit needs
 	$(BIN)/ruff format --check .
