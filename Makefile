@@ -39,7 +39,7 @@ layouts: install ## every pair of layouts over every transport, of which `make t
 
 e2e: install ## run the tests against a real Kubernetes control plane, which is built once (needs Go or fetches it)
 	.ci/install-go $(VENV)
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest e2e
+	export PATH="$(CURDIR)/$(BIN):$$PATH"; PYTHONPATH=e2e $(BIN)/python -m controlplane build && $(BIN)/python -m pytest e2e
 
 check: install ## format, lint, types, import walls and the quick tests: what a commit needs
 	$(BIN)/ruff format --check .

@@ -9,7 +9,7 @@ import pytest
 from controlplane.cluster import ControlPlane
 from controlplane.nodes import add_nodes, remove_node
 from controlplane.waiting import until
-from deployments import Deployments
+from deployments import Deployments, to_text
 from operator_process import OperatorProcess
 
 pytestmark = pytest.mark.usefixtures("operator", "nodes")
@@ -168,3 +168,61 @@ def test_a_node_that_comes_gets_an_agent_and_one_that_goes_is_not_missed(
         remove_node(plane, f"{deployments.namespace}-{number}")
     deployments.wait_reason("AgentsReady", "NoNodes")
     assert deployments.condition("Ready")["status"] == "False"
+
+
+def test_a_node_that_changes_its_role_is_counted_with_the_other_one(
+    plane: ControlPlane, deployments: Deployments
+) -> None:
+    roles = {role: {"longshore.dev/role": f"{deployments.namespace}-{role}"} for role in ("prefill", "decode")}
+    names = [f"{deployments.namespace}-{number}" for number in range(2)]
+    add_nodes(plane, dict.fromkeys(names, roles["prefill"]))
+    prefill = {"tensorParallel": 4, "pageSize": 64, "nodeSelector": roles["prefill"]}
+    decode = {"tensorParallel": 1, "pageSize": 64, "nodeSelector": roles["decode"]}
+    deployments.apply(prefill=prefill, decode=decode)
+    deployments.wait_reason("Ready", "Ready")
+    before = {pod["metadata"]["uid"] for pod in deployments.pods()}
+    plane.kubectl("label", "node", names[0], "--overwrite", f"longshore.dev/role={deployments.namespace}-decode")
+
+    def summaries() -> bool:
+        status = deployments.get("dgdep", "llama")["status"]
+        return (status["prefill"]["summary"], status["decode"]["summary"]) == ("1/1 TP4", "1/1 TP1")
+
+    until(summaries, "one agent of each role")
+    assert {pod["metadata"]["uid"] for pod in deployments.pods()} == before
+    for name in names:
+        remove_node(plane, name)
+
+
+MONITORS = {
+    "apiVersion": "apiextensions.k8s.io/v1",
+    "kind": "CustomResourceDefinition",
+    "metadata": {"name": "podmonitors.monitoring.coreos.com"},
+    "spec": {
+        "group": "monitoring.coreos.com",
+        "names": {"kind": "PodMonitor", "plural": "podmonitors"},
+        "scope": "Namespaced",
+        "versions": [
+            {
+                "name": "v1",
+                "served": True,
+                "storage": True,
+                "schema": {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}},
+            }
+        ],
+    },
+}
+
+
+def test_a_pod_monitor_is_made_where_its_kind_is_and_its_absence_is_told(
+    plane: ControlPlane, deployments: Deployments
+) -> None:
+    deployments.apply(agents={"podMonitor": True})
+    found = deployments.wait_reason("AgentsReady", "ChildRefused")
+    assert "PodMonitor llama-agent" in found["message"]
+    assert len(deployments.pods()) == 3
+    plane.kubectl("create", "-f", "-", stdin=to_text(MONITORS))
+    deployments.wait_reason("Ready", "Ready", limit_s=120)
+    assert deployments.get("podmonitor", "llama-agent")["spec"]["podMetricsEndpoints"][0]["port"] == "http"
+    deployments.apply()
+    until(lambda: deployments.list("podmonitors") == [], "no PodMonitor")
+    plane.kubectl("delete", "crd", "podmonitors.monitoring.coreos.com")

@@ -86,6 +86,16 @@ class Applier:
             return False
         return True
 
+    async def look_for_monitor(self, observed: Observed) -> None:
+        """Read the PodMonitor, which is not watched because not every cluster knows its kind."""
+        try:
+            name = names.agent(observed.key.name)
+            self._world.take_child(
+                kinds.POD_MONITOR, await self._api.get(kinds.POD_MONITOR, observed.key.namespace, name)
+            )
+        except NotFoundError:
+            return
+
     async def apply_children(self, observed: Observed, children: tuple[tuple[Kind, Body], ...]) -> Refusal | None:
         """Apply children in order; return the first that the API server refuses, after which nothing more is applied."""
         for kind, body in children:

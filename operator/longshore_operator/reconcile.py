@@ -49,6 +49,8 @@ class Reconciler:
         )
         self._refusals: dict[Key, Refusal] = {}
         self._probed_s: dict[Key, float] = {}
+        # Deployments that were looked at since this process began, by uid.
+        self._known: dict[Key, str] = {}
 
     async def work(self) -> None:
         """Look at deployments as they come, while this replica is the active one."""
@@ -81,11 +83,14 @@ class Reconciler:
         if observed is None:
             self._refusals.pop(key, None)
             self._probed_s.pop(key, None)
+            self._known.pop(key, None)
             self._applier.written.discard(key)
             return
+        if self._known.get(key) != observed.uid:
+            await self._applier.look_for_monitor(observed)
+            self._known[key] = observed.uid
         missing = await self._keys_are_missing(observed)
-        if missing:
-            observed = self._observe(key, keys_missing=True) or observed
+        observed = self._observe(key, keys_missing=missing) or observed
         decision = decide(observed, self._images)
         if decision.keys is not None:
             await self._applier.make_keys(observed, decision.keys)

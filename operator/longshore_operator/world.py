@@ -33,7 +33,12 @@ class ChildKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AgentPod:
-    """What is kept of an agent's pod. `trouble` says why it is not ready, if the kubelet or scheduler said so."""
+    """What is kept of an agent's pod.
+
+    Attributes:
+        trouble: why it is not ready, if the kubelet or scheduler said so.
+        starting: it is not ready because its containers are on their first way up, and nothing went wrong yet.
+    """
 
     key: Key
     uid: str
@@ -44,6 +49,7 @@ class AgentPod:
     ready: bool
     config: str
     trouble: str = ""
+    starting: bool = False
     ending: bool = False
 
 
@@ -211,6 +217,7 @@ def read_pod(body: Body) -> AgentPod | None:
         ready=ready and not metadata.get("deletionTimestamp"),
         config=(metadata.get("annotations") or {}).get(names.CONFIG_ANNOTATION, ""),
         trouble="" if ready else _trouble(status),
+        starting=not ready and not _trouble(status) and _is_starting(status),
         ending=bool(metadata.get("deletionTimestamp")),
     )
 
@@ -233,6 +240,16 @@ def _http_port(body: Body) -> int:
         for port in container.get("ports") or ()
     )
     return next((int(port["containerPort"]) for port in ports if port.get("name") == "http"), 0)
+
+
+def _is_starting(status: Body) -> bool:
+    """Whether a container is on its first way up: not begun, or not past its startup probe, and never restarted."""
+    states = status.get("containerStatuses") or ()
+    if any(state.get("restartCount") for state in states):
+        return False
+    return not states or any(
+        "running" not in (state.get("state") or {}) or state.get("started") is False for state in states
+    )
 
 
 def _trouble(status: Body) -> str:

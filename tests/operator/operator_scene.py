@@ -106,12 +106,14 @@ class Scene:
         key: Key = KEY,
         ready: bool = True,
         trouble: str = "",
+        starting: bool = False,
         said: AgentReport | None = None,
         age_s: float = 1.0,
         asked: bool = True,
     ) -> None:
         """Have an agent run on a node. Without `said` it was asked `age_s` ago in vain, or (not `asked`) not yet."""
-        waiting = [{"state": {"waiting": {"reason": trouble}}}] if trouble else []
+        state = {"waiting": {"reason": trouble}} if trouble else {"running": {}}
+        containers = [{"state": state, "started": not starting, "restartCount": 0}]
         name = f"{key.name}-{node}"
         self.put(
             kinds.POD,
@@ -121,7 +123,7 @@ class Scene:
                 "status": {
                     "podIP": "10.0.0.1",
                     "conditions": [{"type": "Ready", "status": str(ready)}],
-                    "containerStatuses": waiting,
+                    "containerStatuses": containers,
                 },
             },
         )

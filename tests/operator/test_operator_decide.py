@@ -69,7 +69,7 @@ SCENES = {
     ("Compatible", "PlanMade"): settled(),
     ("Compatible", "InvalidSpec"): incompatible(),
     ("AgentsReady", "AllAgentsReady"): settled(),
-    ("AgentsReady", "AgentsUpdating"): counted(2, 1, 1),
+    ("AgentsReady", "AgentsUpdating"): counted(2, 1, 1, starting=True),
     ("AgentsReady", "AgentsNotReady"): counted(2, 1, 2),
     ("AgentsReady", "NoNodes"): counted(0, 0, 0),
     ("AgentsReady", "SpecNotApplied"): incompatible(),
@@ -94,7 +94,7 @@ SCENES = {
     ("TransportVerified", "AgentSilent"): some_silent(),
     ("NodesShared", "NodesShared"): shared(),
     ("NodesShared", "NodesOwn"): two(),
-    ("Progressing", "RollingOut"): counted(2, 1, 1),
+    ("Progressing", "RollingOut"): counted(2, 0, 2, starting=True),
     ("Progressing", "Settled"): settled(),
     ("Progressing", "Blocked"): counted(2, 1, 2, trouble="ImagePullBackOff"),
 }

@@ -54,6 +54,12 @@ def test_importing_a_worker_loads_no_tensor_library() -> None:
     assert not loaded & {"torch", "triton"}
 
 
+def test_importing_the_operator_loads_no_tensor_library_and_no_transport() -> None:
+    loaded = foreign_packages_loaded_by("longshore_operator.main")
+    assert {"kopf", "kubernetes", "longshore_operator"} <= loaded
+    assert not loaded & {"torch", "triton", "numpy", "nixl", "mooncake", "zmq"}
+
+
 def test_the_standard_librarys_operator_is_found_from_the_trees_root() -> None:
     code = "import operator; print(operator.itemgetter(1)('ab'), operator.__file__)"
     for environment in ({}, {"PYTHONPATH": str(ROOT)}):

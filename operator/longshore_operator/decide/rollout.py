@@ -83,27 +83,22 @@ def judge_agents(observed: Observed, rollout: Rollout, selectors: str, *, can_wo
         return verdict(_READY, "AgentsUpdating", f"agents of generation {observed.generation} are being started")
     if counts.desired == 0:
         return verdict(_READY, "NoNodes", f"no node is picked by {selectors}")
-    if counts.updated < counts.desired and _healthy(observed, counts):
-        text = f"{counts.updated} of {counts.desired} agents run generation {observed.generation}"
-        return verdict(_READY, "AgentsUpdating", text)
     if counts.ready < counts.desired or counts.updated < counts.desired:
-        text = f"{counts.ready} of {counts.desired} agents are ready, {counts.updated} are current: {_why(observed)}"
-        return verdict(_READY, "AgentsNotReady", text)
+        text = f"{counts.ready} of {counts.desired} agents are ready, {counts.updated} run generation {observed.generation}"
+        unwell = _unwell(observed)
+        if unwell:
+            return verdict(_READY, "AgentsNotReady", f"{text}: {some(unwell)}")
+        return verdict(_READY, "AgentsUpdating", text)
     return verdict(_READY, "AllAgentsReady", f"{counts.desired} agents are ready")
 
 
-def _healthy(observed: Observed, counts: Counts) -> bool:
-    """Whether a rollout goes on by itself: at most the one that is being replaced is not ready, and for no known cause."""
-    return counts.desired - counts.ready <= 1 and not any(agent.pod.trouble for agent in observed.agents)
-
-
-def _why(observed: Observed) -> str:
-    faults = [
+def _unwell(observed: Observed) -> list[str]:
+    """Return the agents that are not ready for another reason than that they are starting or ending."""
+    return [
         f"{agent.pod.node or agent.pod.name} ({agent.pod.trouble or 'not ready'})"
         for agent in observed.agents
-        if not agent.pod.ready and not agent.pod.ending
+        if not (agent.pod.ready or agent.pod.starting or agent.pod.ending)
     ]
-    return some(faults) or "pods are being made"
 
 
 def judge_progress(rollout: Rollout, compatible: Verdict, agents: Verdict) -> Verdict:
