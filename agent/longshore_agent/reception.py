@@ -14,6 +14,7 @@ from longshore_wire.errors import CodecError, LayoutError, LongshoreError, Reaso
 from longshore_wire.layout import KVLayout, PageOrder
 
 # Names become parts of metrics, routes and transport names.
+_GPU = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _INSTANCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -51,9 +52,10 @@ class Reception:
             )
         if not hello.roles:
             raise LongshoreError("roles is empty: give SOURCE, TARGET or both", reason=Reason.UNSUPPORTED)
-        if hello.device != "cpu":
+        if hello.device != "cpu" and not _GPU.fullmatch(hello.device):
             raise LongshoreError(
-                f"device is {hello.device!r}: this release serves CPU memory only", reason=Reason.UNSUPPORTED
+                f"device is {hello.device[:120]!r}: give 'cpu', or a GPU's UUID as nvidia-smi writes it",
+                reason=Reason.UNSUPPORTED,
             )
         hello.layout.check()
         if self._config is not None:

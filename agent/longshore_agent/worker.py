@@ -116,7 +116,7 @@ class Worker:
         if target is not None:
             self.sessions[Half.TARGET] = target
         self.mover = Mover(config, settings, self.metrics, self.spans, self._ask_pool)
-        self.desk = Desk(config.layout, self.mover.transport, source, target)
+        self.desk = Desk(config.layout, self.mover.transport, source, target, device=self.mover.device)
         self._describe()
         keys = read_keys(Path(settings.keys_directory)) if settings.keys_directory else None
         route = f"{config.instance}/{config.layout.parallel.dp_rank}/{config.layout.rank}/{config.epoch}"
