@@ -123,6 +123,9 @@ class Deliverer:
             if time.monotonic_ns() > deadline_ns:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _PAUSE_MAX_S)
+            else:
+                # Other lanes gather meanwhile: without this, one that waits for a GPU keeps them from Python's lock.
+                time.sleep(0)
         settled = self._transport.release(write)
         if state is WriteState.FAILED:
             error = write.error or "the write failed and the transport does not say why"

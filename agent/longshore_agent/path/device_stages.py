@@ -6,6 +6,7 @@ the first is made: a worker on a CPU makes none.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from longshore_agent.path.jobs import ScatterJob, WriteJob, trailer_of
 from longshore_wire.slabs import region_bytes
 
 if TYPE_CHECKING:
-    from longshore_agent.kernels.device_copier import DeviceCopier
+    from longshore_agent.kernels.device_copier import DeviceCopier, DeviceTables
     from longshore_agent.memory.cuda import Device
 
 
@@ -24,6 +25,8 @@ class DeviceStages:
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self._tables: DeviceTables | None = None
+        self._lock = threading.Lock()
 
     def gather(self, buffer: StagingPieces) -> Callable[[WriteJob], int]:
         """Return the gather of a lane; see `gather.gather_slab`."""
@@ -64,7 +67,9 @@ class DeviceStages:
         return run
 
     def _copier(self, buffer: StagingPieces) -> DeviceCopier:
-        from longshore_agent.kernels.device_copier import DeviceCopier
+        from longshore_agent.kernels.device_copier import DeviceCopier, DeviceTables
 
         assert isinstance(buffer, DeviceStagingBuffer)
-        return DeviceCopier(self._device, buffer)
+        with self._lock:
+            self._tables = self._tables or DeviceTables(self._device)
+        return DeviceCopier(self._device, buffer, self._tables)
