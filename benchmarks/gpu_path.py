@@ -2,8 +2,9 @@
 
     python benchmarks/gpu_path.py --json FILE
 
-A model of 80 layers and 8 KV heads of 128 in 2 bytes, pages of 64 tokens: TP2 on the first GPU to TP1 on the last, each
-engine rank and each agent real processes, staged by NIXL with the default buffers. A time is from the first `send` to DONE
+A model of 80 layers and 8 KV heads of 128 in 2 bytes, pages of 64 tokens: all prefill ranks on the first GPU, TP1 on the
+last, each engine rank and each agent real processes, staged by NIXL. With TP2 two workers share the first GPU, which
+then serves them by turns; with TP1 each worker has a GPU, as in a deployment, and only the way is that of unequal ranks. A time is from the first `send` to DONE
 at the target, the claim having been made before. Every byte of the target's pool is compared after the last repetition of
 each size; a wrong one ends the run. `one descriptor` and `slices` are NIXL alone, as a worker uses it, the slices those of
 one of the two ranks; `plain copy` is torch's between the two GPUs.
@@ -14,6 +15,7 @@ Needs no network and, beside the package, torch, Triton and NIXL; one GPU will d
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import select
@@ -38,7 +40,6 @@ from longshore_agent.transports.base import PreparingTransport, WriteState
 SHAPE = {"layers": 80, "kv_heads": 8, "page_size": 64}
 TOKEN_BYTES = 80 * 2 * 8 * 256
 SLICE_BYTES, SLICES_BATCH = 4 * 256, 1000
-SOURCE_TP = 2
 WARM_UPS = 2
 
 
@@ -84,13 +85,16 @@ def stage_seconds(agent: GPUAgent) -> dict[str, tuple[float, float]]:
     return {stage: (total, count) for stage, (total, count) in sums.items()}
 
 
-def run_agents(sizes: list[int], repetitions: int, target_device: int) -> list[dict[str, Any]]:
+def run_agents(
+    sizes: list[int], repetitions: int, target_device: int, source_tp: int, lanes: tuple[str, str]
+) -> list[dict[str, Any]]:
     """Move rooms of each size; return a row for each."""
     page_count = -(-max(sizes) // 64)
     rows = []
+    settings = {"LONGSHORE_LANE_COUNT": lanes[0], "LONGSHORE_LANE_BYTES": lanes[1], "LONGSHORE_STAGING": "Always"}
     with ExitStack() as stack:
-        near, far = (stack.enter_context(GPUAgent(LONGSHORE_RING_BYTES="4Gi")) for _ in range(2))
-        prefill = start(stack, near, "SOURCE", SOURCE_TP, 0, page_count)
+        near, far = (stack.enter_context(GPUAgent(**settings)) for _ in range(2))
+        prefill = start(stack, near, "SOURCE", source_tp, 0, page_count)
         decode = start(stack, far, "TARGET", 1, target_device, page_count)[0]
         endpoint = prefill[0].ask("endpoint")
         room = 0
@@ -124,11 +128,21 @@ def run_agents(sizes: list[int], repetitions: int, target_device: int) -> list[d
                         stages[stage] = {"mean_us": (total - was[0]) / (count - was[1]) * 1e6, "count": count - was[1]}
             length, median_s = tokens * TOKEN_BYTES, statistics.median(samples[WARM_UPS:])
             print(
-                f"staged TP2->TP1 {tokens:6} tokens {length / 1e6:8.1f} MB {median_s * 1e3:8.2f} ms "
+                f"staged TP{source_tp}->TP1 {'x'.join(lanes):>8} {tokens:6} tokens {length / 1e6:8.1f} MB {median_s * 1e3:8.2f} ms "
                 f"{length / median_s / 1e9:7.2f} GB/s  {json.dumps(stages)}",
                 flush=True,
             )
-            rows.append({"tokens": tokens, "bytes": length, "seconds": samples, "stages": stages, "wires": wires(near)})
+            rows.append(
+                {
+                    "source_tp": source_tp,
+                    "lanes": lanes,
+                    "tokens": tokens,
+                    "bytes": length,
+                    "seconds": samples,
+                    "stages": stages,
+                    "wires": wires(near),
+                }
+            )
         print(f"wires: {wires(near)}, {wires(far)}", flush=True)
     return rows
 
@@ -264,7 +278,11 @@ def main() -> None:
         "torch": torch.__version__,
         "plain_copy_seconds": run_copy([options.bare_bytes, *(size * TOKEN_BYTES for size in sizes)], target),
         "bare": {"bytes": options.bare_bytes, "seconds": run_bare(options.bare_bytes, target)},
-        "staged": run_agents(sizes, options.repetitions, target),
+        "staged": [
+            row
+            for source_tp, lanes in itertools.product((1, 2), (("4", "64Mi"), ("2", "256Mi")))
+            for row in run_agents(sizes, options.repetitions, target, source_tp, lanes)
+        ],
     }
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
