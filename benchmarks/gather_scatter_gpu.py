@@ -1,12 +1,12 @@
 """How close do gather and scatter on a GPU come to a plain device copy of as many bytes?
 
     python benchmarks/gather_scatter_gpu.py --json FILE           the table
-    python benchmarks/gather_scatter_gpu.py --sweep --json FILE   first try block shapes, warps and cache hints; then the table
+    python benchmarks/gather_scatter_gpu.py --sweep --json FILE   first try shapes of tiles, warps and few programs; then the table
 
-80 layers, 8 KV heads of 128, 2 bytes an element, pages of 64 tokens in random order; a slab is the two heads that one
-rank of TP4 has. Medians of interleaved repetitions on one stream, by CUDA events. Before each repetition a gigabyte is
-overwritten: the caches are cold, and the host has queued everything before the device begins. `kernel` is the
-launch alone, `call` has the upload of page ids before it, `host` is the call's time on an idle device. Every size is
+Models of 80 layers and 8 KV heads ("70B") and of 94 layers and 4 ("235B"), heads of 128 in 2 bytes, pages of 64 tokens in
+random order. A slab is what one pair of ranks moves; the source gathers it, the target scatters it. Medians of
+interleaved repetitions on one stream, by CUDA events. Before each repetition a gigabyte is overwritten: the caches are
+cold, and the host has queued everything before the device begins. `host` is a call's time on an idle device. Every size is
 checked against indexing in the same run, before and after it is measured; a wrong byte ends the run.
 
 Needs no network and, beside the package, torch and Triton. `--device cpu` with TRITON_INTERPRET=1 tries the script
@@ -24,7 +24,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -36,17 +36,15 @@ from longshore_agent.kernels.copy_stream import CopyStream
 from longshore_agent.kernels.device_grid import Tuning
 from longshore_agent.kernels.device_pages import DevicePages
 from longshore_agent.kernels.gather import device_launch as gather_launch
+from longshore_agent.kernels.held_pages import HeldPages
 from longshore_agent.kernels.scatter import device_launch as scatter_launch
-from longshore_agent.kernels.slab import Pages
 from longshore_agent.memory.ipc import create_memfd
 from longshore_agent.memory.pools import KVPool
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry
 from longshore_wire.trailer import Trailer, slab_bytes
 
-HEAD_DIM, ELEMENT_BYTES, PAGE_SIZE, SLICE_HEADS = 128, 2, 64, 2
+HEAD_DIM, ELEMENT_BYTES, PAGE_SIZE = 128, 2, 64
 OPERATIONS = ("gather", "scatter")
-# Best shapes of a sweep that are tried with every hint.
-HINTED_SHAPES = 3
 FLUSH_BYTES = 1 << 30
 
 Mark = torch.cuda.Event | float
@@ -55,31 +53,30 @@ Moment = Callable[[], Mark]
 
 @dataclass(frozen=True)
 class Case:
-    """Pages of one engine rank: their order, how many heads it has, and the first of those that travel."""
+    """What one pair of ranks moves: the heads of either side's pages, how many travel, and from which on at the wider."""
 
     name: str
-    order: PageOrder
-    heads: int
-    first: int
+    layers: int
+    source_heads: int
+    target_heads: int
+    slice_heads: int
+    order: PageOrder = PageOrder.NHD
 
 
 CASES = (
-    Case("NHD, 2 of 8 heads", PageOrder.NHD, 8, 2),
-    Case("HND, 2 of 8 heads", PageOrder.HND, 8, 2),
-    Case("NHD, both of 2 heads", PageOrder.NHD, 2, 0),
+    Case("70B 4->1", 80, 2, 8, 2),
+    Case("70B 1->4", 80, 8, 2, 2),
+    Case("70B 1->4 HND", 80, 8, 2, 2, PageOrder.HND),
+    Case("70B 8->1", 80, 1, 8, 1),
+    Case("70B 4->2", 80, 2, 4, 2),
+    Case("235B 4->1", 94, 1, 4, 1),
+    Case("235B 1->4", 94, 4, 1, 1),
+    Case("235B 4->2", 94, 1, 2, 1),
 )
 
 
 class TimedStream(CopyStream):
-    """A stream that marks when the page ids are there."""
-
-    uploaded: Mark = 0.0
-
-    def upload(self, pages: Pages, trailer: Trailer | None) -> torch.Tensor:
-        """Upload, then mark."""
-        table = super().upload(pages, trailer)
-        self.uploaded = self.mark()
-        return table
+    """A stream that can be marked."""
 
     def mark(self) -> Mark:
         """Return a mark in the stream's order."""
@@ -104,61 +101,63 @@ def milliseconds(begin: Mark, end: Mark) -> float:
 
 
 class Bench:
-    """One case at one size, checked and ready to be measured."""
+    """One operation of one case at one size, checked and ready to be measured."""
 
-    def __init__(self, case: Case, layers: int, megabytes: float, device: torch.device) -> None:
-        plane_token_bytes = SLICE_HEADS * HEAD_DIM * ELEMENT_BYTES
-        page_slice_bytes = 2 * layers * plane_token_bytes * PAGE_SIZE
+    def __init__(self, case: Case, operation: str, layers: int, megabytes: float, device: torch.device) -> None:
+        page_slice_bytes = 2 * layers * case.slice_heads * HEAD_DIM * ELEMENT_BYTES * PAGE_SIZE
         count = max(1, round(megabytes * 1e6 / page_slice_bytes))
-        self.case, self.tokens = case, count * PAGE_SIZE
+        self.case, self.operation, self.tokens = case, operation, count * PAGE_SIZE
         self.payload_bytes = count * page_slice_bytes
-        self.layers, self.heads = range(layers), range(case.first, case.first + SLICE_HEADS)
+        heads = case.source_heads if operation == "gather" else case.target_heads
+        self._first = heads // 2 if heads > case.slice_heads else 0
+        self.layers, self.heads = range(layers), range(self._first, self._first + case.slice_heads)
         page_count = count + count // 4 + 1
-        self._pool = open_pool(case, layers, page_count)
+        self._pool = open_pool(case.order, heads, layers, page_count)
         self.memory = random_bytes(self._pool.geometry.region_bytes[0], device)
-        self.pages = np.random.default_rng(0).permutation(page_count)[:count].astype(np.int32)
+        pages = np.random.default_rng(0).permutation(page_count)[:count].astype(np.int32)
+        self.pages = HeldPages(self._pool, pages, device)
         self.device_pages = DevicePages(self._pool, [self.memory.data_ptr()], device)
-        self.stream = TimedStream(device, count)
+        self.stream = TimedStream(device)
         self.trailer = Trailer(1, 2, 3, 4, 5, 6, 7, 8, self.payload_bytes)
         self.slab = random_bytes(slab_bytes(self.payload_bytes), device)
         self.other = torch.zeros_like(self.slab)
         # Dimensions: planes, pages, then tokens and heads in the order of a page, then bytes.
-        middle = (PAGE_SIZE, case.heads) if case.order is PageOrder.NHD else (case.heads, PAGE_SIZE)
+        middle = (PAGE_SIZE, heads) if case.order is PageOrder.NHD else (heads, PAGE_SIZE)
         self._view = (2 * layers, page_count, *middle, HEAD_DIM * ELEMENT_BYTES)
-        self._ids = torch.from_numpy(self.pages.astype(np.int64)).to(device)
+        self._ids = torch.from_numpy(pages.astype(np.int64)).to(device)
 
-    def gather(self, tuning: Tuning) -> None:
-        """Queue one gather into `other`."""
+    def run(self, tuning: Tuning) -> None:
+        """Queue one gather into `other`, or one scatter of `slab`."""
         request = (self.pages, (0, self.tokens), self.layers, self.heads)
-        gather_launch.gather_slices(self.device_pages, *request, self.other, self.trailer, self.stream, tuning)
-
-    def scatter(self, tuning: Tuning) -> None:
-        """Queue one scatter of `slab`."""
-        request = (self.pages, (0, self.tokens), self.layers, self.heads)
-        scatter_launch.scatter_slices(self.device_pages, *request, self.slab, self.stream, tuning)
+        if self.operation == "gather":
+            gather_launch.gather_slices(self.device_pages, *request, self.other, self.trailer, self.stream, tuning)
+        else:
+            scatter_launch.scatter_slices(self.device_pages, *request, self.slab, self.stream, tuning)
 
     def copy(self) -> None:
         """Queue a plain copy of as many bytes."""
         with self.stream.entered():
             self.other[: self.payload_bytes].copy_(self.slab[: self.payload_bytes], non_blocking=True)
 
-    def check(self, operation: str, tuning: Tuning) -> None:
+    def check(self, tuning: Tuning) -> None:
         """Raise AssertionError unless every byte is where indexing puts it, and no other byte has changed."""
-        if operation == "gather":
+        if self.operation == "gather":
             expected = torch.cat([self._selected().reshape(-1), self._tail()])
             self.other.fill_(0xA5)
             self.stream.settle()
-            self.gather(tuning)
+            self.run(tuning)
             self.stream.settle()
             assert torch.equal(self.other, expected), f"gather of {self.case.name} is wrong with {tuning}"
             return
         expected = self.memory.clone()
         head_axis = 3 if self.case.order is PageOrder.NHD else 2
-        expected.view(self._view).narrow(head_axis, self.case.first, SLICE_HEADS)[:, self._ids] = self._slab_pages()
+        expected.view(self._view).narrow(head_axis, self._first, len(self.heads))[:, self._ids] = self._slab_pages()
         self.stream.settle()
-        self.scatter(tuning)
+        self.run(tuning)
         self.stream.settle()
         assert torch.equal(self.memory, expected), f"scatter of {self.case.name} is wrong with {tuning}"
+        # The next check must see whether every byte is written again.
+        self.memory.bitwise_xor_(0x5A)
 
     def close(self) -> None:
         """Let the pool go."""
@@ -169,11 +168,11 @@ class Bench:
         pages = self.memory.view(self._view)[:, self._ids]
         if self.case.order is PageOrder.HND:
             pages = pages.transpose(2, 3)
-        return pages[:, :, :, self.case.first : self.case.first + SLICE_HEADS].contiguous()
+        return pages[:, :, :, self._first : self._first + len(self.heads)].contiguous()
 
     def _slab_pages(self) -> torch.Tensor:
         """The slab in the order of the pages' dimensions."""
-        shape = (self._view[0], len(self._ids), PAGE_SIZE, SLICE_HEADS, self._view[4])
+        shape = (self._view[0], len(self._ids), PAGE_SIZE, len(self.heads), self._view[4])
         slab = self.slab[: self.payload_bytes].view(shape)
         return slab.transpose(2, 3) if self.case.order is PageOrder.HND else slab
 
@@ -182,14 +181,14 @@ class Bench:
         return torch.tensor(list(bytes(gap) + self.trailer.pack()), dtype=torch.uint8, device=self.slab.device)
 
 
-def open_pool(case: Case, layers: int, page_count: int) -> KVPool:
+def open_pool(order: PageOrder, heads: int, layers: int, page_count: int) -> KVPool:
     """Return the geometry as a pool; its own memory is never touched, the device's is elsewhere."""
     row = HEAD_DIM * ELEMENT_BYTES
-    page = PAGE_SIZE * case.heads * row
-    strides = (case.heads * row, row) if case.order is PageOrder.NHD else (row, PAGE_SIZE * row)
+    page = PAGE_SIZE * heads * row
+    strides = (heads * row, row) if order is PageOrder.NHD else (row, PAGE_SIZE * row)
     planes = tuple(PlaneGeometry(0, i * page * page_count, page, *strides) for i in range(2 * layers))
     geometry = PoolGeometry(page_count, (2 * layers * page * page_count,), planes)
-    layout = KVLayout(ModelShape(layers, case.heads, HEAD_DIM, ELEMENT_BYTES), Parallel(), PAGE_SIZE, case.order)
+    layout = KVLayout(ModelShape(layers, heads, HEAD_DIM, ELEMENT_BYTES), Parallel(), PAGE_SIZE, order)
     descriptor = create_memfd("longshore-bench", geometry.region_bytes[0])
     try:
         return KVPool(layout, geometry, [descriptor])
@@ -204,12 +203,11 @@ def random_bytes(length: int, device: torch.device) -> torch.Tensor:
     return torch.randint(0, 256, (length,), dtype=torch.uint8, device=device, generator=generator)
 
 
-def measure(bench: Bench, tunings: dict[str, Tuning], repetitions: int, flush: torch.Tensor) -> dict[str, float]:
-    """Return median milliseconds of `copy`, and of `kernel` and `call` of each operation."""
+def measure(bench: Bench, tuning: Tuning, repetitions: int, flush: torch.Tensor) -> dict[str, list[float]]:
+    """Return milliseconds of every `copy` and `kernel`."""
     samples: dict[str, list[float]] = {}
     stream = bench.stream
-    jobs: list[tuple[str, Callable[[], None]]] = [("copy", bench.copy)]
-    jobs += [(name, partial(getattr(bench, name), tuning)) for name, tuning in tunings.items()]
+    jobs: list[tuple[str, Callable[[], None]]] = [("copy", bench.copy), ("kernel", partial(bench.run, tuning))]
     for _, job in jobs:
         job()  # compiles
     for _ in range(repetitions):
@@ -221,85 +219,84 @@ def measure(bench: Bench, tunings: dict[str, Tuning], repetitions: int, flush: t
             job()
             end = stream.mark()
             stream.settle()
-            if name == "copy":
-                samples.setdefault("copy", []).append(milliseconds(begin, end))
-            else:
-                samples.setdefault(f"{name} call", []).append(milliseconds(begin, end))
-                samples.setdefault(f"{name} kernel", []).append(milliseconds(stream.uploaded, end))
-    return {name: statistics.median(values) for name, values in samples.items()}
+            samples.setdefault(name, []).append(milliseconds(begin, end))
+    return samples
 
 
-def host_microseconds(bench: Bench, operation: str, tuning: Tuning, repetitions: int) -> float:
+def host_microseconds(bench: Bench, tuning: Tuning, repetitions: int) -> float:
     """Return the median time of a call while the device has nothing else to do."""
     samples = []
     for _ in range(repetitions):
         bench.stream.settle()
         begin = time.perf_counter()
-        getattr(bench, operation)(tuning)
+        bench.run(tuning)
         samples.append(time.perf_counter() - begin)
     bench.stream.settle()
     return statistics.median(samples) * 1e6
 
 
 def candidates() -> list[Tuning]:
-    """Return block shapes and warps, none with less than 16 bytes a thread."""
-    shapes = itertools.product((4096, 8192, 16384, 32768), (2, 4, 8, 16))
-    return [Tuning(tile, warps) for tile, warps in shapes if 16 <= tile // (32 * warps) <= 256]
-
-
-def hints_of(tuning: Tuning) -> list[Tuning]:
-    """Return `tuning` with every other combination of cache hints that the assembler takes."""
-    hints = itertools.product(("", ".cg"), ("", "evict_first"), ("", ".cs", ".cg"))
-    return [
-        replace(tuning, load_cache=load, load_eviction=eviction, store_cache=store)
-        for load, eviction, store in hints
-        if (load or eviction or store) and not (load and eviction)
+    """Return block shapes and warps, none with less than 16 bytes a thread; then few programs that loop."""
+    shapes = itertools.product((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16))
+    looping = itertools.product(
+        ((4096, 4), (8192, 4), (16384, 8), (32768, 16), (65536, 32)), (132, 264, 528, 1056, 2112)
+    )
+    return [Tuning(tile, warps) for tile, warps in shapes if 32 <= tile // (32 * warps) <= 128] + [
+        Tuning(*shape, programs_max=count) for shape, count in looping
     ]
 
 
-def sweep(
-    bench: Bench, operation: str, repetitions: int, flush: torch.Tensor
-) -> tuple[Tuning, list[dict[str, object]]]:
-    """Try all candidates, then all hints on the best; print the best five; return the best and every time."""
+def sweep(bench: Bench, repetitions: int, flush: torch.Tensor) -> list[dict[str, object]]:
+    """Try all candidates; print the best; return every time."""
 
     def timed(tuning: Tuning) -> tuple[float, Tuning]:
-        bench.check(operation, tuning)
-        return measure(bench, {operation: tuning}, repetitions, flush)[f"{operation} kernel"], tuning
+        bench.check(tuning)
+        times = measure(bench, tuning, repetitions, flush)
+        return statistics.median(times["kernel"]) / statistics.median(times["copy"]), tuning
 
     found = sorted(map(timed, candidates()), key=operator.itemgetter(0))
-    for _, tuning in found[:HINTED_SHAPES]:
-        found += map(timed, hints_of(tuning))
-    found.sort(key=operator.itemgetter(0))
-    print(f"best for {operation} of {bench.payload_bytes / 1e6:.0f} MB, {bench.case.name}:")
-    for taken_ms, tuning in found[:5]:
-        print(f"  {taken_ms * 1e3:8.1f} us  {tuning}")
-    return found[0][1], [{"operation": operation, "ms": taken_ms} | asdict(tuning) for taken_ms, tuning in found]
+    print(f"best for {bench.operation} of {bench.payload_bytes / 1e6:.0f} MB, {bench.case.name}, share of a copy:")
+    for ratio, tuning in found[:8]:
+        print(f"  {100 / ratio:6.1f} %  {tuning}", flush=True)
+    for limit in (132, 264, 528):
+        ratio, tuning = min((each for each in found if each[1].programs_max == limit), key=operator.itemgetter(0))
+        print(f"  {100 / ratio:6.1f} %  {tuning}", flush=True)
+    return [
+        {"operation": bench.operation, "case": bench.case.name, "bytes": bench.payload_bytes, "copies": ratio}
+        | asdict(tuning)
+        for ratio, tuning in found
+    ]
 
 
-def table_row(bench: Bench, tunings: dict[str, Tuning], repetitions: int, flush: torch.Tensor) -> dict[str, object]:
+def table_row(bench: Bench, tuning: Tuning, repetitions: int, flush: torch.Tensor) -> dict[str, object]:
     """Check, measure, check again; print and return one row."""
-    for operation in OPERATIONS:
-        bench.check(operation, tunings[operation])
-    times = measure(bench, tunings, repetitions, flush)
-    hosts = {name: host_microseconds(bench, name, tunings[name], repetitions) for name in OPERATIONS}
-    for operation in OPERATIONS:
-        bench.check(operation, tunings[operation])
-    cells = [f"{times['copy'] * 1e3:8.1f}"]
-    for name in OPERATIONS:
-        kernel, call = times[f"{name} kernel"], times[f"{name} call"]
-        cells.append(f"{kernel * 1e3:8.1f} {100 * times['copy'] / kernel:4.0f} % {call * 1e3:8.1f} {hosts[name]:5.0f}")
-    print(f"{bench.case.name:22}{bench.payload_bytes / 1e6:6.1f}  {'   '.join(cells)}", flush=True)
-    return {"case": bench.case.name, "bytes": bench.payload_bytes, "ms": times, "host_us": hosts}
+    bench.check(tuning)
+    samples = measure(bench, tuning, repetitions, flush)
+    host_us = host_microseconds(bench, tuning, repetitions)
+    bench.check(tuning)
+    copy, kernel = (statistics.median(samples[name]) * 1e3 for name in ("copy", "kernel"))
+    cells = f"{copy:8.1f} {kernel:8.1f} {100 * copy / kernel:5.1f} % {host_us:6.1f}"
+    print(f"{bench.case.name:14}{bench.operation:8}{bench.payload_bytes / 1e6:8.1f}  {cells}", flush=True)
+    return {
+        "case": bench.case.name,
+        "operation": bench.operation,
+        "bytes": bench.payload_bytes,
+        "copy_us": copy,
+        "kernel_us": kernel,
+        "host_us": host_us,
+        "ms": samples,
+    }
 
 
 def main() -> None:
     """Print the table and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path, help="file for the numbers")
-    parser.add_argument("--sweep", action="store_true", help="try block shapes, warps and cache hints first")
-    parser.add_argument("--sweep-size", type=float, default=84, help="MB of the sweep's slab")
-    parser.add_argument("--sizes", default="64,84,256,512", help="MB of a slab, separated by commas")
-    parser.add_argument("--layers", type=int, default=80)
+    parser.add_argument("--sweep", action="store_true", help="try shapes of tiles, warps and few programs first")
+    parser.add_argument("--sweep-sizes", default="84,256", help="MB of the sweep's slabs")
+    parser.add_argument("--sizes", default="1,4,16,64,84,256,512,1500", help="MB of a slab, separated by commas")
+    parser.add_argument("--cases", default="", help="names of cases, separated by commas; empty: all")
+    parser.add_argument("--layers", type=int, default=0, help="instead of the model's")
     parser.add_argument("--repetitions", type=int, default=30)
     parser.add_argument("--device", default="cuda:0")
     options = parser.parse_args()
@@ -311,23 +308,21 @@ def main() -> None:
     flush = torch.zeros(FLUSH_BYTES if device.type == "cuda" else 1, dtype=torch.uint8, device=device)
     result: dict[str, object] = {"device": name, "torch": torch.__version__, "triton": triton.__version__}
     tunings = {"gather": gather_launch.TUNING, "scatter": scatter_launch.TUNING}
+    cases = [case for case in CASES if not options.cases or case.name in options.cases.split(",")]
     if options.sweep:
-        bench = Bench(CASES[0], options.layers, options.sweep_size, device)
         swept: list[dict[str, object]] = []
-        for operation in OPERATIONS:
-            tunings[operation], tried = sweep(bench, operation, options.repetitions, flush)
-            swept += tried
-        bench.close()
+        for operation, megabytes in itertools.product(OPERATIONS, map(float, options.sweep_sizes.split(","))):
+            bench = Bench(CASES[operation == "gather"], operation, options.layers or CASES[0].layers, megabytes, device)
+            swept += sweep(bench, options.repetitions, flush)
+            bench.close()
         result["sweep"] = swept
     result["tuning"] = {operation: asdict(tuning) for operation, tuning in tunings.items()}
-    print(f"{'':28}      copy   gather                         scatter")
-    print(f"{'pages':22}{'MB':>6}        us   kernel of copy    call us  host   kernel of copy    call us  host")
+    print(f"{'pages':14}{'':8}{'MB':>8}   copy us kernel us of copy host us")
     rows = []
-    for case in CASES:
-        for megabytes in map(float, options.sizes.split(",")):
-            bench = Bench(case, options.layers, megabytes, device)
-            rows.append(table_row(bench, tunings, options.repetitions, flush))
-            bench.close()
+    for case, operation, megabytes in itertools.product(cases, OPERATIONS, map(float, options.sizes.split(","))):
+        bench = Bench(case, operation, options.layers or case.layers, megabytes, device)
+        rows.append(table_row(bench, tunings[operation], options.repetitions, flush))
+        bench.close()
     result["rows"] = rows
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

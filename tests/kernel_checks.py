@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from longshore_agent.kernels.device_grid import Tuning
 from longshore_agent.kernels.device_pages import DevicePages
 from longshore_agent.kernels.gather import device_launch as gather
 from longshore_agent.kernels.gather import reference as gather_reference
+from longshore_agent.kernels.held_pages import HeldPages
 from longshore_agent.kernels.scatter import device_launch as scatter
 from longshore_agent.kernels.scatter import reference as scatter_reference
 from longshore_agent.kernels.slab import payload_bytes
@@ -30,7 +32,6 @@ from longshore_wire.trailer import slab_bytes
 
 Request = tuple[tuple[int, int], range, range]
 
-_PAGES_MAX = 4096
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -42,6 +43,11 @@ def on_device(pool: KVPool, device: torch.device, shift: int = 0) -> tuple[Devic
         memory.copy_(torch.from_numpy(pool.region(index).copy()))
         regions.append(memory)
     return DevicePages(pool, [region.data_ptr() for region in regions], device), regions
+
+
+def held(pool: KVPool, pages: np.ndarray, device: torch.device, tokens: tuple[int, int]) -> HeldPages:
+    """The pages of exactly these tokens, on the device."""
+    return HeldPages(pool, pages, device, tokens[0] // pool.layout.page_size)
 
 
 def settle(device: torch.device) -> None:
@@ -68,9 +74,10 @@ def check_gather(
     total = 0
     with opened(shape, seed=1) as pool:
         device_pages, regions = on_device(pool, device, pool_shift)
-        stream = CopyStream(device, _PAGES_MAX)
+        stream = CopyStream(device)
         for seed, (tokens, layers, heads) in enumerate(requests):
             pages = page_ids(shape, tokens, seed, repeats=True)
+            listed = held(pool, pages, device, tokens)
             payload = payload_bytes(pool, tokens, layers, heads)
             trailer = trailer_for(payload) if seed % 4 != 3 else None
             length = slab_bytes(payload)
@@ -82,7 +89,7 @@ def check_gather(
             )
             settle(device)
             done = gather.gather_slices(
-                device_pages, pages, tokens, layers, heads, target, trailer, stream, tuning or Tuning()
+                device_pages, listed, tokens, layers, heads, target, trailer, stream, tuning or Tuning()
             )
             settle(device)
             assert done == payload
@@ -107,15 +114,16 @@ def check_scatter(
     total = 0
     with opened(shape, seed=None) as pool:
         device_pages, regions = on_device(pool, device, pool_shift)
-        stream = CopyStream(device, _PAGES_MAX)
+        stream = CopyStream(device)
         for seed, (tokens, layers, heads) in enumerate(requests):
             pages = page_ids(shape, tokens, seed, repeats=False)
+            listed = held(pool, pages, device, tokens)
             payload = payload_bytes(pool, tokens, layers, heads)
             slab = np.random.default_rng(seed).integers(0, 256, payload + slab_shift, np.uint8)
             source = torch.from_numpy(slab.copy()).to(device)[slab_shift:]
             settle(device)
             done = scatter.scatter_slices(
-                device_pages, pages, tokens, layers, heads, source, stream, tuning or Tuning()
+                device_pages, listed, tokens, layers, heads, source, stream, tuning or Tuning()
             )
             settle(device)
             scatter_reference.scatter_slices(pool, pages, tokens, layers, heads, slab[slab_shift:])
@@ -150,16 +158,16 @@ def check_fences(shape: Shape, request: Request, *, at_end: bool) -> int:
         for index, region in enumerate(regions):
             region.copy_(torch.from_numpy(pool.region(index).copy()))
         device_pages = DevicePages(pool, [region.data_ptr() for region in regions], cpu)
-        stream = CopyStream(cpu, len(pages))
+        stream, listed = CopyStream(cpu), held(pool, pages, cpu, tokens)
         payload = payload_bytes(pool, tokens, layers, heads)
         mapping, slab = fenced(slab_bytes(payload), at_end=at_end)
-        gather.gather_slices(device_pages, pages, tokens, layers, heads, slab, trailer_for(payload), stream)
+        gather.gather_slices(device_pages, listed, tokens, layers, heads, slab, trailer_for(payload), stream)
         expected = np.empty(slab_bytes(payload), dtype=np.uint8)
         gather_reference.gather_slices(pool, pages, tokens, layers, heads, expected, trailer_for(payload))
         assert np.array_equal(slab.numpy(), expected)
         mapping_bare, bare = fenced(payload, at_end=at_end)
         bare.copy_(slab[:payload].flip(0))
-        scatter.scatter_slices(device_pages, pages, tokens, layers, heads, bare, stream)
+        scatter.scatter_slices(device_pages, listed, tokens, layers, heads, bare, stream)
         scatter_reference.scatter_slices(pool, pages, tokens, layers, heads, bare.numpy())
         for region, after in zip(regions, contents(pool), strict=True):
             assert np.array_equal(region.numpy(), after)
@@ -182,16 +190,17 @@ def refusal(fault: str) -> tuple[str, str, bool]:
         slab = poisoned(2 * slab_bytes(payload), cpu)
         arguments: dict[str, object] = {
             "device_pages": device_pages,
-            "pages": np.array([2, 1], dtype=np.int32),
+            "pages": HeldPages(pool, np.array([2, 1], dtype=np.int32), cpu),
             "tokens": (0, 32),
             "layers": range(3),
             "heads": range(4),
-            "stream": CopyStream(cpu, 8),
+            "stream": CopyStream(cpu),
         }
-        faults: dict[str, dict[str, object]] = {
+        faults: dict[str, dict[str, Any]] = {
             "too few pages": {"pages": np.array([2], dtype=np.int32)},
+            "pages of another part": {"pages": np.array([2, 1], dtype=np.int32), "first_page": 1},
             "pages of 64 bits": {"pages": np.array([2, 1], dtype=np.int64)},
-            "more pages than the stream takes": {"stream": CopyStream(cpu, 1)},
+            "no pages": {"pages": np.array([], dtype=np.int32)},
             "a page beyond the last": {"pages": np.array([2, 12], dtype=np.int32)},
             "a page twice": {"pages": np.array([2, 2], dtype=np.int32)},
             "no tokens": {"tokens": (4, 4)},
@@ -204,11 +213,13 @@ def refusal(fault: str) -> tuple[str, str, bool]:
             "a short source": {"source": slab[: payload - 1]},
             "a source elsewhere": {"source": slab.to(elsewhere)},
             "another payload": {"trailer": trailer_for(payload + 1)},
-            "a stream elsewhere": {"stream": CopyStream(elsewhere, 8)},
+            "a stream elsewhere": {"stream": CopyStream(elsewhere)},
         }
         changes = faults[fault]
         before = contents(pool)
         try:
+            if "pages" in changes:
+                changes = {"pages": HeldPages(pool, changes["pages"], cpu, changes.get("first_page", 0))}
             if "source" in fault or "twice" in fault:
                 scatter.scatter_slices(**arguments | {"source": slab} | changes)
             else:
@@ -243,14 +254,15 @@ def check_far(what: str) -> int:
         pool.plane(index)[:] = generator.integers(0, 256, pool.plane(index).shape, np.uint8)
     cpu = torch.device("cpu")
     device_pages = DevicePages(pool, [address for address, _ in pool.regions], cpu)
-    stream = CopyStream(cpu, 3)
+    stream = CopyStream(cpu)
     request = (tokens, range(1), range(2))
     payload = payload_bytes(pool, *request)
     slab, expected = poisoned(payload, cpu), np.zeros(payload, dtype=np.uint8)
-    gather.gather_slices(device_pages, pages, *request, slab, None, stream)
+    listed = held(pool, pages, cpu, tokens)
+    gather.gather_slices(device_pages, listed, *request, slab, None, stream)
     gather_reference.gather_slices(pool, pages, *request, expected, None)
     assert np.array_equal(slab.numpy(), expected)
-    scatter.scatter_slices(device_pages, pages, *request, slab.flip(0), stream)
+    scatter.scatter_slices(device_pages, listed, *request, slab.flip(0), stream)
     gather_reference.gather_slices(pool, pages, *request, expected, None)
     assert np.array_equal(slab.flip(0).numpy(), expected)
     pool.close()
@@ -272,17 +284,18 @@ def check_large_slab(device_name: str) -> int:
     finally:
         os.close(descriptor)
     memory = torch.randint(0, 256, (geometry.region_bytes[0],), dtype=torch.uint8, device=device)
-    device_pages, stream = DevicePages(pool, [memory.data_ptr()], device), CopyStream(device, 64)
+    device_pages, stream = DevicePages(pool, [memory.data_ptr()], device), CopyStream(device)
     pages, request = np.arange(32, dtype=np.int32)[::-1].copy(), ((0, tokens), range(520), range(heads))
     payload = payload_bytes(pool, *request)
     slab = torch.zeros(payload, dtype=torch.uint8, device=device)
+    listed = held(pool, pages, device, (0, tokens))
     settle(device)
-    gather.gather_slices(device_pages, pages, *request, slab, None, stream)
+    gather.gather_slices(device_pages, listed, *request, slab, None, stream)
     settle(device)
     assert torch.equal(slab.view(1040, 32, page), memory.view(1040, 32, page).flip(1))
     memory.fill_(POISON)
     settle(device)
-    scatter.scatter_slices(device_pages, pages, *request, slab, stream)
+    scatter.scatter_slices(device_pages, listed, *request, slab, stream)
     settle(device)
     assert torch.equal(slab.view(1040, 32, page), memory.view(1040, 32, page).flip(1))
     pool.close()
@@ -296,15 +309,16 @@ def check_many_launches(device_name: str, count: int) -> int:
     right = 0
     with opened(shape, seed=1) as pool:
         device_pages, _ = on_device(pool, device)
-        stream = CopyStream(device, 4)
+        stream = CopyStream(device)
         lists = [page_ids(shape, tokens, seed, repeats=True) for seed in range(count)]
+        listed = [held(pool, pages, device, tokens) for pages in lists]
         payload = payload_bytes(pool, *request)
         slabs = [poisoned(payload, device) for _ in lists]
         settle(device)
         if device.type == "cuda":
             with stream.entered():
                 torch.cuda._sleep(10_000_000)
-        for pages, slab in zip(lists, slabs, strict=True):
+        for pages, slab in zip(listed, slabs, strict=True):
             gather.gather_slices(device_pages, pages, *request, slab, None, stream)
         settle(device)
         for pages, slab in zip(lists, slabs, strict=True):

@@ -9,12 +9,16 @@ from collections import Counter
 from collections.abc import Callable
 
 from longshore_agent.control.engine_link import close_all
-from longshore_agent.errors import PoolError
+from longshore_agent.errors import PoolError, TransportError
 from longshore_agent.kernels import rows
+from longshore_agent.memory.cuda import Device, open_device
+from longshore_agent.memory.device_memory import DeviceStagingBuffer
 from longshore_agent.memory.neighbours import ALL_POOLS, Neighbours
-from longshore_agent.memory.staging import StagingBuffer
+from longshore_agent.memory.staging import EXTENT_BYTES, StagingBuffer, StagingPieces
 from longshore_agent.path.admit import Desk
 from longshore_agent.path.deliver import ready_message
+from longshore_agent.path.device_stages import DeviceStages
+from longshore_agent.path.gather import host_gather
 from longshore_agent.path.jobs import (
     ProbeJob,
     ProbeResult,
@@ -26,7 +30,7 @@ from longshore_agent.path.jobs import (
     WriteResult,
 )
 from longshore_agent.path.lanes import Lanes
-from longshore_agent.path.scatter import Scatterers
+from longshore_agent.path.scatter import Scatterers, host_scatter
 from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
@@ -49,15 +53,20 @@ from longshore_wire.target_session import TargetSession
 PROBE_BYTES = 1 << 20
 # Over these a control message tells the target that a slab has landed. NIXL's write over shared memory ends only when
 # the target has taken the notice of the write before it: a lane would wait for the target's next look, 1 ms and more.
-TOLD_WIRES = frozenset({Wire.SHARED_MEMORY.value})
+# A GPU's write to its peer is over when its copy is, and the target sleeps soundly until then.
+TOLD_WIRES = frozenset({Wire.SHARED_MEMORY.value, Wire.CUDA_IPC.value})
 # NIXL's bytes over the kernel's TCP move only while their target looks for notices.
 DRIVEN_WIRES = frozenset({Wire.TCP.value})
 
 _Address = tuple[Half, PeerId]
 
 
-def make_transport(settings: Settings, name: str) -> PreparingTransport:
-    """Make the transport that the settings ask for. Raises TransportError."""
+def make_transport(settings: Settings, name: str, device: Device | None = None) -> PreparingTransport:
+    """Make the transport that the settings ask for, for memory of `device`. Raises TransportError."""
+    if device is not None:
+        if settings.backend is not Backend.NIXL:
+            raise TransportError(f"backend is {settings.backend.value}: memory of a GPU is moved by NIXL, choose that")
+        return create(settings.backend.value, name, device_index=device.index)
     if settings.backend is Backend.LOOPBACK and settings.loopback_faults:
         return create(settings.backend.value, name, faults=parse_faults(settings.loopback_faults))
     if settings.backend is Backend.MOONCAKE:
@@ -87,8 +96,13 @@ class Mover:
         self._allowed = frozenset(wire.value for wire in settings.wires)
         layout = config.layout
         name = f"{config.instance}.{layout.parallel.dp_rank}.{layout.rank}"
-        self.transport = make_transport(settings, name)
-        self._probe = StagingBuffer(2 * PROBE_BYTES)
+        self.device = None if config.device == "cpu" else open_device(config.device)
+        if self.device is not None:
+            # The transport's library takes the device that is current in the thread that calls it.
+            self.device.enter()
+        self._stages = None if self.device is None else DeviceStages(self.device)
+        self.transport = make_transport(settings, name, self.device)
+        self._probe = self._allocate(2 * PROBE_BYTES)
         self.transport.register(self._probe.address, self._probe.length_bytes)
         # Peers write to the first half, our own probes read the second.
         self.probe_region = RegionInfo(self._probe.address, PROBE_BYTES)
@@ -103,15 +117,22 @@ class Mover:
         self._jobs: dict[tuple[Half, RoomKey], set[int]] = {}
         self._by_id: dict[int, WriteJob | ScatterJob] = {}
         self._taken: dict[Half, list[Result]] = {Half.SOURCE: [], Half.TARGET: []}
-        self._buffers: list[StagingBuffer] = []
-        rows.prepare()
+        self._buffers: list[StagingPieces] = []
+        if self.device is None:
+            rows.prepare()
         if Half.SOURCE in config.roles:
             self._start_lanes(settings)
         if Half.TARGET in config.roles and settings.ring_bytes:
             self._start_ring(settings)
 
+    def _allocate(self, length_bytes: int, extent_bytes: int = EXTENT_BYTES) -> StagingPieces:
+        """Return memory that lives as long as this worker."""
+        if self.device is None:
+            return StagingBuffer(length_bytes, extent_bytes=extent_bytes)
+        return DeviceStagingBuffer(self.device, length_bytes, extent_bytes=extent_bytes)
+
     def _start_lanes(self, settings: Settings) -> None:
-        self._buffers = [StagingBuffer(settings.lane_bytes) for _ in range(settings.lane_count)]
+        self._buffers = [self._allocate(settings.lane_bytes) for _ in range(settings.lane_count)]
         for buffer in self._buffers:
             for extent in buffer.extents():
                 self.transport.register(*extent)
@@ -123,10 +144,11 @@ class Mover:
             self._spans,
             slices_batch=settings.slices_batch,
             probe_address=self._probe.address + PROBE_BYTES,
+            make_gather=host_gather if self._stages is None else self._stages.gather,
         )
 
     def _start_ring(self, settings: Settings) -> None:
-        ring = StagingBuffer(settings.ring_bytes, extent_bytes=settings.ring_extent_bytes)
+        ring = self._allocate(settings.ring_bytes, settings.ring_extent_bytes)
         for extent in ring.extents():
             self.transport.register(*extent)
         self.ring_region = RegionInfo(ring.address, ring.length_bytes, settings.ring_extent_bytes)
@@ -137,6 +159,7 @@ class Mover:
             self._spans,
             thread_count=settings.scatter_threads,
             trailer_deadline_ns=settings.trailer_deadline_ns,
+            make_scatter=host_scatter if self._stages is None else self._stages.scatter,
         )
 
     # -- peers -----------------------------------------------------------------------------------------------------

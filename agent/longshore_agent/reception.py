@@ -1,10 +1,13 @@
-"""Who may register: an engine's Hello against the limits of names, and against the layouts that the deployment declares. Pure."""
+"""Who may register: an engine's Hello against the limits of names, and against the layouts that the deployment
+declares. Looks at nothing of the machine but whether it has a GPU's driver.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from longshore_agent.settings import Settings
 from longshore_agent.slots import SlotKey
@@ -13,6 +16,9 @@ from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Half, Hello
 from longshore_wire.errors import CodecError, LayoutError, LongshoreError, Reason
 from longshore_wire.layout import KVLayout, PageOrder
 
+# What CUDA opens first; the driver itself is loaded by workers only.
+_DRIVER_FILE = Path("/dev/nvidiactl")
+_GPU = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 # Names become parts of metrics, routes and transport names.
 _INSTANCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -51,9 +57,15 @@ class Reception:
             )
         if not hello.roles:
             raise LongshoreError("roles is empty: give SOURCE, TARGET or both", reason=Reason.UNSUPPORTED)
-        if hello.device != "cpu":
+        if hello.device != "cpu" and not _GPU.fullmatch(hello.device):
             raise LongshoreError(
-                f"device is {hello.device!r}: this release serves CPU memory only", reason=Reason.UNSUPPORTED
+                f"device is {hello.device[:120]!r}: give 'cpu', or a GPU's UUID as nvidia-smi writes it",
+                reason=Reason.UNSUPPORTED,
+            )
+        if hello.device != "cpu" and not _DRIVER_FILE.exists():
+            raise LongshoreError(
+                f"device is {hello.device!r}: this agent sees no NVIDIA driver; give its pod the GPUs of its engines",
+                reason=Reason.UNSUPPORTED,
             )
         hello.layout.check()
         if self._config is not None:

@@ -124,6 +124,7 @@ def start(key: SlotKey, hello: Hello, connection: socket.socket, settings: Setti
         port=port,
         link=theirs.fileno(),
         agent=agent,
+        device=hello.device,
     )
     # One thread a process: numeric libraries would otherwise start one a core in every worker.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}

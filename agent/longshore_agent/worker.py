@@ -83,6 +83,9 @@ _FAREWELL_NS = 3_000_000_000
 # The same while a write in place still reads the engine's pages: its memory is to be free within 2 s, whatever hangs.
 _FAREWELL_MAPPED_NS = 700_000_000
 _EXIT_THREAD_DIED = 70
+# How long a thread may keep Python's lock from others. A slab takes a GPU 50 us, and its threads meet several times on the
+# way; Python's own 5 ms are then what a slab costs.
+_GPU_SWITCH_S = 0.0001
 
 
 class Worker:
@@ -116,7 +119,7 @@ class Worker:
         if target is not None:
             self.sessions[Half.TARGET] = target
         self.mover = Mover(config, settings, self.metrics, self.spans, self._ask_pool)
-        self.desk = Desk(config.layout, self.mover.transport, source, target)
+        self.desk = Desk(config.layout, self.mover.transport, source, target, device=self.mover.device)
         self._describe()
         keys = read_keys(Path(settings.keys_directory)) if settings.keys_directory else None
         route = f"{config.instance}/{config.layout.parallel.dp_rank}/{config.layout.rank}/{config.epoch}"
@@ -487,6 +490,8 @@ def main() -> NoReturn:
     )
     # A lane or scatter thread never ends by itself; one that does would leave its slab hanging for ever.
     threading.excepthook = _end_process
+    if config.device != "cpu":
+        sys.setswitchinterval(_GPU_SWITCH_S)
     link = NodeLink(socket.socket(fileno=config.link))
     Worker(config, link).run()
     logging.shutdown()

@@ -11,6 +11,7 @@ from longshore_agent.settings import Settings
 from longshore_wire.effects import SessionConfig
 from longshore_wire.engine_messages import Half
 from longshore_wire.layout import KVLayout
+from longshore_wire.plan import Staging
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
@@ -22,6 +23,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
         environment: the settings, as variables.
         port: where peers dial; 0 takes a free one.
         link: number of the inherited descriptor of the supervisor's link.
+        device: "cpu", or the UUID of the GPU that holds the engine's pages.
     """
 
     name: str
@@ -34,6 +36,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     port: int
     link: int
     agent: str = ""
+    device: str = "cpu"
 
     def settings(self) -> Settings:
         """Return the agent's settings."""
@@ -60,9 +63,10 @@ class WorkerConfig(msgspec.Struct, frozen=True):
             rooms_max=settings.rooms_max,
             ended_rooms_max=settings.ended_rooms_max,
             force_way=settings.force_way,
-            staging=settings.staging,
+            # Engines' memory on a GPU is mapped for our kernels alone: no transport and no neighbour writes it in place.
+            staging=settings.staging if self.device == "cpu" else Staging.ALWAYS,
             crossover=crossover_file.load(settings.crossover_file),
-            agent=self.agent,
+            agent=self.agent if self.device == "cpu" else "",
         )
 
     def to_text(self) -> str:

@@ -23,6 +23,7 @@ from longshore_wire.engine_messages import (
     ENGINE_PROTOCOL_VERSION,
     Accepted,
     Cancel,
+    DeviceRegion,
     Endpoint,
     Half,
     Hello,
@@ -155,7 +156,7 @@ class Client:
         self,
         pool: int,
         geometry: PoolGeometry,
-        regions: Sequence[int],
+        regions: Sequence[int] | Sequence[DeviceRegion],
         memory: TargetMemory = TargetMemory.DEVICE,
         *,
         timeout_s: float = CALL_TIMEOUT_S,
@@ -165,7 +166,8 @@ class Client:
         Args:
             pool: any number, by which `send` and `receive` name it.
             geometry: where the pages lie; see `memory.pool_geometry`.
-            regions: one file descriptor for each of `geometry.region_bytes`; the client keeps duplicates.
+            regions: one file descriptor for each of `geometry.region_bytes`, of which the client keeps duplicates; or one
+                of `cuda.device_region` for each, whose memory must stay allocated until the pool is unregistered.
         Raises:
             ArgumentError: the pool is registered already, or the regions do not fit the geometry.
             PoolRefused: the agent cannot map it.
@@ -178,8 +180,12 @@ class Client:
                 f"{len(regions)} regions for {len(geometry.region_bytes)} of the geometry: give one descriptor each, "
                 f"at most {REGIONS_PER_POOL_MAX}"
             )
-        message = RegisterPool(self._link.next_number(), pool, geometry, memory)
-        kept = Pool(message, _duplicates(regions))
+        on_device = tuple(region for region in regions if isinstance(region, DeviceRegion))
+        descriptors = tuple(region for region in regions if isinstance(region, int))
+        if on_device and descriptors:
+            raise ArgumentError("regions are partly on a GPU and partly not: register a pool for each memory")
+        message = RegisterPool(self._link.next_number(), pool, geometry, memory, on_device)
+        kept = Pool(message, _duplicates(descriptors))
 
         def on_answer(answer: Accepted | Refused | None) -> None:
             if isinstance(answer, Accepted):

@@ -20,6 +20,7 @@ from longshore_wire.effects import PeerAttached, PeerId, RoomEnded, RoomReleased
 from longshore_wire.engine_messages import (
     Accepted,
     Cancel,
+    DeviceRegion,
     Endpoint,
     Half,
     Hello,
@@ -182,6 +183,16 @@ def test_page_lists_that_are_no_numbers_are_refused_and_end_nobody(make, listed)
     target.register()
     assert reason(source.say(Offer(0, 1, 0, 0, 4, True, listed))) is Reason.MALFORMED_MESSAGE
     assert reason(target.say(claim(1, 4, listed, count=1))) is Reason.MALFORMED_MESSAGE
+
+
+def test_cuda_handles_are_refused_by_a_worker_on_a_cpu_and_nothing_is_mapped(make):
+    side = make("P", Half.SOURCE)
+    for descriptors in ((), (side.descriptor,)):
+        answer = side.say(RegisterPool(0, 0, side.geometry, device_regions=(DeviceRegion(bytes(64), 0),)), descriptors)
+        assert reason(answer) is Reason.LAYOUT_MISMATCH
+        assert "1 CUDA handles for 1 regions" in answer.text
+    assert not side.desk.pools
+    assert isinstance(side.register(), Accepted)
 
 
 def test_a_claim_in_parts_is_answered_by_its_last_part_in_whatever_order_they_come(make):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -373,6 +374,9 @@ def test_engines_that_cannot_be_served_are_told_why_before_a_worker_is_started(f
         connect(path, instance="a/b", layout=layout)
     with pytest.raises(HelloRefused, match="GPU-1"):
         connect(path, instance="a", layout=layout, device="GPU-1")
+    if not Path("/dev/nvidiactl").exists():
+        with pytest.raises(HelloRefused, match="sees no NVIDIA driver"):
+            connect(path, instance="a", layout=layout, device="GPU-7e375b68-5e7c-3244-17df-0d90019d4b71")
     with pytest.raises(LayoutError, match=r"parallel\.tp is 5"):
         connect(path, instance="a", layout=KVLayout(MODEL, Parallel(tp=5), 16))
     with pytest.raises(ConnectError, match="one rank 0 is registered"):

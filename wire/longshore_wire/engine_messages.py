@@ -90,13 +90,21 @@ class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=67):
     request: int
 
 
+class DeviceRegion(msgspec.Struct, frozen=True, array_like=True):
+    """One region in a GPU's memory: the CUDA IPC handle of the allocation that holds it, and where in it it begins."""
+
+    handle: bytes
+    offset_bytes: int
+
+
 class RegisterPool(msgspec.Struct, frozen=True, array_like=True, tag=68):
-    """Engine to agent: map these pages. The regions' file descriptors come beside it, in order."""
+    """Engine to agent: map these pages. The regions' file descriptors come beside it, in order; those on a GPU in it."""
 
     request: int
     pool: int
     geometry: PoolGeometry
     memory: TargetMemory = TargetMemory.DEVICE
+    device_regions: tuple[DeviceRegion, ...] = ()
 
 
 class UnregisterPool(msgspec.Struct, frozen=True, array_like=True, tag=69):

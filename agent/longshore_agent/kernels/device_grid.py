@@ -5,14 +5,11 @@ Called by `gather.device_launch` and `scatter.device_launch`; the kernels' view 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-
-from longshore_wire.trailer import TRAILER_BYTES
 
 # Of one plane's line in the table of planes: its address, then the strides of pages, tokens and heads.
 PLANE_FIELDS = 4
-# Numbers of 4 bytes before the page ids of a request: the slab's trailer.
-TRAILER_NUMBERS = TRAILER_BYTES // 4
 # The widest access of a thread. Addresses that are no multiples of it are accessed by a half of it, and so on.
 UNIT_BYTES_MAX = 16
 # The longest number that a kernel can load. Two side by side make a unit of 16 bytes, moved by one access.
@@ -38,24 +35,18 @@ class Tuning:
     Attributes:
         tile_bytes: moved by one program, a power of two from 512 to 65536.
         warps: of one program, a power of two.
-        load_cache, load_eviction, store_cache: Triton's cache modifiers and eviction policy; "" for none. The assembler
-            takes a modifier or a policy for loads, not both.
+        programs_max: programs of one launch, each of which moves tiles one after another; a program never runs on more
+            than one of the device's processors, so that this also limits how many an engine loses. 0: one for each tile.
     """
 
     tile_bytes: int = 16384
     warps: int = 4
-    load_cache: str = ""
-    load_eviction: str = ""
-    store_cache: str = ""
-
-    def __post_init__(self) -> None:
-        """Refuse what no compiler takes: a load has a modifier or a policy."""
-        assert not (self.load_cache and self.load_eviction), self
+    programs_max: int = 0
 
 
 @dataclass(frozen=True)
 class Tile:
-    """The shape of what one program moves; see `device_rows.locate_tile` for the fields."""
+    """The shape of what one program moves; see `device_rows.copy_tiles` for the fields."""
 
     unit_bytes: int
     word_bytes: int
@@ -73,7 +64,7 @@ class Grid:
 
     Attributes:
         programs: in three dimensions.
-        numbers: arguments of the kernel, in the order of `device_rows.locate_tile` from `layer_first` to `row_units`.
+        numbers: arguments of the kernel, in the order of `device_rows.copy_tiles` from `layer_first` to `plane_count`.
         tile: its compile-time arguments.
     """
 
@@ -87,6 +78,7 @@ def unit_of(bits: int) -> int:
     return min(bits & -bits, UNIT_BYTES_MAX) if bits else UNIT_BYTES_MAX
 
 
+@functools.lru_cache(maxsize=256)
 def choose_tile(unit_bytes: int, row_bytes: int, row_step_bytes: int, page_tokens: int, tile_bytes: int) -> Tile:
     """Choose columns that fit the row and rows that fit the page.
 

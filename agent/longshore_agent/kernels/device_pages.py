@@ -63,13 +63,21 @@ class DevicePages:
         self._heads_adjoin = all(plane.head_stride == pool.row_bytes for plane in geometry.planes)
 
     def grid(
-        self, tokens: tuple[int, int], layers: range, heads: range, slab: int, plane_bytes: int, tuning: Tuning
+        self,
+        tokens: tuple[int, int],
+        layers: range,
+        heads: range,
+        slab: int,
+        payload_bytes: int,
+        page_first: int,
+        tuning: Tuning,
     ) -> Grid:
-        """Return the launch for a request that `slab.check_request` has passed.
+        """Return the launch for a request that `slab.payload_bytes` has passed.
 
         Args:
             slab: the slab's address.
-            plane_bytes: of one plane's part of the slab.
+            payload_bytes: of the slab.
+            page_first: which page id is that of the first token.
         Raises:
             ShapeError: more than the kernels can count; names the argument.
         """
@@ -78,12 +86,19 @@ class DevicePages:
         token_bytes = own_heads * row
         if token_bytes > TOKEN_BYTES_MAX:
             raise ShapeError(f"heads is {heads}: {token_bytes} bytes a token are above {TOKEN_BYTES_MAX}, choose fewer")
-        token_count = plane_bytes // token_bytes
+        plane_count = pool.kinds * len(layers)
+        token_count = payload_bytes // (plane_count * token_bytes)
         slot_first = tokens[0] % pool.page_tokens
         unit = unit_of(self._bits | slab)
         tile = choose_tile(unit, row, max(self._token_stride_max, token_bytes), pool.page_tokens, tuning.tile_bytes)
-        programs = (tile_count(tile, row, slot_first, token_count), own_heads, pool.kinds * len(layers))
-        if token_count > TOKEN_COUNT_MAX or any(map(operator.gt, programs, GRID_MAX)):
+        tiles = tile_count(tile, row, slot_first, token_count)
+        programs = (tiles, own_heads, plane_count)
+        all_tiles = tiles * own_heads * plane_count
+        too_many = all_tiles > TOKEN_COUNT_MAX if tuning.programs_max else any(map(operator.gt, programs, GRID_MAX))
+        if token_count > TOKEN_COUNT_MAX or too_many:
             raise ShapeError(f"tokens is {tokens}: more than one launch can copy, choose fewer")
-        numbers = (layers.start, len(layers), pool.layer_count, heads.start, slot_first, token_count, row // unit)
+        chosen = (layers.start, len(layers), pool.layer_count, heads.start)
+        numbers = (*chosen, slot_first, token_count, row // unit, page_first, *programs)
+        if tuning.programs_max:
+            programs = (min(all_tiles, tuning.programs_max), 1, 1)
         return Grid(programs, numbers, tile)

@@ -9,13 +9,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from longshore_agent.errors import PoolError
 from longshore_agent.memory.ipc import Mapping, map_shared
+
+if TYPE_CHECKING:
+    from longshore_agent.memory.device_memory import DeviceMapping
 from longshore_wire.errors import LayoutError, LongshoreError, Reason
 from longshore_wire.layout import KVLayout, PageOrder, PoolGeometry
 
@@ -47,17 +50,29 @@ class KVPool:
         head_count: local heads.
         row_bytes: bytes of one head of one token (of one page with PageOrder.OPAQUE), without gaps.
         page_tokens: rows of one head in a page.
+        on_device: the pages are in a GPU's memory: no byte of them can be seen from here.
         plane_runs: all planes in their order; mostly one run. Their addresses are valid inside `in_use` only.
     """
 
-    def __init__(self, layout: KVLayout, geometry: PoolGeometry, descriptors: Sequence[int]) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        geometry: PoolGeometry,
+        descriptors: Sequence[int],
+        device_mappings: Sequence[DeviceMapping] = (),
+    ) -> None:
         """Check the geometry and map its regions. The descriptors stay the caller's and may be closed after.
 
+        Args:
+            descriptors: one for each region; empty where they are on a GPU.
+            device_mappings: of the regions on a GPU; the pool's from now on, but the caller's if this raises.
         Raises:
             PoolError: the geometry does not fit the layout, or its regions; names the region, or the plane and field.
         """
         check_geometry(layout, geometry)
-        if len(descriptors) != len(geometry.region_bytes):
+        on_device = bool(device_mappings)
+        assert len(device_mappings) in {0, len(geometry.region_bytes)}, "a pool has all its regions on a GPU, or none"
+        if not on_device and len(descriptors) != len(geometry.region_bytes):
             raise PoolError(
                 f"{len(descriptors)} file descriptors for {len(geometry.region_bytes)} regions: pass one for each region"
             )
@@ -68,9 +83,10 @@ class KVPool:
         self.head_count = len(layout.heads)
         self.row_bytes = row_bytes(layout)
         self.page_tokens = 1 if layout.order is PageOrder.OPAQUE else layout.page_size
-        self._mappings = _map_regions(geometry, descriptors)
+        self.on_device = on_device
+        self._mappings = list(device_mappings) if on_device else _map_regions(geometry, descriptors)
         self.plane_runs = _plane_runs(geometry, [mapping.address for mapping in self._mappings])
-        self._regions = [mapping.bytes_view() for mapping in self._mappings]
+        self._regions = [mapping.bytes_view() for mapping in self._mappings if isinstance(mapping, Mapping)]
         self._lock = threading.Lock()
         self._jobs_count = 0
         self._closing = False
@@ -221,8 +237,8 @@ def _plane_runs(geometry: PoolGeometry, region_addresses: Sequence[int]) -> list
     return [PlaneRun(start, addresses[start:end], *strides[start]) for start, end in zip(starts, ends, strict=True)]
 
 
-def _map_regions(geometry: PoolGeometry, descriptors: Sequence[int]) -> list[Mapping]:
-    mappings: list[Mapping] = []
+def _map_regions(geometry: PoolGeometry, descriptors: Sequence[int]) -> list[Mapping | DeviceMapping]:
+    mappings: list[Mapping | DeviceMapping] = []
     try:
         for index, (descriptor, length_bytes) in enumerate(zip(descriptors, geometry.region_bytes, strict=True)):
             try:

@@ -18,7 +18,47 @@ from longshore_agent.memory.ipc import Mapping
 EXTENT_BYTES = 64 << 20
 
 
-class StagingBuffer:
+class StagingPieces:
+    """Where a buffer lies and how it is cut for registration; all that transports and the ring's arithmetic need.
+
+    Attributes:
+        address: of the first byte.
+        length_bytes: as asked for.
+    """
+
+    def __init__(self, address: int, length_bytes: int, extent_bytes: int) -> None:
+        self.address = address
+        self.length_bytes = length_bytes
+        self._extent_bytes = extent_bytes
+
+    def extents(self) -> list[tuple[int, int]]:
+        """Return (address, length in bytes) of each piece to register, in order and without gaps; the last may be smaller."""
+        return self.pieces(0, self.length_bytes)
+
+    def pieces(self, offset_bytes: int, length_bytes: int) -> list[tuple[int, int]]:
+        """Cut a range where extents end: (address, length in bytes) each, for transports that write within one registration."""
+        self._check(offset_bytes, length_bytes)
+        cuts = []
+        end = offset_bytes + length_bytes
+        while offset_bytes < end:
+            extent_end = (offset_bytes // self._extent_bytes + 1) * self._extent_bytes
+            piece = min(end, extent_end) - offset_bytes
+            cuts.append((self.address + offset_bytes, piece))
+            offset_bytes += piece
+        return cuts
+
+    def _check(self, offset_bytes: int, length_bytes: int) -> None:
+        if not 0 <= offset_bytes <= offset_bytes + length_bytes <= self.length_bytes:
+            raise ShapeError(
+                f"offset_bytes {offset_bytes} and length_bytes {length_bytes}: the buffer has {self.length_bytes} bytes"
+            )
+
+    def bytes_at(self, offset_bytes: int, length_bytes: int) -> bytes:
+        """Return a copy of a few bytes, such as a trailer. Raises ShapeError outside the buffer."""
+        raise NotImplementedError
+
+
+class StagingBuffer(StagingPieces):
     """Private memory whose every page exists before the first transfer, so that none faults inside one.
 
     Attributes:
@@ -38,9 +78,7 @@ class StagingBuffer:
         if length_bytes < 1 or extent_bytes < 1:
             raise ShapeError(f"length_bytes is {length_bytes} and extent_bytes is {extent_bytes}: give at least 1")
         self._mapping = Mapping(None, length_bytes)
-        self.address = self._mapping.address
-        self.length_bytes = length_bytes
-        self._extent_bytes = extent_bytes
+        super().__init__(self._mapping.address, length_bytes, extent_bytes)
         self.huge_pages = huge_pages and self._mapping.advise_huge_pages()
         self._bytes: npt.NDArray[np.uint8] | None = self._mapping.bytes_view()
         # Reading would map the shared zero page: only a write makes the page exist.
@@ -58,29 +96,7 @@ class StagingBuffer:
         assert self._bytes is not None, "a read of a closed staging buffer"
         return ctypes.string_at(self.address + offset_bytes, length_bytes)
 
-    def extents(self) -> list[tuple[int, int]]:
-        """Return (address, length in bytes) of each piece to register, in order and without gaps; the last may be smaller."""
-        return self.pieces(0, self.length_bytes)
-
-    def pieces(self, offset_bytes: int, length_bytes: int) -> list[tuple[int, int]]:
-        """Cut a range where extents end: (address, length in bytes) each, for transports that write within one registration."""
-        self._check(offset_bytes, length_bytes)
-        cuts = []
-        end = offset_bytes + length_bytes
-        while offset_bytes < end:
-            extent_end = (offset_bytes // self._extent_bytes + 1) * self._extent_bytes
-            piece = min(end, extent_end) - offset_bytes
-            cuts.append((self.address + offset_bytes, piece))
-            offset_bytes += piece
-        return cuts
-
     def close(self) -> None:
         """Give the memory back. No view may be used and no registration be alive. Idempotent."""
         self._bytes = None
         self._mapping.unmap()
-
-    def _check(self, offset_bytes: int, length_bytes: int) -> None:
-        if not 0 <= offset_bytes <= offset_bytes + length_bytes <= self.length_bytes:
-            raise ShapeError(
-                f"offset_bytes {offset_bytes} and length_bytes {length_bytes}: the buffer has {self.length_bytes} bytes"
-            )

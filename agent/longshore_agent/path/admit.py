@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from longshore_agent.errors import PoolError
+from longshore_agent.memory.cuda import Device
+from longshore_agent.memory.device_memory import DeviceMapping
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.path.jobs import PageTable
 from longshore_agent.transports.base import Transport
@@ -70,6 +73,7 @@ class Desk:
     leaving: dict[int, int] = field(default_factory=dict)  # pool: request that waits for its rooms to be released
     pools_changed: bool = False
     taken: list[int] = field(default_factory=list)  # pools that were let go and of which others must hear
+    device: Device | None = None  # the engine's GPU
     closing: str = ""  # why no new room is taken; empty: they are
     _parts: dict[tuple[str, int, int], dict[int, bytes]] = field(default_factory=dict)
 
@@ -111,16 +115,37 @@ class Desk:
     def _register(self, message: RegisterPool, descriptors: list[int]) -> None:
         if message.pool in self.pools:
             raise RoomError(f"pool {message.pool} is registered already", reason=Reason.ROOM_REUSED)
-        pages = KVPool(self.layout, message.geometry, descriptors)
+        pages = self._map(message, descriptors)
         tokens: list[int] = []
         try:
-            tokens.extend(self.transport.register(address, length_bytes) for address, length_bytes in pages.regions)
+            # Pages on a GPU are ours alone to read and write: a transport would keep them mapped after their engine's end.
+            if not pages.on_device:
+                tokens.extend(self.transport.register(address, length_bytes) for address, length_bytes in pages.regions)
         except LongshoreError:
             self._deregister(tokens)
             pages.close()
             raise
         self.pools[message.pool] = Pool(pages, message.memory, tokens, [os.dup(each) for each in descriptors])
         self.pools_changed = True
+
+    def _map(self, message: RegisterPool, descriptors: list[int]) -> KVPool:
+        if self.device is None and not message.device_regions:
+            return KVPool(self.layout, message.geometry, descriptors)
+        if self.device is None or descriptors or len(message.device_regions) != len(message.geometry.region_bytes):
+            raise PoolError(
+                f"{len(descriptors)} file descriptors and {len(message.device_regions)} CUDA handles for "
+                f"{len(message.geometry.region_bytes)} regions: give one descriptor each for an engine whose device is "
+                "'cpu', else one handle each"
+            )
+        mappings: list[DeviceMapping] = []
+        try:
+            for region, length_bytes in zip(message.device_regions, message.geometry.region_bytes, strict=True):
+                mappings.append(DeviceMapping(self.device, region, length_bytes))
+            return KVPool(self.layout, message.geometry, (), mappings)
+        except LongshoreError:
+            for mapping in mappings:
+                mapping.unmap()
+            raise
 
     def _unregister(self, message: UnregisterPool, now_ns: int) -> ToEngine | None:
         self._pool(message.pool)

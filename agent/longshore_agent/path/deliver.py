@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from longshore_agent.errors import TransportError, WriteFailedError
 from longshore_agent.kernels import direct
-from longshore_agent.memory.staging import StagingBuffer
+from longshore_agent.memory.staging import StagingPieces
 from longshore_agent.path.jobs import WriteJob
 from longshore_agent.path.runs import Side, runs
 from longshore_agent.status.metrics import Metrics
@@ -39,7 +39,7 @@ class Deliverer:
         self._metrics = metrics
         self._slices_batch = slices_batch
 
-    def staged(self, job: WriteJob, buffer: StagingBuffer, length_bytes: int) -> None:
+    def staged(self, job: WriteJob, buffer: StagingPieces, length_bytes: int) -> None:
         """Write the first `length_bytes` of `buffer` to the granted region; the bytes have landed on return.
 
         Raises:
@@ -123,6 +123,9 @@ class Deliverer:
             if time.monotonic_ns() > deadline_ns:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _PAUSE_MAX_S)
+            else:
+                # Other lanes gather meanwhile: without this, one that waits for a GPU keeps them from Python's lock.
+                time.sleep(0)
         settled = self._transport.release(write)
         if state is WriteState.FAILED:
             error = write.error or "the write failed and the transport does not say why"
@@ -144,7 +147,7 @@ def ready_message(job: WriteJob) -> SlabReady:
 
 
 def _cut(
-    buffer: StagingBuffer, ring: RegionInfo, offset_bytes: int, length_bytes: int
+    buffer: StagingPieces, ring: RegionInfo, offset_bytes: int, length_bytes: int
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
     """Cut a write where registrations of either side end: mostly one piece."""
     extent = ring.extent_bytes or ring.length_bytes

@@ -7,11 +7,12 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable, Sequence
 
 from longshore_agent.errors import TransportError, WriteFailedError
-from longshore_agent.memory.staging import StagingBuffer
+from longshore_agent.memory.staging import StagingPieces
 from longshore_agent.path.deliver import Deliverer
-from longshore_agent.path.gather import gather_slab
+from longshore_agent.path.gather import host_gather
 from longshore_agent.path.jobs import ProbeJob, ProbeResult, Results, WriteJob, WriteResult
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.snapshot import LaneStatus
@@ -26,7 +27,7 @@ class Lanes:
 
     def __init__(
         self,
-        buffers: list[StagingBuffer],
+        buffers: Sequence[StagingPieces],
         transport: PreparingTransport,
         results: Results,
         metrics: Metrics,
@@ -34,7 +35,10 @@ class Lanes:
         *,
         slices_batch: int,
         probe_address: int,
+        make_gather: Callable[[StagingPieces], Callable[[WriteJob], int]] = host_gather,
     ) -> None:
+        self._make_gather = make_gather
+        self._gathers: dict[int, Callable[[WriteJob], int]] = {}
         self._transport = transport
         self._deliverer = Deliverer(transport, metrics, slices_batch=slices_batch)
         self._results = results
@@ -68,7 +72,9 @@ class Lanes:
         for _ in self._threads:
             self._queue.put(None)
 
-    def _run(self, index: int, buffer: StagingBuffer) -> None:
+    def _run(self, index: int, buffer: StagingPieces) -> None:
+        # Here, not where lanes are made: on a GPU, a thread's copies are its own.
+        self._gathers[index] = self._make_gather(buffer)
         while (job := self._queue.get()) is not None:
             if isinstance(job, ProbeJob):
                 self._results.put(self._probe(job))
@@ -78,13 +84,13 @@ class Lanes:
             self._busy[index] = False
             self._results.put(result)
 
-    def _write(self, job: WriteJob, index: int, buffer: StagingBuffer) -> WriteResult:
+    def _write(self, job: WriteJob, index: int, buffer: StagingPieces) -> WriteResult:
         if job.cancelled:
             return WriteResult(job, "", dropped=True, notify=False)
         try:
             start_ns = time.monotonic_ns()
             if job.effect.way is Way.STAGED:
-                length_bytes = gather_slab(job, buffer)
+                length_bytes = self._gathers[index](job)
                 self._record("gather", job, index, start_ns)
                 if job.cancelled:
                     return WriteResult(job, "", dropped=True, notify=False)

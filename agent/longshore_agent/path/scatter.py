@@ -8,10 +8,12 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 
 from longshore_agent.errors import PoolError, ShapeError
 from longshore_agent.kernels.scatter.launch import scatter_slices
-from longshore_agent.memory.staging import StagingBuffer
+from longshore_agent.memory.staging import StagingBuffer, StagingPieces
 from longshore_agent.path.jobs import Results, ScatterJob, ScatterResult, trailer_of
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
@@ -22,19 +24,46 @@ from longshore_wire.trailer import TRAILER_BYTES, aligned, unpack
 _TRAILER_PAUSE_S = 0.001
 
 
+def host_scatter(ring: StagingPieces) -> Callable[[ScatterJob], None]:
+    """Return the scatter of a thread on a CPU."""
+    assert isinstance(ring, StagingBuffer)
+    return partial(scatter_slab, ring=ring)
+
+
+def scatter_slab(job: ScatterJob, ring: StagingBuffer) -> None:
+    """Copy a landed slab from the ring into the engine's pages.
+
+    Raises:
+        PoolError: the engine has let its pages go.
+        ShapeError: the slab cannot be.
+    """
+    effect, layout = job.effect, job.pool.layout
+    with job.pool.in_use():
+        scatter_slices(
+            job.pool,
+            job.pages.of_tokens(*effect.tokens, layout.page_size),
+            effect.tokens,
+            effect.route.local_layers(layout),
+            effect.route.local_heads(layout),
+            ring.view(effect.offset_bytes, effect.payload_bytes),
+        )
+
+
 class Scatterers:
     """Threads that scatter, and the queue before them. The grants bound the queue: it never holds more than the ring."""
 
     def __init__(
         self,
-        ring: StagingBuffer,
+        ring: StagingPieces,
         results: Results,
         metrics: Metrics,
         spans: SpanRecorder,
         *,
         thread_count: int,
         trailer_deadline_ns: int,
+        make_scatter: Callable[[StagingPieces], Callable[[ScatterJob], None]] = host_scatter,
     ) -> None:
+        self._make_scatter = make_scatter
         self._ring = ring
         self._results = results
         self._metrics = metrics
@@ -58,10 +87,12 @@ class Scatterers:
             self._queue.put(None)
 
     def _run(self, index: int) -> None:
+        # Here, not where the threads are made: on a GPU, a thread's copies are its own.
+        scatter = self._make_scatter(self._ring)
         while (job := self._queue.get()) is not None:
-            self._results.put(self._scatter(job, index))
+            self._results.put(self._scatter(job, index, scatter))
 
-    def _scatter(self, job: ScatterJob, index: int) -> ScatterResult:
+    def _scatter(self, job: ScatterJob, index: int, scatter: Callable[[ScatterJob], None]) -> ScatterResult:
         if job.cancelled:
             return ScatterResult(job, Reason.NONE, "", dropped=True)
         effect = job.effect
@@ -69,17 +100,8 @@ class Scatterers:
         if wrong:
             return ScatterResult(job, Reason.TRAILER_MISMATCH, wrong, dropped=False)
         start_ns = time.monotonic_ns()
-        layout = job.pool.layout
         try:
-            with job.pool.in_use():
-                scatter_slices(
-                    job.pool,
-                    job.pages.of_tokens(*effect.tokens, layout.page_size),
-                    effect.tokens,
-                    effect.route.local_layers(layout),
-                    effect.route.local_heads(layout),
-                    self._ring.view(effect.offset_bytes, effect.payload_bytes),
-                )
+            scatter(job)
         except PoolError as error:
             return ScatterResult(job, error.reason, str(error), dropped=True)
         except ShapeError as error:

@@ -29,8 +29,10 @@ import numpy.typing as npt
 from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.transports import wires
 from longshore_agent.transports.base import METADATA_BYTES_MAX, Prepared, Wire, Write, WriteState
+from longshore_agent.transports.device_wire import find_device_wire
 from longshore_agent.transports.envelope import NAME_BYTES_MAX, is_name
 from longshore_agent.transports.nixl_envelope import Envelope, inbox_name, outbox_name, pack, unpack
+from longshore_agent.transports.nixl_rows import kind_of, rows_of
 from longshore_agent.transports.probe import check_notice, find_wire, row
 from longshore_wire.errors import Reason
 
@@ -46,6 +48,7 @@ class _Peer(msgspec.Struct):
     nixl_name: str
     blob: bytes
     same_host: bool
+    device_index: int
     wire: Wire = Wire.UNKNOWN
 
 
@@ -81,6 +84,7 @@ class NixlTransport:
 
     Args:
         name: by which peers know this worker.
+        device_index: of the GPU that all memory here is on, which must be current in every calling thread; -1: the host's.
     Raises:
         TransportError: NIXL is not installed or does not start.
     """
@@ -92,10 +96,11 @@ class NixlTransport:
     # Nor does forgetting the peer stop it.
     revocable: frozenset[Wire] = frozenset()
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, device_index: int = -1) -> None:
         if not is_name(name) or "~" in name:
             raise TransportError(f"transport name is {name!r}: give 1 to {NAME_BYTES_MAX} bytes without '~'")
         self.name = name
+        self._device_index = device_index
         self._life = os.urandom(8).hex()
         self._errors, make = _load_nixl()
         try:
@@ -119,14 +124,15 @@ class NixlTransport:
         self._closed = False
 
     def register(self, address: int, length_bytes: int) -> int:
-        """Register host memory with both agents; see `Transport.register`."""
+        """Register memory with both agents; see `Transport.register`."""
         with self._inbox_lock, self._outbox_lock:
             self._check_open()
-            region = [(address, length_bytes, 0, "")]
+            kind, device = kind_of(self._device_index)
+            region = [(address, length_bytes, device, "")]
             try:
-                received = self._inbox.register_memory(region, "DRAM")
+                received = self._inbox.register_memory(region, kind)
                 try:
-                    sent = self._outbox.register_memory(region, "DRAM")
+                    sent = self._outbox.register_memory(region, kind)
                 except self._errors:
                     self._inbox.deregister_memory(received)
                     raise
@@ -158,7 +164,7 @@ class NixlTransport:
                 blob = self._inbox.get_agent_metadata()
             except self._errors as error:
                 raise TransportError(f"NIXL gives no metadata: {error}") from error
-        packed = pack(Envelope(self.name, self._life, wires.host_identity(), blob))
+        packed = pack(Envelope(self.name, self._life, wires.host_identity(), blob, self._device_index))
         if len(packed) > METADATA_BYTES_MAX:
             raise TransportError(
                 f"NIXL metadata takes {len(packed)} bytes of {METADATA_BYTES_MAX}: register fewer regions"
@@ -184,7 +190,9 @@ class NixlTransport:
             if known is not None:
                 self._remove(known)
             same_host = envelope.host != "" and envelope.host == wires.host_identity()
-            self._peers[envelope.name] = _Peer(envelope.name, nixl_name, envelope.blob, same_host)
+            self._peers[envelope.name] = _Peer(
+                envelope.name, nixl_name, envelope.blob, same_host, envelope.device_index
+            )
             self._senders[outbox_name(nixl_name)] = envelope.name
             if outbox_name(nixl_name) in self._forgotten:
                 self._forgotten.remove(outbox_name(nixl_name))
@@ -265,6 +273,8 @@ class NixlTransport:
             same_host = known is not None and known.same_host
             wire = find_wire(self, begin, self._settle_open, length_bytes, same_host=same_host)
             if known is not None:
+                if self._device_index >= 0 and wire is Wire.SHARED_MEMORY:
+                    wire = find_device_wire(self, begin, length_bytes)
                 known.wire = wire
             return wire
 
@@ -280,8 +290,12 @@ class NixlTransport:
         with self._outbox_lock:
             known = self._peer(peer)
             try:
-                source_list = self._outbox.prep_xfer_dlist("NIXL_INIT_AGENT", _rows(sources, lengths), "DRAM")
-                target_list = self._outbox.prep_xfer_dlist(known.nixl_name, _rows(targets, lengths), "DRAM")
+                source_list = self._outbox.prep_xfer_dlist(
+                    "NIXL_INIT_AGENT", *rows_of(sources, lengths, self._device_index)
+                )
+                target_list = self._outbox.prep_xfer_dlist(
+                    known.nixl_name, *rows_of(targets, lengths, known.device_index)
+                )
             except self._errors as error:
                 raise TransportError(f"NIXL cannot prepare {len(sources)} pieces for peer {peer!r}: {error}") from error
             return NixlPrepared(known.nixl_name, source_list, target_list, len(sources))
@@ -351,8 +365,8 @@ class NixlTransport:
         with self._outbox_lock:
             known = self._peer(peer)
             try:
-                source_list = self._outbox.get_xfer_descs(_rows(sources, lengths), "DRAM")
-                target_list = self._outbox.get_xfer_descs(_rows(targets, lengths), "DRAM")
+                source_list = self._outbox.get_xfer_descs(*rows_of(sources, lengths, self._device_index))
+                target_list = self._outbox.get_xfer_descs(*rows_of(targets, lengths, known.device_index))
                 handle = self._outbox.initialize_xfer("WRITE", source_list, target_list, known.nixl_name, notice)
             except self._errors as error:
                 raise TransportError(
@@ -483,10 +497,3 @@ def _load_nixl() -> tuple[tuple[type[Exception], ...], Any]:
     config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
     # RuntimeError: no plugin is there, or none starts.
     return (*errors, RuntimeError), lambda name: nixl.nixl_agent(name, config)
-
-
-def _rows(addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    rows = np.zeros((len(addresses), 3), dtype=np.uint64)
-    rows[:, 0] = addresses
-    rows[:, 1] = lengths
-    return rows

@@ -9,18 +9,20 @@ import torch
 
 from longshore_agent.kernels.copy_stream import CopyStream, check_device_buffer, check_stream
 from longshore_agent.kernels.device_grid import Tuning
+from longshore_agent.kernels.device_kernel import DeviceKernel
 from longshore_agent.kernels.device_pages import DevicePages
-from longshore_agent.kernels.device_rows import constants
+from longshore_agent.kernels.held_pages import HeldPages
 from longshore_agent.kernels.scatter.triton_kernel import scatter_kernel
-from longshore_agent.kernels.slab import Pages, check_request
+from longshore_agent.kernels.slab import payload_bytes
 
+_KERNEL = DeviceKernel(scatter_kernel)
 # The best of a sweep on an H200: benchmarks/gather_scatter_gpu.py --sweep.
-TUNING = Tuning(tile_bytes=4096)
+TUNING = Tuning(tile_bytes=4096, warps=4)
 
 
 def scatter_slices(
     device_pages: DevicePages,
-    pages: Pages,
+    pages: HeldPages,
     tokens: tuple[int, int],
     layers: range,
     heads: range,
@@ -39,22 +41,13 @@ def scatter_slices(
         The payload's bytes.
     Raises:
         ShapeError: an argument breaks its contract, named in the message; nothing was launched.
-        LongshoreError: PAGE_OUT_OF_RANGE, or TOKENS_OVERLAP for a repeated page; nothing was launched.
+        LongshoreError: TOKENS_OVERLAP for a page that stands in the list twice; nothing was launched.
+        DeviceError: the driver refuses the launch.
     """
-    pool = device_pages.pool
-    plane_bytes = check_request(pool, pages, tokens, layers, heads, unique=True)
-    payload = pool.kinds * len(layers) * plane_bytes
+    payload = payload_bytes(device_pages.pool, tokens, layers, heads)
+    page_first = pages.index_of(tokens, unique=True)
     check_device_buffer("source", source, device_pages.device, payload)
     check_stream(stream, device_pages.device)
-    grid = device_pages.grid(tokens, layers, heads, source.data_ptr(), plane_bytes, tuning)
-    with stream.entered():
-        request = stream.upload(pages, None)
-        scatter_kernel[grid.programs](
-            device_pages.planes,
-            request,
-            source,
-            *grid.numbers,
-            **constants(grid.tile, tuning),
-            num_warps=tuning.warps,
-        )
+    grid = device_pages.grid(tokens, layers, heads, source.data_ptr(), payload, page_first, tuning)
+    _KERNEL.launch(stream, grid, (device_pages.planes, pages.table, source), (), tuning)
     return payload

@@ -8,16 +8,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longshore_agent.kernels.device_rows import locate_tile
+from longshore_agent.kernels.device_rows import copy_tiles
 
 # Numbers that differ from call to call must not make a kernel of their own: compiling one takes a second.
-_NUMBERS = ("layer_first", "layer_count", "pool_layers", "head_first", "slot_first", "token_count", "row_units")
+_NUMBERS = (
+    "layer_first",
+    "layer_count",
+    "pool_layers",
+    "head_first",
+    "slot_first",
+    "token_count",
+    "row_units",
+    "page_first",
+    "tile_count",
+    "own_heads",
+    "plane_count",
+)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)  # type: ignore[untyped-decorator]  # Triton has no types
 def scatter_kernel(
     planes: tl.tensor,
-    request: tl.tensor,
+    pages: tl.tensor,
     slab: tl.tensor,
     layer_first: tl.tensor,
     layer_count: tl.tensor,
@@ -26,6 +38,10 @@ def scatter_kernel(
     slot_first: tl.tensor,
     token_count: tl.tensor,
     row_units: tl.tensor,
+    page_first: tl.tensor,
+    tile_count: tl.tensor,
+    own_heads: tl.tensor,
+    plane_count: tl.tensor,
     unit_bytes: tl.constexpr,
     word: tl.constexpr,
     rows: tl.constexpr,
@@ -34,18 +50,12 @@ def scatter_kernel(
     one_page: tl.constexpr,
     whole_rows: tl.constexpr,
     step: tl.constexpr,
-    load_cache: tl.constexpr,
-    load_eviction: tl.constexpr,
-    store_cache: tl.constexpr,
+    persistent: tl.constexpr,
 ) -> None:
-    """Copy one tile of the slab into pages.
-
-    Args: as `device_rows.locate_tile`, and
-        load_cache, load_eviction, store_cache: hints to the caches, "" for none.
-    """
-    target, source, mask = locate_tile(
+    """Copy tiles of the slab into pages. Args: see `device_rows`."""
+    copy_tiles(
         planes,
-        request,
+        pages,
         slab,
         layer_first,
         layer_count,
@@ -54,6 +64,10 @@ def scatter_kernel(
         slot_first,
         token_count,
         row_units,
+        page_first,
+        tile_count,
+        own_heads,
+        plane_count,
         unit_bytes,
         word,
         rows,
@@ -62,6 +76,6 @@ def scatter_kernel(
         one_page,
         whole_rows,
         step,
+        persistent,
+        to_slab=False,
     )
-    words = tl.load(source, mask=mask, cache_modifier=load_cache, eviction_policy=load_eviction)
-    tl.store(target, words, mask=mask, cache_modifier=store_cache)

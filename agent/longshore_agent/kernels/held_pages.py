@@ -1,0 +1,72 @@
+"""Page ids of one sequence in a device's memory: checked and copied there once, then read by every launch on them.
+
+Called by whoever begins a room on a GPU, and by the device launchers. The ids are a peer's or an engine's: they are
+checked here, before a kernel can turn one into an address.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from longshore_agent.errors import ShapeError
+from longshore_agent.kernels.slab import Pages
+from longshore_agent.memory.pools import KVPool
+from longshore_wire.errors import LongshoreError
+
+
+class HeldPages:
+    """Pages of a sequence, in its order; keep it until every stream has passed the last launch on it.
+
+    Attributes:
+        pool: whose pages they are.
+        first_page: which page of the sequence the first id is.
+        table: [ids] int32 on the device.
+    """
+
+    def __init__(self, pool: KVPool, pages: Pages, device: torch.device, first_page: int = 0) -> None:
+        """Check `pages` ([ids] int32, in the host's memory) and copy them; they may be changed after. Waits for the copy.
+
+        Raises:
+            ShapeError: `pages` is no such list.
+            LongshoreError: PAGE_OUT_OF_RANGE, names the index.
+        """
+        if pages.dtype != np.int32 or pages.ndim != 1 or not pages.size:
+            raise ShapeError(f"pages is {pages.dtype} {pages.shape}: give int32 ids in one dimension, at least one")
+        pool.check_pages(pages)
+        self.pool = pool
+        self.first_page = first_page
+        self.table = torch.tensor(pages, dtype=torch.int32, device=device)
+        if self.table.is_cuda:
+            # Launches on other streams read it: none of them waits for this copy by itself.
+            torch.cuda.current_stream(device).synchronize()
+        self.address = self.table.data_ptr()
+        self._count = pages.size
+        self._repeated = _repeated(pool, pages)
+
+    def index_of(self, tokens: tuple[int, int], *, unique: bool) -> int:
+        """Return which id is that of the first token's page.
+
+        Args:
+            tokens: global [first, end), not empty.
+            unique: refuse a list with a page that stands in it twice: a scatter would write two tokens to one place.
+        Raises:
+            ShapeError: a token lies in no page of the list.
+            LongshoreError: TOKENS_OVERLAP.
+        """
+        size = self.pool.layout.page_size
+        first, end = tokens[0] // size - self.first_page, -(-tokens[1] // size) - self.first_page
+        if not 0 <= first < end <= self._count:
+            held = (self.first_page, self.first_page + self._count)
+            raise ShapeError(f"pages are numbers [{held[0]}, {held[1]}) of a sequence: tokens {tokens} lie elsewhere")
+        if unique and self._repeated is not None:
+            raise self._repeated
+        return first
+
+
+def _repeated(pool: KVPool, pages: Pages) -> LongshoreError | None:
+    try:
+        pool.check_pages(pages, unique=True)
+    except LongshoreError as error:
+        return error
+    return None

@@ -1,0 +1,211 @@
+"""The CUDA driver, called through ctypes: contexts, plain device memory, memory of other processes, and launches.
+
+Called by `device_memory` and by the device kernels; nothing else here calls the driver. Loads no tensor library, and the
+driver itself only when a device is opened: a worker on a CPU never does. The errors of the driver become ours here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import uuid
+from typing import NamedTuple
+
+from longshore_agent.errors import DeviceError
+
+IPC_HANDLE_BYTES = 64
+_UUID_BYTES = 16
+# The driver's CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag it knows.
+_IPC_LAZY_PEER_ACCESS = 1
+_SUCCESS = 0
+
+
+class _IpcHandle(ctypes.Structure):
+    """64 opaque bytes; a type of its own because the driver takes it by value."""
+
+    _fields_ = (("reserved", ctypes.c_char * IPC_HANDLE_BYTES),)
+
+
+class _Uuid(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_ubyte * _UUID_BYTES),)
+
+
+class Arguments(NamedTuple):
+    """A kernel's arguments as the driver reads them: an array of addresses, each of one argument."""
+
+    pointers: ctypes.Array[ctypes.c_void_p]
+
+
+_SIGNATURES = {
+    "cuInit": [ctypes.c_uint],
+    "cuGetErrorName": [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)],
+    "cuDeviceGetCount": [ctypes.POINTER(ctypes.c_int)],
+    "cuDeviceGet": [ctypes.POINTER(ctypes.c_int), ctypes.c_int],
+    "cuDeviceGetUuid_v2": [ctypes.POINTER(_Uuid), ctypes.c_int],
+    "cuDevicePrimaryCtxRetain": [ctypes.POINTER(ctypes.c_void_p), ctypes.c_int],
+    "cuCtxSetCurrent": [ctypes.c_void_p],
+    "cuMemAlloc_v2": [ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t],
+    "cuMemFree_v2": [ctypes.c_uint64],
+    "cuMemsetD8_v2": [ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t],
+    "cuMemcpyDtoH_v2": [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t],
+    "cuMemGetAddressRange_v2": [
+        ctypes.POINTER(ctypes.c_uint64),
+        ctypes.POINTER(ctypes.c_size_t),
+        ctypes.c_uint64,
+    ],
+    "cuIpcGetMemHandle": [ctypes.POINTER(_IpcHandle), ctypes.c_uint64],
+    "cuIpcOpenMemHandle_v2": [ctypes.POINTER(ctypes.c_uint64), _IpcHandle, ctypes.c_uint],
+    "cuIpcCloseMemHandle": [ctypes.c_uint64],
+}
+
+
+class Device:
+    """One GPU, through its primary context, which torch uses too.
+
+    Attributes:
+        index: as the driver counts in this process.
+    """
+
+    def __init__(self, index: int) -> None:
+        """Retain the device's primary context. Raises DeviceError."""
+        self.index = index
+        handle, context = ctypes.c_int(), ctypes.c_void_p()
+        _call("cuDeviceGet", ctypes.byref(handle), index)
+        _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle.value)
+        self._context = context
+
+    def enter(self) -> None:
+        """Make the device current for this thread: every thread that calls CUDA, or a library that does, begins so."""
+        _call("cuCtxSetCurrent", self._context)
+
+    def allocate(self, length_bytes: int) -> int:
+        """Return the address of new memory, as `cudaMalloc` gives it. Raises DeviceError."""
+        self.enter()
+        address = ctypes.c_uint64()
+        _call("cuMemAlloc_v2", ctypes.byref(address), length_bytes)
+        return address.value
+
+    def free(self, address: int) -> None:
+        """Give `allocate`'s memory back; waits for the device."""
+        self.enter()
+        _call("cuMemFree_v2", address)
+
+    def fill_zero(self, address: int, length_bytes: int) -> None:
+        """Zero memory of the device."""
+        self.enter()
+        _call("cuMemsetD8_v2", address, 0, length_bytes)
+
+    def read(self, address: int, length_bytes: int) -> bytes:
+        """Return a copy of a few bytes of the device's memory."""
+        self.enter()
+        found = ctypes.create_string_buffer(length_bytes)
+        _call("cuMemcpyDtoH_v2", found, address, length_bytes)
+        return found.raw
+
+    def open_shared(self, handle: bytes) -> int:
+        """Map another process's allocation; return its first byte's address here.
+
+        Raises:
+            DeviceError: the driver refuses the handle: its process is dead, is this one, or is on a device out of reach.
+        """
+        self.enter()
+        address = ctypes.c_uint64()
+        known = _IpcHandle.from_buffer_copy(handle)
+        _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), known, _IPC_LAZY_PEER_ACCESS)
+        return address.value
+
+    def allocation_of(self, address: int) -> tuple[int, int]:
+        """Return (first address, bytes) of the allocation, own or shared, that `address` lies in."""
+        self.enter()
+        base, length_bytes = ctypes.c_uint64(), ctypes.c_size_t()
+        _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(length_bytes), address)
+        return base.value, length_bytes.value
+
+    def close_shared(self, address: int) -> None:
+        """Unmap what `open_shared` mapped."""
+        self.enter()
+        _call("cuIpcCloseMemHandle", address)
+
+
+def launch(
+    device: Device,
+    function: int,
+    programs: tuple[int, int, int],
+    threads: int,
+    shared_bytes: int,
+    stream: int,
+    arguments: Arguments,
+) -> None:
+    """Queue one launch; the arguments are copied. Raises DeviceError."""
+    device.enter()
+    error = _launcher()(function, *programs, threads, 1, 1, shared_bytes, stream, arguments.pointers, None)
+    if error != _SUCCESS:
+        raise DeviceError(f"cuLaunchKernel on device {device.index}: {_error_name(error)}")
+
+
+@functools.cache
+def open_device(name: str) -> Device:
+    """Return the device of a UUID, as engines name theirs. Raises DeviceError if this process does not see it."""
+    count = ctypes.c_int()
+    _call("cuDeviceGetCount", ctypes.byref(count))
+    seen = [device_uuid(index) for index in range(count.value)]
+    if name not in seen:
+        raise DeviceError(f"device is {name!r}: this process sees {seen}; give the agent the GPUs of its engines")
+    return device_at(seen.index(name))
+
+
+@functools.cache
+def device_at(index: int) -> Device:
+    """Return the device of an index. Raises DeviceError."""
+    return Device(index)
+
+
+def device_uuid(index: int) -> str:
+    """Return `GPU-` and the UUID of a device, as nvidia-smi writes it. Raises DeviceError."""
+    handle, found = ctypes.c_int(), _Uuid()
+    _call("cuDeviceGet", ctypes.byref(handle), index)
+    _call("cuDeviceGetUuid_v2", ctypes.byref(found), handle.value)
+    return f"GPU-{uuid.UUID(bytes=bytes(found.bytes))}"
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise DeviceError(f"there is no CUDA driver: {error}") from error
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(driver, name)
+        function.argtypes, function.restype = arguments, ctypes.c_int
+    code = driver.cuInit(0)
+    if code != _SUCCESS:
+        raise DeviceError(f"cuInit: error {code}")
+    return driver
+
+
+@functools.cache
+def _launcher() -> ctypes._NamedFuncPointer:
+    # Without letting Python's lock go: a launch takes 3 us, and getting the lock back may take a thousand times as long.
+    _driver()
+    function = ctypes.PyDLL("libcuda.so.1").cuLaunchKernel
+    function.argtypes = [
+        ctypes.c_void_p,
+        *(ctypes.c_uint,) * 7,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+    ]
+    function.restype = ctypes.c_int
+    return function
+
+
+def _call(name: str, *arguments: object) -> None:
+    error = getattr(_driver(), name)(*arguments)
+    if error != _SUCCESS:
+        raise DeviceError(f"{name}: {_error_name(error)}")
+
+
+def _error_name(error: int) -> str:
+    found = ctypes.c_char_p()
+    _driver().cuGetErrorName(error, ctypes.byref(found))
+    return f"{(found.value or b'an unknown error').decode()} ({error})"

@@ -1,0 +1,115 @@
+"""Memory of a GPU that crosses a process border or is a worker's own: engines' regions mapped by handle, and staging.
+
+Called by `pools` and by the worker's moving parts; the counterpart of `ipc` and `staging`, which serve the CPU. What
+the driver says becomes our errors in `cuda`.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from longshore_agent.errors import DeviceError, PoolError, ShapeError
+from longshore_agent.memory import cuda
+from longshore_agent.memory.staging import EXTENT_BYTES, StagingPieces
+from longshore_wire.engine_messages import DeviceRegion
+
+# Allocations of engines that are mapped here: (device, handle) -> [address, users]. An allocator cuts many tensors out of
+# one allocation, and the driver maps each once in a process.
+_mapped: dict[tuple[int, bytes], list[int]] = {}
+_lock = threading.Lock()
+
+
+class DeviceMapping:
+    """One region of an engine's GPU memory, mapped into this process; the counterpart of `ipc.Mapping`.
+
+    Attributes:
+        address: of its first byte, as the device counts.
+        length_bytes: as declared.
+    """
+
+    def __init__(self, device: cuda.Device, region: DeviceRegion, length_bytes: int) -> None:
+        """Map the allocation that holds the region.
+
+        Raises:
+            PoolError: the handle is none, or the region does not lie in the allocation.
+        """
+        if len(region.handle) != cuda.IPC_HANDLE_BYTES:
+            raise PoolError(f"a handle of {len(region.handle)} bytes: CUDA's have {cuda.IPC_HANDLE_BYTES}")
+        self._device = device
+        self._key = (device.index, region.handle)
+        self._is_mapped = False
+        try:
+            base = self._open()
+            self._is_mapped = True
+            _, allocation_bytes = device.allocation_of(base)
+        except DeviceError as error:
+            self.unmap()
+            raise PoolError(f"the engine's memory cannot be mapped: {error}") from error
+        if region.offset_bytes < 0 or region.offset_bytes + length_bytes > allocation_bytes:
+            self.unmap()
+            raise PoolError(
+                f"{length_bytes} bytes at {region.offset_bytes} were declared: the allocation has {allocation_bytes}"
+            )
+        self.address = base + region.offset_bytes
+        self.length_bytes = length_bytes
+
+    def unmap(self) -> None:
+        """Let the region go; its allocation too when no other region lies in it. Nothing may run on it. Idempotent."""
+        if not self._is_mapped:
+            return
+        self._is_mapped = False
+        with _lock:
+            entry = _mapped[self._key]
+            entry[1] -= 1
+            if entry[1]:
+                return
+            del _mapped[self._key]
+            self._device.close_shared(entry[0])
+
+    def _open(self) -> int:
+        with _lock:
+            entry = _mapped.get(self._key)
+            if entry is None:
+                entry = _mapped[self._key] = [self._device.open_shared(self._key[1]), 0]
+            entry[1] += 1
+            return entry[0]
+
+
+class DeviceStagingBuffer(StagingPieces):
+    """Staging memory of a GPU's worker, as `cudaMalloc` gives it; the counterpart of `staging.StagingBuffer`.
+
+    Attributes:
+        address: of the first byte, as the device counts.
+        length_bytes: as asked for.
+    """
+
+    def __init__(self, device: cuda.Device, length_bytes: int, *, extent_bytes: int = EXTENT_BYTES) -> None:
+        """Allocate and zero `length_bytes` (at least 1).
+
+        Raises:
+            ShapeError: a length is below 1.
+            DeviceError: the memory is not there.
+        """
+        if length_bytes < 1 or extent_bytes < 1:
+            raise ShapeError(f"length_bytes is {length_bytes} and extent_bytes is {extent_bytes}: give at least 1")
+        self._device = device
+        super().__init__(device.allocate(length_bytes), length_bytes, extent_bytes)
+        self._is_open = True
+        device.fill_zero(self.address, length_bytes)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        """All bytes, as tensor libraries take foreign memory."""
+        return {"shape": (self.length_bytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+
+    def bytes_at(self, offset_bytes: int, length_bytes: int) -> bytes:
+        """Return a copy of a few bytes, such as a trailer. Raises ShapeError outside the buffer."""
+        self._check(offset_bytes, length_bytes)
+        assert self._is_open, "a read of a closed staging buffer"
+        return self._device.read(self.address + offset_bytes, length_bytes)
+
+    def close(self) -> None:
+        """Give the memory back. No registration may be alive and nothing run on it. Idempotent."""
+        if self._is_open:
+            self._is_open = False
+            self._device.free(self.address)

@@ -1,0 +1,25 @@
+"""Pieces of memory as NIXL takes them: an address, a length and a device each, and the kind of memory. Pure.
+
+Called by nixl.py only.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+
+def kind_of(device_index: int) -> tuple[str, int]:
+    """Return NIXL's name of the memory of a GPU, or of the host's (-1), and its number of the device."""
+    return ("VRAM", device_index) if device_index >= 0 else ("DRAM", 0)
+
+
+def rows_of(
+    addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64], device_index: int
+) -> tuple[npt.NDArray[np.uint64], str]:
+    """Return [n, 3] pieces and the kind of memory that they are in."""
+    kind, device = kind_of(device_index)
+    rows = np.full((len(addresses), 3), device, dtype=np.uint64)
+    rows[:, 0] = addresses
+    rows[:, 1] = lengths
+    return rows, kind

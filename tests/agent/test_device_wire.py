@@ -1,0 +1,61 @@
+"""The wire between two GPUs is told by the speed of a write: fast enough, or nothing is said."""
+
+from __future__ import annotations
+
+import pytest
+
+from longshore_agent.transports.base import Wire, WriteState
+from longshore_agent.transports.device_wire import find_device_wire
+from longshore_agent.transports.nixl_rows import kind_of, rows_of
+
+
+class Clocked:
+    """A transport whose writes take a given time of a clock that the test drives."""
+
+    def __init__(self, taken_ns: list[int], end: WriteState = WriteState.DONE) -> None:
+        self._taken_ns, self._end = taken_ns, end
+        self.now_ns = self._due_ns = 0
+        self.released = 0
+
+    def begin(self) -> str:
+        self._due_ns = self.now_ns + self._taken_ns[min(self.released, len(self._taken_ns) - 1)]
+        return "a write"
+
+    def state(self, write: str) -> WriteState:
+        self.now_ns += 1000
+        return self._end if self.now_ns >= self._due_ns else WriteState.OPEN
+
+    def release(self, write: str) -> bool:
+        self.released += 1
+        return True
+
+
+@pytest.mark.parametrize(
+    ("taken_ns", "end", "wire"),
+    [
+        ([40_000], WriteState.DONE, Wire.CUDA_IPC),
+        ([9_000_000, 400_000, 40_000], WriteState.DONE, Wire.CUDA_IPC),
+        ([300_000], WriteState.DONE, Wire.UNKNOWN),
+        ([40_000], WriteState.FAILED, Wire.UNKNOWN),
+        ([10_000_000_000], WriteState.DONE, Wire.UNKNOWN),
+    ],
+    ids=["fast", "fast once warm", "through the host", "failed", "stuck"],
+)
+def test_a_wire_between_gpus_is_named_only_if_one_write_was_too_fast_for_the_hosts_memory(
+    taken_ns: list[int], end: WriteState, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = Clocked(taken_ns, end)
+    monkeypatch.setattr("time.perf_counter_ns", lambda: transport.now_ns)
+    assert find_device_wire(transport, transport.begin, 1 << 20) is wire
+    assert transport.released >= 1
+
+
+def test_pieces_name_the_memory_that_they_are_in() -> None:
+    import numpy as np
+
+    pieces = (np.array([4096, 64], np.uint64), np.array([16, 8], np.uint64))
+    rows, kind = rows_of(*pieces, 3)
+    assert (rows.tolist(), kind) == ([[4096, 16, 3], [64, 8, 3]], "VRAM")
+    rows, kind = rows_of(*pieces, -1)
+    assert (rows.tolist(), kind) == ([[4096, 16, 0], [64, 8, 0]], "DRAM")
+    assert kind_of(0) == ("VRAM", 0)

@@ -1,0 +1,250 @@
+"""Real agents, and engine ranks with their pages in a GPU's memory, each a process of its own: for tests and benchmarks.
+
+Run as a script it is one engine rank: it reads JSON commands by lines and answers each by a line. What its pages hold is
+arithmetic on (seed, plane, token, head, element), so that any process can tell what ought to be in any page.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from longshore_client import Half, KVLayout, ModelShape, Parallel, connect, pool_geometry
+from longshore_client.cuda import device_name, device_region
+from longshore_wire.engine_messages import Endpoint, RoomEventKind
+
+# Loading torch and the transport in several processes at once.
+START_LIMIT_S = 60.0
+ROOM_LIMIT_S = 60.0
+POISON = 0x5AA5
+# Pages do not begin where their allocation does, as an engine's seldom do.
+OFFSET_BYTES = 1 << 20
+_PAUSE_S = 0.005
+
+
+class GPUAgent:
+    """One real agent; `settings` are environment variables."""
+
+    def __init__(self, **settings: str) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="longshore-gpu-")
+        self.directory = Path(self._folder.name)
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("LONGSHORE_")}
+        environment |= {"LONGSHORE_DEPLOYMENT": "tests/gpu", **settings}
+        environment |= {"LONGSHORE_RUN_DIRECTORY": str(self.directory), "PYTHONPATH": os.pathsep.join(sys.path)}
+        with (self.directory / "log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "longshore_agent.main"], env=environment, stderr=log, stdin=subprocess.DEVNULL
+            )
+
+    @property
+    def socket(self) -> str:
+        return str(self.directory / "agent.sock")
+
+    def log(self) -> str:
+        return (self.directory / "log").read_text(errors="replace")
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            sys.stderr.write(self.log()[-6000:])
+        self.close()
+
+
+class EngineProcess:
+    """One engine rank; commands are the methods of `_Rank`."""
+
+    def __init__(self, **environment: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
+        )
+
+    def begin(self, command: str, **arguments: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([command, arguments]) + "\n")
+        self.process.stdin.flush()
+
+    def end(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the engine's process has ended"
+        answer = json.loads(line)
+        assert "error" not in answer, answer["error"]
+        return answer["value"]
+
+    def ask(self, command: str, **arguments: Any) -> Any:
+        self.begin(command, **arguments)
+        return self.end()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+            try:
+                self.process.wait(5)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Rank:
+    """The engine's side; see `EngineProcess`. torch is loaded here only."""
+
+    def __init__(self) -> None:
+        self.client: Any = None
+
+    def allocate(
+        self, *, device: int, layers: int, kv_heads: int, tp: int, rank: int, page_size: int, page_count: int
+    ) -> dict[str, Any]:
+        """Take memory for the pages and poison it."""
+        import torch
+
+        self.torch = torch
+        self.layout = KVLayout(ModelShape(layers, kv_heads, 128, 2), Parallel(tp, rank), page_size)
+        self.geometry = pool_geometry(self.layout, page_count)
+        length = self.geometry.region_bytes[0]
+        self.device = torch.device("cuda", device)
+        memory = torch.empty(OFFSET_BYTES + length, dtype=torch.uint8, device=self.device)
+        heads = self.layout.heads
+        shape = (len(self.geometry.planes), page_count, page_size, len(heads), 128)
+        self.pages = memory[OFFSET_BYTES:].view(torch.int16).view(shape)
+        self.pages.fill_(POISON)
+        torch.cuda.synchronize(self.device)
+        region = device_region(self.pages)
+        return {
+            "handle": region.handle.hex(),
+            "offset": region.offset_bytes,
+            "bytes": length,
+            "device": device_name(self.pages),
+        }
+
+    def register(self, *, socket: str, instance: str, role: str) -> None:
+        self.client = connect(
+            socket,
+            instance=instance,
+            layout=self.layout,
+            device=device_name(self.pages),
+            roles=(Half[role],),
+            timeout_s=START_LIMIT_S,
+        )
+        self.client.register_pool(0, self.geometry, [device_region(self.pages)], timeout_s=START_LIMIT_S)
+
+    def endpoint(self) -> str:
+        return msgspec.msgpack.encode(self.client.endpoint(START_LIMIT_S)).hex()
+
+    def fill(self, *, seed: int, tokens: int, pages: list[int]) -> None:
+        """Write what a model would have computed for tokens [0, tokens)."""
+        for plane in range(len(self.geometry.planes)):
+            self._place(self.pages[plane], pages, self._values(seed, plane, tokens))
+        self.torch.cuda.synchronize(self.device)
+
+    def poison(self) -> None:
+        self.pages.fill_(POISON)
+        self.torch.cuda.synchronize(self.device)
+
+    def differences(self, *, sequences: list[tuple[int, int, list[int]]]) -> int:
+        """How many elements of the whole pool are not what these (seed, tokens, pages) and poison elsewhere say."""
+        self.torch.cuda.synchronize(self.device)
+        wrong = 0
+        for plane in range(len(self.geometry.planes)):
+            expected = self.torch.full_like(self.pages[plane], POISON)
+            for seed, tokens, pages in sequences:
+                self._place(expected, pages, self._values(seed, plane, tokens))
+            wrong += int((expected != self.pages[plane]).sum())
+        return wrong
+
+    def send(self, *, room: int, pages: list[int], tokens: int, chunk: int) -> float:
+        """Offer tokens [0, tokens) in chunks; return when the first left (monotonic seconds)."""
+        start_s = time.monotonic()
+        size = self.layout.page_size
+        for first in range(0, tokens, chunk):
+            end = min(first + chunk, tokens)
+            self.client.send(room, pages[first // size : -(-end // size)], first, end, last=end == tokens)
+        return start_s
+
+    def receive(self, *, room: int, endpoint: str, pages: list[int], tokens: int) -> None:
+        known = msgspec.msgpack.decode(bytes.fromhex(endpoint), type=Endpoint)
+        self.client.receive(room, known, pages, first_token=0, end_token=tokens)
+
+    def wait(self, *, room: int, half: str, instance: str) -> tuple[str, str, float]:
+        """Return the end of one half, what was said of it, and when it came."""
+        event = self.client.wait(room, Half[half], instance=instance, timeout_s=ROOM_LIMIT_S)
+        end_s = time.monotonic()
+        self.client.wait(room, Half[half], instance=instance, kinds=(RoomEventKind.RELEASED,), timeout_s=ROOM_LIMIT_S)
+        return event.kind.name, event.text, end_s
+
+    def unregister(self) -> None:
+        self.client.unregister_pool(0)
+
+    def _values(self, seed: int, plane: int, tokens: int) -> Any:
+        """[tokens, heads, elements] of one plane; the same for whoever holds these heads."""
+        torch, device = self.torch, self.device
+        heads = self.layout.heads
+        number = torch.arange(tokens, device=device)[:, None, None] + (seed * 1_000_003 + plane) * 1_000_003
+        number = number * 1_000_003 + torch.arange(heads.start, heads.stop, device=device)[:, None]
+        number = number * 1_000_003 + torch.arange(128, device=device)
+        number *= 6364136223846793005
+        return ((number >> 33) & 0x7FFF).to(torch.int16)
+
+    def _place(self, plane: Any, pages: list[int], values: Any) -> None:
+        slots = self.torch.arange(len(values), device=self.device)
+        ids = self.torch.tensor(pages, device=self.device)
+        size = self.layout.page_size
+        plane[ids[slots // size], slots % size] = values
+
+
+def main() -> None:
+    """Obey until standard input ends."""
+    rank = _Rank()
+    for line in sys.stdin:
+        command, arguments = json.loads(line)
+        try:
+            answer = {"value": getattr(rank, command)(**arguments)}
+        except Exception as error:  # noqa: BLE001 - the other end raises it again
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)  # noqa: T201 - the answer
+    # Whatever still runs in the client ends with the process, as an engine's would.
+    assert threading.main_thread().is_alive()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
