@@ -49,6 +49,7 @@ from longshore_agent.path.finish import count_ended, ended_event, released_event
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.worker_config import WorkerConfig
+from longshore_agent.worker_health import WorkerHealth
 from longshore_agent.worker_status import encode_snapshot
 from longshore_wire.effects import (
     Dial,
@@ -105,7 +106,6 @@ class Worker:
         self._gone: list[tuple[PeerId, int]] = []
         self._stop_ns: int | None = None
         self._retire_ns: int | None = None
-        self._held_since_ns: int | None = None
         self._quiet_turns = 0
         self._look_again_ns = 0
         self._due_ns = 0
@@ -119,6 +119,7 @@ class Worker:
         if target is not None:
             self.sessions[Half.TARGET] = target
         self.mover = Mover(config, settings, self.metrics, self.spans, self._ask_pool)
+        self._health = WorkerHealth(settings, self.mover, target)
         self.desk = Desk(config.layout, self.mover.transport, source, target, device=self.mover.device)
         self._describe()
         keys = read_keys(Path(settings.keys_directory)) if settings.keys_directory else None
@@ -257,7 +258,7 @@ class Worker:
     def _check_health(self, now_ns: int) -> None:
         """End this life where only its end, or the next one's fresh memory, can help: after the rooms that are open."""
         if self._retire_ns is None:
-            text = self._illness(now_ns)
+            text = self._health.illness(now_ns)
             if not text:
                 return
             _log.warning("this worker takes no new rooms and will be replaced: %s", text)
@@ -266,22 +267,6 @@ class Worker:
             self._link.send(Retiring(text))
         if now_ns >= self._retire_ns or not any(session.unfinished for session in self.sessions.values()):
             self._leave(Reason.WORKER_LOST, self.desk.closing, now_ns)
-
-    def _illness(self, now_ns: int) -> str:
-        """Return why this worker must be replaced; empty: it need not."""
-        if self.mover.unsettled:
-            # Only the end of this process proves that those bytes will not land any more.
-            return "a failed write could not be settled"
-        ring = self.target.granter.ring if self.target is not None else None
-        if ring is None or 100 * ring.held_bytes <= self.settings.quarantine_percent * ring.capacity_bytes:
-            self._held_since_ns = None
-            return ""
-        # Writers that live confirm when their writes end: only memory that stays in quarantine is lost.
-        if self._held_since_ns is None:
-            self._held_since_ns = now_ns
-        if now_ns - self._held_since_ns < self.settings.peer_timeout_ns:
-            return ""
-        return f"{ring.held_bytes} of {ring.capacity_bytes} bytes of the ring are in quarantine"
 
     def _take_notices(self, now_ns: int) -> bool:
         """Drive the transport where bytes are due; return whether it told of any."""
@@ -307,8 +292,8 @@ class Worker:
     def _timeout_ms(self) -> int:
         now_ns = time.monotonic_ns()
         dues = [due for session in self.sessions.values() if (due := session.next_due_ns()) is not None]
-        if self._held_since_ns is not None and self._retire_ns is None:
-            dues.append(self._held_since_ns + self.settings.peer_timeout_ns)
+        if (due_ns := self._health.due_ns) is not None and self._retire_ns is None:
+            dues.append(due_ns)
         if (stop_ns := self._retire_ns if self._stop_ns is None else self._stop_ns) is not None:
             dues.append(stop_ns)
         self._due_ns = min(dues, default=now_ns + _IDLE_POLL_MS * 1_000_000)

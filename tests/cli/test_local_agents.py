@@ -56,9 +56,9 @@ def engine(agent: LocalAgent, instance: str, page_size: int, half: Half, tokens:
 @pytest.mark.slow
 def test_every_lane_writes_at_least_a_tenth_of_a_single_pair_s_bytes(directory: Path) -> None:
     tokens = 4096
-    common = {"ring_bytes": "32Mi", "lane_bytes": "1Mi", "slab_bytes_min": "256Ki"}
+    common = {"ring_bytes": "32Mi", "lane_bytes": "1Mi", "slab_bytes_min": "256Ki", "staging": "Always"}
     with LocalAgent(common, directory / "p") as near, LocalAgent(common, directory / "d") as far:
-        # Unequal page sizes: one pair of ranks, and no whole pages to write in place.
+        # Unequal page sizes, so that there is one pair of ranks to share out.
         prefill, source = engine(near, "P", 16, Half.SOURCE, tokens)
         decode, target = engine(far, "D", 32, Half.TARGET, tokens)
         with prefill, decode:
