@@ -79,7 +79,7 @@ class Scene:
         self.target = target
         self._content = content
         self._endpoint = source.clients[0].endpoint(_START_S)
-        self._clocks = [_process_clock(pid) for engine in (source, target) for pid in _worker_pids(engine)]
+        self._clocks = [_process_clock(pid) for pid in self.worker_pids()]
         self.last_room = 0
 
     def move(self, token_count: int) -> Moved:
@@ -197,6 +197,10 @@ class Scene:
                 return
             time.sleep(_LOOK_PAUSE_S)
         raise BenchError(f"{self.course.name}: the prefill side did not answer the claim of room {room}")
+
+    def worker_pids(self) -> list[int]:
+        """Return the PIDs of the workers, those of the source first."""
+        return [pid for engine in (self.source, self.target) for pid in _worker_pids(engine)]
 
     def clocks(self) -> list[int]:
         """Return the clocks of the workers' processor time, those of the source first."""
