@@ -56,14 +56,15 @@ def main() -> None:
         open_stage({**_SETTINGS, "backend": arguments.backend}, Path(directory)) as stage,
     ):
         scene = open_scene(stage, slabs)
-        clocks = scene.clocks()
         pin(scene.worker_pids())
         for repetition in range(arguments.repeats + 1):
-            before = [time.clock_gettime(clock) for clock in clocks]
+            before = [time.clock_gettime(clock) for clock in scene.clocks]
             begin_s = time.perf_counter()
             scene.move_many(arguments.rooms, tokens)
             wall_s = time.perf_counter() - begin_s
-            prefill_s, decode_s = (time.clock_gettime(clock) - at for clock, at in zip(clocks, before, strict=True))
+            prefill_s, decode_s = (
+                time.clock_gettime(clock) - at for clock, at in zip(scene.clocks, before, strict=True)
+            )
             if repetition:
                 for name, seconds in zip(rates, (prefill_s, decode_s, wall_s, messages_s(slabs)), strict=True):
                     rates[name].append(slabs / seconds)

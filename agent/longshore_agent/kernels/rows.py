@@ -37,7 +37,11 @@ _RUN_UNIT_BYTES_MAX = 4096
 _RUN_UNIT_BYTES_MIN = 512
 
 _STEPS = _each(
-    """  %source_pointer.# = inttoptr i64 %from.# to ptr
+    """  %source_apart.# = mul i64 %source_group, #
+  %target_apart.# = mul i64 %target_group, #
+  %from.# = add i64 %many_from, %source_apart.#
+  %to.# = add i64 %many_to, %target_apart.#
+  %source_pointer.# = inttoptr i64 %from.# to ptr
   %target_pointer.# = inttoptr i64 %to.# to ptr
   %value.# = load <16 x i32>, ptr %source_pointer.#, align 1
   store <16 x i32> %value.#, ptr %target_pointer.#, align 64, !nontemporal !0
@@ -76,11 +80,15 @@ segment:
   %bytes = load i64, ptr %f3
   %source_first = add i64 %source_plane, %source_offset
   %target_first = add i64 %target_plane, %target_offset
-  %quarter = lshr i64 %tokens, 2
-  %group = select i1 %streams, i64 %quarter, i64 0
+  %share = udiv i64 %tokens, """
+    + str(_STREAMS)
+    + """
+  %group = select i1 %streams, i64 %share, i64 0
   %source_group = mul i64 %group, %source_token
   %target_group = mul i64 %group, %target_token
-  %grouped = shl i64 %group, 2
+  %grouped = mul i64 %group, """
+    + str(_STREAMS)
+    + """
   %has_groups = icmp ne i64 %group, 0
   br i1 %has_groups, label %many_token, label %rest
 many_token:
@@ -95,14 +103,8 @@ many_head:
   br label %many_line
 many_line:
   %mb = phi i64 [ 0, %many_head ], [ %mb1, %many_line ]
-  %from.0 = add i64 %many_source, %mb
-  %to.0 = add i64 %many_target, %mb
-  %from.1 = add i64 %from.0, %source_group
-  %to.1 = add i64 %to.0, %target_group
-  %from.2 = add i64 %from.1, %source_group
-  %to.2 = add i64 %to.1, %target_group
-  %from.3 = add i64 %from.2, %source_group
-  %to.3 = add i64 %to.2, %target_group
+  %many_from = add i64 %many_source, %mb
+  %many_to = add i64 %many_target, %mb
 """
     + _STEPS
     + """  %mb1 = add i64 %mb, 64

@@ -52,7 +52,7 @@ class Deliverer:
         write = self._transport.post(job.peer_name, sources, targets, lengths, notice)
         self._metrics.add("longshore_writes_total", 1, way="staged")
         self._metrics.add("longshore_write_pieces_total", len(sources), way="staged")
-        self._finish(write)
+        finish(self._transport, write)
 
     def direct(self, job: WriteJob) -> None:
         """Copy the slab from our engine's pages into the target's, which are mapped here.
@@ -101,7 +101,7 @@ class Deliverer:
                     if job.cancelled:
                         break
                     if len(open_writes) >= _OPEN_BATCHES_MAX:
-                        self._finish(open_writes.popleft())
+                        finish(self._transport, open_writes.popleft())
                     indices: npt.NDArray[np.int32] = np.arange(
                         first, min(first + self._slices_batch, count), dtype=np.int32
                     )
@@ -109,35 +109,40 @@ class Deliverer:
                     posted_count += 1
                     self._metrics.add("longshore_writes_total", 1, way=way)
                 while open_writes:
-                    self._finish(open_writes.popleft())
+                    finish(self._transport, open_writes.popleft())
             finally:
                 self._settle(open_writes)
                 self._transport.release_prepared(prepared)
             return posted_count > 0 or count == 0
 
-    def _finish(self, write: Write) -> None:
-        """Wait until a write is settled; raise if it failed."""
-        deadline_ns = time.monotonic_ns() + _TIGHT_NS
-        pause_s = _PAUSE_MIN_S
-        while (state := self._transport.state(write)) is WriteState.OPEN:
-            if time.monotonic_ns() > deadline_ns:
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _PAUSE_MAX_S)
-            else:
-                # Other lanes gather meanwhile: without this, one that waits for a GPU keeps them from Python's lock.
-                time.sleep(0)
-        settled = self._transport.release(write)
-        if state is WriteState.FAILED:
-            error = write.error or "the write failed and the transport does not say why"
-            raise WriteFailedError(error, settled=settled)
-
     def _settle(self, writes: deque[Write]) -> None:
         """Wait for what a failure has left open: the engine's pages stay mapped until then."""
         for write in writes:
             try:
-                self._finish(write)
+                finish(self._transport, write)
             except TransportError:
                 continue
+
+
+def finish(transport: PreparingTransport, write: Write) -> None:
+    """Wait until a write is settled, tightly at first, then with pauses.
+
+    Raises:
+        WriteFailedError: it failed.
+    """
+    deadline_ns = time.monotonic_ns() + _TIGHT_NS
+    pause_s = _PAUSE_MIN_S
+    while (state := transport.state(write)) is WriteState.OPEN:
+        if time.monotonic_ns() > deadline_ns:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _PAUSE_MAX_S)
+        else:
+            # Other lanes gather meanwhile: without this, one that waits for a GPU keeps them from Python's lock.
+            time.sleep(0)
+    settled = transport.release(write)
+    if state is WriteState.FAILED:
+        error = write.error or "the write failed and the transport does not say why"
+        raise WriteFailedError(error, settled=settled)
 
 
 def ready_message(job: WriteJob) -> SlabReady:

@@ -86,19 +86,19 @@ class Target:
     def serve(self) -> None:
         """Obey orders until the input ends."""
         source = sys.stdin.buffer
-        _say(self._out, _Hello(self._transport.metadata(), self._buffer.address))
+        say(self._out, _Hello(self._transport.metadata(), self._buffer.address))
         self._transport.connect(msgspec.json.decode(source.readline(), type=_Hello).metadata)
-        _say(self._out, _Order("ready"))
+        say(self._out, _Order("ready"))
         while line := source.readline():
             order = msgspec.json.decode(line, type=_Order)
             if order.what == "drive":
-                _say(self._out, order)
+                say(self._out, order)
                 pause_s = _LOOK_PAUSE_S if order.length_bytes else 0.0
                 while not select.select([source], [], [], pause_s)[0]:
                     self._transport.notices()
             elif order.what == "sum":
                 view = self._buffer.view(0, order.length_bytes)
-                _say(self._out, _Order("sum", checksum(view)))
+                say(self._out, _Order("sum", checksum(view)))
                 view[:] = 0
         self._transport.close()
 
@@ -209,7 +209,7 @@ class Meter:
 
     def _tell(self, message: msgspec.Struct) -> None:
         assert self._process.stdin is not None
-        _say(self._process.stdin, message)
+        say(self._process.stdin, message)
 
     def _heard(self, kind: type[_T]) -> _T:
         assert self._process.stdout is not None
@@ -230,7 +230,8 @@ def checksum(view: npt.NDArray[np.uint8]) -> int:
     return int(view[:words].view(np.uint64).sum()) + int(view[words:].sum(dtype=np.uint64))
 
 
-def _say(out: IO[bytes], message: msgspec.Struct) -> None:
+def say(out: IO[bytes], message: msgspec.Struct) -> None:
+    """Write one line of JSON and send it off."""
     out.write(msgspec.json.encode(message) + b"\n")
     out.flush()
 
@@ -252,7 +253,7 @@ def main() -> int:
     meter = Meter(options.backend, options.bytes_max)
     try:
         for line in sys.stdin.buffer:
-            _say(sys.stdout.buffer, meter.measure(msgspec.json.decode(line, type=Request)))
+            say(sys.stdout.buffer, meter.measure(msgspec.json.decode(line, type=Request)))
     finally:
         meter.close()
     return 0

@@ -69,7 +69,11 @@ class Engine:
 
 
 class Scene:
-    """One course with its engines, ready to move tokens again and again."""
+    """One course with its engines, ready to move tokens again and again.
+
+    Attributes:
+        clocks: of the workers' processor time, those of the source first.
+    """
 
     _rooms = itertools.count(1)
 
@@ -79,7 +83,7 @@ class Scene:
         self.target = target
         self._content = content
         self._endpoint = source.clients[0].endpoint(_START_S)
-        self._clocks = [_process_clock(pid) for pid in self.worker_pids()]
+        self.clocks = [_process_clock(pid) for pid in self.worker_pids()]
         self.last_room = 0
 
     def move(self, token_count: int) -> Moved:
@@ -202,12 +206,8 @@ class Scene:
         """Return the PIDs of the workers, those of the source first."""
         return [pid for engine in (self.source, self.target) for pid in _worker_pids(engine)]
 
-    def clocks(self) -> list[int]:
-        """Return the clocks of the workers' processor time, those of the source first."""
-        return list(self._clocks)
-
     def _core_s(self) -> float:
-        return sum(time.clock_gettime(clock) for clock in self._clocks)
+        return sum(time.clock_gettime(clock) for clock in self.clocks)
 
 
 class Stage:

@@ -77,9 +77,9 @@ class Fleet:
         self._config_path = directory / "config.json"
         self._config_path.write_text(dump(msgspec.structs.replace(config, control=control)))
         make_keys(keys)
-        settings = {"config_file": str(self._config_path)}
         for member in members:
-            self.agents[member.name] = LocalAgent({**settings, "node": member.name}, directory / member.name)
+            settings = {"config_file": str(self._config_path), "node": member.name}
+            self.agents[member.name] = LocalAgent(settings, directory / member.name)
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
