@@ -38,7 +38,6 @@ class Lanes:
         make_gather: Callable[[StagingPieces], Callable[[WriteJob], int]] = host_gather,
     ) -> None:
         self._make_gather = make_gather
-        self._gathers: dict[int, Callable[[WriteJob], int]] = {}
         self._transport = transport
         self._deliverer = Deliverer(transport, metrics, slices_batch=slices_batch)
         self._results = results
@@ -74,23 +73,25 @@ class Lanes:
 
     def _run(self, index: int, buffer: StagingPieces) -> None:
         # Here, not where lanes are made: on a GPU, a thread's copies are its own.
-        self._gathers[index] = self._make_gather(buffer)
+        gather = self._make_gather(buffer)
         while (job := self._queue.get()) is not None:
             if isinstance(job, ProbeJob):
                 self._results.put(self._probe(job))
                 continue
             self._busy[index] = True
-            result = self._write(job, index, buffer)
+            result = self._write(job, index, buffer, gather)
             self._busy[index] = False
             self._results.put(result)
 
-    def _write(self, job: WriteJob, index: int, buffer: StagingPieces) -> WriteResult:
+    def _write(
+        self, job: WriteJob, index: int, buffer: StagingPieces, gather: Callable[[WriteJob], int]
+    ) -> WriteResult:
         if job.cancelled:
             return WriteResult(job, "", dropped=True, notify=False)
         try:
             start_ns = time.monotonic_ns()
             if job.effect.way is Way.STAGED:
-                length_bytes = self._gathers[index](job)
+                length_bytes = gather(job)
                 self._record("gather", job, index, start_ns)
                 if job.cancelled:
                     return WriteResult(job, "", dropped=True, notify=False)
