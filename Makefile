@@ -9,7 +9,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test layouts e2e check fix bench reference lock clean FORCE
+.PHONY: help install demo test layouts controlplane e2e e2e-vllm check fix bench bench-vllm gpu reference lock clean FORCE
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,7 +19,7 @@ PYTHON ?=
 TORCH_INDEX ?=
 
 help: ## show the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 22
 
 # The stamp is older than its inputs after a change of them only, so that a second install does nothing.
 $(STAMP): pyproject.toml requirements.lock .ci/install $(if $(TORCH_INDEX),FORCE)
@@ -28,8 +28,9 @@ $(STAMP): pyproject.toml requirements.lock .ci/install $(if $(TORCH_INDEX),FORCE
 
 install: $(STAMP) ## create .venv with everything that the other targets need
 
-demo: install ## move KV between unequal layouts on this machine and compare every byte and token
-	$(BIN)/longshore demo
+# KV in GPUs' memory: make demo DEVICES=cuda:0,cuda:1, also with GPU_PYTHON and PYTHONPATH as at `gpu`.
+demo: $(if $(GPU_PYTHON),,install) ## move KV between unequal layouts on this machine and compare every byte and token
+	$(if $(GPU_PYTHON),$(GPU_PYTHON) -m longshore_cli.main,$(BIN)/longshore) demo$(if $(DEVICES), --devices $(DEVICES))
 
 test: install ## run all tests
 	$(BIN)/python -m pytest
@@ -37,9 +38,15 @@ test: install ## run all tests
 layouts: install ## every pair of layouts over every transport, of which `make test` runs a few
 	LAYOUTS=all $(BIN)/python -m pytest tests/agent/test_agent_layouts.py
 
-e2e: install ## run the tests against a real Kubernetes control plane, which is built once (needs Go or fetches it)
+controlplane: install ## build the programs of a Kubernetes control plane, once (needs Go or fetches it)
 	.ci/install-go $(VENV)
-	export PATH="$(CURDIR)/$(BIN):$$PATH"; PYTHONPATH=e2e $(BIN)/python -m controlplane build && $(BIN)/python -m pytest e2e
+	export PATH="$(CURDIR)/$(BIN):$$PATH"; PYTHONPATH=e2e $(BIN)/python -m controlplane build
+
+e2e: controlplane ## run the tests of the operator against a real Kubernetes control plane
+	export PATH="$(CURDIR)/$(BIN):$$PATH"; $(BIN)/python -m pytest e2e --ignore=e2e/vllm
+
+e2e-vllm: install ## run the tests with a real vLLM, which is installed once into the cache; VLLM_TESTS='-m shortest' runs one pair
+	E2E_VLLM_VENV="$$(.ci/install-vllm $(VENV))" $(BIN)/python -m pytest e2e/vllm $(VLLM_TESTS)
 
 check: install ## format, lint, types, import walls and the quick tests: what a commit needs
 	$(BIN)/ruff format --check .
@@ -52,8 +59,16 @@ fix: install ## format, and repair what the linter can repair
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# By another interpreter, such as a GPU machine's own: make gpu GPU_PYTHON=python3 PYTHONPATH=wire:agent:client:cli
+# A part of it: make gpu GPU_OPTIONS="--quick --steps tests,demo"
+gpu: $(if $(GPU_PYTHON),,install) ## tests and benchmarks of everything that needs a GPU; says why where there is none
+	$(or $(GPU_PYTHON),$(BIN)/python) benchmarks/everything_gpu.py $(GPU_OPTIONS)
+
 bench: install ## measure staged, contiguous and slice-by-slice transfers in one run
 	$(BIN)/longshore bench transfer
+
+bench-vllm: install ## measure Longshore's connector beside vLLM's NixlConnector in one run
+	E2E_VLLM_VENV="$$(.ci/install-vllm $(VENV))" PYTHONPATH=e2e:e2e/vllm $(BIN)/python benchmarks/vllm_connectors.py
 
 reference: install ## make the reference pages of settings, metrics and faults again from their tables
 	$(BIN)/python -m longshore_agent.settings >docs/reference/settings.md
@@ -65,6 +80,10 @@ lock: install ## choose the newest versions that pyproject.toml allows and pin t
 	  $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --upgrade --all-extras \
 	    --no-emit-index-url --no-annotate --no-header pyproject.toml; } > requirements.lock.new
 	mv requirements.lock.new requirements.lock
+	{ sed '/^[^#]/,$$d' e2e/vllm/requirements.lock; \
+	  $(BIN)/uv pip compile --quiet --python-version 3.11 --upgrade --override e2e/vllm/overrides.txt \
+	    --no-emit-index-url --no-annotate --no-header e2e/vllm/requirements.in; } > e2e/vllm/requirements.lock.new
+	mv e2e/vllm/requirements.lock.new e2e/vllm/requirements.lock
 
 clean: ## remove the virtual environment and all caches of the tree
 	rm -rf $(VENV) .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist

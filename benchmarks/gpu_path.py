@@ -3,13 +3,16 @@
     python benchmarks/gpu_path.py --json FILE
 
 A model of 80 layers and 8 KV heads of 128 in 2 bytes, pages of 64 tokens: all prefill ranks on the first GPU, TP1 on the
-last, each engine rank and each agent real processes, staged by NIXL. With TP2 two workers share the first GPU, which
-then serves them by turns; with TP1 each worker has a GPU, as in a deployment, and only the way is that of unequal ranks. A time is from the first `send` to DONE
-at the target, the claim having been made before. Every byte of the target's pool is compared after the last repetition of
-each size; a wrong one ends the run. `one descriptor` and `slices` are NIXL alone, as a worker uses it, the slices those of
-one of the two ranks; `plain copy` is torch's between the two GPUs.
+last, each engine rank and each agent real processes, staged by NIXL (or `--backend Mooncake`). With TP2 two workers share the first GPU, which
+then serves them by turns; with TP1 each worker has a GPU, as in a deployment, and only the way is that of unequal ranks.
+Rooms move alone, after 0.1 s of silence, in which GPUs and NVLink go to sleep, and in a row, each claimed before the one
+before it is sent; so does the plain copy. Two clocks, the claim having been made before: from the acceptance of the first
+`send` to the event of the last scatter, as the target's worker sees it, and (`engines`) from the call of the first `send`
+to DONE at the target's engine. Every byte of the target's pool is compared after the last room of each size, before which
+it was poisoned, and after one room before all others; a wrong one ends the run. `one descriptor` and `slices` are the
+transport alone, as a worker uses it, the slices those of one of the two ranks; `plain copy` is torch's between the two GPUs.
 
-Needs no network and, beside the package, torch, Triton and NIXL; one GPU will do, but then says little.
+Needs no network and, beside the package, torch, Triton and NIXL or Mooncake's wheel for CUDA 13; one GPU will do, but then says little.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import sys
 import time
 import urllib.request
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +45,8 @@ SHAPE = {"layers": 80, "kv_heads": 8, "page_size": 64}
 TOKEN_BYTES = 80 * 2 * 8 * 256
 SLICE_BYTES, SLICES_BATCH = 4 * 256, 1000
 WARM_UPS = 2
+# What agents are told for each backend.
+BACKENDS = {"NIXL": {}, "Mooncake": {"LONGSHORE_BACKEND": "Mooncake", "LONGSHORE_MOONCAKE_ON_GPUS": "true"}}
 
 
 def all_ask(ranks: list[EngineProcess], command: str, **arguments: Any) -> list[Any]:
@@ -85,98 +91,216 @@ def stage_seconds(agent: GPUAgent) -> dict[str, tuple[float, float]]:
     return {stage: (total, count) for stage, (total, count) in sums.items()}
 
 
+def spans(agent: GPUAgent, room: int) -> list[dict[str, Any]]:
+    """Return the spans of a room's slabs at one agent."""
+    return list(json.loads(page(agent, f"/v1/rooms/{room}"))["spans"])
+
+
+def show_spans(found: list[dict[str, Any]], accepted_ns: int) -> None:
+    """Print each slab's stages, in microseconds from the acceptance of the offer."""
+    for span in sorted(found, key=lambda span: (span["slab"], span["start_ns"])):
+        begin, end = ((span[name] - accepted_ns) / 1e3 for name in ("start_ns", "end_ns"))
+        print(
+            f"    slab {span['slab']:3} of rank {span['source_rank']} {span['stage']:8} {begin:9.0f} to {end:9.0f} us",
+            flush=True,
+        )
+
+
+@dataclass
+class Scene:
+    """Two agents, a prefill engine at one and a decode engine at the other."""
+
+    near: GPUAgent
+    far: GPUAgent
+    prefill: list[EngineProcess]
+    decode: EngineProcess
+    endpoint: str
+    room: int = 0  # the newest that was claimed
+
+    def claim(self, tokens: int, pages: list[int]) -> int:
+        """Claim the next room; return its number."""
+        self.room += 1
+        self.decode.ask("receive", room=self.room, endpoint=self.endpoint, pages=pages, tokens=tokens)
+        return self.room
+
+    def move(self, room: int, tokens: int, pages: list[int]) -> tuple[float, float, float]:
+        """Move a claimed room; return when its first `send` was called, was accepted, and when decode heard of its end."""
+        self.decode.begin("wait", room=room, half="TARGET", instance="source")
+        sends = all_ask(self.prefill, "send", room=room, pages=pages, tokens=tokens, chunk=8192)
+        kind, text, end_s = self.decode.end()
+        if kind != "DONE":
+            raise SystemExit(f"room of {tokens} tokens: {text}\n{self.near.log()}\n{self.far.log()}")
+        all_ask(self.prefill, "wait", room=room, half="SOURCE", instance="source")
+        return min(begin_s for begin_s, _ in sends), min(accepted_s for _, accepted_s in sends), end_s
+
+    def spans(self, room: int) -> list[dict[str, Any]]:
+        """Return a room's spans from both agents."""
+        return spans(self.near, room) + spans(self.far, room)
+
+    def clocks(self, room: int, times: tuple[float, float, float]) -> tuple[float, float]:
+        """Return the seconds of both clocks: see the module."""
+        scattered_ns = max(span["end_ns"] for span in self.spans(room) if span["stage"] == "scatter")
+        return scattered_ns / 1e9 - times[1], times[2] - times[0]
+
+    def alone(self, tokens: int, pages: list[int], count: int, *, shown: bool) -> list[tuple[float, float]]:
+        """Move rooms one at a time, each after 0.1 s of silence; show the last one's slabs if that is asked for."""
+        found = []
+        for index in range(count):
+            room = self.claim(tokens, pages)
+            time.sleep(0.1)
+            times = self.move(room, tokens, pages)
+            found.append(self.clocks(room, times))
+            if shown and index == count - 1:
+                show_spans(self.spans(room), round(times[1] * 1e9))
+        return found
+
+    def in_a_row(self, tokens: int, pages: list[int], count: int) -> list[tuple[float, float]]:
+        """Move rooms one after another, each claimed before the one before it is sent."""
+        claimed = self.claim(tokens, pages)
+        moved = []
+        for _ in range(count):
+            room, claimed = claimed, self.claim(tokens, pages)
+            moved.append((room, self.move(room, tokens, pages)))
+        found = [self.clocks(room, times) for room, times in moved]
+        # The last one proves the bytes: nothing of an earlier room can stand in for it.
+        self.decode.ask("poison")
+        self.move(claimed, tokens, pages)
+        return found
+
+    def stages(self) -> list[dict[str, tuple[float, float]]]:
+        """Return what the stages have taken so far, at each agent."""
+        return [stage_seconds(self.near), stage_seconds(self.far)]
+
+
+def mean_stages(
+    before: list[dict[str, tuple[float, float]]], after: list[dict[str, tuple[float, float]]]
+) -> dict[str, dict[str, float]]:
+    """Return the mean microseconds and the count of each stage between two looks."""
+    found = {}
+    for old, new in zip(before, after, strict=True):
+        for stage, (total, count) in new.items():
+            was = old.get(stage, (0.0, 0.0))
+            if count > was[1]:
+                found[stage] = {"mean_us": (total - was[0]) / (count - was[1]) * 1e6, "count": count - was[1]}
+    return found
+
+
+def show_row(row: dict[str, Any], name: str) -> None:
+    """Print one size."""
+    length = row["bytes"]
+    print(f"staged TP{row['source_tp']}->TP1 {name} {row['tokens']:6} tokens {length / 1e6:8.1f} MB", flush=True)
+    for kind in ("alone", "in_a_row"):
+        samples = row[f"{kind}_seconds"][WARM_UPS:]
+        moved_s, engines_s = (statistics.median(column) for column in zip(*samples, strict=True))
+        print(
+            f"    {kind:8} {moved_s * 1e3:7.3f} ms {length / moved_s / 1e9:6.1f} GB/s (best {length / min(samples)[0] / 1e9:.1f}); "
+            f"engines {engines_s * 1e3:7.3f} ms {length / engines_s / 1e9:6.1f} GB/s",
+            flush=True,
+        )
+    means = (f"{stage} {each['mean_us']:.0f} us x {each['count']:.0f}" for stage, each in row["stages"].items())
+    print("    " + ", ".join(means), flush=True)
+
+
+def prove(scene: Scene, tokens: int) -> None:
+    """Move one room and compare every byte of the target's pool, before anything is measured."""
+    pages = list(range(-(-tokens // 64)))
+    all_ask(scene.prefill, "fill", seed=1, tokens=tokens, pages=pages)
+    scene.decode.ask("poison")
+    scene.move(scene.claim(tokens, pages), tokens, pages)
+    wrong = scene.decode.ask("differences", sequences=[(1, tokens, pages)])
+    if wrong:
+        raise SystemExit(f"{wrong} elements differ in the first room, of {tokens} tokens")
+    print(f"every byte of a first room of {tokens} tokens is right; wires: {wires(scene.near)}", flush=True)
+
+
+def bare_transport(backend: str, name: str, device: int) -> PreparingTransport:
+    """Return a transport of a device's memory, as a worker makes it."""
+    options = {"enter": lambda: torch.cuda.set_device(device)} if backend == "Mooncake" else {}
+    return create(backend, name, device_index=device, **options)
+
+
 def run_agents(
-    sizes: list[int], repetitions: int, target_device: int, source_tp: int, lanes: tuple[str, str]
+    backend: str,
+    sizes: list[int],
+    repetitions: int,
+    target_device: int,
+    source_tp: int,
+    settings: dict[str, str],
+    shown: list[int],
 ) -> list[dict[str, Any]]:
-    """Move rooms of each size; return a row for each."""
+    """Move rooms of each size between agents with these settings; return a row for each."""
     page_count = -(-max(sizes) // 64)
     rows = []
-    settings = {"LONGSHORE_LANE_COUNT": lanes[0], "LONGSHORE_LANE_BYTES": lanes[1], "LONGSHORE_STAGING": "Always"}
+    name = " ".join(f"{setting}={value}" for setting, value in settings.items()) or "defaults"
+    environment = BACKENDS[backend] | {f"LONGSHORE_{setting.upper()}": value for setting, value in settings.items()}
     with ExitStack() as stack:
-        near, far = (stack.enter_context(GPUAgent(**settings)) for _ in range(2))
+        near, far = (stack.enter_context(GPUAgent(**environment)) for _ in range(2))
         prefill = start(stack, near, "SOURCE", source_tp, 0, page_count)
         decode = start(stack, far, "TARGET", 1, target_device, page_count)[0]
-        endpoint = prefill[0].ask("endpoint")
-        room = 0
+        scene = Scene(near, far, prefill, decode, prefill[0].ask("endpoint"))
+        prove(scene, sizes[0])
         for tokens in sizes:
             pages = np.random.default_rng(tokens).permutation(page_count)[: -(-tokens // 64)].tolist()
             all_ask(prefill, "fill", seed=tokens, tokens=tokens, pages=pages)
-            samples = []
-            before: list[dict[str, tuple[float, float]]] = []
-            for repetition in range(WARM_UPS + repetitions):
-                if repetition == WARM_UPS:
-                    before = [stage_seconds(near), stage_seconds(far)]
-                room += 1
-                decode.ask("poison")
-                decode.ask("receive", room=room, endpoint=endpoint, pages=pages, tokens=tokens)
-                time.sleep(0.1)
-                decode.begin("wait", room=room, half="TARGET", instance="source")
-                starts = all_ask(prefill, "send", room=room, pages=pages, tokens=tokens, chunk=8192)
-                kind, text, end_s = decode.end()
-                if kind != "DONE":
-                    raise SystemExit(f"room of {tokens} tokens: {text}\n{near.log()}\n{far.log()}")
-                all_ask(prefill, "wait", room=room, half="SOURCE", instance="source")
-                samples.append(end_s - min(starts))
+            before = scene.stages()
+            row: dict[str, Any] = {
+                "source_tp": source_tp,
+                "settings": settings,
+                "tokens": tokens,
+                "bytes": tokens * TOKEN_BYTES,
+                "alone_seconds": scene.alone(tokens, pages, WARM_UPS + repetitions, shown=tokens in shown),
+                "in_a_row_seconds": scene.in_a_row(tokens, pages, WARM_UPS + repetitions),
+            }
             wrong = decode.ask("differences", sequences=[(tokens, tokens, pages)])
             if wrong:
                 raise SystemExit(f"{wrong} elements differ after {tokens} tokens")
-            stages = {}
-            for old, agent in zip(before, (near, far), strict=True):
-                for stage, (total, count) in stage_seconds(agent).items():
-                    was = old.get(stage, (0.0, 0.0))
-                    if count > was[1]:
-                        stages[stage] = {"mean_us": (total - was[0]) / (count - was[1]) * 1e6, "count": count - was[1]}
-            length, median_s = tokens * TOKEN_BYTES, statistics.median(samples[WARM_UPS:])
-            print(
-                f"staged TP{source_tp}->TP1 {'x'.join(lanes):>8} {tokens:6} tokens {length / 1e6:8.1f} MB {median_s * 1e3:8.2f} ms "
-                f"{length / median_s / 1e9:7.2f} GB/s  {json.dumps(stages)}",
-                flush=True,
-            )
-            rows.append(
-                {
-                    "source_tp": source_tp,
-                    "lanes": lanes,
-                    "tokens": tokens,
-                    "bytes": length,
-                    "seconds": samples,
-                    "stages": stages,
-                    "wires": wires(near),
-                }
-            )
+            row |= {"stages": mean_stages(before, scene.stages()), "wires": wires(near)}
+            show_row(row, name)
+            rows.append(row)
         print(f"wires: {wires(near)}, {wires(far)}", flush=True)
     return rows
 
 
-def run_copy(sizes: list[int], target_device: int) -> dict[int, float]:
-    """Return the median seconds of a plain copy of each length."""
-    found = {}
+def copied_s(near: torch.Tensor, far: torch.Tensor) -> float:
+    """Copy once; return the seconds until the event behind it has passed."""
+    begin_s = time.perf_counter()
+    far.copy_(near, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(near.device))
+    while not event.query():
+        pass
+    return time.perf_counter() - begin_s
+
+
+def run_copy(sizes: list[int], target_device: int) -> dict[int, dict[str, float]]:
+    """Return the median seconds of a plain copy of each length: in a row, and after 0.1 s of silence."""
+    found: dict[int, dict[str, float]] = {}
+    torch.cuda.set_device(0)
     for length in sizes:
         near = torch.randint(0, 256, (length,), dtype=torch.uint8, device="cuda:0")
         far = torch.empty(length, dtype=torch.uint8, device=f"cuda:{target_device}")
-        samples = []
-        for _ in range(12):
-            torch.cuda.synchronize(0)
-            torch.cuda.synchronize(target_device)
-            begin_s = time.perf_counter()
-            far.copy_(near, non_blocking=True)
-            torch.cuda.synchronize(0)
-            torch.cuda.synchronize(target_device)
-            samples.append(time.perf_counter() - begin_s)
+        torch.cuda.synchronize(target_device)
+        row = [copied_s(near, far) for _ in range(12)]
+        alone = []
+        for _ in range(7):
+            time.sleep(0.1)
+            alone.append(copied_s(near, far))
+        torch.cuda.synchronize(target_device)
         assert torch.equal(far.cpu(), near.cpu())
-        found[length] = statistics.median(samples[2:])
-        print(
-            f"plain copy {length / 1e6:8.1f} MB {found[length] * 1e3:8.3f} ms {length / found[length] / 1e9:7.1f} GB/s",
-            flush=True,
+        found[length] = {"in a row": statistics.median(row[2:]), "alone": statistics.median(alone)}
+        rates = ", ".join(
+            f"{kind} {each * 1e3:.3f} ms {length / each / 1e9:.1f} GB/s" for kind, each in found[length].items()
         )
+        print(f"plain copy {length / 1e6:8.1f} MB {rates}", flush=True)
     return found
 
 
-def receive_bare(device: int, length: int) -> None:
+def receive_bare(backend: str, device: int, length: int) -> None:
     """The receiving half of `run_bare`: register, tell how to reach the memory, and drive the transport until told to stop."""
     torch.cuda.set_device(device)
     memory = torch.zeros(length, dtype=torch.uint8, device=f"cuda:{device}")
     torch.cuda.synchronize()
-    transport = create("NIXL", "bare-target", device_index=device)
+    transport = bare_transport(backend, "bare-target", device)
     transport.register(memory.data_ptr(), length)
     print(json.dumps([transport.metadata().hex(), memory.data_ptr()]), flush=True)
     transport.connect(bytes.fromhex(sys.stdin.readline()))
@@ -198,19 +322,22 @@ def finish(transport: PreparingTransport, writes: list[Any]) -> None:
             raise SystemExit(f"a bare write failed: {write.error}")
 
 
-def run_bare(length: int, target_device: int) -> dict[str, list[float]]:
+def run_bare(backend: str, length: int, target_device: int) -> dict[str, list[float]]:
     """Return the seconds of one descriptor of `length`, and of as many bytes slice by slice."""
     torch.cuda.set_device(0)
     memory = torch.randint(0, 256, (length,), dtype=torch.uint8, device="cuda:0")
     torch.cuda.synchronize()
     child = subprocess.Popen(
-        [sys.executable, __file__, "--bare-target", str(target_device), "--bare-bytes", str(length)],
+        [
+            *(sys.executable, __file__, "--backend", backend),
+            *("--bare-target", str(target_device), "--bare-bytes", str(length)),
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
     assert child.stdin is not None and child.stdout is not None  # noqa: PT018 - one fact
-    transport = create("NIXL", "bare-source", device_index=0)
+    transport = bare_transport(backend, "bare-source", 0)
     transport.register(memory.data_ptr(), length)
     metadata, target = json.loads(child.stdout.readline())
     peer = transport.connect(bytes.fromhex(metadata))
@@ -249,7 +376,7 @@ def run_bare(length: int, target_device: int) -> dict[str, list[float]]:
     child.wait(30)
     for name, samples in found.items():
         print(
-            f"NIXL, {name:15} {length / 1e6:8.1f} MB {statistics.median(samples) * 1e3:9.3f} ms "
+            f"{backend}, {name:15} {length / 1e6:8.1f} MB {statistics.median(samples) * 1e3:9.3f} ms "
             f"{length / statistics.median(samples) / 1e9:8.2f} GB/s",
             flush=True,
         )
@@ -260,28 +387,43 @@ def main() -> None:
     """Print the table and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path, help="file for the numbers")
+    parser.add_argument("--backend", choices=sorted(BACKENDS), default="NIXL", help="what moves the bytes")
     parser.add_argument("--tokens", default="256,1024,4096,8192", help="sizes of rooms, separated by commas")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--bare-bytes", type=int, default=83_886_080, help="of the bare transport's writes")
+    parser.add_argument(
+        "--variants", default=";", help="settings of the agents, as name=value,...; separated by semicolons"
+    )
+    parser.add_argument("--source-tp", default="1,2", help="TPs of prefill, separated by commas")
+    parser.add_argument("--show", default="", help="sizes whose last room is shown slab by slab, separated by commas")
+    parser.add_argument("--no-bare", action="store_true", help="leave out the bare transport")
     parser.add_argument("--bare-target", type=int, default=-1, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.bare_target >= 0:
-        receive_bare(options.bare_target, options.bare_bytes)
+        receive_bare(options.backend, options.bare_target, options.bare_bytes)
         return
     target = torch.cuda.device_count() - 1
     name = torch.cuda.get_device_name(0)
     print(f"{torch.cuda.device_count()} x {name}, torch {torch.__version__}, Python {platform.python_version()}")
     sizes = [int(size) for size in options.tokens.split(",")]
+    shown = [int(size) for size in options.show.split(",") if size]
+    variants = [
+        dict(pair.split("=") for pair in variant.split(",") if pair)
+        for variant in dict.fromkeys(options.variants.split(";"))
+    ]
     result = {
         "device": name,
+        "backend": options.backend,
         "devices": torch.cuda.device_count(),
         "torch": torch.__version__,
         "plain_copy_seconds": run_copy([options.bare_bytes, *(size * TOKEN_BYTES for size in sizes)], target),
-        "bare": {"bytes": options.bare_bytes, "seconds": run_bare(options.bare_bytes, target)},
+        "bare": {}
+        if options.no_bare
+        else {"bytes": options.bare_bytes, "seconds": run_bare(options.backend, options.bare_bytes, target)},
         "staged": [
             row
-            for source_tp, lanes in itertools.product((1, 2), (("4", "64Mi"), ("2", "256Mi")))
-            for row in run_agents(sizes, options.repetitions, target, source_tp, lanes)
+            for source_tp, variant in itertools.product(map(int, options.source_tp.split(",")), variants)
+            for row in run_agents(options.backend, sizes, options.repetitions, target, source_tp, variant, shown)
         ],
     }
     if options.json:

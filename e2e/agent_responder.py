@@ -2,52 +2,68 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Body = dict[str, Any]
+_STOP_LIMIT_S = 10.0
+_BACKLOG = 512
 
 
 class AgentResponder:
-    """Answers on every address of loopback. `answers` are by address; `silent` addresses get no answer."""
+    """Answers on every address of loopback. `answers` are by address; `silent` addresses take what is said and say nothing."""
 
     def __init__(self, port: int) -> None:
         self.answers: dict[str, Body] = {}
         self.silent: set[str] = set()
         self.asked: set[str] = set()
         self.port = port
-        responder = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                address = self.connection.getsockname()[0]
-                responder.asked.add(address)
-                if address in responder.silent:
-                    return
-                data = json.dumps(responder.answers.get(address, report())).encode()
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_: object) -> None:
-                """Say nothing."""
-
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-            request_queue_size = 128
-
-        self._server = Server(("0.0.0.0", port), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._loop = asyncio.new_event_loop()
+        making = self._loop.create_server(lambda: _Connection(self), "0.0.0.0", port, backlog=_BACKLOG)
+        self._server = self._loop.run_until_complete(making)
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
+
+    def answer(self, address: str) -> bytes | None:
+        """What the agent at `address` answers; None: nothing."""
+        self.asked.add(address)
+        if address in self.silent:
+            return None
+        data = json.dumps(self.answers.get(address, _NOTHING)).encode()
+        return b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(data) + data
 
     def stop(self) -> None:
         """End it."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+
+        def end() -> None:
+            self._server.close()
+            self._loop.stop()
+
+        self._loop.call_soon_threadsafe(end)
+        self._thread.join(_STOP_LIMIT_S)
+        self._loop.close()
+
+
+class _Connection(asyncio.Protocol):
+    """One request after the other on one connection."""
+
+    def __init__(self, responder: AgentResponder) -> None:
+        self._responder = responder
+        self._heard = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._heard += data
+        while b"\r\n\r\n" in self._heard:
+            _, _, self._heard = self._heard.partition(b"\r\n\r\n")
+            answer = self._responder.answer(self._transport.get_extra_info("sockname")[0])
+            if answer is not None:
+                self._transport.write(answer)
 
 
 def report(*instances: Body, peers: tuple[Body, ...] = (), roles: tuple[str, ...] = ()) -> Body:
@@ -70,3 +86,6 @@ def instance(name: str, role: str, *, complete: bool = True) -> Body:
 def peer(name: str, wire: str, state: str = "attached") -> Body:
     """One peer as a worker lists it."""
     return {"instance": name, "dp_rank": 0, "rank": 0, "state": state, "wire": wire}
+
+
+_NOTHING = report()

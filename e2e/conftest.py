@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from agent_responder import AgentResponder
@@ -11,6 +13,9 @@ from controlplane.cluster import ControlPlane, free_port
 from controlplane.nodes import add_nodes, start_kwok
 from deployments import Deployments, install_definition
 from operator_process import OperatorProcess
+
+# Engines of the agents' own tests are those of the real agents here.
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "agent"))
 
 # Pods of KWOK get addresses of loopback, so that one responder on this machine can play all agents.
 POD_NETWORK = "127.128.0.0/10"

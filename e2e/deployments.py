@@ -77,7 +77,7 @@ class Deployments:
         listed = self.get("dgdep", name).get("status", {}).get("conditions", [])
         return next((entry for entry in listed if entry["type"] == kind), {})
 
-    def wait_reason(self, kind: str, reason: str, name: str = "llama", limit_s: float = 60.0) -> Body:
+    def wait_reason(self, kind: str, reason: str, name: str = "llama", limit_s: float = 150.0) -> Body:
         """Return a condition as soon as it has this reason for the current generation."""
 
         def look() -> Body:

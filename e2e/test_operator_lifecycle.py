@@ -144,8 +144,10 @@ def test_keys_are_made_once_and_anew_on_request(deployments: Deployments, operat
     assert second["revision"] == 2
     assert second["accepted"][1] == first["accepted"][0]
     template = deployments.get("ds", "llama-agent")["spec"]["template"]["spec"]
-    mounted = next(volume["secret"]["secretName"] for volume in template["volumes"] if volume["name"] == "keys")
-    assert mounted == second["secret"] != first["secret"]
+    sources = next(volume["projected"]["sources"] for volume in template["volumes"] if volume["name"] == "keys")
+    mounted = {source["secret"]["items"][0]["path"]: source["secret"]["name"] for source in sources}
+    assert mounted == {"curve.json": second["secret"], "previous.json": first["secret"]}
+    assert second["previous"] == first["secret"] != second["secret"]
     secrets = {entry["metadata"]["name"]: entry for entry in deployments.list("secrets")}
     assert set(secrets) == {first["secret"], second["secret"]}
     log = operator.process.log_path.read_text()

@@ -1,25 +1,31 @@
-"""A worker's moving parts: transport, staging memory, lanes and scatter threads, and the jobs that are under way.
+"""A worker's moving parts: transport, staging memory, lanes and scatters, and the jobs that are under way.
 
 Used by the worker's control thread only. Turns the cores' effects into jobs and the results of jobs into their answers.
+On a CPU, threads do the jobs; on a GPU the device does, and `drive` begins and ends what it can.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import cast
 
-from longshore_agent.control.engine_link import close_all
-from longshore_agent.errors import PoolError, TransportError
+from longshore_agent.errors import TransportError
 from longshore_agent.kernels import rows
 from longshore_agent.memory.cuda import Device, open_device
 from longshore_agent.memory.device_memory import DeviceStagingBuffer
-from longshore_agent.memory.neighbours import ALL_POOLS, Neighbours
-from longshore_agent.memory.staging import EXTENT_BYTES, StagingBuffer, StagingPieces
+from longshore_agent.memory.pools import KVPool
+from longshore_agent.memory.staging import StagingBuffer, StagingPieces
+from longshore_agent.near_writes import NearWrites
 from longshore_agent.path.admit import Desk
 from longshore_agent.path.deliver import ready_message
+from longshore_agent.path.device_direct import DeviceDirect
+from longshore_agent.path.device_lanes import DeviceLanes
+from longshore_agent.path.device_scatter import DeviceScatterers
 from longshore_agent.path.device_stages import DeviceStages
-from longshore_agent.path.gather import host_gather
 from longshore_agent.path.jobs import (
+    PageTable,
     ProbeJob,
     ProbeResult,
     Result,
@@ -30,12 +36,13 @@ from longshore_agent.path.jobs import (
     WriteResult,
 )
 from longshore_agent.path.lanes import Lanes
-from longshore_agent.path.scatter import Scatterers, host_scatter
-from longshore_agent.settings import Settings
+from longshore_agent.path.scatter import Scatterers
+from longshore_agent.settings import Settings, variable
 from longshore_agent.status.metrics import Metrics
+from longshore_agent.status.snapshot import LaneStatus
 from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.transports import create
-from longshore_agent.transports.base import PreparingTransport, Wire
+from longshore_agent.transports.base import DraftingTransport, PreparingTransport, Wire
 from longshore_agent.transports.loopback_faults import parse_faults
 from longshore_agent.worker_config import WorkerConfig
 from longshore_wire.agent_config import Backend
@@ -49,12 +56,15 @@ from longshore_wire.session import Session
 from longshore_wire.source_session import SourceSession
 from longshore_wire.target_session import TargetSession
 
+# A GPU that has not ended its last copies after this never will: each takes some milliseconds, also beside a busy engine.
+_COPIES_LIMIT_S = 5.0
 # Large enough that a wire's counters show it, small enough to cost nothing.
 PROBE_BYTES = 1 << 20
 # Over these a control message tells the target that a slab has landed. NIXL's write over shared memory ends only when
 # the target has taken the notice of the write before it: a lane would wait for the target's next look, 1 ms and more.
-# A GPU's write to its peer is over when its copy is, and the target sleeps soundly until then.
-TOLD_WIRES = frozenset({Wire.SHARED_MEMORY.value, Wire.CUDA_IPC.value})
+TOLD_WIRES = frozenset({Wire.SHARED_MEMORY.value})
+# A slab is over within microseconds on these: who waits for one does not sleep.
+SWIFT_WIRES = frozenset({Wire.CUDA_IPC.value})
 # NIXL's bytes over the kernel's TCP move only while their target looks for notices.
 DRIVEN_WIRES = frozenset({Wire.TCP.value})
 
@@ -64,14 +74,24 @@ _Address = tuple[Half, PeerId]
 def make_transport(settings: Settings, name: str, device: Device | None = None) -> PreparingTransport:
     """Make the transport that the settings ask for, for memory of `device`. Raises TransportError."""
     if device is not None:
-        if settings.backend is not Backend.NIXL:
-            raise TransportError(f"backend is {settings.backend.value}: memory of a GPU is moved by NIXL, choose that")
-        return create(settings.backend.value, name, device_index=device.index)
+        return _make_device_transport(settings, name, device)
     if settings.backend is Backend.LOOPBACK and settings.loopback_faults:
         return create(settings.backend.value, name, faults=parse_faults(settings.loopback_faults))
     if settings.backend is Backend.MOONCAKE:
         return create(settings.backend.value, name, host=settings.bind_host)
     return create(settings.backend.value, name)
+
+
+def _make_device_transport(settings: Settings, name: str, device: Device) -> PreparingTransport:
+    backend = settings.backend
+    if backend is Backend.MOONCAKE and settings.mooncake_on_gpus:
+        return create(backend.value, name, host=settings.bind_host, device_index=device.index, enter=device.enter)
+    if backend is not Backend.NIXL:
+        way_out = "choose that"
+        if backend is Backend.MOONCAKE:
+            way_out += f", or try what no GPU has run yet with {variable('mooncake_on_gpus')}=true"
+        raise TransportError(f"backend is {backend.value}: memory of a GPU is moved by NIXL, {way_out}")
+    return create(backend.value, name, device_index=device.index)
 
 
 class Mover:
@@ -86,9 +106,6 @@ class Mover:
         ask_pool: Callable[[PeerId, int], None],
     ) -> None:
         self.metrics = metrics
-        self._ask_pool = ask_pool
-        self._neighbours = Neighbours()
-        self._unmapped: dict[tuple[PeerId, int], list[WriteJob]] = {}
         self.results = Results()
         self.unsettled = False
         self.counters: Counter[str] = Counter()
@@ -100,15 +117,17 @@ class Mover:
         if self.device is not None:
             # The transport's library takes the device that is current in the thread that calls it.
             self.device.enter()
-        self._stages = None if self.device is None else DeviceStages(self.device)
+        self._stages: DeviceStages | None = None
+        self._direct = DeviceDirect()
+        self._gives_directly = config.gives_directly(settings)
         self.transport = make_transport(settings, name, self.device)
         self._probe = self._allocate(2 * PROBE_BYTES)
         self.transport.register(self._probe.address, self._probe.length_bytes)
         # Peers write to the first half, our own probes read the second.
         self.probe_region = RegionInfo(self._probe.address, PROBE_BYTES)
         self.ring_region: RegionInfo | None = None
-        self.lanes: Lanes | None = None
-        self.scatterers: Scatterers | None = None
+        self.lanes: Lanes | DeviceLanes | None = None
+        self.scatterers: Scatterers | DeviceScatterers | None = None
         self._names: dict[_Address, str] = {}
         self._peers: dict[str, PeerId] = {}
         self._attached: dict[_Address, Attach] = {}
@@ -118,37 +137,50 @@ class Mover:
         self._by_id: dict[int, WriteJob | ScatterJob] = {}
         self._taken: dict[Half, list[Result]] = {Half.SOURCE: [], Half.TARGET: []}
         self._buffers: list[StagingPieces] = []
-        if self.device is None:
+        near_lanes: Lanes | None = None
+        if self.device is not None:
+            self._start_device(self.device, config.roles, settings)
+        else:
             rows.prepare()
-        if Half.SOURCE in config.roles:
-            self._start_lanes(settings)
-        if Half.TARGET in config.roles and settings.ring_bytes:
-            self._start_ring(settings)
+            if Half.SOURCE in config.roles:
+                self.lanes = near_lanes = self._make_lanes(settings)
+            if Half.TARGET in config.roles and settings.ring_bytes:
+                self._start_ring(settings)
+        self.near = NearWrites(
+            self.device,
+            self._attached,
+            self.results,
+            ask_pool,
+            near_lanes,
+            partial(self._lanes_on, [None] * settings.lane_count, settings),
+        )
 
-    def _allocate(self, length_bytes: int, extent_bytes: int = EXTENT_BYTES) -> StagingPieces:
-        """Return memory that lives as long as this worker."""
-        if self.device is None:
-            return StagingBuffer(length_bytes, extent_bytes=extent_bytes)
-        return DeviceStagingBuffer(self.device, length_bytes, extent_bytes=extent_bytes)
+    def _allocate(self, length_bytes: int) -> StagingPieces:
+        """Return memory for what is not staging; it lives as long as this worker."""
+        return StagingBuffer(length_bytes) if self.device is None else DeviceStagingBuffer(self.device, length_bytes)
 
-    def _start_lanes(self, settings: Settings) -> None:
-        self._buffers = [self._allocate(settings.lane_bytes) for _ in range(settings.lane_count)]
-        for buffer in self._buffers:
+    def _make_lanes(self, settings: Settings) -> Lanes:
+        buffers = [StagingBuffer(settings.lane_bytes) for _ in range(settings.lane_count)]
+        for buffer in buffers:
             for extent in buffer.extents():
                 self.transport.register(*extent)
-        self.lanes = Lanes(
-            self._buffers,
+        self._buffers += buffers
+        return self._lanes_on(buffers, settings)
+
+    def _lanes_on(self, buffers: Sequence[StagingBuffer | None], settings: Settings) -> Lanes:
+        return Lanes(
+            buffers,
             self.transport,
             self.results,
             self.metrics,
             self._spans,
+            self._direct,
             slices_batch=settings.slices_batch,
             probe_address=self._probe.address + PROBE_BYTES,
-            make_gather=host_gather if self._stages is None else self._stages.gather,
         )
 
     def _start_ring(self, settings: Settings) -> None:
-        ring = self._allocate(settings.ring_bytes, settings.ring_extent_bytes)
+        ring = StagingBuffer(settings.ring_bytes, extent_bytes=settings.ring_extent_bytes)
         for extent in ring.extents():
             self.transport.register(*extent)
         self.ring_region = RegionInfo(ring.address, ring.length_bytes, settings.ring_extent_bytes)
@@ -159,8 +191,67 @@ class Mover:
             self._spans,
             thread_count=settings.scatter_threads,
             trailer_deadline_ns=settings.trailer_deadline_ns,
-            make_scatter=host_scatter if self._stages is None else self._stages.scatter,
         )
+
+    def _start_device(self, device: Device, roles: tuple[Half, ...], settings: Settings) -> None:
+        """Start lanes and scatters of a GPU. Each buffer is one allocation and one registration: no write is cut."""
+        lane_bytes = settings.lane_bytes * settings.lane_count if Half.SOURCE in roles else 0
+        ring_bytes = settings.ring_bytes if Half.TARGET in roles else 0
+        lanes, ring = (
+            DeviceStagingBuffer(device, length_bytes, extent_bytes=length_bytes) if length_bytes else None
+            for length_bytes in (lane_bytes, ring_bytes)
+        )
+        for buffer in (lanes, ring):
+            if buffer is not None:
+                self.transport.register(buffer.address, buffer.length_bytes)
+        stages = self._stages = DeviceStages(device, lanes, ring)
+        if lanes is not None:
+            self.lanes = DeviceLanes(
+                lanes,
+                settings.lane_count,
+                stages,
+                # The one transport of GPUs' memory drafts.
+                cast(DraftingTransport, self.transport),
+                self.results,
+                self.metrics,
+                self._spans,
+                probe_address=self._probe.address + PROBE_BYTES,
+                enter=device.enter,
+            )
+        if ring is not None:
+            self.ring_region = RegionInfo(ring.address, ring.length_bytes)
+            self.scatterers = DeviceScatterers(
+                stages, self.metrics, self._spans, trailer_deadline_ns=settings.trailer_deadline_ns
+            )
+
+    # -- a GPU -----------------------------------------------------------------------------------------------------
+
+    @property
+    def driven(self) -> bool:
+        """Whether something is under way that `drive` must bring on: soon, as bytes wait for it."""
+        return (isinstance(self.lanes, DeviceLanes) and self.lanes.busy) or (
+            isinstance(self.scatterers, DeviceScatterers) and self.scatterers.busy
+        )
+
+    def drive(self) -> bool:
+        """Begin and end what a GPU's jobs allow; return whether some have ended. Threads need nothing of it."""
+        if isinstance(self.lanes, DeviceLanes) and self.lanes.busy:
+            self._taken[Half.SOURCE] += self.lanes.turn()
+        if isinstance(self.scatterers, DeviceScatterers) and self.scatterers.busy:
+            self._taken[Half.TARGET] += self.scatterers.turn()
+        return bool(self._taken[Half.SOURCE] or self._taken[Half.TARGET])
+
+    def prepare(self, pool: KVPool) -> None:
+        """A pool is about to be registered: do what no slab of it should wait for."""
+        if self._stages is not None:
+            self._stages.prepare(pool)
+            if self._gives_directly:
+                self._direct.prepare(pool)
+
+    def admit(self, pool: KVPool, table: PageTable, half: Half) -> None:
+        """The pages of a half of a room, or more of them, are known."""
+        if self._stages is not None:
+            self._stages.admit(pool, table, half)
 
     # -- peers -----------------------------------------------------------------------------------------------------
 
@@ -185,9 +276,12 @@ class Mover:
         address = (half, peer)
         self._attached.pop(address, None)
         self._wires.pop(address, None)
-        self._waiting.pop(address, None)
+        for job in self._waiting.pop(address, []):
+            # Nobody learns the wire to it any more: its rooms end when the last of their slabs is answered.
+            self.results.put(WriteResult(job, "", dropped=True, notify=False))
         name = self._names.pop(address, None)
-        self.pool_gone(peer)
+        if half is Half.SOURCE:
+            self.near.pool_gone(peer)
         if name is not None and name not in self._names.values():
             self._peers.pop(name, None)
             self.transport.disconnect(name)
@@ -227,6 +321,12 @@ class Mover:
             session.write_failed(effect.peer, effect.pair, effect.slab, forbidden, now_ns)
             return
         attach = self._attached[address]
+        if effect.way is Way.STAGED and attach.ring is None:
+            text = (
+                f"rank {effect.peer.rank} of {effect.peer.instance} has granted ring memory, and has no ring any more"
+            )
+            session.write_failed(effect.peer, effect.pair, effect.slab, text, now_ns)
+            return
         target_pool = next((pool for pool in attach.pools if pool.pool == effect.pair.key.pool), None)
         job = WriteJob(
             effect,
@@ -241,59 +341,16 @@ class Mover:
         )
         self._track(Half.SOURCE, effect.pair.key, job)
         if effect.way is Way.DIRECT:
-            self._put_direct(job)
+            self.near.put(job)
         elif self._allowed and address not in self._wires:
             self._waiting.setdefault(address, []).append(job)
         else:
             self.lanes.put(job)
 
-    def _put_direct(self, job: WriteJob) -> None:
-        """Queue a slab for the lanes once the target's pages are mapped here."""
-        assert self.lanes is not None
-        owner, number = job.effect.peer, job.effect.pair.key.pool
-        job.neighbour = self._neighbours.pool(owner, number)
-        if job.neighbour is not None:
-            self.lanes.put(job)
-            return
-        waiting = self._unmapped.setdefault((owner, number), [])
-        waiting.append(job)
-        if len(waiting) == 1:
-            self._ask_pool(owner, number)
-
-    def pool_given(self, owner: PeerId, number: int, count: int, descriptor: int | None) -> None:
-        """A region of a neighbour's pool has come (`count` 0: it has none): map the pool when it is the last one."""
-        if count == 0 or descriptor is None:
-            self._refuse_direct(owner, number, f"no worker of this node has pool {number} of {owner.instance} now")
-            return
-        descriptors = self._neighbours.take(owner, number, count, descriptor)
-        if descriptors is None:
-            return
-        attach = self._attached.get((Half.SOURCE, owner))
-        info = next((pool for pool in attach.pools if pool.pool == number), None) if attach is not None else None
-        if attach is None or info is None:
-            close_all(descriptors)
-            self._refuse_direct(owner, number, f"rank {owner.rank} of {owner.instance} has left")
-            return
-        try:
-            mapped = self._neighbours.map(owner, number, attach.layout, info.geometry, descriptors)
-        except PoolError as error:
-            self._refuse_direct(owner, number, f"pool {number} of {owner.instance} cannot be mapped: {error}")
-            return
-        assert self.lanes is not None
-        for job in self._unmapped.pop((owner, number), []):
-            job.neighbour = mapped
-            self.lanes.put(job)
-
-    def pool_gone(self, owner: PeerId, number: int = ALL_POOLS) -> None:
-        """A neighbour's pool is not registered any more: unmap it."""
-        self._neighbours.forget(owner, number)
-        for waited, pool in list(self._unmapped):
-            if waited == owner and number in (ALL_POOLS, pool):
-                self._refuse_direct(owner, pool, f"pool {pool} of {owner.instance} was unregistered")
-
-    def _refuse_direct(self, owner: PeerId, number: int, text: str) -> None:
-        for job in self._unmapped.pop((owner, number), []):
-            self.results.put(WriteResult(job, text, dropped=False, notify=False))
+    def lane_status(self) -> tuple[LaneStatus, ...]:
+        """Return what each lane has done, by any way."""
+        own = self.lanes.status() if self.lanes is not None else ()
+        return self.near.with_lanes(own)
 
     def start_scatter(self, effect: StartScatter, desk: Desk, now_ns: int) -> None:
         """Queue one landed slab for the scatter threads."""
@@ -333,6 +390,21 @@ class Mover:
                 assert isinstance(session, SourceSession)
                 messages += self._probed(result, session, now_ns)
         return messages
+
+    def finish_copies(self) -> None:
+        """Wait until a GPU touches no pages any more: some copies of microseconds, where nothing is wrong with it.
+
+        Raises:
+            DeviceError: it hangs. Only the end of this process takes the pages from it.
+        """
+        if self._stages is not None:
+            if self.lanes is not None:
+                self.lanes.stop()
+            for job in self._by_id.values():
+                job.cancelled = True
+            self.near.stop()
+            self._stages.wait(_COPIES_LIMIT_S)
+            self.drive()
 
     def close(self) -> None:
         """Stop threads that wait and let the transport go; threads that still write end with the process."""
@@ -384,6 +456,8 @@ class Mover:
     def _probed(self, result: ProbeResult, session: SourceSession, now_ns: int) -> list[tuple[PeerId, PeerMessage]]:
         job = result.job
         address = (Half.SOURCE, job.peer)
+        if isinstance(self.lanes, DeviceLanes):
+            self.lanes.probed(job)
         attach = self._attached.get(address)
         if attach is None or attach.epoch != job.epoch or self.lanes is None:
             return []

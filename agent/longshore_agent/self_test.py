@@ -126,8 +126,11 @@ def main() -> int:
         link.settimeout(LIMIT_S)
         _receive(settings, link)
         return 0
+    # Transports' libraries print warnings to standard output, when the machine is busy for example: they go to the log.
+    answers = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     result = run(settings)
-    sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
+    os.write(answers, msgspec.json.encode(result) + b"\n")
     return 1 if result.error else 0
 
 

@@ -91,7 +91,8 @@ class Settings:
         "",
         "",
         Role.AGENT,
-        "Directory of the CURVE keys of the control protocol. Empty: allowed on a loopback address only.",
+        "Directory of the CURVE keys of the control protocol (curve.json; beside it previous.json, those of the revision before). "
+        "Empty: allowed on a loopback address only.",
     )
     bind_host: str = _setting("127.0.0.1", "", Role.AGENT, "Address on which workers and HTTP listen: the pod's own.")
     http_port: int = _setting(
@@ -120,6 +121,12 @@ class Settings:
     log_level: LogLevel = _setting(LogLevel.INFO, "", Role.AGENT, "Least important line that is logged.")  # noqa: RUF009
 
     backend: Backend = _setting(Backend.NIXL, "", Role.BOTH, "Library that moves the bytes.")  # noqa: RUF009
+    mooncake_on_gpus: bool = _setting(
+        False,
+        "",
+        Role.BOTH,
+        "Let Mooncake move memory of GPUs, inside one host over CUDA IPC. No GPU has run this yet: false refuses it.",
+    )
     wires: tuple[Wire, ...] = _setting(
         (),
         "",
@@ -155,6 +162,14 @@ class Settings:
     grant_window: int = _setting(
         4, "slabs", Role.DECODE, "Slabs that one writer of one room may hold at once.", low=1, high=1024
     )
+    gpu_grant_window: int = _setting(
+        16,
+        "slabs",
+        Role.DECODE,
+        "The same on a GPU, where a slab is over sooner than a grant can follow its acknowledgement: the window covers many.",
+        low=1,
+        high=1024,
+    )
     scatter_threads: int = _setting(2, "threads", Role.DECODE, "Threads that scatter on a CPU worker.", low=1, high=64)
     lane_count: int = _setting(4, "lanes", Role.PREFILL, "Transfer threads of one prefill rank.", low=1, high=64)
     lane_bytes: int = _setting(
@@ -165,6 +180,14 @@ class Settings:
         "bytes",
         Role.PREFILL,
         "Slabs are not cut smaller than this to overlap their stages.",
+        low=_KIB,
+        high=1 << 32,
+    )
+    gpu_slab_bytes_min: int = _setting(
+        32 * _MIB,
+        "bytes",
+        Role.PREFILL,
+        "The same on a GPU: at 390 GB/s this takes 86 us, about what the control work of a slab takes. A lane's buffer limits it.",
         low=_KIB,
         high=1 << 32,
     )

@@ -46,6 +46,7 @@ class Slot:
     state: WorkerState = WorkerState.STARTING
     since_s: float = field(default_factory=time.monotonic)
     address: str = ""
+    near: str = ""  # as of `Started`
     snapshot: WorkerSnapshot | None = None
     answered_s: float = field(default_factory=time.monotonic)
     error: str = ""
@@ -94,6 +95,7 @@ class Slot:
             silent_s=now_s - self.answered_s,
             restarts=restarts,
             error=self.error,
+            device=self.hello.device,
         )
 
     def close(self) -> None:

@@ -69,7 +69,8 @@ class Snapshots:
             self._number += 1
             call = Call(self._number, room)
             self._new.append(call)
-        self._wake()
+            # Not after `close`, which the loop lets its descriptor of waking follow.
+            self._wake()
         try:
             return call.future.result(_LOOP_LIMIT_S)
         except TimeoutError as error:

@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from longshore_agent import slots
+from longshore_agent.control.doors import main_door
 from longshore_agent.control.engine_link import EngineClosedError, EngineListener, read_message
 from longshore_agent.control.node_link import (
     AdoptEngine,
@@ -28,12 +29,15 @@ from longshore_agent.control.node_link import (
     EngineLeft,
     FromWorker,
     NodeMessage,
+    NotStarted,
     PoolAsked,
+    PoolFree,
     PoolGiven,
     PoolGone,
     PoolShown,
     PoolSought,
     PoolTaken,
+    PoolUnmapped,
     Retiring,
     RoomFailed,
     SiblingFailed,
@@ -43,6 +47,7 @@ from longshore_agent.control.node_link import (
     Started,
 )
 from longshore_agent.memory.neighbours import ALL_POOLS
+from longshore_agent.pool_holders import PoolHolders
 from longshore_agent.ports import Ports
 from longshore_agent.reception import Reception
 from longshore_agent.settings import Settings
@@ -52,6 +57,7 @@ from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.snapshot import AgentSnapshot, InstanceStatus, SelfTest, WorkerState
 from longshore_wire.agent_config import AgentConfig
 from longshore_wire.codec import TO_AGENT, TO_ENGINE
+from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Endpoint, Hello, Refused
 from longshore_wire.errors import CodecError, LongshoreError, Reason
 from longshore_wire.names import ENVIRONMENT_PREFIX
@@ -81,6 +87,7 @@ class Supervisor:
         self._selector.register(self._listener, selectors.EVENT_READ, self._on_accept)
         self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
         self._slots: dict[SlotKey, Slot] = {}
+        self._holders = PoolHolders()
         self._ports = Ports(directory, settings.worker_port)
         self._restarts: dict[SlotKey, int] = {}
         self._pending_count = 0
@@ -109,7 +116,8 @@ class Supervisor:
         """Begin to drain; safe in a signal handler."""
         if self._stopping_s is None:
             self._stopping_s = time.monotonic()
-        self._wake_up()
+            # Once: a later signal may come when the loop has ended and its descriptor is closed.
+            self._wake_up()
 
     def snapshot(self, room: int | None = None) -> AgentSnapshot:
         """Return the state of now; called from HTTP's threads. A silent worker appears with what is known of it."""
@@ -172,7 +180,9 @@ class Supervisor:
             )
             self._turn_away(connection, Reason.BUSY, text)
             return
-        agent = self._life if self.settings.direct else ""
+        # Pages on a CPU and those on a GPU are not within reach of each other.
+        life = self._life if hello.device == "cpu" else f"{self._life}.gpu"
+        agent = life if self.settings.direct else ""
         slot = slots.start(key, hello, connection, self.settings, self._ports.choose(key, self._slots), agent)
         self._slots[key] = slot
         self._selector.register(slot.link, selectors.EVENT_READ, lambda: self._on_link(slot))
@@ -183,7 +193,7 @@ class Supervisor:
 
     def _on_link(self, slot: Slot) -> None:
         for message, descriptor in slot.link.receive():
-            if isinstance(message, PoolAsked | PoolShown | PoolTaken):
+            if isinstance(message, PoolAsked | PoolShown | PoolTaken | PoolUnmapped):
                 self._pass_pool(slot, message, descriptor)
             else:
                 self._obey(slot, message)
@@ -196,8 +206,8 @@ class Supervisor:
     def _obey(self, slot: Slot, message: NodeMessage) -> None:
         assert isinstance(message, FromWorker)
         if isinstance(message, Started):
-            slot.address = message.address
-            self._ports.note(slot.key, int(message.address.rpartition(":")[2]))
+            slot.address, slot.near = message.address, message.near
+            self._ports.note(slot.key, int(main_door(message.address).rpartition(":")[2]))
             if slot.connection is not None:
                 slot.link.send(AdoptEngine(slot.hello), slot.connection.fileno())
                 # The worker has a copy; while ours is open the engine would not see that worker die.
@@ -206,6 +216,12 @@ class Supervisor:
         elif isinstance(message, EngineAdopted):
             slot.become(WorkerState.READY)
             self._publish(slot.key)
+        elif isinstance(message, NotStarted):
+            _log.error("worker %s cannot start: %s", slot.config.name, message.text)
+            if slot.connection is not None:
+                self._turn_away(slot.connection, message.reason, message.text)
+                slot.connection = None
+            slot.become(WorkerState.DRAINING)
         elif isinstance(message, Retiring):
             slot.error = message.text
             self.metrics.add("longshore_worker_replacements_total", 1)
@@ -220,7 +236,9 @@ class Supervisor:
         elif isinstance(message, SnapshotPart) and slot.take_part(message):
             self.snapshots.answered(message.number, slot.key)
 
-    def _pass_pool(self, slot: Slot, message: PoolAsked | PoolShown | PoolTaken, descriptor: int | None) -> None:
+    def _pass_pool(
+        self, slot: Slot, message: PoolAsked | PoolShown | PoolTaken | PoolUnmapped, descriptor: int | None
+    ) -> None:
         """Carry pools between workers of this node: who writes to whom is their business."""
         if isinstance(message, PoolAsked):
             owner = self._slots.get(SlotKey(*message.owner))
@@ -231,9 +249,20 @@ class Supervisor:
         elif isinstance(message, PoolShown):
             for asker in self._slots.values():
                 if asker.config.name == message.asker:
-                    asker.link.send(PoolGiven(slot.peer, message.pool, message.count), descriptor)
-        else:
+                    if message.count:
+                        self._holders.give(slot.peer, message.pool, message.asker)
+                    asker.link.send(PoolGiven(slot.peer, message.pool, message.count, message.region), descriptor)
+        elif isinstance(message, PoolTaken):
             self._forget_pools(slot, message.pool)
+            if self._holders.take(slot.peer, message.pool):
+                slot.link.send(PoolFree(message.pool))
+        elif self._holders.unmapped(message.owner, message.pool, slot.config.name):
+            self._tell_free(message.owner, message.pool)
+
+    def _tell_free(self, owner: PeerId, pool: int) -> None:
+        for slot in self._slots.values():
+            if slot.peer == owner:
+                slot.link.send(PoolFree(pool))
 
     def _forget_pools(self, owner: Slot, pool: int) -> None:
         for slot in self._slots.values():
@@ -254,6 +283,8 @@ class Supervisor:
             slot.connection = None
         slot.close()
         self._forget_pools(slot, ALL_POOLS)
+        for owner, pool in self._holders.left(slot.config.name, slot.peer):
+            self._tell_free(owner, pool)
         if self._slots.get(slot.key) is slot:
             del self._slots[slot.key]
         if slot.error and slot.state is WorkerState.DRAINING:
@@ -320,7 +351,9 @@ class Supervisor:
                 self_test=self._self_test_result,
                 instances=tuple(
                     InstanceStatus.of(
-                        self._endpoint(family), tuple(half.name.lower() for half in family[0].hello.roles)
+                        self._endpoint(family),
+                        tuple(half.name.lower() for half in family[0].hello.roles),
+                        {slot.key.rank: (slot.hello.device, slot.near) for slot in family},
                     )
                     for family in families.values()
                 ),
@@ -373,6 +406,9 @@ class Supervisor:
             for slot in self._slots.values():
                 if slot.state is not WorkerState.DRAINING:
                     slot.become(WorkerState.DRAINING)
+                    # A worker waits out the limit for rooms that decode has claimed and prefill has not offered, too: nobody
+                    # here can tell a prompt that is still computed from one that never comes, and giving the first up
+                    # throws its computation away, while waiting for the second costs only the rest of this limit.
                     slot.link.send(Drain(self.settings.drain_s))
 
     def _over(self) -> bool:
@@ -381,6 +417,8 @@ class Supervisor:
         return not self._slots or time.monotonic() - self._stopping_s > self.settings.drain_s + slots.KILL_AFTER_S
 
     def _close(self) -> None:
+        # First: nobody turns the loop for who asks now, and ending workers may take seconds.
+        self.snapshots.close()
         self._listener.close()
         if self._self_test is not None:
             self._self_test.kill()
@@ -388,6 +426,5 @@ class Supervisor:
         for slot in self._slots.values():
             slot.close()
         self._ports.close()
-        self.snapshots.close()
         self._selector.close()
         os.close(self._wake)

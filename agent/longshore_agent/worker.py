@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from longshore_agent.control.curve import read as read_keys
+from longshore_agent.control.curve import read_ring
 from longshore_agent.control.engine_link import EngineClosedError, EngineLink, EngineStuckError
 from longshore_agent.control.knocking import Knocker
 from longshore_agent.control.node_link import (
@@ -27,12 +27,15 @@ from longshore_agent.control.node_link import (
     EngineLeft,
     NodeLink,
     NodeMessage,
+    NotStarted,
     PoolAsked,
+    PoolFree,
     PoolGiven,
     PoolGone,
     PoolShown,
     PoolSought,
     PoolTaken,
+    PoolUnmapped,
     Retiring,
     RoomFailed,
     SiblingFailed,
@@ -42,14 +45,15 @@ from longshore_agent.control.node_link import (
     snapshot_parts,
 )
 from longshore_agent.control.peer_net import PeerNet
-from longshore_agent.errors import TransportError
-from longshore_agent.moving import DRIVEN_WIRES, TOLD_WIRES, Mover
+from longshore_agent.errors import DeviceError, TransportError
+from longshore_agent.moving import Mover
 from longshore_agent.path.admit import Desk
 from longshore_agent.path.finish import count_ended, ended_event, released_event
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.worker_config import WorkerConfig
 from longshore_agent.worker_health import WorkerHealth
+from longshore_agent.worker_pace import WorkerPace
 from longshore_agent.worker_status import encode_snapshot
 from longshore_wire.effects import (
     Dial,
@@ -75,17 +79,13 @@ _log = logging.getLogger(__name__)
 
 # The longest sleep of an idle control thread; everything that matters wakes it earlier.
 _IDLE_POLL_MS = 5000
-# How often a worker that expects bytes looks for notices: at first at once, then slower while nothing comes.
-_NOTICE_POLL_MS_MAX = 5
-_NOTICE_SLOWER_AFTER = 64
-_TOLD_DRIVE_NS = 1_000_000
 # A worker whose engine is gone tells its peers, and waits this long for their answers, before it ends.
 _FAREWELL_NS = 3_000_000_000
 # The same while a write in place still reads the engine's pages: its memory is to be free within 2 s, whatever hangs.
 _FAREWELL_MAPPED_NS = 700_000_000
+_EXIT_NOT_STARTED = 69
 _EXIT_THREAD_DIED = 70
-# How long a thread may keep Python's lock from others. A slab takes a GPU 50 us, and its threads meet several times on the
-# way; Python's own 5 ms are then what a slab costs.
+# How long a thread may keep Python's lock from others. In a GPU's worker one thread does all, but while a wire is probed.
 _GPU_SWITCH_S = 0.0001
 
 
@@ -106,8 +106,6 @@ class Worker:
         self._gone: list[tuple[PeerId, int]] = []
         self._stop_ns: int | None = None
         self._retire_ns: int | None = None
-        self._quiet_turns = 0
-        self._look_again_ns = 0
         self._due_ns = 0
         session_config = config.session_config(settings)
         source = SourceSession(session_config, now_ns=now_ns) if Half.SOURCE in config.roles else None
@@ -119,15 +117,17 @@ class Worker:
         if target is not None:
             self.sessions[Half.TARGET] = target
         self.mover = Mover(config, settings, self.metrics, self.spans, self._ask_pool)
+        self._pace = WorkerPace(self.mover, self.sessions, time.monotonic_ns())
         self._health = WorkerHealth(settings, self.mover, target)
         self.desk = Desk(config.layout, self.mover.transport, source, target, device=self.mover.device)
+        self.desk.prepare, self.desk.admit = self.mover.prepare, self.mover.admit
         self._describe()
-        keys = read_keys(Path(settings.keys_directory)) if settings.keys_directory else None
+        keys = read_ring(Path(settings.keys_directory)) if settings.keys_directory else None
         route = f"{config.instance}/{config.layout.parallel.dp_rank}/{config.layout.rank}/{config.epoch}"
         self.net = PeerNet(settings.bind_host, config.port, route, keys)
         for descriptor in (link.fileno(), self.mover.results.wake):
             self.net.poller.register(descriptor, 1)
-        link.send(Started(self.net.address, config.epoch))
+        link.send(Started(self.net.address, config.epoch, session_config.agent))
 
     def run(self) -> None:
         """Serve until the engine is gone, the supervisor is gone, or a drain has ended."""
@@ -142,8 +142,12 @@ class Worker:
 
     def _turn(self, ready: frozenset[object], now_ns: int) -> None:
         """Deal with what is readable, with results and with time."""
-        if not ready and now_ns < self._due_ns and not self._owes_words():
-            # Nobody has said anything and nothing is due: this turn is for the transport alone, many times a second.
+        self._pace.woken(now_ns)
+        ended = self.mover.drive()
+        if ready or ended:
+            self._pace.news()
+        if not ready and not ended and now_ns < self._due_ns and not self._owes_words():
+            # Nobody has said anything and nothing is due: this turn is for bytes alone, many times a second.
             if self._take_notices(now_ns):
                 self._flush(now_ns)
             return
@@ -179,11 +183,16 @@ class Worker:
         while asked:
             asked = False
             for half, session in self.sessions.items():
-                for effect in session.take_effects():
-                    asked = True
+                effects = session.take_effects()
+                asked = asked or bool(effects)
+                # A target wakes by the message of the first of many writes that begin here, which take a while to begin.
+                first = next((at for at, effect in enumerate(effects) if isinstance(effect, StartWrite)), len(effects))
+                for effect in effects[: first + 1]:
                     self._apply(half, session, effect, now_ns)
                 for peer, message in session.take_outbox():
                     self.net.send(half, peer, message)
+                for effect in effects[first + 1 :]:
+                    self._apply(half, session, effect, now_ns)
         # Only now: what was to be said to them has been sent.
         for peer, epoch in self._gone:
             self.net.forget(peer, epoch)
@@ -269,25 +278,13 @@ class Worker:
             self._leave(Reason.WORKER_LOST, self.desk.closing, now_ns)
 
     def _take_notices(self, now_ns: int) -> bool:
-        """Drive the transport where bytes are due; return whether it told of any."""
-        if self.target is None or not self._looks_for_notices(self.target):
-            self._quiet_turns = 0
-            return False
-        if now_ns < self._look_again_ns:
-            return False
-        if all(peer.wire in TOLD_WIRES for peer in self.target.peers.values()):
-            # Nothing is told this way, but the transport wants to be driven now and then.
-            self._look_again_ns = now_ns + _TOLD_DRIVE_NS
-        taken = self.mover.notices()
-        self._quiet_turns = 0 if taken else self._quiet_turns + 1
+        """Take what the transport tells of bytes; return whether it told of any."""
+        taken = self._pace.notices(now_ns)
         for peer, message in taken:
+            assert self.target is not None
             self.target.receive(peer, message, now_ns)
             self.metrics.add("longshore_notices_total", 1)
         return bool(taken)
-
-    def _looks_for_notices(self, target: TargetSession) -> bool:
-        """Whether bytes are due that the transport itself tells of; elsewhere a control message wakes this thread."""
-        return self.mover.transport.notifies and target.expects_bytes
 
     def _timeout_ms(self) -> int:
         now_ns = time.monotonic_ns()
@@ -298,11 +295,7 @@ class Worker:
             dues.append(stop_ns)
         self._due_ns = min(dues, default=now_ns + _IDLE_POLL_MS * 1_000_000)
         wait_ms = max(0, (self._due_ns - now_ns) // 1_000_000 + 1)
-        if self.target is not None and self._looks_for_notices(self.target):
-            if any(peer.wire in DRIVEN_WIRES for peer in self.target.peers.values()):
-                return 0
-            wait_ms = min(wait_ms, 1 if self._quiet_turns < _NOTICE_SLOWER_AFTER else _NOTICE_POLL_MS_MAX)
-        return min(wait_ms, _IDLE_POLL_MS)
+        return self._pace.wait_ms(min(wait_ms, _IDLE_POLL_MS), now_ns)
 
     # -- the engine ------------------------------------------------------------------------------------------------
 
@@ -385,12 +378,17 @@ class Worker:
                 session.fail_claimed(message.reason, message.text, now_ns)
         elif isinstance(message, Drain):
             self._stop_ns = now_ns + round(message.limit_s * 1e9)
+            self.desk.closing, self.desk.finishes_claimed = "the agent stops", True
         elif isinstance(message, PoolSought):
             self._show_pool(message)
         elif isinstance(message, PoolGiven):
-            self.mover.pool_given(message.owner, message.pool, message.count, descriptor)
+            given = message.region if descriptor is None else descriptor
+            self.mover.near.pool_given(message.owner, message.pool, message.count, given)
         elif isinstance(message, PoolGone):
-            self.mover.pool_gone(message.owner, message.pool)
+            self.mover.near.pool_gone(message.owner, message.pool)
+        elif isinstance(message, PoolFree):
+            for answer in self.desk.free(message.pool):
+                self._tell(answer)
 
     def _ask_pool(self, owner: PeerId, number: int) -> None:
         self._link.send(PoolAsked(owner, number))
@@ -399,15 +397,19 @@ class Worker:
         for pool in self.desk.taken:
             self._link.send(PoolTaken(pool))
         self.desk.taken.clear()
+        for owner, pool in self.mover.near.take_unmapped():
+            self._link.send(PoolUnmapped(owner, pool))
 
     def _show_pool(self, message: PoolSought) -> None:
-        """Give the descriptors of a pool to a worker of this node that will write its pages."""
+        """Give the regions of a pool to a worker of this node that will write its pages."""
         pool = self.desk.pools.get(message.pool) if message.pool not in self.desk.leaving else None
         if pool is None:
             self._link.send(PoolShown(message.asker, message.pool, 0))
             return
-        for descriptor in pool.descriptors:
-            self._link.send(PoolShown(message.asker, message.pool, len(pool.descriptors)), descriptor)
+        pool.shown = True
+        for part in pool.parts:
+            region, descriptor = (None, part) if isinstance(part, int) else (part, None)
+            self._link.send(PoolShown(message.asker, message.pool, len(pool.parts), region), descriptor)
 
     def _adopt(self, descriptor: int, now_ns: int) -> None:
         try:
@@ -441,6 +443,7 @@ class Worker:
 
     def _close(self) -> None:
         # An engine takes the end of its connection as proof that nobody touches its pages: they are unmapped first.
+        self.mover.finish_copies()
         for pool in list(self.desk.pools):
             self.desk.let_go(pool)
         if self.engine is not None:
@@ -475,10 +478,17 @@ def main() -> NoReturn:
     )
     # A lane or scatter thread never ends by itself; one that does would leave its slab hanging for ever.
     threading.excepthook = _end_process
+    sys.excepthook = lambda *error: _end_process(threading.ExceptHookArgs((*error, threading.current_thread())))
     if config.device != "cpu":
         sys.setswitchinterval(_GPU_SWITCH_S)
     link = NodeLink(socket.socket(fileno=config.link))
-    Worker(config, link).run()
+    try:
+        worker = Worker(config, link)
+    except DeviceError as error:
+        # Another start would end the same way: its engine hears of it.
+        link.send(NotStarted(error.reason, f"this agent cannot serve the engine's device: {error}"))
+        os._exit(_EXIT_NOT_STARTED)
+    worker.run()
     logging.shutdown()
     # Lanes may still be inside native code, which the interpreter's own way out would tear down under them.
     os._exit(0)

@@ -7,11 +7,16 @@ import base64
 import msgspec
 
 from longshore_agent import crossover_file
+from longshore_agent.memory.cuda import reached_by_all
 from longshore_agent.settings import Settings
 from longshore_wire.effects import SessionConfig
 from longshore_wire.engine_messages import Half
 from longshore_wire.layout import KVLayout
-from longshore_wire.plan import Staging
+from longshore_wire.plan import Staging, Way
+
+# A slab of way DIRECT on a GPU is as large as so many staged ones: no buffer holds it, and one kernel copies 256 MiB between
+# two GPUs in less than a millisecond, longer than the messages around it take and short enough for other rooms' turns.
+_DIRECT_SLAB_LANES = 4
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
@@ -44,6 +49,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
 
     def session_config(self, settings: Settings) -> SessionConfig:
         """Return what the protocol core must know. Raises ConfigError if the crossover table cannot be read."""
+        on_gpu = self.device != "cpu"
         return SessionConfig(
             deployment=self.deployment,
             instance=self.instance,
@@ -52,9 +58,9 @@ class WorkerConfig(msgspec.Struct, frozen=True):
             backend=settings.backend.value,
             lane_count=settings.lane_count,
             slab_bytes_max=settings.lane_bytes,
-            slab_bytes_min=settings.slab_bytes_min,
+            slab_bytes_min=settings.gpu_slab_bytes_min if on_gpu else settings.slab_bytes_min,
             ring_bytes=settings.ring_bytes,
-            grant_window=settings.grant_window,
+            grant_window=settings.gpu_grant_window if on_gpu else settings.grant_window,
             ring_share_divisor=settings.ring_share_divisor,
             lease_ns=settings.lease_ns,
             retry_ns=settings.retry_ns,
@@ -63,11 +69,21 @@ class WorkerConfig(msgspec.Struct, frozen=True):
             rooms_max=settings.rooms_max,
             ended_rooms_max=settings.ended_rooms_max,
             force_way=settings.force_way,
-            # Engines' memory on a GPU is mapped for our kernels alone: no transport and no neighbour writes it in place.
-            staging=settings.staging if self.device == "cpu" else Staging.ALWAYS,
+            # Engines' memory on a GPU is mapped for our kernels alone: no transport writes it in place.
+            staging=Staging.ALWAYS if on_gpu else settings.staging,
+            near_staging=settings.staging,
+            in_place=not on_gpu,
+            direct_slab_bytes=_DIRECT_SLAB_LANES * settings.lane_bytes if on_gpu else 0,
             crossover=crossover_file.load(settings.crossover_file),
-            agent=self.agent if self.device == "cpu" else "",
+            agent=self.agent if not on_gpu or reached_by_all(self.device) else "",
         )
+
+    def gives_directly(self, settings: Settings) -> bool:
+        """Whether its engine's pages may ever be copied into a neighbour's by way DIRECT: a target decides, in its claim."""
+        allowed = (
+            settings.staging is not Staging.ALWAYS if settings.force_way is None else settings.force_way is Way.DIRECT
+        )
+        return Half.SOURCE in self.roles and self.agent != "" and allowed
 
     def to_text(self) -> str:
         """Return this as one word."""

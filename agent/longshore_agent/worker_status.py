@@ -53,7 +53,7 @@ def encode_snapshot(worker: Worker, room: int | None, now_ns: int) -> bytes:
         ring=RingStatus(ring.capacity_bytes, ring.used_bytes, ring.held_bytes, ring.rounds)
         if ring is not None
         else None,
-        lanes=worker.mover.lanes.status() if worker.mover.lanes is not None else (),
+        lanes=worker.mover.lane_status(),
         rooms_open=sum(len(session.rooms) for session in worker.sessions.values()),
         rooms_ended=sum(len(session.ended) for session in worker.sessions.values()),
         rooms=tuple(_open_rooms(worker, room, now_ns)),

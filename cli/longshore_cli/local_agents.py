@@ -92,6 +92,11 @@ class LocalAgent:
         return self._process.pid
 
     @property
+    def running(self) -> bool:
+        """Whether the agent's process was started and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
     def http(self) -> str:
         """The address of its pages, `http://host:port`; known once it serves."""
         if not self._http:

@@ -125,6 +125,14 @@ class Client:
         with self._changed:
             return len(self._state.ledger)
 
+    def is_open(self, room: int, half: Half, instance: str, *, pool: int = 0) -> bool:
+        """Whether a half is open: a part of it was, or may have been, accepted, and it is not RELEASED.
+
+        Tells what became of a call that met CallTimeout or AgentLost: once this is False nobody has its pages.
+        """
+        with self._changed:
+            return self._state.ledger.get(HalfKey(half, instance, room, pool)) is not None
+
     @property
     def dropped_event_count(self) -> int:
         """How many events were forgotten because nobody took them."""
@@ -352,13 +360,19 @@ class Client:
                 self._link.enter(request, f"cancel of room {room}")
             self._link.wait(request, f"cancel of room {room}", timeout_s, RoomError)
 
-    def poll(self) -> list[RoomEvent]:
-        """Return the events since the last call, in order; never blocks. An event goes to `poll` or to one `wait`.
+    def poll(self, timeout_s: float = 0.0) -> list[RoomEvent]:
+        """Return the events since the last call, in order. An event goes to `poll` or to one `wait`.
 
+        Args:
+            timeout_s: how long to wait if there is none; 0: never block.
         Raises:
             ClientClosed: the client was closed, and every event was taken.
         """
         with self._changed:
+            if timeout_s > 0 and not self._state.events:
+                self._changed.wait_for(
+                    lambda: bool(self._state.events) or self._link.state is LinkState.CLOSED, timeout_s
+                )
             events = list(self._state.events)
             self._state.events.clear()
             if not events:

@@ -18,7 +18,7 @@ class TooLateError(AssertionError):
     """A state did not come within its limit; says what was seen last."""
 
 
-def until(look: Callable[[], T], what: str, limit_s: float = 60.0) -> T:
+def until(look: Callable[[], T], what: str, limit_s: float = 150.0) -> T:
     """Return what `look` returns as soon as it is true.
 
     Args:

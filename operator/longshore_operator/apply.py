@@ -67,6 +67,7 @@ class Applier:
             del self._unwritten[unwritten]
             raise
         entry = {"revision": new.revision, "secret": name, "accepted": list(made.accepted)}
+        entry |= {"previous": new.previous} if new.previous else {}
         await self.write_status(observed, {**observed.status, "keys": entry})
         del self._unwritten[unwritten]
 

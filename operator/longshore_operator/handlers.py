@@ -5,6 +5,8 @@ No finalizers, no annotations, no state of kopf's on any object: only its low-le
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -12,6 +14,7 @@ import kopf
 
 from longshore_operator import kinds, names
 from longshore_operator.kinds import Kind
+from longshore_operator.no_storage import NoDiffBase, NoProgress
 from longshore_operator.settings import Settings
 from longshore_operator.watches import watched
 from longshore_operator.work_queue import WorkQueue
@@ -22,13 +25,16 @@ _EXIT_LIMIT_S = 20.0
 # A watch request ends after this and begins anew; with bookmarks that costs nothing. The API server takes whole numbers.
 _WATCH_S = 300
 _CONNECT_S = 10.0
+# kopf has a task for each object that something happened to, which holds the whole object until it ends: soon, or a
+# rollout over a thousand nodes keeps thousands of them.
+_IDLE_S = 0.2
 
 
 def register(world: World, queue: WorkQueue, settings: Settings) -> kopf.OperatorRegistry:
     """Return the handlers of one operator."""
     registry = kopf.OperatorRegistry()
     # As `api` does: the pod's ServiceAccount or, outside a cluster, the kubeconfig.
-    kopf.on.login(id="service-account", registry=registry)(kopf.login_with_service_account)
+    kopf.on.login(id="service-account", registry=registry)(log_in_with_service_account)
     kopf.on.login(id="kubeconfig", registry=registry)(kopf.login_with_kubeconfig)
     for kind in watched(settings):
         handler = _handler(world, queue, kind)
@@ -39,12 +45,29 @@ def register(world: World, queue: WorkQueue, settings: Settings) -> kopf.Operato
     return registry
 
 
+def log_in_with_service_account(**arguments: Any) -> kopf.ConnectionInfo | None:
+    """Return how the pod reaches the API server; None outside a cluster.
+
+    kopf takes the server's name, which a pod without the cluster's DNS cannot resolve; every pod is told the address.
+    """
+    found = kopf.login_with_service_account(**arguments)
+    if found is None:
+        return None
+    host, port = (os.environ.get(f"KUBERNETES_SERVICE_{part}", "") for part in ("HOST", "PORT"))
+    if not host or not port:
+        return found
+    return dataclasses.replace(found, server=f"https://{f'[{host}]' if ':' in host else host}:{port}")
+
+
 def configure(settings: Settings) -> kopf.OperatorSettings:
     """Return how kopf is to work."""
     found = kopf.OperatorSettings()
     found.posting.enabled = False
+    found.persistence.diffbase_storage = NoDiffBase()
+    found.persistence.progress_storage = NoProgress()
     # What is served is known beforehand: no rights to list namespaces and definitions are needed.
     found.scanning.disabled = True
+    found.queueing.idle_timeout = _IDLE_S
     found.watching.server_timeout = _WATCH_S
     found.watching.connect_timeout = _CONNECT_S
     found.networking.request_timeout = settings.request_timeout_s
@@ -59,10 +82,13 @@ def configure(settings: Settings) -> kopf.OperatorSettings:
 async def watch(registry: kopf.OperatorRegistry, settings: Settings) -> None:
     """Run all watches until the process is told to end."""
     everywhere = not settings.watch_namespace
+    # Only kopf's peering, which is off, would use it; kopf's own choice needs a name for the user id, which a pod may lack.
+    identity: Any = names.COMPONENT
     await kopf.operator(
         registry=registry,
         settings=configure(settings),
         standalone=True,
+        identity=identity,
         clusterwide=everywhere,
         namespaces=() if everywhere else (settings.watch_namespace,),
     )

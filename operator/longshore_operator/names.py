@@ -18,6 +18,7 @@ KEYS_ANNOTATION = "longshore.dev/keys"
 CONTAINER = "agent"
 CONFIG_FILE = names.CONFIG_PATH.rpartition("/")[2]
 KEYS_FILE = "curve.json"
+PREVIOUS_KEYS_FILE = "previous.json"
 
 GROUP = names.API_GROUP
 VERSION = names.API_VERSION

@@ -66,16 +66,20 @@ class Poller:
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
             self._missed(pod)
             return
-        self._silent.discard(pod.uid)
         changed = self._world.answered(pod.uid, Poll(time.monotonic(), report))
-        if changed is not None:
-            self._queue.add([changed])
+        # What it says may be what it said before its silence, and its deployment has to hear of that, too.
+        if changed is not None or pod.uid in self._silent:
+            self._queue.add([pod.key])
+        self._silent.discard(pod.uid)
 
     def _missed(self, pod: AgentPod) -> None:
         """Take note of an agent that did not answer; once that is too long ago, its deployment is looked at."""
         self._silent.add(pod.uid)
         now_s = time.monotonic()
         poll = self._world.polls.setdefault(pod.uid, Poll(now_s, None))
+        if poll.report is None and not pod.ready:
+            # It starts: nobody can call it silent before it has once been ready to speak.
+            poll = self._world.polls[pod.uid] = Poll(now_s, None)
         age_s = now_s - poll.answered_s
         if self._settings.poll_stale_s < age_s <= self._settings.poll_stale_s + 2 * self._settings.poll_s:
             self._queue.add([pod.key])

@@ -54,8 +54,11 @@ MEANINGS = {
 
 _T, _F, _U = Truth.TRUE, Truth.FALSE, Truth.UNKNOWN
 _C = ConditionType
-_SILENT = "No agent's status page answered within 30 s."
-_SEE_NETWORK = "Look whether a NetworkPolicy or a route keeps the operator from the agents' HTTP port."
+_SILENT = "An agent that was ready has not answered for 30 s, and what the others say does not suffice."
+_SEE_NETWORK = (
+    "The message names the nodes: see whether their agents are unwell, or whether a NetworkPolicy or a route keeps the operator "
+    "from the agents' HTTP port."
+)
 
 TABLE = (
     Reason(_C.READY, "Ready", _T, "Everything that Ready asks for holds."),

@@ -1,4 +1,4 @@
-"""What `helm test` runs: a small deployment is made, its agents become ready or there is no node for them, it is deleted."""
+"""What `helm test` runs: a small deployment is made, its agents become ready, it is deleted."""
 
 from __future__ import annotations
 

@@ -1,8 +1,12 @@
-"""Which deployments are to be looked at, each at most once at a time and as often as something happened. No I/O."""
+"""Which deployments are to be looked at, each at most once at a time and as often as something happened. No I/O.
+
+What is urgent, such as a change of a spec, comes before everything else, which is mostly counts of a rollout.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Iterable
 
 from longshore_operator.world import Key
@@ -14,14 +18,17 @@ PAUSE_S = 1.0
 
 
 class WorkQueue:
-    """Keys in the order in which they came.
+    """Keys in the order in which they came, urgent ones first.
 
     After a look a key rests for a while: what happens meanwhile makes one more look when that is over. An urgent one,
     such as a change of the spec, does not wait for it.
     """
 
     def __init__(self) -> None:
-        self._ready: asyncio.Queue[Key] = asyncio.Queue()
+        self._urgent: deque[Key] = deque()
+        self._others: deque[Key] = deque()
+        # As many as keys wait in the two.
+        self._count = asyncio.Semaphore(0)
         self._waiting: set[Key] = set()
         # Keys that are worked on, and whether they come again at once.
         self._working: dict[Key, bool] = {}
@@ -41,11 +48,15 @@ class WorkQueue:
             elif key in self._resting and not urgent:
                 self._again.add(key)
             elif key not in self._waiting:
-                self._put(key)
+                self._put(key, urgent=urgent)
+            elif urgent and key in self._others:
+                self._others.remove(key)
+                self._urgent.append(key)
 
     async def take(self) -> Key:
         """Return the next key; the caller must hand it to `done`."""
-        key = await self._ready.get()
+        await self._count.acquire()
+        key = (self._urgent or self._others).popleft()
         self._waiting.discard(key)
         self._working[key] = False
         return key
@@ -67,19 +78,20 @@ class WorkQueue:
             return
         self._faults.pop(key, None)
         if urgent:
-            self._put(key)
+            self._put(key, urgent=True)
         elif again_s is not None and key not in self._again:
             self._again.add(key)
             self._rest(key, again_s)
         else:
             self._rest(key, PAUSE_S)
 
-    def _put(self, key: Key) -> None:
+    def _put(self, key: Key, *, urgent: bool = False) -> None:
         if (timer := self._resting.pop(key, None)) is not None:
             timer.cancel()
         self._again.discard(key)
         self._waiting.add(key)
-        self._ready.put_nowait(key)
+        (self._urgent if urgent else self._others).append(key)
+        self._count.release()
 
     def _rest(self, key: Key, delay_s: float) -> None:
         self._resting[key] = asyncio.get_running_loop().call_later(delay_s, self._wake, key)

@@ -36,6 +36,7 @@ class AgentPod:
     """What is kept of an agent's pod.
 
     Attributes:
+        config, keys: which config and which keys it was started with.
         trouble: why it is not ready, if the kubelet or scheduler said so.
         starting: it is not ready because its containers are on their first way up, and nothing went wrong yet.
     """
@@ -48,6 +49,7 @@ class AgentPod:
     http_port: int
     ready: bool
     config: str
+    keys: str = ""
     trouble: str = ""
     starting: bool = False
     ending: bool = False
@@ -216,6 +218,7 @@ def read_pod(body: Body) -> AgentPod | None:
         http_port=_http_port(body),
         ready=ready and not metadata.get("deletionTimestamp"),
         config=(metadata.get("annotations") or {}).get(names.CONFIG_ANNOTATION, ""),
+        keys=(metadata.get("annotations") or {}).get(names.KEYS_ANNOTATION, ""),
         trouble="" if ready else _trouble(status),
         starting=not ready and not _trouble(status) and _is_starting(status),
         ending=bool(metadata.get("deletionTimestamp")),

@@ -363,11 +363,13 @@ class Request:
 class EngineProcess:
     """One engine rank of TP1 in a process of its own. Its memory is its own too: the memfd is open nowhere else."""
 
-    def __init__(self, agent: Agent, instance: str, *, page_size: int = PAGE_SIZE) -> None:
+    def __init__(
+        self, agent: Agent, instance: str, *, page_size: int = PAGE_SIZE, roles: Sequence[Half] = BOTH
+    ) -> None:
         assert agent.http
         self.instance = instance
         self.process = subprocess.Popen(
-            [sys.executable, __file__, agent.socket, instance, str(page_size)],
+            [sys.executable, __file__, agent.socket, instance, str(page_size), *(half.name for half in roles)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": _PATH, "AGENT_WORLD_SESSION": SESSION},
@@ -466,7 +468,8 @@ def main() -> None:
     """Be one engine rank until stdin ends."""
     socket, instance, page_size = sys.argv[1:4]
     layout = KVLayout(MODEL, Parallel(), int(page_size))
-    rank = Rank(socket, instance, layout, BOTH, PAGE_COUNT * PAGE_SIZE // int(page_size))
+    roles = [Half[name] for name in sys.argv[4:]]
+    rank = Rank(socket, instance, layout, roles, PAGE_COUNT * PAGE_SIZE // int(page_size))
     sys.stdout.write('"ready"\n')
     sys.stdout.flush()
     for line in sys.stdin:

@@ -152,8 +152,7 @@ class Doomed:
 
     def stop(self) -> None:
         """Freeze all of its threads; returns when they are."""
-        os.kill(self.pid, signal.SIGSTOP)
-        wait_for(lambda: is_stopped(self.pid))
+        freeze(self.pid)
 
     def go_on(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
@@ -183,7 +182,13 @@ class Doomed:
         return json.loads(line)
 
 
-def is_stopped(pid: int) -> bool:
+def freeze(pid: int) -> None:
+    """SIGSTOP to a process; all of its threads stand still on return."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: _is_stopped(pid))
+
+
+def _is_stopped(pid: int) -> bool:
     """Whether every thread of a process is stopped."""
     states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
     return set(states) == {"T"}

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from agent_world import holders_of, is_worker, wait_for, wait_for_none
-from fault_engine import RELEASED, SLAB_TOKENS, Actor, Doomed, is_stopped
+from fault_engine import RELEASED, SLAB_TOKENS, Actor, Doomed, freeze
 from fault_judge import SceneJudge
 from fault_scene import Place, Room, Stages, look
 from fault_table import CLAIMED, DEAD, DECODE, DONE, LEFT_OPEN, LIBRARY_KEEPS, OFFERED, PREFILL
@@ -57,8 +57,7 @@ def kill_worker(stages: Stages) -> Strike:
 def stop_worker(stages: Stages) -> Strike:
     """SIGSTOP to the engine's worker: a peer that says nothing and still listens."""
     pid = _worker(stages)
-    os.kill(pid, signal.SIGSTOP)
-    wait_for(lambda: is_stopped(pid))
+    freeze(pid)
     return Strike(lambda: os.kill(pid, signal.SIGCONT))
 
 

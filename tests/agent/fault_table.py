@@ -396,6 +396,10 @@ descriptors, mapped pages and memory that it held at the start. Two exceptions a
 NIXL keeps one connection until the next peer dies, and Mooncake keeps one to each decode worker that has died until the
 prefill worker that wrote to it ends.
 
+A worker that does not run itself, because its machine is busy or stands still, counts that time as
+`longshore_absent_seconds_total`, and not as a silence of its peers or of its engine: rooms between workers that stood
+still together go on (`test_agent_faults.py`).
+
 A room's end is counted by `longshore_rooms_total` (`half`, `outcome`, `reason`) and a refused call by
 `longshore_refused_messages_total` (`reason`), each at the worker that said so; the tests compare these too. The next
 worker of an engine counts from 0.

@@ -253,6 +253,23 @@ def test_a_pool_is_answered_for_only_when_its_rooms_are_released(make):
     assert not target.desk.pools
 
 
+def test_a_pool_that_a_neighbour_was_given_is_answered_for_only_when_nobody_has_it_mapped(make):
+    target = make("D", Half.TARGET, page_size=8)
+    target.register()
+    target.desk.pools[0].shown = True
+    assert target.say(UnregisterPool(0, 0)) is None
+    assert target.desk.take_left() == []
+    assert not target.desk.pools
+    assert target.desk.taken == [0]
+    # Its number is not free either: what is told of the old pool must not be taken for the new one's.
+    assert reason(target.register()) is Reason.ROOM_REUSED
+    assert target.desk.free(1) == []
+    (answer,) = target.desk.free(0)
+    assert isinstance(answer, Accepted)
+    assert target.desk.free(0) == []
+    assert isinstance(target.register(), Accepted)
+
+
 def run(source: Side, target: Side, room: int) -> None:
     """Move one room between two sides that are attached by hand, until both halves have ended."""
     source.bytes[:] = np.arange(len(source.bytes)) % 251

@@ -14,6 +14,7 @@ from agent_fleet import Fleet, fleet_of
 from agent_world import DEPLOYMENT, MODEL, START_LIMIT_S, Agent, Request, is_worker, wait_for, wait_for_none
 
 from longshore_agent.control import curve
+from longshore_agent.control.doors import main_door
 from longshore_agent.status.metric_table import TABLE
 from longshore_client import (
     ArgumentError,
@@ -143,7 +144,7 @@ class Dialer:
 
 @pytest.fixture
 def address(fleet) -> str:
-    return fleet.one.endpoint().ranks[0].address
+    return main_door(fleet.one.endpoint().ranks[0].address)
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import os
 import random
 import signal
@@ -18,6 +20,7 @@ from fault_judge import carries
 from fault_table import DONE, wrong
 
 from longshore_client import (
+    Busy,
     Client,
     ConnectError,
     Half,
@@ -151,8 +154,20 @@ def test_engines_of_an_agent_that_was_killed_hear_of_their_rooms_and_are_served_
     assert not set(epochs) & {pair.writer.epoch, pair.reader.epoch}
 
 
-def test_sigterm_lets_open_rooms_finish_refuses_new_engines_and_leaves_nothing(pair):
+def answers_to_the_end(agent: Agent) -> set[int]:
+    """Ask an agent how it is until it does not listen any more; return the codes of its answers."""
+    found = set()
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        while True:
+            found.add(agent.ask("/v1/status")[0])
+    return found
+
+
+def test_sigterm_lets_open_rooms_finish_refuses_new_engines_and_rooms_and_leaves_nothing(pair):
     pair.fill()
+    # Claimed, and its prefill is not done when the agent is told to end.
+    pair.reader.receive(5, pair.writer.endpoint(10), pair.pages[1][1000:1100], 0, 100)
+    wait_for(lambda: pair.agent.room(5, Half.SOURCE), what="the claim at the source")
     pair.mark.unlink(missing_ok=True)
     pair.gate.unlink()
     pair.move(4, 1000)
@@ -161,14 +176,23 @@ def test_sigterm_lets_open_rooms_finish_refuses_new_engines_and_leaves_nothing(p
     children = wait_for(lambda: len(found := pair.agent.children()) == 2 and found)
 
     pair.agent.process.send_signal(signal.SIGTERM)
-    wait_for(lambda: pair.agent.status()["draining"])
+    wait_for(lambda: {worker["state"] for worker in pair.agent.status()["workers"]} == {"draining"})
     assert pair.agent.ask("/readyz")[0] == 503
     with pytest.raises(ConnectError, match="takes no engine now"):
         connect(pair.agent.socket, instance="newcomer", layout=LAYOUT, timeout_s=0.5)
-    pair.gate.touch()
-
-    assert pair.arrived(4, 1000)
-    assert pair.agent.process.wait(20) == 0
+    with pytest.raises(Busy, match="the agent stops"):
+        pair.writer.send(6, pair.pages[0][:10], 0, 10, last=True)
+    with pytest.raises(Busy, match="the agent stops"):
+        pair.reader.receive(7, pair.writer.endpoint(10), pair.pages[1][2000:2010], 0, 10)
+    pair.writer.send(5, pair.pages[0][1000:1100], 0, 100, last=True)
+    with ThreadPoolExecutor(1) as asking:
+        asked = asking.submit(answers_to_the_end, pair.agent)
+        pair.gate.touch()
+        assert pair.arrived(4, 1000)
+        assert pair.reader.wait(5, Half.TARGET, timeout_s=30).kind is RoomEventKind.DONE
+        assert pair.writer.wait(5, Half.SOURCE, timeout_s=30).kind is RoomEventKind.DONE
+        assert pair.agent.process.wait(20) == 0
+        assert {200} <= asked.result() <= {200, 503}
     assert not any(is_worker(pid) for pid in children)
     assert {path.name for path in pair.agent.directory.iterdir()} == {"log"}
     assert not [line for line in pair.agent.log().splitlines() if "terminate called" in line or "Traceback" in line]

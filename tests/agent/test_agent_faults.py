@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from agent_fleet import World, fleet_of
 from agent_world import Agent, Engine, EngineProcess, Request, holders_of, room_ids, wait_for, wait_for_none
+from fault_engine import freeze
 
 from longshore_client import PoolRefused, Reason, RoomError, RoomEvent, RoomEventKind
 from longshore_wire.engine_messages import Half
@@ -278,7 +279,7 @@ def test_a_stopped_engine_loses_its_rooms_by_its_lease_and_the_other_side_is_tol
     place.gate.shut()
     room, pages = claim_of(sleeper, place.gated, 200)
     place.gate.wait_held("gated")
-    os.kill(sleeper.pid, signal.SIGSTOP)
+    freeze(sleeper.pid)
     try:
         end = end_of(place.gated, room, Half.TARGET, 5 * LEASE_S)
         assert (end.kind, end.reason) == (RoomEventKind.FAILED, Reason.LEASE_EXPIRED), end
@@ -297,6 +298,32 @@ def test_a_stopped_engine_loses_its_rooms_by_its_lease_and_the_other_side_is_tol
     assert is_released(place.gated, room, Half.TARGET, 10)
     place.gated.accept(pages)
     sleeper.close()
+
+
+def test_workers_that_did_not_run_for_longer_than_the_peer_timeout_do_not_take_each_other_for_lost(place):
+    each, witness = Request(place.steady, place.gated, 200), Request(place.steady, place.plain, 100)
+    place.gate.open()
+    for request in (each, witness):
+        request.claim()
+    wait_for(lambda: all(place.prefill.room(request.room, Half.SOURCE) for request in (each, witness)))
+    absent = [place.prefill.worker("steady")["pid"], place.decode.worker("gated")["pid"]]
+    for pid in absent:
+        freeze(pid)
+    try:
+        # One that runs all the while: it shows when the timeout has passed.
+        end = end_of(place.plain, witness.room, Half.TARGET, 20)
+        assert (end.kind, end.reason) == (RoomEventKind.FAILED, Reason.PEER_LOST), end
+    finally:
+        for pid in absent:
+            os.kill(pid, signal.SIGCONT)
+    each.offer()
+    each.arrives()
+    assert place.gated.intact()
+    for agent, worker in ((place.prefill, "steady/0/0"), (place.decode, "gated/0/0")):
+        assert agent.metric("longshore_absent_seconds_total", worker=worker) > 1.0
+    assert is_released(place.plain, witness.room, Half.TARGET, 10)
+    place.steady.free += witness.source_pages
+    place.plain.accept(witness.target_pages)
 
 
 def test_lost_and_repeated_notices_change_nothing_but_the_count_of_stale_messages(place):

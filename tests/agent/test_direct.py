@@ -72,6 +72,14 @@ def test_pages_of_another_layout_are_written_by_one_copy_and_nothing_beside_them
         assert node.agent.worker(engine.instance, rank)["ring"]["used_bytes"] == 0
 
 
+def test_the_plan_by_their_names_says_so_before_any_room(node):
+    found = node.agent.get("/v1/plan?source=near-two&target=near-three")
+    assert (found["way"], {pair["why"] for pair in found["pairs"]}) == ("Direct", {"near"})
+    listed = {each["instance"]: each for each in node.agent.get("/v1/bootstrap")["instances"]}["near-three"]
+    assert listed["agent"] == node.two.endpoint().agent
+    assert {(rank["device"], rank["near"]) for rank in listed["ranks"]} == {("cpu", listed["agent"])}
+
+
 def test_an_engine_of_another_agent_is_written_through_the_transport(node):
     before = node.direct_writes()
     each = Request(node.two, node.far, 200)
@@ -108,7 +116,8 @@ def test_a_pool_that_was_registered_anew_is_written_and_the_old_one_is_let_go(no
     each.arrives()
     assert len(holders_of("near-one")) > 2
     rank.client.unregister_pool(0)
-    wait_for(lambda: holders_of("near-one").keys() == {os.getpid()}, LET_GO_S, "every worker to let the pool go")
+    # At once: on a GPU, memory that is freed while somebody has it mapped is undefined behaviour.
+    assert holders_of("near-one").keys() == {os.getpid()}
     rank.client.register_pool(0, rank.geometry, [rank.descriptor])
     again = Request(node.two, target, 120, prefix=7)
     again.claim()

@@ -15,6 +15,7 @@ from fault_table import DONE, NOTHING, failed, refused, wrong
 from process_ledger import GROWTH_BYTES_MAX, Holdings, holdings
 
 from longshore_agent.control import curve
+from longshore_agent.control.doors import main_door
 from longshore_client import HelloRefused, KVLayout, LayoutError, LongshoreError, ModelShape, Parallel, Reason, connect
 from longshore_wire.codec import ENGINE_MESSAGE_BYTES_MAX, PEER, TO_AGENT, TO_ENGINE
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Half, Hello, RoomEventKind
@@ -254,7 +255,7 @@ class Stranger:
         self.socket.curve_publickey = public or keys.client_public.encode()
         self.socket.curve_secretkey = secret or keys.client_secret.encode()
         self.events = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self.socket.connect(f"tcp://{fleet.one.endpoint().ranks[0].address}")
+        self.socket.connect(f"tcp://{main_door(fleet.one.endpoint().ranks[0].address)}")
 
     def ask(self, data: bytes, limit_ms: int) -> bytes | None:
         self.socket.send(data)

@@ -7,6 +7,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import httpx
 import msgspec
 import pytest
 import trustme
+from agent_world import wait_for
 from prometheus_client.parser import text_string_to_metric_families
 
 from longshore_agent.settings import Settings
+from longshore_agent.snapshots import Snapshots
 from longshore_agent.status import snapshot as structs
 from longshore_agent.status.app import create_app
 from longshore_agent.status.checks import Rules, liveness, readiness
@@ -25,7 +28,7 @@ from longshore_agent.status.server import StatusServer, serve
 from longshore_agent.status.spans import Span
 from longshore_agent.transports.base import Wire
 from longshore_wire.engine_messages import Endpoint, RankAddress
-from longshore_wire.errors import ConfigError
+from longshore_wire.errors import ConfigError, LongshoreError, Reason
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel
 from longshore_wire.plan import plan
 
@@ -71,9 +74,12 @@ class Source:
     def __init__(self) -> None:
         self.state = agent(worker())
         self.asked: int | None = None
+        self.absent: LongshoreError | None = None
 
     def snapshot(self, room: int | None = None) -> structs.AgentSnapshot:
         self.asked = room
+        if self.absent is not None:
+            raise self.absent
         return msgspec.msgpack.decode(msgspec.msgpack.encode(self.state), type=structs.AgentSnapshot)
 
 
@@ -89,7 +95,7 @@ def served() -> Iterator[tuple[Source, httpx.Client]]:
 
 @pytest.fixture
 def source(served: tuple[Source, httpx.Client]) -> Source:
-    served[0].state = agent(worker())
+    served[0].state, served[0].absent = agent(worker()), None
     return served[0]
 
 
@@ -293,7 +299,11 @@ def test_a_plan_from_a_query_is_the_planners(client: httpx.Client) -> None:
 
 
 def test_a_plan_between_registered_instances_needs_only_their_names(client: httpx.Client, source: Source) -> None:
-    instances = tuple(structs.InstanceStatus.of(Endpoint(name, layout(tp), ())) for name, tp in (("p", 4), ("d", 1)))
+    ranks, near = (RankAddress(0, "10.0.0.1:5000", 7),), {0: ("cpu", "life")}
+    instances = tuple(
+        structs.InstanceStatus.of(Endpoint(name, layout(tp), ranks, "life"), (), near)
+        for name, tp in (("p", 4), ("d", 1))
+    )
     source.state = agent(worker(), instances=instances)
     body = client.get("/v1/plan", params={"source": "p", "target": "d"}).json()
     assert len(body["pairs"]) == 4
@@ -308,7 +318,7 @@ def test_bootstrap_lists_instances_so_that_their_endpoints_can_be_made_again(
 ) -> None:
     ranks = (RankAddress(0, "10.0.0.1:5000", 2**63 + 7), RankAddress(1, "10.0.0.1:5001", 3))
     endpoints = [
-        Endpoint("p", layout(2), ranks),
+        Endpoint("p", layout(2), ranks, "life"),
         Endpoint("q", msgspec.structs.replace(layout(2), layer_range=(0, 4)), ranks[:1]),
         Endpoint("r", msgspec.structs.replace(layout(2), stage_layers=(MODEL.layers,)), ranks[:1]),
         Endpoint("s", msgspec.structs.replace(layout(2), order=PageOrder.OPAQUE, blob_bytes=77), ranks[:1]),
@@ -317,7 +327,8 @@ def test_bootstrap_lists_instances_so_that_their_endpoints_can_be_made_again(
     answer = client.get("/v1/bootstrap")
     shown = answer.json()["instances"]
     assert [instance["complete"] for instance in shown] == [True, False, False, False]
-    assert shown[0]["ranks"][0] == {"rank": 0, "address": "10.0.0.1:5000", "epoch": "9223372036854775815"}
+    first = {"rank": 0, "address": "10.0.0.1:5000", "epoch": "9223372036854775815", "device": "cpu", "near": ""}
+    assert shown[0]["ranks"][0] == first
     made = [structs_of(instance).endpoint() for instance in shown]
     assert made == endpoints
 
@@ -341,6 +352,59 @@ def test_no_number_in_any_answer_is_too_large_for_a_json_reader(client: httpx.Cl
         json.loads(client.get(path).text, parse_int=integer)
 
 
+PAGES = ["/healthz", "/readyz", "/metrics", "/v1/status", "/v1/rooms", "/v1/rooms/7", "/v1/plan", "/v1/bootstrap"]
+
+
+@pytest.mark.parametrize(("why", "word"), [(Reason.SHUTTING_DOWN, "ShuttingDown"), (Reason.INTERNAL, "LoopHangs")])
+@pytest.mark.parametrize("path", PAGES)
+def test_an_agent_that_has_no_state_to_tell_any_more_says_so_with_503_and_logs_nothing(
+    client: httpx.Client, source: Source, caplog: pytest.LogCaptureFixture, path: str, why: Reason, word: str
+) -> None:
+    source.absent = LongshoreError("the agent is stopping", reason=why)
+    answer = client.get(path)
+    assert answer.status_code == 503
+    body = answer.json()
+    if path in ("/healthz", "/readyz"):
+        assert not body["ok"]
+        assert [(check["reason"], check["message"]) for check in body["checks"]] == [(word, "the agent is stopping")]
+    else:
+        assert body == {"reason": word, "text": "the agent is stopping", "faults": []}
+    assert [record for record in caplog.records if record.name.startswith("uvicorn")] == []
+
+
+def test_questions_before_and_after_the_loop_has_ended_are_refused_and_wake_nobody_after_it() -> None:
+    woken: list[str] = []
+    snapshots = Snapshots(lambda: woken.append("while open"))
+    with ThreadPoolExecutor(1) as asking:
+        early = asking.submit(snapshots.ask, None)
+        wait_for(lambda: snapshots.waiting, what="the question")
+        snapshots.close()
+        with pytest.raises(LongshoreError, match="stopping"):
+            early.result()
+    with pytest.raises(LongshoreError, match="stopping"):
+        snapshots.ask(None)
+    assert woken == ["while open"]
+
+
+def test_whoever_asks_wakes_the_loop_before_it_can_end() -> None:
+    ended = threading.Event()
+
+    def close() -> None:
+        snapshots.close()
+        ended.set()
+
+    def wake() -> None:
+        closer.start()
+        # The loop's end has to wait for this very call: its descriptor is closed next.
+        assert not ended.wait(0.1)
+
+    snapshots = Snapshots(wake)
+    closer = threading.Thread(target=close)
+    with pytest.raises(LongshoreError, match="stopping"):
+        snapshots.ask(None)
+    assert ended.wait(30)
+
+
 def test_the_openapi_page_describes_every_path_and_every_body(client: httpx.Client) -> None:
     page = client.get("/openapi.json").json()
     assert set(page["paths"]) == {
@@ -353,6 +417,7 @@ def test_the_openapi_page_describes_every_path_and_every_body(client: httpx.Clie
     for path, methods in page["paths"].items():
         answer = methods["get"]["responses"]["200"]["content"]
         assert methods["get"]["summary"], path
+        assert "503" in methods["get"]["responses"], path
         if path != "/metrics":
             assert answer["application/json"]["schema"]["$ref"] in known, path
     assert (

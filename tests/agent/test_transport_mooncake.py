@@ -25,6 +25,7 @@ from longshore_agent.transports.mooncake_address import own_host, remote_address
 from longshore_agent.transports.regions import Regions
 
 REGION_BYTES = 16 << 20
+BEATS_MIN = 10
 POISON = 0xA5
 MAGIC = b"LSMOON01"
 # The library's framing of a write: bytes, address, operation with the flag that asks for an acknowledgement.
@@ -126,15 +127,13 @@ def test_more_pieces_than_the_library_takes_all_arrive_and_threads_go_on_meanwhi
         np.full(count, size, dtype=np.uint64),
         b"",
     )
-    gaps_s: list[float] = []
+    beats = 0
     stop = threading.Event()
 
     def beat() -> None:
-        last_s = time.monotonic()
+        nonlocal beats
         while not stop.wait(0.001):
-            now_s = time.monotonic()
-            gaps_s.append(now_s - last_s)
-            last_s = now_s
+            beats += 1
 
     heart = threading.Thread(target=beat)
     heart.start()
@@ -142,8 +141,8 @@ def test_more_pieces_than_the_library_takes_all_arrive_and_threads_go_on_meanwhi
     stop.set()
     heart.join()
     assert scene.peer.read(1, 0, count * size) == scene.source[: count * size].tobytes()
-    # Far below a heartbeat, far above what a busy machine with few cores needs to come back to a thread.
-    assert max(gaps_s) < 0.5
+    # A call that kept Python's lock until the end would have let it beat once or twice.
+    assert beats >= BEATS_MIN
 
 
 class CountingEngine:

@@ -104,9 +104,12 @@ class PeerProcess:
         return int(fields[11]) + int(fields[12])
 
     def signal(self, number: signal.Signals) -> None:
+        """Send a signal that ends, stops or wakes it; it has done so with all of its threads on return."""
         self.process.send_signal(number)
         if number == signal.SIGKILL:
             self.process.wait()
+        elif number == signal.SIGSTOP:
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def close(self) -> int:
         """Ask it to end and return its exit status."""

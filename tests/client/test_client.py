@@ -17,6 +17,7 @@ from scene import DONE, ENDPOINT, FAILED, LAYOUT, RELEASED, client_at, event, op
 from longshore_client import (
     ArgumentError,
     Busy,
+    CallTimeout,
     ClientClosed,
     CodecError,
     ConnectError,
@@ -440,3 +441,38 @@ def test_the_endpoint_is_returned_once_every_rank_is_there(path):
 def test_the_lease_is_renewed_several_times_within_it(path):
     with FakeAgent(path, lease_ns=60_000_000) as agent, client_at(path):
         agent.expect(lambda: len(agent.of(Renew)) >= 3)
+
+
+def test_a_half_is_open_from_its_offer_to_its_release(path):
+    with FakeAgent(path) as agent, client_at(path) as client:
+        assert not client.is_open(7, Half.SOURCE, "prefill-0")
+        client.send(7, [1], 0, 4, last=True)
+        assert client.is_open(7, Half.SOURCE, "prefill-0")
+        assert not client.is_open(7, Half.TARGET, "prefill-0")
+        agent.say(event(DONE))
+        agent.say(event(RELEASED))
+        wait_until(client, lambda: len(client._state.events) == 2)
+        assert not client.is_open(7, Half.SOURCE, "prefill-0")
+
+
+def test_a_half_that_the_agent_refuses_after_its_caller_gave_up_is_not_open(path):
+    with FakeAgent(path, answer=lambda message: None) as agent, client_at(path) as client:
+        with pytest.raises(CallTimeout):
+            client.send(7, [1], 0, 4, last=True, timeout_s=0.05)
+        assert client.is_open(7, Half.SOURCE, "prefill-0")
+        (offer,) = agent.of(Offer)
+        agent.say(Refused(offer.request, Reason.UNKNOWN_POOL, "no pool 0"))
+        wait_until(client, lambda: not client.is_open(7, Half.SOURCE, "prefill-0"))
+
+
+def test_poll_waits_for_an_event_and_ends_when_the_client_is_closed(path):
+    with FakeAgent(path) as agent, client_at(path) as client:
+        client.send(7, [1], 0, 4, last=True)
+        agent.say(event(DONE))
+        assert [each.kind for each in client.poll(WAIT_S)] == [DONE]
+        assert client.poll(0.001) == []
+        closing = threading.Timer(0.05, client.close)
+        closing.start()
+        with pytest.raises(ClientClosed):
+            client.poll(WAIT_S)
+        closing.join()

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import msgspec
+from line_commands import obey
 
 from longshore_client import Half, KVLayout, ModelShape, Parallel, connect, pool_geometry
 from longshore_client.cuda import device_name, device_region
@@ -191,14 +192,15 @@ class _Rank:
             wrong += int((expected != self.pages[plane]).sum())
         return wrong
 
-    def send(self, *, room: int, pages: list[int], tokens: int, chunk: int) -> float:
-        """Offer tokens [0, tokens) in chunks; return when the first left (monotonic seconds)."""
-        start_s = time.monotonic()
+    def send(self, *, room: int, pages: list[int], tokens: int, chunk: int) -> tuple[float, float]:
+        """Offer tokens [0, tokens) in chunks; return when the first left and when it was accepted (monotonic seconds)."""
+        start_s, accepted_s = time.monotonic(), 0.0
         size = self.layout.page_size
         for first in range(0, tokens, chunk):
             end = min(first + chunk, tokens)
             self.client.send(room, pages[first // size : -(-end // size)], first, end, last=end == tokens)
-        return start_s
+            accepted_s = accepted_s or time.monotonic()
+        return start_s, accepted_s
 
     def receive(self, *, room: int, endpoint: str, pages: list[int], tokens: int) -> None:
         known = msgspec.msgpack.decode(bytes.fromhex(endpoint), type=Endpoint)
@@ -213,6 +215,11 @@ class _Rank:
 
     def unregister(self) -> None:
         self.client.unregister_pool(0)
+
+    def free(self) -> None:
+        """Give the pages' memory back to the device."""
+        del self.pages
+        self.torch.cuda.empty_cache()
 
     def _values(self, seed: int, plane: int, tokens: int) -> Any:
         """[tokens, heads, elements] of one plane; the same for whoever holds these heads."""
@@ -234,13 +241,7 @@ class _Rank:
 def main() -> None:
     """Obey until standard input ends."""
     rank = _Rank()
-    for line in sys.stdin:
-        command, arguments = json.loads(line)
-        try:
-            answer = {"value": getattr(rank, command)(**arguments)}
-        except Exception as error:  # noqa: BLE001 - the other end raises it again
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), flush=True)  # noqa: T201 - the answer
+    obey(rank)
     # Whatever still runs in the client ends with the process, as an engine's would.
     assert threading.main_thread().is_alive()
     os._exit(0)

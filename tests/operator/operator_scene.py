@@ -110,6 +110,7 @@ class Scene:
         said: AgentReport | None = None,
         age_s: float = 1.0,
         asked: bool = True,
+        keys: str = "",
     ) -> None:
         """Have an agent run on a node. Without `said` it was asked `age_s` ago in vain, or (not `asked`) not yet."""
         state = {"waiting": {"reason": trouble}} if trouble else {"running": {}}
@@ -118,7 +119,12 @@ class Scene:
         self.put(
             kinds.POD,
             {
-                "metadata": {"name": name, "namespace": key.namespace, "labels": {names.DEPLOYMENT_LABEL: key.name}},
+                "metadata": {
+                    "name": name,
+                    "namespace": key.namespace,
+                    "labels": {names.DEPLOYMENT_LABEL: key.name},
+                    "annotations": {names.KEYS_ANNOTATION: keys} if keys else {},
+                },
                 "spec": {"nodeName": node, "containers": []},
                 "status": {
                     "podIP": "10.0.0.1",

@@ -209,11 +209,27 @@ def test_a_raised_revision_asks_for_keys_that_still_let_the_old_clients_in() -> 
     scene = Scene(agents={"keysRevision": 2})
     keys = scene.decide().keys
     assert keys is not None
-    assert (keys.revision, keys.accepted) == (2, ("k" * 40,))
+    assert (keys.revision, keys.accepted, keys.previous) == (2, ("k" * 40,), "llama-keys-0123")
+
+
+def test_new_keys_wait_for_agents_that_would_not_know_them_and_ready_says_so() -> None:
+    scene = settled()
+    scene.body["spec"]["agents"] = {"keysRevision": 2}
+    scene.put_agent("a", keys="0000")
+    scene.put_agent("b", keys="0123")
+    assert scene.decide().keys is None
+    assert scene.reasons()["AgentsReady"] == "AgentsUpdating"
+    assert scene.message("AgentsReady").endswith("wait until all agents have those of revision 1: a")
+    assert scene.decide(keys_missing=True).keys is not None
+    scene.put_agent("a", keys="0123")
+    assert scene.decide().keys is not None
 
 
 def test_a_lost_secret_asks_for_new_keys() -> None:
-    assert settled().decide(keys_missing=True).keys is not None
+    keys = settled().decide(keys_missing=True).keys
+    assert keys is not None
+    # What is lost cannot be mounted beside them.
+    assert keys.previous == ""
 
 
 def test_a_switched_off_child_is_deleted_and_a_strangers_is_not() -> None:

@@ -11,7 +11,7 @@ from longshore_operator import work_queue
 from longshore_operator.work_queue import WorkQueue
 from longshore_operator.world import Key
 
-A, B = Key("n", "a"), Key("n", "b")
+A, B, C = Key("n", "a"), Key("n", "b"), Key("n", "c")
 
 
 def run(play: Callable[[WorkQueue], Awaitable[None]]) -> None:
@@ -27,6 +27,19 @@ def test_a_key_that_is_added_twice_is_looked_at_once() -> None:
         queue.add([A])
         assert [await queue.take(), await queue.take()] == [A, B]
         assert len(queue) == 0
+
+    run(play)
+
+
+def test_what_is_urgent_comes_before_what_waits_already() -> None:
+    async def play(queue: WorkQueue) -> None:
+        queue.add([A, B])
+        queue.add([B], urgent=True)
+        queue.add([B], urgent=True)
+        assert [await queue.take(), await queue.take()] == [B, A]
+        assert len(queue) == 0
+        queue.add([C], urgent=True)
+        assert await queue.take() == C
 
     run(play)
 

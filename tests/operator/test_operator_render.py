@@ -12,7 +12,7 @@ import yaml
 import zmq
 from operator_scene import KEY, Scene, settled
 
-from longshore_agent.control.curve import CurveKeys
+from longshore_agent.control.curve import KEYS_FILE, PREVIOUS_FILE, CurveKeys
 from longshore_agent.settings import Settings as AgentSettings
 from longshore_agent.status.snapshot import AgentStatus
 from longshore_operator import keys, reports
@@ -99,6 +99,21 @@ def test_a_change_of_config_or_keys_replaces_agents_and_expected_numbers_do_not(
     scene = Scene()
     scene.body["status"]["keys"]["secret"] = "llama-keys-4567"
     assert {k.name: b for k, b in scene.decide().apply}["DaemonSet"]["spec"]["template"] != template()
+
+
+def test_agents_get_the_keys_before_beside_theirs() -> None:
+    def sources(scene: Scene) -> list[Any]:
+        pod = {k.name: b for k, b in scene.decide().apply}["DaemonSet"]["spec"]["template"]["spec"]
+        volume = next(volume for volume in pod["volumes"] if volume["name"] == "keys")
+        assert volume["projected"]["defaultMode"] == 0o440
+        return [source["secret"] for source in volume["projected"]["sources"]]
+
+    scene = Scene()
+    items = [{"key": "curve.json", "path": KEYS_FILE}]
+    assert sources(scene) == [{"name": "llama-keys-0123", "items": items}]
+    scene.body["status"]["keys"]["previous"] = "llama-keys-4567"
+    items = [{"key": "curve.json", "path": PREVIOUS_FILE}]
+    assert sources(scene)[1] == {"name": "llama-keys-4567", "items": items, "optional": True}
 
 
 def test_every_child_is_owned_and_labelled() -> None:

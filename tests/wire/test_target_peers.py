@@ -53,3 +53,19 @@ def test_a_lost_source_of_which_no_room_is_left_is_hung_up_and_not_dialled() -> 
 
     assert _run(target, 0, MINUTE_NS) == []
     assert PREFILL not in target.peers
+
+
+def test_time_in_which_this_side_did_not_listen_is_nobodys_silence_nor_takes_a_lease() -> None:
+    target = TargetSession(SessionConfig("d", "D", 1, LAYOUT, ring_bytes=1 << 20), now_ns=0)
+    target.claim(Wanted(RoomKey("P", 5, 0), Endpoint("P", LAYOUT, (RankAddress(0, "h:1", 7),)), 0, 60, 4, bytes(16)), 0)
+    absent_ns = 10 * max(target.config.peer_timeout_ns, target.config.lease_ns)
+
+    target.was_absent(absent_ns, absent_ns)
+    target.tick(absent_ns)
+
+    assert target.peers[PREFILL].state is PeerState.DIALING
+    assert target.rooms
+    # From here on it counts again, and never from a later moment than this.
+    assert target.lease_until_ns == absent_ns + target.config.lease_ns
+    target.tick(absent_ns + target.config.peer_timeout_ns)
+    assert target.peers[PREFILL].state is PeerState.LOST

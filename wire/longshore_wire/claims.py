@@ -114,7 +114,8 @@ def grid(config: SessionConfig, attach: Attach, claim: Claim, found: Route) -> S
     Raises:
         RingError: the target has no ring, or its ring is too small for one token (or opaque page) of each writer twice.
         LayoutError: the target's pool cannot hold its layout.
-        RoomError: the tokens are no range or split an opaque page, or the way writes in place and the target's pool or pages are not known here.
+        RoomError: the tokens are no range or split an opaque page, or the way writes in place and our pages cannot be read
+            so, or the target's pool or pages are not known here.
     """
     if not 0 <= claim.first_token <= claim.end_token <= TOKENS_MAX:
         raise RoomError(
@@ -124,6 +125,7 @@ def grid(config: SessionConfig, attach: Attach, claim: Claim, found: Route) -> S
     if found.pair is None or claim.first_token >= claim.end_token:
         return SlabGrid(claim.end_token, claim.end_token, 1)
     check_prefix(claim.first_token, found.pair)
+    check_source(claim.way, config.instance, in_place=config.in_place)
     if claim.way in IN_PLACE:
         _check_in_place(attach, claim)
         # No buffer holds it: only the time of one write speaks against a large one.
@@ -133,9 +135,12 @@ def grid(config: SessionConfig, attach: Attach, claim: Claim, found: Route) -> S
     else:
         limit = slab_limit_bytes(config.slab_bytes_max, attach.ring.length_bytes, found.writer_count)
     count, unit = claim.end_token - claim.first_token, found.pair.unit_tokens
-    units = slab_units(found.pair.unit_bytes, -(-count // unit), limit, config.slab_bytes_min, 2 * config.lane_count)
+    pieces = 2 * config.lane_count
+    if claim.way is Way.DIRECT and config.direct_slab_bytes:
+        limit, pieces = max(config.direct_slab_bytes, found.pair.unit_bytes), 1
+    units = slab_units(found.pair.unit_bytes, -(-count // unit), limit, config.slab_bytes_min, pieces)
     tokens = units * unit
-    if claim.way in IN_PLACE:
+    if claim.way in IN_PLACE and tokens < count:
         # Whole pages of both sides where possible: runs stay long.
         page = max(config.layout.page_size, attach.layout.page_size)
         tokens = max(tokens // page, 1) * page
@@ -146,6 +151,16 @@ def grid(config: SessionConfig, attach: Attach, claim: Claim, found: Route) -> S
             reason=Reason.UNSUPPORTED,
         )
     return cut
+
+
+def check_source(way: Way, instance: str, *, in_place: bool) -> None:
+    """Raise RoomError if a way has a transport read pages of a prefill `instance` in place that none can read there."""
+    if way in IN_PLACE and way is not Way.DIRECT and not in_place:
+        raise RoomError(
+            f"way {way.name} has a transport read pages where they lie, and those of prefill {instance} are on a GPU: "
+            "have them staged (transfer.staging Auto or Always, no forced way; a latent needs both engines at one agent)",
+            reason=Reason.UNSUPPORTED,
+        )
 
 
 def check_prefix(first_token: int, pair: Pair) -> None:
@@ -231,6 +246,8 @@ def chosen_way(config: SessionConfig, attach: Attach, found: TargetPair, tokens:
     """Return the way of a pair that was left open, for tokens [first, end), now that its source and wire are known."""
     assert found.open is not None
     assert found.route is not None
+    if not attach.in_place:
+        return Choice(Way.STAGED, Why.STAGING)
     left_open = found.open
     fits = found.route.unit_bytes <= slab_limit_bytes(attach.slab_bytes_max, config.ring_bytes, 1)
     if not fits and found.way is not Way.STAGED:

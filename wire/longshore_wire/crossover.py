@@ -30,7 +30,7 @@ class Why(IntEnum):
 
     UNDECIDED = 0  # the wire is not known yet
     FORCED = 1  # the setting that names one way
-    STAGING = 2  # transfer.staging is Always or Never
+    STAGING = 2  # transfer.staging is Always or Never, or pages of either side are on a GPU, where they must be staged
     NEAR = 3  # both ranks belong to one agent
     LATENT = 4  # MLA: nothing to gather
     NO_RING = 5  # the target takes no staged bytes, or no slab of this pair

@@ -51,6 +51,9 @@ class SessionConfig:
     staging: Staging = Staging.AUTO
     crossover: Crossover = WHOLE_PAGES  # chooses the way where `staging` is AUTO
     agent: str = ""  # of the worker, for way DIRECT; empty: it takes no part in that
+    near_staging: Staging | None = None  # between ranks of one agent, where it differs from `staging`
+    in_place: bool = True  # a transport can read and write this worker's pages where they lie; False: they are on a GPU
+    direct_slab_bytes: int = 0  # of way DIRECT, where one slab at a time keeps the device busy; 0: cut as in other ways
 
 
 @dataclass(frozen=True, slots=True)

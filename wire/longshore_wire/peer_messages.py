@@ -79,6 +79,9 @@ class Attach(msgspec.Struct, frozen=True, array_like=True, tag=1):
     generation: int = 0  # counts changes of this message within one epoch
     reply: bool = False
     probe: RegionInfo | None = None  # scratch memory into which a peer may write to find out the wire
+    in_place: bool = (
+        True  # a transport can read this worker's pages where they lie; False: it stages them, or copies them directly
+    )
 
 
 class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=2):

@@ -138,6 +138,12 @@ class Session:
         """The engine lives: all its rooms keep their lease."""
         self.lease_until_ns = now_ns + self.config.lease_ns
 
+    def was_absent(self, late_ns: int, now_ns: int) -> None:
+        """This side did not listen for `late_ns`: that time counts for nobody's silence, nor for its engine's lease."""
+        for peer in self.peers.values():
+            peer.heard_ns = min(now_ns, peer.heard_ns + late_ns)
+        self.lease_until_ns = min(now_ns + self.config.lease_ns, self.lease_until_ns + late_ns)
+
     @property
     def unfinished(self) -> bool:
         """Whether this side's engine waits for the end of a room."""
@@ -207,6 +213,7 @@ class Session:
             generation=self._generation,
             reply=reply,
             probe=self._probe,
+            in_place=config.in_place,
         )
 
     def _send(self, peer: PeerId, message: PeerMessage) -> None:
@@ -273,7 +280,10 @@ class Session:
         )
 
     def _plan(self, source: KVLayout, target: KVLayout, room: int, *, direct: bool = False) -> Plan:
-        return plan(source, target, staging=self.config.staging, direct=direct, room=room)
+        staging = self.config.staging
+        if direct and self.config.near_staging is not None:
+            staging = self.config.near_staging
+        return plan(source, target, staging=staging, direct=direct, room=room)
 
 
 def _check_region(name: str, region: RegionInfo | None) -> None:

@@ -27,6 +27,7 @@ from longshore_wire.peer_messages import (
     SlabReady,
     Watermark,
 )
+from longshore_wire.plan import Way
 from longshore_wire.room import SourcePair, SourceRoom
 from longshore_wire.session import Peer, PeerState, Session, backoff_ns
 from longshore_wire.slabs import region_bytes
@@ -251,9 +252,9 @@ class SourceSession(Session):
                     f"room {room.key.room} was claimed by {room.claimer[0]} already: a room has one target",
                     reason=Reason.ROOM_REUSED,
                 )
-            found = route(
-                self._plan(self.config.layout, known.attach.layout, room.key.room), self.rank, known.peer.rank
-            )
+            direct = claim.way is Way.DIRECT
+            planned = self._plan(self.config.layout, known.attach.layout, room.key.room, direct=direct)
+            found = route(planned, self.rank, known.peer.rank)
             pages = self._parts.add(claim, known.peer)
             if pages is None:
                 return None

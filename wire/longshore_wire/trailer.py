@@ -15,7 +15,9 @@ TRAILER_BYTES = 64
 ALIGNMENT_BYTES = 64
 
 _MAGIC = b"LSHORE01"
-_FIELDS = struct.Struct("<8sQIIIIQQQI4x")
+_HEAD = struct.Struct("<8sQIIIIQQQI")
+_CHECKSUM = struct.Struct("<I")
+_FIELDS = struct.Struct(f"{_HEAD.format}4x")
 _WIDE = frozenset({"room", "source_epoch", "target_epoch", "generation"})
 assert _FIELDS.size == TRAILER_BYTES
 
@@ -35,21 +37,24 @@ class Trailer(msgspec.Struct, frozen=True):
 
     def pack(self) -> bytes:
         """Return the 64 bytes. Room, epochs and generation are below 2**64, all others below 2**32; ours to keep."""
-        for name, value in msgspec.structs.asdict(self).items():
-            assert 0 <= value < (2**64 if name in _WIDE else 2**32), f"trailer.{name} is {value}"
-        head = _FIELDS.pack(
-            _MAGIC,
-            self.room,
-            self.slab,
-            self.source_rank,
-            self.target_rank,
-            self.pool,
-            self.source_epoch,
-            self.target_epoch,
-            self.generation,
-            self.payload_bytes,
-        )
-        return head[:-4] + struct.pack("<I", zlib.crc32(head[:-4]))
+        try:
+            head = _HEAD.pack(
+                _MAGIC,
+                self.room,
+                self.slab,
+                self.source_rank,
+                self.target_rank,
+                self.pool,
+                self.source_epoch,
+                self.target_epoch,
+                self.generation,
+                self.payload_bytes,
+            )
+        except struct.error:
+            for name, value in msgspec.structs.asdict(self).items():
+                assert 0 <= value < (2**64 if name in _WIDE else 2**32), f"trailer.{name} is {value}"
+            raise
+        return head + _CHECKSUM.pack(zlib.crc32(head))
 
 
 def unpack(data: bytes) -> Trailer | None:

@@ -1,11 +1,13 @@
 """CURVE keys of the control protocol, and the ZAP handler that knows which client keys belong to the deployment.
 
 A CURVE server without such a handler lets every client key in. Keys are Z85 text in one JSON file, `curve.json`,
-that the operator keeps in a Secret; `accepted` holds old and new client keys while they are rotated.
+that the operator keeps in a Secret. While keys are rotated, the file `previous.json` beside it holds those of the revision
+before: agents of both revisions then know each other's server keys and have clients that the others let in.
 """
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import threading
 from pathlib import Path
@@ -17,7 +19,9 @@ from zmq.auth.thread import ThreadAuthenticator
 from longshore_wire.errors import ConfigError
 
 KEYS_FILE = "curve.json"
+PREVIOUS_FILE = "previous.json"
 _KEY_CHARACTERS = 40  # Z85 of 32 bytes
+_FINGERPRINT_CHARACTERS = 16
 
 
 class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,6 +49,33 @@ class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if faults:
             raise ConfigError(faults)
 
+    @property
+    def fingerprint(self) -> str:
+        """A short name of the server key, by which peers tell revisions apart."""
+        return hashlib.sha256(self.server_public.encode()).hexdigest()[:_FINGERPRINT_CHARACTERS]
+
+
+class KeyRing(msgspec.Struct, frozen=True):
+    """The keys of one agent: those of its revision, and those of the one before while agents of it may still be there."""
+
+    current: CurveKeys
+    previous: CurveKeys | None = None
+
+    @property
+    def revisions(self) -> tuple[CurveKeys, ...]:
+        """All keys, the newest first."""
+        return (self.current,) if self.previous is None else (self.current, self.previous)
+
+    @property
+    def accepted(self) -> frozenset[bytes]:
+        """Client keys that are let in. Whom the previous revision still let in is out."""
+        clients = {*self.current.accepted, *(keys.client_public for keys in self.revisions)}
+        return frozenset(key.encode() for key in clients)
+
+    def named(self, fingerprint: str) -> CurveKeys | None:
+        """Return the keys of the revision whose server key has this fingerprint, if it is one of ours."""
+        return next((keys for keys in self.revisions if keys.fingerprint == fingerprint), None)
+
 
 def _is_key(keys: CurveKeys, name: str) -> bool:
     value: str = getattr(keys, name)
@@ -67,7 +98,17 @@ def write(keys: CurveKeys, directory: Path) -> None:
 
 def read(directory: Path) -> CurveKeys:
     """Return the keys in `directory`. Raises ConfigError naming the file and what is wrong with it."""
-    path = directory / KEYS_FILE
+    return _read(directory, KEYS_FILE)
+
+
+def read_ring(directory: Path) -> KeyRing:
+    """Return the keys in `directory` and those of the revision before, if they are there. Raises ConfigError as `read`."""
+    has_previous = (directory / PREVIOUS_FILE).exists()
+    return KeyRing(read(directory), _read(directory, PREVIOUS_FILE) if has_previous else None)
+
+
+def _read(directory: Path, name: str) -> CurveKeys:
+    path = directory / name
     try:
         keys = msgspec.json.decode(path.read_bytes(), type=CurveKeys)
     except OSError as error:
@@ -81,8 +122,8 @@ def read(directory: Path) -> CurveKeys:
 class Gatekeeper:
     """The ZAP handler of one ZeroMQ context, in a thread of its own."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: CurveKeys) -> None:
-        self._accepted = frozenset(key.encode() for key in keys.accepted)
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: KeyRing) -> None:
+        self._accepted = keys.accepted
         self._lock = threading.Lock()
         self._refused_count = 0
         self._thread = ThreadAuthenticator(context)

@@ -10,6 +10,7 @@ import errno
 import select
 import socket
 
+from longshore_agent.control.doors import main_door
 from longshore_wire.effects import PeerId
 
 
@@ -21,9 +22,9 @@ class Knocker:
         self._refused: list[PeerId] = []
 
     def knock(self, peer: PeerId, address: str) -> None:
-        """Try to connect to a peer's address, `host:port`; an older try that nobody has answered is given up."""
+        """Try to connect to a peer's address; an older try that nobody has answered is given up."""
         self._forget(peer)
-        host, _, port = address.rpartition(":")
+        host, _, port = main_door(address).rpartition(":")
         tried = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
             said = tried.connect_ex((host, int(port)))

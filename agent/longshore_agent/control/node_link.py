@@ -14,7 +14,7 @@ import msgspec
 
 from longshore_agent.status.snapshot import SelfTest
 from longshore_wire.effects import PeerId
-from longshore_wire.engine_messages import Endpoint, Half, Hello
+from longshore_wire.engine_messages import DeviceRegion, Endpoint, Half, Hello
 from longshore_wire.errors import Reason
 from longshore_wire.peer_messages import RoomKey
 
@@ -72,25 +72,48 @@ class PoolSought(msgspec.Struct, tag=7):
 
 
 class PoolGiven(msgspec.Struct, tag=8):
-    """To a worker: one region of the pool that it asked for; its descriptor comes beside. `count` 0: there is none."""
+    """To a worker: one region of the pool that it asked for. `count` 0: there is none.
+
+    Attributes:
+        region: of a GPU's memory; None: the region's descriptor comes beside.
+    """
 
     owner: PeerId
     pool: int
     count: int
+    region: DeviceRegion | None = None
 
 
 class PoolGone(msgspec.Struct, tag=9):
-    """To a worker: unmap this pool of another worker, or all of them (`memory.neighbours.ALL_POOLS`)."""
+    """To a worker: unmap this pool of another worker, or all of them (`memory.neighbours.ALL_POOLS`); say PoolUnmapped."""
 
     owner: PeerId
     pool: int
 
 
+class PoolFree(msgspec.Struct, tag=10):
+    """To a worker: nobody else has its pool mapped any more that it said was taken."""
+
+    pool: int
+
+
 class Started(msgspec.Struct, tag=16):
-    """From a worker: staging is allocated and registered, peers may dial."""
+    """From a worker: staging is allocated and registered, peers may dial.
+
+    Attributes:
+        near: the agent, as endpoints name it, whose engines may write its pages by way DIRECT; empty: none may.
+    """
 
     address: str
     epoch: int
+    near: str
+
+
+class NotStarted(msgspec.Struct, tag=26):
+    """From a worker, its only message: it cannot serve its engine, which is to be told so."""
+
+    reason: Reason
+    text: str
 
 
 class EngineAdopted(msgspec.Struct, tag=17):
@@ -141,16 +164,24 @@ class PoolAsked(msgspec.Struct, tag=22):
 
 
 class PoolShown(msgspec.Struct, tag=23):
-    """From a worker: one region of `count`; its descriptor comes beside. `count` 0: the pool is not registered."""
+    """From a worker: one region of `count`, as in PoolGiven. `count` 0: the pool is not registered."""
 
     asker: str
     pool: int
     count: int
+    region: DeviceRegion | None = None
 
 
 class PoolTaken(msgspec.Struct, tag=24):
-    """From a worker: this pool is not registered any more."""
+    """From a worker: this pool is not registered any more. Answered by PoolFree."""
 
+    pool: int
+
+
+class PoolUnmapped(msgspec.Struct, tag=27):
+    """From a worker: it has unmapped what PoolGone named; nothing of it runs on that memory."""
+
+    owner: PeerId
     pool: int
 
 
@@ -164,9 +195,11 @@ ToWorker = (
     | PoolSought
     | PoolGiven
     | PoolGone
+    | PoolFree
 )
 FromWorker = (
     Started
+    | NotStarted
     | EngineAdopted
     | EngineLeft
     | Retiring
@@ -176,6 +209,7 @@ FromWorker = (
     | PoolAsked
     | PoolShown
     | PoolTaken
+    | PoolUnmapped
 )
 NodeMessage = ToWorker | FromWorker
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import zmq
 
-from longshore_agent.control.curve import CurveKeys, Gatekeeper
+from longshore_agent.control.curve import CurveKeys, Gatekeeper, KeyRing
+from longshore_agent.control.doors import Door, join, split
 from longshore_agent.errors import TransportError
 from longshore_wire.codec import PEER, PEER_MESSAGE_BYTES_MAX
 from longshore_wire.effects import PeerId
@@ -42,11 +43,11 @@ class Received(NamedTuple):
 class PeerNet:
     """All connections of one worker to workers of other instances."""
 
-    def __init__(self, host: str, port: int, route: str, keys: CurveKeys | None) -> None:
+    def __init__(self, host: str, port: int, route: str, keys: KeyRing | None) -> None:
         """Listen at once.
 
         Args:
-            host, port: where peers dial; port 0 takes a free one.
+            host, port: where peers dial; port 0 takes a free one. Peers that know the previous keys only find a port beside.
             route: unique name of this worker's life, at most 240 bytes.
             keys: None: no encryption, for loopback addresses only.
         Raises:
@@ -61,17 +62,11 @@ class PeerNet:
         self._router = self._socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        if keys is not None:
-            self._router.curve_server = True
-            self._router.curve_secretkey = keys.server_secret.encode()
-            self._router.curve_publickey = keys.server_public.encode()
-        try:
-            self._router.bind(f"tcp://{host}:{port}")
-        except zmq.ZMQError as error:
-            self.close()
-            raise TransportError(f"cannot listen on {host}:{port}: {error}") from error
-        endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.address = endpoint.removeprefix("tcp://")
+        # The port that was asked for is the newest keys'.
+        self.address = join(
+            self._listen(host, port if number == 0 else 0, revision)
+            for number, revision in enumerate(keys.revisions if keys is not None else (None,))
+        )
         self._dealers: dict[PeerId, zmq.Socket[bytes]] = {}
         self._dialled: dict[zmq.Socket[bytes], PeerId] = {}
         self._routes: dict[PeerId, bytes] = {}
@@ -88,19 +83,24 @@ class PeerNet:
         return self._gatekeeper.refused_count if self._gatekeeper is not None else 0
 
     def dial(self, peer: PeerId, address: str) -> None:
-        """Open a connection to a source worker, in place of an older one."""
+        """Open a connection to a source worker, in place of an older one.
+
+        Raises:
+            TransportError: the address cannot be dialled, or no key there is one of ours.
+        """
         self.hang_up(peer)
+        place, keys = self._choose(peer, address)
         dealer = self._socket(zmq.DEALER)
         # A name for each connection: where an old one lingers, or comes back late, a shared name would be taken over by
         # it, and what the new one says would be lost for good.
         self._dial_count += 1
         dealer.setsockopt(zmq.ROUTING_ID, f"{self._route}/{self._dial_count}".encode())
-        if self._keys is not None:
-            dealer.curve_serverkey = self._keys.server_public.encode()
-            dealer.curve_publickey = self._keys.client_public.encode()
-            dealer.curve_secretkey = self._keys.client_secret.encode()
+        if keys is not None:
+            dealer.curve_serverkey = keys.server_public.encode()
+            dealer.curve_publickey = keys.client_public.encode()
+            dealer.curve_secretkey = keys.client_secret.encode()
         try:
-            dealer.connect(f"tcp://{address}")
+            dealer.connect(f"tcp://{place}")
         except zmq.ZMQError as error:
             dealer.close()
             raise TransportError(f"cannot dial {peer.instance} rank {peer.rank} at {address!r}: {error}") from error
@@ -166,6 +166,34 @@ class PeerNet:
         if self._gatekeeper is not None:
             self._gatekeeper.stop()
         self._context.term()
+
+    def _listen(self, host: str, port: int, keys: CurveKeys | None) -> Door:
+        """Bind one more address, whose server key is that of `keys`: ZeroMQ takes a socket's keys when it binds."""
+        if keys is not None:
+            self._router.curve_server = True
+            self._router.curve_secretkey = keys.server_secret.encode()
+            self._router.curve_publickey = keys.server_public.encode()
+        try:
+            self._router.bind(f"tcp://{host}:{port}")
+        except zmq.ZMQError as error:
+            self.close()
+            raise TransportError(f"cannot listen on {host}:{port}: {error}") from error
+        endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        return Door(endpoint.removeprefix("tcp://"), keys.fingerprint if keys is not None else "")
+
+    def _choose(self, peer: PeerId, address: str) -> tuple[str, CurveKeys | None]:
+        """Return where to dial a peer and with which of our keys: the newest ones that both sides have."""
+        doors = split(address)
+        if self._keys is None or not any(door.key for door in doors):
+            return doors[0].address, self._keys.current if self._keys is not None else None
+        for door in doors:
+            if (keys := self._keys.named(door.key)) is not None:
+                return door.address, keys
+        raise TransportError(
+            f"{peer.instance} rank {peer.rank} listens with other keys ({', '.join(door.key for door in doors)}) than this "
+            f"agent has ({', '.join(keys.fingerprint for keys in self._keys.revisions)}): both need keys of one revision of "
+            "their deployment"
+        )
 
     def _take(self, dialled: PeerId | None, route: bytes, data: bytes, received: list[Received]) -> None:
         try:

@@ -44,7 +44,7 @@ class CopyStream:
         self.device = device if self.stream is None else self.stream.device
         self.handle: int = 0 if self.stream is None else self.stream.cuda_stream
         self.context = cuda.device_at(self.device.index) if on_gpu else None
-        self._blocks: dict[tuple[int, int], ArgumentBlock] = {}
+        self._blocks: dict[tuple[int, int, int], ArgumentBlock] = {}
 
     def entered(self) -> AbstractContextManager[object]:
         """Make the stream and its device current for torch."""
@@ -52,11 +52,15 @@ class CopyStream:
 
     def arguments(self, addresses: tuple[int, ...], numbers: tuple[int, ...], words: tuple[int, ...]) -> cuda.Arguments:
         """Return the arguments of a kernel, valid until the next call: addresses, 32-bit numbers, then 64-bit ones."""
-        key = (len(numbers), len(words))
+        key = (len(addresses), len(numbers), len(words))
         block = self._blocks.get(key)
         if block is None:
-            block = self._blocks[key] = ArgumentBlock(len(addresses), *key)
+            block = self._blocks[key] = ArgumentBlock(*key)
         return block.fill(*addresses, *numbers, *words)
+
+    def passed(self) -> bool:
+        """Whether the device has done what was queued here."""
+        return self.stream is None or bool(self.stream.query())
 
     def synchronize(self) -> None:
         """Wait until the device has done what was queued here."""

@@ -1,75 +1,123 @@
-"""The copies of one thread of a GPU's worker: gathers into its buffer, or scatters out of the ring, each waited for.
+"""The copies of a GPU's worker: gathers into its lanes' memory and scatters out of its ring, queued and never waited for.
 
-Made by `path.device_stages` in the thread that uses it. The tables of pools and page lists stay on the device from one
-slab to the next, for all threads.
+Made and called by `path.device_stages` in the worker's control thread. Tables of pools and page lists stay on the device
+from one slab to the next.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
+import time
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
+from longshore_agent.errors import DeviceError
 from longshore_agent.kernels.copy_stream import CopyStream
+from longshore_agent.kernels.device_kernel import BoundLaunch
 from longshore_agent.kernels.device_pages import DevicePages
-from longshore_agent.kernels.gather.device_launch import gather_slices
+from longshore_agent.kernels.gather.device_launch import bind_gather, gather_words
 from longshore_agent.kernels.held_pages import HeldPages
-from longshore_agent.kernels.scatter.device_launch import scatter_slices
-from longshore_agent.kernels.slab import Pages
+from longshore_agent.kernels.kept import Kept
+from longshore_agent.kernels.scatter.device_launch import bind_scatter
+from longshore_agent.kernels.slab import Pages, payload_bytes
 from longshore_agent.memory import cuda
 from longshore_agent.memory.device_memory import DeviceStagingBuffer
 from longshore_agent.memory.pools import KVPool
-from longshore_wire.trailer import Trailer
+from longshore_wire.errors import LongshoreError
+from longshore_wire.trailer import TRAILER_BYTES, Trailer, aligned, slab_bytes
 
-# Rooms whose page ids stay on the device: more than lanes work on in turn. One that was forgotten is copied again.
-_HELD_LISTS_MAX = 64
+# Rooms whose page ids stay on the device, half a kilobyte and more each: more than are moved at once. One that was
+# forgotten is copied again, while its slab waits.
+_HELD_LISTS_MAX = 2048
+# Shapes of slabs of one pool: a room has two, that of all its slabs and that of the last.
+_LAUNCHES_MAX = 1024
+# Between two looks at a device that is waited for: some copies of microseconds, when a worker ends.
+_WAIT_PAUSE_S = 0.0002
 
 
-class DeviceTables:
-    """What all threads of a worker have on the device beside pages and slabs."""
+class _Known(NamedTuple):
+    """A pool on the device: its table of planes, and launches that are ready to be queued."""
 
-    def __init__(self, device: cuda.Device) -> None:
-        self.device = torch.device("cuda", device.index)
-        self._lock = threading.Lock()
-        self._pools: WeakKeyDictionary[KVPool, DevicePages] = WeakKeyDictionary()
-        # By the identity of the ids, which are kept beside: a room has one array of them, and a new one when it grows.
-        self._lists: OrderedDict[int, tuple[Pages, HeldPages]] = OrderedDict()
+    pages: DevicePages
+    launches: dict[tuple[int, ...], BoundLaunch]
 
-    def pages(self, pool: KVPool) -> DevicePages:
-        """Return the table of a pool's planes; they are there on return."""
-        with self._lock:
-            found = self._pools.get(pool)
-            if found is None:
-                found = DevicePages(pool, [address for address, _ in pool.regions], self.device)
-                torch.cuda.current_stream(self.device).synchronize()
-                self._pools[pool] = found
-            return found
 
-    def held(self, pool: KVPool, pages: tuple[Pages, int]) -> HeldPages:
-        """Return page ids on the device; `pages` are ids, and which page of the sequence the first is."""
-        ids, first_page = pages
-        with self._lock:
-            found = self._lists.get(id(ids))
-            if found is None or found[1].pool is not pool:
-                found = (ids, HeldPages(pool, ids, self.device, first_page))
-                self._lists[id(ids)] = found
-                if len(self._lists) > _HELD_LISTS_MAX:
-                    self._lists.popitem(last=False)
-            self._lists.move_to_end(id(ids))
-            return found[1]
+class DeviceCopy:
+    """One queued copy. Its pool stays mapped, and its page ids stay, until `end`."""
+
+    __slots__ = ("_copier", "_event", "_held", "_place")
+
+    def __init__(self, copier: DeviceCopier, event: cuda.Event, place: cuda.HostBytes | None, held: HeldPages) -> None:
+        self._copier = copier
+        self._event = event
+        self._place = place
+        self._held = held
+
+    def passed(self) -> bool:
+        """Whether the device has done it. Raises DeviceError if the device has failed, which only a new process mends."""
+        return self._event.passed()
+
+    def trailer(self) -> bytes:
+        """Return the 64 bytes behind a scattered slab, as they were just before the scatter; valid once it has passed."""
+        assert self._place is not None, "a gather reads no trailer"
+        return self._place.read()
+
+    def end(self) -> None:
+        """Let everything go, once; the device must have passed it."""
+        self._held.pool.let_go()
+        self._copier.take_back(self._event, self._place)
 
 
 class DeviceCopier:
     """See the module. Used by one thread, in which it must be made."""
 
-    def __init__(self, device: cuda.Device, buffer: DeviceStagingBuffer, tables: DeviceTables) -> None:
+    def __init__(
+        self, device: cuda.Device, lanes: DeviceStagingBuffer | None, ring: DeviceStagingBuffer | None
+    ) -> None:
         device.enter()
-        torch.cuda.set_device(tables.device)
-        self._tables = tables
-        self._stream = CopyStream(tables.device)
-        self._buffer = torch.as_tensor(buffer, device=tables.device)
+        self._driver = device
+        self._device = torch.device("cuda", device.index)
+        torch.cuda.set_device(self._device)
+        # Streams of their own, so that a gather does not wait for a scatter that was queued before it.
+        self._gathers, self._scatters = CopyStream(self._device), CopyStream(self._device)
+        self._lanes = None if lanes is None else torch.as_tensor(lanes, device=self._device)
+        self._ring = None if ring is None else torch.as_tensor(ring, device=self._device)
+        self._pools: WeakKeyDictionary[KVPool, _Known] = WeakKeyDictionary()
+        # An example of page ids, for what is compiled before there are any.
+        self._no_pages = torch.zeros(1, dtype=torch.int32, device=self._device)
+        # A room has one array of ids, and a new one when it grows.
+        self._lists: Kept[HeldPages] = Kept(_HELD_LISTS_MAX)
+        self._events: list[cuda.Event] = []
+        self._places: list[cuda.HostBytes] = []
+
+    def prepare(self, pool: KVPool) -> None:
+        """Put a pool's table on the device and compile the kernels for it: a second each, which no slab may wait for.
+
+        The shape of a kernel depends on how many heads a peer takes; those that no power of two gives are compiled when
+        they come.
+        """
+        size = pool.layout.page_size
+        count = pool.head_count
+        while count:
+            for buffer in (self._lanes, self._ring):
+                if buffer is not None:
+                    chosen = ((0, size), range(pool.layer_count), range(count))
+                    self._launch(buffer, pool, *chosen, payload_bytes(pool, *chosen))
+            count //= 2
+
+    def hold(self, pool: KVPool, pages: tuple[Pages, int], *, to_gather: bool) -> HeldPages:
+        """Queue a copy of page ids to the device, unless they are there, before all that reads them.
+
+        Args:
+            pages: ids, and which page of the sequence the first is.
+            to_gather: for gathers, else for scatters.
+        Raises:
+            ShapeError, LongshoreError: as `HeldPages`.
+        """
+        ids, first_page = pages
+        stream = self._gathers if to_gather else self._scatters
+        return self._lists.get(lambda: HeldPages(pool, ids, self._device, first_page, stream), ids, pool)
 
     def gather(
         self,
@@ -78,23 +126,29 @@ class DeviceCopier:
         tokens: tuple[int, int],
         layers: range,
         heads: range,
-        length_bytes: int,
+        offset_bytes: int,
         trailer: Trailer,
-    ) -> None:
-        """Gather into the first `length_bytes` of the buffer; they are there on return.
+    ) -> DeviceCopy:
+        """Queue a gather to `offset_bytes`, a multiple of 64, of the lanes' memory.
 
         Args:
-            pages: ids, and which page of the sequence the first is.
+            pages: as of `hold`.
         Raises:
             PoolError: the engine has let its pages go.
             ShapeError, DeviceError: as `gather_slices`.
         """
-        with pool.in_use():
-            # Kept here until the device is done: another room may push it out of the tables.
-            held = self._tables.held(pool, pages)
-            target = self._buffer[:length_bytes]
-            gather_slices(self._tables.pages(pool), held, tokens, layers, heads, target, trailer, self._stream)
-            self._stream.synchronize()
+        assert self._lanes is not None
+        assert offset_bytes + slab_bytes(trailer.payload_bytes) <= self._lanes.numel()
+        held, page_first = self._begun(pool, pages, tokens, to_gather=True)
+        try:
+            launch = self._launch(self._lanes, pool, tokens, layers, heads, trailer.payload_bytes)
+            event = self._event()
+            launch.queue(held.address, page_first, self._lanes.data_ptr() + offset_bytes, gather_words(trailer))
+            event.record(self._gathers.handle)
+            return DeviceCopy(self, event, None, held)
+        except LongshoreError:
+            pool.let_go()
+            raise
 
     def scatter(
         self,
@@ -104,11 +158,75 @@ class DeviceCopier:
         layers: range,
         heads: range,
         offset_bytes: int,
-        payload_bytes: int,
-    ) -> None:
-        """Scatter `payload_bytes` at `offset_bytes` of the buffer; they are in the pages on return. As `gather` otherwise."""
-        with pool.in_use():
-            held = self._tables.held(pool, pages)
-            source = self._buffer[offset_bytes : offset_bytes + payload_bytes]
-            scatter_slices(self._tables.pages(pool), held, tokens, layers, heads, source, self._stream)
-            self._stream.synchronize()
+        slab_payload_bytes: int,
+    ) -> DeviceCopy:
+        """Queue a look at the trailer of a slab of the ring, then the slab's scatter. As `gather` otherwise."""
+        assert self._ring is not None
+        assert offset_bytes + slab_bytes(slab_payload_bytes) <= self._ring.numel()
+        held, page_first = self._begun(pool, pages, tokens, to_gather=False)
+        try:
+            launch = self._launch(self._ring, pool, tokens, layers, heads, slab_payload_bytes)
+            event, place = self._event(), self._place()
+            slab = self._ring.data_ptr() + offset_bytes
+            place.fill(slab + aligned(slab_payload_bytes), self._scatters.handle)
+            launch.queue(held.address, page_first, slab)
+            event.record(self._scatters.handle)
+            return DeviceCopy(self, event, place, held)
+        except LongshoreError:
+            pool.let_go()
+            raise
+
+    def take_back(self, event: cuda.Event, place: cuda.HostBytes | None) -> None:
+        """Keep what a copy that has ended used for the next one."""
+        self._events.append(event)
+        if place is not None:
+            self._places.append(place)
+
+    def wait(self, limit_s: float) -> None:
+        """Wait until the device has done all that was queued here. Raises DeviceError if it has not within `limit_s`."""
+        deadline_s = time.monotonic() + limit_s
+        while not (self._gathers.passed() and self._scatters.passed()):
+            if time.monotonic() > deadline_s:
+                raise DeviceError(f"device {self._device} has not ended its copies within {limit_s:g} s: it hangs")
+            time.sleep(_WAIT_PAUSE_S)
+
+    def _begun(
+        self, pool: KVPool, pages: tuple[Pages, int], tokens: tuple[int, int], *, to_gather: bool
+    ) -> tuple[HeldPages, int]:
+        held = self.hold(pool, pages, to_gather=to_gather)
+        page_first = held.index_of(tokens, unique=not to_gather)
+        pool.hold()
+        return held, page_first
+
+    def _event(self) -> cuda.Event:
+        # Taken before anything is queued: where there is none, nothing may run of which nobody would learn the end.
+        return self._events.pop() if self._events else cuda.Event(self._driver)
+
+    def _place(self) -> cuda.HostBytes:
+        return self._places.pop() if self._places else cuda.HostBytes(self._driver, TRAILER_BYTES)
+
+    def _launch(
+        self, buffer: torch.Tensor, pool: KVPool, tokens: tuple[int, int], layers: range, heads: range, length: int
+    ) -> BoundLaunch:
+        """Return the gather into, or the scatter out of, `buffer` for all slabs of this shape and payload."""
+        known = self._known(pool)
+        to_slab = buffer is self._lanes
+        count, slot = tokens[1] - tokens[0], tokens[0] % pool.layout.page_size
+        key = (to_slab, count, slot, layers.start, layers.stop, heads.start, heads.stop)
+        launch = known.launches.get(key)
+        if launch is None:
+            assert length == payload_bytes(pool, tokens, layers, heads)
+            if len(known.launches) >= _LAUNCHES_MAX:
+                known.launches.clear()
+            bind, stream = (bind_gather, self._gathers) if to_slab else (bind_scatter, self._scatters)
+            launch = bind(known.pages, self._no_pages, tokens, layers, heads, buffer, stream)
+            known.launches[key] = launch
+        return launch
+
+    def _known(self, pool: KVPool) -> _Known:
+        found = self._pools.get(pool)
+        if found is None:
+            pages = DevicePages(pool, [address for address, _ in pool.regions], self._device)
+            torch.cuda.current_stream(self._device).synchronize()
+            found = self._pools[pool] = _Known(pages, {})
+        return found

@@ -1,6 +1,6 @@
 """What one launch of a device kernel is: its grid, its tile, and its numbers. Pure arithmetic, no tensor library.
 
-Called by `gather.device_launch` and `scatter.device_launch`; the kernels' view of the same numbers is `device_rows`.
+Called by `gather.device_launch`, `scatter.device_launch` and `direct.device_launch`; the kernels' view of the same numbers is `device_rows`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ TOKEN_BYTES_MAX = 2**30
 GRID_MAX = (2**31 - 1, 65535, 65535)
 # Offsets inside a tile have 32 bits up to here, and 64 beyond.
 _NARROW_BYTES_MAX = 2**31
+# Which of a grid's numbers says where in the list of page ids the first token's is: it alone differs between slabs.
+PAGE_FIRST = 7
 # A tile in one page needs this many bytes to be worth it: below, a program loads the ids of many short pages instead.
 _ONE_PAGE_BYTES_MIN = 4096
 # A row is cut into columns of a power of two; more columns are used as long as less than this share of them stays idle.
@@ -56,6 +58,14 @@ class Tile:
     one_page: bool
     whole_rows: bool
     narrow: bool
+
+
+@dataclass(frozen=True)
+class PairTile(Tile):
+    """A tile that lies in pages on two sides; `page_tokens` is what both sides' pages can be cut into."""
+
+    near_page_tokens: int
+    far_page_tokens: int
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,17 @@ compiled function is kept, and a launch writes its numbers and makes one call.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from longshore_agent.kernels.copy_stream import CopyStream
-from longshore_agent.kernels.device_grid import UNIT_BYTES_MAX, Grid, Tuning
-from longshore_agent.kernels.device_rows import constants
+from longshore_agent.errors import DeviceError
+from longshore_agent.kernels import device_rows
+from longshore_agent.kernels.copy_stream import ArgumentBlock, CopyStream
+from longshore_agent.kernels.device_grid import PAGE_FIRST, UNIT_BYTES_MAX, Grid, Tile, Tuning
 from longshore_agent.memory import cuda
+from longshore_wire.errors import Reason
 
 _WARP_THREADS = 32
 # A number that Triton takes for one of 64 bits, whatever it stands for, and one that it takes for 32 bits.
@@ -29,11 +32,48 @@ class _Compiled(NamedTuple):
     kept: Any  # the module goes when this does
 
 
+class BoundLaunch:
+    """A launch of which all is known but where the slab and its page ids lie, and the 64-bit words; see `DeviceKernel.bind`."""
+
+    def __init__(self, stream: CopyStream, compiled: _Compiled, grid: Grid, planes: int, word_count: int) -> None:
+        assert stream.context is not None
+        self._stream = stream
+        self._compiled = compiled
+        self._programs = grid.programs
+        self._planes = planes
+        self._before, self._after = grid.numbers[:PAGE_FIRST], grid.numbers[PAGE_FIRST + 1 :]
+        self._block = ArgumentBlock(3, len(grid.numbers), word_count)
+
+    def queue(self, table: int, page_first: int, slab: int, words: tuple[int, ...] = ()) -> None:
+        """Queue it.
+
+        Args:
+            table, slab: addresses of page ids and slab, in use until the stream has passed the launch.
+            page_first: which id is that of the first token's page.
+        """
+        assert table % UNIT_BYTES_MAX == slab % UNIT_BYTES_MAX == 0, (table, slab)
+        arguments = self._block.fill(self._planes, table, slab, *self._before, page_first, *self._after, *words)
+        compiled, stream = self._compiled, self._stream
+        assert stream.context is not None
+        cuda.launch(
+            stream.context,
+            compiled.function,
+            self._programs,
+            compiled.threads,
+            compiled.shared_bytes,
+            stream.handle,
+            arguments,
+        )
+
+
 class DeviceKernel:
     """A kernel whose arguments are addresses, then 32-bit numbers that never specialize, then 64-bit ones, then constants."""
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(
+        self, kernel: Any, constants: Callable[[Tile, Tuning], dict[str, object]] = device_rows.constants
+    ) -> None:
         self._kernel = kernel
+        self._constants = constants
         self._compiled: dict[tuple[object, ...], _Compiled] = {}
         self._lock = threading.Lock()
 
@@ -43,19 +83,16 @@ class DeviceKernel:
         """Queue one launch on `stream`.
 
         Args:
-            tensors: planes, page ids, slab; all are in use until the stream has passed the launch.
+            tensors: planes, page ids, and what the kernel takes beside; all are in use until the stream has passed the launch.
             words: 64-bit numbers behind the grid's.
         """
         if stream.context is None:
             self._kernel[grid.programs](
-                *tensors, *grid.numbers, *words, **constants(grid.tile, tuning), num_warps=tuning.warps
+                *tensors, *grid.numbers, *words, **self._constants(grid.tile, tuning), num_warps=tuning.warps
             )
             return
         addresses = tuple(tensor.data_ptr() for tensor in tensors)
-        key = (stream.context.index, grid.tile, tuning, *(address % UNIT_BYTES_MAX == 0 for address in addresses))
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            compiled = self._compile(key, stream, grid, tensors, words, tuning)
+        compiled = self._found(stream, grid, tensors, addresses, words, tuning)
         arguments = stream.arguments(addresses, grid.numbers, words)
         cuda.launch(
             stream.context,
@@ -67,6 +104,44 @@ class DeviceKernel:
             arguments,
         )
 
+    def prepare(
+        self, stream: CopyStream, grid: Grid, tensors: tuple[torch.Tensor, ...], words: tuple[int, ...], tuning: Tuning
+    ) -> None:
+        """Compile what `launch` would with these arguments, unless it is there; the interpreter compiles nothing.
+
+        Args:
+            tensors: examples: those of a launch must be aligned as they are.
+        """
+        if stream.context is not None:
+            addresses = tuple(tensor.data_ptr() for tensor in tensors)
+            self._found(stream, grid, tensors, addresses, words, tuning)
+
+    def bind(
+        self, stream: CopyStream, grid: Grid, tensors: tuple[torch.Tensor, ...], words: tuple[int, ...], tuning: Tuning
+    ) -> BoundLaunch:
+        """Return a launch as `launch` does it, to be queued for other slabs, pages and words. Only on a GPU.
+
+        Args:
+            tensors: planes, page ids, slab; the last two are examples: those that are used must be aligned as they are.
+            words: an example.
+        """
+        addresses = tuple(tensor.data_ptr() for tensor in tensors)
+        compiled = self._found(stream, grid, tensors, addresses, words, tuning)
+        return BoundLaunch(stream, compiled, grid, addresses[0], len(words))
+
+    def _found(
+        self,
+        stream: CopyStream,
+        grid: Grid,
+        tensors: tuple[torch.Tensor, ...],
+        addresses: tuple[int, ...],
+        words: tuple[int, ...],
+        tuning: Tuning,
+    ) -> _Compiled:
+        assert stream.context is not None
+        key = (stream.context.index, grid.tile, tuning, *(address % UNIT_BYTES_MAX == 0 for address in addresses))
+        return self._compiled.get(key) or self._compile(key, stream, grid, tensors, words, tuning)
+
     def _compile(
         self,
         key: tuple[object, ...],
@@ -77,15 +152,23 @@ class DeviceKernel:
         tuning: Tuning,
     ) -> _Compiled:
         with self._lock, torch.cuda.device(stream.device):
-            made = self._kernel.warmup(
-                *tensors,
-                *(_ANY_NUMBER for _ in grid.numbers),
-                *(_ANY_WORD for _ in words),
-                **constants(grid.tile, tuning),
-                num_warps=tuning.warps,
-                grid=(1,),
-            )
-            made._init_handles()  # noqa: SLF001 - loads the code; Triton does it at its own first launch otherwise
+            try:
+                made = self._kernel.warmup(
+                    *tensors,
+                    *(_ANY_NUMBER for _ in grid.numbers),
+                    *(_ANY_WORD for _ in words),
+                    **self._constants(grid.tile, tuning),
+                    num_warps=tuning.warps,
+                    grid=(1,),
+                )
+                made._init_handles()  # noqa: SLF001 - loads the code; Triton does it at its own first launch otherwise
+            except Exception as error:
+                # Triton has no class of error of its own: a missing C compiler is a RuntimeError, as is much else.
+                raise DeviceError(
+                    f"Triton cannot compile a kernel for {stream.device}: {error}; it needs a C compiler and a directory "
+                    "that it may write",
+                    reason=Reason.UNSUPPORTED,
+                ) from error
             found = _Compiled(made.function, _WARP_THREADS * tuning.warps, made.metadata.shared, made)
             self._compiled[key] = found
             return found

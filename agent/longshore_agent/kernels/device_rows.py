@@ -54,7 +54,7 @@ def constants(tile: Tile, tuning: Tuning) -> dict[str, object]:
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
-def _locate_head(
+def locate_head(
     planes: tl.tensor,
     layer_first: tl.tensor,
     layer_count: tl.tensor,
@@ -150,7 +150,7 @@ def _locate_tile(
         tile, own_head, slab_plane: which tile of which head of a row's own, of which plane of the slab.
     """
     units: tl.constexpr = unit_bytes // (word.primitive_bitwidth // 8)
-    base, page_stride, token_stride = _locate_head(
+    base, page_stride, token_stride = locate_head(
         planes, layer_first, layer_count, pool_layers, head_first, own_head, slab_plane, unit_bytes, word, units
     )
     row_words = row_units * units

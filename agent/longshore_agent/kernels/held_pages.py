@@ -9,8 +9,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from longshore_agent.errors import ShapeError
+from longshore_agent.errors import DeviceError, ShapeError
+from longshore_agent.kernels.copy_stream import CopyStream
 from longshore_agent.kernels.slab import Pages
+from longshore_agent.memory import cuda
 from longshore_agent.memory.pools import KVPool
 from longshore_wire.errors import LongshoreError
 
@@ -24,22 +26,39 @@ class HeldPages:
         table: [ids] int32 on the device.
     """
 
-    def __init__(self, pool: KVPool, pages: Pages, device: torch.device, first_page: int = 0) -> None:
-        """Check `pages` ([ids] int32, in the host's memory) and copy them; they may be changed after. Waits for the copy.
+    def __init__(
+        self, pool: KVPool, pages: Pages, device: torch.device, first_page: int = 0, stream: CopyStream | None = None
+    ) -> None:
+        """Check `pages` ([ids] int32, in the host's memory) and copy them; they may be changed after.
 
+        Args:
+            stream: of all launches that will read them: the copy is queued there. None: waits for the copy.
         Raises:
             ShapeError: `pages` is no such list.
             LongshoreError: PAGE_OUT_OF_RANGE, names the index.
+            DeviceError: the device has no memory for them, or refuses the copy.
         """
         if pages.dtype != np.int32 or pages.ndim != 1 or not pages.size:
             raise ShapeError(f"pages is {pages.dtype} {pages.shape}: give int32 ids in one dimension, at least one")
         pool.check_pages(pages)
         self.pool = pool
         self.first_page = first_page
-        self.table = torch.tensor(pages, dtype=torch.int32, device=device)
-        if self.table.is_cuda:
-            # Launches on other streams read it: none of them waits for this copy by itself.
-            torch.cuda.current_stream(device).synchronize()
+        if stream is not None and stream.context is not None:
+            try:
+                self.table = torch.empty(pages.size, dtype=torch.int32, device=device)
+            except torch.OutOfMemoryError as error:
+                raise DeviceError(
+                    f"the GPU has no memory left for {pages.size} page ids: leave the agent some of what its engine takes"
+                ) from error
+            contiguous = np.ascontiguousarray(pages)
+            cuda.copy_to_device(
+                stream.context, self.table.data_ptr(), contiguous.ctypes.data, pages.nbytes, stream.handle
+            )
+        else:
+            self.table = torch.tensor(pages, dtype=torch.int32, device=device)
+            if self.table.is_cuda:
+                # Launches on other streams read it: none of them waits for this copy by itself.
+                torch.cuda.current_stream(device).synchronize()
         self.address = self.table.data_ptr()
         self._count = pages.size
         self._repeated = _repeated(pool, pages)

@@ -9,15 +9,19 @@ from __future__ import annotations
 import ctypes
 import functools
 import uuid
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from longshore_agent.errors import DeviceError
+from longshore_wire.errors import Reason
 
 IPC_HANDLE_BYTES = 64
 _UUID_BYTES = 16
 # The driver's CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag it knows.
 _IPC_LAZY_PEER_ACCESS = 1
 _SUCCESS = 0
+_NOT_READY = 600
+# Of an event: nobody asks it for a time, and so it costs less.
+_EVENT_DISABLE_TIMING = 2
 
 
 class _IpcHandle(ctypes.Structure):
@@ -42,6 +46,7 @@ _SIGNATURES = {
     "cuDeviceGetCount": [ctypes.POINTER(ctypes.c_int)],
     "cuDeviceGet": [ctypes.POINTER(ctypes.c_int), ctypes.c_int],
     "cuDeviceGetUuid_v2": [ctypes.POINTER(_Uuid), ctypes.c_int],
+    "cuDeviceCanAccessPeer": [ctypes.POINTER(ctypes.c_int), ctypes.c_int, ctypes.c_int],
     "cuDevicePrimaryCtxRetain": [ctypes.POINTER(ctypes.c_void_p), ctypes.c_int],
     "cuCtxSetCurrent": [ctypes.c_void_p],
     "cuMemAlloc_v2": [ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t],
@@ -53,6 +58,8 @@ _SIGNATURES = {
         ctypes.POINTER(ctypes.c_size_t),
         ctypes.c_uint64,
     ],
+    "cuMemHostAlloc": [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t, ctypes.c_uint],
+    "cuEventCreate": [ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint],
     "cuIpcGetMemHandle": [ctypes.POINTER(_IpcHandle), ctypes.c_uint64],
     "cuIpcOpenMemHandle_v2": [ctypes.POINTER(ctypes.c_uint64), _IpcHandle, ctypes.c_uint],
     "cuIpcCloseMemHandle": [ctypes.c_uint64],
@@ -64,6 +71,7 @@ class Device:
 
     Attributes:
         index: as the driver counts in this process.
+        context: as the driver knows it.
     """
 
     def __init__(self, index: int) -> None:
@@ -72,11 +80,11 @@ class Device:
         handle, context = ctypes.c_int(), ctypes.c_void_p()
         _call("cuDeviceGet", ctypes.byref(handle), index)
         _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle.value)
-        self._context = context
+        self.context = context
 
     def enter(self) -> None:
         """Make the device current for this thread: every thread that calls CUDA, or a library that does, begins so."""
-        _call("cuCtxSetCurrent", self._context)
+        _call("cuCtxSetCurrent", self.context)
 
     def allocate(self, length_bytes: int) -> int:
         """Return the address of new memory, as `cudaMalloc` gives it. Raises DeviceError."""
@@ -127,6 +135,52 @@ class Device:
         _call("cuIpcCloseMemHandle", address)
 
 
+class Event:
+    """A point of a stream that can be asked whether the device has passed it; may be used again and again."""
+
+    def __init__(self, device: Device) -> None:
+        device.enter()
+        handle = ctypes.c_void_p()
+        _call("cuEventCreate", ctypes.byref(handle), _EVENT_DISABLE_TIMING)
+        self._handle = handle
+        self._query, self._record = _quick("cuEventQuery"), _quick("cuEventRecord")
+
+    def record(self, stream: int) -> None:
+        """Mark what is queued on `stream` (the driver's handle) so far. Raises DeviceError."""
+        error = self._record(self._handle, stream)
+        if error != _SUCCESS:
+            raise DeviceError(f"cuEventRecord: {_error_name(error)}")
+
+    def passed(self) -> bool:
+        """Whether the device has done all that was marked. Raises DeviceError if something of it failed."""
+        error = self._query(self._handle)
+        if error not in {_SUCCESS, _NOT_READY}:
+            raise DeviceError(f"cuEventQuery: {_error_name(error)}")
+        return bool(error == _SUCCESS)
+
+
+class HostBytes:
+    """A few bytes of the host's memory that the device writes by itself, kept for the life of the process."""
+
+    def __init__(self, device: Device, length_bytes: int) -> None:
+        device.enter()
+        address = ctypes.c_void_p()
+        _call("cuMemHostAlloc", ctypes.byref(address), length_bytes, 0)
+        assert address.value is not None
+        self._address, self._length_bytes = address.value, length_bytes
+        self._copy = _quick("cuMemcpyDtoHAsync_v2")
+
+    def fill(self, source: int, stream: int) -> None:
+        """Queue on `stream` a copy from the device's memory at `source`. Raises DeviceError."""
+        error = self._copy(self._address, source, self._length_bytes, stream)
+        if error != _SUCCESS:
+            raise DeviceError(f"cuMemcpyDtoHAsync: {_error_name(error)}")
+
+    def read(self) -> bytes:
+        """Return what is there."""
+        return ctypes.string_at(self._address, self._length_bytes)
+
+
 def launch(
     device: Device,
     function: int,
@@ -137,20 +191,38 @@ def launch(
     arguments: Arguments,
 ) -> None:
     """Queue one launch; the arguments are copied. Raises DeviceError."""
-    device.enter()
-    error = _launcher()(function, *programs, threads, 1, 1, shared_bytes, stream, arguments.pointers, None)
+    _quick("cuCtxSetCurrent")(device.context)
+    error = _quick("cuLaunchKernel")(function, *programs, threads, 1, 1, shared_bytes, stream, arguments.pointers, None)
     if error != _SUCCESS:
         raise DeviceError(f"cuLaunchKernel on device {device.index}: {_error_name(error)}")
 
 
+def copy_to_device(device: Device, target: int, source: int, length_bytes: int, stream: int) -> None:
+    """Queue on `stream` a copy of a few bytes of the host's ordinary memory, which may be changed at once. Raises DeviceError."""
+    _quick("cuCtxSetCurrent")(device.context)
+    error = _quick("cuMemcpyHtoDAsync_v2")(target, source, length_bytes, stream)
+    if error != _SUCCESS:
+        raise DeviceError(f"cuMemcpyHtoDAsync on device {device.index}: {_error_name(error)}")
+
+
 @functools.cache
 def open_device(name: str) -> Device:
-    """Return the device of a UUID, as engines name theirs. Raises DeviceError if this process does not see it."""
+    """Return the device of a UUID, as engines name theirs.
+
+    Raises:
+        DeviceError: UNSUPPORTED: this process does not see it.
+    """
     count = ctypes.c_int()
-    _call("cuDeviceGetCount", ctypes.byref(count))
+    try:
+        _call("cuDeviceGetCount", ctypes.byref(count))
+    except DeviceError as error:
+        raise DeviceError(f"device is {name!r}: {error}", reason=Reason.UNSUPPORTED) from error
     seen = [device_uuid(index) for index in range(count.value)]
     if name not in seen:
-        raise DeviceError(f"device is {name!r}: this process sees {seen}; give the agent the GPUs of its engines")
+        raise DeviceError(
+            f"device is {name!r}: this process sees {seen}; give the agent the GPUs of its engines",
+            reason=Reason.UNSUPPORTED,
+        )
     return device_at(seen.index(name))
 
 
@@ -158,6 +230,23 @@ def open_device(name: str) -> Device:
 def device_at(index: int) -> Device:
     """Return the device of an index. Raises DeviceError."""
     return Device(index)
+
+
+@functools.cache
+def reached_by_all(name: str) -> bool:
+    """Return whether every other device that this process sees can write the memory of the one of this UUID. Raises DeviceError."""
+    target, count = open_device(name).index, ctypes.c_int()
+    _call("cuDeviceGetCount", ctypes.byref(count))
+    for index in range(count.value):
+        reaches = ctypes.c_int(1)
+        if index != target:
+            near, far = ctypes.c_int(), ctypes.c_int()
+            _call("cuDeviceGet", ctypes.byref(near), index)
+            _call("cuDeviceGet", ctypes.byref(far), target)
+            _call("cuDeviceCanAccessPeer", ctypes.byref(reaches), near.value, far.value)
+        if not reaches.value:
+            return False
+    return True
 
 
 def device_uuid(index: int) -> str:
@@ -183,19 +272,25 @@ def _driver() -> ctypes.CDLL:
     return driver
 
 
+_QUICK_SIGNATURES: dict[str, list[Any]] = {
+    "cuLaunchKernel": [ctypes.c_void_p, *(ctypes.c_uint,) * 7, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p],
+    "cuCtxSetCurrent": [ctypes.c_void_p],
+    "cuEventQuery": [ctypes.c_void_p],
+    "cuEventRecord": [ctypes.c_void_p, ctypes.c_void_p],
+    "cuMemcpyHtoDAsync_v2": [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p],
+    "cuMemcpyDtoHAsync_v2": [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p],
+}
+
+
 @functools.cache
-def _launcher() -> ctypes._NamedFuncPointer:
-    # Without letting Python's lock go: a launch takes 3 us, and getting the lock back may take a thousand times as long.
+def _quick(name: str) -> Any:
+    """Return a function of the driver that does not wait, called without letting Python's lock go.
+
+    Such a call takes 1 to 3 us, and getting the lock back may take a thousand times as long.
+    """
     _driver()
-    function = ctypes.PyDLL("libcuda.so.1").cuLaunchKernel
-    function.argtypes = [
-        ctypes.c_void_p,
-        *(ctypes.c_uint,) * 7,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-    ]
-    function.restype = ctypes.c_int
+    function = getattr(ctypes.PyDLL("libcuda.so.1"), name)
+    function.argtypes, function.restype = _QUICK_SIGNATURES[name], ctypes.c_int
     return function
 
 

@@ -23,6 +23,7 @@ class DeviceMapping:
     """One region of an engine's GPU memory, mapped into this process; the counterpart of `ipc.Mapping`.
 
     Attributes:
+        device: for which it is mapped; the memory itself may be another's that this one reaches.
         address: of its first byte, as the device counts.
         length_bytes: as declared.
     """
@@ -35,7 +36,7 @@ class DeviceMapping:
         """
         if len(region.handle) != cuda.IPC_HANDLE_BYTES:
             raise PoolError(f"a handle of {len(region.handle)} bytes: CUDA's have {cuda.IPC_HANDLE_BYTES}")
-        self._device = device
+        self.device = device
         self._key = (device.index, region.handle)
         self._is_mapped = False
         try:
@@ -64,13 +65,13 @@ class DeviceMapping:
             if entry[1]:
                 return
             del _mapped[self._key]
-            self._device.close_shared(entry[0])
+            self.device.close_shared(entry[0])
 
     def _open(self) -> int:
         with _lock:
             entry = _mapped.get(self._key)
             if entry is None:
-                entry = _mapped[self._key] = [self._device.open_shared(self._key[1]), 0]
+                entry = _mapped[self._key] = [self.device.open_shared(self._key[1]), 0]
             entry[1] += 1
             return entry[0]
 

@@ -1,6 +1,7 @@
 """Pools of other ranks of this node, mapped into this worker so that it may write their pages: way DIRECT.
 
-Held by the worker's `Mover`. Their owners give file descriptors, through the supervisor, and say when a pool is gone.
+Held by the worker's `Mover`. Their owners give file descriptors, or handles of a GPU's memory, through the supervisor, and
+say when a pool is gone; they are told when it is unmapped here.
 """
 
 from __future__ import annotations
@@ -8,53 +9,105 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
+from longshore_agent.errors import PoolError
+from longshore_agent.memory.cuda import Device
+from longshore_agent.memory.device_memory import DeviceMapping
 from longshore_agent.memory.pools import KVPool
 from longshore_wire.effects import PeerId
+from longshore_wire.engine_messages import DeviceRegion
 from longshore_wire.layout import KVLayout, PoolGeometry
 
 ALL_POOLS = -1
 
+Part = int | DeviceRegion  # of a pool: a region's descriptor, ours to close, or its place on a GPU
+
 
 @dataclass(slots=True)
 class Neighbours:
-    """What is mapped, and the descriptors of pools that have come in part."""
+    """What is mapped, the parts of pools that have come in part, and what is to be unmapped when its last job ends.
 
+    Attributes:
+        device: our engine's GPU; a neighbour's pages must lie where it reaches them.
+    """
+
+    device: Device | None = None
     _pools: dict[tuple[PeerId, int], KVPool] = field(default_factory=dict)
-    _parts: dict[tuple[PeerId, int], list[int]] = field(default_factory=dict)
+    _parts: dict[tuple[PeerId, int], list[Part]] = field(default_factory=dict)
+    _leaving: dict[tuple[PeerId, int], list[KVPool]] = field(default_factory=dict)
+    _owed: list[tuple[PeerId, int]] = field(default_factory=list)
 
     def pool(self, owner: PeerId, number: int) -> KVPool | None:
         """Return a mapped pool; None: ask its owner for it."""
         return self._pools.get((owner, number))
 
-    def take(self, owner: PeerId, number: int, count: int, descriptor: int) -> list[int] | None:
-        """Keep the descriptor of one region; return all `count` of them, the caller's now, once they are there."""
+    def take(self, owner: PeerId, number: int, count: int, part: Part) -> list[Part] | None:
+        """Keep one region's part; return all `count` of them, the caller's now, once they are there."""
         parts = self._parts.setdefault((owner, number), [])
-        parts.append(descriptor)
+        parts.append(part)
         if len(parts) < count:
             return None
         return self._parts.pop((owner, number))
 
-    def map(
-        self, owner: PeerId, number: int, layout: KVLayout, geometry: PoolGeometry, descriptors: list[int]
-    ) -> KVPool:
+    def map(self, owner: PeerId, number: int, layout: KVLayout, geometry: PoolGeometry, parts: list[Part]) -> KVPool:
         """Map a pool in place of an older one; closes the descriptors.
 
         Raises:
-            PoolError: the memory is not what the owner declared.
+            PoolError: the memory is not what the owner declared, or is out of reach.
         """
+        regions = [part for part in parts if isinstance(part, DeviceRegion)]
         try:
-            mapped = KVPool(layout, geometry, descriptors)
+            if regions or self.device is not None:
+                mapped = self._map_device(layout, geometry, regions)
+            else:
+                mapped = KVPool(layout, geometry, _descriptors(parts))
         finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            close_parts(parts)
         self.forget(owner, number)
         self._pools[owner, number] = mapped
         return mapped
 
+    def _map_device(self, layout: KVLayout, geometry: PoolGeometry, regions: list[DeviceRegion]) -> KVPool:
+        if self.device is None or len(regions) != len(geometry.region_bytes):
+            raise PoolError("one engine's pages are on a GPU and the other's are not: their ranks cannot be neighbours")
+        mappings: list[DeviceMapping] = []
+        try:
+            for region, length_bytes in zip(regions, geometry.region_bytes, strict=True):
+                mappings.append(DeviceMapping(self.device, region, length_bytes))
+            return KVPool(layout, geometry, (), mappings)
+        except PoolError:
+            for mapping in mappings:
+                mapping.unmap()
+            raise
+
     def forget(self, owner: PeerId, number: int = ALL_POOLS) -> None:
         """Unmap a pool, or all of an owner, at once or when the job that runs on it ends."""
         for key in [key for key in self._pools if key[0] == owner and number in (ALL_POOLS, key[1])]:
-            self._pools.pop(key).close()
+            pool = self._pools.pop(key)
+            if not pool.close():
+                self._leaving.setdefault(key, []).append(pool)
         for key in [key for key in self._parts if key[0] == owner and number in (ALL_POOLS, key[1])]:
-            for descriptor in self._parts.pop(key):
-                os.close(descriptor)
+            close_parts(self._parts.pop(key))
+
+    def release(self, owner: PeerId, number: int) -> None:
+        """Unmap a pool whose owner waits for that: `take_unmapped` names it once it is done."""
+        self.forget(owner, number)
+        self._owed.append((owner, number))
+
+    def take_unmapped(self) -> list[tuple[PeerId, int]]:
+        """Return the pools of `release` on which no job runs any more; to be asked after each job's end."""
+        for key, pools in list(self._leaving.items()):
+            if all(pool.wait_closed(0) for pool in pools):
+                del self._leaving[key]
+        done = [key for key in self._owed if key not in self._leaving]
+        self._owed = [key for key in self._owed if key in self._leaving]
+        return done
+
+
+def close_parts(parts: list[Part]) -> None:
+    """Close the descriptors among them."""
+    for descriptor in _descriptors(parts):
+        os.close(descriptor)
+
+
+def _descriptors(parts: list[Part]) -> list[int]:
+    return [part for part in parts if isinstance(part, int)]

@@ -50,6 +50,7 @@ class KVPool:
         head_count: local heads.
         row_bytes: bytes of one head of one token (of one page with PageOrder.OPAQUE), without gaps.
         page_tokens: rows of one head in a page.
+        device: the GPU for which the pages are mapped, in its memory or where it reaches them; None: they are on the CPU.
         on_device: the pages are in a GPU's memory: no byte of them can be seen from here.
         plane_runs: all planes in their order; mostly one run. Their addresses are valid inside `in_use` only.
     """
@@ -84,6 +85,7 @@ class KVPool:
         self.row_bytes = row_bytes(layout)
         self.page_tokens = 1 if layout.order is PageOrder.OPAQUE else layout.page_size
         self.on_device = on_device
+        self.device = device_mappings[0].device if on_device else None
         self._mappings = list(device_mappings) if on_device else _map_regions(geometry, descriptors)
         self.plane_runs = _plane_runs(geometry, [mapping.address for mapping in self._mappings])
         self._regions = [mapping.bytes_view() for mapping in self._mappings if isinstance(mapping, Mapping)]
@@ -153,9 +155,8 @@ class KVPool:
                     reason=Reason.TOKENS_OVERLAP,
                 )
 
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Hold the mapping for one job; may be nested.
+    def hold(self) -> None:
+        """Hold the mapping for one job, until `let_go`.
 
         Raises:
             PoolError: `close` was called.
@@ -164,14 +165,23 @@ class KVPool:
             if self._closing:
                 raise PoolError("the pool is unregistered: register it again", reason=Reason.UNKNOWN_POOL)
             self._jobs_count += 1
+
+    def let_go(self) -> None:
+        """End what `hold` began; the last job that ends after `close` unmaps."""
+        with self._lock:
+            self._jobs_count -= 1
+            last = self._closing and self._jobs_count == 0
+        if last:
+            self._unmap()
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Hold the mapping for one job; may be nested. Raises PoolError as `hold`."""
+        self.hold()
         try:
             yield
         finally:
-            with self._lock:
-                self._jobs_count -= 1
-                last = self._closing and self._jobs_count == 0
-            if last:
-                self._unmap()
+            self.let_go()
 
     def close(self) -> bool:
         """Refuse new jobs and unmap at once, or, where jobs still run, when the last of them ends. Idempotent; never blocks.

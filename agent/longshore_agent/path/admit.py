@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from longshore_agent.errors import PoolError
 from longshore_agent.memory.cuda import Device
 from longshore_agent.memory.device_memory import DeviceMapping
+from longshore_agent.memory.neighbours import Part, close_parts
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.path.jobs import PageTable
 from longshore_agent.transports.base import Transport
@@ -45,6 +47,10 @@ BUSY_RETRY_NS = 50_000_000
 PARTIAL_CLAIMS_MAX = 1024
 
 
+def _nothing(*_: object) -> None:
+    """What a worker does that has nothing to prepare."""
+
+
 @dataclass(slots=True)
 class Pool:
     """One registered pool: the mapping, and what peers need to write to it."""
@@ -52,7 +58,8 @@ class Pool:
     pages: KVPool
     memory: TargetMemory
     tokens: list[int]  # of the transport's registrations
-    descriptors: list[int]  # of the regions, for workers of this node that write its pages themselves
+    parts: list[Part]  # its regions, for workers of this node that write its pages themselves
+    shown: bool = False  # to such a worker
 
     def info(self, pool: int) -> PoolInfo:
         """Return what peers are told."""
@@ -73,8 +80,12 @@ class Desk:
     leaving: dict[int, int] = field(default_factory=dict)  # pool: request that waits for its rooms to be released
     pools_changed: bool = False
     taken: list[int] = field(default_factory=list)  # pools that were let go and of which others must hear
+    parting: dict[int, int] = field(default_factory=dict)  # pool: request that waits until no neighbour has it mapped
     device: Device | None = None  # the engine's GPU
+    prepare: Callable[[KVPool], None] = _nothing  # before a pool is registered
+    admit: Callable[[KVPool, PageTable, Half], None] = _nothing  # before a core hears of a room's pages
     closing: str = ""  # why no new room is taken; empty: they are
+    finishes_claimed: bool = False  # while closing, a room that decode has claimed may still be offered
     _parts: dict[tuple[str, int, int], dict[int, bytes]] = field(default_factory=dict)
 
     def handle(self, message: ToAgent, descriptors: list[int], now_ns: int) -> ToEngine | None:
@@ -113,19 +124,21 @@ class Desk:
     # -- pools -----------------------------------------------------------------------------------------------------
 
     def _register(self, message: RegisterPool, descriptors: list[int]) -> None:
-        if message.pool in self.pools:
+        if message.pool in self.pools or message.pool in self.parting:
             raise RoomError(f"pool {message.pool} is registered already", reason=Reason.ROOM_REUSED)
         pages = self._map(message, descriptors)
         tokens: list[int] = []
         try:
             # Pages on a GPU are ours alone to read and write: a transport would keep them mapped after their engine's end.
+            self.prepare(pages)
             if not pages.on_device:
                 tokens.extend(self.transport.register(address, length_bytes) for address, length_bytes in pages.regions)
         except LongshoreError:
             self._deregister(tokens)
             pages.close()
             raise
-        self.pools[message.pool] = Pool(pages, message.memory, tokens, [os.dup(each) for each in descriptors])
+        parts: list[Part] = [*map(os.dup, descriptors), *message.device_regions]
+        self.pools[message.pool] = Pool(pages, message.memory, tokens, parts)
         self.pools_changed = True
 
     def _map(self, message: RegisterPool, descriptors: list[int]) -> KVPool:
@@ -161,10 +174,20 @@ class Desk:
         for pool, request in list(self.leaving.items()):
             if any(key.pool == pool for _, key in self.tables):
                 continue
+            shown = self.pools[pool].shown
             self.let_go(pool)
             del self.leaving[pool]
-            answers.append(Accepted(request))
+            if shown:
+                # The engine may free its memory once it is answered, and must not while a neighbour has it mapped.
+                self.parting[pool] = request
+            else:
+                answers.append(Accepted(request))
         return answers
+
+    def free(self, pool: int) -> list[ToEngine]:
+        """No neighbour has a pool mapped any more: return the answer that was owed for it, if any."""
+        request = self.parting.pop(pool, None)
+        return [] if request is None else [Accepted(request)]
 
     def let_go(self, pool: int) -> bool:
         """Unmap a pool at once, or when the job that runs on it ends; return whether it is unmapped now."""
@@ -172,8 +195,7 @@ class Desk:
         # A transport must not lose memory that a write of ours still reads; then it goes with the process.
         if not found.pages.busy:
             self._deregister(found.tokens)
-        for descriptor in found.descriptors:
-            os.close(descriptor)
+        close_parts(found.parts)
         self.taken.append(pool)
         self.pools_changed = True
         return found.pages.close()
@@ -199,9 +221,10 @@ class Desk:
         pool.pages.check_pages(pages)
         key = RoomKey(self.source.config.instance, message.room, message.pool)
         old = self.tables.get((Half.SOURCE, key))
-        if old is None:
+        if old is None and not (self.finishes_claimed and key in self.source.rooms):
             self._check_open()
         table = self._extended(old, message, pages)
+        self.admit(pool.pages, table, Half.SOURCE)
         # The core may begin to write at once: the pages must be known by then.
         self.tables[Half.SOURCE, key] = table
         try:
@@ -244,7 +267,9 @@ class Desk:
         if (Half.TARGET, key) in self.tables:
             raise RoomError(f"room {message.room} was claimed before: use a new id", reason=Reason.ROOM_REUSED)
         self._check_open()
-        self.tables[Half.TARGET, key] = PageTable(message.first_token // self.layout.page_size, pages)
+        table = PageTable(message.first_token // self.layout.page_size, pages)
+        self.admit(pool.pages, table, Half.TARGET)
+        self.tables[Half.TARGET, key] = table
         wanted = Wanted(
             key,
             message.endpoint,

@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore_agent.errors import TransportError, WriteFailedError
-from longshore_agent.kernels import direct
+from longshore_agent.kernels.direct import launch as direct
 from longshore_agent.memory.staging import StagingPieces
+from longshore_agent.path.device_direct import DeviceDirect
 from longshore_agent.path.jobs import WriteJob
 from longshore_agent.path.runs import Side, runs
 from longshore_agent.status.metrics import Metrics
@@ -34,10 +35,13 @@ _OPEN_BATCHES_MAX = 4
 class Deliverer:
     """Writes for all lanes of one worker."""
 
-    def __init__(self, transport: PreparingTransport, metrics: Metrics, *, slices_batch: int) -> None:
+    def __init__(
+        self, transport: PreparingTransport, metrics: Metrics, device_direct: DeviceDirect, *, slices_batch: int
+    ) -> None:
         self._transport = transport
         self._metrics = metrics
         self._slices_batch = slices_batch
+        self._device_direct = device_direct
 
     def staged(self, job: WriteJob, buffer: StagingPieces, length_bytes: int) -> None:
         """Write the first `length_bytes` of `buffer` to the granted region; the bytes have landed on return.
@@ -47,7 +51,7 @@ class Deliverer:
             WriteFailedError: the write failed.
         """
         assert job.ring is not None
-        sources, targets, lengths = _cut(buffer, job.ring, job.effect.offset_bytes, length_bytes)
+        sources, targets, lengths = cut(buffer, 0, job.ring, job.effect.offset_bytes, length_bytes)
         notice = PEER.encode(ready_message(job)) if job.noticed else b""
         write = self._transport.post(job.peer_name, sources, targets, lengths, notice)
         self._metrics.add("longshore_writes_total", 1, way="staged")
@@ -61,7 +65,8 @@ class Deliverer:
             PoolError: an engine has let its pages go.
         """
         assert job.neighbour is not None
-        effect = job.effect
+        effect, on_device = job.effect, job.pool.on_device
+        far_pages = self._device_direct.ids(effect.target_pages) if on_device else _target_pages(job)
         near, far = (
             direct.Side(
                 pool,
@@ -72,10 +77,11 @@ class Deliverer:
             )
             for pool, pages, first_page in (
                 (job.pool, job.pages.pages, job.pages.first_page),
-                (job.neighbour, _target_pages(job), effect.first_claimed_token // job.target_layout.page_size),
+                (job.neighbour, far_pages, effect.first_claimed_token // job.target_layout.page_size),
             )
         )
-        direct.copy_pages(near, far, effect.tokens)
+        copy = self._device_direct.copy if on_device else direct.copy_pages
+        copy(near, far, effect.tokens)
         self._metrics.add("longshore_writes_total", 1, way="direct")
 
     def in_place(self, job: WriteJob) -> bool:
@@ -137,7 +143,7 @@ def finish(transport: PreparingTransport, write: Write) -> None:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _PAUSE_MAX_S)
         else:
-            # Other lanes gather meanwhile: without this, one that waits for a GPU keeps them from Python's lock.
+            # Other lanes gather meanwhile, and want Python's lock.
             time.sleep(0)
     settled = transport.release(write)
     if state is WriteState.FAILED:
@@ -151,20 +157,30 @@ def ready_message(job: WriteJob) -> SlabReady:
     return SlabReady(effect.pair, effect.slab, effect.generation, effect.payload_bytes, effect.total_tokens)
 
 
-def _cut(
-    buffer: StagingPieces, ring: RegionInfo, offset_bytes: int, length_bytes: int
+def cut(
+    buffer: StagingPieces, begin_bytes: int, ring: RegionInfo, offset_bytes: int, length_bytes: int
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """Cut a write where registrations of either side end: mostly one piece."""
+    """Cut a write where registrations of either side end: mostly one piece.
+
+    Args:
+        begin_bytes: of the slab in `buffer`.
+        offset_bytes: of the slab in the target's ring.
+    """
+    pieces = buffer.pieces(begin_bytes, length_bytes)
+    if len(pieces) == 1 and not ring.extent_bytes:
+        whole = ((buffer.address + begin_bytes,), (ring.address + offset_bytes,), (length_bytes,))
+        sources, targets, lengths = (np.array(each, dtype=np.uint64) for each in whole)
+        return sources, targets, lengths
     extent = ring.extent_bytes or ring.length_bytes
     cuts = {0, length_bytes}
     cuts.update(range(extent - offset_bytes % extent, length_bytes, extent))
     near = 0
-    for _, piece_bytes in buffer.pieces(0, length_bytes):
+    for _, piece_bytes in pieces:
         near += piece_bytes
         cuts.add(near)
     edges = np.array(sorted(cuts), dtype=np.uint64)
     starts, lengths = edges[:-1], np.diff(edges)
-    return starts + np.uint64(buffer.address), starts + np.uint64(ring.address + offset_bytes), lengths
+    return starts + np.uint64(buffer.address + begin_bytes), starts + np.uint64(ring.address + offset_bytes), lengths
 
 
 def _target_pages(job: WriteJob) -> npt.NDArray[np.int32]:

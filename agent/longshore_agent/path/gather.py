@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 from longshore_agent.kernels.gather.launch import gather_slices
-from longshore_agent.memory.staging import StagingBuffer, StagingPieces
+from longshore_agent.memory.staging import StagingBuffer
 from longshore_agent.path.jobs import WriteJob, trailer_of
 from longshore_wire.slabs import region_bytes
-
-
-def host_gather(buffer: StagingPieces) -> Callable[[WriteJob], int]:
-    """Return the gather of a lane on a CPU."""
-    assert isinstance(buffer, StagingBuffer)
-    return partial(gather_slab, buffer=buffer)
 
 
 def gather_slab(job: WriteJob, buffer: StagingBuffer) -> int:

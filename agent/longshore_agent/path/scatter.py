@@ -8,12 +8,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
 
 from longshore_agent.errors import PoolError, ShapeError
 from longshore_agent.kernels.scatter.launch import scatter_slices
-from longshore_agent.memory.staging import StagingBuffer, StagingPieces
+from longshore_agent.memory.staging import StagingBuffer
 from longshore_agent.path.jobs import Results, ScatterJob, ScatterResult, trailer_of
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
@@ -22,12 +20,6 @@ from longshore_wire.trailer import TRAILER_BYTES, aligned, unpack
 
 # A trailer that is not there yet is looked for again after this; it only ever happens with a broken transport.
 _TRAILER_PAUSE_S = 0.001
-
-
-def host_scatter(ring: StagingPieces) -> Callable[[ScatterJob], None]:
-    """Return the scatter of a thread on a CPU."""
-    assert isinstance(ring, StagingBuffer)
-    return partial(scatter_slab, ring=ring)
 
 
 def scatter_slab(job: ScatterJob, ring: StagingBuffer) -> None:
@@ -54,16 +46,14 @@ class Scatterers:
 
     def __init__(
         self,
-        ring: StagingPieces,
+        ring: StagingBuffer,
         results: Results,
         metrics: Metrics,
         spans: SpanRecorder,
         *,
         thread_count: int,
         trailer_deadline_ns: int,
-        make_scatter: Callable[[StagingPieces], Callable[[ScatterJob], None]] = host_scatter,
     ) -> None:
-        self._make_scatter = make_scatter
         self._ring = ring
         self._results = results
         self._metrics = metrics
@@ -87,12 +77,10 @@ class Scatterers:
             self._queue.put(None)
 
     def _run(self, index: int) -> None:
-        # Here, not where the threads are made: on a GPU, a thread's copies are its own.
-        scatter = self._make_scatter(self._ring)
         while (job := self._queue.get()) is not None:
-            self._results.put(self._scatter(job, index, scatter))
+            self._results.put(self._scatter(job, index))
 
-    def _scatter(self, job: ScatterJob, index: int, scatter: Callable[[ScatterJob], None]) -> ScatterResult:
+    def _scatter(self, job: ScatterJob, index: int) -> ScatterResult:
         if job.cancelled:
             return ScatterResult(job, Reason.NONE, "", dropped=True)
         effect = job.effect
@@ -101,7 +89,7 @@ class Scatterers:
             return ScatterResult(job, Reason.TRAILER_MISMATCH, wrong, dropped=False)
         start_ns = time.monotonic_ns()
         try:
-            scatter(job)
+            scatter_slab(job, self._ring)
         except PoolError as error:
             return ScatterResult(job, error.reason, str(error), dropped=True)
         except ShapeError as error:

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 
 from longshore_agent.settings import Settings
 from longshore_agent.status import rooms
-from longshore_agent.status.checks import Rules, Verdict, liveness, readiness
+from longshore_agent.status.checks import Check, Rules, Verdict, liveness, readiness
 from longshore_agent.status.metrics import CONTENT_TYPE, render
 from longshore_agent.status.plans import PlanDefaults, PlanQuery, PlanView, answer
 from longshore_agent.status.snapshot import AgentSnapshot, AgentStatus, InstanceStatus
@@ -37,6 +37,8 @@ class StatusSource(Protocol):
 
         Args:
             room: workers put this room into their lists, and its spans.
+        Raises:
+            LongshoreError: there is no state to tell any more: SHUTTING_DOWN, or another reason if it does not answer.
         """
 
 
@@ -91,19 +93,19 @@ def _add_health(app: FastAPI, source: StatusSource, rules: Rules) -> None:
     @app.get("/healthz", **_answers(Verdict, 503, Verdict))
     def healthz() -> Response:
         """Whether the supervisor works; if not, the agent is to be restarted."""
-        verdict = liveness(source.snapshot())
+        verdict = _judged(source, liveness)
         return _json(verdict, 200 if verdict.ok else 503)
 
     @app.get("/readyz", **_answers(Verdict, 503, Verdict))
     def readyz() -> Response:
         """Whether engines may be sent to this agent, with every check and its reason."""
-        verdict = readiness(source.snapshot(), rules)
+        verdict = _judged(source, lambda snapshot: readiness(snapshot, rules))
         return _json(verdict, 200 if verdict.ok else 503)
 
-    @app.get("/metrics", response_model=None, responses={200: {"content": {"text/plain": {}}}})
+    @app.get("/metrics", response_model=None, responses={200: {"content": {"text/plain": {}}}, 503: _body(ErrorBody)})
     def metrics() -> Response:
         """All metrics of the supervisor and of each worker, for Prometheus."""
-        snapshot = source.snapshot()
+        snapshot = _asked(source)
         found = {SUPERVISOR: snapshot.metrics} | {worker.worker: worker.metrics for worker in snapshot.workers}
         assert len(found) == len(snapshot.workers) + 1, [worker.worker for worker in snapshot.workers]
         return Response(render(found), headers={"content-type": CONTENT_TYPE})
@@ -113,12 +115,12 @@ def _add_status(app: FastAPI, source: StatusSource) -> None:
     @app.get("/v1/status", **_answers(AgentStatus))
     def status() -> Response:
         """The agent, its workers, engines, peers, rings and lanes; rooms and metrics have pages of their own."""
-        return _json(source.snapshot().status())
+        return _json(_asked(source).status())
 
     @app.get("/v1/bootstrap", **_answers(InstanceList))
     def bootstrap() -> Response:
         """The engine instances that are registered here, with the address of each rank's worker."""
-        snapshot = source.snapshot()
+        snapshot = _asked(source)
         return _json(InstanceList(snapshot.deployment, snapshot.node, snapshot.instances))
 
 
@@ -132,7 +134,7 @@ def _add_rooms(app: FastAPI, source: StatusSource) -> None:
     ) -> Response:
         """The rooms of all workers by id: the oldest open ones, and the newest of those that are over."""
         try:
-            return _json(rooms.page(source.snapshot(), limit=limit, after=after, half=half, ended=ended))
+            return _json(rooms.page(_asked(source), limit=limit, after=after, half=half, ended=ended))
         except ValueError as error:
             raise _RefusalError(422, ErrorBody("BadRequest", f"after: {error}", (f"after: {error}",))) from error
 
@@ -142,7 +144,7 @@ def _add_rooms(app: FastAPI, source: StatusSource) -> None:
         instance: Annotated[str | None, Query(description="Only of this prefill instance.")] = None,
     ) -> Response:
         """One room: each half that this agent has, its pairs of ranks, and the spans of its slabs."""
-        found = rooms.detail(source.snapshot(room), room, instance)
+        found = rooms.detail(_asked(source, room), room, instance)
         if found is None:
             raise _RefusalError(404, ErrorBody("UnknownRoom", f"no worker of this agent knows room {room}"))
         return _json(found)
@@ -152,7 +154,7 @@ def _add_plans(app: FastAPI, source: StatusSource, defaults: PlanDefaults) -> No
     @app.get("/v1/plan", **_answers(PlanView, 422, ErrorBody))
     def plan(query: Annotated[PlanQuery, Query()]) -> Response:
         """Who would send what to whom between two layouts, or between two instances that are registered here."""
-        snapshot = source.snapshot()
+        snapshot = _asked(source)
         wire = snapshot.self_test.wire if snapshot.self_test is not None else "Unknown"
         try:
             return _json(answer(query, snapshot.instances, defaults, wire))
@@ -162,21 +164,44 @@ def _add_plans(app: FastAPI, source: StatusSource, defaults: PlanDefaults) -> No
             raise _RefusalError(404 if unknown else 422, body) from error
 
 
+def _asked(source: StatusSource, room: int | None = None) -> AgentSnapshot:
+    """Return a snapshot; end the request with 503 where there is none."""
+    try:
+        return source.snapshot(room)
+    except LongshoreError as error:
+        raise _RefusalError(503, ErrorBody(_absence(error), str(error))) from error
+
+
+def _judged(source: StatusSource, judge: Callable[[AgentSnapshot], Verdict]) -> Verdict:
+    """Return a verdict also where there is no snapshot: who probes wants yes or no and why."""
+    try:
+        return judge(source.snapshot())
+    except LongshoreError as error:
+        return Verdict.of([Check("Supervisor", ok=False, reason=_absence(error), message=str(error))])
+
+
+def _absence(error: LongshoreError) -> str:
+    return "ShuttingDown" if error.reason is Reason.SHUTTING_DOWN else "LoopHangs"
+
+
 def _json(value: msgspec.Struct, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type=_JSON)
 
 
 def _answers(body: type[msgspec.Struct], status: int = 0, other: type[msgspec.Struct] | None = None) -> dict[str, Any]:
     """Return the arguments by which a route documents its bodies; FastAPI is to make none of its own."""
-    found = {200: body} | ({status: other} if other is not None else {})
-    responses = {
-        code: {
-            "description": (kind.__doc__ or kind.__name__).partition("\n")[0],
-            "content": {_JSON: {"schema": {"$ref": _SCHEMA_REFERENCE.format(name=kind.__name__)}}},
-        }
-        for code, kind in found.items()
-    }
+    found: dict[int, type[msgspec.Struct]] = {200: body, 503: ErrorBody}
+    if other is not None:
+        found[status] = other
+    responses = {code: _body(kind) for code, kind in found.items()}
     return {"response_model": None, "response_class": Response, "responses": responses}
+
+
+def _body(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    return {
+        "description": (kind.__doc__ or kind.__name__).partition("\n")[0],
+        "content": {_JSON: {"schema": {"$ref": _SCHEMA_REFERENCE.format(name=kind.__name__)}}},
+    }
 
 
 def _add_openapi(app: FastAPI) -> None:

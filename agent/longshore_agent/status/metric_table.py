@@ -111,5 +111,11 @@ TABLE: tuple[Metric, ...] = (
         "Workers that took no new rooms and ended after the open ones, because only their end proves memory free.",
     ),
     _counter("worker_restarts", "restarts", (), "Workers that were started again after they died."),
+    _counter(
+        "absent_seconds",
+        "seconds",
+        (),
+        "Time in which a worker should have run and did not: its machine was busy or stood still.",
+    ),
     _counter("process_cpu_seconds", "seconds", (), "Processor time that this process used."),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from longshore_agent.settings import Settings
 from longshore_agent.status.snapshot import InstanceStatus
 from longshore_agent.transports.base import Wire
+from longshore_wire.claims import check_source
 from longshore_wire.crossover import WHOLE_PAGES, Choice, Crossover, Why, choose, opened
 from longshore_wire.errors import LayoutError, LongshoreError, Reason
 from longshore_wire.layout import (
@@ -74,7 +75,6 @@ class PlanDefaults(msgspec.Struct, frozen=True):
     staging: Staging = Staging.AUTO
     chunk_tokens: int = 8192
     slab_bytes: int = 64 << 20
-    direct: bool = True  # between instances that are registered here
     backend: str = "NIXL"
     ring_bytes: int = 4 << 30
     force_way: Way | None = None
@@ -87,7 +87,6 @@ class PlanDefaults(msgspec.Struct, frozen=True):
             settings.staging,
             settings.chunk_tokens,
             settings.lane_bytes,
-            settings.direct,
             settings.backend.value,
             settings.ring_bytes,
             settings.force_way,
@@ -147,31 +146,70 @@ def answer(
         wire: what a query means that names none.
     Raises:
         LayoutError: the layouts cannot exist or exchange pages.
+        RoomError: a way would be chosen that the source refuses.
         LongshoreError: reason UNKNOWN_INSTANCE, an instance is not registered here, or only one of two is named.
     """
+    staging = defaults.staging if query.staging is None else Staging[query.staging.upper()]
     if query.source or query.target:
-        source, target = (_registered(side, getattr(query, side), instances) for side in ("source", "target"))
+        named = _registered("source", query.source, instances), _registered("target", query.target, instances)
+        source, target = (side.layout.layout() for side in named)
     else:
+        named = None
         source, target = _layout(query, "prefill"), _layout(query, "decode")
     for side, layout in (("source", source), ("target", target)):
         if layout.parallel.tp * layout.parallel.pp > RANKS_MAX:
             raise LayoutError(f"{side}: tp * pp is above {RANKS_MAX}, more than this page shows")
-    staging = defaults.staging if query.staging is None else Staging[query.staging.upper()]
     chunk_tokens = query.chunk_tokens or defaults.chunk_tokens
     slab_bytes = query.slab_bytes or defaults.slab_bytes
-    found = plan(source, target, staging=staging, direct=defaults.direct and bool(query.source))
     over = (query.backend or defaults.backend, wire if query.wire is None else query.wire)
     attention = source.model.attention
-    ways = [_choice(found, pair, attention, staging, chunk_tokens, slab_bytes, defaults, over) for pair in found.pairs]
-    chosen = found.with_ways([choice.way for choice in ways])
+    # Ranks of one target may lie on several devices: each chooses the way of its own pairs.
+    reaches = [_reach(named, rank, staging) for rank in range(target.rank_count)]
+    plans = [plan(source, target, staging=reach.staging, direct=reach.near) for reach in reaches]
+    ways = []
+    # The pairs of these plans differ in nothing but their ways.
+    for index, rank in enumerate(pair.target_rank for pair in plans[0].pairs):
+        found, reach = plans[rank], reaches[rank]
+        choice = _choice(found, found.pairs[index], attention, reach, chunk_tokens, slab_bytes, defaults, over)
+        check_source(choice.way, query.source, in_place=reach.in_place)
+        ways.append(choice)
+    chosen = plans[0].with_ways([choice.way for choice in ways])
     return _view(chosen, ways, chosen.summary(chunk_tokens, slab_bytes), chunk_tokens, over, defaults.crossover)
+
+
+class _Reach(NamedTuple):
+    """What one target rank knows of a source before it chooses.
+
+    Attributes:
+        staging, near: as its worker's `SessionConfig` says it.
+        in_place: as the source's says of its pages.
+    """
+
+    staging: Staging
+    near: bool
+    in_place: bool
+
+
+def _reach(named: tuple[InstanceStatus, InstanceStatus] | None, rank: int, staging: Staging) -> _Reach:
+    """Return what rank `rank` of a target knows of its source; None: of layouts that nobody has, it is on a CPU elsewhere.
+
+    A rank that has not registered is taken to lie where the first one does.
+    """
+    if named is None or not named[1].ranks:
+        return _Reach(staging, near=False, in_place=True)
+    source, target = named
+    in_place = all(each.device == "cpu" for each in source.ranks)
+    place = next((each for each in target.ranks if each.rank == rank), target.ranks[0])
+    near = place.near != "" and place.near == source.agent
+    # No transport writes an engine's pages on a GPU in place, whatever the setting says.
+    return _Reach(staging if near or place.device == "cpu" else Staging.ALWAYS, near, in_place)
 
 
 def _choice(
     found: Plan,
     pair: Pair,
     attention: Attention,
-    staging: Staging,
+    reach: _Reach,
     tokens: int,
     slab_bytes: int,
     defaults: PlanDefaults,
@@ -182,19 +220,21 @@ def _choice(
         return Choice(defaults.force_way, Why.FORCED)
     if pair.way is Way.DIRECT:
         return Choice(pair.way, Why.NEAR)
-    if staging is not Staging.AUTO:
+    if reach.staging is not Staging.AUTO:
         return Choice(pair.way, Why.STAGING)
     if attention is Attention.LATENT:
         return Choice(pair.way, Why.LATENT)
+    if not reach.in_place:
+        return Choice(Way.STAGED, Why.STAGING)
     writers = len(found.of_target(pair.target_rank))
     can_stage = pair.unit_bytes <= slab_limit_bytes(slab_bytes, defaults.ring_bytes, writers)
     return choose(opened(found, can_stage=can_stage), pair, (0, tokens), defaults.crossover, *over)
 
 
-def _registered(side: str, name: str, instances: tuple[InstanceStatus, ...]) -> KVLayout:
+def _registered(side: str, name: str, instances: tuple[InstanceStatus, ...]) -> InstanceStatus:
     for instance in instances:
         if instance.instance == name:
-            return instance.layout.layout()
+            return instance
     known = ", ".join(sorted({instance.instance for instance in instances})) or "none"
     raise LongshoreError(
         f"{side}: no instance {name!r} is registered here; registered are: {known}", reason=Reason.UNKNOWN_INSTANCE

@@ -7,6 +7,7 @@ Nothing here holds a token or a byte of anybody's cache.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 
 import msgspec
@@ -113,11 +114,18 @@ class LayoutStatus(msgspec.Struct, frozen=True):
 
 
 class RankStatus(msgspec.Struct, frozen=True):
-    """Where the worker of one rank listens for peers."""
+    """Where the worker of one rank listens for peers.
+
+    Attributes:
+        device: "cpu", or the UUID of the GPU that holds its pages.
+        near: engines whose `agent` is the same write its pages by way DIRECT; empty: nobody does.
+    """
 
     rank: int
     address: str
     epoch: str
+    device: str = "cpu"
+    near: str = ""
 
 
 class InstanceStatus(msgspec.Struct, frozen=True):
@@ -125,6 +133,7 @@ class InstanceStatus(msgspec.Struct, frozen=True):
 
     Attributes:
         complete: every rank of the replica is known, so peers may be sent here.
+        agent: as its endpoint names the agent's life and the kind of its devices, which ranks compare with their `near`.
     """
 
     instance: str
@@ -132,22 +141,35 @@ class InstanceStatus(msgspec.Struct, frozen=True):
     layout: LayoutStatus
     ranks: tuple[RankStatus, ...]
     complete: bool
+    agent: str = ""
 
     @classmethod
-    def of(cls, endpoint: Endpoint, roles: tuple[str, ...] = ()) -> InstanceStatus:
-        """Return `endpoint` in words; `roles` are names of `Half` in lower case."""
+    def of(
+        cls, endpoint: Endpoint, roles: tuple[str, ...] = (), places: Mapping[int, tuple[str, str]] | None = None
+    ) -> InstanceStatus:
+        """Return `endpoint` in words.
+
+        Args:
+            roles: names of `Half` in lower case.
+            places: (`device`, `near`) of ranks; a rank that is not there is on a CPU, and nobody is near.
+        """
+        known = places or {}
         return cls(
             instance=endpoint.instance,
             roles=roles,
             layout=LayoutStatus.of(endpoint.layout),
-            ranks=tuple(RankStatus(rank.rank, rank.address, str(rank.epoch)) for rank in endpoint.ranks),
+            ranks=tuple(
+                RankStatus(rank.rank, rank.address, str(rank.epoch), *known.get(rank.rank, ()))
+                for rank in endpoint.ranks
+            ),
             complete=endpoint.complete,
+            agent=endpoint.agent,
         )
 
     def endpoint(self) -> Endpoint:
         """Return the endpoint that `of` was given."""
         ranks = tuple(RankAddress(rank.rank, rank.address, int(rank.epoch)) for rank in self.ranks)
-        return Endpoint(self.instance, self.layout.layout(), ranks)
+        return Endpoint(self.instance, self.layout.layout(), ranks, self.agent)
 
 
 class PoolStatus(msgspec.Struct, frozen=True):

@@ -149,3 +149,23 @@ class PreparingTransport(Transport, Protocol):
 
     def release_prepared(self, prepared: Prepared) -> None:
         """Let go of the list; no write of it may be open. Idempotent."""
+
+
+class DraftingTransport(PreparingTransport, Protocol):
+    """A transport that can look a write up before its bytes are there, so that beginning it costs little."""
+
+    def draft(
+        self,
+        peer: str,
+        sources: npt.NDArray[np.uint64],
+        targets: npt.NDArray[np.uint64],
+        lengths: npt.NDArray[np.uint64],
+        notice: bytes,
+    ) -> Write:
+        """Look up one write without beginning it; arguments as of `post`. Raises TransportError."""
+
+    def start(self, write: Write) -> None:
+        """Begin a drafted write, once. From here on it is as one that `post` returned; waits while a probe runs."""
+
+    def drop(self, write: Write) -> None:
+        """Give back a draft that was not begun."""

@@ -1,7 +1,7 @@
-"""Transport over Mooncake's transfer engine: the only file that imports mooncake, and that knows its errors and names.
+"""Transport over Mooncake's transfer engine; its engines are made in mooncake_engine.
 
-Made by `transports.create`. It moves host memory over TCP; peers find each other without a metadata server
-(P2PHANDSHAKE). What was measured here, with mooncake-transfer-engine 0.3.13, and why this file is as it is:
+Made by `transports.create`. It moves host memory over TCP, or a GPU's inside one host over CUDA IPC; peers find each other
+without a metadata server (P2PHANDSHAKE). What was measured, with mooncake-transfer-engine 0.3.13, and why this file is as it is:
 
 - A thread of the library copies; a write is complete once the target has acknowledged every byte in its memory. The target
   need not do anything for that. Nobody is told there, so the worker sends a control message.
@@ -12,6 +12,14 @@ Made by `transports.create`. It moves host memory over TCP; peers find each othe
   thread of ours asks the peer for an answer first, which takes no lock.
 - The library remembers a peer by its address for good. A later worker at an old address is written with another spelling.
 - It says -1 and no more; why is in the lines that it logs. Only what failed, and where to, is known here.
+
+And of GPUs' memory, with the CUDA 13 wheel 0.3.14 (no GPU has run this yet, see docs/design/2026-11-22-mooncake-on-gpus.md):
+
+- A peer's memory stays mapped until the engine that wrote to it goes. So each life of a peer has an engine of its own there,
+  which is dropped with the peer, once no copy runs any more.
+- An engine keeps what it first learned of a peer's memory. So a peer that has registered more gets another engine.
+- Copies run on a stream of the thread that posts, and are over for the library when all of that stream is. The stream goes
+  with the thread, and then nobody may ask after its copies: who posts outlives the write, and a probe forgets what it left.
 """
 
 from __future__ import annotations
@@ -20,17 +28,29 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, cast
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from longshore_agent.errors import PeerMetadataError, TransportError
-from longshore_agent.transports import wires
+from longshore_agent.transports import mooncake_engine, wires
 from longshore_agent.transports.base import METADATA_BYTES_MAX, Prepared, Wire, Write, WriteState
+from longshore_agent.transports.device_wire import find_device_wire
 from longshore_agent.transports.envelope import NAME_BYTES_MAX, is_name, seal, unseal
 from longshore_agent.transports.mooncake_address import own_host, remote_address
+from longshore_agent.transports.mooncake_peers import (
+    Metadata,
+    MooncakePrepared,
+    MooncakeWrite,
+    Peer,
+    check_inside,
+    check_reach,
+    forget_open,
+    left,
+    written,
+)
 from longshore_agent.transports.probe import check_notice, find_wire, row
 from longshore_agent.transports.regions import Addresses, Regions
 from longshore_wire.errors import Reason
@@ -43,6 +63,10 @@ _LOOK_AHEAD_COUNT = 16
 # Workers that may have had one address before, in the life of this one; a port of 2,000 is drawn for each at random.
 _LIVES_COUNT_MAX = 1000
 _POLL_PAUSE_S = 0.0001
+# A GPU's copies take milliseconds; what runs for longer hangs, and its memory stays mapped until the process ends.
+_COPIES_END_LIMIT_S = 5.0
+# For the engine of a peer that went to be dropped: its copies' end, and the library's listener.
+_UNMAP_LIMIT_S = 10.0
 # What `transfer_check_status` says.
 _OPEN, _DONE = 0, 1
 # What the library's own exceptions become in Python; an answer of a peer that makes no sense raises them in our thread.
@@ -51,103 +75,59 @@ _LIBRARY_ERRORS = (RuntimeError, ValueError, IndexError)
 _NO_REQUEST = (0, (1 << 64) - 1)
 
 
-class _Metadata(msgspec.Struct, frozen=True, array_like=True):
-    name: str
-    life: str
-    kernel: str
-    host: str
-    port: int
-    regions: tuple[tuple[int, int], ...]  # (address, bytes)
-
-
-class _Peer:
-    """One life of a peer. All but `gone` is guarded by `lock`, which only threads that write take."""
-
-    def __init__(self, metadata: _Metadata, regions: Regions, address: str) -> None:
-        self.name = metadata.name
-        self.life = metadata.life
-        self.address = address
-        self.same_host = metadata.kernel != "" and metadata.kernel == wires.host_identity()
-        self.regions = regions
-        self.gone = False
-        self.lock = threading.Lock()
-        self.writes: deque[MooncakeWrite] = deque()
-        self.under_way_count = 0
-        self.answers = False
-        self.greeter: threading.Thread | None = None
-
-
-class MooncakeWrite:
-    """One posted write. Its fields are guarded by its peer's lock."""
-
-    __slots__ = ("count", "error", "failed_bytes", "failed_count", "open", "peer", "settled", "state", "waiting")
-
-    def __init__(self, peer: _Peer, pieces: list[tuple[int, int, int]]) -> None:
-        self.peer = peer
-        self.count = len(pieces)
-        self.waiting = deque(pieces)
-        self.open: deque[tuple[int, int]] = deque()  # (request, bytes)
-        self.failed_count = self.failed_bytes = 0
-        self.state = WriteState.OPEN
-        self.error = ""
-        self.settled = False
-
-    def fail(self, why: str, *, settled: bool) -> None:
-        """End it; what was not submitted never will be."""
-        self.waiting.clear()
-        self.state = WriteState.FAILED
-        self.settled = settled
-        self.error = f"Mooncake write of {self.count} pieces to peer {self.peer.name!r} at {self.peer.address}: {why}"
-
-
-class MooncakePrepared:
-    """Pieces whose places were checked; belongs to one life of one peer."""
-
-    __slots__ = ("count", "life", "pieces")
-
-    def __init__(self, life: str, pieces: tuple[Addresses, Addresses, Addresses]) -> None:
-        self.life = life
-        self.pieces: tuple[Addresses, Addresses, Addresses] | None = pieces
-        self.count = len(pieces[0])
-
-
 class MooncakeTransport:
-    """Moves host memory between workers over TCP; the library's own thread copies.
+    """Moves host memory between workers over TCP (the library's own thread copies), or a GPU's over CUDA IPC.
 
     Args:
         name: by which peers know this worker.
         host: the address at which peers reach this machine. The library listens on every address all the same.
+        device_index: of the GPU that all memory here is on, which must be current in every calling thread; -1: the host's.
+            There a thread that posts lives until its writes have ended. Each range that is registered is an allocation of
+            its own, of which peers then reach all.
+        enter: makes that GPU current for a thread of ours.
     Raises:
-        TransportError: Mooncake is not installed or does not start, or nobody can reach `host`.
+        TransportError: Mooncake is not installed, has no transport for that memory or does not start, or nobody can reach
+            `host`.
     """
 
     backend = "Mooncake"
     notifies = False
-    # The target checks every request against what it has registered.
-    fences = True
     # It asks nobody who sent it, and a request that had begun goes on to its end.
     revocable: frozenset[Wire] = frozenset()
 
-    def __init__(self, name: str, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        name: str,
+        host: str = "127.0.0.1",
+        *,
+        device_index: int = -1,
+        enter: Callable[[], None] = lambda: None,
+    ) -> None:
         if not is_name(name):
             raise TransportError(f"transport name is {name!r}: give 1 to {NAME_BYTES_MAX} bytes")
         self.name = name
         self._life = os.urandom(8).hex()
         self._host = own_host(host)
-        self._engine: Any = _start_engine(self._host)
+        self._device_index, self._enter = device_index, enter
+        # Over TCP the target checks every request against what it has registered; a GPU that has mapped memory asks nobody.
+        self.fences = device_index < 0
+        start = mooncake_engine.start_on_host if device_index < 0 else mooncake_engine.start_on_device
+        self._engine: Any = start(self._host)
         self._port = int(self._engine.get_rpc_port())
         # The gate keeps posts out of a probe. The lock guards what is below it and is never held while the library writes.
         self._gate = threading.Lock()
         self._lock = threading.Lock()
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, Peer] = {}
         self._lives: dict[tuple[str, int], list[str]] = {}
+        self._unmappers: list[threading.Thread] = []
+        self._stuck: list[Peer] = []
         self._regions: dict[int, tuple[int, int]] = {}
         self._sources = Regions()
         self._next_token = 1
         self._closed = False
 
     def register(self, address: int, length_bytes: int) -> int:
-        """Register host memory; see `Transport.register`. Ranges may not overlap."""
+        """Register memory; see `Transport.register`. Ranges may not overlap."""
         with self._lock:
             engine = self._open_engine()
             try:
@@ -181,7 +161,8 @@ class MooncakeTransport:
             self._open_engine()
             regions = self._sources.ranges
         kernel = wires.host_identity()
-        packed = seal(_MAGIC, _Metadata(self.name, self._life, kernel, self._host, self._port, regions))
+        content = Metadata(self.name, self._life, kernel, self._host, self._port, regions, self._device_index)
+        packed = seal(_MAGIC, content)
         if len(packed) > METADATA_BYTES_MAX:
             raise TransportError(
                 f"Mooncake metadata takes {len(packed)} bytes of {METADATA_BYTES_MAX}: register fewer regions"
@@ -190,17 +171,20 @@ class MooncakeTransport:
 
     def connect(self, metadata: bytes) -> str:
         """Learn a peer, its newer metadata, or its next life under the same name; see `Transport.connect`."""
-        fresh = unseal(_MAGIC, metadata, _Metadata)
+        fresh = unseal(_MAGIC, metadata, Metadata)
         if not is_name(fresh.name) or not is_name(fresh.life):
             raise PeerMetadataError("peer metadata has a name that is too long or empty")
         try:
             regions = Regions(fresh.regions)
         except ValueError as error:
             raise PeerMetadataError(f"peer metadata of {fresh.name!r} has impossible memory: {error}") from error
+        check_reach(fresh, self._device_index)
         with self._lock:
             self._open_engine()
             known = self._peers.get(fresh.name)
-            if known is not None and known.life == fresh.life:
+            # A GPU's engine would not find what was registered since it first asked.
+            is_whole = self._device_index < 0 or (known is not None and known.regions.ranges == regions.ranges)
+            if known is not None and known.life == fresh.life and is_whole:
                 known.regions = regions
                 return fresh.name
             lives = self._lives.setdefault((fresh.host, fresh.port), [])
@@ -212,8 +196,8 @@ class MooncakeTransport:
                 lives.append(fresh.life)
             address = remote_address(fresh.host, fresh.port, lives.index(fresh.life))
             if known is not None:
-                known.gone = True
-            self._peers[fresh.name] = _Peer(fresh, regions, address)
+                self._part(known)
+            self._peers[fresh.name] = Peer(fresh, regions, address)
             return fresh.name
 
     def disconnect(self, peer: str) -> None:
@@ -221,7 +205,7 @@ class MooncakeTransport:
         with self._lock:
             known = self._peers.pop(peer, None)
             if known is not None:
-                known.gone = True
+                self._part(known)
 
     def post(
         self,
@@ -235,6 +219,26 @@ class MooncakeTransport:
         check_notice(notice)
         with self._gate:
             return self._begin(self._peer(peer), sources, targets, lengths)
+
+    def draft(
+        self, peer: str, sources: Addresses, targets: Addresses, lengths: Addresses, notice: bytes
+    ) -> MooncakeWrite:
+        """Check where n pieces lie, and begin nothing; see `DraftingTransport.draft`."""
+        check_notice(notice)
+        known = self._peer(peer)
+        check_inside(known, self._sources, sources, targets, lengths)
+        return written(known, sources, targets, lengths)
+
+    def start(self, write: Write) -> None:
+        """Begin a drafted write; see `DraftingTransport.start`."""
+        assert isinstance(write, MooncakeWrite)
+        with self._gate:
+            self._launch(write)
+
+    def drop(self, write: Write) -> None:
+        """Give a draft back, of which the library knows nothing; see `DraftingTransport.drop`."""
+        assert isinstance(write, MooncakeWrite)
+        write.fail("it was not begun", settled=True)
 
     def state(self, write: Write) -> WriteState:
         """Look at what is under way, submit what waits, and return the state of `write`; see `Transport.state`."""
@@ -261,14 +265,26 @@ class MooncakeTransport:
         return []
 
     def probe_wire(self, peer: str, source: int, target: int, length_bytes: int) -> Wire:
-        """Write once and read the kernel's counters; see `Transport.probe_wire` and `probe`."""
+        """Write once and read the kernel's counters; see `Transport.probe_wire` and `probe`.
+
+        Of a GPU's memory they show only that nothing went over a network; then its speed tells.
+        """
         with self._gate:
             known = self._peer(peer)
+            begun: list[MooncakeWrite] = []
 
             def begin() -> MooncakeWrite:
-                return self._begin(known, row(source), row(target), row(length_bytes))
+                begun.append(self._begin(known, row(source), row(target), row(length_bytes)))
+                return begun[-1]
 
-            return find_wire(self, begin, self._settle_open, length_bytes, same_host=known.same_host)
+            try:
+                wire = find_wire(self, begin, self._settle_open, length_bytes, same_host=known.same_host)
+                if self._device_index >= 0 and wire is Wire.SHARED_MEMORY:
+                    wire = find_device_wire(self, begin, length_bytes)
+                return wire
+            finally:
+                if self._device_index >= 0:
+                    forget_open(known, begun)
 
     def prepare(
         self,
@@ -279,7 +295,7 @@ class MooncakeTransport:
     ) -> MooncakePrepared:
         """Check where n pieces lie, once; see `PreparingTransport.prepare`."""
         known = self._peer(peer)
-        self._check_inside(known, sources, targets, lengths)
+        check_inside(known, self._sources, sources, targets, lengths)
         return MooncakePrepared(known.life, (sources.copy(), targets.copy(), lengths.copy()))
 
     def post_prepared(
@@ -295,7 +311,7 @@ class MooncakeTransport:
                     f"Mooncake list was prepared for another life of peer {peer!r}, or released: prepare again"
                 )
             sources, targets, lengths = prepared.pieces
-            return self._launch(known, sources[indices], targets[indices], lengths[indices])
+            return self._launch(written(known, sources[indices], targets[indices], lengths[indices]))
 
     def release_prepared(self, prepared: Prepared) -> None:
         """Forget the pieces; see `PreparingTransport.release_prepared`."""
@@ -309,35 +325,39 @@ class MooncakeTransport:
                 return
             self._closed = True
             for peer in self._peers.values():
-                peer.gone = True
+                self._part(peer)
             self._peers.clear()
             # The library stops when its last reference goes; a thread that is in the middle of a call still has one.
             self._engine = None
+            unmappers = self._unmappers
+        for unmapper in unmappers:
+            unmapper.join(_UNMAP_LIMIT_S)
 
-    def _begin(self, peer: _Peer, sources: Addresses, targets: Addresses, lengths: Addresses) -> MooncakeWrite:
-        self._check_inside(peer, sources, targets, lengths)
-        return self._launch(peer, sources, targets, lengths)
+    def _begin(self, peer: Peer, sources: Addresses, targets: Addresses, lengths: Addresses) -> MooncakeWrite:
+        check_inside(peer, self._sources, sources, targets, lengths)
+        return self._launch(written(peer, sources, targets, lengths))
 
-    def _launch(self, peer: _Peer, sources: Addresses, targets: Addresses, lengths: Addresses) -> MooncakeWrite:
-        write = MooncakeWrite(peer, list(zip(sources.tolist(), targets.tolist(), lengths.tolist(), strict=True)))
+    def _launch(self, write: MooncakeWrite) -> MooncakeWrite:
+        peer = write.peer
         with peer.lock:
             peer.writes.append(write)
             self._drive(peer)
         return write
 
-    def _drive(self, peer: _Peer) -> None:
+    def _drive(self, peer: Peer) -> None:
         """Look at the peer's requests and submit what waits. Called with the peer's lock."""
-        engine = self._engine
+        engine = self._engine_for(peer)
         for write in peer.writes:
             if engine is not None:
                 self._look(engine, write)
         for write in peer.writes:
-            if peer.gone or engine is None:
+            if peer.gone or self._closed:
                 if write.state is WriteState.OPEN:
                     why = "the transport was closed" if self._closed else "the peer was disconnected"
-                    write.fail(f"{why} before {_left(write)}", settled=not write.open)
-            elif write.waiting and self._has_answered(engine, peer, write):
-                self._submit(engine, write)
+                    peer.left.extend(request for request, _ in write.open)
+                    write.fail(f"{why} before {left(write)}", settled=not write.open)
+            elif write.waiting and self._has_answered(peer, write):
+                self._submit(self._engine_for(peer), write)
         peer.writes = deque(write for write in peer.writes if write.state is WriteState.OPEN)
 
     def _look(self, engine: Any, write: MooncakeWrite) -> None:
@@ -383,23 +403,65 @@ class MooncakeTransport:
                 write.failed_bytes += length_bytes
                 write.waiting.clear()
                 if not write.open:
-                    write.fail(f"the peer does not shake hands: {said}", settled=True)
+                    what = (
+                        "the peer does not shake hands" if self._device_index < 0 else "the library does not begin it"
+                    )
+                    write.fail(f"{what}: {said}", settled=True)
                 return
             peer.under_way_count += 1
             write.open.append((request, length_bytes))
 
-    def _has_answered(self, engine: Any, peer: _Peer, write: MooncakeWrite) -> bool:
+    def _has_answered(self, peer: Peer, write: MooncakeWrite) -> bool:
         """Whether the peer is known to answer; begin to ask it, or fail the write if it does not."""
         if peer.answers:
             return True
         if peer.greeter is None:
-            peer.greeter = threading.Thread(target=_greet, args=(engine, peer), name="mooncake-greeter", daemon=True)
+            peer.greeter = threading.Thread(target=self._greet, args=(peer,), name="mooncake-greeter", daemon=True)
             peer.greeter.start()
         elif not peer.greeter.is_alive() and not peer.answers:
             # It has ended without an answer (looked at in this order: it may end just now); the next write asks again.
             peer.greeter = None
             write.fail("the peer cannot be reached", settled=not write.open)
         return peer.answers
+
+    def _greet(self, peer: Peer) -> None:
+        self._enter()
+        try:
+            if self._device_index >= 0 and peer.engine is None:
+                peer.engine = mooncake_engine.start_writer(self._host)
+            engine = self._engine_for(peer)
+            peer.answers = engine is not None and cast("int", engine.send_probe(peer.address)) == 0
+        except (*_LIBRARY_ERRORS, TransportError):
+            # What answers is no Mooncake, or no engine starts; the write that waits is told that nobody can be reached.
+            return
+
+    def _part(self, peer: Peer) -> None:
+        """Begin no write to a peer any more, and let its memory go. Called with the lock."""
+        peer.gone = True
+        if self._device_index < 0:
+            return
+        self._unmappers = [each for each in self._unmappers if each.is_alive()]
+        self._unmappers.append(
+            threading.Thread(target=self._unmap, args=(peer,), name="mooncake-unmapper", daemon=True)
+        )
+        self._unmappers[-1].start()
+
+    def _unmap(self, peer: Peer) -> None:
+        """Drop the engine that wrote to a peer, after the end of its copies: under them nothing may be unmapped."""
+        self._enter()
+        with peer.lock:
+            self._drive(peer)
+        if peer.greeter is not None:
+            peer.greeter.join()
+        end_s = time.monotonic() + _COPIES_END_LIMIT_S
+        for request in peer.left:
+            while peer.engine.transfer_check_status(request) == _OPEN:
+                if time.monotonic() >= end_s:
+                    self._stuck.append(peer)
+                    return
+                time.sleep(_POLL_PAUSE_S)
+        with peer.lock:
+            peer.engine = None
 
     def _settle_open(self, deadline_ns: int) -> bool:
         """Drive writes to all peers until none is open. False if the deadline came first."""
@@ -417,17 +479,7 @@ class MooncakeTransport:
                 return False
             time.sleep(_POLL_PAUSE_S)
 
-    def _check_inside(self, peer: _Peer, sources: Addresses, targets: Addresses, lengths: Addresses) -> None:
-        assert len(sources) == len(targets) == len(lengths) >= 1
-        for side, regions, addresses in (("source", self._sources, sources), ("target", peer.regions, targets)):
-            piece = regions.stray(addresses, lengths)
-            if piece is not None:
-                raise TransportError(
-                    f"Mooncake {side} piece {piece} for peer {peer.name!r}, {int(lengths[piece])} bytes at "
-                    f"{int(addresses[piece]):#x}, is not in registered memory"
-                )
-
-    def _peer(self, name: str) -> _Peer:
+    def _peer(self, name: str) -> Peer:
         with self._lock:
             self._open_engine()
             peer = self._peers.get(name)
@@ -435,44 +487,10 @@ class MooncakeTransport:
             raise TransportError(f"Mooncake peer {name!r} is not connected: connect its metadata first")
         return peer
 
+    def _engine_for(self, peer: Peer) -> Any:
+        return self._engine if self._device_index < 0 else peer.engine
+
     def _open_engine(self) -> Any:
         if self._closed:
             raise TransportError(f"Mooncake transport {self.name!r} is closed", reason=Reason.SHUTTING_DOWN)
         return self._engine
-
-
-def _start_engine(host: str) -> Any:
-    """Import Mooncake quietly and start an engine."""
-    # Read when the library loads: its INFO lines, several for each write, belong in nobody's log.
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
-    # What this file promises was proven over TCP alone; where a machine has RDMA devices the library would take those.
-    os.environ.setdefault("MC_FORCE_TCP", "1")
-    if os.environ.get("MC_TCP_PROTO"):
-        raise TransportError(
-            "MC_TCP_PROTO is set: with the old protocol Mooncake calls a write complete before its bytes are there; unset it",
-            reason=Reason.UNSUPPORTED,
-        )
-    try:
-        from mooncake.engine import TransferEngine
-    except ImportError as error:
-        raise TransportError(
-            f"Mooncake does not load: install longshore[mooncake] and Debian's libcurl4 libibverbs1 libnuma1 ({error})",
-            reason=Reason.UNSUPPORTED,
-        ) from error
-    engine = TransferEngine()
-    said = engine.initialize(host, "P2PHANDSHAKE", "tcp", "")
-    if said:
-        raise TransportError(f"Mooncake does not start on {host}: it says {said}; its own lines are in the log")
-    return engine
-
-
-def _greet(engine: Any, peer: _Peer) -> None:
-    try:
-        peer.answers = cast("int", engine.send_probe(peer.address)) == 0
-    except _LIBRARY_ERRORS:
-        # What answers there is no Mooncake; the write that waits is told that nobody can be reached.
-        return
-
-
-def _left(write: MooncakeWrite) -> str:
-    return f"{len(write.open) + len(write.waiting)} of its pieces had ended"

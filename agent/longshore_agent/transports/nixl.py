@@ -22,7 +22,6 @@ import time
 from collections import deque
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -32,6 +31,7 @@ from longshore_agent.transports.base import METADATA_BYTES_MAX, Prepared, Wire, 
 from longshore_agent.transports.device_wire import find_device_wire
 from longshore_agent.transports.envelope import NAME_BYTES_MAX, is_name
 from longshore_agent.transports.nixl_envelope import Envelope, inbox_name, outbox_name, pack, unpack
+from longshore_agent.transports.nixl_handles import NixlPeer, NixlPrepared, NixlWrite
 from longshore_agent.transports.nixl_rows import kind_of, rows_of
 from longshore_agent.transports.probe import check_notice, find_wire, row
 from longshore_wire.errors import Reason
@@ -42,39 +42,7 @@ _UNCLAIMED_COUNT_MAX = 256
 _CLOSE_PROGRESS_LIMIT_NS = 200_000_000
 _POLL_PAUSE_S = 0.0001
 
-
-class _Peer(msgspec.Struct):
-    name: str
-    nixl_name: str
-    blob: bytes
-    same_host: bool
-    device_index: int
-    wire: Wire = Wire.UNKNOWN
-
-
-class NixlWrite:
-    """One posted write. Its fields are guarded by the transport's outbox lock."""
-
-    __slots__ = ("error", "handle", "peer", "settled", "state")
-
-    def __init__(self, peer: _Peer, handle: Any) -> None:
-        self.peer = peer
-        self.handle = handle
-        self.state = WriteState.OPEN
-        self.error = ""
-        self.settled = False
-
-
-class NixlPrepared:
-    """Descriptor lists of both sides that NIXL has looked up; belongs to one life of one peer."""
-
-    __slots__ = ("count", "nixl_name", "source_list", "target_list")
-
-    def __init__(self, nixl_name: str, source_list: Any, target_list: Any, count: int) -> None:
-        self.nixl_name = nixl_name
-        self.source_list = source_list
-        self.target_list = target_list
-        self.count = count
+Addresses = npt.NDArray[np.uint64]
 
 
 class NixlTransport:
@@ -112,7 +80,7 @@ class NixlTransport:
         self._gate = threading.Lock()
         self._inbox_lock = threading.Lock()
         self._outbox_lock = threading.Lock()
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, NixlPeer] = {}
         self._senders: dict[str, str] = {}
         self._writes: set[NixlWrite] = set()
         self._arrived: list[tuple[str, bytes]] = []
@@ -190,7 +158,7 @@ class NixlTransport:
             if known is not None:
                 self._remove(known)
             same_host = envelope.host != "" and envelope.host == wires.host_identity()
-            self._peers[envelope.name] = _Peer(
+            self._peers[envelope.name] = NixlPeer(
                 envelope.name, nixl_name, envelope.blob, same_host, envelope.device_index
             )
             self._senders[outbox_name(nixl_name)] = envelope.name
@@ -212,14 +180,32 @@ class NixlTransport:
     def post(
         self,
         peer: str,
-        sources: npt.NDArray[np.uint64],
-        targets: npt.NDArray[np.uint64],
-        lengths: npt.NDArray[np.uint64],
+        sources: Addresses,
+        targets: Addresses,
+        lengths: Addresses,
         notice: bytes,
     ) -> NixlWrite:
         """Begin one write of n pieces; see `Transport.post`. Over shared memory it has copied when it returns."""
         with self._gate:
             return self._begin(peer, sources, targets, lengths, notice)
+
+    def draft(self, peer: str, sources: Addresses, targets: Addresses, lengths: Addresses, notice: bytes) -> NixlWrite:
+        """Let NIXL look up all of one write; see `DraftingTransport.draft`."""
+        with self._outbox_lock:
+            return self._drafted(peer, sources, targets, lengths, notice)
+
+    def start(self, write: Write) -> None:
+        """Begin a drafted write; see `DraftingTransport.start`."""
+        assert isinstance(write, NixlWrite)
+        with self._gate, self._outbox_lock:
+            self._launch(write)
+
+    def drop(self, write: Write) -> None:
+        """Give a draft back; see `DraftingTransport.drop`."""
+        assert isinstance(write, NixlWrite)
+        with self._outbox_lock:
+            if not self._closed:
+                self._give_up(write)
 
     def state(self, write: Write) -> WriteState:
         """Drive the outbox and return the state of `write`; see `Transport.state`."""
@@ -281,9 +267,9 @@ class NixlTransport:
     def prepare(
         self,
         peer: str,
-        sources: npt.NDArray[np.uint64],
-        targets: npt.NDArray[np.uint64],
-        lengths: npt.NDArray[np.uint64],
+        sources: Addresses,
+        targets: Addresses,
+        lengths: Addresses,
     ) -> NixlPrepared:
         """Let NIXL look up n pieces once; see `PreparingTransport.prepare`."""
         assert len(sources) == len(targets) == len(lengths) >= 1
@@ -318,7 +304,7 @@ class NixlTransport:
                 raise TransportError(
                     f"NIXL refuses {len(indices)} prepared pieces for peer {peer!r}: {error}"
                 ) from error
-            return self._launch(known, handle, notice)
+            return self._launch(NixlWrite(known, handle, notice))
 
     def release_prepared(self, prepared: Prepared) -> None:
         """Let go of a prepared list; see `PreparingTransport.release_prepared`."""
@@ -352,33 +338,33 @@ class NixlTransport:
             # NIXL agents close when their last reference goes; registered memory goes with them.
             self._inbox = self._outbox = None
 
-    def _begin(
-        self,
-        peer: str,
-        sources: npt.NDArray[np.uint64],
-        targets: npt.NDArray[np.uint64],
-        lengths: npt.NDArray[np.uint64],
-        notice: bytes,
+    def _begin(self, peer: str, sources: Addresses, targets: Addresses, lengths: Addresses, notice: bytes) -> NixlWrite:
+        with self._outbox_lock:
+            return self._launch(self._drafted(peer, sources, targets, lengths, notice))
+
+    def _drafted(
+        self, peer: str, sources: Addresses, targets: Addresses, lengths: Addresses, notice: bytes
     ) -> NixlWrite:
         assert len(sources) == len(targets) == len(lengths) >= 1
         check_notice(notice)
-        with self._outbox_lock:
-            known = self._peer(peer)
-            try:
-                source_list = self._outbox.get_xfer_descs(*rows_of(sources, lengths, self._device_index))
-                target_list = self._outbox.get_xfer_descs(*rows_of(targets, lengths, known.device_index))
-                handle = self._outbox.initialize_xfer("WRITE", source_list, target_list, known.nixl_name, notice)
-            except self._errors as error:
-                raise TransportError(
-                    f"NIXL refuses {len(sources)} pieces for peer {peer!r}: {error}; is the memory registered on both sides?"
-                ) from error
-            return self._launch(known, handle, notice)
-
-    def _launch(self, peer: _Peer, handle: Any, notice: bytes) -> NixlWrite:
-        write = NixlWrite(peer, handle)
-        self._writes.add(write)
+        known = self._peer(peer)
         try:
-            said = self._outbox.transfer(handle, notice)
+            source_list = self._outbox.get_xfer_descs(*rows_of(sources, lengths, self._device_index))
+            target_list = self._outbox.get_xfer_descs(*rows_of(targets, lengths, known.device_index))
+            handle = self._outbox.initialize_xfer("WRITE", source_list, target_list, known.nixl_name, notice)
+        except self._errors as error:
+            raise TransportError(
+                f"NIXL refuses {len(sources)} pieces for peer {peer!r}: {error}; is the memory registered on both sides?"
+            ) from error
+        return NixlWrite(known, handle, notice)
+
+    def _launch(self, write: NixlWrite) -> NixlWrite:
+        self._writes.add(write)
+        if self._closed:
+            self._fail(write, "the transport was closed")
+            return write
+        try:
+            said = self._outbox.transfer(write.handle, write.notice)
         except self._errors as error:
             # NIXL does not say whether a part of it left, so this is a write that failed, not one that never began.
             self._fail(write, str(error))
@@ -459,7 +445,7 @@ class NixlTransport:
             write.error += f" ({error})"
         write.handle = None
 
-    def _remove(self, peer: _Peer) -> None:
+    def _remove(self, peer: NixlPeer) -> None:
         self._senders.pop(outbox_name(peer.nixl_name), None)
         self._forgotten.append(outbox_name(peer.nixl_name))
         try:
@@ -470,7 +456,7 @@ class NixlTransport:
             # Forgotten on our side all the same; NIXL raises for a peer that it dropped by itself when it died.
             logging.getLogger(__name__).debug("NIXL on removing peer %s: %s", peer.name, error)
 
-    def _peer(self, name: str) -> _Peer:
+    def _peer(self, name: str) -> NixlPeer:
         self._check_open()
         peer = self._peers.get(name)
         if peer is None:

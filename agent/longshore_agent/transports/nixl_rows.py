@@ -16,9 +16,12 @@ def kind_of(device_index: int) -> tuple[str, int]:
 
 def rows_of(
     addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64], device_index: int
-) -> tuple[npt.NDArray[np.uint64], str]:
-    """Return [n, 3] pieces and the kind of memory that they are in."""
+) -> tuple[npt.NDArray[np.uint64] | list[tuple[int, int, int]], str]:
+    """Return [n, 3] pieces, as NIXL takes them, and the kind of memory that they are in."""
     kind, device = kind_of(device_index)
+    if len(addresses) == 1:
+        # Most writes of slabs are one piece, for which an array costs more than it saves.
+        return [(int(addresses[0]), int(lengths[0]), device)], kind
     rows = np.full((len(addresses), 3), device, dtype=np.uint64)
     rows[:, 0] = addresses
     rows[:, 1] = lengths

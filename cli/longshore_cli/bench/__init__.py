@@ -11,6 +11,7 @@ import argparse
 import sys
 
 from longshore_cli.bench.errors import BenchError
+from longshore_wire.errors import LongshoreError
 
 __all__ = ["BenchError", "add_arguments", "run"]
 
@@ -42,6 +43,6 @@ def run(arguments: argparse.Namespace) -> int:
     parts = {"transfer": transfer.run, "rooms": rooms.run, "crossover": crossover.run}
     try:
         return parts[arguments.question](arguments)
-    except BenchError as error:
+    except (BenchError, LongshoreError) as error:
         sys.stderr.write(f"longshore bench: {error}\n")
         return 1

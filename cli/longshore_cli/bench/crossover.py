@@ -4,6 +4,9 @@ Moves requests between equal layouts through real agents, with pages of growing 
 once run by run (a page is one run; slices are the same with shorter runs). Counts a time only if every byte was compared
 and is right. With `--write` the numbers go into the file by which agents choose the way: by `LONGSHORE_CROSSOVER_FILE`, or
 shipped. Measure on an idle machine of the kind that will serve.
+
+On GPUs (`--devices`) no transport writes pages in place: there the other way is `direct`, between engines of one agent, and
+`--write` is refused, because agents have nothing to choose there.
 """
 
 from __future__ import annotations
@@ -18,10 +21,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from longshore_cli import devices
 from longshore_cli.bench import report
 from longshore_cli.bench.errors import BenchError
 from longshore_cli.bench.pages import Content
-from longshore_cli.bench.scene import UNKNOWN_WIRE, Course, Scene, Stage, open_stage
+from longshore_cli.bench.scene import UNKNOWN_WIRE, Course, Scene, Stage, check_direct, open_stage
+from longshore_cli.devices import HOST, Placement
 from longshore_cli.local_agents import LocalAgent
 from longshore_client import Half
 from longshore_wire.crossover import WHOLE_PAGES, Crossover, Measured, Row, read, write
@@ -35,11 +40,12 @@ _TOKEN_RUN_BYTES = MODEL.head_bytes
 _PLANES = 2 * MODEL.layers
 STAGED = Course("staged", "Staged", 1, 1)
 IN_PLACE = Course("in place", "Contiguous", 1, 1)
+DIRECT = Course("direct", "Direct", 1, 1)
 
 
 @dataclass(frozen=True)
 class Point:
-    """One length of runs and number of bytes: seconds of every repetition, both ways."""
+    """One length of runs and number of bytes: seconds of every repetition, both ways; on GPUs `in_place_s` are direct's."""
 
     run_bytes: int
     total_bytes: int
@@ -66,6 +72,12 @@ class Report:
     wire: str
     repeats: int
     points: list[Point]
+    placement: Placement = HOST
+
+    @property
+    def other(self) -> str:
+        """The way beside staged."""
+        return DIRECT.name if self.placement.on_gpus else IN_PLACE.name
 
     def entry(self) -> Measured:
         """Return the table's part of this backend and wire, with three digits a number."""
@@ -87,6 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--totals", type=_sizes, default=totals, help="KiB of a request, by commas")
     parser.add_argument("--repeats", type=int, default=5, help="repetitions of each point and way (5)")
     parser.add_argument("--backend", default="NIXL", help="NIXL, Mooncake or Loopback")
+    devices.add_argument(parser)
     parser.add_argument(
         "--write", type=Path, help="put the numbers into this crossover file, beside what it has of others"
     )
@@ -96,6 +109,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print the table, write what was asked for; return 0. Raises BenchError."""
+    if arguments.devices and arguments.write:
+        raise BenchError(
+            "--write with --devices: agents choose by that file between staged and in place, and on GPUs nothing moves in place: leave --write out"
+        )
     before = _table_at(arguments.write)
     found = measure(arguments, lambda text: sys.stderr.write(f"{text}\n"))
     print(table(found))
@@ -111,15 +128,19 @@ def run(arguments: argparse.Namespace) -> int:
 def measure(arguments: argparse.Namespace, say: Callable[[str], object]) -> Report:
     """Run everything; `say` is told of progress. Raises BenchError."""
     _check(arguments)
+    placement = devices.check(arguments.devices, [arguments.backend])
     settings = {"backend": arguments.backend, "deployment": "bench/crossover", "log_level": "warning"}
+    settings |= devices.agent_settings(placement, arguments.backend)
     points: list[Point] = []
     wires: set[str] = set()
     with tempfile.TemporaryDirectory() as directory, open_stage(settings, Path(directory)) as stage:
         prefill = stage.agent("prefill")
         decodes = {
             course: stage.agent(f"decode-{number}", force_way=course.way, ring_bytes=course.ring)
-            for number, course in enumerate((STAGED, IN_PLACE))
+            for number, course in enumerate((STAGED,) if placement.on_gpus else (STAGED, IN_PLACE))
         }
+        if placement.on_gpus:
+            decodes[DIRECT] = prefill
         for agent in (prefill, *decodes.values()):
             agent.wait_ready()
         for run_bytes in arguments.runs:
@@ -128,14 +149,18 @@ def measure(arguments: argparse.Namespace, say: Callable[[str], object]) -> Repo
                 continue
             say(f"runs of {run_bytes} bytes")
             with ExitStack() as stack:
-                scenes = _scenes(Stage(stack, settings, Path(directory)), prefill, decodes, run_bytes, totals[-1])
+                scenes = _scenes(
+                    Stage(stack, settings, Path(directory)), prefill, decodes, run_bytes, totals[-1], placement
+                )
                 points += [_point(scenes, run_bytes, total, arguments.repeats) for total in totals]
-                wires |= {scene.wire() for scene in scenes}
+                check_direct(scenes)
+                # Between engines of one agent nothing goes over a transport's wire.
+                wires |= {scene.wire() for scene in scenes if scene.course.way != DIRECT.way}
     if len(wires) != 1 or UNKNOWN_WIRE in wires:
         raise BenchError(
             f"the wire was found to be {', '.join(sorted(wires)) or UNKNOWN_WIRE}: one table is of one known wire"
         )
-    return Report(arguments.backend, wires.pop(), arguments.repeats, points)
+    return Report(arguments.backend, wires.pop(), arguments.repeats, points, placement)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -154,13 +179,19 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _scenes(
-    stage: Stage, prefill: LocalAgent, decodes: dict[Course, LocalAgent], run_bytes: int, bytes_max: int
+    stage: Stage,
+    prefill: LocalAgent,
+    decodes: dict[Course, LocalAgent],
+    run_bytes: int,
+    bytes_max: int,
+    placement: Placement,
 ) -> list[Scene]:
     """Start engines whose pages are one run each, with a sequence of `bytes_max` at prefill."""
     page_size = run_bytes // _TOKEN_RUN_BYTES
     tokens = bytes_max // (_PLANES * _TOKEN_RUN_BYTES)
     content = Content(_TOKEN_RUN_BYTES, tokens)
-    near, far = stage.pages(MODEL, 1, page_size, tokens, 200), stage.pages(MODEL, 1, page_size, tokens, 100)
+    near = stage.pages(MODEL, 1, page_size, tokens, 200, placement.prefill)
+    far = stage.pages(MODEL, 1, page_size, tokens, 100, placement.decode)
     near[0].fill(content, tokens)
     source = stage.engine(f"prefill-{run_bytes}", prefill, near, Half.SOURCE)
     return [
@@ -178,12 +209,14 @@ def _point(scenes: Sequence[Scene], run_bytes: int, total_bytes: int, repeats: i
             seconds = scene.move(tokens).seconds
             if repetition:
                 found[scene.course.name].append(seconds)
-    return Point(run_bytes, total_bytes, found[STAGED.name], found[IN_PLACE.name])
+    staged_s, other_s = found.values()
+    return Point(run_bytes, total_bytes, staged_s, other_s)
 
 
 def table(found: Report) -> str:
     """Return an aligned table: milliseconds of both ways and their ratio, a line a point."""
-    rows = [["run B", "runs", "total KiB", "staged ms", "in place ms", "in place/staged", "cheaper"]]
+    other = found.other
+    rows = [["run B", "runs", "total KiB", "staged ms", f"{other} ms", f"{other}/staged", "cheaper"]]
     for point in found.points:
         staged_s, in_place_s = point.fastest
         rows.append(
@@ -194,12 +227,13 @@ def table(found: Report) -> str:
                 f"{staged_s * 1e3:.2f}",
                 f"{in_place_s * 1e3:.2f}",
                 f"{point.ratio:.2f}",
-                "in place" if point.ratio < 1 else "staged",
+                other if point.ratio < 1 else "staged",
             ]
         )
     head = [
         report.machine(),
         f"{found.backend} over {found.wire}; fastest of {found.repeats}; every byte compared",
+        *([devices.describe(found.placement)] if found.placement.on_gpus else []),
         "",
     ]
     return "\n".join([*head, *report.aligned(rows)])
@@ -212,7 +246,7 @@ def as_json(found: Report) -> str:
             "run_bytes": point.run_bytes,
             "total_bytes": point.total_bytes,
             "staged_s": point.staged_s,
-            "in_place_s": point.in_place_s,
+            f"{found.other.replace(' ', '_')}_s": point.in_place_s,
             "ratio": point.ratio,
         }
         for point in found.points
@@ -225,6 +259,8 @@ def as_json(found: Report) -> str:
         "bytes_equal": True,
         "points": points,
     }
+    if found.placement.on_gpus:
+        whole["devices"] = found.placement._asdict()
     return json.dumps(whole, indent=2) + "\n"
 
 
@@ -255,8 +291,9 @@ def plot(found: Report, path: Path) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_xlabel("KiB of one request")
-    axes.set_ylabel("time in place / time staged")
-    axes.set_title(f"Below the line pages are better written in place: {found.backend} over {found.wire}")
+    axes.set_ylabel(f"time {found.other} / time staged")
+    written = "copied directly" if found.placement.on_gpus else "written in place"
+    axes.set_title(f"Below the line pages are better {written}: {found.backend} over {found.wire}")
     axes.grid(visible=True, which="both", color="0.9")
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
     figure.tight_layout()

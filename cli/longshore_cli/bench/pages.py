@@ -12,7 +12,9 @@ import os
 import random
 
 from longshore_cli.bench.errors import BenchError
+from longshore_cli.devices import CPU
 from longshore_client.memory import create_region, pool_geometry
+from longshore_wire.engine_messages import DeviceRegion
 from longshore_wire.layout import KVLayout, PageOrder
 
 # Not a multiple of anything that a layout has, so that neighbours in any direction differ.
@@ -44,7 +46,10 @@ class Pages:
     Attributes:
         region_fd: of the pool; the caller of `close` gives it back.
         table: page ids of the sequence.
+        device: that holds the pages, as `connect` takes it.
     """
+
+    device = CPU
 
     def __init__(self, layout: KVLayout, token_count: int, seed: int) -> None:
         assert layout.order is PageOrder.NHD, layout.order
@@ -55,6 +60,11 @@ class Pages:
         self.table = random.Random(seed).sample(range(count), count)
         head_bytes = layout.model.head_bytes
         self._begin, self._end = layout.heads.start * head_bytes, layout.heads.stop * head_bytes
+
+    @property
+    def regions(self) -> list[int] | list[DeviceRegion]:
+        """As `Client.register_pool` takes them."""
+        return [self.region_fd]
 
     def fill(self, content: Content, token_count: int) -> None:
         """Write what an engine would have computed."""

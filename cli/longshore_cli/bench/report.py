@@ -8,6 +8,7 @@ import platform
 from pathlib import Path
 
 from longshore_cli.bench.transfer import MIB, Report, SizeResult
+from longshore_cli.devices import WAYS_LEFT_OUT, describe
 
 _BARE = {
     "bare path": "bare path",
@@ -19,6 +20,8 @@ _BARE = {
 
 def table(report: Report) -> str:
     """Return aligned tables: rates, then processor seconds for a gigabyte."""
+    if report.placement.on_gpus:
+        return _table_on_gpus(report)
     names = [course.name for course in report.courses]
     staged = next((course.name for course in report.courses if course.way == "Staged"), None)
     header = ["MiB", *names, *_BARE.values(), "bound", *(["staged/bare path", "staged/bound"] if staged else [])]
@@ -47,12 +50,34 @@ def table(report: Report) -> str:
     )
 
 
+def _table_on_gpus(report: Report) -> str:
+    """The rates, and their shares of a plain copy; no bound of the processor means anything there."""
+    names = [course.name for course in report.courses]
+    over = f"{report.backend} over {report.wire}; pages of {report.page_size} tokens; medians of {report.repeats}"
+    rows = [["MiB", *names, "plain copy", *(f"{name}/copy" for name in names)]]
+    for size in report.sizes:
+        rates = [size.rate(name) for name in (*names, "copy")]
+        shares = [_percent(rate or 0.0, rates[-1] or 0.0) for rate in rates[:-1]]
+        rows.append([str(size.length_bytes // MIB), *map(_number, rates), *shares])
+    return "\n".join(
+        [
+            machine(),
+            describe(report.placement),
+            f"{over}; every byte compared",
+            f"left out on GPUs: {WAYS_LEFT_OUT}; the bare transport and the bare path",
+            "",
+            "GB/s",
+            *aligned(rows),
+        ]
+    )
+
+
 def as_json(report: Report) -> str:
     """Return every number of the run."""
     sizes = [
         {
             "bytes": size.length_bytes,
-            "bound_gb_per_s": size.bound,
+            **({} if report.placement.on_gpus else {"bound_gb_per_s": size.bound}),
             "lines": {
                 name: {
                     "gb_per_s": size.rate(name),
@@ -76,6 +101,8 @@ def as_json(report: Report) -> str:
         "bytes_equal": True,
         "sizes": sizes,
     }
+    if report.placement.on_gpus:
+        whole["devices"] = report.placement._asdict()
     return json.dumps(whole, indent=2) + "\n"
 
 
@@ -98,8 +125,11 @@ def plot(report: Report, path: Path) -> None:
         _line(axes, report, course.name, color=f"C{index}", marker="o", linewidth=2, label=course.name)
     for name, (color, style, label) in styles.items():
         _line(axes, report, name, color=color, linestyle=style, linewidth=1.6, label=label)
-    bound = [size.bound for size in report.sizes]
-    axes.plot(sizes, bound, color="black", linewidth=1.2, label=f"bound of {os.cpu_count()} cores, staged")
+    if report.placement.on_gpus:
+        _line(axes, report, "copy", color="black", linestyle="--", linewidth=1.6, label="plain copy")
+    else:
+        bound = [size.bound for size in report.sizes]
+        axes.plot(sizes, bound, color="black", linewidth=1.2, label=f"bound of {os.cpu_count()} cores, staged")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -1,7 +1,8 @@
 """How long does a request's KV take when many requests move at once: staged between unequal layouts, beside the same
-bytes between equal layouts, whole pages in place, and beside slice by slice?
+bytes between equal layouts, whole pages in place, and beside slice by slice? On GPUs (`--devices`): staged and direct, each
+beside the same way between equal layouts.
 
-Every time is of a room through real agents between engines' pages in shared memory, from `send` to the last byte in
+Every time is of a room through real agents between engines' pages in shared memory or on GPUs, from `send` to the last byte in
 decode's pages, and counts only if every byte of all rooms was compared and is right. The ways take turns; percentiles
 are over all rooms of all repetitions.
 """
@@ -16,16 +17,30 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from longshore_cli import devices
 from longshore_cli.bench import report
 from longshore_cli.bench.errors import BenchError
-from longshore_cli.bench.scene import Course, open_scenes
+from longshore_cli.bench.scene import Course, check_direct, open_scenes
 from longshore_cli.bench.transfer import MIB, MODEL
+from longshore_cli.devices import HOST, Placement
 
 # The first run of each way loads code and connects, the first of a count touches memory: they are not counted.
 _WARM_UPS = 1
 STAGED = Course("staged 2→1", "Staged", 2, 1)
 EQUAL = Course("contiguous 1→1", "Contiguous", 1, 1)
 SLICES = Course("slices 2→1", "Slices", 2, 1)
+STAGED_EQUAL = Course("staged 1→1", "Staged", 1, 1)
+DIRECT = Course("direct 2→1", "Direct", 2, 1)
+DIRECT_EQUAL = Course("direct 1→1", "Direct", 1, 1)
+ON_HOST = (STAGED, EQUAL, SLICES)
+ON_GPUS = (STAGED, STAGED_EQUAL, DIRECT, DIRECT_EQUAL)
+# What the last columns of the table divide by on GPUs: the same way between equal layouts.
+_BESIDE = {
+    STAGED.name: STAGED_EQUAL.name,
+    STAGED_EQUAL.name: STAGED_EQUAL.name,
+    DIRECT.name: DIRECT_EQUAL.name,
+    DIRECT_EQUAL.name: DIRECT_EQUAL.name,
+}
 
 
 @dataclass(frozen=True)
@@ -60,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="repetitions of each way and number (3)")
     parser.add_argument("--backend", default="NIXL", help="NIXL, Mooncake or Loopback")
     parser.add_argument("--slices-limit", type=int, default=512, help="rooms above which slices are left out (512)")
+    devices.add_argument(parser)
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     parser.add_argument("--plot", type=Path, help="draw the percentiles into this PNG file")
 
@@ -68,25 +84,37 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, print the table, write what was asked for; return 0. Raises BenchError."""
     if arguments.tokens % arguments.page_size or arguments.tokens < 1:
         raise BenchError(f"--tokens is {arguments.tokens}: give a multiple of the page size, {arguments.page_size}")
-    loads, wire = measure(arguments)
+    placement = devices.check(arguments.devices, [arguments.backend])
+    loads, wire = measure(arguments, placement)
     over = f"{arguments.backend} over {wire}"
     print(table(loads, over))
+    if placement.on_gpus:
+        print(f"\n{devices.describe(placement)}; left out there: {devices.WAYS_LEFT_OUT}")
     if arguments.json:
-        arguments.json.write_text(as_json(loads, arguments.backend, wire))
+        arguments.json.write_text(as_json(loads, arguments.backend, wire, placement))
     if arguments.plot:
         plot(loads, over, arguments.plot)
     return 0
 
 
-def measure(arguments: argparse.Namespace) -> tuple[list[Load], str]:
+def measure(arguments: argparse.Namespace, placement: Placement) -> tuple[list[Load], str]:
     """Run everything; return the numbers and the wire. Says on standard error how far it is. Raises BenchError."""
     room_bytes = arguments.tokens * 2 * MODEL.layers * MODEL.kv_heads * MODEL.head_bytes
     settings = {"backend": arguments.backend, "deployment": "bench/rooms", "log_level": "warning"}
+    settings |= devices.agent_settings(placement, arguments.backend)
     tokens = max(arguments.rooms) * arguments.tokens
     found: dict[tuple[str, int], Load] = {}
     with (
         tempfile.TemporaryDirectory() as directory,
-        open_scenes([STAGED, EQUAL, SLICES], MODEL, arguments.page_size, tokens, settings, Path(directory)) as scenes,
+        open_scenes(
+            ON_GPUS if placement.on_gpus else ON_HOST,
+            MODEL,
+            arguments.page_size,
+            tokens,
+            settings,
+            Path(directory),
+            placement,
+        ) as scenes,
     ):
         for count in arguments.rooms:
             sys.stderr.write(f"{count} rooms at once\n")
@@ -102,15 +130,17 @@ def measure(arguments: argparse.Namespace) -> tuple[list[Load], str]:
                     load.seconds.extend(seconds)
                     load.whole_s.append(max(seconds))
         wire = scenes[0].wire()
+        check_direct(scenes)
     return list(found.values()), wire
 
 
 def table(loads: list[Load], over: str) -> str:
     """Return aligned tables: milliseconds of a room, and the ratio to equal layouts."""
     rows = [["rooms", "way", "p50 ms", "p99 ms", "GB/s", "p50 / equal", "p99 / equal"]]
-    equal = {load.rooms: load for load in loads if load.course == EQUAL.name}
+    known = {(load.course, load.rooms): load for load in loads}
+    host = any(load.course == EQUAL.name for load in loads)
     for load in sorted(loads, key=lambda load: load.rooms):
-        beside = equal[load.rooms]
+        beside = known[EQUAL.name if host else _BESIDE[load.course], load.rooms]
         values = [load.percentile(50) * 1e3, load.percentile(99) * 1e3, load.gb_per_s]
         ratios = [load.percentile(percent) / beside.percentile(percent) for percent in (50, 99)]
         rows.append([str(load.rooms), load.course, *(f"{value:.2f}" for value in (*values, *ratios))])
@@ -119,7 +149,7 @@ def table(loads: list[Load], over: str) -> str:
     return "\n".join([*head, *report.aligned(rows)])
 
 
-def as_json(loads: list[Load], backend: str, wire: str) -> str:
+def as_json(loads: list[Load], backend: str, wire: str, placement: Placement = HOST) -> str:
     """Return every number of the run."""
     lines = [
         {
@@ -134,6 +164,8 @@ def as_json(loads: list[Load], backend: str, wire: str) -> str:
         for load in loads
     ]
     whole = {"machine": report.machine(), "backend": backend, "wire": wire, "bytes_equal": True, "loads": lines}
+    if placement.on_gpus:
+        whole |= {"devices": placement._asdict()}
     return json.dumps(whole, indent=2) + "\n"
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from longshore_cli.bench.errors import BenchError
 from longshore_cli.bench.pages import Content, Pages
+from longshore_cli.devices import CPU, HOST, Placement, device_of
 from longshore_cli.local_agents import LocalAgent
 from longshore_client import Client, Half, connect
 from longshore_wire.engine_messages import RoomEvent, RoomEventKind
@@ -27,8 +28,9 @@ from longshore_wire.layout import KVLayout, ModelShape, Parallel
 _START_S = 120.0
 _ROOM_S = 120.0
 _LOOK_PAUSE_S = 0.002
-# How often a decode engine looks for events; the error of every time of `move_many`.
+# How often a decode engine looks for events; the error of every time of `move_many`. A room between GPUs takes less than the first.
 _EVENT_PAUSE_S = 0.0005
+_GPU_EVENT_PAUSE_S = 0.00005
 _PREFETCH_S = 10.0
 # A probe of the wire takes 5 s at most.
 _WIRE_S = 15.0
@@ -85,6 +87,7 @@ class Scene:
         self._endpoint = source.clients[0].endpoint(_START_S)
         self.clocks = [_process_clock(pid) for pid in self.worker_pids()]
         self.last_room = 0
+        self._event_pause_s = _EVENT_PAUSE_S if target.pages[0].device == CPU else _GPU_EVENT_PAUSE_S
 
     def move(self, token_count: int) -> Moved:
         """Move tokens [0, n) of the sequence once and compare every byte; the claim is there before the offer.
@@ -165,7 +168,7 @@ class Scene:
                             ended_s[event.room] = time.perf_counter()
             if time.perf_counter() > deadline_s:
                 raise BenchError(f"{self.course.name}: {len(rooms) - len(ended_s)} rooms did not end")
-            time.sleep(_EVENT_PAUSE_S)
+            time.sleep(self._event_pause_s)
         return ended_s
 
     def wire(self) -> str:
@@ -229,19 +232,35 @@ class Stage:
         """Register all ranks of an engine at an agent."""
 
         def register(mine: Pages) -> Client:
-            client = connect(agent.socket_path, instance=name, layout=mine.layout, roles=(half,), timeout_s=_START_S)
+            client = connect(
+                agent.socket_path,
+                instance=name,
+                layout=mine.layout,
+                device=mine.device,
+                roles=(half,),
+                timeout_s=_START_S,
+            )
             self._stack.callback(client.close)
-            client.register_pool(0, mine.geometry, [mine.region_fd], timeout_s=_START_S)
+            client.register_pool(0, mine.geometry, mine.regions, timeout_s=_START_S)
             return client
 
         with ThreadPoolExecutor(len(pages)) as threads:
             return Engine(name, list(threads.map(register, pages)), pages, agent)
 
-    def pages(self, model: ModelShape, tp: int, page_size: int, token_count: int, seed: int) -> list[Pages]:
-        """Make the pools of all ranks of an engine."""
+    def pages(
+        self,
+        model: ModelShape,
+        tp: int,
+        page_size: int,
+        token_count: int,
+        seed: int,
+        devices: Sequence[str] = (),
+    ) -> list[Pages]:
+        """Make the pools of all ranks of an engine, on these GPUs or in shared memory."""
         made = []
         for rank in range(tp):
-            made.append(Pages(KVLayout(model, Parallel(tp=tp, tp_rank=rank), page_size), token_count, seed + rank))
+            layout = KVLayout(model, Parallel(tp=tp, tp_rank=rank), page_size)
+            made.append(_open_pages(layout, token_count, seed + rank, device_of(devices, rank)))
             self._stack.callback(made[-1].close)
         return made
 
@@ -261,21 +280,25 @@ def open_scenes(
     token_count: int,
     settings: Mapping[str, str],
     directory: Path,
+    placement: Placement = HOST,
 ) -> Iterator[list[Scene]]:
     """Start agents and engines for all courses, with the sequence's KV in every prefill engine's pages.
 
     Args:
         settings: of all agents, by name, as docs/reference/settings.md has them.
         directory: an empty one, for the agents' sockets.
+        placement: of the pages.
     """
     row_bytes = model.kv_heads * model.head_bytes
     content = Content(row_bytes, token_count)
     with open_stage(settings, directory) as stage:
         target_pages = {
-            tp: stage.pages(model, tp, page_size, token_count, 100) for tp in sorted({c.target_tp for c in courses})
+            tp: stage.pages(model, tp, page_size, token_count, 100, placement.decode)
+            for tp in sorted({c.target_tp for c in courses})
         }
         source_pages = {
-            tp: stage.pages(model, tp, page_size, token_count, 200) for tp in sorted({c.source_tp for c in courses})
+            tp: stage.pages(model, tp, page_size, token_count, 200, placement.prefill)
+            for tp in sorted({c.source_tp for c in courses})
         }
         for pages in itertools.chain(*source_pages.values()):
             pages.fill(content, token_count)
@@ -294,6 +317,26 @@ def open_scenes(
             target = stage.engine(f"decode-{index}", agent, target_pages[course.target_tp], Half.TARGET)
             scenes.append(Scene(course, sources[course.source_tp], target, content))
         yield scenes
+
+
+def check_direct(scenes: Sequence[Scene]) -> None:
+    """Raise BenchError unless what is called direct was: agents stage between GPUs that do not reach each other."""
+    for scene in scenes:
+        by_worker = scene.source.agent.metrics().by("worker", "longshore_writes_total", way="direct")
+        mine = sum(count for worker, count in by_worker.items() if worker.startswith(f"{scene.source.name}/"))
+        if scene.course.way == "Direct" and not mine:
+            raise BenchError(
+                f"{scene.course.name}: no write was direct: these GPUs do not reach each other's memory; choose others, or one"
+            )
+
+
+def _open_pages(layout: KVLayout, token_count: int, seed: int, device: str) -> Pages:
+    if device == CPU:
+        return Pages(layout, token_count, seed)
+    # It loads torch, which a run on the host's memory does without.
+    from longshore_cli.bench.device_pages import DevicePages
+
+    return DevicePages(layout, token_count, seed, device)
 
 
 def _forget_events(client: Client, half: Half, rooms: Sequence[int]) -> None:

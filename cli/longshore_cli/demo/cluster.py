@@ -1,7 +1,8 @@
-"""The processes of the demo: three agents a transport for all pairs, and the engines of one pair at a time.
+"""The processes of the demo: two or three agents a transport for all pairs, and the engines of one pair at a time.
 
-For each transport the decode engines are registered with two agents: one is told to take staged slabs, the
-other to take slices, so that the same pages can be moved both ways, and by every transport, in one run.
+For each transport the decode engines are registered with two agents, so that the same pages can be moved both ways, and
+by every transport, in one run: one is told to take staged slabs, the other to take slices. Where KV is on GPUs, which
+slices do not reach, the other is prefill's own agent, whose engines exchange pages directly.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from typing import Self
 
 import msgspec
 
+from longshore_cli.devices import Placement, agent_settings
 from longshore_cli.engine.config import RankOptions
 from longshore_cli.engine.connector import EXTENSION, ConnectorOptions, Registration
 from longshore_cli.engine.processes import EngineProcesses
 from longshore_cli.local_agents import LocalAgent, make_keys
 from longshore_wire.engine_messages import Half
 
-STAGED, SLICES = "staged", "slices"
+STAGED, SLICES, DIRECT = "staged", "slices", "direct"
 PAGE_SIZE = 16
 # Small against a prompt, so that the ring wraps many times; each lane's buffer still holds a slab of 1 MiB or more.
 _RING_BYTES = 16 << 20
@@ -28,10 +30,16 @@ _SLAB_BYTES_MIN = 256 << 10
 
 
 class Agents:
-    """One agent for prefill and two for decode, of one transport; use as a context manager."""
+    """One agent for prefill and one for each way of decode, of one transport; use as a context manager.
 
-    def __init__(self, backend: str, directory: Path) -> None:
+    Attributes:
+        decode: the agent that takes each way; `direct` is taken by prefill's own.
+        other_way: beside staged.
+    """
+
+    def __init__(self, backend: str, directory: Path, placement: Placement) -> None:
         self.backend = backend
+        self.other_way = DIRECT if placement.on_gpus else SLICES
         keys = directory / "keys"
         make_keys(keys)
         common: dict[str, str | int | float] = {
@@ -41,20 +49,24 @@ class Agents:
             "ring_bytes": _RING_BYTES,
             "lane_bytes": _LANE_BYTES,
             "slab_bytes_min": _SLAB_BYTES_MIN,
+            "gpu_slab_bytes_min": _SLAB_BYTES_MIN,
+            **agent_settings(placement, backend),
         }
         self.prefill = LocalAgent(common | {"node": "prefill"}, directory / "prefill")
         self.decode = {
             STAGED: LocalAgent(common | {"node": "decode", "force_way": "Staged"}, directory / "decode"),
-            SLICES: LocalAgent(common | {"node": "decode-slices", "force_way": "Slices"}, directory / "slices"),
+            self.other_way: self.prefill
+            if placement.on_gpus
+            else LocalAgent(common | {"node": "decode-slices", "force_way": "Slices"}, directory / "slices"),
         }
 
     @property
     def all(self) -> list[LocalAgent]:
         """Every agent."""
-        return [self.prefill, *self.decode.values()]
+        return list(dict.fromkeys([self.prefill, *self.decode.values()]))
 
     def registration(self, way: str) -> str:
-        """What engines call their registration with the agent that takes this way; prefill has one, for staged."""
+        """What engines call their registration for this way; prefill has one, for staged."""
         return f"{self.backend} {way}"
 
     def __enter__(self) -> Self:
@@ -91,11 +103,18 @@ class Engines:
     """
 
     def __init__(
-        self, transports: Sequence[Agents], prefill_tp: int, decode_tp: int, page_count: int, seed: int
+        self,
+        transports: Sequence[Agents],
+        prefill_tp: int,
+        decode_tp: int,
+        page_count: int,
+        seed: int,
+        placement: Placement,
     ) -> None:
         self.name = f"TP{prefill_tp} -> TP{decode_tp}"
         self.prefill_instance = f"prefill-{prefill_tp}-{decode_tp}"
-        self.decode_instances = {way: f"decode-{prefill_tp}-{decode_tp}-{way}" for way in (STAGED, SLICES)}
+        ways = [way for agents in transports for way in agents.decode]
+        self.decode_instances = {way: f"decode-{prefill_tp}-{decode_tp}-{way}" for way in ways}
         self._started: list[EngineProcesses] = []
         prefill = {
             agents.registration(STAGED): Registration(self.prefill_instance, agents.prefill.socket_path)
@@ -107,8 +126,9 @@ class Engines:
             for way, agent in agents.decode.items()
         }
         try:
-            self.prefill = self._start(ConnectorOptions(Half.SOURCE, prefill), prefill_tp, page_count, seed)
-            self.decode = self._start(ConnectorOptions(Half.TARGET, decode), decode_tp, page_count, seed + 1)
+            near, far = ConnectorOptions(Half.SOURCE, prefill), ConnectorOptions(Half.TARGET, decode)
+            self.prefill = self._start(near, prefill_tp, page_count, seed, placement.prefill)
+            self.decode = self._start(far, decode_tp, page_count, seed + 1, placement.decode)
         except BaseException:
             self.close()
             raise
@@ -129,12 +149,15 @@ class Engines:
         for engine in self._started:
             engine.close(stop_timeout_s=0.0)
 
-    def _start(self, connector: ConnectorOptions, tp: int, page_count: int, seed: int) -> EngineProcesses:
+    def _start(
+        self, connector: ConnectorOptions, tp: int, page_count: int, seed: int, devices: tuple[str, ...]
+    ) -> EngineProcesses:
         options = RankOptions(
             tp=tp,
             page_size=PAGE_SIZE,
             page_count=page_count,
             shuffle_seed=seed,
+            devices=devices,
             extension=EXTENSION,
             extension_options=msgspec.msgpack.encode(connector),
         )

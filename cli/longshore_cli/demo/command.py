@@ -1,6 +1,6 @@
 """The `demo` command: its arguments, the order of its steps, and its exit status.
 
-0: everything is equal. 1: something differs or failed; says what. 130 or 143: interrupted. In every case nothing is left:
+0: everything is equal. 1: something differs or failed; says what. 2: it cannot run with these arguments. 130 or 143: interrupted. In every case nothing is left:
 no process, no socket, no shared memory, no file.
 """
 
@@ -14,12 +14,14 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from longshore_cli import devices
 from longshore_cli.demo.cluster import PAGE_SIZE, Agents, Engines
 from longshore_cli.demo.counts import PairResult
 from longshore_cli.demo.pair import PairRun
 from longshore_cli.demo.progress import Progress
 from longshore_cli.demo.prompts import TOKENS_GENERATED, Request, answered_requests, total_tokens
 from longshore_cli.demo.table import encoded, rendered
+from longshore_cli.devices import DevicesError, Placement
 from longshore_cli.engine.config import ModelConfig, RankOptions
 from longshore_cli.engine.pages import pages_for
 from longshore_cli.engine.processes import EngineProcesses
@@ -43,9 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend",
         type=_backends,
-        default=_backends(_BACKENDS),
-        help=f"transports, separated by commas; the first moves every room, a further one the longest (default: {_BACKENDS})",
+        help=f"transports, separated by commas; the first moves every room, a further one the longest (default: {_BACKENDS}; "
+        f"on GPUs {','.join(devices.BACKENDS_DEFAULT)})",
     )
+    devices.add_argument(parser)
     parser.add_argument("--seed", type=int, default=0, help="of prompts and page ids (default: 0)")
     parser.add_argument(
         "--quick", action="store_true", help=f"fewer prompts, and {_PAIRS_QUICK} where no pairs are given"
@@ -58,9 +61,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None and not arguments.json.resolve().parent.is_dir():
         print(f"longshore demo: --json {arguments.json}: there is no such directory", file=sys.stderr)
         return 2
+    if arguments.backend is None:
+        arguments.backend = list(devices.BACKENDS_DEFAULT) if arguments.devices else _backends(_BACKENDS)
+    try:
+        placement = devices.check(arguments.devices, arguments.backend)
+    except DevicesError as error:
+        print(f"longshore demo: {error}", file=sys.stderr)
+        return 2
     try:
         with interrupts_raised(), _directory() as directory, descendants_ended() as ended:
-            status = _judged(arguments, directory)
+            status = _judged(arguments, placement, directory)
     except InterruptedBySignal as error:
         print("longshore demo: interrupted; everything that it started has ended", file=sys.stderr)
         return _SIGNAL_STATUS + error.number
@@ -73,13 +83,13 @@ def run(arguments: argparse.Namespace) -> int:
     return status
 
 
-def _judged(arguments: argparse.Namespace, directory: Path) -> int:
-    transports = [Agents(backend, directory / backend.lower()) for backend in arguments.backend]
+def _judged(arguments: argparse.Namespace, placement: Placement, directory: Path) -> int:
+    transports = [Agents(backend, directory / backend.lower(), placement) for backend in arguments.backend]
     with contextlib.ExitStack() as stack:
         for agents in transports:
             stack.enter_context(agents)
         try:
-            results = _all_pairs(arguments, transports)
+            results = _all_pairs(arguments, placement, transports)
         except LongshoreError:
             for agent in (agent for agents in transports for agent in agents.all):
                 place = agent.directory.relative_to(directory)
@@ -92,14 +102,21 @@ def _judged(arguments: argparse.Namespace, directory: Path) -> int:
     print("Everything is equal: pages byte for byte, and tokens with those of one engine that did both.")
     print("GB/s: all rooms at once, from the first accepted send to the last DONE, the middle one of several times;")
     print("pieces: the separate pieces of memory in all writes; vs slices: against the same rooms slice by slice.")
+    if placement.on_gpus:
+        print(f"KV was in GPU memory throughout: {placement}. The one engine has its own in host memory.")
+        print(f"Left out on GPUs: {devices.WAYS_LEFT_OUT}.")
     if arguments.json is not None:
         options = {"backends": arguments.backend, "seed": arguments.seed, "quick": arguments.quick}
+        if placement.on_gpus:
+            options["devices"] = arguments.devices
         arguments.json.write_bytes(encoded(results, options))
     return 0
 
 
-def _all_pairs(arguments: argparse.Namespace, transports: Sequence[Agents]) -> list[PairResult]:
+def _all_pairs(arguments: argparse.Namespace, placement: Placement, transports: Sequence[Agents]) -> list[PairResult]:
     progress = Progress()
+    if placement.on_gpus:
+        progress.say(devices.describe(placement))
     pairs = arguments.pairs or _pairs(_PAIRS_QUICK if arguments.quick else _PAIRS)
     names = " and ".join(arguments.backend)
     count = sum(len(agents.all) for agents in transports)
@@ -110,7 +127,7 @@ def _all_pairs(arguments: argparse.Namespace, transports: Sequence[Agents]) -> l
     for prefill_tp, decode_tp in pairs:
         if results:
             progress.say(f"starting the engines of TP{prefill_tp} -> TP{decode_tp}")
-        with Engines(transports, prefill_tp, decode_tp, page_count, arguments.seed) as engines:
+        with Engines(transports, prefill_tp, decode_tp, page_count, arguments.seed, placement) as engines:
             if not requests:
                 requests = _reference(arguments, progress)
                 for agents in transports:

@@ -1,7 +1,7 @@
 """One pair of layouts: prompts go through prefill while their KV moves, decode goes on, and the transfer is measured.
 
 Called by `command` with running processes. The rounds: one with computation, whose pages and tokens are judged, then
-rounds of transfer alone, staged and slice by slice, whose pages are judged too. For a further transport the prompts are
+rounds of transfer alone, staged and slice by slice (on GPUs: directly), whose pages are judged too. For a further transport the prompts are
 not computed again: prefill sends the pages that it has, chunk by chunk, and a part of the rooms is enough.
 """
 
@@ -16,7 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from longshore_cli.demo import compare
-from longshore_cli.demo.cluster import PAGE_SIZE, SLICES, STAGED, Agents, Engines
+from longshore_cli.demo.cluster import DIRECT, PAGE_SIZE, SLICES, STAGED, Agents, Engines
 from longshore_cli.demo.counts import Counts, PairResult, Transfer, lane_shares, ring_rounds
 from longshore_cli.demo.errors import DifferenceError
 from longshore_cli.demo.progress import Progress
@@ -38,6 +38,7 @@ ROUNDS = 3
 # What a further transport moves: the first rooms, which are the longest, and slices once.
 FURTHER_ROOMS = 2
 FURTHER_SLICES_ROUNDS = 1
+_IN_WORDS = {SLICES: "slice by slice", DIRECT: "directly"}
 
 Answer = TypeVar("Answer")
 
@@ -100,17 +101,18 @@ class PairRun:
         compared_tokens = self._judge_tokens(rooms, first_tokens)
         self._release(rooms)
         staged = self._measure(rooms, STAGED, ROUNDS)
-        slices = self._measure(rooms, SLICES, FURTHER_SLICES_ROUNDS if self._earlier else ROUNDS)
+        other_way = self._agents.other_way
+        other = self._measure(rooms, other_way, FURTHER_SLICES_ROUNDS if self._earlier else ROUNDS)
         rounds = ring_rounds(self._agents.decode[STAGED].metrics(), self._engines.decode_instances[STAGED])
         if not rounds or min(rounds) < RING_ROUNDS_MIN:
             raise DifferenceError(f"rings wrapped {rounds} times, and {RING_ROUNDS_MIN} are asked for")
         self._say(
             f"{staged.payload_bytes / 1e6:.0f} MB again, {_times(staged)} staged in {staged.median_s:.2f} s, "
-            f"{_times(slices)} slice by slice in {slices.median_s:.2f} s; rings wrapped {_ends(rounds)} times"
+            f"{_times(other)} {_IN_WORDS[other_way]} in {other.median_s:.2f} s; rings wrapped {_ends(rounds)} times"
         )
         shares = lane_shares(self._agents.prefill.metrics(), self._engines.prefill_instance)
         name, backend = self._engines.name, self._agents.backend
-        return PairResult(name, backend, (staged, slices), rounds, shares, compared_bytes, compared_tokens)
+        return PairResult(name, backend, (staged, other), rounds, shares, compared_bytes, compared_tokens)
 
     def _say(self, text: str) -> None:
         self._progress.say(f"{self._engines.name} by {self._agents.backend}: {text}")
@@ -231,6 +233,11 @@ class PairRun:
             seconds.append(round_s)
             moved.append(round_bytes)
         total = self._counted(way).since(before)
+        if not total.writes:
+            raise DifferenceError(
+                f"{self._engines.name}: nothing was written {_IN_WORDS.get(way, way)}: agents stage between GPUs that do not "
+                "reach each other's memory; name others, or one"
+            )
         counts = Counts(total.slabs // rounds, total.writes // rounds, total.pieces // rounds)
         wires = self._wires(way)
         return Transfer(way, len(rooms), counts, moved[0], tuple(seconds), wires)

@@ -27,11 +27,11 @@ _LEFT = {"pair", "backend", "way", "wire"}
 
 
 def rendered(results: Sequence[PairResult]) -> str:
-    """Return the table, one line a pair, transport and way; `vs slices` is how many times faster than the same rooms slice by slice."""
+    """Return the table, one line a pair, transport and way; `vs slices` is how many times faster than the same rooms slice by slice, if these were."""
     rows: list[tuple[str, ...]] = [_HEADINGS]
     for result in results:
-        slowest_s = max(transfer.median_s for transfer in result.transfers if transfer.way == "slices")
-        rows += [_row(result, transfer, slowest_s / transfer.median_s) for transfer in result.transfers]
+        slices_s = [transfer.median_s for transfer in result.transfers if transfer.way == "slices"]
+        rows += [_row(result, one, max(slices_s) / one.median_s if slices_s else None) for one in result.transfers]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
     lines = [
         "  ".join(
@@ -54,7 +54,7 @@ def encoded(results: Sequence[PairResult], options: dict[str, object]) -> bytes:
     return msgspec.json.format(msgspec.json.encode({"options": options, "pairs": pairs}))
 
 
-def _row(result: PairResult, transfer: Transfer, speed: float) -> tuple[str, ...]:
+def _row(result: PairResult, transfer: Transfer, speed: float | None) -> tuple[str, ...]:
     counts = transfer.counts
     return (
         result.name,
@@ -67,6 +67,6 @@ def _row(result: PairResult, transfer: Transfer, speed: float) -> tuple[str, ...
         f"{transfer.payload_bytes / 1e6:.1f}",
         f"{transfer.median_s:.3f}",
         f"{transfer.rate:.2f}",
-        f"{speed:.1f}x",
+        "-" if speed is None else f"{speed:.1f}x",
         ", ".join(transfer.wires),
     )

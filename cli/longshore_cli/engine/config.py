@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from longshore_cli.devices import device_of
 from longshore_cli.engine.errors import EngineError
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel
 
@@ -67,6 +68,7 @@ class RankOptions(msgspec.Struct, frozen=True, kw_only=True):
         page_count: pages in this rank's pool.
         poison: fill pages that nobody wrote with NaN, so that attention over missing KV is noticed.
         shuffle_seed: hand pages out in an order shuffled by this seed; None hands them out ascending.
+        devices: GPUs whose memory holds the pages, dealt to the ranks in order; none: shared memory does. All compute on the CPU.
         init_method: `file://` or `tcp://` rendezvous of the ranks, unused with tp 1.
         extension: `module:factory` that a rank process loads (see `rank_main`), or empty.
         extension_options: bytes handed to that factory as they are.
@@ -81,6 +83,7 @@ class RankOptions(msgspec.Struct, frozen=True, kw_only=True):
     page_count: int = 256
     poison: bool = True
     shuffle_seed: int | None = None
+    devices: tuple[str, ...] = ()
     init_method: str = ""
     extension: str = ""
     extension_options: bytes = b""
@@ -89,6 +92,11 @@ class RankOptions(msgspec.Struct, frozen=True, kw_only=True):
     def layout(self) -> KVLayout:
         """This rank's share of the cache in the terms of a transfer."""
         return KVLayout(self.model.shape, Parallel(tp=self.tp, tp_rank=self.tp_rank), self.page_size, self.order)
+
+    @property
+    def device(self) -> str:
+        """Where this rank's pages are: "cpu", or a GPU as torch names it."""
+        return device_of(self.devices, self.tp_rank)
 
     def check(self) -> None:
         """Raise EngineError or LayoutError, naming the field, if this rank cannot exist."""

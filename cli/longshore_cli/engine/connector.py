@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from longshore_cli.devices import CPU
 from longshore_cli.engine.errors import EngineError
 from longshore_client import (
     AgentLost,
@@ -135,7 +136,7 @@ class Connector:
         self._clients: dict[str, Client] = {}
         self._open = ExitStack()
         self._decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
-        pool = engine.pool
+        pool, memory = engine.pool, engine.pool.device_memory
         try:
             for name, agent in self._options.agents.items():
                 client = self._open.enter_context(
@@ -143,11 +144,14 @@ class Connector:
                         agent.socket,
                         instance=agent.instance,
                         layout=engine.options.layout,
+                        device=CPU if memory is None else memory.name,
                         roles=(self._options.half,),
                         timeout_s=CONNECT_TIMEOUT_S,
                     )
                 )
-                client.register_pool(0, pool.geometry, [pool.region_fd])
+                regions = [pool.region_fd] if memory is None else [memory.region]
+                # On a GPU the worker compiles the kernels of this layout now, so that no room waits for them.
+                client.register_pool(0, pool.geometry, regions, timeout_s=CONNECT_TIMEOUT_S)
                 self._clients[name] = client
         except BaseException:
             self._open.close()

@@ -31,7 +31,7 @@ class EngineRank:
 
     Attributes:
         options: what it was made from.
-        pool: its paged KV; `pool.region_fd`, `pool.geometry` and `options.layout` are what an agent maps.
+        pool: its paged KV; `pool.region_fd` (or `pool.device_memory`), `pool.geometry` and `options.layout` are what an agent maps.
         allocator: free pages of the pool, for use in process. A driver of several ranks has its own.
     Raises:
         EngineError, LayoutError: the options cannot work; names the field.
@@ -42,7 +42,7 @@ class EngineRank:
         self.options = options
         self._group = join_group(options.init_method, options.tp, options.tp_rank)
         self._decoder = Decoder(options, self._group)
-        self.pool = PagePool(options.layout, options.page_count, poison=options.poison)
+        self.pool = PagePool(options.layout, options.page_count, poison=options.poison, device=options.device)
         self.allocator = PageAllocator(options.page_count, options.shuffle_seed)
 
     def close(self) -> None:

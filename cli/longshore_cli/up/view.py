@@ -6,6 +6,7 @@ import sys
 import time
 from dataclasses import dataclass
 
+from longshore_cli.local_agents import LocalAgentError
 from longshore_cli.up.fleet import Fleet, Member
 from longshore_wire.agent_config import AgentConfig
 from longshore_wire.errors import LongshoreError
@@ -13,6 +14,7 @@ from longshore_wire.errors import LongshoreError
 # How often a terminal is drawn anew, and how often a line is written where there is none.
 _DRAW_S = 1.0
 _LINE_S = 5.0
+SILENT = "does not answer"
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,18 @@ class Looker:
         self._sent: dict[str, tuple[float, float]] = {}
 
     def rows(self) -> list[Row]:
-        """Return the state of now. Raises LocalAgentError if an agent does not answer."""
+        """Return the state of now. Raises LocalAgentError if an agent has ended."""
         return [self._row(name) for name in self._fleet.agents]
 
     def _row(self, name: str) -> Row:
         agent = self._fleet.agents[name]
-        status, page = agent.status(), agent.metrics()
+        try:
+            status, page = agent.status(), agent.metrics()
+        except LocalAgentError:
+            # On a busy machine a page may take longer than a viewer waits; what moves must not end with that.
+            if agent.running:
+                return Row(name, SILENT, 0, 0, 0, 0, 0.0)
+            raise
         ranks: dict[str, int] = {}
         for worker in status["workers"]:
             for engine in worker["engines"]:
@@ -110,7 +118,7 @@ def watch(looker: Looker, until_s: float | None) -> None:
     """Show the agents until `until_s` (time.monotonic), or until the caller is interrupted.
 
     Raises:
-        LocalAgentError: an agent has ended, or does not answer.
+        LocalAgentError: an agent has ended.
     """
     if sys.stdout.isatty():
         _draw(looker, until_s)

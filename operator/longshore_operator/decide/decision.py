@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
 from longshore_operator import kinds, names
 from longshore_operator.decide import engines, rollout, sharing, spec
 from longshore_operator.decide.drift import differs
-from longshore_operator.decide.verdict import Verdict, verdict
+from longshore_operator.decide.verdict import Verdict, some, verdict
 from longshore_operator.kinds import Kind
 from longshore_operator.observe import Observed
 from longshore_operator.reasons import ConditionType, Truth
@@ -22,10 +23,11 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class NewKeys:
-    """Keys are to be made for this revision, that still let these clients in."""
+    """Keys are to be made for this revision, that still let these clients in; `previous` is the Secret before, if any."""
 
     revision: int
     accepted: tuple[str, ...]
+    previous: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ def decide(observed: Observed, images: ImageChoice) -> Decision:
     judged = spec.judge(observed.body)
     keys = observed.status.get("keys") or {}
     if judged.config is not None and judged.manifest is not None:
-        new = _new_keys(judged.manifest, keys, missing=observed.keys_missing)
+        new = _new_keys(observed, judged.manifest, keys)
         if new is not None:
             return Decision(keys=new)
     children = _render(observed, judged, images, keys)
@@ -82,25 +84,57 @@ def decide(observed: Observed, images: ImageChoice) -> Decision:
     )
 
 
-def _new_keys(manifest: DisaggDeployment, keys: Body, *, missing: bool) -> NewKeys | None:
-    revision = manifest.spec.agents.keys_revision
-    if keys.get("secret") and keys.get("revision") == revision and not missing:
+def _new_keys(observed: Observed, manifest: DisaggDeployment, keys: Body) -> NewKeys | None:
+    revision, accepted = manifest.spec.agents.keys_revision, tuple(keys.get("accepted") or ())
+    if observed.keys_missing or not keys.get("secret"):
+        return NewKeys(revision, accepted)
+    if keys.get("revision") == revision or _older_keys(observed, keys):
         return None
-    return NewKeys(revision, tuple(keys.get("accepted") or ()))
+    return NewKeys(revision, accepted, keys["secret"])
 
 
-def _render(observed: Observed, judged: spec.Judged, images: ImageChoice, keys: Body) -> list[tuple[Kind, Body]]:
+def _fingerprint(keys: Body) -> str:
+    return str(keys["secret"]).rpartition("-")[2]
+
+
+def _older_keys(observed: Observed, keys: Body) -> list[str]:
+    """Return where agents still have older keys: those know the current ones, and would not know the next."""
+    pods = [agent.pod for agent in observed.agents]
+    return [pod.node or pod.name for pod in pods if pod.keys and pod.keys != _fingerprint(keys)]
+
+
+def _keys_wait(observed: Observed, manifest: DisaggDeployment | None, keys: Body) -> str:
+    """Return for whom new keys wait; empty: they do not."""
+    if manifest is None or not keys or keys.get("revision") == manifest.spec.agents.keys_revision:
+        return ""
+    revision, older = manifest.spec.agents.keys_revision, some(_older_keys(observed, keys))
+    return f"keys of revision {revision} wait until all agents have those of revision {keys['revision']}: {older}"
+
+
+def _render(observed: Observed, judged: spec.Judged, images: ImageChoice, keys: Body) -> tuple[tuple[Kind, Body], ...]:
     if judged.manifest is None or judged.config is None:
-        return []
+        return ()
+    return _rendered(spec.text_of(observed.body), observed.uid, images, keys["secret"], keys.get("previous") or "")
+
+
+# As `judge_text`. What it returns is shared by all looks: it is compared and sent, never changed.
+@functools.lru_cache(maxsize=spec.KEPT_COUNT_MAX)
+def _rendered(
+    text: str, uid: str, images: ImageChoice, secret: str, previous_secret: str
+) -> tuple[tuple[Kind, Body], ...]:
+    judged = spec.judge_text(text)
+    assert judged.manifest is not None
+    assert judged.config is not None
     wanted = Wanted(
         manifest=judged.manifest,
         config=judged.config,
-        uid=observed.uid,
+        uid=uid,
         images=images,
-        keys_secret=keys["secret"],
-        keys_fingerprint=keys["secret"].rpartition("-")[2],
+        keys_secret=secret,
+        keys_fingerprint=_fingerprint({"secret": secret}),
+        previous_keys_secret=previous_secret,
     )
-    return render(wanted)
+    return tuple(render(wanted))
 
 
 def _is_due(observed: Observed, kind: Kind, body: Body) -> bool:
@@ -114,7 +148,7 @@ def _is_due(observed: Observed, kind: Kind, body: Body) -> bool:
     return differs(body, found)
 
 
-def _unwanted(observed: Observed, children: list[tuple[Kind, Body]]) -> tuple[ChildKey, ...]:
+def _unwanted(observed: Observed, children: tuple[tuple[Kind, Body], ...]) -> tuple[ChildKey, ...]:
     """Return our children that are rendered no more. What somebody else made is left alone, whatever its name."""
     wanted = {ChildKey(kind.name, body["metadata"]["name"]) for kind, body in children}
     return tuple(
@@ -127,7 +161,8 @@ def _judge(observed: Observed, judged: spec.Judged, children: dict[str, Body]) -
     seen = rollout.look(observed, children.get(kinds.DAEMON_SET.name))
     found = engines.connections(observed.agents)
     compatible = _compatible(judged)
-    agents = rollout.judge_agents(observed, seen, _selectors(judged), can_work=compatible.holds)
+    wait = _keys_wait(observed, judged.manifest, observed.status.get("keys") or {})
+    agents = rollout.judge_agents(observed, seen, _selectors(judged), can_work=compatible.holds, keys_wait=wait)
     verdicts = [
         _ready(compatible, agents),
         compatible,

@@ -31,7 +31,7 @@ class Connections:
     Attributes:
         instances: complete instances by half, each counted once however many nodes it spans.
         partial: instances of which ranks are missing.
-        silent: nodes of ready agents that do not answer.
+        silent: nodes of agents that were there and do not answer, whether their pods are still called ready or not.
         answering: agents that do.
     """
 
@@ -72,7 +72,7 @@ def connections(agents: tuple[Agent, ...]) -> Connections:
         instances={half: frozenset(found) for half, found in complete.items()},
         partial=frozenset(seen - complete[PREFILL] - complete[DECODE]),
         peers=tuple(_peers(answering)),
-        silent=tuple(agent.pod.node for agent in agents if agent.pod.ready and agent.silent),
+        silent=tuple(agent.pod.node for agent in agents if agent.silent and not agent.pod.ending),
         answering=len(answering),
     )
 
@@ -104,7 +104,7 @@ def _nothing_to_judge(found: Connections) -> tuple[str, str] | None:
 
 
 def _silence(found: Connections) -> str:
-    return f"{len(found.silent)} ready agents do not answer: {some(found.silent)}"
+    return f"{len(found.silent)} agents do not answer: {some(found.silent)}"
 
 
 def _engines(found: Connections, config: AgentConfig | None) -> Verdict:

@@ -72,8 +72,10 @@ def _same(observed: Observed, wanted: Body, found: Body) -> bool:
     return settled or not differs(wanted, found)
 
 
-def judge_agents(observed: Observed, rollout: Rollout, selectors: str, *, can_work: bool) -> Verdict:
-    """Return AgentsReady."""
+def judge_agents(
+    observed: Observed, rollout: Rollout, selectors: str, *, can_work: bool, keys_wait: str = ""
+) -> Verdict:
+    """Return AgentsReady. `keys_wait`: for whom keys that the spec asks for wait; empty: nobody has to wait."""
     counts = rollout.counts
     if not can_work:
         return verdict(_READY, "SpecNotApplied", f"{counts.ready} agents are ready, by an older spec or none")
@@ -81,6 +83,8 @@ def judge_agents(observed: Observed, rollout: Rollout, selectors: str, *, can_wo
         return verdict(_READY, "ChildRefused", f"{observed.refusal.child}: {observed.refusal.message}")
     if not rollout.exists or not rollout.current or not rollout.known:
         return verdict(_READY, "AgentsUpdating", f"agents of generation {observed.generation} are being started")
+    if keys_wait:
+        return verdict(_READY, "AgentsUpdating", keys_wait)
     if counts.desired == 0:
         return verdict(_READY, "NoNodes", f"no node is picked by {selectors}")
     if counts.ready < counts.desired or counts.updated < counts.desired:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,8 @@ from longshore_wire.slabs import slab_limit_bytes
 
 # What a status may hold, with room to spare.
 FAULTS_SHOWN_MAX = 8
+# Specs whose judgement is kept: several times the deployments of a large cluster. One takes a few KiB.
+KEPT_COUNT_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +31,23 @@ class Judged:
 
 def judge(body: dict[str, Any]) -> Judged:
     """Return what becomes of a DisaggDeployment as the API server gives it."""
+    return judge_text(text_of(body))
+
+
+def text_of(body: dict[str, Any]) -> str:
+    """Return all that a judgement depends on; equal texts are judged alike."""
+    metadata = {key: body["metadata"][key] for key in ("name", "namespace") if key in body["metadata"]}
+    parts = {key: body[key] for key in ("apiVersion", "kind", "spec") if key in body}
+    return json.dumps({**parts, "metadata": metadata}, sort_keys=True)
+
+
+# During a rollout a deployment is looked at each second while its spec stays as it is.
+@functools.lru_cache(maxsize=KEPT_COUNT_MAX)
+def judge_text(text: str) -> Judged:
+    """Return what becomes of a DisaggDeployment of this text."""
     read = None
     try:
-        read = manifest.read({key: body[key] for key in ("apiVersion", "kind", "metadata", "spec") if key in body})
+        read = manifest.read(json.loads(text))
         config = read.agent_config()
     except ConfigError as error:
         return Judged(read, None, None, tuple(error.faults))

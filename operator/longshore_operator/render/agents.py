@@ -172,8 +172,22 @@ def _probe(path: str) -> Body:
 def _volumes(wanted: Wanted) -> list[Body]:
     return [
         {"name": "config", "configMap": {"name": names.agent(wanted.name)}},
-        {"name": "keys", "secret": {"secretName": wanted.keys_secret, "defaultMode": 0o440}},
+        {"name": "keys", "projected": {"sources": _keys(wanted), "defaultMode": 0o440}},
         {"name": "run", "hostPath": {"path": wanted.config.run_directory, "type": "DirectoryOrCreate"}},
         {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
         {"name": "temporary", "emptyDir": {}},
     ]
+
+
+def _keys(wanted: Wanted) -> list[Body]:
+    """Return the keys and those before them: agents of two revisions work together while they are replaced."""
+    sources: list[Body] = [_secret(wanted.keys_secret, names.KEYS_FILE)]
+    if wanted.previous_keys_secret:
+        # Where it is gone, nobody can have it any more but agents that are to be replaced.
+        sources.append(_secret(wanted.previous_keys_secret, names.PREVIOUS_KEYS_FILE, optional=True))
+    return sources
+
+
+def _secret(name: str, file: str, *, optional: bool = False) -> Body:
+    source: Body = {"name": name, "items": [{"key": names.KEYS_FILE, "path": file}]}
+    return {"secret": source | ({"optional": True} if optional else {})}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from longshore_operator import kinds
+from longshore_operator import kinds, names
 from longshore_operator.kinds import Kind
 from longshore_operator.render.agents import daemon_set, service_account
 from longshore_operator.render.config import config_map
@@ -32,4 +32,4 @@ def keys_secret(namespace: str, deployment: str, uid: str, name: str, text: str)
     """Return the Secret of the keys; `text` is the file with their secret halves."""
     body = owned(namespace, deployment, uid, kinds.SECRET, name, {"type": "Opaque", "immutable": True})
     # Added last: the digest that `owned` makes must tell nothing of the secret halves.
-    return body | {"stringData": {"curve.json": text}}
+    return body | {"stringData": {names.KEYS_FILE: text}}

@@ -33,6 +33,7 @@ class Wanted:
     Attributes:
         uid: of the DisaggDeployment, which owns every child.
         keys_secret, keys_fingerprint: the Secret with the keys, and which keys they are.
+        previous_keys_secret: the Secret before it, which agents need to know agents that still have it; empty: none.
     """
 
     manifest: DisaggDeployment
@@ -41,6 +42,7 @@ class Wanted:
     images: ImageChoice
     keys_secret: str
     keys_fingerprint: str
+    previous_keys_secret: str = ""
 
     @property
     def agents(self) -> Agents:

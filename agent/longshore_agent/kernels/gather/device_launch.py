@@ -12,7 +12,7 @@ import torch
 from longshore_agent.errors import ShapeError
 from longshore_agent.kernels.copy_stream import CopyStream, check_device_buffer, check_stream
 from longshore_agent.kernels.device_grid import Tuning
-from longshore_agent.kernels.device_kernel import DeviceKernel
+from longshore_agent.kernels.device_kernel import BoundLaunch, DeviceKernel
 from longshore_agent.kernels.device_pages import DevicePages
 from longshore_agent.kernels.gather.triton_kernel import gather_kernel
 from longshore_agent.kernels.held_pages import HeldPages
@@ -63,3 +63,29 @@ def gather_slices(
     words = _NO_TRAILER if trailer is None else _TRAILER_WORDS.unpack(trailer.pack())
     _KERNEL.launch(stream, grid, (device_pages.planes, pages.table, target), (length - payload, *words), tuning)
     return payload
+
+
+def bind_gather(
+    device_pages: DevicePages,
+    table: torch.Tensor,
+    tokens: tuple[int, int],
+    layers: range,
+    heads: range,
+    target: torch.Tensor,
+    stream: CopyStream,
+) -> BoundLaunch:
+    """Check and compile gathers of as many tokens from the same place of a page; queue them by `gather_words`.
+
+    Args:
+        table, target: as aligned as the page ids and slabs of all that are queued.
+    Raises:
+        ShapeError: as `gather_slices`.
+    """
+    payload = payload_bytes(device_pages.pool, tokens, layers, heads)
+    grid = device_pages.grid(tokens, layers, heads, target.data_ptr(), payload, 0, TUNING)
+    return _KERNEL.bind(stream, grid, (device_pages.planes, table, target), (0, *_NO_TRAILER), TUNING)
+
+
+def gather_words(trailer: Trailer) -> tuple[int, ...]:
+    """Return the words of a gather that ends with a trailer."""
+    return slab_bytes(trailer.payload_bytes) - trailer.payload_bytes, *_TRAILER_WORDS.unpack(trailer.pack())

@@ -9,7 +9,7 @@ import torch
 
 from longshore_agent.kernels.copy_stream import CopyStream, check_device_buffer, check_stream
 from longshore_agent.kernels.device_grid import Tuning
-from longshore_agent.kernels.device_kernel import DeviceKernel
+from longshore_agent.kernels.device_kernel import BoundLaunch, DeviceKernel
 from longshore_agent.kernels.device_pages import DevicePages
 from longshore_agent.kernels.held_pages import HeldPages
 from longshore_agent.kernels.scatter.triton_kernel import scatter_kernel
@@ -51,3 +51,18 @@ def scatter_slices(
     grid = device_pages.grid(tokens, layers, heads, source.data_ptr(), payload, page_first, tuning)
     _KERNEL.launch(stream, grid, (device_pages.planes, pages.table, source), (), tuning)
     return payload
+
+
+def bind_scatter(
+    device_pages: DevicePages,
+    table: torch.Tensor,
+    tokens: tuple[int, int],
+    layers: range,
+    heads: range,
+    source: torch.Tensor,
+    stream: CopyStream,
+) -> BoundLaunch:
+    """Check and compile scatters of as many tokens to the same place of a page; see `gather.device_launch.bind_gather`."""
+    payload = payload_bytes(device_pages.pool, tokens, layers, heads)
+    grid = device_pages.grid(tokens, layers, heads, source.data_ptr(), payload, 0, TUNING)
+    return _KERNEL.bind(stream, grid, (device_pages.planes, table, source), (), TUNING)

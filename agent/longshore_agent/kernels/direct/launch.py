@@ -49,14 +49,17 @@ def copy_pages(source: Side, target: Side, tokens: tuple[int, int]) -> None:
         PoolError: a pool is unregistered.
     """
     with source.pool.in_use(), target.pool.in_use():
-        _check(source, target, tokens)
+        check_sides(source, target, tokens)
+        for side, unique in ((source, False), (target, True)):
+            side.pool.check_pages(side.pages, unique=unique)
         segments = between(source.page_list, target.page_list, tokens)
         for near in planes_of(source.pool, source.layers):
             for far in planes_of(target.pool, target.layers):
                 _copy_planes(source, target, near, far, segments)
 
 
-def _check(source: Side, target: Side, tokens: tuple[int, int]) -> None:
+def check_sides(source: Side, target: Side, tokens: tuple[int, int]) -> None:
+    """Raise ShapeError unless two sides have as many layers and heads, of one model, and pages of all tokens."""
     if len(source.layers) != len(target.layers) or len(source.heads) != len(target.heads):
         raise ShapeError(
             f"layers {source.layers} and heads {source.heads} at the source, {target.layers} and {target.heads} at the "
@@ -68,12 +71,11 @@ def _check(source: Side, target: Side, tokens: tuple[int, int]) -> None:
         )
     if not 0 <= tokens[0] < tokens[1]:
         raise ShapeError(f"tokens is {tokens}: give 0 <= first < end")
-    for name, side, unique in (("source", source, False), ("target", target, True)):
+    for name, side in (("source", source), ("target", target)):
         size = side.pool.layout.page_size
         last_page = (tokens[1] - 1) // size - side.first_page
         if tokens[0] // size < side.first_page or last_page >= len(side.pages):
             raise ShapeError(f"{name}.pages has {len(side.pages)} pages from {side.first_page} on: {tokens} need more")
-        side.pool.check_pages(side.pages, unique=unique)
 
 
 def _copy_planes(source: Side, target: Side, near: PlaneRun, far: PlaneRun, found: npt.NDArray[np.int64]) -> None:

@@ -1,0 +1,1 @@
+"""From pages into another rank's pages."""

@@ -1,0 +1,147 @@
+"""Copy head slices of pages in a device's memory straight into another rank's pages: checks, grid and launch.
+
+Called by `direct.device_copier`; the counterpart of `launch`, which serves CPUs. The target's pages may lie on another GPU
+whose memory is mapped for the source's.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+
+import numpy as np
+import torch
+
+from longshore_agent.errors import ShapeError
+from longshore_agent.kernels.copy_stream import CopyStream, check_stream
+from longshore_agent.kernels.device_grid import (
+    GRID_MAX,
+    TOKEN_BYTES_MAX,
+    TOKEN_COUNT_MAX,
+    Grid,
+    PairTile,
+    Tuning,
+    choose_tile,
+    unit_of,
+)
+from longshore_agent.kernels.device_kernel import DeviceKernel
+from longshore_agent.kernels.device_pages import DevicePages
+from longshore_agent.kernels.direct.launch import Side, check_sides
+from longshore_agent.kernels.direct.triton_kernel import constants, direct_kernel
+from longshore_agent.kernels.held_pages import HeldPages
+from longshore_agent.kernels.slab import payload_bytes
+
+_KERNEL = DeviceKernel(direct_kernel, constants)
+TUNING = Tuning(tile_bytes=8192)
+
+
+def copy_pages(
+    sides: tuple[Side, Side],
+    pages: tuple[DevicePages, DevicePages],
+    lists: tuple[HeldPages, HeldPages],
+    tokens: tuple[int, int],
+    stream: CopyStream,
+    tuning: Tuning = TUNING,
+) -> int:
+    """Queue on `stream` the copy of tokens [first, end) of a sequence from the source's pages into the target's.
+
+    One launch; returns when it is queued. The bytes are where they belong, for every later reader on any device, once the
+    stream has passed it: whoever tells of them waits for that first. Pages and lists are in use until then.
+
+    Args:
+        sides: source and target; as many layers and heads on both, of one model.
+        pages: their tables, on the stream's device, with addresses that it reaches.
+        lists: their page ids, on the stream's device; those of the target may not repeat.
+        tokens: as of `launch.copy_pages`.
+    Returns:
+        The copied bytes.
+    Raises:
+        ShapeError: the two sides do not fit each other or what is on the device; nothing was launched.
+        LongshoreError: TOKENS_OVERLAP for a target page that stands in its list twice; nothing was launched.
+        DeviceError: the driver refuses the launch.
+    """
+    source, target = sides
+    check_sides(source, target, tokens)
+    copied = payload_bytes(source.pool, tokens, source.layers, source.heads)
+    payload_bytes(target.pool, tokens, target.layers, target.heads)
+    for held, unique in zip(lists, (False, True), strict=True):
+        held.index_of(tokens, unique=unique)
+    check_stream(stream, pages[0].device)
+    if len({each.device for each in (pages[0].planes, pages[1].planes, lists[0].table, lists[1].table)}) != 1:
+        raise ShapeError(f"pages and lists are on several devices: put their tables on {stream.device}")
+    grid = _grid(sides, pages, (lists[0].first_page, lists[1].first_page), tokens, copied, tuning)
+    tables = (pages[0].planes, lists[0].table, pages[1].planes, lists[1].table)
+    _KERNEL.launch(stream, grid, tables, (), tuning)
+    return copied
+
+
+def prepare(source: DevicePages, stream: CopyStream, page_ids: torch.Tensor, tuning: Tuning = TUNING) -> None:
+    """Compile the kernels of copies out of a pool into others that are laid out as it is: a second each.
+
+    For all of its heads, a half of them, a quarter and so on, which peers of other TP sizes take. Copies to pools of other page
+    sizes, orders or alignments are compiled when they come.
+
+    Args:
+        page_ids: an example of page ids on the stream's device, aligned as all are there.
+    """
+    pool = source.pool
+    tokens, layers = (0, pool.layout.page_size), range(pool.layer_count)
+    ids = np.zeros(1, dtype=np.int32)
+    count = pool.head_count
+    while count:
+        side = Side(pool, ids, 0, layers, range(count))
+        copied = payload_bytes(pool, tokens, layers, side.heads)
+        grid = _grid((side, side), (source, source), (0, 0), tokens, copied, tuning)
+        _KERNEL.prepare(stream, grid, (source.planes, page_ids, source.planes, page_ids), (), tuning)
+        count //= 2
+
+
+def _grid(
+    sides: tuple[Side, Side],
+    pages: tuple[DevicePages, DevicePages],
+    first_pages: tuple[int, int],
+    tokens: tuple[int, int],
+    copied_bytes: int,
+    tuning: Tuning,
+) -> Grid:
+    near, far = pages
+    near_pool, far_pool = near.pool, far.pool
+    heads = len(sides[0].heads)
+    own_heads, row = heads, near_pool.row_bytes
+    if near.heads_adjoin and far.heads_adjoin:
+        own_heads, row = 1, heads * row
+    if row * own_heads > TOKEN_BYTES_MAX:
+        raise ShapeError(f"heads is {sides[0].heads}: {row * own_heads} bytes a token are above {TOKEN_BYTES_MAX}")
+    plane_count = near_pool.kinds * len(sides[0].layers)
+    row_count = copied_bytes // (plane_count * own_heads * row)
+    unit = unit_of(near.bits | far.bits)
+    page_tokens = math.gcd(near_pool.page_tokens, far_pool.page_tokens)
+    step = max(near.token_stride_max, far.token_stride_max)
+    tile = choose_tile(unit, row, step, page_tokens, tuning.tile_bytes)
+    # Where a tile lies in one page, the first one begins where a page may be cut into such.
+    starts = [
+        _first_row(pool.page_tokens, pool.layout.page_size, tokens[0], first)
+        for pool, first in zip((near_pool, far_pool), first_pages, strict=True)
+    ]
+    skipped = starts[0] % tile.rows if tile.one_page else 0
+    column_tiles = -(-row // (tile.word_bytes * tile.columns))
+    tiles = -(-(skipped + row_count) // tile.rows) * column_tiles
+    programs = (tiles, own_heads, plane_count)
+    all_tiles = tiles * own_heads * plane_count
+    too_many = all_tiles > TOKEN_COUNT_MAX if tuning.programs_max else any(map(operator.gt, programs, GRID_MAX))
+    if max(starts) + row_count > TOKEN_COUNT_MAX or too_many:
+        raise ShapeError(f"tokens is {tokens}: more than one launch can copy, choose fewer")
+    numbers = (
+        *(sides[0].layers.start, near_pool.layer_count, sides[0].heads.start, starts[0] - skipped),
+        *(sides[1].layers.start, far_pool.layer_count, sides[1].heads.start, starts[1] - skipped),
+        *(len(sides[0].layers), skipped, skipped + row_count, row // unit, *programs),
+    )
+    if tuning.programs_max:
+        programs = (min(all_tiles, tuning.programs_max), 1, 1)
+    pair = PairTile(**vars(tile), near_page_tokens=near_pool.page_tokens, far_page_tokens=far_pool.page_tokens)
+    return Grid(programs, numbers, pair)
+
+
+def _first_row(page_tokens: int, page_size: int, token: int, first_page: int) -> int:
+    """Return which row of a page list a token is in: a page whose content is opaque is one row."""
+    return (token // page_size - first_page) * page_tokens + token % page_size % page_tokens

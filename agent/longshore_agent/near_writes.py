@@ -1,0 +1,133 @@
+"""Writes of way DIRECT: the pools of ranks of this node that a worker has mapped, and the slabs that wait for one.
+
+Used by `moving` and by the worker, in the control thread. On a CPU the lanes copy; on a GPU, whose lanes have no threads,
+threads of their own do, made with the first such slab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from longshore_agent.errors import PoolError
+from longshore_agent.memory.cuda import Device
+from longshore_agent.memory.neighbours import ALL_POOLS, Neighbours, Part, close_parts
+from longshore_agent.path.jobs import Results, WriteJob, WriteResult
+from longshore_agent.path.lanes import Lanes
+from longshore_agent.status.snapshot import LaneStatus
+from longshore_wire.effects import PeerId
+from longshore_wire.engine_messages import Half
+from longshore_wire.peer_messages import Attach
+
+# Direct copies take a millisecond each; one that does not end keeps its GPU's worker from ending no longer than this.
+_STOP_LIMIT_S = 5.0
+
+
+class NearWrites:
+    """See the module."""
+
+    def __init__(
+        self,
+        device: Device | None,
+        attached: Mapping[tuple[Half, PeerId], Attach],
+        results: Results,
+        ask_pool: Callable[[PeerId, int], None],
+        lanes: Lanes | None,
+        make_lanes: Callable[[], Lanes],
+    ) -> None:
+        """Map nothing yet.
+
+        Args:
+            attached: what peers said of themselves, kept by the caller.
+            ask_pool: asks the owner of a pool for it.
+            lanes: the worker's, which copy here too; None: they cannot.
+            make_lanes: called with the first slab then.
+        """
+        self._neighbours = Neighbours(device)
+        self._attached = attached
+        self._results = results
+        self._ask_pool = ask_pool
+        self._make_lanes = make_lanes
+        self._lanes = lanes
+        self._own_lanes: Lanes | None = None
+        self._waiting: dict[tuple[PeerId, int], list[WriteJob]] = {}
+
+    def put(self, job: WriteJob) -> None:
+        """Queue a slab for the lanes once the target's pages are mapped here."""
+        owner, number = job.effect.peer, job.effect.pair.key.pool
+        mapped = self._neighbours.pool(owner, number)
+        if mapped is not None:
+            job.neighbour = mapped
+            self._found_lanes().put(job)
+            return
+        waiting = self._waiting.setdefault((owner, number), [])
+        waiting.append(job)
+        if len(waiting) == 1:
+            self._ask_pool(owner, number)
+
+    def pool_given(self, owner: PeerId, number: int, count: int, part: Part | None) -> None:
+        """A region of a neighbour's pool has come (`count` 0: it has none): map the pool when it is the last one."""
+        if count == 0 or part is None:
+            self._refuse(owner, number, f"no worker of this node has pool {number} of {owner.instance} now")
+            return
+        if (owner, number) not in self._waiting:
+            # Its owner was lost after it was asked: a part of that answer must not become one of the next.
+            close_parts([part])
+            return
+        parts = self._neighbours.take(owner, number, count, part)
+        if parts is None:
+            return
+        attach = self._attached.get((Half.SOURCE, owner))
+        info = next((pool for pool in attach.pools if pool.pool == number), None) if attach is not None else None
+        if attach is None or info is None:
+            close_parts(parts)
+            self._refuse(owner, number, f"rank {owner.rank} of {owner.instance} has left")
+            return
+        try:
+            mapped = self._neighbours.map(owner, number, attach.layout, info.geometry, parts)
+        except PoolError as error:
+            self._refuse(owner, number, f"pool {number} of {owner.instance} cannot be mapped: {error}")
+            return
+        for job in self._waiting.pop((owner, number), []):
+            job.neighbour = mapped
+            self._found_lanes().put(job)
+
+    def pool_gone(self, owner: PeerId, number: int = ALL_POOLS) -> None:
+        """A neighbour's pool is not registered any more: unmap it."""
+        if number == ALL_POOLS:
+            self._neighbours.forget(owner)
+        else:
+            self._neighbours.release(owner, number)
+        for waited, pool in list(self._waiting):
+            if waited == owner and number in (ALL_POOLS, pool):
+                self._refuse(owner, pool, f"pool {pool} of {owner.instance} was unregistered")
+
+    def take_unmapped(self) -> list[tuple[PeerId, int]]:
+        """Return the pools whose owners said that they are gone, and which are unmapped here since the last call."""
+        return self._neighbours.take_unmapped()
+
+    def with_lanes(self, others: tuple[LaneStatus, ...]) -> tuple[LaneStatus, ...]:
+        """Return what each lane has done, where `others` are the lanes of the other ways."""
+        if self._own_lanes is None:
+            return others
+        own = self._own_lanes.status()
+        return tuple(
+            LaneStatus(one.lane, one.busy or near.busy, one.slabs + near.slabs, one.bytes_moved + near.bytes_moved)
+            for one, near in zip(others, own, strict=True)
+        )
+
+    def stop(self) -> None:
+        """End threads of our own and wait for them: they touch no pages any more. Slabs that wait must be cancelled."""
+        if self._own_lanes is not None:
+            self._own_lanes.stop()
+            self._own_lanes.join(_STOP_LIMIT_S)
+
+    def _found_lanes(self) -> Lanes:
+        if self._lanes is not None:
+            return self._lanes
+        if self._own_lanes is None:
+            self._own_lanes = self._make_lanes()
+        return self._own_lanes
+
+    def _refuse(self, owner: PeerId, number: int, text: str) -> None:
+        for job in self._waiting.pop((owner, number), []):
+            self._results.put(WriteResult(job, text, dropped=False, notify=False))

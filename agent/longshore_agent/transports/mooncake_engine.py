@@ -1,0 +1,123 @@
+"""Mooncake's engines, for the host's memory or a GPU's: the only file that imports mooncake, and that knows its environment.
+
+Called by mooncake.py. The library chooses its transport by what is in the environment when an engine is made, and by nothing
+else: what it is asked for in words it forgets, and then writes over TCP. So the environment is set here, and what would
+lead elsewhere is refused by name. How that was found: docs/design/2026-11-22-mooncake-on-gpus.md.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+from longshore_agent.errors import TransportError
+from longshore_wire.errors import Reason
+
+# What must not be set for memory of a GPU, and what the library would do then, without a word.
+_REFUSED = {
+    "MC_FORCE_TCP": "move it over TCP",
+    "MC_FORCE_SHM": "look for the host's shared memory",
+    "MC_USE_TENT": "take another engine of its own",
+    "MC_USE_TEV1": "take another engine of its own",
+    "MC_SLICE_TIMEOUT": "call copies failed that still run",
+}
+# Where pip puts CUDA's runtime, in the folders of the package `nvidia`.
+_RUNTIME = Path("cu13", "lib", "libcudart.so.13")
+# How long the listener of an engine that only writes sleeps: an engine that ends waits for it, with Python's lock held.
+_LISTENER_SLEEP_US = 50_000
+_FD_DIRECTORY = Path("/proc/self/fd")
+
+
+def start_on_host(host: str) -> Any:
+    """Return an engine that moves the host's memory over TCP. Raises TransportError."""
+    # What mooncake.py promises was proven over TCP alone; where a machine has RDMA devices the library would take those.
+    os.environ.setdefault("MC_FORCE_TCP", "1")
+    if os.environ.get("MC_TCP_PROTO"):
+        raise TransportError(
+            "MC_TCP_PROTO is set: with the old protocol Mooncake calls a write complete before its bytes are there; unset it",
+            reason=Reason.UNSUPPORTED,
+        )
+    library = _load("install longshore[mooncake] and Debian's libcurl4 libibverbs1 libnuma1")
+    return _start(library, host, "tcp")
+
+
+def start_on_device(host: str) -> Any:
+    """Return an engine that moves GPUs' memory inside this host over CUDA IPC, and nothing else.
+
+    Raises:
+        TransportError: UNSUPPORTED: the wheel has no such transport, or the environment asks for another.
+    """
+    for name, what in _REFUSED.items():
+        if os.environ.get(name):
+            raise TransportError(
+                f"{name} is set: of a GPU's memory Mooncake would {what}; unset it", reason=Reason.UNSUPPORTED
+            )
+    os.environ["MC_INTRANODE_NVLINK"] = "1"
+    _preload_runtime()
+    library = _load(
+        "install longshore[mooncake-cuda13], torch or nvidia-cuda-runtime, "
+        "and Debian's libcurl4 libibverbs1 ibverbs-providers libnuma1"
+    )
+    if not getattr(library, "SUPPORT_INTRA_NVLINK", False):
+        raise TransportError(
+            "the Mooncake that is installed has no NVLink transport: install longshore[mooncake-cuda13] in place of the other "
+            "Mooncake wheels, which hold the same package, or use NIXL",
+            reason=Reason.UNSUPPORTED,
+        )
+    return _start(library, host, "nvlink_intra")
+
+
+def start_writer(host: str) -> Any:
+    """Return an engine of `start_on_device` that serves nobody: it writes to one peer, and unmaps its memory when it goes."""
+    engine = start_on_device(host)
+    _hasten(int(engine.get_rpc_port()))
+    return engine
+
+
+def _load(way_out: str) -> Any:
+    # Read when the library loads: its INFO lines, several for each write, belong in nobody's log.
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    try:
+        import mooncake.engine
+    except ImportError as error:
+        raise TransportError(f"Mooncake does not load: {way_out} ({error})", reason=Reason.UNSUPPORTED) from error
+    return mooncake.engine
+
+
+def _start(library: Any, host: str, protocol: str) -> Any:
+    engine = library.TransferEngine()
+    said = engine.initialize(host, "P2PHANDSHAKE", protocol, "")
+    if said:
+        raise TransportError(f"Mooncake does not start on {host}: it says {said}; its own lines are in the log")
+    return engine
+
+
+def _preload_runtime() -> None:
+    """Load CUDA's runtime from pip's folders: the library asks the loader for it by a name that no search path leads to."""
+    found = importlib.util.find_spec("nvidia")
+    for folder in (found.submodule_search_locations if found is not None else None) or ():
+        path = Path(folder) / _RUNTIME
+        if path.exists():
+            ctypes.CDLL(str(path))
+            return
+
+
+def _hasten(port: int) -> None:
+    """Let the listener on a port of this process wake often. If it cannot be found, its end takes up to a second."""
+    for entry in _FD_DIRECTORY.iterdir():
+        try:
+            if not str(entry.readlink()).startswith("socket:["):
+                continue
+            # A duplicate: closing it leaves the library's own alone.
+            with socket.socket(fileno=os.dup(int(entry.name))) as copy:
+                if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and copy.getsockname()[1] == port:
+                    copy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, _LISTENER_SLEEP_US))
+                    return
+        except OSError:
+            # Closed between listing and reading, or a kind that has no such option.
+            continue

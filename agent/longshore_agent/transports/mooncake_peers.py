@@ -1,0 +1,129 @@
+"""What the transport over Mooncake keeps of peers, writes and prepared lists. Calls no library; made and guarded by mooncake.py."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Any
+
+import msgspec
+
+from longshore_agent.errors import PeerMetadataError, TransportError
+from longshore_agent.transports import wires
+from longshore_agent.transports.base import WriteState
+from longshore_agent.transports.regions import Addresses, Regions
+
+
+class Metadata(msgspec.Struct, frozen=True, array_like=True):
+    """What a peer needs to write here. `device_index` is that of the GPU whose memory is registered; -1: the host's."""
+
+    name: str
+    life: str
+    kernel: str
+    host: str
+    port: int
+    regions: tuple[tuple[int, int], ...]  # (address, bytes)
+    device_index: int = -1
+
+
+class Peer:
+    """One life of a peer. All but `gone` is guarded by `lock`, which only threads that write take.
+
+    Attributes:
+        engine: of a GPU's memory, the library's engine that writes to it; None: not yet, or not any more.
+        left: requests that were under way when the peer went; nobody else asks after them.
+    """
+
+    def __init__(self, metadata: Metadata, regions: Regions, address: str) -> None:
+        self.name = metadata.name
+        self.life = metadata.life
+        self.address = address
+        self.same_host = metadata.kernel != "" and metadata.kernel == wires.host_identity()
+        self.regions = regions
+        self.engine: Any = None
+        self.gone = False
+        self.lock = threading.Lock()
+        self.writes: deque[MooncakeWrite] = deque()
+        self.left: list[int] = []
+        self.under_way_count = 0
+        self.answers = False
+        self.greeter: threading.Thread | None = None
+
+
+class MooncakeWrite:
+    """One posted write. Its fields are guarded by its peer's lock."""
+
+    __slots__ = ("count", "error", "failed_bytes", "failed_count", "open", "peer", "settled", "state", "waiting")
+
+    def __init__(self, peer: Peer, pieces: list[tuple[int, int, int]]) -> None:
+        self.peer = peer
+        self.count = len(pieces)
+        self.waiting = deque(pieces)
+        self.open: deque[tuple[int, int]] = deque()  # (request, bytes)
+        self.failed_count = self.failed_bytes = 0
+        self.state = WriteState.OPEN
+        self.error = ""
+        self.settled = False
+
+    def fail(self, why: str, *, settled: bool) -> None:
+        """End it; what was not submitted never will be."""
+        self.waiting.clear()
+        self.state = WriteState.FAILED
+        self.settled = settled
+        self.error = f"Mooncake write of {self.count} pieces to peer {self.peer.name!r} at {self.peer.address}: {why}"
+
+
+class MooncakePrepared:
+    """Pieces whose places were checked; belongs to one life of one peer."""
+
+    __slots__ = ("count", "life", "pieces")
+
+    def __init__(self, life: str, pieces: tuple[Addresses, Addresses, Addresses]) -> None:
+        self.life = life
+        self.pieces: tuple[Addresses, Addresses, Addresses] | None = pieces
+        self.count = len(pieces[0])
+
+
+def check_reach(peer: Metadata, device_index: int) -> None:
+    """Raise PeerMetadataError if a peer's memory cannot be written from that of `device_index` (-1: the host's)."""
+    if (peer.device_index < 0) != (device_index < 0):
+        ours, theirs = ("the host", "a GPU") if device_index < 0 else ("a GPU", "the host")
+        raise PeerMetadataError(
+            f"peer {peer.name!r} has memory of {theirs}, this worker of {ours}: Mooncake moves between two of a kind"
+        )
+    if device_index >= 0 and peer.kernel != wires.host_identity():
+        raise PeerMetadataError(
+            f"peer {peer.name!r} is on another host: Mooncake moves GPUs' memory inside one only, choose NIXL"
+        )
+
+
+def check_inside(peer: Peer, own: Regions, sources: Addresses, targets: Addresses, lengths: Addresses) -> None:
+    """Raise TransportError if one of n pieces ([n] each) does not lie in registered memory of both sides; `own` is ours."""
+    assert len(sources) == len(targets) == len(lengths) >= 1
+    for side, regions, addresses in (("source", own, sources), ("target", peer.regions, targets)):
+        piece = regions.stray(addresses, lengths)
+        if piece is not None:
+            raise TransportError(
+                f"Mooncake {side} piece {piece} for peer {peer.name!r}, {int(lengths[piece])} bytes at "
+                f"{int(addresses[piece]):#x}, is not in registered memory"
+            )
+
+
+def written(peer: Peer, sources: Addresses, targets: Addresses, lengths: Addresses) -> MooncakeWrite:
+    """Return a write of n pieces ([n] each), of which none was submitted yet."""
+    return MooncakeWrite(peer, list(zip(sources.tolist(), targets.tolist(), lengths.tolist(), strict=True)))
+
+
+def left(write: MooncakeWrite) -> str:
+    """Say how much of an open write had not ended."""
+    return f"{len(write.open) + len(write.waiting)} of its pieces had ended"
+
+
+def forget_open(peer: Peer, begun: list[MooncakeWrite]) -> None:
+    """Ask no more after what a probe leaves open: the stream on which it is ends with the probe's thread."""
+    with peer.lock:
+        for write in begun:
+            if write.state is WriteState.OPEN:
+                peer.under_way_count -= len(write.open)
+                write.open.clear()
+                write.fail("the probe did not end in time", settled=False)

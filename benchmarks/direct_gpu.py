@@ -1,0 +1,282 @@
+"""How close does the direct copy, from one GPU's pages into another's, come to a plain copy between the two?
+
+    python benchmarks/direct_gpu.py --json FILE             the kernel's table, then agents
+    python benchmarks/direct_gpu.py --sweep --json FILE     first try shapes of tiles, warps and few programs
+    python benchmarks/direct_gpu.py --trace FILE            and write a timeline of one transfer of the largest size
+
+`kernel`: layouts and sizes as in `gather_scatter_gpu.py`; the kernel runs on the first GPU and writes pages on the last,
+medians of interleaved repetitions by CUDA events, cold caches, every byte of the target's pool compared before and after.
+`agents`: real engines of one real agent, from the first `send` to DONE at the target, every byte compared; as `gpu_path.py`.
+
+Needs no network and, beside the package, torch and Triton. With one GPU both pools lie on it. `--device cpu` with
+TRITON_INTERPRET=1 tries the kernel's part itself, with `--layers 2 --sizes 0.1`; its times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import platform
+import statistics
+import time
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from gather_scatter_gpu import (
+    CASES,
+    ELEMENT_BYTES,
+    FLUSH_BYTES,
+    HEAD_DIM,
+    PAGE_SIZE,
+    Case,
+    TimedStream,
+    measure,
+    open_pool,
+    random_bytes,
+    table_row,
+)
+
+from longshore_agent.kernels.device_grid import Tuning
+from longshore_agent.kernels.device_pages import DevicePages
+from longshore_agent.kernels.direct import device_launch
+from longshore_agent.kernels.direct.launch import Side
+from longshore_agent.kernels.held_pages import HeldPages
+from longshore_wire.layout import PageOrder
+
+WARM_UPS = 2
+
+
+class DirectBench:
+    """The copy of one case at one size, checked and ready to be measured; as `gather_scatter_gpu.Bench`."""
+
+    operation = "direct"
+
+    def __init__(self, case: Case, layers: int, megabytes: float, home: torch.device, other: torch.device) -> None:
+        page_slice_bytes = 2 * layers * case.slice_heads * HEAD_DIM * ELEMENT_BYTES * PAGE_SIZE
+        count = max(1, round(megabytes * 1e6 / page_slice_bytes))
+        self.case, self.tokens, self.payload_bytes = case, count * PAGE_SIZE, count * page_slice_bytes
+        self.stream = TimedStream(home)
+        self._pools, self.memories, self._views, self._ids, self._sides = [], [], [], [], []
+        page_count = count + count // 4 + 1
+        for seed, (heads, device) in enumerate(((case.source_heads, home), (case.target_heads, other))):
+            pool = open_pool(case.order, heads, layers, page_count)
+            self._pools.append(pool)
+            self.memories.append(random_bytes(pool.geometry.region_bytes[0], device))
+            middle = (PAGE_SIZE, heads) if case.order is PageOrder.NHD else (heads, PAGE_SIZE)
+            self._views.append((2 * layers, page_count, *middle, HEAD_DIM * ELEMENT_BYTES))
+            pages = np.random.default_rng(seed).permutation(page_count)[:count].astype(np.int32)
+            self._ids.append(torch.from_numpy(pages.astype(np.int64)).to(device))
+            first = heads // 2 if heads > case.slice_heads else 0
+            self._sides.append(Side(pool, pages, 0, range(layers), range(first, first + case.slice_heads)))
+        self._tables = [
+            DevicePages(pool, [memory.data_ptr()], home)
+            for pool, memory in zip(self._pools, self.memories, strict=True)
+        ]
+        self._lists = [HeldPages(side.pool, side.pages, home) for side in self._sides]
+        self._near = random_bytes(self.payload_bytes, home)
+        self._far = torch.zeros(self.payload_bytes, dtype=torch.uint8, device=other)
+        # The first copy between the two lets the first device write the second one's memory.
+        self.copy()
+        self.stream.settle()
+
+    def run(self, tuning: Tuning) -> None:
+        """Queue one direct copy."""
+        device_launch.copy_pages(
+            (self._sides[0], self._sides[1]),
+            (self._tables[0], self._tables[1]),
+            (self._lists[0], self._lists[1]),
+            (0, self.tokens),
+            self.stream,
+            tuning,
+        )
+
+    def copy(self) -> None:
+        """Queue a plain copy of as many bytes to the other device."""
+        with self.stream.entered():
+            self._far.copy_(self._near, non_blocking=True)
+
+    def check(self, tuning: Tuning) -> None:
+        """Raise AssertionError unless every byte is where indexing puts it, and no other byte has changed."""
+        target = self.memories[1]
+        expected = target.clone()
+        axis = 3 if self.case.order is PageOrder.NHD else 2
+        slices = [
+            self.memories[index].view(self._views[index]).narrow(axis, side.heads.start, len(side.heads))
+            for index, side in enumerate(self._sides)
+        ]
+        chosen = slices[0][:, self._ids[0]].to(target.device)
+        expected.view(self._views[1]).narrow(axis, self._sides[1].heads.start, len(self._sides[1].heads))[
+            :, self._ids[1]
+        ] = chosen
+        for memory in self.memories:
+            if memory.is_cuda:
+                torch.cuda.synchronize(memory.device)
+        self.run(tuning)
+        # Nothing but the end of the stream: what a worker waits for before it tells of the bytes.
+        self.stream.synchronize()
+        assert torch.equal(target, expected), f"direct copy of {self.case.name} is wrong with {tuning}"
+        # The next check must see whether every byte is written again.
+        target.bitwise_xor_(0x5A)
+
+    def close(self) -> None:
+        """Let the pools go."""
+        for pool in self._pools:
+            pool.close()
+
+
+def candidates() -> list[Tuning]:
+    """Return block shapes and warps, then few programs that loop."""
+    shapes = [(2048, 2), (4096, 2), (4096, 4), (8192, 2), (8192, 4), (16384, 4), (16384, 8), (32768, 8)]
+    looping = itertools.product(((4096, 4), (8192, 4), (16384, 8)), (16, 32, 66, 132, 264))
+    return [Tuning(*shape) for shape in shapes] + [Tuning(*shape, programs_max=count) for shape, count in looping]
+
+
+def sweep(bench: DirectBench, repetitions: int, flush: torch.Tensor) -> list[dict[str, object]]:
+    """Try all candidates; print and return every share of a plain copy."""
+    found = []
+    for tuning in candidates():
+        bench.check(tuning)
+        times = measure(bench, tuning, repetitions, flush)  # type: ignore[arg-type]
+        found.append((statistics.median(times["copy"]) / statistics.median(times["kernel"]), tuning))
+    print(f"{bench.payload_bytes / 1e6:.0f} MB, {bench.case.name}, share of a plain copy:")
+    for share, tuning in sorted(found, key=lambda each: -each[0]):
+        print(f"  {100 * share:6.1f} %  {tuning}", flush=True)
+    return [{"case": bench.case.name, "bytes": bench.payload_bytes, "share": share} | asdict(t) for share, t in found]
+
+
+def run_kernel(options: argparse.Namespace, home: torch.device, other: torch.device) -> dict[str, Any]:
+    """Measure the kernel against a plain copy."""
+    flush = torch.zeros(FLUSH_BYTES if home.type == "cuda" else 1, dtype=torch.uint8, device=home)
+    result: dict[str, Any] = {"tuning": asdict(device_launch.TUNING)}
+    if options.sweep:
+        bench = DirectBench(CASES[0], options.layers or CASES[0].layers, 256, home, other)
+        result["sweep"] = sweep(bench, options.repetitions, flush)
+        bench.close()
+    print(f"{'pages':14}{'':8}{'MB':>8}   copy us kernel us of copy host us")
+    rows = []
+    cases = [case for case in CASES if not options.cases or case.name in options.cases.split(",")]
+    for case, megabytes in itertools.product(cases, map(float, options.sizes.split(","))):
+        bench = DirectBench(case, options.layers or case.layers, megabytes, home, other)
+        rows.append(table_row(bench, device_launch.TUNING, options.repetitions, flush))  # type: ignore[arg-type]
+        bench.close()
+    return result | {"rows": rows}
+
+
+def run_agents(
+    sizes: list[int], repetitions: int, target_device: int, source_tp: int, trace: Path | None
+) -> list[dict[str, Any]]:
+    """Move rooms of each size between engines of one agent; return a row for each."""
+    from gpu_path import TOKEN_BYTES, GPUAgent, all_ask, page, stage_seconds, start
+
+    page_count = -(-max(sizes) // PAGE_SIZE)
+    rows = []
+    with ExitStack() as stack:
+        agent = stack.enter_context(GPUAgent(LONGSHORE_RING_BYTES="256Mi"))
+        prefill = start(stack, agent, "SOURCE", source_tp, 0, page_count)
+        decode = start(stack, agent, "TARGET", 1, target_device, page_count)[0]
+        endpoint = prefill[0].ask("endpoint")
+        room = 0
+        for tokens in sizes:
+            pages = np.random.default_rng(tokens).permutation(page_count)[: -(-tokens // PAGE_SIZE)].tolist()
+            all_ask(prefill, "fill", seed=tokens, tokens=tokens, pages=pages)
+            samples, parts = [], []
+            before: dict[str, tuple[float, float]] = {}
+            for repetition in range(WARM_UPS + repetitions):
+                before = stage_seconds(agent) if repetition == WARM_UPS else before
+                room += 1
+                decode.ask("poison")
+                decode.ask("receive", room=room, endpoint=endpoint, pages=pages, tokens=tokens)
+                time.sleep(0.1)
+                decode.begin("wait", room=room, half="TARGET", instance="source")
+                starts = all_ask(prefill, "send", room=room, pages=pages, tokens=tokens, chunk=8192)
+                kind, text, end_s = decode.end()
+                if kind != "DONE":
+                    raise SystemExit(f"room of {tokens} tokens: {text}\n{agent.log()}")
+                all_ask(prefill, "wait", room=room, half="SOURCE", instance="source")
+                samples.append(end_s - min(starts))
+                spans = json.loads(page(agent, f"/v1/rooms/{room}"))["spans"]
+                first_s, last_s = min(s["start_ns"] for s in spans) / 1e9, max(s["end_ns"] for s in spans) / 1e9
+                parts.append((first_s - min(starts), last_s - first_s, end_s - last_s))
+                wrong = decode.ask("differences", sequences=[(tokens, tokens, pages)])
+                if wrong:
+                    raise SystemExit(f"{wrong} elements differ after {tokens} tokens")
+            seconds, count = stage_seconds(agent)["write"]
+            stage = (seconds - before["write"][0]) / (count - before["write"][1])
+            slabs = (count - before["write"][1]) / repetitions / source_tp
+            length, median_s = tokens * TOKEN_BYTES, statistics.median(samples[WARM_UPS:])
+            print(
+                f"agents, direct TP{source_tp}->TP1 {tokens:6} tokens {length / 1e6:8.1f} MB {median_s * 1e3:8.2f} ms "
+                f"{length / median_s / 1e9:7.2f} GB/s, {slabs:.0f} slabs of {stage * 1e6:.0f} us a rank; before, in and "
+                f"after lanes {' '.join(f'{statistics.median(p) * 1e6:.0f}' for p in zip(*parts, strict=True))} us",
+                flush=True,
+            )
+            rows.append(
+                {
+                    "source_tp": source_tp,
+                    "tokens": tokens,
+                    "bytes": length,
+                    "seconds": samples,
+                    "slab_s": stage,
+                    "before_in_after_lanes_s": parts,
+                }
+            )
+        lines = [line for line in page(agent, "/metrics").splitlines() if line.startswith("longshore_writes_total")]
+        ways = {line.split('way="')[1].split('"')[0] for line in lines if not line.endswith(" 0")}
+        if ways != {"direct"}:
+            raise SystemExit(f"not every write was direct: {ways}")
+        if trace is not None:
+            write_timeline(trace, f"direct TP{source_tp}→TP1", json.loads(page(agent, f"/v1/rooms/{room}"))["spans"])
+    return rows
+
+
+def write_timeline(path: Path, name: str, spans: list[dict[str, Any]]) -> None:
+    """Write a transfer's timeline, as `longshore bench transfer --trace` does."""
+    from longshore_cli.bench.timeline import Timeline
+
+    timeline = Timeline()
+    timeline.add(name, spans, staged=False)
+    timeline.write(path)
+
+
+def main() -> None:
+    """Print the tables and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", type=Path, help="file for the numbers")
+    parser.add_argument("--trace", type=Path, help="file for the timeline")
+    parser.add_argument("--sweep", action="store_true", help="try shapes of tiles, warps and few programs first")
+    parser.add_argument("--sizes", default="64,256,1300", help="MB of the kernel's copies, separated by commas")
+    parser.add_argument("--cases", default="", help="names of cases, separated by commas; empty: all")
+    parser.add_argument("--layers", type=int, default=0, help="instead of the model's")
+    parser.add_argument("--tokens", default="256,1024,4096,8192", help="sizes of rooms between agents; empty: none")
+    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--device", default="cuda:0")
+    options = parser.parse_args()
+    home = other = torch.device(options.device)
+    if home.type == "cuda":
+        if not torch.cuda.is_available():
+            raise SystemExit("no CUDA device: this benchmark needs one")
+        other = torch.device("cuda", torch.cuda.device_count() - 1)
+    name = torch.cuda.get_device_name(home) if home.type == "cuda" else "Triton's interpreter: times mean nothing"
+    print(f"{name}, from {home} to {other}, torch {torch.__version__}, Triton {triton.__version__}")
+    result: dict[str, Any] = {"device": name, "devices": [str(home), str(other)], "torch": torch.__version__}
+    result |= {"python": platform.python_version(), "kernel": run_kernel(options, home, other)}
+    torch.cuda.empty_cache()
+    sizes = [int(size) for size in options.tokens.split(",") if size]
+    if sizes and home.type == "cuda":
+        result["agents"] = [
+            row
+            for tp in (1, 2)
+            for row in run_agents(sizes, options.repetitions, other.index, tp, options.trace if tp == 1 else None)
+        ]
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

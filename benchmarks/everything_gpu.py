@@ -1,0 +1,424 @@
+"""Everything that is claimed of GPUs, in one go: the tests that need one, then each benchmark; numbers only if bytes were right.
+
+    make gpu                                        all of it, some 20 minutes
+    make gpu GPU_PYTHON=python3                     by an interpreter that has the packages, instead of .venv
+    python benchmarks/everything_gpu.py --quick     fewer sizes and repetitions: at most 9 minutes, with compiling
+    python benchmarks/everything_gpu.py --steps tests,demo     some of it; the results of the others stay
+
+It prints the plan first: each step with the most that it may take. A step that takes longer is ended and has failed, and one
+that the time left (`--budget-s`) does not cover is left out by name, so that the whole ends in time. The demo and `bench rooms` run on
+one, two or four GPUs, as many as there are. Needs the tree and the packages of the extra `agent`, not its installation.
+
+Writes `benchmarks/results/<date>-<device>.json`: of each step the commit, the hash of its sources, its command, that its bytes
+were checked, and its raw samples; steps that did not run now are kept as they are in it. Beside it a picture. Without a GPU it
+says that it is skipped and why, and ends with 0. A wrong byte or a failed test ends it with 1, and nothing is written of
+that step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PACKAGES = ("wire", "client", "agent", "cli")
+
+
+class Step(NamedTuple):
+    """One thing to run.
+
+    Attributes:
+        key: under which its results are kept.
+        command: after the interpreter; `quick` and `full` are added to it.
+        sources: of which the hash is kept, as a pattern below the root.
+        limit_s, quick_limit_s: the most that it may take.
+        on_devices: it is told which GPUs to use.
+    """
+
+    key: str
+    command: tuple[str, ...]
+    sources: str
+    limit_s: float
+    quick_limit_s: float
+    quick: tuple[str, ...] = ()
+    full: tuple[str, ...] = ()
+    on_devices: bool = False
+
+
+class Planned(NamedTuple):
+    """A step that is to run: its words after the interpreter, and the most that it may take."""
+
+    name: str
+    step: Step
+    words: tuple[str, ...]
+    limit_s: float
+
+
+TESTS = "tests"
+# In this order, checks first. Each compares bytes itself, and ends with an error where one is wrong.
+STEPS = {
+    # What is slow there is the demo, which is a step of its own.
+    TESTS: Step(
+        TESTS, ("-m", "pytest", "-q", "-p", "no:cacheprovider"), "tests/gpu/*.py", 570, 185, ("-m", "not slow")
+    ),
+    "demo": Step(
+        "demo",
+        ("-m", "longshore_cli.main", "demo"),
+        "cli/longshore_cli/demo/*.py",
+        300,
+        60,
+        ("--quick",),
+        ("--pairs", "4:1,1:4,4:2"),
+        on_devices=True,
+    ),
+    "kernels": Step(
+        "gather_scatter",
+        ("benchmarks/gather_scatter_gpu.py",),
+        "benchmarks/gather_scatter_gpu.py",
+        570,
+        35,
+        ("--sizes", "64,256", "--cases", "70B 4->1", "--repetitions", "15"),
+    ),
+    "path": Step(
+        "path",
+        ("benchmarks/gpu_path.py",),
+        "benchmarks/gpu_path.py",
+        570,
+        55,
+        ("--tokens", "1024,4096", "--repetitions", "5", "--source-tp", "1"),
+    ),
+    "direct": Step(
+        "direct",
+        ("benchmarks/direct_gpu.py",),
+        "benchmarks/direct_gpu.py",
+        570,
+        65,
+        ("--sizes", "64,256", "--cases", "70B 4->1", "--tokens", "1024,8192", "--repetitions", "5"),
+    ),
+    "rooms": Step(
+        "rooms",
+        ("-m", "longshore_cli.main", "bench", "rooms"),
+        "cli/longshore_cli/bench/*.py",
+        400,
+        55,
+        ("--rooms", "1,8,32", "--repeats", "2"),
+        on_devices=True,
+    ),
+    "busy": Step(
+        "busy_engine",
+        ("benchmarks/busy_engine_gpu.py",),
+        "benchmarks/busy_engine_gpu.py",
+        570,
+        75,
+        ("--seconds", "0.7", "--rates", "20", "--engines", "decode"),
+    ),
+}
+# A borrowed machine gives ten minutes a command; a minute of them goes by before and after.
+QUICK_BUDGET_S = 540.0
+# What a step that takes too long gets to end what it has started, before it is killed; a part of its limit.
+GRACE_S = 10.0
+# The numbers of GPUs that the demo and rooms use: prefill has the first half.
+DEVICE_COUNTS = (4, 2, 1)
+# Tests that may be skipped where there is a GPU too, for another reason than its absence: of Mooncake's wheel for CUDA, which takes
+# the place of the other one, and of what only a stand-in for a GPU can show.
+MAY_BE_SKIPPED = "tests/gpu/test_mooncake_on_gpu.py"
+NEEDS_GPU = "needs a CUDA device"
+TOO_LONG = 124
+
+
+def why_skipped() -> str:
+    """Return why nothing can run here; empty: it can."""
+    try:
+        import torch
+        import triton  # noqa: F401 - whether it is there
+    except ImportError as error:
+        return f"{error}; install the extra `agent`"
+    if not torch.cuda.is_available():
+        return "no CUDA device: torch sees none"
+    return ""
+
+
+def plan(chosen: Sequence[str], *, quick: bool, device_count: int, tests: str = "tests/gpu") -> list[Planned]:
+    """Return the chosen steps in the order in which they are to run, checks first."""
+    used = next(count for count in DEVICE_COUNTS if count <= device_count)
+    devices = ",".join(f"cuda:{index}" for index in range(used))
+    planned = []
+    for name, step in STEPS.items():
+        if name not in chosen:
+            continue
+        words = [*step.command, *(step.quick if quick else step.full)]
+        words += ["--devices", devices] if step.on_devices else []
+        words += shlex.split(tests) if name == TESTS else []
+        planned.append(Planned(name, step, tuple(words), step.quick_limit_s if quick else step.limit_s))
+    return planned
+
+
+def described(planned: Sequence[Planned], budget_s: float) -> str:
+    """Return the plan, a line a step."""
+    lines = [f"{len(planned)} steps, at most {sum(each.limit_s for each in planned):.0f} s, of {budget_s:.0f} s:"]
+    lines += [f"  {each.name:9}{each.limit_s:5.0f} s  python {shlex.join(each.words)}" for each in planned]
+    return "\n".join(lines)
+
+
+def why_left_out(each: Planned, left_s: float) -> str:
+    """Return why a step does not run with so much time left; empty: it does."""
+    if left_s >= each.limit_s:
+        return ""
+    return f"{each.name}: it may take {each.limit_s:.0f} s, and {max(0.0, left_s):.0f} s are left: run it with --steps {each.name}"
+
+
+def commit() -> str:
+    """Return what is checked out, and whether it was changed; a copy without its history names it in a file `commit`."""
+    given = ROOT / "commit"
+    if given.exists():
+        return " ".join(given.read_text(encoding="utf-8").split())
+    found = [
+        subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()  # noqa: S607
+        for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+    ]
+    return f"{found[0] or 'unknown'}{' changed' if found[1] else ''}"
+
+
+def sources_hash(step: Step) -> str:
+    """Return the hash of a step's sources."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(ROOT.glob(step.sources)))).hexdigest()
+
+
+def machine() -> str:
+    """Return the machine in words."""
+    import torch
+    import triton
+
+    name = torch.cuda.get_device_name(0)
+    return (
+        f"{torch.cuda.device_count()} x {name}, CUDA {torch.version.cuda}, torch {torch.__version__}, "
+        f"Triton {triton.__version__}, Python {platform.python_version()}"
+    )
+
+
+def run(command: list[str], limit_s: float) -> tuple[int, str]:
+    """Run a command that shows what it prints; return its exit status, and what it printed. TOO_LONG: it had to be ended."""
+    print(f"$ {shlex.join(command)}", flush=True)
+    paths = [*(str(ROOT / package) for package in PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        process_group=0,
+    )
+    assert process.stdout is not None
+    lines: list[str] = []
+    reader = threading.Thread(target=show, args=(process.stdout, lines), daemon=True)
+    reader.start()
+    code = TOO_LONG
+    try:
+        code = process.wait(max(1.0, limit_s - GRACE_S))
+    except subprocess.TimeoutExpired:
+        print(f"{limit_s - GRACE_S:.0f} s are over: it is ended", flush=True)
+        end_group(process)
+    except BaseException:
+        end_group(process)
+        raise
+    # What a killed step had started may hold the pipe a little longer.
+    reader.join(GRACE_S / 2)
+    return code, "".join(lines)
+
+
+def show(output: IO[str], lines: list[str]) -> None:
+    """Print and keep lines as they come."""
+    for line in output:
+        sys.stdout.write(line)
+        sys.stdout.flush()
+        lines.append(line)
+
+
+def end_group(process: subprocess.Popen[str]) -> None:
+    """End a process and its group: in order if it does so soon, else at once."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S / 2)
+
+
+def run_step(each: Planned) -> tuple[int, dict[str, Any], list[str]]:
+    """Run one step; return its exit status, its part of the results, empty if it failed, and what it left out by its own words."""
+    with tempfile.TemporaryDirectory() as folder:
+        numbers = Path(folder) / "numbers.json"
+        extra = [] if each.name == TESTS else ["--json", str(numbers)]
+        code, said = run([sys.executable, *each.words, *extra], each.limit_s)
+        known = {"commit": commit(), "script": sources_hash(each.step), "command": f"python {shlex.join(each.words)}"}
+        found = judged_tests(said) if each.name == TESTS else read_numbers(numbers)
+    left_out = [f"{each.name}: {line}" for line in map(str.strip, said.splitlines()) if is_left_out(line)]
+    return code, (known | found if found and not code else {}), left_out
+
+
+def is_left_out(line: str) -> bool:
+    """Whether a line of a step's output says that something did not run."""
+    return "left out" in line.lower() or line.startswith("SKIPPED")
+
+
+def judged_tests(said: str) -> dict[str, Any]:
+    """Return how many tests passed; empty if one was skipped that must run here."""
+    passed, skipped = re.search(r"(\d+) passed", said), re.search(r"(\d+) skipped", said)
+    allowed = re.findall(rf"^SKIPPED \[(\d+)\] {re.escape(MAY_BE_SKIPPED)}:\d+: (?!{NEEDS_GPU})", said, re.MULTILINE)
+    if passed is None or (skipped is not None and int(skipped[1]) > sum(map(int, allowed))):
+        return {}
+    return {"passed": int(passed[1])}
+
+
+def read_numbers(path: Path) -> dict[str, Any]:
+    """Return what a benchmark wrote, which it does when every byte was right; empty if it did not."""
+    return {"bytes_checked": True} | json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def plot(results: dict[str, Any], path: Path) -> None:
+    """Draw what is there: shares of a plain copy, rates between agents, copies beside a busy engine, and rooms at once."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 4, figsize=(21, 4.5))
+    kernels = [("", row) for row in results.get("gather_scatter", {}).get("rows", [])]
+    kernels += [("direct", row) for row in results.get("direct", {}).get("kernel", {}).get("rows", [])]
+    for name in sorted({row["operation"] for _, row in kernels}):
+        mine = sorted(
+            (row["bytes"] / 1e6, 100 * row["copy_us"] / row["kernel_us"])
+            for _, row in kernels
+            if row["operation"] == name
+        )
+        axes[0].plot(*zip(*mine, strict=True), "o", label=name)
+    axes[0].set(title="Kernels", xscale="log", xlabel="MB", ylabel="% of a plain copy", ylim=(50, 102))
+    agents = [
+        (f"staged TP{row['source_tp']}→1, lanes {'x'.join(row.get('lanes', ()))}", row)
+        for row in results.get("path", {}).get("staged", [])
+    ]
+    agents += [(f"direct TP{row['source_tp']}→1", row) for row in results.get("direct", {}).get("agents", [])]
+    for name in sorted({name for name, _ in agents}):
+        mine = sorted(
+            (row["bytes"] / 1e6, row["bytes"] / statistics.median(row["seconds"][2:]) / 1e9)
+            for other, row in agents
+            if other == name
+        )
+        axes[1].plot(*zip(*mine, strict=True), "o-", label=name)
+    axes[1].set(title="Agents, send to DONE", xscale="log", xlabel="MB", ylabel="GB/s")
+    for sharing in ("time-sliced", "MPS"):
+        for kind, rows in results.get("busy_engine", {}).get(sharing, {}).items():
+            mine = [row for row in rows if row["name"] == "gather" and not row["cap"]]
+            axes[2].plot(
+                [row["rate"] for row in mine], [row["p99_ms"] for row in mine], "o-", label=f"{sharing}, {kind}"
+            )
+    axes[2].set(title="Gather of 84 MB beside a busy engine", xlabel="a second", ylabel="p99, ms", ylim=(0, None))
+    loads = results.get("rooms", {}).get("loads", [])
+    for name in dict.fromkeys(load["way"] for load in loads):
+        mine = [(load["rooms"], load["p50_s"] * 1e3) for load in loads if load["way"] == name]
+        axes[3].plot(*zip(*mine, strict=True), "o-", label=name)
+    axes[3].set(title="Rooms at once, send to DONE", xscale="log", yscale="log", xlabel="rooms", ylabel="p50, ms")
+    for each in axes:
+        each.grid(alpha=0.3)
+        if each.get_legend_handles_labels()[0]:
+            each.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> int:
+    """Run the steps; return 0 if all were right, or nothing can run here."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--steps", default=",".join(STEPS), help="of " + ", ".join(STEPS))
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and repetitions, in 9 minutes")
+    parser.add_argument("--budget-s", type=float, help=f"seconds for all steps ({QUICK_BUDGET_S:.0f} if quick)")
+    parser.add_argument("--tests", default="tests/gpu", help="which tests, as pytest takes them")
+    parser.add_argument("--plan", type=int, metavar="GPUS", help="only print what would run on so many GPUs")
+    parser.add_argument("--out", type=Path, help="the file of results")
+    options = parser.parse_args()
+    chosen = options.steps.split(",")
+    if unknown := set(chosen) - set(STEPS):
+        parser.error(f"--steps names {min(unknown)!r}: use {', '.join(STEPS)}")
+    if options.plan is not None and options.plan < 1:
+        parser.error(f"--plan is {options.plan}: give a number of GPUs from 1 on")
+    reason = "" if options.plan else why_skipped()
+    if reason:
+        print(f"skipped: {reason}")
+        return 0
+    device_count = options.plan or count_devices()
+    planned = plan(chosen, quick=options.quick, device_count=device_count, tests=options.tests)
+    budget_s = options.budget_s or (QUICK_BUDGET_S if options.quick else sum(each.limit_s for each in planned))
+    print(described(planned, budget_s), flush=True)
+    return 0 if options.plan else run_all(planned, budget_s, device_count, options.out)
+
+
+def count_devices() -> int:
+    """Return how many GPUs torch sees."""
+    import torch
+
+    return int(torch.cuda.device_count())
+
+
+def write(path: Path, results: dict[str, Any]) -> None:
+    """Write the results."""
+    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+def run_all(planned: Sequence[Planned], budget_s: float, device_count: int, out: Path | None) -> int:
+    """Run what is planned and write its results after each step; return the exit status."""
+    end_s = time.monotonic() + budget_s
+    name = machine()
+    device = re.sub(r"[^a-z0-9]+", "-", name.split(" x ")[1].split(",")[0].lower()).removeprefix("nvidia-")
+    path = out or RESULTS / f"{time.strftime('%Y-%m-%d')}-{device}.json"
+    results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    results |= {"date": time.strftime("%Y-%m-%d"), "machine": name}
+    failed, left_out = [], list[str]()
+    if device_count not in DEVICE_COUNTS:
+        left_out.append(f"the demo and rooms use {', '.join(map(str, DEVICE_COUNTS))} GPUs, of {device_count} here")
+    for each in planned:
+        if reason := why_left_out(each, end_s - time.monotonic()):
+            left_out.append(reason)
+            continue
+        begin_s = time.monotonic()
+        code, found, missing = run_step(each)
+        left_out += missing
+        print(f"{each.name}: {time.monotonic() - begin_s:.0f} s of {each.limit_s:.0f} s", flush=True)
+        if found:
+            results[each.step.key] = found
+            write(path, results)
+            continue
+        failed.append(each.name)
+        # Where they only took too long, each benchmark still compares its own bytes.
+        if each.name == TESTS and code != TOO_LONG:
+            print("the tests failed: nothing is measured before bytes are right")
+            break
+    if path.exists():
+        write(path, results | {"left_out": left_out})
+        plot(results, path.with_suffix(".png"))
+        print(f"results: {path}, {path.with_suffix('.png')}")
+    for line in left_out:
+        print(f"left out: {line}")
+    print(f"failed: {', '.join(failed)}" if failed else "all steps that ran are right")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

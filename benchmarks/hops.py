@@ -1,0 +1,122 @@
+"""What does it cost to wake somebody? Threads, processes and ZeroMQ, each after a rest, and small work for a GPU where there is one.
+
+    python benchmarks/hops.py
+
+A transfer wakes some six threads and processes in turn; on a virtual machine whose cores sleep meanwhile, each costs more than
+the slab. Half of a round trip each, medians and 90th percentiles.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import numpy as np
+import zmq
+
+REST_S = 0.003
+REPETITIONS = 200
+
+
+def measure(name: str, trip: Callable[[], object], *, hops: int = 2) -> None:
+    """Print what one hop of a trip takes."""
+    samples = []
+    for _ in range(REPETITIONS):
+        time.sleep(REST_S)
+        begin = time.perf_counter()
+        trip()
+        samples.append((time.perf_counter() - begin) / hops * 1e6)
+    p90 = sorted(samples)[int(0.9 * len(samples))]
+    print(f"{name:44} p50 {statistics.median(samples):6.0f} us  p90 {p90:6.0f} us", flush=True)
+
+
+def measure_threads() -> None:
+    """Two threads and two queues."""
+    there: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    back: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def answer() -> None:
+        while there.get():
+            back.put(True)
+
+    threading.Thread(target=answer, daemon=True).start()
+    measure("between threads, by a queue", lambda: (there.put(True), back.get()))
+    there.put(False)
+
+
+def answer_pipe(pipe: Connection) -> None:
+    """The other process of `measure_processes`."""
+    while pipe.recv_bytes() == b"x":
+        pipe.send_bytes(b"x")
+
+
+def answer_socket(pipe: Connection) -> None:
+    """The other process of `measure_zeromq`."""
+    socket = zmq.Context().socket(zmq.ROUTER)
+    pipe.send(f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}")
+    while (message := socket.recv_multipart())[1] != b"end":
+        socket.send_multipart(message)
+
+
+def measure_processes() -> None:
+    """Two processes, by a socket pair and by ZeroMQ."""
+    context = multiprocessing.get_context("spawn")
+    near, far = context.Pipe()
+    process = context.Process(target=answer_pipe, args=(far,))
+    process.start()
+    near.send_bytes(b"x")
+    near.recv_bytes()
+    measure("between processes, by a socket pair", lambda: (near.send_bytes(b"x"), near.recv_bytes()))
+    near.send_bytes(b"end")
+    process.join()
+    process = context.Process(target=answer_socket, args=(far,))
+    process.start()
+    socket = zmq.Context().socket(zmq.DEALER)
+    socket.connect(near.recv())
+    measure("between processes, by ZeroMQ", lambda: (socket.send(b"x"), socket.recv()))
+    socket.send(b"end")
+    process.join()
+
+
+def measure_device() -> None:
+    """Page ids to a GPU, waited for or queued, and a small kernel that is waited for."""
+    import torch
+
+    if not torch.cuda.is_available():
+        print("no CUDA device: work for a GPU is left out")
+        return
+    ids, stream = np.arange(512, dtype=np.int32), torch.cuda.Stream()
+    held = torch.tensor(ids, device="cuda:0")
+
+    def wait_for_ids() -> None:
+        torch.tensor(ids, dtype=torch.int32, device="cuda:0")
+        torch.cuda.current_stream().synchronize()
+
+    def queue_ids() -> None:
+        with torch.cuda.stream(stream):
+            torch.tensor(ids).pin_memory().to("cuda:0", non_blocking=True)
+
+    def wait_for_kernel() -> None:
+        with torch.cuda.stream(stream):
+            held.add_(1)
+        stream.synchronize()
+
+    measure("page ids to the GPU, waited for", wait_for_ids, hops=1)
+    measure("page ids to the GPU, pinned and queued", queue_ids, hops=1)
+    measure("a small kernel, waited for", wait_for_kernel, hops=1)
+
+
+def main() -> None:
+    """Print the table."""
+    measure_threads()
+    measure_processes()
+    measure_device()
+
+
+if __name__ == "__main__":
+    main()

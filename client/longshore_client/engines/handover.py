@@ -1,0 +1,108 @@
+"""What the two sides of an engine's connector tell each other: prefill to decode, and scheduler to ranks. Pure.
+
+A handover travels with the request from the prefill engine to the decode engine, through a router that must not read
+it. Orders travel from an engine's scheduler to each of its ranks. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from longshore_client.errors import ArgumentError
+from longshore_wire.engine_messages import Endpoint
+from longshore_wire.errors import LongshoreError
+
+HANDOVER_VERSION = 1
+# The key of a request's `kv_transfer_params` that holds the handover.
+KEY = "longshore"
+# The flags by which routers for vLLM drive prefill and decode.
+WANTS_DECODE, WANTS_PREFILL = "do_remote_decode", "do_remote_prefill"
+# An endpoint of 2,048 ranks is about 130 kB; a router must not make an engine decode more.
+HANDOVER_CHARACTERS_MAX = 1 << 20
+
+
+class Handover(msgspec.Struct, frozen=True, array_like=True):
+    """Where a prompt's KV is: `tokens` of it, in room `room` of the instance behind `endpoint`."""
+
+    version: int
+    room: int
+    tokens: int
+    endpoint: Endpoint
+    content: str  # what the bytes of a page mean, beyond the layout; equal on both sides
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(Handover)
+
+
+def packed_handover(handover: Handover) -> str:
+    """Return a handover as text; numbers above 2**53 survive every router that way."""
+    return base64.b64encode(_ENCODER.encode(handover)).decode()
+
+
+def handover_of(parameters: Mapping[str, Any]) -> Handover:
+    """Return the handover in a request's parameters.
+
+    Raises:
+        ArgumentError: there is none, or it is not one that this version reads; says what to look at.
+    """
+    text = parameters.get(KEY)
+    if not isinstance(text, str) or len(text) > HANDOVER_CHARACTERS_MAX:
+        raise ArgumentError(
+            f"kv_transfer_params.{KEY} is {'missing' if text is None else 'no handover'}: the router must pass on what "
+            "the prefill engine answered, and that engine must use this connector"
+        )
+    try:
+        found = _DECODER.decode(base64.b64decode(text, validate=True))
+        found.endpoint.layout.check()
+    except (binascii.Error, msgspec.MsgspecError, LongshoreError, ValueError) as error:
+        raise ArgumentError(f"kv_transfer_params.{KEY} is no handover of this version: {error}") from error
+    if found.version != HANDOVER_VERSION:
+        raise ArgumentError(
+            f"kv_transfer_params.{KEY} has version {found.version}, this side reads {HANDOVER_VERSION}: "
+            "run the same release at prefill and decode"
+        )
+    if found.tokens < 0 or found.room < 0:
+        raise ArgumentError(f"kv_transfer_params.{KEY} names room {found.room} of {found.tokens} tokens")
+    return found
+
+
+class Offer(NamedTuple):
+    """To a prefill rank: the whole prompt of a request is in these pages; hand it out as `room`."""
+
+    request_id: str
+    room: int
+    pages: tuple[int, ...]
+    end_token: int
+
+
+class Claim(NamedTuple):
+    """To a decode rank: bring tokens [first_token, end_token) into these pages. Both equal: nothing is wanted."""
+
+    request_id: str
+    room: int
+    endpoint: Endpoint
+    pages: tuple[int, ...]
+    first_token: int
+    end_token: int
+
+
+class Withdraw(NamedTuple):
+    """To a decode rank: this request's claim is not wanted any more."""
+
+    request_id: str
+
+
+class Fail(NamedTuple):
+    """To a decode rank: this request's claim cannot be made; report it as failed."""
+
+    request_id: str
+    text: str
+
+
+Order = Offer | Claim | Withdraw | Fail

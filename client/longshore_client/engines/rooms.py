@@ -1,0 +1,282 @@
+"""A rank's side of a connector: carries out the scheduler's orders through the client, and reports what ended.
+
+Called by an engine's connector in each rank's process, by the model's thread, which never waits: calls to the agent
+are made by a thread of their own, and what became of rooms is read from memory. Knows no engine and no tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from longshore_client.client import Client
+from longshore_client.engines.handover import Claim, Fail, Offer, Order, Withdraw
+from longshore_client.errors import AgentLost, Busy, CallTimeout, ClientClosed
+from longshore_wire.engine_messages import Half, RoomEvent, RoomEventKind
+from longshore_wire.errors import LongshoreError
+
+_log = logging.getLogger("vllm.longshore")
+
+# A worker's restart takes seconds; a call that waits for longer holds up those behind it.
+CALL_TIMEOUT_S = 30.0
+# The least that a call gets, if calls before it have used up its time.
+CALL_TIMEOUT_MIN_S = 0.1
+
+_RoomKey = tuple[Half, str, int]
+
+
+class Transfer(NamedTuple):
+    """One half of a room that is over, for statistics. `failure` is empty if it went well."""
+
+    half: Half
+    duration_s: float
+    bytes_moved: int
+    failure: str
+
+
+@dataclass(slots=True)
+class Ended:
+    """What has ended since the last look: requests whose pages are the engine's own again."""
+
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)  # of `received`: their pages do not hold what was claimed
+    transfers: list[Transfer] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A half of a room from its order until nobody touches its pages any more."""
+
+    order: Offer | Claim
+    since_s: float
+    done: bool = False
+    withdrawn: bool = False
+    unwanted: bool = False  # withdrawn because the engine has no use for it any more: no failure
+    unclear: bool = False  # a call has failed, so the agent may or may not have it
+    failure: str = ""
+    bytes_moved: int = 0
+
+    @property
+    def half(self) -> Half:
+        return Half.SOURCE if isinstance(self.order, Offer) else Half.TARGET
+
+
+class _Answer(NamedTuple):
+    """The calling thread to the model's: the call for this room has failed."""
+
+    key: _RoomKey
+    text: str
+
+
+class RankRooms:
+    """The open rooms of one rank. All methods but none other are for the model's thread.
+
+    Args:
+        client: connected, with its pool registered.
+        limit_s: a room that is not done after so long is given up; its pages come back once nobody touches them.
+    """
+
+    def __init__(self, client: Client, limit_s: float, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._client = client
+        self._limit_s = limit_s
+        self._clock_s = clock_s
+        self._open: dict[_RoomKey, _Open] = {}
+        self._claims: dict[str, _RoomKey] = {}  # by request
+        self._ended = Ended()
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._answers: deque[_Answer] = deque()
+        self._thread = threading.Thread(target=self._call_all, name="longshore-calls", daemon=True)
+        self._thread.start()
+
+    @property
+    def open_count(self) -> int:
+        """How many halves of rooms are not over."""
+        return len(self._open)
+
+    def carry_out(self, orders: Sequence[Order], fence: Callable[[], None] | None = None) -> None:
+        """Begin what the scheduler ordered; returns at once.
+
+        Args:
+            fence: returns once the device has done all that it was told before; called by the thread that makes calls.
+        """
+        for order in orders:
+            match order:
+                case Offer() | Claim():
+                    self._begin(order, fence)
+                case Withdraw():
+                    key = self._claims.get(order.request_id)
+                    if key is not None:
+                        self._open[key].unwanted = True
+                        self._withdraw(key)
+                case Fail():
+                    _log.error("request %s: %s", order.request_id, order.text)
+                    self._ended.received.add(order.request_id)
+                    self._ended.failed.add(order.request_id)
+                    self._ended.transfers.append(Transfer(Half.TARGET, 0.0, 0, order.text))
+
+    def poll(self, pause_s: float = 0.0) -> Ended:
+        """Return what has ended since the last call.
+
+        Args:
+            pause_s: how long to wait for something to end, if rooms are open; 0: never wait.
+        """
+        now_s = self._clock_s()
+        while self._answers:
+            answer = self._answers.popleft()
+            found = self._open.get(answer.key)
+            if found is not None:
+                found.failure = found.failure or answer.text
+                found.unclear = True
+        try:
+            for event in self._client.poll(pause_s if self._open else 0.0):
+                self._take(event, now_s)
+        except ClientClosed:
+            # The agent has let go of everything of this rank when its connection closed.
+            for key, found in list(self._open.items()):
+                found.failure = found.failure or "the connection to the agent was closed"
+                self._end(key, found, now_s)
+        self._look_at_slow(now_s)
+        ended, self._ended = self._ended, Ended()
+        return ended
+
+    def close(self) -> None:
+        """Leave the agent; it lets every room and the pages go at once."""
+        self._calls.put(None)
+        self._client.close()
+        self._thread.join()
+
+    # -- the model's thread ----------------------------------------------------------------------------------------
+
+    def _begin(self, order: Offer | Claim, fence: Callable[[], None] | None) -> None:
+        if isinstance(order, Offer):
+            key = (Half.SOURCE, self._client.instance, order.room)
+        else:
+            key = (Half.TARGET, order.endpoint.instance, order.room)
+        if key in self._open:
+            # A router that sends one handover to this engine twice: the second request cannot have the room.
+            self._fail_twin(order)
+            return
+        found = self._open[key] = _Open(order, self._clock_s())
+        if isinstance(order, Claim) and order.pages:
+            self._claims[order.request_id] = key
+        deadline_s = time.monotonic() + CALL_TIMEOUT_S
+
+        def call() -> None:
+            if fence is not None:
+                fence()
+            self._insist(key, found, deadline_s)
+
+        self._calls.put(call)
+
+    def _fail_twin(self, order: Offer | Claim) -> None:
+        text = f"room {order.room} is open at this rank already: a router must use each handover once"
+        if order.pages:
+            _log.error("request %s: %s", order.request_id, text)
+            self._ended.received.add(order.request_id)
+            self._ended.failed.add(order.request_id)
+
+    def _withdraw(self, key: _RoomKey) -> None:
+        found = self._open[key]
+        if not found.withdrawn:
+            found.withdrawn = True
+            self._calls.put(lambda: self._cancel(key))
+
+    def _take(self, event: RoomEvent, now_s: float) -> None:
+        key = (event.half, event.instance, event.room)
+        found = self._open.get(key)
+        if found is None:
+            return
+        match event.kind:
+            case RoomEventKind.DONE:
+                found.done, found.bytes_moved = True, event.bytes_moved
+            case RoomEventKind.FAILED:
+                found.failure = found.failure or f"{event.reason.name}: {event.text}"
+            case RoomEventKind.RELEASED:
+                self._end(key, found, now_s)
+
+    def _look_at_slow(self, now_s: float) -> None:
+        for key, found in list(self._open.items()):
+            if found.unclear and not self._client.is_open(key[2], key[0], key[1]):
+                self._end(key, found, now_s)
+        for key, found in self._open.items():
+            # They were opened in this order, so the first that has time left ends the search.
+            if now_s - found.since_s < self._limit_s:
+                break
+            if not (found.done or found.withdrawn):
+                found.failure = found.failure or f"it was not done within {self._limit_s:g} s"
+                self._withdraw(key)
+
+    def _end(self, key: _RoomKey, found: _Open, now_s: float) -> None:
+        del self._open[key]
+        order, failure = found.order, "" if found.done else found.failure or "it ended without a reason"
+        # A claim of nothing only tells prefill that it need not wait: vLLM has it made also for rooms that were claimed.
+        unwanted = found.unwanted or not order.pages
+        if order.pages and not (failure and unwanted):
+            self._ended.transfers.append(Transfer(found.half, now_s - found.since_s, found.bytes_moved, failure))
+        if failure:
+            _log.log(
+                logging.DEBUG if unwanted else logging.WARNING,
+                "request %s, room %d of %s: %s",
+                order.request_id,
+                order.room,
+                key[1],
+                failure,
+            )
+        if isinstance(order, Offer):
+            self._ended.sent.add(order.request_id)
+        elif order.pages:
+            self._claims.pop(order.request_id, None)
+            self._ended.received.add(order.request_id)
+            if failure:
+                self._ended.failed.add(order.request_id)
+
+    # -- the thread that makes calls -------------------------------------------------------------------------------
+
+    def _call_all(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+    def _insist(self, key: _RoomKey, found: _Open, deadline_s: float) -> None:
+        """Make the call of a room, again while the agent is busy or away; say so if it fails for good."""
+        while True:
+            left_s = max(CALL_TIMEOUT_MIN_S, deadline_s - time.monotonic())
+            try:
+                self._tell(found.order, left_s)
+            except Busy as error:
+                if time.monotonic() + error.retry_after_s <= deadline_s:
+                    time.sleep(error.retry_after_s)
+                    continue
+                self._call_failed(key, str(error))
+            except LongshoreError as error:
+                self._call_failed(key, str(error))
+            return
+
+    def _tell(self, order: Offer | Claim, timeout_s: float) -> None:
+        if isinstance(order, Offer):
+            self._client.send(order.room, order.pages, 0, order.end_token, last=True, timeout_s=timeout_s)
+        else:
+            self._client.receive(
+                order.room, order.endpoint, order.pages, order.first_token, order.end_token, timeout_s=timeout_s
+            )
+
+    def _call_failed(self, key: _RoomKey, text: str) -> None:
+        # A part of it may have been taken: then its end follows as events, else the room is not open at the client.
+        self._cancel(key)
+        self._answers.append(_Answer(key, text))
+
+    def _cancel(self, key: _RoomKey) -> None:
+        half, instance, room = key
+        try:
+            self._client.cancel(room, half, instance=instance, timeout_s=CALL_TIMEOUT_MIN_S)
+        except (AgentLost, CallTimeout):
+            # The client keeps the wish and tells the next agent.
+            return
+        except ClientClosed:
+            return

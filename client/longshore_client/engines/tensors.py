@@ -1,0 +1,213 @@
+"""How an engine's KV tensors lie in memory, said as a layout and a pool, and their memory shared with the agent.
+
+Called by an engine's connector once, when its cache is there. Imports no tensor library: a tensor is used by its
+methods only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from longshore_client.cuda import device_name, device_region
+from longshore_client.errors import ArgumentError
+from longshore_client.memory import torch_region
+from longshore_wire.engine_messages import DeviceRegion
+from longshore_wire.errors import LayoutError
+from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry
+
+_LAYER_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+_DIMENSIONS = ("block", "head", "token", "content")
+
+
+class Storage(Protocol):
+    """The part of `torch.UntypedStorage` that is used here."""
+
+    def nbytes(self) -> int:
+        """Return the size in bytes."""
+
+    def data_ptr(self) -> int:
+        """Return the address of the first byte."""
+
+    def _share_fd_cpu_(self) -> tuple[int, int]:
+        """Move the bytes to shared memory in place; return (file descriptor, size in bytes)."""
+
+
+class Device(Protocol):
+    """The part of `torch.device` that is used here."""
+
+    @property
+    def type(self) -> str:
+        """Return "cpu" or "cuda"."""
+
+
+class KVTensor(Protocol):
+    """The part of `torch.Tensor` that is used here: [blocks, heads, tokens, content] of one layer."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Return the number of entries of each dimension."""
+
+    @property
+    def device(self) -> Device:
+        """Return where the memory is."""
+
+    def stride(self) -> Sequence[int]:
+        """Return the stride of each dimension, in elements."""
+
+    def storage_offset(self) -> int:
+        """Return this tensor's first element in the storage, in elements."""
+
+    def element_size(self) -> int:
+        """Return the size of an element in bytes."""
+
+    def untyped_storage(self) -> Storage:
+        """Return the storage that this tensor and all its views share."""
+
+    def data_ptr(self) -> int:
+        """Return the address of the first element."""
+
+
+class CacheShape(NamedTuple):
+    """What the engine knows of its cache and a tensor does not say."""
+
+    layers: int  # of the whole model
+    kv_heads: int  # of the whole model
+    head_dim: int
+    parallel: Parallel
+    stage_layers: tuple[int, ...] | None = None
+
+
+class SharedCache(NamedTuple):
+    """What `connect` and `Client.register_pool` need; descriptors are the caller's to close."""
+
+    layout: KVLayout
+    geometry: PoolGeometry
+    regions: tuple[int, ...] | tuple[DeviceRegion, ...]
+    device: str
+
+
+def layer_number(name: str) -> int:
+    """Return the layer's index in the model from its name, such as "model.layers.7.self_attn.attn".
+
+    Raises:
+        ArgumentError: the name has no number, or several.
+    """
+    found = _LAYER_NUMBER.findall(name)
+    if len(found) != 1:
+        raise ArgumentError(f"layer {name!r} has {len(found)} numbers in its name: one says which layer it is")
+    return int(found[0])
+
+
+def opaque_layout(tensors: Mapping[str, KVTensor], cache: CacheShape) -> KVLayout:
+    """Return the layout of a rank whose (block, head) entries are opaque: heads can be split, tokens of a block cannot.
+
+    Args:
+        tensors: by layer name; each [blocks, heads, tokens, content], a (block, head) without gaps.
+    Raises:
+        LayoutError, ArgumentError: the cache is none that can be shared so; names the layer and what it has.
+    """
+    names = sorted(tensors, key=layer_number)
+    if not names:
+        raise ArgumentError("there are no KV tensors: a model without attention layers has nothing to move")
+    first = tensors[names[0]]
+    for name in names:
+        _check_tensor(name, tensors[name], names[0], first)
+    _, heads, tokens, content = first.shape
+    layout = KVLayout(
+        ModelShape(cache.layers, cache.kv_heads, cache.head_dim, first.element_size()),
+        cache.parallel,
+        tokens,
+        PageOrder.OPAQUE,
+        stage_layers=cache.stage_layers,
+        blob_bytes=tokens * content * first.element_size(),
+    )
+    layout.check()
+    if [layer_number(name) for name in names] != list(layout.layers):
+        raise LayoutError(
+            f"this rank has KV of layers {[layer_number(name) for name in names]} and should have "
+            f"{layout.layers.start} to {layout.layers.stop - 1}: layers that share or have no KV cannot be moved"
+        )
+    if heads != len(layout.heads):
+        raise LayoutError(
+            f"layer {names[0]} has {heads} KV heads on this rank and should have {len(layout.heads)}, "
+            f"of {cache.kv_heads} with tensor parallel size {cache.parallel.tp}"
+        )
+    return layout
+
+
+def share(tensors: Mapping[str, KVTensor], cache: CacheShape) -> SharedCache:
+    """Move tensors in CPU memory to shared memory in place, or take the handles of a GPU's; once, before they are used.
+
+    Raises:
+        LayoutError, ArgumentError: as `opaque_layout`, or the memory cannot be shared.
+    """
+    layout = opaque_layout(tensors, cache)
+    ordered = [tensors[name] for name in sorted(tensors, key=layer_number)]
+    first = ordered[0]
+    regions: list[int | DeviceRegion] = []
+    region_bytes: list[int] = []
+    found: dict[int, int] = {}  # region by the address of its storage
+    planes: list[PlaneGeometry] = []
+    on_cpu = first.device.type == "cpu"
+    try:
+        for tensor in ordered:
+            if on_cpu and tensor.untyped_storage().data_ptr() not in found:
+                descriptor, _, length_bytes = torch_region(tensor)
+                regions.append(descriptor)
+                region_bytes.append(length_bytes)
+                # Sharing has moved the bytes: the address is the new one.
+                found[tensor.untyped_storage().data_ptr()] = len(region_bytes) - 1
+            elif not on_cpu and tensor.untyped_storage().data_ptr() not in found:
+                regions.append(device_region(_whole(tensor)))
+                region_bytes.append(tensor.untyped_storage().nbytes())
+                found[tensor.untyped_storage().data_ptr()] = len(region_bytes) - 1
+            planes.append(_plane(tensor, found[tensor.untyped_storage().data_ptr()], layout))
+        geometry = PoolGeometry(first.shape[0], tuple(region_bytes), tuple(planes))
+        geometry.check(layout)
+    except BaseException:
+        for region in regions:
+            if isinstance(region, int):
+                os.close(region)
+        raise
+    device = "cpu" if on_cpu else device_name(first)
+    return SharedCache(layout, geometry, tuple(regions), device)  # type: ignore[arg-type]
+
+
+class _whole:  # noqa: N801 - reads as the tensor's storage, seen as a tensor
+    """A storage, as far as `device_region` looks at a tensor."""
+
+    def __init__(self, tensor: KVTensor) -> None:
+        self.device = tensor.device
+        self._address = tensor.untyped_storage().data_ptr()
+
+    def data_ptr(self) -> int:
+        """Return the address of the storage's first byte."""
+        return self._address
+
+
+def _plane(tensor: KVTensor, region: int, layout: KVLayout) -> PlaneGeometry:
+    size = tensor.element_size()
+    return PlaneGeometry(region, tensor.storage_offset() * size, tensor.stride()[0] * size, 0, layout.opaque_bytes)
+
+
+def _check_tensor(name: str, tensor: KVTensor, first_name: str, first: KVTensor) -> None:
+    if len(tensor.shape) != len(_DIMENSIONS):
+        raise LayoutError(
+            f"the cache of layer {name} has the shape {tuple(tensor.shape)}: only [block, head, token, content] is known, "
+            "as attention with K and V per head has it"
+        )
+    if tuple(tensor.shape) != tuple(first.shape) or tensor.element_size() != first.element_size():
+        raise LayoutError(
+            f"the cache of layer {name} has the shape {tuple(tensor.shape)} and that of {first_name} "
+            f"{tuple(first.shape)}: layers must be alike"
+        )
+    _, heads, tokens, content = tensor.shape
+    _, head_stride, token_stride, content_stride = tensor.stride()
+    if (token_stride, content_stride) != (content, 1) or (heads > 1 and head_stride != tokens * content):
+        raise LayoutError(
+            f"the cache of layer {name} has the strides {tuple(tensor.stride())} for the shape {tuple(tensor.shape)}: the "
+            "content of a head of a block must lie together (vLLM calls that layout LBHNC)"
+        )

@@ -1,0 +1,301 @@
+"""The connector for vLLM: KV of a prompt goes from a prefill engine to a decode engine through Longshore.
+
+Loaded by vLLM in its scheduler's process and in each worker's (`kv_connector_module_path`). It translates between
+vLLM's calls and `requests.RequestBook` (scheduler) or `rooms.RankRooms` (worker), and decides nothing itself.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm import __version__ as vllm_version
+from vllm.config import get_layers_from_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.distributed.utils import get_pp_indices
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import RequestStatus
+
+from longshore_client.engines.agents import registered
+from longshore_client.engines.handover import Order
+from longshore_client.engines.requests import RequestBook
+from longshore_client.engines.rooms import RankRooms
+from longshore_client.engines.tensors import CacheShape, share
+from longshore_client.engines.vllm_checks import check_engine, check_version, roles_of, setting
+from longshore_client.engines.vllm_stats import LongshoreMetrics, LongshoreStats
+from longshore_client.errors import ClientClosed, WaitTimeout
+from longshore_wire.engine_messages import Endpoint, Half
+from longshore_wire.layout import Parallel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from longshore_client.client import Client
+
+check_version(vllm_version)
+
+# All ranks of an engine register in the same moment; the slowest may still be moving its cache to shared memory.
+SIBLINGS_TIMEOUT_S = 120.0
+# A step without a model's work is over at once, and vLLM makes the next while blocks are lent: without a pause the
+# engine's processes would take the cores from the agent. A request that comes in the meantime waits no longer.
+EMPTY_STEP_PAUSE_S = 0.001
+_DONE_STATUS = frozenset({RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED})
+
+
+@dataclass
+class StepOrders(KVConnectorMetadata):  # type: ignore[misc] # vLLM is not installed where types are checked
+    """Scheduler to workers, in every step."""
+
+    orders: tuple[Order, ...]
+
+
+@dataclass
+class RankReport(KVConnectorWorkerMetadata):  # type: ignore[misc] # as above
+    """Worker to scheduler, in every step: the endpoint if it has changed, and whether a rank of it is away."""
+
+    endpoint: Endpoint | None
+    away: bool
+
+    def aggregate(self, other: RankReport) -> RankReport:
+        """Return what both know."""
+        return RankReport(other.endpoint or self.endpoint, self.away or other.away)
+
+
+@dataclass
+class RankHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc] # as above
+    """Worker to scheduler, once: how this rank is registered."""
+
+    endpoint: Endpoint | None
+    roles: tuple[Half, ...]
+    content: str
+
+
+class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
+    """See the module; options are read from `kv_connector_extra_config`, see docs/how-to/vllm.md.
+
+    Raises:
+        ArgumentError: from the constructor, naming what this engine has that cannot be moved.
+    """
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        check_engine(vllm_config, kv_cache_config)
+        self._roles = roles_of(self._kv_transfer_config)
+        self._socket, self._limit_s, self._connect_s = setting(self._kv_transfer_config.kv_connector_extra_config)
+        self._book: RequestBook | None = None
+        self._client: Client | None = None
+        self._rooms: RankRooms | None = None
+        self._stats = LongshoreStats()
+        self._endpoint: Endpoint | None = None
+        self._on_device = False
+        self._content = ""
+        self._step_is_empty = False
+        if role is KVConnectorRole.SCHEDULER:
+            # Half of the numbers above this are left: an engine that keeps its name over a restart repeats none.
+            self._book = RequestBook(vllm_config.cache_config.block_size, self._roles, secrets.randbits(62))
+
+    # -- scheduler -------------------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many tokens behind `num_computed_tokens` will be loaded; None: ask again."""
+        assert self._book is not None
+        found = self._book.matched(
+            request.kv_transfer_params, request.num_prompt_tokens, num_computed_tokens, time.monotonic()
+        )
+        return found, bool(found)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Order the load of a request's tokens into its blocks."""
+        assert self._book is not None
+        self._book.allocated(
+            request.request_id,
+            request.kv_transfer_params,
+            blocks.get_block_ids()[0],
+            request.num_prompt_tokens,
+            num_external_tokens,
+        )
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepOrders:  # noqa: ARG002
+        """Return what the workers must do."""
+        assert self._book is not None
+        return StepOrders(self._book.take_orders())
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Return whether a request's blocks are handed out, and what decode must be told then."""
+        assert self._book is not None
+        told = self._book.finished(
+            request.request_id,
+            request.kv_transfer_params,
+            block_ids,
+            request.num_prompt_tokens,
+            complete=request.status in _DONE_STATUS,
+        )
+        return told is not None, told
+
+    def has_pending_push_work(self) -> bool:
+        """Return whether there must be a step although no request is there: workers hear of orders in steps alone."""
+        return self._book is not None and self._book.has_orders
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Take what the workers said."""
+        assert self._book is not None
+        report = connector_output.kv_connector_worker_meta
+        if report is not None:
+            self._book.heard(report.endpoint, time.monotonic(), away=report.away)
+        self._book.received(connector_output.finished_recving or ())
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], RankHandshake]) -> None:
+        """Take the endpoint that the workers know when all of them are registered."""
+        assert self._book is not None
+        for handshake in metadata.values():
+            self._book.introduced(handshake.roles, handshake.content)
+            self._book.heard(handshake.endpoint, time.monotonic())
+
+    # -- worker ----------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Share this rank's cache with the agent; called once, before anything is computed."""
+        shared = share(kv_caches, _cache_shape(self._vllm_config))
+        self._on_device = shared.device != "cpu"
+        try:
+            self._client, self._roles = registered(
+                self._socket, self._kv_transfer_config.engine_id, shared, self._roles, self._connect_s
+            )
+            self._client.register_pool(0, shared.geometry, shared.regions)
+        finally:
+            for region in shared.regions:
+                if isinstance(region, int):
+                    os.close(region)
+        self._content = f"{_content(self._vllm_config, next(iter(kv_caches)))} {next(iter(kv_caches.values())).dtype}"
+        self._rooms = RankRooms(self._client, self._limit_s)
+
+    def get_handshake_metadata(self) -> RankHandshake | None:
+        """Return how this rank is registered; if it hands KV out, once all ranks of this engine are."""
+        if self._client is None:
+            return None
+        if Half.SOURCE in self._roles:
+            self._endpoint = self._client.endpoint(SIBLINGS_TIMEOUT_S)
+        return RankHandshake(self._endpoint, self._roles, self._content)
+
+    def start_load_kv(self, forward_context: Any, **_: Any) -> None:
+        """Begin what the scheduler ordered."""
+        self._step_is_empty = forward_context.attn_metadata is None
+        orders = self._get_connector_metadata().orders
+        if orders and self._rooms is not None:
+            self._rooms.carry_out(orders, self._fence())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: a request is scheduled after its load."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:
+        """Do nothing: blocks are handed out where they are."""
+
+    def wait_for_save(self) -> None:
+        """Do nothing: blocks stay until they are handed out."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
+        """Return the requests whose blocks are the engine's own again."""
+        results = KVConnectorTransferResults()
+        if self._rooms is not None:
+            ended = self._rooms.poll(EMPTY_STEP_PAUSE_S if self._step_is_empty else 0.0)
+            for transfer in ended.transfers:
+                self._stats.add(transfer)
+            results.finished_sending = ended.sent
+            results.finished_recving = ended.received
+            results.failed_recving = ended.failed
+        return results
+
+    def build_connector_worker_meta(self) -> RankReport | None:
+        """Return what the scheduler must know of this rank's agent."""
+        if self._client is None:
+            return None
+        try:
+            found = self._client.endpoint(0)
+        except (WaitTimeout, ClientClosed):
+            return RankReport(None, away=True)
+        changed = found if found != self._endpoint else None
+        self._endpoint = found
+        return RankReport(changed, away=False)
+
+    def get_kv_connector_stats(self) -> LongshoreStats | None:
+        """Return what was counted since the last call."""
+        return None if self._stats.is_empty() else self._stats.take()
+
+    def shutdown(self) -> None:
+        """Leave the agent."""
+        if self._rooms is not None:
+            self._rooms.close()
+            self._rooms = None
+
+    def _fence(self) -> Callable[[], None] | None:
+        if not self._on_device:
+            return None
+        import torch
+
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event.synchronize
+
+    # -- both ------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:  # noqa: ARG003
+        """Return the layout in which a head of a block lies together."""
+        return "LBHNC"
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> LongshoreStats:
+        """Return counts that were sent as plain data."""
+        return LongshoreStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> LongshoreMetrics:
+        """Return the counts on vLLM's Prometheus page."""
+        return LongshoreMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _cache_shape(vllm_config: Any) -> CacheShape:
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    layers = model.get_total_num_hidden_layers()
+    stages = parallel.pipeline_parallel_size
+    return CacheShape(
+        layers,
+        model.get_total_num_kv_heads(),
+        model.get_head_size(),
+        Parallel(
+            tp=parallel.tensor_parallel_size,
+            tp_rank=get_tensor_model_parallel_rank(),
+            pp=stages,
+            pp_rank=get_pp_group().rank_in_group,
+            dp=parallel.data_parallel_size,
+            dp_rank=parallel.data_parallel_rank,
+        ),
+        _stage_layers(layers, stages) if stages > 1 else None,
+    )
+
+
+def _content(vllm_config: Any, layer_name: str) -> str:
+    """Return the name of what writes pages, and of the instructions it does that with where they change the order."""
+    layer = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, [layer_name])[layer_name]
+    return f"{layer.get_attn_backend().get_name()} {getattr(layer, 'isa', '')}".strip()
+
+
+def _stage_layers(layers: int, stages: int) -> tuple[int, ...]:
+    bounds: Iterable[tuple[int, int]] = (get_pp_indices(layers, stage, stages) for stage in range(stages))
+    return tuple(end - first for first, end in bounds)

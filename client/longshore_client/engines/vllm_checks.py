@@ -1,0 +1,96 @@
+"""Which vLLM and which of its configurations the connector can serve, and the options that it takes. Pure.
+
+Called by `vllm.LongshoreConnector`; reads vLLM's configuration by its attributes and imports none of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from longshore_client.errors import ArgumentError
+from longshore_wire.engine_messages import Half
+from longshore_wire.names import RUN_DIRECTORY
+
+# vLLM calls its connector API experimental and changes it from release to release: each is tested before it is let in.
+VERSION_MIN, VERSION_END = (0, 32), (0, 33)
+# A decode engine with a long queue claims late; vLLM's own connectors wait for minutes too.
+LIMIT_S, LIMIT_MIN_S, LIMIT_MAX_S = 120.0, 1.0, 86_400.0
+CONNECT_S = 120.0
+
+
+class Setting(NamedTuple):
+    """What `kv_connector_extra_config` says."""
+
+    socket: str
+    limit_s: float
+    connect_s: float
+
+
+def check_version(version: str) -> None:
+    """Raise ArgumentError if this vLLM is none that the connector was tested with."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or not VERSION_MIN <= (int(found[1]), int(found[2])) < VERSION_END:
+        low, end = (".".join(map(str, bound)) for bound in (VERSION_MIN, VERSION_END))
+        raise ArgumentError(
+            f"vLLM {version} is not supported: this connector was tested with vLLM >= {low}, < {end}; install one of "
+            "these, or a release of Longshore that names yours"
+        )
+
+
+def roles_of(transfer_config: Any) -> tuple[Half, ...]:
+    """Return what `kv_role` lets this engine do."""
+    roles = []
+    if transfer_config.is_kv_producer:
+        roles.append(Half.SOURCE)
+    if transfer_config.is_kv_consumer:
+        roles.append(Half.TARGET)
+    return tuple(roles)
+
+
+def setting(extra: Mapping[str, Any]) -> Setting:
+    """Return the connector's options.
+
+    Raises:
+        ArgumentError: an option is unknown or out of range; names it.
+    """
+    known = {"socket": f"{RUN_DIRECTORY}/agent.sock", "transfer_limit_s": LIMIT_S, "connect_limit_s": CONNECT_S}
+    unknown = sorted(set(extra) - set(known))
+    if unknown:
+        raise ArgumentError(f"kv_connector_extra_config has {unknown[0]!r}: known are {', '.join(sorted(known))}")
+    values = {**known, **extra}
+    if not isinstance(values["socket"], str) or not values["socket"]:
+        raise ArgumentError("kv_connector_extra_config.socket is no path: give that of the agent's engine socket")
+    for name in ("transfer_limit_s", "connect_limit_s"):
+        value = values[name]
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not LIMIT_MIN_S <= value <= LIMIT_MAX_S:
+            raise ArgumentError(
+                f"kv_connector_extra_config.{name} is {value!r}: give seconds from {LIMIT_MIN_S:g} to {LIMIT_MAX_S:g}"
+            )
+    return Setting(values["socket"], float(values["transfer_limit_s"]), float(values["connect_limit_s"]))
+
+
+def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raise ArgumentError if this engine's cache is of a kind that cannot be moved; names the kind."""
+    groups = len(kv_cache_config.kv_cache_groups)
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    if groups > 1:
+        raise ArgumentError(
+            f"the model's cache has {groups} groups of layers (hybrid attention or state): only one kind is moved"
+        )
+    if model.use_mla:
+        raise ArgumentError("the model uses MLA: its latent has no heads to split, and this connector does not move it")
+    if getattr(parallel, "decode_context_parallel_size", 1) > 1:
+        raise ArgumentError(
+            f"decode_context_parallel_size is {parallel.decode_context_parallel_size}: tokens of a sequence would lie "
+            "on several ranks; use 1"
+        )
+    if model.enable_sleep_mode and vllm_config.device_config.device_type != "cpu":
+        raise ArgumentError(
+            "enable_sleep_mode is on: this vLLM gives its cache's memory away without telling its connector, while the "
+            "agent has it mapped; start without sleep mode"
+        )
+    if vllm_config.speculative_config is not None:
+        raise ArgumentError("speculative decoding is on: its draft layers have a cache of their own that is not moved")

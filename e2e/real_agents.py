@@ -1,0 +1,167 @@
+"""Agents as real processes on process nodes, and engines that connect to them as client code does. Used by tests.
+
+What agents are started with is what the operator rendered and the API server gave to their node; nothing is made here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from agent_world import START_LIMIT_S, EngineProcess, Request, content
+from controlplane.cluster import ControlPlane
+from controlplane.process_node import ProcessNode, missing_rights
+from controlplane.process_pod import Container, Image
+from controlplane.waiting import until
+from deployments import ROOT
+
+from longshore_client import AgentLost, Busy, Half, RoomEvent, RoomEventKind
+from longshore_wire.names import RUN_DIRECTORY
+
+AGENT_IMAGE = "longshore-agent:0.1.0"
+OPERATOR_IMAGE = "longshore-operator:0.1.0"
+# As the Dockerfiles have them; `python` and our programs are those of this environment.
+_ENVIRONMENT = {
+    "PATH": os.pathsep.join([str(ROOT / ".venv" / "bin"), f"{sys.prefix}/bin", "/usr/bin", "/bin"]),
+    "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+IMAGES = {
+    AGENT_IMAGE: Image(("longshore-agent",), _ENVIRONMENT),
+    OPERATOR_IMAGE: Image(("python", "-m", "longshore_operator.main"), _ENVIRONMENT),
+}
+# The model of the tests' engines, as a deployment declares it.
+MODEL = {"attention": "GQA", "layers": 4, "kvHeads": 12, "headDim": 32, "dtype": "float32"}
+PAGE_SIZE = 16
+
+
+def process_node(plane: ControlPlane, name: str, role: str) -> ProcessNode:
+    """Return a node, not started, for what is selected by `role`."""
+    if reason := missing_rights():
+        pytest.skip(reason)
+    return ProcessNode(plane, name, {"longshore.dev/role": role}, IMAGES)
+
+
+class PodAgent:
+    """The agent of a deployment on one process node, as engines of that node and people find it."""
+
+    def __init__(self, node: ProcessNode, namespace: str, name: str = "llama") -> None:
+        self._node = node
+        self._namespace = namespace
+        self._name = name
+
+    @property
+    def container(self) -> Container:
+        """Its container of now."""
+        return self._node.container(self._namespace, f"{self._name}-agent-")
+
+    @property
+    def socket(self) -> str:
+        """Where engines of its node connect."""
+        return str(self._node.path(f"{RUN_DIRECTORY}/{self._namespace}/{self._name}/agent.sock"))
+
+    @property
+    def http(self) -> str:
+        """Where its pages are."""
+        pod = self._node.pod(self._namespace, f"{self._name}-agent-")
+        port = next(port["containerPort"] for port in pod.containers[0].spec["ports"] if port["name"] == "http")
+        return f"http://{pod.address}:{port}"
+
+    @property
+    def life(self) -> tuple[str, str]:
+        """Its pod's uid and which keys it has; empty while it is being replaced."""
+        try:
+            metadata = self._node.pod(self._namespace, f"{self._name}-agent-").body["metadata"]
+        except AssertionError:
+            return "", ""
+        return metadata["uid"], metadata["annotations"]["longshore.dev/keys"]
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's series."""
+        with urllib.request.urlopen(f"{self.http}/metrics", timeout=START_LIMIT_S) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{"))
+
+    @property
+    def ask(self) -> Callable[[], dict[str, Any]]:
+        """What asks the agent of now what it says of itself; it asks the same one when its pod is ending."""
+        url = f"{self.http}/v1/status"
+
+        def status() -> dict[str, Any]:
+            with urllib.request.urlopen(url, timeout=START_LIMIT_S) as answer:
+                return dict(json.loads(answer.read()))
+
+        return status
+
+    def status(self) -> dict[str, Any]:
+        """What it says of itself."""
+        return self.ask()
+
+    def log(self) -> str:
+        """The end of what it wrote."""
+        process = self.container.process
+        return process.log() if process is not None else ""
+
+    def wires(self, half: str) -> set[str]:
+        """What its workers of one half found that bytes to their attached peers travel over."""
+        return {
+            peer["wire"]
+            for worker in self.status()["workers"]
+            if any(half in engine["roles"] for engine in worker["engines"])
+            for peer in worker["peers"]
+            if peer["state"] == "attached"
+        }
+
+
+def move(source: EngineProcess, target: Any, room: int, tokens: int) -> list[RoomEvent]:
+    """Send a request's pages from an engine of one process to all ranks of `target`; return how the target's ranks ended."""
+    begin(source, target, room, tokens)
+    return finish(source, target, room)
+
+
+def begin(source: EngineProcess, target: Any, room: int, tokens: int) -> None:
+    """Claim a room and offer it whole."""
+    endpoint = source.endpoint()
+    pages = list(range(-(-tokens // PAGE_SIZE)))
+    for rank in target.ranks:
+        rank.client.receive(room, endpoint, pages, 0, tokens)
+        rank.put(rank.expected, pages, content(room, tokens, rank.layout), 0, tokens)
+    assert source.ask("send", room=room, pages=pages, total=tokens) == "sent"
+
+
+def finish(source: EngineProcess, target: Any, room: int) -> list[RoomEvent]:
+    """Return how a room ended at the target's ranks, once its pages are theirs again."""
+    ends = []
+    for rank in target.ranks:
+        ends.append(rank.client.wait(room, Half.TARGET, source.instance, timeout_s=60))
+        rank.client.wait(room, Half.TARGET, source.instance, [RoomEventKind.RELEASED], 60)
+    return ends
+
+
+def move_through(request: Request) -> list[RoomEvent]:
+    """Move a request while agents may be replaced under it, as an engine does: calls that find no agent are made again."""
+    endpoint = request.source.endpoint()
+    for rank in request.target.ranks:
+        again(lambda rank=rank: rank.client.receive(request.room, endpoint, request.target_pages, 0, request.total))
+        rank.put(rank.expected, request.target_pages, request.data, 0, request.total)
+    for rank in request.source.ranks:
+        again(lambda rank=rank: rank.client.send(request.room, request.source_pages, 0, request.total, last=True))
+    return request.ends(60)
+
+
+def again(call: Callable[[], None]) -> None:
+    """Call until an agent answers."""
+
+    def answered() -> bool:
+        try:
+            call()
+        except (AgentLost, Busy):
+            return False
+        return True
+
+    until(answered, "an agent answers", START_LIMIT_S)

@@ -1,0 +1,91 @@
+"""`helm test` for real: the operator's pod, the test's pod and the agents' pods run, with what the chart gives to each.
+
+The node's pods are processes (`controlplane.process_node`) with the tokens of their own ServiceAccounts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from controlplane.cluster import ControlPlane
+from controlplane.process_node import ProcessNode
+from controlplane.waiting import until
+from real_agents import process_node
+from test_chart import CHART, helm
+
+LIMIT = "--timeout=150s"
+
+
+@pytest.fixture
+def node(plane: ControlPlane, namespace: str) -> Iterator[ProcessNode]:
+    with process_node(plane, f"{namespace}-0", namespace) as started:
+        yield started
+
+
+@pytest.fixture
+def release(plane: ControlPlane, namespace: str, node: ProcessNode) -> Iterator[str]:
+    """A release whose operator runs on the node, with its Lease and its rights."""
+    values = {
+        "mode": "namespaced",
+        "crds.install": "false",
+        "nodeSelector.longshore\\.dev/role": namespace,
+        "test.nodeSelector.longshore\\.dev/role": namespace,
+        "test.limitSeconds": "120",
+    }
+    done = helm(plane, "install", "longshore", str(CHART), "-n", namespace, "--wait", LIMIT, *_set(values))
+    assert done.returncode == 0, (done.stderr, [entry.process and entry.process.log() for entry in _containers(node)])
+    yield "longshore"
+    helm(plane, "uninstall", "longshore", "-n", namespace, "--wait", LIMIT)
+
+
+def _set(values: dict[str, str]) -> list[str]:
+    return [f"--set={name}={value}" for name, value in values.items()]
+
+
+def _containers(node: ProcessNode) -> list:
+    return [container for pod in node.pods() for container in pod.containers]
+
+
+def _ended(node: ProcessNode, name: str) -> list[int | None]:
+    """How the containers of this name ended."""
+    return [container.exit_code for container in _containers(node) if container.spec["name"] == name]
+
+
+def test_helm_test_runs_agents_and_leaves_nothing(
+    plane: ControlPlane, namespace: str, release: str, node: ProcessNode
+) -> None:
+    done = helm(plane, "test", release, "-n", namespace, LIMIT)
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    assert "Phase:          Succeeded" in done.stdout
+    events = plane.kubectl("get", "events", "-n", namespace, "-o", "jsonpath={.items[*].reason}").split()
+    assert {"PlanMade", "AllAgentsReady", "Ready"} <= set(events)
+    # The test's deployment, its agents and the test itself are gone, and not the operator.
+    assert plane.kubectl("get", "dgdep", "-n", namespace, "-o", "name") == ""
+
+    def left() -> bool:
+        pods = plane.kubectl("get", "pods", "-n", namespace, "-o", "name").split()
+        return len(pods) == 1 and pods[0].startswith("pod/longshore-operator-")
+
+    until(left, "only the operator's pod is there", 90)
+    log = node.container(namespace, "longshore-operator-").process.log_path.read_text()
+    assert "orbidden" not in log and "Traceback" not in log
+
+
+def test_helm_test_fails_where_agents_do_not_become_ready(
+    plane: ControlPlane, namespace: str, release: str, node: ProcessNode
+) -> None:
+    values = {"test.limitSeconds": "8", "agent.image": "no-such-image:1"}
+    done = helm(
+        plane, "upgrade", release, str(CHART), "-n", namespace, "--reuse-values", "--wait", LIMIT, *_set(values)
+    )
+    assert done.returncode == 0, done.stderr
+    done = helm(plane, "test", release, "-n", namespace, LIMIT)
+    assert done.returncode != 0
+    assert "Phase:          Failed" in done.stdout, (done.stdout, done.stderr)
+    tried = node.pod(namespace, "longshore-operator-test-")
+    assert tried.containers[0].exit_code == 1
+    said = tried.containers[0].process.log()
+    assert "AgentsReady: False AgentsNotReady" in said and "ErrImagePull" in said
+    assert "failed: try-out-" in said
+    until(lambda: plane.kubectl("get", "dgdep", "-n", namespace, "-o", "name") == "", "its deployment is gone")

@@ -1,0 +1,68 @@
+"""The nursery, the models and the oracle, made once for a run of `make e2e-vllm`. No test needs a cluster here."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tiny_model
+from engines import Nursery
+from prompts import Oracle
+from tiny_model import TinyModel
+
+# Where .ci/install-vllm has put vLLM.
+VENV_VARIABLE = "E2E_VLLM_VENV"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Name our mark."""
+    config.addinivalue_line("markers", "shortest: the pair that .ci/run tests")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ends_in_order() -> Iterator[None]:
+    """Unwind fixtures at SIGTERM, too: as an interrupt, which pytest knows."""
+
+    def interrupt(*_ignored: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """What starts engines."""
+    assert os.environ.get(VENV_VARIABLE), f"{VENV_VARIABLE} is not set: run `make e2e-vllm`"
+    with Nursery(Path(os.environ[VENV_VARIABLE]), tmp_path_factory.mktemp("engines")) as running:
+        running.wait_ready()
+        yield running
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """The model with 4 KV heads."""
+    return tiny_model.make(tmp_path_factory.mktemp("model"), 4)
+
+
+@pytest.fixture(scope="session")
+def narrow_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """The model with 2 KV heads, of which ranks of TP4 hold copies."""
+    return tiny_model.make(tmp_path_factory.mktemp("model"), 2)
+
+
+@pytest.fixture(scope="session")
+def alone(nursery: Nursery, model: TinyModel) -> Oracle:
+    """What one engine alone answers."""
+    return Oracle(nursery, model)
+
+
+@pytest.fixture(scope="session")
+def narrow_alone(nursery: Nursery, narrow_model: TinyModel) -> Oracle:
+    """The same for 2 KV heads."""
+    return Oracle(nursery, narrow_model)

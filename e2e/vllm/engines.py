@@ -1,0 +1,317 @@
+"""vLLM engines as processes: started from a nursery, spoken to over HTTP, killed whole. Called by tests and `benchmarks/vllm_connectors.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+from controlplane.waiting import until
+from tiny_model import TinyModel
+
+from longshore_cli.metrics_page import MetricsPage
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+# Importing vLLM takes ten seconds of an idle core the first time, and minutes on a cold disk that others use too.
+READY_LIMIT_S = 290.0
+# The first forward pass of an engine takes seconds, with many processes on few cores tens of them.
+REQUEST_LIMIT_S = 180.0
+KILL_LIMIT_S = 60.0
+LOG_TAIL_CHARACTERS = 4000
+KV_BYTES = 64 << 20
+BLOCK_TOKENS = 32
+# Prompts of more tokens than this are computed in chunks.
+CHUNK_TOKENS = 128
+TOKENS_MAX = 2048
+MODEL_NAME = "tiny"
+
+
+class EngineError(AssertionError):
+    """An engine did not start, or ended; carries the end of its log."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What one engine is.
+
+    Attributes:
+        name: of its log, and of its instance.
+        transfer: --kv-transfer-config; None: an engine that moves nothing.
+        environment: of the engine's processes, beside ours.
+        extra: more arguments of `vllm serve`.
+        is_spawned: start the program `vllm` as a user does; it takes longer than a fork by ten seconds of a core a process.
+    """
+
+    name: str
+    model: TinyModel
+    tp: int
+    transfer: Mapping[str, Any] | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    block_tokens: int = BLOCK_TOKENS
+    extra: Sequence[str] = ()
+    is_spawned: bool = False
+
+    def arguments(self, port: int) -> list[str]:
+        """Return the arguments of `vllm`."""
+        given = [
+            *(
+                "serve",
+                str(self.model.path),
+                "--served-model-name",
+                MODEL_NAME,
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(port),
+            ),
+            *("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(KV_BYTES)),
+            *("--block-size", str(self.block_tokens), "--max-model-len", str(TOKENS_MAX), "--max-num-seqs", "16"),
+            *("--max-num-batched-tokens", str(CHUNK_TOKENS), "--tensor-parallel-size", str(self.tp)),
+        ]
+        if self.transfer is not None:
+            given += ["--kv-transfer-config", json.dumps(self.transfer)]
+        return [*given, *self.extra]
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment, with the processor of each rank."""
+        cores = sorted(os.sched_getaffinity(0))
+        ranks = "|".join(str(cores[rank % len(cores)]) for rank in range(self.tp))
+        return {
+            "VLLM_CPU_OMP_THREADS_BIND": ranks,
+            "VLLM_LOGGING_LEVEL": "INFO",
+            "VLLM_SERVER_DEV_MODE": "1",  # POST /reset_prefix_cache
+            "PYTHONPATH": os.pathsep.join(str(path) for path in (ROOT / "client", ROOT / "wire", FOLDER)),
+            **self.environment,
+        }
+
+
+class Nursery:
+    """The process that engines are forked from, and the only one that knows how to end them; a context manager.
+
+    Start it from a thread that outlives it: it ends with that thread, and every engine with it.
+    """
+
+    def __init__(self, venv: Path, directory: Path) -> None:
+        self.venv = venv
+        self.directory = directory
+        self.log_path = directory / "nursery.log"
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("LONGSHORE_")}
+        # Compiled modules are kept in the engine's environment, which saves half of every later start.
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        environment |= {
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        with self.log_path.open("ab") as log:
+            self._child = subprocess.Popen(
+                [self.venv / "bin" / "python", FOLDER / "nursery.py"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
+                process_group=0,
+            )
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        assert self._child is not None
+        self._child.terminate()
+        try:
+            self._child.wait(KILL_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._child.kill()  # Its keepers end with it, and engines with their keepers.
+            self._child.wait()
+        for pipe in (self._child.stdin, self._child.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def wait_ready(self) -> None:
+        """Return when vLLM is imported."""
+        if not self._ready:
+            self._read()
+            self._ready = True
+
+    _ready = False
+
+    def ask(self, **command: Any) -> dict[str, Any]:
+        """Return the answer to one command."""
+        assert self._child is not None
+        assert self._child.stdin is not None
+        self.wait_ready()
+        self._child.stdin.write(json.dumps(command).encode() + b"\n")
+        self._child.stdin.flush()
+        return self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._child is not None
+        assert self._child.stdout is not None
+        line = self._child.stdout.readline()
+        if not line:
+            raise EngineError(f"the nursery ended:\n{_tail(self.log_path)}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+class Engine:
+    """One engine: `start` returns at once, `wait_ready` when it answers. A killed one may be started again."""
+
+    def __init__(self, nursery: Nursery, options: EngineOptions) -> None:
+        self._nursery = nursery
+        self.options = options
+        self.log_path = nursery.directory / f"{options.name}.log"
+        self.port = free_port()
+        self._keeper: int | None = None
+        self.http = httpx.Client(base_url=self.url, timeout=REQUEST_LIMIT_S)
+
+    @property
+    def url(self) -> str:
+        """Where it serves."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.kill()
+        self.http.close()
+
+    def start(self) -> None:
+        """Start its processes."""
+        assert self._keeper is None, "the engine runs already"
+        order: dict[str, Any] = {
+            "arguments": self.options.arguments(self.port),
+            "environment": self.options.variables(),
+            "log": str(self.log_path),
+        }
+        if self.options.is_spawned:
+            order["program"] = str(self._nursery.venv / "bin" / "vllm")
+        self._keeper = self._nursery.ask(start=order)["pid"]
+
+    def wait_ready(self) -> None:
+        """Return when it serves and has computed something, which takes long the first time."""
+
+        def serves() -> bool:
+            if not self.processes():
+                raise EngineError(f"{self.options.name} ended:\n{self.log()}")
+            try:
+                return self.http.get("/health", timeout=5.0).status_code == httpx.codes.OK
+            except httpx.TransportError:
+                return False
+
+        _until(serves, f"{self.options.name} serves", READY_LIMIT_S, self)
+        self.complete(Prompt([1, 2]), 2)
+
+    def processes(self) -> list[int]:
+        """Return the ids of its processes; none when it has ended."""
+        if self._keeper is None:
+            return []
+        found: list[int] = self._nursery.ask(look=self._keeper)["processes"]
+        return found
+
+    def kill(self) -> None:
+        """End all its processes by SIGKILL; returns when they are gone. A second call does nothing."""
+        if self._keeper is not None:
+            self._nursery.ask(kill=self._keeper)
+            self._keeper = None
+
+    def complete(
+        self, prompt: Prompt, max_tokens: int, transfer: Mapping[str, Any] | None = None, **more: Any
+    ) -> dict[str, Any]:
+        """Return the answer to a completion. Raises httpx.HTTPError for any but a success."""
+        response = self.http.post("/v1/completions", json=body(prompt, max_tokens, transfer, **more))
+        if response.is_error:
+            raise httpx.HTTPStatusError(response.text, request=response.request, response=response)
+        found: dict[str, Any] = response.json()
+        return found
+
+    def stream(
+        self, prompt: Prompt, max_tokens: int, transfer: Mapping[str, Any] | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the parts of an answer as they come."""
+        with self.http.stream(
+            "POST", "/v1/completions", json=body(prompt, max_tokens, transfer, stream=True)
+        ) as response:
+            response.raise_for_status()
+            for line in response.iter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    part = json.loads(line.removeprefix("data: "))
+                    if "error" in part:
+                        raise EngineError(f"{self.options.name}: {part['error']}\n{self.log()}")
+                    yield part
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache."""
+        self.http.post("/reset_prefix_cache").raise_for_status()
+
+    def metrics(self) -> MetricsPage:
+        """Return `/metrics`, parsed."""
+        return MetricsPage(self.http.get("/metrics").raise_for_status().text)
+
+    def log(self) -> str:
+        """Return the end of its log."""
+        return _tail(self.log_path)
+
+
+class Prompt(list[int]):
+    """The tokens of a prompt."""
+
+
+def body(prompt: Prompt, max_tokens: int, transfer: Mapping[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    """Return the JSON of a completion: greedy, with tokens as numbers."""
+    found: dict[str, Any] = {
+        "model": MODEL_NAME,
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **more,
+    }
+    if transfer is not None:
+        found["kv_transfer_params"] = dict(transfer)
+    return found
+
+
+def tokens_of(answer: Mapping[str, Any]) -> list[int]:
+    """Return the tokens of an answer."""
+    found: list[int] = answer["choices"][0]["token_ids"]
+    return found
+
+
+def free_port() -> int:
+    """Return a port of loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _until(look: Any, what: str, limit_s: float, engine: Engine) -> None:
+    try:
+        until(look, what, limit_s)
+    except EngineError:
+        raise
+    except AssertionError as error:
+        raise EngineError(f"{error}\n{engine.log()}") from error
+
+
+def _tail(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL_CHARACTERS:]
+    except OSError as error:
+        return f"{path}: {error.strerror}"

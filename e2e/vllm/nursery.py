@@ -1,0 +1,233 @@
+"""Starts vLLM engines quickly and ends them wholly: run by vLLM's interpreter, commands on standard input, one a line.
+
+Importing vLLM takes ten seconds of a core in every process of an engine. This process imports it once; an engine is a fork
+of it, runs the command line of `vllm`, and forks its own processes where vLLM would spawn them. All else is vLLM's.
+
+Each engine has a keeper between it and this process, who adopts its orphans, so that nothing of an engine can outlive the
+order to end it, or the death of who gave the orders. Called by `engines`; knows no test.
+
+    {"start": {"arguments": ["serve", ...], "environment": {...}, "log": path}}   answered by {"pid": of the keeper};
+                       with "program": path, that is run instead of a fork
+    {"kill": pid}      SIGKILL to every process of the engine at once; answered when they are gone
+    {"look": pid}      answered by {"processes": ids of the engine's processes}; empty when it has ended
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+SHARED_MEMORY = Path("/dev/shm")
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_LOOK_S = 0.02
+# Killed processes are gone at once, unless the kernel writes their memory somewhere.
+_END_LIMIT_S = 30.0
+# How far an engine stands back from what is not an engine: the most there is.
+_STAND_BACK = 19
+_SESSION_NICENESS = Path("/proc/self/autogroup")
+
+
+def main() -> None:
+    """Import vLLM, say so, and serve commands until the input ends."""
+    answers = os.dup(1)
+    os.dup2(2, 1)  # What vLLM prints must not be taken for an answer.
+    _tie_to_parent(signal.SIGTERM)
+    _import_engine()
+    multiprocessing.get_context = _fork_instead_of_spawn  # type: ignore[assignment]
+    keepers: set[int] = set()
+    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who gives the orders; our input ends then.
+    try:
+        _answer(answers, {"ready": True})
+        for line in sys.stdin:
+            _answer(answers, _obey(json.loads(line), keepers))
+    finally:
+        _end_keepers(keepers)
+
+
+def _obey(command: dict[str, Any], keepers: set[int]) -> dict[str, Any]:
+    match command:
+        case {"start": order}:
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    _keep(order)
+                finally:
+                    os._exit(1)  # Nothing of a fork may unwind into the loop that serves commands.
+            keepers.add(pid)
+            return {"pid": pid}
+        case {"kill": int(pid)}:
+            _end_keepers(keepers & {pid})
+            keepers.discard(pid)
+            return {}
+        case {"look": int(pid)}:
+            if pid in keepers and os.waitpid(pid, os.WNOHANG)[0] == pid:
+                keepers.discard(pid)
+            return {"processes": sorted(_descendants(pid)) if pid in keepers else []}
+    raise ValueError(f"unknown command {command}")
+
+
+def _keep(order: dict[str, Any]) -> NoReturn:
+    """Be the keeper of one engine: run it, adopt its orphans, end what is left when it ends or SIGTERM comes."""
+    _tie_to_parent(signal.SIGTERM)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    os.setsid()
+    _stand_back()
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for number in (1, 2):
+        os.dup2(log, number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    signal.signal(signal.SIGTERM, _leave)
+    engine = os.fork()
+    if engine == 0:
+        _be_engine(order)
+    shared: set[int] = set()
+    try:
+        while os.waitpid(engine, os.WNOHANG)[0] == 0:
+            time.sleep(_LOOK_S)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        deadline_s = time.monotonic() + _END_LIMIT_S
+        while (left := _descendants(os.getpid())) and time.monotonic() < deadline_s:
+            for pid in left:
+                shared |= _shared_memory(pid)
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            time.sleep(_LOOK_S)
+        _remove(shared)
+        os._exit(0)
+
+
+def _stand_back() -> None:
+    """Let agents and tests run when they want to, whatever this session's engine does.
+
+    Ranks of one engine wait for each other by yielding the processor again and again. On two processors Linux 6.18 then
+    let other sessions wait for up to 37 s, agents among them.
+    """
+    os.nice(_STAND_BACK)
+    # Where the scheduler divides the processors between sessions first, each has a niceness of its own.
+    if _SESSION_NICENESS.exists():
+        _SESSION_NICENESS.write_text(str(_STAND_BACK))
+
+
+def _be_engine(order: dict[str, Any]) -> NoReturn:
+    _tie_to_parent(signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.update(order["environment"])
+    if "program" in order:
+        os.execv(order["program"], [order["program"], *order["arguments"]])
+    sys.path[:0] = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    sys.argv = ["vllm", *order["arguments"]]
+    status = 1
+    try:
+        from vllm.entrypoints.cli.main import main as vllm_main
+
+        vllm_main()
+        status = 0
+    except SystemExit as left:
+        status = left.code if isinstance(left.code, int) else 1
+    except BaseException:  # noqa: BLE001 -- the end of a process: its traceback goes to the log
+        import traceback
+
+        traceback.print_exc()
+    os._exit(status)
+
+
+def _import_engine() -> None:
+    """Import what every process of an engine needs, without starting a thread."""
+    import vllm.distributed.kv_transfer.kv_connector.v1
+    import vllm.entrypoints.cli.main
+    import vllm.entrypoints.cli.serve
+    import vllm.entrypoints.launchers.api_server.routers
+    import vllm.model_executor.models.qwen3
+    import vllm.v1.engine.async_llm
+    import vllm.v1.engine.core
+    import vllm.v1.executor.multiproc_executor
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+
+_get_context = multiprocessing.get_context
+
+
+def _fork_instead_of_spawn(method: str | None = None) -> Any:
+    return _get_context("fork" if method == "spawn" else method)
+
+
+def _tie_to_parent(number: signal.Signals) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def _leave(*_ignored: object) -> NoReturn:
+    # As an error it unwinds through whatever runs; what must be ended is ended in `finally`.
+    raise SystemExit(0)
+
+
+def _end_keepers(pids: set[int]) -> None:
+    """Let them end their engines side by side: giving memory back takes seconds on a busy machine."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+
+
+def _answer(descriptor: int, value: dict[str, Any]) -> None:
+    os.write(descriptor, json.dumps(value).encode() + b"\n")
+
+
+def _shared_memory(pid: int) -> set[int]:
+    """Return the inodes in shared memory that a process maps; vLLM's are left behind by a kill.
+
+    Not their paths: a semaphore is made under another name than the one that it keeps.
+    """
+    found = set()
+    with contextlib.suppress(OSError):
+        for line in (Path("/proc") / str(pid) / "maps").read_text(encoding="utf-8").splitlines():
+            fields = line.split(maxsplit=5)
+            if len(fields) > 5 and fields[5].startswith(f"{SHARED_MEMORY}/"):
+                found.add(int(fields[4]))
+    return found
+
+
+def _remove(inodes: set[int]) -> None:
+    for path in SHARED_MEMORY.iterdir():
+        with contextlib.suppress(OSError):
+            if path.stat().st_ino in inodes:
+                path.unlink()
+
+
+def _descendants(root: int) -> set[int]:
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                # The name in parentheses may hold anything; state and parent are the fields after it.
+                state, parent = (entry / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[:2]
+                if state != "Z":
+                    children.setdefault(int(parent), []).append(int(entry.name))
+    found: set[int] = set()
+    waiting = [root]
+    while waiting:
+        for child in children.get(waiting.pop(), []):
+            found.add(child)
+            waiting.append(child)
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""The prompts of the tests, from fixed seeds, and what one vLLM alone answers to them. Called by `conftest`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from engines import Engine, EngineOptions, Nursery, Prompt, tokens_of
+from tiny_model import VOCABULARY, TinyModel
+
+# Around the ends of blocks of 32 and 64 tokens and of chunks of 128, and far beyond them.
+LENGTHS = (2, 31, 32, 33, 65, 150, 300, 700)
+# A prompt that begins as the longest but one does: all of its blocks but the last are alike up to here.
+SHARED_TOKENS = 200
+NEW_TOKENS = 16
+# A prompt whose KV is zeroed shows it from here on: the last token is always computed by decode itself.
+TELLING_TOKENS_MIN = 32
+# As many as an engine runs at once.
+AT_ONCE = 8
+
+
+def random_prompt(seed: int, length: int) -> Prompt:
+    """Return a prompt of `length` tokens, the same for the same seed."""
+    generator = random.Random(seed)
+    return Prompt(generator.randrange(VOCABULARY) for _ in range(length))
+
+
+PROMPTS = tuple(random_prompt(seed, length) for seed, length in enumerate(LENGTHS))
+SHARES_A_PREFIX = Prompt([*PROMPTS[-2][:SHARED_TOKENS], *random_prompt(100, 100)])
+EVERY_PROMPT = (*PROMPTS, SHARES_A_PREFIX)
+
+
+class Oracle:
+    """What one engine alone answers, by the prompt."""
+
+    def __init__(
+        self,
+        nursery: Nursery,
+        model: TinyModel,
+        prompts: Sequence[Prompt] = EVERY_PROMPT,
+        max_tokens: int = NEW_TOKENS,
+    ) -> None:
+        extra = ("--no-enable-prefix-caching", "--max-num-batched-tokens", "2048")
+        options = EngineOptions(f"alone-{model.kv_heads}", model, 1, extra=extra)
+        with Engine(nursery, options) as engine:
+            engine.wait_ready()
+            answers = [tokens_of(engine.complete(prompt, max_tokens)) for prompt in prompts]
+        self._answers = dict(zip(map(tuple, prompts), answers, strict=True))
+
+    def __call__(self, prompt: Prompt) -> list[int]:
+        """Return its tokens."""
+        return self._answers[tuple(prompt)]
+
+
+def at_once(work: Callable[..., list[int]], prompts: Sequence[Prompt], *more: Sequence[object]) -> list[list[int]]:
+    """Return what `work` returns for each prompt, with its item of each of `more`, all at the same time."""
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        return list(threads.map(work, prompts, *more))

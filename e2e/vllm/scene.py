@@ -1,0 +1,248 @@
+"""A prefill and a decode engine with an agent each, in either direction; and the same with vLLM's own NixlConnector.
+
+Called by tests and `benchmarks/vllm_connectors.py`. Every engine may do both (`kv_both`), so that a pair is tested from both ends.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from controlplane.waiting import until
+from engines import BLOCK_TOKENS, Engine, EngineOptions, Nursery, Prompt, free_port, tokens_of
+from tiny_model import TinyModel
+
+from longshore_cli.local_agents import LocalAgent, make_keys
+
+# Small beside a machine's memory, large beside a prompt's KV: 700 tokens are 2.9 MB.
+RING_BYTES = 64 << 20
+LANE_BYTES = 4 << 20
+SLAB_BYTES_MIN = 1 << 20
+# A loaded machine must not look like a dead peer.
+PEER_TIMEOUT_S = 60
+TRANSFER_LIMIT_S = 120.0
+# What a router asks a prefill engine for.
+TO_PREFILL: Mapping[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+@dataclass(frozen=True)
+class Side:
+    """One engine of a scene."""
+
+    name: str
+    tp: int
+    policy: str = "fail"
+    block_tokens: int = BLOCK_TOKENS
+    extra: Sequence[str] = ()
+
+
+class Agent:
+    """An agent that can be killed and started again at the same socket."""
+
+    def __init__(self, settings: Mapping[str, str | int | float], directory: Path) -> None:
+        self._settings = settings
+        self._directory = directory
+        self.process = LocalAgent(settings, directory)
+
+    @property
+    def socket_path(self) -> str:
+        """Where engines connect."""
+        return self.process.socket_path
+
+    def start(self) -> None:
+        """Start it; returns at once."""
+        self.process.start()
+
+    def kill(self) -> None:
+        """End it and its workers by SIGKILL."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.stop()
+
+    def start_again(self) -> None:
+        """Start it after a kill; returns at once, as engines find it by themselves."""
+        # It says where its predecessor served.
+        (self._directory / "agent.json").unlink(missing_ok=True)
+        self.process = LocalAgent(self._settings, self._directory)
+        self.process.start()
+
+    def workers(self) -> list[int]:
+        """Return the ids of its workers' processes."""
+        return [int(worker["pid"]) for worker in self.process.status()["workers"] if worker.get("pid")]
+
+
+class Scene:
+    """Agents and engines of two sides; a context manager, which returns when all are ready.
+
+    Attributes:
+        zero: while this file exists, what arrives is zeroed; see `zeroing`.
+    """
+
+    def __init__(
+        self,
+        nursery: Nursery,
+        model: TinyModel,
+        sides: Sequence[Side],
+        peer_timeout_s: int = PEER_TIMEOUT_S,
+        transfer_limit_s: float = TRANSFER_LIMIT_S,
+    ) -> None:
+        self._stack = ExitStack()
+        self._logs = nursery.directory
+        # A socket's path may be 107 bytes long.
+        self._directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="e2e-vllm-")))
+        self.zero = self._directory / "zero"
+        keys = self._directory / "keys"
+        make_keys(keys)
+        self.agents: dict[str, Agent] = {}
+        self.engines: dict[str, Engine] = {}
+        for side in sides:
+            settings: dict[str, str | int | float] = {
+                "deployment": "e2e/vllm",
+                "node": side.name,
+                "keys_directory": str(keys),
+                "ring_bytes": RING_BYTES,
+                "lane_bytes": LANE_BYTES,
+                "slab_bytes_min": SLAB_BYTES_MIN,
+                "peer_timeout_s": peer_timeout_s,
+            }
+            agent = Agent(settings, self._directory / side.name)
+            self.agents[side.name] = agent
+            transfer = {
+                "kv_connector": "ZeroingConnector",
+                "kv_connector_module_path": "zeroing",
+                "kv_role": "kv_both",
+                "engine_id": side.name,
+                "kv_load_failure_policy": side.policy,
+                "kv_connector_extra_config": {"socket": agent.socket_path, "transfer_limit_s": transfer_limit_s},
+            }
+            environment = {"E2E_VLLM_ZERO": str(self.zero)}
+            options = EngineOptions(
+                side.name, model, side.tp, transfer, environment, side.block_tokens, tuple(side.extra)
+            )
+            self.engines[side.name] = Engine(nursery, options)
+
+    def open_rooms(self) -> float:
+        """Return how many halves of rooms are open at the agents."""
+        return sum(agent.process.metrics().total("longshore_rooms_open") for agent in self.agents.values())
+
+    def __enter__(self) -> Self:
+        try:
+            for agent in self.agents.values():
+                agent.start()
+            for engine in self.engines.values():
+                self._stack.enter_context(engine)
+            for agent in self.agents.values():
+                agent.process.wait_ready()
+            for engine in self.engines.values():
+                engine.wait_ready()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        for engine in self.engines.values():
+            engine.kill()
+        for agent in self.agents.values():
+            agent.process.terminate()
+        for name, agent in self.agents.items():
+            agent.process.stop()
+            if agent.process.log_path.exists():
+                shutil.copy(agent.process.log_path, self._logs / f"agent-{name}.log")
+        self._stack.close()
+
+
+class NixlScene:
+    """Two engines with vLLM's own NixlConnector; a context manager as `Scene`."""
+
+    def __init__(self, nursery: Nursery, model: TinyModel, sides: Sequence[Side]) -> None:
+        self._stack = ExitStack()
+        self.engines: dict[str, Engine] = {}
+        for side in sides:
+            transfer = {
+                "kv_connector": "NixlConnector",
+                "kv_role": "kv_both",
+                "kv_buffer_device": "cpu",
+                "kv_load_failure_policy": side.policy,
+            }
+            # Each rank takes the port behind the one before it.
+            environment = {
+                "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+            }
+            options = EngineOptions(f"nixl-{side.name}", model, side.tp, transfer, environment, side.block_tokens)
+            self.engines[side.name] = Engine(nursery, options)
+
+    def __enter__(self) -> Self:
+        try:
+            for engine in self.engines.values():
+                self._stack.enter_context(engine)
+            for engine in self.engines.values():
+                engine.wait_ready()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stack.close()
+
+
+def prefill(engine: Engine, prompt: Prompt) -> dict[str, Any]:
+    """Let an engine compute a prompt; return what the decode engine must be told."""
+    found: dict[str, Any] = engine.complete(prompt, 1, TO_PREFILL)["kv_transfer_params"]
+    return found
+
+
+def generate(source: Engine, target: Engine, prompt: Prompt, max_tokens: int) -> list[int]:
+    """Return the tokens that `target` generates after a prompt that `source` computed."""
+    return tokens_of(target.complete(prompt, max_tokens, prefill(source, prompt)))
+
+
+@contextmanager
+def held(scene: Scene, side: str) -> Iterator[None]:
+    """The workers of an agent stand still."""
+    workers = scene.agents[side].workers()
+    for pid in workers:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in workers:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+def rooms_open(scene: Scene, side: str) -> float:
+    """Return how many rooms an agent's decode engines have open."""
+    return scene.agents[side].process.metrics().total("longshore_rooms_open", half="target")
+
+
+def has_no_block_in_use(engine: Engine) -> bool:
+    """Whether all blocks of an engine that has nothing to do are its own and free."""
+    engine.complete(Prompt([1, 2]), 2)  # The gauge is renewed by work alone.
+    return engine.metrics().total("vllm:kv_cache_usage_perc") == 0
+
+
+def check_nothing_is_lent(scene: Scene, limit_s: float) -> None:
+    """Wait until no room is open at any agent, and every engine has all its blocks."""
+    until(lambda: scene.open_rooms() == 0, "no room is open at any agent", limit_s)
+    for engine in scene.engines.values():
+        until(lambda engine=engine: has_no_block_in_use(engine), f"{engine.options.name} has all its blocks", limit_s)

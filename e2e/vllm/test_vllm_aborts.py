@@ -1,0 +1,93 @@
+"""Clients leave at every stage of a request: nothing stays lent, and the next request works.
+
+A client leaves by closing its connection, which vLLM takes as an abort.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+from controlplane.waiting import until
+from engines import Engine, Nursery, Prompt, body, tokens_of
+from prompts import NEW_TOKENS, PROMPTS, Oracle, random_prompt
+from scene import TO_PREFILL, Scene, Side, check_nothing_is_lent, generate, held, prefill, rooms_open
+from tiny_model import TinyModel
+
+WIDE, SINGLE = "wide", "single"
+PROMPT, OTHER = PROMPTS[-1], PROMPTS[-2]
+# What prefill has handed out and nobody takes is its own again after this.
+TRANSFER_LIMIT_S = 40.0
+END_LIMIT_S = TRANSFER_LIMIT_S + 100.0
+LEAVING_COUNT = 8
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def scene(nursery: Nursery, model: TinyModel, alone: Oracle) -> Iterator[Scene]:
+    with Scene(nursery, model, [Side(WIDE, 2), Side(SINGLE, 1)], transfer_limit_s=TRANSFER_LIMIT_S) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _fresh(scene: Scene) -> None:
+    """No test finds what another has computed."""
+    for engine in scene.engines.values():
+        engine.forget_prefixes()
+
+
+@contextlib.contextmanager
+def client(engine: Engine, prompt: Prompt, max_tokens: int, transfer: Mapping[str, Any]) -> Iterator[None]:
+    """A client that has asked and leaves when the block is left, whatever has come by then."""
+    content = json.dumps(body(prompt, max_tokens, transfer)).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: e2e\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", engine.port)) as connection:
+        connection.sendall(head.encode() + content)
+        yield
+
+
+def running_count(engine: Engine) -> float:
+    return engine.metrics().total("vllm:num_requests_running")
+
+
+def check_next_request(scene: Scene, alone: Oracle) -> None:
+    assert generate(scene.engines[WIDE], scene.engines[SINGLE], OTHER, NEW_TOKENS) == alone(OTHER)
+
+
+def test_clients_that_leave_while_their_prompts_are_computed(scene: Scene, alone: Oracle) -> None:
+    source = scene.engines[WIDE]
+    # One would be over before anybody sees it.
+    with contextlib.ExitStack() as clients:
+        for number in range(LEAVING_COUNT):
+            clients.enter_context(client(source, random_prompt(300 + number, 2000), 1, TO_PREFILL))
+        until(lambda: running_count(source) > 0, "prefill works on them")
+    check_nothing_is_lent(scene, END_LIMIT_S)
+    check_next_request(scene, alone)
+
+
+def test_a_client_that_leaves_between_prefill_and_decode(scene: Scene, alone: Oracle) -> None:
+    prefill(scene.engines[WIDE], PROMPT)
+    assert scene.open_rooms() > 0
+    check_nothing_is_lent(scene, END_LIMIT_S)
+    check_next_request(scene, alone)
+
+
+def test_a_client_that_leaves_while_decode_waits_for_the_kv(scene: Scene, alone: Oracle) -> None:
+    handed = prefill(scene.engines[WIDE], PROMPT)
+    with held(scene, WIDE), client(scene.engines[SINGLE], PROMPT, NEW_TOKENS, handed):
+        until(lambda: rooms_open(scene, SINGLE) > 0, "decode has claimed the room")
+    check_nothing_is_lent(scene, END_LIMIT_S)
+    check_next_request(scene, alone)
+
+
+def test_a_client_that_leaves_while_decode_generates(scene: Scene, alone: Oracle) -> None:
+    parts = scene.engines[SINGLE].stream(PROMPT, 1000, prefill(scene.engines[WIDE], PROMPT))
+    assert tokens_of(next(parts)) == alone(PROMPT)[:1]
+    parts.close()
+    check_nothing_is_lent(scene, END_LIMIT_S)
+    check_next_request(scene, alone)

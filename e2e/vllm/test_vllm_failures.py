@@ -1,0 +1,174 @@
+"""Engines and agents are killed at every moment of a transfer; the request ends as the policy says and the next one works.
+
+Transfers take milliseconds: where one must be under way, the workers of the prefill's agent are stopped until the blow fell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import httpx
+import pytest
+from controlplane.waiting import until
+from engines import Engine, Nursery, tokens_of
+from prompts import NEW_TOKENS, PROMPTS, Oracle
+from scene import Scene, Side, generate, has_no_block_in_use, held, prefill, rooms_open
+from tiny_model import TinyModel
+
+from longshore_cli.local_agents import LocalAgentError
+
+LENIENT, STRICT = "lenient", "strict"
+# Either engine is prefill in one and decode in the other, so that both policies are seen.
+DIRECTIONS = [pytest.param(LENIENT, STRICT, id="fail"), pytest.param(STRICT, LENIENT, id="recompute")]
+PROMPT = PROMPTS[-1]
+OTHER = PROMPTS[-2]
+# Short enough to be waited for, long enough that a busy machine is not taken for a dead peer.
+PEER_TIMEOUT_S = 15
+TRANSFER_LIMIT_S = 40.0
+# Beyond what the product itself takes to give up, on a machine that does other things too.
+END_LIMIT_S = TRANSFER_LIMIT_S + 100.0
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def scene(nursery: Nursery, model: TinyModel, alone: Oracle) -> Iterator[Scene]:
+    sides = [Side(LENIENT, 2, policy="recompute"), Side(STRICT, 1)]
+    with Scene(nursery, model, sides, PEER_TIMEOUT_S, TRANSFER_LIMIT_S) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _fresh(scene: Scene) -> None:
+    """No test finds what another has computed, or killed and not started again because it failed."""
+    for engine in scene.engines.values():
+        if not engine.processes():
+            engine.kill()
+            start_again(engine)
+        engine.forget_prefixes()
+
+
+def engine_count(scene: Scene, side: str) -> int:
+    """How many ranks of engines are registered with an agent; none while it does not answer."""
+    try:
+        return sum(len(worker["engines"]) for worker in scene.agents[side].process.status()["workers"])
+    except LocalAgentError:
+        return 0
+
+
+@contextlib.contextmanager
+def under_way(scene: Scene, source: str, target: str) -> Iterator[Future[list[int]]]:
+    """A request whose decode waits for its KV; its bytes move when the block is left."""
+    handed = prefill(scene.engines[source], PROMPT)
+    thread = ThreadPoolExecutor(1)
+    try:
+        with held(scene, source):
+            asked = thread.submit(lambda: tokens_of(scene.engines[target].complete(PROMPT, NEW_TOKENS, handed)))
+            until(lambda: rooms_open(scene, target) > 0, "decode has claimed the room")
+            yield asked
+    finally:
+        thread.shutdown(wait=False)
+
+
+def check_policy(scene: Scene, target: str, alone: Oracle, asked: Future[list[int]]) -> None:
+    if scene.engines[target].options.transfer["kv_load_failure_policy"] == "recompute":
+        assert asked.result(END_LIMIT_S) == alone(PROMPT)
+    else:
+        with pytest.raises(httpx.HTTPStatusError) as caught:
+            asked.result(END_LIMIT_S)
+        assert caught.value.response.status_code == httpx.codes.INTERNAL_SERVER_ERROR
+
+
+def check_next_request(scene: Scene, source: str, target: str, alone: Oracle) -> None:
+    """Another prompt is moved, not computed again."""
+    engine = scene.engines[target]
+
+    def taken() -> float:
+        return engine.metrics().total("vllm:external_prefix_cache_hits_total")
+
+    before = taken()
+    assert generate(scene.engines[source], engine, OTHER, NEW_TOKENS) == alone(OTHER)
+    assert taken() - before == len(OTHER)
+
+
+def start_again(engine: Engine) -> None:
+    engine.start()
+    engine.wait_ready()
+
+
+@pytest.mark.parametrize(("source", "target"), DIRECTIONS)
+def test_prefill_is_killed_before_decode_asks_for_its_kv(scene: Scene, alone: Oracle, source: str, target: str) -> None:
+    handed = prefill(scene.engines[source], PROMPT)
+    scene.engines[source].kill()
+    until(lambda: not engine_count(scene, source), "the agent has let go of the engine")
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(lambda: tokens_of(scene.engines[target].complete(PROMPT, NEW_TOKENS, handed)))
+        check_policy(scene, target, alone, asked)
+    start_again(scene.engines[source])
+    check_next_request(scene, source, target, alone)
+
+
+@pytest.mark.parametrize(("source", "target"), DIRECTIONS)
+def test_prefill_is_killed_while_its_kv_is_under_way(scene: Scene, alone: Oracle, source: str, target: str) -> None:
+    with under_way(scene, source, target) as asked:
+        scene.engines[source].kill()
+    # The worker maps the pages until it has seen the death: a room that it finishes before that is whole.
+    if asked.exception(END_LIMIT_S) is None:
+        assert asked.result() == alone(PROMPT)
+    else:
+        check_policy(scene, target, alone, asked)
+    start_again(scene.engines[source])
+    check_next_request(scene, source, target, alone)
+
+
+def test_prefill_is_killed_after_the_transfer_and_decode_goes_on(scene: Scene, alone: Oracle) -> None:
+    source, target = scene.engines[LENIENT], scene.engines[STRICT]
+    parts = target.stream(PROMPT, NEW_TOKENS, prefill(source, PROMPT))
+    tokens = tokens_of(next(parts))
+    source.kill()
+    for part in parts:
+        if part["choices"]:
+            tokens += tokens_of(part)
+    assert tokens == alone(PROMPT)
+    start_again(source)
+    check_next_request(scene, LENIENT, STRICT, alone)
+
+
+@pytest.mark.parametrize("is_asked", [True, False], ids=["asked", "never-asked"])
+def test_decode_is_killed_and_prefill_gets_its_blocks_back(scene: Scene, alone: Oracle, *, is_asked: bool) -> None:
+    source, target = LENIENT, STRICT
+    if is_asked:
+        with under_way(scene, source, target) as asked:
+            scene.engines[target].kill()
+        with pytest.raises(httpx.HTTPError):
+            asked.result(END_LIMIT_S)
+    else:
+        prefill(scene.engines[source], PROMPT)
+        scene.engines[target].kill()
+    # Prefixes are forgotten only when no block is held.
+    until(lambda: has_no_block_in_use(scene.engines[source]), "prefill holds no block any more", END_LIMIT_S)
+    assert tokens_of(scene.engines[source].complete(PROMPT, NEW_TOKENS)) == alone(PROMPT)
+    start_again(scene.engines[target])
+    check_next_request(scene, source, target, alone)
+
+
+@pytest.mark.parametrize("victim", ["source", "target"])
+@pytest.mark.parametrize(("source", "target"), DIRECTIONS)
+def test_an_agent_is_killed_while_kv_is_under_way_and_comes_back(
+    scene: Scene, alone: Oracle, source: str, target: str, victim: str
+) -> None:
+    side = source if victim == "source" else target
+    agent = scene.agents[side]
+    with under_way(scene, source, target) as asked:
+        agent.kill()
+    agent.start_again()
+    ranks = scene.engines[side].options.tp
+    until(lambda: engine_count(scene, side) == ranks, "the engine has found its new agent", END_LIMIT_S)
+    # The engines tell a new agent what is open, so that the request may also end well.
+    if asked.exception(END_LIMIT_S) is None:
+        assert asked.result() == alone(PROMPT)
+    else:
+        check_policy(scene, target, alone, asked)
+    check_next_request(scene, source, target, alone)

@@ -1,0 +1,98 @@
+"""The set-up of docs/how-to/vllm.md: `longshore up`, two `vllm serve`, the example router, and a client that streams."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import pytest
+from controlplane.processes import Process
+from controlplane.waiting import until
+from engines import ROOT, Engine, EngineOptions, Nursery, body, free_port, tokens_of
+from prompts import NEW_TOKENS, PROMPTS, Oracle
+from tiny_model import TinyModel
+
+EXAMPLES = ROOT / "examples" / "vllm"
+LIMIT_S = 120.0
+PROMPT = PROMPTS[-2]
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def transfer(socket: Path) -> dict[str, object]:
+    return {
+        "kv_connector": "LongshoreConnector",
+        "kv_connector_module_path": "longshore_client.engines.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"socket": str(socket)},
+    }
+
+
+@pytest.fixture(scope="module")
+def stage(nursery: Nursery, model: TinyModel) -> Iterator[tuple[str, Engine]]:
+    """The router's address, and the decode engine behind it."""
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="e2e-vllm-")))
+        longshore = Path(sys.executable).with_name("longshore")
+        up = Process(
+            "longshore-up",
+            [longshore, "up", "-f", EXAMPLES / "tiny.yaml", "--directory", directory / "agents"],
+            nursery.directory,
+        )
+        stack.callback(up.stop)
+        sockets = {role: directory / "agents" / f"{role}-0" / "agent.sock" for role in ("prefill", "decode")}
+        until(lambda: up.check() and all(path.exists() for path in sockets.values()), "agents listen", LIMIT_S)
+        engines = {
+            role: stack.enter_context(
+                Engine(nursery, EngineOptions(f"how-to-{role}", model, tp, transfer(sockets[role]), is_spawned=True))
+            )
+            for role, tp in (("prefill", 2), ("decode", 1))
+        }
+        for engine in engines.values():
+            engine.wait_ready()
+        port = free_port()
+        addresses = ["--prefill", engines["prefill"].url, "--decode", engines["decode"].url, "--port", str(port)]
+        proxy = Process("proxy", [sys.executable, EXAMPLES / "proxy.py", *addresses], nursery.directory)
+        stack.callback(proxy.stop)
+        url = f"http://127.0.0.1:{port}"
+        until(lambda: proxy.check() and answers(url), "the router listens", LIMIT_S)
+        yield url, engines["decode"]
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url).status_code > 0
+    except httpx.TransportError:
+        return False
+
+
+def test_a_client_that_streams_gets_the_tokens_of_one_engine_alone_and_the_prompt_was_moved(
+    stage: tuple[str, Engine], alone: Oracle
+) -> None:
+    url, decode = stage
+    tokens: list[int] = []
+    events = 0
+    with httpx.stream(
+        "POST", f"{url}/v1/completions", json=body(PROMPT, NEW_TOKENS, stream=True), timeout=LIMIT_S
+    ) as answer:
+        assert answer.status_code == httpx.codes.OK
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                tokens += tokens_of(event) if event["choices"] else []
+                events += 1
+    assert tokens == alone(PROMPT)
+    assert events > 1
+    assert decode.metrics().total("vllm:external_prefix_cache_hits_total") == len(PROMPT)
+    assert decode.metrics().total("vllm:longshore_load_bytes_count") == 1
+
+
+def test_an_error_of_an_engine_reaches_the_client_as_an_error(stage: tuple[str, Engine]) -> None:
+    url, _ = stage
+    answer = httpx.post(f"{url}/v1/completions", json=body(PROMPT, 1) | {"model": "another"}, timeout=LIMIT_S)
+    assert answer.status_code == httpx.codes.NOT_FOUND

@@ -1,0 +1,100 @@
+"""Prefill TP2 and decode TP1, and the other way round, with the real vLLM: tokens equal those of one engine alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import tiny_model
+from controlplane.waiting import until
+from engines import Nursery, tokens_of
+from prompts import NEW_TOKENS, PROMPTS, SHARED_TOKENS, SHARES_A_PREFIX, TELLING_TOKENS_MIN, Oracle, at_once
+from scene import Scene, Side, generate, prefill
+from tiny_model import TinyModel
+
+WIDE, SINGLE = "wide", "single"
+DIRECTIONS = [
+    pytest.param(WIDE, SINGLE, id="TP2-TP1", marks=pytest.mark.shortest),
+    pytest.param(SINGLE, WIDE, id="TP1-TP2"),
+]
+
+
+@pytest.fixture(scope="module")
+def scene(nursery: Nursery, model: TinyModel, alone: Oracle) -> Iterator[Scene]:
+    with Scene(nursery, model, [Side(WIDE, 2), Side(SINGLE, 1)]) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _fresh(scene: Scene) -> None:
+    """No test finds what another has computed."""
+    for engine in scene.engines.values():
+        engine.forget_prefixes()
+
+
+def rooms_done(scene: Scene, side: str) -> float:
+    """How many claims of ranks ended well at the agent of a side."""
+    return scene.agents[side].process.metrics().total("longshore_rooms_total", half="target", outcome="done")
+
+
+def loaded_bytes(scene: Scene, side: str) -> float:
+    """How many bytes of KV came into an engine's blocks, by its own count."""
+    return scene.engines[side].metrics().total("vllm:longshore_load_bytes_sum")
+
+
+def external_tokens(scene: Scene, side: str) -> float:
+    """How many tokens an engine took from elsewhere instead of computing them."""
+    return scene.engines[side].metrics().total("vllm:external_prefix_cache_hits_total")
+
+
+@pytest.mark.parametrize(("source", "target"), DIRECTIONS)
+def test_tokens_of_prompts_that_are_moved_at_once_equal_those_of_one_engine_alone(
+    scene: Scene, alone: Oracle, source: str, target: str
+) -> None:
+    engines = scene.engines
+    done, taken = rooms_done(scene, target), external_tokens(scene, target)
+    answers = at_once(lambda prompt: generate(engines[source], engines[target], prompt, NEW_TOKENS), PROMPTS)
+    assert dict(zip(map(len, PROMPTS), answers, strict=True)) == {len(prompt): alone(prompt) for prompt in PROMPTS}
+    assert external_tokens(scene, target) - taken == sum(map(len, PROMPTS))
+    expected = done + len(PROMPTS) * engines[target].options.tp
+    until(lambda: rooms_done(scene, target) == expected, f"{expected} rooms are done at the agent")
+
+
+@pytest.mark.parametrize(("source", "target"), DIRECTIONS)
+def test_with_the_moved_kv_zeroed_the_tokens_of_every_telling_prompt_differ(
+    scene: Scene, alone: Oracle, source: str, target: str
+) -> None:
+    telling = [prompt for prompt in PROMPTS if len(prompt) >= TELLING_TOKENS_MIN]
+    scene.zero.touch()
+    try:
+        answers = at_once(
+            lambda prompt: generate(scene.engines[source], scene.engines[target], prompt, NEW_TOKENS), telling
+        )
+    finally:
+        scene.zero.unlink()
+    same = [len(prompt) for prompt, answer in zip(telling, answers, strict=True) if answer == alone(prompt)]
+    assert same == []
+
+
+@pytest.mark.parametrize(("source", "target"), DIRECTIONS)
+def test_of_a_prompt_whose_beginning_decode_has_only_the_rest_is_moved(
+    scene: Scene, alone: Oracle, source: str, target: str
+) -> None:
+    first, second = PROMPTS[-2], SHARES_A_PREFIX
+    block = scene.engines[target].options.block_tokens
+    assert first[:SHARED_TOKENS] == second[:SHARED_TOKENS]
+    assert generate(scene.engines[source], scene.engines[target], first, NEW_TOKENS) == alone(first)
+    taken, moved = external_tokens(scene, target), loaded_bytes(scene, target)
+    handed = prefill(scene.engines[source], second)
+    assert tokens_of(scene.engines[target].complete(second, NEW_TOKENS, handed)) == alone(second)
+    here = SHARED_TOKENS // block * block
+    assert external_tokens(scene, target) - taken == len(second) - here
+    whole_blocks = -(-len(second) // block) - here // block
+    expected = moved + whole_blocks * block * bytes_of_a_token(scene)
+    until(lambda: loaded_bytes(scene, target) == expected, f"{expected} bytes came")
+
+
+def bytes_of_a_token(scene: Scene) -> int:
+    """K and V of one token in all layers and heads."""
+    model = scene.engines[WIDE].options.model
+    return 2 * tiny_model.LAYERS * model.kv_heads * tiny_model.HEAD_DIM * tiny_model.ELEMENT_BYTES

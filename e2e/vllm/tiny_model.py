@@ -1,0 +1,125 @@
+"""A Qwen3 model small enough for two cores, with random weights from a fixed seed, as files that vLLM loads.
+
+Called by `conftest` and `benchmarks/vllm_connectors.py`. Needs numpy alone, so that making one takes no engine. Its weights are large for
+their kind: with smaller ones the most likely next token would be the same whatever stands before it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+LAYERS = 4
+HIDDEN = 256
+HEADS = 8
+HEAD_DIM = 32
+INNER = 512
+VOCABULARY = 1024
+POSITIONS_MAX = 2048
+SEED = 0
+WEIGHT_DEVIATION = 0.2
+ELEMENT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """Where the model lies, and what of its shape decides on the KV cache."""
+
+    path: Path
+    kv_heads: int
+
+
+def make(directory: Path, kv_heads: int) -> TinyModel:
+    """Write the model with `kv_heads` KV heads below `directory` and return it."""
+    path = directory / f"qwen3-{kv_heads}-kv-heads"
+    path.mkdir(parents=True)
+    _write_json(path / "config.json", _config(kv_heads))
+    _write_weights(path / "model.safetensors", _weights(kv_heads))
+    _write_json(path / "tokenizer.json", _tokenizer())
+    _write_json(path / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0"})
+    return TinyModel(path, kv_heads)
+
+
+def _config(kv_heads: int) -> dict[str, object]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "num_hidden_layers": LAYERS,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": kv_heads,
+        "head_dim": HEAD_DIM,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": POSITIONS_MAX,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    }
+
+
+def _weights(kv_heads: int) -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(SEED)
+
+    def random(rows: int, columns: int) -> np.ndarray:
+        return (generator.standard_normal((rows, columns)) * WEIGHT_DEVIATION).astype(np.float32)
+
+    ones = {size: np.ones(size, np.float32) for size in (HIDDEN, HEAD_DIM)}
+    weights = {"model.embed_tokens.weight": random(VOCABULARY, HIDDEN)}
+    for layer in range(LAYERS):
+        name = f"model.layers.{layer}"
+        weights |= {
+            f"{name}.input_layernorm.weight": ones[HIDDEN],
+            f"{name}.self_attn.q_proj.weight": random(HEADS * HEAD_DIM, HIDDEN),
+            f"{name}.self_attn.k_proj.weight": random(kv_heads * HEAD_DIM, HIDDEN),
+            f"{name}.self_attn.v_proj.weight": random(kv_heads * HEAD_DIM, HIDDEN),
+            f"{name}.self_attn.o_proj.weight": random(HIDDEN, HEADS * HEAD_DIM),
+            f"{name}.self_attn.q_norm.weight": ones[HEAD_DIM],
+            f"{name}.self_attn.k_norm.weight": ones[HEAD_DIM],
+            f"{name}.post_attention_layernorm.weight": ones[HIDDEN],
+            f"{name}.mlp.gate_proj.weight": random(INNER, HIDDEN),
+            f"{name}.mlp.up_proj.weight": random(INNER, HIDDEN),
+            f"{name}.mlp.down_proj.weight": random(HIDDEN, INNER),
+        }
+    return weights | {"model.norm.weight": ones[HIDDEN], "lm_head.weight": random(VOCABULARY, HIDDEN)}
+
+
+def _write_weights(path: Path, weights: dict[str, np.ndarray]) -> None:
+    """Write the format of safetensors: the header's length, the header, the arrays."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, array in weights.items():
+        header[name] = {"dtype": "F32", "shape": list(array.shape), "data_offsets": [offset, offset + array.nbytes]}
+        offset += array.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for array in weights.values():
+            file.write(array.tobytes())
+
+
+def _tokenizer() -> dict[str, object]:
+    """A word for each token: prompts are given as numbers, but a server wants to show words."""
+    vocabulary = {f"w{number}": number for number in range(VOCABULARY)}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"},
+    }
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value), encoding="utf-8")

@@ -1,0 +1,250 @@
+"""In which order a GPU's lanes gather and write: events decide, nothing waits, and no memory is given away too early."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from agent_world import wait_for
+from fake_device import PEER, RING, FakeDevice, FakeTransport, write_job
+
+from longshore_agent.memory.staging import StagingPieces
+from longshore_agent.path.device_lanes import DeviceLanes
+from longshore_agent.path.jobs import ProbeJob, ProbeResult, Results
+from longshore_agent.status.metrics import Metrics
+from longshore_agent.status.spans import SpanRecorder
+from longshore_agent.transports.base import WriteState
+from longshore_wire.slabs import region_bytes
+
+SLAB_BYTES = 1 << 20
+BASE = 1 << 30
+
+
+class Scene:
+    """Idle lanes with room for `slabs` slabs."""
+
+    def __init__(self, slabs: int = 4) -> None:
+        self.device, self.transport = FakeDevice(), FakeTransport()
+        self.metrics, self.spans, self.results = Metrics(), SpanRecorder(100), Results()
+        length_bytes = slabs * region_bytes(SLAB_BYTES)
+        memory = StagingPieces(BASE, length_bytes, length_bytes)
+        transport: Any = self.transport
+        self.lanes = DeviceLanes(
+            memory, 2, self.device, transport, self.results, self.metrics, self.spans, probe_address=0
+        )
+        self.ended: list[Any] = []
+
+    def put(self, *slabs: int) -> list[Any]:
+        jobs = [write_job(slab, SLAB_BYTES) for slab in slabs]
+        for job in jobs:
+            self.lanes.put(job)
+        return jobs
+
+    def turn(self) -> None:
+        self.ended += self.lanes.turn()
+
+    def gathered(self, *slabs: int) -> None:
+        for copy in self.device.gathers:
+            copy.done = copy.done or copy.job.effect.slab in slabs
+        self.turn()
+
+    def wrote(self, index: int, state: WriteState = WriteState.DONE) -> None:
+        self.transport.begun[index].state = state
+        self.turn()
+
+    def outcomes(self) -> list[tuple[int, str, bool]]:
+        return [(result.job.effect.slab, result.error, result.dropped) for result in self.ended]
+
+
+def test_a_write_is_looked_up_while_its_gather_runs_and_begins_once_its_event_has_passed() -> None:
+    scene = Scene()
+    scene.put(0, 1)
+    scene.turn()
+    assert [copy.job.effect.slab for copy in scene.device.gathers] == [0, 1]
+    assert len(scene.transport.drafts) == 2
+    assert not scene.transport.begun
+    scene.gathered(0)
+    assert scene.transport.begun == scene.transport.drafts[:1]
+    write = scene.transport.begun[0]
+    assert (write.source, write.length_bytes) == (BASE + scene.device.gathers[0].begin_bytes, region_bytes(SLAB_BYTES))
+    assert scene.outcomes() == []
+    scene.wrote(0)
+    assert scene.outcomes() == [(0, "", False)]
+
+
+def test_the_next_slab_is_gathered_and_written_while_a_write_is_open() -> None:
+    scene = Scene()
+    scene.put(0, 1, 2)
+    scene.gathered(0, 1)
+    assert len(scene.transport.begun) == 2
+    assert [copy.job.effect.slab for copy in scene.device.gathers] == [0, 1, 2]
+    assert scene.outcomes() == []
+
+
+def test_few_gathers_go_ahead_of_the_wire_and_few_writes_are_open() -> None:
+    scene = Scene(slabs=20)
+    scene.put(*range(10))
+    ahead = len(scene.device.gathers)
+    assert ahead < 5
+    for _ in range(10):
+        scene.gathered(*range(10))
+    assert len(scene.transport.begun) < 5
+    assert len(scene.device.gathers) == len(scene.transport.begun) + ahead
+
+
+def test_memory_of_a_slab_is_another_s_only_after_its_write_has_ended() -> None:
+    scene = Scene(slabs=2)
+    scene.put(0, 1, 2)
+    scene.gathered(0, 1)
+    assert len(scene.device.gathers) == 2
+    scene.wrote(1)
+    assert len(scene.device.gathers) == 3
+    assert scene.device.gathers[2].begin_bytes == scene.device.gathers[1].begin_bytes
+    scene.gathered(2)
+    assert scene.transport.begun[2].source == scene.transport.begun[1].source != scene.transport.begun[0].source
+
+
+def test_a_room_that_is_given_up_is_not_gathered_not_written_and_waited_for_where_its_write_is_open() -> None:
+    scene = Scene(slabs=3)
+    jobs = scene.put(0, 1, 2)
+    scene.gathered(0)
+    for job in jobs:
+        job.cancelled = True
+    scene.gathered(1)
+    assert [write.begun for write in scene.transport.drafts] == [True, False, False][: len(scene.transport.drafts)]
+    assert scene.transport.drafts[1].dropped
+    scene.gathered(2)
+    assert (0, "", True) not in scene.outcomes()
+    assert {(1, "", True), (2, "", True)} == set(scene.outcomes())
+    scene.wrote(0)
+    assert (0, "", True) in scene.outcomes()
+    assert scene.transport.begun == scene.transport.drafts[:1]
+
+
+def test_lanes_that_are_stopped_begin_nothing_more_and_let_go_of_what_the_device_has_done() -> None:
+    scene = Scene()
+    scene.put(0, 1, 2, 3)
+    queued = len(scene.device.gathers)
+    scene.lanes.stop()
+    scene.gathered(0, 1, 2, 3)
+    assert len(scene.device.gathers) == queued
+    assert all(copy.ended for copy in scene.device.gathers)
+    assert not scene.transport.begun
+    assert {(slab, "", True) for slab in range(4)} == set(scene.outcomes())
+
+
+def test_a_failed_write_is_told_with_its_reason_and_whether_its_bytes_may_still_land() -> None:
+    scene = Scene()
+    scene.put(0)
+    scene.gathered(0)
+    scene.transport.begun[0].error = "the peer is dead"
+    scene.wrote(0, WriteState.FAILED)
+    assert scene.outcomes() == [(0, "the peer is dead", False)]
+    assert not scene.ended[0].settled
+
+
+def test_a_write_that_cannot_be_looked_up_fails_once_the_device_has_left_its_memory() -> None:
+    scene = Scene(slabs=1)
+    scene.transport.refuses = True
+    scene.put(0, 1)
+    scene.turn()
+    assert scene.outcomes() == []
+    assert len(scene.device.gathers) == 1
+    scene.gathered(0)
+    assert [outcome[0] for outcome in scene.outcomes()] == [0]
+    assert "not connected" in scene.ended[0].error
+    assert scene.device.gathers[0].ended
+    assert len(scene.device.gathers) == 2
+
+
+def test_a_pool_that_has_left_fails_its_slab_and_takes_no_memory() -> None:
+    scene = Scene(slabs=1)
+    scene.device.pool_gone = True
+    scene.put(0)
+    scene.device.pool_gone = False
+    scene.put(1)
+    scene.turn()
+    assert [outcome[0] for outcome in scene.outcomes()] == [0]
+    assert len(scene.device.gathers) == 1
+
+
+def test_no_write_begins_while_a_probe_measures_the_wire() -> None:
+    scene = Scene()
+    scene.transport.probing = threading.Event()
+    probe = ProbeJob(PEER, "decode", RING, 12)
+    scene.lanes.put(probe)
+    scene.put(0)
+    scene.gathered(0)
+    assert not scene.transport.begun
+    scene.transport.probing.set()
+    found: list[Any] = []
+    wait_for(lambda: found.extend(scene.results.take()) or found, what="the probe's result")
+    assert found == [ProbeResult(probe, "CudaIPC", "")]
+    scene.lanes.probed(probe)
+    scene.turn()
+    assert len(scene.transport.begun) == 1
+
+
+def test_a_slab_that_is_given_up_leaves_its_pages_while_a_probe_measures_the_wire() -> None:
+    scene = Scene(slabs=1)
+    scene.transport.probing = threading.Event()
+    scene.lanes.put(ProbeJob(PEER, "decode", RING, 12))
+    jobs = scene.put(0)
+    jobs[0].cancelled = True
+    scene.turn()
+    assert scene.outcomes() == []
+    scene.gathered(0)
+    assert scene.outcomes() == [(0, "", True)]
+    assert scene.device.gathers[0].ended
+    assert scene.transport.drafts[0].dropped
+    scene.put(1)
+    assert len(scene.device.gathers) == 2
+    scene.transport.probing.set()
+
+
+def test_slabs_that_are_given_up_wait_for_no_write_of_another_room_that_does_not_end() -> None:
+    scene = Scene(slabs=20)
+    jobs = scene.put(*range(8))
+    for _ in range(8):
+        scene.gathered(*range(8))
+    open_count = len(scene.transport.begun)
+    waiting = range(open_count, 8)
+    # All but the first of those that wait; it stays the next to be written.
+    for slab in waiting[1:]:
+        jobs[slab].cancelled = True
+    for _ in range(8):
+        scene.gathered(*range(8))
+    assert scene.outcomes() == [(slab, "", True) for slab in waiting[1:]]
+    assert [copy.ended for copy in scene.device.gathers] == [True] * open_count + [False, True]
+    scene.wrote(0)
+    assert len(scene.transport.begun) == open_count + 1
+    assert not scene.transport.begun[-1].dropped
+
+
+def test_what_was_done_is_written_down_when_nothing_waits_and_then_the_lanes_are_idle() -> None:
+    scene = Scene()
+    scene.put(0, 1)
+    scene.gathered(0, 1)
+    scene.wrote(0)
+    scene.wrote(1)
+    assert len(scene.ended) == 2
+    assert len(scene.spans) == 0
+    for _ in range(100):
+        scene.turn()
+    assert not scene.lanes.busy
+    assert sorted(span.stage for span in scene.spans.of_room(1, limit=10)) == ["gather", "gather", "write", "write"]
+    assert sum(lane.slabs for lane in scene.lanes.status()) == 2
+    assert scene.metrics.snapshot().value("longshore_writes_total", way="staged") == 2
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+def test_a_control_message_is_asked_for_exactly_where_the_transport_tells_nothing(noticed: bool) -> None:
+    scene = Scene()
+    job = write_job(0, SLAB_BYTES)
+    job.noticed = noticed
+    scene.lanes.put(job)
+    scene.gathered(0)
+    scene.wrote(0)
+    assert bool(scene.transport.begun[0].notice) is noticed
+    assert scene.ended[0].notify is not noticed

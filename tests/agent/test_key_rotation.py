@@ -1,0 +1,133 @@
+"""Agents of two revisions of the keys: they attach to each other and move pages; whoever is further apart is refused by name."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from agent_fleet import World
+from agent_world import Request, wait_for
+from test_peer_net import ATTACH, SOURCE, pump
+
+from longshore_agent.control import curve
+from longshore_agent.control.doors import Door, join, split
+from longshore_agent.control.peer_net import PeerNet
+from longshore_agent.errors import TransportError
+from longshore_client import Half, RoomEventKind
+from longshore_wire.errors import ConfigError
+from longshore_wire.peer_messages import PeerMessage
+
+FIRST, SECOND, THIRD = (curve.generate() for _ in range(3))
+RINGS = {
+    "first": curve.KeyRing(FIRST),
+    "second": curve.KeyRing(SECOND, FIRST),
+    "third": curve.KeyRing(THIRD, SECOND),
+}
+
+
+@pytest.fixture
+def nets() -> Iterator[dict[str, PeerNet]]:
+    made = {name: PeerNet("127.0.0.1", 0, f"{name}/0/0/1", ring) for name, ring in RINGS.items()}
+    yield made
+    for net in made.values():
+        net.close()
+
+
+def reaches(near: PeerNet, far: PeerNet) -> bool:
+    """Whether an Attach of `near`, which dials `far` at its address, is read there."""
+    near.dial(SOURCE, far.address)
+    found: list[PeerMessage] = []
+    return pump(far, lambda: ATTACH in found, found, lambda: near.send(Half.TARGET, SOURCE, ATTACH))
+
+
+@pytest.mark.parametrize(("dials", "listens"), [*itertools.product(["first", "second"], repeat=2), ("third", "second")])
+def test_workers_of_neighbouring_revisions_reach_each_other(nets, dials: str, listens: str) -> None:
+    assert reaches(nets[dials], nets[listens])
+    assert nets[listens].refused_count == 0
+
+
+@pytest.mark.parametrize(("dials", "listens"), [("first", "third"), ("third", "first")])
+def test_two_rotations_apart_both_sides_keys_are_named_and_nothing_is_dialled(nets, dials: str, listens: str) -> None:
+    with pytest.raises(TransportError) as caught:
+        nets[dials].dial(SOURCE, nets[listens].address)
+    for keys in (*RINGS[dials].revisions, *RINGS[listens].revisions):
+        assert keys.fingerprint in str(caught.value)
+
+
+def test_a_client_of_two_rotations_ago_is_not_let_in_although_it_knows_the_server_key(nets) -> None:
+    old = curve.CurveKeys(SECOND.server_public, SECOND.server_secret, FIRST.client_public, FIRST.client_secret, ())
+    net = PeerNet("127.0.0.1", 0, "old/0/0/1", curve.KeyRing(old))
+    try:
+        net.dial(SOURCE, nets["third"].address)
+        found: list[PeerMessage] = []
+
+        def turned_away() -> bool:
+            return nets["third"].refused_count > 0
+
+        assert pump(nets["third"], turned_away, found, lambda: net.send(Half.TARGET, SOURCE, ATTACH))
+        assert found == []
+    finally:
+        net.close()
+
+
+def test_an_address_can_choose_among_our_keys_and_bring_none(nets) -> None:
+    place = split(nets["second"].address)[0].address
+    # Who listens there has other keys than the address says: ours are tried, and nothing is heard.
+    nets["first"].dial(SOURCE, join([Door(place, FIRST.fingerprint)]))
+    nets["first"].send(Half.TARGET, SOURCE, ATTACH)
+    with pytest.raises(TransportError):
+        nets["first"].dial(SOURCE, join([Door(place, "0123456789abcdef")]))
+    assert reaches(nets["first"], nets["second"])
+
+
+def test_an_address_is_read_as_it_was_written() -> None:
+    doors = (Door("127.0.0.1:1", "a"), Door("127.0.0.1:2", "b"))
+    assert split(join(doors)) == doors
+    assert split("127.0.0.1:1") == (Door("127.0.0.1:1"),)
+    assert len(split(",".join(["x:1#a"] * 100))) == 2
+
+
+def test_the_previous_keys_are_read_where_they_are_and_a_broken_file_is_named(tmp_path: Path) -> None:
+    curve.write(SECOND, tmp_path)
+    assert curve.read_ring(tmp_path) == curve.KeyRing(SECOND)
+    (tmp_path / "previous.json").write_bytes((tmp_path / "curve.json").read_bytes())
+    assert curve.read_ring(tmp_path) == curve.KeyRing(SECOND, SECOND)
+    (tmp_path / "previous.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"previous\.json"):
+        curve.read_ring(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    made = World(tmp_path_factory.mktemp("rotation"))
+    yield made
+    made.close()
+
+
+def keys_directory(folder: Path, keys: curve.CurveKeys, previous: curve.CurveKeys | None = None) -> str:
+    """A folder as an agent's pod finds it mounted."""
+    folder.mkdir()
+    if previous is not None:
+        curve.write(previous, folder)
+        (folder / curve.KEYS_FILE).rename(folder / curve.PREVIOUS_FILE)
+    curve.write(keys, folder)
+    return str(folder)
+
+
+def test_real_agents_of_two_revisions_move_pages_in_both_directions(world: World, tmp_path: Path) -> None:
+    old = world.agent("old", LONGSHORE_KEYS_DIRECTORY=keys_directory(tmp_path / "first", FIRST))
+    new = world.agent("new", LONGSHORE_KEYS_DIRECTORY=keys_directory(tmp_path / "second", SECOND, FIRST))
+    starting = [world.engine(old, "was-here", 2), world.engine(new, "came-since", 1)]
+    was_here, came_since = [engine.result() for engine in starting]
+    for source, target in ((was_here, came_since), (came_since, was_here)):
+        request = Request(source, target, 300)
+        request.claim()
+        request.offer()
+        ends = request.ends(60)
+        assert {end.kind for end in ends} == {RoomEventKind.DONE}, ends
+        assert target.intact()
+    for agent in (old, new):
+        assert agent.metric("longshore_authentication_failures_total") == 0
+        wait_for(lambda agent=agent: agent.leftovers() == [])

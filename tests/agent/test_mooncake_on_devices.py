@@ -1,0 +1,335 @@
+"""Mooncake with memory of GPUs, with an engine that is told what to do: who gets one, when it goes, and what is refused.
+
+The library itself, and a GPU where there is one, are in tests/gpu/test_mooncake_on_gpu.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_device import FakeDevice, write_job
+from transport_peer import finish, row
+
+from longshore_agent.errors import PeerMetadataError, TransportError
+from longshore_agent.memory.cuda import Device
+from longshore_agent.memory.staging import StagingPieces
+from longshore_agent.moving import make_transport
+from longshore_agent.path.device_lanes import DeviceLanes
+from longshore_agent.path.jobs import Results, WriteResult
+from longshore_agent.settings import Settings
+from longshore_agent.status.metrics import Metrics
+from longshore_agent.status.spans import SpanRecorder
+from longshore_agent.transports import mooncake_engine, wires
+from longshore_agent.transports.base import Wire, WriteState
+from longshore_agent.transports.mooncake import MooncakeTransport
+from longshore_agent.transports.mooncake_peers import Metadata, check_reach
+from longshore_wire.agent_config import Backend
+from longshore_wire.errors import Reason
+from longshore_wire.peer_messages import RegionInfo
+from longshore_wire.slabs import region_bytes
+
+SIZE = 1 << 20
+LIMIT_S = 20.0
+REFUSED = ("MC_FORCE_TCP", "MC_FORCE_SHM", "MC_USE_TENT", "MC_USE_TEV1", "MC_SLICE_TIMEOUT")
+
+
+class ScriptedEngine:
+    """An engine of the library, whose copies end when the test says so."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        self.requests = 0
+
+    def get_rpc_port(self) -> int:
+        return 12345
+
+    def register_memory(self, address: int, length: int) -> int:
+        return 0
+
+    def unregister_memory(self, address: int) -> int:
+        return 0
+
+    def send_probe(self, address: str) -> int:
+        return 0
+
+    def transfer_submit_write(self, address: str, source: int, target: int, length: int) -> int:
+        self.scene.submitted.append((source, target, length))
+        self.scene.copy(source, target, length)
+        self.requests += 1
+        return self.requests
+
+    def transfer_check_status(self, request: int) -> int:
+        self.scene.asked.append(request)
+        return 0 if self.scene.held or self.scene.stream else 1
+
+
+class Scene:
+    """A transport that writes and one that is written to, with a region each."""
+
+    def __init__(self) -> None:
+        self.held = False
+        self.now_ns = 0
+        self.asked: list[int] = []
+        self.stream: list[tuple[int, int, int]] = []  # what is queued, where a test queues
+        self.submitted: list[tuple[int, int, int]] = []
+        self.writers: list[weakref.ref[ScriptedEngine]] = []
+        self.copy: Callable[[int, int, int], Any] = lambda source, target, length: ctypes.memmove(
+            target, source, length
+        )
+
+    def begin(self) -> None:
+        self.near, self.far = (MooncakeTransport(name, device_index=0) for name in ("near", "far"))
+        self.source = np.random.default_rng(3).integers(0, 256, SIZE, dtype=np.uint8)
+        self.target = np.zeros(SIZE, dtype=np.uint8)
+        self.near.register(self.source.ctypes.data, SIZE)
+        self.far.register(self.target.ctypes.data, SIZE)
+        self.peer = self.near.connect(self.far.metadata())
+
+    def writer(self, host: str) -> ScriptedEngine:
+        engine = ScriptedEngine(self)
+        self.writers.append(weakref.ref(engine))
+        return engine
+
+    def post(self, length: int = SIZE) -> Any:
+        return self.near.post(self.peer, *self.pieces(length), b"")
+
+    def pieces(self, length: int = SIZE) -> tuple[Any, Any, Any]:
+        return row(self.source.ctypes.data), row(self.target.ctypes.data), row(length)
+
+    def living(self) -> list[bool]:
+        return [engine() is not None for engine in self.writers]
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    scene = Scene()
+    monkeypatch.setattr(mooncake_engine, "start_on_device", lambda host: ScriptedEngine(scene))
+    monkeypatch.setattr(mooncake_engine, "start_writer", scene.writer)
+    scene.begin()
+    yield scene
+    scene.held = False
+    scene.near.close()
+    scene.far.close()
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + LIMIT_S
+    while not true():
+        assert time.monotonic() < end_s
+        select.select([], [], [], 0.005)
+
+
+def test_an_engine_writes_to_one_life_of_a_peer_and_goes_with_it(scene: Scene) -> None:
+    assert finish(scene.near, scene.post()) is WriteState.DONE
+    assert np.array_equal(scene.target, scene.source)
+    assert scene.living() == [True]
+    scene.near.disconnect(scene.peer)
+    wait_until(lambda: scene.living() == [False])
+    scene.near.connect(scene.far.metadata())
+    assert finish(scene.near, scene.post()) is WriteState.DONE
+    assert scene.living() == [False, True]
+
+
+def test_an_engine_stays_while_a_copy_of_it_runs_after_its_peer_went(scene: Scene) -> None:
+    assert finish(scene.near, scene.post()) is WriteState.DONE
+    scene.held = True
+    write = scene.post()
+    scene.near.disconnect(scene.peer)
+    assert scene.near.state(write) is WriteState.FAILED
+    assert "disconnected" in write.error
+    assert not scene.near.release(write)
+    unmapper = next(each for each in threading.enumerate() if each.name == "mooncake-unmapper")
+    unmapper.join(0.2)
+    assert scene.living() == [True]
+    scene.held = False
+    wait_until(lambda: scene.living() == [False])
+
+
+def test_a_peer_that_registered_more_is_written_to_by_another_engine(scene: Scene) -> None:
+    assert finish(scene.near, scene.post()) is WriteState.DONE
+    assert scene.near.connect(scene.far.metadata()) == scene.peer
+    assert finish(scene.near, scene.post()) is WriteState.DONE
+    assert scene.living() == [True]
+    more = np.zeros(4096, dtype=np.uint8)
+    scene.far.register(more.ctypes.data, 4096)
+    scene.near.connect(scene.far.metadata())
+    source, _, _ = scene.pieces()
+    write = scene.near.post(scene.peer, source, row(more.ctypes.data), row(4096), b"")
+    assert finish(scene.near, write) is WriteState.DONE
+    assert np.array_equal(more, scene.source[:4096])
+    wait_until(lambda: scene.living() == [False, True])
+
+
+def test_a_draft_begins_nothing_until_it_is_started_and_a_dropped_one_never_does(scene: Scene) -> None:
+    dropped, started = (scene.near.draft(scene.peer, *scene.pieces(), b"") for _ in range(2))
+    scene.near.drop(dropped)
+    assert scene.near.state(started) is WriteState.OPEN
+    assert scene.submitted == []
+    scene.near.start(started)
+    assert finish(scene.near, started) is WriteState.DONE
+    assert scene.near.release(started)
+    assert scene.near.release(dropped)
+    assert len(scene.submitted) == 1
+    with pytest.raises(TransportError, match="not in registered memory"):
+        scene.near.draft(scene.peer, *scene.pieces(SIZE + 1), b"")
+
+
+@pytest.mark.parametrize(("taken_ns", "wire"), [(40_000, Wire.CUDA_IPC), (300_000, Wire.UNKNOWN)])
+def test_of_bytes_that_no_network_saw_only_fast_ones_went_over_cuda_ipc(
+    taken_ns: int, wire: Wire, scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A clock on which a copy takes that long, whatever this machine is doing.
+    scene.copy = lambda *_: setattr(scene, "now_ns", scene.now_ns + taken_ns)
+    monkeypatch.setattr("time.perf_counter_ns", lambda: scene.now_ns)
+    source, target, length = (int(each[0]) for each in scene.pieces())
+    assert scene.near.probe_wire(scene.peer, source, target, length) is wire
+
+
+def test_bytes_that_went_over_tcp_are_told_as_such(scene: Scene) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as link:
+        reader, _ = server.accept()
+
+        def read() -> None:
+            count = 0
+            while data := reader.recv(1 << 16):
+                count += len(data)
+                if count % SIZE == 0:
+                    reader.sendall(b"!")
+
+        thread = threading.Thread(target=read)
+        thread.start()
+
+        def send(source: int, target: int, length: int) -> None:
+            link.sendall(bytes(length))
+            # What comes back has acknowledged every byte, which is what the kernel counts.
+            link.recv(1)
+
+        scene.copy = send
+        source, target, length = (int(each[0]) for each in scene.pieces())
+        found = scene.near.probe_wire(scene.peer, source, target, length)
+        link.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        reader.close()
+    assert found is Wire.TCP
+
+
+def test_what_a_probe_leaves_open_is_never_asked_after_again(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longshore_agent.transports.probe._LIMIT_NS", 50_000_000)
+    assert finish(scene.near, scene.post()) is WriteState.DONE
+    scene.held = True
+    source, target, length = (int(each[0]) for each in scene.pieces())
+    assert scene.near.probe_wire(scene.peer, source, target, length) is Wire.UNKNOWN
+    assert 2 in scene.asked
+    scene.held = False
+    scene.asked.clear()
+    assert finish(scene.near, scene.post()) is WriteState.DONE
+    scene.near.disconnect(scene.peer)
+    wait_until(lambda: scene.living() == [False])
+    assert set(scene.asked) == {3}
+
+
+def test_lanes_go_on_although_writes_of_one_stream_end_together_and_their_targets_are_told_by_message(
+    scene: Scene,
+) -> None:
+    slab_bytes, slabs = SIZE // 16 - 4096, 12
+    step = region_bytes(slab_bytes)
+    memory = StagingPieces(scene.source.ctypes.data, 4 * step, 4 * step)
+    device, metrics = FakeDevice(), Metrics()
+    lanes = DeviceLanes(
+        memory, 2, device, scene.near, Results(), metrics, SpanRecorder(100), probe_address=scene.source.ctypes.data
+    )
+    scene.copy = lambda *piece: scene.stream.append(piece)
+    for slab in range(slabs):
+        job: Any = write_job(slab, slab_bytes)
+        job.peer_name, job.noticed = scene.peer, False
+        job.ring = RegionInfo(scene.target.ctypes.data, SIZE)
+        lanes.put(job)
+    ended: list[WriteResult] = []
+    peak_count = 0
+    for turn in range(40 * slabs):
+        for copy in device.gathers:
+            if not copy.done:
+                scene.source[copy.begin_bytes : copy.begin_bytes + step] = copy.job.effect.slab + 1
+                copy.done = True
+        peak_count = max(peak_count, len(scene.stream))
+        # The library says that a write is over when all that was queued on its stream is.
+        if turn % 4 == 3:
+            for source, target, length in scene.stream:
+                ctypes.memmove(target, source, length)
+            scene.stream.clear()
+        ended += lanes.turn()
+    assert sorted(result.job.effect.slab for result in ended) == list(range(slabs))
+    assert all(result.notify and not result.error and not result.dropped for result in ended)
+    assert 1 < peak_count < 4
+    assert not lanes.busy
+    for slab in range(slabs):
+        assert set(scene.target[slab * step : (slab + 1) * step].tolist()) == {slab + 1}
+
+
+def test_memory_of_a_device_is_not_fenced_by_its_deregistration(scene: Scene) -> None:
+    assert not scene.near.fences
+    assert not scene.near.revocable
+    assert not scene.near.notifies
+
+
+def test_hosts_and_kinds_of_memory_that_cannot_be_reached_are_refused() -> None:
+    here, elsewhere = wires.host_identity(), "another kernel"
+    on_device = Metadata("peer", "life", here, "127.0.0.1", 5, (), 0)
+    on_host = Metadata("peer", "life", here, "127.0.0.1", 5, ())
+    check_reach(on_device, 1)
+    check_reach(on_host, -1)
+    check_reach(Metadata("peer", "life", elsewhere, "10.0.0.1", 5, ()), -1)
+    with pytest.raises(PeerMetadataError, match=r"'peer' is on another host.*choose NIXL"):
+        check_reach(Metadata("peer", "life", elsewhere, "10.0.0.1", 5, (), 0), 0)
+    for metadata, index in ((on_device, -1), (on_host, 0)):
+        with pytest.raises(PeerMetadataError, match="two of a kind"):
+            check_reach(metadata, index)
+
+
+@pytest.fixture
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in REFUSED:
+        monkeypatch.delenv(name, raising=False)
+    # What the code sets is taken back after the test.
+    monkeypatch.setenv("MC_INTRANODE_NVLINK", "1")
+
+
+@pytest.mark.usefixtures("clean_environment")
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_environment_that_leads_elsewhere_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(TransportError, match=f"{name} is set.*unset it") as caught:
+        mooncake_engine.start_on_device("127.0.0.1")
+    assert caught.value.reason is Reason.UNSUPPORTED
+
+
+def any_device() -> Device:
+    """A device that nobody opens."""
+    device = Device.__new__(Device)
+    device.index = 0
+    return device
+
+
+@pytest.mark.usefixtures("clean_environment")
+def test_a_wheel_without_nvlink_is_refused_and_the_right_one_named() -> None:
+    pytest.importorskip("mooncake.engine")
+    settings = Settings(backend=Backend.MOONCAKE, mooncake_on_gpus=True)
+    with pytest.raises(TransportError, match=r"no NVLink transport: install longshore\[mooncake-cuda13\]") as caught:
+        make_transport(settings, "worker", any_device())
+    assert caught.value.reason is Reason.UNSUPPORTED
+
+
+def test_memory_of_a_gpu_is_refused_to_mooncake_unless_that_is_asked_for_by_name() -> None:
+    with pytest.raises(TransportError, match=r"moved by NIXL.*LONGSHORE_MOONCAKE_ON_GPUS=true"):
+        make_transport(Settings(backend=Backend.MOONCAKE), "worker", any_device())
+    with pytest.raises(TransportError, match=r"moved by NIXL, choose that$"):
+        make_transport(Settings(backend=Backend.LOOPBACK, mooncake_on_gpus=True), "worker", any_device())

@@ -1,0 +1,147 @@
+"""What becomes of a worker's jobs when a peer is lost, whatever they wait for: each is answered, and only that peer's."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from agent_world import wait_for
+from fake_device import effect_of, pair_of
+
+from longshore_agent import moving
+from longshore_agent.moving import Mover
+from longshore_agent.settings import Settings
+from longshore_agent.status.metrics import Metrics
+from longshore_agent.status.spans import SpanRecorder
+from longshore_agent.transports.base import Wire
+from longshore_agent.worker_config import WorkerConfig
+from longshore_wire.effects import PeerAttached, PeerId
+from longshore_wire.engine_messages import Half
+from longshore_wire.layout import KVLayout, ModelShape, Parallel
+from longshore_wire.peer_messages import Attach, RegionInfo
+from longshore_wire.plan import Way
+from longshore_wire.source_session import SourceSession
+
+LAYOUT = KVLayout(ModelShape(2, 4, 16, 2), Parallel(), 16)
+PEER = PeerId("decode", 0, 0)
+RING = RegionInfo(1 << 30, 1 << 20)
+
+
+class PlayedTransport:
+    """Connects anybody; a probe takes until the test lets it end."""
+
+    notifies = True
+    revocable: frozenset[Wire] = frozenset()
+
+    def __init__(self) -> None:
+        self.found = threading.Event()
+
+    def register(self, _address: int, _length_bytes: int) -> int:
+        return 1
+
+    def connect(self, metadata: bytes) -> str:
+        return metadata.decode()
+
+    def disconnect(self, _name: str) -> None:
+        pass
+
+    def probe_wire(self, _peer: str, _source: int, _target: int, _length_bytes: int) -> Wire:
+        assert self.found.wait(60)
+        return Wire.TCP
+
+    def close(self) -> None:
+        pass
+
+
+class Core(SourceSession):
+    """A source's core that notes what it is told of slabs."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, str, str]] = []
+
+    def write_done(self, peer: PeerId, pair_key: Any, slab: int, payload_bytes: int, now_ns: int) -> None:
+        self.told.append((slab, "done" if payload_bytes else "dropped", ""))
+
+    def write_failed(
+        self, peer: PeerId, pair_key: Any, slab: int, text: str, now_ns: int, *, settled: bool = True
+    ) -> None:
+        self.told.append((slab, "failed", text))
+
+
+class Scene:
+    """A CPU's source worker without its processes, one attached target and a pool."""
+
+    def __init__(self, **changes: Any) -> None:
+        settings = dataclasses.replace(Settings(), lane_bytes=1 << 20, lane_count=2, **changes)
+        roles = (Half.SOURCE,)
+        config = WorkerConfig("p/0/0", "test", "p", 1, LAYOUT, roles, {}, port=0, link=-1, agent="life")
+        self.asked: list[tuple[PeerId, int]] = []
+        self.mover = Mover(config, settings, Metrics(), SpanRecorder(1), lambda *asked: self.asked.append(asked))
+        self.transport: Any = self.mover.transport
+        self.core = Core()
+        self.attach(RING)
+
+    def attach(self, ring: RegionInfo | None) -> None:
+        said = Attach(1, "test", "decode", 9, LAYOUT, "Loopback", b"decode", ring, (), 1 << 20, probe=RING)
+        self.mover.connect(Half.SOURCE, PeerAttached(PEER, said))
+
+    def start(self, slab: int, way: Way) -> None:
+        effect: Any = effect_of(slab, 1 << 10)
+        effect.way = way
+        key = pair_of(1).key
+        desk: Any = SimpleNamespace(pools={0: SimpleNamespace(pages=None)}, tables={(Half.SOURCE, key): None})
+        self.mover.start_write(effect, desk, self.core, 0)
+
+    def told(self) -> list[tuple[int, str, str]]:
+        self.mover.collect()
+        self.mover.take_results(Half.SOURCE, self.core, 0)
+        return self.core.told
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Scene]]:
+    made: list[PlayedTransport] = []
+
+    def played(*_: object) -> PlayedTransport:
+        made.append(PlayedTransport())
+        return made[-1]
+
+    monkeypatch.setattr(moving, "make_transport", played)
+    yield Scene
+    for transport in made:
+        transport.found.set()
+
+
+def test_slabs_that_wait_for_the_wire_to_a_peer_are_answered_when_it_is_lost(make: type[Scene]) -> None:
+    scene = make(wires=(Wire.TCP,))
+    scene.start(0, Way.STAGED)
+    scene.start(1, Way.STAGED)
+    assert scene.told() == []
+    scene.mover.disconnect(Half.SOURCE, PEER)
+    assert wait_for(scene.told) == [(0, "dropped", ""), (1, "dropped", "")]
+
+
+def test_slabs_for_a_neighbour_s_pages_outlive_the_loss_of_its_other_half(make: type[Scene]) -> None:
+    scene = make()
+    scene.start(0, Way.DIRECT)
+    assert scene.asked == [(PEER, 0)]
+    # As a source of ours it is gone; as a target it is there.
+    scene.mover.disconnect(Half.TARGET, PEER)
+    assert scene.told() == []
+    scene.mover.disconnect(Half.SOURCE, PEER)
+    assert [(slab, outcome) for slab, outcome, _ in wait_for(scene.told)] == [(0, "failed")]
+
+
+def test_a_target_that_takes_its_ring_back_fails_the_slab_that_was_granted_there_and_no_worker(
+    make: type[Scene],
+) -> None:
+    scene = make()
+    scene.attach(None)
+    scene.start(0, Way.STAGED)
+    found = wait_for(scene.told)
+    assert [(slab, outcome) for slab, outcome, _ in found] == [(0, "failed")]
+    assert "ring" in found[0][2]

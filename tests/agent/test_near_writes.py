@@ -1,0 +1,98 @@
+"""Pools of neighbours that come in parts: whatever comes too late or of the wrong kind is closed, and never mapped in part."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_device import effect_of
+from page_shapes import Shape
+
+from longshore_agent.errors import PoolError
+from longshore_agent.memory.ipc import create_memfd
+from longshore_agent.memory.neighbours import Neighbours
+from longshore_agent.near_writes import NearWrites
+from longshore_agent.path.jobs import Results, WriteResult
+from longshore_wire.effects import PeerId
+from longshore_wire.engine_messages import Half
+from longshore_wire.peer_messages import Attach, PoolInfo
+
+OWNER = PeerId("decode", 0, 0)
+SHAPE = Shape(layers=2, split=True)
+ATTACH = Attach(
+    1, "test", "decode", 9, SHAPE.layout, "Loopback", b"", None, (PoolInfo(0, SHAPE.geometry, ()),), 1 << 20
+)
+
+
+class Scene:
+    """A source worker on a CPU whose target is a neighbour; `lanes` are the slabs that may be copied."""
+
+    def __init__(self) -> None:
+        self.lanes: list[Any] = []
+        self.asked = 0
+        self.results = Results()
+        self.attached = {(Half.SOURCE, OWNER): ATTACH}
+        lanes: Any = SimpleNamespace(put=self.lanes.append)
+        self.near = NearWrites(None, self.attached, self.results, self._ask, lanes, lambda: lanes)
+
+    def _ask(self, *_: object) -> None:
+        self.asked += 1
+
+    def put(self, slab: int) -> Any:
+        effect = effect_of(slab, 1 << 10)
+        job: Any = SimpleNamespace(effect=effect, neighbour=None, cancelled=False)
+        self.near.put(job)
+        return job
+
+
+def region(fill: int) -> int:
+    """One region of the pool, filled with a byte."""
+    length_bytes = SHAPE.geometry.region_bytes[0]
+    descriptor = create_memfd("longshore-test", length_bytes)
+    os.pwrite(descriptor, bytes([fill]) * length_bytes, 0)
+    return descriptor
+
+
+def is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def test_a_pool_that_comes_in_parts_is_mapped_whole_and_in_order() -> None:
+    scene = Scene()
+    job = scene.put(0)
+    for fill in (1, 2):
+        assert scene.lanes == []
+        scene.near.pool_given(OWNER, 0, 2, region(fill))
+    assert scene.lanes == [job]
+    assert [int(job.neighbour.region(index)[0]) for index in range(2)] == [1, 2]
+
+
+def test_a_part_that_comes_after_its_owner_was_lost_is_closed_and_no_part_of_what_its_next_life_gives() -> None:
+    scene = Scene()
+    scene.put(0)
+    parts = [region(1), region(2)]
+    scene.near.pool_given(OWNER, 0, 2, parts[0])
+    scene.near.pool_gone(OWNER)
+    found = scene.results.take()
+    assert [type(result) for result in found] == [WriteResult]
+    scene.near.pool_given(OWNER, 0, 2, parts[1])
+    assert not any(map(is_open, parts))
+    job = scene.put(1)
+    for fill in (3, 4):
+        scene.near.pool_given(OWNER, 0, 2, region(fill))
+    assert scene.lanes == [job]
+    assert [int(job.neighbour.region(index)[0]) for index in range(2)] == [3, 4]
+
+
+def test_descriptors_are_closed_also_where_they_come_to_a_worker_on_a_gpu() -> None:
+    device: Any = SimpleNamespace(index=0)
+    parts = [region(1), region(2)]
+    with pytest.raises(PoolError, match="cannot be neighbours"):
+        Neighbours(device).map(OWNER, 0, SHAPE.layout, SHAPE.geometry, [*parts])
+    assert not any(map(is_open, parts))

@@ -1,0 +1,108 @@
+"""The kernels of way DIRECT are compiled when a pool is registered, so that no room waits for them, and only where they may serve."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kernel_process import KernelProcess
+from page_shapes import Shape
+
+from longshore_agent import moving
+from longshore_agent.memory.staging import StagingBuffer
+from longshore_agent.moving import Mover
+from longshore_agent.settings import Settings
+from longshore_agent.status.metrics import Metrics
+from longshore_agent.status.spans import SpanRecorder
+from longshore_agent.worker_config import WorkerConfig
+from longshore_wire.engine_messages import Half
+from longshore_wire.layout import PageOrder
+from longshore_wire.plan import Staging, Way
+
+NEAR = Shape(heads=4)
+OPAQUE = Shape(order=PageOrder.OPAQUE, blob_bytes=1024)
+
+
+@pytest.mark.parametrize(
+    ("near", "fars"),
+    [
+        (NEAR, [(NEAR, 4), (Shape(heads=2), 2), (Shape(heads=1), 1), (Shape(heads=8), 4)]),
+        (dataclasses.replace(NEAR, order=PageOrder.HND), [(dataclasses.replace(NEAR, order=PageOrder.HND), 4)]),
+        (OPAQUE, [(OPAQUE, 4), (dataclasses.replace(OPAQUE, heads=2), 2)]),
+    ],
+    ids=["token-major, to other TP sizes", "head-major", "opaque"],
+)
+def test_the_first_room_of_each_peer_compiles_nothing(near: Shape, fars: list[tuple[Shape, int]]) -> None:
+    with KernelProcess("prepared_checks", {}) as process:
+        at_registration, by_rooms, launches = process.run("first_rooms", near, fars)
+    assert at_registration > 0
+    assert by_rooms == 0
+    assert launches == len(fars)
+
+
+class Recorder:
+    """Stages, or what copies directly: notes which pools were prepared."""
+
+    def __init__(self, *_: object) -> None:
+        self.pools: list[object] = []
+
+    def prepare(self, pool: object) -> None:
+        self.pools.append(pool)
+
+
+def prepared(monkeypatch: pytest.MonkeyPatch, device: str, roles: tuple[Half, ...], agent: str, **changes: Any) -> bool:
+    """Whether a worker prepares a pool for way DIRECT when it is registered."""
+    settings = dataclasses.replace(Settings(), lane_bytes=1 << 20, ring_bytes=1 << 20, **changes)
+    transport = SimpleNamespace(register=lambda *_: 1, notifies=True)
+    played: dict[str, object] = {
+        "open_device": lambda _: SimpleNamespace(index=0, enter=lambda: None),
+        "make_transport": lambda *_: transport,
+        "DeviceStagingBuffer": lambda _, length_bytes, **options: StagingBuffer(length_bytes, **options),
+        "DeviceStages": Recorder,
+        "DeviceDirect": Recorder,
+    }
+    for name, value in played.items():
+        monkeypatch.setattr(moving, name, value)
+    config = WorkerConfig("p/0/0", "test", "p", 1, NEAR.layout, roles, {}, port=0, link=-1, agent=agent, device=device)
+    mover = Mover(config, settings, Metrics(), SpanRecorder(1), lambda *_: None)
+    pool: Any = object()
+    mover.prepare(pool)
+    direct: Any = mover._direct
+    assert direct.pools in ([], [pool])
+    if mover.lanes is not None:
+        mover.lanes.stop()
+    return bool(direct.pools)
+
+
+BOTH = (Half.SOURCE, Half.TARGET)
+
+
+@pytest.mark.parametrize(
+    ("device", "roles", "agent", "changes", "expected"),
+    [
+        ("GPU-1", BOTH, "life.gpu", {}, True),
+        ("GPU-1", (Half.SOURCE,), "life.gpu", {"staging": Staging.NEVER}, True),
+        ("GPU-1", (Half.SOURCE,), "life.gpu", {"force_way": Way.DIRECT, "staging": Staging.ALWAYS}, True),
+        ("cpu", BOTH, "life", {}, False),
+        ("GPU-1", (Half.TARGET,), "life.gpu", {}, False),
+        ("GPU-1", BOTH, "", {}, False),
+        ("GPU-1", BOTH, "life.gpu", {"staging": Staging.ALWAYS}, False),
+        ("GPU-1", BOTH, "life.gpu", {"force_way": Way.STAGED}, False),
+    ],
+    ids=[
+        "may",
+        "never staged",
+        "forced",
+        "on a CPU",
+        "only a target",
+        "switched off",
+        "always staged",
+        "forced to stage",
+    ],
+)
+def test_a_pool_that_can_never_be_direct_costs_nothing(
+    monkeypatch: pytest.MonkeyPatch, device: str, roles: tuple[Half, ...], agent: str, changes: Any, expected: bool
+) -> None:
+    assert prepared(monkeypatch, device, roles, agent, **changes) is expected

@@ -1,0 +1,131 @@
+"""`/v1/plan` between registered instances says what the decode rank's session would choose, whatever devices the two are on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+import pytest
+
+from longshore_agent import worker_config
+from longshore_agent.settings import Settings
+from longshore_agent.status.plans import PlanDefaults, PlanQuery, PlanView, answer
+from longshore_agent.status.snapshot import InstanceStatus
+from longshore_agent.worker_config import WorkerConfig
+from longshore_wire.claims import Wanted, chosen_way
+from longshore_wire.engine_messages import Endpoint, Half, RankAddress
+from longshore_wire.errors import LayoutError, RoomError
+from longshore_wire.layout import Attention, KVLayout, ModelShape, Parallel
+from longshore_wire.peer_messages import Attach, RegionInfo, RoomKey
+from longshore_wire.plan import Staging, Way
+from longshore_wire.target_session import TargetSession
+
+MODEL = ModelShape(layers=4, kv_heads=8, head_dim=64, element_bytes=2)
+GPU = "GPU-00000000-0000-0000-0000-000000000001"
+LIFE = "life"
+TOKENS = 256
+
+
+def layout(tp: int, model: ModelShape = MODEL) -> KVLayout:
+    return KVLayout(model, Parallel(tp=tp), 16)
+
+
+def instance(name: str, laid_out: KVLayout, device: str, near: str | None = None) -> InstanceStatus:
+    """An instance as the supervisor lists it; `near`: what its workers said when they started."""
+    agent = agent_of(device)
+    ranks = tuple(RankAddress(rank, f"h:{rank}", 7) for rank in range(laid_out.rank_count))
+    places = {rank.rank: (device, agent if near is None else near) for rank in ranks}
+    return InstanceStatus.of(Endpoint(name, laid_out, ranks, agent), (), places)
+
+
+def agent_of(device: str) -> str:
+    """The name of the agent in an endpoint, as the supervisor gives it to workers of a kind of device."""
+    return LIFE if device == "cpu" else f"{LIFE}.gpu"
+
+
+def planned(source: InstanceStatus, target: InstanceStatus, staging: Staging = Staging.AUTO) -> PlanView:
+    settings = msgspec.structs.replace(PlanDefaults.of(Settings()), staging=staging)
+    query = PlanQuery.model_validate({"source": source.instance, "target": target.instance, "chunk_tokens": TOKENS})
+    return answer(query, (source, target), settings)
+
+
+def claimed(source: InstanceStatus, target: InstanceStatus, staging: Staging, device: str) -> tuple[str, str]:
+    """The way, and why, that a real session of target rank 0 chooses for its first pair."""
+    settings = dataclasses.replace(Settings(), staging=staging)
+    config = WorkerConfig(
+        "d/0/0", "test", "d", 9, target.layout.layout(), (Half.TARGET,), {}, port=0, link=-1, agent=agent_of(device),
+        device=device,
+    ).session_config(settings)  # fmt: skip
+    session = TargetSession(config, now_ns=0)
+    session.describe(b"", RegionInfo(0, 1 << 30), {})
+    key = RoomKey("p", 1, 0)
+    session.claim(Wanted(key, source.endpoint(), 0, TOKENS, TOKENS // 16, bytes(4 * TOKENS // 16)), 0)
+    pair = next(pair for pair in session.rooms[key].pairs.values() if pair.route is not None)
+    if pair.open is None:
+        return pair.way.name, pair.why.name
+    in_place = source.ranks[0].device == "cpu"
+    attach = Attach(
+        1, "test", "p", 7, source.layout.layout(), config.backend, b"", None, (), settings.lane_bytes, in_place=in_place
+    )
+    choice = chosen_way(config, attach, pair, (0, TOKENS), "Unknown")
+    return choice.way.name, choice.why.name
+
+
+@pytest.mark.parametrize("staging", Staging)
+@pytest.mark.parametrize("tp", [1, 2], ids=["whole pages", "parts of pages"])
+@pytest.mark.parametrize("reached", [True, False])
+@pytest.mark.parametrize("target_device", ["cpu", GPU])
+@pytest.mark.parametrize("source_device", ["cpu", GPU])
+def test_a_plan_by_names_says_what_the_session_of_the_decode_rank_chooses(
+    monkeypatch: pytest.MonkeyPatch, source_device: str, target_device: str, reached: bool, tp: int, staging: Staging
+) -> None:
+    monkeypatch.setattr(worker_config, "reached_by_all", lambda _: reached)
+    near = agent_of(target_device) if reached or target_device == "cpu" else ""
+    source, target = instance("p", layout(tp), source_device), instance("d", layout(1), target_device, near)
+    if (source_device, target_device, staging) == (GPU, "cpu", Staging.NEVER):
+        # Decode claims, and prefill refuses: no transport reads its pages where they lie.
+        with pytest.raises(RoomError, match="on a GPU"):
+            planned(source, target, staging)
+        return
+    found = planned(source, target, staging).pairs[0]
+    assert (found.way.upper(), found.why.upper()) == claimed(source, target, staging, target_device)
+
+
+def test_a_cpu_engine_and_a_gpu_engine_of_one_agent_are_not_direct() -> None:
+    ranks = {device: instance("p", layout(2), device) for device in ("cpu", GPU)}
+    for source_device, target_device in (("cpu", GPU), (GPU, "cpu")):
+        target = instance("d", layout(1), target_device)
+        assert planned(ranks[source_device], target).way == "Staged"
+    for device, source in ranks.items():
+        assert planned(source, instance("d", layout(1), device)).way == "Direct"
+
+
+def test_an_engine_whose_agent_takes_no_part_in_direct_is_not_direct() -> None:
+    off = msgspec.structs.replace(instance("p", layout(2), "cpu"), agent="")
+    assert planned(off, instance("d", layout(1), "cpu", near="")).way == "Staged"
+
+
+def test_each_rank_of_a_target_chooses_by_its_own_device() -> None:
+    source, target = instance("p", layout(1), GPU), instance("d", layout(2), GPU)
+    apart = msgspec.structs.replace(target.ranks[1], near="")
+    mixed = planned(source, msgspec.structs.replace(target, ranks=(target.ranks[0], apart)))
+    assert [(pair.target_rank, pair.way, pair.why) for pair in mixed.pairs] == [
+        (0, "Direct", "near"),
+        (1, "Staged", "staging"),
+    ]
+    assert mixed.way == "Mixed"
+
+
+def test_a_rank_that_has_not_registered_yet_is_taken_to_lie_where_the_first_one_does() -> None:
+    source, target = instance("p", layout(1), GPU), instance("d", layout(2), GPU)
+    partial = msgspec.structs.replace(target, ranks=target.ranks[:1])
+    assert planned(source, partial).way == "Direct"
+    assert planned(source, msgspec.structs.replace(target, ranks=())).way != "Direct"
+
+
+def test_a_latent_on_gpus_that_do_not_reach_each_other_is_refused_as_its_claim_would_be() -> None:
+    model = ModelShape(2, 1, 16, 2, Attention.LATENT)
+    source, target = instance("p", layout(1, model), GPU), instance("d", layout(1, model), GPU, near="")
+    with pytest.raises(LayoutError, match="LATENT"):
+        planned(source, target)
+    assert planned(source, instance("d", layout(1, model), GPU)).pairs[0].way == Way.DIRECT.name.capitalize()

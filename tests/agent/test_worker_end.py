@@ -1,0 +1,42 @@
+"""A worker whose control thread fails, as one of a GPU that does not answer any more: its process ends at once, whatever hangs in it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+# The last thread would keep an interpreter from ending for ever, as native code that is torn down may.
+PROGRAM = """
+import threading
+from types import SimpleNamespace
+from longshore_agent import worker
+from longshore_agent.errors import DeviceError
+from longshore_agent.settings import Settings
+
+class Worker:
+    def __init__(self, *_):
+        threading.Thread(target=threading.Event().wait).start()
+    def run(self):
+        raise DeviceError("cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS (700)")
+
+worker.Worker = Worker
+worker.NodeLink = worker.socket.socket = lambda *_, **__: None
+config = SimpleNamespace(name="p/0/0", device="cpu", link=0, settings=Settings)
+worker.WorkerConfig = SimpleNamespace(from_text=lambda _: config)
+worker.main()
+"""
+
+
+def test_a_worker_whose_control_thread_fails_ends_at_once_and_says_why() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, "config"],
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 70
+    assert "MainThread died" in ended.stderr
+    assert "CUDA_ERROR_ILLEGAL_ADDRESS" in ended.stderr

@@ -1,0 +1,47 @@
+"""A worker that cannot start says why, and its engine is told so at once instead of being tried again and again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from agent_world import wait_for
+
+from longshore_agent import reception
+from longshore_agent.settings import Settings
+from longshore_agent.supervisor import Supervisor
+from longshore_client import HelloRefused, KVLayout, ModelShape, Parallel, connect
+from longshore_wire.errors import Reason
+
+UNKNOWN = "GPU-7e375b68-5e7c-3244-17df-0d90019d4b71"
+LAYOUT = KVLayout(ModelShape(2, 2, 64, 2), Parallel(), 16)
+# Loading a worker's libraries on a machine that is busy with other things.
+START_LIMIT_S = 60.0
+
+
+@pytest.fixture
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
+    # As on a node that has a driver, where only the worker can tell which GPUs there are.
+    monkeypatch.setattr(reception, "_DRIVER_FILE", Path("/dev/null"))
+    found = Supervisor(Settings(deployment="tests/start", run_directory=str(tmp_path)))
+    thread = threading.Thread(target=found.run)
+    thread.start()
+    yield found
+    found.stop()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_an_engine_on_a_gpu_that_its_node_does_not_have_is_refused_by_name_and_its_worker_is_not_started_again(
+    agent: Supervisor,
+) -> None:
+    begin_s = time.monotonic()
+    with pytest.raises(HelloRefused, match=UNKNOWN) as refused:
+        connect(agent.socket_path, instance="a", layout=LAYOUT, device=UNKNOWN, timeout_s=START_LIMIT_S)
+    assert refused.value.reason is Reason.UNSUPPORTED
+    assert time.monotonic() - begin_s < START_LIMIT_S
+    wait_for(lambda: not agent.snapshot().workers, what="the end of the worker")
+    assert agent.metrics.snapshot().value("longshore_worker_restarts_total") == 0

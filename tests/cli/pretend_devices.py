@@ -1,0 +1,37 @@
+"""A GPU's memory as far as the command line asks for it, on the CPU: for tests where there is no GPU.
+
+What is written there is seen by others only when it was settled, as on a GPU, where calls are only queued: a test asks
+`settled` whether nothing is on its way.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+
+from longshore_wire.engine_messages import DeviceRegion
+
+
+class PretendMemory:
+    """Stands for `longshore_cli.engine.device_memory.DeviceMemory`."""
+
+    def __init__(self, length_bytes: int, device: str) -> None:
+        self.tensor = torch.zeros(length_bytes, dtype=torch.uint8)
+        self.name = f"GPU-of-{device}"
+        self.region = DeviceRegion(bytes(64), 0)
+        self._seen = self.tensor.clone()
+
+    @property
+    def settled(self) -> bool:
+        return torch.equal(self._seen, self.tensor)
+
+    def put(self, image: mmap.mmap) -> None:
+        self.tensor.copy_(torch.frombuffer(image, dtype=torch.uint8))
+        self.settle()
+
+    def get(self, image: mmap.mmap) -> None:
+        torch.frombuffer(image, dtype=torch.uint8).copy_(self.tensor)
+
+    def settle(self) -> None:
+        self._seen = self.tensor.clone()

@@ -1,0 +1,115 @@
+"""The part of vLLM 0.32 that the connector imports, as small as it can be: vLLM itself does not install beside our torch.
+
+`installed` puts it where `import vllm` finds it. What the real one does with a connector is tested in e2e/vllm.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from types import ModuleType, SimpleNamespace
+
+OURS = ("longshore_client.engines.vllm", "longshore_client.engines.vllm_stats")
+
+
+class Role(Enum):
+    SCHEDULER = 0
+    WORKER = 1
+
+
+class Status(Enum):
+    FINISHED_STOPPED = auto()
+    FINISHED_LENGTH_CAPPED = auto()
+    FINISHED_ABORTED = auto()
+
+
+class Connector:
+    def __init__(self, vllm_config, role, kv_cache_config):
+        self._connector_metadata = None
+        self._vllm_config = vllm_config
+        self._kv_transfer_config = vllm_config.kv_transfer_config
+
+    def bind_connector_metadata(self, metadata):
+        self._connector_metadata = metadata
+
+    def _get_connector_metadata(self):
+        return self._connector_metadata
+
+
+@dataclass
+class TransferResults:
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    failed_recving: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Stats:
+    data: dict = field(default_factory=dict)
+
+
+class Metrics:
+    def __init__(self, vllm_config, metric_types, labelnames, per_engine_labelvalues):
+        self._counter_cls, self._histogram_cls = metric_types["counter"], metric_types["histogram"]
+        self._labelnames, self.per_engine_labelvalues = labelnames, per_engine_labelvalues
+
+
+class Layer:
+    isa = "vec"
+
+    def get_attn_backend(self):
+        return SimpleNamespace(get_name=lambda: "CPU_ATTN")
+
+
+CONTENT = {
+    "vllm": {},
+    "vllm.config": {"get_layers_from_vllm_config": lambda config, kind, names: dict.fromkeys(names, Layer())},
+    "vllm.distributed.kv_transfer.kv_connector.v1.base": {
+        "KVConnectorBase_V1": Connector,
+        "KVConnectorHandshakeMetadata": object,
+        "KVConnectorMetadata": object,
+        "KVConnectorRole": Role,
+        "KVConnectorTransferResults": TransferResults,
+        "KVConnectorWorkerMetadata": object,
+    },
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics": {
+        "KVConnectorPromMetrics": Metrics,
+        "KVConnectorStats": Stats,
+    },
+    "vllm.distributed.parallel_state": {
+        "get_tensor_model_parallel_rank": lambda: 0,
+        "get_pp_group": lambda: SimpleNamespace(rank_in_group=0),
+    },
+    "vllm.distributed.utils": {
+        "get_pp_indices": lambda layers, stage, stages: (layers * stage // stages, layers * (stage + 1) // stages)
+    },
+    "vllm.model_executor.layers.attention_layer_base": {"AttentionLayerBase": Layer},
+    "vllm.v1.metrics.cache_hit_source": {"CacheHitSource": SimpleNamespace(P2P="p2p")},
+    "vllm.v1.metrics.utils": {
+        "create_metric_per_engine": lambda metric, values: {
+            index: metric.labels(*labels) for index, labels in values.items()
+        }
+    },
+    "vllm.v1.request": {"RequestStatus": Status},
+}
+
+
+@contextmanager
+def installed(version: str = "0.32.0") -> Iterator[None]:
+    """Within this, `import vllm` finds the stand-in; afterwards nothing that used it is left."""
+    before = dict(sys.modules)
+    for name, content in CONTENT.items():
+        parts = name.split(".")
+        for end in range(1, len(parts) + 1):
+            sys.modules.setdefault(".".join(parts[:end]), ModuleType(".".join(parts[:end])))
+        vars(sys.modules[name]).update(content)
+    vars(sys.modules["vllm"])["__version__"] = version
+    try:
+        yield
+    finally:
+        for name in list(sys.modules):
+            if name in OURS or (name.partition(".")[0] == "vllm" and name not in before):
+                del sys.modules[name]

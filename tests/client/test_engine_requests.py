@@ -1,0 +1,199 @@
+"""The scheduler's side of a connector: which requests are handed out, claimed, withdrawn or failed."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+from scene import ENDPOINT
+
+from longshore_client import ArgumentError, Half
+from longshore_client.engines.handover import (
+    KEY,
+    Claim,
+    Fail,
+    Offer,
+    Withdraw,
+    handover_of,
+)
+from longshore_client.engines.requests import AGENT_AWAY_MAX_S, ENDPOINT_AGE_MAX_S, RequestBook
+
+BOTH = (Half.SOURCE, Half.TARGET)
+PAGE = 32
+
+
+def book(roles=BOTH, *, content="attention float32", first_room=9, endpoint=ENDPOINT):
+    made = RequestBook(PAGE, roles, first_room)
+    made.introduced(BOTH, content)
+    made.heard(endpoint, 0.0)
+    return made
+
+
+def handed_out(tokens=70, **options):
+    """What prefill tells decode of a prompt."""
+    return book(**options).finished("p", {"do_remote_decode": True}, list(range(9)), tokens, complete=True)
+
+
+def test_a_prompt_that_decode_wants_keeps_its_pages_and_is_offered_whole():
+    prefill = book()
+    told = prefill.finished("p", {"do_remote_decode": True}, [7, 3, 5, 6], 70, complete=True)
+    assert (told["do_remote_prefill"], told["do_remote_decode"]) == (True, False)
+    found = handover_of(told)
+    assert (found.room, found.tokens, found.endpoint) == (9, 70, ENDPOINT)
+    # A fourth page holds what was generated after the prompt.
+    assert prefill.take_orders() == (Offer("p", 9, (7, 3, 5), 70),)
+    assert prefill.take_orders() == ()
+
+
+def test_no_two_requests_get_the_same_room():
+    prefill = book()
+    rooms = {
+        handover_of(prefill.finished(f"p{n}", {"do_remote_decode": True}, [n], 4, complete=True)).room for n in range(5)
+    }
+    assert len(rooms) == 5
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"do_remote_decode": False}, {"do_remote_prefill": False}])
+def test_a_request_without_a_wish_is_left_alone(parameters):
+    alone = book()
+    assert alone.matched(parameters, 70, 0, 0.0) == 0
+    alone.allocated("r", parameters, [1, 2, 3], 70, 0)
+    assert alone.finished("r", parameters, [1, 2, 3], 70, complete=True) is None
+    assert alone.take_orders() == ()
+
+
+def test_an_aborted_prompt_is_not_handed_out():
+    prefill = book()
+    assert prefill.finished("p", {"do_remote_decode": True}, [1, 2, 3], 70, complete=False) is None
+    assert prefill.take_orders() == ()
+
+
+def test_an_engine_that_only_consumes_hands_nothing_out():
+    consumer = book((Half.TARGET,))
+    assert consumer.matched({"do_remote_decode": True}, 70, 0, 0.0) == 0
+    assert consumer.finished("p", {"do_remote_decode": True}, [1, 2, 3], 70, complete=True) is None
+
+
+def test_all_tokens_that_are_not_here_are_claimed_into_the_pages_behind_the_prefix():
+    decode, parameters = book(), handed_out(70)
+    assert decode.matched(parameters, 70, 32, 0.0) == 38
+    decode.allocated("d", parameters, [11, 12, 13, 14], 70, 38)
+    assert decode.take_orders() == (Claim("d", 9, ENDPOINT, (12, 13), 32, 70),)
+
+
+def test_a_request_is_claimed_once_however_often_it_gets_pages():
+    decode, parameters = book(), handed_out(70)
+    decode.allocated("d", parameters, [11, 12, 13], 70, 70)
+    decode.take_orders()
+    decode.received({"d"})
+    # The load is over, and later it is preempted and computes its prompt itself.
+    assert decode.matched(parameters, 70, 0, 0.0) == 0
+    decode.allocated("d", parameters, [11, 12, 13], 70, 0)
+    assert decode.finished("d", parameters, [11, 12, 13], 70, complete=True) is None
+    assert decode.take_orders() == ()
+
+
+def test_a_prompt_longer_than_what_prefill_computed_takes_what_there_is():
+    decode, parameters = book(), handed_out(64)
+    assert decode.matched(parameters, 90, 0, 0.0) == 64
+    decode.allocated("d", parameters, [11, 12, 13], 90, 64)
+    assert decode.take_orders() == (Claim("d", 9, ENDPOINT, (11, 12), 0, 64),)
+
+
+def test_a_request_that_needs_nothing_frees_the_pages_of_prefill():
+    decode, parameters = book(), handed_out(70)
+    decode.allocated("d", parameters, [11, 12, 13], 70, 0)
+    assert decode.take_orders() == (Claim("d", 9, ENDPOINT, (), 70, 70),)
+
+
+def test_a_request_that_ends_before_it_got_pages_frees_those_of_prefill():
+    decode, parameters = book(), handed_out(70)
+    assert decode.finished("d", parameters, [], 70, complete=False) is None
+    assert decode.take_orders() == (Claim("d", 9, ENDPOINT, (), 70, 70),)
+
+
+def test_a_request_that_ends_while_it_loads_is_withdrawn_and_one_that_has_loaded_is_not():
+    decode, first, second = book(), handed_out(70), handed_out(70)
+    decode.allocated("d1", first, [11, 12, 13], 70, 70)
+    decode.allocated("d2", second, [14, 15, 16], 70, 70)
+    decode.take_orders()
+    decode.received({"d2"})
+    decode.finished("d1", first, [11, 12, 13], 70, complete=False)
+    decode.finished("d2", second, [14, 15, 16], 70, complete=False)
+    assert decode.take_orders() == (Withdraw("d1"),)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        5,
+        "",
+        "no base64!",
+        base64.b64encode(b"no message").decode(),
+        "A" * (2 << 20),
+    ],
+)
+def test_what_is_no_handover_becomes_a_load_that_fails_and_no_error_in_the_scheduler(text):
+    decode, parameters = book(), {"do_remote_prefill": True, KEY: text}
+    assert decode.matched(parameters, 70, 0, 0.0) == 70
+    decode.allocated("d", parameters, [11, 12, 13], 70, 70)
+    (order,) = decode.take_orders()
+    assert isinstance(order, Fail)
+    assert f"kv_transfer_params.{KEY}" in order.text
+    with pytest.raises(ArgumentError, match=KEY):
+        handover_of(parameters)
+
+
+@pytest.mark.parametrize(
+    ("options", "prompt_tokens", "said"),
+    [
+        ({"content": "attention bfloat16"}, 70, "attention bfloat16"),
+        ({"tokens": 71}, 70, "the same prompt"),
+    ],
+)
+def test_pages_that_would_mean_something_else_are_not_loaded(options, prompt_tokens, said):
+    decode, parameters = book(), handed_out(**options)
+    tokens = handover_of(parameters).tokens
+    decode.allocated("d", parameters, [11, 12, 13], prompt_tokens, prompt_tokens)
+    order, freed = decode.take_orders()
+    assert isinstance(order, Fail)
+    assert said in order.text
+    # Prefill must not wait for a claim that never comes.
+    assert freed == Claim("d", 9, ENDPOINT, (), tokens, tokens)
+
+
+def test_an_engine_that_only_produces_fails_a_load():
+    producer, parameters = book((Half.SOURCE,)), handed_out(70)
+    assert producer.matched(parameters, 70, 0, 0.0) == 70
+    producer.allocated("d", parameters, [1, 2, 3], 70, 70)
+    (order,) = producer.take_orders()
+    assert "kv_role" in order.text
+
+
+def test_a_prompt_waits_until_the_ranks_have_spoken_of_their_agent_lately():
+    prefill, parameters = book(), {"do_remote_decode": True}
+    late_s = ENDPOINT_AGE_MAX_S + 0.1
+    assert prefill.matched(parameters, 70, 0, late_s) is None
+    prefill.heard(None, late_s)
+    assert prefill.matched(parameters, 70, 0, late_s) == 0
+
+
+def test_a_prompt_waits_for_an_agent_that_is_away_and_is_handed_out_by_the_one_that_comes():
+    prefill, parameters = book(), {"do_remote_decode": True}
+    prefill.heard(None, 10.0, away=True)
+    assert prefill.matched(parameters, 70, 0, 10.0) is None
+    other = ENDPOINT.__class__("prefill-0", ENDPOINT.layout, ENDPOINT.ranks[:1] * 2)
+    prefill.heard(other, 12.0)
+    assert prefill.matched(parameters, 70, 0, 12.0) == 0
+    assert handover_of(prefill.finished("p", parameters, [1, 2, 3], 70, complete=True)).endpoint == other
+
+
+def test_a_prompt_whose_agent_stays_away_is_computed_and_not_handed_out():
+    prefill, parameters = book(), {"do_remote_decode": True}
+    prefill.heard(None, 10.0, away=True)
+    late_s = 10.0 + AGENT_AWAY_MAX_S + 1
+    prefill.heard(None, late_s, away=True)
+    assert prefill.matched(parameters, 70, 0, late_s) == 0
+    assert prefill.finished("p", parameters, [1, 2, 3], 70, complete=True) is None
+    assert prefill.take_orders() == ()

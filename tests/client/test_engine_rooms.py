@@ -1,0 +1,275 @@
+"""A rank's side of a connector against an agent of the test's own: when pages are the engine's again, and when not."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from fake_agent import WAIT_S, FakeAgent, accept_all
+from scene import DONE, ENDPOINT, FAILED, RELEASED, client_at, event
+
+from longshore_client import Half, Reason
+from longshore_client.engines.handover import Claim, Fail, Offer, Withdraw
+from longshore_client.engines.rooms import RankRooms
+from longshore_wire.engine_messages import Cancel, Refused
+from longshore_wire.engine_messages import Offer as OfferMessage
+from longshore_wire.engine_messages import Receive as ReceiveMessage
+
+OFFER = Offer("p", 7, (1, 2), 6)
+CLAIM = Claim("d", 7, ENDPOINT, (3, 4), 0, 6)
+
+
+class Scene:
+    """An agent, a client there, and the rooms of its rank with a clock that the test moves."""
+
+    def __init__(self, path, *, limit_s=100.0, **agent):
+        self.now_s = 0.0
+        self.agent = FakeAgent(path, **agent)
+        self.rooms = RankRooms(client_at(path), limit_s, lambda: self.now_s)
+        self.sent, self.received, self.failed, self.transfers = set(), set(), set(), []
+
+    def look(self):
+        ended = self.rooms.poll()
+        self.sent |= ended.sent
+        self.received |= ended.received
+        self.failed |= ended.failed
+        self.transfers += ended.transfers
+
+    def look_until(self, predicate):
+        """Look again after each event, as an engine does in every step."""
+        client = self.rooms._client
+        for _ in range(int(WAIT_S / 0.01)):
+            self.look()
+            if predicate():
+                return
+            with client._changed:
+                client._changed.wait(0.01)
+        raise AssertionError("it did not end in time")
+
+    def heard(self, *kinds):
+        return self.agent.of(*kinds)
+
+    def expect(self, kind, count=1):
+        self.agent.expect(lambda: len([each for each in self.agent.heard if isinstance(each, kind)]) >= count)
+
+
+@pytest.fixture
+def scene(tmp_path):
+    made = []
+
+    def make(**options):
+        made.append(Scene(str(tmp_path / "engine.sock"), **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.rooms.close()
+        each.agent.stop()
+
+
+def test_an_offer_is_sent_whole_and_its_pages_are_the_engines_again_at_release(scene):
+    world = scene()
+    world.rooms.carry_out([OFFER])
+    world.expect(OfferMessage)
+    (offer,) = world.heard(OfferMessage)
+    assert (offer.room, offer.first_token, offer.end_token, offer.last) == (7, 0, 6, True)
+    world.agent.say(event(DONE))
+    world.agent.say(event(RELEASED, room=1))  # of nobody
+    world.look()
+    assert world.sent == set()
+    world.agent.say(event(RELEASED))
+    world.look_until(lambda: world.sent == {"p"})
+    assert (world.received, world.failed, world.rooms.open_count) == (set(), set(), 0)
+    assert [(each.half, each.failure) for each in world.transfers] == [(Half.SOURCE, "")]
+
+
+def test_a_claim_is_received_at_release_and_not_before(scene):
+    world = scene()
+    world.rooms.carry_out([CLAIM])
+    world.expect(ReceiveMessage)
+    done = msgspec.structs.replace(event(DONE, half=Half.TARGET), bytes_moved=4096)
+    world.agent.say(done)
+    world.look_until(lambda: next(iter(world.rooms._open.values())).done)
+    assert world.received == set()
+    world.agent.say(event(RELEASED, half=Half.TARGET))
+    world.look_until(lambda: world.received == {"d"})
+    assert world.failed == set()
+    assert world.transfers[0].bytes_moved == 4096
+
+
+def test_a_claim_that_failed_is_reported_only_when_nobody_writes_its_pages_any_more(scene):
+    world = scene()
+    world.rooms.carry_out([CLAIM])
+    world.expect(ReceiveMessage)
+    world.agent.say(event(FAILED, half=Half.TARGET, reason=Reason.PEER_LOST))
+    world.look_until(lambda: next(iter(world.rooms._open.values())).failure)
+    assert (world.received, world.failed) == (set(), set())
+    world.agent.say(event(RELEASED, half=Half.TARGET))
+    world.look_until(lambda: world.failed == {"d"})
+    assert world.received == {"d"}
+    assert "PEER_LOST" in world.transfers[0].failure
+
+
+def test_an_offer_that_failed_gives_its_pages_back_at_release(scene):
+    world = scene()
+    world.rooms.carry_out([OFFER])
+    world.expect(OfferMessage)
+    world.agent.say(event(FAILED, reason=Reason.CANCELLED))
+    world.look()
+    assert world.sent == set()
+    world.agent.say(event(RELEASED))
+    world.look_until(lambda: world.sent == {"p"})
+    assert "CANCELLED" in world.transfers[0].failure
+
+
+def test_a_withdrawn_claim_is_cancelled_and_reported_at_release(scene):
+    world = scene()
+    world.rooms.carry_out([CLAIM])
+    world.rooms.carry_out([Withdraw("d"), Withdraw("d"), Withdraw("somebody else")])
+    world.expect(Cancel)
+    assert [(each.half, each.room) for each in world.heard(Cancel)] == [(Half.TARGET, 7)]
+    world.look()
+    assert world.received == set()
+    world.agent.say(event(FAILED, half=Half.TARGET, reason=Reason.CANCELLED))
+    world.agent.say(event(RELEASED, half=Half.TARGET))
+    world.look_until(lambda: world.received == {"d"})
+    assert world.rooms.open_count == 0
+    assert world.transfers == []  # a client that leaves is no failure of ours
+
+
+def test_a_claim_of_nothing_is_made_and_reported_to_nobody(scene):
+    world = scene()
+    world.rooms.carry_out([Claim("d", 7, ENDPOINT, (), 6, 6)])
+    world.expect(ReceiveMessage)
+    world.agent.say(event(DONE, half=Half.TARGET))
+    world.agent.say(event(RELEASED, half=Half.TARGET))
+    world.look_until(lambda: world.rooms.open_count == 0)
+    assert (world.received, world.failed, world.transfers) == (set(), set(), [])
+
+
+def test_a_claim_of_nothing_of_a_room_that_was_claimed_is_no_failure(scene, caplog):
+    def refuse(message):
+        if isinstance(message, ReceiveMessage):
+            return Refused(message.request, Reason.ROOM_REUSED, "it was claimed before")
+        return accept_all(message)
+
+    world = scene(answer=refuse)
+    world.rooms.carry_out([Claim("d", 7, ENDPOINT, (), 6, 6)])
+    world.look_until(lambda: world.rooms.open_count == 0)
+    assert (world.received, world.failed, world.transfers) == (set(), set(), [])
+    assert not [record for record in caplog.records if record.levelname != "DEBUG"]
+
+
+def test_a_claim_that_cannot_be_made_is_reported_as_failed(scene):
+    world = scene()
+    world.rooms.carry_out([Fail("d", "no handover")])
+    world.look()
+    assert (world.received, world.failed) == ({"d"}, {"d"})
+    assert world.transfers[0].failure == "no handover"
+
+
+@pytest.mark.parametrize("order", [OFFER, CLAIM])
+def test_what_the_agent_refuses_is_over_at_once(scene, order):
+    def refuse(message):
+        if isinstance(message, OfferMessage | ReceiveMessage):
+            return Refused(message.request, Reason.LAYOUT_MISMATCH, "pages of 64 tokens")
+        return accept_all(message)
+
+    world = scene(answer=refuse)
+    world.rooms.carry_out([order])
+    world.look_until(lambda: world.sent | world.received)
+    assert world.failed == world.received
+    assert "pages of 64 tokens" in world.transfers[0].failure
+    assert world.rooms.open_count == 0
+
+
+def test_a_busy_agent_is_asked_again(scene):
+    answers = []
+
+    def busy_once(message):
+        if isinstance(message, OfferMessage):
+            answers.append(message)
+            if len(answers) == 1:
+                return Refused(message.request, Reason.BUSY, "full", 1_000_000)
+        return accept_all(message)
+
+    world = scene(answer=busy_once)
+    world.rooms.carry_out([OFFER])
+    world.expect(OfferMessage, 2)
+    world.agent.say(event(RELEASED))
+    world.look_until(lambda: world.sent == {"p"})
+
+
+def test_a_room_that_is_not_done_within_its_limit_is_given_up_and_lent_until_release(scene):
+    world = scene(limit_s=100.0)
+    world.rooms.carry_out([OFFER])
+    world.now_s = 50.0
+    world.rooms.carry_out([Offer("later", 8, (5,), 4)])
+    world.expect(OfferMessage, 2)
+    world.now_s = 100.0
+    world.look()
+    world.expect(Cancel)
+    assert [each.room for each in world.heard(Cancel)] == [7]
+    assert world.sent == set()
+    world.agent.say(event(FAILED, reason=Reason.CANCELLED))
+    world.agent.say(event(RELEASED))
+    world.look_until(lambda: world.sent == {"p"})
+    assert "within 100 s" in world.transfers[0].failure
+
+
+def test_the_models_thread_goes_on_while_an_agent_does_not_answer(scene):
+    world = scene(answer=lambda message: None)
+    world.rooms.carry_out([OFFER, CLAIM])
+    world.look()
+    assert world.rooms.open_count == 2
+    assert (world.sent, world.received) == (set(), set())
+
+
+def test_an_order_is_carried_out_after_the_device_has_come_to_its_fence(scene):
+    world, order = scene(), []
+
+    def fence():
+        order.append(len(world.heard(OfferMessage)))
+
+    world.rooms.carry_out([OFFER], fence)
+    world.expect(OfferMessage)
+    assert order == [0]
+
+
+def test_a_handover_that_is_used_twice_fails_the_second_request_alone(scene):
+    world = scene()
+    world.rooms.carry_out([CLAIM, Claim("twin", 7, ENDPOINT, (8, 9), 0, 6)])
+    world.look()
+    assert (world.received, world.failed) == ({"twin"}, {"twin"})
+    world.expect(ReceiveMessage)
+    world.agent.say(event(DONE, half=Half.TARGET))
+    world.agent.say(event(RELEASED, half=Half.TARGET))
+    world.look_until(lambda: world.received == {"twin", "d"})
+    assert world.failed == {"twin"}
+
+
+def test_what_is_open_when_the_client_is_closed_is_over_and_not_taken_for_success(scene):
+    world = scene()
+    world.rooms.carry_out([OFFER, CLAIM])
+    world.expect(ReceiveMessage)
+    world.rooms.close()
+    world.look()
+    assert (world.sent, world.received, world.failed) == ({"p"}, {"d"}, {"d"})
+
+
+@pytest.mark.parametrize("answer_late", [True, False])
+def test_pages_of_a_call_without_an_answer_are_lent_until_it_is_known_that_nobody_has_them(
+    scene, monkeypatch, answer_late
+):
+    monkeypatch.setattr("longshore_client.engines.rooms.CALL_TIMEOUT_S", 0.05)
+    world = scene(answer=lambda message: None)
+    world.rooms.carry_out([OFFER])
+    world.look_until(lambda: next(iter(world.rooms._open.values())).unclear)
+    assert world.sent == set()
+    (offer,) = world.heard(OfferMessage)
+    if answer_late:
+        world.agent.say(Refused(offer.request, Reason.UNKNOWN_POOL, "no pool 0"))
+    else:
+        world.agent.say(event(FAILED, reason=Reason.CANCELLED))
+        world.agent.say(event(RELEASED))
+    world.look_until(lambda: world.sent == {"p"})
+    assert world.heard(Cancel)

@@ -1,0 +1,133 @@
+"""KV tensors as vLLM lays them out: their layout, their memory shared in place, and what cannot be shared, by name."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from longshore_client import ArgumentError, LayoutError, PageOrder, Parallel
+from longshore_client.engines.tensors import CacheShape, layer_number, opaque_layout, share
+from longshore_wire.engine_messages import DeviceRegion
+
+BLOCKS, TOKENS, DIM = 6, 32, 8
+
+
+def cache(*, tp=2, tp_rank=1, kv_heads=4, layers=3, stage_layers=None, pp=1, pp_rank=0):
+    parallel = Parallel(tp=tp, tp_rank=tp_rank, pp=pp, pp_rank=pp_rank)
+    return CacheShape(layers, kv_heads, DIM, parallel, stage_layers)
+
+
+def tensors(layers=(0, 1, 2), *, heads=2, one_storage=True, dtype=torch.float32):
+    """Layers of one allocation that does not begin at a page of memory, as vLLM on a CPU makes them."""
+    shape = (BLOCKS, heads, TOKENS, 2 * DIM)
+    count = BLOCKS * heads * TOKENS * 2 * DIM
+    if not one_storage:
+        return {f"model.layers.{n}.attn": torch.full(shape, float(n), dtype=dtype) for n in layers}
+    whole = torch.zeros(count * len(layers), dtype=dtype)
+    made = {}
+    for index, number in enumerate(layers):
+        made[f"model.layers.{number}.attn"] = whole[index * count : (index + 1) * count].view(shape)
+        made[f"model.layers.{number}.attn"].fill_(float(number))
+    return made
+
+
+@pytest.mark.parametrize("one_storage", [True, False])
+def test_every_blob_lies_where_the_geometry_says_and_later_writes_are_seen(one_storage):
+    kept = tensors(one_storage=one_storage)
+    shared = share(kept, cache())
+    assert len(shared.regions) == (1 if one_storage else 3)
+    assert (shared.device, shared.layout.order, shared.layout.page_size) == ("cpu", PageOrder.OPAQUE, TOKENS)
+    # Written after sharing, through the tensors that the engine goes on using.
+    for number, tensor in enumerate(kept.values()):
+        tensor[4, 1] = 100.0 + number
+    maps = [mmap.mmap(fd, size) for fd, size in zip(shared.regions, shared.geometry.region_bytes, strict=True)]
+    for number, plane in enumerate(shared.geometry.planes):
+        for block, head, wanted in ((4, 1, 100.0 + number), (4, 0, number), (5, 1, number)):
+            begin = plane.offset + block * plane.page_stride + head * plane.head_stride
+            blob = bytearray(maps[plane.region][begin : begin + shared.layout.opaque_bytes])
+            assert torch.frombuffer(blob, dtype=torch.float32).eq(wanted).all()
+    for region, mapped in zip(shared.regions, maps, strict=True):
+        mapped.close()
+        os.close(region)
+
+
+def test_a_blob_is_what_the_engine_keeps_of_a_head_in_a_block():
+    layout = opaque_layout(tensors(), cache())
+    assert layout.blob_bytes == TOKENS * 2 * DIM * 4
+    assert list(layout.heads) == [2, 3]
+
+
+def test_replicated_heads_are_one_a_rank():
+    layout = opaque_layout(tensors(heads=1), cache(tp=8, tp_rank=5))
+    assert list(layout.heads) == [2]
+
+
+def test_a_stage_of_a_pipeline_holds_its_own_layers():
+    layout = opaque_layout(tensors((2, 3)), cache(layers=4, pp=2, pp_rank=1, stage_layers=(2, 2)))
+    assert list(layout.layers) == [2, 3]
+
+
+def test_layers_are_taken_by_their_numbers_and_not_by_their_order():
+    names = dict(reversed(tensors(tuple(range(11))).items()))
+    shared = share(names, cache(layers=11))
+    offsets = [plane.offset for plane in shared.geometry.planes]
+    assert offsets == sorted(offsets)
+    os.close(shared.regions[0])
+
+
+@pytest.mark.parametrize(
+    ("given", "shape", "said"),
+    [
+        ({}, {}, "no KV tensors"),
+        (tensors(heads=4), {}, "4 KV heads"),
+        (tensors((0, 2)), {}, r"layers \[0, 2\]"),
+        ({"model.layers.0.attn": torch.zeros(2, 6, 32, 2, 8)}, {"layers": 1}, "only .block, head, token, content."),
+        ({"model.layers.0.attn": torch.zeros(6, 32, 2, 16).transpose(1, 2)}, {"layers": 1}, "LBHNC"),
+        ({**tensors((0, 1)), "model.layers.2.attn": torch.zeros(6, 2, 16, 16)}, {}, "layers must be alike"),
+        (tensors(heads=1), {"tp": 3, "tp_rank": 0}, "one must divide the other"),
+    ],
+)
+def test_what_cannot_be_moved_is_refused_by_name(given, shape, said):
+    with pytest.raises((LayoutError, ArgumentError), match=said):
+        share(given, cache(**shape))
+
+
+@pytest.mark.parametrize("name", ["attn", "layers.1.experts.2.attn"])
+def test_a_layer_whose_number_is_not_clear_is_refused(name):
+    with pytest.raises(ArgumentError, match="numbers in its name"):
+        layer_number(name)
+
+
+class OnDevice:
+    """A tensor in a GPU's memory, as far as `share` looks at it; the driver is the test's."""
+
+    device = SimpleNamespace(type="cuda")
+
+    def __init__(self, tensor):
+        self._tensor = tensor
+        for name in ("shape", "stride", "storage_offset", "element_size", "untyped_storage", "data_ptr"):
+            setattr(self, name, getattr(tensor, name))
+
+
+def test_tensors_on_a_gpu_stay_where_they_are_and_go_by_one_handle_an_allocation(monkeypatch):
+    asked = []
+
+    def handle_of(tensor):
+        asked.append(tensor.data_ptr())
+        return DeviceRegion(b"h" * 64, 512)
+
+    monkeypatch.setattr("longshore_client.engines.tensors.device_region", handle_of)
+    monkeypatch.setattr("longshore_client.engines.tensors.device_name", lambda tensor: "GPU-7")
+    kept = tensors()
+    storage = next(iter(kept.values())).untyped_storage()
+    shared = share({name: OnDevice(tensor) for name, tensor in kept.items()}, cache())
+    assert (shared.device, shared.regions) == ("GPU-7", (DeviceRegion(b"h" * 64, 512),))
+    # The handle is that of the storage's first byte, from where planes are counted.
+    assert asked == [storage.data_ptr()]
+    assert shared.geometry.region_bytes == (storage.nbytes(),)
+    layer_bytes = storage.nbytes() // 3
+    assert [plane.offset for plane in shared.geometry.planes] == [0, layer_bytes, 2 * layer_bytes]

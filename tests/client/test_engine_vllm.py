@@ -1,0 +1,225 @@
+"""What the connector makes of vLLM's calls, with a stand-in for vLLM: from a prompt's end to the agent, and back."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_agent import FakeAgent
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from scene import DONE, RELEASED, event
+from stand_in_vllm import Role, Status, installed
+
+from longshore_client import ArgumentError, Endpoint, Half, KVLayout, ModelShape, PageOrder, Parallel
+from longshore_wire.engine_messages import EndpointUpdate, Offer, RankAddress, Receive, RegisterPool
+
+HEADS, TOKENS, DIM = 2, 32, 8
+LAYOUT = KVLayout(ModelShape(2, 2, DIM, 4), Parallel(), TOKENS, PageOrder.OPAQUE, blob_bytes=TOKENS * 2 * DIM * 4)
+
+
+def endpoint(instance, address="10.0.0.1:7000"):
+    return Endpoint(instance, LAYOUT, (RankAddress(0, address, 5),))
+
+
+def config(socket, instance, **extra):
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            engine_id=instance,
+            is_kv_producer=True,
+            is_kv_consumer=True,
+            kv_connector_extra_config={"socket": socket, **extra},
+        ),
+        cache_config=SimpleNamespace(block_size=TOKENS),
+        device_config=SimpleNamespace(device_type="cpu"),
+        speculative_config=None,
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=1,
+            data_parallel_size=1,
+            data_parallel_rank=0,
+        ),
+        model_config=SimpleNamespace(
+            use_mla=False,
+            enable_sleep_mode=False,
+            get_total_num_hidden_layers=lambda: 2,
+            get_total_num_kv_heads=lambda: HEADS,
+            get_head_size=lambda: DIM,
+        ),
+    )
+
+
+class Engine:
+    """A scheduler's and a worker's connector, with vLLM's order of calls in a step."""
+
+    def __init__(self, module, tmp_path, instance):
+        self.agent = FakeAgent(str(tmp_path / instance))
+        settings = config(self.agent.path, instance), SimpleNamespace(kv_cache_groups=[object()])
+        self.scheduler = module.LongshoreConnector(settings[0], Role.SCHEDULER, settings[1])
+        self.worker = module.LongshoreConnector(settings[0], Role.WORKER, settings[1])
+        shape = (6, HEADS, TOKENS, 2 * DIM)
+        self.worker.register_kv_caches({f"model.layers.{n}.attn": torch.zeros(shape) for n in range(2)})
+        self.agent.say(EndpointUpdate(endpoint(instance)))
+        self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
+
+    def step(self):
+        self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(None))
+        self.worker.start_load_kv(SimpleNamespace(attn_metadata=object()))
+        self.worker.wait_for_save()
+        results = self.worker.get_transfer_results(set())
+        output = SimpleNamespace(
+            kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
+            finished_recving=results.finished_recving,
+        )
+        self.scheduler.update_connector_output(output)
+        return results
+
+    def step_until(self, predicate):
+        client = self.worker._client
+        for _ in range(2000):
+            results = self.step()
+            if predicate(results):
+                return results
+            with client._changed:
+                client._changed.wait(0.01)
+        raise AssertionError("it did not come to that")
+
+    def stop(self):
+        self.worker.shutdown()
+        self.agent.stop()
+
+
+@pytest.fixture
+def module():
+    with installed():
+        yield importlib.import_module("longshore_client.engines.vllm")
+
+
+@pytest.fixture
+def engines(module, tmp_path):
+    made = Engine(module, tmp_path, "prefill"), Engine(module, tmp_path, "decode")
+    yield made
+    for engine in made:
+        engine.stop()
+
+
+def request(name, parameters, tokens=70, status=Status.FINISHED_LENGTH_CAPPED):
+    return SimpleNamespace(request_id=name, kv_transfer_params=parameters, num_prompt_tokens=tokens, status=status)
+
+
+def blocks(*numbers):
+    return SimpleNamespace(get_block_ids=lambda: (list(numbers),))
+
+
+def test_a_prompt_goes_from_one_engines_blocks_to_the_others(engines):
+    prefill, decode = engines
+    prompt = request("p", {"do_remote_decode": True})
+    assert prefill.scheduler.get_num_new_matched_tokens(prompt, 0) == (0, False)
+    kept, told = prefill.scheduler.request_finished(prompt, [4, 2, 5])
+    assert kept
+    prefill.step()
+    prefill.agent.expect(lambda: prefill.agent.of(Offer))
+
+    wanting = request("d", told)
+    assert decode.scheduler.get_num_new_matched_tokens(wanting, 32) == (38, True)
+    decode.scheduler.update_state_after_alloc(wanting, blocks(1, 3, 0), 38)
+    decode.step()
+    decode.agent.expect(lambda: decode.agent.of(Receive))
+    (offer,), (claim,) = prefill.agent.of(Offer), decode.agent.of(Receive)
+    assert (claim.room, claim.endpoint) == (offer.room, endpoint("prefill"))
+    assert (claim.first_token, claim.end_token, claim.page_count) == (32, 70, 2)
+
+    decode.agent.say(event(DONE, room=claim.room, half=Half.TARGET, instance="prefill"))
+    decode.agent.say(event(RELEASED, room=claim.room, half=Half.TARGET, instance="prefill"))
+    results = decode.step_until(lambda found: found.finished_recving)
+    assert (results.finished_recving, results.failed_recving) == ({"d"}, set())
+    prefill.agent.say(event(DONE, room=offer.room, instance="prefill"))
+    prefill.agent.say(event(RELEASED, room=offer.room, instance="prefill"))
+    assert prefill.step_until(lambda found: found.finished_sending).finished_sending == {"p"}
+
+
+def test_a_cache_is_registered_once_for_its_whole_life(engines):
+    prefill, _ = engines
+    (registered,) = prefill.agent.of(RegisterPool)
+    assert [plane.head_stride for plane in registered.geometry.planes] == [LAYOUT.opaque_bytes] * 2
+
+
+def test_an_engine_without_requests_goes_on_until_its_workers_were_told(engines):
+    prefill, decode = engines
+    _, told = prefill.scheduler.request_finished(request("p", {"do_remote_decode": True}), [4, 2, 5])
+    assert not decode.scheduler.has_pending_push_work()
+    # The client left before the request got blocks: prefill's must not wait for a claim that never comes.
+    decode.scheduler.request_finished(request("d", told, status=Status.FINISHED_ABORTED), [])
+    assert decode.scheduler.has_pending_push_work()
+    decode.step()
+    assert not decode.scheduler.has_pending_push_work()
+    decode.agent.expect(lambda: decode.agent.of(Receive))
+    (claim,) = decode.agent.of(Receive)
+    assert (claim.first_token, claim.end_token, claim.page_count) == (70, 70, 0)
+
+
+def test_an_aborted_prompt_keeps_no_blocks(engines):
+    prefill, _ = engines
+    aborted = request("p", {"do_remote_decode": True}, status=Status.FINISHED_ABORTED)
+    assert prefill.scheduler.request_finished(aborted, [4, 2, 5]) == (False, None)
+
+
+def test_decode_is_told_where_prefill_listens_after_its_agent_came_back(engines):
+    prefill, decode = engines
+    moved = endpoint("prefill", "10.0.0.9:7100")
+    prefill.agent.say(EndpointUpdate(moved))
+    prefill.step_until(lambda _: prefill.worker._endpoint == moved)
+    _, told = prefill.scheduler.request_finished(request("p", {"do_remote_decode": True}), [4, 2, 5])
+    wanting = request("d", told)
+    decode.scheduler.update_state_after_alloc(wanting, blocks(1, 3, 0), 70)
+    decode.step()
+    decode.agent.expect(lambda: decode.agent.of(Receive))
+    assert decode.agent.of(Receive)[0].endpoint == moved
+
+
+def test_a_load_that_fails_is_reported_once_and_counted(module, engines):
+    _, decode = engines
+    wanting = request("d", {"do_remote_prefill": True, "longshore": "junk"})
+    assert decode.scheduler.get_num_new_matched_tokens(wanting, 0) == (70, True)
+    decode.scheduler.update_state_after_alloc(wanting, blocks(1, 3, 0), 70)
+    results = decode.step()
+    assert (results.finished_recving, results.failed_recving) == ({"d"}, {"d"})
+    assert decode.step().finished_recving == set()
+    stats = decode.worker.get_kv_connector_stats()
+    assert stats.data["failed_loads"] == 1
+    assert decode.worker.get_kv_connector_stats() is None
+
+
+def test_counts_of_all_ranks_reach_the_log_and_the_prometheus_page(module):
+    ranks = [module.LongshoreConnector.build_kv_connector_stats() for _ in range(2)]
+    rooms = importlib.import_module("longshore_client.engines.rooms")
+    ranks[0].add(rooms.Transfer(Half.TARGET, 0.25, 4096, ""))
+    ranks[1].add(rooms.Transfer(Half.TARGET, 0.75, 8192, ""))
+    ranks[1].add(rooms.Transfer(Half.TARGET, 1.0, 0, "PEER_LOST"))
+    ranks[1].add(rooms.Transfer(Half.SOURCE, 0.5, 0, ""))
+    total = ranks[0].aggregate(ranks[1])
+    assert total.reduce() == {
+        "Loads": 2,
+        "Avg load time (ms)": 500.0,
+        "MB loaded": 0.012,
+        "Hand-outs": 1,
+        "Failed loads": 1,
+        "Failed hand-outs": 0,
+    }
+    page = CollectorRegistry()
+    kinds = {
+        "counter": lambda **more: Counter(registry=page, **more),
+        "histogram": lambda **more: Histogram(registry=page, **more),
+    }
+    metrics = module.LongshoreConnector.build_prom_metrics(None, kinds, ["engine"], {0: ["0"]})
+    metrics.observe(total.data)
+    assert page.get_sample_value("vllm:longshore_load_bytes_sum", {"engine": "0"}) == 12288
+    assert page.get_sample_value("vllm:longshore_load_time_seconds_count", {"engine": "0"}) == 2
+    assert page.get_sample_value("vllm:longshore_failed_loads_total", {"engine": "0"}) == 1
+
+
+def test_another_vllm_is_refused_when_the_connector_is_loaded():
+    with installed("0.33.0"), pytest.raises(ArgumentError, match=r"vLLM 0\.33\.0 is not supported"):
+        importlib.import_module("longshore_client.engines.vllm")

@@ -1,0 +1,88 @@
+"""Which vLLM, which of its configurations and which options the connector takes, and what it says to others."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from longshore_client import ArgumentError, Half
+from longshore_client.engines.vllm_checks import check_engine, check_version, roles_of, setting
+
+
+def engine(*, groups=1, **changes):
+    values = {
+        "mla": False,
+        "sleep": False,
+        "device": "cpu",
+        "context_parallel": 1,
+        "speculative": None,
+        **changes,
+    }
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(decode_context_parallel_size=values["context_parallel"]),
+        model_config=SimpleNamespace(use_mla=values["mla"], enable_sleep_mode=values["sleep"]),
+        device_config=SimpleNamespace(device_type=values["device"]),
+        speculative_config=values["speculative"],
+    )
+    return config, SimpleNamespace(kv_cache_groups=[object()] * groups)
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.32.0rc1"])
+def test_tested_versions_are_let_in(version):
+    check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "1.0.0", "dev", ""])
+def test_other_versions_are_refused_with_the_range(version):
+    with pytest.raises(ArgumentError, match=r">= 0\.32, < 0\.33"):
+        check_version(version)
+
+
+@pytest.mark.parametrize("changes", [{}, {"sleep": True}])
+def test_a_dense_model_is_served(changes):
+    check_engine(*engine(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"groups": 2}, "2 groups"),
+        ({"mla": True}, "MLA"),
+        ({"context_parallel": 2}, "decode_context_parallel_size is 2"),
+        ({"sleep": True, "device": "cuda"}, "enable_sleep_mode"),
+        ({"speculative": object()}, "speculative"),
+    ],
+)
+def test_what_cannot_be_moved_is_refused_by_name(changes, said):
+    with pytest.raises(ArgumentError, match=said):
+        check_engine(*engine(**changes))
+
+
+def test_options_have_defaults_and_are_read():
+    assert setting({}).socket == "/run/longshore/agent.sock"
+    assert setting({"socket": "/a", "transfer_limit_s": 5}) == ("/a", 5.0, setting({}).connect_s)
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"sokcet": "/a"}, "sokcet"),
+        ({"socket": ""}, "socket"),
+        ({"socket": 5}, "socket"),
+        ({"transfer_limit_s": 0}, "transfer_limit_s is 0"),
+        ({"transfer_limit_s": "60"}, "transfer_limit_s"),
+        ({"connect_limit_s": True}, "connect_limit_s"),
+    ],
+)
+def test_a_wrong_option_is_named(extra, said):
+    with pytest.raises(ArgumentError, match=said):
+        setting(extra)
+
+
+@pytest.mark.parametrize(
+    ("producer", "consumer", "roles"),
+    [(True, True, (Half.SOURCE, Half.TARGET)), (True, False, (Half.SOURCE,)), (False, True, (Half.TARGET,))],
+)
+def test_the_kv_role_says_what_an_engine_may_do(producer, consumer, roles):
+    assert roles_of(SimpleNamespace(is_kv_producer=producer, is_kv_consumer=consumer)) == roles

@@ -1,0 +1,168 @@
+"""The example router for vLLM: what engines are told, and that no error of theirs becomes a success."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+
+PATH = Path(__file__).parents[2] / "examples" / "vllm" / "proxy.py"
+TOLD = {"do_remote_prefill": True, "do_remote_decode": False, "longshore": "opaque", "number": 2**60}
+
+
+@pytest.fixture(scope="module")
+def proxy():
+    spec = importlib.util.spec_from_file_location("vllm_proxy", PATH)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Engines:
+    """Both engines: what they heard, and the answers that a test gave them."""
+
+    def __init__(self, **answers):
+        self.heard = []
+        self.answers = {
+            "prefill": httpx.Response(200, json={"choices": [{"text": "a"}], "kv_transfer_params": TOLD}),
+            "decode": httpx.Response(200, json={"choices": [{"text": "answer", "finish_reason": "length"}]}),
+            **answers,
+        }
+
+    def handle(self, request):
+        self.heard.append((request.url.host, request.url.path, json.loads(request.content), dict(request.headers)))
+        answer = self.answers[request.url.host.partition("-")[0]]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def ask(self, proxy, body, path="/v1/completions", **more):
+        app = proxy.make_app(["http://prefill"], ["http://decode"], httpx.MockTransport(self.handle))
+        with TestClient(app) as client:
+            return client.post(path, **({"json": body} if isinstance(body, dict) else {"content": body}), **more)
+
+
+def stream(*events):
+    return httpx.Response(200, content="".join(f"data: {event}\n\n" for event in events).encode())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_prefill_makes_one_token_and_decode_gets_what_prefill_said(proxy, path):
+    engines = Engines()
+    body = {"model": "m", "prompt": "p", "max_tokens": 40, "min_tokens": 9, "n": 2, "temperature": 0}
+    answer = engines.ask(proxy, body, path, headers={"X-Request-Id": "r7", "Authorization": "Bearer t"})
+    assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "answer")
+    (first, first_path, prompt, headers), (second, second_path, decoded, _) = engines.heard
+    assert (first, second, first_path, second_path) == ("prefill", "decode", path, path)
+    assert prompt == {
+        "model": "m",
+        "prompt": "p",
+        "temperature": 0,
+        "max_tokens": 1,
+        "stream": False,
+        "kv_transfer_params": {"do_remote_decode": True},
+    }
+    assert decoded == {**body, "kv_transfer_params": TOLD}
+    assert (headers["x-request-id"], headers["authorization"]) == ("r7", "Bearer t")
+
+
+def test_a_stream_is_passed_on_event_by_event(proxy):
+    events = ('{"choices": [{"text": "a"}]}', '{"choices": [{"text": "b", "finish_reason": "stop"}]}', "[DONE]")
+    answer = Engines(decode=stream(*events)).ask(proxy, {"prompt": "p", "stream": True})
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert [line for line in answer.text.splitlines() if line] == [f"data: {event}" for event in events]
+
+
+@pytest.mark.parametrize("engine", ["prefill", "decode"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_an_engines_error_keeps_its_status_and_its_words(proxy, engine, streaming):
+    engines = Engines(**{engine: httpx.Response(503, json={"error": {"message": "overloaded"}})})
+    answer = engines.ask(proxy, {"prompt": "p", "stream": streaming})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, "overloaded")
+
+
+@pytest.mark.parametrize("engine", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("error", "status"), [(httpx.ConnectError("refused"), 502), (httpx.ReadTimeout("silent"), 504)]
+)
+def test_an_engine_that_is_away_is_an_error(proxy, engine, error, status):
+    answer = Engines(**{engine: error}).ask(proxy, {"prompt": "p"})
+    assert answer.status_code == status
+    assert answer.json()["error"]["code"] == status
+
+
+@pytest.mark.parametrize(
+    "decode",
+    [
+        httpx.Response(200, json={"choices": [{"text": "", "finish_reason": "error"}]}),
+        httpx.Response(200, json={"error": {"message": "KV load failure"}}),
+    ],
+)
+def test_a_failure_that_an_engine_calls_200_is_an_error(proxy, decode):
+    assert Engines(decode=decode).ask(proxy, {"prompt": "p"}).status_code == 502
+
+
+@pytest.mark.parametrize(
+    "events", [(), ('{"error": {"message": "KV load failure"}}',), ('{"choices": [{"finish_reason": "error"}]}',)]
+)
+def test_a_stream_that_begins_with_a_failure_is_an_error(proxy, events):
+    assert Engines(decode=stream(*events)).ask(proxy, {"prompt": "p", "stream": True}).status_code == 502
+
+
+def test_a_stream_that_fails_on_its_way_breaks_off(proxy):
+    events = ('{"choices": [{"text": "a"}]}', '{"error": {"message": "engine died"}}', "[DONE]")
+    with pytest.raises(proxy.EngineError):
+        Engines(decode=stream(*events)).ask(proxy, {"prompt": "p", "stream": True})
+
+
+@pytest.mark.parametrize("body", [b"no json", b"[1]", b"5"])
+def test_a_body_that_is_no_object_is_refused_before_an_engine_is_asked(proxy, body):
+    engines = Engines()
+    assert engines.ask(proxy, body).status_code == 400
+    assert engines.heard == []
+
+
+def test_engines_of_a_kind_are_taken_in_turn(proxy):
+    engines = Engines()
+    app = proxy.make_app(
+        ["http://prefill-0", "http://prefill-1"], ["http://decode"], httpx.MockTransport(engines.handle)
+    )
+    with TestClient(app) as client:
+        for _ in range(3):
+            engines.answers["prefill"] = httpx.Response(200, json={"kv_transfer_params": TOLD})
+            engines.answers["decode"] = httpx.Response(200, json={"choices": []})
+            assert client.post("/v1/completions", json={"prompt": "p"}).status_code == 200
+    assert [host for host, *_ in engines.heard if host != "decode"] == ["prefill-0", "prefill-1", "prefill-0"]
+
+
+def test_a_client_that_leaves_ends_the_work_for_it(proxy, monkeypatch):
+    monkeypatch.setattr(proxy, "DISCONNECT_LOOK_S", 0.01)
+    ended = []
+
+    class Gone:
+        async def is_disconnected(self):
+            return True
+
+    async def endless():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    async def scene():
+        with pytest.raises(proxy.EngineError) as raised:
+            await proxy._while_connected(Gone(), endless())
+        assert raised.value.status == 499
+        await asyncio.wait_for(until(lambda: ended), 20)
+
+    async def until(predicate):
+        while not predicate():
+            await asyncio.get_running_loop().run_in_executor(None, int)
+
+    asyncio.run(scene())

@@ -1,0 +1,129 @@
+"""The direct copy on a device against its reference, bit for bit: on GPUs, or in Triton's interpreter on a CPU.
+
+As `kernel_checks`, which it follows: it runs in a process that has set TRITON_INTERPRET or not before it is imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from kernel_checks import fenced, on_device, settle
+from page_shapes import Shape, contents, opened, page_ids
+
+from longshore_agent.kernels.copy_stream import CopyStream
+from longshore_agent.kernels.device_grid import Tuning
+from longshore_agent.kernels.device_pages import DevicePages
+from longshore_agent.kernels.direct import device_launch, reference
+from longshore_agent.kernels.direct.launch import Side
+from longshore_agent.kernels.held_pages import HeldPages
+from longshore_wire.errors import LongshoreError
+
+# Tokens; then layers and first head of the source, and of the target; then how many heads.
+Request = tuple[tuple[int, int], range, int, range, int, int]
+
+
+def check_direct(
+    near: Shape, far: Shape, requests: list[Request], devices: tuple[str, str], tuning: Tuning | None = None
+) -> int:
+    """Copy each request and compare all of both sides, guards included; return the copied bytes.
+
+    Args:
+        devices: of the source, where the kernel runs, and of the target.
+    """
+    home, other = (torch.device(name) for name in devices)
+    total = 0
+    with opened(near, seed=1) as source, opened(far, seed=None) as target:
+        source_pages, source_regions = on_device(source, home)
+        target_pages, target_regions = _reached(target, home, other)
+        stream = CopyStream(home)
+        for seed, (tokens, near_layers, near_head, far_layers, far_head, heads) in enumerate(requests):
+            first = [tokens[0] // shape.page_size for shape in (near, far)]
+            ids = [
+                page_ids(near, tokens, seed, repeats=True),
+                page_ids(far, tokens, seed + 1, repeats=False),
+            ]
+            sides = (
+                Side(source, ids[0], first[0], near_layers, range(near_head, near_head + heads)),
+                Side(target, ids[1], first[1], far_layers, range(far_head, far_head + heads)),
+            )
+            lists = tuple(HeldPages(side.pool, side.pages, home, side.first_page) for side in sides)
+            settle(home)
+            done = device_launch.copy_pages(
+                sides, (source_pages, target_pages), (lists[0], lists[1]), tokens, stream, tuning or Tuning()
+            )
+            # Only what the launch itself promises: the bytes are there once its stream has passed it.
+            stream.synchronize()
+            found = [region.cpu().numpy() for region in target_regions]
+            assert reference.copy_pages(*sides, tokens) == done
+            for region, expected in zip(found, contents(target), strict=True):
+                assert np.array_equal(region, expected), (tokens, near_layers, far_layers, ids)
+            total += done
+        for region, before in zip(source_regions, contents(source), strict=True):
+            assert np.array_equal(region.cpu().numpy(), before), "the copy wrote to the source"
+    return total
+
+
+def check_fences(near: Shape, far: Shape, tokens: tuple[int, int], *, at_end: bool) -> int:
+    """Copy with every region beside a forbidden page, on a CPU; return the copied bytes."""
+    cpu = torch.device("cpu")
+    near, far = replace(near, guard_bytes=0), replace(far, guard_bytes=0)
+    with opened(near, seed=1) as source, opened(far, seed=None) as target:
+        kept, tables, regions = [], [], []
+        for pool in (source, target):
+            mappings, own = zip(*(fenced(n, at_end=at_end) for n in pool.geometry.region_bytes), strict=True)
+            for index, region in enumerate(own):
+                region.copy_(torch.from_numpy(pool.region(index).copy()))
+            kept.append(mappings)
+            tables.append(DevicePages(pool, [region.data_ptr() for region in own], cpu))
+            regions.append(own)
+        ids = [page_ids(shape, tokens, 1, repeats=False) for shape in (near, far)]
+        sides = (
+            Side(source, ids[0], 0, range(near.layers), range(near.heads)),
+            Side(target, ids[1], 0, range(far.layers), range(far.heads)),
+        )
+        lists = tuple(HeldPages(side.pool, side.pages, cpu) for side in sides)
+        done = device_launch.copy_pages(sides, (tables[0], tables[1]), (lists[0], lists[1]), tokens, CopyStream(cpu))
+        reference.copy_pages(*sides, tokens)
+        for region, after in zip(regions[1], contents(target), strict=True):
+            assert np.array_equal(region.numpy(), after)
+        assert all(kept)
+    return done
+
+
+def refusal(fault: str) -> tuple[str, str, bool]:
+    """Copy with one fault; return the error's kind, what it says, and whether any byte of the target has changed."""
+    cpu = torch.device("cpu")
+    with opened(Shape(), seed=1) as source, opened(Shape(head_dim=32 if "model" in fault else 64), seed=None) as target:
+        near, _ = on_device(source, cpu)
+        far, regions = on_device(target, cpu)
+        ids = np.array([2, 1], dtype=np.int32)
+        far_ids = np.array([3, 3], dtype=np.int32) if "twice" in fault else ids
+        if "range" in fault:
+            far_ids = np.array([3, 12], dtype=np.int32)
+        heads = range(3) if "heads" in fault else range(4)
+        layers = range(1, 4) if "layers" in fault else range(3)
+        sides = (Side(source, ids, 0, range(3), range(4)), Side(target, far_ids, 0, layers, heads))
+        tokens = (0, 33) if "pages" in fault else (0, 32)
+        stream = CopyStream(torch.device("meta")) if "stream" in fault else CopyStream(cpu)
+        try:
+            lists = tuple(HeldPages(side.pool, side.pages, cpu) for side in sides)
+            device_launch.copy_pages(sides, (near, far), (lists[0], lists[1]), tokens, stream)
+            kind, message = "", ""
+        except LongshoreError as error:
+            kind, message = f"{type(error).__name__} {error.reason.name}", str(error)
+        same = all(np.array_equal(a.numpy(), b) for a, b in zip(regions, contents(target), strict=True))
+        return kind, message, not same
+
+
+def _reached(pool: object, home: torch.device, other: torch.device) -> tuple[DevicePages, list[torch.Tensor]]:
+    """The target's regions on its device, and their table on the source's, which reaches them."""
+    pages, regions = on_device(pool, other)
+    if home == other:
+        return pages, regions
+    # A copy to the other device lets kernels of the first one reach its memory.
+    torch.empty(1, device=other).copy_(torch.empty(1, device=home))
+    settle(home)
+    settle(other)
+    return DevicePages(pages.pool, [region.data_ptr() for region in regions], home), regions

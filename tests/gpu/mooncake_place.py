@@ -1,0 +1,218 @@
+"""A process with a GPU's memory and Mooncake's transport of it, for tests; run as a script it obeys JSON commands by lines.
+
+Where there is no GPU, the same runs over a stand-in for CUDA (stand_in_cuda.c) with the real library: the wheel for CUDA 13,
+unpacked into the folder that MOONCAKE_CUDA13_WHEEL names. That shows everything but what a GPU does, and no speed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from line_commands import obey
+
+from longshore_agent.memory import cuda
+from longshore_agent.transports import create
+from longshore_agent.transports.base import WriteState
+
+WHEEL = "MOONCAKE_CUDA13_WHEEL"
+_LIMIT_S = 30.0
+_TIMEOUT = struct.Struct("ll")
+
+
+def build_stand_in(folder: Path) -> dict[str, str]:
+    """Build the stand-in in `folder`; return the environment of a process that is to use it."""
+    source, compiler = Path(__file__).with_name("stand_in_cuda.c"), shutil.which("cc")
+    assert compiler is not None, "a C compiler is needed"
+    driver, runtime, versions = folder / "libcuda.so.1", folder / "libcudart.so.13", folder / "versions"
+    versions.write_text("libcudart.so.13 { global: cuda*; };\n")
+    common = [compiler, "-w", "-shared", "-fPIC", str(source)]
+    subprocess.run([*common, "-Wl,-soname,libcuda.so.1", "-o", str(driver)], check=True)
+    subprocess.run(
+        [
+            *common,
+            "-DRUNTIME",
+            "-Wl,-soname,libcudart.so.13",
+            f"-Wl,--version-script={versions}",
+            str(driver),
+            "-o",
+            str(runtime),
+        ],
+        check=True,
+    )
+    libraries = [str(folder), *os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)]
+    return {
+        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, libraries)),
+        # The stand-in's runtime comes first by its name, and the wheel before the one that is installed.
+        "LD_PRELOAD": str(runtime),
+        "PYTHONPATH": os.pathsep.join([os.environ[WHEEL], *filter(None, sys.path)]),
+    }
+
+
+class Place:
+    """The parent's end; commands are the methods of `_Server`."""
+
+    def __init__(self, name: str, device: int, environment: dict[str, str]) -> None:
+        path = os.pathsep.join(filter(None, sys.path))
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, name, str(device)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": path} | environment,
+        )
+
+    def ask(self, command: str, **arguments: Any) -> Any:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps([command, arguments]) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        assert line, f"the process ended with {self.process.wait()}"
+        answer = json.loads(line)
+        assert "error" not in answer, answer["error"]
+        return answer["value"]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+            try:
+                self.process.wait(_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        for left in Path("/dev/shm").glob(f"stand-in-{self.process.pid}-*"):
+            left.unlink()
+
+
+class _Server:
+    """The child's end. Its main thread posts, as a worker's control thread does."""
+
+    def __init__(self, name: str, index: int) -> None:
+        self.device = cuda.device_at(index)
+        self.device.enter()
+        self.driver = ctypes.CDLL("libcuda.so.1")
+        self.transport: Any = create("Mooncake", name, device_index=index, enter=self.device.enter)
+        self.regions: list[tuple[int, int]] = []
+        self.tokens: dict[int, int] = {}
+        self.writes: list[Any] = []
+
+    def metadata(self) -> str:
+        return str(self.transport.metadata().hex())
+
+    def connect(self, metadata: str) -> str:
+        return str(self.transport.connect(bytes.fromhex(metadata)))
+
+    def disconnect(self, peer: str) -> None:
+        self.transport.disconnect(peer)
+
+    def allocate(self, length: int, seed: int) -> int:
+        """Register new memory that holds what `seed` says."""
+        address = self.device.allocate(length)
+        content = np.random.default_rng(seed).integers(0, 256, length, dtype=np.uint8)
+        said = self.driver.cuMemcpyHtoD_v2(
+            ctypes.c_uint64(address), ctypes.c_void_p(content.ctypes.data), ctypes.c_size_t(length)
+        )
+        assert not said, f"cuMemcpyHtoD says {said}"
+        self.tokens[len(self.regions)] = self.transport.register(address, length)
+        self.regions.append((address, length))
+        return address
+
+    def deregister(self, region: int) -> None:
+        self.transport.deregister(self.tokens.pop(region))
+
+    def digest(self, region: int) -> str:
+        return hashlib.sha256(self.device.read(*self.regions[region])).hexdigest()
+
+    def begin(self, peer: str, pieces: list[tuple[int, int, int]], *, drafted: bool = False) -> int:
+        """Post pieces of (offset in the first region, target, bytes); return the write's number."""
+        columns = [np.array(column, dtype=np.uint64) for column in zip(*pieces, strict=True)]
+        columns[0] += np.uint64(self.regions[0][0])
+        if drafted:
+            self.writes.append(self.transport.draft(peer, *columns, b""))
+            self.transport.start(self.writes[-1])
+        else:
+            self.writes.append(self.transport.post(peer, *columns, b""))
+        return len(self.writes) - 1
+
+    def look(self, write: int) -> list[Any]:
+        """Return the state of a write, what was said of it, and whether it is settled."""
+        state = self.transport.state(self.writes[write])
+        return [state.value, self.writes[write].error, self.transport.release(self.writes[write])]
+
+    def finish(self, write: int) -> list[Any]:
+        end_s = time.monotonic() + _LIMIT_S
+        while self.transport.state(self.writes[write]) is WriteState.OPEN and time.monotonic() < end_s:
+            pass
+        return self.look(write)
+
+    def probe(self, peer: str, target: int, length: int) -> str:
+        """Probe by a thread that ends with it, as a worker does."""
+        found: list[str] = []
+
+        def probe() -> None:
+            self.device.enter()
+            found.append(self.transport.probe_wire(peer, self.regions[0][0], target, length).value)
+
+        thread = threading.Thread(target=probe)
+        thread.start()
+        thread.join()
+        return found[0]
+
+    def stand_in(self, what: str, *arguments: int) -> int:
+        return int(getattr(self.driver, f"stand_in_{what}")(*arguments))
+
+    def hold(self, *, on: bool) -> None:
+        """Let copies wait, or go on."""
+        self.stand_in("hold", int(on))
+
+    def engines(self) -> int:
+        """How many listeners this process has: one for its own engine, one for each that writes."""
+        lines = Path("/proc/self/net/tcp").read_text().splitlines()[1:]
+        names = {str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_socket()}
+        return sum(line.split()[3] == "0A" and f"socket:[{line.split()[9]}]" in names for line in lines)
+
+    def listener_sleeps_us(self) -> list[int]:
+        """How long each of those listeners sleeps at most before it sees that its engine has ended."""
+        found = []
+        for entry in Path("/proc/self/fd").iterdir():
+            if entry.is_socket():
+                with socket.socket(fileno=os.dup(int(entry.name))) as copy:
+                    if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        timeout = copy.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEOUT.size)
+                        seconds, microseconds = _TIMEOUT.unpack(timeout)
+                        found.append(seconds * 1_000_000 + microseconds)
+        return sorted(found)
+
+    def close(self) -> None:
+        self.transport.close()
+
+
+def main() -> None:
+    """Obey until standard input ends."""
+    server = _Server(sys.argv[1], int(sys.argv[2]))
+    obey(server)
+    server.close()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

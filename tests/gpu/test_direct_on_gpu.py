@@ -1,0 +1,160 @@
+"""Way DIRECT on real GPUs: the kernel against its reference, also between two GPUs, and engines of one agent."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from gpu_world import EngineProcess, GPUAgent
+from page_shapes import Shape
+
+from longshore_agent.kernels.device_grid import Tuning
+from longshore_wire.layout import PageOrder
+
+pytestmark = pytest.mark.gpu
+
+SHAPE = {"layers": 8, "kv_heads": 8, "page_size": 16, "page_count": 160}
+ROOMS = itertools.count(2**63 + 1)
+LET_GO_S = 2.0
+PAIRS = {
+    "to four times as many heads": (Shape(heads=1), Shape(), 1),
+    "NHD to HND in smaller pages": (Shape(), Shape(order=PageOrder.HND, page_size=4, page_count=40), 3),
+    "pages of 16 to pages of 17": (Shape(), Shape(page_size=17), 4),
+    "rows of 7 bytes": (Shape(head_dim=7, element_bytes=1, page_size=3), Shape(head_dim=7, element_bytes=1), 2),
+    "a region a layer to planes of a page beside each other": (Shape(split=True), Shape(interleaved=True), 4),
+    "large pages": (Shape(page_size=64, layers=2), Shape(page_size=256, page_count=3, layers=2), 2),
+}
+
+
+@pytest.fixture(scope="module")
+def torch() -> Any:
+    found = pytest.importorskip("torch")
+    if not found.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        pytest.skip("needs a CUDA device and Triton")
+    return found
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("tuning", [None, Tuning(65536, 8, programs_max=7)], ids=["default", "few programs"])
+def test_a_gpu_writes_pages_of_another_layout_and_nothing_beside_them(
+    name: str, tuning: Tuning | None, torch: Any
+) -> None:
+    import direct_checks
+
+    near, far, heads = PAIRS[name]
+    layers, last = range(near.layers), min(near.page_size * 3, far.page_size * 3)
+    requests = [
+        ((0, last), layers, 0, layers, 0, heads),
+        ((1, last - 1), layers, near.heads - heads, layers, far.heads - heads, heads),
+        ((5000, 5001), range(1), 0, range(1, 2), 0, heads),
+    ]
+    for target in {"cuda:0", f"cuda:{torch.cuda.device_count() - 1}"}:
+        assert direct_checks.check_direct(near, far, requests, ("cuda:0", target), tuning) > 0
+
+
+@pytest.fixture
+def agent(torch: Any) -> Iterator[GPUAgent]:
+    pytest.importorskip("nixl")
+    with GPUAgent(
+        LONGSHORE_RING_BYTES="24Mi", LONGSHORE_LANE_BYTES="2Mi", LONGSHORE_SLAB_BYTES_MIN="64Ki"
+    ) as started_agent:
+        yield started_agent
+
+
+def started(
+    stack: ExitStack, agent: GPUAgent, instance: str, role: str, tp: int, device: int, **changes: int
+) -> list[EngineProcess]:
+    ranks = [stack.enter_context(EngineProcess()) for _ in range(tp)]
+    for number, rank in enumerate(ranks):
+        rank.begin("allocate", device=device, tp=tp, rank=number, **SHAPE | changes)
+    for rank in ranks:
+        rank.end()
+    together(ranks, "register", socket=agent.socket, instance=instance, role=role)
+    return ranks
+
+
+def together(ranks: list[EngineProcess], command: str, **arguments: Any) -> list[Any]:
+    for rank in ranks:
+        rank.begin(command, **arguments)
+    return [rank.end() for rank in ranks]
+
+
+def writes(agent: GPUAgent, way: str) -> float:
+    import json
+    import urllib.request
+
+    http = json.loads((agent.directory / "agent.json").read_bytes())["http"]
+    with urllib.request.urlopen(http + "/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    found = [line for line in lines if line.startswith("longshore_writes_total{") and f'way="{way}"' in line]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+
+
+def move(prefill: list[EngineProcess], decode: list[EngineProcess], tokens: int, seed: int, far: list[int]) -> None:
+    """Move one room; its bytes must be there when DONE is told, not later."""
+    room, endpoint = next(ROOMS), prefill[0].ask("endpoint")
+    near = [(7 * page + seed) % 160 for page in range(-(-tokens // 16))]
+    together(prefill, "fill", seed=seed, tokens=tokens, pages=near)
+    together(decode, "receive", room=room, endpoint=endpoint, pages=far, tokens=tokens)
+    together(prefill, "send", room=room, pages=near, tokens=tokens, chunk=256)
+    for kind, text, _ in together(decode, "wait", room=room, half="TARGET", instance="prefill"):
+        assert kind == "DONE", text
+    for kind, text, _ in together(prefill, "wait", room=room, half="SOURCE", instance="prefill"):
+        assert kind == "DONE", text
+
+
+@pytest.mark.parametrize(("source_tp", "target_tp"), [(2, 1), (1, 2)])
+def test_engines_of_one_agent_exchange_pages_without_staging_and_every_byte_is_there_when_told(
+    source_tp: int, target_tp: int, agent: GPUAgent, torch: Any
+) -> None:
+    with ExitStack() as stack:
+        prefill = started(stack, agent, "prefill", "SOURCE", source_tp, 0)
+        decode = started(stack, agent, "decode", "TARGET", target_tp, torch.cuda.device_count() - 1)
+        moved = []
+        for index, tokens in enumerate((700, 1, 257)):
+            far = [50 * index + page for page in range(-(-tokens // 16))]
+            move(prefill, decode, tokens, index + 1, far)
+            moved.append((index + 1, tokens, far))
+            assert together(decode, "differences", sequences=moved) == [0] * target_tp
+        for seed in range(4, 30):
+            # The same pages again and again: what an earlier room left there would be seen.
+            move(prefill, decode, 700, seed, moved[0][2])
+            moved[0] = (seed, 700, moved[0][2])
+            assert together(decode, "differences", sequences=moved) == [0] * target_tp
+        assert writes(agent, "direct") > 0
+        assert writes(agent, "staged") == 0
+        together([*prefill, *decode], "unregister")
+
+
+def test_memory_of_an_engine_is_free_at_once_for_who_unregisters_or_dies(agent: GPUAgent, torch: Any) -> None:
+    torch.cuda.init()
+    device = torch.cuda.device_count() - 1
+
+    def held_bytes() -> int:
+        return before - int(torch.cuda.mem_get_info(device)[0])
+
+    with ExitStack() as stack:
+        prefill = started(stack, agent, "prefill", "SOURCE", 1, 0)
+        for instance, kill in (("unregistered", False), ("killed", True), ("killed", True)):
+            before = int(torch.cuda.mem_get_info(device)[0])
+            # Some gigabytes, so that they show beside contexts and staging.
+            (decode,) = started(stack, agent, instance, "TARGET", 1, device, page_count=32768)
+            pool_bytes = 32768 * 16 * 8 * 2 * 8 * 256
+            assert held_bytes() > pool_bytes
+            move(prefill, [decode], 300, 7, list(range(19)))
+            assert decode.ask("differences", sequences=[(7, 300, list(range(19)))]) == 0
+            if not kill:
+                # Nobody has it mapped when the answer comes: the engine may free it there and then.
+                decode.ask("unregister")
+                decode.ask("free")
+                assert held_bytes() < pool_bytes // 2
+            decode.kill()
+            end_s = time.monotonic() + LET_GO_S
+            while held_bytes() > pool_bytes // 2:
+                assert time.monotonic() < end_s, f"{held_bytes()} bytes are still held"
+        assert writes(agent, "direct") > 0

@@ -1,0 +1,155 @@
+"""How agents are asked, over real sockets: who is called silent, from when on, and that an answer ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from operator_scene import KEY, PREFILL, Scene, said, settled
+
+from longshore_operator import kinds, names
+from longshore_operator.observe import Moment, observe
+from longshore_operator.polling import Poller
+from longshore_operator.settings import Settings
+from longshore_operator.work_queue import WorkQueue
+
+HOST = "127.0.0.1"
+
+
+class Clock:
+    """What the poller takes for the time."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+class Asked:
+    """One deployment whose only agent is a page of this process; `answers` is what it says, None: it hangs up."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.scene = settled()
+        self.queue = WorkQueue()
+        self.settings = dataclasses.replace(Settings(), poll_s=10.0, poll_stale_s=30.0)
+        self.poller = Poller(self.scene.world, self.queue, None, self.settings)  # type: ignore[arg-type]
+        self.answer: bytes | None = None
+        self.port = 0
+
+    async def page(self, request: web.Request) -> web.Response:
+        if self.answer is None:
+            assert request.transport is not None
+            request.transport.close()
+        return web.Response(body=self.answer or b"")
+
+    def put_pod(self, *, ready: bool) -> None:
+        ports = [{"name": "http", "containerPort": self.port}]
+        status = {"podIP": HOST, "conditions": [{"type": "Ready", "status": str(ready)}]}
+        metadata = {"name": "llama-a", "namespace": KEY.namespace, "labels": {names.DEPLOYMENT_LABEL: KEY.name}}
+        spec = {"nodeName": "a", "containers": [{"name": names.CONTAINER, "ports": ports}]}
+        self.scene.put(kinds.POD, {"metadata": metadata, "spec": spec, "status": status})
+
+    async def sweep(self, after_s: float) -> None:
+        """Ask once, so long after the time before."""
+        self.clock.now_s += after_s
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session:
+            await self.poller.sweep(session)
+
+    @property
+    def silent(self) -> bool:
+        found = observe(self.scene.world, KEY, Moment(self.clock.now_s, "", 30.0), sees_nodes=True)
+        assert found is not None
+        return found.agents[0].silent
+
+
+def asked(monkeypatch: Any, scenario: Callable[[Asked], Coroutine[Any, Any, None]]) -> None:
+    """Run a scenario beside the agent's page."""
+
+    async def run() -> None:
+        one = Asked(clock)
+        app = web.Application()
+        app.router.add_get("/v1/status", one.page)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, HOST, 0)
+        await site.start()
+        one.port = runner.addresses[0][1]
+        try:
+            await scenario(one)
+        finally:
+            await runner.cleanup()
+
+    clock = Clock()
+    monkeypatch.setattr("longshore_operator.polling.time", clock)
+    asyncio.run(run())
+
+
+def test_an_agent_that_starts_for_long_is_not_silent_and_has_the_whole_limit_once_it_is_ready(monkeypatch) -> None:
+    async def scenario(one: Asked) -> None:
+        one.put_pod(ready=False)
+        for _ in range(6):
+            await one.sweep(10)
+            assert not one.silent
+        one.put_pod(ready=True)
+        one.clock.now_s += 25
+        assert not one.silent
+        await one.sweep(10)
+        assert one.silent
+
+    asked(monkeypatch, scenario)
+
+
+def test_an_agent_that_answered_once_and_is_unready_now_is_silent_all_the_same(monkeypatch) -> None:
+    async def scenario(one: Asked) -> None:
+        one.put_pod(ready=True)
+        one.answer = msgspec.json.encode(said(PREFILL))
+        await one.sweep(10)
+        one.answer = None
+        one.put_pod(ready=False)
+        for _ in range(4):
+            await one.sweep(10)
+        assert one.silent
+
+    asked(monkeypatch, scenario)
+
+
+def test_an_agent_that_says_the_same_after_a_silence_has_its_deployment_looked_at(monkeypatch) -> None:
+    async def scenario(one: Asked) -> None:
+        one.put_pod(ready=True)
+        one.answer = msgspec.json.encode(said(PREFILL))
+        await one.sweep(10)
+        one.queue.done(await one.queue.take(), failed=False)
+        one.answer = None
+        await one.sweep(31)
+        assert one.silent
+        one.queue.done(await one.queue.take(), failed=False)
+        assert len(one.queue) == 0
+        one.answer = msgspec.json.encode(said(PREFILL))
+        await one.sweep(10)
+        assert not one.silent
+        assert len(one.queue) == 1
+
+    asked(monkeypatch, scenario)
+
+
+def test_a_silent_agent_counts_whether_its_pod_is_ready_or_not() -> None:
+    for ready in (True, False):
+        scene = settled(prefill=_role("prefill", 4, instances=1))
+        scene.put_agent("a", ready=ready, age_s=60)
+        scene.put_agent("b", said=said())
+        assert _reason(scene) == "AgentSilent"
+
+
+def _role(name: str, tensor_parallel: int, **more: Any) -> dict[str, Any]:
+    return {"tensorParallel": tensor_parallel, "pageSize": 64, "nodeSelector": {"role": name}} | more
+
+
+def _reason(scene: Scene) -> str:
+    return scene.reasons()["EnginesConnected"]

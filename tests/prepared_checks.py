@@ -1,0 +1,208 @@
+"""What a GPU's worker compiles, and what it holds when a call to the driver fails: its code on a device played in the host's memory.
+
+Runs in a process of its own, as `kernel_checks`: it imports torch, and replaces what would ask a driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from page_shapes import Shape, opened, page_ids
+
+from longshore_agent.errors import DeviceError
+from longshore_agent.kernels import device_copier as copier_module
+from longshore_agent.kernels import device_kernel, device_pages, held_pages
+from longshore_agent.kernels.copy_stream import CopyStream
+from longshore_agent.kernels.direct import device_copier, device_launch
+from longshore_agent.kernels.direct.launch import Side
+from longshore_agent.kernels.direct.triton_kernel import constants
+from longshore_agent.kernels.kept import Kept
+from longshore_agent.kernels.scatter import device_launch as scatter_launch
+from longshore_agent.kernels.slab import payload_bytes
+from longshore_agent.memory import cuda
+from longshore_agent.memory.pools import KVPool
+from longshore_agent.path.device_direct import DeviceDirect
+from longshore_wire.errors import LongshoreError
+
+CPU = torch.device("cpu")
+DEVICE: Any = SimpleNamespace(index=0, enter=lambda: None)
+
+
+@dataclass
+class PlayedKernel:
+    """Counts what is compiled, in the place of Triton's kernel."""
+
+    compiled: list[dict[str, object]] = field(default_factory=list)
+
+    def warmup(self, *_: object, **constants: object) -> Any:
+        self.compiled.append(constants)
+        return SimpleNamespace(function=1, metadata=SimpleNamespace(shared=0), _init_handles=lambda: None)
+
+
+def _stream(_: torch.device) -> CopyStream:
+    stream = CopyStream(CPU)
+    stream.context = DEVICE
+    return stream
+
+
+def _played() -> tuple[PlayedKernel, list[tuple[object, ...]]]:
+    """Replace driver and device; return what compiles, and the launches."""
+    kernel, launches = PlayedKernel(), []
+    modules: dict[Any, dict[str, Any]] = {
+        device_launch: {"_KERNEL": device_kernel.DeviceKernel(kernel, constants)},
+        device_kernel: {"torch": SimpleNamespace(cuda=SimpleNamespace(device=lambda _: nullcontext()))},
+        device_copier: {
+            "CopyStream": _stream,
+            "torch": SimpleNamespace(
+                device=lambda *_: CPU,
+                zeros=torch.zeros,
+                int32=torch.int32,
+                cuda=SimpleNamespace(
+                    set_device=lambda _: None, current_stream=lambda _: SimpleNamespace(synchronize=lambda: None)
+                ),
+            ),
+        },
+        cuda: {
+            "copy_to_device": lambda _, target, source, length, stream: ctypes.memmove(target, source, length),
+            "launch": lambda *arguments: launches.append(arguments),
+        },
+    }
+    for module, changes in modules.items():
+        for name, value in changes.items():
+            setattr(module, name, value)
+    return kernel, launches
+
+
+def first_rooms(near: Shape, fars: list[tuple[Shape, int]]) -> tuple[int, int, int]:
+    """Register a pool, then copy a room of it into each far pool that takes so many heads.
+
+    Returns:
+        Kernels compiled when the pool was registered, kernels compiled by the rooms, and launches.
+    """
+    kernel, launches = _played()
+    direct = DeviceDirect()
+    with ExitStack() as stack:
+        source = _on_device(stack.enter_context(opened(near, seed=1)))
+        direct.prepare(source)
+        at_registration = len(kernel.compiled)
+        for far, heads in fars:
+            target = _on_device(stack.enter_context(opened(far, seed=None)))
+            tokens = (0, 3 * near.page_size)
+            sides = [
+                Side(pool, page_ids(shape, tokens, 1, repeats=False), 0, range(shape.layers), range(heads))
+                for pool, shape in ((source, near), (target, far))
+            ]
+            direct.copy(sides[0], sides[1], tokens)
+        return at_registration, len(kernel.compiled) - at_registration, len(launches)
+
+
+def failed_compilation(text: str) -> list[str]:
+    """Register a pool twice while nothing can be compiled; return the errors."""
+    kernel, _ = _played()
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError(text)
+
+    kernel.warmup = fail  # type: ignore[method-assign]
+    errors = []
+    with opened(Shape(), seed=1) as pool:
+        for _ in range(2):
+            try:
+                DeviceDirect().prepare(_on_device(pool))
+            except LongshoreError as error:
+                errors.append(f"{error.reason.name} {error}")
+    return errors
+
+
+def hung_device(limit_s: float) -> str:
+    """Wait for a device that never ends its copies; return the error."""
+    copier: Any = object.__new__(copier_module.DeviceCopier)
+    copier._device = CPU
+    copier._gathers, copier._scatters = _stream(CPU), _stream(CPU)
+    copier.wait(limit_s)
+    copier._scatters.stream = SimpleNamespace(query=lambda: False)
+    try:
+        copier.wait(limit_s)
+    except LongshoreError as error:
+        return f"{type(error).__name__} {error}"
+    return ""
+
+
+def failed_call(call: str) -> tuple[str, bool, int, int]:
+    """Queue a scatter while one of the driver's calls fails, then one while none does.
+
+    Args:
+        call: "HostBytes", "Event", "launch", or what takes the device's memory: "memory" page ids, "table" a pool's planes.
+    Returns:
+        The first one's error, whether its pool was held after it, the launches by then, and the launches by the end.
+    """
+    _, launches = _played()
+    works = {"HostBytes": _PlayedBytes, "Event": _PlayedEvent, "launch": cuda.launch}
+    scatter_launch._KERNEL = device_kernel.DeviceKernel(PlayedKernel())
+    copier_module.torch = device_copier.torch
+    held_pages.torch = SimpleNamespace(empty=torch.empty, int32=torch.int32, OutOfMemoryError=torch.OutOfMemoryError)
+    device_pages.torch = SimpleNamespace(
+        tensor=torch.tensor, int64=torch.int64, OutOfMemoryError=torch.OutOfMemoryError
+    )
+    for name, value in works.items():
+        setattr(cuda, name, value)
+    copier: Any = object.__new__(copier_module.DeviceCopier)
+    copier._driver, copier._device = DEVICE, CPU
+    copier._gathers, copier._scatters = _stream(CPU), _stream(CPU)
+    copier._lanes, copier._ring = None, torch.zeros(1 << 20, dtype=torch.uint8)
+    copier._pools, copier._no_pages = WeakKeyDictionary(), torch.zeros(1, dtype=torch.int32)
+    copier._lists, copier._events, copier._places = Kept(4), [], []
+    shape = Shape(layers=1)
+    tokens = (0, shape.page_size)
+    with opened(shape, seed=1) as pool:
+        chosen = (tokens, range(1), range(shape.heads))
+        ids = page_ids(shape, tokens, 1, repeats=False)
+        arguments = (pool, (ids, 0), *chosen, 0, payload_bytes(pool, *chosen))
+
+        def refuse(*_: object, **__: object) -> None:
+            raise DeviceError("the driver refuses") if call in works else torch.OutOfMemoryError("no memory")
+
+        if call == "memory":
+            held_pages.torch.empty = refuse
+        elif call == "table":
+            device_pages.torch.tensor = refuse
+        else:
+            setattr(cuda, call, refuse)
+        try:
+            copier.scatter(*arguments)
+        except LongshoreError as error:
+            text = f"{type(error).__name__} {error}"
+        busy, count = pool.busy, len(launches)
+        held_pages.torch.empty, device_pages.torch.tensor = torch.empty, torch.tensor
+        for name, value in works.items():
+            setattr(cuda, name, value)
+        copier.scatter(*arguments).end()
+        assert not pool.busy
+        return text, busy, count, len(launches)
+
+
+class _PlayedBytes:
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def fill(self, *_: object) -> None:
+        pass
+
+
+class _PlayedEvent:
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def record(self, *_: object) -> None:
+        pass
+
+
+def _on_device(pool: KVPool) -> KVPool:
+    pool.device = DEVICE
+    return pool

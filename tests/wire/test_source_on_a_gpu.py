@@ -1,0 +1,83 @@
+"""A prefill rank whose pages no transport can read where they lie, as on a GPU: decode stages, and what cannot be is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from longshore_client.memory import pool_geometry
+from longshore_wire.claims import Wanted
+from longshore_wire.effects import PeerId, SessionConfig, StartWrite
+from longshore_wire.engine_messages import Endpoint, RankAddress
+from longshore_wire.errors import Reason
+from longshore_wire.layout import KVLayout, ModelShape, Parallel
+from longshore_wire.peer_messages import Abort, Attach, Claim, PairKey, PoolInfo, RegionInfo, RoomKey
+from longshore_wire.plan import Staging, Way
+from longshore_wire.source_session import SourceSession
+from longshore_wire.target_session import TargetSession
+
+LAYOUT = KVLayout(ModelShape(2, 4, 16, 2), Parallel(), 16)
+RING = RegionInfo(4096, 1 << 20)
+POOL = PoolInfo(0, pool_geometry(LAYOUT, 64), (1 << 21,))
+KEY = RoomKey("P", 1, 0)
+
+
+def attach(instance: str, epoch: int, *, in_place: bool) -> Attach:
+    ring = RING if instance == "D" else None
+    pools = (POOL,) if instance == "D" else ()
+    return Attach(1, "d", instance, epoch, LAYOUT, "Loopback", b"", ring, pools, 1 << 20, in_place=in_place)
+
+
+def claimed(in_place: bool, staging: Staging = Staging.AUTO) -> tuple[Way, str]:
+    """The way, and why, of the claim that a decode rank sends to a prefill rank with whole pages for it."""
+    config = SessionConfig("d", "D", 9, LAYOUT, ring_bytes=RING.length_bytes, staging=staging)
+    session = TargetSession(config, now_ns=0)
+    session.describe(b"", RING, {0: POOL})
+    endpoint = Endpoint("P", LAYOUT, (RankAddress(0, "h:1", 7),))
+    session.claim(Wanted(KEY, endpoint, 0, 60, 4, bytes(16)), 0)
+    session.receive(PeerId("P", 0, 0), attach("P", 7, in_place=in_place), 0)
+    found = [message for _, message in session.take_outbox() if isinstance(message, Claim)]
+    return found[0].way, found[0].why.name
+
+
+def test_decode_stages_what_it_would_have_written_in_place() -> None:
+    assert claimed(in_place=True) == (Way.CONTIGUOUS, "DEFAULT")
+    assert claimed(in_place=False) == (Way.STAGED, "STAGING")
+
+
+def answer(way: Way, *, in_place: bool) -> tuple[list[Abort], list[StartWrite]]:
+    """What a prefill rank that has offered all tokens does with a claim."""
+    session = SourceSession(SessionConfig("d", "P", 7, LAYOUT, in_place=in_place), now_ns=0)
+    session.describe(b"", None, {})
+    session.offer(1, 0, 0, 64, last=True, now_ns=0)
+    peer = PeerId("D", 0, 0)
+    session.receive(peer, attach("D", 9, in_place=True), 0)
+    pair = PairKey(KEY, 0, 0, 7, 9, "D")
+    pages = b"".join(number.to_bytes(4, "little") for number in range(4))
+    session.receive(peer, Claim(pair, 0, 64, way, 0, 4, pages), 0)
+    aborts = [message for _, message in session.take_outbox() if isinstance(message, Abort)]
+    return aborts, [effect for effect in session.take_effects() if isinstance(effect, StartWrite)]
+
+
+@pytest.mark.parametrize("way", [Way.CONTIGUOUS, Way.SLICES])
+def test_prefill_refuses_a_way_that_would_have_its_pages_read_where_they_lie(way: Way) -> None:
+    aborts, writes = answer(way, in_place=True)
+    assert (aborts, [write.way for write in writes]) == ([], [way])
+    aborts, writes = answer(way, in_place=False)
+    assert writes == []
+    assert [abort.reason for abort in aborts] == [Reason.UNSUPPORTED]
+    assert way.name in aborts[0].text
+    assert "GPU" in aborts[0].text
+
+
+def test_a_direct_copy_from_there_is_no_transport_s_business() -> None:
+    aborts, writes = answer(Way.DIRECT, in_place=False)
+    assert (aborts, [write.way for write in writes]) == ([], [Way.DIRECT])
+
+
+def test_a_prefill_rank_says_whether_its_pages_can_be_read_in_place() -> None:
+    for in_place in (True, False):
+        session = SourceSession(SessionConfig("d", "P", 7, LAYOUT, in_place=in_place), now_ns=0)
+        session.describe(b"", None, {})
+        session.receive(PeerId("D", 0, 0), attach("D", 9, in_place=True), 0)
+        said = [message for _, message in session.take_outbox() if isinstance(message, Attach)]
+        assert [each.in_place for each in said] == [in_place]
