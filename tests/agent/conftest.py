@@ -21,8 +21,8 @@ def judge(request: pytest.FixtureRequest) -> Iterator[SceneJudge | WrongJudge]:
         assert not found.left(), "the test has not compared all that its row says"
 
 
-# Of each agent: enough for the lives of some workers and a traceback.
-_LOG_CHARACTERS_MAX = 6000
+# Of each agent: enough for a traceback, and not so much that the logs of several hide the failure itself.
+_LOG_CHARACTERS_MAX = 2000
 
 
 @pytest.hookimpl(wrapper=True)

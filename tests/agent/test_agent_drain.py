@@ -186,13 +186,14 @@ def test_sigterm_lets_open_rooms_finish_refuses_new_engines_and_rooms_and_leaves
         pair.reader.receive(7, pair.writer.endpoint(10), pair.pages[1][2000:2010], 0, 10)
     pair.writer.send(5, pair.pages[0][1000:1100], 0, 100, last=True)
     with ThreadPoolExecutor(1) as asking:
+        assert pair.agent.ask("/v1/status")[0] == 200
         asked = asking.submit(answers_to_the_end, pair.agent)
         pair.gate.touch()
         assert pair.arrived(4, 1000)
         assert pair.reader.wait(5, Half.TARGET, timeout_s=30).kind is RoomEventKind.DONE
         assert pair.writer.wait(5, Half.SOURCE, timeout_s=30).kind is RoomEventKind.DONE
         assert pair.agent.process.wait(20) == 0
-        assert {200} <= asked.result() <= {200, 503}
+        assert asked.result() <= {200, 503}
     assert not any(is_worker(pid) for pid in children)
     assert {path.name for path in pair.agent.directory.iterdir()} == {"log"}
     assert not [line for line in pair.agent.log().splitlines() if "terminate called" in line or "Traceback" in line]
