@@ -179,7 +179,7 @@ def test_sigterm_lets_open_rooms_finish_refuses_new_engines_and_rooms_and_leaves
     wait_for(lambda: {worker["state"] for worker in pair.agent.status()["workers"]} == {"draining"})
     assert pair.agent.ask("/readyz")[0] == 503
     with pytest.raises(ConnectError, match="takes no engine now"):
-        connect(pair.agent.socket, instance="newcomer", layout=LAYOUT, timeout_s=0.5)
+        connect(pair.agent.socket, instance="newcomer", layout=LAYOUT, timeout_s=2)
     with pytest.raises(Busy, match="the agent stops"):
         pair.writer.send(6, pair.pages[0][:10], 0, 10, last=True)
     with pytest.raises(Busy, match="the agent stops"):
