@@ -10,7 +10,7 @@ import sys
 PROGRAM = """
 import threading
 from types import SimpleNamespace
-from longshore_agent import worker
+from longshore_agent.worker import loop as worker
 from longshore_agent.errors import DeviceError
 from longshore_agent.settings import Settings
 

@@ -46,15 +46,15 @@ from longshore_agent.control.node_link import (
 )
 from longshore_agent.control.peer_net import PeerNet
 from longshore_agent.errors import DeviceError, TransportError
-from longshore_agent.moving import Mover
 from longshore_agent.path.admit import Desk
 from longshore_agent.path.finish import count_ended, ended_event, released_event
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
-from longshore_agent.worker_config import WorkerConfig
-from longshore_agent.worker_health import WorkerHealth
-from longshore_agent.worker_pace import WorkerPace
-from longshore_agent.worker_status import encode_snapshot
+from longshore_agent.worker.config import WorkerConfig
+from longshore_agent.worker.health import WorkerHealth
+from longshore_agent.worker.moving import Mover
+from longshore_agent.worker.pace import WorkerPace
+from longshore_agent.worker.status import encode_snapshot
 from longshore_wire.effects import (
     Dial,
     Effect,

@@ -30,7 +30,7 @@ from longshore_wire.room import SourcePair, SourceRoom, TargetPair, TargetRoom
 from longshore_wire.session import Ended, Session
 
 if TYPE_CHECKING:
-    from longshore_agent.worker import Worker
+    from longshore_agent.worker.loop import Worker
     from longshore_wire.peer_messages import RoomKey
 
 # The way of a pair of ranks between which nothing is to move.
