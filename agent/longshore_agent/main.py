@@ -18,7 +18,7 @@ from longshore_agent.status.app import create_app
 from longshore_agent.status.checks import Rules
 from longshore_agent.status.plans import PlanDefaults
 from longshore_agent.status.server import serve
-from longshore_agent.supervisor import Supervisor
+from longshore_agent.supervisor.loop import Supervisor
 from longshore_wire.agent_config import AgentConfig, load
 from longshore_wire.errors import ConfigError, LongshoreError
 

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 from engine_pages import EnginePages
 
-from longshore_agent.moving import Mover
 from longshore_agent.path.admit import Desk
 from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
-from longshore_agent.worker_config import WorkerConfig
+from longshore_agent.worker.config import WorkerConfig
+from longshore_agent.worker.moving import Mover
 from longshore_wire.codec import PEER
 from longshore_wire.effects import PeerAttached, PeerGone, PeerId, RoomEnded, RoomReleased, StartScatter, StartWrite
 from longshore_wire.engine_messages import Accepted, Half, RegisterPool, ToAgent

@@ -9,12 +9,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from longshore_agent.moving import Mover
 from longshore_agent.path.admit import PARTIAL_CLAIMS_MAX, Desk
 from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
-from longshore_agent.worker_config import WorkerConfig
+from longshore_agent.worker.config import WorkerConfig
+from longshore_agent.worker.moving import Mover
 from longshore_client.memory import create_region, pool_geometry
 from longshore_wire.effects import PeerAttached, PeerId, RoomEnded, RoomReleased, StartScatter, StartWrite
 from longshore_wire.engine_messages import (

@@ -135,8 +135,8 @@ def test_a_lane_whose_writes_fail_goes_on_and_the_next_room_of_the_same_peer_arr
 def test_a_thread_that_ends_by_a_mistake_of_ours_ends_its_worker_so_that_nobody_waits_for_it() -> None:
     program = (
         "import threading\n"
-        "from longshore_agent import worker\n"
-        "threading.excepthook = worker._end_process\n"
+        "from longshore_agent.worker import main\n"
+        "threading.excepthook = main._end_process\n"
         "thread = threading.Thread(target=lambda: 1 // 0)\n"
         "thread.start()\n"
         "threading.Event().wait(60)\n"

@@ -22,7 +22,6 @@ from transport_peer import finish, row
 from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.memory.cuda import Device
 from longshore_agent.memory.staging import StagingPieces
-from longshore_agent.moving import make_transport
 from longshore_agent.path.device_lanes import DeviceLanes
 from longshore_agent.path.jobs import Results, WriteResult
 from longshore_agent.settings import Settings
@@ -32,6 +31,7 @@ from longshore_agent.transports import mooncake_engine, wires
 from longshore_agent.transports.base import Wire, WriteState
 from longshore_agent.transports.mooncake import MooncakeTransport
 from longshore_agent.transports.mooncake_peers import Metadata, check_reach
+from longshore_agent.worker.moving import make_transport
 from longshore_wire.agent_config import Backend
 from longshore_wire.errors import Reason
 from longshore_wire.peer_messages import RegionInfo

@@ -12,13 +12,13 @@ import pytest
 from agent_world import wait_for
 from fake_device import effect_of, pair_of
 
-from longshore_agent import moving
-from longshore_agent.moving import Mover
 from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.transports.base import Wire
-from longshore_agent.worker_config import WorkerConfig
+from longshore_agent.worker import moving
+from longshore_agent.worker.config import WorkerConfig
+from longshore_agent.worker.moving import Mover
 from longshore_wire.effects import PeerAttached, PeerId
 from longshore_wire.engine_messages import Half
 from longshore_wire.layout import KVLayout, ModelShape, Parallel

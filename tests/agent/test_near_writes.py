@@ -13,8 +13,8 @@ from page_shapes import Shape
 from longshore_agent.errors import PoolError
 from longshore_agent.memory.ipc import create_memfd
 from longshore_agent.memory.neighbours import Neighbours
-from longshore_agent.near_writes import NearWrites
 from longshore_agent.path.jobs import Results, WriteResult
+from longshore_agent.worker.near_writes import NearWrites
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Half
 from longshore_wire.peer_messages import Attach, PoolInfo

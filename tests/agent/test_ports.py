@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from longshore_agent.ports import FILE_NAME, PORTS_MAX, Ports
-from longshore_agent.slots import SlotKey
+from longshore_agent.supervisor.ports import FILE_NAME, PORTS_MAX, Ports
+from longshore_agent.supervisor.slots import SlotKey
 
 ONE, TWO = SlotKey("one", 0, 0), SlotKey("two", 0, 3)
 

@@ -10,13 +10,13 @@ import pytest
 from kernel_process import KernelProcess
 from page_shapes import Shape
 
-from longshore_agent import moving
 from longshore_agent.memory.staging import StagingBuffer
-from longshore_agent.moving import Mover
 from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
-from longshore_agent.worker_config import WorkerConfig
+from longshore_agent.worker import moving
+from longshore_agent.worker.config import WorkerConfig
+from longshore_agent.worker.moving import Mover
 from longshore_wire.engine_messages import Half
 from longshore_wire.layout import PageOrder
 from longshore_wire.plan import Staging, Way

@@ -19,13 +19,13 @@ from agent_world import wait_for
 from prometheus_client.parser import text_string_to_metric_families
 
 from longshore_agent.settings import Settings
-from longshore_agent.snapshots import Snapshots
 from longshore_agent.status import snapshot as structs
 from longshore_agent.status.app import create_app
 from longshore_agent.status.checks import Rules, liveness, readiness
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.server import StatusServer, serve
 from longshore_agent.status.spans import Span
+from longshore_agent.supervisor.snapshots import Snapshots
 from longshore_agent.transports.base import Wire
 from longshore_wire.engine_messages import Endpoint, RankAddress
 from longshore_wire.errors import ConfigError, LongshoreError, Reason

@@ -7,11 +7,11 @@ import dataclasses
 import msgspec
 import pytest
 
-from longshore_agent import worker_config
 from longshore_agent.settings import Settings
 from longshore_agent.status.plans import PlanDefaults, PlanQuery, PlanView, answer
 from longshore_agent.status.snapshot import InstanceStatus
-from longshore_agent.worker_config import WorkerConfig
+from longshore_agent.worker import config as worker_config
+from longshore_agent.worker.config import WorkerConfig
 from longshore_wire.claims import Wanted, chosen_way
 from longshore_wire.engine_messages import Endpoint, Half, RankAddress
 from longshore_wire.errors import LayoutError, RoomError

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from longshore_agent.settings import Settings
-from longshore_agent.supervisor import Supervisor
+from longshore_agent.supervisor.loop import Supervisor
 from longshore_wire.errors import LongshoreError, Reason
 
 

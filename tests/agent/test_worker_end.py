@@ -10,9 +10,9 @@ import sys
 PROGRAM = """
 import threading
 from types import SimpleNamespace
-from longshore_agent import worker
 from longshore_agent.errors import DeviceError
 from longshore_agent.settings import Settings
+from longshore_agent.worker import main
 
 class Worker:
     def __init__(self, *_):
@@ -20,11 +20,11 @@ class Worker:
     def run(self):
         raise DeviceError("cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS (700)")
 
-worker.Worker = Worker
-worker.NodeLink = worker.socket.socket = lambda *_, **__: None
+main.Worker = Worker
+main.NodeLink = main.socket.socket = lambda *_, **__: None
 config = SimpleNamespace(name="p/0/0", device="cpu", link=0, settings=Settings)
-worker.WorkerConfig = SimpleNamespace(from_text=lambda _: config)
-worker.main()
+main.WorkerConfig = SimpleNamespace(from_text=lambda _: config)
+main.main()
 """
 
 

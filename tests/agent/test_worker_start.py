@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from agent_world import wait_for
 
-from longshore_agent import reception
 from longshore_agent.settings import Settings
-from longshore_agent.supervisor import Supervisor
+from longshore_agent.supervisor import reception
+from longshore_agent.supervisor.loop import Supervisor
 from longshore_client import HelloRefused, KVLayout, ModelShape, Parallel, connect
 from longshore_wire.errors import Reason
 

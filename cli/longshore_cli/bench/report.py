@@ -7,7 +7,7 @@ import os
 import platform
 from pathlib import Path
 
-from longshore_cli.bench.transfer import MIB, Report, SizeResult
+from longshore_cli.bench.results import MIB, Report, SizeResult
 from longshore_cli.devices import WAYS_LEFT_OUT, describe
 
 _BARE = {

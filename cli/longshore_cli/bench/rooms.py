@@ -20,8 +20,9 @@ from pathlib import Path
 from longshore_cli import devices
 from longshore_cli.bench import report
 from longshore_cli.bench.errors import BenchError
+from longshore_cli.bench.results import MIB
 from longshore_cli.bench.scene import Course, check_direct, open_scenes
-from longshore_cli.bench.transfer import MIB, MODEL
+from longshore_cli.bench.transfer import MODEL
 from longshore_cli.devices import HOST, Placement
 
 # The first run of each way loads code and connects, the first of a count touches memory: they are not counted.

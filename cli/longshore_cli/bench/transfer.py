@@ -16,90 +16,29 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from longshore_cli import devices
+from longshore_cli.bench import report
 from longshore_cli.bench.errors import BenchError
 from longshore_cli.bench.rate import BarePath, TransportRate
+from longshore_cli.bench.results import MIB, Report, Series, SizeResult
 from longshore_cli.bench.scene import Course, Scene, check_direct, open_scenes
 from longshore_cli.bench.timeline import Timeline
-from longshore_cli.devices import HOST, Placement
+from longshore_cli.devices import Placement
 from longshore_wire.layout import ModelShape
 
-MIB = 1 << 20
 # The model of the request: 128 KiB a token, as a 32-layer model of 8 KV heads in bfloat16 has.
 MODEL = ModelShape(layers=32, kv_heads=8, head_dim=128, element_bytes=2)
 _BATCHES = (100, 300, 1000)
 _BATCH_PROBE_BYTES = 16 * MIB
 _WAYS = ["staged", "direct", "contiguous", "slices"]
 _WAYS_ON_GPUS = ["staged", "staged-equal", "direct", "direct-equal"]
-
-
-@dataclass
-class Series:
-    """What was measured of one line at one size: seconds and processor seconds of every repetition."""
-
-    seconds: list[float] = field(default_factory=list)
-    core_s: list[float] = field(default_factory=list)
-
-    def add(self, seconds: float, core_s: float) -> None:
-        """Add one repetition."""
-        self.seconds.append(seconds)
-        self.core_s.append(core_s)
-
-    @property
-    def median_s(self) -> float:
-        """Median seconds."""
-        return statistics.median(self.seconds)
-
-    def rate(self, length_bytes: int) -> float:
-        """GB/s (10^9 bytes) at the median."""
-        return length_bytes / self.median_s / 1e9
-
-    def core_s_per_gb(self, length_bytes: int) -> float:
-        """Processor seconds for 10^9 bytes, at the median."""
-        return statistics.median(self.core_s) / length_bytes * 1e9
-
-
-@dataclass
-class SizeResult:
-    """All lines at one size: courses by name, `bare path`, `transport` (one descriptor), `transport slices`, `copy`."""
-
-    length_bytes: int
-    lines: dict[str, Series]
-    cores: int
-
-    @property
-    def bound(self) -> float:
-        """GB/s that the processor allows; see the module."""
-        transport, copy = (self.lines[name].core_s_per_gb(self.length_bytes) for name in ("transport", "copy"))
-        return self.cores / (transport + 2 * copy)
-
-    def rate(self, name: str) -> float | None:
-        """GB/s of a line; None: it was not measured at this size."""
-        series = self.lines.get(name)
-        return series.rate(self.length_bytes) if series is not None and series.seconds else None
-
-
-@dataclass
-class Report:
-    """A whole run."""
-
-    courses: list[Course]
-    sizes: list[SizeResult]
-    backend: str
-    wire: str
-    slice_bytes: int
-    batch: int
-    page_size: int
-    repeats: int
-    placement: Placement = HOST
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -133,8 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print the table, write what was asked for; return 0."""
-    from longshore_cli.bench import report
-
     found = measure(arguments, lambda text: sys.stderr.write(f"{text}\n"))
     print(report.table(found))
     if arguments.json:

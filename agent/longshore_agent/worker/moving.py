@@ -17,7 +17,6 @@ from longshore_agent.memory.cuda import Device, open_device
 from longshore_agent.memory.device_memory import DeviceStagingBuffer
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.memory.staging import StagingBuffer, StagingPieces
-from longshore_agent.near_writes import NearWrites
 from longshore_agent.path.admit import Desk
 from longshore_agent.path.deliver import ready_message
 from longshore_agent.path.device_direct import DeviceDirect
@@ -44,7 +43,8 @@ from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.transports import create
 from longshore_agent.transports.base import DraftingTransport, PreparingTransport, Wire
 from longshore_agent.transports.loopback_faults import parse_faults
-from longshore_agent.worker_config import WorkerConfig
+from longshore_agent.worker.config import WorkerConfig
+from longshore_agent.worker.near_writes import NearWrites
 from longshore_wire.agent_config import Backend
 from longshore_wire.codec import PEER
 from longshore_wire.effects import PeerAttached, PeerId, StartScatter, StartWrite

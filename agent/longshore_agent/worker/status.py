@@ -1,15 +1,22 @@
-"""What a worker answers when its supervisor asks how it is: its cores' rooms and peers in the words of `status.snapshot`."""
+"""What a worker answers when its supervisor asks how it is: its cores' rooms and peers in the words of `status.snapshot`.
+
+Called by the worker's control thread, which gathers its parts for it. Changes nothing but the metrics, which it brings up to date.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import msgspec
 
+from longshore_agent.control.engine_link import EngineLink
+from longshore_agent.control.peer_net import PeerNet
+from longshore_agent.path.admit import Desk
 from longshore_agent.path.finish import count_peers, count_refused, count_ring, count_session, peer_state
+from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.snapshot import (
     ENDED_ROOMS_LISTED_MAX,
     OPEN_ROOMS_LISTED_MAX,
@@ -24,20 +31,42 @@ from longshore_agent.status.snapshot import (
     WorkerSnapshot,
     WorkerState,
 )
+from longshore_agent.status.spans import SpanRecorder
+from longshore_agent.worker.config import WorkerConfig
+from longshore_agent.worker.moving import Mover
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason
+from longshore_wire.peer_messages import RoomKey
 from longshore_wire.room import SourcePair, SourceRoom, TargetPair, TargetRoom
 from longshore_wire.session import Ended, Session
-
-if TYPE_CHECKING:
-    from longshore_agent.worker import Worker
-    from longshore_wire.peer_messages import RoomKey
+from longshore_wire.target_session import TargetSession
 
 # The way of a pair of ranks between which nothing is to move.
 _NO_WAY = "none"
 
 
-def encode_snapshot(worker: Worker, room: int | None, now_ns: int) -> bytes:
+@dataclass(frozen=True, slots=True)
+class WorkerParts:
+    """A worker at the moment it is asked, as far as its answer tells of it.
+
+    Attributes:
+        target: its core of the target's half, if it has one; `sessions` has it too.
+        engine: None: it is not there yet, or not any more.
+    """
+
+    config: WorkerConfig
+    started_ns: int
+    metrics: Metrics
+    spans: SpanRecorder
+    sessions: Mapping[Half, Session]
+    target: TargetSession | None
+    mover: Mover
+    desk: Desk
+    net: PeerNet
+    engine: EngineLink | None
+
+
+def encode_snapshot(worker: WorkerParts, room: int | None, now_ns: int) -> bytes:
     """Return an encoded WorkerSnapshot; `room` is the one whose spans are wanted."""
     _count(worker)
     config = worker.config
@@ -64,7 +93,7 @@ def encode_snapshot(worker: Worker, room: int | None, now_ns: int) -> bytes:
     return msgspec.msgpack.encode(snapshot)
 
 
-def _count(worker: Worker) -> None:
+def _count(worker: WorkerParts) -> None:
     metrics = worker.metrics
     for half, session in worker.sessions.items():
         count_session(metrics, half, session, len(session.rooms))
@@ -79,7 +108,7 @@ def _count(worker: Worker) -> None:
     metrics.advance("longshore_authentication_failures_total", worker.net.refused_count)
 
 
-def _engines(worker: Worker) -> tuple[EngineStatus, ...]:
+def _engines(worker: WorkerParts) -> tuple[EngineStatus, ...]:
     if worker.engine is None:
         return ()
     pools = tuple(
@@ -91,10 +120,10 @@ def _engines(worker: Worker) -> tuple[EngineStatus, ...]:
     config = worker.config
     roles = tuple(half.name.lower() for half in config.roles)
     layout = LayoutStatus.of(config.layout)
-    return (EngineStatus(config.instance, config.layout.rank, roles, layout, pools, worker.engine_pid),)
+    return (EngineStatus(config.instance, config.layout.rank, roles, layout, pools, worker.engine.peer.pid),)
 
 
-def _peers(worker: Worker) -> Iterable[PeerStatus]:
+def _peers(worker: WorkerParts) -> Iterable[PeerStatus]:
     for half, session in worker.sessions.items():
         for peer in session.peers.values():
             wire = worker.mover.wire(half, peer.peer) if half is Half.SOURCE else peer.wire
@@ -103,7 +132,7 @@ def _peers(worker: Worker) -> Iterable[PeerStatus]:
             )
 
 
-def _open_rooms(worker: Worker, room: int | None, now_ns: int) -> Iterable[RoomStatus]:
+def _open_rooms(worker: WorkerParts, room: int | None, now_ns: int) -> Iterable[RoomStatus]:
     for half, session in worker.sessions.items():
         listed = list(islice(session.rooms.values(), OPEN_ROOMS_LISTED_MAX))
         listed += [found for found in session.rooms.values() if found.key.room == room and found not in listed]
@@ -111,7 +140,7 @@ def _open_rooms(worker: Worker, room: int | None, now_ns: int) -> Iterable[RoomS
             yield _source(found, now_ns) if isinstance(found, SourceRoom) else _target(half, found, now_ns)
 
 
-def _ended_rooms(worker: Worker, room: int | None) -> Iterable[RoomStatus]:
+def _ended_rooms(worker: WorkerParts, room: int | None) -> Iterable[RoomStatus]:
     for half, session in worker.sessions.items():
         newest = list(islice(reversed(session.ended.items()), ENDED_ROOMS_LISTED_MAX))
         newest += [(key, end) for key, end in _asked(session, room) if key not in dict(newest)]

@@ -1,20 +1,14 @@
-"""One worker: the process that owns the staging memory of one engine rank (on GPUs: of one GPU) and moves its bytes.
+"""A worker's control thread: it runs the protocol cores and talks to peers, engine and supervisor.
 
-Started by the supervisor, which passes it the engine's connection. Its control thread runs the protocol cores and
-talks to peers, engine and supervisor; lanes and scatter threads move bytes. It ends when its engine is gone.
+Made and run by `main`. Lanes and scatter threads, which `moving` holds, move the bytes. It ends when its engine is gone.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import socket
-import sys
-import threading
 import time
 from pathlib import Path
-from typing import NoReturn
 
 from longshore_agent.control.curve import read_ring
 from longshore_agent.control.engine_link import EngineClosedError, EngineLink, EngineStuckError
@@ -27,7 +21,6 @@ from longshore_agent.control.node_link import (
     EngineLeft,
     NodeLink,
     NodeMessage,
-    NotStarted,
     PoolAsked,
     PoolFree,
     PoolGiven,
@@ -45,16 +38,16 @@ from longshore_agent.control.node_link import (
     snapshot_parts,
 )
 from longshore_agent.control.peer_net import PeerNet
-from longshore_agent.errors import DeviceError, TransportError
-from longshore_agent.moving import Mover
+from longshore_agent.errors import TransportError
 from longshore_agent.path.admit import Desk
 from longshore_agent.path.finish import count_ended, ended_event, released_event
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
-from longshore_agent.worker_config import WorkerConfig
-from longshore_agent.worker_health import WorkerHealth
-from longshore_agent.worker_pace import WorkerPace
-from longshore_agent.worker_status import encode_snapshot
+from longshore_agent.worker.config import WorkerConfig
+from longshore_agent.worker.health import WorkerHealth
+from longshore_agent.worker.moving import Mover
+from longshore_agent.worker.pace import WorkerPace
+from longshore_agent.worker.status import WorkerParts, encode_snapshot
 from longshore_wire.effects import (
     Dial,
     Effect,
@@ -70,7 +63,6 @@ from longshore_wire.effects import (
 )
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, EndpointUpdate, Half, Refused, ToEngine, Welcome
 from longshore_wire.errors import CodecError, Reason
-from longshore_wire.peer_messages import RoomKey
 from longshore_wire.session import Session
 from longshore_wire.source_session import SourceSession
 from longshore_wire.target_session import TargetSession
@@ -83,10 +75,6 @@ _IDLE_POLL_MS = 5000
 _FAREWELL_NS = 3_000_000_000
 # The same while a write in place still reads the engine's pages: its memory is to be free within 2 s, whatever hangs.
 _FAREWELL_MAPPED_NS = 700_000_000
-_EXIT_NOT_STARTED = 69
-_EXIT_THREAD_DIED = 70
-# How long a thread may keep Python's lock from others. In a GPU's worker one thread does all, but while a wire is probed.
-_GPU_SWITCH_S = 0.0001
 
 
 class Worker:
@@ -98,7 +86,6 @@ class Worker:
         self.metrics = Metrics()
         self.spans = SpanRecorder(settings.spans_max)
         self.engine: EngineLink | None = None
-        self.engine_pid = 0
         self.started_ns = now_ns = time.monotonic_ns()
         self._link = link
         self._knocker = Knocker()
@@ -312,7 +299,7 @@ class Worker:
                 if answer is not None:
                     self._tell(answer)
             if self.engine.pidfd is not None and self.engine.pidfd in ready:
-                raise EngineClosedError(f"the engine with PID {self.engine_pid} died")
+                raise EngineClosedError(f"the engine with PID {self.engine.peer.pid} died")
         except (EngineClosedError, EngineStuckError) as error:
             self._engine_error = str(error)
         except CodecError as error:
@@ -366,7 +353,7 @@ class Worker:
         elif isinstance(message, EndpointKnown):
             self._tell(EndpointUpdate(message.endpoint))
         elif isinstance(message, SnapshotWanted):
-            body = encode_snapshot(self, message.room, now_ns)
+            body = encode_snapshot(self._parts(), message.room, now_ns)
             for part in snapshot_parts(message.number, body):
                 self._link.send(part)
         elif isinstance(message, SiblingFailed):
@@ -417,7 +404,6 @@ class Worker:
         except EngineClosedError as error:
             self._leave(Reason.ENGINE_LOST, str(error), now_ns)
             return
-        self.engine_pid = self.engine.peer.pid
         for watched in (self.engine.fileno(), self.engine.pidfd):
             if watched is not None:
                 self.net.poller.register(watched, 1)
@@ -441,6 +427,20 @@ class Worker:
         for session in self.sessions.values():
             session.describe(self.mover.transport.metadata(), self.mover.ring_region, pools, self.mover.probe_region)
 
+    def _parts(self) -> WorkerParts:
+        return WorkerParts(
+            self.config,
+            self.started_ns,
+            self.metrics,
+            self.spans,
+            self.sessions,
+            self.target,
+            self.mover,
+            self.desk,
+            self.net,
+            self.engine,
+        )
+
     def _close(self) -> None:
         # An engine takes the end of its connection as proof that nobody touches its pages: they are unmapped first.
         self.mover.finish_copies()
@@ -453,46 +453,3 @@ class Worker:
         self._knocker.close()
         self.net.close()
         self._link.close()
-
-    def open_rooms(self, half: Half) -> list[RoomKey]:
-        """Return the rooms of one half that are not over."""
-        session = self.sessions.get(half)
-        return list(session.rooms) if session is not None else []
-
-
-def _end_process(failure: threading.ExceptHookArgs) -> None:
-    """A thread died of a mistake of ours: end the worker, so that its rooms fail at once and a new one takes over."""
-    thread = failure.thread.name if failure.thread is not None else "a thread"
-    error = failure.exc_value or failure.exc_type()
-    _log.critical("%s died", thread, exc_info=(failure.exc_type, error, failure.exc_traceback))
-    os._exit(_EXIT_THREAD_DIED)
-
-
-def main() -> NoReturn:
-    """Run the worker that the supervisor describes in the first argument; the process ends here."""
-    config = WorkerConfig.from_text(sys.argv[1])
-    # A terminal's interrupt goes to the whole group; the supervisor decides when workers end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(
-        level=config.settings().log_level.value.upper(), format=f"%(asctime)s {config.name} %(levelname)s %(message)s"
-    )
-    # A lane or scatter thread never ends by itself; one that does would leave its slab hanging for ever.
-    threading.excepthook = _end_process
-    sys.excepthook = lambda *error: _end_process(threading.ExceptHookArgs((*error, threading.current_thread())))
-    if config.device != "cpu":
-        sys.setswitchinterval(_GPU_SWITCH_S)
-    link = NodeLink(socket.socket(fileno=config.link))
-    try:
-        worker = Worker(config, link)
-    except DeviceError as error:
-        # Another start would end the same way: its engine hears of it.
-        link.send(NotStarted(error.reason, f"this agent cannot serve the engine's device: {error}"))
-        os._exit(_EXIT_NOT_STARTED)
-    worker.run()
-    logging.shutdown()
-    # Lanes may still be inside native code, which the interpreter's own way out would tear down under them.
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

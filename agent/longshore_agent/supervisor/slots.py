@@ -15,7 +15,7 @@ import msgspec
 from longshore_agent.control.node_link import NodeLink, SnapshotPart
 from longshore_agent.settings import Settings
 from longshore_agent.status.snapshot import WorkerSnapshot, WorkerState
-from longshore_agent.worker_config import WorkerConfig
+from longshore_agent.worker.config import WorkerConfig
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Hello, RankAddress
 from longshore_wire.names import ENVIRONMENT_PREFIX
@@ -131,7 +131,7 @@ def start(key: SlotKey, hello: Hello, connection: socket.socket, settings: Setti
     # One thread a process: numeric libraries would otherwise start one a core in every worker.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
     environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "longshore_agent.worker", config.to_text()]
+    command = [sys.executable, "-m", "longshore_agent.worker.main", config.to_text()]
     process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
     theirs.close()
     return Slot(key, hello, config, process, os.pidfd_open(process.pid), NodeLink(ours), connection)

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import msgspec
 
-from longshore_agent import slots
 from longshore_agent.control.doors import main_door
 from longshore_agent.control.engine_link import EngineClosedError, EngineListener, read_message
 from longshore_agent.control.node_link import (
@@ -47,14 +46,15 @@ from longshore_agent.control.node_link import (
     Started,
 )
 from longshore_agent.memory.neighbours import ALL_POOLS
-from longshore_agent.pool_holders import PoolHolders
-from longshore_agent.ports import Ports
-from longshore_agent.reception import Reception
 from longshore_agent.settings import Settings
-from longshore_agent.slots import Slot, SlotKey
-from longshore_agent.snapshots import Call, Snapshots
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.snapshot import AgentSnapshot, InstanceStatus, SelfTest, WorkerState
+from longshore_agent.supervisor import slots
+from longshore_agent.supervisor.pool_holders import PoolHolders
+from longshore_agent.supervisor.ports import Ports
+from longshore_agent.supervisor.reception import Reception
+from longshore_agent.supervisor.slots import Slot, SlotKey
+from longshore_agent.supervisor.snapshots import Call, Snapshots
 from longshore_wire.agent_config import AgentConfig
 from longshore_wire.codec import TO_AGENT, TO_ENGINE
 from longshore_wire.effects import PeerId

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from longshore_agent.slots import SlotKey
 from longshore_agent.status.snapshot import AgentSnapshot
+from longshore_agent.supervisor.slots import SlotKey
 from longshore_wire.errors import LongshoreError, Reason
 
 # A worker answers within milliseconds; one that does not is shown as silent.

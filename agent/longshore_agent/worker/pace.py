@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Mapping
 
-from longshore_agent.moving import DRIVEN_WIRES, SWIFT_WIRES, TOLD_WIRES, Mover
+from longshore_agent.worker.moving import DRIVEN_WIRES, SWIFT_WIRES, TOLD_WIRES, Mover
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Half
 from longshore_wire.peer_messages import PeerMessage

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from longshore_agent.settings import Settings
-from longshore_agent.slots import SlotKey
+from longshore_agent.supervisor.slots import SlotKey
 from longshore_wire.agent_config import AgentConfig
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Half, Hello
 from longshore_wire.errors import CodecError, LayoutError, LongshoreError, Reason

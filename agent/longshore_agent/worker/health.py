@@ -5,8 +5,8 @@ Asked by the worker's control thread; says why, and when to ask again. Ends noth
 
 from __future__ import annotations
 
-from longshore_agent.moving import Mover
 from longshore_agent.settings import Settings
+from longshore_agent.worker.moving import Mover
 from longshore_wire.target_session import TargetSession
 
 

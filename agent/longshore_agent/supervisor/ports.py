@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from longshore_agent.slots import SlotKey
+from longshore_agent.supervisor.slots import SlotKey
 
 # Ports of ranks that have left, kept so that a rank that comes back is found where it was.
 PORTS_MAX = 4096
