@@ -41,12 +41,6 @@ class PeerMetadataError(TransportError):
     reason = Reason.MALFORMED_MESSAGE
 
 
-class WireError(TransportError):
-    """The wire really used is not one that the configuration allows; names both."""
-
-    reason = Reason.WIRE_NOT_ALLOWED
-
-
 class DeviceError(LongshoreError):
     """The CUDA driver is not there or refused a call; names the call, and the device or memory it was about."""
 

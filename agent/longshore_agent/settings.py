@@ -24,6 +24,7 @@ from longshore_agent.setting_values import (
 from longshore_agent.transports.base import Wire
 from longshore_wire import names
 from longshore_wire.agent_config import AgentConfig, Backend
+from longshore_wire.allowed_wires import AllowedWires
 from longshore_wire.errors import ConfigError
 from longshore_wire.plan import Staging, Way
 from longshore_wire.slabs import region_bytes
@@ -131,7 +132,8 @@ class Settings:
         (),
         "",
         Role.BOTH,
-        "Wires that may carry bytes, separated by commas. Empty: any. A wire that was not found out fails a list.",
+        "Wires that may carry bytes between peers, separated by commas. Empty: any. One that was not found out fails a list; way "
+        "direct needs none.",
     )
     staging: Staging = _setting(  # noqa: RUF009
         Staging.AUTO,
@@ -281,6 +283,11 @@ class Settings:
     def trailer_deadline_ns(self) -> int:
         """How long a slab's trailer may be wrong, in nanoseconds."""
         return self.trailer_deadline_ms * _MS_NS
+
+    @property
+    def allowed_wires(self) -> AllowedWires:
+        """`wires` as the protocol cores judge by them."""
+        return AllowedWires(tuple(wire.value for wire in self.wires))
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str], base: Settings | None = None) -> Settings:

@@ -131,13 +131,18 @@ TABLE = (
     Reason(_C.PEERS_CONNECTED, "NoPeers", _U, "Engines are there and no worker knows of a peer yet: nothing was sent."),
     Reason(_C.PEERS_CONNECTED, "NoEngines", _U, "No engine has registered yet."),
     Reason(_C.PEERS_CONNECTED, "AgentSilent", _U, _SILENT, _SEE_NETWORK),
-    Reason(_C.TRANSPORT_VERIFIED, "WireVerified", _T, "The wire of every attached peer was found out and is allowed."),
+    Reason(
+        _C.TRANSPORT_VERIFIED,
+        "WireVerified",
+        _T,
+        "The wire of every attached peer that needs one was found out and is allowed.",
+    ),
     Reason(
         _C.TRANSPORT_VERIFIED,
         "WireNotAllowed",
         _F,
-        "Bytes travel over a wire that transfer.wires does not allow.",
-        "Make the wanted wire reachable for agents (NIC, GPU, IPC), or allow what was found.",
+        "Peers are reached over a wire that transfer.wires does not allow: their rooms fail, and no byte travels.",
+        "Make an allowed wire reachable for both agents (its NIC or GPUs), or allow what was found.",
     ),
     Reason(
         _C.TRANSPORT_VERIFIED, "WireUnknown", _U, "A peer is attached and what its bytes travel over is not known yet."

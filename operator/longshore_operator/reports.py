@@ -33,6 +33,7 @@ class Peer(msgspec.Struct, frozen=True):
     state: str
     wire: str
     error: str = ""
+    ways: tuple[str, ...] = ()
 
 
 class Worker(msgspec.Struct, frozen=True):

@@ -305,6 +305,7 @@ def test_no_byte_travels_over_a_wire_that_is_not_allowed_in_the_first_room_or_in
         run(source, target, room)
         assert source.ended[room].reason is Reason.WIRE_NOT_ALLOWED
         assert target.ended[room].reason is Reason.WIRE_NOT_ALLOWED
-        assert "Loopback" in target.ended[room].text
+        assert "prefill P rank 0 reaches decode D rank 0 over Loopback" in target.ended[room].text
+        assert "NVLink, SharedMemory" in target.ended[room].text
     assert not target.bytes.any()
     assert source.metrics.snapshot().value("longshore_writes_total") == 0

@@ -1,9 +1,14 @@
-"""Real agents that were asked for one wire and are given another: an error that names both, whatever the backend."""
+"""Real agents that were asked for one wire and are given another: an error that names both, whatever the backend.
+
+Engines of one agent copy directly, over no wire at all: for them the list says nothing.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from agent_fleet import Fleet, World, fleet_of
@@ -17,42 +22,98 @@ FOUND = {"NIXL": "SharedMemory", "Mooncake": "TCP"}
 
 @dataclass
 class Place:
-    """An agent that allows RDMA alone, which is not here, and its engine; they write to an engine of a fleet."""
+    """An agent that allows RDMA alone, which is not here, with two engines; one writes to an engine of a fleet, too."""
 
     fleet: Fleet
     asks: Agent
     picky: Engine
+    near: Engine
+
+    @property
+    def found(self) -> str:
+        return FOUND[self.fleet.backend]
 
 
 @pytest.fixture(scope="module", params=sorted(FOUND))
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     fleet = fleet_of(request.param, request, tmp_path_factory)
-    settings = {"LONGSHORE_BACKEND": fleet.backend, "LONGSHORE_WIRES": "RDMA"}
+    settings = {"LONGSHORE_BACKEND": fleet.backend, "LONGSHORE_WIRES": "RDMA", "LONGSHORE_DIRECT": "true"}
     if fleet.backend == "NIXL":
         settings["LONGSHORE_KEYS_DIRECTORY"] = str(fleet.prefill.directory.parent)
     world = World(tmp_path_factory.mktemp("wires"), **settings)
     try:
         asks = world.agent("asks")
-        yield Place(fleet, asks, world.engine(asks, "picky", roles=[Half.SOURCE]).result())
+        starting = [
+            world.engine(asks, "picky", roles=[Half.SOURCE]),
+            world.engine(asks, "picky-near", roles=[Half.TARGET]),
+        ]
+        yield Place(fleet, asks, *(engine.result() for engine in starting))
     finally:
         world.close()
 
 
-def test_a_wire_that_was_not_asked_for_fails_the_room_and_both_are_named(place):
-    found, pages = FOUND[place.fleet.backend], place.fleet.same
+def peer_of(place: Place, instance: str, other: str) -> dict[str, Any]:
+    """What the agent's status says of one rank as a peer of another."""
+    worker = place.asks.worker(instance)
+    assert worker is not None
+    (found,) = [peer for peer in worker["peers"] if peer["instance"] == other]
+    return found
+
+
+def moved(source: Engine, target: Engine) -> Request:
+    each = Request(source, target, 100)
+    # In this order no half of the room can fail before its engine has come with it.
+    each.offer()
+    each.claim()
+    return each
+
+
+def test_a_wire_that_was_not_asked_for_fails_the_room_and_peers_wires_and_way_out_are_named(place):
+    pages = place.fleet.same
     for _ in range(2):
-        each = Request(place.picky, pages, 100)
-        each.claim()
-        each.offer()
-        ends = each.ends()
+        ends = moved(place.picky, pages).ends()
         assert {(end.kind, end.reason) for end in ends} == {(RoomEventKind.FAILED, Reason.WIRE_NOT_ALLOWED)}, ends
-        assert all(found in end.text and "RDMA" in end.text for end in ends), ends
+        for end in ends:
+            assert f"prefill picky rank 0 reaches decode same rank 0 over {place.found}" in end.text
+            assert "transfer.wires (LONGSHORE_WIRES) allows only RDMA" in end.text
+            assert f"add {place.found} to the list" in end.text
     assert pages.intact()
-    assert place.asks.metric("longshore_writes_total") == 0
+    assert place.asks.metric("longshore_writes_total", way="staged") == 0
+    peer = peer_of(place, "picky", "same")
+    assert (peer["wire"], peer["error"]) == (place.found, ends[0].text)
+    assert "direct" not in peer["ways"]
+    assert ends[0].text in place.asks.log()
 
 
-def test_an_agent_whose_self_test_took_another_wire_is_not_ready_and_names_both(place):
+def test_a_decode_agent_takes_no_byte_over_a_wire_that_it_does_not_allow_though_its_peer_allows_any(place):
+    ends = moved(place.fleet.one, place.near).ends()
+    assert {(end.kind, end.reason) for end in ends} == {(RoomEventKind.FAILED, Reason.WIRE_NOT_ALLOWED)}, ends
+    for end in ends:
+        assert f"prefill one rank 0 reaches decode picky-near rank 0 over {place.found}" in end.text
+    assert place.near.intact()
+    assert peer_of(place, "picky-near", "one")["error"] == ends[0].text
+    assert place.asks.metric("longshore_barred_peers", worker="picky-near/0/0") == 1
+
+
+def test_engines_of_one_agent_copy_directly_whatever_wires_are_allowed(place):
+    moved(place.picky, place.near).arrives()
+    # The probe's answer must change nothing, neither when it comes nor afterwards.
+    wait_for(lambda: peer_of(place, "picky", "picky-near")["wire"] == place.found)
+    moved(place.picky, place.near).arrives()
+    assert place.near.intact()
+    assert place.asks.metric("longshore_writes_total", way="direct") > 0
+    for one, other in (("picky", "picky-near"), ("picky-near", "picky")):
+        peer = peer_of(place, one, other)
+        assert (peer["state"], peer["ways"], peer["error"]) == ("attached", ["direct"], "")
+
+
+def test_a_self_test_inside_one_host_is_judged_only_where_it_tells_of_other_hosts(place):
     wait_for(lambda: place.asks.status()["self_test"], START_LIMIT_S)
     code, body = place.asks.ask("/readyz")
-    assert code == 503
-    assert FOUND[place.fleet.backend].encode() in body and b"RDMA" in body
+    (check,) = [check for check in json.loads(body)["checks"] if check["name"] == "SelfTest"]
+    assert place.found in check["message"]
+    assert "RDMA" in check["message"]
+    # A transport that takes TCP inside a host takes nothing faster between hosts; one that takes shared memory may.
+    tells = place.found == "TCP"
+    assert (code, check["reason"]) == ((503, "WireNotAllowed") if tells else (200, "SelfTestPassed"))
+    assert check["message"] in place.asks.log()

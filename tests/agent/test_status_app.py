@@ -141,13 +141,27 @@ def test_readyz_answers_503_with_the_reason(
     assert [check["reason"] for check in answer.json()["checks"] if not check["ok"]] == [reason]
 
 
-def test_a_self_test_over_a_wire_that_is_not_allowed_does_not_make_ready() -> None:
-    rules = Rules.of(Settings(wires=(Wire.RDMA, Wire.TCP)))
-    assert reasons(agent(worker()), rules) == ["WireNotAllowed"]
-    unknown = worker(self_test=msgspec.structs.replace(PASSED, wire="Unknown"))
-    assert reasons(agent(unknown), rules) == ["WireNotAllowed"]
-    good = worker("d/1", self_test=msgspec.structs.replace(PASSED, wire="TCP"))
-    assert reasons(agent(unknown, good), rules) == []
+@pytest.mark.parametrize("wire", ["SharedMemory", "Loopback", "RDMA", "Unknown"])
+@pytest.mark.parametrize("allowed", [(Wire.TCP,), (Wire.CUDA_IPC, Wire.NVLINK), (Wire.RDMA,)])
+def test_the_wire_of_a_self_test_inside_one_host_says_nothing_of_other_hosts(
+    wire: str, allowed: tuple[Wire, ...]
+) -> None:
+    rules = Rules.of(Settings(wires=allowed))
+    state = agent(worker(self_test=msgspec.structs.replace(PASSED, wire=wire)))
+    assert reasons(state, rules) == []
+    (shown,) = [check.message for check in readiness(state, rules).checks if check.name == "SelfTest"]
+    assert f"over {wire} inside this host" in shown
+    assert all(other.value in shown for other in allowed)
+
+
+def test_a_self_test_over_tcp_shows_that_no_allowed_wire_is_there_unless_only_gpus_have_it() -> None:
+    over_tcp = agent(worker(self_test=msgspec.structs.replace(PASSED, wire="TCP")))
+    rules = Rules.of(Settings(wires=(Wire.RDMA,)))
+    assert reasons(over_tcp, rules) == ["WireNotAllowed"]
+    (shown,) = [check.message for check in readiness(over_tcp, rules).checks if not check.ok]
+    assert all(word in shown for word in ("TCP", "RDMA", "transfer.wires", "add TCP"))
+    for wires in ((), (Wire.RDMA, Wire.TCP), (Wire.RDMA, Wire.CUDA_IPC), (Wire.NVLINK,)):
+        assert reasons(over_tcp, Rules.of(Settings(wires=wires))) == []
 
 
 def test_the_self_test_of_a_worker_that_has_gone_still_counts() -> None:

@@ -8,19 +8,21 @@ import pytest
 
 from longshore_cli.local_agents import LocalAgentError
 from longshore_cli.metrics_page import MetricsPage
-from longshore_cli.up.view import Looker
+from longshore_cli.up import view
+from longshore_cli.up.view import Looker, watch
 
 
 class Agent:
     """An agent whose process may run without that its pages answer."""
 
-    def __init__(self, *, answers, running):
-        self.answers, self.running = answers, running
+    def __init__(self, *, answers, running, error=""):
+        self.answers, self.running, self.error = answers, running, error
 
     def status(self):
         if not self.answers:
             raise LocalAgentError("GET /v1/status: timed out")
-        return {"workers": [{"engines": [{"instance": "p"}], "rooms_open": 2}]}
+        peers = [{"error": text} for text in ("", self.error)]
+        return {"workers": [{"engines": [{"instance": "p"}], "rooms_open": 2, "peers": peers}]}
 
     def metrics(self):
         return MetricsPage("")
@@ -32,14 +34,31 @@ def looker(**agents):
 
 def test_an_agent_that_is_silent_for_a_while_is_shown_and_not_given_up():
     late = Agent(answers=False, running=True)
-    view = looker(near=Agent(answers=True, running=True), late=late)
-    near, silent = view.rows()
+    looks = looker(near=Agent(answers=True, running=True), late=late)
+    near, silent = looks.rows()
     assert (near.name, near.engines, near.rooms_open) == ("near", "p (1)", 2)
     assert (silent.name, silent.engines) == ("late", "does not answer")
     late.answers = True
-    assert [row.engines for row in view.rows()] == ["p (1)", "p (1)"]
+    assert [row.engines for row in looks.rows()] == ["p (1)", "p (1)"]
 
 
 def test_an_agent_whose_process_has_ended_is_an_error():
     with pytest.raises(LocalAgentError, match="timed out"):
         looker(gone=Agent(answers=False, running=False)).rows()
+
+
+def test_a_peer_that_an_agent_refuses_is_told_once_however_many_say_so(capsys, monkeypatch):
+    monkeypatch.setattr(view, "_LINE_S", 0.0)
+    one, other = (Agent(answers=True, running=True, error="p reaches d over TCP") for _ in range(2))
+    looks = looker(one=one, other=other)
+    times = iter(range(3))
+
+    def rows() -> list[view.Row]:
+        if next(times) == 2:
+            raise LocalAgentError("it has ended")
+        return Looker.rows(looks)
+
+    monkeypatch.setattr(looks, "rows", rows)
+    with pytest.raises(LocalAgentError, match="ended"):
+        watch(looks, None)
+    assert capsys.readouterr().out.count("p reaches d over TCP") == 1

@@ -152,8 +152,8 @@ def said(*instances: Instance, peers: tuple[Peer, ...] = ()) -> AgentReport:
     return AgentReport("team/llama", "n", instances=instances, workers=(Worker("w", engines, peers),))
 
 
-def peer(name: str = "d", wire: str = "NVLink", state: str = "attached") -> Peer:
-    return Peer(name, 0, 0, state, wire)
+def peer(name: str = "d", wire: str = "NVLink", state: str = "attached", **more: Any) -> Peer:
+    return Peer(name, 0, 0, state, wire, **more)
 
 
 PREFILL = Instance("p", ("source",))

@@ -110,6 +110,40 @@ def test_the_scenes_reach_every_row_of_the_table() -> None:
     assert {(row.condition.value, row.name) for row in TABLE} == {*SCENES, REFUSED}
 
 
+def test_a_pair_that_is_refused_for_its_wire_is_named_with_the_wire_the_allowed_ones_and_the_way_out() -> None:
+    text = SCENES["TransportVerified", "WireNotAllowed"].message("TransportVerified")
+    assert "w on a to d/0/0: TCP" in text
+    assert "allows only RDMA" in text
+    assert "allow TCP too" in text
+
+
+def test_a_peer_that_was_refused_is_named_with_what_its_agent_says_of_it() -> None:
+    scene = two(said(PREFILL, peers=(peer(state="refused", error="two engines have one name"),)))
+    assert "d/0/0 is refused (two engines have one name)" in scene.message("PeersConnected")
+
+
+def test_a_wire_that_no_probe_could_name_is_one_that_is_not_allowed_once_an_agent_says_so() -> None:
+    refused = peer(wire="Unknown", error="no probe could name it")
+    scene = two(said(PREFILL, peers=(refused,)), transfer={"wires": ["RDMA"]})
+    assert scene.reasons()["TransportVerified"] == "WireNotAllowed"
+    assert "leave the list empty" in scene.message("TransportVerified")
+    early = two(said(PREFILL, peers=(peer(wire="Unknown"),)), transfer={"wires": ["RDMA"]})
+    assert early.reasons()["TransportVerified"] == "WireUnknown"
+
+
+def test_engines_of_one_agent_that_copy_directly_need_no_wire_that_is_allowed() -> None:
+    near = peer(wire="SharedMemory", ways=("direct",))
+    scene = two(said(PREFILL, DECODE, peers=(near,)), transfer={"wires": ["RDMA"]})
+    assert scene.reasons()["TransportVerified"] == "WireVerified"
+    assert "wire" not in scene.decide().status["prefill"]
+    far = peer("e", wire="RDMA", ways=("staged",))
+    scene = two(said(PREFILL, DECODE, peers=(near, far)), transfer={"wires": ["RDMA"]})
+    assert scene.message("TransportVerified") == "RDMA"
+    both = peer(wire="SharedMemory", ways=("direct", "staged"))
+    scene = two(said(PREFILL, DECODE, peers=(both,)), transfer={"wires": ["RDMA"]})
+    assert scene.reasons()["TransportVerified"] == "WireNotAllowed"
+
+
 def test_a_child_that_was_refused_is_told_for_the_generation_that_was_tried() -> None:
     scene = settled()
     refusal = Refusal("Service llama-agent", "exceeded quota", generation=1)

@@ -94,6 +94,7 @@ def test_what_the_refused_worker_was_being_sent_stays_quarantined() -> None:
 
     older.receive(PREFILL, Refuse(Reason.STALE_EPOCH, "a newer one is there", epoch=100), 0)
 
+    assert older.peers[PREFILL].trouble == "a newer one is there"
     assert older.granter.ring.held_bytes == granted
 
 

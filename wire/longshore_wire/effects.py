@@ -53,6 +53,7 @@ class SessionConfig:
     agent: str = ""  # of the worker, for way DIRECT; empty: it takes no part in that
     near_staging: Staging | None = None  # between ranks of one agent, where it differs from `staging`
     in_place: bool = True  # a transport can read and write this worker's pages where they lie; False: they are on a GPU
+    wires: tuple[str, ...] = ()  # over which a transport may bring bytes, by name; empty: any
     direct_slab_bytes: int = 0  # of way DIRECT, where one slab at a time keeps the device busy; 0: cut as in other ways
 
 

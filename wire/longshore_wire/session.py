@@ -23,7 +23,7 @@ from longshore_wire.peer_messages import (
     RegionInfo,
     RoomKey,
 )
-from longshore_wire.plan import Plan, plan
+from longshore_wire.plan import Plan, Way, plan
 from longshore_wire.room import SourceRoom, TargetRoom
 from longshore_wire.timers import Timers
 
@@ -67,11 +67,19 @@ class Peer:
     wire_due_ns: int = 0  # a target waits for it until then
     rooms: dict[RoomKey, None] = field(default_factory=dict)  # in the order in which they were opened
     untold: dict[RoomKey, Untold] = field(default_factory=dict)
+    trouble: str = ""  # why it was refused or lost the last time, if so
+    ways: set[Way] = field(default_factory=set)  # of the pairs that were claimed, since this side knows the peer
 
     @property
     def epoch(self) -> int:
         """The epoch of the peer's current life; 0 before it attached."""
         return self.attach.epoch if self.attach else 0
+
+    def claimed(self, key: RoomKey, way: Way | None) -> None:
+        """Note a room with this peer, and the way of its slabs; None: nothing is to move."""
+        self.rooms[key] = None
+        if way is not None:
+            self.ways.add(way)
 
 
 @dataclass(frozen=True, slots=True)

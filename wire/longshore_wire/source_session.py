@@ -267,7 +267,7 @@ class SourceSession(Session):
         pair = SourcePair(claim.pair, known.peer, found.pair, claim.way, cut, states, pages, claim.why)
         room.pairs[known.peer] = pair
         room.expected, room.claimer = found.expected, claimer
-        known.rooms[room.key] = None
+        known.claimed(room.key, claim.way if found.pair is not None else None)
         self._check_pair(room, pair, now_ns)
         return pair
 

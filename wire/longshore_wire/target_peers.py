@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from longshore_wire.allowed_wires import UNKNOWN, AllowedWires
 from longshore_wire.effects import Dial, HangUp, Knock, PeerAttached, PeerGone, PeerId
 from longshore_wire.engine_messages import Endpoint
 from longshore_wire.errors import Reason
@@ -39,7 +40,7 @@ class TargetPeers(Session):
             return
         if known.attach is not None:
             self._effect(PeerGone(peer, known.epoch))
-        known.state, known.attach = PeerState.LOST, None
+        known.state, known.attach, known.trouble = PeerState.LOST, None, text
         for key in list(known.rooms):
             room = self.rooms.get(key)
             if room is None:
@@ -103,6 +104,24 @@ class TargetPeers(Session):
             self._send(pair.peer, Abort(pair.pair, room.reason, room.text))
             self._timers.set((room.key, pair.peer), now_ns + self.config.retry_ns)
 
+    def _wire_allows(self, room: TargetRoom, pair: TargetPair, now_ns: int) -> bool:
+        """Whether a pair may be claimed as far as the wire to its source goes.
+
+        It may not yet while that is being found out, and never if it is not on the list: the room fails.
+        """
+        known, allowed = self.peers[pair.peer], AllowedWires(self.config.wires)
+        if not allowed or pair.route is None or pair.way is Way.DIRECT:
+            return True
+        found = known.wire_epoch == known.epoch
+        if not found and now_ns < known.wire_due_ns:
+            self._timers.set((room.key, pair.peer), known.wire_due_ns)
+            return False
+        here = PeerId(self.config.instance, self.config.layout.parallel.dp_rank, self.rank)
+        fault = allowed.fault(known.wire if found else UNKNOWN, pair.peer, here)
+        if fault:
+            self._fail(room, Reason.WIRE_NOT_ALLOWED, fault, now_ns)
+        return not fault
+
     def _tell_failures(self, known: Peer, now_ns: int) -> None:
         """Say which rooms have failed without the source's knowledge: its engine may offer them to it again."""
         for key, untold in list(known.untold.items()):
@@ -113,7 +132,7 @@ class TargetPeers(Session):
                 self._send(known.peer, Abort(pair, untold.reason, untold.text))
 
     def _on_refuse(self, known: Peer, refuse: Refuse, now_ns: int) -> None:
-        known.state = PeerState.REFUSED
+        known.state, known.trouble = PeerState.REFUSED, refuse.text
         for key in list(known.rooms):
             room = self.rooms.get(key)
             if room is None:

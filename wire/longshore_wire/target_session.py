@@ -93,9 +93,9 @@ class TargetSession(TargetPeers):
         for pair in pairs:
             room.pairs[pair.peer] = pair
             self._in_place_count += pair.expects_bytes
-            peer = self._dial(pair.peer, wanted.endpoint, now_ns)
-            peer.rooms[key] = None
-            if peer.state is PeerState.ATTACHED:
+            self._dial(pair.peer, wanted.endpoint, now_ns).rooms[key] = None
+        for pair in pairs:
+            if not room.failed and self.peers[pair.peer].state is PeerState.ATTACHED:
                 self._send_claim(room, pair, now_ns)
         self._finish(room, now_ns)
 
@@ -321,8 +321,9 @@ class TargetSession(TargetPeers):
         """Claim what waited for the wire to a source."""
         for key in list(known.rooms):
             room = self.rooms.get(key)
-            if room is not None and room.pairs[known.peer].open is not None and not room.failed:
+            if room is not None and not room.pairs[known.peer].pair.source_epoch and not room.failed:
                 self._send_claim(room, room.pairs[known.peer], now_ns)
+        self._tell_failures(known, now_ns)
 
     def _choose_way(self, room: TargetRoom, pair: TargetPair, known: Peer, now_ns: int) -> bool:
         """Choose the way of a pair for good; False: the wire, on which it depends, is still being found out."""
@@ -341,10 +342,13 @@ class TargetSession(TargetPeers):
 
     def _send_claim(self, room: TargetRoom, pair: TargetPair, now_ns: int) -> None:
         known = self.peers[pair.peer]
+        if not pair.pair.source_epoch and not self._wire_allows(room, pair, now_ns):
+            return
         if pair.open is not None and not self._choose_way(room, pair, known, now_ns):
             return
         old = pair.pair
         if not old.source_epoch and pair.route is not None:
+            known.claimed(room.key, pair.way)
             self.counters[f"claims.{pair.way.name.lower()}.{pair.why.name.lower()}"] += 1
         pair.pair = PairKey(
             old.key,

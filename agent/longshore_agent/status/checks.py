@@ -8,6 +8,7 @@ import msgspec
 
 from longshore_agent.settings import Settings
 from longshore_agent.status.snapshot import AgentSnapshot, SelfTest, WorkerSnapshot, WorkerState
+from longshore_wire.allowed_wires import AllowedWires
 
 # The supervisor's loop turns at least every second; one that has not for so long hangs and is to be restarted.
 LOOP_AGE_LIMIT_S = 30.0
@@ -38,11 +39,11 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class Rules(msgspec.Struct, frozen=True):
-    """What readiness asks for. `wires` are the allowed ones; empty: any."""
+    """What readiness asks for. `wires` are those of `transfer.wires`."""
 
     backend: str
     self_test_bytes: int
-    wires: tuple[str, ...] = ()
+    wires: AllowedWires = AllowedWires()
     start_limit_s: float = 60.0
 
     @classmethod
@@ -51,7 +52,7 @@ class Rules(msgspec.Struct, frozen=True):
         return cls(
             backend=settings.backend.value,
             self_test_bytes=settings.self_test_bytes,
-            wires=tuple(wire.value for wire in settings.wires),
+            wires=settings.allowed_wires,
             start_limit_s=settings.start_limit_s,
         )
 
@@ -82,7 +83,7 @@ def _self_test(snapshot: AgentSnapshot, rules: Rules) -> Check:
     if not found:
         text = f"no self-test has ended yet; it moves {rules.self_test_bytes} bytes by {rules.backend}"
         return Check("SelfTest", False, "SelfTestPending", text)
-    verdicts = [_judge(test, rules) for test in found]
+    verdicts = [judge(test, rules) for test in found]
     return next((check for check in verdicts if check.ok), max(verdicts, key=lambda check: _PROGRESS[check.reason]))
 
 
@@ -90,7 +91,8 @@ def _self_test(snapshot: AgentSnapshot, rules: Rules) -> Check:
 _PROGRESS = {"OtherBackend": 0, "SelfTestFailed": 1, "SelfTestTooSmall": 2, "WireNotAllowed": 3, "SelfTestPassed": 4}
 
 
-def _judge(test: SelfTest, rules: Rules) -> Check:
+def judge(test: SelfTest, rules: Rules) -> Check:
+    """Return what one self-test says. The supervisor logs it."""
     if test.backend != rules.backend:
         text = f"the self-test moved bytes by {test.backend}, the backend is {rules.backend}"
         return Check("SelfTest", False, "OtherBackend", text)
@@ -99,10 +101,11 @@ def _judge(test: SelfTest, rules: Rules) -> Check:
     if test.bytes_moved < rules.self_test_bytes:
         text = f"{test.backend} has moved {test.bytes_moved} of {rules.self_test_bytes} bytes"
         return Check("SelfTest", False, "SelfTestTooSmall", text)
-    if rules.wires and test.wire not in rules.wires:
-        text = f"{test.backend} uses the wire {test.wire}, allowed are {', '.join(rules.wires)}"
-        return Check("SelfTest", False, "WireNotAllowed", text)
-    text = f"{test.backend} moved {test.bytes_moved} bytes over {test.wire} in {test.seconds:.3f} s"
+    text = f"{test.backend} moved {test.bytes_moved} bytes over {test.wire} inside this host in {test.seconds:.3f} s"
+    if fault := rules.wires.self_test_fault(test.wire):
+        return Check("SelfTest", False, "WireNotAllowed", f"{test.backend}: {fault}")
+    if not rules.wires.holds(test.wire):
+        text += f"; between peers transfer.wires allows only {rules.wires}, which is seen to where they attach"
     return Check("SelfTest", True, "SelfTestPassed", text)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from longshore_wire.agent_config import WireName
 from longshore_wire.crossover import Why
 from longshore_wire.errors import Reason
 
@@ -26,6 +27,8 @@ HALVES = ("source", "target")
 WAYS = ("staged", "contiguous", "direct", "slices")
 WHYS = tuple(why.name.lower() for why in Why)
 OUTCOMES = ("done", "failed", "cancelled")
+UNKNOWN_WIRE = "Unknown"
+WIRES = (*(wire.value for wire in WireName), UNKNOWN_WIRE)
 PEER_STATES = ("connecting", "attached", "refused", "lost")
 REASONS = tuple(reason.name.lower() for reason in Reason)
 # 10 us to 10 s: one CPU gather of a small slab is about the first, a peer that is nearly lost the last.
@@ -39,6 +42,7 @@ _DOMAINS: Mapping[str, tuple[str, ...]] = {
     "outcome": OUTCOMES,
     "reason": REASONS,
     "state": PEER_STATES,
+    "wire": WIRES,
 }
 
 
@@ -103,6 +107,13 @@ TABLE: tuple[Metric, ...] = (
     _counter("authentication_failures", "connections", (), "Peers whose key is not of this deployment."),
     _gauge("engines", "engines", ("half",), "Engine ranks that are registered."),
     _gauge("peers", "peers", ("state",), "Workers of other agents."),
+    _gauge(
+        "peer_wires",
+        "peers",
+        ("wire",),
+        "Attached peers that a transport serves, by the wire that a probe found to them.",
+    ),
+    _gauge("barred_peers", "peers", (), "Those whose wire transfer.wires does not allow: rooms with them fail."),
     _gauge("self_test_bytes", "bytes", (), "Bytes that the self-test has moved by the configured backend."),
     _counter(
         "worker_replacements",

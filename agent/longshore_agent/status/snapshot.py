@@ -197,8 +197,10 @@ class PeerStatus(msgspec.Struct, frozen=True):
 
     Attributes:
         state: one of `metric_table.PEER_STATES`.
-        wire: what bytes to it travel over, as a probe found it.
-        error: why it was refused or lost, if so.
+        wire: what a transport's bytes between the two travel over, as a probe found it.
+        error: why it was refused or lost, or why no transport may carry bytes between the two: both, the wire, the allowed
+            ones and the way out.
+        ways: of the rooms so far; with `direct` alone, no transport is used and the wire does not matter.
     """
 
     instance: str
@@ -208,6 +210,7 @@ class PeerStatus(msgspec.Struct, frozen=True):
     wire: str
     epoch: str
     error: str = ""
+    ways: tuple[str, ...] = ()
 
 
 class RingStatus(msgspec.Struct, frozen=True):

@@ -47,6 +47,7 @@ from longshore_agent.control.node_link import (
 )
 from longshore_agent.memory.neighbours import ALL_POOLS
 from longshore_agent.settings import Settings
+from longshore_agent.status import checks
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.snapshot import AgentSnapshot, InstanceStatus, SelfTest, WorkerState
 from longshore_agent.supervisor import slots
@@ -390,8 +391,8 @@ class Supervisor:
             text = f"the self-test ended with {self._self_test.returncode} and said nothing"
             self._self_test_result = SelfTest(self.settings.backend.value, "Unknown", 0, 0.0, text)
         self.metrics.set("longshore_self_test_bytes", self._self_test_result.bytes_moved)
-        if self._self_test_result.error:
-            _log.error("self-test failed: %s", self._self_test_result.error)
+        found = checks.judge(self._self_test_result, checks.Rules.of(self.settings))
+        _log.log(logging.INFO if found.ok else logging.ERROR, "%s: %s", found.reason, found.message)
         self._self_test = None
 
     # -- life ------------------------------------------------------------------------------------------------------

@@ -73,6 +73,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
             staging=Staging.ALWAYS if on_gpu else settings.staging,
             near_staging=settings.staging,
             in_place=not on_gpu,
+            wires=settings.allowed_wires.names,
             direct_slab_bytes=_DIRECT_SLAB_LANES * settings.lane_bytes if on_gpu else 0,
             crossover=crossover_file.load(settings.crossover_file),
             agent=self.agent if not on_gpu or reached_by_all(self.device) else "",

@@ -52,7 +52,7 @@ from longshore_wire.engine_messages import Half
 from longshore_wire.errors import CodecError, Reason
 from longshore_wire.peer_messages import Attach, PeerMessage, RegionInfo, RoomKey, WireFound
 from longshore_wire.plan import Way
-from longshore_wire.session import Session
+from longshore_wire.session import Peer, Session
 from longshore_wire.source_session import SourceSession
 from longshore_wire.target_session import TargetSession
 
@@ -94,6 +94,13 @@ def _make_device_transport(settings: Settings, name: str, device: Device) -> Pre
     return create(backend.value, name, device_index=device.index)
 
 
+def _over_wire(session: SourceSession, peer: PeerId) -> list[RoomKey]:
+    """Return the rooms of which a transport is to bring slabs to a peer."""
+    known = session.peers.get(peer)
+    pairs = [(key, session.rooms[key].pairs[peer]) for key in known.rooms] if known is not None else []
+    return [key for key, pair in pairs if pair.route is not None and pair.way is not Way.DIRECT]
+
+
 class Mover:
     """See the module."""
 
@@ -110,8 +117,9 @@ class Mover:
         self.unsettled = False
         self.counters: Counter[str] = Counter()
         self._spans = spans
-        self._allowed = frozenset(wire.value for wire in settings.wires)
+        self._allowed = settings.allowed_wires
         layout = config.layout
+        self._here = PeerId(config.instance, layout.parallel.dp_rank, layout.rank)
         name = f"{config.instance}.{layout.parallel.dp_rank}.{layout.rank}"
         self.device = None if config.device == "cpu" else open_device(config.device)
         if self.device is not None:
@@ -132,6 +140,7 @@ class Mover:
         self._peers: dict[str, PeerId] = {}
         self._attached: dict[_Address, Attach] = {}
         self._wires: dict[_Address, str] = {}
+        self._faults: dict[_Address, str] = {}
         self._waiting: dict[_Address, list[WriteJob]] = {}
         self._jobs: dict[tuple[Half, RoomKey], set[int]] = {}
         self._by_id: dict[int, WriteJob | ScatterJob] = {}
@@ -276,6 +285,7 @@ class Mover:
         address = (half, peer)
         self._attached.pop(address, None)
         self._wires.pop(address, None)
+        self._faults.pop(address, None)
         for job in self._waiting.pop(address, []):
             # Nobody learns the wire to it any more: its rooms end when the last of their slabs is answered.
             self.results.put(WriteResult(job, "", dropped=True, notify=False))
@@ -291,6 +301,12 @@ class Mover:
     def wire(self, half: Half, peer: PeerId) -> str:
         """Return what bytes to a peer travel over, as far as it is known."""
         return self._wires.get((half, peer), Wire.UNKNOWN.value)
+
+    def wire_fault(self, half: Half, known: Peer) -> str:
+        """Return why no transport may carry bytes between a peer and this worker; empty: one may, or nothing is known yet."""
+        if half is Half.SOURCE:
+            return self._faults.get((half, known.peer), "")
+        return self._allowed.fault(known.wire, known.peer, self._here) if known.wire_epoch == known.epoch else ""
 
     def notices(self) -> list[tuple[PeerId, PeerMessage]]:
         """Return the notices of arrival that the transport has; what is none is counted and dropped."""
@@ -316,7 +332,7 @@ class Mover:
             text = f"the transport does not know rank {effect.peer.rank} of {effect.peer.instance}"
             session.write_failed(effect.peer, effect.pair, effect.slab, text, now_ns)
             return
-        if forbidden := self._forbidden(address):
+        if effect.way is not Way.DIRECT and (forbidden := self._faults.get(address)):
             session.cancel(effect.pair.key, Reason.WIRE_NOT_ALLOWED, forbidden, now_ns)
             session.write_failed(effect.peer, effect.pair, effect.slab, forbidden, now_ns)
             return
@@ -446,13 +462,6 @@ class Mover:
             self.metrics.observe("longshore_stage_seconds", (now_ns - job.landed_ns) / 1e9, stage="deliver")
         session.scatter_done(effect.peer, effect.pair, effect.slab, effect.payload_bytes, now_ns)
 
-    def _forbidden(self, address: _Address) -> str:
-        """Return why bytes may not travel to a peer; empty: they may, or the wire is not known yet."""
-        wire = self._wires.get(address)
-        if not self._allowed or wire is None or wire in self._allowed:
-            return ""
-        return f"bytes to rank {address[1].rank} travel over {wire}, and transfer.wires allows {sorted(self._allowed)}"
-
     def _probed(self, result: ProbeResult, session: SourceSession, now_ns: int) -> list[tuple[PeerId, PeerMessage]]:
         job = result.job
         address = (Half.SOURCE, job.peer)
@@ -462,9 +471,10 @@ class Mover:
         if attach is None or attach.epoch != job.epoch or self.lanes is None:
             return []
         self._wires[address] = result.wire
-        forbidden = self._forbidden(address)
+        forbidden = self._faults[address] = self._allowed.fault(result.wire, self._here, job.peer, result.error)
         if forbidden:
-            session.refuse(job.peer, Reason.WIRE_NOT_ALLOWED, result.error or forbidden, now_ns)
+            for key in _over_wire(session, job.peer):
+                session.cancel(key, Reason.WIRE_NOT_ALLOWED, forbidden, now_ns)
         for waiting in self._waiting.pop(address, []):
             waiting.cancelled = waiting.cancelled or bool(forbidden)
             self.lanes.put(waiting)

@@ -67,7 +67,7 @@ class WorkerPace:
 
     def notices(self, now_ns: int) -> list[tuple[PeerId, PeerMessage]]:
         """Drive the transport where bytes are due; return what it tells of."""
-        if self._target is None or not self._looks_for_notices(self._target):
+        if self._target is None or not self._looks_for_notices(self._target, now_ns):
             self._quiet_turns = 0
             return []
         if now_ns < self._look_again_ns:
@@ -95,13 +95,19 @@ class WorkerPace:
         hot = now_ns - self._news_ns < _HOT_NS
         if self._mover.driven:
             wait_ms = 0 if hot else min(wait_ms, 1)
-        if self._target is not None and self._looks_for_notices(self._target):
+        if self._target is not None and self._looks_for_notices(self._target, now_ns):
             wires = {peer.wire for peer in self._target.peers.values()}
             if wires & DRIVEN_WIRES or (hot and wires & SWIFT_WIRES):
                 return 0
             wait_ms = min(wait_ms, 1 if self._quiet_turns < _NOTICE_SLOWER_AFTER else _NOTICE_POLL_MS_MAX)
         return wait_ms
 
-    def _looks_for_notices(self, target: TargetSession) -> bool:
-        """Whether bytes are due that the transport itself tells of; elsewhere a control message wakes this thread."""
-        return self._mover.transport.notifies and target.expects_bytes
+    def _looks_for_notices(self, target: TargetSession, now_ns: int) -> bool:
+        """Whether bytes are due that the transport itself tells of; elsewhere a control message wakes this thread.
+
+        So are those of a source's probe, also where no room needs the wire: until it ends, nothing else leaves that source.
+        """
+        return self._mover.transport.notifies and (
+            target.expects_bytes
+            or any(now_ns < peer.wire_due_ns and peer.wire_epoch != peer.epoch for peer in target.peers.values())
+        )

@@ -6,6 +6,7 @@ Called by the worker's control thread, which gathers its parts for it. Changes n
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -16,6 +17,7 @@ from longshore_agent.control.engine_link import EngineLink
 from longshore_agent.control.peer_net import PeerNet
 from longshore_agent.path.admit import Desk
 from longshore_agent.path.finish import count_peers, count_refused, count_ring, count_session, peer_state
+from longshore_agent.status.metric_table import UNKNOWN_WIRE, WIRES
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.snapshot import (
     ENDED_ROOMS_LISTED_MAX,
@@ -34,11 +36,13 @@ from longshore_agent.status.snapshot import (
 from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.worker.config import WorkerConfig
 from longshore_agent.worker.moving import Mover
+from longshore_wire.allowed_wires import needs_wire
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason
 from longshore_wire.peer_messages import RoomKey
+from longshore_wire.plan import Way
 from longshore_wire.room import SourcePair, SourceRoom, TargetPair, TargetRoom
-from longshore_wire.session import Ended, Session
+from longshore_wire.session import Ended, Peer, PeerState, Session
 from longshore_wire.target_session import TargetSession
 
 # The way of a pair of ranks between which nothing is to move.
@@ -70,6 +74,8 @@ def encode_snapshot(worker: WorkerParts, room: int | None, now_ns: int) -> bytes
     """Return an encoded WorkerSnapshot; `room` is the one whose spans are wanted."""
     _count(worker)
     config = worker.config
+    peers = tuple(_peers(worker))
+    _count_wires(worker.metrics, peers)
     ring = worker.target.granter.ring if worker.target is not None else None
     snapshot = WorkerSnapshot(
         worker=config.name,
@@ -78,7 +84,7 @@ def encode_snapshot(worker: WorkerParts, room: int | None, now_ns: int) -> bytes
         state=WorkerState.READY,
         state_age_s=(now_ns - worker.started_ns) / 1e9,
         engines=_engines(worker),
-        peers=tuple(_peers(worker)),
+        peers=peers,
         ring=RingStatus(ring.capacity_bytes, ring.used_bytes, ring.held_bytes, ring.rounds)
         if ring is not None
         else None,
@@ -126,10 +132,36 @@ def _engines(worker: WorkerParts) -> tuple[EngineStatus, ...]:
 def _peers(worker: WorkerParts) -> Iterable[PeerStatus]:
     for half, session in worker.sessions.items():
         for peer in session.peers.values():
-            wire = worker.mover.wire(half, peer.peer) if half is Half.SOURCE else peer.wire
             yield PeerStatus(
-                peer.peer.instance, peer.peer.dp_rank, peer.peer.rank, peer_state(peer.state), wire, str(peer.epoch)
+                peer.peer.instance,
+                peer.peer.dp_rank,
+                peer.peer.rank,
+                peer_state(peer.state),
+                _wire(worker, half, peer),
+                str(peer.epoch),
+                error=_trouble(worker, half, peer),
+                ways=tuple(sorted(way.name.lower() for way in peer.ways)),
             )
+
+
+def _count_wires(metrics: Metrics, peers: Sequence[PeerStatus]) -> None:
+    attached = peer_state(PeerState.ATTACHED)
+    served = [peer for peer in peers if peer.state == attached and peer.ways != (Way.DIRECT.name.lower(),)]
+    # A wire's name that a peer has told may be any text.
+    counts = Counter(peer.wire if peer.wire in WIRES else UNKNOWN_WIRE for peer in served)
+    for wire in WIRES:
+        metrics.set("longshore_peer_wires", counts[wire], wire=wire)
+    metrics.set("longshore_barred_peers", sum(peer.error != "" for peer in served))
+
+
+def _trouble(worker: WorkerParts, half: Half, peer: Peer) -> str:
+    if peer.state in (PeerState.REFUSED, PeerState.LOST):
+        return peer.trouble
+    return worker.mover.wire_fault(half, peer) if needs_wire(peer.ways) else ""
+
+
+def _wire(worker: WorkerParts, half: Half, peer: Peer) -> str:
+    return worker.mover.wire(half, peer.peer) if half is Half.SOURCE else peer.wire
 
 
 def _open_rooms(worker: WorkerParts, room: int | None, now_ns: int) -> Iterable[RoomStatus]:

@@ -19,7 +19,11 @@ SILENT = "does not answer"
 
 @dataclass(frozen=True)
 class Row:
-    """One agent at one moment. Rates are of the time since the last look."""
+    """One agent at one moment. Rates are of the time since the last look.
+
+    Attributes:
+        refusals: why rooms with a peer fail, as the agent says: it is lost, refused, or reached over a wire that is not allowed.
+    """
 
     name: str
     engines: str
@@ -28,6 +32,7 @@ class Row:
     rooms_done: int
     rooms_failed: int
     sent_gb_per_s: float
+    refusals: tuple[str, ...] = ()
 
     def cells(self) -> list[str]:
         """Return what the table shows."""
@@ -75,6 +80,7 @@ class Looker:
             int(outcomes.get("done", 0)),
             int(outcomes.get("failed", 0)),
             rate,
+            tuple(sorted({peer["error"] for worker in status["workers"] for peer in worker["peers"]} - {""})),
         )
 
 
@@ -124,12 +130,23 @@ def watch(looker: Looker, until_s: float | None) -> None:
         _draw(looker, until_s)
         return
     last: list[list[str]] = []
+    told: set[str] = set()
     while until_s is None or time.monotonic() < until_s:
-        cells = [row.cells() for row in looker.rows()]
+        rows = looker.rows()
+        for text in refusals(rows):
+            if text not in told:
+                print(text, flush=True)
+        told = set(refusals(rows))
+        cells = [row.cells() for row in rows]
         if cells != last:
             print("; ".join(f"{each[0]}: {_told(each)}" for each in cells), flush=True)
             last = cells
         time.sleep(_pause(_LINE_S, until_s))
+
+
+def refusals(rows: list[Row]) -> list[str]:
+    """Return what rows say of peers whose rooms fail: both ends of a pair say the same, it stands there once."""
+    return sorted({text for row in rows for text in row.refusals})
 
 
 def _told(cells: list[str]) -> str:
@@ -145,8 +162,10 @@ def _draw(looker: Looker, until_s: float | None) -> None:
         made = Table()
         for index, name in enumerate(HEADER):
             made.add_column(name, justify="left" if index < 2 else "right")  # noqa: PLR2004
-        for row in looker.rows():
+        rows = looker.rows()
+        for row in rows:
             made.add_row(*row.cells())
+        made.caption = "\n".join(refusals(rows)) or None
         return made
 
     with Live(table(), auto_refresh=False) as live:

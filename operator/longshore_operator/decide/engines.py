@@ -22,6 +22,8 @@ PREFILL, DECODE = "source", "target"
 _ROLE_NAMES = {PREFILL: "prefill", DECODE: "decode"}
 # What an agent calls a wire that it has not found out.
 _WIRES_NOT_FOUND = frozenset({"", "Unknown", "unknown"})
+# What it calls the way between engines of its own, on which no transport takes part.
+_DIRECT = "direct"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class Connections:
         found = {
             peer.wire
             for _, worker, peer in self.peers
-            if peer.wire not in _WIRES_NOT_FOUND and any(half in engine.roles for engine in worker.engines)
+            if _known(peer) and _uses_wire(peer) and any(half in engine.roles for engine in worker.engines)
         }
         return ", ".join(sorted(found))
 
@@ -134,7 +136,7 @@ def _told(expected: int | None) -> str:
 
 def _attached(found: Connections) -> Verdict:
     bad = [
-        f"{worker.worker} on {node}: {_name(peer)} is {peer.state}"
+        f"{worker.worker} on {node}: {_name(peer)} is {peer.state}{f' ({peer.error})' if peer.error else ''}"
         for node, worker, peer in found.peers
         if peer.state in {"lost", "refused"}
     ]
@@ -154,25 +156,39 @@ def _attached(found: Connections) -> Verdict:
 
 def _verified(found: Connections, allowed: set[str]) -> Verdict:
     attached = [(node, worker, peer) for node, worker, peer in found.peers if peer.state == "attached"]
+    over_wires = [(node, worker, peer) for node, worker, peer in attached if _uses_wire(peer)]
     bad = [
-        f"{worker.worker} on {node} to {_name(peer)}: {peer.wire}"
-        for node, worker, peer in attached
-        if allowed and peer.wire not in allowed | _WIRES_NOT_FOUND
+        (f"{worker.worker} on {node} to {_name(peer)}: {peer.wire}", peer)
+        for node, worker, peer in over_wires
+        if allowed and peer.wire not in allowed and (_known(peer) or peer.error)
     ]
     if bad:
-        return verdict(_WIRES, "WireNotAllowed", f"{some(bad)}; allowed: {some(allowed)}")
-    unknown = [
-        f"{worker.worker} on {node} to {_name(peer)}"
-        for node, worker, peer in attached
-        if peer.wire in _WIRES_NOT_FOUND
-    ]
+        named = sorted({peer.wire for _, peer in bad if _known(peer)})
+        way_out = f"allow {' and '.join(named)} too" if named else "leave the list empty to allow any"
+        text = (
+            f"{some(line for line, _ in bad)}; spec.transfer.wires allows only {some(allowed)}: rooms of these fail. "
+        )
+        text += f"Make an allowed wire reachable for both agents (its NIC or GPUs), or {way_out}"
+        return verdict(_WIRES, "WireNotAllowed", text)
+    unknown = [f"{worker.worker} on {node} to {_name(peer)}" for node, worker, peer in over_wires if not _known(peer)]
     if unknown:
         return verdict(_WIRES, "WireUnknown", some(unknown))
     if found.silent:
         return verdict(_WIRES, "AgentSilent", _silence(found))
     if not attached:
         return verdict(_WIRES, "NoPeers", "no peer is attached yet")
-    return verdict(_WIRES, "WireVerified", some({peer.wire for _, _, peer in attached}))
+    if not over_wires:
+        return verdict(_WIRES, "WireVerified", "none is used: engines of one agent copy directly")
+    return verdict(_WIRES, "WireVerified", some({peer.wire for _, _, peer in over_wires}))
+
+
+def _known(peer: Peer) -> bool:
+    return peer.wire not in _WIRES_NOT_FOUND
+
+
+def _uses_wire(peer: Peer) -> bool:
+    """Whether a transport serves a peer: rooms that go `direct` need none, and until there was one it may."""
+    return set(peer.ways) != {_DIRECT}
 
 
 def _name(peer: Peer) -> str:

@@ -1,0 +1,119 @@
+"""The list of allowed wires at a decode core: nothing is claimed over a wire before it is known to be on the list, or if it is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from longshore_wire.claims import Wanted
+from longshore_wire.effects import PeerId, RoomEnded, RoomReleased, SessionConfig
+from longshore_wire.engine_messages import Endpoint, Half, RankAddress
+from longshore_wire.errors import Reason
+from longshore_wire.layout import KVLayout, ModelShape, Parallel
+from longshore_wire.peer_messages import PROTOCOL_VERSION, Abort, Attach, Claim, Pong, RegionInfo, RoomKey, WireFound
+from longshore_wire.plan import Way
+from longshore_wire.target_peers import WIRE_WAIT_NS
+from longshore_wire.target_session import TargetSession
+
+MODEL = ModelShape(2, 4, 16, 2)
+WHOLE, HALVES = KVLayout(MODEL, Parallel(), 16), KVLayout(MODEL, Parallel(2), 16)
+FIRST, SECOND = PeerId("P", 0, 0), PeerId("P", 0, 1)
+NOW_NS = 1_000_000_000
+
+
+class Scene:
+    """A decode core that allows RDMA and NVLink, and two ranks of a prefill instance that have attached."""
+
+    def __init__(self) -> None:
+        config = SessionConfig(
+            "d", "D", 1, WHOLE, backend="NIXL", ring_bytes=1 << 20, wires=("RDMA", "NVLink"), agent="here"
+        )
+        self.core = TargetSession(config, now_ns=0)
+        self.core.describe(b"", None, {}, RegionInfo(4096, 4096))
+        self.ended: dict[int, RoomEnded] = {}
+        self.released: set[int] = set()
+        self.claim(1)
+        for peer in (FIRST, SECOND):
+            said = Attach(PROTOCOL_VERSION, "d", "P", 7, HALVES.at(peer.rank), "NIXL", b"", None, (), 1 << 20)
+            self.core.receive(peer, said, NOW_NS)
+
+    def claim(self, room: int, agent: str = "elsewhere") -> None:
+        ranks = tuple(RankAddress(rank, f"h:{rank}", 7) for rank in range(2))
+        wanted = Wanted(RoomKey("P", room, 0), Endpoint("P", HALVES, ranks, agent=agent), 0, 4, 1, bytes(4))
+        self.core.claim(wanted, NOW_NS)
+
+    def found(self, peer: PeerId, wire: str) -> None:
+        self.core.receive(peer, WireFound(7, 1, wire), NOW_NS)
+
+    def said(self, kind: type) -> list[tuple[int, int]]:
+        """(room, source rank) of the messages of one kind that leave now, in order and each once."""
+        for effect in self.core.take_effects():
+            if isinstance(effect, RoomEnded):
+                self.ended[effect.key.room] = effect
+            elif isinstance(effect, RoomReleased):
+                self.released.add(effect.key.room)
+        sent = [
+            (message.pair.key.room, peer.rank) for peer, message in self.core.take_outbox() if isinstance(message, kind)
+        ]
+        return list(dict.fromkeys(sent))
+
+
+def test_a_room_is_claimed_over_each_wire_once_that_is_known_to_be_allowed():
+    scene = Scene()
+    assert scene.said(Claim) == []
+    scene.found(SECOND, "NVLink")
+    assert scene.said(Claim) == [(1, 1)]
+    scene.found(FIRST, "RDMA")
+    assert scene.said(Claim) == [(1, 0)]
+    scene.claim(2)
+    assert scene.said(Claim) == [(2, 0), (2, 1)]
+
+
+@pytest.mark.parametrize("wire", ["TCP", "Unknown", "a wire that nobody knows"])
+def test_a_room_over_another_wire_fails_before_a_byte_is_asked_for_and_its_source_is_told(wire):
+    scene = Scene()
+    scene.found(FIRST, wire)
+    assert scene.said(Abort) == [(1, 0)]
+    assert scene.ended[1].reason is Reason.WIRE_NOT_ALLOWED
+    assert "prefill P rank 0 reaches decode D rank 0" in scene.ended[1].text
+    assert "allows only NVLink, RDMA" in scene.ended[1].text
+    # Neither is one that comes later, and neither keeps its pages.
+    scene.claim(2)
+    assert scene.said(Claim) == []
+    assert scene.ended[2].reason is Reason.WIRE_NOT_ALLOWED
+    assert scene.released == {1, 2}
+    assert scene.core.rooms == {}
+    assert all(not peer.rooms for peer in scene.core.peers.values())
+
+
+def test_a_source_that_was_claimed_before_the_wire_to_its_sibling_was_known_is_told_to_stop():
+    scene = Scene()
+    scene.found(SECOND, "RDMA")
+    scene.said(Claim)
+    scene.found(FIRST, "TCP")
+    assert scene.said(Abort) == [(1, 1)]
+    # Until it has, it may write the pages.
+    assert scene.ended[1].reason is Reason.WIRE_NOT_ALLOWED
+    assert scene.core.rooms[RoomKey("P", 1, 0)].pairs[SECOND].confirmed is False
+
+
+def test_a_wire_that_nobody_tells_of_is_none_that_is_allowed():
+    scene = Scene()
+    for peer in (FIRST, SECOND):
+        scene.core.receive(peer, Pong(7), NOW_NS + WIRE_WAIT_NS - 2)
+    scene.core.tick(NOW_NS + WIRE_WAIT_NS - 1)
+    assert scene.said(Claim) == []
+    assert scene.ended == {}
+    scene.core.tick(NOW_NS + WIRE_WAIT_NS)
+    assert scene.said(Claim) == []
+    assert scene.ended[1].reason is Reason.WIRE_NOT_ALLOWED
+
+
+def test_a_room_that_goes_directly_waits_for_no_wire_and_is_held_to_no_list():
+    scene = Scene()
+    scene.claim(2, agent="here")
+    assert scene.said(Claim) == [(2, 0), (2, 1)]
+    scene.found(FIRST, "TCP")
+    scene.said(Claim)
+    assert set(scene.ended) == {1}
+    assert {pair.way for pair in scene.core.rooms[RoomKey("P", 2, 0)].pairs.values()} == {Way.DIRECT}
+    assert scene.ended[1].half is Half.TARGET
