@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from longshore_cli import bench, demo, up
@@ -16,6 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="longshore", description="Moves the KV cache of language models between GPUs of unequal layouts."
     )
+    parser.add_argument("--version", action="version", version=f"longshore {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     one = commands.add_parser(
         "demo", help="move KV between unequal layouts on this machine and compare every byte and token"
@@ -34,6 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     status: int = chosen.run(chosen)
     return status
+
+
+def _version() -> str:
+    try:
+        return version("longshore")
+    except PackageNotFoundError:
+        return "of a tree that is not installed"
 
 
 def _keys(arguments: argparse.Namespace) -> int:
