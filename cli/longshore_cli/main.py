@@ -51,7 +51,8 @@ def _keys(arguments: argparse.Namespace) -> int:
     except LocalAgentError as error:
         print(f"longshore keys: {error}", file=sys.stderr)
         return 1
-    print(f"keys are in {arguments.directory}: give agents LONGSHORE_KEYS_DIRECTORY={arguments.directory}")
+    directory = arguments.directory.resolve()
+    print(f"keys are in {directory}: give agents LONGSHORE_KEYS_DIRECTORY={directory}")
     return 0
 
 

@@ -54,3 +54,9 @@ def test_the_version_is_told(capsys) -> None:
         main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out.startswith("longshore 0.")
+
+
+def test_the_keys_directory_is_told_as_agents_need_it_wherever_they_are_started(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["keys", "mine"]) == 0
+    assert f"LONGSHORE_KEYS_DIRECTORY={tmp_path.resolve()}/mine" in capsys.readouterr().out
