@@ -6,10 +6,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 from longshore_cli import bench, demo, up
 from longshore_cli.local_agents import LocalAgentError, make_keys
+
+# Every command starts agents, or a program of theirs; a plain installation is for engines and has none of these.
+_AGENT_MODULES = ("fastapi", "numpy", "uvicorn", "zmq")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,6 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     three.add_argument("directory", type=Path, metavar="DIR", help="where `curve.json` is written")
     three.set_defaults(run=_keys)
     chosen = parser.parse_args(arguments)
+    missing = [name for name in _AGENT_MODULES if find_spec(name) is None]
+    if missing:
+        print(
+            f"longshore {chosen.command}: {', '.join(missing)} cannot be imported: install longshore[agent,cli] and a transport, "
+            "[nixl] or [mooncake]",
+            file=sys.stderr,
+        )
+        return 2
     status: int = chosen.run(chosen)
     return status
 

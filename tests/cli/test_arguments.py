@@ -60,3 +60,12 @@ def test_the_keys_directory_is_told_as_agents_need_it_wherever_they_are_started(
     monkeypatch.chdir(tmp_path)
     assert main(["keys", "mine"]) == 0
     assert f"LONGSHORE_KEYS_DIRECTORY={tmp_path.resolve()}/mine" in capsys.readouterr().out
+
+
+def test_an_installation_for_engines_says_what_the_commands_need_beside_it(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("longshore_cli.main._AGENT_MODULES", ("zmq", "not_there_at_all"))
+    assert main(["keys", str(tmp_path / "keys")]) == 2
+    assert capsys.readouterr().err.startswith(
+        "longshore keys: not_there_at_all cannot be imported: install longshore[agent,cli] and a transport"
+    )
+    assert not (tmp_path / "keys").exists()

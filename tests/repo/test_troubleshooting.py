@@ -9,7 +9,7 @@ from tree_of_files import ROOT, modules
 PAGE = ROOT / "docs" / "troubleshooting.md"
 # Said by the system or about it, not by our code.
 OTHERS = {"No such file or directory", "Connection refused", "No space left on device", "way", "TCP"}
-PACKAGES = ("wire/", "client/", "agent/", "cli/")
+PACKAGES = ("wire/", "client/", "agent/", "operator/", "cli/")
 
 
 def quoted() -> list[str]:
