@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from longshore_agent.reception import Reception
 from longshore_agent.settings import Settings
+from longshore_agent.supervisor.reception import Reception
 from longshore_client import Half, KVLayout, LayoutError, ModelShape, PageOrder, Parallel
 from longshore_wire import manifest
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Hello
