@@ -34,8 +34,9 @@ from longshore_agent.memory.staging import StagingBuffer
 from longshore_agent.path.deliver import finish
 from longshore_agent.settings import Settings
 from longshore_agent.transports import BACKENDS, create
+from longshore_agent.transports.answers import own_output, say
 from longshore_agent.transports.base import PreparingTransport
-from longshore_agent.transports.rate import checksum, process_clock, say
+from longshore_agent.transports.rate import checksum, process_clock
 from longshore_wire.layout import KVLayout, ModelShape, Parallel, PlaneGeometry, PoolGeometry
 from longshore_wire.plan import Pair, Staging, plan
 from longshore_wire.slabs import SlabGrid, region_bytes, slab_limit_bytes, slab_units
@@ -142,14 +143,14 @@ class Source(Rank):
         self._queue: queue.SimpleQueue[tuple[Pair, SlabGrid, int]] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[str] = queue.SimpleQueue()
 
-    def serve(self) -> None:
-        """Obey the conductor until the input ends."""
-        say(sys.stdout.buffer, _Hello(self.transport.metadata()))
+    def serve(self, out: IO[bytes]) -> None:
+        """Obey the conductor until the input ends; answer to `out`."""
+        say(out, _Hello(self.transport.metadata()))
         self._targets = [_heard(sys.stdin.buffer, _Hello) for _ in range(self.scene.target_tp)]
         self._names = [self.transport.connect(target.metadata) for target in self._targets]
         for index, buffer in enumerate(self._buffers):
             threading.Thread(target=self._lane, args=(buffer,), name=f"lane-{index}", daemon=True).start()
-        say(sys.stdout.buffer, _Sum(0))
+        say(out, _Sum(0))
         while (line := sys.stdin.buffer.readline()) != b"":
             tokens = msgspec.json.decode(line, type=Request).tokens
             grids = [self.scene.grid(pair, tokens) for pair in self.pairs]
@@ -161,9 +162,9 @@ class Source(Rank):
             errors = [self._done.get() for grid in grids for _ in range(grid.count)]
             if any(errors):
                 raise TransportError(next(error for error in errors if error))
-            say(sys.stdout.buffer, _Sum(0))
+            say(out, _Sum(0))
             sys.stdin.buffer.readline()
-            say(sys.stdout.buffer, _Sum(sum(self._sent(pair, tokens) for pair in self.pairs)))
+            say(out, _Sum(sum(self._sent(pair, tokens) for pair in self.pairs)))
 
     def _sent(self, pair: Pair, tokens: int) -> int:
         """Return the wrapped sum of the words of what a pair moves."""
@@ -212,28 +213,28 @@ class Target(Rank):
         self._landed: queue.SimpleQueue[tuple[Pair, SlabGrid, int]] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
 
-    def serve(self) -> None:
-        """Obey the conductor until the input ends."""
-        say(sys.stdout.buffer, _Hello(self.transport.metadata(), self._ring.address, self._door.getsockname()))
+    def serve(self, out: IO[bytes]) -> None:
+        """Obey the conductor until the input ends; answer to `out`."""
+        say(out, _Hello(self.transport.metadata(), self._ring.address, self._door.getsockname()))
         for _ in range(self.scene.source_tp):
             self.transport.connect(_heard(sys.stdin.buffer, _Hello).metadata)
         for index in range(_SIZES.scatter_threads):
             threading.Thread(target=self._scatter, name=f"scatter-{index}", daemon=True).start()
-        say(sys.stdout.buffer, _Sum(0))
+        say(out, _Sum(0))
         while (line := sys.stdin.buffer.readline()) != b"":
             tokens = msgspec.json.decode(line, type=Request).tokens
             grids = {rank: self.scene.grid(pair, tokens) for rank, pair in self.pairs.items()}
             count = sum(grid.count for grid in grids.values())
             self._door.settimeout(_DRIVE_PAUSE_S)
-            say(sys.stdout.buffer, _Sum(0))
+            say(out, _Sum(0))
             for _ in range(count):
                 rank, slab = self._next_landed()
                 self._landed.put((self.pairs[rank], grids[rank], slab))
             for _ in range(count):
                 self._done.get()
-            say(sys.stdout.buffer, _Sum(0))
+            say(out, _Sum(0))
             sys.stdin.buffer.readline()
-            say(sys.stdout.buffer, _Sum(checksum(self.memory)))
+            say(out, _Sum(checksum(self.memory)))
             self.memory[:] = 0
 
     def _next_landed(self) -> tuple[int, int]:
@@ -354,17 +355,18 @@ def main() -> int:
     parser.add_argument("--source", type=int, help="be this prefill rank")
     parser.add_argument("--target", type=int, help="be this decode rank")
     options = parser.parse_args()
+    out = own_output()
     scene = msgspec.json.decode(options.scene, type=Scene)
     if options.source is not None:
-        Source(scene, options.source).serve()
+        Source(scene, options.source).serve(out)
         return 0
     if options.target is not None:
-        Target(scene, options.target).serve()
+        Target(scene, options.target).serve(out)
         return 0
     conductor = Conductor(scene)
     try:
         while (line := sys.stdin.buffer.readline()) != b"":
-            say(sys.stdout.buffer, conductor.measure(msgspec.json.decode(line, type=Request)))
+            say(out, conductor.measure(msgspec.json.decode(line, type=Request)))
     finally:
         conductor.close()
     return 0

@@ -13,12 +13,14 @@ from pathlib import Path
 import msgspec
 
 from longshore_agent import crossover_file
+from longshore_agent.control import curve
 from longshore_agent.settings import Settings, variable
 from longshore_agent.status.app import create_app
 from longshore_agent.status.checks import Rules
 from longshore_agent.status.plans import PlanDefaults
 from longshore_agent.status.server import serve
 from longshore_agent.supervisor.loop import Supervisor
+from longshore_agent.transports.loopback_faults import parse_faults
 from longshore_wire.agent_config import AgentConfig, load
 from longshore_wire.errors import ConfigError, LongshoreError
 
@@ -52,14 +54,66 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _read(path: Path | None) -> tuple[Settings, AgentConfig | None]:
+    """Return what the file and the environment say. Raises ConfigError with the faults of both."""
     named = path or (Path(os.environ[variable("config_file")]) if os.environ.get(variable("config_file")) else None)
-    if named is None:
-        return Settings.from_environment(os.environ), None
+    config, faults = None, []
+    if named is not None:
+        try:
+            config = load(named.read_bytes())
+        except OSError as error:
+            faults.append(f"{variable('config_file')}: {named}: {error.strerror}")
+        except ConfigError as error:
+            faults += [f"{named}: {fault}" for fault in error.faults]
+    settings = Settings()
     try:
-        config = load(named.read_bytes())
-    except OSError as error:
-        raise ConfigError([f"{named}: {error.strerror}"]) from error
-    return Settings.from_environment(os.environ, base=Settings.from_config(config)), config
+        base = None if config is None else Settings.from_config(config)
+        settings = Settings.from_environment(os.environ, base=base)
+    except ConfigError as error:
+        faults += error.faults
+    if faults:
+        raise ConfigError(faults)
+    _check_named(settings)
+    return settings, config
+
+
+def _check_named(settings: Settings) -> None:
+    """Raise ConfigError with every fault of what settings name: an agent must not be ready that can serve no engine."""
+
+    def keys() -> None:
+        if settings.keys_directory:
+            curve.read_ring(Path(settings.keys_directory))
+
+    def directory() -> None:
+        Path(settings.run_directory).mkdir(mode=0o750, parents=True, exist_ok=True)
+
+    faults: list[str] = []
+    for name, check in (
+        ("run_directory", directory),
+        ("keys_directory", keys),
+        ("http_token_file", lambda: _token(settings)),
+        ("crossover_file", lambda: crossover_file.load(settings.crossover_file)),
+        ("loopback_faults", lambda: parse_faults(settings.loopback_faults)),
+    ):
+        try:
+            check()
+        except OSError as error:
+            faults.append(f"{variable(name)}: {getattr(settings, name)}: {error.strerror}")
+        except ConfigError as error:
+            faults += [f"{variable(name)}: {fault}" for fault in error.faults]
+        except LongshoreError as error:
+            faults.append(str(error))
+    if faults:
+        raise ConfigError(faults)
+
+
+def _token(settings: Settings) -> str:
+    """Return the token that HTTP asks for; empty: none. Raises OSError, or ConfigError: an empty file would ask for none."""
+    if not settings.http_token_file:
+        return ""
+    found = Path(settings.http_token_file).read_text().strip()
+    if not found:
+        raise ConfigError([f"{settings.http_token_file} is empty: write the token into it, or name no file"])
+    return found
 
 
 def _serve(settings: Settings, config: AgentConfig | None) -> int:
@@ -67,7 +121,6 @@ def _serve(settings: Settings, config: AgentConfig | None) -> int:
         level=settings.log_level.value.upper(), format="%(asctime)s agent %(levelname)s %(message)s", stream=sys.stderr
     )
     defaults = PlanDefaults.of(settings, crossover_file.load(settings.crossover_file))
-    token = Path(settings.http_token_file).read_text().strip() if settings.http_token_file else ""
     supervisor = Supervisor(settings, config)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: supervisor.stop())
@@ -75,7 +128,7 @@ def _serve(settings: Settings, config: AgentConfig | None) -> int:
         create_app(supervisor, Rules.of(settings), defaults),
         settings.bind_host,
         settings.http_port,
-        token=token,
+        token=_token(settings),
         certificate_file=settings.http_certificate_file,
         key_file=settings.http_key_file,
     )

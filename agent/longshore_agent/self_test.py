@@ -20,6 +20,7 @@ from longshore_agent.errors import TransportError
 from longshore_agent.settings import Settings
 from longshore_agent.status.snapshot import SelfTest
 from longshore_agent.transports import create
+from longshore_agent.transports.answers import own_output, say
 from longshore_agent.transports.base import PreparingTransport, WriteState
 from longshore_wire.errors import LongshoreError
 
@@ -126,11 +127,9 @@ def main() -> int:
         link.settimeout(LIMIT_S)
         _receive(settings, link)
         return 0
-    # Transports' libraries print warnings to standard output, when the machine is busy for example: they go to the log.
-    answers = os.dup(sys.stdout.fileno())
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    out = own_output()
     result = run(settings)
-    os.write(answers, msgspec.json.encode(result) + b"\n")
+    say(out, result)
     return 1 if result.error else 0
 
 

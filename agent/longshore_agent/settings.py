@@ -419,7 +419,7 @@ def _raise(settings: Settings, faults: Mapping[str, str]) -> None:
 
 
 def _shown(value: object) -> str:
-    return str(value.value if isinstance(value, Enum) else value)
+    return str(value.value if isinstance(value, Enum) else value) or "empty"
 
 
 def _too_small(needed_bytes: int) -> str:

@@ -128,7 +128,7 @@ class LocalAgent:
         said = "it does not serve yet"
         while time.monotonic() < deadline_s:
             if self._process.poll() is not None:
-                raise LocalAgentError(f"the agent ended with {self._process.returncode}:\n{self.log_tail()}")
+                raise LocalAgentError(self._ended())
             try:
                 status, body = self._get("/readyz")
                 if status == _OK:
@@ -137,7 +137,13 @@ class LocalAgent:
             except (OSError, http.client.HTTPException):
                 pass  # No state file or no listener yet: look again.
             time.sleep(_LOOK_S)
-        raise LocalAgentError(f"the agent is not ready after {timeout_s:.0f} s: {said}\n{self.log_tail()}")
+        where = f"the agent in {self.directory}"
+        raise LocalAgentError(f"{where} is not ready after {timeout_s:.0f} s: {said}\n{self.log_tail()}")
+
+    def _ended(self) -> str:
+        """Say where and how the agent ended, and its last words."""
+        assert self._process is not None
+        return f"the agent in {self.directory} ended with {self._process.returncode}:\n{self.log_tail()}"
 
     def get(self, path: str) -> Any:
         """Return the decoded JSON of a page.
@@ -189,7 +195,9 @@ class LocalAgent:
         try:
             status, body = self._get(path)
         except (OSError, http.client.HTTPException) as error:
-            raise LocalAgentError(f"GET {path}: {error}\n{self.log_tail()}") from error
+            if self._process is not None and not self.running:
+                raise LocalAgentError(self._ended()) from error
+            raise LocalAgentError(f"the agent in {self.directory}: GET {path}: {error}\n{self.log_tail()}") from error
         if status != _OK:
             raise LocalAgentError(f"GET {path}: {status} {body.decode(errors='replace')}")
         return body

@@ -5,10 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 from longshore_cli import bench, demo, up
 from longshore_cli.local_agents import LocalAgentError, make_keys
+
+# Every command starts agents, or a program of theirs; a plain installation is for engines and has none of these.
+_AGENT_MODULES = ("fastapi", "numpy", "uvicorn", "zmq")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -16,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="longshore", description="Moves the KV cache of language models between GPUs of unequal layouts."
     )
+    parser.add_argument("--version", action="version", version=f"longshore {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     one = commands.add_parser(
         "demo", help="move KV between unequal layouts on this machine and compare every byte and token"
@@ -32,8 +38,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     three.add_argument("directory", type=Path, metavar="DIR", help="where `curve.json` is written")
     three.set_defaults(run=_keys)
     chosen = parser.parse_args(arguments)
+    missing = [name for name in _AGENT_MODULES if find_spec(name) is None]
+    if missing:
+        print(
+            f"longshore {chosen.command}: {', '.join(missing)} cannot be imported: install longshore[agent,cli] and a transport, "
+            "[nixl] or [mooncake]",
+            file=sys.stderr,
+        )
+        return 2
     status: int = chosen.run(chosen)
     return status
+
+
+def _version() -> str:
+    try:
+        return version("longshore")
+    except PackageNotFoundError:
+        return "of a tree that is not installed"
 
 
 def _keys(arguments: argparse.Namespace) -> int:
@@ -42,7 +63,8 @@ def _keys(arguments: argparse.Namespace) -> int:
     except LocalAgentError as error:
         print(f"longshore keys: {error}", file=sys.stderr)
         return 1
-    print(f"keys are in {arguments.directory}: give agents LONGSHORE_KEYS_DIRECTORY={arguments.directory}")
+    directory = arguments.directory.resolve()
+    print(f"keys are in {directory}: give agents LONGSHORE_KEYS_DIRECTORY={directory}")
     return 0
 
 

@@ -73,6 +73,8 @@ def connect(
     layout.check()
     if not instance or not roles:
         raise ArgumentError("instance and roles must not be empty: name the engine instance and at least one half")
+    for role in roles:
+        _check_half(role)
     client = Client(path, Hello(ENGINE_PROTOCOL_VERSION, instance, layout, device, tuple(roles)))
     client.start(timeout_s)
     return client
@@ -348,6 +350,7 @@ class Client:
         Raises:
             AgentLost, CallTimeout, ClientClosed: as `send`; the wish is kept and holds for a new agent too.
         """
+        _check_half(half)
         with self._changed:
             self._link.check_open(f"cancel of room {room}")
             keys = self._state.ledger.find(half, instance, room, pool)
@@ -392,9 +395,11 @@ class Client:
         """Take and return the first event of a half that is one of `kinds`; other events stay for others.
 
         Raises:
+            ArgumentError: `half` is none.
             WaitTimeout: there was none in time (None: wait for ever).
             ClientClosed: the client was closed.
         """
+        _check_half(half)
 
         def wanted() -> RoomEvent | None:
             for event in self._state.events:
@@ -463,6 +468,12 @@ class Client:
         self._changed.wait_for(lambda: predicate() or self._link.state is LinkState.CLOSED, timeout_s)
         if self._link.state is LinkState.CLOSED and not predicate():
             raise ClientClosed(f"{what}: the client was closed")
+
+
+def _check_half(half: object) -> None:
+    """A word in its place would match no event: the wait for one would never end."""
+    if not isinstance(half, Half):
+        raise ArgumentError(f"half is {half!r}: give Half.SOURCE or Half.TARGET")
 
 
 def _check_range(room: int, pool: int, first_token: int, end_token: int) -> None:

@@ -20,6 +20,7 @@ from kubernetes.client import ApiClient, Configuration
 from longshore_operator import kinds, names
 from longshore_operator.errors import ApiError, ConflictError, NotFoundError, RefusedError, UnavailableError
 from longshore_operator.kinds import Kind
+from longshore_wire.errors import ConfigError
 
 Body = dict[str, Any]
 
@@ -49,12 +50,16 @@ class Api:
 
     @classmethod
     def connect(cls, timeout_s: float) -> Api:
-        """Return an Api by the pod's ServiceAccount or, outside a cluster, the kubeconfig."""
+        """Return an Api by the pod's ServiceAccount or, outside a cluster, the kubeconfig. Raises ConfigError: there is neither."""
         configuration = Configuration()
         try:
             config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
         except config.ConfigException:
-            config.load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+            try:
+                config.load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+            except config.ConfigException as error:
+                way_out = "run it in a pod with a ServiceAccount, or name a kubeconfig"
+                raise ConfigError([f"KUBECONFIG: no cluster is known here: {error} {way_out}"]) from error
         # Retries are the queue's, which knows when one is still wanted.
         configuration.retries = False
         configuration.connection_pool_maxsize = _THREADS

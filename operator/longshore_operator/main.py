@@ -5,13 +5,14 @@ Ends with an error as soon as any of its parts does: a part that has ended by it
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import gc
 import logging
 import os
 import socket
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -37,14 +38,23 @@ _FIRST_SWEEP_LIMIT_S = 15.0
 _GARBAGE_COUNT = 20_000
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the operator; return its exit status: 1 if a part of it failed, 2 for a wrong configuration."""
+    parser = argparse.ArgumentParser(
+        prog="longshore-operator",
+        description=__doc__,
+        epilog="Its settings are environment variables: docs/reference/operator.md has them all.",
+    )
+    parser.parse_args(arguments)
     try:
-        settings = Settings.from_environment(os.environ)
+        return _served(Settings.from_environment(os.environ))
     except ConfigError as error:
         for fault in error.faults:
             sys.stderr.write(f"longshore-operator: {fault}\n")
         return _EXIT_BAD_CONFIG
+
+
+def _served(settings: Settings) -> int:
     level = settings.log_level.upper()
     logging.basicConfig(level=level, format="%(asctime)s operator %(levelname)s %(message)s", stream=sys.stderr)
     # kopf tells of every event that it hands over.

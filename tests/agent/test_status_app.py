@@ -474,7 +474,7 @@ def test_https_serves_the_certificate_that_it_was_given(source: Source, tmp_path
 
 
 def test_a_certificate_that_cannot_be_read_is_a_configuration_error(source: Source, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="http_certificate_file"):
+    with pytest.raises(ConfigError, match="LONGSHORE_HTTP_CERTIFICATE_FILE"):
         serve(create_app(source), "127.0.0.1", 0, certificate_file=str(tmp_path / "no"), key_file=str(tmp_path / "no"))
 
 

@@ -96,6 +96,16 @@ def test_an_agent_that_cannot_start_says_why(directory: Path) -> None:
         agent.__enter__()
 
 
+@pytest.mark.slow
+def test_an_agent_that_was_killed_is_told_by_its_place_and_how_it_ended(directory: Path) -> None:
+    with LocalAgent({"backend": "Loopback"}, directory / "decode-0") as agent:
+        os.kill(agent.pid, signal.SIGKILL)
+        # The kernel tells of the end before anybody may ask the agent for a page.
+        os.waitid(os.P_PID, agent.pid, os.WEXITED | os.WNOWAIT)
+        with pytest.raises(LocalAgentError, match=r"^the agent in \S+/decode-0 ended with -9:\n"):
+            agent.status()
+
+
 def test_a_directory_with_a_path_too_long_for_a_socket_is_refused(directory: Path) -> None:
     with pytest.raises(LocalAgentError, match="shorter path"):
         LocalAgent({}, directory / ("x" * 100))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,13 @@ import pytest
 from longshore_wire import manifest
 from longshore_wire.agent_config import Backend, Dtype, dump, load
 from longshore_wire.errors import ConfigError
+from longshore_wire.quantity import parse_quantity
 
-EXAMPLE = (Path(__file__).parents[2] / "examples" / "llama-70b.yaml").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples"
+EXAMPLE = (FOLDER / "llama-70b.yaml").read_text(encoding="utf-8")
+EXAMPLES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.yaml"))
+DEFINITION = (ROOT / "crds" / "disaggdeployments.longshore.dev.yaml").read_text(encoding="utf-8")
 
 
 def faults_of(text: str) -> list[str]:
@@ -75,3 +81,18 @@ def test_mooncake_in_the_nodes_network_is_taken_where_the_manifest_accepts_it() 
 def test_all_faults_come_at_once() -> None:
     text = EXAMPLE.replace("lanes: 4", "lanes: 0").replace("layers: 80", "layers: none").replace("kind: D", "kind: d")
     assert len(faults_of(text)) == 3
+
+
+def test_a_file_with_several_documents_is_told_as_such() -> None:
+    assert faults_of(EXAMPLE + "---\n" + EXAMPLE) == [
+        f"(document): a second document begins at line {EXAMPLE.count(chr(10)) + 1}: give one a file"
+    ]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_example_has_sizes_that_a_cluster_takes_too(name: str) -> None:
+    """One machine takes smaller buffers than the definition allows: an example that works there must work on both."""
+    spec = manifest.load((FOLDER / name).read_bytes()).spec
+    sizes = {"bufferSize": spec.prefill.staging.buffer_size, "poolSize": spec.decode.staging.pool_size}
+    limits = dict(re.findall(r"(\w+Size) must be from (\w+) to", DEFINITION))
+    assert {field: size for field, size in sizes.items() if size < parse_quantity(limits[field])} == {}

@@ -30,7 +30,7 @@ from longshore_wire.layout import (
 from longshore_wire.layout import Attention as Entries
 from longshore_wire.plan import Plan, Staging, Way, plan
 from longshore_wire.quantity import Quantity
-from longshore_wire.strict_document import parse, read_struct, to_text
+from longshore_wire.strict_document import Mapping, parse, read_struct, to_text
 
 Instances = Annotated[int, msgspec.Meta(ge=0, le=100_000)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
@@ -264,8 +264,15 @@ def load(text: str | bytes) -> AgentConfig:
     Raises:
         ConfigError: every fault at once, each beginning with its path, for example `prefill.staging.lanes`.
     """
+    document = parse(text)
+    kind = document.get("kind", names.AGENT_CONFIG_KIND) if isinstance(document, Mapping) else names.AGENT_CONFIG_KIND
+    if kind == names.KIND:
+        # Every other field would be a fault, too, and say nothing.
+        raise ConfigError(
+            [f"kind: {kind} is for the operator and `longshore up`: this agent reads {names.AGENT_CONFIG_KIND}"]
+        )
     faults: list[str] = []
-    config = read_struct(AgentConfig, parse(text), "", faults)
+    config = read_struct(AgentConfig, document, "", faults)
     if faults or config is None:
         raise ConfigError(faults)
     config.check()

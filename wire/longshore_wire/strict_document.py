@@ -22,6 +22,8 @@ DOCUMENT_BYTES_MAX = 64 << 10
 SHOWN_CHARACTERS_MAX = 60
 
 S = TypeVar("S", bound=msgspec.Struct)
+# What PyYAML says of a file with several documents, which is YAML.
+_SEVERAL = "expected a single document in the stream"
 
 
 class Mapping(dict[Any, Any]):
@@ -78,6 +80,11 @@ def _parse_yaml(text: str) -> object:
     try:
         # The loader is a SafeLoader: it builds plain values only.
         return yaml.load(text, Loader=Loader)  # noqa: S506
+    except yaml.composer.ComposerError as error:
+        if error.context == _SEVERAL:
+            line = error.problem_mark.line + 1
+            raise ConfigError([f"(document): a second document begins at line {line}: give one a file"]) from error
+        raise ConfigError([f"(document): not YAML: {' '.join(str(error).split())}"]) from error
     except (yaml.YAMLError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         # PyYAML lets errors of Python through for odd scalars, such as a month 13 or an empty !!int.
         raise ConfigError([f"(document): not YAML: {' '.join(str(error).split())}"]) from error

@@ -14,6 +14,7 @@ from fastapi import FastAPI, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 
 from longshore_agent.settings import Settings
 from longshore_agent.status import rooms
@@ -70,6 +71,8 @@ class _RefusalError(Exception):
 _SCHEMA_REFERENCE = "#/components/schemas/{name}"
 _BODIES = (AgentStatus, Verdict, rooms.RoomList, rooms.RoomDetail, PlanView, InstanceList, ErrorBody)
 _JSON = "application/json"
+# Of a path that somebody made up, in the answer that there is no such page.
+_SHOWN_CHARACTERS_MAX = 100
 
 
 def create_app(source: StatusSource, rules: Rules | None = None, plan_defaults: PlanDefaults | None = None) -> FastAPI:
@@ -232,6 +235,12 @@ def _add_errors(app: FastAPI) -> None:
         return _json(ErrorBody("BadRequest", "; ".join(faults), faults), 422)
 
     @app.exception_handler(HTTPException)
-    def plain(_request: Request, error: HTTPException) -> Response:
-        reason = {404: "UnknownPath", 405: "MethodNotAllowed"}.get(error.status_code, "BadRequest")
-        return _json(ErrorBody(reason, str(error.detail)), error.status_code)
+    def plain(request: Request, error: HTTPException) -> Response:
+        path = request.url.path[:_SHOWN_CHARACTERS_MAX]
+        if error.status_code == 404:  # noqa: PLR2004
+            pages = ", ".join(route.path for route in app.routes if isinstance(route, Route))
+            return _json(ErrorBody("UnknownPath", f"no page has the path {path}: there are {pages}"), 404)
+        if error.status_code == 405:  # noqa: PLR2004
+            text = f"{request.method} is not for {path}: pages are read by GET"
+            return _json(ErrorBody("MethodNotAllowed", text), 405)
+        return _json(ErrorBody("BadRequest", str(error.detail)), error.status_code)

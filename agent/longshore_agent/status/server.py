@@ -10,6 +10,7 @@ import msgspec
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from longshore_agent.settings import variable
 from longshore_agent.status.app import ErrorBody
 from longshore_wire.errors import ConfigError
 
@@ -76,7 +77,8 @@ def serve(
     try:
         config.load()
     except OSError as error:
-        raise ConfigError([f"http_certificate_file: {certificate_file} with {key_file}: {error}"]) from error
+        names = f"{variable('http_certificate_file')}, {variable('http_key_file')}"
+        raise ConfigError([f"{names}: {certificate_file} with {key_file}: {error.strerror or error}"]) from error
     listener = _listen(host, port)
     server = _Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http", daemon=True)
@@ -91,7 +93,8 @@ def _listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        raise ConfigError([f"http_port: cannot listen on {host}:{port}: {error.strerror or error}"]) from error
+        names = f"{variable('bind_host')}, {variable('http_port')}"
+        raise ConfigError([f"{names}: cannot listen on {host}:{port}: {error.strerror or error}"]) from error
 
 
 class _Server(uvicorn.Server):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from enum import IntEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -14,13 +15,14 @@ from longshore_agent.supervisor.slots import SlotKey
 from longshore_wire.agent_config import AgentConfig
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Half, Hello
 from longshore_wire.errors import CodecError, LayoutError, LongshoreError, Reason
-from longshore_wire.layout import KVLayout, PageOrder
+from longshore_wire.layout import KVLayout, ModelShape
 
 # What CUDA opens first; the driver itself is loaded by workers only.
 _DRIVER_FILE = Path("/dev/nvidiactl")
 _GPU = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 # Names become parts of metrics, routes and transport names.
 _INSTANCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_MODEL = ModelShape.__struct_fields__
 
 
 class Reception:
@@ -82,16 +84,24 @@ class Reception:
         name = "prefill" if half is Half.SOURCE else "decode"
         declared = role.layout(config.model)
         checks = (
-            ("model", layout.model, declared.model),
+            *((f"model.{each}", getattr(layout.model, each), getattr(declared.model, each)) for each in _MODEL),
             (f"{name}.tensorParallel", layout.parallel.tp, declared.parallel.tp),
             (f"{name}.pipelineParallel", layout.parallel.pp, declared.parallel.pp),
             (f"{name}.dataParallel", layout.parallel.dp, declared.parallel.dp),
             (f"{name}.pageSize", layout.page_size, declared.page_size),
             (f"{name}.pageOrder", layout.order, declared.order),
         )
-        for field, found, wanted in checks:
-            if found != wanted:
-                raise LayoutError(f"{field} is {found!r} at the engine and {wanted!r} in the deployment")
+        faults = [
+            f"{field} is {_shown(found)} at the engine and {_shown(wanted)} in the deployment"
+            for field, found, wanted in checks
+            if found != wanted
+        ]
+        if faults:
+            raise LayoutError("; ".join(faults))
+
+
+def _shown(value: object) -> object:
+    return value.name if isinstance(value, IntEnum) else value
 
 
 def _check_siblings(instance: str, layout: KVLayout, sibling: KVLayout) -> None:
@@ -106,8 +116,7 @@ def _check_siblings(instance: str, layout: KVLayout, sibling: KVLayout) -> None:
     shared += [(name, getattr(layout, name), getattr(sibling, name)) for name in names]
     for field, found, wanted in shared:
         if found != wanted:
-            shown = [value.name if isinstance(value, PageOrder) else value for value in (found, wanted)]
             raise LayoutError(
-                f"{instance}: {field} is {shown[0]} at rank {layout.rank} and {shown[1]} at rank {sibling.rank}: ranks of "
+                f"{instance}: {field} is {_shown(found)} at rank {layout.rank} and {_shown(wanted)} at rank {sibling.rank}: ranks of "
                 "one instance share it; wait until the ranks of an earlier life have left, or use another instance name"
             )

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from longshore_agent.errors import TransportError
 from longshore_agent.memory.staging import StagingBuffer
 from longshore_agent.transports import BACKENDS, create
+from longshore_agent.transports.answers import own_output, say
 from longshore_agent.transports.base import PreparingTransport, Wire, Write, WriteState
 
 # As an agent's lanes have: see path.deliver.
@@ -77,11 +78,11 @@ class _Order(msgspec.Struct, frozen=True):
 class Target:
     """The process that is written to."""
 
-    def __init__(self, backend: str, length_bytes: int) -> None:
+    def __init__(self, backend: str, length_bytes: int, out: IO[bytes]) -> None:
         self._transport = create(backend, "rate-target")
         self._buffer = StagingBuffer(length_bytes)
         self._transport.register(self._buffer.address, length_bytes)
-        self._out = sys.stdout.buffer
+        self._out = out
 
     def serve(self) -> None:
         """Obey orders until the input ends."""
@@ -230,12 +231,6 @@ def checksum(view: npt.NDArray[np.uint8]) -> int:
     return int(view[:words].view(np.uint64).sum()) + int(view[words:].sum(dtype=np.uint64))
 
 
-def say(out: IO[bytes], message: msgspec.Struct) -> None:
-    """Write one line of JSON and send it off."""
-    out.write(msgspec.json.encode(message) + b"\n")
-    out.flush()
-
-
 def _row(value: int) -> npt.NDArray[np.uint64]:
     return np.array([value], dtype=np.uint64)
 
@@ -247,13 +242,14 @@ def main() -> int:
     parser.add_argument("--bytes-max", type=int, required=True, help="bytes of each buffer")
     parser.add_argument("--target", action="store_true", help="be the process that is written to")
     options = parser.parse_args()
+    out = own_output()
     if options.target:
-        Target(options.backend, options.bytes_max).serve()
+        Target(options.backend, options.bytes_max, out).serve()
         return 0
     meter = Meter(options.backend, options.bytes_max)
     try:
         for line in sys.stdin.buffer:
-            say(sys.stdout.buffer, meter.measure(msgspec.json.decode(line, type=Request)))
+            say(out, meter.measure(msgspec.json.decode(line, type=Request)))
     finally:
         meter.close()
     return 0

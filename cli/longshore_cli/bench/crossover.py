@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longshore_cli import devices
+from longshore_cli.arguments import BACKENDS, new_file, whole, wholes
 from longshore_cli.bench import report
 from longshore_cli.bench.errors import BenchError
 from longshore_cli.bench.pages import Content
@@ -94,17 +95,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     runs = [512, 2 * KIB, 8 * KIB, 32 * KIB, 128 * KIB, 1024 * KIB]
     totals = [64, 256, 1024, 4096, 16384, 65536]
     parser.add_argument(
-        "--runs", type=_sizes, default=runs, help="bytes of a run, powers of two from 512 on, by commas"
+        "--runs", type=wholes, default=runs, help="bytes of a run, powers of two from 512 on, by commas"
     )
-    parser.add_argument("--totals", type=_sizes, default=totals, help="KiB of a request, by commas")
-    parser.add_argument("--repeats", type=int, default=5, help="repetitions of each point and way (5)")
-    parser.add_argument("--backend", default="NIXL", help="NIXL, Mooncake or Loopback")
+    parser.add_argument("--totals", type=wholes, default=totals, help="KiB of a request, by commas")
+    parser.add_argument("--repeats", type=whole(1), default=5, help="repetitions of each point and way (5)")
+    parser.add_argument("--backend", choices=BACKENDS, default="NIXL", help="what moves the bytes (NIXL)")
     devices.add_argument(parser)
     parser.add_argument(
-        "--write", type=Path, help="put the numbers into this crossover file, beside what it has of others"
+        "--write", type=new_file, help="put the numbers into this crossover file, beside what it has of others"
     )
-    parser.add_argument("--json", type=Path, help="write all numbers to this file")
-    parser.add_argument("--plot", type=Path, help="draw the ratios into this PNG file")
+    parser.add_argument("--json", type=new_file, help="write all numbers to this file")
+    parser.add_argument("--plot", type=new_file, help="draw the ratios into this PNG file")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -313,10 +314,3 @@ def _table_at(path: Path | None) -> Crossover:
 
 def _short(values: Sequence[float]) -> tuple[float, ...]:
     return tuple(float(f"{value:.3g}") for value in values)
-
-
-def _sizes(text: str) -> list[int]:
-    numbers = sorted({int(part) for part in text.split(",")})
-    if numbers[0] < 1:
-        raise argparse.ArgumentTypeError("give sizes from 1 on")
-    return numbers

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longshore_cli import devices
+from longshore_cli.arguments import BACKENDS, new_file, whole, wholes
 from longshore_cli.bench import report
 from longshore_cli.bench.errors import BenchError
 from longshore_cli.bench.results import MIB
@@ -70,20 +71,22 @@ class Load:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `run` reads."""
-    parser.add_argument("--rooms", type=_counts, default=[1, 8, 32, 128, 512], help="rooms at once, by commas")
-    parser.add_argument("--tokens", type=int, default=16, help="tokens of one request, 128 KiB each (16)")
-    parser.add_argument("--page-size", type=int, default=16, help="tokens of a page on both sides (16)")
-    parser.add_argument("--repeats", type=int, default=3, help="repetitions of each way and number (3)")
-    parser.add_argument("--backend", default="NIXL", help="NIXL, Mooncake or Loopback")
-    parser.add_argument("--slices-limit", type=int, default=512, help="rooms above which slices are left out (512)")
+    parser.add_argument("--rooms", type=wholes, default=[1, 8, 32, 128, 512], help="rooms at once, by commas")
+    parser.add_argument("--tokens", type=whole(1), default=16, help="tokens of one request, 128 KiB each (16)")
+    parser.add_argument("--page-size", type=whole(1), default=16, help="tokens of a page on both sides (16)")
+    parser.add_argument("--repeats", type=whole(1), default=3, help="repetitions of each way and number (3)")
+    parser.add_argument("--backend", choices=BACKENDS, default="NIXL", help="what moves the bytes (NIXL)")
+    parser.add_argument(
+        "--slices-limit", type=whole(0), default=512, help="rooms above which slices are left out (512)"
+    )
     devices.add_argument(parser)
-    parser.add_argument("--json", type=Path, help="write all numbers to this file")
-    parser.add_argument("--plot", type=Path, help="draw the percentiles into this PNG file")
+    parser.add_argument("--json", type=new_file, help="write all numbers to this file")
+    parser.add_argument("--plot", type=new_file, help="draw the percentiles into this PNG file")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print the table, write what was asked for; return 0. Raises BenchError."""
-    if arguments.tokens % arguments.page_size or arguments.tokens < 1:
+    if arguments.tokens % arguments.page_size:
         raise BenchError(f"--tokens is {arguments.tokens}: give a multiple of the page size, {arguments.page_size}")
     placement = devices.check(arguments.devices, [arguments.backend])
     loads, wire = measure(arguments, placement)
@@ -198,10 +201,3 @@ def plot(loads: list[Load], over: str, path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)
-
-
-def _counts(text: str) -> list[int]:
-    numbers = sorted({int(part) for part in text.split(",")})
-    if numbers[0] < 1:
-        raise argparse.ArgumentTypeError("give numbers of rooms from 1 on")
-    return numbers

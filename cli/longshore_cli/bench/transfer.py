@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from longshore_cli import devices
+from longshore_cli.arguments import BACKENDS, new_file, tp_pair, whole, wholes
 from longshore_cli.bench import report
 from longshore_cli.bench.errors import BenchError
 from longshore_cli.bench.rate import BarePath, TransportRate
@@ -43,9 +44,12 @@ _WAYS_ON_GPUS = ["staged", "staged-equal", "direct", "direct-equal"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `run` reads."""
-    parser.add_argument("--sizes", type=_numbers, default=[1, 4, 16, 64, 256, 1024], help="MiB, separated by commas")
+    parser.add_argument("--sizes", type=wholes, default=[1, 4, 16, 64, 256, 1024], help="MiB, separated by commas")
     parser.add_argument(
-        "--pair", type=_pair, default=(2, 1), help="prefill TP:decode TP of staged, direct and slices (2:1)"
+        "--pair",
+        type=lambda text: tp_pair(text, MODEL.kv_heads),
+        default=(2, 1),
+        help="prefill TP:decode TP of staged, direct and slices (2:1)",
     )
     parser.add_argument(
         "--ways",
@@ -53,19 +57,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="any of staged, direct (engines of one agent), contiguous, slices, staged-equal and direct-equal (equal layouts); "
         f"default: {','.join(_WAYS)}; on GPUs: {','.join(_WAYS_ON_GPUS)}",
     )
-    parser.add_argument("--repeats", type=int, default=5, help="repetitions of each size and way (5)")
-    parser.add_argument("--page-size", type=int, default=64, help="tokens of a page on both sides (64)")
-    parser.add_argument("--backend", default="NIXL", help="NIXL, Mooncake or Loopback")
+    parser.add_argument("--repeats", type=whole(1), default=5, help="repetitions of each size and way (5)")
+    parser.add_argument("--page-size", type=whole(1), default=64, help="tokens of a page on both sides (64)")
+    parser.add_argument("--backend", choices=BACKENDS, default="NIXL", help="what moves the bytes (NIXL)")
     devices.add_argument(parser)
-    parser.add_argument("--slices-limit", type=int, default=1024, help="MiB above which slices are left out (1024)")
+    parser.add_argument(
+        "--slices-limit", type=whole(0), default=1024, help="MiB above which slices are left out (1024)"
+    )
     parser.add_argument(
         "--set", type=_setting, action="append", default=[], metavar="NAME=VALUE", help="a setting of all agents"
     )
-    parser.add_argument("--json", type=Path, help="write all numbers to this file")
-    parser.add_argument("--plot", type=Path, help="draw the rates into this PNG file")
+    parser.add_argument("--json", type=new_file, help="write all numbers to this file")
+    parser.add_argument("--plot", type=new_file, help="draw the rates into this PNG file")
     parser.add_argument(
         "--trace",
-        type=Path,
+        type=new_file,
         help="write a timeline of one more transfer by each way, of the largest size, to this file: Perfetto opens it",
     )
 
@@ -248,20 +254,8 @@ def _choose_batch(rate: TransportRate, length_bytes: int, slice_bytes: int) -> t
     return wire, min(times, key=lambda batch: times[batch])
 
 
-def _numbers(text: str) -> list[int]:
-    numbers = [int(part) for part in text.split(",")]
-    if min(numbers) < 1:
-        raise argparse.ArgumentTypeError("give sizes of at least 1 MiB")
-    return numbers
-
-
 def _setting(text: str) -> tuple[str, str]:
     name, separator, value = text.partition("=")
     if not separator:
         raise argparse.ArgumentTypeError("give NAME=VALUE, as docs/reference/settings.md has them")
     return name.lower(), value
-
-
-def _pair(text: str) -> tuple[int, int]:
-    source, _, target = text.partition(":")
-    return int(source), int(target)

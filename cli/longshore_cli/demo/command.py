@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from longshore_cli import devices
+from longshore_cli.arguments import new_file, tp_pair
 from longshore_cli.demo.cluster import PAGE_SIZE, Agents, Engines
 from longshore_cli.demo.counts import PairResult
 from longshore_cli.demo.pair import PairRun
@@ -53,14 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick", action="store_true", help=f"fewer prompts, and {_PAIRS_QUICK} where no pairs are given"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the results there too")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo; return its exit status."""
-    if arguments.json is not None and not arguments.json.resolve().parent.is_dir():
-        print(f"longshore demo: --json {arguments.json}: there is no such directory", file=sys.stderr)
-        return 2
     if arguments.backend is None:
         arguments.backend = list(devices.BACKENDS_DEFAULT) if arguments.devices else _backends(_BACKENDS)
     try:
@@ -188,14 +186,11 @@ def _backends(text: str) -> list[str]:
 
 
 def _pairs(text: str) -> list[tuple[int, int]]:
-    """Read `4:1,1:4`; argparse reports a ValueError with the argument's name."""
+    """Read `4:1,1:4`."""
     heads = ModelConfig().kv_heads
     found = []
     for pair in text.split(","):
-        prefill, _, decode = pair.partition(":")
-        tps = int(prefill), int(decode)
-        if any(tp < 1 or heads % tp for tp in tps):
-            raise argparse.ArgumentTypeError(f"{pair}: give TPs that divide {heads} KV heads, such as 4:1")
+        tps = tp_pair(pair, heads)
         if tps[0] == tps[1]:
             raise argparse.ArgumentTypeError(f"{pair}: equal layouts need no staging; give unequal ones, such as 4:1")
         found.append(tps)

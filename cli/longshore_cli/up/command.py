@@ -9,6 +9,7 @@ import time
 from fractions import Fraction
 from pathlib import Path
 
+from longshore_cli.arguments import BACKENDS, seconds
 from longshore_cli.lifetime import InterruptedBySignal, descendants_ended, interrupts_raised
 from longshore_cli.local_agents import LocalAgentError
 from longshore_cli.up.fleet import Fleet, Member, members_of, scaled
@@ -35,8 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prefill and decode agents, one for each instance's node (what the manifest says, or 1:1)",
     )
     parser.add_argument("--directory", type=Path, help="where sockets, keys and logs lie (a folder of its own in /tmp)")
-    parser.add_argument("--backend", choices=("NIXL", "Mooncake", "Loopback"), help="instead of the manifest's")
-    parser.add_argument("--seconds", type=float, default=0.0, help="end by itself after so long (0: when interrupted)")
+    parser.add_argument("--backend", choices=BACKENDS, help="instead of the manifest's")
+    parser.add_argument(
+        "--seconds", type=seconds, default=0.0, help="end by itself after so long (0: when interrupted)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -82,7 +85,10 @@ class _directory:  # noqa: N801 - reads as the context manager that it is
         if self._temporary is not None:
             return self._temporary.name
         assert self._chosen is not None
-        self._chosen.mkdir(parents=True, exist_ok=True)
+        try:
+            self._chosen.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LocalAgentError(f"--directory {self._chosen}: {error.strerror}: name one that can be made") from error
         return str(self._chosen.resolve())
 
     def __exit__(self, *_: object) -> None:

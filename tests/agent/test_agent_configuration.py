@@ -1,0 +1,103 @@
+"""What an agent says of a configuration that cannot work: all of it at once, by the names that one sets, and no start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from longshore_agent.control import curve
+from longshore_agent.main import main
+
+MANIFEST = Path(__file__).parents[2] / "examples" / "llama-70b.yaml"
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    """Start an agent with these settings; return the lines of its refusal."""
+    for name in [name for name in os.environ if name.startswith("LONGSHORE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("LONGSHORE_RUN_DIRECTORY", str(tmp_path / "run"))
+
+    def start(**settings: object) -> list[str]:
+        for name, value in settings.items():
+            monkeypatch.setenv(f"LONGSHORE_{name.upper()}", str(value))
+        assert main([]) == 2
+        return capsys.readouterr().err.splitlines()
+
+    return start
+
+
+def test_files_that_settings_name_and_that_are_not_there_are_told_at_once_by_their_variables(refused, tmp_path) -> None:
+    (tmp_path / "file").touch()
+    none = tmp_path / "none"
+    said = refused(
+        run_directory=tmp_path / "file" / "run",
+        keys_directory=none,
+        http_token_file=none,
+        crossover_file=none,
+        loopback_faults="junk",
+    )
+    wanted = ["RUN_DIRECTORY", "KEYS_DIRECTORY", "HTTP_TOKEN_FILE", "CROSSOVER_FILE", "LOOPBACK_FAULTS"]
+    assert [line.split()[1].rstrip(":") for line in said] == [f"LONGSHORE_{name}" for name in wanted]
+    assert f"{none}/curve.json: No such file or directory: make keys with `longshore keys {none}`" in said[1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_empty_token_file_does_not_open_the_pages_to_everyone(refused, tmp_path) -> None:
+    path = tmp_path / "token"
+    path.write_text("\n")
+    assert refused(http_token_file=path) == [
+        f"longshore-agent: LONGSHORE_HTTP_TOKEN_FILE: {path} is empty: write the token into it, or name no file"
+    ]
+
+
+def test_faults_of_the_config_file_and_of_the_environment_are_told_together(refused, tmp_path) -> None:
+    missing = tmp_path / "none.json"
+    assert refused(config_file=missing, lane_count=0) == [
+        f"longshore-agent: LONGSHORE_CONFIG_FILE: {missing}: No such file or directory",
+        "longshore-agent: LONGSHORE_LANE_COUNT: 0 is out of range: give 1 to 64",
+    ]
+
+
+def test_a_manifest_given_in_the_config_files_place_is_told_as_such(refused) -> None:
+    (line,) = refused(config_file=MANIFEST)
+    assert f"{MANIFEST}: kind: DisaggDeployment is for the operator and `longshore up`" in line
+    assert "this agent reads AgentConfig" in line
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        (
+            {"HTTP_CERTIFICATE_FILE": "none.pem", "HTTP_KEY_FILE": "none.key"},
+            "LONGSHORE_HTTP_CERTIFICATE_FILE, LONGSHORE_HTTP_KEY_FILE: none.pem with none.key: No such file",
+        ),
+        # 203.0.113.0/24 is for documentation: no machine has an address of it.
+        (
+            {"BIND_HOST": "203.0.113.9"},
+            "LONGSHORE_BIND_HOST, LONGSHORE_HTTP_PORT: cannot listen on 203.0.113.9:0: Cannot assign",
+        ),
+    ],
+)
+def test_what_keeps_the_pages_from_being_served_is_told_by_its_variables(settings, fault, tmp_path) -> None:
+    curve.write(curve.generate(), tmp_path)
+    settings |= {"RUN_DIRECTORY": str(tmp_path / "run"), "KEYS_DIRECTORY": str(tmp_path)}
+    ended = subprocess.run(
+        [sys.executable, "-m", "longshore_agent.main"],
+        env={f"LONGSHORE_{name}": value for name, value in settings.items()} | {"PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert fault in ended.stderr
+
+
+def test_a_setting_that_lacks_its_other_half_is_shown_as_empty(refused) -> None:
+    (line,) = refused(http_certificate_file="a.pem")
+    assert "LONGSHORE_HTTP_KEY_FILE is empty: give both, or neither" in line

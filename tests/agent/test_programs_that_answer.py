@@ -1,0 +1,58 @@
+"""Programs that benchmarks ask answer with lines of JSON only, whatever a transport's library prints beside them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from longshore_agent import bare_path
+from longshore_agent.transports import rate
+from longshore_wire.layout import ModelShape
+
+# Imported by every interpreter that starts, so that the programs' own children print, too: as UCX does on a busy
+# machine, from C, past Python's own buffers.
+LOUD = """
+import os
+from longshore_agent import transports
+honest = transports.create
+def loud(*words):
+    os.write(1, b"UCX  WARN  the clock is unstable\\n")
+    return honest(*words)
+transports.create = loud
+"""
+SCENE = bare_path.Scene("Loopback", ModelShape(layers=2, kv_heads=2, head_dim=64, element_bytes=2), 16, 64, 2, 1)
+PROGRAMS = {
+    "rate": (
+        ["longshore_agent.transports.rate", "--backend", "Loopback", "--bytes-max", "65536"],
+        rate.Request("write", 65536),
+        rate.Answer,
+    ),
+    "bare path": (
+        ["longshore_agent.bare_path", "--scene", msgspec.json.encode(SCENE).decode()],
+        bare_path.Request(64),
+        bare_path.Answer,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_a_library_prints_is_no_part_of_an_answer_and_is_seen_among_the_messages(
+    name: str, tmp_path: Path
+) -> None:
+    command, request, kind = PROGRAMS[name]
+    (tmp_path / "sitecustomize.py").write_text(LOUD)
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        input=msgspec.json.encode(request) + b"\n",
+        env={"PYTHONPATH": ":".join([str(tmp_path), *sys.path]), "OMP_NUM_THREADS": "1"},
+        check=False,
+        capture_output=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert msgspec.json.decode(done.stdout, type=kind).equal
+    assert b"the clock is unstable" in done.stderr

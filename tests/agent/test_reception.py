@@ -1,0 +1,35 @@
+"""Who is let in: an engine of another layout is told of every field, so that its author corrects them in one go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from longshore_agent.settings import Settings
+from longshore_agent.supervisor.reception import Reception
+from longshore_client import Half, KVLayout, LayoutError, ModelShape, PageOrder, Parallel
+from longshore_wire import manifest
+from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Hello
+
+CONFIG = manifest.load((Path(__file__).parents[2] / "examples" / "llama-70b.yaml").read_bytes()).agent_config()
+MODEL = ModelShape(layers=80, kv_heads=8, head_dim=128, element_bytes=2)
+
+
+def hello(layout: KVLayout) -> Hello:
+    return Hello(ENGINE_PROTOCOL_VERSION, "engine", layout, "cpu", (Half.SOURCE,))
+
+
+def test_an_engine_of_another_layout_is_told_of_every_field_that_differs() -> None:
+    reception = Reception(Settings(), CONFIG)
+    reception.admit(hello(KVLayout(MODEL, Parallel(tp=4), 64)))
+    other = KVLayout(ModelShape(80, 4, 128, 4), Parallel(tp=2), 32, PageOrder.HND)
+    with pytest.raises(LayoutError) as caught:
+        reception.admit(hello(other))
+    assert str(caught.value).split("; ") == [
+        "model.kv_heads is 4 at the engine and 8 in the deployment",
+        "model.element_bytes is 4 at the engine and 2 in the deployment",
+        "prefill.tensorParallel is 2 at the engine and 4 in the deployment",
+        "prefill.pageSize is 32 at the engine and 64 in the deployment",
+        "prefill.pageOrder is HND at the engine and NHD in the deployment",
+    ]

@@ -1,0 +1,37 @@
+"""What docs/troubleshooting.md quotes is said by the code: a message that was reworded is found again by who sees it."""
+
+from __future__ import annotations
+
+import re
+
+from tree_of_files import ROOT, modules
+
+PAGE = ROOT / "docs" / "troubleshooting.md"
+# Said by the system or about it, not by our code.
+OTHERS = {"No such file or directory", "Connection refused", "No space left on device", "way", "TCP"}
+PACKAGES = ("wire/", "client/", "agent/", "operator/", "cli/")
+
+
+def quoted() -> list[str]:
+    """Every piece of text in the first cells of the page's tables, cut at names and numbers."""
+    cells = [line.split("|")[1] for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    words = [words for cell in cells for words in re.findall(r"`([^`]+)`", cell)]
+    pieces = [piece.strip() for word in words if word not in OTHERS for piece in word.split("…")]
+    return [piece for piece in pieces if len(piece) > 2 and not piece.startswith("/v1/")]
+
+
+def said() -> str:
+    """All texts of our programs, and their metrics; a message that is written over several lines is joined."""
+    texts = [module.text for module in modules() if str(module.path).startswith(PACKAGES)]
+    texts.append((ROOT / "docs" / "reference" / "metrics.md").read_text())
+    return re.sub(r'"\s*\n\s*f?"', "", "\n".join(texts))
+
+
+def test_every_message_that_the_page_quotes_is_one_of_the_programs() -> None:
+    pieces, text = quoted(), said()
+    assert len(pieces) > 40
+    assert [piece for piece in pieces if piece not in text] == []
+
+
+def test_a_message_that_nobody_says_is_found() -> None:
+    assert "the moon is in the way" not in said()
