@@ -28,7 +28,7 @@ from longshore_cli.engine.pages import PageAllocator, pages_for
 from longshore_wire.errors import Reason
 
 # Start includes loading torch in every rank, on hosts with few cores one after the other.
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 300.0
 # Above the collectives' timeout, so that a rank that waits for a lost sibling reports it itself.
 REPLY_TIMEOUT_S = 180.0
 # A rank that got Stop closes its pool and leaves; after this it is killed.
