@@ -45,11 +45,12 @@ class Worker(msgspec.Struct, frozen=True):
 
 
 class AgentReport(msgspec.Struct, frozen=True):
-    """What one agent said last."""
+    """What one agent said last. `unready` is why it is not ready, a reason and a message each."""
 
     deployment: str
     node: str
     draining: bool = False
+    unready: tuple[str, ...] = ()
     instances: tuple[Instance, ...] = ()
     workers: tuple[Worker, ...] = ()
 

@@ -138,7 +138,26 @@ def test_readyz_answers_503_with_the_reason(
     source.state = state
     answer = client.get("/readyz")
     assert answer.status_code == 503
-    assert [check["reason"] for check in answer.json()["checks"] if not check["ok"]] == [reason]
+    failed = [check for check in answer.json()["checks"] if not check["ok"]]
+    assert [check["reason"] for check in failed] == [reason]
+    assert client.get("/v1/status").json()["unready"] == [f"{reason}: {failed[0]['message']}"]
+
+
+@pytest.mark.parametrize("seconds", [61.0, 75.5])
+def test_why_an_agent_is_not_ready_is_said_in_the_same_words_while_nothing_happens(
+    client: httpx.Client, source: Source, seconds: float
+) -> None:
+    late = (worker("d/1", silent_s=seconds), worker("d/2", state=structs.WorkerState.STARTING, state_age_s=seconds))
+    source.state = agent(worker(), *late, loop_age_s=seconds)
+    assert client.get("/v1/status").json()["unready"] == [
+        "LoopHangs: the supervisor's loop has not turned for more than 30 s",
+        "WorkerSilent: worker d/1 has not answered for more than 10 s; worker d/2 is starting for more than 60 s",
+    ]
+
+
+def test_a_ready_agent_has_nothing_that_keeps_it_from_being_ready(client: httpx.Client, source: Source) -> None:
+    source.state = agent(worker())
+    assert client.get("/v1/status").json()["unready"] == []
 
 
 @pytest.mark.parametrize("wire", ["SharedMemory", "Loopback", "RDMA", "Unknown"])

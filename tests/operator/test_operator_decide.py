@@ -11,7 +11,7 @@ from operator_scene import DECODE, KEY, PREFILL, Scene, peer, said, settled
 from longshore_operator import kinds
 from longshore_operator.observe import Refusal
 from longshore_operator.reasons import TABLE, Truth, reason
-from longshore_operator.reports import Instance
+from longshore_operator.reports import AgentReport, Instance
 from longshore_operator.world import ChildKey, Key
 
 
@@ -297,6 +297,18 @@ def test_what_the_server_adds_to_a_child_is_no_difference() -> None:
     container["livenessProbe"]["successThreshold"] = 1
     body["metadata"]["annotations"]["somebody.dev/x"] = "y"
     assert scene.decide().apply == ()
+
+
+def test_an_agent_that_is_not_ready_is_named_with_what_it_says_of_itself() -> None:
+    scene = settled()
+    scene.count(2, 0, 2)
+    for node, text in (("a", "WireNotAllowed: NIXL: it took TCP"), ("b", "x" * 10_000)):
+        scene.put_agent(node, ready=False, said=AgentReport("team/llama", node, unready=(text,)))
+    assert scene.reasons()["AgentsReady"] == "AgentsNotReady"
+    assert "a (WireNotAllowed: NIXL: it took TCP), b (xxx" in scene.message("AgentsReady")
+    assert len(scene.message("AgentsReady")) < 1000
+    scene.put_agent("a", ready=False, trouble="ImagePullBackOff", said=AgentReport("team/llama", "a"))
+    assert "a (ImagePullBackOff)" in scene.message("AgentsReady")
 
 
 def test_events_tell_of_transitions_and_of_nothing_twice() -> None:

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from longshore_agent.settings import Settings
 from longshore_agent.status import rooms
-from longshore_agent.status.checks import Check, Rules, Verdict, liveness, readiness
+from longshore_agent.status.checks import Check, Rules, Verdict, liveness, readiness, unready
 from longshore_agent.status.metrics import CONTENT_TYPE, render
 from longshore_agent.status.plans import PlanDefaults, PlanQuery, PlanView, answer
 from longshore_agent.status.snapshot import AgentSnapshot, AgentStatus, InstanceStatus
@@ -83,8 +83,9 @@ def create_app(source: StatusSource, rules: Rules | None = None, plan_defaults: 
         plan_defaults: what plans use that a query leaves out.
     """
     app = FastAPI(title="Longshore agent", docs_url=None, redoc_url=None, openapi_url=None)
-    _add_health(app, source, rules or Rules.of(Settings()))
-    _add_status(app, source)
+    rules = rules or Rules.of(Settings())
+    _add_health(app, source, rules)
+    _add_status(app, source, rules)
     _add_rooms(app, source)
     _add_plans(app, source, plan_defaults or PlanDefaults())
     _add_openapi(app)
@@ -114,11 +115,12 @@ def _add_health(app: FastAPI, source: StatusSource, rules: Rules) -> None:
         return Response(render(found), headers={"content-type": CONTENT_TYPE})
 
 
-def _add_status(app: FastAPI, source: StatusSource) -> None:
+def _add_status(app: FastAPI, source: StatusSource, rules: Rules) -> None:
     @app.get("/v1/status", **_answers(AgentStatus))
     def status() -> Response:
         """The agent, its workers, engines, peers, rings and lanes; rooms and metrics have pages of their own."""
-        return _json(_asked(source).status())
+        snapshot = _asked(source)
+        return _json(msgspec.structs.replace(snapshot.status(), unready=unready(snapshot, rules)))
 
     @app.get("/v1/bootstrap", **_answers(InstanceList))
     def bootstrap() -> Response:

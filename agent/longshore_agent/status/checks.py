@@ -60,8 +60,11 @@ class Rules(msgspec.Struct, frozen=True):
 def liveness(snapshot: AgentSnapshot) -> Verdict:
     """Return whether the supervisor works. Dead workers are its own business and do not end it."""
     hangs = snapshot.loop_age_s > LOOP_AGE_LIMIT_S
+    if hangs:
+        text = f"the supervisor's loop has not turned for more than {LOOP_AGE_LIMIT_S:g} s"
+        return Verdict.of([Check("Supervisor", False, "LoopHangs", text)])
     text = f"the supervisor's loop turned {snapshot.loop_age_s:.1f} s ago, the limit is {LOOP_AGE_LIMIT_S:g} s"
-    return Verdict.of([Check("Supervisor", not hangs, "LoopHangs" if hangs else "LoopTurns", text)])
+    return Verdict.of([Check("Supervisor", True, "LoopTurns", text)])
 
 
 def readiness(snapshot: AgentSnapshot, rules: Rules) -> Verdict:
@@ -69,6 +72,11 @@ def readiness(snapshot: AgentSnapshot, rules: Rules) -> Verdict:
     return Verdict.of(
         [*liveness(snapshot).checks, _accepting(snapshot), _self_test(snapshot, rules), _workers(snapshot, rules)]
     )
+
+
+def unready(snapshot: AgentSnapshot, rules: Rules) -> tuple[str, ...]:
+    """Return what keeps this agent from being ready, as "reason: message"; nothing: it is ready."""
+    return tuple(f"{check.reason}: {check.message}" for check in readiness(snapshot, rules).checks if not check.ok)
 
 
 def _accepting(snapshot: AgentSnapshot) -> Check:
@@ -122,7 +130,7 @@ def _worker_faults(worker: WorkerSnapshot, rules: Rules) -> Iterator[tuple[str, 
         yield "WorkerFailed", f"worker {worker.worker} failed: {worker.error or 'no reason was given'}"
     elif worker.state in (WorkerState.STARTING, WorkerState.SELF_TESTING):
         if worker.state_age_s > rules.start_limit_s:
-            age = f"{worker.state_age_s:.0f} s, the limit is {rules.start_limit_s:g} s"
-            yield "WorkerStarting", f"worker {worker.worker} is {worker.state.value} for {age}"
+            text = f"worker {worker.worker} is {worker.state.value} for more than {rules.start_limit_s:g} s"
+            yield "WorkerStarting", text
     elif worker.silent_s > SILENCE_LIMIT_S:
-        yield "WorkerSilent", f"worker {worker.worker} has not answered for {worker.silent_s:.0f} s"
+        yield "WorkerSilent", f"worker {worker.worker} has not answered for more than {SILENCE_LIMIT_S:g} s"

@@ -342,6 +342,8 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
         config_generation: of the configuration that is in force; 0: none was given.
         draining: the agent stops and takes nothing new.
         self_test: kept from the worker that made it, which may be gone.
+        unready: each check of readiness that does not hold, as "reason: message". They name no age, so that they stay the same
+            while nothing happens.
     """
 
     deployment: str
@@ -355,6 +357,7 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
     config_generation: int = 0
     draining: bool = False
     self_test: SelfTest | None = None
+    unready: tuple[str, ...] = ()
     instances: tuple[InstanceStatus, ...] = ()
     workers: tuple[WorkerStatus, ...] = ()
 

@@ -14,6 +14,8 @@ from longshore_operator.reasons import ConditionType
 from longshore_operator.world import ChildKey
 
 Body = dict[str, Any]
+# Of one agent in a condition's message, which may name five; `/readyz` has all of it.
+_OWN_WORDS_CHARACTERS_MAX = 400
 _READY, _PROGRESSING = ConditionType.AGENTS_READY, ConditionType.PROGRESSING
 
 
@@ -99,10 +101,16 @@ def judge_agents(
 def _unwell(observed: Observed) -> list[str]:
     """Return the agents that are not ready for another reason than that they are starting or ending."""
     return [
-        f"{agent.pod.node or agent.pod.name} ({agent.pod.trouble or 'not ready'})"
+        f"{agent.pod.node or agent.pod.name} ({agent.pod.trouble or _own_words(agent) or 'not ready'})"
         for agent in observed.agents
         if not (agent.pod.ready or agent.pod.starting or agent.pod.ending)
     ]
+
+
+def _own_words(agent: Agent) -> str:
+    """Return why an agent says that it is not ready; empty: it says nothing of it."""
+    said = "; ".join(agent.report.unready) if agent.report is not None else ""
+    return said if len(said) <= _OWN_WORDS_CHARACTERS_MAX else f"{said[:_OWN_WORDS_CHARACTERS_MAX]}…"
 
 
 def judge_progress(rollout: Rollout, compatible: Verdict, agents: Verdict) -> Verdict:
