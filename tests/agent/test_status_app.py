@@ -17,70 +17,17 @@ import pytest
 import trustme
 from agent_world import wait_for
 from prometheus_client.parser import text_string_to_metric_families
+from status_scene import BIG_ROOM, MODEL, RULES, Source, agent, layout, room, worker
 
-from longshore_agent.settings import Settings
 from longshore_agent.status import snapshot as structs
 from longshore_agent.status.app import create_app
-from longshore_agent.status.checks import Rules, liveness, readiness
-from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.server import StatusServer, serve
 from longshore_agent.status.spans import Span
 from longshore_agent.supervisor.snapshots import Snapshots
-from longshore_agent.transports.base import Wire
 from longshore_wire.engine_messages import Endpoint, RankAddress
 from longshore_wire.errors import ConfigError, LongshoreError, Reason
-from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel
+from longshore_wire.layout import PageOrder
 from longshore_wire.plan import plan
-
-MODEL = ModelShape(layers=4, kv_heads=8, head_dim=64, element_bytes=2)
-PASSED = structs.SelfTest(backend="NIXL", wire="SharedMemory", bytes_moved=1 << 20, seconds=0.01)
-BIG_ROOM = 2**64 - 1
-RULES = Rules(backend="NIXL", self_test_bytes=1 << 20)
-
-
-def layout(tp: int, *, page_size: int = 16) -> KVLayout:
-    return KVLayout(MODEL, Parallel(tp=tp), page_size)
-
-
-def room(number: int, *, half: str = "target", instance: str = "p") -> structs.RoomStatus:
-    pairs = (structs.PairStatus("p", 0, 0, "staged", "open", 1, 3),)
-    return structs.RoomStatus(
-        room=str(number), instance=instance, pool=0, half=half, state="open", ways=("staged",), tokens_wanted=100,
-        tokens_done=32, tokens_total=-1, slabs_done=1, slabs_total=3, bytes_moved=4096, age_s=0.5, pairs=pairs,
-    )  # fmt: skip
-
-
-def worker(name: str = "d/0", **changes: Any) -> structs.WorkerSnapshot:
-    counts = Metrics()
-    counts.add("longshore_writes_total", 3, way="staged")
-    fields: dict[str, Any] = {
-        "worker": name, "pid": 10, "epoch": str(2**63 + 1), "state": structs.WorkerState.READY,
-        "metrics": counts.snapshot(), "self_test": PASSED,
-    }  # fmt: skip
-    return structs.WorkerSnapshot(**fields | changes)
-
-
-def agent(*workers: structs.WorkerSnapshot, **changes: Any) -> structs.AgentSnapshot:
-    fields: dict[str, Any] = {
-        "deployment": "demo", "node": "n1", "version": "0.1", "backend": "NIXL", "started_unix_s": 1.5,
-        "uptime_s": 2.5, "workers": workers, "metrics": Metrics().snapshot(),
-    }  # fmt: skip
-    return structs.AgentSnapshot(**fields | changes)
-
-
-class Source:
-    """A supervisor whose state a test sets; it hands its snapshot on as the real one does, by msgpack."""
-
-    def __init__(self) -> None:
-        self.state = agent(worker())
-        self.asked: int | None = None
-        self.absent: LongshoreError | None = None
-
-    def snapshot(self, room: int | None = None) -> structs.AgentSnapshot:
-        self.asked = room
-        if self.absent is not None:
-            raise self.absent
-        return msgspec.msgpack.decode(msgspec.msgpack.encode(self.state), type=structs.AgentSnapshot)
 
 
 @pytest.fixture(scope="module")
@@ -103,102 +50,6 @@ def source(served: tuple[Source, httpx.Client]) -> Source:
 def client(served: tuple[Source, httpx.Client], source: Source) -> httpx.Client:
     assert source is served[0]
     return served[1]
-
-
-def reasons(state: structs.AgentSnapshot, rules: Rules = RULES) -> list[str]:
-    return [check.reason for check in readiness(state, rules).checks if not check.ok]
-
-
-def test_an_agent_whose_self_test_moved_its_bytes_is_ready_without_engines(client: httpx.Client) -> None:
-    answer = client.get("/readyz")
-    assert answer.status_code == 200
-    assert answer.json()["ok"] is True
-    assert {check["reason"] for check in answer.json()["checks"]} == {
-        "LoopTurns", "Accepting", "SelfTestPassed", "WorkersReady",
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("state", "reason"),
-    [
-        (agent(), "SelfTestPending"),
-        (agent(worker(self_test=msgspec.structs.replace(PASSED, bytes_moved=1000))), "SelfTestTooSmall"),
-        (agent(worker(self_test=msgspec.structs.replace(PASSED, error="refused"))), "SelfTestFailed"),
-        (agent(worker(self_test=msgspec.structs.replace(PASSED, backend="Loopback"))), "OtherBackend"),
-        (agent(worker(), worker("d/1", state=structs.WorkerState.FAILED, error="no memory")), "WorkerFailed"),
-        (agent(worker(), worker("d/1", state=structs.WorkerState.STARTING, state_age_s=61)), "WorkerStarting"),
-        (agent(worker(), worker("d/1", silent_s=11)), "WorkerSilent"),
-        (agent(worker(), draining=True), "Draining"),
-        (agent(worker(), loop_age_s=31), "LoopHangs"),
-    ],
-)
-def test_readyz_answers_503_with_the_reason(
-    client: httpx.Client, source: Source, state: structs.AgentSnapshot, reason: str
-) -> None:
-    source.state = state
-    answer = client.get("/readyz")
-    assert answer.status_code == 503
-    failed = [check for check in answer.json()["checks"] if not check["ok"]]
-    assert [check["reason"] for check in failed] == [reason]
-    assert client.get("/v1/status").json()["unready"] == [f"{reason}: {failed[0]['message']}"]
-
-
-@pytest.mark.parametrize("seconds", [61.0, 75.5])
-def test_why_an_agent_is_not_ready_is_said_in_the_same_words_while_nothing_happens(
-    client: httpx.Client, source: Source, seconds: float
-) -> None:
-    late = (worker("d/1", silent_s=seconds), worker("d/2", state=structs.WorkerState.STARTING, state_age_s=seconds))
-    source.state = agent(worker(), *late, loop_age_s=seconds)
-    assert client.get("/v1/status").json()["unready"] == [
-        "LoopHangs: the supervisor's loop has not turned for more than 30 s",
-        "WorkerSilent: worker d/1 has not answered for more than 10 s; worker d/2 is starting for more than 60 s",
-    ]
-
-
-def test_a_ready_agent_has_nothing_that_keeps_it_from_being_ready(client: httpx.Client, source: Source) -> None:
-    source.state = agent(worker())
-    assert client.get("/v1/status").json()["unready"] == []
-
-
-@pytest.mark.parametrize("wire", ["SharedMemory", "Loopback", "RDMA", "Unknown"])
-@pytest.mark.parametrize("allowed", [(Wire.TCP,), (Wire.CUDA_IPC, Wire.NVLINK), (Wire.RDMA,)])
-def test_the_wire_of_a_self_test_inside_one_host_says_nothing_of_other_hosts(
-    wire: str, allowed: tuple[Wire, ...]
-) -> None:
-    rules = Rules.of(Settings(wires=allowed))
-    state = agent(worker(self_test=msgspec.structs.replace(PASSED, wire=wire)))
-    assert reasons(state, rules) == []
-    (shown,) = [check.message for check in readiness(state, rules).checks if check.name == "SelfTest"]
-    assert f"over {wire} inside this host" in shown
-    assert all(other.value in shown for other in allowed)
-
-
-def test_a_self_test_over_tcp_shows_that_no_allowed_wire_is_there_unless_only_gpus_have_it() -> None:
-    over_tcp = agent(worker(self_test=msgspec.structs.replace(PASSED, wire="TCP")))
-    rules = Rules.of(Settings(wires=(Wire.RDMA,)))
-    assert reasons(over_tcp, rules) == ["WireNotAllowed"]
-    (shown,) = [check.message for check in readiness(over_tcp, rules).checks if not check.ok]
-    assert all(word in shown for word in ("TCP", "RDMA", "transfer.wires", "add TCP"))
-    for wires in ((), (Wire.RDMA, Wire.TCP), (Wire.RDMA, Wire.CUDA_IPC), (Wire.NVLINK,)):
-        assert reasons(over_tcp, Rules.of(Settings(wires=wires))) == []
-
-
-def test_the_self_test_of_a_worker_that_has_gone_still_counts() -> None:
-    assert reasons(agent(self_test=PASSED)) == []
-
-
-def test_a_worker_that_starts_again_has_its_time_before_the_agent_is_unready() -> None:
-    assert reasons(agent(worker(), worker("d/1", state=structs.WorkerState.STARTING, state_age_s=59))) == []
-
-
-def test_dead_workers_do_not_end_the_supervisor_but_a_loop_that_hangs_does(
-    client: httpx.Client, source: Source
-) -> None:
-    source.state = agent(worker(state=structs.WorkerState.FAILED))
-    assert liveness(source.state).ok
-    assert client.get("/healthz").status_code == 200
-    source.state = agent(worker(), loop_age_s=1000)
-    assert client.get("/healthz").status_code == 503
 
 
 def test_metrics_are_those_of_the_supervisor_and_of_each_worker(client: httpx.Client, source: Source) -> None:
