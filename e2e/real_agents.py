@@ -20,11 +20,12 @@ from controlplane.process_pod import Container, Image
 from controlplane.waiting import until
 from deployments import ROOT
 
-from longshore_client import AgentLost, Busy, Half, RoomEvent, RoomEventKind
+from longshore_client import AgentLost, Busy, Client, Half, RoomEvent, RoomEventKind
 from longshore_wire.names import RUN_DIRECTORY
 
 AGENT_IMAGE = "longshore-agent:0.1.0"
 OPERATOR_IMAGE = "longshore-operator:0.1.0"
+_ROOM_LIMIT_S = 60.0
 # As the Dockerfiles have them; `python` and our programs are those of this environment.
 _ENVIRONMENT = {
     "PATH": os.pathsep.join([str(ROOT / ".venv" / "bin"), f"{sys.prefix}/bin", "/usr/bin", "/bin"]),
@@ -136,22 +137,35 @@ def begin(source: EngineProcess, target: Any, room: int, tokens: int) -> None:
 
 def finish(source: EngineProcess, target: Any, room: int) -> list[RoomEvent]:
     """Return how a room ended at the target's ranks, once its pages are theirs again."""
-    ends = []
-    for rank in target.ranks:
-        ends.append(rank.client.wait(room, Half.TARGET, source.instance, timeout_s=60))
-        rank.client.wait(room, Half.TARGET, source.instance, [RoomEventKind.RELEASED], 60)
-    return ends
+    return [_ended(rank.client, room, Half.TARGET, source.instance) for rank in target.ranks]
+
+
+def _ended(client: Client, room: int, half: Half, instance: str) -> RoomEvent:
+    end = client.wait(room, half, instance, timeout_s=_ROOM_LIMIT_S)
+    client.wait(room, half, instance, [RoomEventKind.RELEASED], _ROOM_LIMIT_S)
+    return end
 
 
 def move_through(request: Request) -> list[RoomEvent]:
-    """Move a request while agents may be replaced under it, as an engine does: calls that find no agent are made again."""
+    """Move a request while agents may be replaced under it, as engines do, and return how it ended.
+
+    Calls that find no agent are made again. Where decode's claim has failed, prefill gives its offer up: an agent that came
+    after the failure knows nothing of it, and waits for a claim.
+    """
+    room, instance = request.room, request.source.instance
     endpoint = request.source.endpoint()
     for rank in request.target.ranks:
-        again(lambda rank=rank: rank.client.receive(request.room, endpoint, request.target_pages, 0, request.total))
+        again(lambda rank=rank: rank.client.receive(room, endpoint, request.target_pages, 0, request.total))
         rank.put(rank.expected, request.target_pages, request.data, 0, request.total)
     for rank in request.source.ranks:
-        again(lambda rank=rank: rank.client.send(request.room, request.source_pages, 0, request.total, last=True))
-    return request.ends(60)
+        again(lambda rank=rank: rank.client.send(room, request.source_pages, 0, request.total, last=True))
+    ends = [_ended(rank.client, room, Half.TARGET, instance) for rank in request.target.ranks]
+    for rank in request.source.ranks:
+        if any(end.kind is RoomEventKind.FAILED for end in ends):
+            again(lambda rank=rank: rank.client.cancel(room, Half.SOURCE, instance=instance))
+        ends.append(_ended(rank.client, room, Half.SOURCE, instance))
+    request.give_back(ends)
+    return ends
 
 
 def again(call: Callable[[], None]) -> None:

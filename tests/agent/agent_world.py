@@ -347,12 +347,16 @@ class Request:
             for rank in engine.ranks:
                 found.append(rank.client.wait(self.room, half, self.source.instance, timeout_s=limit_s))
                 rank.client.wait(self.room, half, self.source.instance, [RoomEventKind.RELEASED], limit_s)
+        self.give_back(found)
+        return found
+
+    def give_back(self, ends: Sequence[RoomEvent]) -> None:
+        """Take the pages of both sides back, which are released: those of a room that failed hold anything."""
         self.source.free += self.source_pages
-        if all(end.kind is RoomEventKind.DONE for end in found):
+        if all(end.kind is RoomEventKind.DONE for end in ends):
             self.target.free += self.target_pages
         else:
             self.target.accept(self.target_pages)
-        return found
 
     def arrives(self, limit_s: float = EVENT_LIMIT_S) -> None:
         """Wait for the end, which must be a good one."""
