@@ -26,9 +26,10 @@ import urllib3
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
 from agent_responder import AgentResponder
-from controlplane.cluster import ControlPlane, free_port
+from controlplane.cluster import ControlPlane
 from controlplane.network import enter_own_network
 from controlplane.nodes import add_nodes, start_kwok
+from controlplane.ports import free_port
 from controlplane.waiting import until
 from deployments import install_definition, manifest
 from operator_process import OperatorProcess

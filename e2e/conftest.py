@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from agent_responder import AgentResponder
-from controlplane.cluster import ControlPlane, free_port
+from controlplane.cluster import ControlPlane
 from controlplane.nodes import add_nodes, start_kwok
+from controlplane.ports import free_port
 from deployments import Deployments, install_definition
 from operator_process import OperatorProcess
 

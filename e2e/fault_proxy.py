@@ -14,7 +14,8 @@ from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
 from controlplane.certificates import write_kubeconfig
-from controlplane.cluster import HOST, ControlPlane, free_port
+from controlplane.cluster import ControlPlane
+from controlplane.ports import HOST, free_port
 
 # A watch is quiet for as long as nothing happens.
 _UPSTREAM_LIMIT_S = 600.0

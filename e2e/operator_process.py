@@ -10,7 +10,8 @@ import uuid
 from pathlib import Path
 from typing import Self
 
-from controlplane.cluster import HOST, ControlPlane, free_port
+from controlplane.cluster import ControlPlane
+from controlplane.ports import HOST, free_port
 from controlplane.processes import Process
 from controlplane.waiting import until
 

@@ -23,6 +23,7 @@ from longshore_agent.transports import create
 from longshore_agent.transports.answers import own_output, say
 from longshore_agent.transports.base import PreparingTransport, WriteState
 from longshore_wire.errors import LongshoreError
+from longshore_wire.names import UNKNOWN_WIRE
 
 # The whole test on a busy machine; a backend that needs longer for a few bytes does not work.
 LIMIT_S = 30.0
@@ -47,7 +48,7 @@ def run(settings: Settings) -> SelfTest:
         wire = _send(settings, ours)
         error = "" if ours.recv(16) == b"same" else "the bytes that arrived are not those that were sent"
     except (LongshoreError, OSError, msgspec.DecodeError) as failure:
-        wire, error = "Unknown", str(failure) or type(failure).__name__
+        wire, error = UNKNOWN_WIRE, str(failure) or type(failure).__name__
     finally:
         ours.close()
         try:

@@ -11,7 +11,9 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-BACKENDS = ("NIXL", "Mooncake", "Loopback")
+from longshore_wire.agent_config import Backend
+
+BACKENDS = tuple(backend.value for backend in Backend)
 
 
 def whole(low: int) -> Callable[[str], int]:

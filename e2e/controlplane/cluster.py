@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import Self
 
 from controlplane import binaries
 from controlplane.certificates import Authority
+from controlplane.ports import HOST, free_port
 from controlplane.processes import Process
 from controlplane.waiting import until
 
-HOST = "127.0.0.1"
 # Three seconds on idle cores; a loaded machine gets a minute for each.
 READY_LIMIT_S = 120.0
 KUBECTL_LIMIT_S = 120.0
@@ -163,11 +162,3 @@ class ControlPlane:
                 "--kube-api-burst=800",
             ),
         ]
-
-
-def free_port() -> int:
-    """Return a port of loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 import yaml
 
 from controlplane import binaries
-from controlplane.cluster import HOST, ControlPlane, free_port
+from controlplane.cluster import ControlPlane
+from controlplane.ports import HOST, free_port
 from controlplane.processes import Process
 from controlplane.waiting import until
 

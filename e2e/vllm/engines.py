@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import random
-import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import httpx
+from controlplane.ports import free_port
 from controlplane.waiting import until
 from tiny_model import TinyModel
 
@@ -22,9 +20,6 @@ from longshore_cli.metrics_page import MetricsPage
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
-# Below those that Linux gives to whoever asks for any.
-_PORTS = range(20_000, 32_000)
-_PORT_TRIES = 100
 # Importing vLLM takes ten seconds of an idle core the first time, and minutes on a cold disk that others use too.
 READY_LIMIT_S = 290.0
 # The first forward pass of an engine takes seconds, with many processes on few cores tens of them.
@@ -296,18 +291,6 @@ def tokens_of(answer: Mapping[str, Any]) -> list[int]:
     """Return the tokens of an answer."""
     found: list[int] = answer["choices"][0]["token_ids"]
     return found
-
-
-def free_port() -> int:
-    """Return a port of loopback that nobody listens on now, and that the kernel gives to nobody who asks for any.
-
-    An engine that was killed listens there again: meanwhile it must not become another process's port.
-    """
-    for port in random.sample(_PORTS, _PORT_TRIES):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise EngineError(f"none of {_PORT_TRIES} ports between {_PORTS.start} and {_PORTS.stop} is free")
 
 
 def _until(look: Any, what: str, limit_s: float, engine: Engine) -> None:

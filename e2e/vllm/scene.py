@@ -16,8 +16,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from controlplane.ports import free_port
 from controlplane.waiting import until
-from engines import BLOCK_TOKENS, Engine, EngineOptions, Nursery, Prompt, free_port, tokens_of
+from engines import BLOCK_TOKENS, Engine, EngineOptions, Nursery, Prompt, tokens_of
 from tiny_model import TinyModel
 
 from longshore_cli.local_agents import LocalAgent, make_keys

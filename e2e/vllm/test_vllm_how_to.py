@@ -11,9 +11,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from controlplane.ports import free_port
 from controlplane.processes import Process
 from controlplane.waiting import until
-from engines import ROOT, Engine, EngineOptions, Nursery, body, free_port, tokens_of
+from engines import ROOT, Engine, EngineOptions, Nursery, body, tokens_of
 from prompts import NEW_TOKENS, PROMPTS, Oracle
 from tiny_model import TinyModel
 

@@ -1,4 +1,4 @@
-"""Programs that benchmarks ask answer with lines of JSON only, whatever a transport's library prints beside them."""
+"""Programs that agents and benchmarks ask answer with lines of JSON only, whatever a transport's library prints beside them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from longshore_agent import bare_path
+from longshore_agent.status.snapshot import SelfTest
 from longshore_agent.transports import rate
 from longshore_wire.layout import ModelShape
 
@@ -26,15 +27,18 @@ transports.create = loud
 """
 SCENE = bare_path.Scene("Loopback", ModelShape(layers=2, kv_heads=2, head_dim=64, element_bytes=2), 16, 64, 2, 1)
 PROGRAMS = {
+    "self-test": (["longshore_agent.self_test"], None, SelfTest, lambda test: test.bytes_moved == 1 << 20),
     "rate": (
         ["longshore_agent.transports.rate", "--backend", "Loopback", "--bytes-max", "65536"],
         rate.Request("write", 65536),
         rate.Answer,
+        lambda answer: answer.equal,
     ),
     "bare path": (
         ["longshore_agent.bare_path", "--scene", msgspec.json.encode(SCENE).decode()],
         bare_path.Request(64),
         bare_path.Answer,
+        lambda answer: answer.equal,
     ),
 }
 
@@ -43,16 +47,20 @@ PROGRAMS = {
 def test_what_a_library_prints_is_no_part_of_an_answer_and_is_seen_among_the_messages(
     name: str, tmp_path: Path
 ) -> None:
-    command, request, kind = PROGRAMS[name]
+    command, request, kind, moved = PROGRAMS[name]
     (tmp_path / "sitecustomize.py").write_text(LOUD)
     done = subprocess.run(
         [sys.executable, "-m", *command],
-        input=msgspec.json.encode(request) + b"\n",
-        env={"PYTHONPATH": ":".join([str(tmp_path), *sys.path]), "OMP_NUM_THREADS": "1"},
+        input=msgspec.json.encode(request) + b"\n" if request is not None else b"",
+        env={
+            "LONGSHORE_BACKEND": "Loopback",
+            "PYTHONPATH": ":".join([str(tmp_path), *sys.path]),
+            "OMP_NUM_THREADS": "1",
+        },
         check=False,
         capture_output=True,
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert msgspec.json.decode(done.stdout, type=kind).equal
+    assert moved(msgspec.json.decode(done.stdout, type=kind))
     assert b"the clock is unstable" in done.stderr

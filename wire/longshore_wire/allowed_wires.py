@@ -11,10 +11,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from longshore_wire.effects import PeerId
-from longshore_wire.names import ENVIRONMENT_PREFIX
+from longshore_wire.names import ENVIRONMENT_PREFIX, UNKNOWN_WIRE
 from longshore_wire.plan import Way
 
-UNKNOWN = "Unknown"
 _TCP = "TCP"
 # Only memory of GPUs travels over these; a self-test, which moves the host's, never shows them.
 _GPU_WIRES = frozenset({"CudaIPC", "NVLink"})
@@ -45,7 +44,7 @@ class AllowedWires:
         if self.holds(wire):
             return ""
         between = f"prefill {_name(source)} reaches decode {_name(target)}"
-        if wire == UNKNOWN:
+        if wire == UNKNOWN_WIRE:
             found = f"{between} over a wire that no probe could name{f' ({failure})' if failure else ''}"
             way_out = "or leave the list empty to allow any wire"
         else:

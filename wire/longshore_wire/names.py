@@ -25,3 +25,5 @@ KEYS_DIRECTORY = "/etc/longshore/keys"
 # Engine sockets lie in <RUN_DIRECTORY>/<namespace>/<deployment>/.
 RUN_DIRECTORY = "/run/longshore"
 HTTP_PORT = 9470
+# What stands in a wire's place where no probe has found it out.
+UNKNOWN_WIRE = "Unknown"

@@ -14,6 +14,7 @@ from enum import Enum
 from longshore_wire.effects import Effect, PeerId, SessionConfig, Stale
 from longshore_wire.errors import LayoutError, Reason
 from longshore_wire.layout import KVLayout
+from longshore_wire.names import UNKNOWN_WIRE
 from longshore_wire.peer_messages import (
     PROTOCOL_VERSION,
     Attach,
@@ -62,7 +63,7 @@ class Peer:
     attach: Attach | None = None
     heard_ns: int = 0
     dialled_ns: int = 0
-    wire: str = "Unknown"
+    wire: str = UNKNOWN_WIRE
     wire_epoch: int = 0  # the life to which `wire` was found out; 0: to none
     wire_due_ns: int = 0  # a target waits for it until then
     rooms: dict[RoomKey, None] = field(default_factory=dict)  # in the order in which they were opened

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import msgspec
 
-from longshore_wire.allowed_wires import UNKNOWN, AllowedWires
+from longshore_wire.allowed_wires import AllowedWires
 from longshore_wire.effects import Dial, HangUp, Knock, PeerAttached, PeerGone, PeerId
 from longshore_wire.engine_messages import Endpoint
 from longshore_wire.errors import Reason
+from longshore_wire.names import UNKNOWN_WIRE
 from longshore_wire.peer_messages import Abort, Attach, Ping, Refuse, RoomKey
 from longshore_wire.plan import Way
 from longshore_wire.room import TargetPair, TargetRoom
@@ -117,7 +118,7 @@ class TargetPeers(Session):
             self._timers.set((room.key, pair.peer), known.wire_due_ns)
             return False
         here = PeerId(self.config.instance, self.config.layout.parallel.dp_rank, self.rank)
-        fault = allowed.fault(known.wire if found else UNKNOWN, pair.peer, here)
+        fault = allowed.fault(known.wire if found else UNKNOWN_WIRE, pair.peer, here)
         if fault:
             self._fail(room, Reason.WIRE_NOT_ALLOWED, fault, now_ns)
         return not fault

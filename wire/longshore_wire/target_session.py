@@ -17,6 +17,7 @@ from longshore_wire.effects import (
 from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX, Half
 from longshore_wire.errors import Reason, RoomError
 from longshore_wire.granting import Granter
+from longshore_wire.names import UNKNOWN_WIRE
 from longshore_wire.peer_messages import (
     Abort,
     AbortAck,
@@ -333,7 +334,7 @@ class TargetSession(TargetPeers):
         if comes and not found and self.config.crossover.needs_wire(self.config.backend):
             self._timers.set((room.key, pair.peer), known.wire_due_ns)
             return False
-        wire = known.wire if found else "Unknown"
+        wire = known.wire if found else UNKNOWN_WIRE
         choice = chosen_way(self.config, known.attach, pair, (room.first_token, room.end_token), wire)
         self._in_place_count -= pair.expects_bytes
         pair.way, pair.why, pair.open = choice.way, choice.why, None

@@ -25,6 +25,7 @@ from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.transports.base import DraftingTransport, Write, WriteState
 from longshore_wire.codec import PEER
 from longshore_wire.errors import LongshoreError
+from longshore_wire.names import UNKNOWN_WIRE
 from longshore_wire.plan import Way
 from longshore_wire.ring import Region, Ring
 from longshore_wire.slabs import region_bytes
@@ -264,4 +265,4 @@ class DeviceLanes:
             wire = self._transport.probe_wire(job.peer_name, self._probe_address, region.address, region.length_bytes)
             self._probe_results.put(ProbeResult(job, wire.value, ""))
         except TransportError as error:
-            self._probe_results.put(ProbeResult(job, "Unknown", str(error)))
+            self._probe_results.put(ProbeResult(job, UNKNOWN_WIRE, str(error)))

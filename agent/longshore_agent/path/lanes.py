@@ -20,6 +20,7 @@ from longshore_agent.status.snapshot import LaneStatus
 from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.transports.base import PreparingTransport
 from longshore_wire.errors import LongshoreError
+from longshore_wire.names import UNKNOWN_WIRE
 from longshore_wire.plan import Way
 
 
@@ -143,5 +144,5 @@ class Lanes:
         try:
             wire = self._transport.probe_wire(job.peer_name, self._probe_address, region.address, region.length_bytes)
         except TransportError as error:
-            return ProbeResult(job, "Unknown", str(error))
+            return ProbeResult(job, UNKNOWN_WIRE, str(error))
         return ProbeResult(job, wire.value, "")

@@ -23,6 +23,7 @@ from longshore_agent.status.metrics import CONTENT_TYPE, render
 from longshore_agent.status.plans import PlanDefaults, PlanQuery, PlanView, answer
 from longshore_agent.status.snapshot import AgentSnapshot, AgentStatus, InstanceStatus
 from longshore_wire.errors import LongshoreError, Reason
+from longshore_wire.names import UNKNOWN_WIRE
 
 # The name under which the supervisor's own metrics appear.
 SUPERVISOR = "supervisor"
@@ -160,7 +161,7 @@ def _add_plans(app: FastAPI, source: StatusSource, defaults: PlanDefaults) -> No
     def plan(query: Annotated[PlanQuery, Query()]) -> Response:
         """Who would send what to whom between two layouts, or between two instances that are registered here."""
         snapshot = _asked(source)
-        wire = snapshot.self_test.wire if snapshot.self_test is not None else "Unknown"
+        wire = snapshot.self_test.wire if snapshot.self_test is not None else UNKNOWN_WIRE
         try:
             return _json(answer(query, snapshot.instances, defaults, wire))
         except LongshoreError as error:

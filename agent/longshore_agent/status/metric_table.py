@@ -12,6 +12,7 @@ from enum import StrEnum
 from longshore_wire.agent_config import WireName
 from longshore_wire.crossover import Why
 from longshore_wire.errors import Reason
+from longshore_wire.names import UNKNOWN_WIRE
 
 
 class Kind(StrEnum):
@@ -27,7 +28,6 @@ HALVES = ("source", "target")
 WAYS = ("staged", "contiguous", "direct", "slices")
 WHYS = tuple(why.name.lower() for why in Why)
 OUTCOMES = ("done", "failed", "cancelled")
-UNKNOWN_WIRE = "Unknown"
 WIRES = (*(wire.value for wire in WireName), UNKNOWN_WIRE)
 PEER_STATES = ("connecting", "attached", "refused", "lost")
 REASONS = tuple(reason.name.lower() for reason in Reason)

@@ -61,7 +61,7 @@ from longshore_wire.codec import TO_AGENT, TO_ENGINE
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Endpoint, Hello, Refused
 from longshore_wire.errors import CodecError, LongshoreError, Reason
-from longshore_wire.names import ENVIRONMENT_PREFIX
+from longshore_wire.names import ENVIRONMENT_PREFIX, UNKNOWN_WIRE
 
 _log = logging.getLogger(__name__)
 
@@ -389,7 +389,7 @@ class Supervisor:
             self._self_test_result = msgspec.json.decode(said, type=SelfTest)
         except (msgspec.DecodeError, msgspec.ValidationError):
             text = f"the self-test ended with {self._self_test.returncode} and said nothing"
-            self._self_test_result = SelfTest(self.settings.backend.value, "Unknown", 0, 0.0, text)
+            self._self_test_result = SelfTest(self.settings.backend.value, UNKNOWN_WIRE, 0, 0.0, text)
         self.metrics.set("longshore_self_test_bytes", self._self_test_result.bytes_moved)
         found = checks.judge(self._self_test_result, checks.Rules.of(self.settings))
         _log.log(logging.INFO if found.ok else logging.ERROR, "%s: %s", found.reason, found.message)

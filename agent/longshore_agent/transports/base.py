@@ -12,6 +12,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from longshore_wire.names import UNKNOWN_WIRE
+
 # What `post` takes as a notice at most; both transports that notify carry it in one small message.
 NOTICE_BYTES_MAX = 1024
 # What `connect` reads at most: room for some 20,000 registered regions.
@@ -21,7 +23,7 @@ METADATA_BYTES_MAX = 1 << 20
 class Wire(Enum):
     """What the bytes between two workers really travel over, found by a probe write."""
 
-    UNKNOWN = "Unknown"
+    UNKNOWN = UNKNOWN_WIRE
     LOOPBACK = "Loopback"
     SHARED_MEMORY = "SharedMemory"
     TCP = "TCP"

@@ -17,7 +17,7 @@ from longshore_agent.control.engine_link import EngineLink
 from longshore_agent.control.peer_net import PeerNet
 from longshore_agent.path.admit import Desk
 from longshore_agent.path.finish import count_peers, count_refused, count_ring, count_session, peer_state
-from longshore_agent.status.metric_table import UNKNOWN_WIRE, WIRES
+from longshore_agent.status.metric_table import WIRES
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.snapshot import (
     ENDED_ROOMS_LISTED_MAX,
@@ -39,6 +39,7 @@ from longshore_agent.worker.moving import Mover
 from longshore_wire.allowed_wires import needs_wire
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason
+from longshore_wire.names import UNKNOWN_WIRE
 from longshore_wire.peer_messages import RoomKey
 from longshore_wire.plan import Way
 from longshore_wire.room import SourcePair, SourceRoom, TargetPair, TargetRoom

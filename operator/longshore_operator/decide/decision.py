@@ -93,14 +93,14 @@ def _new_keys(observed: Observed, manifest: DisaggDeployment, keys: Body) -> New
     return NewKeys(revision, accepted, keys["secret"])
 
 
-def _fingerprint(keys: Body) -> str:
-    return str(keys["secret"]).rpartition("-")[2]
+def _fingerprint(secret: str) -> str:
+    return secret.rpartition("-")[2]
 
 
 def _older_keys(observed: Observed, keys: Body) -> list[str]:
     """Return where agents still have older keys: those know the current ones, and would not know the next."""
     pods = [agent.pod for agent in observed.agents]
-    return [pod.node or pod.name for pod in pods if pod.keys and pod.keys != _fingerprint(keys)]
+    return [pod.node or pod.name for pod in pods if pod.keys and pod.keys != _fingerprint(keys["secret"])]
 
 
 def _keys_wait(observed: Observed, manifest: DisaggDeployment | None, keys: Body) -> str:
@@ -131,7 +131,7 @@ def _rendered(
         uid=uid,
         images=images,
         keys_secret=secret,
-        keys_fingerprint=_fingerprint({"secret": secret}),
+        keys_fingerprint=_fingerprint(secret),
         previous_keys_secret=previous_secret,
     )
     return tuple(render(wanted))
