@@ -10,7 +10,6 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from page_shapes import Shape, opened, page_ids
@@ -19,15 +18,13 @@ from longshore_agent.errors import DeviceError
 from longshore_agent.kernels import device_copier as copier_module
 from longshore_agent.kernels import device_kernel, device_pages, held_pages
 from longshore_agent.kernels.copy_stream import CopyStream
-from longshore_agent.kernels.direct import device_copier, device_launch
+from longshore_agent.kernels.direct import device_launch
 from longshore_agent.kernels.direct.launch import Side
 from longshore_agent.kernels.direct.triton_kernel import constants
-from longshore_agent.kernels.kept import Kept
 from longshore_agent.kernels.scatter import device_launch as scatter_launch
 from longshore_agent.kernels.slab import payload_bytes
 from longshore_agent.memory import cuda
 from longshore_agent.memory.pools import KVPool
-from longshore_agent.path.device_direct import DeviceDirect
 from longshore_wire.errors import LongshoreError
 
 CPU = torch.device("cpu")
@@ -57,7 +54,7 @@ def _played() -> tuple[PlayedKernel, list[tuple[object, ...]]]:
     modules: dict[Any, dict[str, Any]] = {
         device_launch: {"_KERNEL": device_kernel.DeviceKernel(kernel, constants)},
         device_kernel: {"torch": SimpleNamespace(cuda=SimpleNamespace(device=lambda _: nullcontext()))},
-        device_copier: {
+        copier_module: {
             "CopyStream": _stream,
             "torch": SimpleNamespace(
                 device=lambda *_: CPU,
@@ -71,6 +68,8 @@ def _played() -> tuple[PlayedKernel, list[tuple[object, ...]]]:
         cuda: {
             "copy_to_device": lambda _, target, source, length, stream: ctypes.memmove(target, source, length),
             "launch": lambda *arguments: launches.append(arguments),
+            "Event": _PlayedEvent,
+            "HostBytes": _PlayedBytes,
         },
     }
     for module, changes in modules.items():
@@ -86,10 +85,10 @@ def first_rooms(near: Shape, fars: list[tuple[Shape, int]]) -> tuple[int, int, i
         Kernels compiled when the pool was registered, kernels compiled by the rooms, and launches.
     """
     kernel, launches = _played()
-    direct = DeviceDirect()
+    copier = copier_module.DeviceCopier(DEVICE, None, None)
     with ExitStack() as stack:
         source = _on_device(stack.enter_context(opened(near, seed=1)))
-        direct.prepare(source)
+        copier.prepare_direct(source)
         at_registration = len(kernel.compiled)
         for far, heads in fars:
             target = _on_device(stack.enter_context(opened(far, seed=None)))
@@ -98,7 +97,7 @@ def first_rooms(near: Shape, fars: list[tuple[Shape, int]]) -> tuple[int, int, i
                 Side(pool, page_ids(shape, tokens, 1, repeats=False), 0, range(shape.layers), range(heads))
                 for pool, shape in ((source, near), (target, far))
             ]
-            direct.copy(sides[0], sides[1], tokens)
+            copier.direct((sides[0], sides[1]), tokens).end()
         return at_registration, len(kernel.compiled) - at_registration, len(launches)
 
 
@@ -114,19 +113,19 @@ def failed_compilation(text: str) -> list[str]:
     with opened(Shape(), seed=1) as pool:
         for _ in range(2):
             try:
-                DeviceDirect().prepare(_on_device(pool))
+                copier_module.DeviceCopier(DEVICE, None, None).prepare_direct(_on_device(pool))
             except LongshoreError as error:
                 errors.append(f"{error.reason.name} {error}")
     return errors
 
 
-def hung_device(limit_s: float) -> str:
-    """Wait for a device that never ends its copies; return the error."""
+def hung_device(limit_s: float, which: str) -> str:
+    """Wait for a device that never ends the copies of one stream; return the error."""
     copier: Any = object.__new__(copier_module.DeviceCopier)
     copier._device = CPU
-    copier._gathers, copier._scatters = _stream(CPU), _stream(CPU)
+    copier._gathers, copier._scatters, copier._directs = (_stream(CPU) for _ in range(3))
     copier.wait(limit_s)
-    copier._scatters.stream = SimpleNamespace(query=lambda: False)
+    getattr(copier, which).stream = SimpleNamespace(query=lambda: False)
     try:
         copier.wait(limit_s)
     except LongshoreError as error:
@@ -134,36 +133,34 @@ def hung_device(limit_s: float) -> str:
     return ""
 
 
-def failed_call(call: str) -> tuple[str, bool, int, int]:
-    """Queue a scatter while one of the driver's calls fails, then one while none does.
+def failed_call(call: str, *, direct: bool) -> tuple[str, bool, int, int]:
+    """Queue a scatter, or a direct copy, while one of the driver's calls fails, then one while none does.
 
     Args:
         call: "HostBytes", "Event", "launch", or what takes the device's memory: "memory" page ids, "table" a pool's planes.
     Returns:
-        The first one's error, whether its pool was held after it, the launches by then, and the launches by the end.
+        The first one's error, whether a pool was held after it, the launches by then, and the launches by the end.
     """
     _, launches = _played()
     works = {"HostBytes": _PlayedBytes, "Event": _PlayedEvent, "launch": cuda.launch}
     scatter_launch._KERNEL = device_kernel.DeviceKernel(PlayedKernel())
-    copier_module.torch = device_copier.torch
     held_pages.torch = SimpleNamespace(empty=torch.empty, int32=torch.int32, OutOfMemoryError=torch.OutOfMemoryError)
     device_pages.torch = SimpleNamespace(
         tensor=torch.tensor, int64=torch.int64, OutOfMemoryError=torch.OutOfMemoryError
     )
-    for name, value in works.items():
-        setattr(cuda, name, value)
-    copier: Any = object.__new__(copier_module.DeviceCopier)
-    copier._driver, copier._device = DEVICE, CPU
-    copier._gathers, copier._scatters = _stream(CPU), _stream(CPU)
-    copier._lanes, copier._ring = None, torch.zeros(1 << 20, dtype=torch.uint8)
-    copier._pools, copier._no_pages = WeakKeyDictionary(), torch.zeros(1, dtype=torch.int32)
-    copier._lists, copier._events, copier._places = Kept(4), [], []
+    copier: Any = copier_module.DeviceCopier(DEVICE, None, None)
+    copier._ring = torch.zeros(1 << 20, dtype=torch.uint8)
     shape = Shape(layers=1)
     tokens = (0, shape.page_size)
-    with opened(shape, seed=1) as pool:
+    with opened(shape, seed=1) as source, opened(shape, seed=None) as target:
         chosen = (tokens, range(1), range(shape.heads))
         ids = page_ids(shape, tokens, 1, repeats=False)
-        arguments = (pool, (ids, 0), *chosen, 0, payload_bytes(pool, *chosen))
+        sides = [Side(pool, ids, 0, *chosen[1:]) for pool in (source, target)]
+
+        def queue() -> Any:
+            if direct:
+                return copier.direct((sides[0], sides[1]), tokens)
+            return copier.scatter(target, (ids, 0), *chosen, 0, payload_bytes(target, *chosen))
 
         def refuse(*_: object, **__: object) -> None:
             raise DeviceError("the driver refuses") if call in works else torch.OutOfMemoryError("no memory")
@@ -175,16 +172,49 @@ def failed_call(call: str) -> tuple[str, bool, int, int]:
         else:
             setattr(cuda, call, refuse)
         try:
-            copier.scatter(*arguments)
+            queue()
         except LongshoreError as error:
             text = f"{type(error).__name__} {error}"
-        busy, count = pool.busy, len(launches)
+        busy, count = source.busy or target.busy, len(launches)
         held_pages.torch.empty, device_pages.torch.tensor = torch.empty, torch.tensor
         for name, value in works.items():
             setattr(cuda, name, value)
-        copier.scatter(*arguments).end()
-        assert not pool.busy
+        copy = queue()
+        assert (source.busy, target.busy) == (direct, True)
+        copy.end()
+        assert not source.busy
+        assert not target.busy
         return text, busy, count, len(launches)
+
+
+def closed_pools(near_closes: bool) -> tuple[str, bool, int]:
+    """Queue a direct copy of which one pool is unmapped, return its error, whether the other is held after it, and launches.
+
+    Then let go of what was made for that pool, by copying between others.
+    """
+    _, launches = _played()
+    copier: Any = copier_module.DeviceCopier(DEVICE, None, None)
+    shape = Shape(layers=1)
+    tokens = (0, shape.page_size)
+    with ExitStack() as stack:
+        pools = [_on_device(stack.enter_context(opened(shape, seed=1))) for _ in range(4)]
+        ids = page_ids(shape, tokens, 1, repeats=False)
+        sides = [Side(pool, ids, 0, range(1), range(shape.heads)) for pool in pools]
+        copier.direct((sides[0], sides[1]), tokens).end()
+        copier.direct((sides[0], sides[2]), tokens).end()
+        leaving = 0 if near_closes else 1
+        assert pools[leaving].close()
+        try:
+            copier.direct((sides[0], sides[1]), tokens)
+        except LongshoreError as error:
+            text = f"{type(error).__name__} {error}"
+        busy, count = any(pool.busy for pool in pools), len(launches)
+        copier.direct((sides[2], sides[3]), tokens).end()
+        known = copier._pools
+        assert pools[leaving] not in known
+        assert all(pools[leaving] not in each.copies for each in known.values())
+        assert pools[2] in known
+        return text, busy, count
 
 
 class _PlayedBytes:

@@ -15,21 +15,37 @@ def process() -> Iterator[KernelProcess]:
 
 
 @pytest.mark.parametrize(
-    ("call", "word"),
+    ("call", "word", "direct"),
     [
-        ("HostBytes", "refuses"),
-        ("Event", "refuses"),
-        ("launch", "refuses"),
-        ("memory", "no memory left"),
-        ("table", "no memory left"),
+        ("HostBytes", "refuses", False),
+        ("Event", "refuses", False),
+        ("launch", "refuses", False),
+        ("memory", "no memory left", False),
+        ("table", "no memory left", False),
+        ("Event", "refuses", True),
+        ("launch", "refuses", True),
+        ("memory", "no memory left", True),
+        ("table", "no memory left", True),
     ],
 )
-def test_a_failed_call_leaves_no_pool_held_and_nothing_queued(process: KernelProcess, call: str, word: str) -> None:
-    error, busy, launches, launches_later = process.run("failed_call", call)
+def test_a_failed_call_leaves_no_pool_held_and_nothing_queued(
+    process: KernelProcess, call: str, word: str, direct: bool
+) -> None:
+    error, busy, launches, launches_later = process.run("failed_call", call, direct=direct)
     assert error.startswith("DeviceError")
     assert word in error
     assert not busy
     assert (launches, launches_later) == (0, 1)
+
+
+@pytest.mark.parametrize("near_closes", [True, False], ids=["source", "target"])
+def test_a_copy_between_pools_one_of_which_has_left_is_refused_and_nothing_is_kept_for_that_one(
+    process: KernelProcess, near_closes: bool
+) -> None:
+    error, busy, launches = process.run("closed_pools", near_closes)
+    assert error.startswith("PoolError")
+    assert not busy
+    assert launches == 2
 
 
 def test_a_pool_whose_kernels_cannot_be_compiled_is_refused_with_the_reason(process: KernelProcess) -> None:
@@ -40,7 +56,10 @@ def test_a_pool_whose_kernels_cannot_be_compiled_is_refused_with_the_reason(proc
         assert "Failed to find C compiler" in error
 
 
-def test_a_device_that_does_not_end_its_copies_is_waited_for_no_longer_than_the_limit(process: KernelProcess) -> None:
-    error = process.run("hung_device", 0.01)
+@pytest.mark.parametrize("stream", ["_gathers", "_scatters", "_directs"])
+def test_a_device_that_does_not_end_its_copies_is_waited_for_no_longer_than_the_limit(
+    process: KernelProcess, stream: str
+) -> None:
+    error = process.run("hung_device", 0.01, stream)
     assert error.startswith("DeviceError")
     assert "0.01 s" in error

@@ -34,8 +34,7 @@ class Scene:
         self.asked = 0
         self.results = Results()
         self.attached = {(Half.SOURCE, OWNER): ATTACH}
-        lanes: Any = SimpleNamespace(put=self.lanes.append)
-        self.near = NearWrites(None, self.attached, self.results, self._ask, lanes, lambda: lanes)
+        self.near = NearWrites(None, self.attached, self.results, self._ask, self.lanes.append)
 
     def _ask(self, *_: object) -> None:
         self.asked += 1

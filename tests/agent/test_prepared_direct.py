@@ -43,13 +43,17 @@ def test_the_first_room_of_each_peer_compiles_nothing(near: Shape, fars: list[tu
 
 
 class Recorder:
-    """Stages, or what copies directly: notes which pools were prepared."""
+    """Stages that note which pools were prepared, and which of them for way DIRECT."""
 
     def __init__(self, *_: object) -> None:
         self.pools: list[object] = []
+        self.direct: list[object] = []
 
     def prepare(self, pool: object) -> None:
         self.pools.append(pool)
+
+    def prepare_direct(self, pool: object) -> None:
+        self.direct.append(pool)
 
 
 def prepared(monkeypatch: pytest.MonkeyPatch, device: str, roles: tuple[Half, ...], agent: str, **changes: Any) -> bool:
@@ -61,7 +65,6 @@ def prepared(monkeypatch: pytest.MonkeyPatch, device: str, roles: tuple[Half, ..
         "make_transport": lambda *_: transport,
         "DeviceStagingBuffer": lambda _, length_bytes, **options: StagingBuffer(length_bytes, **options),
         "DeviceStages": Recorder,
-        "DeviceDirect": Recorder,
     }
     for name, value in played.items():
         monkeypatch.setattr(moving, name, value)
@@ -69,11 +72,11 @@ def prepared(monkeypatch: pytest.MonkeyPatch, device: str, roles: tuple[Half, ..
     mover = Mover(config, settings, Metrics(), SpanRecorder(1), lambda *_: None)
     pool: Any = object()
     mover.prepare(pool)
-    direct: Any = mover._direct
-    assert direct.pools in ([], [pool])
+    stages: Any = mover._stages
+    assert stages is None or stages.pools == [pool]
     if mover.lanes is not None:
         mover.lanes.stop()
-    return bool(direct.pools)
+    return stages is not None and stages.direct == [pool]
 
 
 BOTH = (Half.SOURCE, Half.TARGET)

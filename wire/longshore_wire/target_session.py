@@ -51,7 +51,7 @@ class TargetSession(TargetPeers):
         super().__init__(config, now_ns=now_ns)
         self.rooms: dict[RoomKey, TargetRoom] = {}
         self.granter = Granter(config)
-        self._in_place_count = 0
+        self.in_place_count = 0
         self._hopeless_since_ns: int | None = None
 
     # -- the engine ------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ class TargetSession(TargetPeers):
         self.rooms[key] = room
         for pair in pairs:
             room.pairs[pair.peer] = pair
-            self._in_place_count += pair.expects_bytes
+            self.in_place_count += pair.expects_bytes
             self._dial(pair.peer, wanted.endpoint, now_ns).rooms[key] = None
         for pair in pairs:
             if not room.failed and self.peers[pair.peer].state is PeerState.ATTACHED:
@@ -199,7 +199,7 @@ class TargetSession(TargetPeers):
     @property
     def expects_bytes(self) -> bool:
         """Whether a peer may be writing to this worker now, so that notices should be looked for."""
-        return bool(self.granter.ring.region_count) or self._in_place_count > 0
+        return bool(self.granter.ring.region_count) or self.in_place_count > 0
 
     # -- messages --------------------------------------------------------------------------------------------------
 
@@ -336,9 +336,9 @@ class TargetSession(TargetPeers):
             return False
         wire = known.wire if found else UNKNOWN_WIRE
         choice = chosen_way(self.config, known.attach, pair, (room.first_token, room.end_token), wire)
-        self._in_place_count -= pair.expects_bytes
+        self.in_place_count -= pair.expects_bytes
         pair.way, pair.why, pair.open = choice.way, choice.why, None
-        self._in_place_count += pair.expects_bytes
+        self.in_place_count += pair.expects_bytes
         return True
 
     def _send_claim(self, room: TargetRoom, pair: TargetPair, now_ns: int) -> None:
@@ -487,7 +487,7 @@ class TargetSession(TargetPeers):
     def _drop(self, room: TargetRoom) -> None:
         del self.rooms[room.key]
         for peer, pair in room.pairs.items():
-            self._in_place_count -= pair.expects_bytes
+            self.in_place_count -= pair.expects_bytes
             self._timers.clear((room.key, peer))
             known = self.peers[peer]
             known.rooms.pop(room.key, None)

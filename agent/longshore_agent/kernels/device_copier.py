@@ -1,4 +1,5 @@
-"""The copies of a GPU's worker: gathers into its lanes' memory and scatters out of its ring, queued and never waited for.
+"""The copies of a GPU's worker: gathers into its lanes' memory, scatters out of its ring and direct ones into another
+rank's pages, queued and never waited for.
 
 Made and called by `path.device_stages` in the worker's control thread. Tables of pools and page lists stay on the device
 from one slab to the next.
@@ -8,7 +9,6 @@ from __future__ import annotations
 
 import time
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -16,6 +16,9 @@ from longshore_agent.errors import DeviceError
 from longshore_agent.kernels.copy_stream import CopyStream
 from longshore_agent.kernels.device_kernel import BoundLaunch
 from longshore_agent.kernels.device_pages import DevicePages
+from longshore_agent.kernels.direct.device_launch import BoundCopy, shape_of
+from longshore_agent.kernels.direct.device_launch import prepare as prepare_copies
+from longshore_agent.kernels.direct.launch import Side
 from longshore_agent.kernels.gather.device_launch import bind_gather, gather_words
 from longshore_agent.kernels.held_pages import HeldPages
 from longshore_agent.kernels.kept import Kept
@@ -37,18 +40,22 @@ _WAIT_PAUSE_S = 0.0002
 
 
 class _Known(NamedTuple):
-    """A pool on the device: its table of planes, and launches that are ready to be queued."""
+    """A pool on the device: its table of planes, and launches that are ready to be queued.
+
+    `copies` are the direct ones into this pool, for each pool that they come from.
+    """
 
     pages: DevicePages
     launches: dict[tuple[int, ...], BoundLaunch]
+    copies: dict[KVPool, dict[tuple[int, ...], BoundCopy]]
 
 
 class DeviceCopy:
-    """One queued copy. Its pool stays mapped, and its page ids stay, until `end`."""
+    """One queued copy. Its pools stay mapped, and its page ids stay, until `end`."""
 
     __slots__ = ("_copier", "_event", "_held", "_place")
 
-    def __init__(self, copier: DeviceCopier, event: cuda.Event, place: cuda.HostBytes | None, held: HeldPages) -> None:
+    def __init__(self, copier: DeviceCopier, event: cuda.Event, place: cuda.HostBytes | None, *held: HeldPages) -> None:
         self._copier = copier
         self._event = event
         self._place = place
@@ -60,12 +67,13 @@ class DeviceCopy:
 
     def trailer(self) -> bytes:
         """Return the 64 bytes behind a scattered slab, as they were just before the scatter; valid once it has passed."""
-        assert self._place is not None, "a gather reads no trailer"
+        assert self._place is not None, "only a scatter reads a trailer"
         return self._place.read()
 
     def end(self) -> None:
         """Let everything go, once; the device must have passed it."""
-        self._held.pool.let_go()
+        for held in self._held:
+            held.pool.let_go()
         self._copier.take_back(self._event, self._place)
 
 
@@ -79,15 +87,17 @@ class DeviceCopier:
         self._driver = device
         self._device = torch.device("cuda", device.index)
         torch.cuda.set_device(self._device)
-        # Streams of their own, so that a gather does not wait for a scatter that was queued before it.
-        self._gathers, self._scatters = CopyStream(self._device), CopyStream(self._device)
+        # Streams of their own, so that none waits for one of another kind that was queued before it.
+        self._gathers, self._scatters, self._directs = (CopyStream(self._device) for _ in range(3))
         self._lanes = None if lanes is None else torch.as_tensor(lanes, device=self._device)
         self._ring = None if ring is None else torch.as_tensor(ring, device=self._device)
-        self._pools: WeakKeyDictionary[KVPool, _Known] = WeakKeyDictionary()
+        self._pools: dict[KVPool, _Known] = {}
         # An example of page ids, for what is compiled before there are any.
         self._no_pages = torch.zeros(1, dtype=torch.int32, device=self._device)
         # A room has one array of ids, and a new one when it grows.
         self._lists: Kept[HeldPages] = Kept(_HELD_LISTS_MAX)
+        # Those that direct copies read, in the order of their stream.
+        self._direct_lists: Kept[HeldPages] = Kept(_HELD_LISTS_MAX)
         self._events: list[cuda.Event] = []
         self._places: list[cuda.HostBytes] = []
 
@@ -106,6 +116,10 @@ class DeviceCopier:
                     self._launch(buffer, pool, *chosen, payload_bytes(pool, *chosen))
             count //= 2
 
+    def prepare_direct(self, pool: KVPool) -> None:
+        """Compile the kernels of direct copies out of a pool: see `direct.device_launch.prepare`."""
+        prepare_copies(self._known(pool).pages, self._directs, self._no_pages)
+
     def hold(self, pool: KVPool, pages: tuple[Pages, int], *, to_gather: bool) -> HeldPages:
         """Queue a copy of page ids to the device, unless they are there, before all that reads them.
 
@@ -118,6 +132,11 @@ class DeviceCopier:
         ids, first_page = pages
         stream = self._gathers if to_gather else self._scatters
         return self._lists.get(lambda: HeldPages(pool, ids, self._device, first_page, stream), ids, pool)
+
+    def hold_direct(self, pool: KVPool, pages: tuple[Pages, int]) -> HeldPages:
+        """Queue a copy of page ids to the device, unless they are there, before all direct copies. As `hold`."""
+        ids, first_page = pages
+        return self._direct_lists.get(lambda: HeldPages(pool, ids, self._device, first_page, self._directs), ids, pool)
 
     def gather(
         self,
@@ -176,6 +195,35 @@ class DeviceCopier:
             pool.let_go()
             raise
 
+    def direct(self, sides: tuple[Side, Side], tokens: tuple[int, int]) -> DeviceCopy:
+        """Queue a copy of tokens [first, end) from a source's pages into those of a target, which are mapped here.
+
+        Once it has passed, its bytes are in the target's memory for every later reader: it may be told of them.
+
+        Raises:
+            PoolError: an engine has let its pages go.
+            ShapeError, LongshoreError, DeviceError: as `direct.device_launch.copy_pages`.
+        """
+        source, target = sides
+        near = self.hold_direct(source.pool, (source.pages, source.first_page))
+        far = self.hold_direct(target.pool, (target.pages, target.first_page))
+        source.pool.hold()
+        try:
+            target.pool.hold()
+        except LongshoreError:
+            source.pool.let_go()
+            raise
+        try:
+            copy = self._bound_copy(sides, (near, far), tokens)
+            event = self._event()
+            copy.queue((near, far), tokens)
+            event.record(self._directs.handle)
+            return DeviceCopy(self, event, None, near, far)
+        except LongshoreError:
+            source.pool.let_go()
+            target.pool.let_go()
+            raise
+
     def take_back(self, event: cuda.Event, place: cuda.HostBytes | None) -> None:
         """Keep what a copy that has ended used for the next one."""
         self._events.append(event)
@@ -185,7 +233,7 @@ class DeviceCopier:
     def wait(self, limit_s: float) -> None:
         """Wait until the device has done all that was queued here. Raises DeviceError if it has not within `limit_s`."""
         deadline_s = time.monotonic() + limit_s
-        while not (self._gathers.passed() and self._scatters.passed()):
+        while not all(stream.passed() for stream in (self._gathers, self._scatters, self._directs)):
             if time.monotonic() > deadline_s:
                 raise DeviceError(f"device {self._device} has not ended its copies within {limit_s:g} s: it hangs")
             time.sleep(_WAIT_PAUSE_S)
@@ -223,10 +271,32 @@ class DeviceCopier:
             known.launches[key] = launch
         return launch
 
+    def _bound_copy(
+        self, sides: tuple[Side, Side], lists: tuple[HeldPages, HeldPages], tokens: tuple[int, int]
+    ) -> BoundCopy:
+        """Return the direct copy for all slabs of this shape between two pools."""
+        near, far = self._known(sides[0].pool), self._known(sides[1].pool)
+        copies = far.copies.setdefault(sides[0].pool, {})
+        key = shape_of(sides, tokens)
+        copy = copies.get(key)
+        if copy is None:
+            if len(copies) >= _LAUNCHES_MAX:
+                copies.clear()
+            copy = copies[key] = BoundCopy(sides, (near.pages, far.pages), lists, tokens, self._directs)
+        return copy
+
     def _known(self, pool: KVPool) -> _Known:
         found = self._pools.get(pool)
         if found is None:
+            self._forget_closed()
             pages = DevicePages(pool, [address for address, _ in pool.regions], self._device)
             torch.cuda.current_stream(self._device).synchronize()
-            found = self._pools[pool] = _Known(pages, {})
+            found = self._pools[pool] = _Known(pages, {}, {})
         return found
+
+    def _forget_closed(self) -> None:
+        """Let go of what was made for pools that are unmapped: neighbours' come and go with their engines."""
+        self._pools = {pool: known for pool, known in self._pools.items() if not pool.wait_closed(0)}
+        for known in self._pools.values():
+            for pool in [pool for pool in known.copies if pool.wait_closed(0)]:
+                del known.copies[pool]

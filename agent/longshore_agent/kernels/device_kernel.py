@@ -32,27 +32,21 @@ class _Compiled(NamedTuple):
     kept: Any  # the module goes when this does
 
 
-class BoundLaunch:
-    """A launch of which all is known but where the slab and its page ids lie, and the 64-bit words; see `DeviceKernel.bind`."""
+class BoundKernel:
+    """A launch of which all is known but the values of its arguments; see `DeviceKernel.bind_values`."""
 
-    def __init__(self, stream: CopyStream, compiled: _Compiled, grid: Grid, planes: int, word_count: int) -> None:
+    def __init__(
+        self, stream: CopyStream, compiled: _Compiled, grid: Grid, address_count: int, word_count: int
+    ) -> None:
         assert stream.context is not None
         self._stream = stream
         self._compiled = compiled
         self._programs = grid.programs
-        self._planes = planes
-        self._before, self._after = grid.numbers[:PAGE_FIRST], grid.numbers[PAGE_FIRST + 1 :]
-        self._block = ArgumentBlock(3, len(grid.numbers), word_count)
+        self._block = ArgumentBlock(address_count, len(grid.numbers), word_count)
 
-    def queue(self, table: int, page_first: int, slab: int, words: tuple[int, ...] = ()) -> None:
-        """Queue it.
-
-        Args:
-            table, slab: addresses of page ids and slab, in use until the stream has passed the launch.
-            page_first: which id is that of the first token's page.
-        """
-        assert table % UNIT_BYTES_MAX == slab % UNIT_BYTES_MAX == 0, (table, slab)
-        arguments = self._block.fill(self._planes, table, slab, *self._before, page_first, *self._after, *words)
+    def queue_values(self, *values: int) -> None:
+        """Queue it with these arguments: addresses, numbers, words. Raises DeviceError: nothing was queued."""
+        arguments = self._block.fill(*values)
         compiled, stream = self._compiled, self._stream
         assert stream.context is not None
         cuda.launch(
@@ -64,6 +58,25 @@ class BoundLaunch:
             stream.handle,
             arguments,
         )
+
+
+class BoundLaunch(BoundKernel):
+    """A launch of which all is known but where the slab and its page ids lie, and the 64-bit words; see `DeviceKernel.bind`."""
+
+    def __init__(self, stream: CopyStream, compiled: _Compiled, grid: Grid, planes: int, word_count: int) -> None:
+        super().__init__(stream, compiled, grid, 3, word_count)
+        self._planes = planes
+        self._before, self._after = grid.numbers[:PAGE_FIRST], grid.numbers[PAGE_FIRST + 1 :]
+
+    def queue(self, table: int, page_first: int, slab: int, words: tuple[int, ...] = ()) -> None:
+        """Queue it.
+
+        Args:
+            table, slab: addresses of page ids and slab, in use until the stream has passed the launch.
+            page_first: which id is that of the first token's page.
+        """
+        assert table % UNIT_BYTES_MAX == slab % UNIT_BYTES_MAX == 0, (table, slab)
+        self.queue_values(self._planes, table, slab, *self._before, page_first, *self._after, *words)
 
 
 class DeviceKernel:
@@ -128,6 +141,18 @@ class DeviceKernel:
         addresses = tuple(tensor.data_ptr() for tensor in tensors)
         compiled = self._found(stream, grid, tensors, addresses, words, tuning)
         return BoundLaunch(stream, compiled, grid, addresses[0], len(words))
+
+    def bind_values(
+        self, stream: CopyStream, grid: Grid, tensors: tuple[torch.Tensor, ...], tuning: Tuning
+    ) -> BoundKernel:
+        """Return a launch as `launch` does it, to be queued with other addresses and numbers. Only on a GPU.
+
+        Args:
+            grid: its numbers are an example.
+            tensors: examples: those that are used must be aligned as they are.
+        """
+        addresses = tuple(tensor.data_ptr() for tensor in tensors)
+        return BoundKernel(stream, self._found(stream, grid, tensors, addresses, (), tuning), grid, len(addresses), 0)
 
     def _found(
         self,

@@ -38,6 +38,7 @@ from longshore_wire.engine_messages import (
 from longshore_wire.errors import LongshoreError, Reason, RoomError
 from longshore_wire.layout import KVLayout
 from longshore_wire.peer_messages import PoolInfo, RoomKey, TargetMemory
+from longshore_wire.plan import Way
 from longshore_wire.source_session import SourceSession
 from longshore_wire.target_session import TargetSession
 
@@ -83,7 +84,8 @@ class Desk:
     parting: dict[int, int] = field(default_factory=dict)  # pool: request that waits until no neighbour has it mapped
     device: Device | None = None  # the engine's GPU
     prepare: Callable[[KVPool], None] = _nothing  # before a pool is registered
-    admit: Callable[[KVPool, PageTable, Half], None] = _nothing  # before a core hears of a room's pages
+    # Before a core hears of a room's pages, with the ways that were claimed so far.
+    admit: Callable[[KVPool, PageTable, Half, frozenset[Way]], None] = _nothing
     closing: str = ""  # why no new room is taken; empty: they are
     finishes_claimed: bool = False  # while closing, a room that decode has claimed may still be offered
     _parts: dict[tuple[str, int, int], dict[int, bytes]] = field(default_factory=dict)
@@ -224,7 +226,7 @@ class Desk:
         if old is None and not (self.finishes_claimed and key in self.source.rooms):
             self._check_open()
         table = self._extended(old, message, pages)
-        self.admit(pool.pages, table, Half.SOURCE)
+        self.admit(pool.pages, table, Half.SOURCE, self._claimed_ways(key))
         # The core may begin to write at once: the pages must be known by then.
         self.tables[Half.SOURCE, key] = table
         try:
@@ -237,6 +239,11 @@ class Desk:
             else:
                 self.tables[Half.SOURCE, key] = old
             raise
+
+    def _claimed_ways(self, key: RoomKey) -> frozenset[Way]:
+        room = self.source.rooms.get(key) if self.source is not None else None
+        pairs = room.pairs.values() if room is not None else ()
+        return frozenset(pair.way for pair in pairs if pair.route is not None)
 
     def _extended(self, old: PageTable | None, message: Offer, pages: np.ndarray) -> PageTable:
         first_page = message.first_token // self.layout.page_size
@@ -268,7 +275,7 @@ class Desk:
             raise RoomError(f"room {message.room} was claimed before: use a new id", reason=Reason.ROOM_REUSED)
         self._check_open()
         table = PageTable(message.first_token // self.layout.page_size, pages)
-        self.admit(pool.pages, table, Half.TARGET)
+        self.admit(pool.pages, table, Half.TARGET, frozenset())
         self.tables[Half.TARGET, key] = table
         wanted = Wanted(
             key,

@@ -16,7 +16,6 @@ import numpy.typing as npt
 from longshore_agent.errors import TransportError, WriteFailedError
 from longshore_agent.kernels.direct import launch as direct
 from longshore_agent.memory.staging import StagingPieces
-from longshore_agent.path.device_direct import DeviceDirect
 from longshore_agent.path.jobs import WriteJob
 from longshore_agent.path.runs import Side, runs
 from longshore_agent.status.metrics import Metrics
@@ -35,13 +34,10 @@ _OPEN_BATCHES_MAX = 4
 class Deliverer:
     """Writes for all lanes of one worker."""
 
-    def __init__(
-        self, transport: PreparingTransport, metrics: Metrics, device_direct: DeviceDirect, *, slices_batch: int
-    ) -> None:
+    def __init__(self, transport: PreparingTransport, metrics: Metrics, *, slices_batch: int) -> None:
         self._transport = transport
         self._metrics = metrics
         self._slices_batch = slices_batch
-        self._device_direct = device_direct
 
     def staged(self, job: WriteJob, buffer: StagingPieces, length_bytes: int) -> None:
         """Write the first `length_bytes` of `buffer` to the granted region; the bytes have landed on return.
@@ -64,24 +60,8 @@ class Deliverer:
         Raises:
             PoolError: an engine has let its pages go.
         """
-        assert job.neighbour is not None
-        effect, on_device = job.effect, job.pool.on_device
-        far_pages = self._device_direct.ids(effect.target_pages) if on_device else _target_pages(job)
-        near, far = (
-            direct.Side(
-                pool,
-                pages,
-                first_page,
-                effect.route.local_layers(pool.layout),
-                effect.route.local_heads(pool.layout),
-            )
-            for pool, pages, first_page in (
-                (job.pool, job.pages.pages, job.pages.first_page),
-                (job.neighbour, far_pages, effect.first_claimed_token // job.target_layout.page_size),
-            )
-        )
-        copy = self._device_direct.copy if on_device else direct.copy_pages
-        copy(near, far, effect.tokens)
+        near, far = direct_sides(job)
+        direct.copy_pages(near, far, job.effect.tokens)
         self._metrics.add("longshore_writes_total", 1, way="direct")
 
     def in_place(self, job: WriteJob) -> bool:
@@ -185,6 +165,22 @@ def cut(
 
 def _target_pages(job: WriteJob) -> npt.NDArray[np.int32]:
     return np.frombuffer(job.effect.target_pages, dtype="<i4")
+
+
+def direct_sides(job: WriteJob) -> tuple[direct.Side, direct.Side]:
+    """Return source and target of a slab that is copied from pages to pages."""
+    assert job.neighbour is not None
+    effect = job.effect
+    near, far = (
+        direct.Side(
+            pool, pages, first_page, effect.route.local_layers(pool.layout), effect.route.local_heads(pool.layout)
+        )
+        for pool, pages, first_page in (
+            (job.pool, job.pages.pages, job.pages.first_page),
+            (job.neighbour, _target_pages(job), effect.first_claimed_token // job.target_layout.page_size),
+        )
+    )
+    return near, far
 
 
 def _sides(job: WriteJob) -> tuple[Side, Side]:

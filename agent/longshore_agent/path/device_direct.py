@@ -1,66 +1,125 @@
-"""Way DIRECT of a GPU's worker: copies from our engine's pages into a neighbour's by one kernel, each waited for.
+"""Way DIRECT of a GPU's worker: copies from our engine's pages into a neighbour's, driven by events, without a wait.
 
-Called by `deliver` in the lanes' threads, each of which has a stream of its own, and by `moving` when a pool is registered. The
-tensor library is loaded with the first pool or copy: a worker on a CPU never loads it for this.
+Called by the control thread, through `moving` and `near_writes`. A slab is queued on the device at once; it is over, and its
+target may be told, when its event has passed. Until then both pools are held. One stream does all slabs in their order.
 """
 
 from __future__ import annotations
 
-import threading
-from typing import TYPE_CHECKING
+import time
+from collections import deque
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
+from longshore_agent.path.device_stages import Copy, Stages
+from longshore_agent.path.jobs import WriteJob, WriteResult
+from longshore_agent.path.stage_log import StageLog
+from longshore_agent.status.metrics import Metrics
+from longshore_agent.status.snapshot import LaneStatus
+from longshore_agent.status.spans import SpanRecorder
+from longshore_wire.errors import LongshoreError
+from longshore_wire.plan import Way
 
-from longshore_agent.kernels.direct.launch import Side
-from longshore_agent.kernels.kept import Kept
-from longshore_agent.memory.cuda import Device
-from longshore_agent.memory.pools import KVPool
-
-if TYPE_CHECKING:
-    from longshore_agent.kernels.direct.device_copier import DeviceTables, DirectCopier
-
-# Page lists of targets that keep their array from slab to slab, and so their copy on the device: more rooms than lanes
-# work on in turn.
-_LISTS_MAX = 64
+# Slabs that the device has been given: all that one pair may have under way by default, so that the device never waits for
+# this thread. Alone each takes 0.7 ms, after which a room that was given up, or an engine that left, waits no longer.
+_COPIES_OPEN_MAX = 16
+# All that one stream does is the work of one lane.
+_LANE = 0
 
 
-class DeviceDirect:
-    """What the lanes of one worker share."""
+class _Slab(NamedTuple):
+    """One slab that the device has been given."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._local = threading.local()
-        self._tables: DeviceTables | None = None
-        # A claim has one list for all its slabs.
-        self._lists: Kept[npt.NDArray[np.int32]] = Kept(_LISTS_MAX)
+    job: WriteJob
+    copy: Copy
+    queued_ns: int
 
-    def ids(self, pages: bytes) -> npt.NDArray[np.int32]:
-        """Return packed page ids as an array: the same one for the same bytes object, while it is remembered."""
-        with self._lock:
-            return self._lists.get(lambda: np.frombuffer(pages, dtype="<i4"), pages)
 
-    def prepare(self, pool: KVPool) -> None:
-        """A pool is about to be registered whose pages may go this way: compile its kernels, which no room should wait for."""
-        assert pool.device is not None
-        self._found(pool.device).prepare(pool)
+class DeviceDirectLanes:
+    """See the module. The sessions' windows bound what waits here, as they do for `lanes`."""
 
-    def copy(self, source: Side, target: Side, tokens: tuple[int, int]) -> None:
-        """Copy tokens [first, end); their bytes are in the target's memory on return. Raises as `DirectCopier.copy`."""
-        assert source.pool.device is not None
-        copier: DirectCopier | None = getattr(self._local, "copier", None)
-        if copier is None:
-            copier = self._local.copier = self._make(source.pool.device)
-        copier.copy(source, target, tokens)
+    def __init__(self, lane_count: int, stages: Stages, metrics: Metrics, spans: SpanRecorder) -> None:
+        self._lane_count = lane_count
+        self._stages = stages
+        self._log = StageLog(metrics, spans)
+        self._queue: deque[WriteJob] = deque()
+        self._copies: deque[_Slab] = deque()
+        self._done: list[WriteResult] = []
+        self._passed_ns = 0
+        self._slabs = 0
+        self._bytes = 0
 
-    def _make(self, device: Device) -> DirectCopier:
-        from longshore_agent.kernels.direct.device_copier import DirectCopier
+    @property
+    def copying(self) -> bool:
+        """Whether the device has been given slabs, of which nobody else tells that they are over."""
+        return bool(self._copies)
 
-        return DirectCopier(device, self._found(device))
+    @property
+    def busy(self) -> bool:
+        """Whether something is under way that only `turn` brings on, or something is to be written down."""
+        return bool(self._queue or self._copies or self._done or self._log)
 
-    def _found(self, device: Device) -> DeviceTables:
-        from longshore_agent.kernels.direct.device_copier import DeviceTables
+    def put(self, job: WriteJob) -> None:
+        """Queue one slab whose target's pages are mapped here; on the device at once, unless that has enough to do."""
+        assert job.effect.way is Way.DIRECT, job.effect.way
+        self._queue.append(job)
+        self._begin()
 
-        with self._lock:
-            self._tables = self._tables or DeviceTables(device)
-            return self._tables
+    def turn(self) -> list[WriteResult]:
+        """Take notice of what is over and begin what can be; return what has ended since the last turn.
+
+        Raises:
+            DeviceError: the device has failed: only a new process mends that.
+        """
+        while self._copies and self._copies[0].copy.passed():
+            self._end(self._copies.popleft())
+        self._begin()
+        if not self._done:
+            # The device needs nothing of this thread meanwhile.
+            self._log.write()
+        done, self._done = self._done, []
+        return done
+
+    def status(self) -> tuple[LaneStatus, ...]:
+        """Return what each lane has done."""
+        idle = tuple(LaneStatus(index, False, 0, 0) for index in range(self._lane_count))
+        return (LaneStatus(_LANE, self.copying, self._slabs, self._bytes), *idle[_LANE + 1 :])
+
+    def stop(self) -> None:
+        """Give the device nothing more."""
+        for job in self._queue:
+            job.cancelled = True
+
+    def _begin(self) -> None:
+        while self._queue:
+            job = self._queue[0]
+            if not job.cancelled and len(self._copies) >= _COPIES_OPEN_MAX:
+                return
+            self._queue.popleft()
+            if job.cancelled:
+                self._done.append(WriteResult(job, "", dropped=True, notify=False))
+                continue
+            queued_ns = time.monotonic_ns()
+            try:
+                copy = self._stages.direct(job)
+            except LongshoreError as error:
+                self._done.append(WriteResult(job, str(error), dropped=False, notify=False))
+                continue
+            self._copies.append(_Slab(job, copy, queued_ns))
+
+    def _end(self, slab: _Slab) -> None:
+        job, effect, end_ns = slab.job, slab.job.effect, time.monotonic_ns()
+        slab.copy.end()
+        # The device began it when it was done with the one before.
+        self._log.stage("write", effect, _LANE, max(slab.queued_ns, self._passed_ns), end_ns)
+        self._passed_ns = end_ns
+        self._log.count("longshore_writes_total", 1, way="direct")
+        if job.cancelled:
+            self._log.count("longshore_overtaken_writes_total", 1, way="direct")
+            # Its bytes are there, and nobody waits for them.
+            self._done.append(WriteResult(job, "", dropped=True, notify=False))
+            return
+        self._slabs += 1
+        self._bytes += effect.payload_bytes
+        self._log.count("longshore_lane_slabs_total", 1, lane=_LANE)
+        self._log.count("longshore_lane_bytes_total", effect.payload_bytes, lane=_LANE)
+        self._done.append(WriteResult(job, "", dropped=False, notify=True))

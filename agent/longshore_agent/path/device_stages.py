@@ -1,6 +1,6 @@
-"""Gather and scatter of a GPU's worker: the counterparts of `gather` and of the scatter on a CPU, queued and not waited for.
+"""Gather, scatter and direct copy of a GPU's worker: the counterparts of those on a CPU, queued and not waited for.
 
-Called by `device_lanes` and `device_scatter`, in the worker's control thread. The tensor library is loaded when the first
+Called by `device_lanes`, `device_scatter` and `device_direct`, in the worker's control thread. The tensor library is loaded when the first
 stages are made: a worker on a CPU makes none.
 """
 
@@ -8,13 +8,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from longshore_agent.kernels.direct.launch import Side
+from longshore_agent.kernels.kept import Kept
 from longshore_agent.memory.device_memory import DeviceStagingBuffer
 from longshore_agent.memory.pools import KVPool
+from longshore_agent.path.deliver import direct_sides
 from longshore_agent.path.jobs import PageTable, ScatterJob, WriteJob, trailer_of
 from longshore_wire.engine_messages import Half
 
 if TYPE_CHECKING:
     from longshore_agent.memory.cuda import Device
+
+# Rooms between two neighbours whose sides are kept from slab to slab; as many as keep their page ids on the device.
+_SIDES_MAX = 2048
 
 
 class Copy(Protocol):
@@ -27,11 +33,11 @@ class Copy(Protocol):
         """Return the 64 bytes behind a scattered slab, as they were just before the scatter; once it has passed."""
 
     def end(self) -> None:
-        """Let the pool and all else go, once; the device must have passed it."""
+        """Let its pools and all else go, once; the device must have passed it."""
 
 
 class Stages(Protocol):
-    """What lanes and scatters ask of a device."""
+    """What lanes, scatters and direct copies ask of a device."""
 
     def gather(self, job: WriteJob, offset_bytes: int) -> Copy:
         """Queue the gather of a slab and its trailer to a place of the lanes' memory.
@@ -44,6 +50,9 @@ class Stages(Protocol):
     def scatter(self, job: ScatterJob) -> Copy:
         """Queue a look at a landed slab's trailer, then its scatter. Raises as `gather`."""
 
+    def direct(self, job: WriteJob) -> Copy:
+        """Queue the copy of a slab into its target's pages, which are mapped here. Raises as `gather`."""
+
 
 class DeviceStages:
     """Those of a real device."""
@@ -52,15 +61,25 @@ class DeviceStages:
         from longshore_agent.kernels.device_copier import DeviceCopier
 
         self._copier = DeviceCopier(device, lanes, ring)
+        self._sides: Kept[tuple[Side, Side]] = Kept(_SIDES_MAX)
 
     def prepare(self, pool: KVPool) -> None:
         """A pool is registered: let no slab of it wait for what can be done now. Takes seconds."""
         self._copier.prepare(pool)
 
+    def prepare_direct(self, pool: KVPool) -> None:
+        """The same for slabs that leave it by way DIRECT."""
+        self._copier.prepare_direct(pool)
+
     def admit(self, pool: KVPool, table: PageTable, half: Half) -> None:
         """A half's pages are known: copy their ids to the device."""
         if len(table.pages):
             self._copier.hold(pool, (table.pages, table.first_page), to_gather=half is Half.SOURCE)
+
+    def admit_direct(self, pool: KVPool, table: PageTable) -> None:
+        """The same for slabs that leave them by way DIRECT."""
+        if len(table.pages):
+            self._copier.hold_direct(pool, (table.pages, table.first_page))
 
     def gather(self, job: WriteJob, offset_bytes: int) -> Copy:
         """See `Stages.gather`."""
@@ -87,6 +106,13 @@ class DeviceStages:
             effect.offset_bytes,
             effect.payload_bytes,
         )
+
+    def direct(self, job: WriteJob) -> Copy:
+        """See `Stages.direct`."""
+        effect = job.effect
+        # A room's slabs have one list of ids on either side, and one route.
+        known = (job.pages, job.pool, effect.target_pages, job.neighbour, effect.route)
+        return self._copier.direct(self._sides.get(lambda: direct_sides(job), *known), effect.tokens)
 
     def wait(self, limit_s: float) -> None:
         """Wait until the device has done all that was queued. Raises DeviceError if it has not within `limit_s`."""

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from longshore_agent.errors import TransportError, WriteFailedError
 from longshore_agent.memory.staging import StagingBuffer
 from longshore_agent.path.deliver import Deliverer
-from longshore_agent.path.device_direct import DeviceDirect
 from longshore_agent.path.gather import gather_slab
 from longshore_agent.path.jobs import ProbeJob, ProbeResult, Results, WriteJob, WriteResult
 from longshore_agent.status.metrics import Metrics
@@ -29,23 +28,18 @@ class Lanes:
 
     def __init__(
         self,
-        buffers: Sequence[StagingBuffer | None],
+        buffers: Sequence[StagingBuffer],
         transport: PreparingTransport,
         results: Results,
         metrics: Metrics,
         spans: SpanRecorder,
-        device_direct: DeviceDirect,
         *,
         slices_batch: int,
         probe_address: int,
     ) -> None:
-        """Start a thread for each buffer; one that has none (None) takes nothing staged.
-
-        Args:
-            device_direct: copies a GPU's slabs of way DIRECT.
-        """
+        """Start a thread for each buffer."""
         self._transport = transport
-        self._deliverer = Deliverer(transport, metrics, device_direct, slices_batch=slices_batch)
+        self._deliverer = Deliverer(transport, metrics, slices_batch=slices_batch)
         self._results = results
         self._metrics = metrics
         self._spans = spans
@@ -77,14 +71,7 @@ class Lanes:
         for _ in self._threads:
             self._queue.put(None)
 
-    def join(self, limit_s: float) -> bool:
-        """Wait until all lanes have ended, after `stop`; return whether they have."""
-        end_s = time.monotonic() + limit_s
-        for thread in self._threads:
-            thread.join(max(0.0, end_s - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
-
-    def _run(self, index: int, buffer: StagingBuffer | None) -> None:
+    def _run(self, index: int, buffer: StagingBuffer) -> None:
         while (job := self._queue.get()) is not None:
             if isinstance(job, ProbeJob):
                 self._results.put(self._probe(job))
@@ -94,13 +81,12 @@ class Lanes:
             self._busy[index] = False
             self._results.put(result)
 
-    def _write(self, job: WriteJob, index: int, buffer: StagingBuffer | None) -> WriteResult:
+    def _write(self, job: WriteJob, index: int, buffer: StagingBuffer) -> WriteResult:
         if job.cancelled:
             return WriteResult(job, "", dropped=True, notify=False)
         try:
             start_ns = time.monotonic_ns()
             if job.effect.way is Way.STAGED:
-                assert buffer is not None
                 length_bytes = gather_slab(job, buffer)
                 self._record("gather", job, index, start_ns)
                 if job.cancelled:

@@ -138,6 +138,9 @@ class Worker:
             if self._take_notices(now_ns):
                 self._flush(now_ns)
             return
+        if ended:
+            # Who waits for those bytes, perhaps at another GPU, is told before anything else is done here.
+            self._take_results(now_ns)
         for message, descriptor in self._link.receive() if self._link.fileno() in ready else ():
             self._obey(message, descriptor, now_ns)
         for half, peer, peer_message in self.net.receive(ready):
@@ -149,6 +152,8 @@ class Worker:
         if self.mover.results.wake in ready:
             self.mover.collect()
         self._take_results(now_ns)
+        if self._stop_ns is None:
+            self._check_health(now_ns)
         self._take_notices(now_ns)
         self._serve_engine(ready, now_ns)
         for session in self.sessions.values():
@@ -248,8 +253,6 @@ class Worker:
         for half, session in self.sessions.items():
             for peer, message in self.mover.take_results(half, session, now_ns):
                 self.net.send(half, peer, message)
-        if self._stop_ns is None:
-            self._check_health(now_ns)
 
     def _check_health(self, now_ns: int) -> None:
         """End this life where only its end, or the next one's fresh memory, can help: after the rooms that are open."""

@@ -7,8 +7,7 @@ On a CPU, threads do the jobs; on a GPU the device does, and `drive` begins and 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import cast
 
 from longshore_agent.errors import TransportError
@@ -19,7 +18,7 @@ from longshore_agent.memory.pools import KVPool
 from longshore_agent.memory.staging import StagingBuffer, StagingPieces
 from longshore_agent.path.admit import Desk
 from longshore_agent.path.deliver import ready_message
-from longshore_agent.path.device_direct import DeviceDirect
+from longshore_agent.path.device_direct import DeviceDirectLanes
 from longshore_agent.path.device_lanes import DeviceLanes
 from longshore_agent.path.device_scatter import DeviceScatterers
 from longshore_agent.path.device_stages import DeviceStages
@@ -126,7 +125,6 @@ class Mover:
             # The transport's library takes the device that is current in the thread that calls it.
             self.device.enter()
         self._stages: DeviceStages | None = None
-        self._direct = DeviceDirect()
         self._gives_directly = config.gives_directly(settings)
         self.transport = make_transport(settings, name, self.device)
         self._probe = self._allocate(2 * PROBE_BYTES)
@@ -135,6 +133,7 @@ class Mover:
         self.probe_region = RegionInfo(self._probe.address, PROBE_BYTES)
         self.ring_region: RegionInfo | None = None
         self.lanes: Lanes | DeviceLanes | None = None
+        self._direct: DeviceDirectLanes | None = None
         self.scatterers: Scatterers | DeviceScatterers | None = None
         self._names: dict[_Address, str] = {}
         self._peers: dict[str, PeerId] = {}
@@ -146,22 +145,17 @@ class Mover:
         self._by_id: dict[int, WriteJob | ScatterJob] = {}
         self._taken: dict[Half, list[Result]] = {Half.SOURCE: [], Half.TARGET: []}
         self._buffers: list[StagingPieces] = []
-        near_lanes: Lanes | None = None
         if self.device is not None:
             self._start_device(self.device, config.roles, settings)
         else:
             rows.prepare()
             if Half.SOURCE in config.roles:
-                self.lanes = near_lanes = self._make_lanes(settings)
+                self.lanes = self._make_lanes(settings)
             if Half.TARGET in config.roles and settings.ring_bytes:
                 self._start_ring(settings)
+        copying = self.lanes if self._direct is None else self._direct
         self.near = NearWrites(
-            self.device,
-            self._attached,
-            self.results,
-            ask_pool,
-            near_lanes,
-            partial(self._lanes_on, [None] * settings.lane_count, settings),
+            self.device, self._attached, self.results, ask_pool, None if copying is None else copying.put
         )
 
     def _allocate(self, length_bytes: int) -> StagingPieces:
@@ -174,16 +168,12 @@ class Mover:
             for extent in buffer.extents():
                 self.transport.register(*extent)
         self._buffers += buffers
-        return self._lanes_on(buffers, settings)
-
-    def _lanes_on(self, buffers: Sequence[StagingBuffer | None], settings: Settings) -> Lanes:
         return Lanes(
             buffers,
             self.transport,
             self.results,
             self.metrics,
             self._spans,
-            self._direct,
             slices_batch=settings.slices_batch,
             probe_address=self._probe.address + PROBE_BYTES,
         )
@@ -227,6 +217,7 @@ class Mover:
                 probe_address=self._probe.address + PROBE_BYTES,
                 enter=device.enter,
             )
+            self._direct = DeviceDirectLanes(settings.lane_count, stages, self.metrics, self._spans)
         if ring is not None:
             self.ring_region = RegionInfo(ring.address, ring.length_bytes)
             self.scatterers = DeviceScatterers(
@@ -238,12 +229,21 @@ class Mover:
     @property
     def driven(self) -> bool:
         """Whether something is under way that `drive` must bring on: soon, as bytes wait for it."""
-        return (isinstance(self.lanes, DeviceLanes) and self.lanes.busy) or (
-            isinstance(self.scatterers, DeviceScatterers) and self.scatterers.busy
+        return (
+            (self._direct is not None and self._direct.busy)
+            or (isinstance(self.lanes, DeviceLanes) and self.lanes.busy)
+            or (isinstance(self.scatterers, DeviceScatterers) and self.scatterers.busy)
         )
+
+    @property
+    def copying(self) -> bool:
+        """Whether a GPU copies from pages to pages: nobody but `drive` learns that it is over."""
+        return self._direct is not None and self._direct.copying
 
     def drive(self) -> bool:
         """Begin and end what a GPU's jobs allow; return whether some have ended. Threads need nothing of it."""
+        if self._direct is not None and self._direct.busy:
+            self._taken[Half.SOURCE] += self._direct.turn()
         if isinstance(self.lanes, DeviceLanes) and self.lanes.busy:
             self._taken[Half.SOURCE] += self.lanes.turn()
         if isinstance(self.scatterers, DeviceScatterers) and self.scatterers.busy:
@@ -255,11 +255,19 @@ class Mover:
         if self._stages is not None:
             self._stages.prepare(pool)
             if self._gives_directly:
-                self._direct.prepare(pool)
+                self._stages.prepare_direct(pool)
 
-    def admit(self, pool: KVPool, table: PageTable, half: Half) -> None:
-        """The pages of a half of a room, or more of them, are known."""
-        if self._stages is not None:
+    def admit(self, pool: KVPool, table: PageTable, half: Half, ways: frozenset[Way] = frozenset()) -> None:
+        """The pages of a half of a room, or more of them, are known.
+
+        Args:
+            ways: that a source's slabs will go, as far as they were claimed.
+        """
+        if self._stages is None:
+            return
+        if half is Half.SOURCE and (Way.DIRECT in ways or (not ways and self._gives_directly)):
+            self._stages.admit_direct(pool, table)
+        if not ways or ways - {Way.DIRECT}:
             self._stages.admit(pool, table, half)
 
     # -- peers -----------------------------------------------------------------------------------------------------
@@ -366,7 +374,12 @@ class Mover:
     def lane_status(self) -> tuple[LaneStatus, ...]:
         """Return what each lane has done, by any way."""
         own = self.lanes.status() if self.lanes is not None else ()
-        return self.near.with_lanes(own)
+        if self._direct is None:
+            return own
+        return tuple(
+            LaneStatus(one.lane, one.busy or near.busy, one.slabs + near.slabs, one.bytes_moved + near.bytes_moved)
+            for one, near in zip(own, self._direct.status(), strict=True)
+        )
 
     def start_scatter(self, effect: StartScatter, desk: Desk, now_ns: int) -> None:
         """Queue one landed slab for the scatter threads."""
@@ -408,17 +421,17 @@ class Mover:
         return messages
 
     def finish_copies(self) -> None:
-        """Wait until a GPU touches no pages any more: some copies of microseconds, where nothing is wrong with it.
+        """Wait until a GPU touches no pages any more: some copies of a millisecond, where nothing is wrong with it.
 
         Raises:
             DeviceError: it hangs. Only the end of this process takes the pages from it.
         """
         if self._stages is not None:
-            if self.lanes is not None:
-                self.lanes.stop()
+            for lanes in (self.lanes, self._direct):
+                if lanes is not None:
+                    lanes.stop()
             for job in self._by_id.values():
                 job.cancelled = True
-            self.near.stop()
             self._stages.wait(_COPIES_LIMIT_S)
             self.drive()
 

@@ -1,7 +1,6 @@
 """Writes of way DIRECT: the pools of ranks of this node that a worker has mapped, and the slabs that wait for one.
 
-Used by `moving` and by the worker, in the control thread. On a CPU the lanes copy; on a GPU, whose lanes have no threads,
-threads of their own do, made with the first such slab.
+Used by `moving` and by the worker, in the control thread. On a CPU the lanes copy, on a GPU `path.device_direct`.
 """
 
 from __future__ import annotations
@@ -11,15 +10,11 @@ from collections.abc import Callable, Mapping
 from longshore_agent.errors import PoolError
 from longshore_agent.memory.cuda import Device
 from longshore_agent.memory.neighbours import ALL_POOLS, Neighbours, Part, close_parts
+from longshore_agent.memory.pools import KVPool
 from longshore_agent.path.jobs import Results, WriteJob, WriteResult
-from longshore_agent.path.lanes import Lanes
-from longshore_agent.status.snapshot import LaneStatus
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Half
 from longshore_wire.peer_messages import Attach
-
-# Direct copies take a millisecond each; one that does not end keeps its GPU's worker from ending no longer than this.
-_STOP_LIMIT_S = 5.0
 
 
 class NearWrites:
@@ -31,24 +26,20 @@ class NearWrites:
         attached: Mapping[tuple[Half, PeerId], Attach],
         results: Results,
         ask_pool: Callable[[PeerId, int], None],
-        lanes: Lanes | None,
-        make_lanes: Callable[[], Lanes],
+        copy: Callable[[WriteJob], None] | None,
     ) -> None:
         """Map nothing yet.
 
         Args:
             attached: what peers said of themselves, kept by the caller.
             ask_pool: asks the owner of a pool for it.
-            lanes: the worker's, which copy here too; None: they cannot.
-            make_lanes: called with the first slab then.
+            copy: begins a slab whose target's pages are mapped; None: this worker is no source.
         """
         self._neighbours = Neighbours(device)
         self._attached = attached
         self._results = results
         self._ask_pool = ask_pool
-        self._make_lanes = make_lanes
-        self._lanes = lanes
-        self._own_lanes: Lanes | None = None
+        self._copy = copy
         self._waiting: dict[tuple[PeerId, int], list[WriteJob]] = {}
 
     def put(self, job: WriteJob) -> None:
@@ -56,8 +47,7 @@ class NearWrites:
         owner, number = job.effect.peer, job.effect.pair.key.pool
         mapped = self._neighbours.pool(owner, number)
         if mapped is not None:
-            job.neighbour = mapped
-            self._found_lanes().put(job)
+            self._begin(job, mapped)
             return
         waiting = self._waiting.setdefault((owner, number), [])
         waiting.append(job)
@@ -88,8 +78,7 @@ class NearWrites:
             self._refuse(owner, number, f"pool {number} of {owner.instance} cannot be mapped: {error}")
             return
         for job in self._waiting.pop((owner, number), []):
-            job.neighbour = mapped
-            self._found_lanes().put(job)
+            self._begin(job, mapped)
 
     def pool_gone(self, owner: PeerId, number: int = ALL_POOLS) -> None:
         """A neighbour's pool is not registered any more: unmap it."""
@@ -105,28 +94,10 @@ class NearWrites:
         """Return the pools whose owners said that they are gone, and which are unmapped here since the last call."""
         return self._neighbours.take_unmapped()
 
-    def with_lanes(self, others: tuple[LaneStatus, ...]) -> tuple[LaneStatus, ...]:
-        """Return what each lane has done, where `others` are the lanes of the other ways."""
-        if self._own_lanes is None:
-            return others
-        own = self._own_lanes.status()
-        return tuple(
-            LaneStatus(one.lane, one.busy or near.busy, one.slabs + near.slabs, one.bytes_moved + near.bytes_moved)
-            for one, near in zip(others, own, strict=True)
-        )
-
-    def stop(self) -> None:
-        """End threads of our own and wait for them: they touch no pages any more. Slabs that wait must be cancelled."""
-        if self._own_lanes is not None:
-            self._own_lanes.stop()
-            self._own_lanes.join(_STOP_LIMIT_S)
-
-    def _found_lanes(self) -> Lanes:
-        if self._lanes is not None:
-            return self._lanes
-        if self._own_lanes is None:
-            self._own_lanes = self._make_lanes()
-        return self._own_lanes
+    def _begin(self, job: WriteJob, mapped: KVPool) -> None:
+        assert self._copy is not None, "a slab leaves a worker that is no source"
+        job.neighbour = mapped
+        self._copy(job)
 
     def _refuse(self, owner: PeerId, number: int, text: str) -> None:
         for job in self._waiting.pop((owner, number), []):

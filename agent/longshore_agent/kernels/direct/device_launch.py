@@ -1,6 +1,6 @@
 """Copy head slices of pages in a device's memory straight into another rank's pages: checks, grid and launch.
 
-Called by `direct.device_copier`; the counterpart of `launch`, which serves CPUs. The target's pages may lie on another GPU
+Called by `device_copier`; the counterpart of `launch`, which serves CPUs. The target's pages may lie on another GPU
 whose memory is mapped for the source's.
 """
 
@@ -18,13 +18,14 @@ from longshore_agent.kernels.device_grid import (
     GRID_MAX,
     TOKEN_BYTES_MAX,
     TOKEN_COUNT_MAX,
+    UNIT_BYTES_MAX,
     Grid,
     PairTile,
     Tuning,
     choose_tile,
     unit_of,
 )
-from longshore_agent.kernels.device_kernel import DeviceKernel
+from longshore_agent.kernels.device_kernel import BoundKernel, DeviceKernel
 from longshore_agent.kernels.device_pages import DevicePages
 from longshore_agent.kernels.direct.launch import Side, check_sides
 from longshore_agent.kernels.direct.triton_kernel import constants, direct_kernel
@@ -33,6 +34,10 @@ from longshore_agent.kernels.slab import payload_bytes
 
 _KERNEL = DeviceKernel(direct_kernel, constants)
 TUNING = Tuning(tile_bytes=8192)
+# Which of a grid's numbers say where the first tile begins in either list of page ids: they alone differ between slabs.
+NEAR_TOKEN, FAR_TOKEN = 3, 7
+# And which says how many rows of the first tile are not meant; behind it stands where the meant ones end.
+ROW_FIRST = 9
 
 
 def copy_pages(
@@ -60,6 +65,106 @@ def copy_pages(
         LongshoreError: TOKENS_OVERLAP for a target page that stands in its list twice; nothing was launched.
         DeviceError: the driver refuses the launch.
     """
+    copied = _checked(sides, pages, lists, tokens, stream)
+    grid = _grid(sides, pages, (lists[0].first_page, lists[1].first_page), tokens, copied, tuning)
+    tables = (pages[0].planes, lists[0].table, pages[1].planes, lists[1].table)
+    _KERNEL.launch(stream, grid, tables, (), tuning)
+    return copied
+
+
+class BoundCopy:
+    """Direct copies of one shape: as many tokens, from the same places of pages, of the same layers and heads of two pools.
+
+    Made once and queued for each slab, which takes some microseconds of the host: only where the page ids lie and which of
+    them come first is written anew.
+    """
+
+    def __init__(
+        self,
+        sides: tuple[Side, Side],
+        pages: tuple[DevicePages, DevicePages],
+        lists: tuple[HeldPages, HeldPages],
+        tokens: tuple[int, int],
+        stream: CopyStream,
+        tuning: Tuning = TUNING,
+    ) -> None:
+        """Check and compile; queues nothing.
+
+        Args:
+            sides, pages, lists, tokens: of the first of these copies, as of `copy_pages`.
+            stream: of all of them.
+        Raises:
+            ShapeError, LongshoreError, DeviceError: as `copy_pages`.
+        """
+        copied = _checked(sides, pages, lists, tokens, stream)
+        grid = _grid(sides, pages, (lists[0].first_page, lists[1].first_page), tokens, copied, tuning)
+        self._grid, self._stream, self._tuning = grid, stream, tuning
+        self._planes = (pages[0].planes, pages[1].planes)
+        self._pools = (sides[0].pool, sides[1].pool)
+        self._token_count = tokens[1] - tokens[0]
+        # Kernels count rows from the first one of the first tile, which a copy may begin within.
+        self._skipped, self._row_end = grid.numbers[ROW_FIRST], grid.numbers[ROW_FIRST + 1]
+        self._bound: BoundKernel | None = None
+        if stream.context is not None:
+            tensors = (pages[0].planes, lists[0].table, pages[1].planes, lists[1].table)
+            self._bound = _KERNEL.bind_values(stream, grid, tensors, tuning)
+            self._addresses = (pages[0].planes.data_ptr(), pages[1].planes.data_ptr())
+
+    def queue(self, lists: tuple[HeldPages, HeldPages], tokens: tuple[int, int]) -> None:
+        """Queue the copy of tokens [first, end); what `copy_pages` says of use and order is so here.
+
+        Args:
+            lists: page ids of the same pools.
+            tokens: as many as the first copy's, and as far from the beginning of their page on either side.
+        Raises:
+            ShapeError: a token lies in no page of a list; nothing was launched.
+            LongshoreError: TOKENS_OVERLAP, as `copy_pages`.
+            DeviceError: the driver refuses the launch.
+        """
+        assert tokens[1] - tokens[0] == self._token_count, (tokens, self._token_count)
+        near, far = lists
+        assert (near.pool, far.pool) == self._pools, "page ids of other pools"
+        near.index_of(tokens, unique=False)
+        far.index_of(tokens, unique=True)
+        near_token, far_token = (
+            _first_row(held.pool.page_tokens, held.pool.layout.page_size, tokens[0], held.first_page) - self._skipped
+            for held in lists
+        )
+        if max(near_token, far_token) + self._row_end > TOKEN_COUNT_MAX:
+            raise ShapeError(f"tokens is {tokens}: more than one launch can copy, choose fewer")
+        same = self._grid.numbers
+        numbers = (
+            *same[:NEAR_TOKEN],
+            near_token,
+            *same[NEAR_TOKEN + 1 : FAR_TOKEN],
+            far_token,
+            *same[FAR_TOKEN + 1 :],
+        )
+        if self._bound is None:
+            tensors = (self._planes[0], near.table, self._planes[1], far.table)
+            grid = Grid(self._grid.programs, numbers, self._grid.tile)
+            _KERNEL.launch(self._stream, grid, tensors, (), self._tuning)
+            return
+        assert near.address % UNIT_BYTES_MAX == far.address % UNIT_BYTES_MAX == 0, (near.address, far.address)
+        self._bound.queue_values(self._addresses[0], near.address, self._addresses[1], far.address, *numbers)
+
+
+def shape_of(sides: tuple[Side, Side], tokens: tuple[int, int]) -> tuple[int, ...]:
+    """Return what copies between two pools have in common that one `BoundCopy` can queue."""
+    source, target = sides
+    places = tuple(tokens[0] % side.pool.layout.page_size for side in sides)
+    chosen = ((side.layers.start, side.layers.stop, side.heads.start, side.heads.stop) for side in (source, target))
+    return (tokens[1] - tokens[0], *places, *next(chosen), *next(chosen))
+
+
+def _checked(
+    sides: tuple[Side, Side],
+    pages: tuple[DevicePages, DevicePages],
+    lists: tuple[HeldPages, HeldPages],
+    tokens: tuple[int, int],
+    stream: CopyStream,
+) -> int:
+    """Return the bytes of a copy whose arguments fit each other; raises as `copy_pages`."""
     source, target = sides
     check_sides(source, target, tokens)
     copied = payload_bytes(source.pool, tokens, source.layers, source.heads)
@@ -69,9 +174,6 @@ def copy_pages(
     check_stream(stream, pages[0].device)
     if len({each.device for each in (pages[0].planes, pages[1].planes, lists[0].table, lists[1].table)}) != 1:
         raise ShapeError(f"pages and lists are on several devices: put their tables on {stream.device}")
-    grid = _grid(sides, pages, (lists[0].first_page, lists[1].first_page), tokens, copied, tuning)
-    tables = (pages[0].planes, lists[0].table, pages[1].planes, lists[1].table)
-    _KERNEL.launch(stream, grid, tables, (), tuning)
     return copied
 
 
