@@ -65,6 +65,76 @@ def check_direct(
     return total
 
 
+def check_bound(near: Shape, far: Shape, rooms: list[tuple[int, int]], heads: int, devices: tuple[str, str]) -> int:
+    """Copy rooms slab by slab with launches bound to their shapes, and compare all of the target; return how many were bound.
+
+    Args:
+        rooms: first token and how many there are, of each; cut into slabs of a page and a half of the larger pages.
+        devices: as of `check_direct`.
+    """
+    home, other = (torch.device(name) for name in devices)
+    slab_tokens = 3 * max(near.page_size, far.page_size) // 2
+    bound: dict[tuple[int, ...], device_launch.BoundCopy] = {}
+    with opened(near, seed=1) as source, opened(far, seed=None) as target:
+        source_pages, _ = on_device(source, home)
+        target_pages, target_regions = _reached(target, home, other)
+        stream = CopyStream(home)
+        for seed, (first, count) in enumerate(rooms):
+            tokens = (first, first + count)
+            # The source's list begins with pages that are not wanted, as where the target holds a prefix.
+            begin = max(first - near.page_size, 0)
+            sides = (
+                Side(
+                    source,
+                    page_ids(near, (begin, first + count), seed, repeats=True),
+                    begin // near.page_size,
+                    range(near.layers),
+                    range(near.heads - heads, near.heads),
+                ),
+                Side(
+                    target,
+                    page_ids(far, tokens, seed + 1, repeats=False),
+                    first // far.page_size,
+                    range(near.layers),
+                    range(heads),
+                ),
+            )
+            lists = tuple(HeldPages(side.pool, side.pages, home, side.first_page) for side in sides)
+            settle(home)
+            for slab in range(first, first + count, slab_tokens):
+                tokens = (slab, min(slab + slab_tokens, first + count))
+                key = device_launch.shape_of(sides, tokens)
+                if key not in bound:
+                    pages = (source_pages, target_pages)
+                    bound[key] = device_launch.BoundCopy(sides, pages, (lists[0], lists[1]), tokens, stream)
+                bound[key].queue((lists[0], lists[1]), tokens)
+                reference.copy_pages(*sides, tokens)
+            stream.synchronize()
+            for region, expected in zip(target_regions, contents(target), strict=True):
+                assert np.array_equal(region.cpu().numpy(), expected), (near, far, first, count)
+    return len(bound)
+
+
+def bound_refusals() -> list[str]:
+    """Queue a bound copy where a token lies in no page, and where a target page stands twice; return the errors."""
+    cpu = torch.device("cpu")
+    found = []
+    with opened(Shape(), seed=1) as source, opened(Shape(), seed=None) as target:
+        (near, _), (far, regions) = on_device(source, cpu), on_device(target, cpu)
+        ids = np.array([2, 1], dtype=np.int32)
+        sides = (Side(source, ids, 0, range(3), range(4)), Side(target, ids, 0, range(3), range(4)))
+        lists = (HeldPages(source, ids, cpu), HeldPages(target, ids, cpu))
+        twice = HeldPages(target, np.array([3, 3], dtype=np.int32), cpu)
+        copy = device_launch.BoundCopy(sides, (near, far), lists, (0, 16), CopyStream(cpu))
+        for far_list, tokens in ((lists[1], (32, 48)), (twice, (0, 16))):
+            try:
+                copy.queue((lists[0], far_list), tokens)
+            except LongshoreError as error:
+                found.append(f"{type(error).__name__} {error.reason.name}")
+        assert all(np.array_equal(a.numpy(), b) for a, b in zip(regions, contents(target), strict=True))
+    return found
+
+
 def check_fences(near: Shape, far: Shape, tokens: tuple[int, int], *, at_end: bool) -> int:
     """Copy with every region beside a forbidden page, on a CPU; return the copied bytes."""
     cpu = torch.device("cpu")

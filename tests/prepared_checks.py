@@ -187,6 +187,45 @@ def failed_call(call: str, *, direct: bool) -> tuple[str, bool, int, int]:
         return text, busy, count, len(launches)
 
 
+def arguments_of_launches(near: Shape, far: Shape, heads: int) -> tuple[list[object], list[object]]:
+    """Copy a room's slabs by launches that are bound to their shapes, and by such as are made for each slab.
+
+    Returns:
+        For each of the first, and for each of the second: grid, threads, shared memory and all arguments, as the driver reads them.
+    """
+    _played()
+    seen: list[object] = []
+
+    def launch(
+        _: object, function: int, programs: object, threads: int, shared: int, stream: int, arguments: Any
+    ) -> None:
+        words = [ctypes.c_uint64.from_address(pointer).value for pointer in arguments.pointers]
+        seen.append((function, programs, threads, shared, stream, words))
+
+    cuda.launch = launch
+    copier: Any = copier_module.DeviceCopier(DEVICE, None, None)
+    size = max(near.page_size, far.page_size)
+    with opened(near, seed=1) as source, opened(far, seed=None) as target:
+        # Within a page, where pages can be split.
+        first = size if near.blob_bytes else size // 2
+        room = (first, first + 4 * size - size // 2 * (not near.blob_bytes))
+        sides = [
+            Side(pool, page_ids(shape, room, 1, repeats=False), room[0] // shape.page_size, range(1), range(heads))
+            for pool, shape in ((source, near), (target, far))
+        ]
+        slabs = [(first, min(first + size, room[1])) for first in range(*room, size)]
+        for tokens in slabs:
+            copier.direct((sides[0], sides[1]), tokens).end()
+        bound, count = list(seen), len(seen)
+        pages = [copier._known(side.pool).pages for side in sides]
+        lists = [copier.hold_direct(side.pool, (side.pages, side.first_page)) for side in sides]
+        for tokens in slabs:
+            device_launch.copy_pages(
+                (sides[0], sides[1]), (pages[0], pages[1]), (lists[0], lists[1]), tokens, copier._directs
+            )
+        return bound, seen[count:]
+
+
 def closed_pools(near_closes: bool) -> tuple[str, bool, int]:
     """Queue a direct copy of which one pool is unmapped, return its error, whether the other is held after it, and launches.
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from longshore_agent.errors import PoolError, TransportError
+from longshore_agent.errors import DeviceError, PoolError, TransportError
 from longshore_agent.path.jobs import ScatterJob, WriteJob, trailer_of
 from longshore_agent.transports.base import Wire, WriteState
 from longshore_wire.effects import PeerId
+from longshore_wire.errors import LongshoreError
 from longshore_wire.peer_messages import PairKey, RegionInfo, RoomKey
 from longshore_wire.plan import Way
 from longshore_wire.slabs import region_bytes
@@ -59,9 +60,13 @@ class FakeCopy:
     found: bytes = b""
     done: bool = False
     ended: bool = False
+    broken: DeviceError | None = None  # what the device says when it is asked
+    pools: list[Any] = field(default_factory=list)
 
     def passed(self) -> bool:
         assert not self.ended, "a copy is asked after its end"
+        if self.broken is not None:
+            raise self.broken
         return self.done
 
     def trailer(self) -> bytes:
@@ -72,16 +77,20 @@ class FakeCopy:
         assert self.done, "memory is let go while the device works on it"
         assert not self.ended
         self.ended = True
+        for pool in self.pools:
+            pool.let_go()
 
 
 @dataclass
 class FakeDevice:
-    """Stages; `gathers` and `scatters` are in the order in which they were queued."""
+    """Stages; `gathers`, `scatters` and `directs` are in the order in which they were queued."""
 
     gathers: list[FakeCopy] = field(default_factory=list)
     scatters: list[FakeCopy] = field(default_factory=list)
+    directs: list[FakeCopy] = field(default_factory=list)
     trailers: Iterable[bytes] = ()  # what the next scatters find, before the right ones
     pool_gone: bool = False
+    failure: LongshoreError | None = None  # of the next direct copies
 
     def __post_init__(self) -> None:
         self._found = itertools.chain(self.trailers, itertools.repeat(b""))
@@ -98,6 +107,17 @@ class FakeDevice:
         found = next(self._found) or trailer_of(job.effect).pack()
         self.scatters.append(FakeCopy(job, job.effect.offset_bytes, found))
         return self.scatters[-1]
+
+    def direct(self, job: WriteJob) -> FakeCopy:
+        """Both pools are held until the copy's end, as by a device's copier."""
+        if self.failure is not None:
+            raise self.failure
+        pools = [job.pool, job.neighbour]
+        for pool in pools:
+            assert pool is not None
+            pool.hold()
+        self.directs.append(FakeCopy(job, pools=pools))
+        return self.directs[-1]
 
 
 @dataclass

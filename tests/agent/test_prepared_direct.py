@@ -42,6 +42,24 @@ def test_the_first_room_of_each_peer_compiles_nothing(near: Shape, fars: list[tu
     assert launches == len(fars)
 
 
+@pytest.mark.parametrize(
+    ("near", "far", "heads"),
+    [
+        (NEAR, Shape(heads=8, page_size=4, page_count=40), 4),
+        (dataclasses.replace(NEAR, order=PageOrder.HND), Shape(page_size=17), 2),
+        (OPAQUE, OPAQUE, 4),
+    ],
+    ids=["smaller pages", "pages that nothing divides", "opaque"],
+)
+def test_the_driver_is_given_the_same_by_a_bound_launch_as_by_one_that_is_made_for_its_slab(
+    near: Shape, far: Shape, heads: int
+) -> None:
+    with KernelProcess("prepared_checks", {}) as process:
+        bound, made = process.run("arguments_of_launches", near, far, heads)
+    assert len(bound) == 4
+    assert bound == made
+
+
 class Recorder:
     """Stages that note which pools were prepared, and which of them for way DIRECT."""
 

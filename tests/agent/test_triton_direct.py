@@ -70,6 +70,23 @@ def test_interpreted_pages_of_another_layout_hold_what_the_reference_writes(
     assert interpreter.run("check_direct", near, far, several(near, far, heads), CPU) > 0
 
 
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_launch_bound_to_its_shape_serves_all_slabs_of_that_shape_of_every_room(
+    name: str, interpreter: KernelProcess
+) -> None:
+    near, far, heads = PAIRS[name]
+    size = max(near.page_size, far.page_size)
+    # Slabs of two shapes and a last one in each room; the second room begins two large pages later, the third within a page.
+    rooms = [(0, 4 * size), (64 * near.page_size * far.page_size, 4 * size), (size + size // 3, 2 * size)]
+    rooms = [(first, min(count, size * 2)) for first, count in rooms] if size > 100 else rooms
+    slabs = sum(-(-count // (3 * size // 2)) for _, count in rooms)
+    assert 0 < interpreter.run("check_bound", near, far, rooms, heads, CPU) < slabs
+
+
+def test_a_bound_launch_refuses_what_does_not_fit_it_and_writes_nothing(interpreter: KernelProcess) -> None:
+    assert interpreter.run("bound_refusals") == ["ShapeError INTERNAL", "LongshoreError TOKENS_OVERLAP"]
+
+
 @pytest.mark.parametrize("blob_bytes", [5, 1000])
 def test_opaque_pages_are_copied_whole(blob_bytes: int, interpreter: KernelProcess) -> None:
     shape = Shape(order=PageOrder.OPAQUE, blob_bytes=blob_bytes)

@@ -1,0 +1,397 @@
+"""Direct copies of a GPU's worker: events say when a slab is over, and no pool is unmapped while a kernel may touch it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_device import FakeDevice, effect_of
+from page_shapes import Shape, opened
+
+from longshore_agent.errors import DeviceError
+from longshore_agent.memory.ipc import create_memfd
+from longshore_agent.memory.pools import KVPool
+from longshore_agent.memory.staging import StagingBuffer
+from longshore_agent.path.device_direct import DeviceDirectLanes
+from longshore_agent.path.jobs import PageTable, Results
+from longshore_agent.settings import Settings
+from longshore_agent.status.metrics import Metrics
+from longshore_agent.status.snapshot import LaneStatus
+from longshore_agent.status.spans import SpanRecorder
+from longshore_agent.worker import moving
+from longshore_agent.worker.config import WorkerConfig
+from longshore_agent.worker.moving import Mover
+from longshore_agent.worker.near_writes import NearWrites
+from longshore_wire.effects import PeerAttached, PeerId
+from longshore_wire.engine_messages import Half
+from longshore_wire.peer_messages import Attach, PoolInfo, SlabReady
+from longshore_wire.plan import Way
+from longshore_wire.source_session import SourceSession
+
+SHAPE = Shape(layers=2)
+SLAB_BYTES = 1 << 20
+LANES = 4
+
+
+def owner(name: str) -> PeerId:
+    return PeerId(name, 0, 0)
+
+
+class Scene:
+    """A source worker of a GPU with its pool, and neighbours whose pools come when they are asked for."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self.pool = pool
+        self.device, self.metrics, self.spans = FakeDevice(), Metrics(), SpanRecorder(100)
+        self.direct = DeviceDirectLanes(LANES, self.device, self.metrics, self.spans)
+        self.attached: dict[Any, Attach] = {}
+        # The rest of a device is played: its memory is this host's.
+        self.near = NearWrites(None, self.attached, Results(), lambda *asked: self.asked.append(asked), self.direct.put)
+        self.asked: list[tuple[PeerId, int]] = []
+        self.ended: list[Any] = []
+
+    def give(self) -> None:
+        """The pools that were asked for come; slabs that waited for them are queued."""
+        for owner, number in self.asked:
+            info = PoolInfo(number, SHAPE.geometry, ())
+            said = Attach(1, "test", owner.instance, 9, SHAPE.layout, "Loopback", b"", None, (info,), 1 << 20)
+            self.attached[Half.SOURCE, owner] = said
+            region = create_memfd("longshore-test", SHAPE.geometry.region_bytes[0])
+            self.near.pool_given(owner, number, 1, region)
+        self.asked.clear()
+
+    def put(self, *slabs: int, name: str = "decode", comes: bool = True) -> list[Any]:
+        jobs: list[Any] = []
+        for slab in slabs:
+            effect = effect_of(slab, SLAB_BYTES)
+            effect.way, effect.peer = Way.DIRECT, owner(name)
+            jobs.append(SimpleNamespace(effect=effect, pool=self.pool, neighbour=None, cancelled=False))
+            self.near.put(jobs[-1])
+        if comes:
+            self.give()
+        return jobs
+
+    def turn(self) -> None:
+        self.ended += self.direct.turn()
+
+    def passes(self, *slabs: int) -> None:
+        for copy in self.device.directs:
+            copy.done = copy.done or copy.job.effect.slab in slabs
+        self.turn()
+
+    def queued(self) -> list[int]:
+        return [copy.job.effect.slab for copy in self.device.directs]
+
+    def outcomes(self) -> list[tuple[int, str, bool]]:
+        return [(result.job.effect.slab, result.error, result.dropped) for result in self.ended]
+
+    def value(self, name: str, **labels: str) -> float:
+        while self.direct.busy:
+            self.turn()
+        return self.metrics.snapshot().value(name, **labels)
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    with ExitStack() as stack:
+        yield Scene(stack.enter_context(opened(SHAPE, seed=1)))
+
+
+def mappings() -> int:
+    """How many regions of neighbours this process has mapped."""
+    return Path("/proc/self/maps").read_text(encoding="utf-8").count("longshore-test")
+
+
+def test_all_slabs_of_an_offer_are_queued_at_once_and_each_is_told_of_when_its_event_has_passed(scene: Scene) -> None:
+    scene.put(0, 1, 2, comes=False)
+    scene.turn()
+    assert scene.queued() == []
+    scene.give()
+    assert scene.queued() == [0, 1, 2]
+    scene.turn()
+    assert scene.outcomes() == []
+    assert scene.direct.copying
+    scene.passes(0)
+    assert scene.outcomes() == [(0, "", False)]
+    scene.passes(1, 2)
+    assert scene.outcomes() == [(0, "", False), (1, "", False), (2, "", False)]
+    assert all(result.notify and result.settled for result in scene.ended)
+    assert not scene.direct.copying
+    assert not scene.pool.busy
+
+
+def test_slabs_end_in_the_order_in_which_the_device_does_them(scene: Scene) -> None:
+    scene.put(0, 1)
+    scene.passes(1)
+    assert scene.outcomes() == []
+    scene.passes(0)
+    assert [slab for slab, _, _ in scene.outcomes()] == [0, 1]
+
+
+def test_the_device_is_given_a_bounded_number_of_slabs_and_the_next_when_one_has_passed(scene: Scene) -> None:
+    scene.put(*range(40))
+    given = len(scene.queued())
+    assert 4 <= given <= 16
+    scene.turn()
+    assert len(scene.queued()) == given
+    scene.passes(0, 1)
+    assert scene.queued() == list(range(given + 2))
+    for _ in range(40):
+        scene.passes(*range(40))
+    assert [slab for slab, _, _ in scene.outcomes()] == list(range(40))
+
+
+def test_a_slab_that_is_given_up_before_the_device_has_it_is_dropped_and_another_one_counts_as_overtaken(
+    scene: Scene,
+) -> None:
+    jobs = scene.put(*range(40))
+    given = len(scene.queued())
+    for job in jobs:
+        job.cancelled = True
+    scene.turn()
+    assert scene.queued() == list(range(given))
+    assert scene.outcomes() == [(slab, "", True) for slab in range(given, 40)]
+    assert scene.pool.busy
+    scene.passes(*range(given))
+    assert sorted(scene.outcomes()) == [(slab, "", True) for slab in range(40)]
+    assert not any(result.notify for result in scene.ended)
+    assert scene.value("longshore_overtaken_writes_total", way="direct") == given
+    assert scene.value("longshore_writes_total", way="direct") == given
+    assert sum(lane.slabs for lane in scene.direct.status()) == 0
+    assert not scene.pool.busy
+
+
+def test_a_neighbour_s_pool_is_unmapped_when_the_last_kernel_that_writes_it_has_passed_and_not_before(
+    scene: Scene,
+) -> None:
+    before = mappings()
+    scene.put(0, 1)
+    scene.near.pool_gone(owner("decode"), 0)
+    assert scene.near.take_unmapped() == []
+    scene.passes(0)
+    assert scene.near.take_unmapped() == []
+    assert mappings() == before + 1
+    scene.passes(1)
+    assert mappings() == before
+    assert scene.near.take_unmapped() == [(owner("decode"), 0)]
+    assert scene.near.take_unmapped() == []
+    assert scene.outcomes() == [(0, "", False), (1, "", False)]
+
+
+def test_a_neighbour_that_is_lost_is_unmapped_with_its_last_kernel_too_and_one_that_lives_keeps_its_pages(
+    scene: Scene,
+) -> None:
+    before = mappings()
+    scene.put(0)
+    scene.put(1, name="other")
+    scene.near.pool_gone(owner("decode"))
+    scene.turn()
+    assert mappings() == before + 2
+    scene.passes(0)
+    assert mappings() == before + 1
+    scene.passes(1)
+    assert mappings() == before + 1
+    assert scene.outcomes() == [(0, "", False), (1, "", False)]
+    scene.near.pool_gone(owner("other"))
+    assert mappings() == before
+
+
+def test_our_own_pool_is_unmapped_when_the_last_kernel_that_reads_it_has_passed(scene: Scene) -> None:
+    scene.put(0, 1)
+    assert not scene.pool.close()
+    scene.passes(0)
+    assert not scene.pool.wait_closed(0)
+    scene.passes(1)
+    assert scene.pool.wait_closed(0)
+
+
+def test_a_slab_whose_pool_has_left_before_the_device_got_it_fails_with_the_reason(scene: Scene) -> None:
+    jobs = scene.put(*range(40))
+    given = len(scene.queued())
+    scene.near.pool_gone(owner("decode"), 0)
+    for _ in range(40):
+        scene.passes(*range(40))
+    failed = [text for slab, text, _ in scene.outcomes() if slab >= given]
+    assert len(failed) == len(jobs) - given
+    assert all("unregistered" in text for text in failed)
+    assert scene.near.take_unmapped() == [(owner("decode"), 0)]
+
+
+def test_a_launch_that_fails_fails_its_slab_alone(scene: Scene) -> None:
+    scene.device.failure = DeviceError("the driver refuses")
+    scene.put(0)
+    scene.device.failure = None
+    scene.put(1)
+    scene.passes(1)
+    assert scene.outcomes() == [(0, "the driver refuses", False), (1, "", False)]
+    assert [result.notify for result in scene.ended] == [False, True]
+    assert not scene.pool.busy
+
+
+def test_a_device_that_has_failed_is_told_to_whoever_turns(scene: Scene) -> None:
+    scene.put(0)
+    scene.device.directs[0].broken = DeviceError("an illegal address")
+    with pytest.raises(DeviceError, match="illegal address"):
+        scene.turn()
+
+
+def test_lanes_that_are_stopped_give_the_device_nothing_more_and_let_go_of_what_it_has_done(scene: Scene) -> None:
+    jobs = scene.put(*range(40))
+    given = len(scene.queued())
+    scene.direct.stop()
+    for job in jobs:
+        job.cancelled = True
+    scene.passes(*range(40))
+    assert len(scene.queued()) == given
+    assert sorted(scene.outcomes()) == [(slab, "", True) for slab in range(40)]
+    assert not scene.pool.busy
+
+
+def test_what_was_done_is_counted_once_and_the_time_of_a_slab_begins_when_the_one_before_it_ends(scene: Scene) -> None:
+    scene.put(0, 1, 2)
+    assert [lane.busy for lane in scene.direct.status()] == [True, False, False, False]
+    scene.passes(0)
+    scene.passes(1, 2)
+    assert scene.value("longshore_writes_total", way="direct") == 3
+    assert scene.value("longshore_stage_bytes_total", stage="write") == 3 * SLAB_BYTES
+    assert scene.value("longshore_lane_bytes_total", lane="0") == 3 * SLAB_BYTES
+    assert scene.direct.status() == (
+        LaneStatus(0, False, 3, 3 * SLAB_BYTES),
+        *(LaneStatus(index, False, 0, 0) for index in range(1, LANES)),
+    )
+    spans = sorted(scene.spans.of_room(1, limit=10), key=lambda span: span.start_ns)
+    assert [span.stage for span in spans] == ["write"] * 3
+    for span, following in itertools.pairwise(spans):
+        assert span.end_ns <= following.start_ns
+
+
+class Played(FakeDevice):
+    """The stages of a whole mover; the device ends what it has when somebody waits for it."""
+
+    def __init__(self, *_: object) -> None:
+        super().__init__()
+        self.admitted: list[str] = []
+
+    def admit(self, _pool: object, _table: object, half: Half) -> None:
+        self.admitted.append(half.name)
+
+    def admit_direct(self, _pool: object, _table: object) -> None:
+        self.admitted.append("direct")
+
+    def wait(self, _limit_s: float) -> None:
+        for copy in (*self.directs, *self.gathers):
+            copy.done = True
+
+
+class Core(SourceSession):
+    """A source's core that notes what it is told of slabs."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, int]] = []
+
+    def write_done(self, peer: PeerId, pair_key: Any, slab: int, payload_bytes: int, now_ns: int) -> None:
+        self.told.append((slab, payload_bytes))
+
+
+class Whole:
+    """A source worker of a GPU without its processes, and a neighbour whose pool is mapped."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, pool: KVPool, mapped: KVPool, **changes: Any) -> None:
+        transport = SimpleNamespace(register=lambda *_: 1, connect=bytes.decode, notifies=True)
+        played: dict[str, object] = {
+            "open_device": lambda _: SimpleNamespace(index=0, enter=lambda: None),
+            "make_transport": lambda *_: transport,
+            "DeviceStagingBuffer": lambda _, length_bytes, **options: StagingBuffer(length_bytes, **options),
+            "DeviceStages": Played,
+        }
+        for name, value in played.items():
+            monkeypatch.setattr(moving, name, value)
+        settings = dataclasses.replace(Settings(), lane_bytes=1 << 20, ring_bytes=1 << 20, **changes)
+        config = WorkerConfig(
+            "p/0/0", "test", "p", 1, SHAPE.layout, tuple(Half), {}, port=0, link=-1, agent="life.gpu", device="GPU-1"
+        )
+        self.mover = Mover(config, settings, Metrics(), SpanRecorder(10), lambda *_: None)
+        said = Attach(1, "test", "decode", 9, SHAPE.layout, "NIXL", b"decode", None, (), 1 << 20)
+        self.mover.connect(Half.SOURCE, PeerAttached(owner("decode"), said))
+        self.mover.near._neighbours._pools[owner("decode"), 0] = mapped
+        self.core = Core()
+        self.pool = pool
+        self.stages: Any = self.mover._stages
+
+    def start(self, *slabs: int) -> None:
+        for slab in slabs:
+            effect = effect_of(slab, SLAB_BYTES)
+            effect.way = Way.DIRECT
+            key = effect.pair.key
+            desk: Any = SimpleNamespace(
+                pools={0: SimpleNamespace(pages=self.pool)},
+                tables={(Half.SOURCE, key): PageTable(0, np.zeros(1, "<i4"))},
+            )
+            self.mover.start_write(effect, desk, self.core, 0)
+
+
+@pytest.fixture
+def whole(monkeypatch: pytest.MonkeyPatch) -> Iterator[Whole]:
+    with ExitStack() as stack:
+        near, far = (stack.enter_context(opened(SHAPE, seed=1)) for _ in range(2))
+        yield Whole(monkeypatch, near, far)
+
+
+def test_a_target_is_told_by_a_message_of_each_slab_and_the_worker_looks_until_then(whole: Whole) -> None:
+    whole.start(0, 1)
+    assert whole.mover.driven
+    assert whole.mover.copying
+    assert not whole.mover.drive()
+    whole.stages.directs[0].done = True
+    assert whole.mover.drive()
+    messages = whole.mover.take_results(Half.SOURCE, whole.core, 0)
+    assert [(peer, type(message), message.slab) for peer, message in messages] == [(owner("decode"), SlabReady, 0)]
+    assert whole.core.told == [(0, SLAB_BYTES)]
+    whole.stages.directs[1].done = True
+    assert whole.mover.drive()
+    assert [message.slab for _, message in whole.mover.take_results(Half.SOURCE, whole.core, 0)] == [1]
+    assert not whole.mover.copying
+    while whole.mover.driven:
+        whole.mover.drive()
+    assert [(lane.busy, lane.slabs) for lane in whole.mover.lane_status()] == [(False, 2)] + [(False, 0)] * 3
+    assert whole.mover.metrics.snapshot().value("longshore_slabs_total", half="source", way="direct") == 2
+
+
+def test_a_worker_that_ends_waits_for_its_kernels_and_then_holds_no_page(whole: Whole) -> None:
+    whole.start(*range(40))
+    given = len(whole.stages.directs)
+    mapped = whole.stages.directs[0].job.neighbour
+    whole.mover.near.pool_gone(owner("decode"))
+    assert not whole.pool.close()
+    assert not mapped.wait_closed(0)
+    whole.mover.finish_copies()
+    assert len(whole.stages.directs) == given
+    assert whole.pool.wait_closed(0)
+    assert mapped.wait_closed(0)
+
+
+@pytest.mark.parametrize(
+    ("ways", "expected"),
+    [
+        ((), ["direct", "SOURCE"]),
+        ((Way.DIRECT,), ["direct"]),
+        ((Way.STAGED,), ["SOURCE"]),
+        ((Way.DIRECT, Way.STAGED), ["direct", "SOURCE"]),
+    ],
+    ids=["not claimed yet", "direct", "staged", "both"],
+)
+def test_page_ids_go_to_the_device_once_for_each_way_that_may_want_them(
+    whole: Whole, ways: tuple[Way, ...], expected: list[str]
+) -> None:
+    table = PageTable(0, np.zeros(1, "<i4"))
+    whole.mover.admit(whole.pool, table, Half.SOURCE, frozenset(ways))
+    assert whole.stages.admitted == expected
+    whole.mover.admit(whole.pool, table, Half.TARGET, frozenset())
+    assert whole.stages.admitted == [*expected, "TARGET"]
