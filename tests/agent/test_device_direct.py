@@ -285,6 +285,10 @@ class Played(FakeDevice):
     def admit_direct(self, _pool: object, _table: object) -> None:
         self.admitted.append("direct")
 
+    def admit_target(self, pool: KVPool, pages: bytes, first_page: int) -> None:
+        pool.check_pages(np.frombuffer(pages, "<i4"))
+        self.admitted.append(f"pages from {first_page} on")
+
     def wait(self, _limit_s: float) -> None:
         for copy in (*self.directs, *self.gathers):
             copy.done = True
@@ -317,7 +321,8 @@ class Whole:
         config = WorkerConfig(
             "p/0/0", "test", "p", 1, SHAPE.layout, tuple(Half), {}, port=0, link=-1, agent="life.gpu", device="GPU-1"
         )
-        self.mover = Mover(config, settings, Metrics(), SpanRecorder(10), lambda *_: None)
+        self.asked: list[PeerId] = []
+        self.mover = Mover(config, settings, Metrics(), SpanRecorder(10), lambda owner, _: self.asked.append(owner))
         said = Attach(1, "test", "decode", 9, SHAPE.layout, "NIXL", b"decode", None, (), 1 << 20)
         self.mover.connect(Half.SOURCE, PeerAttached(owner("decode"), said))
         self.mover.near._neighbours._pools[owner("decode"), 0] = mapped
@@ -395,3 +400,29 @@ def test_page_ids_go_to_the_device_once_for_each_way_that_may_want_them(
     assert whole.stages.admitted == expected
     whole.mover.admit(whole.pool, table, Half.TARGET, frozenset())
     assert whole.stages.admitted == [*expected, "TARGET"]
+
+
+def test_a_claim_brings_its_pages_to_the_device_before_its_tokens_come_and_a_wrong_page_fails_no_worker(
+    whole: Whole,
+) -> None:
+    pages = np.arange(3, dtype="<i4").tobytes()
+    whole.mover.near.expect(owner("decode"), 0, pages, 2 * SHAPE.page_size + 1)
+    assert whole.stages.admitted == ["pages from 2 on"]
+    wrong = np.array([SHAPE.page_count], dtype="<i4").tobytes()
+    whole.mover.near.expect(owner("decode"), 0, wrong, 0)
+    assert whole.stages.admitted == ["pages from 2 on"]
+    assert whole.asked == []
+
+
+def test_a_claim_asks_for_a_pool_that_is_not_mapped_yet_once(whole: Whole) -> None:
+    pages = np.arange(3, dtype="<i4").tobytes()
+    for _ in range(2):
+        whole.mover.near.expect(owner("later"), 0, pages, 0)
+    assert whole.asked == [owner("later")]
+    assert whole.stages.admitted == []
+    # Nothing waits for it: it leaves again, and no slab is failed.
+    whole.mover.near.pool_gone(owner("later"))
+    whole.mover.collect()
+    assert whole.mover.take_results(Half.SOURCE, whole.core, 0) == []
+    whole.mover.near.expect(owner("later"), 0, pages, 0)
+    assert whole.asked == [owner("later")] * 2

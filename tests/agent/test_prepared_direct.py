@@ -73,6 +73,9 @@ class Recorder:
     def prepare_direct(self, pool: object) -> None:
         self.direct.append(pool)
 
+    def admit_target(self, *_: object) -> None:
+        pass
+
 
 def prepared(monkeypatch: pytest.MonkeyPatch, device: str, roles: tuple[Half, ...], agent: str, **changes: Any) -> bool:
     """Whether a worker prepares a pool for way DIRECT when it is registered."""

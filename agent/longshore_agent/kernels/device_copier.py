@@ -131,12 +131,20 @@ class DeviceCopier:
         """
         ids, first_page = pages
         stream = self._gathers if to_gather else self._scatters
-        return self._lists.get(lambda: HeldPages(pool, ids, self._device, first_page, stream), ids, pool)
+        return self._lists.get(
+            lambda: HeldPages(pool, ids, self._device, first_page, stream, to_write=not to_gather), ids, pool
+        )
 
-    def hold_direct(self, pool: KVPool, pages: tuple[Pages, int]) -> HeldPages:
-        """Queue a copy of page ids to the device, unless they are there, before all direct copies. As `hold`."""
+    def hold_direct(self, pool: KVPool, pages: tuple[Pages, int], *, to_write: bool) -> HeldPages:
+        """Queue a copy of page ids to the device, unless they are there, before all direct copies. As `hold`.
+
+        Args:
+            to_write: for the targets of copies, else for their sources.
+        """
         ids, first_page = pages
-        return self._direct_lists.get(lambda: HeldPages(pool, ids, self._device, first_page, self._directs), ids, pool)
+        return self._direct_lists.get(
+            lambda: HeldPages(pool, ids, self._device, first_page, self._directs, to_write=to_write), ids, pool
+        )
 
     def gather(
         self,
@@ -205,8 +213,8 @@ class DeviceCopier:
             ShapeError, LongshoreError, DeviceError: as `direct.device_launch.copy_pages`.
         """
         source, target = sides
-        near = self.hold_direct(source.pool, (source.pages, source.first_page))
-        far = self.hold_direct(target.pool, (target.pages, target.first_page))
+        near = self.hold_direct(source.pool, (source.pages, source.first_page), to_write=False)
+        far = self.hold_direct(target.pool, (target.pages, target.first_page), to_write=True)
         source.pool.hold()
         try:
             target.pool.hold()

@@ -27,12 +27,20 @@ class HeldPages:
     """
 
     def __init__(
-        self, pool: KVPool, pages: Pages, device: torch.device, first_page: int = 0, stream: CopyStream | None = None
+        self,
+        pool: KVPool,
+        pages: Pages,
+        device: torch.device,
+        first_page: int = 0,
+        stream: CopyStream | None = None,
+        *,
+        to_write: bool = False,
     ) -> None:
         """Check `pages` ([ids] int32, in the host's memory) and copy them; they may be changed after.
 
         Args:
             stream: of all launches that will read them: the copy is queued there. None: waits for the copy.
+            to_write: see now whether a page stands there twice, which `index_of` would look for first otherwise.
         Raises:
             ShapeError: `pages` is no such list.
             LongshoreError: PAGE_OUT_OF_RANGE, names the index.
@@ -43,6 +51,7 @@ class HeldPages:
         pool.check_pages(pages)
         self.pool = pool
         self.first_page = first_page
+        self._ids = pages.copy()
         if stream is not None and stream.context is not None:
             try:
                 self.table = torch.empty(pages.size, dtype=torch.int32, device=device)
@@ -50,9 +59,8 @@ class HeldPages:
                 raise DeviceError(
                     f"the GPU has no memory left for {pages.size} page ids: leave the agent some of what its engine takes"
                 ) from error
-            contiguous = np.ascontiguousarray(pages)
             cuda.copy_to_device(
-                stream.context, self.table.data_ptr(), contiguous.ctypes.data, pages.nbytes, stream.handle
+                stream.context, self.table.data_ptr(), self._ids.ctypes.data, self._ids.nbytes, stream.handle
             )
         else:
             self.table = torch.tensor(pages, dtype=torch.int32, device=device)
@@ -61,7 +69,8 @@ class HeldPages:
                 torch.cuda.current_stream(device).synchronize()
         self.address = self.table.data_ptr()
         self._count = pages.size
-        self._repeated = _repeated(pool, pages)
+        # Sorting them takes as long as copying them, and a source's may repeat.
+        self._is_unique = to_write and _are_unique(pool, self._ids)
 
     def index_of(self, tokens: tuple[int, int], *, unique: bool) -> int:
         """Return which id is that of the first token's page.
@@ -78,14 +87,15 @@ class HeldPages:
         if not 0 <= first < end <= self._count:
             held = (self.first_page, self.first_page + self._count)
             raise ShapeError(f"pages are numbers [{held[0]}, {held[1]}) of a sequence: tokens {tokens} lie elsewhere")
-        if unique and self._repeated is not None:
-            raise self._repeated
+        if unique and not self._is_unique:
+            self.pool.check_pages(self._ids, unique=True)
+            self._is_unique = True
         return first
 
 
-def _repeated(pool: KVPool, pages: Pages) -> LongshoreError | None:
+def _are_unique(pool: KVPool, ids: Pages) -> bool:
     try:
-        pool.check_pages(pages, unique=True)
-    except LongshoreError as error:
-        return error
-    return None
+        pool.check_pages(ids, unique=True)
+    except LongshoreError:
+        return False
+    return True

@@ -60,7 +60,7 @@ class Deliverer:
         Raises:
             PoolError: an engine has let its pages go.
         """
-        near, far = direct_sides(job)
+        near, far = direct_sides(job, _target_pages(job))
         direct.copy_pages(near, far, job.effect.tokens)
         self._metrics.add("longshore_writes_total", 1, way="direct")
 
@@ -167,8 +167,8 @@ def _target_pages(job: WriteJob) -> npt.NDArray[np.int32]:
     return np.frombuffer(job.effect.target_pages, dtype="<i4")
 
 
-def direct_sides(job: WriteJob) -> tuple[direct.Side, direct.Side]:
-    """Return source and target of a slab that is copied from pages to pages."""
+def direct_sides(job: WriteJob, target_pages: npt.NDArray[np.int32]) -> tuple[direct.Side, direct.Side]:
+    """Return source and target of a slab that is copied from pages to pages; `target_pages` are the effect's."""
     assert job.neighbour is not None
     effect = job.effect
     near, far = (
@@ -177,7 +177,7 @@ def direct_sides(job: WriteJob) -> tuple[direct.Side, direct.Side]:
         )
         for pool, pages, first_page in (
             (job.pool, job.pages.pages, job.pages.first_page),
-            (job.neighbour, _target_pages(job), effect.first_claimed_token // job.target_layout.page_size),
+            (job.neighbour, target_pages, effect.first_claimed_token // job.target_layout.page_size),
         )
     )
     return near, far

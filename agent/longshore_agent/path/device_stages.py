@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from longshore_agent.kernels.direct.launch import Side
 from longshore_agent.kernels.kept import Kept
 from longshore_agent.memory.device_memory import DeviceStagingBuffer
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.path.deliver import direct_sides
-from longshore_agent.path.jobs import PageTable, ScatterJob, WriteJob, trailer_of
+from longshore_agent.path.jobs import Pages, PageTable, ScatterJob, WriteJob, trailer_of
 from longshore_wire.engine_messages import Half
 
 if TYPE_CHECKING:
@@ -62,6 +64,7 @@ class DeviceStages:
 
         self._copier = DeviceCopier(device, lanes, ring)
         self._sides: Kept[tuple[Side, Side]] = Kept(_SIDES_MAX)
+        self._target_ids: Kept[Pages] = Kept(_SIDES_MAX)
 
     def prepare(self, pool: KVPool) -> None:
         """A pool is registered: let no slab of it wait for what can be done now. Takes seconds."""
@@ -79,7 +82,19 @@ class DeviceStages:
     def admit_direct(self, pool: KVPool, table: PageTable) -> None:
         """The same for slabs that leave them by way DIRECT."""
         if len(table.pages):
-            self._copier.hold_direct(pool, (table.pages, table.first_page))
+            self._copier.hold_direct(pool, (table.pages, table.first_page), to_write=False)
+
+    def admit_target(self, pool: KVPool, pages: bytes, first_page: int) -> None:
+        """The same for the pages of a neighbour that slabs will be written to.
+
+        Args:
+            pages: packed page ids, as its claim brought them: the object that the slabs' effects will bring.
+            first_page: which page of the sequence the first one is.
+        Raises:
+            LongshoreError: they are not pages of that pool.
+        """
+        if pages:
+            self._copier.hold_direct(pool, (self._ids(pages), first_page), to_write=True)
 
     def gather(self, job: WriteJob, offset_bytes: int) -> Copy:
         """See `Stages.gather`."""
@@ -112,8 +127,13 @@ class DeviceStages:
         effect = job.effect
         # A room's slabs have one list of ids on either side, and one route.
         known = (job.pages, job.pool, effect.target_pages, job.neighbour, effect.route)
-        return self._copier.direct(self._sides.get(lambda: direct_sides(job), *known), effect.tokens)
+        sides = self._sides.get(lambda: direct_sides(job, self._ids(effect.target_pages)), *known)
+        return self._copier.direct(sides, effect.tokens)
 
     def wait(self, limit_s: float) -> None:
         """Wait until the device has done all that was queued. Raises DeviceError if it has not within `limit_s`."""
         self._copier.wait(limit_s)
+
+    def _ids(self, pages: bytes) -> Pages:
+        """Return packed page ids as an array: the same one for the same object, by which its copy on the device is known."""
+        return self._target_ids.get(lambda: np.frombuffer(pages, dtype="<i4"), pages)

@@ -63,6 +63,8 @@ from longshore_wire.effects import (
 )
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, EndpointUpdate, Half, Refused, ToEngine, Welcome
 from longshore_wire.errors import CodecError, Reason
+from longshore_wire.peer_messages import Claim, RoomKey
+from longshore_wire.plan import Way
 from longshore_wire.session import Session
 from longshore_wire.source_session import SourceSession
 from longshore_wire.target_session import TargetSession
@@ -146,6 +148,8 @@ class Worker:
         for half, peer, peer_message in self.net.receive(ready):
             if half in self.sessions:
                 self.sessions[half].receive(peer, peer_message, now_ns)
+                if isinstance(peer_message, Claim):
+                    self._claimed(peer, peer_message.pair.key)
         for gone in self._knocker.refused():
             assert self.target is not None
             self.target.peer_dead(gone, now_ns)
@@ -161,6 +165,13 @@ class Worker:
         self._flush(now_ns)
         if self._engine_error:
             self._engine_lost(self._engine_error, now_ns)
+
+    def _claimed(self, peer: PeerId, key: RoomKey) -> None:
+        """A claim has come whose tokens may come later: what its slabs will need is made ready meanwhile."""
+        room = self.source.rooms.get(key) if self.source is not None else None
+        pair = room.pairs.get(peer) if room is not None and not room.failed else None
+        if pair is not None and pair.way is Way.DIRECT and pair.target_pages:
+            self.mover.near.expect(peer, key.pool, pair.target_pages, pair.grid.first_token)
 
     def _owes_words(self) -> bool:
         """Whether somebody near has still to be told, or a knock has not been answered."""

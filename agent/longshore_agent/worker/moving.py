@@ -155,7 +155,12 @@ class Mover:
                 self._start_ring(settings)
         copying = self.lanes if self._direct is None else self._direct
         self.near = NearWrites(
-            self.device, self._attached, self.results, ask_pool, None if copying is None else copying.put
+            self.device,
+            self._attached,
+            self.results,
+            ask_pool,
+            None if copying is None else copying.put,
+            None if self._stages is None else self._stages.admit_target,
         )
 
     def _allocate(self, length_bytes: int) -> StagingPieces:

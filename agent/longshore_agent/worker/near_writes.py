@@ -5,6 +5,7 @@ Used by `moving` and by the worker, in the control thread. On a CPU the lanes co
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 
 from longshore_agent.errors import PoolError
@@ -14,6 +15,7 @@ from longshore_agent.memory.pools import KVPool
 from longshore_agent.path.jobs import Results, WriteJob, WriteResult
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Half
+from longshore_wire.errors import LongshoreError
 from longshore_wire.peer_messages import Attach
 
 
@@ -27,6 +29,7 @@ class NearWrites:
         results: Results,
         ask_pool: Callable[[PeerId, int], None],
         copy: Callable[[WriteJob], None] | None,
+        admit: Callable[[KVPool, bytes, int], None] | None = None,
     ) -> None:
         """Map nothing yet.
 
@@ -34,12 +37,14 @@ class NearWrites:
             attached: what peers said of themselves, kept by the caller.
             ask_pool: asks the owner of a pool for it.
             copy: begins a slab whose target's pages are mapped; None: this worker is no source.
+            admit: told of pages that will be written, packed, and of which page of the sequence is the first, before any slab.
         """
         self._neighbours = Neighbours(device)
         self._attached = attached
         self._results = results
         self._ask_pool = ask_pool
         self._copy = copy
+        self._admit = admit
         self._waiting: dict[tuple[PeerId, int], list[WriteJob]] = {}
 
     def put(self, job: WriteJob) -> None:
@@ -49,10 +54,23 @@ class NearWrites:
         if mapped is not None:
             self._begin(job, mapped)
             return
-        waiting = self._waiting.setdefault((owner, number), [])
-        waiting.append(job)
-        if len(waiting) == 1:
-            self._ask_pool(owner, number)
+        self._sought(owner, number).append(job)
+
+    def expect(self, owner: PeerId, number: int, pages: bytes, first_token: int) -> None:
+        """A claim of this way has come, perhaps before its tokens: let no slab wait for what can be done now.
+
+        Args:
+            pages, first_token: of the claim, as its slabs will bring them.
+        """
+        if self._admit is None:
+            return
+        mapped = self._neighbours.pool(owner, number)
+        if mapped is None:
+            self._sought(owner, number)
+            return
+        # Its slabs will fail with the same, if they ever come.
+        with contextlib.suppress(LongshoreError):
+            self._admit(mapped, pages, first_token // mapped.layout.page_size)
 
     def pool_given(self, owner: PeerId, number: int, count: int, part: Part | None) -> None:
         """A region of a neighbour's pool has come (`count` 0: it has none): map the pool when it is the last one."""
@@ -93,6 +111,13 @@ class NearWrites:
     def take_unmapped(self) -> list[tuple[PeerId, int]]:
         """Return the pools whose owners said that they are gone, and which are unmapped here since the last call."""
         return self._neighbours.take_unmapped()
+
+    def _sought(self, owner: PeerId, number: int) -> list[WriteJob]:
+        """Ask for a pool once; return what waits for it."""
+        if (owner, number) not in self._waiting:
+            self._waiting[owner, number] = []
+            self._ask_pool(owner, number)
+        return self._waiting[owner, number]
 
     def _begin(self, job: WriteJob, mapped: KVPool) -> None:
         assert self._copy is not None, "a slab leaves a worker that is no source"
