@@ -65,15 +65,20 @@ def check_direct(
     return total
 
 
-def check_bound(near: Shape, far: Shape, rooms: list[tuple[int, int]], heads: int, devices: tuple[str, str]) -> int:
-    """Copy rooms slab by slab with launches bound to their shapes, and compare all of the target; return how many were bound.
+def check_bound(near: Shape, far: Shape, heads: int, devices: tuple[str, str]) -> tuple[int, int]:
+    """Copy rooms slab by slab with launches bound to their shapes, and compare all of the target.
 
     Args:
-        rooms: first token and how many there are, of each; cut into slabs of a page and a half of the larger pages.
         devices: as of `check_direct`.
+    Returns:
+        How many launches were bound, and how many slabs were copied.
     """
     home, other = (torch.device(name) for name in devices)
-    slab_tokens = 3 * max(near.page_size, far.page_size) // 2
+    size = max(near.page_size, far.page_size)
+    slab_tokens, slabs = 3 * size // 2, 0
+    # Slabs of two shapes and a last one in each room; the second room begins many pages later, the third within a page.
+    whole = 2 * size if size > 100 else 4 * size
+    rooms = [(0, whole), (64 * near.page_size * far.page_size, whole), (size + size // 3, 2 * size)]
     bound: dict[tuple[int, ...], device_launch.BoundCopy] = {}
     with opened(near, seed=1) as source, opened(far, seed=None) as target:
         source_pages, _ = on_device(source, home)
@@ -108,11 +113,12 @@ def check_bound(near: Shape, far: Shape, rooms: list[tuple[int, int]], heads: in
                     pages = (source_pages, target_pages)
                     bound[key] = device_launch.BoundCopy(sides, pages, (lists[0], lists[1]), tokens, stream)
                 bound[key].queue((lists[0], lists[1]), tokens)
+                slabs += 1
                 reference.copy_pages(*sides, tokens)
             stream.synchronize()
             for region, expected in zip(target_regions, contents(target), strict=True):
                 assert np.array_equal(region.cpu().numpy(), expected), (near, far, first, count)
-    return len(bound)
+    return len(bound), slabs
 
 
 def bound_refusals() -> list[str]:

@@ -57,6 +57,16 @@ def test_a_gpu_writes_pages_of_another_layout_and_nothing_beside_them(
         assert direct_checks.check_direct(near, far, requests, ("cuda:0", target), tuning) > 0
 
 
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_launch_bound_to_its_shape_writes_all_slabs_of_that_shape(name: str, torch: Any) -> None:
+    import direct_checks
+
+    near, far, heads = PAIRS[name]
+    for target in {"cuda:0", f"cuda:{torch.cuda.device_count() - 1}"}:
+        bound, slabs = direct_checks.check_bound(near, far, heads, ("cuda:0", target))
+        assert 0 < bound < slabs
+
+
 @pytest.fixture
 def agent(torch: Any) -> Iterator[GPUAgent]:
     pytest.importorskip("nixl")

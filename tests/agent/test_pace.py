@@ -1,0 +1,48 @@
+"""How long a worker's control thread may sleep: not at all while a GPU copies, or while a neighbour's copy is soon told of."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from longshore_agent.worker.pace import WorkerPace
+from longshore_wire.engine_messages import Half
+from longshore_wire.target_session import TargetSession
+
+LONG_MS = 5000
+MS = 1_000_000
+
+
+def slept(mover: Any, quiet_ms: list[int], *, in_place_count: int = 0) -> list[int]:
+    """What the thread may sleep so long after something has happened."""
+    target = object.__new__(TargetSession)
+    target.in_place_count, target.peers = in_place_count, {}
+    pace = WorkerPace(mover, {Half.TARGET: target}, 0)
+    pace.news()
+    pace.wait_ms(LONG_MS, 0)
+    return [pace.wait_ms(LONG_MS, each * MS) for each in quiet_ms]
+
+
+def played(*, driven: bool = False, copying: bool = False, on_gpu: bool = True) -> Any:
+    transport = SimpleNamespace(notifies=False)
+    return SimpleNamespace(driven=driven, copying=copying, device=object() if on_gpu else None, transport=transport)
+
+
+@pytest.mark.parametrize(
+    ("mover", "expected"),
+    [
+        (played(driven=True, copying=True), [0, 0, 1]),
+        (played(driven=True), [0, 1, 1]),
+        (played(), [LONG_MS, LONG_MS, LONG_MS]),
+    ],
+    ids=["a direct copy", "a staged slab", "nothing"],
+)
+def test_a_source_looks_without_a_pause_for_as_long_as_a_slab_of_its_way_takes(mover: Any, expected: list[int]) -> None:
+    assert slept(mover, [1, 5, 50]) == expected
+
+
+def test_a_target_on_a_gpu_does_not_sleep_right_after_it_heard_of_pages_that_a_neighbour_writes() -> None:
+    assert slept(played(), [1, 5], in_place_count=1) == [0, LONG_MS]
+    assert slept(played(on_gpu=False), [1, 5], in_place_count=1) == [LONG_MS, LONG_MS]
