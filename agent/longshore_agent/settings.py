@@ -159,7 +159,12 @@ class Settings:
         64 * _MIB, "bytes", Role.DECODE, "Size of the extents in which the ring is registered.", low=_MIB, high=1 << 40
     )
     ring_share_divisor: int = _setting(
-        4, "", Role.DECODE, "A room holds at most the ring divided by this.", low=1, high=1024
+        4,
+        "",
+        Role.DECODE,
+        "A room holds at most the ring divided by this, or one ready slab beside what it was granted ahead.",
+        low=1,
+        high=1024,
     )
     grant_window: int = _setting(
         4, "slabs", Role.DECODE, "Slabs that one writer of one room may hold at once.", low=1, high=1024
