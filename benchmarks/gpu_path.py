@@ -51,7 +51,7 @@ SLICES_BATCH = 1000
 PIECES = {"TP4's slices": 512, "TP2's slices": 1024, "page and head": 64 * 256, "page, 4 heads": 4 * 64 * 256}
 WARM_UPS = 2
 # What agents are told for each backend.
-BACKENDS = {"NIXL": {}, "Mooncake": {"LONGSHORE_BACKEND": "Mooncake", "LONGSHORE_MOONCAKE_ON_GPUS": "true"}}
+BACKENDS = {"NIXL": {}, "Mooncake": {"LONGSHORE_BACKEND": "Mooncake"}}
 
 
 def all_ask(ranks: list[EngineProcess], command: str, **arguments: Any) -> list[Any]:

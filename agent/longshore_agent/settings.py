@@ -122,12 +122,6 @@ class Settings:
     log_level: LogLevel = _setting(LogLevel.INFO, "", Role.AGENT, "Least important line that is logged.")  # noqa: RUF009
 
     backend: Backend = _setting(Backend.NIXL, "", Role.BOTH, "Library that moves the bytes.")  # noqa: RUF009
-    mooncake_on_gpus: bool = _setting(
-        False,
-        "",
-        Role.BOTH,
-        "Let Mooncake move memory of GPUs, inside one host over CUDA IPC. No GPU has run this yet: false refuses it.",
-    )
     wires: tuple[Wire, ...] = _setting(
         (),
         "",
