@@ -71,12 +71,13 @@ class Device:
 
     Attributes:
         index: as the driver counts in this process.
+        name: its UUID, as nvidia-smi writes it.
         context: as the driver knows it.
     """
 
     def __init__(self, index: int) -> None:
         """Retain the device's primary context. Raises DeviceError."""
-        self.index = index
+        self.index, self.name = index, device_uuid(index)
         handle, context = ctypes.c_int(), ctypes.c_void_p()
         _call("cuDeviceGet", ctypes.byref(handle), index)
         _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle.value)

@@ -64,7 +64,7 @@ PROBE_BYTES = 1 << 20
 # the target has taken the notice of the write before it: a lane would wait for the target's next look, 1 ms and more.
 TOLD_WIRES = frozenset({Wire.SHARED_MEMORY.value})
 # A slab is over within microseconds on these: who waits for one does not sleep.
-SWIFT_WIRES = frozenset({Wire.CUDA_IPC.value})
+SWIFT_WIRES = frozenset({Wire.CUDA_IPC.value, Wire.NVLINK.value})
 # NIXL's bytes over the kernel's TCP move only while their target looks for notices.
 DRIVEN_WIRES = frozenset({Wire.TCP.value})
 
@@ -83,15 +83,15 @@ def make_transport(settings: Settings, name: str, device: Device | None = None) 
 
 
 def _make_device_transport(settings: Settings, name: str, device: Device) -> PreparingTransport:
-    backend = settings.backend
+    backend, known = settings.backend, {"device_index": device.index, "device": device.name}
     if backend is Backend.MOONCAKE and settings.mooncake_on_gpus:
-        return create(backend.value, name, host=settings.bind_host, device_index=device.index, enter=device.enter)
+        return create(backend.value, name, host=settings.bind_host, enter=device.enter, **known)
     if backend is not Backend.NIXL:
         way_out = "choose that"
         if backend is Backend.MOONCAKE:
             way_out += f", or try what no GPU has run yet with {variable('mooncake_on_gpus')}=true"
         raise TransportError(f"backend is {backend.value}: memory of a GPU is moved by NIXL, {way_out}")
-    return create(backend.value, name, device_index=device.index)
+    return create(backend.value, name, **known)
 
 
 def _over_wire(session: SourceSession, peer: PeerId) -> list[RoomKey]:
