@@ -129,7 +129,7 @@ class Mover:
         self._direct = DeviceDirect()
         self._gives_directly = config.gives_directly(settings)
         self.transport = make_transport(settings, name, self.device)
-        self._probe = self._allocate(2 * PROBE_BYTES)
+        self._probe = self._allocate(2 * PROBE_BYTES, settings)
         self.transport.register(self._probe.address, self._probe.length_bytes)
         # Peers write to the first half, our own probes read the second.
         self.probe_region = RegionInfo(self._probe.address, PROBE_BYTES)
@@ -164,9 +164,11 @@ class Mover:
             partial(self._lanes_on, [None] * settings.lane_count, settings),
         )
 
-    def _allocate(self, length_bytes: int) -> StagingPieces:
-        """Return memory for what is not staging; it lives as long as this worker."""
-        return StagingBuffer(length_bytes) if self.device is None else DeviceStagingBuffer(self.device, length_bytes)
+    def _allocate(self, length_bytes: int, settings: Settings) -> StagingPieces:
+        """Return memory for what is not staging, of the same kind: a probe proves its wire. It lives as long as this worker."""
+        if self.device is None:
+            return StagingBuffer(length_bytes)
+        return DeviceStagingBuffer(self.device, length_bytes, allocation=settings.gpu_staging_memory)
 
     def _make_lanes(self, settings: Settings) -> Lanes:
         buffers = [StagingBuffer(settings.lane_bytes) for _ in range(settings.lane_count)]
@@ -207,7 +209,9 @@ class Mover:
         lane_bytes = settings.lane_bytes * settings.lane_count if Half.SOURCE in roles else 0
         ring_bytes = settings.ring_bytes if Half.TARGET in roles else 0
         lanes, ring = (
-            DeviceStagingBuffer(device, length_bytes, extent_bytes=length_bytes) if length_bytes else None
+            DeviceStagingBuffer(device, length_bytes, extent_bytes=length_bytes, allocation=settings.gpu_staging_memory)
+            if length_bytes
+            else None
             for length_bytes in (lane_bytes, ring_bytes)
         )
         for buffer in (lanes, ring):
