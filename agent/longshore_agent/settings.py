@@ -140,8 +140,8 @@ class Settings:
         (),
         "",
         Role.BOTH,
-        "Wires that may carry bytes between peers, separated by commas. Empty: any. One that was not found out fails a list; way "
-        "direct needs none.",
+        "Wires that may carry bytes between peers, separated by commas. Empty: any. CudaIPC allows NVLink too. One that was not found "
+        "out fails a list; way direct needs none.",
     )
     staging: Staging = _setting(  # noqa: RUF009
         Staging.AUTO,

@@ -92,19 +92,21 @@ def wire_between(one: int, other: int) -> str:
     if one == other:
         return "CudaIPC"
     names = [cuda.device_uuid(index) for index in (one, other)]
-    if shutil.which("nvidia-smi") is None:
-        joined = nvml.joined_by_nvlink(*names)
-    else:
+    rows = {}
+    if shutil.which("nvidia-smi") is not None:
         listed = _nvidia_smi("--query-gpu=uuid", "--format=csv,noheader").split()
-        near, far = map(listed.index, names)
         lines = [line.split() for line in _nvidia_smi("topo", "-p2p", "n").splitlines()]
-        rows = [words[1:] for words in lines if words and words[0].startswith("GPU") and "X" in words]
-        joined = rows[near][far] == "OK"
-    return "NVLink" if joined else "CudaIPC"
+        # " GPU0  X  OK": the head of the table has no X.
+        table = [words[1:] for words in lines if words and words[0].startswith("GPU") and "X" in words]
+        rows = dict(zip(listed, (dict(zip(listed, row, strict=False)) for row in table), strict=False))
+    if set(names) <= set(rows):
+        return "NVLink" if rows[names[0]][names[1]] == "OK" else "CudaIPC"
+    # Without nvidia-smi's word there is only NVML's own.
+    return "NVLink" if nvml.joined_by_nvlink(*names) else "CudaIPC"
 
 
 def _nvidia_smi(*arguments: str) -> str:
-    return subprocess.run(["nvidia-smi", *arguments], check=True, capture_output=True, text=True, timeout=60).stdout
+    return subprocess.run(["nvidia-smi", *arguments], check=False, capture_output=True, text=True, timeout=60).stdout
 
 
 class EngineProcess:
