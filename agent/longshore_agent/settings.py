@@ -123,12 +123,6 @@ class Settings:
     log_level: LogLevel = _setting(LogLevel.INFO, "", Role.AGENT, "Least important line that is logged.")  # noqa: RUF009
 
     backend: Backend = _setting(Backend.NIXL, "", Role.BOTH, "Library that moves the bytes.")  # noqa: RUF009
-    mooncake_on_gpus: bool = _setting(
-        False,
-        "",
-        Role.BOTH,
-        "Let Mooncake move memory of GPUs, inside one host over CUDA IPC. No GPU has run this yet: false refuses it.",
-    )
     gpu_staging_memory: Allocation = _setting(  # noqa: RUF009
         Allocation.CUDA_MALLOC,
         "",
@@ -167,7 +161,12 @@ class Settings:
         64 * _MIB, "bytes", Role.DECODE, "Size of the extents in which the ring is registered.", low=_MIB, high=1 << 40
     )
     ring_share_divisor: int = _setting(
-        4, "", Role.DECODE, "A room holds at most the ring divided by this.", low=1, high=1024
+        4,
+        "",
+        Role.DECODE,
+        "A room holds at most the ring divided by this, or one ready slab beside what it was granted ahead.",
+        low=1,
+        high=1024,
     )
     grant_window: int = _setting(
         4, "slabs", Role.DECODE, "Slabs that one writer of one room may hold at once.", low=1, high=1024

@@ -338,14 +338,12 @@ def any_device() -> Device:
 @pytest.mark.usefixtures("clean_environment")
 def test_a_wheel_without_nvlink_is_refused_and_the_right_one_named() -> None:
     pytest.importorskip("mooncake.engine")
-    settings = Settings(backend=Backend.MOONCAKE, mooncake_on_gpus=True)
+    settings = Settings(backend=Backend.MOONCAKE)
     with pytest.raises(TransportError, match=r"no NVLink transport: install longshore\[mooncake-cuda13\]") as caught:
         make_transport(settings, "worker", any_device())
     assert caught.value.reason is Reason.UNSUPPORTED
 
 
-def test_memory_of_a_gpu_is_refused_to_mooncake_unless_that_is_asked_for_by_name() -> None:
-    with pytest.raises(TransportError, match=r"moved by NIXL.*LONGSHORE_MOONCAKE_ON_GPUS=true"):
-        make_transport(Settings(backend=Backend.MOONCAKE), "worker", any_device())
-    with pytest.raises(TransportError, match=r"moved by NIXL, choose that$"):
-        make_transport(Settings(backend=Backend.LOOPBACK, mooncake_on_gpus=True), "worker", any_device())
+def test_memory_of_a_gpu_is_refused_to_the_loopback() -> None:
+    with pytest.raises(TransportError, match=r"moved by NIXL or Mooncake, choose one of them$"):
+        make_transport(Settings(backend=Backend.LOOPBACK), "worker", any_device())

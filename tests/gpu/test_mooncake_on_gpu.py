@@ -242,7 +242,6 @@ def test_pages_on_gpus_are_moved_by_agents_over_mooncake_and_equal(
     shape = {"layers": 8, "kv_heads": 8, "page_size": 16, "page_count": 160}
     settings = {
         "LONGSHORE_BACKEND": "Mooncake",
-        "LONGSHORE_MOONCAKE_ON_GPUS": "true",
         "LONGSHORE_WIRES": "CudaIPC",
         "LONGSHORE_RING_BYTES": "24Mi",
         "LONGSHORE_LANE_BYTES": "2Mi",

@@ -36,7 +36,7 @@ from longshore_agent.path.jobs import (
 )
 from longshore_agent.path.lanes import Lanes
 from longshore_agent.path.scatter import Scatterers
-from longshore_agent.settings import Settings, variable
+from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.snapshot import LaneStatus
 from longshore_agent.status.spans import SpanRecorder
@@ -84,13 +84,12 @@ def make_transport(settings: Settings, name: str, device: Device | None = None) 
 
 def _make_device_transport(settings: Settings, name: str, device: Device) -> PreparingTransport:
     backend, known = settings.backend, {"device_index": device.index, "device": device.name}
-    if backend is Backend.MOONCAKE and settings.mooncake_on_gpus:
+    if backend is Backend.MOONCAKE:
         return create(backend.value, name, host=settings.bind_host, enter=device.enter, **known)
     if backend is not Backend.NIXL:
-        way_out = "choose that"
-        if backend is Backend.MOONCAKE:
-            way_out += f", or try what no GPU has run yet with {variable('mooncake_on_gpus')}=true"
-        raise TransportError(f"backend is {backend.value}: memory of a GPU is moved by NIXL, {way_out}")
+        raise TransportError(
+            f"backend is {backend.value}: memory of a GPU is moved by NIXL or Mooncake, choose one of them"
+        )
     return create(backend.value, name, **known)
 
 
