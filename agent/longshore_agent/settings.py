@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from enum import Enum, StrEnum
 from typing import Any, TypeVar, get_type_hints
 
+from longshore_agent.memory.cuda import Allocation
 from longshore_agent.setting_values import (
     check_range,
     choices,
@@ -122,12 +123,19 @@ class Settings:
     log_level: LogLevel = _setting(LogLevel.INFO, "", Role.AGENT, "Least important line that is logged.")  # noqa: RUF009
 
     backend: Backend = _setting(Backend.NIXL, "", Role.BOTH, "Library that moves the bytes.")  # noqa: RUF009
+    gpu_staging_memory: Allocation = _setting(  # noqa: RUF009
+        Allocation.CUDA_MALLOC,
+        "",
+        Role.BOTH,
+        "How a GPU's worker allocates lanes, ring and probe memory. cuMemCreate needs a host that gives fabric handles (an IMEX channel), "
+        "and NIXL.",
+    )
     wires: tuple[Wire, ...] = _setting(
         (),
         "",
         Role.BOTH,
-        "Wires that may carry bytes between peers, separated by commas. Empty: any. One that was not found out fails a list; way "
-        "direct needs none.",
+        "Wires that may carry bytes between peers, separated by commas. Empty: any. CudaIPC allows NVLink too. One that was not found "
+        "out fails a list; way direct needs none.",
     )
     staging: Staging = _setting(  # noqa: RUF009
         Staging.AUTO,
@@ -391,6 +399,12 @@ class Settings:
                 "give both, or neither",
             ),
             (is_open, "backend", "host_network", _OPEN_DATA_PATH),
+            (
+                self.backend is Backend.MOONCAKE and self.gpu_staging_memory is Allocation.CU_MEM_CREATE,
+                "backend",
+                "gpu_staging_memory",
+                f"Mooncake registers memory of cudaMalloc alone: use NIXL, or {Allocation.CUDA_MALLOC.value} (the default)",
+            ),
             (ways_clash, "staging", "force_way", "they exclude each other; leave one at Auto"),
             (
                 not self.keys_directory and self.bind_host not in _LOOPBACK_HOSTS,
