@@ -6,8 +6,8 @@
 Models of 80 layers and 8 KV heads ("70B") and of 94 layers and 4 ("235B"), heads of 128 in 2 bytes, pages of 64 tokens in
 random order. A slab is what one pair of ranks moves; the source gathers it, the target scatters it. Medians of
 interleaved repetitions on one stream, by CUDA events. Before each repetition a gigabyte is overwritten: the caches are
-cold, and the host has queued everything before the device begins. `host` is a call's time on an idle device. Every size is
-checked against indexing in the same run, before and after it is measured; a wrong byte ends the run.
+cold, and the host has queued everything before the device begins. `host` is a call's time on an idle device; `bound` is that of a worker's
+call, whose launch is bound to its shape once: page checks, trailer, launch and event. Every size is checked against indexing in the same run, before and after it is measured; a wrong byte ends the run.
 
 Needs no network and, beside the package, torch and Triton. `--device cpu` with TRITON_INTERPRET=1 tries the script
 itself, with `--layers 2 --sizes 0.1`; its times mean nothing.
@@ -38,6 +38,7 @@ from longshore_agent.kernels.device_pages import DevicePages
 from longshore_agent.kernels.gather import device_launch as gather_launch
 from longshore_agent.kernels.held_pages import HeldPages
 from longshore_agent.kernels.scatter import device_launch as scatter_launch
+from longshore_agent.memory import cuda
 from longshore_agent.memory.ipc import create_memfd
 from longshore_agent.memory.pools import KVPool
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry
@@ -134,28 +135,47 @@ class Bench:
         else:
             scatter_launch.scatter_slices(self.device_pages, *request, self.slab, self.stream, tuning)
 
+    def bound(self) -> Callable[[], None] | None:
+        """Return the same as a worker's control thread queues it, with the event that it asks; None where nothing can be bound."""
+        if self.stream.context is None:
+            return None
+        gathers = self.operation == "gather"
+        slab = self.other if gathers else self.slab
+        shape = ((0, self.tokens), self.layers, self.heads)
+        bind = gather_launch.bind_gather if gathers else scatter_launch.bind_scatter
+        launch = bind(self.device_pages, self.pages.table, *shape, slab, self.stream)
+        event = cuda.Event(self.stream.context)
+
+        def queue() -> None:
+            first = self.pages.index_of((0, self.tokens), unique=not gathers)
+            words = gather_launch.gather_words(self.trailer) if gathers else ()
+            launch.queue(self.pages.address, first, slab.data_ptr(), words)
+            event.record(self.stream.handle)
+
+        return queue
+
     def copy(self) -> None:
         """Queue a plain copy of as many bytes."""
         with self.stream.entered():
             self.other[: self.payload_bytes].copy_(self.slab[: self.payload_bytes], non_blocking=True)
 
-    def check(self, tuning: Tuning) -> None:
-        """Raise AssertionError unless every byte is where indexing puts it, and no other byte has changed."""
+    def check(self, job: Callable[[], None], name: str) -> None:
+        """Raise AssertionError unless every byte is where indexing puts it after `job`, and no other byte has changed."""
         if self.operation == "gather":
             expected = torch.cat([self._selected().reshape(-1), self._tail()])
             self.other.fill_(0xA5)
             self.stream.settle()
-            self.run(tuning)
+            job()
             self.stream.settle()
-            assert torch.equal(self.other, expected), f"gather of {self.case.name} is wrong with {tuning}"
+            assert torch.equal(self.other, expected), f"gather of {self.case.name} is wrong with {name}"
             return
         expected = self.memory.clone()
         head_axis = 3 if self.case.order is PageOrder.NHD else 2
         expected.view(self._view).narrow(head_axis, self._first, len(self.heads))[:, self._ids] = self._slab_pages()
         self.stream.settle()
-        self.run(tuning)
+        job()
         self.stream.settle()
-        assert torch.equal(self.memory, expected), f"scatter of {self.case.name} is wrong with {tuning}"
+        assert torch.equal(self.memory, expected), f"scatter of {self.case.name} is wrong with {name}"
         # The next check must see whether every byte is written again.
         self.memory.bitwise_xor_(0x5A)
 
@@ -223,13 +243,13 @@ def measure(bench: Bench, tuning: Tuning, repetitions: int, flush: torch.Tensor)
     return samples
 
 
-def host_microseconds(bench: Bench, tuning: Tuning, repetitions: int) -> float:
+def host_microseconds(bench: Bench, job: Callable[[], None], repetitions: int) -> float:
     """Return the median time of a call while the device has nothing else to do."""
     samples = []
     for _ in range(repetitions):
         bench.stream.settle()
         begin = time.perf_counter()
-        bench.run(tuning)
+        job()
         samples.append(time.perf_counter() - begin)
     bench.stream.settle()
     return statistics.median(samples) * 1e6
@@ -250,7 +270,7 @@ def sweep(bench: Bench, repetitions: int, flush: torch.Tensor) -> list[dict[str,
     """Try all candidates; print the best; return every time."""
 
     def timed(tuning: Tuning) -> tuple[float, Tuning]:
-        bench.check(tuning)
+        bench.check(partial(bench.run, tuning), str(tuning))
         times = measure(bench, tuning, repetitions, flush)
         return statistics.median(times["kernel"]) / statistics.median(times["copy"]), tuning
 
@@ -270,12 +290,18 @@ def sweep(bench: Bench, repetitions: int, flush: torch.Tensor) -> list[dict[str,
 
 def table_row(bench: Bench, tuning: Tuning, repetitions: int, flush: torch.Tensor) -> dict[str, object]:
     """Check, measure, check again; print and return one row."""
-    bench.check(tuning)
+    jobs = {"host": partial(bench.run, tuning), "bound": bench.bound()}
+    there = {name: job for name, job in jobs.items() if job is not None}
+    for name, job in there.items():
+        bench.check(job, name)
     samples = measure(bench, tuning, repetitions, flush)
-    host_us = host_microseconds(bench, tuning, repetitions)
-    bench.check(tuning)
+    host_us = {name: host_microseconds(bench, job, repetitions) for name, job in there.items()}
+    for name, job in there.items():
+        bench.check(job, name)
     copy, kernel = (statistics.median(samples[name]) * 1e3 for name in ("copy", "kernel"))
-    cells = f"{copy:8.1f} {kernel:8.1f} {100 * copy / kernel:5.1f} % {host_us:6.1f}"
+    cells = f"{copy:8.1f} {kernel:8.1f} {100 * copy / kernel:5.1f} % " + " ".join(
+        f"{us:6.1f}" for us in host_us.values()
+    )
     print(f"{bench.case.name:14}{bench.operation:8}{bench.payload_bytes / 1e6:8.1f}  {cells}", flush=True)
     return {
         "case": bench.case.name,
@@ -283,7 +309,7 @@ def table_row(bench: Bench, tuning: Tuning, repetitions: int, flush: torch.Tenso
         "bytes": bench.payload_bytes,
         "copy_us": copy,
         "kernel_us": kernel,
-        "host_us": host_us,
+        **{f"{name}_us": us for name, us in host_us.items()},
         "ms": samples,
     }
 
@@ -317,7 +343,7 @@ def main() -> None:
             bench.close()
         result["sweep"] = swept
     result["tuning"] = {operation: asdict(tuning) for operation, tuning in tunings.items()}
-    print(f"{'pages':14}{'':8}{'MB':>8}   copy us kernel us of copy host us")
+    print(f"{'pages':14}{'':8}{'MB':>8}   copy us kernel us of copy host us bound us")
     rows = []
     for case, operation, megabytes in itertools.product(cases, OPERATIONS, map(float, options.sizes.split(","))):
         bench = Bench(case, operation, options.layers or case.layers, megabytes, device)

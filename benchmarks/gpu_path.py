@@ -6,11 +6,12 @@ A model of 80 layers and 8 KV heads of 128 in 2 bytes, pages of 64 tokens: all p
 last, each engine rank and each agent real processes, staged by NIXL (or `--backend Mooncake`). With TP2 two workers share the first GPU, which
 then serves them by turns; with TP1 each worker has a GPU, as in a deployment, and only the way is that of unequal ranks.
 Rooms move alone, after 0.1 s of silence, in which GPUs and NVLink go to sleep, and in a row, each claimed before the one
-before it is sent; so does the plain copy. Two clocks, the claim having been made before: from the acceptance of the first
-`send` to the event of the last scatter, as the target's worker sees it, and (`engines`) from the call of the first `send`
+before it is sent; so does the plain copy. Two clocks, the claim having been made before: from the first gather, or the
+acceptance of the first `send` if that was earlier, to the event of the last scatter, as the workers see it, and (`engines`) from the call of the first `send`
 to DONE at the target's engine. Every byte of the target's pool is compared after the last room of each size, before which
-it was poisoned, and after one room before all others; a wrong one ends the run. `one descriptor` and `slices` are the
-transport alone, as a worker uses it, the slices those of one of the two ranks; `plain copy` is torch's between the two GPUs.
+it was poisoned, and after one room before all others; a wrong one ends the run. `one descriptor` and the pieces below it are the
+transport alone, as a worker uses it, the pieces looked up beforehand and written in the opposite order; `plain copy` is
+torch's between the two GPUs.
 
 Needs no network and, beside the package, torch, Triton and NIXL or Mooncake's wheel for CUDA 13; one GPU will do, but then says little.
 """
@@ -18,6 +19,7 @@ Needs no network and, beside the package, torch, Triton and NIXL or Mooncake's w
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 import platform
@@ -30,7 +32,7 @@ import urllib.request
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -43,10 +45,13 @@ from longshore_agent.transports.base import PreparingTransport, WriteState
 
 SHAPE = {"layers": 80, "kv_heads": 8, "page_size": 64}
 TOKEN_BYTES = 80 * 2 * 8 * 256
-SLICE_BYTES, SLICES_BATCH = 4 * 256, 1000
+SLICES_BATCH = 1000
+# Pieces of the transport alone: a token's heads for a rank of TP4 and of TP2, then a page's tokens of one head and of four,
+# as engines write that keep pages head by head.
+PIECES = {"TP4's slices": 512, "TP2's slices": 1024, "page and head": 64 * 256, "page, 4 heads": 4 * 64 * 256}
 WARM_UPS = 2
 # What agents are told for each backend.
-BACKENDS = {"NIXL": {}, "Mooncake": {"LONGSHORE_BACKEND": "Mooncake", "LONGSHORE_MOONCAKE_ON_GPUS": "true"}}
+BACKENDS = {"NIXL": {}, "Mooncake": {"LONGSHORE_BACKEND": "Mooncake"}}
 
 
 def all_ask(ranks: list[EngineProcess], command: str, **arguments: Any) -> list[Any]:
@@ -139,8 +144,11 @@ class Scene:
 
     def clocks(self, room: int, times: tuple[float, float, float]) -> tuple[float, float]:
         """Return the seconds of both clocks: see the module."""
-        scattered_ns = max(span["end_ns"] for span in self.spans(room) if span["stage"] == "scatter")
-        return scattered_ns / 1e9 - times[1], times[2] - times[0]
+        found = self.spans(room)
+        scattered_ns = max(span["end_ns"] for span in found if span["stage"] == "scatter")
+        # The worker may have begun before the engine was told that it has accepted.
+        begun_ns = min(span["start_ns"] for span in found)
+        return scattered_ns / 1e9 - min(times[1], begun_ns / 1e9), times[2] - times[0]
 
     def alone(self, tokens: int, pages: list[int], count: int, *, shown: bool) -> list[tuple[float, float]]:
         """Move rooms one at a time, each after 0.1 s of silence; show the last one's slabs if that is asked for."""
@@ -305,11 +313,15 @@ def receive_bare(backend: str, device: int, length: int) -> None:
     print(json.dumps([transport.metadata().hex(), memory.data_ptr()]), flush=True)
     transport.connect(bytes.fromhex(sys.stdin.readline()))
     print("connected", flush=True)
-    while not select.select([sys.stdin], [], [], 0)[0]:
-        transport.notices()
-    torch.cuda.synchronize()
-    host = memory.cpu().numpy()
-    print(json.dumps(int(np.frombuffer(host.tobytes(), np.uint64).sum(dtype=np.uint64))), flush=True)
+    while True:
+        while not select.select([sys.stdin], [], [], 0)[0]:
+            transport.notices()
+        if sys.stdin.readline() != "check\n":
+            return
+        torch.cuda.synchronize()
+        print(hashlib.blake2b(memory.cpu().numpy().data).hexdigest(), flush=True)
+        memory.zero_()
+        torch.cuda.synchronize()
 
 
 def finish(transport: PreparingTransport, writes: list[Any]) -> None:
@@ -322,58 +334,85 @@ def finish(transport: PreparingTransport, writes: list[Any]) -> None:
             raise SystemExit(f"a bare write failed: {write.error}")
 
 
-def run_bare(backend: str, length: int, target_device: int) -> dict[str, list[float]]:
-    """Return the seconds of one descriptor of `length`, and of as many bytes slice by slice."""
-    torch.cuda.set_device(0)
-    memory = torch.randint(0, 256, (length,), dtype=torch.uint8, device="cuda:0")
-    torch.cuda.synchronize()
-    child = subprocess.Popen(
-        [
-            *(sys.executable, __file__, "--backend", backend),
-            *("--bare-target", str(target_device), "--bare-bytes", str(length)),
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert child.stdin is not None and child.stdout is not None  # noqa: PT018 - one fact
-    transport = bare_transport(backend, "bare-source", 0)
-    transport.register(memory.data_ptr(), length)
-    metadata, target = json.loads(child.stdout.readline())
-    peer = transport.connect(bytes.fromhex(metadata))
-    child.stdin.write(transport.metadata().hex() + "\n")
-    child.stdin.flush()
-    child.stdout.readline()
-    found: dict[str, list[float]] = {"one descriptor": [], "slices": []}
-    one = np.array([memory.data_ptr()], np.uint64), np.array([target], np.uint64), np.array([length], np.uint64)
-    for _ in range(7):
+class Bare:
+    """The transport alone: a process that is written to, and this one's memory; use as a context manager."""
+
+    def __init__(self, backend: str, length: int, target_device: int) -> None:
+        torch.cuda.set_device(0)
+        self.length = length
+        self._memory = torch.randint(0, 256, (length,), dtype=torch.uint8, device="cuda:0")
+        torch.cuda.synchronize()
+        self._host = self._memory.cpu().numpy()
+        words = ("--backend", backend, "--bare-target", str(target_device), "--bare-bytes", str(length))
+        self._child = subprocess.Popen(
+            [sys.executable, __file__, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._transport = bare_transport(backend, "bare-source", 0)
+        self._transport.register(self._memory.data_ptr(), length)
+        metadata, self._target = json.loads(self._heard())
+        self._peer = self._transport.connect(bytes.fromhex(metadata))
+        self._say(self._transport.metadata().hex())
+        self._heard()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._say("stop")
+        self._child.wait(30)
+
+    def whole(self) -> float:
+        """Write all bytes as one descriptor; return the seconds."""
+        one = (np.array([place], np.uint64) for place in (self._memory.data_ptr(), self._target, self.length))
         begin_s = time.perf_counter()
-        finish(transport, [transport.post(peer, *one, b"")])
-        found["one descriptor"].append(time.perf_counter() - begin_s)
-    count = length // SLICE_BYTES
-    # As pages lie: slices of one rank are every second kilobyte of the target's rows, those of the source side by side.
-    steps = np.arange(count, dtype=np.uint64) * np.uint64(SLICE_BYTES)
-    sizes = np.full(count, SLICE_BYTES, np.uint64)
-    for _ in range(2):
+        finish(self._transport, [self._transport.post(self._peer, *one, b"")])
+        return time.perf_counter() - begin_s
+
+    def pieces(self, piece_bytes: int) -> tuple[float, float]:
+        """Write all bytes in pieces, in the opposite order; return the seconds of the look-up of all, and of the writes."""
+        count = self.length // piece_bytes
+        steps = np.arange(count, dtype=np.uint64) * np.uint64(piece_bytes)
         begin_s = time.perf_counter()
-        prepared = transport.prepare(peer, steps + one[0], steps[::-1] + one[1], sizes)
+        places = (steps + np.uint64(self._memory.data_ptr()), steps[::-1] + np.uint64(self._target))
+        prepared = self._transport.prepare(self._peer, *places, np.full(count, piece_bytes, np.uint64))
+        looked_up_s = time.perf_counter()
         for first in range(0, count, 4 * SLICES_BATCH):
             batches = range(first, min(first + 4 * SLICES_BATCH, count), SLICES_BATCH)
+            chosen = [np.arange(each, min(each + SLICES_BATCH, count), dtype=np.int32) for each in batches]
             finish(
-                transport,
-                [
-                    transport.post_prepared(
-                        peer, prepared, np.arange(each, min(each + SLICES_BATCH, count), dtype=np.int32), b""
-                    )
-                    for each in batches
-                ],
+                self._transport,
+                [self._transport.post_prepared(self._peer, prepared, each, b"") for each in chosen],
             )
-        found["slices"].append(time.perf_counter() - begin_s)
-        transport.release_prepared(prepared)
-    child.stdin.write("stop\n")
-    child.stdin.flush()
-    assert json.loads(child.stdout.readline()) == int(memory.cpu().numpy().view(np.uint64).sum(dtype=np.uint64))
-    child.wait(30)
+        end_s = time.perf_counter()
+        self._transport.release_prepared(prepared)
+        return looked_up_s - begin_s, end_s - looked_up_s
+
+    def check(self, piece_bytes: int) -> None:
+        """End the program unless the target has every byte in the order in which `pieces` (or `whole`: all bytes) writes."""
+        expected = np.ascontiguousarray(self._host.reshape(-1, piece_bytes)[::-1])
+        self._say("check")
+        if self._heard() != hashlib.blake2b(expected.data).hexdigest():
+            raise SystemExit(f"the bare transport left wrong bytes with pieces of {piece_bytes}")
+
+    def _say(self, line: str) -> None:
+        assert self._child.stdin is not None
+        self._child.stdin.write(line + "\n")
+        self._child.stdin.flush()
+
+    def _heard(self) -> str:
+        assert self._child.stdout is not None
+        return self._child.stdout.readline().strip()
+
+
+def run_bare(backend: str, length: int, target_device: int) -> dict[str, list[float]]:
+    """Return the seconds of one descriptor of `length`, and of as many bytes in each kind of piece, looked up before."""
+    with Bare(backend, length, target_device) as bare:
+        found = {"one descriptor": [bare.whole() for _ in range(7)]}
+        bare.check(length)
+        for name, piece_bytes in PIECES.items():
+            looked_up, found[name] = map(list, zip(*(bare.pieces(piece_bytes) for _ in range(3)), strict=True))
+            bare.check(piece_bytes)
+            print(f"{backend}, {name}: looked up in {statistics.median(looked_up) * 1e3:.0f} ms", flush=True)
     for name, samples in found.items():
         print(
             f"{backend}, {name:15} {length / 1e6:8.1f} MB {statistics.median(samples) * 1e3:9.3f} ms "

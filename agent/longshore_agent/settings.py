@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from enum import Enum, StrEnum
 from typing import Any, TypeVar, get_type_hints
 
+from longshore_agent.memory.cuda import Allocation
 from longshore_agent.setting_values import (
     check_range,
     choices,
@@ -122,18 +123,19 @@ class Settings:
     log_level: LogLevel = _setting(LogLevel.INFO, "", Role.AGENT, "Least important line that is logged.")  # noqa: RUF009
 
     backend: Backend = _setting(Backend.NIXL, "", Role.BOTH, "Library that moves the bytes.")  # noqa: RUF009
-    mooncake_on_gpus: bool = _setting(
-        False,
+    gpu_staging_memory: Allocation = _setting(  # noqa: RUF009
+        Allocation.CUDA_MALLOC,
         "",
         Role.BOTH,
-        "Let Mooncake move memory of GPUs, inside one host over CUDA IPC. No GPU has run this yet: false refuses it.",
+        "How a GPU's worker allocates lanes, ring and probe memory. cuMemCreate needs a host that gives fabric handles (an IMEX channel), "
+        "and NIXL.",
     )
     wires: tuple[Wire, ...] = _setting(
         (),
         "",
         Role.BOTH,
-        "Wires that may carry bytes between peers, separated by commas. Empty: any. One that was not found out fails a list; way "
-        "direct needs none.",
+        "Wires that may carry bytes between peers, separated by commas. Empty: any. CudaIPC allows NVLink too. One that was not found "
+        "out fails a list; way direct needs none.",
     )
     staging: Staging = _setting(  # noqa: RUF009
         Staging.AUTO,
@@ -159,7 +161,12 @@ class Settings:
         64 * _MIB, "bytes", Role.DECODE, "Size of the extents in which the ring is registered.", low=_MIB, high=1 << 40
     )
     ring_share_divisor: int = _setting(
-        4, "", Role.DECODE, "A room holds at most the ring divided by this.", low=1, high=1024
+        4,
+        "",
+        Role.DECODE,
+        "A room holds at most the ring divided by this, or one ready slab beside what it was granted ahead.",
+        low=1,
+        high=1024,
     )
     grant_window: int = _setting(
         4, "slabs", Role.DECODE, "Slabs that one writer of one room may hold at once.", low=1, high=1024
@@ -186,10 +193,11 @@ class Settings:
         high=1 << 32,
     )
     gpu_slab_bytes_min: int = _setting(
-        32 * _MIB,
+        64 * _MIB,
         "bytes",
         Role.PREFILL,
-        "The same on a GPU: at 390 GB/s this takes 86 us, about what the control work of a slab takes. A lane's buffer limits it.",
+        "The same on a GPU: at 390 GB/s this takes 172 us, and the control work of a slab 130 or more. Half of all lanes' buffers limits "
+        "it.",
         low=_KIB,
         high=1 << 32,
     )
@@ -391,6 +399,12 @@ class Settings:
                 "give both, or neither",
             ),
             (is_open, "backend", "host_network", _OPEN_DATA_PATH),
+            (
+                self.backend is Backend.MOONCAKE and self.gpu_staging_memory is Allocation.CU_MEM_CREATE,
+                "backend",
+                "gpu_staging_memory",
+                f"Mooncake registers memory of cudaMalloc alone: use NIXL, or {Allocation.CUDA_MALLOC.value} (the default)",
+            ),
             (ways_clash, "staging", "force_way", "they exclude each other; leave one at Auto"),
             (
                 not self.keys_directory and self.bind_host not in _LOOPBACK_HOSTS,

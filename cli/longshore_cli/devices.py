@@ -109,11 +109,6 @@ def check(devices: Sequence[str], backends: Sequence[str]) -> Placement:
     return place(devices)
 
 
-def agent_settings(placement: Placement, backend: str) -> dict[str, str]:
-    """Return what agents must be told beside the backend: who names Mooncake here has asked for it on GPUs."""
-    return {"mooncake_on_gpus": "true"} if placement.on_gpus and backend == "Mooncake" else {}
-
-
 def describe(placement: Placement) -> str:
     """Return where KV is, with the GPUs' names. Raises DevicesError."""
     there = gpu_names()

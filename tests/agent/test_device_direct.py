@@ -312,7 +312,7 @@ class Whole:
         played: dict[str, object] = {
             "open_device": lambda _: SimpleNamespace(index=0, enter=lambda: None),
             "make_transport": lambda *_: transport,
-            "DeviceStagingBuffer": lambda _, length_bytes, **options: StagingBuffer(length_bytes, **options),
+            "DeviceStagingBuffer": lambda _, length_bytes, **_options: StagingBuffer(length_bytes),
             "DeviceStages": Played,
         }
         for name, value in played.items():

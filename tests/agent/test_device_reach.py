@@ -31,7 +31,7 @@ def play(monkeypatch: pytest.MonkeyPatch):
             elif name == "cuDeviceCanAccessPeer":
                 values[0].value = reaches(values[1], values[2])
 
-        monkeypatch.setattr(cuda, "_call", call)
+        monkeypatch.setattr(cuda, "call", call)
 
     caches = (cuda.open_device, cuda.device_at, cuda.reached_by_all)
     for cached in caches:

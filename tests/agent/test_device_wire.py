@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import pytest
+from fake_nvml import NAMES, FakeNVML
+
+from longshore_agent.transports import nvml
 from longshore_agent.transports.base import Wire, WriteState
 from longshore_agent.transports.device_wire import find_device_wire
 from longshore_agent.transports.nixl_rows import kind_of, rows_of
@@ -46,8 +50,33 @@ def test_a_wire_between_gpus_is_named_only_if_one_write_was_too_fast_for_the_hos
 ) -> None:
     transport = Clocked(taken_ns, end)
     monkeypatch.setattr("time.perf_counter_ns", lambda: transport.now_ns)
-    assert find_device_wire(transport, transport.begin, 1 << 20) is wire
+    assert find_device_wire(transport, transport.begin, 1 << 20, ("", "")) is wire
     assert transport.released >= 1
+
+
+@pytest.mark.parametrize(
+    ("links", "peer", "taken_ns", "wire"),
+    [
+        ({frozenset((0, 1))}, 1, 40_000, Wire.NVLINK),
+        (set(), 1, 40_000, Wire.CUDA_IPC),
+        ({frozenset((0, 1))}, 2, 40_000, Wire.CUDA_IPC),
+        ({frozenset((0, 1))}, 0, 40_000, Wire.CUDA_IPC),
+        ({frozenset((0, 1))}, 1, 300_000, Wire.UNKNOWN),
+    ],
+    ids=["joined", "no NVLink here", "between others", "one GPU", "through the host"],
+)
+def test_a_fast_wire_is_nvlink_between_two_gpus_that_it_joins_and_cuda_ipc_otherwise(
+    links: set[frozenset[int]], peer: int, taken_ns: int, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = Clocked([taken_ns])
+    monkeypatch.setattr("time.perf_counter_ns", lambda: transport.now_ns)
+    monkeypatch.setattr(nvml, "_library", lambda: started(FakeNVML(links)))
+    assert find_device_wire(transport, transport.begin, 1 << 20, (NAMES[0], NAMES[peer])) is wire
+
+
+def started(fake: FakeNVML) -> Any:
+    assert fake.library.nvmlInit_v2() == 0
+    return fake.library
 
 
 def test_pieces_name_the_memory_that_they_are_in() -> None:

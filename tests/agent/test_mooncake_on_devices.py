@@ -27,7 +27,7 @@ from longshore_agent.path.jobs import Results, WriteResult
 from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
-from longshore_agent.transports import mooncake_engine, wires
+from longshore_agent.transports import mooncake_engine, nvml, wires
 from longshore_agent.transports.base import Wire, WriteState
 from longshore_agent.transports.mooncake import MooncakeTransport
 from longshore_agent.transports.mooncake_peers import Metadata, check_reach
@@ -87,12 +87,15 @@ class Scene:
         )
 
     def begin(self) -> None:
-        self.near, self.far = (MooncakeTransport(name, device_index=0) for name in ("near", "far"))
+        self.near, self.far = (self.make(name) for name in ("near", "far"))
         self.source = np.random.default_rng(3).integers(0, 256, SIZE, dtype=np.uint8)
         self.target = np.zeros(SIZE, dtype=np.uint8)
         self.near.register(self.source.ctypes.data, SIZE)
         self.far.register(self.target.ctypes.data, SIZE)
         self.peer = self.near.connect(self.far.metadata())
+
+    def make(self, name: str) -> MooncakeTransport:
+        return MooncakeTransport(name, device_index=0, device=f"GPU of {name}")
 
     def writer(self, host: str) -> ScriptedEngine:
         engine = ScriptedEngine(self)
@@ -192,6 +195,19 @@ def test_of_bytes_that_no_network_saw_only_fast_ones_went_over_cuda_ipc(
     monkeypatch.setattr("time.perf_counter_ns", lambda: scene.now_ns)
     source, target, length = (int(each[0]) for each in scene.pieces())
     assert scene.near.probe_wire(scene.peer, source, target, length) is wire
+
+
+def test_fast_bytes_between_gpus_that_nvlink_joins_went_over_nvlink(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined: list[tuple[str, str]] = []
+    monkeypatch.setattr(nvml, "joined_by_nvlink", lambda *devices: not joined.append(devices))
+    scene.copy = lambda *_: setattr(scene, "now_ns", scene.now_ns + 40_000)
+    monkeypatch.setattr("time.perf_counter_ns", lambda: scene.now_ns)
+    source, target, length = (int(each[0]) for each in scene.pieces())
+    assert scene.near.probe_wire(scene.peer, source, target, length) is Wire.NVLINK
+    # The peer's GPU came with its metadata.
+    assert joined == [("GPU of near", "GPU of far")]
 
 
 def test_bytes_that_went_over_tcp_are_told_as_such(scene: Scene) -> None:
@@ -315,21 +331,19 @@ def test_an_environment_that_leads_elsewhere_is_refused_by_name(name: str, monke
 def any_device() -> Device:
     """A device that nobody opens."""
     device = Device.__new__(Device)
-    device.index = 0
+    device.index, device.name = 0, ""
     return device
 
 
 @pytest.mark.usefixtures("clean_environment")
 def test_a_wheel_without_nvlink_is_refused_and_the_right_one_named() -> None:
     pytest.importorskip("mooncake.engine")
-    settings = Settings(backend=Backend.MOONCAKE, mooncake_on_gpus=True)
+    settings = Settings(backend=Backend.MOONCAKE)
     with pytest.raises(TransportError, match=r"no NVLink transport: install longshore\[mooncake-cuda13\]") as caught:
         make_transport(settings, "worker", any_device())
     assert caught.value.reason is Reason.UNSUPPORTED
 
 
-def test_memory_of_a_gpu_is_refused_to_mooncake_unless_that_is_asked_for_by_name() -> None:
-    with pytest.raises(TransportError, match=r"moved by NIXL.*LONGSHORE_MOONCAKE_ON_GPUS=true"):
-        make_transport(Settings(backend=Backend.MOONCAKE), "worker", any_device())
-    with pytest.raises(TransportError, match=r"moved by NIXL, choose that$"):
-        make_transport(Settings(backend=Backend.LOOPBACK, mooncake_on_gpus=True), "worker", any_device())
+def test_memory_of_a_gpu_is_refused_to_the_loopback() -> None:
+    with pytest.raises(TransportError, match=r"moved by NIXL or Mooncake, choose one of them$"):
+        make_transport(Settings(backend=Backend.LOOPBACK), "worker", any_device())

@@ -10,6 +10,7 @@ import pytest
 from kernel_process import KernelProcess
 from page_shapes import Shape
 
+from longshore_agent.memory.cuda import Allocation
 from longshore_agent.memory.staging import StagingBuffer
 from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics
@@ -77,20 +78,33 @@ class Recorder:
         pass
 
 
-def prepared(monkeypatch: pytest.MonkeyPatch, device: str, roles: tuple[Half, ...], agent: str, **changes: Any) -> bool:
-    """Whether a worker prepares a pool for way DIRECT when it is registered."""
+def moving_parts(
+    monkeypatch: pytest.MonkeyPatch, device: str, roles: tuple[Half, ...], agent: str, **changes: Any
+) -> tuple[Mover, list[Allocation]]:
+    """Return the parts of a worker on a played device, and the kind of each buffer that it has taken there."""
+    kinds: list[Allocation] = []
+
+    def buffer(_: object, length_bytes: int, *, allocation: Allocation, **options: Any) -> StagingBuffer:
+        kinds.append(allocation)
+        return StagingBuffer(length_bytes, **options)
+
     settings = dataclasses.replace(Settings(), lane_bytes=1 << 20, ring_bytes=1 << 20, **changes)
     transport = SimpleNamespace(register=lambda *_: 1, notifies=True)
     played: dict[str, object] = {
         "open_device": lambda _: SimpleNamespace(index=0, enter=lambda: None),
         "make_transport": lambda *_: transport,
-        "DeviceStagingBuffer": lambda _, length_bytes, **options: StagingBuffer(length_bytes, **options),
+        "DeviceStagingBuffer": buffer,
         "DeviceStages": Recorder,
     }
     for name, value in played.items():
         monkeypatch.setattr(moving, name, value)
     config = WorkerConfig("p/0/0", "test", "p", 1, NEAR.layout, roles, {}, port=0, link=-1, agent=agent, device=device)
-    mover = Mover(config, settings, Metrics(), SpanRecorder(1), lambda *_: None)
+    return Mover(config, settings, Metrics(), SpanRecorder(1), lambda *_: None), kinds
+
+
+def prepared(monkeypatch: pytest.MonkeyPatch, device: str, roles: tuple[Half, ...], agent: str, **changes: Any) -> bool:
+    """Whether a worker prepares a pool for way DIRECT when it is registered."""
+    mover, _ = moving_parts(monkeypatch, device, roles, agent, **changes)
     pool: Any = object()
     mover.prepare(pool)
     stages: Any = mover._stages
@@ -130,3 +144,13 @@ def test_a_pool_that_can_never_be_direct_costs_nothing(
     monkeypatch: pytest.MonkeyPatch, device: str, roles: tuple[Half, ...], agent: str, changes: Any, expected: bool
 ) -> None:
     assert prepared(monkeypatch, device, roles, agent, **changes) is expected
+
+
+@pytest.mark.parametrize("kind", Allocation)
+def test_lanes_ring_and_the_memory_of_probes_are_of_the_kind_that_the_settings_name(
+    monkeypatch: pytest.MonkeyPatch, kind: Allocation
+) -> None:
+    mover, kinds = moving_parts(monkeypatch, "GPU-1", BOTH, "", gpu_staging_memory=kind)
+    assert kinds == [kind] * 3
+    assert mover.lanes is not None
+    mover.lanes.stop()

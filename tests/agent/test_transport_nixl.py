@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import pytest
 from transport_peer import PeerProcess, finish, row
@@ -15,6 +16,7 @@ from transport_peer import PeerProcess, finish, row
 from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.transports import wires
 from longshore_agent.transports.base import Wire, WriteState
+from longshore_agent.transports.envelope import seal, unseal
 from longshore_agent.transports.nixl import NixlTransport
 from longshore_agent.transports.nixl_envelope import Envelope, inbox_name, pack, unpack
 
@@ -152,6 +154,23 @@ def test_metadata_survives_its_envelope_and_any_damage_to_it_is_found() -> None:
         damaged[position] ^= 1
         with pytest.raises(PeerMetadataError):
             unpack(bytes(damaged))
+
+
+def test_metadata_of_a_peer_that_does_not_tell_its_gpu_is_read_and_so_is_that_of_one_that_does() -> None:
+    name = inbox_name("a", "life")
+    blob = b"nixlSerDes|Agent" + len(name).to_bytes(8, "little") + name.encode() + b"|rest"
+
+    class Before(msgspec.Struct, frozen=True, array_like=True):
+        name: str
+        life: str
+        host: str
+        blob: bytes
+        device_index: int = -1
+
+    told, untold = Envelope("a", "life", "host", blob, 3, "GPU-1"), Before("a", "life", "host", blob, 3)
+    assert unpack(pack(told)) == told
+    assert unpack(seal(b"LSNIXL01", untold)) == msgspec.structs.replace(told, device="")
+    assert unseal(b"LSNIXL01", pack(told), Before) == untold
 
 
 def test_metadata_that_carries_the_name_of_another_agent_never_reaches_nixl() -> None:

@@ -150,12 +150,6 @@ def test_a_crossover_file_is_not_written_from_gpus_where_agents_have_nothing_to_
     assert not path.exists()
 
 
-def test_agents_are_told_that_mooncake_was_asked_for_on_gpus_and_of_nothing_else() -> None:
-    assert devices.agent_settings(place(("cuda:0",)), "Mooncake") == {"mooncake_on_gpus": "true"}
-    assert devices.agent_settings(place(("cuda:0",)), "NIXL") == {}
-    assert devices.agent_settings(Placement(), "Mooncake") == {}
-
-
 def test_the_ways_of_gpus_are_staged_and_direct_between_unequal_and_equal_layouts() -> None:
     from longshore_cli.bench.transfer import _courses
 

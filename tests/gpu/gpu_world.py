@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -73,6 +75,38 @@ class GPUAgent:
         if kind is not None:
             sys.stderr.write(self.log()[-6000:])
         self.close()
+
+
+def agent_status(agent: GPUAgent) -> dict[str, Any]:
+    """What an agent says of itself."""
+    http = json.loads((agent.directory / "agent.json").read_bytes())["http"]
+    with urllib.request.urlopen(http + "/v1/status", timeout=10) as answer:
+        return dict(json.loads(answer.read()))
+
+
+def wire_between(one: int, other: int) -> str:
+    """The wire that a probe must find between two GPUs (torch's indexes), as `nvidia-smi` knows it; on one GPU it is CUDA IPC."""
+    from longshore_agent.memory import cuda
+    from longshore_agent.transports import nvml
+
+    if one == other:
+        return "CudaIPC"
+    names = [cuda.device_uuid(index) for index in (one, other)]
+    rows = {}
+    if shutil.which("nvidia-smi") is not None:
+        listed = _nvidia_smi("--query-gpu=uuid", "--format=csv,noheader").split()
+        lines = [line.split() for line in _nvidia_smi("topo", "-p2p", "n").splitlines()]
+        # " GPU0  X  OK": the head of the table has no X.
+        table = [words[1:] for words in lines if words and words[0].startswith("GPU") and "X" in words]
+        rows = dict(zip(listed, (dict(zip(listed, row, strict=False)) for row in table), strict=False))
+    if set(names) <= set(rows):
+        return "NVLink" if rows[names[0]][names[1]] == "OK" else "CudaIPC"
+    # Without nvidia-smi's word there is only NVML's own.
+    return "NVLink" if nvml.joined_by_nvlink(*names) else "CudaIPC"
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    return subprocess.run(["nvidia-smi", *arguments], check=False, capture_output=True, text=True, timeout=60).stdout
 
 
 class EngineProcess:

@@ -110,7 +110,9 @@ class _Server:
         self.device = cuda.device_at(index)
         self.device.enter()
         self.driver = ctypes.CDLL("libcuda.so.1")
-        self.transport: Any = create("Mooncake", name, device_index=index, enter=self.device.enter)
+        self.transport: Any = create(
+            "Mooncake", name, device_index=index, device=self.device.name, enter=self.device.enter
+        )
         self.regions: list[tuple[int, int]] = []
         self.tokens: dict[int, int] = {}
         self.writes: list[Any] = []

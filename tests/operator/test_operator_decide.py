@@ -117,6 +117,14 @@ def test_a_pair_that_is_refused_for_its_wire_is_named_with_the_wire_the_allowed_
     assert "allow TCP too" in text
 
 
+def test_nvlink_is_verified_where_cuda_ipc_is_allowed_and_not_the_other_way_round() -> None:
+    scene = two(said(PREFILL, peers=(peer(wire="NVLink"),)), transfer={"wires": ["CudaIPC"]})
+    assert scene.reasons()["TransportVerified"] == "WireVerified"
+    assert scene.message("TransportVerified") == "NVLink"
+    scene = two(said(PREFILL, peers=(peer(wire="CudaIPC"),)), transfer={"wires": ["NVLink"]})
+    assert scene.reasons()["TransportVerified"] == "WireNotAllowed"
+
+
 def test_a_peer_that_was_refused_is_named_with_what_its_agent_says_of_it() -> None:
     scene = two(said(PREFILL, peers=(peer(state="refused", error="two engines have one name"),)))
     assert "d/0/0 is refused (two engines have one name)" in scene.message("PeersConnected")

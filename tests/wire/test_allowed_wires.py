@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from longshore_wire.allowed_wires import AllowedWires
 from longshore_wire.claims import Wanted
 from longshore_wire.effects import PeerId, RoomEnded, RoomReleased, SessionConfig
 from longshore_wire.engine_messages import Endpoint, Half, RankAddress
@@ -117,3 +118,12 @@ def test_a_room_that_goes_directly_waits_for_no_wire_and_is_held_to_no_list():
     assert set(scene.ended) == {1}
     assert {pair.way for pair in scene.core.rooms[RoomKey("P", 2, 0)].pairs.values()} == {Way.DIRECT}
     assert scene.ended[1].half is Half.TARGET
+
+
+def test_cuda_ipc_on_the_list_allows_nvlink_which_is_one_kind_of_it_and_not_the_other_way_round():
+    assert AllowedWires(("CudaIPC",)).fault("NVLink", FIRST, SECOND) == ""
+    assert AllowedWires(("RDMA", "CudaIPC")).holds("NVLink")
+    assert AllowedWires(("NVLink",)).holds("NVLink")
+    assert "over CudaIPC" in AllowedWires(("NVLink",)).fault("CudaIPC", FIRST, SECOND)
+    assert not AllowedWires(("RDMA",)).holds("NVLink")
+    assert not AllowedWires(("CudaIPC",)).holds("Unknown")

@@ -122,6 +122,17 @@ def test_a_new_measurement_takes_the_place_of_that_of_the_same_wire_alone():
     assert TABLE.put(other).put(newer).measured == (other, newer)
 
 
+def test_nvlink_goes_by_what_was_measured_of_cuda_ipc_until_it_was_measured_itself():
+    ipc, nvlink = (msgspec.structs.replace(TABLE.measured[0], wire=wire) for wire in ("CudaIPC", "NVLink"))
+    assert TABLE.entry("NIXL", "NVLink") is None
+    table = TABLE.put(ipc)
+    assert table.entry("NIXL", "NVLink") == ipc
+    assert table.entry("Mooncake", "NVLink") is None
+    assert table.put(nvlink).entry("NIXL", "NVLink") == nvlink
+    assert table.put(nvlink).entry("NIXL", "CudaIPC") == ipc
+    assert TABLE.put(nvlink).entry("NIXL", "CudaIPC") is None
+
+
 @pytest.mark.parametrize(
     ("text", "faults"),
     [

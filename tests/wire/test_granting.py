@@ -136,3 +136,39 @@ def test_memory_in_quarantine_is_not_granted_before_its_writer_confirms() -> Non
     for room in others:
         granter.want(_pair(room))
     assert [other.offset_bytes for _, _, other in granter.grants(rooms)] == [grant.offset_bytes]
+
+
+def test_what_a_room_was_granted_ahead_does_not_keep_its_other_writers_from_what_is_ready() -> None:
+    """Nothing frees what was granted ahead before more tokens are computed, which may wait for what is ready now."""
+    granter = _granter(16, window=16)
+    room, other = _room(1, 0, 12, ready=2), _room(1, 1, 12, ready=2)
+    first, second = _pair(room), _pair(other)
+    rooms = {room.key: room}
+    granter.want(first)
+    granted = [grant.slab for _, _, grant in granter.grants(rooms)]
+    for slab in (0, 1):
+        _land_and_free(granter, room, slab)
+    granted += [grant.slab for _, _, grant in granter.grants(rooms)]
+    assert granted[:2] == [0, 1]
+    assert room.ring_bytes == len(first.regions) * SLAB_BYTES > 0
+    # The other writer's first tokens come only now.
+    room.pairs[second.peer] = second
+    granter.want(second)
+
+    assert [(pair.peer.rank, grant.slab) for _, pair, grant in granter.grants(rooms)][:2] == [(1, 0), (1, 1)]
+
+
+def test_a_slab_that_is_ready_is_granted_beside_the_one_that_its_room_was_granted_ahead() -> None:
+    granter = _granter(6)
+    room, other = _room(1, 0, 2, ready=0), _room(1, 1, 2, ready=2)
+    second = _pair(other)
+    rooms = {room.key: room}
+    granter.want(_pair(room))
+    assert [grant.slab for _, _, grant in granter.grants(rooms)] == [0]
+    room.pairs[second.peer] = second
+    for slab in range(2):
+        granter.want(second)
+        assert [(pair.peer.rank, grant.slab) for _, pair, grant in granter.grants(rooms)] == [(1, slab)]
+        second.step(slab, TargetEvent.LAND)
+        second.step(slab, TargetEvent.SCATTERED)
+        granter.free(room, second, slab)

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from longshore_wire.effects import PeerId
-from longshore_wire.names import ENVIRONMENT_PREFIX, UNKNOWN_WIRE
+from longshore_wire.names import ENVIRONMENT_PREFIX, UNKNOWN_WIRE, WIDER_WIRES
 from longshore_wire.plan import Way
 
 _TCP = "TCP"
@@ -32,8 +32,8 @@ class AllowedWires:
         return bool(self.names)
 
     def holds(self, wire: str) -> bool:
-        """Whether bytes may travel over a wire. One that was not found out is on no list."""
-        return not self.names or wire in self.names
+        """Whether bytes may travel over a wire. One that was not found out is on no list; CudaIPC allows NVLink, one kind of it."""
+        return not self.names or wire in self.names or WIDER_WIRES.get(wire) in self.names
 
     def fault(self, wire: str, source: PeerId, target: PeerId, failure: str = "") -> str:
         """Return why no transport may write from `source` to `target` over `wire`; empty: it may.

@@ -140,10 +140,12 @@ def grid(config: SessionConfig, attach: Attach, claim: Claim, found: Route) -> S
         limit, pieces = max(config.direct_slab_bytes, found.pair.unit_bytes), 1
     units = slab_units(found.pair.unit_bytes, -(-count // unit), limit, config.slab_bytes_min, pieces)
     tokens = units * unit
+    page = max(config.layout.page_size, attach.layout.page_size)
     if claim.way in IN_PLACE and tokens < count:
         # Whole pages of both sides where possible: runs stay long.
-        page = max(config.layout.page_size, attach.layout.page_size)
         tokens = max(tokens // page, 1) * page
+    elif page <= tokens < count:
+        tokens = even_tokens(count, tokens, page)
     cut = SlabGrid(claim.first_token, claim.end_token, tokens)
     if cut.count > SLABS_MAX:
         raise RoomError(
@@ -151,6 +153,18 @@ def grid(config: SessionConfig, attach: Attach, claim: Claim, found: Route) -> S
             reason=Reason.UNSUPPORTED,
         )
     return cut
+
+
+def even_tokens(count: int, tokens_max: int, page: int) -> int:
+    """Return the tokens of a slab: as many slabs as `tokens_max` needs, all as long as the last, in whole pages.
+
+    Slabs that begin with a page have one shape, for which a GPU's launch is bound once; and a short last one overlaps with little.
+
+    Args:
+        tokens_max: at least `page`.
+    """
+    share = -(-count // -(-count // tokens_max))
+    return min(-(-share // page), tokens_max // page) * page
 
 
 def check_source(way: Way, instance: str, *, in_place: bool) -> None:

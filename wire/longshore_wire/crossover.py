@@ -17,6 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from longshore_wire.errors import ConfigError
+from longshore_wire.names import WIDER_WIRES
 from longshore_wire.plan import Pair, Plan, RunRule, Way
 
 VERSION = 1
@@ -99,8 +100,9 @@ class Crossover(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     measured: tuple[Measured, ...] = ()
 
     def entry(self, backend: str, wire: str) -> Measured | None:
-        """Return what was measured of a backend over a wire."""
-        return next((found for found in self.measured if (found.backend, found.wire) == (backend, wire)), None)
+        """Return what was measured of a backend over a wire, or else over the wire that it is one kind of."""
+        measured = {found.wire: found for found in self.measured if found.backend == backend}
+        return measured.get(wire) or measured.get(WIDER_WIRES.get(wire, ""))
 
     def needs_wire(self, backend: str) -> bool:
         """Whether a choice by this backend depends on the wire."""

@@ -1,8 +1,8 @@
 """Who gets ring memory next: in turns over peers, and over the rooms of each; never more than is free.
 
 Held by the target session. A grant is one slab's region. A claim of tokens reserves nothing: slabs whose tokens are
-ready come first, and a room whose tokens are still being computed holds one window at most, and only of a ring
-that is more than half free.
+ready come first, and a room whose tokens are still being computed holds one window or half its share at most, and only of
+a ring that is more than half free.
 """
 
 from __future__ import annotations
@@ -129,9 +129,20 @@ class Granter:
     def _may(self, room: TargetRoom, pair: TargetPair) -> bool:
         if pair.grid is None or pair.next_grant >= pair.grid.count or len(pair.regions) >= self._window:
             return False
-        needed = self._slab_bytes(pair, pair.next_grant)
-        if room.ring_bytes and room.ring_bytes + needed > self._share_bytes:
-            return False
+        room_bytes = room.ring_bytes + self._slab_bytes(pair, pair.next_grant)
         if pair.next_grant < pair.ready_count:
-            return True
+            # One ready slab fits beside whatever was granted ahead: nothing else may ever free that.
+            return room_bytes <= self._share_bytes or room.ring_bytes == _ahead_bytes(room)
+        if room.ring_bytes and 2 * room_bytes > self._share_bytes:
+            return False
         return pair.next_grant < self._window and 2 * self.ring.free_bytes > self.ring.capacity_bytes
+
+
+def _ahead_bytes(room: TargetRoom) -> int:
+    """Return the ring memory that a room holds for tokens that are still being computed."""
+    return sum(
+        region.length_bytes
+        for pair in room.pairs.values()
+        for slab, region in pair.regions.items()
+        if slab >= pair.ready_count
+    )

@@ -27,3 +27,5 @@ RUN_DIRECTORY = "/run/longshore"
 HTTP_PORT = 9470
 # What stands in a wire's place where no probe has found it out.
 UNKNOWN_WIRE = "Unknown"
+# A wire that is one kind of another: what allows or measures CUDA IPC does so for NVLink, over which it may go.
+WIDER_WIRES = {"NVLink": "CudaIPC"}

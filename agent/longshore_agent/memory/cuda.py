@@ -1,6 +1,6 @@
 """The CUDA driver, called through ctypes: contexts, plain device memory, memory of other processes, and launches.
 
-Called by `device_memory` and by the device kernels; nothing else here calls the driver. Loads no tensor library, and the
+Called by `device_memory`, `cuda_virtual` and the device kernels; nothing else here calls the driver. Loads no tensor library, and the
 driver itself only when a device is opened: a worker on a CPU never does. The errors of the driver become ours here.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import uuid
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 from longshore_agent.errors import DeviceError
@@ -19,9 +20,31 @@ _UUID_BYTES = 16
 # The driver's CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag it knows.
 _IPC_LAZY_PEER_ACCESS = 1
 _SUCCESS = 0
+# Errors that callers tell from others.
+NOT_PERMITTED = 800
+NOT_SUPPORTED = 801
 _NOT_READY = 600
 # Of an event: nobody asks it for a time, and so it costs less.
 _EVENT_DISABLE_TIMING = 2
+
+
+class Allocation(StrEnum):
+    """How memory of a device comes about, as people name it."""
+
+    CUDA_MALLOC = "cudaMalloc"
+    CU_MEM_CREATE = "cuMemCreate"
+
+
+class DriverError(DeviceError):
+    """The driver refused a call.
+
+    Attributes:
+        code: its CUresult.
+    """
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class _IpcHandle(ctypes.Structure):
@@ -58,6 +81,23 @@ _SIGNATURES = {
         ctypes.POINTER(ctypes.c_size_t),
         ctypes.c_uint64,
     ],
+    "cuDeviceGetAttribute": [ctypes.POINTER(ctypes.c_int), ctypes.c_int, ctypes.c_int],
+    # Structures by their addresses; `cuda_virtual` has them.
+    "cuMemGetAllocationGranularity": [ctypes.POINTER(ctypes.c_size_t), ctypes.c_void_p, ctypes.c_int],
+    "cuMemAddressReserve": [
+        ctypes.POINTER(ctypes.c_uint64),
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_uint64,
+        ctypes.c_ulonglong,
+    ],
+    "cuMemAddressFree": [ctypes.c_uint64, ctypes.c_size_t],
+    "cuMemCreate": [ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t, ctypes.c_void_p, ctypes.c_ulonglong],
+    "cuMemRelease": [ctypes.c_uint64],
+    "cuMemExportToShareableHandle": [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int, ctypes.c_ulonglong],
+    "cuMemMap": [ctypes.c_uint64, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_ulonglong],
+    "cuMemUnmap": [ctypes.c_uint64, ctypes.c_size_t],
+    "cuMemSetAccess": [ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t],
     "cuMemHostAlloc": [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t, ctypes.c_uint],
     "cuEventCreate": [ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint],
     "cuIpcGetMemHandle": [ctypes.POINTER(_IpcHandle), ctypes.c_uint64],
@@ -71,43 +111,49 @@ class Device:
 
     Attributes:
         index: as the driver counts in this process.
+        name: its UUID, as nvidia-smi writes it.
         context: as the driver knows it.
     """
 
     def __init__(self, index: int) -> None:
         """Retain the device's primary context. Raises DeviceError."""
-        self.index = index
-        handle, context = ctypes.c_int(), ctypes.c_void_p()
-        _call("cuDeviceGet", ctypes.byref(handle), index)
-        _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle.value)
+        self.index, self.name = index, device_uuid(index)
+        context = ctypes.c_void_p()
+        call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self.ordinal())
         self.context = context
+
+    def ordinal(self) -> int:
+        """Return the driver's own number of the device. Raises DeviceError."""
+        handle = ctypes.c_int()
+        call("cuDeviceGet", ctypes.byref(handle), self.index)
+        return handle.value
 
     def enter(self) -> None:
         """Make the device current for this thread: every thread that calls CUDA, or a library that does, begins so."""
-        _call("cuCtxSetCurrent", self.context)
+        call("cuCtxSetCurrent", self.context)
 
     def allocate(self, length_bytes: int) -> int:
         """Return the address of new memory, as `cudaMalloc` gives it. Raises DeviceError."""
         self.enter()
         address = ctypes.c_uint64()
-        _call("cuMemAlloc_v2", ctypes.byref(address), length_bytes)
+        call("cuMemAlloc_v2", ctypes.byref(address), length_bytes)
         return address.value
 
     def free(self, address: int) -> None:
         """Give `allocate`'s memory back; waits for the device."""
         self.enter()
-        _call("cuMemFree_v2", address)
+        call("cuMemFree_v2", address)
 
     def fill_zero(self, address: int, length_bytes: int) -> None:
         """Zero memory of the device."""
         self.enter()
-        _call("cuMemsetD8_v2", address, 0, length_bytes)
+        call("cuMemsetD8_v2", address, 0, length_bytes)
 
     def read(self, address: int, length_bytes: int) -> bytes:
         """Return a copy of a few bytes of the device's memory."""
         self.enter()
         found = ctypes.create_string_buffer(length_bytes)
-        _call("cuMemcpyDtoH_v2", found, address, length_bytes)
+        call("cuMemcpyDtoH_v2", found, address, length_bytes)
         return found.raw
 
     def open_shared(self, handle: bytes) -> int:
@@ -119,20 +165,20 @@ class Device:
         self.enter()
         address = ctypes.c_uint64()
         known = _IpcHandle.from_buffer_copy(handle)
-        _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), known, _IPC_LAZY_PEER_ACCESS)
+        call("cuIpcOpenMemHandle_v2", ctypes.byref(address), known, _IPC_LAZY_PEER_ACCESS)
         return address.value
 
     def allocation_of(self, address: int) -> tuple[int, int]:
         """Return (first address, bytes) of the allocation, own or shared, that `address` lies in."""
         self.enter()
         base, length_bytes = ctypes.c_uint64(), ctypes.c_size_t()
-        _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(length_bytes), address)
+        call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(length_bytes), address)
         return base.value, length_bytes.value
 
     def close_shared(self, address: int) -> None:
         """Unmap what `open_shared` mapped."""
         self.enter()
-        _call("cuIpcCloseMemHandle", address)
+        call("cuIpcCloseMemHandle", address)
 
 
 class Event:
@@ -141,7 +187,7 @@ class Event:
     def __init__(self, device: Device) -> None:
         device.enter()
         handle = ctypes.c_void_p()
-        _call("cuEventCreate", ctypes.byref(handle), _EVENT_DISABLE_TIMING)
+        call("cuEventCreate", ctypes.byref(handle), _EVENT_DISABLE_TIMING)
         self._handle = handle
         self._query, self._record = _quick("cuEventQuery"), _quick("cuEventRecord")
 
@@ -165,7 +211,7 @@ class HostBytes:
     def __init__(self, device: Device, length_bytes: int) -> None:
         device.enter()
         address = ctypes.c_void_p()
-        _call("cuMemHostAlloc", ctypes.byref(address), length_bytes, 0)
+        call("cuMemHostAlloc", ctypes.byref(address), length_bytes, 0)
         assert address.value is not None
         self._address, self._length_bytes = address.value, length_bytes
         self._copy = _quick("cuMemcpyDtoHAsync_v2")
@@ -214,7 +260,7 @@ def open_device(name: str) -> Device:
     """
     count = ctypes.c_int()
     try:
-        _call("cuDeviceGetCount", ctypes.byref(count))
+        call("cuDeviceGetCount", ctypes.byref(count))
     except DeviceError as error:
         raise DeviceError(f"device is {name!r}: {error}", reason=Reason.UNSUPPORTED) from error
     seen = [device_uuid(index) for index in range(count.value)]
@@ -236,14 +282,14 @@ def device_at(index: int) -> Device:
 def reached_by_all(name: str) -> bool:
     """Return whether every other device that this process sees can write the memory of the one of this UUID. Raises DeviceError."""
     target, count = open_device(name).index, ctypes.c_int()
-    _call("cuDeviceGetCount", ctypes.byref(count))
+    call("cuDeviceGetCount", ctypes.byref(count))
     for index in range(count.value):
         reaches = ctypes.c_int(1)
         if index != target:
             near, far = ctypes.c_int(), ctypes.c_int()
-            _call("cuDeviceGet", ctypes.byref(near), index)
-            _call("cuDeviceGet", ctypes.byref(far), target)
-            _call("cuDeviceCanAccessPeer", ctypes.byref(reaches), near.value, far.value)
+            call("cuDeviceGet", ctypes.byref(near), index)
+            call("cuDeviceGet", ctypes.byref(far), target)
+            call("cuDeviceCanAccessPeer", ctypes.byref(reaches), near.value, far.value)
         if not reaches.value:
             return False
     return True
@@ -252,8 +298,8 @@ def reached_by_all(name: str) -> bool:
 def device_uuid(index: int) -> str:
     """Return `GPU-` and the UUID of a device, as nvidia-smi writes it. Raises DeviceError."""
     handle, found = ctypes.c_int(), _Uuid()
-    _call("cuDeviceGet", ctypes.byref(handle), index)
-    _call("cuDeviceGetUuid_v2", ctypes.byref(found), handle.value)
+    call("cuDeviceGet", ctypes.byref(handle), index)
+    call("cuDeviceGetUuid_v2", ctypes.byref(found), handle.value)
     return f"GPU-{uuid.UUID(bytes=bytes(found.bytes))}"
 
 
@@ -294,10 +340,11 @@ def _quick(name: str) -> Any:
     return function
 
 
-def _call(name: str, *arguments: object) -> None:
+def call(name: str, *arguments: object) -> None:
+    """Call a function of the driver, of those in the table. Raises DriverError."""
     error = getattr(_driver(), name)(*arguments)
     if error != _SUCCESS:
-        raise DeviceError(f"{name}: {_error_name(error)}")
+        raise DriverError(f"{name}: {_error_name(error)}", error)
 
 
 def _error_name(error: int) -> str:

@@ -10,6 +10,7 @@ import threading
 
 from longshore_agent.errors import DeviceError, PoolError, ShapeError
 from longshore_agent.memory import cuda
+from longshore_agent.memory.cuda_virtual import VirtualMemory
 from longshore_agent.memory.staging import EXTENT_BYTES, StagingPieces
 from longshore_wire.engine_messages import DeviceRegion
 
@@ -77,26 +78,40 @@ class DeviceMapping:
 
 
 class DeviceStagingBuffer(StagingPieces):
-    """Staging memory of a GPU's worker, as `cudaMalloc` gives it; the counterpart of `staging.StagingBuffer`.
+    """Staging memory of a GPU's worker, as `cudaMalloc` or `cuMemCreate` gives it; the counterpart of `staging.StagingBuffer`.
 
     Attributes:
         address: of the first byte, as the device counts.
         length_bytes: as asked for.
     """
 
-    def __init__(self, device: cuda.Device, length_bytes: int, *, extent_bytes: int = EXTENT_BYTES) -> None:
+    def __init__(
+        self,
+        device: cuda.Device,
+        length_bytes: int,
+        *,
+        extent_bytes: int = EXTENT_BYTES,
+        allocation: cuda.Allocation = cuda.Allocation.CUDA_MALLOC,
+    ) -> None:
         """Allocate and zero `length_bytes` (at least 1).
 
         Raises:
             ShapeError: a length is below 1.
-            DeviceError: the memory is not there.
+            DeviceError: the memory is not there, or (UNSUPPORTED) the device has none of that allocation for its peers.
         """
         if length_bytes < 1 or extent_bytes < 1:
             raise ShapeError(f"length_bytes is {length_bytes} and extent_bytes is {extent_bytes}: give at least 1")
         self._device = device
-        super().__init__(device.allocate(length_bytes), length_bytes, extent_bytes)
+        is_virtual = allocation is cuda.Allocation.CU_MEM_CREATE
+        self._virtual = VirtualMemory(device, length_bytes) if is_virtual else None
+        address = device.allocate(length_bytes) if self._virtual is None else self._virtual.address
+        super().__init__(address, length_bytes, extent_bytes)
         self._is_open = True
-        device.fill_zero(self.address, length_bytes)
+        try:
+            device.fill_zero(self.address, length_bytes)
+        except DeviceError:
+            self.close()
+            raise
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
@@ -113,4 +128,7 @@ class DeviceStagingBuffer(StagingPieces):
         """Give the memory back. No registration may be alive and nothing run on it. Idempotent."""
         if self._is_open:
             self._is_open = False
-            self._device.free(self.address)
+            if self._virtual is None:
+                self._device.free(self.address)
+            else:
+                self._virtual.free()

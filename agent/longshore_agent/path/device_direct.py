@@ -84,6 +84,13 @@ class DeviceDirectLanes:
         idle = tuple(LaneStatus(index, False, 0, 0) for index in range(self._lane_count))
         return (LaneStatus(_LANE, self.copying, self._slabs, self._bytes), *idle[_LANE + 1 :])
 
+    def added_to(self, others: tuple[LaneStatus, ...]) -> tuple[LaneStatus, ...]:
+        """Return what each lane has done by any way, where `others` are the lanes of the other ways."""
+        return tuple(
+            LaneStatus(one.lane, one.busy or near.busy, one.slabs + near.slabs, one.bytes_moved + near.bytes_moved)
+            for one, near in zip(others, self.status(), strict=True)
+        )
+
     def stop(self) -> None:
         """Give the device nothing more."""
         for job in self._queue:

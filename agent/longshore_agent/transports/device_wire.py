@@ -1,5 +1,7 @@
 """The wire between two GPUs of one host, told by its speed: no counter of the kernel sees what a GPU copies by itself.
 
+What was fast went by CUDA IPC; whether NVLink carried it or PCIe, NVML says.
+
 Called by the transports' `probe_wire` once counters have shown that nothing went over a network. Knows no backend.
 """
 
@@ -8,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from longshore_agent.transports import nvml
 from longshore_agent.transports.base import Transport, Wire, Write, WriteState
 
 # Bytes that pass through the host's memory reach 3 GB/s here, those that a GPU writes to its peer by itself 30 and more.
@@ -17,11 +20,14 @@ _TRIES = 8
 _TRY_LIMIT_NS = 500_000_000
 
 
-def find_device_wire(transport: Transport, begin: Callable[[], Write], length_bytes: int) -> Wire:
-    """Write a few times and return CUDA_IPC if one write was faster than the host's memory allows, else UNKNOWN.
+def find_device_wire(
+    transport: Transport, begin: Callable[[], Write], length_bytes: int, devices: tuple[str, str]
+) -> Wire:
+    """Write a few times; if one write was faster than the host's memory allows, return NVLINK or CUDA_IPC, else UNKNOWN.
 
     Args:
         begin: posts the write of `length_bytes`, a megabyte or more.
+        devices: UUIDs of the GPU here and of the peer's; empty: not known. NVLINK only if NVML says that it joins the two.
     """
     for _ in range(_TRIES):
         start_ns = time.perf_counter_ns()
@@ -32,5 +38,5 @@ def find_device_wire(transport: Transport, begin: Callable[[], Write], length_by
         done = transport.state(write) is WriteState.DONE
         transport.release(write)
         if done and length_bytes / taken_ns * 1e9 >= _DIRECT_BYTES_PER_S_MIN:
-            return Wire.CUDA_IPC
+            return Wire.NVLINK if nvml.joined_by_nvlink(*devices) else Wire.CUDA_IPC
     return Wire.UNKNOWN

@@ -84,6 +84,7 @@ class MooncakeTransport:
         device_index: of the GPU that all memory here is on, which must be current in every calling thread; -1: the host's.
             There a thread that posts lives until its writes have ended. Each range that is registered is an allocation of
             its own, of which peers then reach all.
+        device: its UUID, by which NVLink is told from CUDA IPC over PCIe; empty: not known.
         enter: makes that GPU current for a thread of ours.
     Raises:
         TransportError: Mooncake is not installed, has no transport for that memory or does not start, or nobody can reach
@@ -101,6 +102,7 @@ class MooncakeTransport:
         host: str = "127.0.0.1",
         *,
         device_index: int = -1,
+        device: str = "",
         enter: Callable[[], None] = lambda: None,
     ) -> None:
         if not is_name(name):
@@ -108,7 +110,7 @@ class MooncakeTransport:
         self.name = name
         self._life = os.urandom(8).hex()
         self._host = own_host(host)
-        self._device_index, self._enter = device_index, enter
+        self._device_index, self._device, self._enter = device_index, device, enter
         # Over TCP the target checks every request against what it has registered; a GPU that has mapped memory asks nobody.
         self.fences = device_index < 0
         start = mooncake_engine.start_on_host if device_index < 0 else mooncake_engine.start_on_device
@@ -161,7 +163,8 @@ class MooncakeTransport:
             self._open_engine()
             regions = self._sources.ranges
         kernel = wires.host_identity()
-        content = Metadata(self.name, self._life, kernel, self._host, self._port, regions, self._device_index)
+        device = (self._device_index, self._device)
+        content = Metadata(self.name, self._life, kernel, self._host, self._port, regions, *device)
         packed = seal(_MAGIC, content)
         if len(packed) > METADATA_BYTES_MAX:
             raise TransportError(
@@ -280,7 +283,7 @@ class MooncakeTransport:
             try:
                 wire = find_wire(self, begin, self._settle_open, length_bytes, same_host=known.same_host)
                 if self._device_index >= 0 and wire is Wire.SHARED_MEMORY:
-                    wire = find_device_wire(self, begin, length_bytes)
+                    wire = find_device_wire(self, begin, length_bytes, (self._device, known.device))
                 return wire
             finally:
                 if self._device_index >= 0:

@@ -15,7 +15,10 @@ from longshore_agent.transports.regions import Addresses, Regions
 
 
 class Metadata(msgspec.Struct, frozen=True, array_like=True):
-    """What a peer needs to write here. `device_index` is that of the GPU whose memory is registered; -1: the host's."""
+    """What a peer needs to write here. `device_index` is that of the GPU whose memory is registered, `device` its UUID.
+
+    -1 and empty: it is the host's memory.
+    """
 
     name: str
     life: str
@@ -24,6 +27,7 @@ class Metadata(msgspec.Struct, frozen=True, array_like=True):
     port: int
     regions: tuple[tuple[int, int], ...]  # (address, bytes)
     device_index: int = -1
+    device: str = ""
 
 
 class Peer:
@@ -39,6 +43,7 @@ class Peer:
         self.life = metadata.life
         self.address = address
         self.same_host = metadata.kernel != "" and metadata.kernel == wires.host_identity()
+        self.device = metadata.device
         self.regions = regions
         self.engine: Any = None
         self.gone = False

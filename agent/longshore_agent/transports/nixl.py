@@ -53,6 +53,7 @@ class NixlTransport:
     Args:
         name: by which peers know this worker.
         device_index: of the GPU that all memory here is on, which must be current in every calling thread; -1: the host's.
+        device: its UUID, by which NVLink is told from CUDA IPC over PCIe; empty: not known.
     Raises:
         TransportError: NIXL is not installed or does not start.
     """
@@ -64,11 +65,11 @@ class NixlTransport:
     # Nor does forgetting the peer stop it.
     revocable: frozenset[Wire] = frozenset()
 
-    def __init__(self, name: str, *, device_index: int = -1) -> None:
+    def __init__(self, name: str, *, device_index: int = -1, device: str = "") -> None:
         if not is_name(name) or "~" in name:
             raise TransportError(f"transport name is {name!r}: give 1 to {NAME_BYTES_MAX} bytes without '~'")
         self.name = name
-        self._device_index = device_index
+        self._device_index, self._device = device_index, device
         self._life = os.urandom(8).hex()
         self._errors, make = _load_nixl()
         try:
@@ -132,7 +133,7 @@ class NixlTransport:
                 blob = self._inbox.get_agent_metadata()
             except self._errors as error:
                 raise TransportError(f"NIXL gives no metadata: {error}") from error
-        packed = pack(Envelope(self.name, self._life, wires.host_identity(), blob, self._device_index))
+        packed = pack(Envelope(self.name, self._life, wires.host_identity(), blob, self._device_index, self._device))
         if len(packed) > METADATA_BYTES_MAX:
             raise TransportError(
                 f"NIXL metadata takes {len(packed)} bytes of {METADATA_BYTES_MAX}: register fewer regions"
@@ -159,7 +160,7 @@ class NixlTransport:
                 self._remove(known)
             same_host = envelope.host != "" and envelope.host == wires.host_identity()
             self._peers[envelope.name] = NixlPeer(
-                envelope.name, nixl_name, envelope.blob, same_host, envelope.device_index
+                envelope.name, nixl_name, envelope.blob, same_host, envelope.device_index, envelope.device
             )
             self._senders[outbox_name(nixl_name)] = envelope.name
             if outbox_name(nixl_name) in self._forgotten:
@@ -260,7 +261,7 @@ class NixlTransport:
             wire = find_wire(self, begin, self._settle_open, length_bytes, same_host=same_host)
             if known is not None:
                 if self._device_index >= 0 and wire is Wire.SHARED_MEMORY:
-                    wire = find_device_wire(self, begin, length_bytes)
+                    wire = find_device_wire(self, begin, length_bytes, (self._device, known.device))
                 known.wire = wire
             return wire
 

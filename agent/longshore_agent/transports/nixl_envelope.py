@@ -19,7 +19,7 @@ _NIXL_HEAD = b"nixlSerDes|Agent"
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """A worker's name, which of its lives this is, the kernel that it runs on, and what NIXL wants its peers to know.
 
-    `device_index` is that of the GPU whose memory it has registered; -1: it is the host's.
+    `device_index` is that of the GPU whose memory it has registered, `device` its UUID; -1 and empty: it is the host's.
     """
 
     name: str
@@ -27,6 +27,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     host: str
     blob: bytes
     device_index: int = -1
+    device: str = ""
 
 
 def inbox_name(name: str, life: str) -> str:

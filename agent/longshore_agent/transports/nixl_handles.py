@@ -17,6 +17,7 @@ class NixlPeer(msgspec.Struct):
     blob: bytes
     same_host: bool
     device_index: int
+    device: str
     wire: Wire = Wire.UNKNOWN
 
 

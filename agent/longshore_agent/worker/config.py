@@ -57,7 +57,10 @@ class WorkerConfig(msgspec.Struct, frozen=True):
             layout=self.layout,
             backend=settings.backend.value,
             lane_count=settings.lane_count,
-            slab_bytes_max=settings.lane_bytes,
+            # A GPU's lanes are one buffer: two slabs in it keep gather and wire busy.
+            slab_bytes_max=max(settings.lane_bytes, settings.lane_count * settings.lane_bytes // 2)
+            if on_gpu
+            else settings.lane_bytes,
             slab_bytes_min=settings.gpu_slab_bytes_min if on_gpu else settings.slab_bytes_min,
             ring_bytes=settings.ring_bytes,
             grant_window=settings.gpu_grant_window if on_gpu else settings.grant_window,

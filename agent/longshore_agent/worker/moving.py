@@ -35,7 +35,7 @@ from longshore_agent.path.jobs import (
 )
 from longshore_agent.path.lanes import Lanes
 from longshore_agent.path.scatter import Scatterers
-from longshore_agent.settings import Settings, variable
+from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.snapshot import LaneStatus
 from longshore_agent.status.spans import SpanRecorder
@@ -63,7 +63,7 @@ PROBE_BYTES = 1 << 20
 # the target has taken the notice of the write before it: a lane would wait for the target's next look, 1 ms and more.
 TOLD_WIRES = frozenset({Wire.SHARED_MEMORY.value})
 # A slab is over within microseconds on these: who waits for one does not sleep.
-SWIFT_WIRES = frozenset({Wire.CUDA_IPC.value})
+SWIFT_WIRES = frozenset({Wire.CUDA_IPC.value, Wire.NVLINK.value})
 # NIXL's bytes over the kernel's TCP move only while their target looks for notices.
 DRIVEN_WIRES = frozenset({Wire.TCP.value})
 
@@ -82,15 +82,14 @@ def make_transport(settings: Settings, name: str, device: Device | None = None) 
 
 
 def _make_device_transport(settings: Settings, name: str, device: Device) -> PreparingTransport:
-    backend = settings.backend
-    if backend is Backend.MOONCAKE and settings.mooncake_on_gpus:
-        return create(backend.value, name, host=settings.bind_host, device_index=device.index, enter=device.enter)
+    backend, known = settings.backend, {"device_index": device.index, "device": device.name}
+    if backend is Backend.MOONCAKE:
+        return create(backend.value, name, host=settings.bind_host, enter=device.enter, **known)
     if backend is not Backend.NIXL:
-        way_out = "choose that"
-        if backend is Backend.MOONCAKE:
-            way_out += f", or try what no GPU has run yet with {variable('mooncake_on_gpus')}=true"
-        raise TransportError(f"backend is {backend.value}: memory of a GPU is moved by NIXL, {way_out}")
-    return create(backend.value, name, device_index=device.index)
+        raise TransportError(
+            f"backend is {backend.value}: memory of a GPU is moved by NIXL or Mooncake, choose one of them"
+        )
+    return create(backend.value, name, **known)
 
 
 def _over_wire(session: SourceSession, peer: PeerId) -> list[RoomKey]:
@@ -127,7 +126,7 @@ class Mover:
         self._stages: DeviceStages | None = None
         self._gives_directly = config.gives_directly(settings)
         self.transport = make_transport(settings, name, self.device)
-        self._probe = self._allocate(2 * PROBE_BYTES)
+        self._probe = self._allocate(2 * PROBE_BYTES, settings)
         self.transport.register(self._probe.address, self._probe.length_bytes)
         # Peers write to the first half, our own probes read the second.
         self.probe_region = RegionInfo(self._probe.address, PROBE_BYTES)
@@ -163,9 +162,11 @@ class Mover:
             None if self._stages is None else self._stages.admit_target,
         )
 
-    def _allocate(self, length_bytes: int) -> StagingPieces:
-        """Return memory for what is not staging; it lives as long as this worker."""
-        return StagingBuffer(length_bytes) if self.device is None else DeviceStagingBuffer(self.device, length_bytes)
+    def _allocate(self, length_bytes: int, settings: Settings) -> StagingPieces:
+        """Return memory for what is not staging, of the same kind: a probe proves its wire. It lives as long as this worker."""
+        if self.device is None:
+            return StagingBuffer(length_bytes)
+        return DeviceStagingBuffer(self.device, length_bytes, allocation=settings.gpu_staging_memory)
 
     def _make_lanes(self, settings: Settings) -> Lanes:
         buffers = [StagingBuffer(settings.lane_bytes) for _ in range(settings.lane_count)]
@@ -202,7 +203,9 @@ class Mover:
         lane_bytes = settings.lane_bytes * settings.lane_count if Half.SOURCE in roles else 0
         ring_bytes = settings.ring_bytes if Half.TARGET in roles else 0
         lanes, ring = (
-            DeviceStagingBuffer(device, length_bytes, extent_bytes=length_bytes) if length_bytes else None
+            DeviceStagingBuffer(device, length_bytes, extent_bytes=length_bytes, allocation=settings.gpu_staging_memory)
+            if length_bytes
+            else None
             for length_bytes in (lane_bytes, ring_bytes)
         )
         for buffer in (lanes, ring):
@@ -379,12 +382,7 @@ class Mover:
     def lane_status(self) -> tuple[LaneStatus, ...]:
         """Return what each lane has done, by any way."""
         own = self.lanes.status() if self.lanes is not None else ()
-        if self._direct is None:
-            return own
-        return tuple(
-            LaneStatus(one.lane, one.busy or near.busy, one.slabs + near.slabs, one.bytes_moved + near.bytes_moved)
-            for one, near in zip(own, self._direct.status(), strict=True)
-        )
+        return own if self._direct is None else self._direct.added_to(own)
 
     def start_scatter(self, effect: StartScatter, desk: Desk, now_ns: int) -> None:
         """Queue one landed slab for the scatter threads."""

@@ -131,7 +131,6 @@ def measure(arguments: argparse.Namespace, say: Callable[[str], object]) -> Repo
     _check(arguments)
     placement = devices.check(arguments.devices, [arguments.backend])
     settings = {"backend": arguments.backend, "deployment": "bench/crossover", "log_level": "warning"}
-    settings |= devices.agent_settings(placement, arguments.backend)
     points: list[Point] = []
     wires: set[str] = set()
     with tempfile.TemporaryDirectory() as directory, open_stage(settings, Path(directory)) as stage:

@@ -105,7 +105,6 @@ def measure(arguments: argparse.Namespace, placement: Placement) -> tuple[list[L
     """Run everything; return the numbers and the wire. Says on standard error how far it is. Raises BenchError."""
     room_bytes = arguments.tokens * 2 * MODEL.layers * MODEL.kv_heads * MODEL.head_bytes
     settings = {"backend": arguments.backend, "deployment": "bench/rooms", "log_level": "warning"}
-    settings |= devices.agent_settings(placement, arguments.backend)
     tokens = max(arguments.rooms) * arguments.tokens
     found: dict[tuple[str, int], Load] = {}
     with (

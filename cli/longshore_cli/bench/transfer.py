@@ -126,7 +126,7 @@ def _measure_on_gpus(
     sizes = sorted({size * MIB for size in arguments.sizes})
     token_bytes = 2 * MODEL.layers * MODEL.kv_heads * MODEL.head_bytes
     tokens = sizes[-1] // token_bytes
-    settings = _settings(arguments) | devices.agent_settings(placement, arguments.backend) | dict(arguments.set)
+    settings = _settings(arguments) | dict(arguments.set)
     say(f"{devices.describe(placement)}; starting agents")
     with (
         tempfile.TemporaryDirectory() as directory,

@@ -14,7 +14,7 @@ from typing import Self
 
 import msgspec
 
-from longshore_cli.devices import Placement, agent_settings
+from longshore_cli.devices import Placement
 from longshore_cli.engine.config import RankOptions
 from longshore_cli.engine.connector import EXTENSION, ConnectorOptions, Registration
 from longshore_cli.engine.processes import EngineProcesses
@@ -50,7 +50,6 @@ class Agents:
             "lane_bytes": _LANE_BYTES,
             "slab_bytes_min": _SLAB_BYTES_MIN,
             "gpu_slab_bytes_min": _SLAB_BYTES_MIN,
-            **agent_settings(placement, backend),
         }
         self.prefill = LocalAgent(common | {"node": "prefill"}, directory / "prefill")
         self.decode = {

@@ -13,6 +13,7 @@ from longshore_operator.observe import Agent
 from longshore_operator.reasons import ConditionType
 from longshore_operator.reports import Peer, Worker
 from longshore_wire.agent_config import AgentConfig
+from longshore_wire.allowed_wires import AllowedWires
 
 _ENGINES = ConditionType.ENGINES_CONNECTED
 _PEERS = ConditionType.PEERS_CONNECTED
@@ -160,7 +161,7 @@ def _verified(found: Connections, allowed: set[str]) -> Verdict:
     bad = [
         (f"{worker.worker} on {node} to {_name(peer)}: {peer.wire}", peer)
         for node, worker, peer in over_wires
-        if allowed and peer.wire not in allowed and (_known(peer) or peer.error)
+        if not AllowedWires(tuple(allowed)).holds(peer.wire) and (_known(peer) or peer.error)
     ]
     if bad:
         named = sorted({peer.wire for _, peer in bad if _known(peer)})

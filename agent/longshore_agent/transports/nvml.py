@@ -1,0 +1,80 @@
+"""Which GPUs of this host are joined by NVLink, as NVIDIA's management library (NVML) says; called through ctypes.
+
+Called by `device_wire` once a write between two GPUs has gone by CUDA IPC, and by nobody else: a worker on a CPU never loads it.
+Knows GPUs by their UUIDs alone. Nothing here raises: who gets no answer knows of no NVLink.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import re
+from typing import Any
+
+_LIBRARY = "libnvidia-ml.so.1"
+_SUCCESS = 0
+# NVML_P2P_CAPS_INDEX_NVLINK of nvmlGpuP2PCapsIndex_t, and NVML_P2P_STATUS_OK of nvmlGpuP2PStatus_t.
+_CAPS_INDEX_NVLINK = 2
+_STATUS_OK = 0
+# What a peer calls its GPU comes from outside; NVML's own UUIDs look so.
+_UUID = re.compile(r"GPU-[0-9a-fA-F-]{36}")
+
+_log = logging.getLogger(__name__)
+
+_SIGNATURES = {
+    "nvmlInit_v2": [],
+    "nvmlDeviceGetHandleByUUID": [ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p)],
+    "nvmlDeviceGetP2PStatus": [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(ctypes.c_int)],
+}
+
+
+class _NoAnswerError(Exception):
+    """NVML is not there, or refused a call; says which."""
+
+
+def joined_by_nvlink(one: str, other: str) -> bool:
+    """Whether two different GPUs write to each other over NVLink.
+
+    Args:
+        one, other: UUIDs as `nvidia-smi -L` writes them; empty: not known.
+    Returns:
+        False too where that cannot be found out; a line in the log then says why.
+    """
+    if one == other or not (_UUID.fullmatch(one) and _UUID.fullmatch(other)):
+        return False
+    try:
+        library = _library()
+        near, far = _handle(library, one), _handle(library, other)
+        status = ctypes.c_int()
+        _call(library, "nvmlDeviceGetP2PStatus", near, far, _CAPS_INDEX_NVLINK, ctypes.byref(status))
+    except _NoAnswerError as error:
+        _log.info("whether NVLink joins %s and %s is not known: %s", one, other, error)
+        return False
+    return status.value == _STATUS_OK
+
+
+def _handle(library: Any, name: str) -> ctypes.c_void_p:
+    found = ctypes.c_void_p()
+    _call(library, "nvmlDeviceGetHandleByUUID", name.encode(), ctypes.byref(found))
+    return found
+
+
+@functools.cache
+def _library() -> Any:
+    """Load and start NVML, which then stays for the life of the process; a failure is not remembered."""
+    try:
+        library = ctypes.CDLL(_LIBRARY)
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, ctypes.c_int
+    except (OSError, AttributeError) as error:
+        raise _NoAnswerError(f"{_LIBRARY} cannot be used: {error}") from error
+    _call(library, "nvmlInit_v2")
+    return library
+
+
+def _call(library: Any, name: str, *arguments: object) -> None:
+    error = getattr(library, name)(*arguments)
+    if error != _SUCCESS:
+        raise _NoAnswerError(f"{name} says {error}")
