@@ -20,8 +20,10 @@ import json
 import platform
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,7 @@ from longshore_agent.kernels.device_pages import DevicePages
 from longshore_agent.kernels.direct import device_launch
 from longshore_agent.kernels.direct.launch import Side
 from longshore_agent.kernels.held_pages import HeldPages
+from longshore_agent.memory import cuda
 from longshore_wire.layout import PageOrder
 
 WARM_UPS = 2
@@ -101,8 +104,23 @@ class DirectBench:
         with self.stream.entered():
             self._far.copy_(self._near, non_blocking=True)
 
-    def check(self, tuning: Tuning) -> None:
-        """Raise AssertionError unless every byte is where indexing puts it, and no other byte has changed."""
+    def bound(self) -> Callable[[], None] | None:
+        """Return the same as a worker's control thread queues it, with the event that it asks; None where nothing can be bound."""
+        if self.stream.context is None:
+            return None
+        sides, lists = (self._sides[0], self._sides[1]), (self._lists[0], self._lists[1])
+        tokens = (0, self.tokens)
+        copy = device_launch.BoundCopy(sides, (self._tables[0], self._tables[1]), lists, tokens, self.stream)
+        event = cuda.Event(self.stream.context)
+
+        def queue() -> None:
+            copy.queue(lists, tokens)
+            event.record(self.stream.handle)
+
+        return queue
+
+    def check(self, job: Callable[[], None], name: str) -> None:
+        """Raise AssertionError unless every byte is where indexing puts it after `job`, and no other byte has changed."""
         target = self.memories[1]
         expected = target.clone()
         axis = 3 if self.case.order is PageOrder.NHD else 2
@@ -117,10 +135,10 @@ class DirectBench:
         for memory in self.memories:
             if memory.is_cuda:
                 torch.cuda.synchronize(memory.device)
-        self.run(tuning)
+        job()
         # Nothing but the end of the stream: what a worker waits for before it tells of the bytes.
         self.stream.synchronize()
-        assert torch.equal(target, expected), f"direct copy of {self.case.name} is wrong with {tuning}"
+        assert torch.equal(target, expected), f"direct copy of {self.case.name} is wrong with {name}"
         # The next check must see whether every byte is written again.
         target.bitwise_xor_(0x5A)
 
@@ -141,7 +159,7 @@ def sweep(bench: DirectBench, repetitions: int, flush: torch.Tensor) -> list[dic
     """Try all candidates; print and return every share of a plain copy."""
     found = []
     for tuning in candidates():
-        bench.check(tuning)
+        bench.check(partial(bench.run, tuning), str(tuning))
         times = measure(bench, tuning, repetitions, flush)  # type: ignore[arg-type]
         found.append((statistics.median(times["copy"]) / statistics.median(times["kernel"]), tuning))
     print(f"{bench.payload_bytes / 1e6:.0f} MB, {bench.case.name}, share of a plain copy:")
@@ -158,7 +176,7 @@ def run_kernel(options: argparse.Namespace, home: torch.device, other: torch.dev
         bench = DirectBench(CASES[0], options.layers or CASES[0].layers, 256, home, other)
         result["sweep"] = sweep(bench, options.repetitions, flush)
         bench.close()
-    print(f"{'pages':14}{'':8}{'MB':>8}   copy us kernel us of copy host us")
+    print(f"{'pages':14}{'':8}{'MB':>8}   copy us kernel us of copy host us bound us")
     rows = []
     cases = [case for case in CASES if not options.cases or case.name in options.cases.split(",")]
     for case, megabytes in itertools.product(cases, map(float, options.sizes.split(","))):
@@ -200,12 +218,13 @@ def run_agents(
                     raise SystemExit(f"room of {tokens} tokens: {text}\n{agent.log()}")
                 all_ask(prefill, "wait", room=room, half="SOURCE", instance="source")
                 samples.append(end_s - min(starts))
-                spans = json.loads(page(agent, f"/v1/rooms/{room}"))["spans"]
-                first_s, last_s = min(s["start_ns"] for s in spans) / 1e9, max(s["end_ns"] for s in spans) / 1e9
-                parts.append((first_s - min(starts), last_s - first_s, end_s - last_s))
                 wrong = decode.ask("differences", sequences=[(tokens, tokens, pages)])
                 if wrong:
                     raise SystemExit(f"{wrong} elements differ after {tokens} tokens")
+                # A worker writes its spans down when nothing waits.
+                spans = json.loads(page(agent, f"/v1/rooms/{room}"))["spans"]
+                first_s, last_s = min(s["start_ns"] for s in spans) / 1e9, max(s["end_ns"] for s in spans) / 1e9
+                parts.append((first_s - min(starts), last_s - first_s, end_s - last_s))
             seconds, count = stage_seconds(agent)["write"]
             stage = (seconds - before["write"][0]) / (count - before["write"][1])
             slabs = (count - before["write"][1]) / repetitions / source_tp
