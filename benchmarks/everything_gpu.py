@@ -102,7 +102,7 @@ STEPS = {
         "benchmarks/gpu_path.py",
         570,
         75,
-        ("--tokens", "1024,4096", "--repetitions", "5", "--source-tp", "1"),
+        ("--tokens", "256,800,4096,8192", "--repetitions", "7", "--source-tp", "1"),
     ),
     "direct": Step(
         "direct",
@@ -110,7 +110,7 @@ STEPS = {
         "benchmarks/direct_gpu.py",
         570,
         65,
-        ("--sizes", "64,256", "--cases", "70B 4->1", "--tokens", "1024,8192", "--repetitions", "5"),
+        ("--sizes", "64,256", "--cases", "70B 4->1", "--tokens", "256,800,4096,8192", "--repetitions", "7"),
     ),
     "rooms": Step(
         "rooms",
