@@ -19,7 +19,6 @@ import itertools
 import json
 import platform
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -189,68 +188,22 @@ def run_kernel(options: argparse.Namespace, home: torch.device, other: torch.dev
 def run_agents(
     sizes: list[int], repetitions: int, target_device: int, source_tp: int, trace: Path | None
 ) -> list[dict[str, Any]]:
-    """Move rooms of each size between engines of one agent; return a row for each."""
-    from gpu_path import TOKEN_BYTES, GPUAgent, all_ask, page, stage_seconds, start
+    """Move rooms of each size between engines of one agent, by the two clocks of `gpu_path`; return a row for each."""
+    from gpu_path import GPUAgent, Scene, measure_room_sizes, page, start
 
     page_count = -(-max(sizes) // PAGE_SIZE)
-    rows = []
     with ExitStack() as stack:
         agent = stack.enter_context(GPUAgent(LONGSHORE_RING_BYTES="256Mi"))
         prefill = start(stack, agent, "SOURCE", source_tp, 0, page_count)
         decode = start(stack, agent, "TARGET", 1, target_device, page_count)[0]
-        endpoint = prefill[0].ask("endpoint")
-        room = 0
-        for tokens in sizes:
-            pages = np.random.default_rng(tokens).permutation(page_count)[: -(-tokens // PAGE_SIZE)].tolist()
-            all_ask(prefill, "fill", seed=tokens, tokens=tokens, pages=pages)
-            samples, parts = [], []
-            before: dict[str, tuple[float, float]] = {}
-            for repetition in range(WARM_UPS + repetitions):
-                before = stage_seconds(agent) if repetition == WARM_UPS else before
-                room += 1
-                decode.ask("poison")
-                decode.ask("receive", room=room, endpoint=endpoint, pages=pages, tokens=tokens)
-                time.sleep(0.1)
-                decode.begin("wait", room=room, half="TARGET", instance="source")
-                starts = all_ask(prefill, "send", room=room, pages=pages, tokens=tokens, chunk=8192)
-                kind, text, end_s = decode.end()
-                if kind != "DONE":
-                    raise SystemExit(f"room of {tokens} tokens: {text}\n{agent.log()}")
-                all_ask(prefill, "wait", room=room, half="SOURCE", instance="source")
-                samples.append(end_s - min(starts))
-                wrong = decode.ask("differences", sequences=[(tokens, tokens, pages)])
-                if wrong:
-                    raise SystemExit(f"{wrong} elements differ after {tokens} tokens")
-                # A worker writes its spans down when nothing waits.
-                spans = json.loads(page(agent, f"/v1/rooms/{room}"))["spans"]
-                first_s, last_s = min(s["start_ns"] for s in spans) / 1e9, max(s["end_ns"] for s in spans) / 1e9
-                parts.append((first_s - min(starts), last_s - first_s, end_s - last_s))
-            seconds, count = stage_seconds(agent)["write"]
-            stage = (seconds - before["write"][0]) / (count - before["write"][1])
-            slabs = (count - before["write"][1]) / repetitions / source_tp
-            length, median_s = tokens * TOKEN_BYTES, statistics.median(samples[WARM_UPS:])
-            print(
-                f"agents, direct TP{source_tp}->TP1 {tokens:6} tokens {length / 1e6:8.1f} MB {median_s * 1e3:8.2f} ms "
-                f"{length / median_s / 1e9:7.2f} GB/s, {slabs:.0f} slabs of {stage * 1e6:.0f} us a rank; before, in and "
-                f"after lanes {' '.join(f'{statistics.median(p) * 1e6:.0f}' for p in zip(*parts, strict=True))} us",
-                flush=True,
-            )
-            rows.append(
-                {
-                    "source_tp": source_tp,
-                    "tokens": tokens,
-                    "bytes": length,
-                    "seconds": samples,
-                    "slab_s": stage,
-                    "before_in_after_lanes_s": parts,
-                }
-            )
+        scene = Scene(agent, agent, prefill, decode, prefill[0].ask("endpoint"))
+        rows = measure_room_sizes(scene, sizes, repetitions, f"direct TP{source_tp}->TP1")
         lines = [line for line in page(agent, "/metrics").splitlines() if line.startswith("longshore_writes_total")]
         ways = {line.split('way="')[1].split('"')[0] for line in lines if not line.endswith(" 0")}
         if ways != {"direct"}:
             raise SystemExit(f"not every write was direct: {ways}")
         if trace is not None:
-            write_timeline(trace, f"direct TP{source_tp}→TP1", json.loads(page(agent, f"/v1/rooms/{room}"))["spans"])
+            write_timeline(trace, f"direct TP{source_tp}→TP1", scene.spans(scene.room))
     return rows
 
 

@@ -136,6 +136,8 @@ QUICK_BUDGET_S = 540.0
 GRACE_S = 10.0
 # The numbers of GPUs that the demo and rooms use: prefill has the first half.
 DEVICE_COUNTS = (4, 2, 1)
+# Rooms at the beginning of each series that do not count, as in `gpu_path`.
+WARM_UPS = 2
 # Tests that may be skipped where there is a GPU too, for another reason than its absence: of Mooncake's wheel for CUDA, which takes
 # the place of the other one, and of what only a stand-in for a GPU can show.
 MAY_BE_SKIPPED = "tests/gpu/test_mooncake_on_gpu.py"
@@ -293,6 +295,11 @@ def read_numbers(path: Path) -> dict[str, Any]:
     return {"bytes_checked": True} | json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
+def row_median_s(row: dict[str, Any]) -> float:
+    """Return the median seconds of a size's rooms in a row, from the first `send` to DONE at the target's engine."""
+    return statistics.median(engines_s for _, engines_s in row["in_a_row_seconds"][WARM_UPS:])
+
+
 def plot(results: dict[str, Any], path: Path) -> None:
     """Draw what is there: shares of a plain copy, rates between agents, copies beside a busy engine, and rooms at once."""
     import matplotlib as mpl
@@ -311,19 +318,17 @@ def plot(results: dict[str, Any], path: Path) -> None:
         )
         axes[0].plot(*zip(*mine, strict=True), "o", label=name)
     axes[0].set(title="Kernels", xscale="log", xlabel="MB", ylabel="% of a plain copy", ylim=(50, 102))
-    agents = [
-        (f"staged TP{row['source_tp']}→1, lanes {'x'.join(row.get('lanes', ()))}", row)
-        for row in results.get("path", {}).get("staged", [])
-    ]
+    agents = [(f"staged TP{row['source_tp']}→1", row) for row in results.get("path", {}).get("staged", [])]
     agents += [(f"direct TP{row['source_tp']}→1", row) for row in results.get("direct", {}).get("agents", [])]
-    for name in sorted({name for name, _ in agents}):
+    for name in dict.fromkeys(name for name, _ in agents):
         mine = sorted(
-            (row["bytes"] / 1e6, row["bytes"] / statistics.median(row["seconds"][2:]) / 1e9)
-            for other, row in agents
-            if other == name
+            (row["bytes"] / 1e6, row["bytes"] / row_median_s(row) / 1e9) for other, row in agents if other == name
         )
         axes[1].plot(*zip(*mine, strict=True), "o-", label=name)
-    axes[1].set(title="Agents, send to DONE", xscale="log", xlabel="MB", ylabel="GB/s")
+    copies = results.get("path", {}).get("plain_copy_seconds", {})
+    mine = sorted((int(length) / 1e6, int(length) / each["in a row"] / 1e9) for length, each in copies.items())
+    axes[1].plot([at for at, _ in mine], [rate for _, rate in mine], "k--", label="plain copy")
+    axes[1].set(title="Rooms in a row, send to DONE", xscale="log", xlabel="MB", ylabel="GB/s")
     for sharing in ("time-sliced", "MPS"):
         for kind, rows in results.get("busy_engine", {}).get(sharing, {}).items():
             mine = [row for row in rows if row["name"] == "gather" and not row["cap"]]

@@ -29,6 +29,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,16 +140,16 @@ class Scene:
         return min(begin_s for begin_s, _ in sends), min(accepted_s for _, accepted_s in sends), end_s
 
     def spans(self, room: int) -> list[dict[str, Any]]:
-        """Return a room's spans from both agents."""
-        return spans(self.near, room) + spans(self.far, room)
+        """Return a room's spans from both agents, or from the one that serves both engines."""
+        return [span for agent in dict.fromkeys((self.near, self.far)) for span in spans(agent, room)]
 
     def clocks(self, room: int, times: tuple[float, float, float]) -> tuple[float, float]:
         """Return the seconds of both clocks: see the module."""
         found = self.spans(room)
-        scattered_ns = max(span["end_ns"] for span in found if span["stage"] == "scatter")
+        ended_ns = max(span["end_ns"] for span in found)
         # The worker may have begun before the engine was told that it has accepted.
         begun_ns = min(span["start_ns"] for span in found)
-        return scattered_ns / 1e9 - min(times[1], begun_ns / 1e9), times[2] - times[0]
+        return ended_ns / 1e9 - min(times[1], begun_ns / 1e9), times[2] - times[0]
 
     def alone(self, tokens: int, pages: list[int], count: int, *, shown: bool) -> list[tuple[float, float]]:
         """Move rooms one at a time, each after 0.1 s of silence; show the last one's slabs if that is asked for."""
@@ -177,7 +178,7 @@ class Scene:
 
     def stages(self) -> list[dict[str, tuple[float, float]]]:
         """Return what the stages have taken so far, at each agent."""
-        return [stage_seconds(self.near), stage_seconds(self.far)]
+        return [stage_seconds(agent) for agent in dict.fromkeys((self.near, self.far))]
 
 
 def mean_stages(
@@ -196,7 +197,7 @@ def mean_stages(
 def show_row(row: dict[str, Any], name: str) -> None:
     """Print one size."""
     length = row["bytes"]
-    print(f"staged TP{row['source_tp']}->TP1 {name} {row['tokens']:6} tokens {length / 1e6:8.1f} MB", flush=True)
+    print(f"{name} {row['tokens']:6} tokens {length / 1e6:8.1f} MB", flush=True)
     for kind in ("alone", "in_a_row"):
         samples = row[f"{kind}_seconds"][WARM_UPS:]
         moved_s, engines_s = (statistics.median(column) for column in zip(*samples, strict=True))
@@ -221,6 +222,32 @@ def prove(scene: Scene, tokens: int) -> None:
     print(f"every byte of a first room of {tokens} tokens is right; wires: {wires(scene.near)}", flush=True)
 
 
+def measure_room_sizes(
+    scene: Scene, sizes: list[int], repetitions: int, name: str, shown: Sequence[int] = ()
+) -> list[dict[str, Any]]:
+    """Move rooms of each size alone and in a row, compare the last one's bytes, print and return a row for each."""
+    page_count = -(-max(sizes) // 64)
+    rows = []
+    for tokens in sizes:
+        pages = np.random.default_rng(tokens).permutation(page_count)[: -(-tokens // 64)].tolist()
+        all_ask(scene.prefill, "fill", seed=tokens, tokens=tokens, pages=pages)
+        before = scene.stages()
+        row: dict[str, Any] = {
+            "source_tp": len(scene.prefill),
+            "tokens": tokens,
+            "bytes": tokens * TOKEN_BYTES,
+            "alone_seconds": scene.alone(tokens, pages, WARM_UPS + repetitions, shown=tokens in shown),
+            "in_a_row_seconds": scene.in_a_row(tokens, pages, WARM_UPS + repetitions),
+        }
+        wrong = scene.decode.ask("differences", sequences=[(tokens, tokens, pages)])
+        if wrong:
+            raise SystemExit(f"{wrong} elements differ after {tokens} tokens")
+        row |= {"stages": mean_stages(before, scene.stages()), "wires": wires(scene.near)}
+        show_row(row, name)
+        rows.append(row)
+    return rows
+
+
 def bare_transport(backend: str, name: str, device: int) -> PreparingTransport:
     """Return a transport of a device's memory, as a worker makes it."""
     options = {"enter": lambda: torch.cuda.set_device(device)} if backend == "Mooncake" else {}
@@ -238,7 +265,6 @@ def run_agents(
 ) -> list[dict[str, Any]]:
     """Move rooms of each size between agents with these settings; return a row for each."""
     page_count = -(-max(sizes) // 64)
-    rows = []
     name = " ".join(f"{setting}={value}" for setting, value in settings.items()) or "defaults"
     environment = BACKENDS[backend] | {f"LONGSHORE_{setting.upper()}": value for setting, value in settings.items()}
     with ExitStack() as stack:
@@ -247,24 +273,9 @@ def run_agents(
         decode = start(stack, far, "TARGET", 1, target_device, page_count)[0]
         scene = Scene(near, far, prefill, decode, prefill[0].ask("endpoint"))
         prove(scene, sizes[0])
-        for tokens in sizes:
-            pages = np.random.default_rng(tokens).permutation(page_count)[: -(-tokens // 64)].tolist()
-            all_ask(prefill, "fill", seed=tokens, tokens=tokens, pages=pages)
-            before = scene.stages()
-            row: dict[str, Any] = {
-                "source_tp": source_tp,
-                "settings": settings,
-                "tokens": tokens,
-                "bytes": tokens * TOKEN_BYTES,
-                "alone_seconds": scene.alone(tokens, pages, WARM_UPS + repetitions, shown=tokens in shown),
-                "in_a_row_seconds": scene.in_a_row(tokens, pages, WARM_UPS + repetitions),
-            }
-            wrong = decode.ask("differences", sequences=[(tokens, tokens, pages)])
-            if wrong:
-                raise SystemExit(f"{wrong} elements differ after {tokens} tokens")
-            row |= {"stages": mean_stages(before, scene.stages()), "wires": wires(near)}
-            show_row(row, name)
-            rows.append(row)
+        rows = measure_room_sizes(scene, sizes, repetitions, f"staged TP{source_tp}->TP1 {name}", shown)
+        for row in rows:
+            row |= {"settings": settings}
         print(f"wires: {wires(near)}, {wires(far)}", flush=True)
     return rows
 
