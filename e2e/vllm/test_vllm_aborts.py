@@ -87,7 +87,10 @@ def test_a_client_that_leaves_while_decode_waits_for_the_kv(scene: Scene, alone:
 
 def test_a_client_that_leaves_while_decode_generates(scene: Scene, alone: Oracle) -> None:
     parts = scene.engines[SINGLE].stream(PROMPT, 1000, prefill(scene.engines[WIDE], PROMPT))
-    assert tokens_of(next(parts)) == alone(PROMPT)[:1]
+    # A busy engine sends several tokens at once.
+    first = tokens_of(next(parts))
+    assert first
+    assert first == alone(PROMPT)[: len(first)]
     parts.close()
     check_nothing_is_lent(scene, END_LIMIT_S)
     check_next_request(scene, alone)

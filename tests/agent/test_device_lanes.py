@@ -10,11 +10,12 @@ from agent_world import wait_for
 from fake_device import PEER, RING, FakeDevice, FakeTransport, write_job
 
 from longshore_agent.memory.staging import StagingPieces
-from longshore_agent.path.device_lanes import DeviceLanes
+from longshore_agent.path.device_lanes import DeviceLanes, buffer_bytes
 from longshore_agent.path.jobs import ProbeJob, ProbeResult, Results
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.transports.base import WriteState
+from longshore_wire.ring import Ring
 from longshore_wire.slabs import region_bytes
 
 SLAB_BYTES = 1 << 20
@@ -80,6 +81,12 @@ def test_the_next_slab_is_gathered_and_written_while_a_write_is_open() -> None:
     assert len(scene.transport.begun) == 2
     assert [copy.job.effect.slab for copy in scene.device.gathers] == [0, 1, 2]
     assert scene.outcomes() == []
+
+
+@pytest.mark.parametrize("lane_bytes", [64 << 20, (1 << 20) + 1])
+def test_all_lanes_together_hold_a_slab_of_a_lane_s_size_each_beside_their_trailers(lane_bytes: int) -> None:
+    memory = Ring(buffer_bytes(4, lane_bytes))
+    assert all(memory.allocate(region_bytes(lane_bytes)) for _ in range(4))
 
 
 def test_few_gathers_go_ahead_of_the_wire_and_few_writes_are_open() -> None:

@@ -37,6 +37,11 @@ _GATHERS_AHEAD_MAX = 2
 _WRITES_OPEN_MAX = 3
 
 
+def buffer_bytes(lane_count: int, lane_bytes: int) -> int:
+    """Return the memory of all lanes together: as many slabs of `lane_bytes` as there are lanes, with their trailers."""
+    return lane_count * region_bytes(lane_bytes)
+
+
 @dataclass(slots=True, eq=False)
 class _Slab:
     """One slab on its way: first its gather, then its write."""

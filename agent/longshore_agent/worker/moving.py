@@ -19,7 +19,7 @@ from longshore_agent.memory.staging import StagingBuffer, StagingPieces
 from longshore_agent.path.admit import Desk
 from longshore_agent.path.deliver import ready_message
 from longshore_agent.path.device_direct import DeviceDirectLanes
-from longshore_agent.path.device_lanes import DeviceLanes
+from longshore_agent.path.device_lanes import DeviceLanes, buffer_bytes
 from longshore_agent.path.device_scatter import DeviceScatterers
 from longshore_agent.path.device_stages import DeviceStages
 from longshore_agent.path.jobs import (
@@ -200,7 +200,7 @@ class Mover:
 
     def _start_device(self, device: Device, roles: tuple[Half, ...], settings: Settings) -> None:
         """Start lanes and scatters of a GPU. Each buffer is one allocation and one registration: no write is cut."""
-        lane_bytes = settings.lane_bytes * settings.lane_count if Half.SOURCE in roles else 0
+        lane_bytes = buffer_bytes(settings.lane_count, settings.lane_bytes) if Half.SOURCE in roles else 0
         ring_bytes = settings.ring_bytes if Half.TARGET in roles else 0
         lanes, ring = (
             DeviceStagingBuffer(device, length_bytes, extent_bytes=length_bytes, allocation=settings.gpu_staging_memory)
