@@ -12,6 +12,7 @@ from longshore_wire.plan import Pair, Way
 from longshore_wire.room import TargetPair, TargetRoom
 from longshore_wire.slabs import SlabGrid, region_bytes
 from longshore_wire.states import TargetEvent, TargetSlab
+from longshore_wire.trailer import ALIGNMENT_BYTES
 
 LAYOUT = KVLayout(ModelShape(1, 1, 16, 4), Parallel(), 16)
 TOKEN_BYTES = 128
@@ -172,3 +173,41 @@ def test_a_slab_that_is_ready_is_granted_beside_the_one_that_its_room_was_grante
         second.step(slab, TargetEvent.LAND)
         second.step(slab, TargetEvent.SCATTERED)
         granter.free(room, second, slab)
+
+
+def test_rooms_that_are_still_computed_leave_half_of_the_ring_to_what_is_ready() -> None:
+    """Their tokens may be computed only when prefill has pages again, which hold what is ready now."""
+    # A little more than two slabs: the first one leaves a little more than half of it.
+    config = SessionConfig("d", "D", 1, LAYOUT, ring_bytes=2 * SLAB_BYTES + 3 * ALIGNMENT_BYTES)
+    granter = Granter(config)
+    rooms = {room.key: room for room in (_room(1, 0, 2, ready=0), _room(2, 1, 2, ready=0), _room(3, 2, 1))}
+    for room in rooms.values():
+        granter.want(_pair(room))
+
+    assert [key.room for key, _, _ in granter.grants(rooms)] == [1, 3]
+
+
+def test_a_slab_ahead_that_fits_nowhere_does_not_stop_those_that_are_ready() -> None:
+    granter = _granter(16)
+    large, ready = _room(1, 0, 2, ready=0), _room(2, 1, 1)
+    pair = _pair(large)
+    pair.grid, pair.states = SlabGrid(0, 64, 32), [TargetSlab.WANTED] * 2
+    rooms = {room.key: room for room in (large, ready)}
+    # Most of the ring is free, and nowhere as much in a row as the large slab takes.
+    regions = [granter.ring.allocate(SLAB_BYTES) for _ in range(16)]
+    for index, region in enumerate(regions):
+        if region is not None and index % 4 != 3:
+            granter.ring.free(region)
+    granter.want(pair)
+    granter.want(_pair(ready))
+
+    assert [key.room for key, _, _ in granter.grants(rooms)] == [2]
+
+    # Once its tokens are ready it waits in its turn.
+    pair.ready_count = 1
+    granter.want(pair)
+    assert not list(granter.grants(rooms))
+    assert granter.blocked
+    assert regions[7] is not None
+    granter.ring.free(regions[7])
+    assert [key.room for key, _, _ in granter.grants(rooms)] == [1]

@@ -2,7 +2,7 @@
 
 Held by the target session. A grant is one slab's region. A claim of tokens reserves nothing: slabs whose tokens are
 ready come first, and a room whose tokens are still being computed holds one window or half its share at most, and only of
-a ring that is more than half free.
+a ring of which half stays free.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class Granter:
             pair = queue[0]
             room = rooms.get(pair.pair.key)
             if room is None or room.failed or not self._may(room, pair):
-                queue.popleft()
-                pair.queued = False
-                if not queue:
-                    self._turns.popleft()
-                    del self._queues[peer]
+                self._leave_queue()
                 continue
             slab = pair.next_grant
             region = self.ring.allocate(self._slab_bytes(pair, slab))
+            if region is None and slab >= pair.ready_count:
+                # What is ready must not wait for it: its demand puts it here again.
+                self._leave_queue()
+                continue
             if region is None:
                 if not self.ring.used_bytes:
                     self._hopeless.append(room.key)
@@ -86,6 +86,13 @@ class Granter:
             queue.rotate(-1)
             self._turns.rotate(-1)
             yield room.key, pair, self.grant(pair, slab)
+
+    def _leave_queue(self) -> None:
+        """Take the pair whose turn it is out of the queue, until it is wanted again."""
+        queue = self._queues[self._turns[0]]
+        queue.popleft().queued = False
+        if not queue:
+            del self._queues[self._turns.popleft()]
 
     def grant(self, pair: TargetPair, slab: int) -> Grant:
         """Return the message for a granted slab."""
@@ -129,13 +136,15 @@ class Granter:
     def _may(self, room: TargetRoom, pair: TargetPair) -> bool:
         if pair.grid is None or pair.next_grant >= pair.grid.count or len(pair.regions) >= self._window:
             return False
-        room_bytes = room.ring_bytes + self._slab_bytes(pair, pair.next_grant)
+        needed = self._slab_bytes(pair, pair.next_grant)
+        room_bytes = room.ring_bytes + needed
         if pair.next_grant < pair.ready_count:
             # One ready slab fits beside whatever was granted ahead: nothing else may ever free that.
             return room_bytes <= self._share_bytes or room.ring_bytes == _ahead_bytes(room)
         if room.ring_bytes and 2 * room_bytes > self._share_bytes:
             return False
-        return pair.next_grant < self._window and 2 * self.ring.free_bytes > self.ring.capacity_bytes
+        # Tokens of this room may be computed only once others' pages are sent: half of the ring stays for what is ready.
+        return pair.next_grant < self._window and 2 * (self.ring.free_bytes - needed) >= self.ring.capacity_bytes
 
 
 def _ahead_bytes(room: TargetRoom) -> int:
