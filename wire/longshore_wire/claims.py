@@ -9,7 +9,7 @@ from longshore_wire.effects import PeerId, SessionConfig
 from longshore_wire.engine_messages import Endpoint
 from longshore_wire.errors import LayoutError, Reason, RingError, RoomError
 from longshore_wire.layout import Attention
-from longshore_wire.peer_messages import Attach, Claim, PairKey, RoomKey, TargetMemory
+from longshore_wire.peer_messages import Attach, Claim, Demand, PairKey, RoomKey, TargetMemory
 from longshore_wire.plan import Pair, Plan, Staging, Way
 from longshore_wire.room import TargetPair
 from longshore_wire.slabs import SlabGrid, slab_limit_bytes, slab_units
@@ -152,6 +152,31 @@ def grid(config: SessionConfig, attach: Attach, claim: Claim, found: Route) -> S
             f"{count} tokens make {cut.count} slabs, at most {SLABS_MAX} are allowed: enlarge the staging buffers",
             reason=Reason.UNSUPPORTED,
         )
+    return cut
+
+
+def demanded_grid(config: SessionConfig, pair: TargetPair, tokens: tuple[int, int], demand: Demand) -> SlabGrid:
+    """Return how a source cuts what its target has claimed of it, tokens [first, end) of a room.
+
+    Raises:
+        RoomError: MALFORMED_MESSAGE: they are not cut so, or into slabs of which the ring does not hold two.
+    """
+    first, end = tokens
+    if pair.route is None:
+        first = end
+    cut = SlabGrid(first, end, max(demand.slab_tokens, 1))
+    if (cut.slab_tokens, cut.count) != (demand.slab_tokens, demand.slab_count):
+        raise RoomError(
+            f"cuts [{first}, {end}) into {demand.slab_count} slabs of {demand.slab_tokens}",
+            reason=Reason.MALFORMED_MESSAGE,
+        )
+    if cut.count and pair.route is not None and pair.way is Way.STAGED:
+        slab_bytes, limit = pair.route.payload_bytes(*cut.tokens(0)), _ring_limit_bytes(config, 1)
+        if slab_bytes > limit:
+            raise RoomError(
+                f"cuts slabs of {slab_bytes} bytes, and this ring takes none above {limit}",
+                reason=Reason.MALFORMED_MESSAGE,
+            )
     return cut
 
 

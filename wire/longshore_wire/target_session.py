@@ -6,7 +6,7 @@ scatters (`scatter_done`, `scatter_failed`) and time (`tick`). Who is granted wh
 
 from __future__ import annotations
 
-from longshore_wire.claims import Wanted, chosen_way, target_pairs
+from longshore_wire.claims import Wanted, chosen_way, demanded_grid, target_pairs
 from longshore_wire.effects import (
     PeerId,
     RoomEnded,
@@ -36,7 +36,6 @@ from longshore_wire.peer_messages import (
 from longshore_wire.plan import Way
 from longshore_wire.room import TargetPair, TargetRoom
 from longshore_wire.session import Peer, PeerState, Untold, backoff_ns
-from longshore_wire.slabs import SlabGrid
 from longshore_wire.states import TargetEvent, TargetSlab
 from longshore_wire.target_peers import TargetPeers, prefill_name
 
@@ -224,14 +223,11 @@ class TargetSession(TargetPeers):
             self._finish(room, now_ns)
 
     def _open_grid(self, room: TargetRoom, pair: TargetPair, demand: Demand, now_ns: int) -> bool:
-        first, end = room.first_token, room.end_token
-        if pair.route is None or first == end:
-            first = end
-        if demand.slab_tokens < 1 or SlabGrid(first, end, demand.slab_tokens).count != demand.slab_count:
-            text = f"{prefill_name(pair.peer)} cuts [{first}, {end}) into {demand.slab_count} slabs of {demand.slab_tokens}"
-            self._fail(room, Reason.MALFORMED_MESSAGE, text, now_ns)
+        try:
+            pair.grid = demanded_grid(self.config, pair, (room.first_token, room.end_token), demand)
+        except RoomError as error:
+            self._fail(room, error.reason, f"{prefill_name(pair.peer)} {error}", now_ns)
             return False
-        pair.grid = SlabGrid(first, end, demand.slab_tokens)
         pair.states = [TargetSlab.WANTED] * pair.grid.count
         return True
 
