@@ -168,6 +168,21 @@ def test_a_slab_that_is_given_up_before_the_device_has_it_is_dropped_and_another
     assert not scene.pool.busy
 
 
+def test_a_room_that_is_given_up_waits_for_a_slab_of_another_room_and_not_for_all_that_were_queued_before(
+    scene: Scene,
+) -> None:
+    jobs = scene.put(*range(100))
+    given = len(scene.queued())
+    for job in jobs[90:]:
+        job.cancelled = True
+    scene.passes(0)
+    assert scene.outcomes() == [(0, "", False), *((slab, "", True) for slab in range(90, 100))]
+    assert scene.queued() == list(range(given + 1))
+    for _ in range(100):
+        scene.passes(*range(90))
+    assert scene.queued() == list(range(90))
+
+
 def test_a_neighbour_s_pool_is_unmapped_when_the_last_kernel_that_writes_it_has_passed_and_not_before(
     scene: Scene,
 ) -> None:

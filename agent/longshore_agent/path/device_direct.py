@@ -70,8 +70,13 @@ class DeviceDirectLanes:
         Raises:
             DeviceError: the device has failed: only a new process mends that.
         """
+        ended = False
         while self._copies and self._copies[0].copy.passed():
             self._end(self._copies.popleft())
+            ended = True
+        if ended:
+            # The device has had time: the queue may be long, and whoever was given up in it waits for no other room.
+            self._drop_given_up()
         self._begin()
         if not self._done:
             # The device needs nothing of this thread meanwhile.
@@ -95,6 +100,12 @@ class DeviceDirectLanes:
         """Give the device nothing more."""
         for job in self._queue:
             job.cancelled = True
+
+    def _drop_given_up(self) -> None:
+        given_up = [job for job in self._queue if job.cancelled]
+        if given_up:
+            self._queue = deque(job for job in self._queue if not job.cancelled)
+            self._done += [WriteResult(job, "", dropped=True, notify=False) for job in given_up]
 
     def _begin(self) -> None:
         while self._queue:
