@@ -14,9 +14,10 @@ import threading
 from typing import NoReturn
 
 from longshore_agent.control.node_link import NodeLink, NotStarted
-from longshore_agent.errors import DeviceError
+from longshore_agent.errors import DeviceError, TransportError
 from longshore_agent.worker.config import WorkerConfig
 from longshore_agent.worker.loop import Worker
+from longshore_wire.errors import Reason
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +51,9 @@ def main() -> NoReturn:
     link = NodeLink(socket.socket(fileno=config.link))
     try:
         worker = Worker(config, link)
-    except DeviceError as error:
+    except (DeviceError, TransportError) as error:
+        if isinstance(error, TransportError) and error.reason is not Reason.UNSUPPORTED:
+            raise
         # Another start would end the same way: its engine hears of it.
         link.send(NotStarted(error.reason, f"this agent cannot serve the engine's device: {error}"))
         os._exit(_EXIT_NOT_STARTED)

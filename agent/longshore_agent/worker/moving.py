@@ -87,7 +87,8 @@ def _make_device_transport(settings: Settings, name: str, device: Device) -> Pre
         return create(backend.value, name, host=settings.bind_host, enter=device.enter, **known)
     if backend is not Backend.NIXL:
         raise TransportError(
-            f"backend is {backend.value}: memory of a GPU is moved by NIXL or Mooncake, choose one of them"
+            f"backend is {backend.value}: memory of a GPU is moved by NIXL or Mooncake, choose one of them",
+            reason=Reason.UNSUPPORTED,
         )
     return create(backend.value, name, **known)
 

@@ -1,0 +1,73 @@
+"""A worker that cannot start: its engine hears why where no other start would end otherwise, else it is started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from longshore_agent.control.node_link import NodeLink, NotStarted
+from longshore_agent.errors import DeviceError, TransportError
+from longshore_agent.worker import main as program
+from longshore_agent.worker.config import WorkerConfig
+from longshore_wire.errors import LongshoreError, Reason
+
+
+class EndedError(Exception):
+    """The process would have ended here."""
+
+
+def started(monkeypatch: pytest.MonkeyPatch, failure: LongshoreError) -> list[Any]:
+    """Run the program of a worker that fails to start so; return what it says to its supervisor."""
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    config = SimpleNamespace(name="p/0/0", device="GPU-1", link=far.detach())
+    config.settings = lambda: SimpleNamespace(log_level=SimpleNamespace(value="info"))
+
+    def fail(*_: object) -> None:
+        raise failure
+
+    def end(_: int) -> None:
+        raise EndedError
+
+    monkeypatch.setattr(WorkerConfig, "from_text", lambda _: config)
+    monkeypatch.setattr(program, "Worker", fail)
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["worker", ""])
+    monkeypatch.setattr(sys, "setswitchinterval", lambda _: None)
+    for module in (sys, threading):
+        monkeypatch.setattr(module, "excepthook", module.excepthook)
+    link = NodeLink(near)
+    try:
+        with pytest.raises((EndedError, type(failure))):
+            program.main()
+        return [message for message, _ in link.receive()]
+    finally:
+        link.close()
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        DeviceError("the GPU has no memory left"),
+        TransportError("the Mooncake that is installed has no NVLink transport", reason=Reason.UNSUPPORTED),
+    ],
+    ids=["device", "transport"],
+)
+def test_what_another_start_would_not_mend_is_told_to_the_engine(
+    failure: LongshoreError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (said,) = started(monkeypatch, failure)
+    assert isinstance(said, NotStarted)
+    assert said.reason is failure.reason
+    assert str(failure) in said.text
+
+
+def test_a_transport_that_may_start_the_next_time_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert started(monkeypatch, TransportError("Mooncake does not start: it says -1")) == []
