@@ -211,3 +211,32 @@ def test_a_slab_ahead_that_fits_nowhere_does_not_stop_those_that_are_ready() -> 
     assert regions[7] is not None
     granter.ring.free(regions[7])
     assert [key.room for key, _, _ in granter.grants(rooms)] == [1]
+
+
+def test_rooms_that_are_still_computed_leave_a_place_for_the_largest_slab_that_a_source_may_have_ready() -> None:
+    """More than half of the ring was free here, and nowhere a quarter in a row: a ready slab waited for four rooms."""
+    granter = _granter(16)
+    rooms: dict[int, TargetRoom] = {}
+    granter.expect(4 * SLAB_BYTES)
+
+    def granted(number: int, tokens: int, ready: int) -> list[int]:
+        room = rooms[number] = _room(number, number, 1, ready)
+        pair = _pair(room)
+        pair.grid, pair.states = SlabGrid(0, 2 * tokens, tokens), [TargetSlab.WANTED] * 2
+        granter.want(pair)
+        return [key.room for key, _, _ in granter.grants({each.key: each for each in rooms.values()})]
+
+    for number in range(4):
+        assert granted(number, 3 * SLAB_TOKENS, ready=1)[:1] == [number]
+        granted(100 + number, SLAB_TOKENS, ready=0)
+        _land_and_free(granter, rooms.pop(number), 0)
+    assert granter.ring.used_bytes
+    assert granted(200, 4 * SLAB_TOKENS, ready=1)[:1] == [200]
+
+
+def test_what_a_source_says_of_its_slabs_keeps_no_more_than_half_of_the_ring_from_rooms_that_are_computed() -> None:
+    granter = _granter(8)
+    granter.expect(1 << 62)
+    room = _room(1, 0, 8, ready=0)
+    granter.want(_pair(room))
+    assert [grant.slab for _, _, grant in granter.grants({room.key: room})] == [0]

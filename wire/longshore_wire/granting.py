@@ -31,6 +31,7 @@ class Granter:
         self._queues: dict[PeerId, deque[TargetPair]] = {}
         self._hopeless: list[RoomKey] = []
         self._blocked = False
+        self._slab_bytes_max = 0
         self.credit_waits = 0
         self.granted_bytes = 0
 
@@ -43,6 +44,10 @@ class Granter:
     def blocked(self) -> bool:
         """Whether somebody waits for ring memory now."""
         return self._blocked
+
+    def expect(self, slab_bytes_max: int) -> None:
+        """A source has said how long its slabs may be: what is granted ahead leaves a place for one, at most half of the ring."""
+        self._slab_bytes_max = max(self._slab_bytes_max, min(slab_bytes_max, self.ring.capacity_bytes // 2))
 
     def want(self, pair: TargetPair) -> None:
         """Queue a pair that may be granted something; harmless if it may not."""
@@ -68,8 +73,10 @@ class Granter:
                 continue
             slab = pair.next_grant
             region = self.ring.allocate(self._slab_bytes(pair, slab))
-            if region is None and slab >= pair.ready_count:
-                # What is ready must not wait for it: its demand puts it here again.
+            if slab >= pair.ready_count and (region is None or self.ring.largest_free_bytes < self._slab_bytes_max):
+                # What is ready must not wait for it, now or later: its demand puts it here again.
+                if region is not None:
+                    self.ring.free(region)
                 self._leave_queue()
                 continue
             if region is None:

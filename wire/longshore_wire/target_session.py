@@ -151,6 +151,8 @@ class TargetSession(TargetPeers):
             return
         if isinstance(message, Attach):
             self._on_attach(known, message, now_ns)
+            if known.state is PeerState.ATTACHED:
+                self.granter.expect(message.slab_bytes_max)
             return
         if isinstance(message, Refuse):
             if message.epoch in (0, self.config.epoch):
