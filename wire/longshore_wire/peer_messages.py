@@ -75,7 +75,7 @@ class Attach(msgspec.Struct, frozen=True, array_like=True, tag=1):
     metadata: bytes  # the transport's, opaque
     ring: RegionInfo | None  # None: this worker takes no staged bytes
     pools: tuple[PoolInfo, ...]
-    slab_bytes_max: int  # the sender's lane buffer, payload and trailer
+    slab_bytes_max: int  # the longest slab, payload and trailer, that the sender's lanes hold
     generation: int = 0  # counts changes of this message within one epoch
     reply: bool = False
     probe: RegionInfo | None = None  # scratch memory into which a peer may write to find out the wire
