@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 import pytest
 from agent_world import Engine, EngineProcess, Rank, Request, room_ids
 from controlplane.cluster import ControlPlane
+from controlplane.process_pod import Container
 from controlplane.waiting import until
 from deployments import Deployments
 from operator_process import OperatorProcess
@@ -233,22 +235,39 @@ def test_an_agent_that_is_told_to_end_finishes_its_open_rooms_and_takes_no_new_o
         source.close()
 
 
-def test_rooms_keep_finishing_while_new_keys_replace_agents_one_by_one(field: Field, target: Engine) -> None:
+@pytest.fixture
+def slow_kubelet(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """While it is set, kubelets find no container ready that was not: a roll-out stands still where it is."""
+    held = threading.Event()
+    look = Container.look
+    monkeypatch.setattr(
+        Container,
+        "look",
+        lambda self, address: not (held.is_set() and not self.ready) and look(self, address),
+    )
+    yield held
+    held.clear()
+
+
+def test_rooms_keep_finishing_while_new_keys_replace_agents_one_by_one(
+    field: Field, target: Engine, slow_kubelet: threading.Event
+) -> None:
     source = Engine(field.prefill, f"p-{uuid.uuid4().hex[:4]}", 1, roles=[Half.SOURCE])
     try:
         assert ends_of(source, target) == {RoomEventKind.DONE}
         before = field.status()["keys"]
         old = before["secret"].rpartition("-")[2]
         assert [keys for _, keys in field.lives()] == [old, old]
+        slow_kubelet.set()
         field.deployments.apply(**field.spec, agents={"keysRevision": before["revision"] + 1})
-        mixed = 0
+        until(lambda: len({keys for _, keys in field.lives()} - {""}) == 2, "one agent has new keys", START_LIMIT_S)
+        lives = field.lives()
+        until(lambda: ends_of(source, target) == {RoomEventKind.DONE}, "a room between the two", START_LIMIT_S)
+        # Both were there all the time, with keys of two revisions.
+        assert lives == field.lives()
+        slow_kubelet.clear()
         while any(keys in {old, ""} for _, keys in field.lives()):
-            lives = field.lives()
-            ends = ends_of(source, target)
-            # Both were there all the time, with keys of two revisions.
-            if lives == field.lives() and len({keys for _, keys in lives} - {""}) == 2:
-                mixed += ends == {RoomEventKind.DONE}
-        assert mixed > 0
+            ends_of(source, target)
         field.reason("Ready", "Ready", "True")
         after = field.status()["keys"]
         assert after["previous"] == before["secret"] != after["secret"]
