@@ -51,8 +51,6 @@ from longshore_agent.kernels.held_pages import HeldPages
 from longshore_agent.memory import cuda
 from longshore_wire.layout import PageOrder
 
-WARM_UPS = 2
-
 
 class DirectBench:
     """The copy of one case at one size, checked and ready to be measured; as `gather_scatter_gpu.Bench`."""

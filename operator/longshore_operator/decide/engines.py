@@ -158,10 +158,11 @@ def _attached(found: Connections) -> Verdict:
 def _verified(found: Connections, allowed: set[str]) -> Verdict:
     attached = [(node, worker, peer) for node, worker, peer in found.peers if peer.state == "attached"]
     over_wires = [(node, worker, peer) for node, worker, peer in attached if _uses_wire(peer)]
+    listed = AllowedWires(tuple(allowed))
     bad = [
         (f"{worker.worker} on {node} to {_name(peer)}: {peer.wire}", peer)
         for node, worker, peer in over_wires
-        if not AllowedWires(tuple(allowed)).holds(peer.wire) and (_known(peer) or peer.error)
+        if not listed.holds(peer.wire) and (_known(peer) or peer.error)
     ]
     if bad:
         named = sorted({peer.wire for _, peer in bad if _known(peer)})

@@ -65,10 +65,8 @@ def copy_pages(
         LongshoreError: TOKENS_OVERLAP for a target page that stands in its list twice; nothing was launched.
         DeviceError: the driver refuses the launch.
     """
-    copied = _checked(sides, pages, lists, tokens, stream)
-    grid = _grid(sides, pages, (lists[0].first_page, lists[1].first_page), tokens, copied, tuning)
-    tables = (pages[0].planes, lists[0].table, pages[1].planes, lists[1].table)
-    _KERNEL.launch(stream, grid, tables, (), tuning)
+    copied, grid, tensors = _planned(sides, pages, lists, tokens, stream, tuning)
+    _KERNEL.launch(stream, grid, tensors, (), tuning)
     return copied
 
 
@@ -96,8 +94,7 @@ class BoundCopy:
         Raises:
             ShapeError, LongshoreError, DeviceError: as `copy_pages`.
         """
-        copied = _checked(sides, pages, lists, tokens, stream)
-        grid = _grid(sides, pages, (lists[0].first_page, lists[1].first_page), tokens, copied, tuning)
+        _, grid, tensors = _planned(sides, pages, lists, tokens, stream, tuning)
         self._grid, self._stream, self._tuning = grid, stream, tuning
         self._planes = (pages[0].planes, pages[1].planes)
         self._pools = (sides[0].pool, sides[1].pool)
@@ -106,7 +103,6 @@ class BoundCopy:
         self._skipped, self._row_end = grid.numbers[ROW_FIRST], grid.numbers[ROW_FIRST + 1]
         self._bound: BoundKernel | None = None
         if stream.context is not None:
-            tensors = (pages[0].planes, lists[0].table, pages[1].planes, lists[1].table)
             self._bound = _KERNEL.bind_values(stream, grid, tensors, tuning)
             self._addresses = (pages[0].planes.data_ptr(), pages[1].planes.data_ptr())
 
@@ -151,20 +147,27 @@ class BoundCopy:
 
 def shape_of(sides: tuple[Side, Side], tokens: tuple[int, int]) -> tuple[int, ...]:
     """Return what copies between two pools have in common that one `BoundCopy` can queue."""
-    source, target = sides
-    places = tuple(tokens[0] % side.pool.layout.page_size for side in sides)
-    chosen = ((side.layers.start, side.layers.stop, side.heads.start, side.heads.stop) for side in (source, target))
-    return (tokens[1] - tokens[0], *places, *next(chosen), *next(chosen))
+    shape = [tokens[1] - tokens[0]]
+    for side in sides:
+        shape += (
+            tokens[0] % side.pool.layout.page_size,
+            side.layers.start,
+            side.layers.stop,
+            side.heads.start,
+            side.heads.stop,
+        )
+    return tuple(shape)
 
 
-def _checked(
+def _planned(
     sides: tuple[Side, Side],
     pages: tuple[DevicePages, DevicePages],
     lists: tuple[HeldPages, HeldPages],
     tokens: tuple[int, int],
     stream: CopyStream,
-) -> int:
-    """Return the bytes of a copy whose arguments fit each other; raises as `copy_pages`."""
+    tuning: Tuning,
+) -> tuple[int, Grid, tuple[torch.Tensor, ...]]:
+    """Check that arguments fit each other; return the bytes, the grid and the tensors of a launch. Raises as `copy_pages`."""
     source, target = sides
     check_sides(source, target, tokens)
     copied = payload_bytes(source.pool, tokens, source.layers, source.heads)
@@ -172,9 +175,11 @@ def _checked(
     for held, unique in zip(lists, (False, True), strict=True):
         held.index_of(tokens, unique=unique)
     check_stream(stream, pages[0].device)
-    if len({each.device for each in (pages[0].planes, pages[1].planes, lists[0].table, lists[1].table)}) != 1:
+    tensors = (pages[0].planes, lists[0].table, pages[1].planes, lists[1].table)
+    if len({tensor.device for tensor in tensors}) != 1:
         raise ShapeError(f"pages and lists are on several devices: put their tables on {stream.device}")
-    return copied
+    grid = _grid(sides, pages, (lists[0].first_page, lists[1].first_page), tokens, copied, tuning)
+    return copied, grid, tensors
 
 
 def prepare(source: DevicePages, stream: CopyStream, page_ids: torch.Tensor, tuning: Tuning = TUNING) -> None:
