@@ -135,19 +135,22 @@ class Worker:
         ended = self.mover.drive()
         if ready or ended:
             self._pace.news()
+        if self._take_notices(now_ns):
+            # What has landed waits for its scatter: before anybody hears of others.
+            self._flush(now_ns)
         if not ready and not ended and now_ns < self._due_ns and not self._owes_words():
             # Nobody has said anything and nothing is due: this turn is for bytes alone, many times a second.
-            if self._take_notices(now_ns):
-                self._flush(now_ns)
             return
         if ended:
             # Who waits for those bytes, perhaps at another GPU, is told before anything else is done here.
             self._take_results(now_ns)
+            self.mover.hurry()
         for message, descriptor in self._link.receive() if self._link.fileno() in ready else ():
             self._obey(message, descriptor, now_ns)
         for half, peer, peer_message in self.net.receive(ready):
             if half in self.sessions:
                 self.sessions[half].receive(peer, peer_message, now_ns)
+                self.mover.hurry()
                 if isinstance(peer_message, Claim):
                     self._claimed(peer, peer_message.pair.key)
         for gone in self._knocker.refused():
@@ -158,7 +161,6 @@ class Worker:
         self._take_results(now_ns)
         if self._stop_ns is None:
             self._check_health(now_ns)
-        self._take_notices(now_ns)
         self._serve_engine(ready, now_ns)
         for session in self.sessions.values():
             session.tick(now_ns)
@@ -194,6 +196,7 @@ class Worker:
                     self._apply(half, session, effect, now_ns)
                 for peer, message in session.take_outbox():
                     self.net.send(half, peer, message)
+                self.mover.hurry()
                 for effect in effects[first + 1 :]:
                     self._apply(half, session, effect, now_ns)
         # Only now: what was to be said to them has been sent.
