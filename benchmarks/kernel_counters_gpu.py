@@ -5,7 +5,9 @@
 Runs itself under Nsight Compute (`ncu`, of the CUDA toolkit), which repeats every kernel with cold caches until it has all counters;
 clocks stay as they are. The pages are those of `gather_scatter_gpu.py`, every slab is checked against indexing before it is profiled.
 The copy beside them is the same tile of the same compiler, without pages: what it lacks of a plain copy no gather can
-have. A time under `ncu` is the kernel's on the device, without its launch.
+have. "of peak", "L2 hits", "SM" (its busiest unit) and "warps" are percentages; "waits" are warps that wait for each
+instruction that is issued: for what they read, for a place in the queue of reads and writes, and for their writes at the end.
+A time under `ncu` is the kernel's on the device, without its launch.
 """
 
 from __future__ import annotations
@@ -23,43 +25,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from gather_scatter_gpu import CASES, OPERATIONS, Bench
 
 from longshore_agent.kernels.gather import device_launch as gather_launch
 from longshore_agent.kernels.scatter import device_launch as scatter_launch
 
 SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "WarpStateStats", "LaunchStats", "Occupancy", "SchedulerStats")
-# Of each kernel: heading, and the counter.
+# Of each kernel: heading, the counter, and what it is divided by.
 SHOWN = {
-    "us": "gpu__time_duration.sum",
-    "DRAM %": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
-    "DRAM GB/s": "dram__bytes.sum.per_second",
-    "L2 %": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
-    "L2 hits %": "lts__t_sector_hit_rate.pct",
-    "SM %": "sm__throughput.avg.pct_of_peak_sustained_elapsed",
-    "warps %": "sm__warps_active.avg.pct_of_peak_sustained_active",
-    "waves": "launch__waves_per_multiprocessor",
+    "us": ("gpu__time_duration.sum", 1e3),
+    "DRAM GB/s": ("dram__bytes.sum.per_second", 1e9),
+    "of peak": ("gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed", 1),
+    "L2 hits": ("lts__t_sector_hit_rate.pct", 1),
+    "SM": ("sm__throughput.avg.pct_of_peak_sustained_elapsed", 1),
+    "warps": ("sm__warps_active.avg.pct_of_peak_sustained_active", 1),
+    "waits: read": ("smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio", 1),
+    "queue": ("smsp__average_warps_issue_stalled_lg_throttle_per_issue_active.ratio", 1),
+    "end": ("smsp__average_warps_issue_stalled_drain_per_issue_active.ratio", 1),
 }
 LIMIT_S = 300
-TILE_BYTES, WARPS = 16384, 4
 PICKED = ("70B 4->1", "70B 1->4")
 PROFILED = "CUDAProfiled"  # set for the process that ncu watches
-
-
-@triton.jit
-def copy_tile(source, target, length, TILE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """Copy one tile of 8-byte words."""
-    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    tl.store(target + at, tl.load(source + at, mask=at < length), mask=at < length)
-
-
-def plain(bench: Bench) -> None:
-    """Queue the copy of a slab's payload in one piece."""
-    source, target = (each[: bench.payload_bytes].view(torch.int64) for each in (bench.slab, bench.other))
-    grid = (triton.cdiv(len(source), TILE_BYTES // 8),)
-    copy_tile[grid](source, target, len(source), TILE=TILE_BYTES // 8, num_warps=WARPS)
 
 
 def profiled(sizes: list[float]) -> None:
@@ -70,11 +56,11 @@ def profiled(sizes: list[float]) -> None:
     for case, operation, megabytes in itertools.product(cases, OPERATIONS, sizes):
         bench = Bench(case, operation, case.layers, megabytes, device)
         bench.check(lambda bench=bench, operation=operation: bench.run(tunings[operation]), operation)  # type: ignore[misc]
-        plain(bench)
+        bench.piece()
         torch.cuda.synchronize()
         print(f"profiled,{case.name},{operation},{bench.payload_bytes}", flush=True)
         torch.cuda.cudart().cudaProfilerStart()
-        plain(bench)
+        bench.piece()
         torch.cuda.synchronize()
         bench.run(tunings[operation])
         torch.cuda.synchronize()
@@ -82,9 +68,8 @@ def profiled(sizes: list[float]) -> None:
         bench.close()
 
 
-def counted(sizes: str) -> tuple[list[list[str]], list[dict[str, str]]]:
+def counted(ncu: str, sizes: str) -> tuple[list[list[str]], list[dict[str, str]]]:
     """Run this script under ncu; return what was profiled, in its order, and every kernel's counters with their units."""
-    ncu = shutil.which("ncu") or "/usr/local/cuda/bin/ncu"
     sections = [word for section in SECTIONS for word in ("--section", section)]
     command = [ncu, "--profile-from-start", "off", "--clock-control", "none", "--csv", "--page", "raw", *sections]
     command += [sys.executable, __file__, "--sizes", sizes]
@@ -93,15 +78,18 @@ def counted(sizes: str) -> tuple[list[list[str]], list[dict[str, str]]]:
     )
     lines = found.stdout.splitlines()
     if found.returncode or not any(line.startswith('"ID"') for line in lines):
-        raise SystemExit(f"{shlex.join(command)} ended with {found.returncode}: {found.stdout[-2000:]}{found.stderr[-2000:]}")
+        raise SystemExit(
+            f"{shlex.join(command)} ended with {found.returncode}: {found.stdout[-2000:]}{found.stderr[-2000:]}"
+        )
     table = list(csv.reader(line for line in lines if line.startswith('"')))
-    head, units = table[0], table[1]
-    rows = [dict(zip(head, row, strict=False)) for row in table[2:]]
     names = [line.split(",")[1:] for line in lines if line.startswith("profiled,")]
-    return names, [
-        row | {f"{name} unit": unit for name, unit in zip(head, units, strict=False) if unit and name in SHOWN.values()}
-        for row in rows
-    ]
+    # The second line has the units.
+    return names, [dict(zip(table[0], row, strict=False)) for row in table[2:]]
+
+
+def numbers_of(row: dict[str, str]) -> dict[str, float]:
+    """Return what is shown of a kernel."""
+    return {title: float(row[counter].replace(",", "")) / scale for title, (counter, scale) in SHOWN.items()}
 
 
 def main() -> None:
@@ -115,19 +103,26 @@ def main() -> None:
         return
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device: this benchmark needs one")
-    names, rows = counted(options.sizes)
+    ncu = shutil.which("ncu", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"]))
+    if ncu is None:
+        print("left out: ncu of the CUDA toolkit is not there")
+        if options.json:
+            options.json.write_text(json.dumps({"left_out": "ncu is not there"}) + "\n", encoding="utf-8")
+        return
+    names, rows = counted(ncu, options.sizes)
     if len(rows) != 2 * len(names):
         raise SystemExit(
             f"{len(rows)} kernels were profiled instead of {2 * len(names)}: {[row['Kernel Name'] for row in rows]}"
         )
     result: list[dict[str, Any]] = []
-    print(f"{'pages':12}{'kernel':10}{'MB':>7}" + "".join(f"{title:>11}" for title in SHOWN))
+    print(f"{'pages':12}{'kernel':10}{'MB':>7}" + "".join(f"{title:>12}" for title in SHOWN))
     for index, row in enumerate(rows):
         case, operation, length = names[index // 2]
         operation = operation if index % 2 else "one piece"
-        cells = "".join(f"{row.get(counter, ''):>11}" for counter in SHOWN.values())
+        numbers = numbers_of(row)
+        cells = "".join(f"{number:12.1f}" for number in numbers.values())
         print(f"{case:12}{operation:10}{int(length) / 1e6:7.1f}{cells}", flush=True)
-        result.append({"case": case, "kernel": operation, "bytes": int(length), "counters": row})
+        result.append({"case": case, "kernel": operation, "bytes": int(length)} | numbers)
     if options.json:
         options.json.write_text(json.dumps({"rows": result}, indent=1) + "\n", encoding="utf-8")
 
