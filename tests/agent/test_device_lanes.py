@@ -256,6 +256,22 @@ def test_slabs_that_are_given_up_wait_for_no_write_of_another_room_that_does_not
     assert not scene.transport.begun[-1].dropped
 
 
+def test_slabs_that_are_given_up_are_answered_at_once_behind_one_that_waits_for_memory() -> None:
+    scene = Scene(slabs=2)
+    jobs = scene.put(*range(6))
+    scene.gathered(0, 1)
+    assert len(scene.transport.begun) == 2
+    for slab in (3, 5):
+        jobs[slab].cancelled = True
+    scene.lanes.drop_given_up()
+    scene.turn()
+    assert scene.outcomes() == [(3, "", True), (5, "", True)]
+    # The others keep their order.
+    for index in (0, 1):
+        scene.wrote(index)
+    assert [copy.job.effect.slab for copy in scene.device.gathers] == [0, 1, 2, 4]
+
+
 def test_what_was_done_is_written_down_when_nothing_waits_and_then_the_lanes_are_idle() -> None:
     scene = Scene()
     scene.put(0, 1)

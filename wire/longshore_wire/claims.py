@@ -159,7 +159,8 @@ def demanded_grid(config: SessionConfig, pair: TargetPair, tokens: tuple[int, in
     """Return how a source cuts what its target has claimed of it, tokens [first, end) of a room.
 
     Raises:
-        RoomError: MALFORMED_MESSAGE: they are not cut so, or into slabs of which the ring does not hold two.
+        RoomError: MALFORMED_MESSAGE: they are not cut so, within opaque pages, into more slabs than any source cuts, or into
+            slabs of which the ring does not hold two.
     """
     first, end = tokens
     if pair.route is None:
@@ -168,6 +169,15 @@ def demanded_grid(config: SessionConfig, pair: TargetPair, tokens: tuple[int, in
     if (cut.slab_tokens, cut.count) != (demand.slab_tokens, demand.slab_count):
         raise RoomError(
             f"cuts [{first}, {end}) into {demand.slab_count} slabs of {demand.slab_tokens}",
+            reason=Reason.MALFORMED_MESSAGE,
+        )
+    if cut.count > SLABS_MAX:
+        raise RoomError(
+            f"slab_count is {cut.count}, and at most {SLABS_MAX} are allowed", reason=Reason.MALFORMED_MESSAGE
+        )
+    if cut.count and pair.route is not None and cut.slab_tokens % pair.route.unit_tokens:
+        raise RoomError(
+            f"slab_tokens is {cut.slab_tokens}, no multiple of the {pair.route.unit_tokens} tokens of a page whose content is opaque",
             reason=Reason.MALFORMED_MESSAGE,
         )
     if cut.count and pair.route is not None and pair.way is Way.STAGED:

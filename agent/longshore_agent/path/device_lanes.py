@@ -132,6 +132,13 @@ class DeviceLanes:
         done, self._done = self._done, []
         return done
 
+    def drop_given_up(self) -> None:
+        """Jobs have been given up: those that wait are answered with the next turn, whatever waits before them."""
+        queued, self._queue = self._queue, deque(job for job in self._queue if not job.cancelled)
+        for job in queued:
+            if job.cancelled:
+                self._drop(job)
+
     def probed(self, job: ProbeJob) -> None:
         """A probe's result has been taken: writes may begin again."""
         self._probes_open.discard(id(job))

@@ -45,6 +45,7 @@ from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.worker.config import WorkerConfig
 from longshore_agent.worker.health import WorkerHealth
+from longshore_agent.worker.heap import WorkerHeap
 from longshore_agent.worker.moving import Mover
 from longshore_agent.worker.pace import WorkerPace
 from longshore_agent.worker.status import WorkerParts, encode_snapshot
@@ -108,6 +109,7 @@ class Worker:
         self.mover = Mover(config, settings, self.metrics, self.spans, self._ask_pool)
         self._pace = WorkerPace(self.mover, self.sessions, time.monotonic_ns())
         self._health = WorkerHealth(settings, self.mover, target)
+        self._heap = WorkerHeap(now_ns)
         self.desk = Desk(config.layout, self.mover.transport, source, target, device=self.mover.device)
         self.desk.prepare, self.desk.admit = self.mover.prepare, self.mover.admit
         self._describe()
@@ -167,6 +169,7 @@ class Worker:
         self._flush(now_ns)
         if self._engine_error:
             self._engine_lost(self._engine_error, now_ns)
+        self._heap.rest(now_ns, busy=any(session.rooms for session in self.sessions.values()))
 
     def _claimed(self, peer: PeerId, key: RoomKey) -> None:
         """A claim has come whose tokens may come later: what its slabs will need is made ready meanwhile."""
@@ -443,6 +446,8 @@ class Worker:
         pools = {number: pool.info(number) for number, pool in self.desk.pools.items()}
         for session in self.sessions.values():
             session.describe(self.mover.transport.metadata(), self.mover.ring_region, pools, self.mover.probe_region)
+        # Transport, kernels and their libraries are loaded by now.
+        self._heap.settle()
 
     def _parts(self) -> WorkerParts:
         return WorkerParts(

@@ -377,6 +377,8 @@ class Mover:
         """Let jobs of a room that have not begun be dropped."""
         for number in self._jobs.get((half, key), ()):
             self._by_id[number].cancelled = True
+        if half is Half.SOURCE and isinstance(self.lanes, DeviceLanes):
+            self.lanes.drop_given_up()
 
     def forget(self, half: Half, key: RoomKey) -> None:
         """A room is released: no job of it is left."""
