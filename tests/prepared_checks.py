@@ -21,11 +21,13 @@ from longshore_agent.kernels.copy_stream import CopyStream
 from longshore_agent.kernels.direct import device_launch
 from longshore_agent.kernels.direct.launch import Side
 from longshore_agent.kernels.direct.triton_kernel import constants
+from longshore_agent.kernels.gather import device_launch as gather_launch
 from longshore_agent.kernels.scatter import device_launch as scatter_launch
 from longshore_agent.kernels.slab import payload_bytes
 from longshore_agent.memory import cuda
 from longshore_agent.memory.pools import KVPool
 from longshore_wire.errors import LongshoreError
+from longshore_wire.trailer import Trailer
 
 CPU = torch.device("cpu")
 DEVICE: Any = SimpleNamespace(index=0, enter=lambda: None)
@@ -187,6 +189,54 @@ def failed_call(call: str, *, direct: bool) -> tuple[str, bool, int, int]:
         return text, busy, count, len(launches)
 
 
+def unmarked_copy(kind: str) -> dict[str, object]:
+    """Queue a gather, scatter or direct copy whose event the driver refuses to record once its kernel is launched.
+
+    Returns:
+        How many launches there were, whether pools were held and the copy was over while the device worked, whether they were
+        unmapped then, the error of a device that fails meanwhile, and all of it after the device has done its work.
+    """
+    _, launches = _played()
+    gather_launch._KERNEL = scatter_launch._KERNEL = device_kernel.DeviceKernel(PlayedKernel())
+    copier: Any = copier_module.DeviceCopier(DEVICE, None, None)
+    copier._lanes, copier._ring = (torch.zeros(1 << 20, dtype=torch.uint8) for _ in range(2))
+    shape = Shape(layers=1)
+    tokens = (0, shape.page_size)
+    chosen = (tokens, range(1), range(shape.heads))
+    ids = page_ids(shape, tokens, 1, repeats=False)
+
+    cuda.Event = _RefusingEvent  # type: ignore[assignment, misc]
+    with opened(shape, seed=1) as near, opened(shape, seed=None) as far:
+        if kind == "direct":
+            sides = [Side(pool, ids, 0, *chosen[1:]) for pool in (near, far)]
+            held, stream, copy = (near, far), copier._directs, copier.direct((sides[0], sides[1]), tokens)
+        elif kind == "gather":
+            trailer = Trailer(1, 0, 0, 0, 0, 1, 1, 1, payload_bytes(near, *chosen))
+            held, stream = (near,), copier._gathers
+            copy = copier.gather(near, (ids, 0), *chosen, 0, trailer)
+        else:
+            held, stream = (far,), copier._scatters
+            copy = copier.scatter(far, (ids, 0), *chosen, 0, payload_bytes(far, *chosen))
+        found: dict[str, object] = {"launches": len(launches)}
+        device = stream.stream = SimpleNamespace(query=lambda: False)
+        found |= {"held": [pool.busy for pool in held], "passed": copy.passed()}
+        found["unmapped"] = [pool.close() for pool in held]
+
+        def fail() -> None:
+            raise RuntimeError("an illegal address")
+
+        device.query = fail
+        try:
+            copy.passed()
+        except LongshoreError as error:
+            found["error"] = f"{type(error).__name__} {error}"
+        device.query = lambda: True
+        found["passed later"] = copy.passed()
+        copy.end()
+        found["unmapped later"] = [pool.wait_closed(0) for pool in held]
+        return found
+
+
 def arguments_of_launches(near: Shape, far: Shape, heads: int) -> tuple[list[object], list[object]]:
     """Copy a room's slabs by launches that are bound to their shapes, and by such as are made for each slab.
 
@@ -270,6 +320,11 @@ class _PlayedEvent:
 
     def record(self, *_: object) -> None:
         pass
+
+
+class _RefusingEvent(_PlayedEvent):
+    def record(self, *_: object) -> None:
+        raise DeviceError("the driver refuses")
 
 
 def _on_device(pool: KVPool) -> KVPool:

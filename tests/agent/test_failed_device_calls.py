@@ -38,6 +38,25 @@ def test_a_failed_call_leaves_no_pool_held_and_nothing_queued(
     assert (launches, launches_later) == (0, 1)
 
 
+@pytest.mark.parametrize("kind", ["gather", "scatter", "direct"])
+def test_a_kernel_whose_event_is_refused_holds_its_pools_until_its_stream_has_passed_it(
+    process: KernelProcess, kind: str
+) -> None:
+    found = process.run("unmarked_copy", kind)
+    pools = 2 if kind == "direct" else 1
+    assert found == {
+        "launches": 1,
+        "held": [True] * pools,
+        "passed": False,
+        "unmapped": [False] * pools,
+        "error": found["error"],
+        "passed later": True,
+        "unmapped later": [True] * pools,
+    }
+    assert found["error"].startswith("DeviceError")
+    assert "an illegal address" in found["error"]
+
+
 @pytest.mark.parametrize("near_closes", [True, False], ids=["source", "target"])
 def test_a_copy_between_pools_one_of_which_has_left_is_refused_and_nothing_is_kept_for_that_one(
     process: KernelProcess, near_closes: bool

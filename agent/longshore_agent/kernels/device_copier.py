@@ -7,6 +7,7 @@ from one slab to the next.
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import NamedTuple
 
@@ -30,6 +31,8 @@ from longshore_agent.memory.pools import KVPool
 from longshore_wire.errors import LongshoreError
 from longshore_wire.trailer import TRAILER_BYTES, Trailer, aligned, slab_bytes
 
+_log = logging.getLogger(__name__)
+
 # Rooms whose page ids stay on the device, half a kilobyte and more each: more than are moved at once. One that was
 # forgotten is copied again, while its slab waits.
 _HELD_LISTS_MAX = 2048
@@ -50,20 +53,24 @@ class _Known(NamedTuple):
     copies: dict[KVPool, dict[tuple[int, ...], BoundCopy]]
 
 
+# What tells that the device has done a copy: an event behind it or, where the driver has refused that, all of its stream.
+Mark = cuda.Event | CopyStream
+
+
 class DeviceCopy:
     """One queued copy. Its pools stay mapped, and its page ids stay, until `end`."""
 
-    __slots__ = ("_copier", "_event", "_held", "_place")
+    __slots__ = ("_copier", "_held", "_mark", "_place")
 
-    def __init__(self, copier: DeviceCopier, event: cuda.Event, place: cuda.HostBytes | None, *held: HeldPages) -> None:
+    def __init__(self, copier: DeviceCopier, mark: Mark, place: cuda.HostBytes | None, *held: HeldPages) -> None:
         self._copier = copier
-        self._event = event
+        self._mark = mark
         self._place = place
         self._held = held
 
     def passed(self) -> bool:
         """Whether the device has done it. Raises DeviceError if the device has failed, which only a new process mends."""
-        return self._event.passed()
+        return self._mark.passed()
 
     def trailer(self) -> bytes:
         """Return the 64 bytes behind a scattered slab, as they were just before the scatter; valid once it has passed."""
@@ -74,7 +81,7 @@ class DeviceCopy:
         """Let everything go, once; the device must have passed it."""
         for held in self._held:
             held.pool.let_go()
-        self._copier.take_back(self._event, self._place)
+        self._copier.take_back(self._mark, self._place)
 
 
 class DeviceCopier:
@@ -171,8 +178,7 @@ class DeviceCopier:
             launch = self._launch(self._lanes, pool, tokens, layers, heads, trailer.payload_bytes)
             event = self._event()
             launch.queue(held.address, page_first, self._lanes.data_ptr() + offset_bytes, gather_words(trailer))
-            event.record(self._gathers.handle)
-            return DeviceCopy(self, event, None, held)
+            return DeviceCopy(self, self._marked(event, self._gathers), None, held)
         except LongshoreError:
             pool.let_go()
             raise
@@ -197,8 +203,7 @@ class DeviceCopier:
             slab = self._ring.data_ptr() + offset_bytes
             place.fill(slab + aligned(slab_payload_bytes), self._scatters.handle)
             launch.queue(held.address, page_first, slab)
-            event.record(self._scatters.handle)
-            return DeviceCopy(self, event, place, held)
+            return DeviceCopy(self, self._marked(event, self._scatters), place, held)
         except LongshoreError:
             pool.let_go()
             raise
@@ -225,16 +230,16 @@ class DeviceCopier:
             copy = self._bound_copy(sides, (near, far), tokens)
             event = self._event()
             copy.queue((near, far), tokens)
-            event.record(self._directs.handle)
-            return DeviceCopy(self, event, None, near, far)
+            return DeviceCopy(self, self._marked(event, self._directs), None, near, far)
         except LongshoreError:
             source.pool.let_go()
             target.pool.let_go()
             raise
 
-    def take_back(self, event: cuda.Event, place: cuda.HostBytes | None) -> None:
+    def take_back(self, mark: Mark, place: cuda.HostBytes | None) -> None:
         """Keep what a copy that has ended used for the next one."""
-        self._events.append(event)
+        if isinstance(mark, cuda.Event):
+            self._events.append(mark)
         if place is not None:
             self._places.append(place)
 
@@ -257,6 +262,16 @@ class DeviceCopier:
     def _event(self) -> cuda.Event:
         # Taken before anything is queued: where there is none, nothing may run of which nobody would learn the end.
         return self._events.pop() if self._events else cuda.Event(self._driver)
+
+    @staticmethod
+    def _marked(event: cuda.Event, stream: CopyStream) -> Mark:
+        """Return what tells that all which was queued on `stream` is done. The launch has happened: nothing fails here."""
+        try:
+            event.record(stream.handle)
+        except DeviceError as error:
+            _log.warning("a copy on %s is over when all of its stream is, as it has no event: %s", stream.device, error)
+            return stream
+        return event
 
     def _place(self) -> cuda.HostBytes:
         return self._places.pop() if self._places else cuda.HostBytes(self._driver, TRAILER_BYTES)
