@@ -6,6 +6,7 @@ Runs in a process of its own, as `kernel_checks`: it imports torch, and replaces
 from __future__ import annotations
 
 import ctypes
+import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -25,12 +26,13 @@ from longshore_agent.kernels.gather import device_launch as gather_launch
 from longshore_agent.kernels.scatter import device_launch as scatter_launch
 from longshore_agent.kernels.slab import payload_bytes
 from longshore_agent.memory import cuda
+from longshore_agent.memory import pools as pools_module
 from longshore_agent.memory.pools import KVPool
 from longshore_wire.errors import LongshoreError
 from longshore_wire.trailer import Trailer
 
 CPU = torch.device("cpu")
-DEVICE: Any = SimpleNamespace(index=0, enter=lambda: None)
+DEVICE: Any = SimpleNamespace(index=0, name="GPU-0", enter=lambda: None)
 
 
 @dataclass
@@ -189,6 +191,43 @@ def failed_call(call: str, *, direct: bool) -> tuple[str, bool, int, int]:
         return text, busy, count, len(launches)
 
 
+def hung_copy(passed_at_s: list[float], closed_at_s: float, asked_at_s: list[float]) -> list[str]:
+    """Queue direct copies at second 100, of which each but the last passes when it is asked, and ask for the last one.
+
+    Args:
+        passed_at_s: when those before it are asked.
+        closed_at_s: when the target's pool is unregistered.
+        asked_at_s: when the last one is asked.
+    Returns:
+        What is heard each time: empty, or an error.
+    """
+    _played()
+    clock = [100.0]
+    copier_module.time = pools_module.time = SimpleNamespace(monotonic=lambda: clock[0])  # type: ignore[assignment]
+    copier = copier_module.DeviceCopier(DEVICE, None, None)
+    shape = Shape(layers=1)
+    tokens = (0, shape.page_size)
+    with opened(shape, seed=1) as source, opened(shape, seed=None) as target:
+        ids = page_ids(shape, tokens, 1, repeats=False)
+        sides = [Side(pool, ids, 0, range(1), range(shape.heads)) for pool in (source, target)]
+        copies: list[Any] = [copier.direct((sides[0], sides[1]), tokens) for _ in (*passed_at_s, None)]
+        copies[-1]._mark.passes = False
+        heard = []
+        for copy, second in [*zip(copies, passed_at_s, strict=False), *((copies[-1], each) for each in asked_at_s)]:
+            if second >= closed_at_s and target.closed_s is None:
+                clock[0] = closed_at_s
+                target.close()
+            clock[0] = second
+            try:
+                heard.append("" if copy.passed() is (copy is not copies[-1]) else "wrong")
+            except LongshoreError as error:
+                heard.append(f"{type(error).__name__} {error}")
+        for copy in copies:
+            copy.end()
+    copier_module.time = pools_module.time = time
+    return heard
+
+
 def unmarked_copy(kind: str) -> dict[str, object]:
     """Queue a gather, scatter or direct copy whose event the driver refuses to record once its kernel is launched.
 
@@ -315,8 +354,13 @@ class _PlayedBytes:
 
 
 class _PlayedEvent:
+    passes = True
+
     def __init__(self, *_: object) -> None:
         pass
+
+    def passed(self) -> bool:
+        return self.passes
 
     def record(self, *_: object) -> None:
         pass

@@ -75,6 +75,24 @@ def test_a_pool_whose_kernels_cannot_be_compiled_is_refused_with_the_reason(proc
         assert "Failed to find C compiler" in error
 
 
+@pytest.mark.parametrize(
+    ("passed_at_s", "closed_at_s", "asked_at_s", "hangs"),
+    [
+        ([], 1000, [101, 104.9, 105], [False, False, True]),
+        ([104, 108], 1000, [108, 112.9, 113], [False, False, True]),
+        ([], 103, [102, 103.9, 104], [False, False, True]),
+        ([103.5, 104], 103, [104.9, 105], [False, True]),
+    ],
+    ids=["alone", "behind others", "left by an engine", "left by an engine, behind others"],
+)
+def test_a_copy_that_never_ends_is_told_to_whoever_asks_for_it(
+    process: KernelProcess, passed_at_s: list[float], closed_at_s: float, asked_at_s: list[float], hangs: list[bool]
+) -> None:
+    heard = process.run("hung_copy", passed_at_s, closed_at_s, asked_at_s)
+    assert [bool(text) for text in heard] == [False] * len(passed_at_s) + hangs
+    assert heard[-1].startswith("DeviceError device GPU-0 has ended no copy for")
+
+
 @pytest.mark.parametrize("stream", ["_gathers", "_scatters", "_directs"])
 def test_a_device_that_does_not_end_its_copies_is_waited_for_no_longer_than_the_limit(
     process: KernelProcess, stream: str

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from longshore_agent.errors import DeviceError
+from longshore_agent.kernels.copy_progress import CopyProgress
 from longshore_agent.kernels.copy_stream import CopyStream
 from longshore_agent.kernels.device_kernel import BoundLaunch
 from longshore_agent.kernels.device_pages import DevicePages
@@ -60,17 +61,31 @@ Mark = cuda.Event | CopyStream
 class DeviceCopy:
     """One queued copy. Its pools stay mapped, and its page ids stay, until `end`."""
 
-    __slots__ = ("_copier", "_held", "_mark", "_place")
+    __slots__ = ("_copier", "_held", "_mark", "_place", "_progress", "_queued_s")
 
-    def __init__(self, copier: DeviceCopier, mark: Mark, place: cuda.HostBytes | None, *held: HeldPages) -> None:
+    def __init__(
+        self,
+        copier: DeviceCopier,
+        mark: Mark,
+        progress: CopyProgress,
+        place: cuda.HostBytes | None,
+        *held: HeldPages,
+    ) -> None:
         self._copier = copier
         self._mark = mark
+        self._progress = progress
         self._place = place
         self._held = held
+        self._queued_s = time.monotonic()
 
     def passed(self) -> bool:
-        """Whether the device has done it. Raises DeviceError if the device has failed, which only a new process mends."""
-        return self._mark.passed()
+        """Whether the device has done it. Raises DeviceError if the device has failed or hangs: only a new process mends that."""
+        passed, now_s = self._mark.passed(), time.monotonic()
+        if passed:
+            self._progress.ended(now_s)
+        else:
+            self._progress.check(now_s, self._queued_s, [held.pool for held in self._held])
+        return passed
 
     def trailer(self) -> bytes:
         """Return the 64 bytes behind a scattered slab, as they were just before the scatter; valid once it has passed."""
@@ -96,6 +111,9 @@ class DeviceCopier:
         torch.cuda.set_device(self._device)
         # Streams of their own, so that none waits for one of another kind that was queued before it.
         self._gathers, self._scatters, self._directs = (CopyStream(self._device) for _ in range(3))
+        self._progress = {
+            stream: CopyProgress(f"device {device.name}") for stream in (self._gathers, self._scatters, self._directs)
+        }
         self._lanes = None if lanes is None else torch.as_tensor(lanes, device=self._device)
         self._ring = None if ring is None else torch.as_tensor(ring, device=self._device)
         self._pools: dict[KVPool, _Known] = {}
@@ -178,7 +196,7 @@ class DeviceCopier:
             launch = self._launch(self._lanes, pool, tokens, layers, heads, trailer.payload_bytes)
             event = self._event()
             launch.queue(held.address, page_first, self._lanes.data_ptr() + offset_bytes, gather_words(trailer))
-            return DeviceCopy(self, self._marked(event, self._gathers), None, held)
+            return self._queued(event, self._gathers, None, held)
         except LongshoreError:
             pool.let_go()
             raise
@@ -203,7 +221,7 @@ class DeviceCopier:
             slab = self._ring.data_ptr() + offset_bytes
             place.fill(slab + aligned(slab_payload_bytes), self._scatters.handle)
             launch.queue(held.address, page_first, slab)
-            return DeviceCopy(self, self._marked(event, self._scatters), place, held)
+            return self._queued(event, self._scatters, place, held)
         except LongshoreError:
             pool.let_go()
             raise
@@ -230,7 +248,7 @@ class DeviceCopier:
             copy = self._bound_copy(sides, (near, far), tokens)
             event = self._event()
             copy.queue((near, far), tokens)
-            return DeviceCopy(self, self._marked(event, self._directs), None, near, far)
+            return self._queued(event, self._directs, None, near, far)
         except LongshoreError:
             source.pool.let_go()
             target.pool.let_go()
@@ -263,15 +281,17 @@ class DeviceCopier:
         # Taken before anything is queued: where there is none, nothing may run of which nobody would learn the end.
         return self._events.pop() if self._events else cuda.Event(self._driver)
 
-    @staticmethod
-    def _marked(event: cuda.Event, stream: CopyStream) -> Mark:
-        """Return what tells that all which was queued on `stream` is done. The launch has happened: nothing fails here."""
+    def _queued(
+        self, event: cuda.Event, stream: CopyStream, place: cuda.HostBytes | None, *held: HeldPages
+    ) -> DeviceCopy:
+        """Return the copy that was launched on `stream` just now. It runs: nothing may fail here, whatever the driver says."""
+        mark: Mark = event
         try:
             event.record(stream.handle)
         except DeviceError as error:
-            _log.warning("a copy on %s is over when all of its stream is, as it has no event: %s", stream.device, error)
-            return stream
-        return event
+            _log.warning("a copy on %s is over when all of its stream is, as it has no event: %s", self._device, error)
+            mark = stream
+        return DeviceCopy(self, mark, self._progress[stream], place, *held)
 
     def _place(self) -> cuda.HostBytes:
         return self._places.pop() if self._places else cuda.HostBytes(self._driver, TRAILER_BYTES)
