@@ -67,10 +67,10 @@ class Scene:
             self.near.pool_given(owner, number, 1, region)
         self.asked.clear()
 
-    def put(self, *slabs: int, name: str = "decode", comes: bool = True) -> list[Any]:
+    def put(self, *slabs: int, name: str = "decode", comes: bool = True, room: int = 1) -> list[Any]:
         jobs: list[Any] = []
         for slab in slabs:
-            effect = effect_of(slab, SLAB_BYTES)
+            effect = effect_of(slab, SLAB_BYTES, room)
             effect.way, effect.peer = Way.DIRECT, owner(name)
             jobs.append(SimpleNamespace(effect=effect, pool=self.pool, neighbour=None, cancelled=False))
             self.near.put(jobs[-1])
@@ -267,6 +267,63 @@ def test_lanes_that_are_stopped_give_the_device_nothing_more_and_let_go_of_what_
     assert len(scene.queued()) == given
     assert sorted(scene.outcomes()) == [(slab, "", True) for slab in range(40)]
     assert not scene.pool.busy
+
+
+def test_a_room_whose_kernel_is_compiled_waits_alone_and_goes_on_in_its_order(scene: Scene) -> None:
+    scene.device.compiling.add(7)
+    scene.put(0, 1, room=7)
+    scene.put(2, 3)
+    assert scene.queued() == [2, 3]
+    assert scene.direct.busy
+    scene.passes(2, 3)
+    assert scene.outcomes() == [(2, "", False), (3, "", False)]
+    # Nothing is on the device, and the thread must look again all the same.
+    assert scene.direct.busy
+    assert not scene.direct.copying
+    scene.device.compiling.clear()
+    scene.turn()
+    scene.put(4)
+    assert scene.queued() == [2, 3, 0, 1, 4]
+    scene.passes(0, 1, 4)
+    assert [slab for slab, _, _ in scene.outcomes()] == [2, 3, 0, 1, 4]
+
+
+def test_a_room_waits_for_its_kernel_while_another_s_is_there(scene: Scene) -> None:
+    scene.device.compiling |= {7, 8}
+    scene.put(0, 1, room=7)
+    scene.put(2, 3, room=8)
+    scene.device.compiling.discard(7)
+    scene.turn()
+    assert scene.queued() == [0, 1]
+    scene.device.compiling.clear()
+    scene.turn()
+    assert scene.queued() == [0, 1, 2, 3]
+
+
+def test_a_room_that_is_given_up_does_not_wait_for_its_kernel(scene: Scene) -> None:
+    scene.device.compiling.add(7)
+    jobs = scene.put(0, 1, 2, room=7)
+    for job in jobs[:2]:
+        job.cancelled = True
+    scene.turn()
+    assert scene.outcomes() == [(0, "", True), (1, "", True)]
+    scene.direct.stop()
+    scene.turn()
+    assert scene.outcomes() == [(0, "", True), (1, "", True), (2, "", True)]
+    assert not scene.device.directs
+
+
+def test_a_kernel_that_cannot_be_compiled_fails_the_slab_that_waits_for_it(scene: Scene) -> None:
+    scene.device.compiling.add(7)
+    scene.put(0, room=7)
+    scene.device.compiling.clear()
+    scene.device.failure = DeviceError("there is no compiler")
+    scene.turn()
+    assert scene.outcomes() == [(0, "there is no compiler", False)]
+    scene.device.failure = None
+    scene.put(1, room=7)
+    scene.passes(1)
+    assert scene.outcomes()[1:] == [(1, "", False)]
 
 
 def test_what_was_done_is_counted_once_and_the_time_of_a_slab_begins_when_the_one_before_it_ends(scene: Scene) -> None:

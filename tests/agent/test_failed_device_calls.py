@@ -75,6 +75,27 @@ def test_a_pool_whose_kernels_cannot_be_compiled_is_refused_with_the_reason(proc
         assert "Failed to find C compiler" in error
 
 
+def test_a_kernel_that_is_compiled_beside_the_thread_that_copies_holds_no_other_copy_up(process: KernelProcess) -> None:
+    assert process.run("compiled_beside", fails=False) == {
+        "first": [None] * 3,
+        "held": False,
+        "meanwhile": 1,
+        "launches": 2,
+        "compiled by the main thread": [False],
+    }
+
+
+def test_a_kernel_that_cannot_be_compiled_beside_is_told_to_its_copy_and_the_next_one_tries_again(
+    process: KernelProcess,
+) -> None:
+    found = process.run("compiled_beside", fails=True)
+    assert found["error"].startswith("DeviceError")
+    assert "no compiler" in found["error"]
+    assert not found["held after it"]
+    assert found["launches"] == 2
+    assert found["compiled by the main thread"] == [False, False]
+
+
 @pytest.mark.parametrize(
     ("passed_at_s", "closed_at_s", "asked_at_s", "hangs"),
     [

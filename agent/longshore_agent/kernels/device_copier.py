@@ -18,7 +18,7 @@ from longshore_agent.kernels.copy_progress import CopyProgress
 from longshore_agent.kernels.copy_stream import CopyStream
 from longshore_agent.kernels.device_kernel import BoundLaunch
 from longshore_agent.kernels.device_pages import DevicePages
-from longshore_agent.kernels.direct.device_launch import BoundCopy, shape_of
+from longshore_agent.kernels.direct.device_launch import BoundCopy, ready, shape_of
 from longshore_agent.kernels.direct.device_launch import prepare as prepare_copies
 from longshore_agent.kernels.direct.launch import Side
 from longshore_agent.kernels.gather.device_launch import bind_gather, gather_words
@@ -226,11 +226,13 @@ class DeviceCopier:
             pool.let_go()
             raise
 
-    def direct(self, sides: tuple[Side, Side], tokens: tuple[int, int]) -> DeviceCopy:
+    def direct(self, sides: tuple[Side, Side], tokens: tuple[int, int]) -> DeviceCopy | None:
         """Queue a copy of tokens [first, end) from a source's pages into those of a target, which are mapped here.
 
         Once it has passed, its bytes are in the target's memory for every later reader: it may be told of them.
 
+        Returns:
+            None: nothing was queued, as its kernel is being compiled beside this thread: ask again.
         Raises:
             PoolError: an engine has let its pages go.
             ShapeError, LongshoreError, DeviceError: as `direct.device_launch.copy_pages`.
@@ -246,13 +248,17 @@ class DeviceCopier:
             raise
         try:
             copy = self._bound_copy(sides, (near, far), tokens)
-            event = self._event()
-            copy.queue((near, far), tokens)
-            return self._queued(event, self._directs, None, near, far)
+            if copy is not None:
+                event = self._event()
+                copy.queue((near, far), tokens)
+                return self._queued(event, self._directs, None, near, far)
         except LongshoreError:
             source.pool.let_go()
             target.pool.let_go()
             raise
+        source.pool.let_go()
+        target.pool.let_go()
+        return None
 
     def take_back(self, mark: Mark, place: cuda.HostBytes | None) -> None:
         """Keep what a copy that has ended used for the next one."""
@@ -316,13 +322,15 @@ class DeviceCopier:
 
     def _bound_copy(
         self, sides: tuple[Side, Side], lists: tuple[HeldPages, HeldPages], tokens: tuple[int, int]
-    ) -> BoundCopy:
-        """Return the direct copy for all slabs of this shape between two pools."""
+    ) -> BoundCopy | None:
+        """Return the direct copy for all slabs of this shape between two pools; None: its kernel is being compiled."""
         near, far = self._known(sides[0].pool), self._known(sides[1].pool)
         copies = far.copies.setdefault(sides[0].pool, {})
         key = shape_of(sides, tokens)
         copy = copies.get(key)
         if copy is None:
+            if not ready(sides, (near.pages, far.pages), lists, tokens, self._directs):
+                return None
             if len(copies) >= _LAUNCHES_MAX:
                 copies.clear()
             copy = copies[key] = BoundCopy(sides, (near.pages, far.pages), lists, tokens, self._directs)
