@@ -100,12 +100,11 @@ def test_a_device_that_hangs_fails_its_rooms_and_readiness_with_the_reason_and_i
     before = place.agent.worker("decode")
     (place.signs / "hold").touch()
     (place.signs / "hangs-decode").touch()
-    for half, engine in ((Half.TARGET, decode), (Half.SOURCE, prefill)):
-        end = engine.client.wait(each.room, half, "prefill", timeout_s=30)
-        assert end.kind is RoomEventKind.FAILED
-        assert HANGS in end.text, (half, end)
-        if half is Half.TARGET:
-            assert end.reason is Reason.WORKER_LOST
+    # Both may use their pages again: the process that could still have touched them is gone.
+    ends = each.ends()
+    assert [(end.half, end.kind) for end in ends] == [(half, RoomEventKind.FAILED) for half in Half]
+    assert all(HANGS in end.text for end in ends), ends
+    assert ends[Half.TARGET].reason is Reason.WORKER_LOST
     said = wait_for(place.unready, what="an agent that is not ready")
     assert said.startswith("WorkerFailed: worker decode/0/0 failed")
     assert HANGS in said
