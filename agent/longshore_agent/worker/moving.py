@@ -40,6 +40,7 @@ from longshore_agent.status.snapshot import LaneStatus
 from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.transports.base import DraftingTransport, Wire
 from longshore_agent.worker.config import WorkerConfig
+from longshore_agent.worker.ending import COPIES_LIMIT_S
 from longshore_agent.worker.near_writes import NearWrites
 from longshore_agent.worker.transport import make_transport
 from longshore_wire.codec import PEER
@@ -52,8 +53,6 @@ from longshore_wire.session import Peer, Session
 from longshore_wire.source_session import SourceSession
 from longshore_wire.target_session import TargetSession
 
-# A GPU that has not ended its last copies after this never will: each takes some milliseconds, also beside a busy engine.
-_COPIES_LIMIT_S = 5.0
 # Large enough that a wire's counters show it, small enough to cost nothing.
 PROBE_BYTES = 1 << 20
 # Over these a control message tells the target that a slab has landed. NIXL's write over shared memory ends only when
@@ -418,7 +417,7 @@ class Mover:
                     lanes.stop()
             for job in self._by_id.values():
                 job.cancelled = True
-            self._stages.wait(_COPIES_LIMIT_S)
+            self._stages.wait(COPIES_LIMIT_S)
             self.drive()
 
     def close(self) -> None:
