@@ -412,9 +412,7 @@ class Worker:
             self._stop_by(now_ns + round(message.limit_s * 1e9))
             self.desk.closing, self.desk.finishes_claimed = "the agent stops", True
         elif isinstance(message, PoolSought):
-            pool = None if message.pool in self.desk.leaving else self.desk.pools.get(message.pool)
-            for answer, descriptor_shown in shown_parts(pool, message):
-                self._link.send(answer, descriptor_shown)
+            self._show_pool(message)
         elif isinstance(message, PoolGiven):
             given = message.region if descriptor is None else descriptor
             self.mover.near.pool_given(message.owner, message.pool, message.count, given)
@@ -426,6 +424,11 @@ class Worker:
 
     def _ask_pool(self, owner: PeerId, number: int) -> None:
         self._link.send(PoolAsked(owner, number))
+
+    def _show_pool(self, message: PoolSought) -> None:
+        pool = None if message.pool in self.desk.leaving else self.desk.pools.get(message.pool)
+        for shown, descriptor in shown_parts(pool, message):
+            self._link.send(shown, descriptor)
 
     def _tell_taken(self) -> None:
         for pool in self.desk.taken:
