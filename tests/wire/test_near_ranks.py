@@ -55,7 +55,7 @@ def cut(way: Way, **settings: int) -> list[int]:
     attach = Attach(1, "d", "D", 9, layout, "Loopback", b"", RegionInfo(0, 1 << 20), (pool,), 1 << 15)
     pair = PairKey(RoomKey("P", 1, 0), 0, 0, 7, 9, "D")
     claim = Claim(pair, 0, 1000, way, page_count=63)
-    grid = claims.grid(config, attach, claim, claims.route(plan(layout, layout), 0, 0))
+    grid = claims.grid(config, attach, claim, claims.route(plan(layout, layout), 0, 0), {})
     return [end - first for first, end in map(grid.tokens, range(grid.count))]
 
 

@@ -9,7 +9,7 @@ from longshore_wire.effects import PeerId, SessionConfig
 from longshore_wire.engine_messages import Endpoint
 from longshore_wire.errors import LayoutError, Reason, RingError, RoomError
 from longshore_wire.layout import Attention
-from longshore_wire.peer_messages import Attach, Claim, Demand, PairKey, RoomKey, TargetMemory
+from longshore_wire.peer_messages import Attach, Claim, Demand, PairKey, PoolInfo, RoomKey, TargetMemory
 from longshore_wire.plan import Pair, Plan, Staging, Way
 from longshore_wire.room import TargetPair
 from longshore_wire.slabs import SlabGrid, slab_limit_bytes, slab_units
@@ -108,9 +108,11 @@ def route(planned: Plan, source_rank: int, target_rank: int) -> Route:
     raise LayoutError(f"decode rank {target_rank} has no pair with prefill rank {source_rank}")
 
 
-def grid(config: SessionConfig, attach: Attach, claim: Claim, found: Route) -> SlabGrid:
+def grid(config: SessionConfig, attach: Attach, claim: Claim, found: Route, sound: dict[int, PoolInfo]) -> SlabGrid:
     """Return how a claim is cut at its source.
 
+    Args:
+        sound: pools of `attach` that fit its layout, by their numbers, as far as claims have found out; this one adds its own.
     Raises:
         RingError: the target has no ring, or its ring is too small for one token (or opaque page) of each writer twice.
         LayoutError: the target's pool cannot hold its layout.
@@ -127,7 +129,7 @@ def grid(config: SessionConfig, attach: Attach, claim: Claim, found: Route) -> S
     check_prefix(claim.first_token, found.pair)
     check_source(claim.way, config.instance, in_place=config.in_place)
     if claim.way in IN_PLACE:
-        _check_in_place(attach, claim)
+        _check_in_place(attach, claim, sound)
         # No buffer holds it: only the time of one write speaks against a large one.
         limit = max(config.slab_bytes_max, found.pair.unit_bytes)
     elif attach.ring is None:
@@ -226,7 +228,7 @@ def check_prefix(first_token: int, pair: Pair) -> None:
         )
 
 
-def _check_in_place(attach: Attach, claim: Claim) -> None:
+def _check_in_place(attach: Attach, claim: Claim, sound: dict[int, PoolInfo]) -> None:
     number, size = claim.pair.key.pool, attach.layout.page_size
     pool = next((pool for pool in attach.pools if pool.pool == number), None)
     if pool is None or len(pool.region_addresses) != len(pool.geometry.region_bytes):
@@ -235,9 +237,14 @@ def _check_in_place(attach: Attach, claim: Claim) -> None:
             "for that: register it first, or use STAGED",
             reason=Reason.UNKNOWN_POOL,
         )
-    pool.geometry.check(attach.layout)
-    if not all(0 <= address < 2**63 for address in pool.region_addresses):
-        raise RoomError(f"pool {number} of decode {attach.instance} is at no address", reason=Reason.MALFORMED_MESSAGE)
+    if sound.get(number) is not pool:
+        # Some hundred planes: half a millisecond, that no later room of this pool waits for.
+        pool.geometry.check(attach.layout)
+        if not all(0 <= address < 2**63 for address in pool.region_addresses):
+            raise RoomError(
+                f"pool {number} of decode {attach.instance} is at no address", reason=Reason.MALFORMED_MESSAGE
+            )
+        sound[number] = pool
     needed = -(-claim.end_token // size) - claim.first_token // size
     if claim.page_count != needed:
         raise RoomError(

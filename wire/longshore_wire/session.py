@@ -69,6 +69,8 @@ class Peer:
     rooms: dict[RoomKey, None] = field(default_factory=dict)  # in the order in which they were opened
     untold: dict[RoomKey, Untold] = field(default_factory=dict)
     trouble: str = ""  # why it was refused or lost the last time, if so
+    # Pools of `attach` whose geometry was found to fit its layout; those of another attachment are other objects.
+    sound_pools: dict[int, PoolInfo] = field(default_factory=dict)
     ways: set[Way] = field(default_factory=set)  # of the pairs that were claimed, since this side knows the peer
 
     @property

@@ -258,7 +258,7 @@ class SourceSession(Session):
             pages = self._parts.add(claim, known.peer)
             if pages is None:
                 return None
-            cut = grid(self.config, known.attach, claim, found)
+            cut = grid(self.config, known.attach, claim, found, known.sound_pools)
         except LongshoreError as error:
             self._send(known.peer, Abort(claim.pair, error.reason, str(error)))
             return None
