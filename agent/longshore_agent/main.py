@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,7 @@ from longshore_agent.status.server import serve
 from longshore_agent.supervisor.loop import Supervisor
 from longshore_agent.transports.loopback_faults import parse_faults
 from longshore_wire.agent_config import AgentConfig, load
+from longshore_wire.crossover import WHOLE_PAGES, Crossover
 from longshore_wire.errors import ConfigError, LongshoreError
 
 # Where others on this machine learn of a running agent: its addresses, as JSON.
@@ -37,6 +39,14 @@ class AgentState(msgspec.Struct):
     http: str
 
 
+@dataclass(slots=True)
+class _Named:
+    """What is in files that settings name, read once: a file may be a pipe, or change."""
+
+    token: str = ""
+    crossover: Crossover = WHOLE_PAGES
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the agent; return its exit status: 2 for a wrong configuration."""
     parser = argparse.ArgumentParser(prog="longshore-agent", description=__doc__)
@@ -44,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     try:
         settings, config = _read(chosen.config)
-        return _serve(settings, config)
+        return _serve(settings, config, _read_named(settings))
     except ConfigError as error:
         for fault in error.faults:
             sys.stderr.write(f"longshore-agent: {fault}\n")
@@ -72,12 +82,16 @@ def _read(path: Path | None) -> tuple[Settings, AgentConfig | None]:
         faults += error.faults
     if faults:
         raise ConfigError(faults)
-    _check_named(settings)
     return settings, config
 
 
-def _check_named(settings: Settings) -> None:
-    """Raise ConfigError with every fault of what settings name: an agent must not be ready that can serve no engine."""
+def _read_named(settings: Settings) -> _Named:
+    """Return what is in the files that settings name.
+
+    Raises:
+        ConfigError: with every fault of them: an agent must not be ready that can serve no engine.
+    """
+    named = _Named()
 
     def keys() -> None:
         if settings.keys_directory:
@@ -86,12 +100,18 @@ def _check_named(settings: Settings) -> None:
     def directory() -> None:
         Path(settings.run_directory).mkdir(mode=0o750, parents=True, exist_ok=True)
 
+    def token() -> None:
+        named.token = _token(settings)
+
+    def table() -> None:
+        named.crossover = crossover_file.load(settings.crossover_file)
+
     faults: list[str] = []
     for name, check in (
         ("run_directory", directory),
         ("keys_directory", keys),
-        ("http_token_file", lambda: _token(settings)),
-        ("crossover_file", lambda: crossover_file.load(settings.crossover_file)),
+        ("http_token_file", token),
+        ("crossover_file", table),
         ("loopback_faults", lambda: parse_faults(settings.loopback_faults)),
     ):
         try:
@@ -104,6 +124,7 @@ def _check_named(settings: Settings) -> None:
             faults.append(str(error))
     if faults:
         raise ConfigError(faults)
+    return named
 
 
 def _token(settings: Settings) -> str:
@@ -116,11 +137,11 @@ def _token(settings: Settings) -> str:
     return found
 
 
-def _serve(settings: Settings, config: AgentConfig | None) -> int:
+def _serve(settings: Settings, config: AgentConfig | None, named: _Named) -> int:
     logging.basicConfig(
         level=settings.log_level.value.upper(), format="%(asctime)s agent %(levelname)s %(message)s", stream=sys.stderr
     )
-    defaults = PlanDefaults.of(settings, crossover_file.load(settings.crossover_file))
+    defaults = PlanDefaults.of(settings, named.crossover)
     supervisor = Supervisor(settings, config)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: supervisor.stop())
@@ -128,7 +149,7 @@ def _serve(settings: Settings, config: AgentConfig | None) -> int:
         create_app(supervisor, Rules.of(settings), defaults),
         settings.bind_host,
         settings.http_port,
-        token=_token(settings),
+        token=named.token,
         certificate_file=settings.http_certificate_file,
         key_file=settings.http_key_file,
     )

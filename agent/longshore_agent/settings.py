@@ -193,10 +193,10 @@ class Settings:
         high=1 << 32,
     )
     gpu_slab_bytes_min: int = _setting(
-        64 * _MIB,
+        96 * _MIB,
         "bytes",
         Role.PREFILL,
-        "The same on a GPU: at 390 GB/s this takes 172 us, and the control work of a slab 130 or more. Half of all lanes' buffers limits "
+        "The same on a GPU: at 390 GB/s this takes 258 us, and the control work of a slab 130 or more. Half of all lanes' buffers limits "
         "it.",
         low=_KIB,
         high=1 << 32,
@@ -229,6 +229,14 @@ class Settings:
         "A slab whose trailer does not match fails its room after this.",
         low=1,
         high=60000,
+    )
+    write_timeout_s: float = _setting(
+        120.0,
+        "seconds",
+        Role.DECODE,
+        "A room fails when a prefill rank has ring memory for tokens that it called ready, and none of them comes for so long.",
+        low=1,
+        high=86400,
     )
     rooms_max: int = _setting(
         16384, "rooms", Role.BOTH, "Open rooms of one worker; more are answered with Busy.", low=1, high=1 << 20
@@ -286,6 +294,11 @@ class Settings:
     def retry_ns(self) -> int:
         """Time before an unanswered message is sent again, in nanoseconds."""
         return self.retry_ms * _MS_NS
+
+    @property
+    def write_timeout_ns(self) -> int:
+        """How long granted ring memory may wait for ready tokens, in nanoseconds."""
+        return round(self.write_timeout_s * _S_NS)
 
     @property
     def trailer_deadline_ns(self) -> int:

@@ -84,18 +84,32 @@ def test_a_manifest_given_in_the_config_files_place_is_told_as_such(refused) -> 
     ],
 )
 def test_what_keeps_the_pages_from_being_served_is_told_by_its_variables(settings, fault, tmp_path) -> None:
-    curve.write(curve.generate(), tmp_path)
-    settings |= {"RUN_DIRECTORY": str(tmp_path / "run"), "KEYS_DIRECTORY": str(tmp_path)}
+    assert fault in _refusal(tmp_path, **settings)
+
+
+def test_a_token_may_come_through_a_pipe_which_can_be_read_only_once(tmp_path) -> None:
+    # It gets as far as to its address, and says nothing of its token.
+    said = _refusal(tmp_path, HTTP_TOKEN_FILE="/dev/stdin", BIND_HOST="203.0.113.9")
+    assert "cannot listen on" in said
+    assert "HTTP_TOKEN_FILE" not in said
+    assert "/dev/stdin" not in said
+
+
+def _refusal(directory: Path, **settings: str) -> str:
+    """Run an agent that has keys, and a token in its standard input; return what it says when it ends with 2."""
+    curve.write(curve.generate(), directory)
+    settings |= {"RUN_DIRECTORY": str(directory / "run"), "KEYS_DIRECTORY": str(directory)}
     ended = subprocess.run(
         [sys.executable, "-m", "longshore_agent.main"],
         env={f"LONGSHORE_{name}": value for name, value in settings.items()} | {"PYTHONPATH": ":".join(sys.path)},
+        input="s3cret\n",
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
     assert ended.returncode == 2
-    assert fault in ended.stderr
+    return ended.stderr
 
 
 def test_a_setting_that_lacks_its_other_half_is_shown_as_empty(refused) -> None:

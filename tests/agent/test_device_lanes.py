@@ -100,6 +100,33 @@ def test_few_gathers_go_ahead_of_the_wire_and_few_writes_are_open() -> None:
     assert len(scene.device.gathers) == len(scene.transport.begun) + ahead
 
 
+def test_a_write_that_is_over_is_told_of_and_the_next_begins_between_the_slabs_of_an_offer() -> None:
+    scene = Scene(slabs=8)
+    scene.put(0, 1)
+    scene.gathered(0)
+    scene.transport.begun[0].state = WriteState.DONE
+    scene.device.gathers[1].done = True
+    scene.put(2)
+    assert scene.transport.begun[0].released, "its target would hear of it only after the last slab is queued"
+    assert scene.transport.begun == scene.transport.drafts[:2]
+
+
+def test_a_hurried_thread_ends_the_oldest_write_and_begins_the_next_but_queues_no_gather() -> None:
+    scene = Scene(slabs=8)
+    scene.put(0, 1, 2, 3)
+    scene.gathered(0)
+    gathers = list(scene.device.gathers)
+    scene.transport.begun[0].state = WriteState.DONE
+    gathers[1].done = True
+    scene.lanes.hurry()
+    assert scene.transport.begun[0].released
+    assert scene.transport.begun == scene.transport.drafts[:2]
+    assert scene.device.gathers == gathers
+    assert scene.outcomes() == []
+    scene.turn()
+    assert scene.outcomes() == [(0, "", False)]
+
+
 def test_memory_of_a_slab_is_another_s_only_after_its_write_has_ended() -> None:
     scene = Scene(slabs=2)
     scene.put(0, 1, 2)
@@ -227,6 +254,22 @@ def test_slabs_that_are_given_up_wait_for_no_write_of_another_room_that_does_not
     scene.wrote(0)
     assert len(scene.transport.begun) == open_count + 1
     assert not scene.transport.begun[-1].dropped
+
+
+def test_slabs_that_are_given_up_are_answered_at_once_behind_one_that_waits_for_memory() -> None:
+    scene = Scene(slabs=2)
+    jobs = scene.put(*range(6))
+    scene.gathered(0, 1)
+    assert len(scene.transport.begun) == 2
+    for slab in (3, 5):
+        jobs[slab].cancelled = True
+    scene.lanes.drop_given_up()
+    scene.turn()
+    assert scene.outcomes() == [(3, "", True), (5, "", True)]
+    # The others keep their order.
+    for index in (0, 1):
+        scene.wrote(index)
+    assert [copy.job.effect.slab for copy in scene.device.gathers] == [0, 1, 2, 4]
 
 
 def test_what_was_done_is_written_down_when_nothing_waits_and_then_the_lanes_are_idle() -> None:

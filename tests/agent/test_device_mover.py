@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_device import FakeDevice, effect_of
+from fake_device import RING, FakeDevice, FakeTransport, effect_of
 from page_shapes import Shape, opened
 
 from longshore_agent.memory.pools import KVPool
@@ -72,7 +72,8 @@ class Whole:
     """A source worker of a GPU without its processes, and a neighbour whose pool is mapped."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, pool: KVPool, mapped: KVPool, **changes: Any) -> None:
-        transport = SimpleNamespace(register=lambda *_: 1, connect=bytes.decode, notifies=True)
+        transport: Any = FakeTransport()
+        transport.register, transport.connect, transport.notifies = (lambda *_: 1), bytes.decode, True
         played: dict[str, object] = {
             "open_device": lambda _: SimpleNamespace(index=0, enter=lambda: None),
             "make_transport": lambda *_: transport,
@@ -87,17 +88,17 @@ class Whole:
         )
         self.asked: list[PeerId] = []
         self.mover = Mover(config, settings, Metrics(), SpanRecorder(10), lambda owner, _: self.asked.append(owner))
-        said = Attach(1, "test", "decode", 9, SHAPE.layout, "NIXL", b"decode", None, (), 1 << 20)
+        said = Attach(1, "test", "decode", 9, SHAPE.layout, "NIXL", b"decode", RING, (), 1 << 20)
         self.mover.connect(Half.SOURCE, PeerAttached(owner("decode"), said))
         self.mover.near._neighbours._pools[owner("decode"), 0] = mapped
         self.core = Core()
         self.pool = pool
         self.stages: Any = self.mover._stages
 
-    def start(self, *slabs: int) -> None:
+    def start(self, *slabs: int, way: Way = Way.DIRECT, room: int = 1) -> None:
         for slab in slabs:
-            effect = effect_of(slab, SLAB_BYTES)
-            effect.way = Way.DIRECT
+            effect = effect_of(slab, SLAB_BYTES, room)
+            effect.way = way
             key = effect.pair.key
             desk: Any = SimpleNamespace(
                 pools={0: SimpleNamespace(pages=self.pool)},
@@ -144,6 +145,17 @@ def test_a_worker_that_ends_waits_for_its_kernels_and_then_holds_no_page(whole: 
     assert len(whole.stages.directs) == given
     assert whole.pool.wait_closed(0)
     assert mapped.wait_closed(0)
+
+
+def test_a_room_that_is_given_up_is_answered_though_slabs_of_another_wait_before_it(whole: Whole) -> None:
+    whole.start(*range(200), way=Way.STAGED)
+    begun = len(whole.stages.gathers)
+    whole.start(500, 501, way=Way.STAGED, room=2)
+    whole.mover.cancel(Half.SOURCE, effect_of(500, SLAB_BYTES, 2).pair.key)
+    assert whole.mover.drive()
+    whole.mover.take_results(Half.SOURCE, whole.core, 0)
+    assert whole.core.told == [(500, 0), (501, 0)]
+    assert len(whole.stages.gathers) == begun
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,13 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from left_behind import marked
 
 from longshore_cli.demo.compare import check_bytes, check_control, check_digests, check_tokens, whole_rows
-from longshore_cli.demo.counts import Counts, PairResult, Transfer
+from longshore_cli.demo.counts import Counts, PairResult, Transfer, wires_of
 from longshore_cli.demo.errors import DifferenceError
 from longshore_cli.demo.prompts import Request
 from longshore_cli.demo.table import rendered
@@ -166,6 +167,19 @@ def test_other_tokens_fail_and_so_does_a_control_that_changes_nothing() -> None:
         check_tokens(7, [1, 3], (1, 2))
     with pytest.raises(DifferenceError, match="proves nothing"):
         check_control(7, [1, 2], (1, 2))
+
+
+def test_what_was_copied_directly_went_over_no_wire_whatever_a_probe_said_of_one() -> None:
+    def worker(name: str, wire: str, *ways: str) -> dict[str, Any]:
+        return {"worker": name, "peers": [{"wire": wire, "ways": list(ways)}]}
+
+    assert wires_of([worker("decode-1/0/0", "Unknown", "direct")], "decode-1") == ()
+    assert wires_of([worker("decode-1/0/0", "NVLink", "direct")], "decode-1") == ()
+    status = [worker("decode-1/0/0", "Unknown", "staged"), worker("decode-1/0/1", "NVLink", "direct", "staged")]
+    assert wires_of([*status, worker("decode-11/0/0", "TCP", "staged")], "decode-1") == ("NVLink", "Unknown")
+    direct = Transfer("direct", 6, Counts(10, 10, 0), 2_000_000_000, (1.0,), ())
+    lines = rendered([PairResult("TP4 -> TP1", "Mooncake", (direct,), (3,), (0.2,), 1, 1)]).splitlines()
+    assert lines[2].split()[-1] == "none"
 
 
 def test_the_table_shows_rates_of_the_middle_time_and_the_speed_against_slices() -> None:

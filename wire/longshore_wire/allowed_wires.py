@@ -70,9 +70,9 @@ class AllowedWires:
         return ", ".join(sorted(self.names))
 
 
-def needs_wire(ways: Collection[Way]) -> bool:
-    """Whether a transport serves a peer with which rooms have gone these ways so far; none yet: it will."""
-    return set(ways) != {Way.DIRECT}
+def needs_wire(ways: Collection[str]) -> bool:
+    """Whether a transport serves a peer with which rooms have gone these ways so far, as status names them; none yet: it may."""
+    return set(ways) != {Way.DIRECT.name.lower()}
 
 
 def _name(peer: PeerId) -> str:

@@ -45,6 +45,7 @@ class SessionConfig:
     retry_ns: int = SECOND_NS // 5
     heartbeat_ns: int = SECOND_NS
     peer_timeout_ns: int = 5 * SECOND_NS
+    write_timeout_ns: int = 120 * SECOND_NS  # ring memory that is granted for ready tokens waits so long for bytes
     rooms_max: int = 16_384
     ended_rooms_max: int = 65_536
     force_way: Way | None = None  # for benchmarks and tests; None: what the plan says

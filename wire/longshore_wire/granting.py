@@ -3,6 +3,10 @@
 Held by the target session. A grant is one slab's region. A claim of tokens reserves nothing: slabs whose tokens are
 ready come first, and a room whose tokens are still being computed holds one window or half its share at most, and only of
 a ring of which half stays free.
+
+What is ready is a source's word, and costs others no more than time: of a room it is worth one share of the ring, and where
+nothing lands for `write_timeout_ns` in memory that was granted on it, the session fails the room. A source that then does
+not confirm keeps the memory in quarantine, above a quarter of the ring until the worker is replaced.
 """
 
 from __future__ import annotations
@@ -30,6 +34,10 @@ class Granter:
         self._turns: deque[PeerId] = deque()
         self._queues: dict[PeerId, deque[TargetPair]] = {}
         self._hopeless: list[RoomKey] = []
+        self._hopeless_since_ns: int | None = None
+        self._hopeless_patience_ns = config.peer_timeout_ns
+        self._write_timeout_ns = config.write_timeout_ns
+        self._absent_ns = 0
         self._blocked = False
         self._slab_bytes_max = 0
         self.credit_waits = 0
@@ -106,10 +114,29 @@ class Granter:
         region = pair.regions[slab]
         return Grant(pair.pair, slab, region.offset_bytes, region.length_bytes, region.generation, self.watermark)
 
-    def take_hopeless(self) -> list[RoomKey]:
-        """Return rooms that wait although nothing but quarantined memory is in use."""
-        hopeless, self._hopeless = self._hopeless, []
-        return hopeless
+    def take_hopeless(self, now_ns: int) -> list[RoomKey]:
+        """Return rooms that wait for memory which stays in quarantine; that of writers that still answer comes back soon."""
+        waiting, self._hopeless = self._hopeless, []
+        if not waiting:
+            self._hopeless_since_ns = None
+            return []
+        if self._hopeless_since_ns is None:
+            self._hopeless_since_ns = now_ns
+        return waiting if now_ns - self._hopeless_since_ns >= self._hopeless_patience_ns else []
+
+    def was_absent(self, late_ns: int) -> None:
+        """Nobody listened for `late_ns`: no writer has been slow for that long."""
+        self._absent_ns += late_ns
+
+    def owes(self, pair: TargetPair, now_ns: int, *, landed: bool = False) -> None:
+        """Note since when a pair's writer owes bytes: after a grant, after more is ready, and after a slab has `landed`."""
+        if landed or pair.owed_since_ns is None:
+            pair.owed_since_ns = now_ns - self._absent_ns if pair.owes_bytes else None
+
+    def overdue(self, pair: TargetPair, now_ns: int) -> bool:
+        """Whether a pair's writer has owed bytes for too long."""
+        since_ns = pair.owed_since_ns
+        return since_ns is not None and now_ns - self._absent_ns - since_ns >= self._write_timeout_ns
 
     def free(self, room: TargetRoom, pair: TargetPair, slab: int) -> None:
         """A slab has been scattered, or dropped after it had landed."""

@@ -153,6 +153,7 @@ class TargetPair:
     done_count: int = 0
     draining_count: int = 0
     total_tokens: int = -1
+    owed_since_ns: int | None = None  # nothing has landed since then in memory that was granted for ready tokens
     queued: bool = False
     attempts: int = 0
     aborting: bool = False
@@ -166,6 +167,11 @@ class TargetPair:
         self.done_count += (after is TargetSlab.DONE) - (before is TargetSlab.DONE)
         self.draining_count += (after is TargetSlab.DRAINING) - (before is TargetSlab.DRAINING)
         return after
+
+    @property
+    def owes_bytes(self) -> bool:
+        """Whether its writer has memory of ours for tokens that are ready, and they have not come."""
+        return any(slab < self.ready_count and self.states[slab] is TargetSlab.GRANTED for slab in self.regions)
 
     @property
     def expects_bytes(self) -> bool:

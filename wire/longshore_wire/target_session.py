@@ -51,7 +51,6 @@ class TargetSession(TargetPeers):
         self.rooms: dict[RoomKey, TargetRoom] = {}
         self.granter = Granter(config)
         self.in_place_count = 0
-        self._hopeless_since_ns: int | None = None
 
     # -- the engine ------------------------------------------------------------------------------------------------
 
@@ -104,6 +103,11 @@ class TargetSession(TargetPeers):
         room = self.rooms.get(key)
         if room is not None:
             self._fail(room, reason, text, now_ns)
+
+    def was_absent(self, late_ns: int, now_ns: int) -> None:
+        """See `Session`: nor for a writer's slowness."""
+        super().was_absent(late_ns, now_ns)
+        self.granter.was_absent(late_ns)
 
     def fail_claimed(self, reason: Reason, text: str, now_ns: int) -> None:
         """Give up every room: each has pieces on sibling ranks."""
@@ -217,6 +221,7 @@ class TargetSession(TargetPeers):
             return
         pair.ready_count = max(pair.ready_count, min(demand.ready_count, demand.slab_count))
         self._learn_total(room, pair, demand.total_tokens, now_ns)
+        self.granter.owes(pair, now_ns)
         pair.attempts = 0
         if not room.failed:
             self.granter.want(pair)
@@ -263,7 +268,7 @@ class TargetSession(TargetPeers):
             self._stale(ready)
             self._ack(pair, ready.slab, ready.generation)
         elif state is TargetSlab.GRANTED and pair.regions[ready.slab].generation == ready.generation:
-            self._land(room, pair, ready)
+            self._land(room, pair, ready, now_ns)
         elif state is TargetSlab.WANTED and pair.way is not Way.STAGED and ready.generation == 0:
             pair.step(ready.slab, TargetEvent.PLACE)
             room.bytes_moved += ready.payload_bytes
@@ -274,7 +279,7 @@ class TargetSession(TargetPeers):
         else:
             self._stale(ready)
 
-    def _land(self, room: TargetRoom, pair: TargetPair, ready: SlabReady) -> None:
+    def _land(self, room: TargetRoom, pair: TargetPair, ready: SlabReady, now_ns: int) -> None:
         assert pair.route is not None
         assert pair.grid is not None
         tokens = pair.grid.tokens(ready.slab)
@@ -283,6 +288,7 @@ class TargetSession(TargetPeers):
             self._stale(ready)
             return
         pair.step(ready.slab, TargetEvent.LAND)
+        self.granter.owes(pair, now_ns, landed=True)
         pair.attempts = 0
         region = pair.regions[ready.slab]
         self._effect(
@@ -385,26 +391,25 @@ class TargetSession(TargetPeers):
         """Send the grants that free memory allows, and watch for their answers."""
         for room_key, pair, grant in self.granter.grants(self.rooms):
             self._send(pair.peer, grant)
+            self.granter.owes(pair, now_ns)
             self._watch(self.rooms[room_key], pair, now_ns)
-        for key in self._hopeless(now_ns):
+        for key in self.granter.take_hopeless(now_ns):
             room = self.rooms.get(key)
             if room is not None:
                 text = f"{self.granter.ring.held_bytes} bytes of the ring are quarantined: no slab of this room fits"
                 self._fail(room, Reason.RING_TOO_SMALL, text, now_ns)
 
-    def _hopeless(self, now_ns: int) -> list[RoomKey]:
-        """Return rooms that wait for memory which stays in quarantine; that of writers that still answer comes back soon."""
-        waiting = self.granter.take_hopeless()
-        if not waiting:
-            self._hopeless_since_ns = None
-            return []
-        if self._hopeless_since_ns is None:
-            self._hopeless_since_ns = now_ns
-        return waiting if now_ns - self._hopeless_since_ns >= self.config.peer_timeout_ns else []
-
     def _watch(self, room: TargetRoom, pair: TargetPair, now_ns: int) -> None:
-        if pair.told and not pair.complete and not room.failed:
+        if not self._overdue(room, pair, now_ns) and pair.told and not pair.complete and not room.failed:
             self._timers.set((room.key, pair.peer), now_ns + backoff_ns(self.config.retry_ns, pair.attempts))
+
+    def _overdue(self, room: TargetRoom, pair: TargetPair, now_ns: int) -> bool:
+        """Fail a room whose writer has had memory for too long; return whether it has."""
+        overdue = self.granter.overdue(pair, now_ns)
+        if overdue:
+            text = f"{prefill_name(pair.peer)} has ring memory for ready tokens and brought nothing for {self.config.write_timeout_ns / 1e9:g} s"
+            self._fail(room, Reason.TRANSFER_FAILED, text, now_ns)
+        return overdue
 
     def _repeat(self, key: RoomKey, peer: PeerId, now_ns: int) -> None:
         room = self.rooms.get(key)
@@ -420,7 +425,7 @@ class TargetSession(TargetPeers):
             self.counters["retries"] += 1
             self._send_claim(room, pair, now_ns)
             return
-        elif pair.complete:
+        elif pair.complete or self._overdue(room, pair, now_ns):
             return
         else:
             for slab in sorted(pair.regions):

@@ -69,6 +69,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
             retry_ns=settings.retry_ns,
             heartbeat_ns=settings.heartbeat_ns,
             peer_timeout_ns=settings.peer_timeout_ns,
+            write_timeout_ns=settings.write_timeout_ns,
             rooms_max=settings.rooms_max,
             ended_rooms_max=settings.ended_rooms_max,
             force_way=settings.force_way,

@@ -26,7 +26,6 @@ from longshore_agent.control.node_link import (
     PoolFree,
     PoolGiven,
     PoolGone,
-    PoolShown,
     PoolSought,
     PoolTaken,
     PoolUnmapped,
@@ -47,7 +46,9 @@ from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.worker import ending
 from longshore_agent.worker.config import WorkerConfig
 from longshore_agent.worker.health import WorkerHealth
+from longshore_agent.worker.heap import WorkerHeap
 from longshore_agent.worker.moving import Mover
+from longshore_agent.worker.near_writes import shown_parts
 from longshore_agent.worker.pace import WorkerPace
 from longshore_agent.worker.status import WorkerParts, encode_snapshot
 from longshore_wire.effects import (
@@ -107,6 +108,7 @@ class Worker:
         self.mover = Mover(config, settings, self.metrics, self.spans, self._ask_pool)
         self._pace = WorkerPace(self.mover, self.sessions, time.monotonic_ns())
         self._health = WorkerHealth(settings, self.mover, target)
+        self._heap = WorkerHeap(now_ns)
         self.desk = Desk(config.layout, self.mover.transport, source, target, device=self.mover.device)
         self.desk.prepare, self.desk.admit = self.mover.prepare, self.mover.admit
         self._describe()
@@ -141,19 +143,22 @@ class Worker:
         ended = not self._failure and self.mover.drive()
         if ready or ended:
             self._pace.news()
+        if self._take_notices(now_ns):
+            # What has landed waits for its scatter: before anybody hears of others.
+            self._flush(now_ns)
         if not ready and not ended and now_ns < self._due_ns and not self._owes_words():
             # Nobody has said anything and nothing is due: this turn is for bytes alone, many times a second.
-            if self._take_notices(now_ns):
-                self._flush(now_ns)
             return
         if ended:
             # Who waits for those bytes, perhaps at another GPU, is told before anything else is done here.
             self._take_results(now_ns)
+            self.mover.hurry()
         for message, descriptor in self._link.receive() if self._link.fileno() in ready else ():
             self._obey(message, descriptor, now_ns)
         for half, peer, peer_message in self.net.receive(ready):
             if half in self.sessions:
                 self.sessions[half].receive(peer, peer_message, now_ns)
+                self.mover.hurry()
                 if isinstance(peer_message, Claim):
                     self._claimed(peer, peer_message.pair.key)
         for gone in self._knocker.refused():
@@ -164,13 +169,13 @@ class Worker:
         self._take_results(now_ns)
         if self._stop_ns is None:
             self._check_health(now_ns)
-        self._take_notices(now_ns)
         self._serve_engine(ready, now_ns)
         for session in self.sessions.values():
             session.tick(now_ns)
         self._flush(now_ns)
         if self._engine_error:
             self._engine_lost(self._engine_error, now_ns)
+        self._heap.rest(now_ns, busy=any(session.rooms for session in self.sessions.values()))
 
     def _claimed(self, peer: PeerId, key: RoomKey) -> None:
         """A claim has come whose tokens may come later: what its slabs will need is made ready meanwhile."""
@@ -200,6 +205,7 @@ class Worker:
                     self._apply(half, session, effect, now_ns)
                 for peer, message in session.take_outbox():
                     self.net.send(half, peer, message)
+                self.mover.hurry()
                 for effect in effects[first + 1 :]:
                     self._apply(half, session, effect, now_ns)
         # Only now: what was to be said to them has been sent.
@@ -419,23 +425,17 @@ class Worker:
     def _ask_pool(self, owner: PeerId, number: int) -> None:
         self._link.send(PoolAsked(owner, number))
 
+    def _show_pool(self, message: PoolSought) -> None:
+        pool = None if message.pool in self.desk.leaving else self.desk.pools.get(message.pool)
+        for shown, descriptor in shown_parts(pool, message):
+            self._link.send(shown, descriptor)
+
     def _tell_taken(self) -> None:
         for pool in self.desk.taken:
             self._link.send(PoolTaken(pool))
         self.desk.taken.clear()
         for owner, pool in self.mover.near.take_unmapped():
             self._link.send(PoolUnmapped(owner, pool))
-
-    def _show_pool(self, message: PoolSought) -> None:
-        """Give the regions of a pool to a worker of this node that will write its pages."""
-        pool = self.desk.pools.get(message.pool) if message.pool not in self.desk.leaving else None
-        if pool is None:
-            self._link.send(PoolShown(message.asker, message.pool, 0))
-            return
-        pool.shown = True
-        for part in pool.parts:
-            region, descriptor = (None, part) if isinstance(part, int) else (part, None)
-            self._link.send(PoolShown(message.asker, message.pool, len(pool.parts), region), descriptor)
 
     def _adopt(self, descriptor: int, now_ns: int) -> None:
         try:
@@ -466,6 +466,8 @@ class Worker:
         pools = {number: pool.info(number) for number, pool in self.desk.pools.items()}
         for session in self.sessions.values():
             session.describe(self.mover.transport.metadata(), self.mover.ring_region, pools, self.mover.probe_region)
+        # Transport, kernels and their libraries are loaded by now.
+        self._heap.settle()
 
     def _parts(self) -> WorkerParts:
         return WorkerParts(

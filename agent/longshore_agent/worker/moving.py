@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import cast
 
-from longshore_agent.errors import TransportError
 from longshore_agent.kernels import rows
 from longshore_agent.memory.cuda import Device, open_device
 from longshore_agent.memory.device_memory import DeviceStagingBuffer
@@ -39,13 +38,11 @@ from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.snapshot import LaneStatus
 from longshore_agent.status.spans import SpanRecorder
-from longshore_agent.transports import create
-from longshore_agent.transports.base import DraftingTransport, PreparingTransport, Wire
-from longshore_agent.transports.loopback_faults import parse_faults
+from longshore_agent.transports.base import DraftingTransport, Wire
 from longshore_agent.worker.config import WorkerConfig
 from longshore_agent.worker.ending import COPIES_LIMIT_S
 from longshore_agent.worker.near_writes import NearWrites
-from longshore_wire.agent_config import Backend
+from longshore_agent.worker.transport import make_transport
 from longshore_wire.codec import PEER
 from longshore_wire.effects import PeerAttached, PeerId, StartScatter, StartWrite
 from longshore_wire.engine_messages import Half
@@ -69,27 +66,8 @@ DRIVEN_WIRES = frozenset({Wire.TCP.value})
 _Address = tuple[Half, PeerId]
 
 
-def make_transport(settings: Settings, name: str, device: Device | None = None) -> PreparingTransport:
-    """Make the transport that the settings ask for, for memory of `device`. Raises TransportError."""
-    if device is not None:
-        return _make_device_transport(settings, name, device)
-    if settings.backend is Backend.LOOPBACK and settings.loopback_faults:
-        return create(settings.backend.value, name, faults=parse_faults(settings.loopback_faults))
-    if settings.backend is Backend.MOONCAKE:
-        return create(settings.backend.value, name, host=settings.bind_host)
-    return create(settings.backend.value, name)
-
-
-def _make_device_transport(settings: Settings, name: str, device: Device) -> PreparingTransport:
-    backend, known = settings.backend, {"device_index": device.index, "device": device.name}
-    if backend is Backend.MOONCAKE:
-        return create(backend.value, name, host=settings.bind_host, enter=device.enter, **known)
-    if backend is not Backend.NIXL:
-        raise TransportError(
-            f"backend is {backend.value}: memory of a GPU is moved by NIXL or Mooncake, choose one of them",
-            reason=Reason.UNSUPPORTED,
-        )
-    return create(backend.value, name, **known)
+def _nothing() -> None:
+    """Nothing is under way that could be hurried."""
 
 
 def _over_wire(session: SourceSession, peer: PeerId) -> list[RoomKey]:
@@ -114,6 +92,7 @@ class Mover:
         self.results = Results()
         self.unsettled = False
         self.counters: Counter[str] = Counter()
+        self.hurry: Callable[[], None] = _nothing  # `DeviceLanes.hurry` of a GPU's source
         self._spans = spans
         self._allowed = settings.allowed_wires
         layout = config.layout
@@ -225,6 +204,7 @@ class Mover:
                 probe_address=self._probe.address + PROBE_BYTES,
                 enter=device.enter,
             )
+            self.hurry = self.lanes.hurry
             self._direct = DeviceDirectLanes(settings.lane_count, stages, self.metrics, self._spans)
         if ring is not None:
             self.ring_region = RegionInfo(ring.address, ring.length_bytes)
@@ -396,6 +376,8 @@ class Mover:
         """Let jobs of a room that have not begun be dropped."""
         for number in self._jobs.get((half, key), ()):
             self._by_id[number].cancelled = True
+        if half is Half.SOURCE and isinstance(self.lanes, DeviceLanes):
+            self.lanes.drop_given_up()
 
     def forget(self, half: Half, key: RoomKey) -> None:
         """A room is released: no job of it is left."""

@@ -6,12 +6,14 @@ Used by `moving` and by the worker, in the control thread. On a CPU the lanes co
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
+from longshore_agent.control.node_link import PoolShown, PoolSought
 from longshore_agent.errors import PoolError
 from longshore_agent.memory.cuda import Device
 from longshore_agent.memory.neighbours import ALL_POOLS, Neighbours, Part, close_parts
 from longshore_agent.memory.pools import KVPool
+from longshore_agent.path.admit import Pool
 from longshore_agent.path.jobs import Results, WriteJob, WriteResult
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Half
@@ -20,6 +22,17 @@ from longshore_wire.peer_messages import Attach
 
 # Claims whose pages are remembered until their pool is mapped; pages of more than these are copied with their first slab.
 _EXPECTED_MAX = 64
+
+
+def shown_parts(pool: Pool | None, sought: PoolSought) -> Iterator[tuple[PoolShown, int | None]]:
+    """Give the regions of a pool, each with its file descriptor if it has one, to a worker of this node that will write its pages."""
+    if pool is None:
+        yield PoolShown(sought.asker, sought.pool, 0), None
+        return
+    pool.shown = True
+    for part in pool.parts:
+        region, descriptor = (None, part) if isinstance(part, int) else (part, None)
+        yield PoolShown(sought.asker, sought.pool, len(pool.parts), region), descriptor
 
 
 class NearWrites:

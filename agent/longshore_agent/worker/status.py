@@ -41,7 +41,6 @@ from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason
 from longshore_wire.names import UNKNOWN_WIRE
 from longshore_wire.peer_messages import RoomKey
-from longshore_wire.plan import Way
 from longshore_wire.room import SourcePair, SourceRoom, TargetPair, TargetRoom
 from longshore_wire.session import Ended, Peer, PeerState, Session
 from longshore_wire.target_session import TargetSession
@@ -141,13 +140,13 @@ def _peers(worker: WorkerParts) -> Iterable[PeerStatus]:
                 _wire(worker, half, peer),
                 str(peer.epoch),
                 error=_trouble(worker, half, peer),
-                ways=tuple(sorted(way.name.lower() for way in peer.ways)),
+                ways=_ways(peer),
             )
 
 
 def _count_wires(metrics: Metrics, peers: Sequence[PeerStatus]) -> None:
     attached = peer_state(PeerState.ATTACHED)
-    served = [peer for peer in peers if peer.state == attached and peer.ways != (Way.DIRECT.name.lower(),)]
+    served = [peer for peer in peers if peer.state == attached and needs_wire(peer.ways)]
     # A wire's name that a peer has told may be any text.
     counts = Counter(peer.wire if peer.wire in WIRES else UNKNOWN_WIRE for peer in served)
     for wire in WIRES:
@@ -158,7 +157,11 @@ def _count_wires(metrics: Metrics, peers: Sequence[PeerStatus]) -> None:
 def _trouble(worker: WorkerParts, half: Half, peer: Peer) -> str:
     if peer.state in (PeerState.REFUSED, PeerState.LOST):
         return peer.trouble
-    return worker.mover.wire_fault(half, peer) if needs_wire(peer.ways) else ""
+    return worker.mover.wire_fault(half, peer) if needs_wire(_ways(peer)) else ""
+
+
+def _ways(peer: Peer) -> tuple[str, ...]:
+    return tuple(sorted(way.name.lower() for way in peer.ways))
 
 
 def _wire(worker: WorkerParts, half: Half, peer: Peer) -> str:

@@ -6,6 +6,7 @@ is what engines of one agent do: its decode engine registers at the prefill agen
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -316,6 +317,9 @@ def open_scenes(
         for index, (course, agent) in enumerate(zip(courses, decodes, strict=True)):
             target = stage.engine(f"decode-{index}", agent, target_pages[course.target_tp], Half.TARGET)
             scenes.append(Scene(course, sources[course.source_tp], target, content))
+        # A look through all that is loaded, for garbage in cycles, takes 100 ms with torch: no room should wait for one.
+        gc.collect()
+        gc.freeze()
         yield scenes
 
 

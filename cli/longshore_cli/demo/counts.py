@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from longshore_cli.metrics_page import MetricsPage
+from longshore_wire.allowed_wires import needs_wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class Transfer:
 
     Attributes:
         seconds: from the first accepted send to the last DONE, of each time.
-        wires: what the bytes travelled over, as the agents found out.
+        wires: what the bytes travelled over, as the agents found out; empty: none, as one agent's engines copied directly.
     """
 
     way: str
@@ -74,6 +77,16 @@ class PairResult:
     lane_shares: tuple[float, ...]
     bytes_compared: int
     tokens_compared: int
+
+
+def wires_of(workers: Sequence[dict[str, Any]], instance: str) -> tuple[str, ...]:
+    """Return the wires of an instance's workers to peers that a transport serves; of the others a probe may know one, which nothing used.
+
+    Args:
+        workers: as `/v1/status` lists them.
+    """
+    mine = [worker for worker in workers if worker["worker"].startswith(f"{instance}/")]
+    return tuple(sorted({peer["wire"] for worker in mine for peer in worker["peers"] if needs_wire(peer["ways"])}))
 
 
 def of_instance(page: MetricsPage, instance: str, name: str, **labels: str) -> float:

@@ -17,7 +17,7 @@ import msgspec
 
 from longshore_cli.demo import compare
 from longshore_cli.demo.cluster import DIRECT, PAGE_SIZE, SLICES, STAGED, Agents, Engines
-from longshore_cli.demo.counts import Counts, PairResult, Transfer, lane_shares, ring_rounds
+from longshore_cli.demo.counts import Counts, PairResult, Transfer, lane_shares, ring_rounds, wires_of
 from longshore_cli.demo.errors import DifferenceError
 from longshore_cli.demo.progress import Progress
 from longshore_cli.demo.prompts import Request
@@ -239,7 +239,7 @@ class PairRun:
                 "reach each other's memory; name others, or one"
             )
         counts = Counts(total.slabs // rounds, total.writes // rounds, total.pieces // rounds)
-        wires = self._wires(way)
+        wires = wires_of(self._agents.decode[way].status()["workers"], self._engines.decode_instances[way])
         return Transfer(way, len(rooms), counts, moved[0], tuple(seconds), wires)
 
     def _move(self, rooms: Sequence[Room], way: str) -> tuple[float, int]:
@@ -272,11 +272,6 @@ class PairRun:
 
     def _counted(self, way: str) -> Counts:
         return Counts.of(self._agents.prefill.metrics(), self._engines.prefill_instance, way)
-
-    def _wires(self, way: str) -> tuple[str, ...]:
-        workers = self._agents.decode[way].status()["workers"]
-        mine = [worker for worker in workers if worker["worker"].startswith(f"{self._engines.decode_instances[way]}/")]
-        return tuple(sorted({peer["wire"] for worker in mine for peer in worker["peers"]}))
 
     # -- both ------------------------------------------------------------------------------------------------------
 

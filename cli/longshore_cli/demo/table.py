@@ -68,5 +68,5 @@ def _row(result: PairResult, transfer: Transfer, speed: float | None) -> tuple[s
         f"{transfer.median_s:.3f}",
         f"{transfer.rate:.2f}",
         "-" if speed is None else f"{speed:.1f}x",
-        ", ".join(transfer.wires),
+        ", ".join(transfer.wires) or "none",
     )

@@ -13,7 +13,7 @@ from longshore_operator.observe import Agent
 from longshore_operator.reasons import ConditionType
 from longshore_operator.reports import Peer, Worker
 from longshore_wire.agent_config import AgentConfig
-from longshore_wire.allowed_wires import AllowedWires
+from longshore_wire.allowed_wires import AllowedWires, needs_wire
 
 _ENGINES = ConditionType.ENGINES_CONNECTED
 _PEERS = ConditionType.PEERS_CONNECTED
@@ -23,8 +23,6 @@ PREFILL, DECODE = "source", "target"
 _ROLE_NAMES = {PREFILL: "prefill", DECODE: "decode"}
 # What an agent calls a wire that it has not found out.
 _WIRES_NOT_FOUND = frozenset({"", "Unknown", "unknown"})
-# What it calls the way between engines of its own, on which no transport takes part.
-_DIRECT = "direct"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,7 @@ class Connections:
         found = {
             peer.wire
             for _, worker, peer in self.peers
-            if _known(peer) and _uses_wire(peer) and any(half in engine.roles for engine in worker.engines)
+            if _known(peer) and needs_wire(peer.ways) and any(half in engine.roles for engine in worker.engines)
         }
         return ", ".join(sorted(found))
 
@@ -157,7 +155,7 @@ def _attached(found: Connections) -> Verdict:
 
 def _verified(found: Connections, allowed: set[str]) -> Verdict:
     attached = [(node, worker, peer) for node, worker, peer in found.peers if peer.state == "attached"]
-    over_wires = [(node, worker, peer) for node, worker, peer in attached if _uses_wire(peer)]
+    over_wires = [(node, worker, peer) for node, worker, peer in attached if needs_wire(peer.ways)]
     listed = AllowedWires(tuple(allowed))
     bad = [
         (f"{worker.worker} on {node} to {_name(peer)}: {peer.wire}", peer)
@@ -186,11 +184,6 @@ def _verified(found: Connections, allowed: set[str]) -> Verdict:
 
 def _known(peer: Peer) -> bool:
     return peer.wire not in _WIRES_NOT_FOUND
-
-
-def _uses_wire(peer: Peer) -> bool:
-    """Whether a transport serves a peer: rooms that go `direct` need none, and until there was one it may."""
-    return set(peer.ways) != {_DIRECT}
 
 
 def _name(peer: Peer) -> str:
