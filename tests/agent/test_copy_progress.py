@@ -43,9 +43,9 @@ def test_pages_that_an_engine_waits_for_are_waited_for_less(pools: tuple[Any, ..
     progress = CopyProgress("cuda:0")
     assert not hangs(progress, 102, 100, *pools)
     # It counts from the time at which they were asked for.
-    assert not hangs(progress, 103.9 - 1 + LEAVING_LIMIT_S, 100, *pools)
-    assert hangs(progress, 103 + LEAVING_LIMIT_S, 100, *pools)
+    assert not hangs(progress, 102.9 + LEAVING_LIMIT_S, 100, *pools)
+    assert hangs(progress, 103.1 + LEAVING_LIMIT_S, 100, *pools)
     # And from the last copy that ended since.
     progress.ended(103.5)
     assert not hangs(progress, 103.5 + LEAVING_LIMIT_S / 2, 100, *pools)
-    assert hangs(progress, 103.5 + LEAVING_LIMIT_S, 100, *pools)
+    assert hangs(progress, 103.6 + LEAVING_LIMIT_S, 100, *pools)

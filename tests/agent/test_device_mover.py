@@ -13,6 +13,7 @@ import pytest
 from fake_device import RING, FakeDevice, FakeTransport, effect_of
 from page_shapes import Shape, opened
 
+from longshore_agent.errors import DeviceError
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.memory.staging import StagingBuffer
 from longshore_agent.path.jobs import PageTable
@@ -202,3 +203,26 @@ def test_a_claim_asks_for_a_pool_that_is_not_mapped_yet_once(whole: Whole) -> No
     assert whole.mover.take_results(Half.SOURCE, whole.core, 0) == []
     whole.mover.near.expect(owner("later"), 0, pages, 0)
     assert whole.asked == [owner("later")] * 2
+
+
+def test_a_device_that_has_failed_is_asked_for_nothing_and_given_nothing_more_and_its_jobs_do_not_end(
+    whole: Whole,
+) -> None:
+    whole.start(0)
+    whole.start(1, way=Way.STAGED)
+    (direct,), gathers = whole.stages.directs, whole.stages.gathers
+    for copy in (direct, *gathers):
+        copy.broken = DeviceError("it hangs")
+    with pytest.raises(DeviceError, match="it hangs"):
+        whole.mover.drive()
+    whole.mover.fail("it hangs")
+    whole.start(2)
+    whole.start(3, way=Way.STAGED)
+    whole.mover.hurry()
+    assert not whole.mover.drive()
+    assert whole.stages.directs == [direct]
+    assert whole.mover.take_results(Half.SOURCE, whole.core, 0) == []
+    assert whole.core.told == []
+    assert whole.pool.busy
+    with pytest.raises(DeviceError, match="it hangs"):
+        whole.mover.finish_copies()

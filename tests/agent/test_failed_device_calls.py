@@ -101,8 +101,8 @@ def test_a_kernel_that_cannot_be_compiled_beside_is_told_to_its_copy_and_the_nex
     [
         ([], 1000, [101, 104.9, 105], [False, False, True]),
         ([104, 108], 1000, [108, 112.9, 113], [False, False, True]),
-        ([], 103, [102, 103.9, 104], [False, False, True]),
-        ([103.5, 104], 103, [104.9, 105], [False, True]),
+        ([], 103, [102, 103.7, 103.9], [False, False, True]),
+        ([103.5, 104], 103, [104.7, 104.9], [False, True]),
     ],
     ids=["alone", "behind others", "left by an engine", "left by an engine, behind others"],
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_world import START_LIMIT_S, EngineProcess, GPUAgent
+from gpu_world import START_LIMIT_S, EngineProcess, GPUAgent, agent_status
 from page_shapes import Shape
 
 from longshore_agent.kernels.device_grid import Tuning
@@ -255,6 +255,12 @@ def test_a_gpu_that_hangs_fails_its_room_with_the_reason_and_the_next_worker_ser
             kind, text, _ = rank.ask("wait", room=room, half=half, instance="prefill")
             assert kind == "FAILED"
             assert "it hangs" in text
+        end_s = time.monotonic() + START_LIMIT_S
+        while not any(
+            worker["worker"] == "prefill/0/0" and worker["state"] == "ready" and worker["restarts"]
+            for worker in agent_status(agent)["workers"]
+        ):
+            assert time.monotonic() < end_s, "no next worker"
         decode.ask("poison")
         move([prefill], [decode], 700, 2, list(range(44)))
         assert decode.ask("differences", sequences=[(2, 700, list(range(44)))]) == 0

@@ -15,7 +15,7 @@ from longshore_agent.memory.pools import KVPool
 QUIET_LIMIT_S = 5.0
 # The same while an engine waits for its pages. Those of one that was killed are to be free 2 s later: what is left of that is
 # for the worker to hear of it, to say why it ends, and for the driver to take its memory.
-LEAVING_LIMIT_S = 1.0
+LEAVING_LIMIT_S = 0.8
 
 
 class CopyProgress:

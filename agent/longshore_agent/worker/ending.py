@@ -15,9 +15,9 @@ FAREWELL_MAPPED_NS = 700_000_000
 # The same where the device has failed: until its words are read, as its own end is all that this worker can still do.
 FAREWELL_FAILED_NS = 300_000_000
 # What a GPU is then waited for, whose last copies take some milliseconds, also beside a busy engine.
-COPIES_LIMIT_S = 0.8
+COPIES_LIMIT_S = 0.5
 # After this the process ends, wherever it is. Only that takes pages from a device that hangs, and the driver needs a while for it.
-END_LIMIT_S = 1.7
+END_LIMIT_S = 1.5
 
 
 def end_at_the_latest() -> None:

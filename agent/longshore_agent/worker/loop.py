@@ -91,7 +91,6 @@ class Worker:
         self._link = link
         self._knocker = Knocker()
         self._engine_error = ""
-        self._failure = ""  # of the device: it is asked and given nothing more
         self._gone: list[tuple[PeerId, int]] = []
         self._stop_ns: int | None = None
         self._retire_ns: int | None = None
@@ -120,11 +119,7 @@ class Worker:
         link.send(Started(self.net.address, config.epoch, session_config.agent))
 
     def run(self) -> None:
-        """Serve until the engine is gone, the supervisor is gone, or a drain has ended.
-
-        Raises:
-            DeviceError: the GPU has failed or hangs: the process must end, and nothing else gets pages out of its reach.
-        """
+        """Serve until engine or supervisor is gone, or a drain has ended. Raises DeviceError: only the process' end frees a GPU."""
         try:
             while not self._over():
                 ready = frozenset(socket for socket, _ in self.net.poller.poll(self._timeout_ms()))
@@ -140,7 +135,7 @@ class Worker:
     def _turn(self, ready: frozenset[object], now_ns: int) -> None:
         """Deal with what is readable, with results and with time."""
         self._pace.woken(now_ns)
-        ended = not self._failure and self.mover.drive()
+        ended = self.mover.drive()
         if ready or ended:
             self._pace.news()
         if self._take_notices(now_ns):
@@ -219,8 +214,6 @@ class Worker:
             self._link.flush()
 
     def _apply(self, half: Half, session: Session, effect: Effect, now_ns: int) -> None:
-        if self._failure and isinstance(effect, StartWrite | StartScatter):
-            return
         if isinstance(effect, StartWrite):
             assert self.source is not None
             self.mover.start_write(effect, self.desk, self.source, now_ns)
@@ -362,14 +355,15 @@ class Worker:
         self._tell_taken()
         if not all(unmapped):
             self._stop_by(now_ns + ending.FAREWELL_MAPPED_NS)
-        elif not self._failure:
+        elif not self.mover.failure:
             ending.call_off()
 
     def _device_failed(self, text: str, now_ns: int) -> None:
         """Fail all rooms, say why, and end soon: jobs of the device never end, so that nothing of theirs is released."""
-        if not self._failure:
+        if not self.mover.failure:
             _log.critical("the device of this worker has failed: %s", text)
-            self._failure = self.desk.closing = text
+            self.mover.fail(text)
+            self.desk.closing = text
             self._link.send(Failed(text))
             ending.end_at_the_latest()
         self._leave(Reason.WORKER_LOST, text, now_ns)
@@ -458,7 +452,7 @@ class Worker:
             return True
         if self._stop_ns is None:
             return False
-        is_idle = not self._failure and not any(session.rooms for session in self.sessions.values())
+        is_idle = not self.mover.failure and not any(session.rooms for session in self.sessions.values())
         return is_idle or time.monotonic_ns() >= self._stop_ns
 
     def _describe(self) -> None:
@@ -484,8 +478,6 @@ class Worker:
         )
 
     def _close(self) -> None:
-        if self._failure:
-            raise DeviceError(self._failure)
         # An engine takes the end of its connection as proof that nobody touches its pages: they are unmapped first.
         self.mover.finish_copies()
         for pool in list(self.desk.pools):

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import cast
 
+from longshore_agent.errors import DeviceError
 from longshore_agent.kernels import rows
 from longshore_agent.memory.cuda import Device, open_device
 from longshore_agent.memory.device_memory import DeviceStagingBuffer
@@ -91,6 +92,7 @@ class Mover:
         self.metrics = metrics
         self.results = Results()
         self.unsettled = False
+        self.failure = ""  # of the device: see `fail`
         self.counters: Counter[str] = Counter()
         self.hurry: Callable[[], None] = _nothing  # `DeviceLanes.hurry` of a GPU's source
         self._spans = spans
@@ -228,8 +230,14 @@ class Mover:
         """Whether a GPU copies from pages to pages: nobody but `drive` learns that it is over."""
         return self._direct is not None and self._direct.copying
 
+    def fail(self, text: str) -> None:
+        """The device has failed or hangs: it is asked for nothing and given nothing any more, and its jobs do not end."""
+        self.failure, self.hurry = text, _nothing
+
     def drive(self) -> bool:
         """Begin and end what a GPU's jobs allow; return whether some have ended. Threads need nothing of it."""
+        if self.failure:
+            return False
         if self._direct is not None and self._direct.busy:
             self._taken[Half.SOURCE] += self._direct.turn()
         if isinstance(self.lanes, DeviceLanes) and self.lanes.busy:
@@ -323,6 +331,8 @@ class Mover:
     def start_write(self, effect: StartWrite, desk: Desk, session: SourceSession, now_ns: int) -> None:
         """Queue one slab for the lanes."""
         assert self.lanes is not None
+        if self.failure:
+            return
         address = (Half.SOURCE, effect.peer)
         if address not in self._names:
             text = f"the transport does not know rank {effect.peer.rank} of {effect.peer.instance}"
@@ -367,6 +377,8 @@ class Mover:
     def start_scatter(self, effect: StartScatter, desk: Desk, now_ns: int) -> None:
         """Queue one landed slab for the scatter threads."""
         assert self.scatterers is not None
+        if self.failure:
+            return
         key = effect.pair.key
         job = ScatterJob(effect, desk.pools[key.pool].pages, desk.tables[Half.TARGET, key], now_ns)
         self._track(Half.TARGET, key, job)
@@ -409,8 +421,10 @@ class Mover:
         """Wait until a GPU touches no pages any more: some copies of a millisecond, where nothing is wrong with it.
 
         Raises:
-            DeviceError: it hangs. Only the end of this process takes the pages from it.
+            DeviceError: it hangs, or has failed before. Only the end of this process takes the pages from it.
         """
+        if self.failure:
+            raise DeviceError(self.failure)
         if self._stages is not None:
             for lanes in (self.lanes, self._direct):
                 if lanes is not None:
