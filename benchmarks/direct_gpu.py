@@ -35,10 +35,12 @@ from gather_scatter_gpu import (
     FLUSH_BYTES,
     HEAD_DIM,
     PAGE_SIZE,
+    TITLES,
     Case,
     TimedStream,
     measure,
     open_pool,
+    queue_piece,
     random_bytes,
     table_row,
 )
@@ -100,6 +102,10 @@ class DirectBench:
         """Queue a plain copy of as many bytes to the other device."""
         with self.stream.entered():
             self._far.copy_(self._near, non_blocking=True)
+
+    def piece(self) -> None:
+        """Queue the same in one piece, by a kernel."""
+        queue_piece(self._near, self._far, self.stream)
 
     def bound(self) -> Callable[[], None] | None:
         """Return the same as a worker's control thread queues it, with the event that it asks; None where nothing can be bound."""
@@ -173,7 +179,7 @@ def run_kernel(options: argparse.Namespace, home: torch.device, other: torch.dev
         bench = DirectBench(CASES[0], options.layers or CASES[0].layers, 256, home, other)
         result["sweep"] = sweep(bench, options.repetitions, flush)
         bench.close()
-    print(f"{'pages':14}{'':8}{'MB':>8}   copy us kernel us of copy host us bound us")
+    print(TITLES)
     rows = []
     cases = [case for case in CASES if not options.cases or case.name in options.cases.split(",")]
     for case, megabytes in itertools.product(cases, map(float, options.sizes.split(","))):

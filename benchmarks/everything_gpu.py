@@ -96,6 +96,14 @@ STEPS = {
         35,
         ("--sizes", "64,256", "--cases", "70B 4->1", "--repetitions", "15"),
     ),
+    "counters": Step(
+        "kernel_counters",
+        ("benchmarks/kernel_counters_gpu.py",),
+        "benchmarks/kernel_counters_gpu.py",
+        300,
+        40,
+        ("--sizes", "84,257"),
+    ),
     "path": Step(
         "path",
         ("benchmarks/gpu_path.py",),

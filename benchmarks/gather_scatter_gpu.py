@@ -5,7 +5,8 @@
 
 Models of 80 layers and 8 KV heads ("70B") and of 94 layers and 4 ("235B"), heads of 128 in 2 bytes, pages of 64 tokens in
 random order. A slab is what one pair of ranks moves; the source gathers it, the target scatters it. Medians of
-interleaved repetitions on one stream, by CUDA events. Before each repetition a gigabyte is overwritten: the caches are
+interleaved repetitions on one stream, by CUDA events. `piece` is a kernel of the same compiler that copies as many bytes in
+one piece: what it lacks of a plain copy is not due to pages. Before each repetition a gigabyte is overwritten: the caches are
 cold, and the host has queued everything before the device begins. `host` is a call's time on an idle device; `bound` is that of a worker's
 call, whose launch is bound to its shape once: page checks, trailer, launch and event. Every size is checked against indexing in the same run, before and after it is measured; a wrong byte ends the run.
 
@@ -31,6 +32,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import triton
+import triton.language as tl
 
 from longshore_agent.kernels.copy_stream import CopyStream
 from longshore_agent.kernels.device_grid import Tuning
@@ -47,6 +49,8 @@ from longshore_wire.trailer import Trailer, slab_bytes
 HEAD_DIM, ELEMENT_BYTES, PAGE_SIZE = 128, 2, 64
 OPERATIONS = ("gather", "scatter")
 FLUSH_BYTES = 1 << 30
+PIECE_TILE_WORDS, PIECE_WARPS = 2048, 4
+TITLES = f"{'pages':14}{'':8}{'MB':>8}   copy us piece us kernel us of copy of piece host us bound us"
 
 Mark = torch.cuda.Event | float
 Moment = Callable[[], Mark]
@@ -76,6 +80,13 @@ CASES = (
 )
 
 
+@triton.jit
+def copy_tile(source, target, length, tile: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    """Copy one tile of 8-byte words."""
+    at = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    tl.store(target + at, tl.load(source + at, mask=at < length), mask=at < length)
+
+
 class TimedStream(CopyStream):
     """A stream that can be marked."""
 
@@ -99,6 +110,14 @@ def milliseconds(begin: Mark, end: Mark) -> float:
         assert isinstance(begin, float) and isinstance(end, float)  # noqa: PT018 - one fact
         return (end - begin) * 1e3
     return begin.elapsed_time(end)
+
+
+def queue_piece(source: torch.Tensor, target: torch.Tensor, stream: TimedStream) -> None:
+    """Queue a kernel that copies one piece of a multiple of 8 bytes."""
+    source, target = source.view(torch.int64), target.view(torch.int64)
+    grid = (triton.cdiv(len(source), PIECE_TILE_WORDS),)
+    with stream.entered():
+        copy_tile[grid](source, target, len(source), tile=PIECE_TILE_WORDS, num_warps=PIECE_WARPS)
 
 
 class Bench:
@@ -158,6 +177,10 @@ class Bench:
         """Queue a plain copy of as many bytes."""
         with self.stream.entered():
             self.other[: self.payload_bytes].copy_(self.slab[: self.payload_bytes], non_blocking=True)
+
+    def piece(self) -> None:
+        """Queue a copy of as many bytes in one piece, by a kernel."""
+        queue_piece(self.slab[: self.payload_bytes], self.other[: self.payload_bytes], self.stream)
 
     def check(self, job: Callable[[], None], name: str) -> None:
         """Raise AssertionError unless every byte is where indexing puts it after `job`, and no other byte has changed."""
@@ -224,10 +247,14 @@ def random_bytes(length: int, device: torch.device) -> torch.Tensor:
 
 
 def measure(bench: Bench, tuning: Tuning, repetitions: int, flush: torch.Tensor) -> dict[str, list[float]]:
-    """Return milliseconds of every `copy` and `kernel`."""
+    """Return milliseconds of every `copy`, `piece` and `kernel`."""
     samples: dict[str, list[float]] = {}
     stream = bench.stream
-    jobs: list[tuple[str, Callable[[], None]]] = [("copy", bench.copy), ("kernel", partial(bench.run, tuning))]
+    jobs: list[tuple[str, Callable[[], None]]] = [
+        ("copy", bench.copy),
+        ("piece", bench.piece),
+        ("kernel", partial(bench.run, tuning)),
+    ]
     for _, job in jobs:
         job()  # compiles
     for _ in range(repetitions):
@@ -298,16 +325,16 @@ def table_row(bench: Bench, tuning: Tuning, repetitions: int, flush: torch.Tenso
     host_us = {name: host_microseconds(bench, job, repetitions) for name, job in there.items()}
     for name, job in there.items():
         bench.check(job, name)
-    copy, kernel = (statistics.median(samples[name]) * 1e3 for name in ("copy", "kernel"))
-    cells = f"{copy:8.1f} {kernel:8.1f} {100 * copy / kernel:5.1f} % " + " ".join(
-        f"{us:6.1f}" for us in host_us.values()
-    )
+    copy, piece, kernel = (statistics.median(samples[name]) * 1e3 for name in ("copy", "piece", "kernel"))
+    shares = f"{100 * copy / kernel:5.1f} % {100 * piece / kernel:8.1f} %"
+    cells = f"{copy:8.1f} {piece:8.1f} {kernel:9.1f} {shares} " + " ".join(f"{us:6.1f}" for us in host_us.values())
     print(f"{bench.case.name:14}{bench.operation:8}{bench.payload_bytes / 1e6:8.1f}  {cells}", flush=True)
     return {
         "case": bench.case.name,
         "operation": bench.operation,
         "bytes": bench.payload_bytes,
         "copy_us": copy,
+        "piece_us": piece,
         "kernel_us": kernel,
         **{f"{name}_us": us for name, us in host_us.items()},
         "ms": samples,
@@ -343,7 +370,7 @@ def main() -> None:
             bench.close()
         result["sweep"] = swept
     result["tuning"] = {operation: asdict(tuning) for operation, tuning in tunings.items()}
-    print(f"{'pages':14}{'':8}{'MB':>8}   copy us kernel us of copy host us bound us")
+    print(TITLES)
     rows = []
     for case, operation, megabytes in itertools.product(cases, OPERATIONS, map(float, options.sizes.split(","))):
         bench = Bench(case, operation, options.layers or case.layers, megabytes, device)

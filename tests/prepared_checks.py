@@ -6,6 +6,8 @@ Runs in a process of its own, as `kernel_checks`: it imports torch, and replaces
 from __future__ import annotations
 
 import ctypes
+import threading
+import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -21,14 +23,17 @@ from longshore_agent.kernels.copy_stream import CopyStream
 from longshore_agent.kernels.direct import device_launch
 from longshore_agent.kernels.direct.launch import Side
 from longshore_agent.kernels.direct.triton_kernel import constants
+from longshore_agent.kernels.gather import device_launch as gather_launch
 from longshore_agent.kernels.scatter import device_launch as scatter_launch
 from longshore_agent.kernels.slab import payload_bytes
 from longshore_agent.memory import cuda
+from longshore_agent.memory import pools as pools_module
 from longshore_agent.memory.pools import KVPool
 from longshore_wire.errors import LongshoreError
+from longshore_wire.trailer import Trailer
 
 CPU = torch.device("cpu")
-DEVICE: Any = SimpleNamespace(index=0, enter=lambda: None)
+DEVICE: Any = SimpleNamespace(index=0, name="GPU-0", enter=lambda: None)
 
 
 @dataclass
@@ -97,8 +102,62 @@ def first_rooms(near: Shape, fars: list[tuple[Shape, int]]) -> tuple[int, int, i
                 Side(pool, page_ids(shape, tokens, 1, repeats=False), 0, range(shape.layers), range(heads))
                 for pool, shape in ((source, near), (target, far))
             ]
-            copier.direct((sides[0], sides[1]), tokens).end()
+            _copied(copier, sides, tokens).end()
         return at_registration, len(kernel.compiled) - at_registration, len(launches)
+
+
+def _copied(copier: Any, sides: list[Side], tokens: tuple[int, int]) -> Any:
+    """Queue a direct copy, after its kernel was compiled."""
+    while (copy := copier.direct((sides[0], sides[1]), tokens)) is None:
+        _compiled()
+    return copy
+
+
+def _compiled() -> None:
+    """Wait until the thread that compiles has done what it was given."""
+    device_kernel._COMPILING._thread.submit(lambda: None).result()
+
+
+def compiled_beside(*, fails: bool) -> dict[str, object]:
+    """Copy into a pool of another page size, whose kernel takes as long as it is told to, and meanwhile into one like ours.
+
+    Returns:
+        What was queued and held before, during and after the compilation, and how often which thread compiled.
+    """
+    kernel, launches = _played()
+    compile_at_once, go_on, threads = kernel.warmup, threading.Event(), []
+
+    def compile_slowly(*arguments: object, **constants: object) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        assert go_on.wait(60)
+        if fails and len(threads) == 1:
+            raise RuntimeError("no compiler")
+        return compile_at_once(*arguments, **constants)
+
+    copier: Any = copier_module.DeviceCopier(DEVICE, None, None)
+    shapes = [Shape(layers=1), Shape(layers=1), Shape(layers=1, page_size=32)]
+    tokens = (0, 32)
+    with ExitStack() as stack:
+        pools = [_on_device(stack.enter_context(opened(shape, seed=1))) for shape in shapes]
+        sides = [
+            Side(pool, page_ids(shape, tokens, 1, repeats=False), 0, range(1), range(shape.heads))
+            for pool, shape in zip(pools, shapes, strict=True)
+        ]
+        copier.prepare_direct(pools[0])
+        kernel.warmup = compile_slowly  # type: ignore[method-assign]
+        found: dict[str, object] = {"first": [copier.direct((sides[0], sides[2]), tokens) for _ in range(3)]}
+        found["held"] = any(pool.busy for pool in pools)
+        copier.direct((sides[0], sides[1]), tokens).end()
+        found["meanwhile"] = len(launches)
+        go_on.set()
+        _compiled()
+        try:
+            copier.direct((sides[0], sides[2]), tokens).end()
+        except LongshoreError as error:
+            found["error"] = f"{type(error).__name__} {error}"
+            found["held after it"] = any(pool.busy for pool in pools)
+            _copied(copier, [sides[0], sides[2]], tokens).end()
+        return found | {"launches": len(launches), "compiled by the main thread": threads}
 
 
 def failed_compilation(text: str) -> list[str]:
@@ -159,7 +218,7 @@ def failed_call(call: str, *, direct: bool) -> tuple[str, bool, int, int]:
 
         def queue() -> Any:
             if direct:
-                return copier.direct((sides[0], sides[1]), tokens)
+                return _copied(copier, sides, tokens)
             return copier.scatter(target, (ids, 0), *chosen, 0, payload_bytes(target, *chosen))
 
         def refuse(*_: object, **__: object) -> None:
@@ -185,6 +244,91 @@ def failed_call(call: str, *, direct: bool) -> tuple[str, bool, int, int]:
         assert not source.busy
         assert not target.busy
         return text, busy, count, len(launches)
+
+
+def hung_copy(passed_at_s: list[float], closed_at_s: float, asked_at_s: list[float]) -> list[str]:
+    """Queue direct copies at second 100, of which each but the last passes when it is asked, and ask for the last one.
+
+    Args:
+        passed_at_s: when those before it are asked.
+        closed_at_s: when the target's pool is unregistered.
+        asked_at_s: when the last one is asked.
+    Returns:
+        What is heard each time: empty, or an error.
+    """
+    _played()
+    clock = [100.0]
+    copier_module.time = pools_module.time = SimpleNamespace(monotonic=lambda: clock[0])  # type: ignore[assignment]
+    copier = copier_module.DeviceCopier(DEVICE, None, None)
+    shape = Shape(layers=1)
+    tokens = (0, shape.page_size)
+    with opened(shape, seed=1) as source, opened(shape, seed=None) as target:
+        ids = page_ids(shape, tokens, 1, repeats=False)
+        sides = [Side(pool, ids, 0, range(1), range(shape.heads)) for pool in (source, target)]
+        copies: list[Any] = [_copied(copier, sides, tokens) for _ in (*passed_at_s, None)]
+        copies[-1]._mark.passes = False
+        heard = []
+        for copy, second in [*zip(copies, passed_at_s, strict=False), *((copies[-1], each) for each in asked_at_s)]:
+            if second >= closed_at_s and target.closed_s is None:
+                clock[0] = closed_at_s
+                target.close()
+            clock[0] = second
+            try:
+                heard.append("" if copy.passed() is (copy is not copies[-1]) else "wrong")
+            except LongshoreError as error:
+                heard.append(f"{type(error).__name__} {error}")
+        for copy in copies:
+            copy.end()
+    copier_module.time = pools_module.time = time
+    return heard
+
+
+def unmarked_copy(kind: str) -> dict[str, object]:
+    """Queue a gather, scatter or direct copy whose event the driver refuses to record once its kernel is launched.
+
+    Returns:
+        How many launches there were, whether pools were held and the copy was over while the device worked, whether they were
+        unmapped then, the error of a device that fails meanwhile, and all of it after the device has done its work.
+    """
+    _, launches = _played()
+    gather_launch._KERNEL = scatter_launch._KERNEL = device_kernel.DeviceKernel(PlayedKernel())
+    copier: Any = copier_module.DeviceCopier(DEVICE, None, None)
+    copier._lanes, copier._ring = (torch.zeros(1 << 20, dtype=torch.uint8) for _ in range(2))
+    shape = Shape(layers=1)
+    tokens = (0, shape.page_size)
+    chosen = (tokens, range(1), range(shape.heads))
+    ids = page_ids(shape, tokens, 1, repeats=False)
+
+    cuda.Event = _RefusingEvent  # type: ignore[assignment, misc]
+    with opened(shape, seed=1) as near, opened(shape, seed=None) as far:
+        if kind == "direct":
+            sides = [Side(pool, ids, 0, *chosen[1:]) for pool in (near, far)]
+            held, stream, copy = (near, far), copier._directs, _copied(copier, sides, tokens)
+        elif kind == "gather":
+            trailer = Trailer(1, 0, 0, 0, 0, 1, 1, 1, payload_bytes(near, *chosen))
+            held, stream = (near,), copier._gathers
+            copy = copier.gather(near, (ids, 0), *chosen, 0, trailer)
+        else:
+            held, stream = (far,), copier._scatters
+            copy = copier.scatter(far, (ids, 0), *chosen, 0, payload_bytes(far, *chosen))
+        found: dict[str, object] = {"launches": len(launches)}
+        device = stream.stream = SimpleNamespace(query=lambda: False)
+        found |= {"held": [pool.busy for pool in held], "passed": copy.passed()}
+        found["unmapped"] = [pool.close() for pool in held]
+
+        def fail() -> None:
+            raise RuntimeError("an illegal address")
+
+        device.query = fail
+        try:
+            copy.passed()
+        except LongshoreError as error:
+            found["error"] = f"{type(error).__name__} {error}"
+        device.query = lambda: True
+        found["passed later"] = copy.passed()
+        copy.end()
+        found["unmapped later"] = [pool.wait_closed(0) for pool in held]
+        return found
 
 
 def arguments_of_launches(near: Shape, far: Shape, heads: int) -> tuple[list[object], list[object]]:
@@ -215,7 +359,7 @@ def arguments_of_launches(near: Shape, far: Shape, heads: int) -> tuple[list[obj
         ]
         slabs = [(first, min(first + size, room[1])) for first in range(*room, size)]
         for tokens in slabs:
-            copier.direct((sides[0], sides[1]), tokens).end()
+            _copied(copier, sides, tokens).end()
         bound, count = list(seen), len(seen)
         pages = [copier._known(side.pool).pages for side in sides]
         lists = [copier.hold_direct(side.pool, (side.pages, side.first_page), to_write=False) for side in sides]
@@ -239,8 +383,8 @@ def closed_pools(near_closes: bool) -> tuple[str, bool, int]:
         pools = [_on_device(stack.enter_context(opened(shape, seed=1))) for _ in range(4)]
         ids = page_ids(shape, tokens, 1, repeats=False)
         sides = [Side(pool, ids, 0, range(1), range(shape.heads)) for pool in pools]
-        copier.direct((sides[0], sides[1]), tokens).end()
-        copier.direct((sides[0], sides[2]), tokens).end()
+        _copied(copier, sides, tokens).end()
+        _copied(copier, [sides[0], sides[2]], tokens).end()
         leaving = 0 if near_closes else 1
         assert pools[leaving].close()
         try:
@@ -248,7 +392,7 @@ def closed_pools(near_closes: bool) -> tuple[str, bool, int]:
         except LongshoreError as error:
             text = f"{type(error).__name__} {error}"
         busy, count = any(pool.busy for pool in pools), len(launches)
-        copier.direct((sides[2], sides[3]), tokens).end()
+        _copied(copier, sides[2:], tokens).end()
         known = copier._pools
         assert pools[leaving] not in known
         assert all(pools[leaving] not in each.copies for each in known.values())
@@ -265,11 +409,21 @@ class _PlayedBytes:
 
 
 class _PlayedEvent:
+    passes = True
+
     def __init__(self, *_: object) -> None:
         pass
 
+    def passed(self) -> bool:
+        return self.passes
+
     def record(self, *_: object) -> None:
         pass
+
+
+class _RefusingEvent(_PlayedEvent):
+    def record(self, *_: object) -> None:
+        raise DeviceError("the driver refuses")
 
 
 def _on_device(pool: KVPool) -> KVPool:

@@ -193,10 +193,10 @@ class Settings:
         high=1 << 32,
     )
     gpu_slab_bytes_min: int = _setting(
-        64 * _MIB,
+        96 * _MIB,
         "bytes",
         Role.PREFILL,
-        "The same on a GPU: at 390 GB/s this takes 172 us, and the control work of a slab 130 or more. Half of all lanes' buffers limits "
+        "The same on a GPU: at 390 GB/s this takes 258 us, and the control work of a slab 130 or more. Half of all lanes' buffers limits "
         "it.",
         low=_KIB,
         high=1 << 32,

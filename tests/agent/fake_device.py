@@ -91,6 +91,7 @@ class FakeDevice:
     trailers: Iterable[bytes] = ()  # what the next scatters find, before the right ones
     pool_gone: bool = False
     failure: LongshoreError | None = None  # of the next direct copies
+    compiling: set[int] = field(default_factory=set)  # rooms whose kernel for direct copies is not there yet
 
     def __post_init__(self) -> None:
         self._found = itertools.chain(self.trailers, itertools.repeat(b""))
@@ -108,8 +109,10 @@ class FakeDevice:
         self.scatters.append(FakeCopy(job, job.effect.offset_bytes, found))
         return self.scatters[-1]
 
-    def direct(self, job: WriteJob) -> FakeCopy:
+    def direct(self, job: WriteJob) -> FakeCopy | None:
         """Both pools are held until the copy's end, as by a device's copier."""
+        if job.effect.pair.key.room in self.compiling:
+            return None
         if self.failure is not None:
             raise self.failure
         pools = [job.pool, job.neighbour]

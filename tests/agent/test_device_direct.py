@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -10,30 +9,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-from fake_device import RING, FakeDevice, FakeTransport, effect_of
+from fake_device import FakeDevice, effect_of
 from page_shapes import Shape, opened
 
 from longshore_agent.errors import DeviceError
 from longshore_agent.memory.ipc import create_memfd
 from longshore_agent.memory.pools import KVPool
-from longshore_agent.memory.staging import StagingBuffer
 from longshore_agent.path.device_direct import DeviceDirectLanes
-from longshore_agent.path.jobs import PageTable, Results
-from longshore_agent.settings import Settings
+from longshore_agent.path.jobs import Results
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.snapshot import LaneStatus
 from longshore_agent.status.spans import SpanRecorder
-from longshore_agent.worker import moving
-from longshore_agent.worker.config import WorkerConfig
-from longshore_agent.worker.moving import Mover
 from longshore_agent.worker.near_writes import NearWrites
-from longshore_wire.effects import PeerAttached, PeerId
+from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Half
-from longshore_wire.peer_messages import Attach, PoolInfo, SlabReady
+from longshore_wire.peer_messages import Attach, PoolInfo
 from longshore_wire.plan import Way
-from longshore_wire.source_session import SourceSession
 
 SHAPE = Shape(layers=2)
 SLAB_BYTES = 1 << 20
@@ -67,10 +59,10 @@ class Scene:
             self.near.pool_given(owner, number, 1, region)
         self.asked.clear()
 
-    def put(self, *slabs: int, name: str = "decode", comes: bool = True) -> list[Any]:
+    def put(self, *slabs: int, name: str = "decode", comes: bool = True, room: int = 1) -> list[Any]:
         jobs: list[Any] = []
         for slab in slabs:
-            effect = effect_of(slab, SLAB_BYTES)
+            effect = effect_of(slab, SLAB_BYTES, room)
             effect.way, effect.peer = Way.DIRECT, owner(name)
             jobs.append(SimpleNamespace(effect=effect, pool=self.pool, neighbour=None, cancelled=False))
             self.near.put(jobs[-1])
@@ -269,6 +261,63 @@ def test_lanes_that_are_stopped_give_the_device_nothing_more_and_let_go_of_what_
     assert not scene.pool.busy
 
 
+def test_a_room_whose_kernel_is_compiled_waits_alone_and_goes_on_in_its_order(scene: Scene) -> None:
+    scene.device.compiling.add(7)
+    scene.put(0, 1, room=7)
+    scene.put(2, 3)
+    assert scene.queued() == [2, 3]
+    assert scene.direct.busy
+    scene.passes(2, 3)
+    assert scene.outcomes() == [(2, "", False), (3, "", False)]
+    # Nothing is on the device, and the thread must look again all the same.
+    assert scene.direct.busy
+    assert not scene.direct.copying
+    scene.device.compiling.clear()
+    scene.turn()
+    scene.put(4)
+    assert scene.queued() == [2, 3, 0, 1, 4]
+    scene.passes(0, 1, 4)
+    assert [slab for slab, _, _ in scene.outcomes()] == [2, 3, 0, 1, 4]
+
+
+def test_a_room_waits_for_its_kernel_while_another_s_is_there(scene: Scene) -> None:
+    scene.device.compiling |= {7, 8}
+    scene.put(0, 1, room=7)
+    scene.put(2, 3, room=8)
+    scene.device.compiling.discard(7)
+    scene.turn()
+    assert scene.queued() == [0, 1]
+    scene.device.compiling.clear()
+    scene.turn()
+    assert scene.queued() == [0, 1, 2, 3]
+
+
+def test_a_room_that_is_given_up_does_not_wait_for_its_kernel(scene: Scene) -> None:
+    scene.device.compiling.add(7)
+    jobs = scene.put(0, 1, 2, room=7)
+    for job in jobs[:2]:
+        job.cancelled = True
+    scene.turn()
+    assert scene.outcomes() == [(0, "", True), (1, "", True)]
+    scene.direct.stop()
+    scene.turn()
+    assert scene.outcomes() == [(0, "", True), (1, "", True), (2, "", True)]
+    assert not scene.device.directs
+
+
+def test_a_kernel_that_cannot_be_compiled_fails_the_slab_that_waits_for_it(scene: Scene) -> None:
+    scene.device.compiling.add(7)
+    scene.put(0, room=7)
+    scene.device.compiling.clear()
+    scene.device.failure = DeviceError("there is no compiler")
+    scene.turn()
+    assert scene.outcomes() == [(0, "there is no compiler", False)]
+    scene.device.failure = None
+    scene.put(1, room=7)
+    scene.passes(1)
+    assert scene.outcomes()[1:] == [(1, "", False)]
+
+
 def test_what_was_done_is_counted_once_and_the_time_of_a_slab_begins_when_the_one_before_it_ends(scene: Scene) -> None:
     scene.put(0, 1, 2)
     assert [lane.busy for lane in scene.direct.status()] == [True, False, False, False]
@@ -287,169 +336,20 @@ def test_what_was_done_is_counted_once_and_the_time_of_a_slab_begins_when_the_on
         assert span.end_ns <= following.start_ns
 
 
-class Played(FakeDevice):
-    """The stages of a whole mover; the device ends what it has when somebody waits for it."""
-
-    def __init__(self, *_: object) -> None:
-        super().__init__()
-        self.admitted: list[str] = []
-
-    def admit(self, _pool: object, _table: object, half: Half) -> None:
-        self.admitted.append(half.name)
-
-    def admit_direct(self, _pool: object, _table: object) -> None:
-        self.admitted.append("direct")
-
-    def admit_target(self, pool: KVPool, pages: bytes, first_page: int) -> None:
-        pool.check_pages(np.frombuffer(pages, "<i4"))
-        self.admitted.append(f"pages from {first_page} on")
-
-    def wait(self, _limit_s: float) -> None:
-        for copy in (*self.directs, *self.gathers):
-            copy.done = True
-
-
-class Core(SourceSession):
-    """A source's core that notes what it is told of slabs."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[int, int]] = []
-
-    def write_done(self, peer: PeerId, pair_key: Any, slab: int, payload_bytes: int, now_ns: int) -> None:
-        self.told.append((slab, payload_bytes))
-
-
-class Whole:
-    """A source worker of a GPU without its processes, and a neighbour whose pool is mapped."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, pool: KVPool, mapped: KVPool, **changes: Any) -> None:
-        transport: Any = FakeTransport()
-        transport.register, transport.connect, transport.notifies = (lambda *_: 1), bytes.decode, True
-        played: dict[str, object] = {
-            "open_device": lambda _: SimpleNamespace(index=0, enter=lambda: None),
-            "make_transport": lambda *_: transport,
-            "DeviceStagingBuffer": lambda _, length_bytes, **_options: StagingBuffer(length_bytes),
-            "DeviceStages": Played,
-        }
-        for name, value in played.items():
-            monkeypatch.setattr(moving, name, value)
-        settings = dataclasses.replace(Settings(), lane_bytes=1 << 20, ring_bytes=1 << 20, **changes)
-        config = WorkerConfig(
-            "p/0/0", "test", "p", 1, SHAPE.layout, tuple(Half), {}, port=0, link=-1, agent="life.gpu", device="GPU-1"
-        )
-        self.asked: list[PeerId] = []
-        self.mover = Mover(config, settings, Metrics(), SpanRecorder(10), lambda owner, _: self.asked.append(owner))
-        said = Attach(1, "test", "decode", 9, SHAPE.layout, "NIXL", b"decode", RING, (), 1 << 20)
-        self.mover.connect(Half.SOURCE, PeerAttached(owner("decode"), said))
-        self.mover.near._neighbours._pools[owner("decode"), 0] = mapped
-        self.core = Core()
-        self.pool = pool
-        self.stages: Any = self.mover._stages
-
-    def start(self, *slabs: int, way: Way = Way.DIRECT, room: int = 1) -> None:
-        for slab in slabs:
-            effect = effect_of(slab, SLAB_BYTES, room)
-            effect.way = way
-            key = effect.pair.key
-            desk: Any = SimpleNamespace(
-                pools={0: SimpleNamespace(pages=self.pool)},
-                tables={(Half.SOURCE, key): PageTable(0, np.zeros(1, "<i4"))},
-            )
-            self.mover.start_write(effect, desk, self.core, 0)
-
-
-@pytest.fixture
-def whole(monkeypatch: pytest.MonkeyPatch) -> Iterator[Whole]:
-    with ExitStack() as stack:
-        near, far = (stack.enter_context(opened(SHAPE, seed=1)) for _ in range(2))
-        yield Whole(monkeypatch, near, far)
-
-
-def test_a_target_is_told_by_a_message_of_each_slab_and_the_worker_looks_until_then(whole: Whole) -> None:
-    whole.start(0, 1)
-    assert whole.mover.driven
-    assert whole.mover.copying
-    assert not whole.mover.drive()
-    whole.stages.directs[0].done = True
-    assert whole.mover.drive()
-    messages = whole.mover.take_results(Half.SOURCE, whole.core, 0)
-    assert [(peer, type(message), message.slab) for peer, message in messages] == [(owner("decode"), SlabReady, 0)]
-    assert whole.core.told == [(0, SLAB_BYTES)]
-    whole.stages.directs[1].done = True
-    assert whole.mover.drive()
-    assert [message.slab for _, message in whole.mover.take_results(Half.SOURCE, whole.core, 0)] == [1]
-    assert not whole.mover.copying
-    while whole.mover.driven:
-        whole.mover.drive()
-    assert [(lane.busy, lane.slabs) for lane in whole.mover.lane_status()] == [(False, 2)] + [(False, 0)] * 3
-    assert whole.mover.metrics.snapshot().value("longshore_slabs_total", half="source", way="direct") == 2
-
-
-def test_a_worker_that_ends_waits_for_its_kernels_and_then_holds_no_page(whole: Whole) -> None:
-    whole.start(*range(40))
-    given = len(whole.stages.directs)
-    mapped = whole.stages.directs[0].job.neighbour
-    whole.mover.near.pool_gone(owner("decode"))
-    assert not whole.pool.close()
-    assert not mapped.wait_closed(0)
-    whole.mover.finish_copies()
-    assert len(whole.stages.directs) == given
-    assert whole.pool.wait_closed(0)
-    assert mapped.wait_closed(0)
-
-
-def test_a_room_that_is_given_up_is_answered_though_slabs_of_another_wait_before_it(whole: Whole) -> None:
-    whole.start(*range(200), way=Way.STAGED)
-    begun = len(whole.stages.gathers)
-    whole.start(500, 501, way=Way.STAGED, room=2)
-    whole.mover.cancel(Half.SOURCE, effect_of(500, SLAB_BYTES, 2).pair.key)
-    assert whole.mover.drive()
-    whole.mover.take_results(Half.SOURCE, whole.core, 0)
-    assert whole.core.told == [(500, 0), (501, 0)]
-    assert len(whole.stages.gathers) == begun
-
-
-@pytest.mark.parametrize(
-    ("ways", "expected"),
-    [
-        ((), ["direct", "SOURCE"]),
-        ((Way.DIRECT,), ["direct"]),
-        ((Way.STAGED,), ["SOURCE"]),
-        ((Way.DIRECT, Way.STAGED), ["direct", "SOURCE"]),
-    ],
-    ids=["not claimed yet", "direct", "staged", "both"],
-)
-def test_page_ids_go_to_the_device_once_for_each_way_that_may_want_them(
-    whole: Whole, ways: tuple[Way, ...], expected: list[str]
-) -> None:
-    table = PageTable(0, np.zeros(1, "<i4"))
-    whole.mover.admit(whole.pool, table, Half.SOURCE, frozenset(ways))
-    assert whole.stages.admitted == expected
-    whole.mover.admit(whole.pool, table, Half.TARGET, frozenset())
-    assert whole.stages.admitted == [*expected, "TARGET"]
-
-
-def test_a_claim_brings_its_pages_to_the_device_before_its_tokens_come_and_a_wrong_page_fails_no_worker(
-    whole: Whole,
-) -> None:
-    pages = np.arange(3, dtype="<i4").tobytes()
-    whole.mover.near.expect(owner("decode"), 0, pages, 2 * SHAPE.page_size + 1)
-    assert whole.stages.admitted == ["pages from 2 on"]
-    wrong = np.array([SHAPE.page_count], dtype="<i4").tobytes()
-    whole.mover.near.expect(owner("decode"), 0, wrong, 0)
-    assert whole.stages.admitted == ["pages from 2 on"]
-    assert whole.asked == []
-
-
-def test_a_claim_asks_for_a_pool_that_is_not_mapped_yet_once(whole: Whole) -> None:
-    pages = np.arange(3, dtype="<i4").tobytes()
-    for _ in range(2):
-        whole.mover.near.expect(owner("later"), 0, pages, 0)
-    assert whole.asked == [owner("later")]
-    assert whole.stages.admitted == []
-    # Nothing waits for it: it leaves again, and no slab is failed.
-    whole.mover.near.pool_gone(owner("later"))
-    whole.mover.collect()
-    assert whole.mover.take_results(Half.SOURCE, whole.core, 0) == []
-    whole.mover.near.expect(owner("later"), 0, pages, 0)
-    assert whole.asked == [owner("later")] * 2
+def test_pages_of_a_claim_that_came_before_its_pool_was_mapped_go_to_the_device_when_it_is(scene: Scene) -> None:
+    admitted: list[tuple[bytes, int]] = []
+    scene.near._admit = lambda _pool, pages, first_page: admitted.append((pages, first_page))
+    decode = owner("decode")
+    scene.near.expect(decode, 0, b"first", 0)
+    scene.near.expect(decode, 0, b"second", 3 * SHAPE.page_size)
+    scene.give()
+    assert admitted == [(b"first", 0), (b"second", 3)]
+    scene.near.expect(decode, 0, b"third", SHAPE.page_size)
+    assert admitted[2:] == [(b"third", 1)]
+    # A pool that does not come leaves nothing behind.
+    scene.near.pool_gone(decode, 0)
+    scene.near.expect(decode, 0, b"fourth", 0)
+    scene.near.pool_gone(decode, 0)
+    scene.near.expect(decode, 0, b"fifth", 0)
+    scene.give()
+    assert admitted[3:] == [(b"fifth", 0)]

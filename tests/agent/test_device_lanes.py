@@ -100,6 +100,33 @@ def test_few_gathers_go_ahead_of_the_wire_and_few_writes_are_open() -> None:
     assert len(scene.device.gathers) == len(scene.transport.begun) + ahead
 
 
+def test_a_write_that_is_over_is_told_of_and_the_next_begins_between_the_slabs_of_an_offer() -> None:
+    scene = Scene(slabs=8)
+    scene.put(0, 1)
+    scene.gathered(0)
+    scene.transport.begun[0].state = WriteState.DONE
+    scene.device.gathers[1].done = True
+    scene.put(2)
+    assert scene.transport.begun[0].released, "its target would hear of it only after the last slab is queued"
+    assert scene.transport.begun == scene.transport.drafts[:2]
+
+
+def test_a_hurried_thread_ends_the_oldest_write_and_begins_the_next_but_queues_no_gather() -> None:
+    scene = Scene(slabs=8)
+    scene.put(0, 1, 2, 3)
+    scene.gathered(0)
+    gathers = list(scene.device.gathers)
+    scene.transport.begun[0].state = WriteState.DONE
+    gathers[1].done = True
+    scene.lanes.hurry()
+    assert scene.transport.begun[0].released
+    assert scene.transport.begun == scene.transport.drafts[:2]
+    assert scene.device.gathers == gathers
+    assert scene.outcomes() == []
+    scene.turn()
+    assert scene.outcomes() == [(0, "", False)]
+
+
 def test_memory_of_a_slab_is_another_s_only_after_its_write_has_ended() -> None:
     scene = Scene(slabs=2)
     scene.put(0, 1, 2)

@@ -38,6 +38,25 @@ def test_a_failed_call_leaves_no_pool_held_and_nothing_queued(
     assert (launches, launches_later) == (0, 1)
 
 
+@pytest.mark.parametrize("kind", ["gather", "scatter", "direct"])
+def test_a_kernel_whose_event_is_refused_holds_its_pools_until_its_stream_has_passed_it(
+    process: KernelProcess, kind: str
+) -> None:
+    found = process.run("unmarked_copy", kind)
+    pools = 2 if kind == "direct" else 1
+    assert found == {
+        "launches": 1,
+        "held": [True] * pools,
+        "passed": False,
+        "unmapped": [False] * pools,
+        "error": found["error"],
+        "passed later": True,
+        "unmapped later": [True] * pools,
+    }
+    assert found["error"].startswith("DeviceError")
+    assert "an illegal address" in found["error"]
+
+
 @pytest.mark.parametrize("near_closes", [True, False], ids=["source", "target"])
 def test_a_copy_between_pools_one_of_which_has_left_is_refused_and_nothing_is_kept_for_that_one(
     process: KernelProcess, near_closes: bool
@@ -54,6 +73,45 @@ def test_a_pool_whose_kernels_cannot_be_compiled_is_refused_with_the_reason(proc
     for error in errors:
         assert error.startswith("UNSUPPORTED")
         assert "Failed to find C compiler" in error
+
+
+def test_a_kernel_that_is_compiled_beside_the_thread_that_copies_holds_no_other_copy_up(process: KernelProcess) -> None:
+    assert process.run("compiled_beside", fails=False) == {
+        "first": [None] * 3,
+        "held": False,
+        "meanwhile": 1,
+        "launches": 2,
+        "compiled by the main thread": [False],
+    }
+
+
+def test_a_kernel_that_cannot_be_compiled_beside_is_told_to_its_copy_and_the_next_one_tries_again(
+    process: KernelProcess,
+) -> None:
+    found = process.run("compiled_beside", fails=True)
+    assert found["error"].startswith("DeviceError")
+    assert "no compiler" in found["error"]
+    assert not found["held after it"]
+    assert found["launches"] == 2
+    assert found["compiled by the main thread"] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("passed_at_s", "closed_at_s", "asked_at_s", "hangs"),
+    [
+        ([], 1000, [101, 104.9, 105], [False, False, True]),
+        ([104, 108], 1000, [108, 112.9, 113], [False, False, True]),
+        ([], 103, [102, 103.9, 104], [False, False, True]),
+        ([103.5, 104], 103, [104.9, 105], [False, True]),
+    ],
+    ids=["alone", "behind others", "left by an engine", "left by an engine, behind others"],
+)
+def test_a_copy_that_never_ends_is_told_to_whoever_asks_for_it(
+    process: KernelProcess, passed_at_s: list[float], closed_at_s: float, asked_at_s: list[float], hangs: list[bool]
+) -> None:
+    heard = process.run("hung_copy", passed_at_s, closed_at_s, asked_at_s)
+    assert [bool(text) for text in heard] == [False] * len(passed_at_s) + hangs
+    assert heard[-1].startswith("DeviceError device GPU-0 has ended no copy for")
 
 
 @pytest.mark.parametrize("stream", ["_gathers", "_scatters", "_directs"])

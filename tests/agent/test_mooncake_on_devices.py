@@ -31,7 +31,7 @@ from longshore_agent.transports import mooncake_engine, nvml, wires
 from longshore_agent.transports.base import Wire, WriteState
 from longshore_agent.transports.mooncake import MooncakeTransport
 from longshore_agent.transports.mooncake_peers import Metadata, check_reach
-from longshore_agent.worker.moving import make_transport
+from longshore_agent.worker.transport import make_transport
 from longshore_wire.agent_config import Backend
 from longshore_wire.errors import Reason
 from longshore_wire.peer_messages import RegionInfo

@@ -50,6 +50,7 @@ def test_an_agent_whose_self_test_moved_its_bytes_is_ready_without_engines() -> 
         (agent(worker(self_test=msgspec.structs.replace(PASSED, error="refused"))), "SelfTestFailed"),
         (agent(worker(self_test=msgspec.structs.replace(PASSED, backend="Loopback"))), "OtherBackend"),
         (agent(worker(), worker("d/1", state=structs.WorkerState.FAILED, error="no memory")), "WorkerFailed"),
+        (agent(worker(), worker("d/1", state=structs.WorkerState.STARTING, error="it hung")), "WorkerFailed"),
         (agent(worker(), worker("d/1", state=structs.WorkerState.STARTING, state_age_s=61)), "WorkerStarting"),
         (agent(worker(), worker("d/1", silent_s=11)), "WorkerSilent"),
         (agent(worker(), draining=True), "Draining"),

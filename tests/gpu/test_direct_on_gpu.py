@@ -7,10 +7,11 @@ import itertools
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_world import EngineProcess, GPUAgent
+from gpu_world import START_LIMIT_S, EngineProcess, GPUAgent
 from page_shapes import Shape
 
 from longshore_agent.kernels.device_grid import Tuning
@@ -168,3 +169,117 @@ def test_memory_of_an_engine_is_free_at_once_for_who_unregisters_or_dies(agent: 
             while held_bytes() > pool_bytes // 2:
                 assert time.monotonic() < end_s, f"{held_bytes()} bytes are still held"
         assert writes(agent, "direct") > 0
+
+
+def test_a_room_to_pages_of_another_size_waits_for_its_kernel_and_others_go_on(agent: GPUAgent, torch: Any) -> None:
+    device = torch.cuda.device_count() - 1
+    with ExitStack() as stack:
+        prefill = started(stack, agent, "prefill", "SOURCE", 1, 0)
+        like = started(stack, agent, "like", "TARGET", 1, device)
+        unlike = started(stack, agent, "unlike", "TARGET", 1, device, page_size=48, page_count=64)
+        move(prefill, like, 700, 1, list(range(44)))
+        room, endpoint = next(ROOMS), prefill[0].ask("endpoint")
+        near = list(range(100, 144))
+        prefill[0].ask("fill", seed=2, tokens=700, pages=near)
+        unlike[0].ask("receive", room=room, endpoint=endpoint, pages=list(range(15)), tokens=700)
+        prefill[0].ask("send", room=room, pages=near, tokens=700, chunk=256)
+        other, far = next(ROOMS), list(range(50, 94))
+        like[0].ask("receive", room=other, endpoint=endpoint, pages=far, tokens=700)
+        prefill[0].ask("send", room=other, pages=near, tokens=700, chunk=256)
+        ends_s = []
+        for number, rank in ((other, like[0]), (room, unlike[0])):
+            kind, text, end_s = rank.ask("wait", room=number, half="TARGET", instance="prefill")
+            assert kind == "DONE", text
+            ends_s.append(end_s)
+        assert unlike[0].ask("differences", sequences=[(2, 700, list(range(15)))]) == 0
+        assert like[0].ask("differences", sequences=[(1, 700, list(range(44))), (2, 700, far)]) == 0
+        assert writes(agent, "staged") == 0
+
+
+# While the file `hang` is beside it, direct copies wait behind a kernel that spins for half a minute and more.
+SPINNING = """
+import sys
+from pathlib import Path
+
+place = Path(__file__).parent
+
+def play():
+    from longshore_agent.path.device_stages import DeviceStages
+
+    direct = DeviceStages.direct
+
+    def spun(self, job):
+        if (place / "hang").exists():
+            import torch
+
+            with self._copier._directs.entered():
+                torch.cuda._sleep(1 << 36)
+            (place / "hang").rename(place / "hangs")
+        return direct(self, job)
+
+    DeviceStages.direct = spun
+
+if "longshore_agent.worker.main" in sys.orig_argv:
+    play()
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch: Any) -> Path:
+    (tmp_path / "sitecustomize.py").write_text(SPINNING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def begin_to_hang(place: Path, prefill: EngineProcess, decode: EngineProcess) -> int:
+    """Begin a room whose first copy never ends; return it when the device spins."""
+    room = next(ROOMS)
+    decode.ask("receive", room=room, endpoint=prefill.ask("endpoint"), pages=list(range(44)), tokens=700)
+    (place / "hang").touch()
+    prefill.ask("send", room=room, pages=list(range(44)), tokens=700, chunk=256)
+    end_s = time.monotonic() + START_LIMIT_S
+    while not (place / "hangs").exists():
+        assert time.monotonic() < end_s
+    return room
+
+
+def test_a_gpu_that_hangs_fails_its_room_with_the_reason_and_the_next_worker_serves(
+    place: Path, agent: GPUAgent, torch: Any
+) -> None:
+    with ExitStack() as stack:
+        (prefill,) = started(stack, agent, "prefill", "SOURCE", 1, 0)
+        (decode,) = started(stack, agent, "decode", "TARGET", 1, torch.cuda.device_count() - 1)
+        move([prefill], [decode], 700, 1, list(range(44)))
+        room = begin_to_hang(place, prefill, decode)
+        for rank, half in ((prefill, "SOURCE"), (decode, "TARGET")):
+            kind, text, _ = rank.ask("wait", room=room, half=half, instance="prefill")
+            assert kind == "FAILED"
+            assert "it hangs" in text
+        decode.ask("poison")
+        move([prefill], [decode], 700, 2, list(range(44)))
+        assert decode.ask("differences", sequences=[(2, 700, list(range(44)))]) == 0
+
+
+@pytest.mark.parametrize("killed", ["prefill", "decode"])
+def test_memory_of_a_killed_engine_is_free_within_2_seconds_though_a_copy_on_it_never_ends(
+    killed: str, place: Path, agent: GPUAgent, torch: Any
+) -> None:
+    torch.cuda.init()
+    devices = {"prefill": 0, "decode": torch.cuda.device_count() - 1}
+    with ExitStack() as stack:
+        ranks = {}
+        for instance, role in (("prefill", "SOURCE"), ("decode", "TARGET")):
+            before = int(torch.cuda.mem_get_info(devices[killed])[0])
+            # Some gigabytes, so that they show beside contexts and staging.
+            count = 32768 if instance == killed else SHAPE["page_count"]
+            (ranks[instance],) = started(stack, agent, instance, role, 1, devices[instance], page_count=count)
+            if instance == killed:
+                free_before = before
+        pool_bytes = 32768 * 16 * 8 * 2 * 8 * 256
+        move([ranks["prefill"]], [ranks["decode"]], 700, 1, list(range(44)))
+        begin_to_hang(place, ranks["prefill"], ranks["decode"])
+        assert free_before - int(torch.cuda.mem_get_info(devices[killed])[0]) > pool_bytes
+        ranks[killed].kill()
+        end_s = time.monotonic() + LET_GO_S
+        while free_before - int(torch.cuda.mem_get_info(devices[killed])[0]) > pool_bytes // 2:
+            assert time.monotonic() < end_s, "its memory is still held"

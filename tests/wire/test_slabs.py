@@ -10,18 +10,27 @@ from longshore_wire.slabs import SlabGrid
 
 
 def test_the_last_slab_is_as_long_as_the_others() -> None:
-    # 256 tokens where 204 fit: 204 and 52 would overlap with nothing.
-    assert SlabGrid(0, 256, even_tokens(256, 204, 64)).count == 2
-    assert even_tokens(256, 204, 64) == 128
+    # 300 tokens where 204 fit: 204 and 96 would overlap with less.
+    assert even_tokens(300, 204, 204, 64) == 192
+    assert even_tokens(384, 204, 204, 64) == 192
 
 
-@given(st.integers(1, 4096), st.integers(1, 512), st.integers(1, 64))
+def test_no_more_slabs_than_stay_above_the_minimum() -> None:
+    # 12.5 pages: slabs of 3 pages would be 5 with half a page in the last, each as dear to control as a full one.
+    assert even_tokens(800, 204, 409, 64) == 5 * 64
+    # One of all tokens, where two would both be below it.
+    assert even_tokens(256, 204, 409, 64) == 256
+
+
+@given(st.integers(1, 4096), st.integers(1, 512), st.integers(0, 512), st.integers(1, 64))
 def test_slabs_are_whole_pages_within_the_limit_and_no_more_than_pages_demand(
-    count: int, tokens_max: int, page: int
+    count: int, tokens_min: int, more: int, page: int
 ) -> None:
-    tokens_max = max(tokens_max, page)
-    tokens = even_tokens(count, tokens_max, page)
+    tokens_min = max(tokens_min, page)
+    tokens_max = tokens_min + more
+    tokens = even_tokens(count, tokens_min, tokens_max, page)
     assert tokens % page == 0
     assert 0 < tokens <= tokens_max
-    # No more slabs than the largest whole pages would make.
-    assert SlabGrid(0, count, tokens).count <= -(-count // (tokens_max // page * page))
+    # No more slabs than the largest whole pages would make, or the minimum allows.
+    most = max(-(-count // (tokens_max // page * page)), count // tokens_min)
+    assert SlabGrid(0, count, tokens).count <= most

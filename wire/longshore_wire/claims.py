@@ -139,13 +139,13 @@ def grid(config: SessionConfig, attach: Attach, claim: Claim, found: Route) -> S
     if claim.way is Way.DIRECT and config.direct_slab_bytes:
         limit, pieces = max(config.direct_slab_bytes, found.pair.unit_bytes), 1
     units = slab_units(found.pair.unit_bytes, -(-count // unit), limit, config.slab_bytes_min, pieces)
-    tokens = units * unit
+    tokens, tokens_max = units * unit, limit // found.pair.unit_bytes * unit
     page = max(config.layout.page_size, attach.layout.page_size)
     if claim.way in IN_PLACE and tokens < count:
         # Whole pages of both sides where possible: runs stay long.
         tokens = max(tokens // page, 1) * page
     elif page <= tokens < count:
-        tokens = even_tokens(count, tokens, page)
+        tokens = even_tokens(count, tokens, tokens_max, page)
     cut = SlabGrid(claim.first_token, claim.end_token, tokens)
     if cut.count > SLABS_MAX:
         raise RoomError(
@@ -190,15 +190,19 @@ def demanded_grid(config: SessionConfig, pair: TargetPair, tokens: tuple[int, in
     return cut
 
 
-def even_tokens(count: int, tokens_max: int, page: int) -> int:
-    """Return the tokens of a slab: as many slabs as `tokens_max` needs, all as long as the last, in whole pages.
+def even_tokens(count: int, tokens_min: int, tokens_max: int, page: int) -> int:
+    """Return the tokens of a slab: whole pages, as many slabs as stay above `tokens_min`, all as long as the last if pages allow.
 
-    Slabs that begin with a page have one shape, for which a GPU's launch is bound once; and a short last one overlaps with little.
+    Slabs that begin with a page have one shape, for which a GPU's launch is bound once; and a short last one costs as much control
+    as any, and overlaps with little.
 
     Args:
-        tokens_max: at least `page`.
+        count: of the claim, more than `tokens_min`.
+        tokens_min: at least `page`.
+        tokens_max: that a slab may have; at least `tokens_min`.
     """
-    share = -(-count // -(-count // tokens_max))
+    slab_count = max(count // tokens_min, -(-count // tokens_max))
+    share = -(-count // slab_count)
     return min(-(-share // page), tokens_max // page) * page
 
 

@@ -133,6 +133,12 @@ class Retiring(msgspec.Struct, tag=25):
     text: str
 
 
+class Failed(msgspec.Struct, tag=28):
+    """From a worker: its device has failed or hangs. It says so to all whom it serves, and ends at once."""
+
+    text: str
+
+
 class RoomFailed(msgspec.Struct, tag=19):
     """From a worker: tell the sibling ranks."""
 
@@ -203,6 +209,7 @@ FromWorker = (
     | EngineAdopted
     | EngineLeft
     | Retiring
+    | Failed
     | RoomFailed
     | SnapshotPart
     | SelfTested

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from longshore_agent.errors import ShapeError
+from longshore_agent.errors import DeviceError, ShapeError
 from longshore_agent.memory import cuda
 
 # Every argument has a place of as many bytes, whatever its type.
@@ -59,8 +59,13 @@ class CopyStream:
         return block.fill(*addresses, *numbers, *words)
 
     def passed(self) -> bool:
-        """Whether the device has done what was queued here."""
-        return self.stream is None or bool(self.stream.query())
+        """Whether the device has done what was queued here. Raises DeviceError if something of it failed."""
+        if self.stream is None:
+            return True
+        try:
+            return bool(self.stream.query())
+        except RuntimeError as error:
+            raise DeviceError(f"the stream's copies on {self.device} failed: {error}") from error
 
     def synchronize(self) -> None:
         """Wait until the device has done what was queued here."""

@@ -7,16 +7,18 @@ from one slab to the next.
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import NamedTuple
 
 import torch
 
 from longshore_agent.errors import DeviceError
+from longshore_agent.kernels.copy_progress import CopyProgress
 from longshore_agent.kernels.copy_stream import CopyStream
 from longshore_agent.kernels.device_kernel import BoundLaunch
 from longshore_agent.kernels.device_pages import DevicePages
-from longshore_agent.kernels.direct.device_launch import BoundCopy, shape_of
+from longshore_agent.kernels.direct.device_launch import BoundCopy, ready, shape_of
 from longshore_agent.kernels.direct.device_launch import prepare as prepare_copies
 from longshore_agent.kernels.direct.launch import Side
 from longshore_agent.kernels.gather.device_launch import bind_gather, gather_words
@@ -29,6 +31,8 @@ from longshore_agent.memory.device_memory import DeviceStagingBuffer
 from longshore_agent.memory.pools import KVPool
 from longshore_wire.errors import LongshoreError
 from longshore_wire.trailer import TRAILER_BYTES, Trailer, aligned, slab_bytes
+
+_log = logging.getLogger(__name__)
 
 # Rooms whose page ids stay on the device, half a kilobyte and more each: more than are moved at once. One that was
 # forgotten is copied again, while its slab waits.
@@ -50,20 +54,38 @@ class _Known(NamedTuple):
     copies: dict[KVPool, dict[tuple[int, ...], BoundCopy]]
 
 
+# What tells that the device has done a copy: an event behind it or, where the driver has refused that, all of its stream.
+Mark = cuda.Event | CopyStream
+
+
 class DeviceCopy:
     """One queued copy. Its pools stay mapped, and its page ids stay, until `end`."""
 
-    __slots__ = ("_copier", "_event", "_held", "_place")
+    __slots__ = ("_copier", "_held", "_mark", "_place", "_progress", "_queued_s")
 
-    def __init__(self, copier: DeviceCopier, event: cuda.Event, place: cuda.HostBytes | None, *held: HeldPages) -> None:
+    def __init__(
+        self,
+        copier: DeviceCopier,
+        mark: Mark,
+        progress: CopyProgress,
+        place: cuda.HostBytes | None,
+        *held: HeldPages,
+    ) -> None:
         self._copier = copier
-        self._event = event
+        self._mark = mark
+        self._progress = progress
         self._place = place
         self._held = held
+        self._queued_s = time.monotonic()
 
     def passed(self) -> bool:
-        """Whether the device has done it. Raises DeviceError if the device has failed, which only a new process mends."""
-        return self._event.passed()
+        """Whether the device has done it. Raises DeviceError if the device has failed or hangs: only a new process mends that."""
+        passed, now_s = self._mark.passed(), time.monotonic()
+        if passed:
+            self._progress.ended(now_s)
+        else:
+            self._progress.check(now_s, self._queued_s, [held.pool for held in self._held])
+        return passed
 
     def trailer(self) -> bytes:
         """Return the 64 bytes behind a scattered slab, as they were just before the scatter; valid once it has passed."""
@@ -74,7 +96,7 @@ class DeviceCopy:
         """Let everything go, once; the device must have passed it."""
         for held in self._held:
             held.pool.let_go()
-        self._copier.take_back(self._event, self._place)
+        self._copier.take_back(self._mark, self._place)
 
 
 class DeviceCopier:
@@ -89,6 +111,9 @@ class DeviceCopier:
         torch.cuda.set_device(self._device)
         # Streams of their own, so that none waits for one of another kind that was queued before it.
         self._gathers, self._scatters, self._directs = (CopyStream(self._device) for _ in range(3))
+        self._progress = {
+            stream: CopyProgress(f"device {device.name}") for stream in (self._gathers, self._scatters, self._directs)
+        }
         self._lanes = None if lanes is None else torch.as_tensor(lanes, device=self._device)
         self._ring = None if ring is None else torch.as_tensor(ring, device=self._device)
         self._pools: dict[KVPool, _Known] = {}
@@ -171,8 +196,7 @@ class DeviceCopier:
             launch = self._launch(self._lanes, pool, tokens, layers, heads, trailer.payload_bytes)
             event = self._event()
             launch.queue(held.address, page_first, self._lanes.data_ptr() + offset_bytes, gather_words(trailer))
-            event.record(self._gathers.handle)
-            return DeviceCopy(self, event, None, held)
+            return self._queued(event, self._gathers, None, held)
         except LongshoreError:
             pool.let_go()
             raise
@@ -197,17 +221,18 @@ class DeviceCopier:
             slab = self._ring.data_ptr() + offset_bytes
             place.fill(slab + aligned(slab_payload_bytes), self._scatters.handle)
             launch.queue(held.address, page_first, slab)
-            event.record(self._scatters.handle)
-            return DeviceCopy(self, event, place, held)
+            return self._queued(event, self._scatters, place, held)
         except LongshoreError:
             pool.let_go()
             raise
 
-    def direct(self, sides: tuple[Side, Side], tokens: tuple[int, int]) -> DeviceCopy:
+    def direct(self, sides: tuple[Side, Side], tokens: tuple[int, int]) -> DeviceCopy | None:
         """Queue a copy of tokens [first, end) from a source's pages into those of a target, which are mapped here.
 
         Once it has passed, its bytes are in the target's memory for every later reader: it may be told of them.
 
+        Returns:
+            None: nothing was queued, as its kernel is being compiled beside this thread: ask again.
         Raises:
             PoolError: an engine has let its pages go.
             ShapeError, LongshoreError, DeviceError: as `direct.device_launch.copy_pages`.
@@ -223,18 +248,22 @@ class DeviceCopier:
             raise
         try:
             copy = self._bound_copy(sides, (near, far), tokens)
-            event = self._event()
-            copy.queue((near, far), tokens)
-            event.record(self._directs.handle)
-            return DeviceCopy(self, event, None, near, far)
+            if copy is not None:
+                event = self._event()
+                copy.queue((near, far), tokens)
+                return self._queued(event, self._directs, None, near, far)
         except LongshoreError:
             source.pool.let_go()
             target.pool.let_go()
             raise
+        source.pool.let_go()
+        target.pool.let_go()
+        return None
 
-    def take_back(self, event: cuda.Event, place: cuda.HostBytes | None) -> None:
+    def take_back(self, mark: Mark, place: cuda.HostBytes | None) -> None:
         """Keep what a copy that has ended used for the next one."""
-        self._events.append(event)
+        if isinstance(mark, cuda.Event):
+            self._events.append(mark)
         if place is not None:
             self._places.append(place)
 
@@ -257,6 +286,18 @@ class DeviceCopier:
     def _event(self) -> cuda.Event:
         # Taken before anything is queued: where there is none, nothing may run of which nobody would learn the end.
         return self._events.pop() if self._events else cuda.Event(self._driver)
+
+    def _queued(
+        self, event: cuda.Event, stream: CopyStream, place: cuda.HostBytes | None, *held: HeldPages
+    ) -> DeviceCopy:
+        """Return the copy that was launched on `stream` just now. It runs: nothing may fail here, whatever the driver says."""
+        mark: Mark = event
+        try:
+            event.record(stream.handle)
+        except DeviceError as error:
+            _log.warning("a copy on %s is over when all of its stream is, as it has no event: %s", self._device, error)
+            mark = stream
+        return DeviceCopy(self, mark, self._progress[stream], place, *held)
 
     def _place(self) -> cuda.HostBytes:
         return self._places.pop() if self._places else cuda.HostBytes(self._driver, TRAILER_BYTES)
@@ -281,13 +322,15 @@ class DeviceCopier:
 
     def _bound_copy(
         self, sides: tuple[Side, Side], lists: tuple[HeldPages, HeldPages], tokens: tuple[int, int]
-    ) -> BoundCopy:
-        """Return the direct copy for all slabs of this shape between two pools."""
+    ) -> BoundCopy | None:
+        """Return the direct copy for all slabs of this shape between two pools; None: its kernel is being compiled."""
         near, far = self._known(sides[0].pool), self._known(sides[1].pool)
         copies = far.copies.setdefault(sides[0].pool, {})
         key = shape_of(sides, tokens)
         copy = copies.get(key)
         if copy is None:
+            if not ready(sides, (near.pages, far.pages), lists, tokens, self._directs):
+                return None
             if len(copies) >= _LAUNCHES_MAX:
                 copies.clear()
             copy = copies[key] = BoundCopy(sides, (near.pages, far.pages), lists, tokens, self._directs)

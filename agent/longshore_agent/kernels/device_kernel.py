@@ -14,6 +14,7 @@ import torch
 
 from longshore_agent.errors import DeviceError
 from longshore_agent.kernels import device_rows
+from longshore_agent.kernels.compiling import Compiling
 from longshore_agent.kernels.copy_stream import ArgumentBlock, CopyStream
 from longshore_agent.kernels.device_grid import PAGE_FIRST, UNIT_BYTES_MAX, Grid, Tile, Tuning
 from longshore_agent.memory import cuda
@@ -23,6 +24,11 @@ _WARP_THREADS = 32
 # A number that Triton takes for one of 64 bits, whatever it stands for, and one that it takes for 32 bits.
 _ANY_WORD = 1 << 40
 _ANY_NUMBER = 3
+
+
+# Triton is run by one thread at a time.
+_TRITON = threading.Lock()
+_COMPILING = Compiling()
 
 
 class _Compiled(NamedTuple):
@@ -88,7 +94,6 @@ class DeviceKernel:
         self._kernel = kernel
         self._constants = constants
         self._compiled: dict[tuple[object, ...], _Compiled] = {}
-        self._lock = threading.Lock()
 
     def launch(
         self, stream: CopyStream, grid: Grid, tensors: tuple[torch.Tensor, ...], words: tuple[int, ...], tuning: Tuning
@@ -129,6 +134,21 @@ class DeviceKernel:
             addresses = tuple(tensor.data_ptr() for tensor in tensors)
             self._found(stream, grid, tensors, addresses, words, tuning)
 
+    def ready(
+        self, stream: CopyStream, grid: Grid, tensors: tuple[torch.Tensor, ...], words: tuple[int, ...], tuning: Tuning
+    ) -> bool:
+        """Whether what `prepare` would compile is there; if it is not, it is compiled beside this thread from now on.
+
+        Raises:
+            DeviceError: it could not be compiled; the next question tries again.
+        """
+        if stream.context is None:
+            return True
+        key = _key(stream, grid, tuple(tensor.data_ptr() for tensor in tensors), tuning)
+        if key in self._compiled:
+            return True
+        return _COMPILING.ended((self, key), lambda: self._compile(key, stream, grid, tensors, words, tuning))
+
     def bind(
         self, stream: CopyStream, grid: Grid, tensors: tuple[torch.Tensor, ...], words: tuple[int, ...], tuning: Tuning
     ) -> BoundLaunch:
@@ -164,7 +184,7 @@ class DeviceKernel:
         tuning: Tuning,
     ) -> _Compiled:
         assert stream.context is not None
-        key = (stream.context.index, grid.tile, tuning, *(address % UNIT_BYTES_MAX == 0 for address in addresses))
+        key = _key(stream, grid, addresses, tuning)
         return self._compiled.get(key) or self._compile(key, stream, grid, tensors, words, tuning)
 
     def _compile(
@@ -176,7 +196,9 @@ class DeviceKernel:
         words: tuple[int, ...],
         tuning: Tuning,
     ) -> _Compiled:
-        with self._lock, torch.cuda.device(stream.device):
+        with _TRITON, torch.cuda.device(stream.device):
+            if (found := self._compiled.get(key)) is not None:
+                return found
             try:
                 made = self._kernel.warmup(
                     *tensors,
@@ -197,3 +219,9 @@ class DeviceKernel:
             found = _Compiled(made.function, _WARP_THREADS * tuning.warps, made.metadata.shared, made)
             self._compiled[key] = found
             return found
+
+
+def _key(stream: CopyStream, grid: Grid, addresses: tuple[int, ...], tuning: Tuning) -> tuple[object, ...]:
+    """Return what launches have in common that one compiled kernel serves."""
+    assert stream.context is not None
+    return (stream.context.index, grid.tile, tuning, *(address % UNIT_BYTES_MAX == 0 for address in addresses))

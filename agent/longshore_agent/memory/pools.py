@@ -7,6 +7,7 @@ before every address that it implies is known to lie inside its region.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -52,6 +53,7 @@ class KVPool:
         page_tokens: rows of one head in a page.
         device: the GPU for which the pages are mapped, in its memory or where it reaches them; None: they are on the CPU.
         on_device: the pages are in a GPU's memory: no byte of them can be seen from here.
+        closed_s: when `close` was called, as `time.monotonic` counts; None: it was not.
         plane_runs: all planes in their order; mostly one run. Their addresses are valid inside `in_use` only.
     """
 
@@ -92,6 +94,7 @@ class KVPool:
         self._lock = threading.Lock()
         self._jobs_count = 0
         self._closing = False
+        self.closed_s: float | None = None
         self._closed = threading.Event()
 
     @property
@@ -193,6 +196,7 @@ class KVPool:
             if self._closing:
                 return self._closed.is_set()
             self._closing = True
+            self.closed_s = time.monotonic()
             idle = self._jobs_count == 0
         if idle:
             self._unmap()

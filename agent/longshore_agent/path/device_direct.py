@@ -2,12 +2,14 @@
 
 Called by the control thread, through `moving` and `near_writes`. A slab is queued on the device at once; it is over, and its
 target may be told, when its event has passed. Until then both pools are held. One stream does all slabs in their order.
+Slabs whose kernel is compiled beside this thread wait for it, and no other room does.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from longshore_agent.path.device_stages import Copy, Stages
@@ -42,6 +44,8 @@ class DeviceDirectLanes:
         self._stages = stages
         self._log = StageLog(metrics, spans)
         self._queue: deque[WriteJob] = deque()
+        # Those whose kernel is being compiled, in their order; kernels come in that order too.
+        self._unready: list[WriteJob] = []
         self._copies: deque[_Slab] = deque()
         self._done: list[WriteResult] = []
         self._passed_ns = 0
@@ -56,7 +60,7 @@ class DeviceDirectLanes:
     @property
     def busy(self) -> bool:
         """Whether something is under way that only `turn` brings on, or something is to be written down."""
-        return bool(self._queue or self._copies or self._done or self._log)
+        return bool(self._queue or self._unready or self._copies or self._done or self._log)
 
     def put(self, job: WriteJob) -> None:
         """Queue one slab whose target's pages are mapped here; on the device at once, unless that has enough to do."""
@@ -77,6 +81,8 @@ class DeviceDirectLanes:
         if ended:
             # The device has had time: the queue may be long, and whoever was given up in it waits for no other room.
             self._drop_given_up()
+        if self._unready:
+            self._ask_again()
         self._begin()
         if not self._done:
             # The device needs nothing of this thread meanwhile.
@@ -98,14 +104,34 @@ class DeviceDirectLanes:
 
     def stop(self) -> None:
         """Give the device nothing more."""
-        for job in self._queue:
+        for job in (*self._queue, *self._unready):
             job.cancelled = True
 
     def _drop_given_up(self) -> None:
-        given_up = [job for job in self._queue if job.cancelled]
-        if given_up:
-            self._queue = deque(job for job in self._queue if not job.cancelled)
-            self._done += [WriteResult(job, "", dropped=True, notify=False) for job in given_up]
+        if any(job.cancelled for job in self._queue):
+            self._queue = deque(self._wanted(self._queue))
+
+    def _wanted(self, jobs: Iterable[WriteJob]) -> list[WriteJob]:
+        """Return those that nobody has given up; the others are over."""
+        wanted: list[WriteJob] = []
+        for job in jobs:
+            if job.cancelled:
+                self._done.append(WriteResult(job, "", dropped=True, notify=False))
+            else:
+                wanted.append(job)
+        return wanted
+
+    def _ask_again(self) -> None:
+        """Let the slabs that wait for kernels go on once the first one's is there: asking for each would take too long."""
+        waiting, self._unready = self._wanted(self._unready), []
+        if not waiting or len(self._copies) >= _COPIES_OPEN_MAX:
+            self._unready = waiting
+            return
+        self._launch(waiting[0])
+        if self._unready:
+            self._unready = waiting
+        else:
+            self._queue.extendleft(reversed(waiting[1:]))
 
     def _begin(self) -> None:
         while self._queue:
@@ -116,12 +142,18 @@ class DeviceDirectLanes:
             if job.cancelled:
                 self._done.append(WriteResult(job, "", dropped=True, notify=False))
                 continue
-            queued_ns = time.monotonic_ns()
-            try:
-                copy = self._stages.direct(job)
-            except LongshoreError as error:
-                self._done.append(WriteResult(job, str(error), dropped=False, notify=False))
-                continue
+            self._launch(job)
+
+    def _launch(self, job: WriteJob) -> None:
+        queued_ns = time.monotonic_ns()
+        try:
+            copy = self._stages.direct(job)
+        except LongshoreError as error:
+            self._done.append(WriteResult(job, str(error), dropped=False, notify=False))
+            return
+        if copy is None:
+            self._unready.append(job)
+        else:
             self._copies.append(_Slab(job, copy, queued_ns))
 
     def _end(self, slab: _Slab) -> None:

@@ -112,9 +112,16 @@ class DeviceLanes:
             return
         assert job.effect.way is Way.STAGED, job.effect.way
         self._queue.append(job)
-        # An offer brings many slabs at once: only what makes the wire or the device busy is done between two of them.
+        # An offer brings many slabs at once.
+        self._advance()
+
+    def hurry(self) -> None:
+        """Between two other things that the thread does: if the oldest write is over, tell of it and begin the next."""
+        if not self._writes and not self._gathers:
+            return
+        while self._writes and self._end_write(self._writes[0]):
+            pass
         self._begin_writes()
-        self._begin_gathers()
 
     def turn(self) -> list[WriteResult]:
         """Begin and end what can be; return what has ended since the last turn."""
@@ -152,7 +159,8 @@ class DeviceLanes:
     def _advance(self) -> None:
         # The wire first: whatever else is done here, it should not stand still meanwhile.
         self._begin_writes()
-        if self._writes and self._end_writes():
+        ended = [slab for slab in list(self._writes) if self._end_write(slab)]
+        if ended:
             self._begin_writes()
         self._begin_gathers()
 
@@ -180,9 +188,10 @@ class DeviceLanes:
                 continue
             slab = _Slab(job, region, copy, start_ns)
             self._gathers.append(slab)
-            # Only what was there before: a wire that stands still waits for nothing that is begun here.
-            self._begin_writes()
+            # What was there before: a wire that stands still waits for nothing that is begun here.
+            self.hurry()
             self._draft(slab)
+            self._begin_writes()
 
     def _draft(self, slab: _Slab) -> None:
         job = slab.job
@@ -229,20 +238,17 @@ class DeviceLanes:
             else:
                 self._done.append(WriteResult(slab.job, slab.error, dropped=False, notify=False))
 
-    def _end_writes(self) -> bool:
-        """Take notice of writes that have ended; return whether any has."""
-        ended = False
-        for slab in list(self._writes):
-            assert slab.write is not None
-            state = self._transport.state(slab.write)
-            if state is WriteState.OPEN:
-                continue
-            ended = True
-            self._writes.remove(slab)
-            settled = self._transport.release(slab.write)
-            self._memory.free(slab.region)
-            self._done.append(self._ended(slab, state, settled=settled))
-        return ended
+    def _end_write(self, slab: _Slab) -> bool:
+        """Drive a write; return whether it is over. A target hears of it by this look, which sends the notice."""
+        assert slab.write is not None
+        state = self._transport.state(slab.write)
+        if state is WriteState.OPEN:
+            return False
+        self._writes.remove(slab)
+        settled = self._transport.release(slab.write)
+        self._memory.free(slab.region)
+        self._done.append(self._ended(slab, state, settled=settled))
+        return True
 
     def _ended(self, slab: _Slab, state: WriteState, *, settled: bool) -> WriteResult:
         job = slab.job

@@ -52,8 +52,12 @@ class Stages(Protocol):
     def scatter(self, job: ScatterJob) -> Copy:
         """Queue a look at a landed slab's trailer, then its scatter. Raises as `gather`."""
 
-    def direct(self, job: WriteJob) -> Copy:
-        """Queue the copy of a slab into its target's pages, which are mapped here. Raises as `gather`."""
+    def direct(self, job: WriteJob) -> Copy | None:
+        """Queue the copy of a slab into its target's pages, which are mapped here. Raises as `gather`.
+
+        Returns:
+            None: nothing was queued, as the kernel is being compiled beside this thread. Ask again.
+        """
 
 
 class DeviceStages:
@@ -122,7 +126,7 @@ class DeviceStages:
             effect.payload_bytes,
         )
 
-    def direct(self, job: WriteJob) -> Copy:
+    def direct(self, job: WriteJob) -> Copy | None:
         """See `Stages.direct`."""
         effect = job.effect
         # A room's slabs have one list of ids on either side, and one route.

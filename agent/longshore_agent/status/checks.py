@@ -129,6 +129,8 @@ def _worker_faults(worker: WorkerSnapshot, rules: Rules) -> Iterator[tuple[str, 
     if worker.state is WorkerState.FAILED:
         yield "WorkerFailed", f"worker {worker.worker} failed: {worker.error or 'no reason was given'}"
     elif worker.state in (WorkerState.STARTING, WorkerState.SELF_TESTING):
+        if worker.error:
+            yield "WorkerFailed", f"worker {worker.worker} failed and is being replaced: {worker.error}"
         if worker.state_age_s > rules.start_limit_s:
             text = f"worker {worker.worker} is {worker.state.value} for more than {rules.start_limit_s:g} s"
             yield "WorkerStarting", text

@@ -26,6 +26,7 @@ from longshore_agent.control.node_link import (
     EndpointKnown,
     EngineAdopted,
     EngineLeft,
+    Failed,
     FromWorker,
     NodeMessage,
     NotStarted,
@@ -91,6 +92,8 @@ class Supervisor:
         self._holders = PoolHolders()
         self._ports = Ports(directory, settings.worker_port)
         self._restarts: dict[SlotKey, int] = {}
+        # What the last worker of a rank died of, until the next one serves.
+        self._failures: dict[SlotKey, str] = {}
         self._pending_count = 0
         self._life = os.urandom(8).hex()
         self._self_test: subprocess.Popen[bytes] | None = None
@@ -185,6 +188,7 @@ class Supervisor:
         life = self._life if hello.device == "cpu" else f"{self._life}.gpu"
         agent = life if self.settings.direct else ""
         slot = slots.start(key, hello, connection, self.settings, self._ports.choose(key, self._slots), agent)
+        slot.error = self._failures.get(key, "")
         self._slots[key] = slot
         self._selector.register(slot.link, selectors.EVENT_READ, lambda: self._on_link(slot))
         self._selector.register(slot.pidfd, selectors.EVENT_READ, lambda: self._on_exit(slot))
@@ -216,6 +220,8 @@ class Supervisor:
                 slot.connection = None
         elif isinstance(message, EngineAdopted):
             slot.become(WorkerState.READY)
+            slot.error = ""
+            self._failures.pop(slot.key, None)
             self._publish(slot.key)
         elif isinstance(message, NotStarted):
             _log.error("worker %s cannot start: %s", slot.config.name, message.text)
@@ -223,11 +229,16 @@ class Supervisor:
                 self._turn_away(slot.connection, message.reason, message.text)
                 slot.connection = None
             slot.become(WorkerState.DRAINING)
+            slot.error = ""
         elif isinstance(message, Retiring):
             slot.error = message.text
             self.metrics.add("longshore_worker_replacements_total", 1)
             _log.warning("worker %s is being replaced: %s", slot.config.name, message.text)
-        elif isinstance(message, EngineLeft):
+        elif isinstance(message, Failed):
+            slot.become(WorkerState.FAILED)
+            slot.error = self._failures[slot.key] = message.text
+            _log.error("worker %s has failed: %s", slot.config.name, message.text)
+        elif isinstance(message, EngineLeft) and slot.state is not WorkerState.FAILED:
             slot.become(WorkerState.DRAINING)
             # One that is replaced has told of each room that it failed; what it had finished may go on at its siblings.
             if not (slot.error and message.reason is Reason.WORKER_LOST):
@@ -294,9 +305,9 @@ class Supervisor:
             _log.error("worker %s ended with %d", slot.config.name, code)
             self.metrics.add("longshore_worker_restarts_total", 1)
             self._restarts[slot.key] = self._restarts.get(slot.key, 0) + 1
-            self._tell_siblings(
-                slot.key, SiblingLost(Reason.WORKER_LOST, f"the worker of rank {slot.key.rank} ended with {code}")
-            )
+            why = slot.error if slot.state is WorkerState.FAILED else f"it ended with {code}"
+            lost = f"the worker of rank {slot.key.rank} was lost: {why}"
+            self._tell_siblings(slot.key, SiblingLost(Reason.WORKER_LOST, lost))
 
     def _siblings(self, key: SlotKey) -> list[Slot]:
         return [slot for other, slot in self._slots.items() if other[:2] == key[:2] and other != key]

@@ -19,13 +19,13 @@ from longshore_agent.control.node_link import (
     EndpointKnown,
     EngineAdopted,
     EngineLeft,
+    Failed,
     NodeLink,
     NodeMessage,
     PoolAsked,
     PoolFree,
     PoolGiven,
     PoolGone,
-    PoolShown,
     PoolSought,
     PoolTaken,
     PoolUnmapped,
@@ -38,15 +38,17 @@ from longshore_agent.control.node_link import (
     snapshot_parts,
 )
 from longshore_agent.control.peer_net import PeerNet
-from longshore_agent.errors import TransportError
+from longshore_agent.errors import DeviceError, TransportError
 from longshore_agent.path.admit import Desk
 from longshore_agent.path.finish import count_ended, ended_event, released_event
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
+from longshore_agent.worker import ending
 from longshore_agent.worker.config import WorkerConfig
 from longshore_agent.worker.health import WorkerHealth
 from longshore_agent.worker.heap import WorkerHeap
 from longshore_agent.worker.moving import Mover
+from longshore_agent.worker.near_writes import shown_parts
 from longshore_agent.worker.pace import WorkerPace
 from longshore_agent.worker.status import WorkerParts, encode_snapshot
 from longshore_wire.effects import (
@@ -74,10 +76,6 @@ _log = logging.getLogger(__name__)
 
 # The longest sleep of an idle control thread; everything that matters wakes it earlier.
 _IDLE_POLL_MS = 5000
-# A worker whose engine is gone tells its peers, and waits this long for their answers, before it ends.
-_FAREWELL_NS = 3_000_000_000
-# The same while a write in place still reads the engine's pages: its memory is to be free within 2 s, whatever hangs.
-_FAREWELL_MAPPED_NS = 700_000_000
 
 
 class Worker:
@@ -93,6 +91,7 @@ class Worker:
         self._link = link
         self._knocker = Knocker()
         self._engine_error = ""
+        self._failure = ""  # of the device: it is asked and given nothing more
         self._gone: list[tuple[PeerId, int]] = []
         self._stop_ns: int | None = None
         self._retire_ns: int | None = None
@@ -121,11 +120,18 @@ class Worker:
         link.send(Started(self.net.address, config.epoch, session_config.agent))
 
     def run(self) -> None:
-        """Serve until the engine is gone, the supervisor is gone, or a drain has ended."""
+        """Serve until the engine is gone, the supervisor is gone, or a drain has ended.
+
+        Raises:
+            DeviceError: the GPU has failed or hangs: the process must end, and nothing else gets pages out of its reach.
+        """
         try:
             while not self._over():
                 ready = frozenset(socket for socket, _ in self.net.poller.poll(self._timeout_ms()))
-                self._turn(ready, time.monotonic_ns())
+                try:
+                    self._turn(ready, time.monotonic_ns())
+                except DeviceError as error:
+                    self._device_failed(str(error), time.monotonic_ns())
         finally:
             self._close()
 
@@ -134,22 +140,25 @@ class Worker:
     def _turn(self, ready: frozenset[object], now_ns: int) -> None:
         """Deal with what is readable, with results and with time."""
         self._pace.woken(now_ns)
-        ended = self.mover.drive()
+        ended = not self._failure and self.mover.drive()
         if ready or ended:
             self._pace.news()
+        if self._take_notices(now_ns):
+            # What has landed waits for its scatter: before anybody hears of others.
+            self._flush(now_ns)
         if not ready and not ended and now_ns < self._due_ns and not self._owes_words():
             # Nobody has said anything and nothing is due: this turn is for bytes alone, many times a second.
-            if self._take_notices(now_ns):
-                self._flush(now_ns)
             return
         if ended:
             # Who waits for those bytes, perhaps at another GPU, is told before anything else is done here.
             self._take_results(now_ns)
+            self.mover.hurry()
         for message, descriptor in self._link.receive() if self._link.fileno() in ready else ():
             self._obey(message, descriptor, now_ns)
         for half, peer, peer_message in self.net.receive(ready):
             if half in self.sessions:
                 self.sessions[half].receive(peer, peer_message, now_ns)
+                self.mover.hurry()
                 if isinstance(peer_message, Claim):
                     self._claimed(peer, peer_message.pair.key)
         for gone in self._knocker.refused():
@@ -160,7 +169,6 @@ class Worker:
         self._take_results(now_ns)
         if self._stop_ns is None:
             self._check_health(now_ns)
-        self._take_notices(now_ns)
         self._serve_engine(ready, now_ns)
         for session in self.sessions.values():
             session.tick(now_ns)
@@ -197,6 +205,7 @@ class Worker:
                     self._apply(half, session, effect, now_ns)
                 for peer, message in session.take_outbox():
                     self.net.send(half, peer, message)
+                self.mover.hurry()
                 for effect in effects[first + 1 :]:
                     self._apply(half, session, effect, now_ns)
         # Only now: what was to be said to them has been sent.
@@ -210,6 +219,8 @@ class Worker:
             self._link.flush()
 
     def _apply(self, half: Half, session: Session, effect: Effect, now_ns: int) -> None:
+        if self._failure and isinstance(effect, StartWrite | StartScatter):
+            return
         if isinstance(effect, StartWrite):
             assert self.source is not None
             self.mover.start_write(effect, self.desk, self.source, now_ns)
@@ -344,12 +355,26 @@ class Worker:
         self.engine = None
         _log.info("engine %s rank %d is gone: %s", self.config.instance, self.config.layout.rank, text)
         self._leave(Reason.ENGINE_LOST, text, now_ns)
+        if self.mover.device is not None:
+            ending.end_at_the_latest()
         self._flush(now_ns)
         unmapped = [self.desk.let_go(pool) for pool in list(self.desk.pools)]
         self._tell_taken()
         if not all(unmapped):
-            assert self._stop_ns is not None
-            self._stop_ns = min(self._stop_ns, now_ns + _FAREWELL_MAPPED_NS)
+            self._stop_by(now_ns + ending.FAREWELL_MAPPED_NS)
+        elif not self._failure:
+            ending.call_off()
+
+    def _device_failed(self, text: str, now_ns: int) -> None:
+        """Fail all rooms, say why, and end soon: jobs of the device never end, so that nothing of theirs is released."""
+        if not self._failure:
+            _log.critical("the device of this worker has failed: %s", text)
+            self._failure = self.desk.closing = text
+            self._link.send(Failed(text))
+            ending.end_at_the_latest()
+        self._leave(Reason.WORKER_LOST, text, now_ns)
+        self._stop_by(now_ns + ending.FAREWELL_FAILED_NS)
+        self._flush(now_ns)
 
     def _leave(self, reason: Reason, text: str, now_ns: int) -> None:
         for session in self.sessions.values():
@@ -358,8 +383,11 @@ class Worker:
             for key in list(session.rooms):
                 self.mover.cancel(half, key)
         if self._stop_ns is None:
-            self._stop_ns = now_ns + _FAREWELL_NS
+            self._stop_ns = now_ns + ending.FAREWELL_NS
             self._link.send(EngineLeft(reason, text))
+
+    def _stop_by(self, stop_ns: int) -> None:
+        self._stop_ns = stop_ns if self._stop_ns is None else min(self._stop_ns, stop_ns)
 
     # -- the supervisor --------------------------------------------------------------------------------------------
 
@@ -381,7 +409,7 @@ class Worker:
             for session in self.sessions.values():
                 session.fail_claimed(message.reason, message.text, now_ns)
         elif isinstance(message, Drain):
-            self._stop_ns = now_ns + round(message.limit_s * 1e9)
+            self._stop_by(now_ns + round(message.limit_s * 1e9))
             self.desk.closing, self.desk.finishes_claimed = "the agent stops", True
         elif isinstance(message, PoolSought):
             self._show_pool(message)
@@ -397,23 +425,17 @@ class Worker:
     def _ask_pool(self, owner: PeerId, number: int) -> None:
         self._link.send(PoolAsked(owner, number))
 
+    def _show_pool(self, message: PoolSought) -> None:
+        pool = None if message.pool in self.desk.leaving else self.desk.pools.get(message.pool)
+        for shown, descriptor in shown_parts(pool, message):
+            self._link.send(shown, descriptor)
+
     def _tell_taken(self) -> None:
         for pool in self.desk.taken:
             self._link.send(PoolTaken(pool))
         self.desk.taken.clear()
         for owner, pool in self.mover.near.take_unmapped():
             self._link.send(PoolUnmapped(owner, pool))
-
-    def _show_pool(self, message: PoolSought) -> None:
-        """Give the regions of a pool to a worker of this node that will write its pages."""
-        pool = self.desk.pools.get(message.pool) if message.pool not in self.desk.leaving else None
-        if pool is None:
-            self._link.send(PoolShown(message.asker, message.pool, 0))
-            return
-        pool.shown = True
-        for part in pool.parts:
-            region, descriptor = (None, part) if isinstance(part, int) else (part, None)
-            self._link.send(PoolShown(message.asker, message.pool, len(pool.parts), region), descriptor)
 
     def _adopt(self, descriptor: int, now_ns: int) -> None:
         try:
@@ -436,7 +458,8 @@ class Worker:
             return True
         if self._stop_ns is None:
             return False
-        return time.monotonic_ns() >= self._stop_ns or not any(s.rooms for s in self.sessions.values())
+        is_idle = not self._failure and not any(session.rooms for session in self.sessions.values())
+        return is_idle or time.monotonic_ns() >= self._stop_ns
 
     def _describe(self) -> None:
         self.desk.pools_changed = False
@@ -461,10 +484,13 @@ class Worker:
         )
 
     def _close(self) -> None:
+        if self._failure:
+            raise DeviceError(self._failure)
         # An engine takes the end of its connection as proof that nobody touches its pages: they are unmapped first.
         self.mover.finish_copies()
         for pool in list(self.desk.pools):
             self.desk.let_go(pool)
+        ending.call_off()
         if self.engine is not None:
             self.engine.close()
         # Peers take a port on which nobody listens as proof that no write of ours can land: the transport goes first.

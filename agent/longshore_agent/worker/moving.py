@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import cast
 
-from longshore_agent.errors import TransportError
 from longshore_agent.kernels import rows
 from longshore_agent.memory.cuda import Device, open_device
 from longshore_agent.memory.device_memory import DeviceStagingBuffer
@@ -39,12 +38,11 @@ from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.snapshot import LaneStatus
 from longshore_agent.status.spans import SpanRecorder
-from longshore_agent.transports import create
-from longshore_agent.transports.base import DraftingTransport, PreparingTransport, Wire
-from longshore_agent.transports.loopback_faults import parse_faults
+from longshore_agent.transports.base import DraftingTransport, Wire
 from longshore_agent.worker.config import WorkerConfig
+from longshore_agent.worker.ending import COPIES_LIMIT_S
 from longshore_agent.worker.near_writes import NearWrites
-from longshore_wire.agent_config import Backend
+from longshore_agent.worker.transport import make_transport
 from longshore_wire.codec import PEER
 from longshore_wire.effects import PeerAttached, PeerId, StartScatter, StartWrite
 from longshore_wire.engine_messages import Half
@@ -55,8 +53,6 @@ from longshore_wire.session import Peer, Session
 from longshore_wire.source_session import SourceSession
 from longshore_wire.target_session import TargetSession
 
-# A GPU that has not ended its last copies after this never will: each takes some milliseconds, also beside a busy engine.
-_COPIES_LIMIT_S = 5.0
 # Large enough that a wire's counters show it, small enough to cost nothing.
 PROBE_BYTES = 1 << 20
 # Over these a control message tells the target that a slab has landed. NIXL's write over shared memory ends only when
@@ -70,27 +66,8 @@ DRIVEN_WIRES = frozenset({Wire.TCP.value})
 _Address = tuple[Half, PeerId]
 
 
-def make_transport(settings: Settings, name: str, device: Device | None = None) -> PreparingTransport:
-    """Make the transport that the settings ask for, for memory of `device`. Raises TransportError."""
-    if device is not None:
-        return _make_device_transport(settings, name, device)
-    if settings.backend is Backend.LOOPBACK and settings.loopback_faults:
-        return create(settings.backend.value, name, faults=parse_faults(settings.loopback_faults))
-    if settings.backend is Backend.MOONCAKE:
-        return create(settings.backend.value, name, host=settings.bind_host)
-    return create(settings.backend.value, name)
-
-
-def _make_device_transport(settings: Settings, name: str, device: Device) -> PreparingTransport:
-    backend, known = settings.backend, {"device_index": device.index, "device": device.name}
-    if backend is Backend.MOONCAKE:
-        return create(backend.value, name, host=settings.bind_host, enter=device.enter, **known)
-    if backend is not Backend.NIXL:
-        raise TransportError(
-            f"backend is {backend.value}: memory of a GPU is moved by NIXL or Mooncake, choose one of them",
-            reason=Reason.UNSUPPORTED,
-        )
-    return create(backend.value, name, **known)
+def _nothing() -> None:
+    """Nothing is under way that could be hurried."""
 
 
 def _over_wire(session: SourceSession, peer: PeerId) -> list[RoomKey]:
@@ -115,6 +92,7 @@ class Mover:
         self.results = Results()
         self.unsettled = False
         self.counters: Counter[str] = Counter()
+        self.hurry: Callable[[], None] = _nothing  # `DeviceLanes.hurry` of a GPU's source
         self._spans = spans
         self._allowed = settings.allowed_wires
         layout = config.layout
@@ -226,6 +204,7 @@ class Mover:
                 probe_address=self._probe.address + PROBE_BYTES,
                 enter=device.enter,
             )
+            self.hurry = self.lanes.hurry
             self._direct = DeviceDirectLanes(settings.lane_count, stages, self.metrics, self._spans)
         if ring is not None:
             self.ring_region = RegionInfo(ring.address, ring.length_bytes)
@@ -438,7 +417,7 @@ class Mover:
                     lanes.stop()
             for job in self._by_id.values():
                 job.cancelled = True
-            self._stages.wait(_COPIES_LIMIT_S)
+            self._stages.wait(COPIES_LIMIT_S)
             self.drive()
 
     def close(self) -> None:

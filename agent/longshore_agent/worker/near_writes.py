@@ -6,17 +6,33 @@ Used by `moving` and by the worker, in the control thread. On a CPU the lanes co
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
+from longshore_agent.control.node_link import PoolShown, PoolSought
 from longshore_agent.errors import PoolError
 from longshore_agent.memory.cuda import Device
 from longshore_agent.memory.neighbours import ALL_POOLS, Neighbours, Part, close_parts
 from longshore_agent.memory.pools import KVPool
+from longshore_agent.path.admit import Pool
 from longshore_agent.path.jobs import Results, WriteJob, WriteResult
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import LongshoreError
 from longshore_wire.peer_messages import Attach
+
+# Claims whose pages are remembered until their pool is mapped; pages of more than these are copied with their first slab.
+_EXPECTED_MAX = 64
+
+
+def shown_parts(pool: Pool | None, sought: PoolSought) -> Iterator[tuple[PoolShown, int | None]]:
+    """Give the regions of a pool, each with its file descriptor if it has one, to a worker of this node that will write its pages."""
+    if pool is None:
+        yield PoolShown(sought.asker, sought.pool, 0), None
+        return
+    pool.shown = True
+    for part in pool.parts:
+        region, descriptor = (None, part) if isinstance(part, int) else (part, None)
+        yield PoolShown(sought.asker, sought.pool, len(pool.parts), region), descriptor
 
 
 class NearWrites:
@@ -46,6 +62,8 @@ class NearWrites:
         self._copy = copy
         self._admit = admit
         self._waiting: dict[tuple[PeerId, int], list[WriteJob]] = {}
+        # Packed page ids and their first token, of claims on pools that are not mapped yet.
+        self._expected: dict[tuple[PeerId, int], list[tuple[bytes, int]]] = {}
 
     def put(self, job: WriteJob) -> None:
         """Queue a slab for the lanes once the target's pages are mapped here."""
@@ -67,10 +85,11 @@ class NearWrites:
         mapped = self._neighbours.pool(owner, number)
         if mapped is None:
             self._sought(owner, number)
+            expected = self._expected.setdefault((owner, number), [])
+            if len(expected) < _EXPECTED_MAX:
+                expected.append((pages, first_token))
             return
-        # Its slabs will fail with the same, if they ever come.
-        with contextlib.suppress(LongshoreError):
-            self._admit(mapped, pages, first_token // mapped.layout.page_size)
+        self._admit_pages(mapped, pages, first_token)
 
     def pool_given(self, owner: PeerId, number: int, count: int, part: Part | None) -> None:
         """A region of a neighbour's pool has come (`count` 0: it has none): map the pool when it is the last one."""
@@ -95,6 +114,8 @@ class NearWrites:
         except PoolError as error:
             self._refuse(owner, number, f"pool {number} of {owner.instance} cannot be mapped: {error}")
             return
+        for pages, first_token in self._expected.pop((owner, number), []):
+            self._admit_pages(mapped, pages, first_token)
         for job in self._waiting.pop((owner, number), []):
             self._begin(job, mapped)
 
@@ -119,11 +140,18 @@ class NearWrites:
             self._ask_pool(owner, number)
         return self._waiting[owner, number]
 
+    def _admit_pages(self, mapped: KVPool, pages: bytes, first_token: int) -> None:
+        assert self._admit is not None
+        # Its slabs will fail with the same, if they ever come.
+        with contextlib.suppress(LongshoreError):
+            self._admit(mapped, pages, first_token // mapped.layout.page_size)
+
     def _begin(self, job: WriteJob, mapped: KVPool) -> None:
         assert self._copy is not None, "a slab leaves a worker that is no source"
         job.neighbour = mapped
         self._copy(job)
 
     def _refuse(self, owner: PeerId, number: int, text: str) -> None:
+        self._expected.pop((owner, number), None)
         for job in self._waiting.pop((owner, number), []):
             self._results.put(WriteResult(job, text, dropped=False, notify=False))

@@ -70,6 +70,19 @@ def copy_pages(
     return copied
 
 
+def ready(
+    sides: tuple[Side, Side],
+    pages: tuple[DevicePages, DevicePages],
+    lists: tuple[HeldPages, HeldPages],
+    tokens: tuple[int, int],
+    stream: CopyStream,
+    tuning: Tuning = TUNING,
+) -> bool:
+    """Whether a copy's kernel is compiled; if it is not, it is compiled beside this thread. Arguments and errors as `copy_pages`."""
+    _, grid, tensors = _planned(sides, pages, lists, tokens, stream, tuning)
+    return _KERNEL.ready(stream, grid, tensors, (), tuning)
+
+
 class BoundCopy:
     """Direct copies of one shape: as many tokens, from the same places of pages, of the same layers and heads of two pools.
 
