@@ -1,20 +1,23 @@
-"""What docs/troubleshooting.md quotes is said by the code: a message that was reworded is found again by who sees it."""
+"""What pages quote in tables of what one sees is said by the code: a message that was reworded is found again by who sees it."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
+import pytest
 from tree_of_files import ROOT, modules
 
-PAGE = ROOT / "docs" / "troubleshooting.md"
+# With how many pieces each has at least.
+PAGES = {ROOT / "docs" / "troubleshooting.md": 40, ROOT / "docs" / "how-to" / "gpus.md": 10}
 # Said by the system or about it, not by our code.
 OTHERS = {"No such file or directory", "Connection refused", "No space left on device", "way", "TCP"}
 PACKAGES = ("wire/", "client/", "agent/", "operator/", "cli/")
 
 
-def quoted() -> list[str]:
-    """Every piece of text in the first cells of the page's tables, cut at names and numbers."""
-    cells = [line.split("|")[1] for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+def quoted(page: Path) -> list[str]:
+    """Every piece of text in the first cells of a page's tables, cut at names and numbers."""
+    cells = [line.split("|")[1] for line in page.read_text().splitlines() if line.startswith("| ")]
     words = [words for cell in cells for words in re.findall(r"`([^`]+)`", cell)]
     pieces = [piece.strip() for word in words if word not in OTHERS for piece in word.split("…")]
     return [piece for piece in pieces if len(piece) > 2 and not piece.startswith("/v1/")]
@@ -27,9 +30,10 @@ def said() -> str:
     return re.sub(r'"\s*\n\s*f?"', "", "\n".join(texts))
 
 
-def test_every_message_that_the_page_quotes_is_one_of_the_programs() -> None:
-    pieces, text = quoted(), said()
-    assert len(pieces) > 40
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_message_that_a_page_quotes_is_one_of_the_programs(page: Path) -> None:
+    pieces, text = quoted(page), said()
+    assert len(pieces) > PAGES[page]
     assert [piece for piece in pieces if piece not in text] == []
 
 
