@@ -129,7 +129,7 @@ class EngineProcesses:
                 process.wait(max(0.0, deadline_s - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait(STOP_TIMEOUT_S)
+                process.wait()
         if self._own_starter is not None:
             self._own_starter.close()
         shutil.rmtree(self._directory, ignore_errors=True)
@@ -137,7 +137,7 @@ class EngineProcesses:
     def kill(self, rank: int) -> None:
         """End one rank by SIGKILL, in whatever it does; the next command raises RankLostError."""
         self._processes[rank].kill()
-        self._processes[rank].wait(STOP_TIMEOUT_S)
+        self._processes[rank].wait()
 
     def prefill(self, prompt: Sequence[int], pages: Sequence[int], first: int, end: int) -> commands.Tokens:
         """Compute prompt tokens [first, end) on every rank; see `EngineRank.prefill`."""
@@ -256,7 +256,7 @@ class EngineProcesses:
         except subprocess.TimeoutExpired:
             # It closed its end and hangs on its way out; nothing of it is needed any more.
             process.kill()
-            status = process.wait(STOP_TIMEOUT_S)
+            status = process.wait()
         return RankLostError(
             f"rank {rank} of {self.options.tp} (process {process.pid}) ended with status {status}: "
             f"start the instance again"

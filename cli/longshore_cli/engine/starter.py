@@ -43,7 +43,7 @@ class RankProcess:
         self.pid = 0
         self.status: int | None = None
 
-    def wait(self, timeout_s: float) -> int:
+    def wait(self, timeout_s: float | None = None) -> int:
         """Return its status; one that does not run yet never will, and has ended with 0.
 
         Raises:
@@ -54,7 +54,8 @@ class RankProcess:
         if self.status is None:
             poller = select.poll()
             poller.register(self._pidfd, select.POLLIN)
-            if not poller.poll(max(0.0, timeout_s) * 1000):
+            if not poller.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000):
+                assert timeout_s is not None
                 raise subprocess.TimeoutExpired(f"rank process {self.pid}", timeout_s)
         while self.status is None:
             # A starter that is lost takes its ranks along.
@@ -74,7 +75,7 @@ class RankProcess:
             self.kill()
             poller = select.poll()
             poller.register(self._pidfd, select.POLLIN)
-            poller.poll(_ANSWER_TIMEOUT_S * 1000)
+            poller.poll()
         self.has_ended(-signal.SIGKILL)
 
     def has_started(self, pid: int) -> None:
