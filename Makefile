@@ -33,7 +33,7 @@ demo: $(if $(GPU_PYTHON),,install) ## move KV between unequal layouts on this ma
 	$(if $(GPU_PYTHON),$(GPU_PYTHON) -m longshore_cli.main,$(BIN)/longshore) demo$(if $(DEVICES), --devices $(DEVICES))
 
 test: install ## run all tests
-	$(BIN)/python -m pytest
+	.ci/test $(BIN)/python
 
 layouts: install ## every pair of layouts over every transport, of which `make test` runs a few
 	LAYOUTS=all $(BIN)/python -m pytest tests/agent/test_agent_layouts.py

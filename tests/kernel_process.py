@@ -26,7 +26,9 @@ class KernelProcess:
 
     def __init__(self, module: str, environment: dict[str, str]) -> None:
         self._module = module
-        context = multiprocessing.get_context("spawn")
+        # A fork of one that has loaded torch and nothing else: that takes seconds, and every process needs it.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch"])
         self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=_prepare, initargs=(environment,))
 
     def run(self, name: str, *arguments: object, **options: object) -> Any:

@@ -1,17 +1,18 @@
 """The self-test of an agent without engines: two processes of it move bytes by the configured backend and compare them.
 
-Started by the supervisor as a process of its own; prints one JSON line, a `SelfTest`. It starts the receiving
-process itself and talks to it over a socket pair in msgpack. Its memory is numpy's: loading a tensor library twice
-would cost an agent that starts more than all the rest.
+Started by the supervisor as a process of its own; prints one JSON line, a `SelfTest`. The receiving process is a fork of
+it, made before anything is loaded that a fork would break, and they talk over a socket pair in msgpack. Its memory is
+numpy's: loading a tensor library, or anything twice, would cost an agent that starts more than all the rest.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
-import subprocess
 import sys
 import time
+from typing import IO
 
 import msgspec
 import numpy as np
@@ -29,6 +30,8 @@ from longshore_wire.names import UNKNOWN_WIRE
 LIMIT_S = 30.0
 _DATAGRAM_BYTES_MAX = 1 << 20
 _PAUSE_S = 0.0005
+# The receiver has nothing to do any more but to close its transport.
+_END_LIMIT_S = 2.0
 
 
 class _Card(msgspec.Struct):
@@ -36,12 +39,18 @@ class _Card(msgspec.Struct):
     address: int
 
 
-def run(settings: Settings) -> SelfTest:
-    """Move `settings.self_test_bytes` to a second process; report what was seen, also if it failed."""
+def run(settings: Settings, out: IO[bytes]) -> SelfTest:
+    """Move `settings.self_test_bytes` to a second process; report what was seen, also if it failed.
+
+    Args:
+        settings: of the agent.
+        out: where the answer goes; the second process lets it go, so that who reads waits for this one alone.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.settimeout(LIMIT_S)
-    command = [sys.executable, "-m", "longshore_agent.self_test", str(theirs.fileno())]
-    receiver = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+    theirs.settimeout(LIMIT_S)
+    receiver = multiprocessing.get_context("fork").Process(target=_receive, args=(settings, theirs, (ours, out)))
+    receiver.start()
     theirs.close()
     start_s = time.monotonic()
     try:
@@ -51,11 +60,10 @@ def run(settings: Settings) -> SelfTest:
         wire, error = UNKNOWN_WIRE, str(failure) or type(failure).__name__
     finally:
         ours.close()
-        try:
-            receiver.wait(2.0)
-        except subprocess.TimeoutExpired:
+        receiver.join(_END_LIMIT_S)
+        if receiver.exitcode is None:
             receiver.kill()
-            receiver.wait()
+            receiver.join()
     moved_bytes = 0 if error else settings.self_test_bytes
     return SelfTest(settings.backend.value, wire, moved_bytes, time.monotonic() - start_s, error)
 
@@ -85,7 +93,9 @@ def _send(settings: Settings, link: socket.socket) -> str:
         transport.close()
 
 
-def _receive(settings: Settings, link: socket.socket) -> None:
+def _receive(settings: Settings, link: socket.socket, others: tuple[socket.socket, IO[bytes]]) -> None:
+    for other in others:
+        other.close()
     length_bytes = settings.self_test_bytes
     transport = create(settings.backend.value, f"self-test-receiver-{os.getpid()}")
     try:
@@ -121,15 +131,10 @@ def _pattern(length_bytes: int) -> np.ndarray:
 
 
 def main() -> int:
-    """Run the sending side; with a descriptor as argument, the receiving one."""
+    """Run the test."""
     settings = Settings.from_environment(os.environ)
-    if len(sys.argv) > 1:
-        link = socket.socket(fileno=int(sys.argv[1]))
-        link.settimeout(LIMIT_S)
-        _receive(settings, link)
-        return 0
     out = own_output()
-    result = run(settings)
+    result = run(settings, out)
     say(out, result)
     return 1 if result.error else 0
 

@@ -116,17 +116,16 @@ def test_an_unknown_way_is_refused_by_its_name(capsys):
 
 
 @pytest.mark.slow
-def test_a_small_run_over_real_agents_measures_every_way_with_right_bytes(tmp_path, capsys):
-    path = tmp_path / "numbers.json"
-    assert run(arguments("--sizes", "1,2", "--repeats", "1", "--json", str(path))) == 0
-    sizes = json.loads(path.read_text())["sizes"]
+def test_a_small_run_over_real_agents_measures_every_way_with_right_bytes(measured_run):
+    sizes = measured_run.numbers["sizes"]
+    assert [size["bytes"] for size in sizes] == [MIB, 8 * MIB]
     names = {"staged 2→1", "direct 2→1", "contiguous 1→1", "slices 2→1"}
     names |= {"bare path", "transport", "transport slices", "copy"}
     for size in sizes:
         assert set(size["lines"]) == names
         assert all(line["gb_per_s"] > 0 for line in size["lines"].values())
         assert size["bound_gb_per_s"] > 0
-    assert "staged/bare path  staged/bound" in capsys.readouterr().out
+    assert "staged/bare path  staged/bound" in measured_run.said
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 from collections.abc import Iterable
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from longshore_cli.bench import BenchError, add_arguments, run
+from longshore_cli.bench import BenchError
 from longshore_cli.bench.timeline import STAGES, Timeline
 
 STARTS = {"gather": 0, "write": 2, "scatter": 4}
@@ -141,13 +140,8 @@ def test_an_empty_timeline_is_not_written(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_traced_run_shows_the_stages_of_every_slab_in_order_and_slabs_that_overlap(tmp_path):
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    path, words = tmp_path / "trace.json", ["--sizes", "8", "--repeats", "1", "--ways", "staged,direct"]
-    small = ["--set", "slab_bytes_min=128Ki", "--set", "lane_bytes=1Mi"]
-    assert run(parser.parse_args(["transfer", *words, *small, "--trace", str(path)])) == 0
-    events = read(path)
+def test_a_traced_run_shows_the_stages_of_every_slab_in_order_and_slabs_that_overlap(measured_run):
+    events = read(measured_run.trace)
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     staged = by_slab(event for event in events if names[event["pid"]].startswith("staged"))
     assert len(staged) >= 8

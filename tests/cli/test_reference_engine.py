@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ from longshore_cli.engine.errors import EngineError, MissingKVError, PagesExhaus
 from longshore_cli.engine.pages import PageAllocator, pages_for
 from longshore_cli.engine.processes import EngineProcesses
 from longshore_cli.engine.rank import EngineRank, Sampled
+from longshore_cli.engine.starter import RankStarter
 from longshore_cli.engine.weights import edge_weights, full_layer, rank_layer
 from longshore_wire.errors import LayoutError
 from longshore_wire.layout import PageOrder
@@ -51,6 +54,12 @@ def engine() -> Iterator[EngineRank]:
     yield made
     made.close()
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def starter() -> Iterator[RankStarter]:
+    with RankStarter() as made:
+        yield made
 
 
 @pytest.fixture
@@ -209,13 +218,21 @@ def test_the_ranks_shares_of_a_layer_put_together_are_the_full_layer(tp: int) ->
         assert torch.equal(torch.cat([getattr(share, name) for share in shares], 0), getattr(full, name))
 
 
+def runs(pid: int) -> bool:
+    """Whether a process is there and not only its status."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
 @pytest.mark.parametrize(("tp", "order", "page_size"), [(2, PageOrder.NHD, 16), (3, PageOrder.HND, 5)])
 def test_ranks_in_processes_give_the_tokens_and_the_kv_of_one_rank(
-    engine: EngineRank, pages: list[int], tp: int, order: PageOrder, page_size: int
+    engine: EngineRank, starter: RankStarter, pages: list[int], tp: int, order: PageOrder, page_size: int
 ) -> None:
     options = RankOptions(tp=tp, order=order, page_size=page_size, page_count=1024 // page_size, shuffle_seed=3)
     prompts = [make_prompt(200 + seed, length) for seed, length in enumerate((31, 64, 333))]
-    with EngineProcesses(options) as instance:
+    with EngineProcesses(options, starter=starter) as instance:
         for prompt in prompts:
             tokens = instance.generate(prompt, 12, chunk_tokens=101)
             assert min(tokens.margins) > MARGIN_MIN
@@ -239,15 +256,42 @@ def test_ranks_in_processes_give_the_tokens_and_the_kv_of_one_rank(
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_a_killed_rank_is_reported_and_nothing_of_its_instance_is_left() -> None:
-    instance = EngineProcesses(RankOptions(model=SMALL, tp=2, page_count=8))
+def test_a_killed_rank_is_reported_and_nothing_of_its_instance_is_left(starter: RankStarter) -> None:
+    other = EngineProcesses(RankOptions(model=SMALL, page_count=8), starter=starter, wait=False)
+    instance = EngineProcesses(RankOptions(model=SMALL, tp=2, page_count=8), starter=starter)
     instance.kill(1)
-    with pytest.raises(RankLostError, match="rank 1 of 2"):
+    with pytest.raises(RankLostError, match=r"rank 1 of 2 .* ended with status -9"):
         instance.generate([1, 2, 3], 2)
     with pytest.raises(EngineError, match="close the instance"):
         instance.generate([1, 2, 3], 2)
     instance.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in instance.pids)
+    # An instance of the same starter does not notice.
+    other.wait_ready()
+    assert len(other.generate([1, 2, 3], 2).tokens) == 2
+    other.close()
+
+
+def test_ranks_end_with_the_process_that_starts_them_and_the_driver_says_so() -> None:
+    with RankStarter() as starter:
+        instance = EngineProcesses(RankOptions(model=SMALL, tp=2, page_count=8), starter=starter)
+        assert {os.getpgid(pid) for pid in instance.pids} == set(instance.pids)
+        os.kill(starter.pid, signal.SIGKILL)
+        instance.close()
+        with pytest.raises(EngineError, match="the process that starts ranks ended with status -9"):
+            EngineProcesses(RankOptions(model=SMALL, page_count=8), starter=starter)
+    assert not Path(f"/proc/{starter.pid}").exists()
+    # Whose child an orphan becomes takes note of its end when it likes.
+    assert not any(runs(pid) for pid in instance.pids)
+
+
+def test_an_instance_that_is_closed_before_torch_is_loaded_starts_nothing() -> None:
+    with RankStarter() as starter:
+        instance = EngineProcesses(RankOptions(model=SMALL, tp=2, page_count=8), starter=starter, wait=False)
+        assert Path(f"/proc/{starter.pid}").exists()
+        instance.close()
+        assert instance.pids == [0, 0]
+    assert not Path(f"/proc/{starter.pid}").exists()
 
 
 def test_an_extension_runs_beside_the_engine_and_gets_its_own_options(
@@ -267,9 +311,9 @@ def test_an_extension_runs_beside_the_engine_and_gets_its_own_options(
         assert instance.extra([b"ping"]) == [b"8 seven ping"]
 
 
-def test_an_instance_whose_extension_cannot_be_loaded_says_so_and_leaves_nothing() -> None:
+def test_an_instance_whose_extension_cannot_be_loaded_says_so_and_leaves_nothing(starter: RankStarter) -> None:
     with pytest.raises(EngineError, match="no_such_module"):
-        EngineProcesses(RankOptions(model=SMALL, page_count=8, extension="no_such_module:Beside"))
+        EngineProcesses(RankOptions(model=SMALL, page_count=8, extension="no_such_module:Beside"), starter=starter)
 
 
 def test_shuffled_pages_of_one_sequence_are_not_contiguous_and_each_is_given_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,7 @@ from longshore_wire.engine_messages import (
 
 LAYOUT = KVLayout(ModelShape(2, 4, 8, 2), Parallel(tp=2, tp_rank=0), 4)
 ENDPOINT = Endpoint("prefill-0", LAYOUT, (RankAddress(0, "10.0.0.1:7000", 5), RankAddress(1, "10.0.0.2:7000", 6)))
+_LOOK_S = 0.01
 DONE, FAILED, RELEASED = RoomEventKind.DONE, RoomEventKind.FAILED, RoomEventKind.RELEASED
 
 
@@ -41,8 +43,12 @@ def told(agent, *kinds):
 
 
 def wait_until(client, predicate):
+    """Wait for something to become true of a client; not all that changes in it is announced."""
+    end_s = time.monotonic() + WAIT_S
     with client._changed:
-        assert client._changed.wait_for(predicate, WAIT_S)
+        while not predicate():
+            assert time.monotonic() < end_s, "not in time"
+            client._changed.wait(_LOOK_S)
 
 
 def open_descriptors():

@@ -14,7 +14,8 @@ LEASE_NS = 1000 * MS
 @pytest.mark.timeout(1200)
 @pytest.mark.slow
 def test_after_a_hundred_thousand_rooms_nothing_of_them_is_left() -> None:
-    exchange = Exchange.of(2, lease_ns=LEASE_NS)
+    # Three slabs a room: enough to fill the ring while a batch is under way, and no more, for there are many rooms.
+    exchange = Exchange.of(2, lease_ns=LEASE_NS, slab_bytes_min=4 << 10)
     # The first rooms attach the peers; counters of stale messages and retries have their names by then.
     room = 0
     for batch in range(1 + 1000):

@@ -18,6 +18,7 @@ from longshore_cli.devices import Placement
 from longshore_cli.engine.config import RankOptions
 from longshore_cli.engine.connector import EXTENSION, ConnectorOptions, Registration
 from longshore_cli.engine.processes import EngineProcesses
+from longshore_cli.engine.starter import RankStarter
 from longshore_cli.local_agents import LocalAgent, make_keys
 from longshore_wire.engine_messages import Half
 
@@ -109,7 +110,9 @@ class Engines:
         page_count: int,
         seed: int,
         placement: Placement,
+        starter: RankStarter,
     ) -> None:
+        self._starter = starter
         self.name = f"TP{prefill_tp} -> TP{decode_tp}"
         self.prefill_instance = f"prefill-{prefill_tp}-{decode_tp}"
         ways = [way for agents in transports for way in agents.decode]
@@ -160,6 +163,6 @@ class Engines:
             extension=EXTENSION,
             extension_options=msgspec.msgpack.encode(connector),
         )
-        engine = EngineProcesses(options, wait=False)
+        engine = EngineProcesses(options, wait=False, starter=self._starter)
         self._started.append(engine)
         return engine

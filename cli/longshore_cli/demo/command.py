@@ -26,6 +26,7 @@ from longshore_cli.devices import DevicesError, Placement
 from longshore_cli.engine.config import ModelConfig, RankOptions
 from longshore_cli.engine.pages import pages_for
 from longshore_cli.engine.processes import EngineProcesses
+from longshore_cli.engine.starter import RankStarter
 from longshore_cli.lifetime import InterruptedBySignal, descendants_ended, interrupts_raised
 from longshore_wire.agent_config import Backend
 from longshore_wire.errors import LongshoreError
@@ -86,8 +87,9 @@ def _judged(arguments: argparse.Namespace, placement: Placement, directory: Path
     with contextlib.ExitStack() as stack:
         for agents in transports:
             stack.enter_context(agents)
+        starter = stack.enter_context(RankStarter())
         try:
-            results = _all_pairs(arguments, placement, transports)
+            results = _all_pairs(arguments, placement, transports, starter)
         except LongshoreError:
             for agent in (agent for agents in transports for agent in agents.all):
                 place = agent.directory.relative_to(directory)
@@ -111,7 +113,9 @@ def _judged(arguments: argparse.Namespace, placement: Placement, directory: Path
     return 0
 
 
-def _all_pairs(arguments: argparse.Namespace, placement: Placement, transports: Sequence[Agents]) -> list[PairResult]:
+def _all_pairs(
+    arguments: argparse.Namespace, placement: Placement, transports: Sequence[Agents], starter: RankStarter
+) -> list[PairResult]:
     progress = Progress()
     if placement.on_gpus:
         progress.say(devices.describe(placement))
@@ -125,9 +129,9 @@ def _all_pairs(arguments: argparse.Namespace, placement: Placement, transports: 
     for prefill_tp, decode_tp in pairs:
         if results:
             progress.say(f"starting the engines of TP{prefill_tp} -> TP{decode_tp}")
-        with Engines(transports, prefill_tp, decode_tp, page_count, arguments.seed, placement) as engines:
+        with Engines(transports, prefill_tp, decode_tp, page_count, arguments.seed, placement, starter) as engines:
             if not requests:
-                requests = _reference(arguments, progress)
+                requests = _reference(arguments, progress, starter)
                 for agents in transports:
                     agents.wait_ready()
                 progress.say(
@@ -143,10 +147,10 @@ def _all_pairs(arguments: argparse.Namespace, placement: Placement, transports: 
     return results
 
 
-def _reference(arguments: argparse.Namespace, progress: Progress) -> list[Request]:
+def _reference(arguments: argparse.Namespace, progress: Progress, starter: RankStarter) -> list[Request]:
     """Have one engine, without agents, answer every prompt by itself."""
     options = RankOptions(page_count=pages_for(total_tokens(quick=arguments.quick), PAGE_SIZE))
-    with EngineProcesses(options, wait=False) as engine:
+    with EngineProcesses(options, wait=False, starter=starter) as engine:
         engine.wait_ready()
         progress.say("the engine to compare with is loaded")
         requests = answered_requests(engine, arguments.seed, quick=arguments.quick)

@@ -1,6 +1,7 @@
 """What the driver of a tensor-parallel engine and its rank processes say to each other.
 
-msgpack over a socket pair, one reply a command; both ends are this tree, so there is no version.
+msgpack over a socket pair, one reply a command; both ends are this tree, so there is no version. At the end what the
+process that starts the ranks answers.
 """
 
 from __future__ import annotations
@@ -121,5 +122,23 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """The process that starts ranks has loaded torch."""
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """It has started a rank, for the next connection that it was given."""
+
+    pid: int
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """A rank has ended; `status` as subprocess has it, negative for a signal."""
+
+    pid: int
+    status: int
+
+
 Command = Prefill | Decode | Dump | Digest | Zero | Poison | Extra | Stop
 Reply = Ready | Tokens | Dumped | Digests | Done | ExtraReply | Failed
+StarterAnswer = Loaded | Started | Ended

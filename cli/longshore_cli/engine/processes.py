@@ -6,12 +6,9 @@ that all ranks use the same page ids. Loads no torch.
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -25,9 +22,10 @@ from longshore_cli.engine import commands
 from longshore_cli.engine.config import RankOptions, check_request
 from longshore_cli.engine.errors import EngineError, MissingKVError, RankLostError
 from longshore_cli.engine.pages import PageAllocator, pages_for
+from longshore_cli.engine.starter import RankProcess, RankStarter
 from longshore_wire.errors import Reason
 
-# Start includes loading torch in every rank, on hosts with few cores one after the other.
+# Weights, pools and what an extension registers, on hosts with few cores one rank after the other.
 START_TIMEOUT_S = 300.0
 # Above the collectives' timeout, so that a rank that waits for a lost sibling reports it itself.
 REPLY_TIMEOUT_S = 180.0
@@ -44,9 +42,10 @@ class EngineProcesses:
         options: of every rank; tp_rank and, when it is empty, init_method are filled in here.
         extension_options: what each rank's extension gets, by rank; None gives all of them the options' own.
         wait: return only when every rank is ready; otherwise call `wait_ready`, so that instances start side by side.
+        starter: where the ranks come from, if several instances share one; it must outlive them.
     Attributes:
         options: as given, with the init_method that is used.
-        pids: process ids by rank.
+        pids: process ids by rank, once they are ready.
         ready: each rank's layout and pool geometry; empty before they are ready.
         allocator: free pages, the same ids on every rank.
     Raises:
@@ -54,10 +53,16 @@ class EngineProcesses:
     """
 
     def __init__(
-        self, options: RankOptions, extension_options: Sequence[bytes] | None = None, *, wait: bool = True
+        self,
+        options: RankOptions,
+        extension_options: Sequence[bytes] | None = None,
+        *,
+        wait: bool = True,
+        starter: RankStarter | None = None,
     ) -> None:
         self._directory = tempfile.mkdtemp(prefix="longshore-engine-")
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._own_starter: RankStarter | None = None
+        self._processes: list[RankProcess] = []
         self._connections: list[Connection] = []
         self._unanswered = False
         self.ready: list[commands.Ready] = []
@@ -67,6 +72,9 @@ class EngineProcesses:
         self.allocator = PageAllocator(options.page_count, options.shuffle_seed)
         try:
             self.options.check()
+            if starter is None:
+                starter = self._own_starter = RankStarter()
+            self._starter = starter
             for _ in range(options.tp):
                 self._spawn()
             own = [options.extension_options] * options.tp if extension_options is None else extension_options
@@ -87,6 +95,7 @@ class EngineProcesses:
         if self.ready:
             return
         try:
+            self._starter.wait_started()
             self.ready = self.collect(commands.Ready, START_TIMEOUT_S)
         except BaseException:
             # Ranks that wait for each other at the rendezvous would not see a Stop.
@@ -121,11 +130,13 @@ class EngineProcesses:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        if self._own_starter is not None:
+            self._own_starter.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def kill(self, rank: int) -> None:
         """End one rank by SIGKILL, in whatever it does; the next command raises RankLostError."""
-        os.kill(self._processes[rank].pid, signal.SIGKILL)
+        self._processes[rank].kill()
         self._processes[rank].wait()
 
     def prefill(self, prompt: Sequence[int], pages: Sequence[int], first: int, end: int) -> commands.Tokens:
@@ -219,15 +230,8 @@ class EngineProcesses:
 
     def _spawn(self) -> None:
         own, other = socket.socketpair()
-        with other:
-            self._connections.append(Connection(own.detach()))
-            command = [sys.executable, "-m", "longshore_cli.engine.rank_main", str(other.fileno())]
-            # Torch reads the thread count as it loads; more threads than one a rank fight over the cores.
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-            # A group of its own: an interrupt from the terminal is for the driver, which then ends its ranks.
-            self._processes.append(
-                subprocess.Popen(command, pass_fds=[other.fileno()], env=environment, process_group=0)
-            )
+        self._connections.append(Connection(own.detach()))
+        self._processes.append(self._starter.start(other))
 
     def _post(self, bodies: Sequence[bytes]) -> None:
         """Send each rank its bytes.

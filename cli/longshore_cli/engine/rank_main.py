@@ -1,14 +1,18 @@
-"""The process of one rank: `python -m longshore_cli.engine.rank_main <fd>`, started by `processes.EngineProcesses`.
+"""The processes of ranks: `python -m longshore_cli.engine.rank_main <fd>`, started by `starter.RankStarter`.
 
-It reads its options from the socket pair's end `fd`, answers `Ready`, and then carries out one command after the
-other until `Stop` or the driver's end closes. An extension, named in the options, runs in the same process beside
-the engine: that is where a connector that shares the pool's region with somebody else belongs.
+This process loads torch and then forks one for each connection that comes through `fd`. A rank reads its options from its
+connection, answers `Ready`, and then carries out one command after the other until `Stop` or the driver's end closes.
+An extension, named in the options, runs in the same process beside the engine: that is where a connector that shares the
+pool's region with somebody else belongs.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
+import select
 import signal
+import socket
 import sys
 from multiprocessing.connection import Connection
 from typing import Protocol, cast
@@ -21,6 +25,9 @@ from longshore_cli.engine.config import RankOptions
 from longshore_cli.engine.errors import EngineError
 from longshore_cli.engine.rank import EngineRank, Sampled
 from longshore_wire.errors import LongshoreError, Reason
+
+# A start is one datagram of one word, and a connection beside it.
+_REQUEST_BYTES_MAX = 16
 
 
 class Extension(Protocol):
@@ -49,11 +56,18 @@ class NoExtension:
 
 
 def main() -> None:
-    """Serve the driver at the other end of the socket whose descriptor is the first argument."""
+    """Start a rank for each connection that the driver passes; each serves the driver at its other end."""
     # A terminal's interrupt goes to the whole process group; the driver decides when its ranks end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    with Connection(int(sys.argv[1])) as connection:
+    with socket.socket(fileno=int(sys.argv[1])) as link:
+        try:
+            descriptor = next_rank(link)
+        except (BrokenPipeError, ConnectionResetError):
+            descriptor = None
+    if descriptor is None:
+        return
+    with Connection(descriptor) as connection:
         try:
             options = msgspec.msgpack.decode(connection.recv_bytes(), type=RankOptions)
             engine = EngineRank(options)
@@ -72,6 +86,40 @@ def main() -> None:
         except Exception as error:
             answer(connection, failure(error))
             raise
+
+
+def next_rank(link: socket.socket) -> int | None:
+    """Fork a rank for each connection; return its descriptor in the rank, and None here, once the driver has gone."""
+    send(link, commands.Loaded())
+    pids: dict[int, int] = {}  # by pidfd
+    while True:
+        poller = select.poll()
+        for descriptor in (link.fileno(), *pids):
+            poller.register(descriptor, select.POLLIN)
+        for descriptor, _ in poller.poll():
+            if descriptor != link.fileno():
+                pid = pids.pop(descriptor)
+                os.close(descriptor)
+                send(link, commands.Ended(pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+                continue
+            data, connections, *_ = socket.recv_fds(link, _REQUEST_BYTES_MAX, 1)
+            if not data:
+                return None
+            # Nothing has run yet that starts a thread or a GPU's context, so a fork is a whole process.
+            pid = os.fork()
+            if pid == 0:
+                os.setpgid(0, 0)
+                for other in pids:
+                    os.close(other)
+                return connections[0]
+            os.close(connections[0])
+            pids[os.pidfd_open(pid)] = pid
+            send(link, commands.Started(pid))
+
+
+def send(link: socket.socket, answer: commands.StarterAnswer) -> None:
+    """Tell the driver something of its ranks."""
+    link.send(msgspec.msgpack.encode(answer))
 
 
 def load_extension(engine: EngineRank) -> Extension:
