@@ -92,9 +92,9 @@ STEPS = {
         "gather_scatter",
         ("benchmarks/gather_scatter_gpu.py",),
         "benchmarks/gather_scatter_gpu.py",
-        570,
+        120,
         35,
-        ("--sizes", "64,256", "--cases", "70B 4->1", "--repetitions", "15"),
+        ("--repetitions", "15"),
     ),
     "counters": Step(
         "kernel_counters",
@@ -110,7 +110,7 @@ STEPS = {
         "benchmarks/gpu_path.py",
         570,
         75,
-        ("--tokens", "256,800,4096,8192", "--repetitions", "7", "--source-tp", "1"),
+        ("--tokens", "256,800,1024,4096,8192", "--repetitions", "9", "--source-tp", "1"),
     ),
     "direct": Step(
         "direct",
@@ -118,7 +118,7 @@ STEPS = {
         "benchmarks/direct_gpu.py",
         570,
         65,
-        ("--sizes", "64,256", "--cases", "70B 4->1", "--tokens", "256,800,4096,8192", "--repetitions", "7"),
+        ("--sizes", "64,256", "--cases", "70B 4->1", "--tokens", "256,800,4096,8192", "--repetitions", "9"),
     ),
     "rooms": Step(
         "rooms",
@@ -126,7 +126,7 @@ STEPS = {
         "cli/longshore_cli/bench/*.py",
         400,
         55,
-        ("--rooms", "1,8,32", "--repeats", "2"),
+        ("--rooms", "1,8,64", "--repeats", "2"),
         on_devices=True,
     ),
     "busy": Step(

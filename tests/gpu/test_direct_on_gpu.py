@@ -243,6 +243,7 @@ def begin_to_hang(place: Path, prefill: EngineProcess, decode: EngineProcess) ->
     return room
 
 
+@pytest.mark.slow
 def test_a_gpu_that_hangs_fails_its_room_with_the_reason_and_the_next_worker_serves(
     place: Path, agent: GPUAgent, torch: Any
 ) -> None:
@@ -266,6 +267,7 @@ def test_a_gpu_that_hangs_fails_its_room_with_the_reason_and_the_next_worker_ser
         assert decode.ask("differences", sequences=[(2, 700, list(range(44)))]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", ["prefill", "decode"])
 def test_memory_of_a_killed_engine_is_free_within_2_seconds_though_a_copy_on_it_never_ends(
     killed: str, place: Path, agent: GPUAgent, torch: Any

@@ -127,7 +127,7 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """It has started a rank, for the next connection that it was given."""
+    """It has started a rank, for the next connection that it was given; the rank's pidfd comes beside this."""
 
     pid: int
 

@@ -113,13 +113,14 @@ def next_rank(link: socket.socket) -> int | None:
                     os.close(other)
                 return connections[0]
             os.close(connections[0])
-            pids[os.pidfd_open(pid)] = pid
-            send(link, commands.Started(pid))
+            pidfd = os.pidfd_open(pid)
+            pids[pidfd] = pid
+            send(link, commands.Started(pid), pidfd)
 
 
-def send(link: socket.socket, answer: commands.StarterAnswer) -> None:
+def send(link: socket.socket, answer: commands.StarterAnswer, *descriptors: int) -> None:
     """Tell the driver something of its ranks."""
-    link.send(msgspec.msgpack.encode(answer))
+    socket.send_fds(link, [msgspec.msgpack.encode(answer)], descriptors)
 
 
 def load_extension(engine: EngineRank) -> Extension:

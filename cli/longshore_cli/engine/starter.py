@@ -78,9 +78,9 @@ class RankProcess:
             poller.poll()
         self.has_ended(-signal.SIGKILL)
 
-    def has_started(self, pid: int) -> None:
+    def has_started(self, pid: int, pidfd: int) -> None:
         """Take what the starter says of it."""
-        self.pid, self._pidfd = pid, os.pidfd_open(pid)
+        self.pid, self._pidfd = pid, pidfd
 
     def has_ended(self, status: int) -> None:
         """Take what the starter says of its end."""
@@ -164,12 +164,12 @@ class RankStarter:
         """
         self._link.settimeout(max(0.001, timeout_s))
         try:
-            data = self._link.recv(_ANSWER_BYTES_MAX)
+            data, descriptors, *_ = socket.recv_fds(self._link, _ANSWER_BYTES_MAX, 1)
         except TimeoutError as error:
             self._end()
             raise EngineError(f"the process that starts ranks did not answer within {timeout_s:.0f} s") from error
         except ConnectionResetError:
-            data = b""
+            data, descriptors = b"", []
         if not data:
             raise self._lost()
         match self._decoder.decode(data):
@@ -177,7 +177,7 @@ class RankStarter:
                 self._loaded = True
             case commands.Started(pid):
                 process = self._forking.pop(0)
-                process.has_started(pid)
+                process.has_started(pid, descriptors[0])
                 self._running[pid] = process
             case commands.Ended(pid, status):
                 self._running.pop(pid).has_ended(status)
