@@ -25,7 +25,7 @@ from longshore_wire.engine_messages import Half
 STAGED, SLICES, DIRECT = "staged", "slices", "direct"
 PAGE_SIZE = 16
 # Small against a prompt, so that the ring wraps many times; each lane's buffer still holds a slab of 1 MiB or more.
-_RING_BYTES = 16 << 20
+_RING_BYTES = 12 << 20
 _LANE_BYTES = 2 << 20
 _SLAB_BYTES_MIN = 256 << 10
 
