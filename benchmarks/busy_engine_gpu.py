@@ -28,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,7 @@ def run_agent(rates: list[float], seconds: float, out: Path) -> None:
             run = CopyEngine(bench).run
             bench.other.fill_(0xA5)
         else:
-            bench.check(tuning)
+            bench.check(partial(bench.run, tuning), name)
 
             def run(bench: Any = bench, tuning: Any = tuning) -> None:
                 bench.run(tuning)
@@ -183,7 +184,7 @@ def run_agent(rates: list[float], seconds: float, out: Path) -> None:
             expected = bench._selected().reshape(-1)  # noqa: SLF001
             assert torch.equal(bench.other[: bench.payload_bytes], expected), "batched copies are wrong"
         else:
-            bench.check(tuning)
+            bench.check(partial(bench.run, tuning), name)
         series.append({"name": name, "cap": cap, "rate": rate, "begin": begin, "end": end, "seconds": samples})
     out.write_text(json.dumps(series))
 

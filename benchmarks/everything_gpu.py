@@ -117,8 +117,8 @@ STEPS = {
         ("benchmarks/direct_gpu.py",),
         "benchmarks/direct_gpu.py",
         570,
-        65,
-        ("--sizes", "64,256", "--cases", "70B 4->1", "--tokens", "256,800,4096,8192", "--repetitions", "9"),
+        85,
+        ("--sizes", "64,256", "--cases", "70B 4->1", "--tokens", "256,800,4096,8192", "--repetitions", "7"),
     ),
     "rooms": Step(
         "rooms",

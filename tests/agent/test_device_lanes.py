@@ -111,17 +111,20 @@ def test_a_write_that_is_over_is_told_of_and_the_next_begins_between_the_slabs_o
     assert scene.transport.begun == scene.transport.drafts[:2]
 
 
-def test_a_hurried_thread_ends_the_oldest_write_and_begins_the_next_but_queues_no_gather() -> None:
-    scene = Scene(slabs=8)
-    scene.put(0, 1, 2, 3)
+def test_a_hurried_thread_ends_the_oldest_write_begins_the_next_and_gathers_into_its_memory() -> None:
+    scene = Scene(slabs=2)
+    scene.put(0, 1, 2)
     scene.gathered(0)
     gathers = list(scene.device.gathers)
+    assert len(gathers) == 2
+    scene.lanes.hurry()
+    assert scene.device.gathers == gathers
     scene.transport.begun[0].state = WriteState.DONE
     gathers[1].done = True
     scene.lanes.hurry()
     assert scene.transport.begun[0].released
     assert scene.transport.begun == scene.transport.drafts[:2]
-    assert scene.device.gathers == gathers
+    assert scene.device.gathers[2].begin_bytes == gathers[0].begin_bytes
     assert scene.outcomes() == []
     scene.turn()
     assert scene.outcomes() == [(0, "", False)]

@@ -116,12 +116,9 @@ class DeviceLanes:
         self._advance()
 
     def hurry(self) -> None:
-        """Between two other things that the thread does: if the oldest write is over, tell of it and begin the next."""
-        if not self._writes and not self._gathers:
-            return
-        while self._writes and self._end_write(self._writes[0]):
-            pass
-        self._begin_writes()
+        """Between two other things that the thread does: if the oldest write is over, tell of it, begin the next, and use its memory."""
+        if self._hurry_wire():
+            self._begin_gathers()
 
     def turn(self) -> list[WriteResult]:
         """Begin and end what can be; return what has ended since the last turn."""
@@ -156,6 +153,15 @@ class DeviceLanes:
         for job in (*self._queue, *(slab.job for slab in self._gathers)):
             job.cancelled = True
 
+    def _hurry_wire(self) -> bool:
+        """Look at the oldest write alone, and begin what can begin; return whether any has ended."""
+        ended = False
+        while self._writes and self._end_write(self._writes[0]):
+            ended = True
+        if self._gathers:
+            self._begin_writes()
+        return ended
+
     def _advance(self) -> None:
         # The wire first: whatever else is done here, it should not stand still meanwhile.
         self._begin_writes()
@@ -189,7 +195,7 @@ class DeviceLanes:
             slab = _Slab(job, region, copy, start_ns)
             self._gathers.append(slab)
             # What was there before: a wire that stands still waits for nothing that is begun here.
-            self.hurry()
+            self._hurry_wire()
             self._draft(slab)
             self._begin_writes()
 
