@@ -137,6 +137,14 @@ def _token(settings: Settings) -> str:
     return found
 
 
+def write_state(state: AgentState, directory: Path) -> Path:
+    """Write the file by which others find this agent, and return its path. Who reads it meanwhile sees all of it or none."""
+    path = directory / STATE_FILE
+    fresh = path.with_suffix(".new")
+    fresh.write_bytes(msgspec.json.encode(state))
+    return fresh.replace(path)
+
+
 def _serve(settings: Settings, config: AgentConfig | None, named: _Named) -> int:
     logging.basicConfig(
         level=settings.log_level.value.upper(), format="%(asctime)s agent %(levelname)s %(message)s", stream=sys.stderr
@@ -155,8 +163,7 @@ def _serve(settings: Settings, config: AgentConfig | None, named: _Named) -> int
     )
     scheme = "https" if settings.http_certificate_file else "http"
     state = AgentState(os.getpid(), supervisor.socket_path, f"{scheme}://{settings.bind_host}:{server.port}")
-    state_path = Path(settings.run_directory) / STATE_FILE
-    state_path.write_bytes(msgspec.json.encode(state))
+    state_path = write_state(state, Path(settings.run_directory))
     logging.getLogger(__name__).info("engines at %s, status at %s", state.socket, state.http)
     try:
         supervisor.run()
