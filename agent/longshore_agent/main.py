@@ -22,6 +22,7 @@ from longshore_agent.status.plans import PlanDefaults
 from longshore_agent.status.server import serve
 from longshore_agent.supervisor.loop import Supervisor
 from longshore_agent.transports.loopback_faults import parse_faults
+from longshore_agent.whole_file import write_whole
 from longshore_wire.agent_config import AgentConfig, load
 from longshore_wire.crossover import WHOLE_PAGES, Crossover
 from longshore_wire.errors import ConfigError, LongshoreError
@@ -140,9 +141,8 @@ def _token(settings: Settings) -> str:
 def write_state(state: AgentState, directory: Path) -> Path:
     """Write the file by which others find this agent, and return its path. Who reads it meanwhile sees all of it or none."""
     path = directory / STATE_FILE
-    fresh = path.with_suffix(".new")
-    fresh.write_bytes(msgspec.json.encode(state))
-    return fresh.replace(path)
+    write_whole(path, msgspec.json.encode(state))
+    return path
 
 
 def _serve(settings: Settings, config: AgentConfig | None, named: _Named) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from longshore_agent.supervisor.slots import SlotKey
+from longshore_agent.whole_file import write_whole
 
 # Ports of ranks that have left, kept so that a rank that comes back is found where it was.
 PORTS_MAX = 4096
@@ -70,7 +71,5 @@ class Ports:
 
     def _write(self) -> None:
         kept = [_Kept(*key, port) for key, port in self._ports.items()]
-        # Whole or not at all: an agent may be killed at any instant.
-        fresh = self._path.with_suffix(".new")
-        fresh.write_bytes(msgspec.json.encode(kept))
-        fresh.replace(self._path)
+        # An agent may be killed at any instant.
+        write_whole(self._path, msgspec.json.encode(kept))
