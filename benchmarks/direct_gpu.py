@@ -40,7 +40,6 @@ from gather_scatter_gpu import (
     TimedStream,
     measure,
     open_pool,
-    queue_piece,
     random_bytes,
     table_row,
 )
@@ -103,9 +102,9 @@ class DirectBench:
         with self.stream.entered():
             self._far.copy_(self._near, non_blocking=True)
 
-    def piece(self) -> None:
-        """Queue the same in one piece, by a kernel."""
-        queue_piece(self._near, self._far, self.stream)
+    def ends(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return from where to where as many bytes are copied in one piece."""
+        return self._near, self._far
 
     def bound(self) -> Callable[[], None] | None:
         """Return the same as a worker's control thread queues it, with the event that it asks; None where nothing can be bound."""

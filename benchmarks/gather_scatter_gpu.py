@@ -49,7 +49,7 @@ from longshore_wire.trailer import Trailer, slab_bytes
 HEAD_DIM, ELEMENT_BYTES, PAGE_SIZE = 128, 2, 64
 OPERATIONS = ("gather", "scatter")
 FLUSH_BYTES = 1 << 30
-PIECE_TILE_WORDS, PIECE_WARPS = 2048, 4
+PIECE_WORDS, PIECE_WARPS = 2048, 4
 TITLES = f"{'pages':14}{'':8}{'MB':>8}   copy us piece us kernel us of copy of piece host us bound us"
 
 Mark = torch.cuda.Event | float
@@ -80,11 +80,13 @@ CASES = (
 )
 
 
-@triton.jit
-def copy_tile(source, target, length, tile: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
-    """Copy one tile of 8-byte words."""
-    at = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
-    tl.store(target + at, tl.load(source + at, mask=at < length), mask=at < length)
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def copy_words(
+    source: tl.tensor, target: tl.tensor, count: tl.tensor, words: tl.constexpr, hint: tl.constexpr = ""
+) -> None:
+    """Copy one block of `count` words of 8 bytes by loads and stores."""
+    place = tl.program_id(0).to(tl.int64) * words + tl.arange(0, words)
+    tl.store(target + place, tl.load(source + place, mask=place < count), mask=place < count, cache_modifier=hint)
 
 
 class TimedStream(CopyStream):
@@ -112,12 +114,12 @@ def milliseconds(begin: Mark, end: Mark) -> float:
     return begin.elapsed_time(end)
 
 
-def queue_piece(source: torch.Tensor, target: torch.Tensor, stream: TimedStream) -> None:
-    """Queue a kernel that copies one piece of a multiple of 8 bytes."""
-    source, target = source.view(torch.int64), target.view(torch.int64)
-    grid = (triton.cdiv(len(source), PIECE_TILE_WORDS),)
+def queue_piece(ends: tuple[torch.Tensor, torch.Tensor], stream: TimedStream) -> None:
+    """Queue a kernel that copies one piece of a multiple of 8 bytes from the first to the second."""
+    source, target = (end.view(torch.int64) for end in ends)
+    grid = (triton.cdiv(len(source), PIECE_WORDS),)
     with stream.entered():
-        copy_tile[grid](source, target, len(source), tile=PIECE_TILE_WORDS, num_warps=PIECE_WARPS)
+        copy_words[grid](source, target, len(source), PIECE_WORDS, num_warps=PIECE_WARPS)
 
 
 class Bench:
@@ -178,9 +180,9 @@ class Bench:
         with self.stream.entered():
             self.other[: self.payload_bytes].copy_(self.slab[: self.payload_bytes], non_blocking=True)
 
-    def piece(self) -> None:
-        """Queue a copy of as many bytes in one piece, by a kernel."""
-        queue_piece(self.slab[: self.payload_bytes], self.other[: self.payload_bytes], self.stream)
+    def ends(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return from where to where as many bytes are copied in one piece."""
+        return self.slab[: self.payload_bytes], self.other[: self.payload_bytes]
 
     def check(self, job: Callable[[], None], name: str) -> None:
         """Raise AssertionError unless every byte is where indexing puts it after `job`, and no other byte has changed."""
@@ -252,11 +254,17 @@ def measure(bench: Bench, tuning: Tuning, repetitions: int, flush: torch.Tensor)
     stream = bench.stream
     jobs: list[tuple[str, Callable[[], None]]] = [
         ("copy", bench.copy),
-        ("piece", bench.piece),
+        ("piece", partial(queue_piece, bench.ends(), stream)),
         ("kernel", partial(bench.run, tuning)),
     ]
-    for _, job in jobs:
+    source, target = bench.ends()
+    for name, job in jobs:
+        target.zero_()
+        if target.is_cuda:
+            torch.cuda.synchronize(target.device)
         job()  # compiles
+        stream.settle()
+        assert name == "kernel" or torch.equal(target.to(source.device), source), f"the bytes of the {name} are wrong"
     for _ in range(repetitions):
         for name, job in jobs:
             stream.settle()

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gather_scatter_gpu import CASES, OPERATIONS, Bench
+from gather_scatter_gpu import CASES, OPERATIONS, Bench, queue_piece
 
 from longshore_agent.kernels.gather import device_launch as gather_launch
 from longshore_agent.kernels.scatter import device_launch as scatter_launch
@@ -56,11 +56,11 @@ def profiled(sizes: list[float]) -> None:
     for case, operation, megabytes in itertools.product(cases, OPERATIONS, sizes):
         bench = Bench(case, operation, case.layers, megabytes, device)
         bench.check(lambda bench=bench, operation=operation: bench.run(tunings[operation]), operation)  # type: ignore[misc]
-        bench.piece()
+        queue_piece(bench.ends(), bench.stream)
         torch.cuda.synchronize()
         print(f"profiled,{case.name},{operation},{bench.payload_bytes}", flush=True)
         torch.cuda.cudart().cudaProfilerStart()
-        bench.piece()
+        queue_piece(bench.ends(), bench.stream)
         torch.cuda.synchronize()
         bench.run(tunings[operation])
         torch.cuda.synchronize()

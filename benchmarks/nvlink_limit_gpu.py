@@ -15,17 +15,11 @@ from collections.abc import Callable
 import torch
 import triton
 import triton.language as tl
+from gather_scatter_gpu import copy_words
 
 LENGTH_BYTES = 1 << 30
 REPETITIONS = 12
 PROCESSORS = 132
-
-
-@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
-def copy_words(source: tl.tensor, target: tl.tensor, words: tl.constexpr, hint: tl.constexpr) -> None:
-    """Copy one block by loads and stores."""
-    place = tl.program_id(0).to(tl.int64) * words + tl.arange(0, words)
-    tl.store(target + place, tl.load(source + place), cache_modifier=hint)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
@@ -91,7 +85,7 @@ def main() -> None:
             near,
             far,
             lambda grid=grid, words=words, hint=hint, warps=warps: copy_words[grid](
-                near, there, words, hint, num_warps=warps
+                near, there, count, words, hint, num_warps=warps
             ),
         )
     for rows, columns in ((8, 256), (16, 256), (32, 128), (64, 64)):
