@@ -56,10 +56,10 @@ def responder() -> Iterator[AgentResponder]:
     responder.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def operator(plane: ControlPlane, nodes: list[str]) -> Iterator[OperatorProcess]:
-    """The operator that serves most tests."""
-    plane.kubectl("create", "namespace", "longshore-system")
+    """The operator that serves most tests. It serves all namespaces, so it must not outlive the module that wants it."""
+    plane.try_kubectl("create", "namespace", "longshore-system")
     with OperatorProcess(plane, "longshore-system") as running:
         yield running
 

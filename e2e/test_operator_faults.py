@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -25,7 +26,8 @@ def start(plane: ControlPlane, deployments: Deployments) -> Iterator[Start]:
     running: list[OperatorProcess] = []
 
     def begin(**settings: object) -> OperatorProcess:
-        one = OperatorProcess(plane, deployments.namespace, watch_namespace=deployments.namespace, **settings)
+        chosen = {"namespace": deployments.namespace, "watch_namespace": deployments.namespace, **settings}
+        one = OperatorProcess(plane, **chosen)
         running.append(one)
         return one.__enter__()
 
@@ -233,6 +235,37 @@ def test_a_lost_secret_is_replaced_and_agents_with_it(deployments: Deployments, 
     until(lambda: deployments.get("dgdep", "llama")["status"]["keys"]["secret"] != name, "new keys", 90)
     deployments.wait_reason("Ready", "Ready", limit_s=90)
     assert name not in {entry["metadata"]["name"] for entry in deployments.list("secrets")}
+
+
+def test_an_operator_that_was_late_leaves_the_keys_of_another_as_they_are(
+    deployments: Deployments, start: Start, proxy: FaultProxy
+) -> None:
+    """Two that share no Lease, as when one was held up for longer than its own, or two releases serve one namespace."""
+    late = start(kubeconfig=proxy.kubeconfig, namespace="default", resync_s=1)
+    deployments.apply()
+    deployments.wait_reason("Ready", "Ready")
+    first = deployments.get("dgdep", "llama")["status"]["keys"]
+    held, go_on = threading.Event(), threading.Event()
+
+    def hold(method: str, path: str) -> None:
+        if method == "PATCH" and "/disaggdeployments/llama/status" in path and not go_on.is_set():
+            held.set()
+            assert go_on.wait(60)
+
+    proxy.refuse = hold
+    deployments.apply(agents={"keysRevision": 2})
+    assert held.wait(60)
+    start()
+    until(lambda: deployments.get("dgdep", "llama")["status"]["keys"] != first, "keys of the one in time")
+    second = deployments.get("dgdep", "llama")["status"]["keys"]
+    assert len(deployments.list("secrets")) == 3
+    before = looks(late)
+    go_on.set()
+    until(lambda: looks(late) >= before + 2, "the late one has looked again")
+    deployments.wait_reason("Ready", "Ready", limit_s=90)
+    assert deployments.get("dgdep", "llama")["status"]["keys"] == second
+    assert (second["revision"], second["previous"]) == (2, first["secret"])
+    assert len(deployments.list("secrets")) == 3
 
 
 @pytest.mark.parametrize("status", [409, 500, 429])

@@ -33,6 +33,10 @@ class GoneError(Exception):
     """The deployment or its namespace goes away while we work: there is nothing more to do."""
 
 
+class ChangedError(Exception):
+    """The deployment is not any more what the decision was made on: look at it again."""
+
+
 class Applier:
     """Writes for one operator.
 
@@ -47,12 +51,19 @@ class Applier:
         # Deployments of which something was written since their look began.
         self.written: set[Key] = set()
         # Keys whose Secret or status is not written yet: repeated as they are, or each try would leave a Secret behind.
-        self._unwritten: dict[tuple[str, int], keys.Keys] = {}
+        self._unwritten: dict[Key, tuple[str, NewKeys, keys.Keys]] = {}
+
+    def forget(self, key: Key) -> None:
+        """A deployment is gone."""
+        self.written.discard(key)
+        self._unwritten.pop(key, None)
 
     async def make_keys(self, observed: Observed, new: NewKeys) -> None:
         """Make a Secret with new keys and put their public half into the status, by which children find it."""
-        unwritten = (observed.uid, new.revision)
-        made = self._unwritten.setdefault(unwritten, keys.make(new.accepted))
+        uid, wanted, made = self._unwritten.get(observed.key, ("", None, None))
+        if made is None or (uid, wanted) != (observed.uid, new):
+            made = keys.make(new.accepted)
+            self._unwritten[observed.key] = observed.uid, new, made
         name = f"{observed.key.name}-keys-{made.fingerprint}"
         body = keys_secret(observed.key.namespace, observed.key.name, observed.uid, name, made.text)
         self._guard()
@@ -63,13 +74,10 @@ class Applier:
                 raise
             # A try before this one did it though no answer came: nobody else knows keys of this name.
             _log.info("%s/%s: keys: %s", *observed.key, error)
-        except GoneError:
-            del self._unwritten[unwritten]
-            raise
         entry = {"revision": new.revision, "secret": name, "accepted": list(made.accepted)}
         entry |= {"previous": new.previous} if new.previous else {}
         await self.write_status(observed, {**observed.status, "keys": entry})
-        del self._unwritten[unwritten]
+        del self._unwritten[observed.key]
 
     async def secret_is_missing(self, observed: Observed) -> bool:
         """Whether the Secret that the status names is gone. We may create Secrets, not read them: so we try, dry."""
@@ -136,8 +144,14 @@ class Applier:
             self._world.children.get(observed.key, {}).pop(child, None)
 
     async def write_status(self, observed: Observed, status: Body) -> None:
-        """Write the whole status. Raises GoneError if the deployment was replaced by one of the same name."""
-        metadata = {"name": observed.key.name, "namespace": observed.key.namespace, "uid": observed.uid}
+        """Write the whole status over the one that was observed.
+
+        Raises:
+            GoneError: the deployment was replaced by one of the same name.
+            ChangedError: somebody changed it since. That may be another operator: keys that it made must stay.
+        """
+        seen = observed.body["metadata"]
+        metadata = {name: seen[name] for name in ("name", "namespace", "uid", "resourceVersion")}
         body = {
             "apiVersion": wire_names.API_GROUP_VERSION,
             "kind": wire_names.KIND,
@@ -195,8 +209,10 @@ class Applier:
             found: Body = await call
         except ApiError as error:
             _raise_if_gone(error)
-            if error.status == 404 or (isinstance(error, ConflictError) and "uid" in str(error).lower()):  # noqa: PLR2004
+            if isinstance(error, NotFoundError) or "UID in precondition" in str(error):
                 raise GoneError(f"{key.namespace}/{key.name}") from error
+            if isinstance(error, ConflictError) and error.cause == "Conflict":
+                raise ChangedError(str(error)) from error
             raise
         self.written.add(key)
         return found

@@ -11,7 +11,7 @@ import logging
 import time
 
 from longshore_operator.api import Api
-from longshore_operator.apply import Applier, GoneError
+from longshore_operator.apply import Applier, ChangedError, GoneError
 from longshore_operator.decide.decision import Decision, decide
 from longshore_operator.errors import ApiError
 from longshore_operator.lease import LostLeaseError, Mutex
@@ -64,6 +64,9 @@ class Reconciler:
                 await self.reconcile(key)
             except (GoneError, LostLeaseError) as error:
                 _log.info("%s/%s: left: %s", *key, error)
+            except ChangedError as error:
+                failed = True
+                _log.info("%s/%s: changed meanwhile: %s", *key, error)
             except ApiError as error:
                 failed = True
                 self._metrics.failed(error.error_class)
@@ -84,7 +87,7 @@ class Reconciler:
             self._refusals.pop(key, None)
             self._probed_s.pop(key, None)
             self._known.pop(key, None)
-            self._applier.written.discard(key)
+            self._applier.forget(key)
             return
         if self._known.get(key) != observed.uid:
             await self._applier.look_for_monitor(observed)
