@@ -88,14 +88,14 @@ class DirectBench:
 
     def run(self, tuning: Tuning) -> None:
         """Queue one direct copy."""
-        device_launch.copy_pages(
+        device_launch.plan_copy(
             (self._sides[0], self._sides[1]),
             (self._tables[0], self._tables[1]),
             (self._lists[0], self._lists[1]),
             (0, self.tokens),
             self.stream,
             tuning,
-        )
+        ).queue()
 
     def copy(self) -> None:
         """Queue a plain copy of as many bytes to the other device."""
@@ -112,7 +112,7 @@ class DirectBench:
             return None
         sides, lists = (self._sides[0], self._sides[1]), (self._lists[0], self._lists[1])
         tokens = (0, self.tokens)
-        copy = device_launch.BoundCopy(sides, (self._tables[0], self._tables[1]), lists, tokens, self.stream)
+        copy = device_launch.plan_copy(sides, (self._tables[0], self._tables[1]), lists, tokens, self.stream).bind()
         event = cuda.Event(self.stream.context)
 
         def queue() -> None:

@@ -50,16 +50,17 @@ def check_direct(
             )
             lists = tuple(HeldPages(side.pool, side.pages, home, side.first_page) for side in sides)
             settle(home)
-            done = device_launch.copy_pages(
+            planned = device_launch.plan_copy(
                 sides, (source_pages, target_pages), (lists[0], lists[1]), tokens, stream, tuning or Tuning()
             )
+            planned.queue()
             # Only what the launch itself promises: the bytes are there once its stream has passed it.
             stream.synchronize()
             found = [region.cpu().numpy() for region in target_regions]
-            assert reference.copy_pages(*sides, tokens) == done
+            assert reference.copy_pages(*sides, tokens) == planned.copied_bytes
             for region, expected in zip(found, contents(target), strict=True):
                 assert np.array_equal(region, expected), (tokens, near_layers, far_layers, ids)
-            total += done
+            total += planned.copied_bytes
         for region, before in zip(source_regions, contents(source), strict=True):
             assert np.array_equal(region.cpu().numpy(), before), "the copy wrote to the source"
     return total
@@ -111,7 +112,8 @@ def check_bound(near: Shape, far: Shape, heads: int, devices: tuple[str, str]) -
                 key = device_launch.shape_of(sides, tokens)
                 if key not in bound:
                     pages = (source_pages, target_pages)
-                    bound[key] = device_launch.BoundCopy(sides, pages, (lists[0], lists[1]), tokens, stream)
+                    planned = device_launch.plan_copy(sides, pages, (lists[0], lists[1]), tokens, stream)
+                    bound[key] = planned.bind()
                 bound[key].queue((lists[0], lists[1]), tokens)
                 slabs += 1
                 reference.copy_pages(*sides, tokens)
@@ -131,7 +133,7 @@ def bound_refusals() -> list[str]:
         sides = (Side(source, ids, 0, range(3), range(4)), Side(target, ids, 0, range(3), range(4)))
         lists = (HeldPages(source, ids, cpu), HeldPages(target, ids, cpu))
         twice = HeldPages(target, np.array([3, 3], dtype=np.int32), cpu)
-        copy = device_launch.BoundCopy(sides, (near, far), lists, (0, 16), CopyStream(cpu))
+        copy = device_launch.plan_copy(sides, (near, far), lists, (0, 16), CopyStream(cpu)).bind()
         for far_list, tokens in ((lists[1], (32, 48)), (twice, (0, 16))):
             try:
                 copy.queue((lists[0], far_list), tokens)
@@ -160,12 +162,13 @@ def check_fences(near: Shape, far: Shape, tokens: tuple[int, int], *, at_end: bo
             Side(target, ids[1], 0, range(far.layers), range(far.heads)),
         )
         lists = tuple(HeldPages(side.pool, side.pages, cpu) for side in sides)
-        done = device_launch.copy_pages(sides, (tables[0], tables[1]), (lists[0], lists[1]), tokens, CopyStream(cpu))
+        planned = device_launch.plan_copy(sides, (tables[0], tables[1]), (lists[0], lists[1]), tokens, CopyStream(cpu))
+        planned.queue()
         reference.copy_pages(*sides, tokens)
         for region, after in zip(regions[1], contents(target), strict=True):
             assert np.array_equal(region.numpy(), after)
         assert all(kept)
-    return done
+    return planned.copied_bytes
 
 
 def refusal(fault: str) -> tuple[str, str, bool]:
@@ -185,7 +188,7 @@ def refusal(fault: str) -> tuple[str, str, bool]:
         stream = CopyStream(torch.device("meta")) if "stream" in fault else CopyStream(cpu)
         try:
             lists = tuple(HeldPages(side.pool, side.pages, cpu) for side in sides)
-            device_launch.copy_pages(sides, (near, far), (lists[0], lists[1]), tokens, stream)
+            device_launch.plan_copy(sides, (near, far), (lists[0], lists[1]), tokens, stream).queue()
             kind, message = "", ""
         except LongshoreError as error:
             kind, message = f"{type(error).__name__} {error.reason.name}", str(error)

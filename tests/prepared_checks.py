@@ -364,9 +364,9 @@ def arguments_of_launches(near: Shape, far: Shape, heads: int) -> tuple[list[obj
         pages = [copier._known(side.pool).pages for side in sides]
         lists = [copier.hold_direct(side.pool, (side.pages, side.first_page), to_write=False) for side in sides]
         for tokens in slabs:
-            device_launch.copy_pages(
+            device_launch.plan_copy(
                 (sides[0], sides[1]), (pages[0], pages[1]), (lists[0], lists[1]), tokens, copier._directs
-            )
+            ).queue()
         return bound, seen[count:]
 
 

@@ -18,7 +18,7 @@ from longshore_agent.kernels.copy_progress import CopyProgress
 from longshore_agent.kernels.copy_stream import CopyStream
 from longshore_agent.kernels.device_kernel import BoundLaunch
 from longshore_agent.kernels.device_pages import DevicePages
-from longshore_agent.kernels.direct.device_launch import BoundCopy, ready, shape_of
+from longshore_agent.kernels.direct.device_launch import BoundCopy, plan_copy, shape_of
 from longshore_agent.kernels.direct.device_launch import prepare as prepare_copies
 from longshore_agent.kernels.direct.launch import Side
 from longshore_agent.kernels.gather.device_launch import bind_gather, gather_words
@@ -235,7 +235,7 @@ class DeviceCopier:
             None: nothing was queued, as its kernel is being compiled beside this thread: ask again.
         Raises:
             PoolError: an engine has let its pages go.
-            ShapeError, LongshoreError, DeviceError: as `direct.device_launch.copy_pages`.
+            ShapeError, LongshoreError, DeviceError: as `direct.device_launch.plan_copy` and what it queues.
         """
         source, target = sides
         near = self.hold_direct(source.pool, (source.pages, source.first_page), to_write=False)
@@ -329,11 +329,12 @@ class DeviceCopier:
         key = shape_of(sides, tokens)
         copy = copies.get(key)
         if copy is None:
-            if not ready(sides, (near.pages, far.pages), lists, tokens, self._directs):
+            planned = plan_copy(sides, (near.pages, far.pages), lists, tokens, self._directs)
+            if not planned.ready():
                 return None
             if len(copies) >= _LAUNCHES_MAX:
                 copies.clear()
-            copy = copies[key] = BoundCopy(sides, (near.pages, far.pages), lists, tokens, self._directs)
+            copy = copies[key] = planned.bind()
         return copy
 
     def _known(self, pool: KVPool) -> _Known:

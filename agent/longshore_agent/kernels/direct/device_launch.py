@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from longshore_agent.kernels.direct.launch import Side, check_sides
 from longshore_agent.kernels.direct.triton_kernel import constants, direct_kernel
 from longshore_agent.kernels.held_pages import HeldPages
 from longshore_agent.kernels.slab import payload_bytes
+from longshore_agent.memory.pools import KVPool
 
 _KERNEL = DeviceKernel(direct_kernel, constants)
 TUNING = Tuning(tile_bytes=8192)
@@ -40,47 +42,80 @@ NEAR_TOKEN, FAR_TOKEN = 3, 7
 ROW_FIRST = 9
 
 
-def copy_pages(
+@dataclass(frozen=True, slots=True)
+class PlannedCopy:
+    """A direct copy whose arguments fit each other and what is on the device. Made by `plan_copy`; nothing of it is queued.
+
+    Attributes:
+        copied_bytes: what is copied.
+        pools: the source's and the target's.
+        tensors: planes and page ids of the source, then of the target.
+    """
+
+    copied_bytes: int
+    token_count: int
+    pools: tuple[KVPool, KVPool]
+    grid: Grid
+    tensors: tuple[torch.Tensor, ...]
+    stream: CopyStream
+    tuning: Tuning
+
+    def queue(self) -> None:
+        """Queue it by one launch; return when that is queued.
+
+        The bytes are where they belong, for every later reader on any device, once the stream has passed it: whoever tells of
+        them waits for that first. Pages and lists are in use until then.
+
+        Raises:
+            DeviceError: the driver refuses the launch.
+        """
+        _KERNEL.launch(self.stream, self.grid, self.tensors, (), self.tuning)
+
+    def ready(self) -> bool:
+        """Whether its kernel is compiled; if it is not, it is compiled beside this thread from now on.
+
+        Raises:
+            DeviceError: it could not be compiled; the next question tries again.
+        """
+        return _KERNEL.ready(self.stream, self.grid, self.tensors, (), self.tuning)
+
+    def bind(self) -> BoundCopy:
+        """Return what queues this copy and others of its shape."""
+        return BoundCopy(self)
+
+
+def plan_copy(
     sides: tuple[Side, Side],
     pages: tuple[DevicePages, DevicePages],
     lists: tuple[HeldPages, HeldPages],
     tokens: tuple[int, int],
     stream: CopyStream,
     tuning: Tuning = TUNING,
-) -> int:
-    """Queue on `stream` the copy of tokens [first, end) of a sequence from the source's pages into the target's.
-
-    One launch; returns when it is queued. The bytes are where they belong, for every later reader on any device, once the
-    stream has passed it: whoever tells of them waits for that first. Pages and lists are in use until then.
+) -> PlannedCopy:
+    """Return the copy of tokens [first, end) of a sequence from the source's pages into the target's.
 
     Args:
         sides: source and target; as many layers and heads on both, of one model.
         pages: their tables, on the stream's device, with addresses that it reaches.
         lists: their page ids, on the stream's device; those of the target may not repeat.
         tokens: as of `launch.copy_pages`.
-    Returns:
-        The copied bytes.
     Raises:
-        ShapeError: the two sides do not fit each other or what is on the device; nothing was launched.
-        LongshoreError: TOKENS_OVERLAP for a target page that stands in its list twice; nothing was launched.
-        DeviceError: the driver refuses the launch.
+        ShapeError: the two sides do not fit each other or what is on the device.
+        LongshoreError: TOKENS_OVERLAP for a target page that stands in its list twice.
     """
-    copied, grid, tensors = _planned(sides, pages, lists, tokens, stream, tuning)
-    _KERNEL.launch(stream, grid, tensors, (), tuning)
-    return copied
-
-
-def ready(
-    sides: tuple[Side, Side],
-    pages: tuple[DevicePages, DevicePages],
-    lists: tuple[HeldPages, HeldPages],
-    tokens: tuple[int, int],
-    stream: CopyStream,
-    tuning: Tuning = TUNING,
-) -> bool:
-    """Whether a copy's kernel is compiled; if it is not, it is compiled beside this thread. Arguments and errors as `copy_pages`."""
-    _, grid, tensors = _planned(sides, pages, lists, tokens, stream, tuning)
-    return _KERNEL.ready(stream, grid, tensors, (), tuning)
+    source, target = sides
+    check_sides(source, target, tokens)
+    copied = payload_bytes(source.pool, tokens, source.layers, source.heads)
+    payload_bytes(target.pool, tokens, target.layers, target.heads)
+    for held, unique in zip(lists, (False, True), strict=True):
+        held.index_of(tokens, unique=unique)
+    check_stream(stream, pages[0].device)
+    tensors = (pages[0].planes, lists[0].table, pages[1].planes, lists[1].table)
+    if len({tensor.device for tensor in tensors}) != 1:
+        raise ShapeError(f"pages and lists are on several devices: put their tables on {stream.device}")
+    grid = _grid(sides, pages, (lists[0].first_page, lists[1].first_page), tokens, copied, tuning)
+    pools = (source.pool, target.pool)
+    return PlannedCopy(copied, tokens[1] - tokens[0], pools, grid, tensors, stream, tuning)
 
 
 class BoundCopy:
@@ -90,44 +125,27 @@ class BoundCopy:
     them come first is written anew.
     """
 
-    def __init__(
-        self,
-        sides: tuple[Side, Side],
-        pages: tuple[DevicePages, DevicePages],
-        lists: tuple[HeldPages, HeldPages],
-        tokens: tuple[int, int],
-        stream: CopyStream,
-        tuning: Tuning = TUNING,
-    ) -> None:
-        """Check and compile; queues nothing.
-
-        Args:
-            sides, pages, lists, tokens: of the first of these copies, as of `copy_pages`.
-            stream: of all of them.
-        Raises:
-            ShapeError, LongshoreError, DeviceError: as `copy_pages`.
-        """
-        _, grid, tensors = _planned(sides, pages, lists, tokens, stream, tuning)
-        self._grid, self._stream, self._tuning = grid, stream, tuning
-        self._planes = (pages[0].planes, pages[1].planes)
-        self._pools = (sides[0].pool, sides[1].pool)
-        self._token_count = tokens[1] - tokens[0]
+    def __init__(self, planned: PlannedCopy) -> None:
+        """Take the first of these copies; compile its kernel unless it is ready, and queue nothing. Raises DeviceError."""
+        self._grid, self._stream, self._tuning = planned.grid, planned.stream, planned.tuning
+        self._pools, self._token_count = planned.pools, planned.token_count
         # Kernels count rows from the first one of the first tile, which a copy may begin within.
-        self._skipped, self._row_end = grid.numbers[ROW_FIRST], grid.numbers[ROW_FIRST + 1]
+        self._skipped, self._row_end = planned.grid.numbers[ROW_FIRST], planned.grid.numbers[ROW_FIRST + 1]
+        self._planes = (planned.tensors[0], planned.tensors[2])
         self._bound: BoundKernel | None = None
-        if stream.context is not None:
-            self._bound = _KERNEL.bind_values(stream, grid, tensors, tuning)
-            self._addresses = (pages[0].planes.data_ptr(), pages[1].planes.data_ptr())
+        if planned.stream.context is not None:
+            self._bound = _KERNEL.bind_values(planned.stream, planned.grid, planned.tensors, planned.tuning)
+            self._addresses = (self._planes[0].data_ptr(), self._planes[1].data_ptr())
 
     def queue(self, lists: tuple[HeldPages, HeldPages], tokens: tuple[int, int]) -> None:
-        """Queue the copy of tokens [first, end); what `copy_pages` says of use and order is so here.
+        """Queue the copy of tokens [first, end); what `PlannedCopy.queue` says of use and order is so here.
 
         Args:
             lists: page ids of the same pools.
             tokens: as many as the first copy's, and as far from the beginning of their page on either side.
         Raises:
             ShapeError: a token lies in no page of a list; nothing was launched.
-            LongshoreError: TOKENS_OVERLAP, as `copy_pages`.
+            LongshoreError: TOKENS_OVERLAP, as `plan_copy`.
             DeviceError: the driver refuses the launch.
         """
         assert tokens[1] - tokens[0] == self._token_count, (tokens, self._token_count)
@@ -170,29 +188,6 @@ def shape_of(sides: tuple[Side, Side], tokens: tuple[int, int]) -> tuple[int, ..
             side.heads.stop,
         )
     return tuple(shape)
-
-
-def _planned(
-    sides: tuple[Side, Side],
-    pages: tuple[DevicePages, DevicePages],
-    lists: tuple[HeldPages, HeldPages],
-    tokens: tuple[int, int],
-    stream: CopyStream,
-    tuning: Tuning,
-) -> tuple[int, Grid, tuple[torch.Tensor, ...]]:
-    """Check that arguments fit each other; return the bytes, the grid and the tensors of a launch. Raises as `copy_pages`."""
-    source, target = sides
-    check_sides(source, target, tokens)
-    copied = payload_bytes(source.pool, tokens, source.layers, source.heads)
-    payload_bytes(target.pool, tokens, target.layers, target.heads)
-    for held, unique in zip(lists, (False, True), strict=True):
-        held.index_of(tokens, unique=unique)
-    check_stream(stream, pages[0].device)
-    tensors = (pages[0].planes, lists[0].table, pages[1].planes, lists[1].table)
-    if len({tensor.device for tensor in tensors}) != 1:
-        raise ShapeError(f"pages and lists are on several devices: put their tables on {stream.device}")
-    grid = _grid(sides, pages, (lists[0].first_page, lists[1].first_page), tokens, copied, tuning)
-    return copied, grid, tensors
 
 
 def prepare(source: DevicePages, stream: CopyStream, page_ids: torch.Tensor, tuning: Tuning = TUNING) -> None:
