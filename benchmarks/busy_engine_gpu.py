@@ -54,7 +54,7 @@ def run_engine(kind: str, stop: Path, out: Path) -> None:
     torch.cuda.synchronize()
     print("ready", flush=True)
     ends: list[float] = []
-    events = [torch.cuda.Event() for _ in range(STEPS_AHEAD)]
+    events = [torch.cuda.Event() for _ in range(STEPS_AHEAD)]  # type: ignore[no-untyped-call]
     for number in itertools.count():
         event = events[number % STEPS_AHEAD]
         if number >= STEPS_AHEAD:
@@ -97,7 +97,8 @@ def make_decode(torch: Any) -> Callable[[], object]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return graph.replay
+    replay: Callable[[], object] = graph.replay
+    return replay
 
 
 class CopyEngine:

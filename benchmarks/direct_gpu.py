@@ -192,7 +192,9 @@ def run_agents(
     sizes: list[int], repetitions: int, target_device: int, source_tp: int, trace: Path | None
 ) -> list[dict[str, Any]]:
     """Move rooms of each size between engines of one agent, by the two clocks of `gpu_path`; return a row for each."""
-    from gpu_path import GPUAgent, Scene, measure_room_sizes, page, start
+    # The first of them lets the second be found.
+    from gpu_path import Scene, measure_room_sizes, page, start
+    from gpu_world import GPUAgent
 
     page_count = -(-max(sizes) // PAGE_SIZE)
     with ExitStack() as stack:

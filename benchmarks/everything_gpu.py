@@ -305,7 +305,7 @@ def read_numbers(path: Path) -> dict[str, Any]:
 
 def row_median_s(row: dict[str, Any]) -> float:
     """Return the median seconds of a size's rooms in a row, from the first `send` to DONE at the target's engine."""
-    return statistics.median(engines_s for _, engines_s in row["in_a_row_seconds"][WARM_UPS:])
+    return float(statistics.median(engines_s for _, engines_s in row["in_a_row_seconds"][WARM_UPS:]))
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
@@ -339,9 +339,9 @@ def plot(results: dict[str, Any], path: Path) -> None:
     axes[1].set(title="Rooms in a row, send to DONE", xscale="log", xlabel="MB", ylabel="GB/s")
     for sharing in ("time-sliced", "MPS"):
         for kind, rows in results.get("busy_engine", {}).get(sharing, {}).items():
-            mine = [row for row in rows if row["name"] == "gather" and not row["cap"]]
+            gathers = [row for row in rows if row["name"] == "gather" and not row["cap"]]
             axes[2].plot(
-                [row["rate"] for row in mine], [row["p99_ms"] for row in mine], "o-", label=f"{sharing}, {kind}"
+                [row["rate"] for row in gathers], [row["p99_ms"] for row in gathers], "o-", label=f"{sharing}, {kind}"
             )
     axes[2].set(title="Gather of 84 MB beside a busy engine", xlabel="a second", ylabel="p99, ms", ylim=(0, None))
     loads = results.get("rooms", {}).get("loads", [])

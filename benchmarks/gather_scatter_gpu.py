@@ -96,7 +96,7 @@ class TimedStream(CopyStream):
         """Return a mark in the stream's order."""
         if self.stream is None:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(self.stream)
         return event
 
@@ -111,7 +111,7 @@ def milliseconds(begin: Mark, end: Mark) -> float:
     if isinstance(begin, float) or isinstance(end, float):
         assert isinstance(begin, float) and isinstance(end, float)  # noqa: PT018 - one fact
         return (end - begin) * 1e3
-    return begin.elapsed_time(end)
+    return float(begin.elapsed_time(end))
 
 
 def queue_piece(ends: tuple[torch.Tensor, torch.Tensor], stream: TimedStream) -> None:

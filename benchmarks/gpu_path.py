@@ -284,9 +284,9 @@ def copied_s(near: torch.Tensor, far: torch.Tensor) -> float:
     """Copy once; return the seconds until the event behind it has passed."""
     begin_s = time.perf_counter()
     far.copy_(near, non_blocking=True)
-    event = torch.cuda.Event()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(near.device))
-    while not event.query():
+    while not event.query():  # type: ignore[no-untyped-call]
         pass
     return time.perf_counter() - begin_s
 
@@ -376,7 +376,8 @@ class Bare:
         """Write all bytes as one descriptor; return the seconds."""
         one = (np.array([place], np.uint64) for place in (self._memory.data_ptr(), self._target, self.length))
         begin_s = time.perf_counter()
-        finish(self._transport, [self._transport.post(self._peer, *one, b"")])
+        source, target, length = one
+        finish(self._transport, [self._transport.post(self._peer, source, target, length, b"")])
         return time.perf_counter() - begin_s
 
     def pieces(self, piece_bytes: int) -> tuple[float, float]:

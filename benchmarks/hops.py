@@ -44,8 +44,12 @@ def measure_threads() -> None:
         while there.get():
             back.put(True)
 
+    def trip() -> None:
+        there.put(True)
+        back.get()
+
     threading.Thread(target=answer, daemon=True).start()
-    measure("between threads, by a queue", lambda: (there.put(True), back.get()))
+    measure("between threads, by a queue", trip)
     there.put(False)
 
 
@@ -67,11 +71,15 @@ def measure_processes() -> None:
     """Two processes, by a socket pair and by ZeroMQ."""
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe()
+
+    def trip() -> None:
+        near.send_bytes(b"x")
+        near.recv_bytes()
+
     process = context.Process(target=answer_pipe, args=(far,))
     process.start()
-    near.send_bytes(b"x")
-    near.recv_bytes()
-    measure("between processes, by a socket pair", lambda: (near.send_bytes(b"x"), near.recv_bytes()))
+    trip()
+    measure("between processes, by a socket pair", trip)
     near.send_bytes(b"end")
     process.join()
     process = context.Process(target=answer_socket, args=(far,))
@@ -90,7 +98,7 @@ def measure_device() -> None:
     if not torch.cuda.is_available():
         print("no CUDA device: work for a GPU is left out")
         return
-    ids, stream = np.arange(512, dtype=np.int32), torch.cuda.Stream()
+    ids, stream = np.arange(512, dtype=np.int32), torch.cuda.Stream()  # type: ignore[no-untyped-call]
     held = torch.tensor(ids, device="cuda:0")
 
     def wait_for_ids() -> None:

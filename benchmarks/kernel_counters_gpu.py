@@ -59,12 +59,12 @@ def profiled(sizes: list[float]) -> None:
         queue_piece(bench.ends(), bench.stream)
         torch.cuda.synchronize()
         print(f"profiled,{case.name},{operation},{bench.payload_bytes}", flush=True)
-        torch.cuda.cudart().cudaProfilerStart()
+        torch.cuda.cudart().cudaProfilerStart()  # type: ignore[no-untyped-call]
         queue_piece(bench.ends(), bench.stream)
         torch.cuda.synchronize()
         bench.run(tunings[operation])
         torch.cuda.synchronize()
-        torch.cuda.cudart().cudaProfilerStop()
+        torch.cuda.cudart().cudaProfilerStop()  # type: ignore[no-untyped-call]
         bench.close()
 
 

@@ -54,7 +54,7 @@ def measure(name: str, near: torch.Tensor, far: torch.Tensor, job: Callable[[], 
     assert torch.equal(far.cpu(), near.cpu()), f"{name}: wrong bytes"
     samples = []
     for _ in range(REPETITIONS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
         begin.record()
         job()
@@ -84,7 +84,7 @@ def main() -> None:
             f"stores{hint}, {words * 8} bytes a program, {warps} warps",
             near,
             far,
-            lambda grid=grid, words=words, hint=hint, warps=warps: copy_words[grid](
+            lambda grid=grid, words=words, hint=hint, warps=warps: copy_words[grid](  # type: ignore[misc]
                 near, there, count, words, hint, num_warps=warps
             ),
         )
@@ -93,7 +93,7 @@ def main() -> None:
             f"tensor memory accelerator, {rows} x {columns * 8} bytes",
             near,
             far,
-            lambda rows=rows, columns=columns: copy_tiles[2 * PROCESSORS,](
+            lambda rows=rows, columns=columns: copy_tiles[2 * PROCESSORS,](  # type: ignore[misc]
                 near, there, count // columns, rows, columns, num_warps=4
             ),
         )

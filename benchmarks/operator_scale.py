@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ class Watcher:
             threading.Thread(target=run, daemon=True).start()
 
     def _watch_children(self) -> None:
-        stream = kubernetes.watch.Watch().stream(self._apps.list_namespaced_daemon_set, NAMESPACE)
+        watch = kubernetes.watch.Watch()  # type: ignore[no-untyped-call]
+        stream = watch.stream(self._apps.list_namespaced_daemon_set, NAMESPACE)  # type: ignore[no-untyped-call]
         # The stream ends with the API server, at the end of the run.
         with suppress(urllib3.exceptions.HTTPError):
             for event in stream:
@@ -66,12 +68,13 @@ class Watcher:
                 self.current[metadata["name"]] = config
 
     def _watch_deployments(self) -> None:
-        stream = kubernetes.watch.Watch().stream(self._objects.list_namespaced_custom_object, *KIND)
+        watch = kubernetes.watch.Watch()  # type: ignore[no-untyped-call]
+        stream = watch.stream(self._objects.list_namespaced_custom_object, *KIND)  # type: ignore[no-untyped-call]
         with suppress(urllib3.exceptions.HTTPError):
             for event in stream:
                 metadata = event["raw_object"]["metadata"]
                 listed = event["raw_object"].get("status", {}).get("conditions", [])
-                entry = next((entry for entry in listed if entry["type"] == "Ready"), {})
+                entry: dict[str, Any] = next((entry for entry in listed if entry["type"] == "Ready"), {})
                 is_ready = (entry.get("status"), entry.get("observedGeneration")) == ("True", metadata["generation"])
                 (self.ready.add if is_ready else self.ready.discard)(metadata["name"])
 
@@ -84,7 +87,9 @@ class Bench:
         self._one = one
         self._chosen = chosen
         configuration = kubernetes.client.Configuration()
-        kubernetes.config.load_kube_config(str(plane.kubeconfig), client_configuration=configuration)
+        kubernetes.config.load_kube_config(  # type: ignore[no-untyped-call]
+            str(plane.kubeconfig), client_configuration=configuration
+        )
         client = kubernetes.client.ApiClient(configuration)
         self._objects = kubernetes.client.CustomObjectsApi(client)
         self._names = [f"d{number}" for number in range(chosen.deployments)]
@@ -116,7 +121,7 @@ class Bench:
             self._objects.patch_namespaced_custom_object(*KIND, name, patch)
             self.own_s.append(time.monotonic() - began_s)
             sent[f"{name}/{number}"] = (before, began_s)
-            until(lambda n=name, b=before: self._watcher.current.get(f"{n}-agent") != b, f"{name} is applied", 120)
+            until(partial(self._is_changed, name, before), f"{name} is applied", 120)
             time.sleep(max(0.0, 1.0 / self._chosen.rate - (time.monotonic() - began_s)))
         times = []
         for label, (before, began_s) in sent.items():
@@ -143,6 +148,9 @@ class Bench:
             "calls_per_minute": (self.calls() - before[1]) / minutes,
             "cpu_percent": 100 * (self.cpu_s() - before[2]) / self._chosen.rest_s,
         }
+
+    def _is_changed(self, name: str, before: str | None) -> bool:
+        return self._watcher.current.get(f"{name}-agent") != before
 
     def _all_ready(self) -> bool:
         return len(self._watcher.ready) == len(self._names)
@@ -184,7 +192,7 @@ def run(chosen: argparse.Namespace, plane: ControlPlane) -> dict[str, Any]:
         add_nodes(plane, dict(list(groups.items())[first : first + NODES_AT_ONCE]))
     print(f"{chosen.nodes} nodes are Ready", flush=True)
     responder = AgentResponder(free_port())
-    settings = {"resync_s": 60, "poll_s": 10, "lease_s": 15, "lease_renew_s": 5}
+    settings: dict[str, Any] = {"resync_s": 60, "poll_s": 10, "lease_s": 15, "lease_renew_s": 5}
     try:
         with OperatorProcess(plane, NAMESPACE, **settings) as one:
             bench = Bench(plane, one, chosen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,18 +83,18 @@ class Deployments:
 
         def look() -> Body:
             body = self.get("dgdep", name)
-            found = next((c for c in body.get("status", {}).get("conditions", []) if c["type"] == kind), {})
+            found: Body = next((c for c in body.get("status", {}).get("conditions", []) if c["type"] == kind), {})
             assert found, body.get("status")
             assert (found["reason"], found["observedGeneration"]) == (reason, body["metadata"]["generation"]), found
             return found
 
         return until(look, f"{kind} of {name} is {reason}", limit_s)
 
-    def pods(self, name: str = "llama") -> list[Body]:
+    def pods(self, name: str = "llama") -> Sequence[Body]:
         """Return the agents' pods that are not going."""
         found = self.list("pods", "-l", f"longshore.dev/deployment={name}")
         return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
 
-    def events(self, reason: str) -> list[Body]:
+    def events(self, reason: str) -> Sequence[Body]:
         """Return the operator's events with this reason."""
         return [entry for entry in self.list("events") if entry["reason"] == reason]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-import yaml
+import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from controlplane import binaries
 from controlplane.cluster import ControlPlane

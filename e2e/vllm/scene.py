@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -246,4 +247,4 @@ def check_nothing_is_lent(scene: Scene, limit_s: float) -> None:
     """Wait until no room is open at any agent, and every engine has all its blocks."""
     until(lambda: scene.open_rooms() == 0, "no room is open at any agent", limit_s)
     for engine in scene.engines.values():
-        until(lambda engine=engine: has_no_block_in_use(engine), f"{engine.options.name} has all its blocks", limit_s)
+        until(partial(has_no_block_in_use, engine), f"{engine.options.name} has all its blocks", limit_s)

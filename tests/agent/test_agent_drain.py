@@ -119,6 +119,15 @@ def pair(tmp_path_factory) -> Iterator[Pair]:
         world.close()
 
 
+@pytest.fixture(autouse=True)
+def running(pair) -> None:
+    """Each test begins with an agent that runs and serves both engines, also after the one that ends it."""
+    if pair.agent.process.poll() is not None:
+        pair.agent.start()
+        for client in (pair.writer, pair.reader):
+            client.endpoint(START_LIMIT_S)
+
+
 @carries(wrong("lists of 131,072 pages through sockets with default buffers"))
 def test_lists_of_131072_pages_pass_in_both_directions_through_sockets_with_default_buffers(pair, judge):
     judge.begin(pair.agent, pair.agent)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from agent_world import wait_for
 from fake_device import effect_of, pair_of
 
+from longshore_agent.path.lanes import Lanes
 from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
@@ -101,22 +102,31 @@ class Scene:
         self.mover.take_results(Half.SOURCE, self.core, 0)
         return self.core.told
 
+    def close(self) -> None:
+        """A worker's threads end with its process; this one's must end here."""
+        self.transport.found.set()
+        self.mover.close()
+        assert isinstance(self.mover.lanes, Lanes)
+        for thread in self.mover.lanes._threads:
+            thread.join(60)
+            assert not thread.is_alive()
+
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Scene]]:
-    made: list[PlayedTransport] = []
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Scene]]:
+    made: list[Scene] = []
 
-    def played(*_: object) -> PlayedTransport:
-        made.append(PlayedTransport())
+    def build(**changes: Any) -> Scene:
+        made.append(Scene(**changes))
         return made[-1]
 
-    monkeypatch.setattr(moving, "make_transport", played)
-    yield Scene
-    for transport in made:
-        transport.found.set()
+    monkeypatch.setattr(moving, "make_transport", lambda *_: PlayedTransport())
+    yield build
+    for scene in made:
+        scene.close()
 
 
-def test_slabs_that_wait_for_the_wire_to_a_peer_are_answered_when_it_is_lost(make: type[Scene]) -> None:
+def test_slabs_that_wait_for_the_wire_to_a_peer_are_answered_when_it_is_lost(make: Callable[..., Scene]) -> None:
     scene = make(wires=(Wire.TCP,))
     scene.start(0, Way.STAGED)
     scene.start(1, Way.STAGED)
@@ -127,7 +137,7 @@ def test_slabs_that_wait_for_the_wire_to_a_peer_are_answered_when_it_is_lost(mak
 
 @pytest.mark.parametrize(("way", "waits_for"), [(Way.STAGED, "wire"), (Way.DIRECT, "pool")])
 def test_a_slab_that_waits_is_answered_when_its_room_is_given_up_and_those_of_other_rooms_go_on_waiting(
-    make: type[Scene], way: Way, waits_for: str
+    make: Callable[..., Scene], way: Way, waits_for: str
 ) -> None:
     scene = make(wires=(Wire.TCP,))
     scene.start(0, way)
@@ -140,7 +150,7 @@ def test_a_slab_that_waits_is_answered_when_its_room_is_given_up_and_those_of_ot
     assert [slab for slab, *_ in scene.told()] == [0, 1]
 
 
-def test_slabs_for_a_neighbour_s_pages_outlive_the_loss_of_its_other_half(make: type[Scene]) -> None:
+def test_slabs_for_a_neighbour_s_pages_outlive_the_loss_of_its_other_half(make: Callable[..., Scene]) -> None:
     scene = make()
     scene.start(0, Way.DIRECT)
     assert scene.asked == [(PEER, 0)]
@@ -152,7 +162,7 @@ def test_slabs_for_a_neighbour_s_pages_outlive_the_loss_of_its_other_half(make: 
 
 
 def test_a_target_that_takes_its_ring_back_fails_the_slab_that_was_granted_there_and_no_worker(
-    make: type[Scene],
+    make: Callable[..., Scene],
 ) -> None:
     scene = make()
     scene.attach(None)

@@ -101,7 +101,7 @@ def moving_parts(
         return StagingBuffer(length_bytes, **options)
 
     settings = dataclasses.replace(Settings(), lane_bytes=1 << 20, ring_bytes=1 << 20, **changes)
-    transport = SimpleNamespace(register=lambda *_: 1, notifies=True)
+    transport = SimpleNamespace(register=lambda *_: 1, notifies=True, close=lambda: None)
     played: dict[str, object] = {
         "open_device": lambda _: SimpleNamespace(index=0, enter=lambda: None),
         "make_transport": lambda *_: transport,
@@ -121,8 +121,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch, device: str, roles: tuple[Half, ..
     mover.prepare(pool)
     stages: Any = mover._stages
     assert stages is None or stages.pools == [pool]
-    if mover.lanes is not None:
-        mover.lanes.stop()
+    mover.close()
     return stages is not None and stages.direct == [pool]
 
 
@@ -164,5 +163,4 @@ def test_lanes_ring_and_the_memory_of_probes_are_of_the_kind_that_the_settings_n
 ) -> None:
     mover, kinds = moving_parts(monkeypatch, "GPU-1", BOTH, "", gpu_staging_memory=kind)
     assert kinds == [kind] * 3
-    assert mover.lanes is not None
-    mover.lanes.stop()
+    mover.close()

@@ -88,9 +88,9 @@ def test_the_packages_that_are_listed_are_those_that_exist() -> None:
     assert [name for name, folder in PACKAGES.items() if not (folder / "__init__.py").is_file()] == []
 
 
-def test_types_and_import_walls_are_checked_for_every_package() -> None:
+def test_types_and_import_walls_are_checked_for_every_package_and_types_for_the_benchmarks_too() -> None:
     tool = project()["tool"]
-    assert set(tool["mypy"]["packages"]) == PACKAGES.keys()
+    assert {ROOT / folder for folder in tool["mypy"]["files"]} == {*PACKAGES.values(), ROOT / "benchmarks"}
     assert set(tool["importlinter"]["root_packages"]) == PACKAGES.keys()
 
 
