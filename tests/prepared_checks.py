@@ -106,6 +106,31 @@ def first_rooms(near: Shape, fars: list[tuple[Shape, int]]) -> tuple[int, int, i
         return at_registration, len(kernel.compiled) - at_registration, len(launches)
 
 
+def first_slabs(shape: Shape, counts: list[int]) -> tuple[int, int, int]:
+    """Register a pool, then gather and scatter a slab of so many of its heads each.
+
+    Returns:
+        As `first_rooms`.
+    """
+    _, launches = _played()
+    kernel = PlayedKernel()
+    for module in (gather_launch, scatter_launch):
+        module._KERNEL = device_kernel.DeviceKernel(kernel)
+    copier: Any = copier_module.DeviceCopier(DEVICE, None, None)
+    copier._lanes, copier._ring = (torch.zeros(1 << 20, dtype=torch.uint8) for _ in range(2))
+    with opened(shape, seed=1) as pool:
+        copier.prepare(_on_device(pool))
+        at_registration = len(kernel.compiled)
+        tokens = (0, shape.page_size)
+        pages = (page_ids(shape, tokens, 1, repeats=False), 0)
+        for count in counts:
+            chosen = (tokens, range(shape.layers), range(count))
+            payload = payload_bytes(pool, *chosen)
+            copier.gather(pool, pages, *chosen, 0, Trailer(1, 0, 0, 0, 0, 1, 1, 1, payload)).end()
+            copier.scatter(pool, pages, *chosen, 0, payload).end()
+        return at_registration, len(kernel.compiled) - at_registration, len(launches)
+
+
 def _copied(copier: Any, sides: list[Side], tokens: tuple[int, int]) -> Any:
     """Queue a direct copy, after its kernel was compiled."""
     while (copy := copier.direct((sides[0], sides[1]), tokens)) is None:

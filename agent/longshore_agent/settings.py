@@ -233,8 +233,9 @@ class Settings:
     write_timeout_s: float = _setting(
         120.0,
         "seconds",
-        Role.DECODE,
-        "A room fails when a prefill rank has ring memory for tokens that it called ready, and none of them comes for so long.",
+        Role.BOTH,
+        "A room fails when a prefill rank has ring memory for tokens that it called ready, and none of them comes for so long. "
+        "A prefill worker is replaced when a write has not ended so long after its room was given up.",
         low=1,
         high=86400,
     )

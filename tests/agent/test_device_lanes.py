@@ -301,3 +301,18 @@ def test_a_control_message_is_asked_for_exactly_where_the_transport_tells_nothin
     scene.wrote(0)
     assert bool(scene.transport.begun[0].notice) is noticed
     assert scene.ended[0].notify is not noticed
+
+
+def test_jobs_whose_writes_are_open_are_held_until_they_end_also_those_given_up() -> None:
+    scene = Scene()
+    jobs = scene.put(0, 1)
+    scene.gathered(0)
+    assert scene.lanes.held() == (jobs[0],)
+    for job in jobs:
+        job.cancelled = True
+    scene.lanes.drop_given_up()
+    scene.gathered(1)
+    # The other one was dropped: nothing of it had begun.
+    assert scene.lanes.held() == (jobs[0],)
+    scene.wrote(0)
+    assert scene.lanes.held() == ()

@@ -23,6 +23,7 @@ from longshore_agent.path.jobs import WriteJob
 from longshore_agent.settings import Settings
 from longshore_agent.transports.base import Write, WriteState
 from longshore_agent.transports.loopback import LoopbackTransport
+from longshore_agent.worker.health import WorkerHealth
 from longshore_client import Half, KVLayout, ModelShape, Parallel
 from longshore_client.pages import packed_pages
 from longshore_wire.agent_config import Backend
@@ -218,6 +219,33 @@ def test_bytes_that_never_come_fail_the_room_and_touch_no_page(make) -> None:
     transport_of(halves).let_go()
     halves.run(lambda: not halves.prefill.session.rooms and not halves.decode.session.rooms)
     assert halves.decode.pages.intact()
+
+
+def test_a_write_that_outlives_its_room_by_the_write_timeout_makes_its_worker_ill_and_one_that_somebody_waits_for_does_not(
+    make,
+) -> None:
+    halves = make({"kind": "hold"}, write_timeout_s=50.0)
+    health = WorkerHealth(dataclasses.replace(SETTINGS, write_timeout_s=50.0), halves.prefill.mover, None)
+    limit_ns, long_ns, asked_ns = 50 * 10**9, 10**15, 10**18
+    halves.begin(1)
+    job = held_job(halves)
+    assert health.illness(asked_ns) == health.illness(asked_ns + long_ns) == ""
+    assert health.due_ns is None
+    # Decode gives it up, and the source has heard of it.
+    (key,) = halves.decode.session.rooms
+    halves.decode.session.cancel(key, Reason.CANCELLED, "by the test", time.monotonic_ns())
+    halves.run(lambda: job.cancelled)
+    given_up_ns = asked_ns + 2 * long_ns
+    assert health.illness(given_up_ns) == ""
+    assert health.due_ns == given_up_ns + limit_ns
+    assert health.illness(health.due_ns - 1) == ""
+    assert "a write to rank 0 of decode has not ended" in health.illness(given_up_ns + limit_ns)
+    # Its memory is nobody else's meanwhile, and its pages are not given back.
+    assert [room.busy for room in halves.prefill.session.rooms.values()] == [True]
+    transport_of(halves).let_go()
+    halves.run(lambda: not halves.prefill.session.rooms)
+    assert health.illness(given_up_ns + long_ns) == ""
+    assert health.due_ns is None
 
 
 def test_a_peer_that_reads_nothing_never_holds_up_who_speaks_to_it(make) -> None:

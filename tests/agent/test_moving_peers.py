@@ -90,10 +90,10 @@ class Scene:
         said = Attach(1, "test", "decode", 9, LAYOUT, "Loopback", b"decode", ring, (), 1 << 20, probe=RING)
         self.mover.connect(Half.SOURCE, PeerAttached(PEER, said))
 
-    def start(self, slab: int, way: Way) -> None:
-        effect: Any = effect_of(slab, 1 << 10)
+    def start(self, slab: int, way: Way, room: int = 1) -> None:
+        effect: Any = effect_of(slab, 1 << 10, room)
         effect.way = way
-        key = pair_of(1).key
+        key = pair_of(room).key
         desk: Any = SimpleNamespace(pools={0: SimpleNamespace(pages=None)}, tables={(Half.SOURCE, key): None})
         self.mover.start_write(effect, desk, self.core, 0)
 
@@ -133,6 +133,21 @@ def test_slabs_that_wait_for_the_wire_to_a_peer_are_answered_when_it_is_lost(mak
     assert scene.told() == []
     scene.mover.disconnect(Half.SOURCE, PEER)
     assert wait_for(scene.told) == [(0, "dropped", ""), (1, "dropped", "")]
+
+
+@pytest.mark.parametrize(("way", "waits_for"), [(Way.STAGED, "wire"), (Way.DIRECT, "pool")])
+def test_a_slab_that_waits_is_answered_when_its_room_is_given_up_and_those_of_other_rooms_go_on_waiting(
+    make: Callable[..., Scene], way: Way, waits_for: str
+) -> None:
+    scene = make(wires=(Wire.TCP,))
+    scene.start(0, way)
+    scene.start(1, way, room=2)
+    scene.mover.cancel(Half.SOURCE, pair_of(1).key)
+    # Neither the wire nor the pool is known yet.
+    assert scene.told() == [(0, "dropped", "")], f"it waits for the {waits_for}"
+    scene.mover.disconnect(Half.SOURCE, PEER)
+    # Once each: nothing of the first room was left behind.
+    assert [slab for slab, *_ in scene.told()] == [0, 1]
 
 
 def test_slabs_for_a_neighbour_s_pages_outlive_the_loss_of_its_other_half(make: Callable[..., Scene]) -> None:

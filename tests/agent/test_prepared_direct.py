@@ -23,6 +23,7 @@ from longshore_wire.layout import PageOrder
 from longshore_wire.plan import Staging, Way
 
 NEAR = Shape(heads=4)
+TWELVE = Shape(heads=12)
 OPAQUE = Shape(order=PageOrder.OPAQUE, blob_bytes=1024)
 
 
@@ -32,8 +33,9 @@ OPAQUE = Shape(order=PageOrder.OPAQUE, blob_bytes=1024)
         (NEAR, [(NEAR, 4), (Shape(heads=2), 2), (Shape(heads=1), 1), (Shape(heads=8), 4)]),
         (dataclasses.replace(NEAR, order=PageOrder.HND), [(dataclasses.replace(NEAR, order=PageOrder.HND), 4)]),
         (OPAQUE, [(OPAQUE, 4), (dataclasses.replace(OPAQUE, heads=2), 2)]),
+        (TWELVE, [(dataclasses.replace(TWELVE, heads=count), count) for count in (12, 6, 4, 3, 2, 1)]),
     ],
-    ids=["token-major, to other TP sizes", "head-major", "opaque"],
+    ids=["token-major, to other TP sizes", "head-major", "opaque", "twelve heads"],
 )
 def test_the_first_room_of_each_peer_compiles_nothing(near: Shape, fars: list[tuple[Shape, int]]) -> None:
     with KernelProcess("prepared_checks", {}) as process:
@@ -41,6 +43,16 @@ def test_the_first_room_of_each_peer_compiles_nothing(near: Shape, fars: list[tu
     assert at_registration > 0
     assert by_rooms == 0
     assert launches == len(fars)
+
+
+@pytest.mark.parametrize("shape", [NEAR, TWELVE, dataclasses.replace(TWELVE, order=PageOrder.HND)])
+def test_the_first_staged_slab_for_each_tp_size_compiles_nothing(shape: Shape) -> None:
+    counts = [count for count in range(1, shape.heads + 1) if shape.heads % count == 0]
+    with KernelProcess("prepared_checks", {}) as process:
+        at_registration, by_slabs, launches = process.run("first_slabs", shape, counts)
+    assert at_registration > 0
+    assert by_slabs == 0
+    assert launches == 2 * len(counts)
 
 
 @pytest.mark.parametrize(

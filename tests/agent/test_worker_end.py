@@ -1,4 +1,4 @@
-"""A worker whose control thread fails, as one of a GPU that does not answer any more: its process ends at once, whatever hangs in it."""
+"""A worker whose control thread fails, as one of a GPU that does not answer any more, or whose transport hangs: its process ends, whatever hangs in it."""
 
 from __future__ import annotations
 
@@ -40,3 +40,24 @@ def test_a_worker_whose_control_thread_fails_ends_at_once_and_says_why() -> None
     assert ended.returncode == 70
     assert "MainThread died" in ended.stderr
     assert "CUDA_ERROR_ILLEGAL_ADDRESS" in ended.stderr
+
+
+# A library that hangs inside a call may hold a lock that its end needs.
+STUCK = """
+import threading
+from types import SimpleNamespace
+from longshore_agent.worker.loop import Worker
+
+closed = SimpleNamespace(close=lambda: None)
+lanes = SimpleNamespace(held=lambda: ["a write that never ends"])
+mover = SimpleNamespace(finish_copies=lambda: None, close=threading.Event().wait, lanes=lanes)
+desk = SimpleNamespace(pools={})
+Worker._close(SimpleNamespace(mover=mover, desk=desk, engine=closed, net=closed, _knocker=closed, _link=closed))
+"""
+
+
+def test_a_worker_with_a_write_that_never_ends_is_gone_though_its_transport_does_not_close() -> None:
+    ended = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert "Timeout" in ended.stderr
+    assert "in _close" in ended.stderr

@@ -27,6 +27,15 @@ def layout(model: ModelShape = MODEL, page_size: int = 16, order: PageOrder = Pa
     return KVLayout(model, Parallel(**sizes), page_size, order)
 
 
+@pytest.mark.parametrize("heads", [1, 2, 8, 10, 12])
+def test_shared_head_counts_are_those_that_ranks_of_all_tp_sizes_hold_in_common(heads: int) -> None:
+    sizes = [tp for tp in range(1, 2 * heads + 1) if heads % tp == 0 or tp % heads == 0]
+    ranks = [layout(ModelShape(2, heads, 64, 2), tp=tp, tp_rank=rank) for tp in sizes for rank in range(tp)]
+    for one in ranks:
+        common = {len(set(one.heads) & set(other.heads)) for other in ranks} - {0}
+        assert one.shared_head_counts == tuple(sorted(common, reverse=True))
+
+
 @given(layers=st.integers(1, 100), heads=st.sampled_from([1, 2, 4, 8, 12]), tp=st.integers(1, 16), pp=st.integers(1, 8))
 def test_ranks_of_a_replica_hold_each_layer_and_head_as_often_as_there_are_replicas(
     layers: int, heads: int, tp: int, pp: int

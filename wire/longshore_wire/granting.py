@@ -6,7 +6,8 @@ a ring of which half stays free.
 
 What is ready is a source's word, and costs others no more than time: of a room it is worth one share of the ring, and where
 nothing lands for `write_timeout_ns` in memory that was granted on it, the session fails the room. A source that then does
-not confirm keeps the memory in quarantine, above a quarter of the ring until the worker is replaced.
+not confirm keeps the memory in quarantine, above a quarter of the ring until the worker is replaced. One that is slow, however
+slow, keeps its rooms until their engine gives them up: docs/design/2026-11-21-late-writes.md says why no rate is demanded.
 """
 
 from __future__ import annotations

@@ -125,6 +125,18 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
         return max(1, self.parallel.tp // self.model.kv_heads)
 
     @property
+    def shared_head_counts(self) -> tuple[int, ...]:
+        """How many of this rank's heads a rank of any TP size can hold: each number once, the greatest first."""
+        own, total = self.heads, self.model.kv_heads
+        counts = {
+            min(own.stop, first + share) - max(own.start, first)
+            for share in range(1, total + 1)
+            if total % share == 0
+            for first in range(own.start // share * share, own.stop, share)
+        }
+        return tuple(sorted(counts, reverse=True))
+
+    @property
     def plane_count(self) -> int:
         """How many planes of pages this rank's pool has; see PoolGeometry.planes for their order."""
         return len(self.layers) * (1 if self.order is PageOrder.OPAQUE else self.model.kinds)

@@ -129,17 +129,14 @@ class DeviceCopier:
     def prepare(self, pool: KVPool) -> None:
         """Put a pool's table on the device and compile the kernels for it: a second each, which no slab may wait for.
 
-        The shape of a kernel depends on how many heads a peer takes; those that no power of two gives are compiled when
-        they come.
+        The shape of a kernel depends on how many heads a peer takes: here are those for every TP size.
         """
         size = pool.layout.page_size
-        count = pool.head_count
-        while count:
+        for count in pool.layout.shared_head_counts:
             for buffer in (self._lanes, self._ring):
                 if buffer is not None:
                     chosen = ((0, size), range(pool.layer_count), range(count))
                     self._launch(buffer, pool, *chosen, payload_bytes(pool, *chosen))
-            count //= 2
 
     def prepare_direct(self, pool: KVPool) -> None:
         """Compile the kernels of direct copies out of a pool: see `direct.device_launch.prepare`."""

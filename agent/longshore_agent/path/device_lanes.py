@@ -148,6 +148,10 @@ class DeviceLanes:
             for index in range(len(self._slabs))
         )
 
+    def held(self) -> tuple[WriteJob, ...]:
+        """Return the jobs whose writes are open."""
+        return tuple(slab.job for slab in self._writes)
+
     def stop(self) -> None:
         """Begin no gather and no write any more."""
         for job in (*self._queue, *(slab.job for slab in self._gathers)):

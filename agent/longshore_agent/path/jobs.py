@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -131,6 +132,20 @@ class Results:
         """Hand one over; any thread."""
         self._queue.append(result)
         os.eventfd_write(self.wake, 1)
+
+    def drop(self, job: WriteJob) -> None:
+        """Answer a job of which nothing was begun and which nobody waits for; any thread."""
+        self.put(WriteResult(job, "", dropped=True, notify=False))
+
+    def wanted(self, jobs: Iterable[WriteJob]) -> list[WriteJob]:
+        """Drop those of waiting jobs that were given up; return the others in their order."""
+        kept: list[WriteJob] = []
+        for job in jobs:
+            if job.cancelled:
+                self.drop(job)
+            else:
+                kept.append(job)
+        return kept
 
     def take(self) -> list[Result]:
         """Return all that are there; the control thread."""

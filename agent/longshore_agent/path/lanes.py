@@ -47,7 +47,7 @@ class Lanes:
         self._queue: queue.SimpleQueue[WriteJob | ProbeJob | None] = queue.SimpleQueue()
         self._slabs = [0] * len(buffers)
         self._bytes = [0] * len(buffers)
-        self._busy = [False] * len(buffers)
+        self._held: list[WriteJob | None] = [None] * len(buffers)
         self._threads = [
             threading.Thread(target=self._run, args=(index, buffer), name=f"lane-{index}", daemon=True)
             for index, buffer in enumerate(buffers)
@@ -62,9 +62,13 @@ class Lanes:
     def status(self) -> tuple[LaneStatus, ...]:
         """Return what each lane has done."""
         return tuple(
-            LaneStatus(index, self._busy[index], self._slabs[index], self._bytes[index])
+            LaneStatus(index, self._held[index] is not None, self._slabs[index], self._bytes[index])
             for index in range(len(self._threads))
         )
+
+    def held(self) -> tuple[WriteJob, ...]:
+        """Return the jobs that lanes have begun and not ended."""
+        return tuple(job for job in self._held if job is not None)
 
     def stop(self) -> None:
         """Let the lanes end after what is queued."""
@@ -76,9 +80,9 @@ class Lanes:
             if isinstance(job, ProbeJob):
                 self._results.put(self._probe(job))
                 continue
-            self._busy[index] = True
+            self._held[index] = job
             result = self._write(job, index, buffer)
-            self._busy[index] = False
+            self._held[index] = None
             self._results.put(result)
 
     def _write(self, job: WriteJob, index: int, buffer: StagingBuffer) -> WriteResult:

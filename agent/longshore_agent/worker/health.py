@@ -5,6 +5,7 @@ Asked by the worker's control thread; says why, and when to ask again. Ends noth
 
 from __future__ import annotations
 
+from longshore_agent.path.jobs import WriteJob
 from longshore_agent.settings import Settings
 from longshore_agent.worker.moving import Mover
 from longshore_wire.target_session import TargetSession
@@ -18,19 +19,44 @@ class WorkerHealth:
         self._mover = mover
         self._target = target
         self._held_since_ns: int | None = None
+        # Writes that outlive their rooms, and since when; a lane has one each, a GPU a few.
+        self._overtaken: list[tuple[WriteJob, int]] = []
 
     @property
     def due_ns(self) -> int | None:
         """When `illness` may say something new at the latest without anything else happening; None: never."""
-        if self._held_since_ns is None:
-            return None
-        return self._held_since_ns + self._settings.peer_timeout_ns
+        dues = [since_ns + self._settings.write_timeout_ns for _, since_ns in self._overtaken]
+        if self._held_since_ns is not None:
+            dues.append(self._held_since_ns + self._settings.peer_timeout_ns)
+        return min(dues, default=None)
 
     def illness(self, now_ns: int) -> str:
         """Return why this worker must be replaced; empty: it need not."""
         if self._mover.unsettled:
             # Only the end of this process proves that those bytes will not land any more.
             return "a failed write could not be settled"
+        return self._endless_write(now_ns) or self._quarantine(now_ns)
+
+    def _endless_write(self, now_ns: int) -> str:
+        """Say which write has not ended long after its room was given up: what it reads, and its lane, are lost to this worker.
+
+        One that somebody waits for is not judged here: decode fails its room when nothing lands, and an engine by its own limit.
+        """
+        lanes = self._mover.lanes
+        known = {id(job): since_ns for job, since_ns in self._overtaken}
+        self._overtaken = [
+            (job, known.get(id(job), now_ns)) for job in (lanes.held() if lanes is not None else ()) if job.cancelled
+        ]
+        for job, since_ns in self._overtaken:
+            if now_ns - since_ns >= self._settings.write_timeout_ns:
+                peer = job.effect.peer
+                return (
+                    f"a write to rank {peer.rank} of {peer.instance} has not ended for {self._settings.write_timeout_s:g} s"
+                    f" after its room was given up"
+                )
+        return ""
+
+    def _quarantine(self, now_ns: int) -> str:
         ring = self._target.granter.ring if self._target is not None else None
         if ring is None or 100 * ring.held_bytes <= self._settings.quarantine_percent * ring.capacity_bytes:
             self._held_since_ns = None

@@ -485,6 +485,9 @@ class Worker:
         ending.call_off()
         if self.engine is not None:
             self.engine.close()
+        if self.mover.lanes is not None and self.mover.lanes.held():
+            # A transport that does not end a write may not close either.
+            ending.end_at_the_latest()
         # Peers take a port on which nobody listens as proof that no write of ours can land: the transport goes first.
         self.mover.close()
         self._knocker.close()

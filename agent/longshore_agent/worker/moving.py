@@ -292,7 +292,7 @@ class Mover:
         self._faults.pop(address, None)
         for job in self._waiting.pop(address, []):
             # Nobody learns the wire to it any more: its rooms end when the last of their slabs is answered.
-            self.results.put(WriteResult(job, "", dropped=True, notify=False))
+            self.results.drop(job)
         name = self._names.pop(address, None)
         if half is Half.SOURCE:
             self.near.pool_gone(peer)
@@ -385,10 +385,15 @@ class Mover:
         self.scatterers.put(job)
 
     def cancel(self, half: Half, key: RoomKey) -> None:
-        """Let jobs of a room that have not begun be dropped."""
+        """Let jobs of a room that have not begun be dropped: at once those that wait for a wire or a pool to be known."""
         for number in self._jobs.get((half, key), ()):
             self._by_id[number].cancelled = True
-        if half is Half.SOURCE and isinstance(self.lanes, DeviceLanes):
+        if half is not Half.SOURCE:
+            return
+        for address, waiting in self._waiting.items():
+            self._waiting[address] = self.results.wanted(waiting)
+        self.near.drop_given_up()
+        if isinstance(self.lanes, DeviceLanes):
             self.lanes.drop_given_up()
 
     def forget(self, half: Half, key: RoomKey) -> None:
@@ -488,6 +493,8 @@ class Mover:
             for key in _over_wire(session, job.peer):
                 session.cancel(key, Reason.WIRE_NOT_ALLOWED, forbidden, now_ns)
         for waiting in self._waiting.pop(address, []):
-            waiting.cancelled = waiting.cancelled or bool(forbidden)
-            self.lanes.put(waiting)
+            if forbidden:
+                self.results.drop(waiting)
+            else:
+                self.lanes.put(waiting)
         return [(job.peer, WireFound(session.config.epoch, job.epoch, result.wire))]

@@ -129,6 +129,11 @@ class NearWrites:
             if waited == owner and number in (ALL_POOLS, pool):
                 self._refuse(owner, pool, f"pool {pool} of {owner.instance} was unregistered")
 
+    def drop_given_up(self) -> None:
+        """Jobs have been given up: those that wait for a pool are answered, and the pool is still awaited."""
+        for sought, waiting in self._waiting.items():
+            self._waiting[sought] = self._results.wanted(waiting)
+
     def take_unmapped(self) -> list[tuple[PeerId, int]]:
         """Return the pools whose owners said that they are gone, and which are unmapped here since the last call."""
         return self._neighbours.take_unmapped()

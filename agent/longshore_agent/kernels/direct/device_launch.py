@@ -193,8 +193,8 @@ def shape_of(sides: tuple[Side, Side], tokens: tuple[int, int]) -> tuple[int, ..
 def prepare(source: DevicePages, stream: CopyStream, page_ids: torch.Tensor, tuning: Tuning = TUNING) -> None:
     """Compile the kernels of copies out of a pool into others that are laid out as it is: a second each.
 
-    For all of its heads, a half of them, a quarter and so on, which peers of other TP sizes take. Copies to pools of other page
-    sizes, orders or alignments are compiled when they come.
+    For as many heads as peers of other TP sizes take. Copies to pools of other page sizes, orders or alignments are compiled
+    when they come.
 
     Args:
         page_ids: an example of page ids on the stream's device, aligned as all are there.
@@ -202,13 +202,11 @@ def prepare(source: DevicePages, stream: CopyStream, page_ids: torch.Tensor, tun
     pool = source.pool
     tokens, layers = (0, pool.layout.page_size), range(pool.layer_count)
     ids = np.zeros(1, dtype=np.int32)
-    count = pool.head_count
-    while count:
+    for count in pool.layout.shared_head_counts:
         side = Side(pool, ids, 0, layers, range(count))
         copied = payload_bytes(pool, tokens, layers, side.heads)
         grid = _grid((side, side), (source, source), (0, 0), tokens, copied, tuning)
         _KERNEL.prepare(stream, grid, (source.planes, page_ids, source.planes, page_ids), (), tuning)
-        count //= 2
 
 
 def _grid(
