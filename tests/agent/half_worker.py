@@ -58,14 +58,14 @@ class HalfWorker:
         )
         self.metrics = Metrics()
         self.mover = Mover(config, settings, self.metrics, SpanRecorder(1), lambda *_: None)
-        self.desk = Desk(layout, self.mover.transport, self._source, self._target)
+        self.desk = Desk(layout, self.mover.parts.transport, self._source, self._target)
         self.pages = EnginePages(layout, page_count, f"storm-{name}")
         self.ask(RegisterPool(1, 0, self.pages.geometry), [os.dup(self.pages.descriptor)])
         self.session.describe(
-            self.mover.transport.metadata(),
-            self.mover.ring_region,
+            self.mover.parts.transport.metadata(),
+            self.mover.parts.ring_region,
             {number: pool.info(number) for number, pool in self.desk.pools.items()},
-            self.mover.probe_region,
+            self.mover.parts.probe_region,
         )
         self.heard: list[dict[str, Any]] = []
         self.effects: list[RoomEnded | RoomReleased | StartScatter] = []
@@ -88,7 +88,7 @@ class HalfWorker:
         self.mover.collect()
         for peer, message in self.mover.take_results(self.half, self.session, now_ns):
             self._say(peer, message)
-        if self._target is not None and self.mover.transport.notifies:
+        if self._target is not None and self.mover.parts.transport.notifies:
             for peer, message in self.mover.notices():
                 self.session.receive(peer, message, now_ns)
         self.session.renew(now_ns)
@@ -108,7 +108,7 @@ class HalfWorker:
 
     def close(self) -> None:
         """Let the transport go."""
-        self.mover.close()
+        self.mover.parts.close()
         self.pages.close()
         self.link.close()
 

@@ -63,7 +63,7 @@ class Side:
         assert self.core is not None
         self.metrics = Metrics()
         self.mover = Mover(self.config, found, self.metrics, SpanRecorder(100), lambda *_: None)
-        self.desk = Desk(layout, self.mover.transport, self.source, self.target)
+        self.desk = Desk(layout, self.mover.parts.transport, self.source, self.target)
         self.geometry = pool_geometry(layout, PAGE_COUNT)
         self.descriptor, memory = create_region(self.geometry.region_bytes[0])
         self.bytes = np.frombuffer(memory, np.uint8)
@@ -87,7 +87,9 @@ class Side:
 
     def describe(self) -> None:
         pools = {number: pool.info(number) for number, pool in self.desk.pools.items()}
-        self.core.describe(self.mover.transport.metadata(), self.mover.ring_region, pools, self.mover.probe_region)
+        self.core.describe(
+            self.mover.parts.transport.metadata(), self.mover.parts.ring_region, pools, self.mover.parts.probe_region
+        )
 
     def turn(self, other: Side) -> None:
         """What a worker's loop does once; messages go straight to the other side."""
@@ -117,7 +119,7 @@ class Side:
             other.core.receive(self.peer, message, other.now_ns)
 
     def close(self) -> None:
-        self.mover.close()
+        self.mover.parts.close()
         for pool in list(self.desk.pools):
             self.desk.let_go(pool)
         os.close(self.descriptor)

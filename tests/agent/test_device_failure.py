@@ -35,13 +35,13 @@ def play():
     drive, engine_lost, let_go = Mover.drive, Worker._engine_lost, Desk.let_go
 
     def driven(self):
-        if (place / f"hangs-{{self._here.instance}}").exists() and not self.failure:
+        if (place / f"hangs-{{self.peers._here.instance}}").exists() and not self.failure:
             raise DeviceError({HANGS!r})
         return drive(self)
 
     def lost(self, *arguments):
         if (place / "driver-hangs").exists():
-            self.mover.device = object()
+            self.mover.parts.device = object()
         engine_lost(self, *arguments)
 
     def unmapped(self, pool):

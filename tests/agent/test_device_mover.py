@@ -20,7 +20,7 @@ from longshore_agent.path.jobs import PageTable
 from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
-from longshore_agent.worker import moving
+from longshore_agent.worker import parts
 from longshore_agent.worker.config import WorkerConfig
 from longshore_agent.worker.moving import Mover
 from longshore_wire.effects import PeerAttached, PeerId
@@ -82,7 +82,7 @@ class Whole:
             "DeviceStages": Played,
         }
         for name, value in played.items():
-            monkeypatch.setattr(moving, name, value)
+            monkeypatch.setattr(parts, name, value)
         settings = dataclasses.replace(Settings(), lane_bytes=1 << 20, ring_bytes=1 << 20, **changes)
         config = WorkerConfig(
             "p/0/0", "test", "p", 1, SHAPE.layout, tuple(Half), {}, port=0, link=-1, agent="life.gpu", device="GPU-1"
@@ -94,7 +94,7 @@ class Whole:
         self.mover.near._neighbours._pools[owner("decode"), 0] = mapped
         self.core = Core()
         self.pool = pool
-        self.stages: Any = self.mover._stages
+        self.stages: Any = self.mover.parts.stages
 
     def start(self, *slabs: int, way: Way = Way.DIRECT, room: int = 1) -> None:
         for slab in slabs:
@@ -117,8 +117,8 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> Iterator[Whole]:
 
 def test_a_target_is_told_by_a_message_of_each_slab_and_the_worker_looks_until_then(whole: Whole) -> None:
     whole.start(0, 1)
-    assert whole.mover.driven
-    assert whole.mover.copying
+    assert whole.mover.parts.driven
+    assert whole.mover.parts.copying
     assert not whole.mover.drive()
     whole.stages.directs[0].done = True
     assert whole.mover.drive()
@@ -128,10 +128,10 @@ def test_a_target_is_told_by_a_message_of_each_slab_and_the_worker_looks_until_t
     whole.stages.directs[1].done = True
     assert whole.mover.drive()
     assert [message.slab for _, message in whole.mover.take_results(Half.SOURCE, whole.core, 0)] == [1]
-    assert not whole.mover.copying
-    while whole.mover.driven:
+    assert not whole.mover.parts.copying
+    while whole.mover.parts.driven:
         whole.mover.drive()
-    assert [(lane.busy, lane.slabs) for lane in whole.mover.lane_status()] == [(False, 2)] + [(False, 0)] * 3
+    assert [(lane.busy, lane.slabs) for lane in whole.mover.parts.lane_status()] == [(False, 2)] + [(False, 0)] * 3
     assert whole.mover.metrics.snapshot().value("longshore_slabs_total", half="source", way="direct") == 2
 
 

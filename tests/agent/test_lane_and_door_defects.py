@@ -157,7 +157,7 @@ def held_job(halves: Halves) -> WriteJob:
 
 
 def transport_of(halves: Halves) -> LoopbackTransport:
-    found = halves.prefill.mover.transport
+    found = halves.prefill.mover.parts.transport
     assert isinstance(found, LoopbackTransport)
     return found
 
@@ -184,7 +184,7 @@ def test_mooncakes_target_is_told_by_a_message_that_leaves_after_the_write_is_co
     assert halves.end(2).reason is Reason.NONE
     halves.run(lambda: not halves.prefill.session.rooms and not halves.decode.session.rooms)
     halves.decode.effects.clear()
-    transport, is_shut = halves.prefill.mover.transport, True
+    transport, is_shut = halves.prefill.mover.parts.transport, True
     look = transport.state
     complete: list[object] = []
 

@@ -17,7 +17,7 @@ from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.transports.base import Wire
-from longshore_agent.worker import moving
+from longshore_agent.worker import parts
 from longshore_agent.worker.config import WorkerConfig
 from longshore_agent.worker.moving import Mover
 from longshore_wire.effects import PeerAttached, PeerId
@@ -82,7 +82,7 @@ class Scene:
         config = WorkerConfig("p/0/0", "test", "p", 1, LAYOUT, roles, {}, port=0, link=-1, agent="life")
         self.asked: list[tuple[PeerId, int]] = []
         self.mover = Mover(config, settings, Metrics(), SpanRecorder(1), lambda *asked: self.asked.append(asked))
-        self.transport: Any = self.mover.transport
+        self.transport: Any = self.mover.parts.transport
         self.core = Core()
         self.attach(RING)
 
@@ -105,9 +105,9 @@ class Scene:
     def close(self) -> None:
         """A worker's threads end with its process; this one's must end here."""
         self.transport.found.set()
-        self.mover.close()
-        assert isinstance(self.mover.lanes, Lanes)
-        for thread in self.mover.lanes._threads:
+        self.mover.parts.close()
+        assert isinstance(self.mover.parts.lanes, Lanes)
+        for thread in self.mover.parts.lanes._threads:
             thread.join(60)
             assert not thread.is_alive()
 
@@ -120,7 +120,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Scene]]:
         made.append(Scene(**changes))
         return made[-1]
 
-    monkeypatch.setattr(moving, "make_transport", lambda *_: PlayedTransport())
+    monkeypatch.setattr(parts, "make_transport", lambda *_: PlayedTransport())
     yield build
     for scene in made:
         scene.close()

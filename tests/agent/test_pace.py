@@ -36,7 +36,8 @@ class Expecting(TargetSession):
 def test_a_slab_that_takes_microseconds_finds_its_target_awake_and_one_of_another_wire_need_not(
     wire: str, hot_ms: int, later_ms: int
 ) -> None:
-    mover: Any = SimpleNamespace(driven=False, device=None, transport=SimpleNamespace(notifies=True))
+    parts = SimpleNamespace(driven=False, device=None, transport=SimpleNamespace(notifies=True))
+    mover: Any = SimpleNamespace(parts=parts)
     pace = WorkerPace(mover, {Half.TARGET: Expecting(wire)}, NOW_NS)
     pace.news()
     assert pace.wait_ms(100, NOW_NS) == hot_ms
@@ -56,7 +57,9 @@ def slept(mover: Any, quiet_ms: list[int], *, in_place_count: int = 0) -> list[i
 
 def played(*, driven: bool = False, copying: bool = False, on_gpu: bool = True) -> Any:
     transport = SimpleNamespace(notifies=False)
-    return SimpleNamespace(driven=driven, copying=copying, device=object() if on_gpu else None, transport=transport)
+    device = object() if on_gpu else None
+    parts = SimpleNamespace(driven=driven, copying=copying, device=device, transport=transport)
+    return SimpleNamespace(parts=parts)
 
 
 @pytest.mark.parametrize(

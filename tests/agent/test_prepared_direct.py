@@ -15,7 +15,7 @@ from longshore_agent.memory.staging import StagingBuffer
 from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
-from longshore_agent.worker import moving
+from longshore_agent.worker import parts
 from longshore_agent.worker.config import WorkerConfig
 from longshore_agent.worker.moving import Mover
 from longshore_wire.engine_messages import Half
@@ -109,7 +109,7 @@ def moving_parts(
         "DeviceStages": Recorder,
     }
     for name, value in played.items():
-        monkeypatch.setattr(moving, name, value)
+        monkeypatch.setattr(parts, name, value)
     config = WorkerConfig("p/0/0", "test", "p", 1, NEAR.layout, roles, {}, port=0, link=-1, agent=agent, device=device)
     return Mover(config, settings, Metrics(), SpanRecorder(1), lambda *_: None), kinds
 
@@ -119,9 +119,9 @@ def prepared(monkeypatch: pytest.MonkeyPatch, device: str, roles: tuple[Half, ..
     mover, _ = moving_parts(monkeypatch, device, roles, agent, **changes)
     pool: Any = object()
     mover.prepare(pool)
-    stages: Any = mover._stages
+    stages: Any = mover.parts.stages
     assert stages is None or stages.pools == [pool]
-    mover.close()
+    mover.parts.close()
     return stages is not None and stages.direct == [pool]
 
 
@@ -163,4 +163,4 @@ def test_lanes_ring_and_the_memory_of_probes_are_of_the_kind_that_the_settings_n
 ) -> None:
     mover, kinds = moving_parts(monkeypatch, "GPU-1", BOTH, "", gpu_staging_memory=kind)
     assert kinds == [kind] * 3
-    mover.close()
+    mover.parts.close()

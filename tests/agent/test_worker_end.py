@@ -49,8 +49,8 @@ from types import SimpleNamespace
 from longshore_agent.worker.loop import Worker
 
 closed = SimpleNamespace(close=lambda: None)
-lanes = SimpleNamespace(held=lambda: ["a write that never ends"])
-mover = SimpleNamespace(finish_copies=lambda: None, close=threading.Event().wait, lanes=lanes)
+parts = SimpleNamespace(held=lambda: ["a write that never ends"], close=threading.Event().wait)
+mover = SimpleNamespace(finish_copies=lambda: None, parts=parts)
 desk = SimpleNamespace(pools={})
 Worker._close(SimpleNamespace(mover=mover, desk=desk, engine=closed, net=closed, _knocker=closed, _link=closed))
 """

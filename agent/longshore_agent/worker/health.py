@@ -42,11 +42,8 @@ class WorkerHealth:
 
         One that somebody waits for is not judged here: decode fails its room when nothing lands, and an engine by its own limit.
         """
-        lanes = self._mover.lanes
         known = {id(job): since_ns for job, since_ns in self._overtaken}
-        self._overtaken = [
-            (job, known.get(id(job), now_ns)) for job in (lanes.held() if lanes is not None else ()) if job.cancelled
-        ]
+        self._overtaken = [(job, known.get(id(job), now_ns)) for job in self._mover.parts.held() if job.cancelled]
         for job, since_ns in self._overtaken:
             if now_ns - since_ns >= self._settings.write_timeout_ns:
                 peer = job.effect.peer

@@ -108,7 +108,7 @@ class Worker:
         self._pace = WorkerPace(self.mover, self.sessions, time.monotonic_ns())
         self._health = WorkerHealth(settings, self.mover, target)
         self._heap = WorkerHeap(now_ns)
-        self.desk = Desk(config.layout, self.mover.transport, source, target, device=self.mover.device)
+        self.desk = Desk(config.layout, self.mover.parts.transport, source, target, device=self.mover.parts.device)
         self.desk.prepare, self.desk.admit = self.mover.prepare, self.mover.admit
         self._describe()
         keys = read_ring(Path(settings.keys_directory)) if settings.keys_directory else None
@@ -348,7 +348,7 @@ class Worker:
         self.engine = None
         _log.info("engine %s rank %d is gone: %s", self.config.instance, self.config.layout.rank, text)
         self._leave(Reason.ENGINE_LOST, text, now_ns)
-        if self.mover.device is not None:
+        if self.mover.parts.device is not None:
             ending.end_at_the_latest()
         self._flush(now_ns)
         unmapped = [self.desk.let_go(pool) for pool in list(self.desk.pools)]
@@ -459,7 +459,12 @@ class Worker:
         self.desk.pools_changed = False
         pools = {number: pool.info(number) for number, pool in self.desk.pools.items()}
         for session in self.sessions.values():
-            session.describe(self.mover.transport.metadata(), self.mover.ring_region, pools, self.mover.probe_region)
+            session.describe(
+                self.mover.parts.transport.metadata(),
+                self.mover.parts.ring_region,
+                pools,
+                self.mover.parts.probe_region,
+            )
         # Transport, kernels and their libraries are loaded by now.
         self._heap.settle()
 
@@ -485,11 +490,11 @@ class Worker:
         ending.call_off()
         if self.engine is not None:
             self.engine.close()
-        if self.mover.lanes is not None and self.mover.lanes.held():
+        if self.mover.parts.held():
             # A transport that does not end a write may not close either.
             ending.end_at_the_latest()
         # Peers take a port on which nobody listens as proof that no write of ours can land: the transport goes first.
-        self.mover.close()
+        self.mover.parts.close()
         self._knocker.close()
         self.net.close()
         self._link.close()

@@ -97,10 +97,10 @@ class WorkerPace:
             self._is_news, self._news_ns = False, now_ns
         quiet_ns = now_ns - self._news_ns
         hot = quiet_ns < _HOT_NS
-        if self._mover.driven:
-            soon = hot or (self._mover.copying and quiet_ns < _HOT_COPYING_NS)
+        if self._mover.parts.driven:
+            soon = hot or (self._mover.parts.copying and quiet_ns < _HOT_COPYING_NS)
             wait_ms = 0 if soon else min(wait_ms, 1)
-        if hot and self._mover.device is not None and self._target is not None and self._target.in_place_count:
+        if hot and self._mover.parts.device is not None and self._target is not None and self._target.in_place_count:
             # A neighbour's copy: its message wakes this thread, but who is awake reads it sooner.
             return 0
         if self._target is not None and self._looks_for_notices(self._target, now_ns):
@@ -115,7 +115,7 @@ class WorkerPace:
 
         So are those of a source's probe, also where no room needs the wire: until it ends, nothing else leaves that source.
         """
-        return self._mover.transport.notifies and (
+        return self._mover.parts.transport.notifies and (
             target.expects_bytes
             or any(now_ns < peer.wire_due_ns and peer.wire_epoch != peer.epoch for peer in target.peers.values())
         )

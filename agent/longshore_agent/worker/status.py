@@ -88,7 +88,7 @@ def encode_snapshot(worker: WorkerParts, room: int | None, now_ns: int) -> bytes
         ring=RingStatus(ring.capacity_bytes, ring.used_bytes, ring.held_bytes, ring.rounds)
         if ring is not None
         else None,
-        lanes=worker.mover.lane_status(),
+        lanes=worker.mover.parts.lane_status(),
         rooms_open=sum(len(session.rooms) for session in worker.sessions.values()),
         rooms_ended=sum(len(session.ended) for session in worker.sessions.values()),
         rooms=tuple(_open_rooms(worker, room, now_ns)),
@@ -157,7 +157,7 @@ def _count_wires(metrics: Metrics, peers: Sequence[PeerStatus]) -> None:
 def _trouble(worker: WorkerParts, half: Half, peer: Peer) -> str:
     if peer.state in (PeerState.REFUSED, PeerState.LOST):
         return peer.trouble
-    return worker.mover.wire_fault(half, peer) if needs_wire(_ways(peer)) else ""
+    return worker.mover.peers.wire_fault(half, peer) if needs_wire(_ways(peer)) else ""
 
 
 def _ways(peer: Peer) -> tuple[str, ...]:
@@ -165,7 +165,7 @@ def _ways(peer: Peer) -> tuple[str, ...]:
 
 
 def _wire(worker: WorkerParts, half: Half, peer: Peer) -> str:
-    return worker.mover.wire(half, peer.peer) if half is Half.SOURCE else peer.wire
+    return worker.mover.peers.wire(half, peer.peer) if half is Half.SOURCE else peer.wire
 
 
 def _open_rooms(worker: WorkerParts, room: int | None, now_ns: int) -> Iterable[RoomStatus]:
