@@ -112,7 +112,8 @@ class DirectBench:
             return None
         sides, lists = (self._sides[0], self._sides[1]), (self._lists[0], self._lists[1])
         tokens = (0, self.tokens)
-        copy = device_launch.plan_copy(sides, (self._tables[0], self._tables[1]), lists, tokens, self.stream).bind()
+        planned = device_launch.plan_copy(sides, (self._tables[0], self._tables[1]), lists, tokens, self.stream)
+        copy = device_launch.BoundCopy(planned)
         event = cuda.Event(self.stream.context)
 
         def queue() -> None:

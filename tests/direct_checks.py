@@ -113,7 +113,7 @@ def check_bound(near: Shape, far: Shape, heads: int, devices: tuple[str, str]) -
                 if key not in bound:
                     pages = (source_pages, target_pages)
                     planned = device_launch.plan_copy(sides, pages, (lists[0], lists[1]), tokens, stream)
-                    bound[key] = planned.bind()
+                    bound[key] = device_launch.BoundCopy(planned)
                 bound[key].queue((lists[0], lists[1]), tokens)
                 slabs += 1
                 reference.copy_pages(*sides, tokens)
@@ -133,7 +133,7 @@ def bound_refusals() -> list[str]:
         sides = (Side(source, ids, 0, range(3), range(4)), Side(target, ids, 0, range(3), range(4)))
         lists = (HeldPages(source, ids, cpu), HeldPages(target, ids, cpu))
         twice = HeldPages(target, np.array([3, 3], dtype=np.int32), cpu)
-        copy = device_launch.plan_copy(sides, (near, far), lists, (0, 16), CopyStream(cpu)).bind()
+        copy = device_launch.BoundCopy(device_launch.plan_copy(sides, (near, far), lists, (0, 16), CopyStream(cpu)))
         for far_list, tokens in ((lists[1], (32, 48)), (twice, (0, 16))):
             try:
                 copy.queue((lists[0], far_list), tokens)

@@ -51,7 +51,7 @@ class Applier:
         # Deployments of which something was written since their look began.
         self.written: set[Key] = set()
         # Keys whose Secret or status is not written yet: repeated as they are, or each try would leave a Secret behind.
-        self._unwritten: dict[Key, tuple[str, NewKeys, keys.Keys]] = {}
+        self._unwritten: dict[Key, tuple[tuple[str, NewKeys], keys.Keys]] = {}
 
     def forget(self, key: Key) -> None:
         """A deployment is gone."""
@@ -60,10 +60,11 @@ class Applier:
 
     async def make_keys(self, observed: Observed, new: NewKeys) -> None:
         """Make a Secret with new keys and put their public half into the status, by which children find it."""
-        uid, wanted, made = self._unwritten.get(observed.key, ("", None, None))
-        if made is None or (uid, wanted) != (observed.uid, new):
-            made = keys.make(new.accepted)
-            self._unwritten[observed.key] = observed.uid, new, made
+        wanted = (observed.uid, new)
+        unwritten = self._unwritten.get(observed.key)
+        if unwritten is None or unwritten[0] != wanted:
+            unwritten = self._unwritten[observed.key] = wanted, keys.make(new.accepted)
+        made = unwritten[1]
         name = f"{observed.key.name}-keys-{made.fingerprint}"
         body = keys_secret(observed.key.namespace, observed.key.name, observed.uid, name, made.text)
         self._guard()

@@ -331,7 +331,7 @@ class DeviceCopier:
                 return None
             if len(copies) >= _LAUNCHES_MAX:
                 copies.clear()
-            copy = copies[key] = planned.bind()
+            copy = copies[key] = BoundCopy(planned)
         return copy
 
     def _known(self, pool: KVPool) -> _Known:

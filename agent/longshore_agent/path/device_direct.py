@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from longshore_agent.path.device_stages import Copy, Stages
-from longshore_agent.path.jobs import WriteJob, WriteResult
+from longshore_agent.path.jobs import WriteJob, WriteResult, dropped_write, still_wanted
 from longshore_agent.path.stage_log import StageLog
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.snapshot import LaneStatus
@@ -109,21 +108,14 @@ class DeviceDirectLanes:
 
     def _drop_given_up(self) -> None:
         if any(job.cancelled for job in self._queue):
-            self._queue = deque(self._wanted(self._queue))
+            self._queue = deque(still_wanted(self._queue, self._drop))
 
-    def _wanted(self, jobs: Iterable[WriteJob]) -> list[WriteJob]:
-        """Return those that nobody has given up; the others are over."""
-        wanted: list[WriteJob] = []
-        for job in jobs:
-            if job.cancelled:
-                self._done.append(WriteResult(job, "", dropped=True, notify=False))
-            else:
-                wanted.append(job)
-        return wanted
+    def _drop(self, job: WriteJob) -> None:
+        self._done.append(dropped_write(job))
 
     def _ask_again(self) -> None:
         """Let the slabs that wait for kernels go on once the first one's is there: asking for each would take too long."""
-        waiting, self._unready = self._wanted(self._unready), []
+        waiting, self._unready = still_wanted(self._unready, self._drop), []
         if not waiting or len(self._copies) >= _COPIES_OPEN_MAX:
             self._unready = waiting
             return
@@ -140,7 +132,7 @@ class DeviceDirectLanes:
                 return
             self._queue.popleft()
             if job.cancelled:
-                self._done.append(WriteResult(job, "", dropped=True, notify=False))
+                self._drop(job)
                 continue
             self._launch(job)
 
@@ -166,7 +158,7 @@ class DeviceDirectLanes:
         if job.cancelled:
             self._log.count("longshore_overtaken_writes_total", 1, way="direct")
             # Its bytes are there, and nobody waits for them.
-            self._done.append(WriteResult(job, "", dropped=True, notify=False))
+            self._drop(job)
             return
         self._slabs += 1
         self._bytes += effect.payload_bytes

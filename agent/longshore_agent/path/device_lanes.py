@@ -17,7 +17,7 @@ from longshore_agent.errors import TransportError
 from longshore_agent.memory.staging import StagingPieces
 from longshore_agent.path.deliver import cut, ready_message
 from longshore_agent.path.device_stages import Copy, Stages
-from longshore_agent.path.jobs import ProbeJob, ProbeResult, Results, WriteJob, WriteResult
+from longshore_agent.path.jobs import ProbeJob, ProbeResult, Results, WriteJob, WriteResult, dropped_write, still_wanted
 from longshore_agent.path.stage_log import StageLog
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.snapshot import LaneStatus
@@ -131,10 +131,7 @@ class DeviceLanes:
 
     def drop_given_up(self) -> None:
         """Jobs have been given up: those that wait are answered with the next turn, whatever waits before them."""
-        queued, self._queue = self._queue, deque(job for job in self._queue if not job.cancelled)
-        for job in queued:
-            if job.cancelled:
-                self._drop(job)
+        self._queue = deque(still_wanted(self._queue, self._drop))
 
     def probed(self, job: ProbeJob) -> None:
         """A probe's result has been taken: writes may begin again."""
@@ -271,7 +268,7 @@ class DeviceLanes:
         lane = self._lane(slab)
         self._log.stage("write", job.effect, lane, slab.start_ns, time.monotonic_ns())
         if job.cancelled:
-            return WriteResult(job, "", dropped=True, notify=False)
+            return dropped_write(job)
         self._slabs[lane] += 1
         self._bytes[lane] += job.effect.payload_bytes
         self._log.count("longshore_lane_slabs_total", 1, lane=lane)
@@ -281,7 +278,7 @@ class DeviceLanes:
     # -- the rest --------------------------------------------------------------------------------------------------
 
     def _drop(self, job: WriteJob) -> None:
-        self._done.append(WriteResult(job, "", dropped=True, notify=False))
+        self._done.append(dropped_write(job))
 
     def _lane(self, slab: _Slab) -> int:
         return min(slab.region.offset_bytes // self._lane_bytes, len(self._slabs) - 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -99,6 +99,22 @@ class WriteResult:
     settled: bool = True  # False: bytes of a failed write may still land
 
 
+def dropped_write(job: WriteJob) -> WriteResult:
+    """Return what became of a job that nobody waits for: whatever was written of it, nobody is told."""
+    return WriteResult(job, "", dropped=True, notify=False)
+
+
+def still_wanted(jobs: Iterable[WriteJob], drop: Callable[[WriteJob], None]) -> list[WriteJob]:
+    """Drop those of waiting jobs that were given up; return the others in their order."""
+    kept: list[WriteJob] = []
+    for job in jobs:
+        if job.cancelled:
+            drop(job)
+        else:
+            kept.append(job)
+    return kept
+
+
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
     """What a probe found; `error` if it failed."""
@@ -135,17 +151,7 @@ class Results:
 
     def drop(self, job: WriteJob) -> None:
         """Answer a job of which nothing was begun and which nobody waits for; any thread."""
-        self.put(WriteResult(job, "", dropped=True, notify=False))
-
-    def wanted(self, jobs: Iterable[WriteJob]) -> list[WriteJob]:
-        """Drop those of waiting jobs that were given up; return the others in their order."""
-        kept: list[WriteJob] = []
-        for job in jobs:
-            if job.cancelled:
-                self.drop(job)
-            else:
-                kept.append(job)
-        return kept
+        self.put(dropped_write(job))
 
     def take(self) -> list[Result]:
         """Return all that are there; the control thread."""

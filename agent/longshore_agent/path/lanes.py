@@ -13,7 +13,7 @@ from longshore_agent.errors import TransportError, WriteFailedError
 from longshore_agent.memory.staging import StagingBuffer
 from longshore_agent.path.deliver import Deliverer
 from longshore_agent.path.gather import gather_slab
-from longshore_agent.path.jobs import ProbeJob, ProbeResult, Results, WriteJob, WriteResult
+from longshore_agent.path.jobs import ProbeJob, ProbeResult, Results, WriteJob, WriteResult, dropped_write
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.snapshot import LaneStatus
 from longshore_agent.status.spans import SpanRecorder
@@ -87,20 +87,20 @@ class Lanes:
 
     def _write(self, job: WriteJob, index: int, buffer: StagingBuffer) -> WriteResult:
         if job.cancelled:
-            return WriteResult(job, "", dropped=True, notify=False)
+            return dropped_write(job)
         try:
             start_ns = time.monotonic_ns()
             if job.effect.way is Way.STAGED:
                 length_bytes = gather_slab(job, buffer)
                 self._record("gather", job, index, start_ns)
                 if job.cancelled:
-                    return WriteResult(job, "", dropped=True, notify=False)
+                    return dropped_write(job)
                 start_ns = time.monotonic_ns()
                 self._deliverer.staged(job, buffer, length_bytes)
             elif job.effect.way is Way.DIRECT:
                 self._deliverer.direct(job)
             elif not self._deliverer.in_place(job):
-                return WriteResult(job, "", dropped=True, notify=False)
+                return dropped_write(job)
         except WriteFailedError as error:
             self._count_overtaken(job)
             return WriteResult(job, str(error), dropped=False, notify=False, settled=error.settled)
@@ -109,7 +109,7 @@ class Lanes:
         self._record("write", job, index, start_ns)
         if self._count_overtaken(job):
             # Perhaps not all of it was written, and nobody waits for it.
-            return WriteResult(job, "", dropped=True, notify=False)
+            return dropped_write(job)
         self._slabs[index] += 1
         self._bytes[index] += job.effect.payload_bytes
         self._metrics.add("longshore_lane_slabs_total", 1, lane=index)

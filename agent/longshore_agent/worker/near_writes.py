@@ -14,7 +14,7 @@ from longshore_agent.memory.cuda import Device
 from longshore_agent.memory.neighbours import ALL_POOLS, Neighbours, Part, close_parts
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.path.admit import Pool
-from longshore_agent.path.jobs import Results, WriteJob, WriteResult
+from longshore_agent.path.jobs import Results, WriteJob, WriteResult, still_wanted
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import LongshoreError
@@ -132,7 +132,7 @@ class NearWrites:
     def drop_given_up(self) -> None:
         """Jobs have been given up: those that wait for a pool are answered, and the pool is still awaited."""
         for sought, waiting in self._waiting.items():
-            self._waiting[sought] = self._results.wanted(waiting)
+            self._waiting[sought] = still_wanted(waiting, self._results.drop)
 
     def take_unmapped(self) -> list[tuple[PeerId, int]]:
         """Return the pools whose owners said that they are gone, and which are unmapped here since the last call."""

@@ -5,7 +5,7 @@ Used by `moving`. Asks no transport; of two halves of one peer each has its own 
 
 from __future__ import annotations
 
-from longshore_agent.path.jobs import ProbeJob, Results, WriteJob
+from longshore_agent.path.jobs import ProbeJob, Results, WriteJob, still_wanted
 from longshore_agent.transports.base import Wire
 from longshore_wire.allowed_wires import AllowedWires
 from longshore_wire.effects import PeerId
@@ -98,7 +98,7 @@ class PeerBook:
     def drop_given_up(self) -> None:
         """Jobs have been given up: those that wait for a wire are answered."""
         for address, waiting in self._waiting.items():
-            self._waiting[address] = self._results.wanted(waiting)
+            self._waiting[address] = still_wanted(waiting, self._results.drop)
 
     def found(self, job: ProbeJob, wire: str, error: str) -> list[WriteJob] | None:
         """The wire to a peer was found out, or could not be. Return the slabs that waited and may go; None: it is another peer now."""

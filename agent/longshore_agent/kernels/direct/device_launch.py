@@ -79,10 +79,6 @@ class PlannedCopy:
         """
         return _KERNEL.ready(self.stream, self.grid, self.tensors, (), self.tuning)
 
-    def bind(self) -> BoundCopy:
-        """Return what queues this copy and others of its shape."""
-        return BoundCopy(self)
-
 
 def plan_copy(
     sides: tuple[Side, Side],
