@@ -9,7 +9,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test layouts controlplane e2e e2e-vllm check fix bench bench-vllm gpu reference lock clean FORCE
+.PHONY: help install demo test layouts sim soak fuzz controlplane e2e e2e-vllm check fix bench bench-vllm gpu reference lock clean FORCE
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -37,6 +37,22 @@ test: install ## run all tests
 
 layouts: install ## every pair of layouts over every transport, of which `make test` runs a few
 	LAYOUTS=all $(BIN)/python -m pytest tests/agent/test_agent_layouts.py
+
+# make sim SEEDS=200 MIX='tiny rings', make sim MINUTES=30, and a run again, made small: make sim SEED='tiny rings:17'
+sim: install ## play the protocol cores through mixes of faults in a simulated world
+	$(BIN)/python tests/sim/simulate.py $(if $(SEED),--seed '$(SEED)') $(if $(PLANT),--plant '$(PLANT)') $(if $(MIX),--mix '$(MIX)') \
+	  $(if $(SEEDS),--seeds $(SEEDS)) $(if $(FIRST),--first $(FIRST)) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(JOBS),--jobs $(JOBS))
+
+# make soak MINUTES=60 SEED=1 JSON=build/soak.json DIRECTORY=/tmp/soak (of logs; it must be new)
+soak: install ## kill, stop and restart real agents, workers and engines under load, and compare every byte
+	PYTHONPATH=tests/agent $(BIN)/python tests/soak/soak.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED)) \
+	  $(if $(JSON),--json $(JSON)) $(if $(DIRECTORY),--directory $(DIRECTORY))
+
+# make fuzz RUNS=10000000 FUZZ_SEED=7 GROW=1 adds what is new to the corpus; make fuzz INPUT=0199 tries one input again
+fuzz: install ## search for bytes with which a decoder of messages does what it must not
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraints requirements.lock --editable '.[fuzz]'
+	$(BIN)/python tests/wire/fuzz_codec.py $(if $(RUNS),--runs $(RUNS)) $(if $(FUZZ_SEED),--seed $(FUZZ_SEED)) \
+	  $(if $(GROW),--grow) $(if $(INPUT),--input $(INPUT))
 
 controlplane: install ## build the programs of a Kubernetes control plane, once (needs Go or fetches it)
 	.ci/install-go $(VENV)

@@ -96,7 +96,7 @@ def open_scene(stage: Stage, slabs: int) -> Scene:
         if half is Half.SOURCE:
             pages[0].fill(content, slabs)
         sides[half] = stage.engine(f"{name}-engine", agent, pages, half)
-    return Scene(Course("control", "Staged", 1, 1), sides[Half.SOURCE], sides[Half.TARGET], content)
+    return stage.scene(Course("control", "Staged", 1, 1), sides[Half.SOURCE], sides[Half.TARGET], content)
 
 
 def messages_s(count: int) -> float:

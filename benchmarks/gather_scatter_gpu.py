@@ -140,7 +140,7 @@ class Bench:
         self.pages = HeldPages(self._pool, pages, device)
         self.device_pages = DevicePages(self._pool, [self.memory.data_ptr()], device)
         self.stream = TimedStream(device)
-        self.trailer = Trailer(1, 2, 3, 4, 5, 6, 7, 8, self.payload_bytes)
+        self.trailer = Trailer(1, 2, 3, 4, 5, 6, 7, 8, self.payload_bytes).seal(bytes(16))
         self.slab = random_bytes(slab_bytes(self.payload_bytes), device)
         self.other = torch.zeros_like(self.slab)
         # Dimensions: planes, pages, then tokens and heads in the order of a page, then bytes.
@@ -223,7 +223,7 @@ class Bench:
 
     def _tail(self) -> torch.Tensor:
         gap = len(self.slab) - self.payload_bytes - 64
-        return torch.tensor(list(bytes(gap) + self.trailer.pack()), dtype=torch.uint8, device=self.slab.device)
+        return torch.tensor(list(bytes(gap) + self.trailer.data), dtype=torch.uint8, device=self.slab.device)
 
 
 def open_pool(order: PageOrder, heads: int, layers: int, page_count: int) -> KVPool:

@@ -75,7 +75,7 @@ def counts_of(scene: Scene | NixlScene) -> Counts:
         return Counts(
             of_decode("vllm:nixl_num_descriptors_sum"), of_decode("vllm:nixl_bytes_transferred_sum"), transfers
         )
-    agent = scene.agents[PREFILL].process
+    agent = scene.agents[PREFILL]
     return Counts(
         lambda: agent.metrics().total("longshore_write_pieces_total"),
         of_decode("vllm:longshore_load_bytes_sum"),

@@ -76,7 +76,7 @@ def test_the_rights_of_either_mode_are_enough(
     with OperatorProcess(plane, namespace, account, **settings) as running:
         deployments.apply()
         deployments.wait_reason("Ready", "Ready", limit_s=90)
-        deployments.apply(agents={"networkPolicy": False, "keysRevision": 2})
+        deployments.apply(agents={"networkPolicy": False, "allowOpenDataPath": True, "keysRevision": 2})
         deployments.wait_reason("Ready", "Ready", limit_s=90)
         assert deployments.get("dgdep", "llama")["status"]["keys"]["revision"] == 2
         until(lambda: not deployments.list("networkpolicies", "-l", "longshore.dev/deployment"), "no NetworkPolicy")

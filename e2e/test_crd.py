@@ -53,16 +53,19 @@ GOOD = {
     "one head": changed(model=MQA, prefill__tensorParallel=2),
     "pipelines": changed(prefill__pipelineParallel=4, decode__pipelineParallel=2),
     "data parallel": changed(decode__dataParallel=8),
-    "host pages need no ring": changed(decode__target="Host", decode__staging={"poolSize": "16Mi"}),
     "slices need no ring": changed(transfer__staging="Never", decode__staging={"poolSize": "16Mi"}),
     "the same layouts need no ring": changed(decode__tensorParallel=4, decode__staging={"poolSize": "16Mi"}),
     "the smallest ring": changed(prefill__staging={"bufferSize": "8Mi"}, decode__staging={"poolSize": "64Mi"}),
     "sizes in bytes": changed(prefill__staging={"bufferSize": 16777216}, decode__staging={"poolSize": "1.5Gi"}),
     "Mooncake": changed(transfer__backend="Mooncake"),
     "some wires": changed(transfer__wires=["RDMA", "NVLink"]),
-    "the node's network": changed(agents={"hostNetwork": True}),
-    "an open data path, accepted": changed(
-        transfer__backend="Mooncake", agents={"hostNetwork": True, "allowOpenDataPath": True}
+    "the node's network without data ports": changed(
+        transfer__wires=["SharedMemory", "NVLink"], agents={"hostNetwork": True}
+    ),
+    "no data ports and no policy": changed(transfer__wires=["CudaIPC"], agents={"networkPolicy": False}),
+    "an open data path, accepted": changed(agents={"hostNetwork": True, "allowOpenDataPath": True}),
+    "Mooncake's open data path, accepted": changed(
+        transfer__backend="Mooncake", agents={"networkPolicy": False, "allowOpenDataPath": True}
     ),
     "everything of agents": changed(
         agents={
@@ -73,7 +76,7 @@ GOOD = {
             "runtimeClassName": "nvidia",
         }
     ),
-    "digests": changed(integrity={"digest": True}),
+    "no digests": changed(integrity={"digest": False}),
     "nobody expected": changed(prefill__instances=0),
     "a name of 40": named("a" * 40),
 }
@@ -131,8 +134,19 @@ BAD = {
     "no such wire": (changed(transfer__wires=["Carrier"]), "spec.transfer.wires[0]"),
     "a wire twice": (changed(transfer__wires=["TCP", "TCP"]), "spec.transfer.wires[1]: Duplicate value"),
     "no such target": (changed(decode__target="Disk"), 'supported values: "Device", "Host"'),
-    "an open data path": (
-        changed(transfer__backend="Mooncake", agents={"hostNetwork": True}),
+    "host memory": (changed(decode__target="Host"), "decode.target Host is not built yet: leave it Device"),
+    "digests": (changed(integrity={"digest": True}), "integrity.digest is not built yet: leave it false"),
+    "an open data path": (changed(agents={"hostNetwork": True}), "accept it with agents.allowOpenDataPath"),
+    "an open data path without a policy": (
+        changed(agents={"networkPolicy": False}),
+        "accept it with agents.allowOpenDataPath",
+    ),
+    "an open data path over the network": (
+        changed(transfer__wires=["SharedMemory", "RDMA"], agents={"hostNetwork": True}),
+        "accept it with agents.allowOpenDataPath",
+    ),
+    "Mooncake's open data path": (
+        changed(transfer__backend="Mooncake", transfer__wires=["NVLink"], agents={"hostNetwork": True}),
         "accept it with agents.allowOpenDataPath",
     ),
     "a port of the system": (changed(agents={"httpPort": 80}), "spec.agents.httpPort"),

@@ -84,11 +84,11 @@ def test_what_changed_while_the_operator_was_killed_is_caught_up_with(deployment
     deployments.apply()
     deployments.wait_reason("Ready", "Ready")
     one.process.stop(signal.SIGKILL)
-    deployments.apply(integrity={"digest": True})
+    deployments.apply(transfer={"chunkTokens": 4096})
     deployments.plane.kubectl("delete", "svc", "llama-agent", "-n", deployments.namespace)
     start()
     deployments.wait_reason("Ready", "Ready", limit_s=120)
-    assert json.loads(deployments.get("cm", "llama-agent")["data"]["agent.json"])["integrity"]["digest"] is True
+    assert json.loads(deployments.get("cm", "llama-agent")["data"]["agent.json"])["transfer"]["chunkTokens"] == 4096
     assert deployments.get("svc", "llama-agent")
 
 
@@ -101,7 +101,7 @@ def test_of_two_operators_one_works_and_the_other_takes_over(deployments: Deploy
     assert writes(first) > 0
     assert (second.metric("longshore_operator_leader"), writes(second)) == (0, 0)
     first.process.stop(signal.SIGKILL)
-    deployments.apply(integrity={"digest": True})
+    deployments.apply(transfer={"chunkTokens": 4096})
     until(lambda: second.metric("longshore_operator_leader") == 1, "the second one is active")
     deployments.wait_reason("Ready", "Ready", limit_s=90)
     lease = deployments.get("lease", "longshore-operator")["spec"]

@@ -135,10 +135,10 @@ def test_keys_are_made_once_and_anew_on_request(deployments: Deployments, operat
     deployments.apply()
     deployments.wait_reason("Ready", "Ready")
     first = deployments.get("dgdep", "llama")["status"]["keys"]
-    deployments.apply(integrity={"digest": True})
+    deployments.apply(transfer={"chunkTokens": 4096})
     deployments.wait_reason("Ready", "Ready", limit_s=90)
     assert deployments.get("dgdep", "llama")["status"]["keys"] == first
-    deployments.apply(integrity={"digest": True}, agents={"keysRevision": 2})
+    deployments.apply(transfer={"chunkTokens": 4096}, agents={"keysRevision": 2})
     deployments.wait_reason("Ready", "Ready", limit_s=90)
     second = deployments.get("dgdep", "llama")["status"]["keys"]
     assert second["revision"] == 2

@@ -123,8 +123,11 @@ def page_ids(shape: Shape, tokens: tuple[int, int], seed: int, *, repeats: bool)
     return np.random.default_rng(seed).choice(shape.page_count, count, replace=repeats).astype(np.int32)
 
 
-def trailer_for(payload: int) -> trailers.Trailer:
-    return trailers.Trailer(7, 0, 3, 1, 2, 11, 12, 13, payload)
+TRAILER_KEY = b"a key of sixteen"
+
+
+def trailer_for(payload: int) -> trailers.SealedTrailer:
+    return trailers.Trailer(7, 0, 3, 1, 2, 11, 12, 13, payload).seal(TRAILER_KEY)
 
 
 SHAPES = {

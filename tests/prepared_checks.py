@@ -126,7 +126,7 @@ def first_slabs(shape: Shape, counts: list[int]) -> tuple[int, int, int]:
         for count in counts:
             chosen = (tokens, range(shape.layers), range(count))
             payload = payload_bytes(pool, *chosen)
-            copier.gather(pool, pages, *chosen, 0, Trailer(1, 0, 0, 0, 0, 1, 1, 1, payload)).end()
+            copier.gather(pool, pages, *chosen, 0, Trailer(1, 0, 0, 0, 0, 1, 1, 1, payload).seal(b"")).end()
             copier.scatter(pool, pages, *chosen, 0, payload).end()
         return at_registration, len(kernel.compiled) - at_registration, len(launches)
 
@@ -330,7 +330,7 @@ def unmarked_copy(kind: str) -> dict[str, object]:
             sides = [Side(pool, ids, 0, *chosen[1:]) for pool in (near, far)]
             held, stream, copy = (near, far), copier._directs, _copied(copier, sides, tokens)
         elif kind == "gather":
-            trailer = Trailer(1, 0, 0, 0, 0, 1, 1, 1, payload_bytes(near, *chosen))
+            trailer = Trailer(1, 0, 0, 0, 0, 1, 1, 1, payload_bytes(near, *chosen)).seal(b"")
             held, stream = (near,), copier._gathers
             copy = copier.gather(near, (ids, 0), *chosen, 0, trailer)
         else:

@@ -17,6 +17,12 @@ class PoolError(LongshoreError):
     reason = Reason.LAYOUT_MISMATCH
 
 
+class MemoryLostError(LongshoreError):
+    """An engine has truncated the memory that it shares; names the region. Bytes copied from or to it are worthless."""
+
+    reason = Reason.MEMORY_LOST
+
+
 class TransportError(LongshoreError):
     """A transport refused or lost an operation; names the backend, the peer and what it said."""
 

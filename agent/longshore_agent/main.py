@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
+import resource
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +18,9 @@ import msgspec
 
 from longshore_agent import crossover_file
 from longshore_agent.control import curve
+from longshore_agent.secret_file import read_secret
 from longshore_agent.settings import Settings, variable
-from longshore_agent.status.app import create_app
 from longshore_agent.status.checks import Rules
-from longshore_agent.status.plans import PlanDefaults
-from longshore_agent.status.server import serve
 from longshore_agent.supervisor.loop import Supervisor
 from longshore_agent.transports.loopback_faults import parse_faults
 from longshore_agent.whole_file import write_whole
@@ -53,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="longshore-agent", description=__doc__)
     parser.add_argument("--config", type=Path, help="the deployment's config file; the environment counts more")
     chosen = parser.parse_args(arguments)
+    _raise_descriptor_limit()
     try:
         settings, config = _read(chosen.config)
         return _serve(settings, config, _read_named(settings))
@@ -62,6 +64,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LongshoreError as error:
         sys.stderr.write(f"longshore-agent: {error}\n")
     return _EXIT_BAD_CONFIG
+
+
+def _raise_descriptor_limit() -> None:
+    """Raise the limit of descriptors, often a soft 1,024, to the hard limit, for this process and its workers."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _read(path: Path | None) -> tuple[Settings, AgentConfig | None]:
@@ -132,7 +140,7 @@ def _token(settings: Settings) -> str:
     """Return the token that HTTP asks for; empty: none. Raises OSError, or ConfigError: an empty file would ask for none."""
     if not settings.http_token_file:
         return ""
-    found = Path(settings.http_token_file).read_text().strip()
+    found = read_secret(Path(settings.http_token_file)).decode().strip()
     if not found:
         raise ConfigError([f"{settings.http_token_file} is empty: write the token into it, or name no file"])
     return found
@@ -149,28 +157,80 @@ def _serve(settings: Settings, config: AgentConfig | None, named: _Named) -> int
     logging.basicConfig(
         level=settings.log_level.value.upper(), format="%(asctime)s agent %(levelname)s %(message)s", stream=sys.stderr
     )
-    defaults = PlanDefaults.of(settings, named.crossover)
     supervisor = Supervisor(settings, config)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: supervisor.stop())
-    server = serve(
-        create_app(supervisor, Rules.of(settings), defaults),
-        settings.bind_host,
-        settings.http_port,
-        token=named.token,
-        certificate_file=settings.http_certificate_file,
-        key_file=settings.http_key_file,
-    )
-    scheme = "https" if settings.http_certificate_file else "http"
-    state = AgentState(os.getpid(), supervisor.socket_path, f"{scheme}://{settings.bind_host}:{server.port}")
-    state_path = write_state(state, Path(settings.run_directory))
-    logging.getLogger(__name__).info("engines at %s, status at %s", state.socket, state.http)
+    pages = _Pages(settings, named, supervisor)
     try:
         supervisor.run()
     finally:
-        server.stop()
-        state_path.unlink(missing_ok=True)
+        pages.close()
+    if pages.error is not None:
+        raise pages.error
     return 0
+
+
+class _Pages:
+    """Serves HTTP beside the supervisor's loop. A thread loads its libraries, which takes a second, while the loop takes engines in.
+
+    Attributes:
+        error: why it serves nothing; the supervisor stops then. None: no error.
+    """
+
+    def __init__(self, settings: Settings, named: _Named, supervisor: Supervisor) -> None:
+        self.error: BaseException | None = None
+        self._settings, self._named, self._supervisor = settings, named, supervisor
+        self._stack = contextlib.ExitStack()
+        self._lock = threading.Lock()
+        self._closed = False
+        # A daemon: an agent that stops at once does not wait for libraries.
+        threading.Thread(target=self._start, name="http-start", daemon=True).start()
+
+    def close(self) -> None:
+        """End HTTP, or keep it from starting."""
+        with self._lock:
+            self._closed = True
+            self._stack.close()
+
+    def _start(self) -> None:
+        try:
+            # fastapi, pydantic and uvicorn: nothing that an engine needs.
+            from longshore_agent.status.app import create_app
+            from longshore_agent.status.plans import PlanDefaults
+            from longshore_agent.status.server import serve
+
+            app = create_app(
+                self._supervisor, Rules.of(self._settings), PlanDefaults.of(self._settings, self._named.crossover)
+            )
+            with self._lock:
+                if self._closed:
+                    return
+                server = serve(
+                    app,
+                    self._settings.bind_host,
+                    self._settings.http_port,
+                    token=self._named.token,
+                    certificate_file=self._settings.http_certificate_file,
+                    key_file=self._settings.http_key_file,
+                    refused=lambda: self._supervisor.metrics.add("longshore_http_refusals_total"),
+                )
+                self._stack.callback(server.stop)
+                self._tell(server.port)
+        except BaseException as error:  # noqa: BLE001 -- raised again by `_serve`, in the main thread
+            self.error = error
+            self._supervisor.stop()
+
+    def _tell(self, port: int) -> None:
+        settings = self._settings
+        scheme = "https" if settings.http_certificate_file else "http"
+        state = AgentState(os.getpid(), self._supervisor.socket_path, f"{scheme}://{settings.bind_host}:{port}")
+        try:
+            path = write_state(state, Path(settings.run_directory))
+        except OSError as error:
+            text = f"{settings.run_directory}: {STATE_FILE} cannot be written: {error.strerror}"
+            raise ConfigError([f"{variable('run_directory')}: {text}"]) from error
+        self._stack.callback(path.unlink, missing_ok=True)
+        logging.getLogger(__name__).info("engines at %s, status at %s", state.socket, state.http)
 
 
 if __name__ == "__main__":

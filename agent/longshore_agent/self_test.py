@@ -20,7 +20,7 @@ import numpy as np
 from longshore_agent.errors import TransportError
 from longshore_agent.settings import Settings
 from longshore_agent.status.snapshot import SelfTest
-from longshore_agent.transports import create
+from longshore_agent.transport_choice import make_ports, make_transport
 from longshore_agent.transports.answers import own_output, say
 from longshore_agent.transports.base import PreparingTransport, WriteState
 from longshore_wire.errors import LongshoreError
@@ -54,8 +54,7 @@ def run(settings: Settings, out: IO[bytes]) -> SelfTest:
     theirs.close()
     start_s = time.monotonic()
     try:
-        wire = _send(settings, ours)
-        error = "" if ours.recv(16) == b"same" else "the bytes that arrived are not those that were sent"
+        wire, error = _send(settings, ours)
     except (LongshoreError, OSError, msgspec.DecodeError) as failure:
         wire, error = UNKNOWN_WIRE, str(failure) or type(failure).__name__
     finally:
@@ -68,9 +67,10 @@ def run(settings: Settings, out: IO[bytes]) -> SelfTest:
     return SelfTest(settings.backend.value, wire, moved_bytes, time.monotonic() - start_s, error)
 
 
-def _send(settings: Settings, link: socket.socket) -> str:
+def _send(settings: Settings, link: socket.socket) -> tuple[str, str]:
+    """Return what the bytes travelled over, and what is wrong with those that arrived."""
     length_bytes = settings.self_test_bytes
-    transport = create(settings.backend.value, f"self-test-sender-{os.getpid()}")
+    transport = _transport(settings, "sender")
     try:
         buffer = _pattern(length_bytes)
         transport.register(buffer.ctypes.data, length_bytes)
@@ -88,7 +88,9 @@ def _send(settings: Settings, link: socket.socket) -> str:
             raise TransportError(write.error)
         transport.release(write)
         link.send(b"sent")
-        return wire.value
+        # While the receiver connects to us, too, this transport must be there.
+        same = link.recv(16) == b"same"
+        return wire.value, "" if same else "the bytes that arrived are not those that were sent"
     finally:
         transport.close()
 
@@ -97,7 +99,7 @@ def _receive(settings: Settings, link: socket.socket, others: tuple[socket.socke
     for other in others:
         other.close()
     length_bytes = settings.self_test_bytes
-    transport = create(settings.backend.value, f"self-test-receiver-{os.getpid()}")
+    transport = _transport(settings, "receiver")
     try:
         # Touched before anybody writes to it: reading alone would map the shared zero page.
         buffer = np.full(length_bytes, 0xA5, dtype=np.uint8)
@@ -110,6 +112,14 @@ def _receive(settings: Settings, link: socket.socket, others: tuple[socket.socke
         link.send(b"same" if same else b"other")
     finally:
         transport.close()
+
+
+def _transport(settings: Settings, role: str) -> PreparingTransport:
+    """Return a transport that lets in this machine alone, where the kernel can see to that."""
+    ports = make_ports(settings)
+    transport = make_transport(settings, f"self-test-{role}-{os.getpid()}", ports)
+    ports.admit([str(ports.address)])
+    return transport
 
 
 def _drive_until_sent(transport: PreparingTransport, link: socket.socket) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from enum import Enum, IntEnum
+from enum import Enum, IntEnum, StrEnum
 from types import NoneType, UnionType
 from typing import get_args
 
@@ -19,6 +19,27 @@ _WHOLE = re.compile(r"-?[0-9]{1,18}")
 _TRUTHS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 # How an optional choice says that nothing is chosen.
 _NOTHING = "Auto"
+
+
+class LogLevel(StrEnum):
+    """The least important line that is logged."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class Nanoseconds:
+    """A time of the settings in nanoseconds."""
+
+    def __init__(self, name: str, unit_ns: int) -> None:
+        self._name = name
+        self._unit_ns = unit_ns
+
+    def __get__(self, settings: object, owner: type | None = None) -> int:
+        value: float = getattr(settings, self._name)
+        return round(value * self._unit_ns)
 
 
 def parse_bytes(text: str) -> int:
@@ -125,3 +146,10 @@ def _members(kind: object) -> list[tuple[str, object]]:
     if isinstance(kind, type) and issubclass(kind, Enum):
         return [(format_value(member, ""), member) for member in kind]
     return []
+
+
+def bind_faults(name: str, host: str) -> dict[str, str]:
+    """Return by its variable why an agent cannot listen at `host`, and the way out; empty: it can, or only the network knows."""
+    if ":" not in host:
+        return {}
+    return {name: f"{host} is an IPv6 address, and agents reach each other over IPv4 only: give the pod's IPv4 address"}

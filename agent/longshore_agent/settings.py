@@ -15,16 +15,12 @@ from collections.abc import Mapping
 from enum import Enum, StrEnum
 from typing import Any, TypeVar, get_type_hints
 
+from longshore_agent import setting_values
 from longshore_agent.memory.cuda import Allocation
-from longshore_agent.setting_values import (
-    check_range,
-    choices,
-    format_value,
-    parse_value,
-)
+from longshore_agent.setting_values import LogLevel, Nanoseconds, check_range, choices, format_value, parse_value
 from longshore_agent.transports.base import Wire
 from longshore_wire import names
-from longshore_wire.agent_config import AgentConfig, Backend
+from longshore_wire.agent_config import AgentConfig, Backend, is_loopback, opens_data_ports
 from longshore_wire.allowed_wires import AllowedWires
 from longshore_wire.errors import ConfigError
 from longshore_wire.plan import Staging, Way
@@ -32,13 +28,14 @@ from longshore_wire.slabs import region_bytes
 
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 _MS_NS, _S_NS = 10**6, 10**9
-_LOOPBACK_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
 # What Kubernetes injects for a Service whose name begins with `longshore`; nobody set these on purpose.
 _SERVICE_LINK = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
 
 _OPEN_DATA_PATH = (
-    "its ports listen on every address of the node and know no authentication; leave the node's network, use NIXL, or accept "
-    f"it with {names.ENVIRONMENT_PREFIX}ALLOW_OPEN_DATA_PATH=true"
+    "data ports know no authentication, and everyone who reaches that address reaches them; bind a loopback address, run in a pod's "
+    "network under the deployment's NetworkPolicy, allow only wires that need no port "
+    f"({names.ENVIRONMENT_PREFIX}WIRES=SharedMemory,CudaIPC,NVLink, with NIXL), or accept it with "
+    f"{names.ENVIRONMENT_PREFIX}ALLOW_OPEN_DATA_PATH=true"
 )
 
 T = TypeVar("T")
@@ -52,15 +49,6 @@ class Role(StrEnum):
     DECODE = "decode"
     BOTH = "both"
     TEST = "test"
-
-
-class LogLevel(StrEnum):
-    """The least important line that is logged."""
-
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
 
 
 def _setting(
@@ -96,7 +84,7 @@ class Settings:
         "Directory of the CURVE keys of the control protocol (curve.json; beside it previous.json, those of the revision before). "
         "Empty: allowed on a loopback address only.",
     )
-    bind_host: str = _setting("127.0.0.1", "", Role.AGENT, "Address on which workers and HTTP listen: the pod's own.")
+    bind_host: str = _setting("127.0.0.1", "", Role.AGENT, "IPv4 address on which workers and HTTP listen: the pod's.")
     http_port: int = _setting(
         0, "", Role.AGENT, "Port of health, status and metrics; 0 takes a free one.", low=0, high=65535
     )
@@ -117,8 +105,17 @@ class Settings:
         Role.AGENT,
         "The agent runs in its node's network, where everyone who reaches the node reaches its ports.",
     )
+    network_policy: bool = _setting(
+        False,
+        "",
+        Role.AGENT,
+        "The operator has made a NetworkPolicy that admits only this deployment's agents to the data ports.",
+    )
     allow_open_data_path: bool = _setting(
-        False, "", Role.AGENT, "There, accept a backend whose ports know no authentication: Mooncake."
+        False,
+        "",
+        Role.AGENT,
+        "Accept data ports, which know no authentication, if others reach them and no such policy holds.",
     )
     log_level: LogLevel = _setting(LogLevel.INFO, "", Role.AGENT, "Least important line that is logged.")  # noqa: RUF009
 
@@ -141,7 +138,7 @@ class Settings:
         Staging.AUTO,
         "",
         Role.BOTH,
-        "Whether pages travel through staging buffers: where the crossover table says so, always, or never.",
+        "Whether pages travel through staging buffers: where the crossover table says so, always, or never. Between GPUs: always; Never is refused.",
     )
     crossover_file: str = _setting(
         "",
@@ -158,7 +155,12 @@ class Settings:
         high=1 << 44,
     )
     ring_extent_bytes: int = _setting(
-        64 * _MIB, "bytes", Role.DECODE, "Size of the extents in which the ring is registered.", low=_MIB, high=1 << 40
+        64 * _MIB,
+        "bytes",
+        Role.DECODE,
+        "Size of the extents in which a CPU's ring is registered.",
+        low=_MIB,
+        high=1 << 40,
     )
     ring_share_divisor: int = _setting(
         4,
@@ -202,7 +204,7 @@ class Settings:
         high=1 << 32,
     )
     slices_batch: int = _setting(
-        1000, "slices", Role.PREFILL, "Slices in one write, where slices travel alone.", low=1, high=1000
+        1000, "slices", Role.PREFILL, "Slices in one write of a CPU's worker, if slices travel alone.", low=1, high=1000
     )
     chunk_tokens: int = _setting(
         8192, "tokens", Role.PREFILL, "Tokens of one prefill chunk, for planning.", low=1, high=1 << 24
@@ -210,32 +212,41 @@ class Settings:
     direct: bool = _setting(
         True, "", Role.BOTH, "Ranks of one agent copy into each other's pages, without staging and transport."
     )
-    digest: bool = _setting(False, "", Role.BOTH, "Compare an integrity digest of each room's bytes on both sides.")
 
     lease_s: float = _setting(
         60.0, "seconds", Role.BOTH, "An offer or claim that is not renewed for so long ends.", low=0.1, high=86400
     )
     heartbeat_s: float = _setting(1.0, "seconds", Role.BOTH, "Time between two pings of a peer.", low=0.01, high=3600)
     peer_timeout_s: float = _setting(
-        5.0, "seconds", Role.BOTH, "A peer that is silent for so long is lost.", low=0.05, high=3600
+        5.0,
+        "seconds",
+        Role.BOTH,
+        "A peer that is silent for so long is lost. Up to 4 times as long if it did not run lately or its host confirms that it exists.",
+        low=0.05,
+        high=3600,
     )
     retry_ms: int = _setting(
         200, "milliseconds", Role.BOTH, "An unanswered message is sent again after this.", low=1, high=60000
     )
     trailer_deadline_ms: int = _setting(
-        2000,
-        "milliseconds",
-        Role.DECODE,
-        "A slab whose trailer does not match fails its room after this.",
-        low=1,
-        high=60000,
+        2000, "milliseconds", Role.DECODE, "A trailer that is wrong for so long fails its room.", low=1, high=60000
     )
     write_timeout_s: float = _setting(
         120.0,
         "seconds",
         Role.BOTH,
-        "A room fails when a prefill rank has ring memory for tokens that it called ready, and none of them comes for so long. "
-        "A prefill worker is replaced when a write has not ended so long after its room was given up.",
+        "A room fails when a prefill rank has tokens ready, and memory to write them to (in the ring or in place), but writes none for "
+        "so long. "
+        "A prefill worker is replaced when a write has not ended so long after its room failed; a decode worker, when a lost "
+        "prefill rank may still write an engine's pages so long after that.",
+        low=1,
+        high=86400,
+    )
+    room_timeout_s: float = _setting(
+        600.0,
+        "seconds",
+        Role.BOTH,
+        "An open room fails when nothing happens in it for so long: no offer, no claim, no slab. Longer than a prompt may wait in a queue.",
         low=1,
         high=86400,
     )
@@ -244,6 +255,22 @@ class Settings:
     )
     ended_rooms_max: int = _setting(
         65536, "rooms", Role.BOTH, "Ended rooms that one worker remembers.", low=1, high=1 << 22
+    )
+    process_workers_max: int = _setting(
+        8,
+        "workers",
+        Role.AGENT,
+        "Workers of one engine process, one a rank; each takes 190 MiB beside its staging.",
+        low=1,
+        high=4096,
+    )
+    user_workers_max: int = _setting(
+        64,
+        "workers",
+        Role.AGENT,
+        "Workers of all engine processes of one user; the only such limit if the kernel does not identify processes.",
+        low=1,
+        high=4096,
     )
     quarantine_percent: int = _setting(
         25,
@@ -267,44 +294,29 @@ class Settings:
         10.0, "seconds", Role.AGENT, "Time that open rooms get to finish when the agent stops.", low=0, high=3600
     )
     restart_backoff_min_s: float = _setting(
-        0.2, "seconds", Role.AGENT, "Pause before a dead worker starts again, doubled each time.", low=0.01, high=3600
+        0.2,
+        "seconds",
+        Role.AGENT,
+        "A dead worker is started again at once. If the new one cannot start, or dies within 10 s of service, its engine waits for so "
+        "long for the next, and twice as long each further time.",
+        low=0.01,
+        high=3600,
     )
-    restart_backoff_max_s: float = _setting(30.0, "seconds", Role.AGENT, "Longest such pause.", low=0.01, high=3600)
+    restart_backoff_max_s: float = _setting(10.0, "seconds", Role.AGENT, "Longest such wait.", low=0.01, high=3600)
 
     force_way: Way | None = _setting(  # noqa: RUF009
         None, "", Role.TEST, "One way for every pair, for benchmarks; Auto follows the plan."
     )
     loopback_faults: str = _setting("", "", Role.TEST, "Faults that the loopback transport makes; see its reference.")
 
-    @property
-    def lease_ns(self) -> int:
-        """The lease of a room, in nanoseconds."""
-        return round(self.lease_s * _S_NS)
-
-    @property
-    def heartbeat_ns(self) -> int:
-        """Time between two pings, in nanoseconds."""
-        return round(self.heartbeat_s * _S_NS)
-
-    @property
-    def peer_timeout_ns(self) -> int:
-        """How long a peer may be silent, in nanoseconds."""
-        return round(self.peer_timeout_s * _S_NS)
-
-    @property
-    def retry_ns(self) -> int:
-        """Time before an unanswered message is sent again, in nanoseconds."""
-        return self.retry_ms * _MS_NS
-
-    @property
-    def write_timeout_ns(self) -> int:
-        """How long granted ring memory may wait for ready tokens, in nanoseconds."""
-        return round(self.write_timeout_s * _S_NS)
-
-    @property
-    def trailer_deadline_ns(self) -> int:
-        """How long a slab's trailer may be wrong, in nanoseconds."""
-        return self.trailer_deadline_ms * _MS_NS
+    # The same in nanoseconds, as clocks count.
+    lease_ns = Nanoseconds("lease_s", _S_NS)
+    heartbeat_ns = Nanoseconds("heartbeat_s", _S_NS)
+    peer_timeout_ns = Nanoseconds("peer_timeout_s", _S_NS)
+    retry_ns = Nanoseconds("retry_ms", _MS_NS)
+    write_timeout_ns = Nanoseconds("write_timeout_s", _S_NS)
+    room_timeout_ns = Nanoseconds("room_timeout_s", _S_NS)
+    trailer_deadline_ns = Nanoseconds("trailer_deadline_ms", _MS_NS)
 
     @property
     def allowed_wires(self) -> AllowedWires:
@@ -354,6 +366,7 @@ class Settings:
             http_port=control.http_port,
             worker_port=control.worker_port,
             host_network=control.host_network,
+            network_policy=control.network_policy is True,
             allow_open_data_path=control.allow_open_data_path,
             backend=transfer.backend,
             wires=tuple(Wire(wire.value) for wire in transfer.wires),
@@ -364,7 +377,6 @@ class Settings:
             # Small buffers need small slabs: several of them overlap in each.
             slab_bytes_min=min(cls().slab_bytes_min, lane_bytes // 4, ring_bytes // 8 or lane_bytes),
             chunk_tokens=transfer.chunk_tokens,
-            digest=config.integrity.digest,
         )
 
     def check(self) -> None:
@@ -385,7 +397,10 @@ class Settings:
     def contradictions(self) -> list[tuple[str, str, str]]:
         """Return (setting, other setting, what is wrong and what would be right) for each broken rule."""
         slab_region_bytes = region_bytes(self.slab_bytes_min)
-        is_open = self.backend is Backend.MOONCAKE and self.host_network and not self.allow_open_data_path
+        is_alone = is_loopback(self.bind_host)
+        is_open = not (is_alone or self.allow_open_data_path or (self.network_policy and not self.host_network))
+        fabric = self.gpu_staging_memory is Allocation.CU_MEM_CREATE
+        is_open = is_open and opens_data_ports(self.backend, self.allowed_wires.names, fabric=fabric)
         in_place = (Way.CONTIGUOUS, Way.SLICES, Way.DIRECT)
         ways_clash = (self.staging is Staging.NEVER and self.force_way is Way.STAGED) or (
             self.staging is Staging.ALWAYS and self.force_way in in_place
@@ -412,7 +427,7 @@ class Settings:
                 "http_key_file",
                 "give both, or neither",
             ),
-            (is_open, "backend", "host_network", _OPEN_DATA_PATH),
+            (is_open, "bind_host", "host_network" if self.host_network else "network_policy", _OPEN_DATA_PATH),
             (
                 self.backend is Backend.MOONCAKE and self.gpu_staging_memory is Allocation.CU_MEM_CREATE,
                 "backend",
@@ -421,7 +436,7 @@ class Settings:
             ),
             (ways_clash, "staging", "force_way", "they exclude each other; leave one at Auto"),
             (
-                not self.keys_directory and self.bind_host not in _LOOPBACK_HOSTS,
+                not self.keys_directory and not is_alone,
                 "bind_host",
                 "keys_directory",
                 "give keys for an address that others reach",
@@ -437,6 +452,7 @@ def variable(name: str) -> str:
 
 def _raise(settings: Settings, faults: Mapping[str, str]) -> None:
     """Raise ConfigError with `faults` (by variable) and the contradictions between values sound in themselves."""
+    faults = {**faults, **setting_values.bind_faults(variable("bind_host"), settings.bind_host)}
     lines = [f"{name}: {fault}" for name, fault in faults.items()]
     for name, other, fault in settings.contradictions():
         if not {variable(name), variable(other)} & faults.keys():
@@ -473,9 +489,8 @@ def reference() -> str:
     for row in dataclasses.fields(Settings):
         unit, low, high = row.metadata["unit"], row.metadata["low"], row.metadata["high"]
         default = format_value(row.default, unit) or "(empty)"
-        allowed = ", ".join(choices(hints[row.name])) or "text"
-        if low is not None:
-            allowed = f"{format_value(low, unit)} to {format_value(high, unit)}"
+        span = f"{format_value(low, unit)} to {format_value(high, unit)}" if low is not None else ""
+        allowed = span or ", ".join(choices(hints[row.name])) or "text"
         role, meaning = row.metadata["role"].value, row.metadata["meaning"]
         lines.append(f"| `{variable(row.name)}` | `{default}` | {unit} | {allowed} | {role} | {meaning} |")
     return "\n".join(lines) + "\n"

@@ -6,7 +6,15 @@ from pathlib import Path
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file of ours, in place of what was there. Who reads it meanwhile sees all of it, or what was there before."""
+    """Replace a file of ours atomically: a reader sees the new content or the old one, never a part.
+
+    Raises:
+        OSError: it cannot be written (a full disk); what was there before still is.
+    """
     fresh = path.with_suffix(".new")
-    fresh.write_bytes(data)
-    fresh.replace(path)
+    try:
+        fresh.write_bytes(data)
+        fresh.replace(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise

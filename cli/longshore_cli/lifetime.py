@@ -1,6 +1,6 @@
-"""Leaves nothing behind: an interrupt unwinds a command in order, and what its parts forgot is ended here, by its PID.
+"""Leaves nothing behind: an interrupt, or the death of a part, unwinds a command in order; a last sweep ends what is left.
 
-Called by `demo` and `up` around everything else. Knows processes only.
+Called by `bench`, `demo` and `up` around everything else. Knows processes only.
 """
 
 from __future__ import annotations
@@ -8,17 +8,26 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+
+from longshore_wire.errors import LongshoreError, Reason
 
 _PR_SET_CHILD_SUBREAPER = 36
 # A killed process is gone within milliseconds, unless the kernel holds it.
 _SWEEP_LIMIT_S = 10.0
 _LOOK_S = 0.01
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# A thread of this process sends it to the main thread, whatever that waits for.
+_PART_ENDED = signal.SIGUSR1
+# As shells do.
+_SIGNAL_STATUS = 128
 
 
 class InterruptedBySignal(BaseException):
@@ -32,14 +41,24 @@ class InterruptedBySignal(BaseException):
         super().__init__(number)
         self.number = number
 
+    @property
+    def status(self) -> int:
+        """The exit status of a command that a signal ended."""
+        return _SIGNAL_STATUS + self.number
+
+
+class PartEndedError(LongshoreError):
+    """A process that a command needs to its end has ended; names it."""
+
+    reason = Reason.WORKER_LOST
+
 
 @contextlib.contextmanager
 def interrupts_raised() -> Iterator[None]:
     """Turn the first SIGINT, SIGTERM or SIGHUP into InterruptedBySignal; later ones do not disturb the cleaning up."""
 
     def raise_once(number: int, _frame: FrameType | None) -> None:
-        for each in _SIGNALS:
-            signal.signal(each, signal.SIG_IGN)
+        _ignore_more()
         raise InterruptedBySignal(number)
 
     before = {number: signal.signal(number, raise_once) for number in _SIGNALS}
@@ -48,6 +67,135 @@ def interrupts_raised() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _ignore_more() -> None:
+    """Let nothing disturb the cleaning up."""
+    for each in (*_SIGNALS, _PART_ENDED):
+        signal.signal(each, signal.SIG_IGN)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A process under watch: `name` is what messages call it, `log` returns its last words."""
+
+    pid: int
+    name: str
+    log: Callable[[], str]
+
+
+class Watch:
+    """Processes that must not end; made by `parts_watched`, and used by the main thread.
+
+    Attributes:
+        lost: that the first of them has ended; None: none has.
+    """
+
+    def __init__(self) -> None:
+        self.lost: PartEndedError | None = None
+        self._parts: dict[int, _Part] = {}
+        self._lock = threading.Lock()
+        self._poller = select.epoll()
+        self._end = os.eventfd(0)
+        self._poller.register(self._end, select.EPOLLIN)
+        self._thread = threading.Thread(target=self._run, args=(threading.get_ident(),), name="watch", daemon=True)
+        self._thread.start()
+
+    def add(self, pid: int, name: str, log: Callable[[], str] = str) -> Callable[[], None]:
+        """Watch a process; return what ends that, to be called before the process is asked to end.
+
+        Raises:
+            PartEndedError: it is gone already.
+        """
+        part = _Part(pid, name, log)
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError as error:
+            raise PartEndedError(_said(part, None)) from error
+        with self._lock:
+            self._parts[pidfd] = part
+        self._poller.register(pidfd, select.EPOLLIN)
+        return lambda: self._forget(pidfd)
+
+    def close(self) -> None:
+        """End the thread."""
+        os.eventfd_write(self._end, 1)
+        self._thread.join()
+        for pidfd in list(self._parts):
+            self._forget(pidfd)
+        self._poller.close()
+        os.close(self._end)
+
+    def _forget(self, pidfd: int) -> None:
+        # Its end may have come a moment ago, and the thread may not have run since.
+        if select.select([pidfd], [], [], 0)[0]:
+            self._note(pidfd)
+        self._poller.unregister(pidfd)
+        with self._lock:
+            del self._parts[pidfd]
+            os.close(pidfd)
+
+    def _note(self, pidfd: int) -> bool:
+        """Keep the first end; return whether this was one of a part under watch."""
+        with self._lock:
+            part = self._parts.get(pidfd)
+            if part is not None and self.lost is None:
+                self.lost = PartEndedError(_said(part, _status(pidfd)))
+            return part is not None
+
+    def _run(self, main_thread: int) -> None:
+        while True:
+            for descriptor, _ in self._poller.poll():
+                if descriptor == self._end:
+                    return
+                if self._note(descriptor):
+                    signal.pthread_kill(main_thread, _PART_ENDED)
+                    return
+
+
+@contextlib.contextmanager
+def parts_watched() -> Iterator[Watch]:
+    """Raise PartEndedError in the main thread, in whatever it waits, when a process under watch ends.
+
+    It also takes the place of an error that such an end has caused. Used inside `interrupts_raised`, whose signals it
+    makes harmless when it raises.
+    """
+    watch = Watch()
+
+    def raise_once(_number: int, _frame: FrameType | None) -> None:
+        _ignore_more()
+        assert watch.lost is not None
+        raise watch.lost
+
+    before = signal.signal(_PART_ENDED, raise_once)
+    try:
+        yield watch
+    except Exception as error:
+        if watch.lost is not None and watch.lost is not error:
+            raise watch.lost from error
+        raise
+    finally:
+        signal.signal(_PART_ENDED, signal.SIG_IGN)
+        watch.close()
+        signal.signal(_PART_ENDED, before)
+    if watch.lost is not None:
+        raise watch.lost
+
+
+def _status(pidfd: int) -> int | None:
+    """Return how a child ended, negative for a signal, and leave it to be waited for; None: it is no child."""
+    try:
+        found = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    if found is None:
+        return None
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+def _said(part: _Part, status: int | None) -> str:
+    how, log = "" if status is None else f" with {status}", part.log()
+    return f"{part.name} ended{how}:\n{log}" if log else f"{part.name} ended{how}"
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from longshore_cli.lifetime import Watch
 from longshore_cli.metrics_page import MetricsPage
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.names import ENVIRONMENT_PREFIX
@@ -52,7 +53,7 @@ class AgentState(msgspec.Struct, frozen=True):
 
 
 class LocalAgent:
-    """One agent; use as a context manager, or call `start`, `wait_ready` and `stop`.
+    """One agent; use as a context manager, or call `start`, `wait_ready` and `stop`. After its end it may be started again.
 
     Start it from a thread that outlives it: the agent ends with that thread.
 
@@ -96,6 +97,31 @@ class LocalAgent:
         """Whether the agent's process was started and has not ended."""
         return self._process is not None and self._process.poll() is None
 
+    def watched_by(self, watch: Watch) -> Callable[[], None]:
+        """Have the running agent watched; return what ends that."""
+        return watch.add(self.pid, f"the agent in {self.directory}", self.log_tail)
+
+    def workers_watched_by(self, watch: Watch, instances: Collection[str]) -> Callable[[], None]:
+        """Have the workers of these engine instances watched: of one that is replaced nothing counts; return what ends that.
+
+        Raises:
+            LocalAgentError: the agent does not answer.
+            PartEndedError: a worker has just ended.
+        """
+        ends = []
+        for worker in self.status()["workers"]:
+            name = str(worker["worker"])
+            if name.split("/", maxsplit=1)[0] in instances:
+                ends.append(
+                    watch.add(int(worker["pid"]), f"the worker {name} of the agent in {self.directory}", self.log_tail)
+                )
+
+        def end() -> None:
+            for each in ends:
+                each()
+
+        return end
+
     @property
     def http(self) -> str:
         """The address of its pages, `http://host:port`; known once it serves."""
@@ -105,8 +131,11 @@ class LocalAgent:
 
     def start(self) -> None:
         """Start the process and return at once."""
-        assert self._process is None, "the agent was started already"
+        assert not self.running, "the agent was started already"
         self.directory.mkdir(parents=True, exist_ok=True)
+        # They say where its predecessor served.
+        self._http = ""
+        (self.directory / "agent.json").unlink(missing_ok=True)
         # An agent refuses variables of the product that it does not know, and none of the caller's are meant for it.
         environment = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
         environment |= {ENVIRONMENT_PREFIX + name: value for name, value in self._settings.items()}
@@ -179,6 +208,13 @@ class LocalAgent:
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
 
+    def kill(self) -> None:
+        """End the agent and its workers by SIGKILL, at one moment; returns when the agent is gone."""
+        # It has not been waited for, so its number is still its own, and so is the group's.
+        if self._process is not None and self._process.returncode is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
     def stop(self) -> None:
         """End the agent and its workers; a second call, or one before `start`, does nothing."""
         if self._process is None:
@@ -187,9 +223,7 @@ class LocalAgent:
         try:
             self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            # It has not been waited for, so its number is still its own, and so is the group's.
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            self.kill()
 
     def _page(self, path: str) -> bytes:
         try:

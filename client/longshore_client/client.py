@@ -7,12 +7,14 @@ transfer. Holds the ledger and the pools, and tells a new agent of both; `link` 
 from __future__ import annotations
 
 import fcntl
+import secrets
 from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 from typing import Self
 
 import msgspec
 
+from longshore_client import arguments
 from longshore_client.errors import AgentLost, ArgumentError, Busy, ClientClosed, PoolRefused, WaitTimeout
 from longshore_client.ledger import HalfKey, Messages, Resume
 from longshore_client.link import LinkState
@@ -32,18 +34,16 @@ from longshore_wire.engine_messages import (
     RegisterPool,
     RoomEvent,
     RoomEventKind,
+    TargetMemory,
     UnregisterPool,
 )
 from longshore_wire.errors import Reason, RoomError
 from longshore_wire.layout import KVLayout, PoolGeometry
-from longshore_wire.peer_messages import TargetMemory
 
 # An agent answers in well under a millisecond; a worker's restart takes seconds and a call may outlive it.
 CALL_TIMEOUT_S = 30.0
 # Descriptors that the kernel passes in one message (SCM_MAX_FD).
 REGIONS_PER_POOL_MAX = 253
-ROOM_MAX = 2**64 - 1
-POOL_MAX = 2**31 - 1
 ENDED = frozenset({RoomEventKind.DONE, RoomEventKind.FAILED})
 
 
@@ -65,17 +65,24 @@ def connect(
         device: "cpu", or the UUID of the GPU that holds the pages (never an index).
         roles: SOURCE to offer (prefill), TARGET to claim (decode).
     Raises:
+        ArgumentError: an argument is of another type, or out of range.
         LayoutError: the layout cannot exist.
-        HelloRefused: the agent refuses this engine; `reason` says why.
+        HelloRefused: the agent refuses this engine, at once, or still when `timeout_s` is over where that may pass (BUSY: an
+            engine rank of this name is there); `reason` says why.
         CodecError: what listens there does not speak this protocol.
         ConnectError: no agent answered in time.
     """
-    layout.check()
-    if not instance or not roles:
-        raise ArgumentError("instance and roles must not be empty: name the engine instance and at least one half")
-    for role in roles:
-        _check_half(role)
-    client = Client(path, Hello(ENGINE_PROTOCOL_VERSION, instance, layout, device, tuple(roles)))
+    hello = Hello(
+        ENGINE_PROTOCOL_VERSION,
+        arguments.text("instance", instance),
+        arguments.struct("layout", layout, KVLayout),
+        arguments.text("device", device),
+        arguments.roles_of(roles),
+        engine=1 + secrets.randbelow(2**63 - 1),
+    )
+    hello.layout.check()
+    path, timeout_s = arguments.path_text("path", path), arguments.timeout(timeout_s)
+    client = Client(path, hello)
     client.start(timeout_s)
     return client
 
@@ -132,8 +139,14 @@ class Client:
 
         Tells what became of a call that met CallTimeout or AgentLost: once this is False nobody has its pages.
         """
+        key = HalfKey(
+            arguments.half_of(half),
+            arguments.text("instance", instance),
+            arguments.room_number(room),
+            arguments.pool_number(pool),
+        )
         with self._changed:
-            return self._state.ledger.get(HalfKey(half, instance, room, pool)) is not None
+            return self._state.ledger.get(key) is not None
 
     @property
     def dropped_event_count(self) -> int:
@@ -147,7 +160,9 @@ class Client:
             WaitTimeout: they were not in time; names how many are there.
             ClientClosed: the client was closed.
         """
+        timeout_s = arguments.timeout(timeout_s)
         with self._changed:
+            self._link.check_open("endpoint")
             self._wait_for(
                 lambda: self._state.endpoint is not None and self._state.endpoint.complete, timeout_s, "endpoint"
             )
@@ -173,6 +188,8 @@ class Client:
     ) -> None:
         """Share a pool of pages with the agent.
 
+        A page that an open room writes is refused to other rooms of its pool. Pools must not overlap: nobody looks across them.
+
         Args:
             pool: any number, by which `send` and `receive` name it.
             geometry: where the pages lie; see `memory.pool_geometry`.
@@ -183,17 +200,9 @@ class Client:
             PoolRefused: the agent cannot map it.
             AgentLost, CallTimeout, ClientClosed: as `send`.
         """
-        if not 0 <= pool <= POOL_MAX:
-            raise ArgumentError(f"pool is {pool}: give 0 to {POOL_MAX}")
-        if len(regions) != len(geometry.region_bytes) or not 1 <= len(regions) <= REGIONS_PER_POOL_MAX:
-            raise ArgumentError(
-                f"{len(regions)} regions for {len(geometry.region_bytes)} of the geometry: give one descriptor each, "
-                f"at most {REGIONS_PER_POOL_MAX}"
-            )
-        on_device = tuple(region for region in regions if isinstance(region, DeviceRegion))
-        descriptors = tuple(region for region in regions if isinstance(region, int))
-        if on_device and descriptors:
-            raise ArgumentError("regions are partly on a GPU and partly not: register a pool for each memory")
+        pool, timeout_s = arguments.pool_number(pool), arguments.timeout(timeout_s)
+        memory, geometry = arguments.device_memory(memory), arguments.struct("geometry", geometry, PoolGeometry)
+        descriptors, on_device = arguments.region_lists(regions, len(geometry.region_bytes), REGIONS_PER_POOL_MAX)
         message = RegisterPool(self._link.next_number(), pool, geometry, memory, on_device)
         kept = Pool(message, _duplicates(descriptors))
 
@@ -222,6 +231,7 @@ class Client:
             PoolRefused: there is no such pool.
             AgentLost, CallTimeout, ClientClosed: as `send`; with a `timeout_s` of None only ClientClosed.
         """
+        pool, timeout_s = arguments.pool_number(pool), arguments.timeout_or_none(timeout_s)
 
         def on_answer(answer: Accepted | Refused | None) -> None:
             if isinstance(answer, Accepted):
@@ -266,7 +276,9 @@ class Client:
             CallTimeout: the agent did not answer; cancel the room.
             ClientClosed: the client was closed.
         """
-        _check_range(room, pool, first_token, end_token)
+        room, pool = arguments.room_number(room), arguments.pool_number(pool)
+        first_token, end_token = arguments.token_range(first_token, end_token)
+        last, timeout_s = arguments.flag("last", last), arguments.timeout(timeout_s)
         packed = packed_pages(pages)
         self._check_pages(packed, first_token, end_token)
         if first_token == end_token and not last:
@@ -306,16 +318,19 @@ class Client:
             endpoint: what `endpoint()` returned at the prefill engine.
             pages: as `send`; those before `first_token` (a prefix that is here already) are left out.
             end_token: the sequence's length; equal to `first_token` for a full hit.
-            memory: HOST writes to a pool in host memory.
-            digest: compare digests of both sides before DONE.
+            memory: DEVICE. HOST is refused: it is not built yet.
+            digest: False. True is refused: it is not built yet.
         Raises:
             ArgumentError, Busy, RoomError, AgentLost, CallTimeout, ClientClosed: as `send`.
         """
-        _check_range(room, pool, first_token, end_token)
+        room, pool = arguments.room_number(room), arguments.pool_number(pool)
+        endpoint = arguments.struct("endpoint", endpoint, Endpoint)
+        first_token, end_token = arguments.token_range(first_token, end_token)
+        memory, timeout_s = arguments.device_memory(memory), arguments.timeout(timeout_s)
+        if arguments.flag("digest", digest):
+            raise ArgumentError("digest is True: digests are not built yet; leave it False")
         packed = packed_pages(pages)
-        # Pages in host memory have a size of their own, which only the agent knows.
-        if memory is TargetMemory.DEVICE:
-            self._check_pages(packed, first_token, end_token)
+        self._check_pages(packed, first_token, end_token)
         key = HalfKey(Half.TARGET, endpoint.instance, room, pool)
         whole = Receive(
             request=self._link.next_number(),
@@ -350,7 +365,9 @@ class Client:
         Raises:
             AgentLost, CallTimeout, ClientClosed: as `send`; the wish is kept and holds for a new agent too.
         """
-        _check_half(half)
+        room, half, pool = arguments.room_number(room), arguments.half_of(half), arguments.pool_number(pool)
+        instance = None if instance is None else arguments.text("instance", instance)
+        timeout_s = arguments.timeout(timeout_s)
         with self._changed:
             self._link.check_open(f"cancel of room {room}")
             keys = self._state.ledger.find(half, instance, room, pool)
@@ -371,6 +388,7 @@ class Client:
         Raises:
             ClientClosed: the client was closed, and every event was taken.
         """
+        timeout_s = arguments.timeout(timeout_s)
         with self._changed:
             if timeout_s > 0 and not self._state.events:
                 self._changed.wait_for(
@@ -395,11 +413,12 @@ class Client:
         """Take and return the first event of a half that is one of `kinds`; other events stay for others.
 
         Raises:
-            ArgumentError: `half` is none.
             WaitTimeout: there was none in time (None: wait for ever).
             ClientClosed: the client was closed.
         """
-        _check_half(half)
+        room, half, pool = arguments.room_number(room), arguments.half_of(half), arguments.pool_number(pool)
+        instance = None if instance is None else arguments.text("instance", instance)
+        kinds, timeout_s = arguments.kinds_of(kinds), arguments.timeout_or_none(timeout_s)
 
         def wanted() -> RoomEvent | None:
             for event in self._state.events:
@@ -470,21 +489,6 @@ class Client:
             raise ClientClosed(f"{what}: the client was closed")
 
 
-def _check_half(half: object) -> None:
-    """A word in its place would match no event: the wait for one would never end."""
-    if not isinstance(half, Half):
-        raise ArgumentError(f"half is {half!r}: give Half.SOURCE or Half.TARGET")
-
-
-def _check_range(room: int, pool: int, first_token: int, end_token: int) -> None:
-    if not 0 <= room <= ROOM_MAX:
-        raise ArgumentError(f"room is {room}: give 0 to 2**64 - 1")
-    if not 0 <= pool <= POOL_MAX:
-        raise ArgumentError(f"pool is {pool}: give 0 to {POOL_MAX}")
-    if not 0 <= first_token <= end_token:
-        raise ArgumentError(f"tokens [{first_token}, {end_token}) are no range: give 0 <= first_token <= end_token")
-
-
 def _duplicates(descriptors: Sequence[int]) -> tuple[int, ...]:
     made: list[int] = []
     try:
@@ -492,5 +496,5 @@ def _duplicates(descriptors: Sequence[int]) -> tuple[int, ...]:
             made.append(fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3))
     except OSError as error:
         close_all(made)
-        raise ArgumentError(f"descriptor {descriptor} is not open: {error}") from error
+        raise ArgumentError(f"regions[{len(made)}] is {descriptor}, which is not open: {error}") from error
     return tuple(made)

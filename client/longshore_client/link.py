@@ -43,9 +43,9 @@ from longshore_wire.errors import CodecError, LongshoreError, Reason
 
 # Messages that wait for room in the socket: a claim of a million pages is 123, and each thread has one call open.
 OUTBOX_MESSAGES_MAX = 4096
-# Tries to reach the agent: at once after a worker's restart, at least once a second while it is away.
+# Tries to reach the agent: at once after a worker's restart, at least four times a second while it is away.
 RECONNECT_WAIT_MIN_S = 0.02
-RECONNECT_WAIT_MAX_S = 1.0
+RECONNECT_WAIT_MAX_S = 0.25
 # A connection that lived this long was no failure to connect: the next tries start fast again.
 RECONNECT_WAIT_RESET_S = 5.0
 # A worker may have to be started before it can answer Hello: imports, staging memory, transport.
@@ -94,6 +94,7 @@ class AgentLink:
         self._process_id = os.getpid()
         self._socket: AgentSocket | None = None
         self._refusal: LongshoreError | None = None  # of the first Hello: there is no use in going on
+        self._turned_away: HelloRefused | None = None  # by the last agent that was reached, for something that may pass
         self._welcomed = False
         self._closing = False
         self._number = 0
@@ -123,10 +124,12 @@ class AgentLink:
             self.changed.wait_for(lambda: self.state in (LinkState.READY, LinkState.CLOSED), timeout_s)
             if self.state is LinkState.READY:
                 return
-            refusal = self._refusal
+            refusal, turned_away = self._refusal, self._turned_away
         self.close()
         if refusal is not None:
             raise refusal
+        if turned_away is not None:
+            raise HelloRefused(f"{turned_away}; tried for {timeout_s:g} s", reason=turned_away.reason)
         raise ConnectError(
             f"no agent welcomed this engine at {self.path} within {timeout_s:g} s ({self.last_error}): "
             "check that the agent runs on this node and that the path is its engine socket"
@@ -334,12 +337,13 @@ class AgentLink:
 
     def _take_greeting(self, message: ToEngine) -> None:
         if isinstance(message, Refused):
-            error = from_refusal(message, f"the agent at {self.path} refused this engine", HelloRefused)
+            said = message.text or message.reason.name
+            error = HelloRefused(f"the agent at {self.path} refused this engine: {said}", reason=message.reason)
             if message.reason is Reason.BUSY:
                 self._dial_at_s = max(self._dial_at_s, time.monotonic() + busy_hint_s(message))
             if message.reason not in PASSING and not self._welcomed:
                 self._refusal = error
-            raise ConnectionEndedError(str(error))
+            raise ConnectionEndedError(str(error)) from error
         if not isinstance(message, Welcome):
             raise CodecError(f"{type(message).__name__} before Welcome")
         lost = [request for request in self.calls() if request.given_up]
@@ -378,6 +382,7 @@ class AgentLink:
         """Let the connection go; the next turn dials again when it is time."""
         now_s = time.monotonic()
         self.last_error = str(error)
+        self._turned_away = error.__cause__ if isinstance(error.__cause__, HelloRefused) else None
         if isinstance(error, CodecError) and not self._welcomed:
             self._refusal = CodecError(f"the agent at {self.path} does not speak our protocol: {error}")
         was_up = self.state in (LinkState.TELLING, LinkState.READY)

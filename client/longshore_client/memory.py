@@ -5,12 +5,22 @@ Called by engines before `Client.register_pool`. Imports no tensor library: a te
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import mmap
 import os
 from typing import Protocol
 
+from longshore_client import arguments
 from longshore_client.errors import ArgumentError
-from longshore_wire.layout import KVLayout, PageOrder, PlaneGeometry, PoolGeometry
+from longshore_wire.layout import PAGE_COUNT_MAX, KVLayout, PageOrder, PlaneGeometry, PoolGeometry
+
+# What offsets in messages hold.
+LENGTH_BYTES_MAX = 2**63 - 1
+# No process can shrink the memory or add seals: an agent also maps it into workers of other engines of its node, which would die
+# at a touch of truncated memory.
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+_MAP_FIXED = 0x10
 
 
 class SharedStorage(Protocol):
@@ -18,6 +28,12 @@ class SharedStorage(Protocol):
 
     def nbytes(self) -> int:
         """Return the size in bytes."""
+
+    def data_ptr(self) -> int:
+        """Return the address of the first byte."""
+
+    def is_shared(self) -> bool:
+        """Return whether the bytes are in shared memory already."""
 
     def _share_fd_cpu_(self) -> tuple[int, int]:
         """Move the bytes to shared memory in place; return (file descriptor, size in bytes)."""
@@ -39,40 +55,86 @@ class CPUTensor(Protocol):
 def create_region(length_bytes: int, name: str = "longshore-pages") -> tuple[int, mmap.mmap]:
     """Make anonymous shared memory of zeros; return (file descriptor, its mapping here).
 
-    The memory lives while a descriptor or a mapping of it does, in any process; no file is left behind.
+    It cannot be made smaller. It lives while a descriptor or a mapping of it does, in any process; no file is left behind.
     The caller closes both. `name` only shows up in /proc.
 
     Raises:
-        ArgumentError: `length_bytes` is not positive.
+        ArgumentError: an argument is of another type or out of range, or there is no such memory.
     """
-    if length_bytes < 1:
-        raise ArgumentError(f"length_bytes is {length_bytes}: give a positive number of bytes")
-    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    length_bytes = arguments.whole_number("length_bytes", length_bytes, 1, LENGTH_BYTES_MAX)
+    descriptor = -1
     try:
-        os.ftruncate(descriptor, length_bytes)
+        descriptor = _sealed_memory(length_bytes, arguments.text("name", name))
         return descriptor, mmap.mmap(descriptor, length_bytes)
-    except OSError:
-        os.close(descriptor)
-        raise
+    except OSError as error:
+        if descriptor >= 0:
+            os.close(descriptor)
+        raise ArgumentError(
+            f"length_bytes is {length_bytes} and name is {name[: arguments.SHOWN_MAX]!r}: {error}"
+        ) from error
 
 
 def torch_region(tensor: CPUTensor) -> tuple[int, int, int]:
     """Move a torch CPU tensor's storage to shared memory in place; return (descriptor, offset, length) in bytes.
 
-    The tensor and all its views keep working and see the same bytes; raw pointers taken before do not. It costs
-    one copy of the storage, none if the storage is shared already. `offset` is where this tensor's first element
-    lies in the region, `length` the size of the whole region (for `PoolGeometry.region_bytes`). The caller closes
+    The tensor and all its views keep working and see the same bytes; raw pointers taken before do not. It costs two
+    copies of the storage, none if the storage is shared already. The memory cannot be made smaller then, unless it was
+    shared before: between engines of one agent such bytes go through its staging. `offset` is where this tensor's first
+    element lies in the region, `length` the size of the whole region (for `PoolGeometry.region_bytes`). The caller closes
     the descriptor; the tensor keeps its own. Call it before the engine hands out pointers, once a storage.
 
     Raises:
-        ArgumentError: this is no tensor in CPU memory.
+        ArgumentError: this is no tensor in CPU memory, or there is no memory for it.
     """
     device = getattr(getattr(tensor, "device", None), "type", None)
     if device != "cpu":
         raise ArgumentError(f"tensor is on {device or type(tensor).__name__}: give a torch tensor on the CPU")
     storage = tensor.untyped_storage()
+    was_shared = storage.is_shared()
     descriptor, length_bytes = storage._share_fd_cpu_()
+    if not was_shared:
+        try:
+            _seal(storage.data_ptr(), descriptor, length_bytes)
+        except OSError as error:
+            raise ArgumentError(
+                f"tensor: its {length_bytes} bytes cannot be moved to sealed memory: {error}"
+            ) from error
     return os.dup(descriptor), tensor.storage_offset() * tensor.element_size(), length_bytes
+
+
+def _sealed_memory(length_bytes: int, name: str) -> int:
+    """Return a descriptor of zeroed memory that keeps its size. Raises OSError."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, length_bytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _seal(address: int, descriptor: int, length_bytes: int) -> None:
+    """Replace the file behind a whole mapping, and behind its descriptor, with memory that keeps its size.
+
+    torch shares by a file of /dev/shm, which cannot be sealed. Nothing may write the mapping meanwhile. Raises OSError.
+    """
+    fresh = _sealed_memory(length_bytes, "longshore-pages")
+    try:
+        copied_bytes = 0
+        while copied_bytes < length_bytes:
+            copied_bytes += os.sendfile(fresh, descriptor, copied_bytes, length_bytes - copied_bytes)
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+        flags = mmap.MAP_SHARED | _MAP_FIXED
+        if libc.mmap(address, length_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fresh, 0) != address:
+            number = ctypes.get_errno()
+            raise OSError(number, f"mmap of {length_bytes} bytes: {os.strerror(number)}")
+        # torch knows the memory by this number, and gives it to processes with which it shares the tensor.
+        os.dup2(fresh, descriptor, inheritable=False)
+    finally:
+        os.close(fresh)
 
 
 def pool_geometry(
@@ -97,9 +159,14 @@ def pool_geometry(
         LayoutError: the layout cannot exist.
         ArgumentError: another argument is out of range, or the region is too small.
     """
+    layout = arguments.struct("layout", layout, KVLayout)
     layout.check()
-    if page_count < 1 or offset < 0:
-        raise ArgumentError(f"page_count is {page_count}, offset is {offset}: give page_count >= 1 and offset >= 0")
+    page_count = arguments.whole_number("page_count", page_count, 1, PAGE_COUNT_MAX)
+    offset = arguments.whole_number("offset", offset, 0, LENGTH_BYTES_MAX)
+    if region_bytes is not None:
+        region_bytes = arguments.whole_number("region_bytes", region_bytes, 1, LENGTH_BYTES_MAX)
+    if order is not None and not isinstance(order, PageOrder):
+        raise ArgumentError(f"order is {order!r}: give a PageOrder, or None for the layout's own")
     order = layout.order if order is None else order
     layers, heads = len(layout.layers), len(layout.heads)
     planes = layers if order is PageOrder.OPAQUE else layers * layout.model.kinds
@@ -111,6 +178,8 @@ def pool_geometry(
     }[order]
     plane_bytes = page_count * page_bytes
     end = offset + planes * plane_bytes
+    if end > LENGTH_BYTES_MAX:
+        raise ArgumentError(f"page_count is {page_count}: {planes} planes of so many pages end at byte {end}")
     if region_bytes is not None and region_bytes < end:
         raise ArgumentError(f"region_bytes is {region_bytes}: {planes} planes of {page_count} pages end at {end}")
     return PoolGeometry(

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 
 import msgspec
 
 from longshore_client.errors import ArgumentError
 from longshore_wire.codec import ENGINE_MESSAGE_BYTES_MAX, TO_AGENT
 from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX, Offer, Receive
+from longshore_wire.errors import Reason
 
 PAGE_BYTES = 4  # of an id in a message
+_SIGN_BIT = 0x80  # of an id's highest byte
 
 
 def packed_pages(pages: Sequence[int] | bytes) -> bytes:
@@ -24,15 +26,23 @@ def packed_pages(pages: Sequence[int] | bytes) -> bytes:
         packed = bytes(pages)
         if len(packed) % PAGE_BYTES:
             raise ArgumentError(f"pages are {len(packed)} bytes: give int32 ids of {PAGE_BYTES} bytes each")
-        return packed
-    try:
-        numbers = array("i", pages)
-    except (TypeError, OverflowError) as error:
-        raise ArgumentError(f"pages must be int32 numbers: {error}") from error
-    assert numbers.itemsize == PAGE_BYTES
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers.tobytes()
+    else:
+        if isinstance(pages, str) or not isinstance(pages, Sized):
+            raise ArgumentError(f"pages is a {type(pages).__name__}: give a sequence of int32 ids, or them packed")
+        try:
+            numbers = array("i", pages)
+        except (TypeError, OverflowError) as error:
+            raise ArgumentError(f"pages must be int32 numbers: {error}") from error
+        assert numbers.itemsize == PAGE_BYTES
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        packed = numbers.tobytes()
+    high_bytes = packed[PAGE_BYTES - 1 :: PAGE_BYTES]
+    if max(high_bytes, default=0) & _SIGN_BIT:
+        index = next(at for at, byte in enumerate(high_bytes) if byte & _SIGN_BIT)
+        page = int.from_bytes(packed[PAGE_BYTES * index : PAGE_BYTES * (index + 1)], "little", signed=True)
+        raise ArgumentError(f"pages[{index}] is {page}: give ids from 0 on", reason=Reason.PAGE_OUT_OF_RANGE)
+    return packed
 
 
 def page_count(first_token: int, end_token: int, page_size: int) -> int:

@@ -25,6 +25,8 @@ READY_LIMIT_S = 290.0
 # The first forward pass of an engine takes seconds, with many processes on few cores tens of them.
 REQUEST_LIMIT_S = 180.0
 KILL_LIMIT_S = 60.0
+# An engine lends a prompt's blocks until decode has them, at most for a connector's limit of 120 s.
+LENT_LIMIT_S = 150.0
 LOG_TAIL_CHARACTERS = 4000
 KV_BYTES = 64 << 20
 BLOCK_TOKENS = 32
@@ -255,8 +257,13 @@ class Engine:
                     yield part
 
     def forget_prefixes(self) -> None:
-        """Empty the prefix cache."""
-        self.http.post("/reset_prefix_cache").raise_for_status()
+        """Empty the prefix cache. vLLM refuses while a block is in use or lent, so this waits until none is."""
+
+        def is_empty() -> bool:
+            answer = self.http.post("/reset_prefix_cache").raise_for_status()
+            return answer.json()["success"] is True
+
+        _until(is_empty, f"{self.options.name} has emptied its prefix cache", LENT_LIMIT_S, self)
 
     def metrics(self) -> MetricsPage:
         """Return `/metrics`, parsed."""

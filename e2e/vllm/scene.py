@@ -53,40 +53,6 @@ class Side:
     extra: Sequence[str] = ()
 
 
-class Agent:
-    """An agent that can be killed and started again at the same socket."""
-
-    def __init__(self, settings: Mapping[str, str | int | float], directory: Path) -> None:
-        self._settings = settings
-        self._directory = directory
-        self.process = LocalAgent(settings, directory)
-
-    @property
-    def socket_path(self) -> str:
-        """Where engines connect."""
-        return self.process.socket_path
-
-    def start(self) -> None:
-        """Start it; returns at once."""
-        self.process.start()
-
-    def kill(self) -> None:
-        """End it and its workers by SIGKILL."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.stop()
-
-    def start_again(self) -> None:
-        """Start it after a kill; returns at once, as engines find it by themselves."""
-        # It says where its predecessor served.
-        (self._directory / "agent.json").unlink(missing_ok=True)
-        self.process = LocalAgent(self._settings, self._directory)
-        self.process.start()
-
-    def workers(self) -> list[int]:
-        """Return the ids of its workers' processes."""
-        return [int(worker["pid"]) for worker in self.process.status()["workers"] if worker.get("pid")]
-
-
 class Scene:
     """Agents and engines of two sides; a context manager, which returns when all are ready.
 
@@ -109,7 +75,7 @@ class Scene:
         self.zero = self._directory / "zero"
         keys = self._directory / "keys"
         make_keys(keys)
-        self.agents: dict[str, Agent] = {}
+        self.agents: dict[str, LocalAgent] = {}
         self.engines: dict[str, Engine] = {}
         for side in sides:
             settings: dict[str, str | int | float] = {
@@ -121,7 +87,7 @@ class Scene:
                 "slab_bytes_min": SLAB_BYTES_MIN,
                 "peer_timeout_s": peer_timeout_s,
             }
-            agent = Agent(settings, self._directory / side.name)
+            agent = LocalAgent(settings, self._directory / side.name)
             self.agents[side.name] = agent
             transfer = {
                 "kv_connector": "ZeroingConnector",
@@ -139,7 +105,7 @@ class Scene:
 
     def open_rooms(self) -> float:
         """Return how many halves of rooms are open at the agents."""
-        return sum(agent.process.metrics().total("longshore_rooms_open") for agent in self.agents.values())
+        return sum(agent.metrics().total("longshore_rooms_open") for agent in self.agents.values())
 
     def __enter__(self) -> Self:
         try:
@@ -148,7 +114,7 @@ class Scene:
             for engine in self.engines.values():
                 self._stack.enter_context(engine)
             for agent in self.agents.values():
-                agent.process.wait_ready()
+                agent.wait_ready()
             for engine in self.engines.values():
                 engine.wait_ready()
         except BaseException:
@@ -163,11 +129,11 @@ class Scene:
         for engine in self.engines.values():
             engine.kill()
         for agent in self.agents.values():
-            agent.process.terminate()
+            agent.terminate()
         for name, agent in self.agents.items():
-            agent.process.stop()
-            if agent.process.log_path.exists():
-                shutil.copy(agent.process.log_path, self._logs / f"agent-{name}.log")
+            agent.stop()
+            if agent.log_path.exists():
+                shutil.copy(agent.log_path, self._logs / f"agent-{name}.log")
         self._stack.close()
 
 
@@ -221,7 +187,7 @@ def generate(source: Engine, target: Engine, prompt: Prompt, max_tokens: int) ->
 @contextmanager
 def held(scene: Scene, side: str) -> Iterator[None]:
     """The workers of an agent stand still."""
-    workers = scene.agents[side].workers()
+    workers = [int(worker["pid"]) for worker in scene.agents[side].status()["workers"] if worker.get("pid")]
     for pid in workers:
         os.kill(pid, signal.SIGSTOP)
     try:
@@ -234,7 +200,7 @@ def held(scene: Scene, side: str) -> Iterator[None]:
 
 def rooms_open(scene: Scene, side: str) -> float:
     """Return how many rooms an agent's decode engines have open."""
-    return scene.agents[side].process.metrics().total("longshore_rooms_open", half="target")
+    return scene.agents[side].metrics().total("longshore_rooms_open", half="target")
 
 
 def has_no_block_in_use(engine: Engine) -> bool:

@@ -53,7 +53,7 @@ def _fresh(scene: Scene) -> None:
 def engine_count(scene: Scene, side: str) -> int:
     """How many ranks of engines are registered with an agent; none while it does not answer."""
     try:
-        return sum(len(worker["engines"]) for worker in scene.agents[side].process.status()["workers"])
+        return sum(len(worker["engines"]) for worker in scene.agents[side].status()["workers"])
     except LocalAgentError:
         return 0
 
@@ -163,7 +163,7 @@ def test_an_agent_is_killed_while_kv_is_under_way_and_comes_back(
     agent = scene.agents[side]
     with under_way(scene, source, target) as asked:
         agent.kill()
-    agent.start_again()
+    agent.start()
     ranks = scene.engines[side].options.tp
     until(lambda: engine_count(scene, side) == ranks, "the engine has found its new agent", END_LIMIT_S)
     # The engines tell a new agent what is open, so that the request may also end well.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import tiny_model
@@ -34,7 +35,7 @@ def _fresh(scene: Scene) -> None:
 
 def rooms_done(scene: Scene, side: str) -> float:
     """How many claims of ranks ended well at the agent of a side."""
-    return scene.agents[side].process.metrics().total("longshore_rooms_total", half="target", outcome="done")
+    return scene.agents[side].metrics().total("longshore_rooms_total", half="target", outcome="done")
 
 
 def loaded_bytes(scene: Scene, side: str) -> float:
@@ -65,6 +66,7 @@ def test_with_the_moved_kv_zeroed_the_tokens_of_every_telling_prompt_differ(
     scene: Scene, alone: Oracle, source: str, target: str
 ) -> None:
     telling = [prompt for prompt in PROMPTS if len(prompt) >= TELLING_TOKENS_MIN]
+    taken = external_tokens(scene, target)
     scene.zero.touch()
     try:
         answers = at_once(
@@ -72,6 +74,8 @@ def test_with_the_moved_kv_zeroed_the_tokens_of_every_telling_prompt_differ(
         )
     finally:
         scene.zero.unlink()
+    # Zeroing tells nothing of tokens that decode had in its own prefix cache.
+    assert external_tokens(scene, target) - taken == sum(map(len, telling))
     same = [len(prompt) for prompt, answer in zip(telling, answers, strict=True) if answer == alone(prompt)]
     assert same == []
 
@@ -92,6 +96,21 @@ def test_of_a_prompt_whose_beginning_decode_has_only_the_rest_is_moved(
     whole_blocks = -(-len(second) // block) - here // block
     expected = moved + whole_blocks * block * bytes_of_a_token(scene)
     until(lambda: loaded_bytes(scene, target) == expected, f"{expected} bytes came")
+
+
+def test_prefixes_are_forgotten_once_every_block_lent_is_back(scene: Scene) -> None:
+    wide, single = scene.engines[WIDE], scene.engines[SINGLE]
+    cached, lent = PROMPTS[-2], PROMPTS[-1]
+    generate(wide, single, cached, NEW_TOKENS)
+    # Its blocks stay lent until the other engine has claimed them.
+    handed = prefill(single, lent)
+    with ThreadPoolExecutor(1) as thread:
+        forgotten = thread.submit(single.forget_prefixes)
+        wide.complete(lent, NEW_TOKENS, handed)
+        forgotten.result()
+    taken = external_tokens(scene, SINGLE)
+    generate(wide, single, cached, NEW_TOKENS)
+    assert external_tokens(scene, SINGLE) - taken == len(cached)
 
 
 def bytes_of_a_token(scene: Scene) -> int:

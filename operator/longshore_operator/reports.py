@@ -37,11 +37,12 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 class Worker(msgspec.Struct, frozen=True):
-    """One worker of an agent."""
+    """One worker of an agent. `data_path` is one of `names.PROTECTIONS`; empty: it has not said yet."""
 
     worker: str
     engines: tuple[Engine, ...] = ()
     peers: tuple[Peer, ...] = ()
+    data_path: str = ""
 
 
 class AgentReport(msgspec.Struct, frozen=True):

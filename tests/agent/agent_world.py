@@ -54,6 +54,9 @@ CHEAP = {
     "LONGSHORE_RING_EXTENT_BYTES": "2Mi",
     "LONGSHORE_LANE_BYTES": "1Mi",
     "LONGSHORE_SLAB_BYTES_MIN": "64Ki",
+    # One process plays many engines.
+    "LONGSHORE_PROCESS_WORKERS_MAX": "1000",
+    "LONGSHORE_USER_WORKERS_MAX": "1000",
     # Engines of one agent meet in many tests, and those are about what lies between two agents.
     "LONGSHORE_DIRECT": "false",
     # What tests say of ways must not change when somebody measures anew.
@@ -91,10 +94,11 @@ def wait_for(condition: Callable[[], T], limit_s: float = EVENT_LIMIT_S, what: s
 
 
 class Agent:
-    """One real agent; `settings` are environment variables on top of CHEAP."""
+    """One real agent; `settings` are environment variables on top of CHEAP, `inside` is a command that starts it elsewhere."""
 
-    def __init__(self, directory: Path, **settings: str) -> None:
+    def __init__(self, directory: Path, inside: Sequence[str] = (), **settings: str) -> None:
         self.directory = directory
+        self._inside = inside
         directory.mkdir()
         environment = {key: value for key, value in os.environ.items() if not key.startswith("LONGSHORE_")}
         self._environment = environment | {
@@ -111,7 +115,7 @@ class Agent:
         (self.directory / "agent.json").unlink(missing_ok=True)
         with (self.directory / "log").open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "longshore_agent.main"],
+                [*self._inside, sys.executable, "-m", "longshore_agent.main"],
                 env=self._environment,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
@@ -147,7 +151,8 @@ class Agent:
         return (self.directory / "log").read_text(errors="replace")
 
     def status(self) -> dict[str, Any]:
-        return self.get("/v1/status")
+        found: dict[str, Any] = self.get("/v1/status")
+        return found
 
     def worker(self, instance: str, rank: int = 0) -> dict[str, Any] | None:
         """What the agent says of the worker of a rank; None while there is none."""

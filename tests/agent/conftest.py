@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 
+import own_network
 import pytest
 from agent_world import living_agents
 from fault_judge import SceneJudge, WrongJudge
@@ -33,3 +34,12 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
         for agent in living_agents:
             report.sections.append((f"log of the agent in {agent.directory}", agent.log()[-_LOG_CHARACTERS_MAX:]))
     return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is marked so in a network of its own."""
+    if pyfuncitem.get_closest_marker("own_network") is None or own_network.inside():
+        return None
+    own_network.run(pyfuncitem)
+    return True

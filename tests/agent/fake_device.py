@@ -18,7 +18,8 @@ from longshore_wire.plan import Way
 from longshore_wire.slabs import region_bytes
 
 PEER = PeerId("decode", 0, 0)
-RING = RegionInfo(1 << 40, 1 << 30)
+TRAILER_KEY = b"of the ring"
+RING = RegionInfo(1 << 40, 1 << 30, trailer_key=TRAILER_KEY)
 
 
 def pair_of(room: int) -> PairKey:
@@ -105,7 +106,7 @@ class FakeDevice:
     def scatter(self, job: ScatterJob) -> FakeCopy:
         if self.pool_gone:
             raise PoolError("the pool is unregistered")
-        found = next(self._found) or trailer_of(job.effect).pack()
+        found = next(self._found) or trailer_of(job.effect).seal(TRAILER_KEY).data
         self.scatters.append(FakeCopy(job, job.effect.offset_bytes, found))
         return self.scatters[-1]
 

@@ -14,6 +14,8 @@ from longshore_wire.errors import Reason
 
 PREFILL, DECODE = "prefill", "decode"
 LOOPBACK, NIXL, MOONCAKE = "Loopback", "NIXL", "Mooncake"
+# Where no wire needs TCP, and UCX tells NIXL less of dead peers.
+NIXL_ALONE = "NIXL without TCP"
 
 # -- what an engine sees of its half of a room -------------------------------------------------------------------------
 
@@ -138,7 +140,7 @@ def _rows(
 
 
 _BOTH_DONE = (DONE, DONE)
-_EVERYWHERE = (LOOPBACK, NIXL, MOONCAKE)
+_EVERYWHERE = (LOOPBACK, NIXL, NIXL_ALONE, MOONCAKE)
 
 SCENES: tuple[Scene, ...] = (
     Scene(
@@ -164,15 +166,17 @@ SCENES: tuple[Scene, ...] = (
     Scene(
         "engine stopped",
         PREFILL,
-        "SIGSTOP to the prefill engine for longer than the lease (here 2 s), then SIGCONT: it hears then.",
+        "SIGSTOP to the prefill engine for longer than the lease (here 2 s), then SIGCONT: the events arrive then. When it has ended, "
+        "decode's worker still probes for its next life, as above.",
         15,
         _rows(Reason.LEASE_EXPIRED, PREFILL, offered=(failed(Reason.LEASE_EXPIRED), failed(Reason.LEASE_EXPIRED))),
         _EVERYWHERE,
+        kept_descriptors=1,
     ),
     Scene(
         "engine stopped",
         DECODE,
-        "SIGSTOP to the decode engine for longer than the lease (here 2 s), then SIGCONT: it hears then.",
+        "SIGSTOP to the decode engine for longer than the lease (here 2 s), then SIGCONT: the events arrive then.",
         15,
         _rows(Reason.LEASE_EXPIRED, DECODE, offered=_BOTH_DONE),
         _EVERYWHERE,
@@ -208,11 +212,11 @@ SCENES: tuple[Scene, ...] = (
     Scene(
         "peer silent",
         DECODE,
-        "The same to the decode engine's worker. Not shown over NIXL: rooms end there as they do here, but both workers keep "
+        "The same to the decode engine's worker. Not shown over NIXL with TCP: rooms end there as they do here, but both workers keep "
         "the two sockets of the connection that was given up until one of them ends.",
         20,
         _rows(Reason.PEER_LOST, DECODE, offered=_BOTH_DONE),
-        (LOOPBACK, MOONCAKE),
+        (LOOPBACK, NIXL_ALONE, MOONCAKE),
     ),
     Scene(
         "agent killed and back",
@@ -377,7 +381,7 @@ def wrong(fault: str) -> Wrong:
 
 
 # Connections that a library keeps after a peer of a worker has died, by transport; the page says for how long.
-LIBRARY_KEEPS: Mapping[str, int] = {LOOPBACK: 0, NIXL: 1, MOONCAKE: 1}
+LIBRARY_KEEPS: Mapping[str, int] = {LOOPBACK: 0, NIXL: 1, NIXL_ALONE: 0, MOONCAKE: 1}
 
 # -- the page ----------------------------------------------------------------------------------------------------------
 
@@ -393,7 +397,7 @@ what the tests hold on two busy cores, from the fault on, or from the return of 
 timeout of 4 s and a heartbeat of 0.2 s. After each scene the rings are empty, other rooms have arrived, no page has
 changed that was not theirs, every page has been released, nothing was reported twice, and every process holds the
 descriptors, mapped pages and memory that it held at the start. Two exceptions are the libraries': after the death of a peer
-NIXL keeps one connection until the next peer dies, and Mooncake keeps one to each decode worker that has died until the
+NIXL with TCP keeps one connection until the next peer dies, and Mooncake keeps one to each decode worker that has died until the
 prefill worker that wrote to it ends.
 
 A worker that does not run itself, because its machine is busy or stands still, counts that time as

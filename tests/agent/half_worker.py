@@ -58,6 +58,8 @@ class HalfWorker:
         )
         self.metrics = Metrics()
         self.mover = Mover(config, settings, self.metrics, SpanRecorder(1), lambda *_: None)
+        # Nobody here attaches over ZeroMQ.
+        self.mover.parts.ports.admit([settings.bind_host])
         self.desk = Desk(layout, self.mover.parts.transport, self._source, self._target)
         self.pages = EnginePages(layout, page_count, f"storm-{name}")
         self.ask(RegisterPool(1, 0, self.pages.geometry), [os.dup(self.pages.descriptor)])
@@ -66,6 +68,7 @@ class HalfWorker:
             self.mover.parts.ring_region,
             {number: pool.info(number) for number, pool in self.desk.pools.items()},
             self.mover.parts.probe_region,
+            "storm:1",
         )
         self.heard: list[dict[str, Any]] = []
         self.effects: list[RoomEnded | RoomReleased | StartScatter] = []
@@ -154,7 +157,7 @@ class HalfWorker:
             if effect.reason:
                 self.mover.cancel(self.half, effect.key)
         elif isinstance(effect, RoomReleased):
-            self.desk.tables.pop((self.half, effect.key), None)
+            self.desk.release(self.half, effect.key)
             self.mover.forget(self.half, effect.key)
             self.effects.append(effect)
         elif isinstance(effect, PeerAttached):

@@ -2,155 +2,35 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 import pytest
+from desk_side import PAGE_COUNT, Make, claim, endpoint, pages, run, side_maker
 
-from longshore_agent.path.admit import PARTIAL_CLAIMS_MAX, Desk
-from longshore_agent.settings import Settings
-from longshore_agent.status.metrics import Metrics
-from longshore_agent.status.spans import SpanRecorder
-from longshore_agent.worker.config import WorkerConfig
-from longshore_agent.worker.moving import Mover
-from longshore_client.memory import create_region, pool_geometry
-from longshore_wire.effects import PeerAttached, PeerId, RoomEnded, RoomReleased, StartScatter, StartWrite
+from longshore_agent.path.admit import PARTIAL_CLAIMS_MAX
 from longshore_wire.engine_messages import (
+    TOKENS_MAX,
     Accepted,
     Cancel,
     DeviceRegion,
-    Endpoint,
     Half,
     Hello,
     Offer,
-    RankAddress,
     Receive,
     Refused,
     RegisterPool,
+    TargetMemory,
     UnregisterPool,
 )
 from longshore_wire.errors import Reason
-from longshore_wire.layout import KVLayout, ModelShape, Parallel
-from longshore_wire.source_session import SourceSession
-from longshore_wire.target_session import TargetSession
-
-MODEL = ModelShape(layers=2, kv_heads=2, head_dim=8, element_bytes=2)
-PAGE_COUNT = 32
-
-
-class Side:
-    """A worker without its sockets: a core, a desk and the parts that move bytes."""
-
-    def __init__(self, instance: str, half: Half, page_size: int, **settings: str) -> None:
-        variables = {
-            "LONGSHORE_BACKEND": "Loopback",
-            "LONGSHORE_RING_BYTES": "1Mi",
-            "LONGSHORE_LANE_BYTES": "64Ki",
-            "LONGSHORE_LANE_COUNT": "2",
-            "LONGSHORE_SLAB_BYTES_MIN": "1Ki",
-        } | settings
-        layout = KVLayout(MODEL, Parallel(), page_size)
-        self.half, self.now_ns = half, 1
-        self.config = WorkerConfig(f"{instance}/0/0", "d", instance, 7, layout, (half,), variables, 0, -1)
-        found = Settings.from_environment(variables)
-        session = self.config.session_config(found)
-        self.peer = PeerId(instance, 0, 0)
-        self.source = SourceSession(session, now_ns=1) if half is Half.SOURCE else None
-        self.target = TargetSession(session, now_ns=1) if half is Half.TARGET else None
-        self.core = self.source or self.target
-        assert self.core is not None
-        self.metrics = Metrics()
-        self.mover = Mover(self.config, found, self.metrics, SpanRecorder(100), lambda *_: None)
-        self.desk = Desk(layout, self.mover.parts.transport, self.source, self.target)
-        self.geometry = pool_geometry(layout, PAGE_COUNT)
-        self.descriptor, memory = create_region(self.geometry.region_bytes[0])
-        self.bytes = np.frombuffer(memory, np.uint8)
-        self.ended: dict[int, RoomEnded] = {}
-        self.released: set[int] = set()
-        self._request = 0
-        self.describe()
-
-    def say(self, message: msgspec.Struct, descriptors: tuple[int, ...] = ()) -> Accepted | Refused | None:
-        """Give the desk one request with a number of its own, and return its answer."""
-        self._request += 1
-        request = message if isinstance(message, Hello) else msgspec.structs.replace(message, request=self._request)
-        answer = self.desk.handle(request, [os.dup(descriptor) for descriptor in descriptors], self.now_ns)
-        assert answer is None or answer.request in (self._request, 0)
-        return answer
-
-    def register(self, pool: int = 0) -> Accepted | Refused | None:
-        answer = self.say(RegisterPool(0, pool, self.geometry), (self.descriptor,))
-        self.describe()
-        return answer
-
-    def describe(self) -> None:
-        pools = {number: pool.info(number) for number, pool in self.desk.pools.items()}
-        self.core.describe(
-            self.mover.parts.transport.metadata(), self.mover.parts.ring_region, pools, self.mover.parts.probe_region
-        )
-
-    def turn(self, other: Side) -> None:
-        """What a worker's loop does once; messages go straight to the other side."""
-        self.now_ns += 1_000_000
-        self.mover.collect()
-        for peer, message in self.mover.take_results(self.half, self.core, self.now_ns):
-            assert peer == other.peer
-            other.core.receive(self.peer, message, other.now_ns)
-        if self.target is not None:
-            for peer, message in self.mover.notices():
-                self.target.receive(peer, message, self.now_ns)
-        self.core.tick(self.now_ns)
-        for effect in self.core.take_effects():
-            if isinstance(effect, PeerAttached):
-                self.mover.connect(self.half, effect)
-            elif isinstance(effect, StartWrite):
-                self.mover.start_write(effect, self.desk, self.source, self.now_ns)
-            elif isinstance(effect, StartScatter):
-                self.mover.start_scatter(effect, self.desk, self.now_ns)
-            elif isinstance(effect, RoomEnded):
-                self.ended[effect.key.room] = effect
-                self.mover.cancel(effect.half, effect.key)
-            elif isinstance(effect, RoomReleased):
-                self.released.add(effect.key.room)
-                self.desk.tables.pop((effect.half, effect.key), None)
-        for _, message in self.core.take_outbox():
-            other.core.receive(self.peer, message, other.now_ns)
-
-    def close(self) -> None:
-        self.mover.parts.close()
-        for pool in list(self.desk.pools):
-            self.desk.let_go(pool)
-        os.close(self.descriptor)
-
-
-Make = Callable[..., Side]
 
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    made: list[Side] = []
-
-    def build(instance: str, half: Half, page_size: int = 4, **settings: str) -> Side:
-        made.append(Side(instance, half, page_size, **settings))
-        return made[-1]
-
-    yield build
-    for side in made:
-        side.close()
-
-
-def pages(*numbers: int) -> bytes:
-    return np.array(numbers, "<i4").tobytes()
-
-
-def endpoint(page_size: int = 4) -> Endpoint:
-    return Endpoint("P", KVLayout(MODEL, Parallel(), page_size), (RankAddress(0, "h:1", 7),))
-
-
-def claim(room: int, end_token: int, listed: bytes, *, offset: int = 0, count: int | None = None) -> Receive:
-    return Receive(0, room, 0, endpoint(), 0, end_token, offset, len(listed) // 4 if count is None else count, listed)
+    with side_maker() as build:
+        yield build
 
 
 def reason(answer: Accepted | Refused | None) -> Reason:
@@ -178,6 +58,44 @@ def test_page_lists_are_checked_by_the_worker_itself_whatever_the_client_did(mak
     assert not target.desk.tables
 
 
+def test_a_page_that_an_open_room_writes_is_refused_to_every_other_room_until_it_is_released(make):
+    target = make("D", Half.TARGET)
+    target.register()
+    target.register(1)
+    assert isinstance(target.say(claim(1, 12, pages(1, 2, 3))), Accepted)
+    answer = target.say(claim(2, 12, pages(7, 3, 8)))
+    assert reason(answer) is Reason.TOKENS_OVERLAP
+    assert "pages[1] is 3, which room 1 of P writes" in answer.text
+    assert [key.room for _, key in target.desk.tables] == [key.room for key in target.core.rooms] == [1]
+    # Pages beside it, those of another pool, and those of the refused claim are free.
+    assert isinstance(target.say(claim(3, 8, pages(7, 8))), Accepted)
+    assert isinstance(target.say(msgspec.structs.replace(claim(4, 12, pages(1, 2, 3)), pool=1)), Accepted)
+    assert isinstance(target.say(Cancel(0, Half.TARGET, "P", 1, 0)), Accepted)
+    target.turn(make("P", Half.SOURCE))
+    assert target.released == {1}
+    assert isinstance(target.say(claim(5, 12, pages(3, 2, 1))), Accepted)
+
+
+@pytest.mark.parametrize(("first", "end"), [(0, TOKENS_MAX + 1), (-1, 3), (4, 3), (2**62, 2**63)])
+def test_tokens_that_could_never_be_claimed_are_offered_to_nobody(make, first, end):
+    source, target = make("P", Half.SOURCE), make("D", Half.TARGET)
+    source.register()
+    target.register()
+    refused = source.say(Offer(0, 1, 0, first, end, True, pages(1)))
+    assert reason(refused) is Reason.TOKENS_MISSING
+    assert f"give 0 <= first <= end <= {TOKENS_MAX}" in refused.text
+    assert reason(target.say(Receive(0, 1, 0, endpoint(), first, end, 0, 1, pages(1)))) is Reason.TOKENS_MISSING
+    assert (source.core.rooms, source.desk.tables, target.core.rooms, target.desk.tables) == ({}, {}, {}, {})
+
+
+def test_rooms_may_offer_the_same_pages_at_once(make):
+    source = make("P", Half.SOURCE)
+    source.register()
+    for room in (1, 2):
+        assert isinstance(source.say(Offer(0, room, 0, 0, 8, True, pages(1, 2))), Accepted)
+    assert len(source.core.rooms) == 2
+
+
 @pytest.mark.parametrize("listed", [b"\x01\x02\x03", b"\x01\x00\x00\x00\x02"])
 def test_page_lists_that_are_no_numbers_are_refused_and_end_nobody(make, listed):
     source, target = make("P", Half.SOURCE), make("D", Half.TARGET)
@@ -185,6 +103,21 @@ def test_page_lists_that_are_no_numbers_are_refused_and_end_nobody(make, listed)
     target.register()
     assert reason(source.say(Offer(0, 1, 0, 0, 4, True, listed))) is Reason.MALFORMED_MESSAGE
     assert reason(target.say(claim(1, 4, listed, count=1))) is Reason.MALFORMED_MESSAGE
+
+
+def test_host_memory_and_a_digest_are_refused_by_name_and_nothing_is_kept(make):
+    target = make("D", Half.TARGET)
+    pool = target.say(RegisterPool(0, 0, target.geometry, TargetMemory.HOST), (target.descriptor,))
+    assert (reason(pool), target.desk.pools) == (Reason.UNSUPPORTED, {})
+    assert "memory is HOST" in pool.text and "leave it DEVICE" in pool.text
+    target.register()
+    host = target.say(msgspec.structs.replace(claim(1, 8, pages(1, 2)), memory=TargetMemory.HOST))
+    assert reason(host) is Reason.UNSUPPORTED
+    assert "memory is HOST" in host.text
+    digest = target.say(msgspec.structs.replace(claim(1, 8, pages(1, 2)), digest=True))
+    assert reason(digest) is Reason.UNSUPPORTED
+    assert "digest is True" in digest.text and "leave it False" in digest.text
+    assert (target.core.rooms, target.desk.tables) == ({}, {})
 
 
 def test_cuda_handles_are_refused_by_a_worker_on_a_cpu_and_nothing_is_mapped(make):
@@ -197,12 +130,14 @@ def test_cuda_handles_are_refused_by_a_worker_on_a_cpu_and_nothing_is_mapped(mak
     assert isinstance(side.register(), Accepted)
 
 
-def test_a_claim_in_parts_is_answered_by_its_last_part_in_whatever_order_they_come(make):
+def test_a_claim_in_parts_is_answered_by_its_last_part(make):
     target = make("D", Half.TARGET)
     target.register()
-    assert target.say(claim(1, 24, pages(5, 6), offset=4, count=6)) is None
+    assert target.say(claim(1, 24, pages(9, 9), offset=0, count=6)) is None
+    # The engine begins anew.
     assert target.say(claim(1, 24, pages(1, 2), offset=0, count=6)) is None
-    assert isinstance(target.say(claim(1, 24, pages(3, 4), offset=2, count=6)), Accepted)
+    assert target.say(claim(1, 24, pages(3, 4), offset=2, count=6)) is None
+    assert isinstance(target.say(claim(1, 24, pages(5, 6), offset=4, count=6)), Accepted)
     ((_, table),) = target.desk.tables.items()
     assert table.pages.tolist() == [1, 2, 3, 4, 5, 6]
 
@@ -212,6 +147,15 @@ def test_parts_that_do_not_make_a_list_are_refused_and_forgotten(make):
     target.register()
     assert target.say(claim(1, 12, pages(1, 2), count=3)) is None
     assert reason(target.say(claim(1, 12, pages(2, 3), offset=1, count=3))) is Reason.MALFORMED_MESSAGE
+    assert target.say(claim(1, 24, pages(1, 2), count=6)) is None
+    out_of_order = target.say(claim(1, 24, pages(5, 6), offset=4, count=6))
+    assert reason(out_of_order) is Reason.MALFORMED_MESSAGE
+    assert "2 pages at 4, after 2 of 6 pages" in out_of_order.text
+    assert target.say(claim(1, 12, pages(1, 2), count=3)) is None
+    assert reason(target.say(claim(1, 12, b"", offset=2, count=3))) is Reason.MALFORMED_MESSAGE
+    assert (
+        reason(target.say(claim(1, 12, bytes(4 * (PAGE_COUNT + 1)), count=2 * PAGE_COUNT))) is Reason.MALFORMED_MESSAGE
+    )
     assert reason(target.say(claim(1, 12, pages(1), offset=-1, count=3))) is Reason.MALFORMED_MESSAGE
     assert isinstance(target.say(claim(1, 12, pages(1, 2, 3))), Accepted)
     for room in range(2, PARTIAL_CLAIMS_MAX + 2):
@@ -224,7 +168,7 @@ def test_a_cancelled_claim_forgets_the_parts_that_have_come(make):
     target.register()
     assert target.say(claim(1, 12, pages(1, 2), count=3)) is None
     assert isinstance(target.say(Cancel(0, Half.TARGET, "P", 1, 0)), Accepted)
-    assert target.say(claim(1, 12, pages(3), offset=2, count=3)) is None
+    assert reason(target.say(claim(1, 12, pages(3), offset=2, count=3))) is Reason.MALFORMED_MESSAGE
 
 
 def test_chunks_extend_a_rooms_pages_and_a_sequence_keeps_those_it_has(make):
@@ -270,19 +214,6 @@ def test_a_pool_that_a_neighbour_was_given_is_answered_for_only_when_nobody_has_
     assert isinstance(answer, Accepted)
     assert target.desk.free(0) == []
     assert isinstance(target.register(), Accepted)
-
-
-def run(source: Side, target: Side, room: int) -> None:
-    """Move one room between two sides that are attached by hand, until both halves have ended."""
-    source.bytes[:] = np.arange(len(source.bytes)) % 251
-    assert isinstance(target.say(claim(room, 24, pages(7, 3, 5))), Accepted)
-    assert isinstance(source.say(Offer(0, room, 0, 0, 24, True, pages(1, 2, 3, 4, 5, 6))), Accepted)
-    for _ in range(20_000):
-        target.turn(source)
-        source.turn(target)
-        if room in source.released and room in target.released:
-            return
-    raise AssertionError(f"room {room} does not end: {source.ended}, {target.ended}")
 
 
 def test_bytes_move_between_two_workers_without_their_sockets(make):

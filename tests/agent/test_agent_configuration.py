@@ -50,9 +50,49 @@ def test_files_that_settings_name_and_that_are_not_there_are_told_at_once_by_the
 def test_an_empty_token_file_does_not_open_the_pages_to_everyone(refused, tmp_path) -> None:
     path = tmp_path / "token"
     path.write_text("\n")
+    path.chmod(0o600)
     assert refused(http_token_file=path) == [
         f"longshore-agent: LONGSHORE_HTTP_TOKEN_FILE: {path} is empty: write the token into it, or name no file"
     ]
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Path:
+    """Keys of two revisions and a token as a kubelet mounts them: names are links into a folder, to which a link points."""
+    data = tmp_path / "mounted" / "..2026"
+    data.mkdir(parents=True)
+    curve.write(curve.generate(), data)
+    (data / curve.KEYS_FILE).rename(data / curve.PREVIOUS_FILE)
+    curve.write(curve.generate(), data)
+    (data / "token").write_text("s3cret")
+    (data.parent / "..data").symlink_to("..2026")
+    for path in data.iterdir():
+        (data.parent / path.name).symlink_to(f"..data/{path.name}")
+        path.chmod(0o440)
+    return data.parent
+
+
+@pytest.mark.parametrize(
+    ("setting", "name"),
+    [
+        ("KEYS_DIRECTORY", curve.KEYS_FILE),
+        ("KEYS_DIRECTORY", curve.PREVIOUS_FILE),
+        ("HTTP_TOKEN_FILE", "token"),
+    ],
+)
+def test_a_secret_that_every_user_can_read_is_refused_by_its_file(refused, mounted, setting, name) -> None:
+    (mounted / name).chmod(0o444)
+    # An unknown fault beside it, so that nothing starts where it is not refused.
+    said = refused(keys_directory=mounted, http_token_file=mounted / "token", loopback_faults="junk")
+    assert f"longshore-agent: LONGSHORE_{setting}: {mounted}/{name}: every user of this machine can read it" in said[0]
+    assert f"`chmod 600 {mounted}/{name}`" in said[0]
+    assert "defaultMode: 0440" in said[0]
+    assert len(said) == 2
+
+
+def test_secrets_that_the_pod_s_group_can_read_are_taken_as_a_secret_volume_mounts_them(refused, mounted) -> None:
+    (fault,) = refused(keys_directory=mounted, http_token_file=mounted / "token", loopback_faults="junk")
+    assert "LOOPBACK_FAULTS" in fault
 
 
 def test_faults_of_the_config_file_and_of_the_environment_are_told_together(refused, tmp_path) -> None:
@@ -78,7 +118,7 @@ def test_a_manifest_given_in_the_config_files_place_is_told_as_such(refused) -> 
         ),
         # 203.0.113.0/24 is for documentation: no machine has an address of it.
         (
-            {"BIND_HOST": "203.0.113.9"},
+            {"BIND_HOST": "203.0.113.9", "NETWORK_POLICY": "true"},
             "LONGSHORE_BIND_HOST, LONGSHORE_HTTP_PORT: cannot listen on 203.0.113.9:0: Cannot assign",
         ),
     ],
@@ -89,7 +129,7 @@ def test_what_keeps_the_pages_from_being_served_is_told_by_its_variables(setting
 
 def test_a_token_may_come_through_a_pipe_which_can_be_read_only_once(tmp_path) -> None:
     # It gets as far as to its address, and says nothing of its token.
-    said = _refusal(tmp_path, HTTP_TOKEN_FILE="/dev/stdin", BIND_HOST="203.0.113.9")
+    said = _refusal(tmp_path, HTTP_TOKEN_FILE="/dev/stdin", BIND_HOST="203.0.113.9", NETWORK_POLICY="true")
     assert "cannot listen on" in said
     assert "HTTP_TOKEN_FILE" not in said
     assert "/dev/stdin" not in said

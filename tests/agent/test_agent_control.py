@@ -14,11 +14,9 @@ from agent_fleet import Fleet, fleet_of
 from agent_world import DEPLOYMENT, MODEL, START_LIMIT_S, Agent, Request, is_worker, wait_for, wait_for_none
 
 from longshore_agent.control import curve
-from longshore_agent.control.doors import main_door
 from longshore_agent.status.metric_table import TABLE
 from longshore_client import (
     ArgumentError,
-    ConnectError,
     HelloRefused,
     KVLayout,
     LayoutError,
@@ -29,14 +27,15 @@ from longshore_client import (
     RoomEventKind,
     connect,
 )
+from longshore_wire.addresses import main_address
 from longshore_wire.codec import PEER, PEER_MESSAGE_BYTES_MAX
 from longshore_wire.engine_messages import Half
 from longshore_wire.peer_messages import (
     PROTOCOL_VERSION,
     Abort,
-    AbortAck,
     Attach,
     Claim,
+    EndAck,
     Grant,
     PairKey,
     Ping,
@@ -144,7 +143,7 @@ class Dialer:
 
 @pytest.fixture
 def address(fleet) -> str:
-    return main_door(fleet.one.endpoint().ranks[0].address)
+    return main_address(fleet.one.endpoint().ranks[0].address)
 
 
 @pytest.fixture
@@ -204,7 +203,7 @@ def test_who_has_a_key_is_answered_and_one_of_another_deployment_is_refused_by_n
     ("data", "reason"),
     [
         (b"\x01\xc1\xff junk", "malformed_message"),
-        (b"\x63" + PEER.encode(Ping(1))[1:], "unknown_version"),
+        (b"\x63" + PEER.encode(Ping(1, 1))[1:], "unknown_version"),
         (bytes([PROTOCOL_VERSION]) + bytes(PEER_MESSAGE_BYTES_MAX), "malformed_message"),
         (b"", "malformed_message"),
     ],
@@ -261,8 +260,8 @@ def test_messages_of_the_right_form_with_any_numbers_in_them_end_no_worker(fleet
                 Claim(pair(), 0, 64, chosen.choice(list(Way)), 0, 4, bytes(16)),
                 Grant(pair(), number(), number(), number(), number()),
                 SlabAck(pair(), number(), number()),
-                Abort(pair(), Reason.CANCELLED, "x" * 1000) if turn > 200 else Ping(number()),
-                AbortAck(pair()),
+                Abort(pair(), Reason.CANCELLED, "x" * 1000) if turn > 200 else Ping(number(), 1),
+                EndAck(pair()),
                 attach(fleet, generation=turn, metadata=os.urandom(50), ring=RegionInfo(4096, 1 << 22)),
                 attach(fleet, generation=turn, ring=RegionInfo(number(), number(), number()), pools=pools),
                 attach(fleet, generation=turn, slab_bytes_max=number(), epoch=chosen.choice([1, 2])),
@@ -380,6 +379,7 @@ def test_engines_that_cannot_be_served_are_told_why_before_a_worker_is_started(f
             connect(path, instance="a", layout=layout, device="GPU-7e375b68-5e7c-3244-17df-0d90019d4b71")
     with pytest.raises(LayoutError, match=r"parallel\.tp is 5"):
         connect(path, instance="a", layout=KVLayout(MODEL, Parallel(tp=5), 16))
-    with pytest.raises(ConnectError, match="one rank 0 is registered"):
+    with pytest.raises(HelloRefused, match="one rank 0 is registered") as twin:
         connect(path, instance="one", layout=layout, timeout_s=1.0)
+    assert twin.value.reason is Reason.BUSY
     assert {worker["worker"] for worker in fleet.prefill.status()["workers"]} == {"two/0/0", "two/0/1", "one/0/0"}

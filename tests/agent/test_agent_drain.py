@@ -22,8 +22,8 @@ from fault_table import DONE, wrong
 from longshore_client import (
     Busy,
     Client,
-    ConnectError,
     Half,
+    HelloRefused,
     KVLayout,
     ModelShape,
     Parallel,
@@ -187,8 +187,9 @@ def test_sigterm_lets_open_rooms_finish_refuses_new_engines_and_rooms_and_leaves
     pair.agent.process.send_signal(signal.SIGTERM)
     wait_for(lambda: {worker["state"] for worker in pair.agent.status()["workers"]} == {"draining"})
     assert pair.agent.ask("/readyz")[0] == 503
-    with pytest.raises(ConnectError, match="takes no engine now"):
+    with pytest.raises(HelloRefused, match="takes no engine now") as refused:
         connect(pair.agent.socket, instance="newcomer", layout=LAYOUT, timeout_s=2)
+    assert refused.value.reason is Reason.SHUTTING_DOWN
     with pytest.raises(Busy, match="the agent stops"):
         pair.writer.send(6, pair.pages[0][:10], 0, 10, last=True)
     with pytest.raises(Busy, match="the agent stops"):
@@ -204,7 +205,7 @@ def test_sigterm_lets_open_rooms_finish_refuses_new_engines_and_rooms_and_leaves
         assert pair.agent.process.wait(20) == 0
         assert asked.result() <= {200, 503}
     assert not any(is_worker(pid) for pid in children)
-    assert {path.name for path in pair.agent.directory.iterdir()} == {"log"}
+    assert {path.name for path in pair.agent.directory.iterdir()} == {"log", "lives.json"}
     assert not [line for line in pair.agent.log().splitlines() if "terminate called" in line or "Traceback" in line]
     names = {name for name in Path("/proc/net/unix").read_text().split() if str(pair.agent.directory) in name}
     assert not names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from agent_fleet import World
 from agent_world import Agent, Engine, Request, wait_for
 from transport_peer import mooncake_ports, strike
 
-from longshore_client import Half, Reason, RoomEventKind
+from longshore_client import Busy, Half, Reason, RoomEventKind
 
 
 @dataclass
@@ -80,18 +81,22 @@ def test_junk_on_the_port_of_a_worker_fails_its_rooms_by_name_restarts_it_and_to
     assert place.other.intact()
 
 
-def test_an_agent_in_the_nodes_network_does_not_start_with_mooncake_and_says_why_and_the_way_out(tmp_path):
+@pytest.mark.parametrize("backend", ["NIXL", "Mooncake"])
+def test_an_agent_whose_data_ports_others_reach_does_not_start_and_says_why_and_the_way_out(tmp_path, backend):
     environment = {key: value for key, value in os.environ.items() if not key.startswith("LONGSHORE_")}
     environment |= {
-        "LONGSHORE_BACKEND": "Mooncake",
+        "LONGSHORE_BACKEND": backend,
+        "LONGSHORE_BIND_HOST": "203.0.113.9",
+        "LONGSHORE_KEYS_DIRECTORY": str(tmp_path),
+        "LONGSHORE_NETWORK_POLICY": "true",
         "LONGSHORE_HOST_NETWORK": "true",
         "LONGSHORE_RUN_DIRECTORY": str(tmp_path / "run"),
     }
     command = [sys.executable, "-m", "longshore_agent.main"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2
-    assert "LONGSHORE_BACKEND is Mooncake and LONGSHORE_HOST_NETWORK is True" in ended.stderr
-    assert "use NIXL" in ended.stderr and "LONGSHORE_ALLOW_OPEN_DATA_PATH=true" in ended.stderr
+    assert "LONGSHORE_BIND_HOST is 203.0.113.9 and LONGSHORE_HOST_NETWORK is True" in ended.stderr
+    assert "LONGSHORE_WIRES=SharedMemory" in ended.stderr and "LONGSHORE_ALLOW_OPEN_DATA_PATH=true" in ended.stderr
     assert not (tmp_path / "run").exists()
 
 
@@ -102,3 +107,37 @@ def test_the_wire_is_reported_as_it_was_found(place):
     each.arrives()
     peers = place.decode.worker("other")["peers"]
     assert [peer["wire"] for peer in peers if peer["instance"] == "source"] == ["TCP"], peers
+
+
+def test_a_worker_whose_transport_keeps_the_connections_of_peers_that_have_ended_is_replaced_before_it_has_no_descriptor_left(
+    tmp_path,
+):
+    settings = {"LONGSHORE_BACKEND": "Mooncake", "LONGSHORE_HEARTBEAT_S": "0.2", "LONGSHORE_PEER_TIMEOUT_S": "3"}
+    world = World(tmp_path, **settings)
+    # A worker has 30 open at rest, and keeps 4 of each that has ended.
+    prefill = Agent(tmp_path / "prefill", ["prlimit", "--nofile=60:60"], **settings)
+    try:
+        decode = world.agent("decode")
+        source = world.engine(prefill, "source", roles=[Half.SOURCE]).result()
+        target = world.engine(decode, "target", roles=[Half.TARGET]).result()
+        first = prefill.worker("source")["pid"]
+        for _ in range(10):
+            each = Request(source, target, 90)
+            try:
+                each.offer()
+            except Busy:
+                break
+            each.claim()
+            each.arrives()
+            os.kill(decode.worker("target")["pid"], signal.SIGKILL)
+            wait_for(lambda: not target.client.connected)
+            wait_for(lambda: target.client.connected)
+        assert "the transport keeps those of peers that have ended" in prefill.log()
+        wait_for(lambda: source.client.connected and prefill.worker("source")["pid"] != first)
+        after = Request(source, target, 90)
+        after.offer()
+        after.claim()
+        after.arrives()
+    finally:
+        world.close()
+        prefill.stop()

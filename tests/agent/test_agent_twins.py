@@ -1,7 +1,9 @@
-"""Two decode engines that use one instance name at two agents: one is told so by that name, the other is served."""
+"""Two engines that use one instance name at two agents: one is told so by that name, the other is served."""
 
 from __future__ import annotations
 
+import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -60,4 +62,64 @@ def test_the_newer_twin_is_served_and_the_older_one_fails_with_the_name_and_the_
         each.arrives()
     assert place.newer.intact()
     assert place.older.intact()
+    wait_for_none(lambda: [left for agent in place.agents for left in agent.leftovers()], 10)
+
+
+@pytest.fixture
+def prefill_place(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("prefill-twins")
+    gate, mark = directory / "open", directory / "mark"
+    rule = {"kind": "hold", "count": None, "until": str(gate), "mark": str(mark)}
+    world = World(
+        directory,
+        LONGSHORE_HEARTBEAT_S="0.2",
+        LONGSHORE_PEER_TIMEOUT_S="3",
+        LONGSHORE_FORCE_WAY="Staged",
+        LONGSHORE_RING_BYTES=str(1 << 20),
+        LONGSHORE_SLAB_BYTES_MIN="64Ki",
+    )
+    left = world.agent("left", LONGSHORE_LOOPBACK_FAULTS=json.dumps([rule]))
+    right, decode = world.agent("right"), world.agent("decode")
+    first = world.engine(left, "twin", 2, roles=[Half.SOURCE])
+    second = world.engine(right, "twin", 2, roles=[Half.SOURCE])
+    steady = world.engine(right, "steady", 2, roles=[Half.SOURCE])
+    target = world.engine(decode, "decode", roles=[Half.TARGET])
+    yield SimpleNamespace(
+        first=first.result(),
+        second=second.result(),
+        steady=steady.result(),
+        target=target.result(),
+        agents=(left, right, decode),
+        gate=gate,
+        mark=mark,
+    )
+    world.close()
+
+
+def test_a_claim_from_a_second_prefill_engine_of_one_name_frees_nothing_that_the_first_one_may_write(prefill_place):
+    place = prefill_place
+    held = Request(place.first, place.target, 90)
+    held.offer()
+    held.claim()
+    wait_for(place.mark.exists, what="a held write")
+
+    wrong = Request(place.second, place.target, 40)
+    before = place.target.ranks[0].expected.copy()
+    wrong.claim()
+    place.target.ranks[0].expected[:] = before
+    end = place.target.client.wait(wrong.room, Half.TARGET, "twin", timeout_s=20)
+    assert (end.kind, end.reason) == (RoomEventKind.FAILED, Reason.STALE_EPOCH)
+    assert re.search("prefill twin rank [01] answers at", end.text) and "give each its own" in end.text
+    place.target.client.wait(wrong.room, Half.TARGET, "twin", [RoomEventKind.RELEASED])
+    place.target.accept(wrong.target_pages)
+
+    # Others turn the ring over several times beside the memory that the first one has.
+    for _ in range(12):
+        each = Request(place.steady, place.target, 60)
+        each.offer()
+        each.claim()
+        each.arrives()
+    place.gate.touch()
+    held.arrives()
+    assert place.target.intact()
     wait_for_none(lambda: [left for agent in place.agents for left in agent.leftovers()], 10)

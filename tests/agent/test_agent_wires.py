@@ -16,13 +16,14 @@ from agent_world import START_LIMIT_S, Agent, Engine, Request, wait_for
 
 from longshore_client import Half, Reason, RoomEventKind
 
-# What a host without other devices gives each backend.
+# What a host without other devices gives each backend, and a wire that is not that.
 FOUND = {"NIXL": "SharedMemory", "Mooncake": "TCP"}
+ASKED = {"NIXL": "TCP", "Mooncake": "RDMA"}
 
 
 @dataclass
 class Place:
-    """An agent that allows RDMA alone, which is not here, with two engines; one writes to an engine of a fleet, too."""
+    """An agent that allows a wire alone that is not taken, with two engines; one writes to an engine of a fleet, too."""
 
     fleet: Fleet
     asks: Agent
@@ -33,11 +34,15 @@ class Place:
     def found(self) -> str:
         return FOUND[self.fleet.backend]
 
+    @property
+    def asked(self) -> str:
+        return ASKED[self.fleet.backend]
+
 
 @pytest.fixture(scope="module", params=sorted(FOUND))
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     fleet = fleet_of(request.param, request, tmp_path_factory)
-    settings = {"LONGSHORE_BACKEND": fleet.backend, "LONGSHORE_WIRES": "RDMA", "LONGSHORE_DIRECT": "true"}
+    settings = {"LONGSHORE_BACKEND": fleet.backend, "LONGSHORE_WIRES": ASKED[fleet.backend], "LONGSHORE_DIRECT": "true"}
     if fleet.backend == "NIXL":
         settings["LONGSHORE_KEYS_DIRECTORY"] = str(fleet.prefill.directory.parent)
     world = World(tmp_path_factory.mktemp("wires"), **settings)
@@ -75,7 +80,7 @@ def test_a_wire_that_was_not_asked_for_fails_the_room_and_peers_wires_and_way_ou
         assert {(end.kind, end.reason) for end in ends} == {(RoomEventKind.FAILED, Reason.WIRE_NOT_ALLOWED)}, ends
         for end in ends:
             assert f"prefill picky rank 0 reaches decode same rank 0 over {place.found}" in end.text
-            assert "transfer.wires (LONGSHORE_WIRES) allows only RDMA" in end.text
+            assert f"transfer.wires (LONGSHORE_WIRES) allows only {place.asked}" in end.text
             assert f"add {place.found} to the list" in end.text
     assert pages.intact()
     assert place.asks.metric("longshore_writes_total", way="staged") == 0
@@ -112,8 +117,28 @@ def test_a_self_test_inside_one_host_is_judged_only_where_it_tells_of_other_host
     code, body = place.asks.ask("/readyz")
     (check,) = [check for check in json.loads(body)["checks"] if check["name"] == "SelfTest"]
     assert place.found in check["message"]
-    assert "RDMA" in check["message"]
+    assert place.asked in check["message"]
     # A transport that takes TCP inside a host takes nothing faster between hosts; one that takes shared memory may.
     tells = place.found == "TCP"
     assert (code, check["reason"]) == ((503, "WireNotAllowed") if tells else (200, "SelfTestPassed"))
     assert check["message"] in place.asks.log()
+
+
+def test_an_agent_that_opens_no_port_and_one_that_needs_it_to_say_so_to_both_engines(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    fleet = fleet_of("NIXL", request, tmp_path_factory)
+    keys = str(fleet.prefill.directory.parent)
+    settings = {"LONGSHORE_BACKEND": "NIXL", "LONGSHORE_WIRES": "SharedMemory", "LONGSHORE_KEYS_DIRECTORY": keys}
+    world = World(tmp_path_factory.mktemp("alone"), **settings)
+    try:
+        alone = world.engine(world.agent("alone"), "alone", roles=[Half.SOURCE]).result()
+        for _ in range(2):
+            ends = moved(alone, fleet.same).ends()
+            assert {(end.kind, end.reason) for end in ends} == {(RoomEventKind.FAILED, Reason.WIRE_NOT_ALLOWED)}, ends
+            for end in ends:
+                assert "may use wires inside its host alone" in end.text
+                assert "give both agents the same transfer.wires (LONGSHORE_WIRES)" in end.text
+        assert fleet.same.intact()
+    finally:
+        world.close()

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from agent_world import wait_for
-from fake_device import FakeDevice, scatter_job
+from fake_device import TRAILER_KEY, FakeDevice, scatter_job
 
 from longshore_agent.path.device_scatter import DeviceScatterers
 from longshore_agent.status.metrics import Metrics
@@ -24,7 +24,9 @@ class Scene:
     def __init__(self, trailers: Iterable[bytes] = (), deadline_ns: int = HOUR_NS) -> None:
         self.device = FakeDevice(trailers=trailers)
         self.spans = SpanRecorder(100)
-        self.scatterers = DeviceScatterers(self.device, Metrics(), self.spans, trailer_deadline_ns=deadline_ns)
+        self.scatterers = DeviceScatterers(
+            self.device, Metrics(), self.spans, trailer_deadline_ns=deadline_ns, trailer_key=TRAILER_KEY
+        )
         self.ended: list[Any] = []
 
     def put(self, slab: int) -> Any:

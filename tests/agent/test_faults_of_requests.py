@@ -15,8 +15,8 @@ from fault_table import DONE, NOTHING, failed, refused, wrong
 from process_ledger import GROWTH_BYTES_MAX, Holdings, holdings
 
 from longshore_agent.control import curve
-from longshore_agent.control.doors import main_door
 from longshore_client import HelloRefused, KVLayout, LayoutError, LongshoreError, ModelShape, Parallel, Reason, connect
+from longshore_wire.addresses import main_address
 from longshore_wire.codec import ENGINE_MESSAGE_BYTES_MAX, PEER, TO_AGENT, TO_ENGINE
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Half, Hello, RoomEventKind
 from longshore_wire.peer_messages import PROTOCOL_VERSION, Attach, Ping, Refuse
@@ -176,7 +176,7 @@ def test_an_offer_of_pages_that_are_not_there_is_refused(fleet, judge):
     judge.begin(fleet.prefill, fleet.decode)
     count = fleet.one.ranks[0].geometry.page_count
     send = fleet.one.client.send
-    answer, each = offers_wrongly(fleet, lambda r: lambda: send(r.room, [count, -1, 0, 1], 48, 100, last=True))
+    answer, each = offers_wrongly(fleet, lambda r: lambda: send(r.room, [count, 2, 0, 1], 48, 100, last=True))
     plays(judge, fleet, answer, each=each)
 
 
@@ -185,7 +185,8 @@ def test_a_claim_into_pages_that_cannot_be_is_refused(fleet, judge):
     judge.begin(fleet.prefill, fleet.decode)
     each = Request(fleet.one, fleet.same, 40)
     pages = each.target_pages
-    listed = [pages[0], -1, pages[2]] if "range" in judge.wrong.fault else [pages[0], pages[1], pages[0]]
+    count = fleet.same.ranks[0].geometry.page_count
+    listed = [pages[0], count, pages[2]] if "range" in judge.wrong.fault else [pages[0], pages[1], pages[0]]
     each.offer()
     answer = said(lambda: fleet.same.client.receive(each.room, fleet.one.endpoint(), listed, 0, 40))
     each.claim()
@@ -255,7 +256,7 @@ class Stranger:
         self.socket.curve_publickey = public or keys.client_public.encode()
         self.socket.curve_secretkey = secret or keys.client_secret.encode()
         self.events = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self.socket.connect(f"tcp://{main_door(fleet.one.endpoint().ranks[0].address)}")
+        self.socket.connect(f"tcp://{main_address(fleet.one.endpoint().ranks[0].address)}")
 
     def ask(self, data: bytes, limit_ms: int) -> bytes | None:
         self.socket.send(data)
@@ -302,7 +303,7 @@ def test_a_peer_of_another_model_is_refused_by_name(fleet, judge, friend):
 @carries(wrong("unknown version of a peer"))
 def test_a_message_of_another_version_is_dropped_and_counted(fleet, judge, friend):
     judge.begin(fleet.prefill, fleet.decode)
-    data = bytes([PROTOCOL_VERSION + 1]) + PEER.encode(Ping(1))[1:]
+    data = bytes([PROTOCOL_VERSION + 1]) + PEER.encode(Ping(1, 1))[1:]
     assert friend.ask(data, SILENCE_MS) is None
     arrives(fleet)
     plays(judge, fleet, NOTHING, NOTHING)

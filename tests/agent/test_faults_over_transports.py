@@ -14,11 +14,11 @@ from fault_engine import Actor
 from fault_judge import carries
 from fault_scene import SETTINGS, Place
 from fault_strike import cancel, kill_agent, kill_engine, kill_worker, play, stop_engine, stop_worker
-from fault_table import MOONCAKE, NIXL, scenes
+from fault_table import MOONCAKE, NIXL, NIXL_ALONE, scenes
 
 from longshore_wire.engine_messages import Half
 
-TRANSPORTS = (NIXL, MOONCAKE)
+TRANSPORTS = (NIXL, NIXL_ALONE, MOONCAKE)
 SHORT_LEASE_S = "2"
 
 
@@ -28,7 +28,10 @@ def make_places(tmp_path_factory, **settings: str) -> Iterator[dict[str, Place]]
         worlds = {}
         for backend in TRANSPORTS:
             directory = tmp_path_factory.mktemp(backend)
-            world = worlds[backend] = World(directory, **SETTINGS, **settings, LONGSHORE_BACKEND=backend)
+            chosen = {"LONGSHORE_BACKEND": backend}
+            if backend == NIXL_ALONE:
+                chosen = {"LONGSHORE_BACKEND": NIXL, "LONGSHORE_WIRES": "SharedMemory"}
+            world = worlds[backend] = World(directory, **SETTINGS, **settings, **chosen)
             stack.callback(world.close)
         starting = {}
         for backend, world in worlds.items():
@@ -92,7 +95,7 @@ def test_what_was_open_with_a_prefill_worker_that_says_nothing_ends_on_both_side
     play(place, judge, stop_worker)
 
 
-@carries(scenes("peer silent")[1], over=(MOONCAKE,))
+@carries(scenes("peer silent")[1], over=(NIXL_ALONE, MOONCAKE))
 def test_what_was_open_with_a_decode_worker_that_says_nothing_ends_on_both_sides(place, judge):
     play(place, judge, stop_worker)
 

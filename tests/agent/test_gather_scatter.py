@@ -162,7 +162,7 @@ def test_the_trailer_lies_at_the_aligned_end_and_no_old_byte_lies_before_it() ->
             pool, np.array([5], dtype=np.int32), (0, 2), range(3), range(1), target, trailer_for(payload)
         )
         tail = target[payload:].tobytes()
-        assert trailers.unpack(tail[-trailers.TRAILER_BYTES :]) == trailer_for(payload)
+        assert tail[-trailers.TRAILER_BYTES :] == trailer_for(payload).data
         assert not any(tail[: -trailers.TRAILER_BYTES])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,10 +13,10 @@ from agent_world import Request, wait_for
 from test_peer_net import ATTACH, SOURCE, pump
 
 from longshore_agent.control import curve
-from longshore_agent.control.doors import Door, join, split
 from longshore_agent.control.peer_net import PeerNet
 from longshore_agent.errors import TransportError
 from longshore_client import Half, RoomEventKind
+from longshore_wire.addresses import Listener, join, split
 from longshore_wire.errors import ConfigError
 from longshore_wire.peer_messages import PeerMessage
 
@@ -75,24 +76,25 @@ def test_a_client_of_two_rotations_ago_is_not_let_in_although_it_knows_the_serve
 def test_an_address_can_choose_among_our_keys_and_bring_none(nets) -> None:
     place = split(nets["second"].address)[0].address
     # Who listens there has other keys than the address says: ours are tried, and nothing is heard.
-    nets["first"].dial(SOURCE, join([Door(place, FIRST.fingerprint)]))
+    nets["first"].dial(SOURCE, join([Listener(place, FIRST.fingerprint)]))
     nets["first"].send(Half.TARGET, SOURCE, ATTACH)
     with pytest.raises(TransportError):
-        nets["first"].dial(SOURCE, join([Door(place, "0123456789abcdef")]))
+        nets["first"].dial(SOURCE, join([Listener(place, "0123456789abcdef")]))
     assert reaches(nets["first"], nets["second"])
 
 
 def test_an_address_is_read_as_it_was_written() -> None:
-    doors = (Door("127.0.0.1:1", "a"), Door("127.0.0.1:2", "b"))
-    assert split(join(doors)) == doors
-    assert split("127.0.0.1:1") == (Door("127.0.0.1:1"),)
+    listeners = (Listener("127.0.0.1:1", "a"), Listener("127.0.0.1:2", "b"))
+    assert split(join(listeners)) == listeners
+    assert split("127.0.0.1:1") == (Listener("127.0.0.1:1"),)
     assert len(split(",".join(["x:1#a"] * 100))) == 2
 
 
 def test_the_previous_keys_are_read_where_they_are_and_a_broken_file_is_named(tmp_path: Path) -> None:
     curve.write(SECOND, tmp_path)
     assert curve.read_ring(tmp_path) == curve.KeyRing(SECOND)
-    (tmp_path / "previous.json").write_bytes((tmp_path / "curve.json").read_bytes())
+    curve.write(SECOND, tmp_path)
+    shutil.copy(tmp_path / "curve.json", tmp_path / "previous.json")
     assert curve.read_ring(tmp_path) == curve.KeyRing(SECOND, SECOND)
     (tmp_path / "previous.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"previous\.json"):

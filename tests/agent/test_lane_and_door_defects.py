@@ -19,7 +19,8 @@ from half_worker import PEERS, HalfWorker
 
 from longshore_agent.control.peer_net import PeerNet
 from longshore_agent.path.deliver import ready_message
-from longshore_agent.path.jobs import WriteJob
+from longshore_agent.path.jobs import WriteJob, trailer_of
+from longshore_agent.path.scatter import Scatterers
 from longshore_agent.settings import Settings
 from longshore_agent.transports.base import Write, WriteState
 from longshore_agent.transports.loopback import LoopbackTransport
@@ -31,8 +32,9 @@ from longshore_wire.codec import PEER
 from longshore_wire.effects import PeerId, RoomEnded
 from longshore_wire.engine_messages import Endpoint, Offer, RankAddress, Receive
 from longshore_wire.errors import Reason
-from longshore_wire.peer_messages import Ping, Watermark
+from longshore_wire.peer_messages import Ping
 from longshore_wire.plan import Way
+from longshore_wire.trailer import TRAILER_KEY_BYTES
 
 PAGE_SIZE = 8
 TOKENS = 64
@@ -70,7 +72,7 @@ class Halves:
         pages = list(range(room * ROOM_PAGES, (room + 1) * ROOM_PAGES))
         self.prefill.pages.put(self.prefill.pages.planes, pages, self.data, 0, TOKENS)
         packed = packed_pages(pages)
-        endpoint = Endpoint("prefill", LAYOUT, (RankAddress(0, "h:1", self.prefill.session.config.epoch),))
+        endpoint = Endpoint("prefill", LAYOUT, (RankAddress(0, "storm:1", self.prefill.session.config.epoch),))
         self.decode.ask(Receive(1, room, 0, endpoint, 0, TOKENS, 0, len(pages), packed))
         self.decode.flush(time.monotonic_ns())
         self.prefill.ask(Offer(1, room, 0, 0, TOKENS, last=True, pages=packed))
@@ -221,6 +223,24 @@ def test_bytes_that_never_come_fail_the_room_and_touch_no_page(make) -> None:
     assert halves.decode.pages.intact()
 
 
+@pytest.mark.parametrize("knows_the_key", [False, True])
+def test_what_a_stranger_writes_into_the_ring_is_no_slab_though_he_knows_all_of_its_trailer_but_the_key(
+    make, knows_the_key
+) -> None:
+    halves = make({"kind": "hold"}, trailer_deadline_ms=50)
+    halves.begin(1)
+    job = held_job(halves)
+    assert job.ring is not None and len(job.ring.trailer_key) == TRAILER_KEY_BYTES
+    scatterers = halves.decode.mover.parts.scatterers
+    assert isinstance(scatterers, Scatterers)
+    key = job.ring.trailer_key if knows_the_key else bytes(TRAILER_KEY_BYTES)
+    slab = b"INTRUDER" * (job.effect.payload_bytes // 8) + trailer_of(job.effect).seal(key).data
+    scatterers._ring.view(job.effect.offset_bytes, len(slab))[:] = np.frombuffer(slab, np.uint8)
+    halves.decode.session.receive(PEERS[Half.SOURCE], ready_message(job), time.monotonic_ns())
+    assert halves.end(1).reason is (Reason.NONE if knows_the_key else Reason.TRAILER_MISMATCH)
+    assert halves.decode.pages.intact() is not knows_the_key
+
+
 def test_a_write_that_outlives_its_room_by_the_write_timeout_makes_its_worker_ill_and_one_that_somebody_waits_for_does_not(
     make,
 ) -> None:
@@ -257,9 +277,9 @@ def test_a_peer_that_reads_nothing_never_holds_up_who_speaks_to_it(make) -> None
         net.dial(peer, f"127.0.0.1:{deaf.getsockname()[1]}")
         # More than any queue holds; the rest is not sent, and said again by its timers.
         for number in range(50_000):
-            net.send(Half.TARGET, peer, Watermark(1, 0, number))
+            net.send(Half.TARGET, peer, Ping(number, 1))
         assert net.counters["unsent"] > 0
-        net.send(Half.SOURCE, peer, Watermark(1, 0, 0))
+        net.send(Half.SOURCE, peer, Ping(0, 1))
         assert net.counters["unroutable"] == 1
         net.hang_up(peer)
 
@@ -271,15 +291,17 @@ def ask_and_be_gone(address: str) -> None:
         stranger.setsockopt(zmq.ROUTING_ID, b"stranger")
         stranger.connect(f"tcp://{address}")
         for _ in range(100):
-            stranger.send(PEER.encode(Ping(1)))
+            stranger.send(PEER.encode(Ping(1, 1)))
         stranger.close(linger=5000)
 
 
 def test_a_stranger_that_asks_and_is_gone_before_the_answer_ends_nobody(make) -> None:
     with contextlib.ExitStack() as stack:
         net = stack.enter_context(contextlib.closing(PeerNet("127.0.0.1", 0, "prefill/0/0/1", None)))
-        gone = stack.enter_context(net._router.get_monitor_socket(zmq.EVENT_DISCONNECTED))
-        stack.callback(net._router.disable_monitor)
+        # In the place of the net's own monitor: a socket has one.
+        net._router.monitor("inproc://gone", zmq.EVENT_DISCONNECTED)
+        gone = stack.enter_context(net._context.socket(zmq.PAIR))
+        gone.connect("inproc://gone")
         end_s = time.monotonic() + 60.0
         # What it had said can be read when its end is known at our door; a busy machine may let us read it before.
         while net.counters["unsent"] == 0 and time.monotonic() < end_s:

@@ -27,11 +27,12 @@ from longshore_agent.path.jobs import Results, WriteResult
 from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
+from longshore_agent.transport_choice import make_transport
 from longshore_agent.transports import mooncake_engine, nvml, wires
 from longshore_agent.transports.base import Wire, WriteState
+from longshore_agent.transports.data_ports import DataPorts
 from longshore_agent.transports.mooncake import MooncakeTransport
 from longshore_agent.transports.mooncake_peers import Metadata, check_reach
-from longshore_agent.worker.transport import make_transport
 from longshore_wire.agent_config import Backend
 from longshore_wire.errors import Reason
 from longshore_wire.peer_messages import RegionInfo
@@ -324,7 +325,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_environment_that_leads_elsewhere_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "1")
     with pytest.raises(TransportError, match=f"{name} is set.*unset it") as caught:
-        mooncake_engine.start_on_device("127.0.0.1")
+        mooncake_engine.start_on_device(DataPorts())
     assert caught.value.reason is Reason.UNSUPPORTED
 
 
@@ -340,11 +341,11 @@ def test_a_wheel_without_nvlink_is_refused_and_the_right_one_named() -> None:
     pytest.importorskip("mooncake.engine")
     settings = Settings(backend=Backend.MOONCAKE)
     with pytest.raises(TransportError, match=r"no NVLink transport: install longshore\[mooncake-cuda13\]") as caught:
-        make_transport(settings, "worker", any_device())
+        make_transport(settings, "worker", DataPorts(), any_device())
     assert caught.value.reason is Reason.UNSUPPORTED
 
 
 def test_memory_of_a_gpu_is_refused_to_the_loopback() -> None:
     with pytest.raises(TransportError, match=r"moved by NIXL or Mooncake, choose one of them$") as caught:
-        make_transport(Settings(backend=Backend.LOOPBACK), "worker", any_device())
+        make_transport(Settings(backend=Backend.LOOPBACK), "worker", DataPorts(), any_device())
     assert caught.value.reason is Reason.UNSUPPORTED

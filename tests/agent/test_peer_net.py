@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import msgspec
 import pytest
 
-from longshore_agent.control.peer_net import PeerNet, Received
+from longshore_agent.control.peer_net import PeerNet, Received, nobody
 from longshore_wire.codec import PEER
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Half
@@ -29,8 +29,8 @@ def nets():
     """A maker of nets, which closes them all."""
     made: list[PeerNet] = []
 
-    def make(port: int = 0, route: str = "decode/0/0/1") -> PeerNet:
-        made.append(PeerNet("127.0.0.1", port, route, None))
+    def make(port: int = 0, route: str = "decode/0/0/1", admit: Callable[[Collection[str]], None] = nobody) -> PeerNet:
+        made.append(PeerNet("127.0.0.1", port, route, None, admit))
         return made[-1]
 
     yield make
@@ -56,7 +56,7 @@ def reaches(near: PeerNet, far: PeerNet) -> bool:
         far,
         lambda: any(isinstance(message, Ping) for message in found),
         found,
-        lambda: [near.send(Half.TARGET, SOURCE, message) for message in (ATTACH, Ping(1))],  # type: ignore[func-returns-value]
+        lambda: [near.send(Half.TARGET, SOURCE, message) for message in (ATTACH, Ping(1, 1))],  # type: ignore[func-returns-value]
     )
 
 
@@ -70,14 +70,14 @@ def test_an_older_life_of_a_target_is_answered_where_it_asks_and_takes_nothing_f
     for net, attach in zip((newer, older), attaches, strict=True):
         net.send(Half.TARGET, SOURCE, attach)
         assert pump(source, lambda attach=attach: attach in found, found, lambda: None)
-    source.send(Half.SOURCE, TARGET, Refuse(Reason.STALE_EPOCH, "newer", epoch=1))
-    source.send(Half.SOURCE, TARGET, Pong(2))
+    source.send(Half.SOURCE, TARGET, Refuse(Reason.STALE_EPOCH, "newer", 1, 1))
+    source.send(Half.SOURCE, TARGET, Pong(2, 1, 1))
     told: dict[PeerNet, list[PeerMessage]] = {newer: [], older: []}
     for net, said in told.items():
         assert pump(net, lambda said=said: bool(said), said, lambda: None)
-    assert told == {newer: [Pong(2)], older: [Refuse(Reason.STALE_EPOCH, "newer", epoch=1)]}
-    newer.send(Half.TARGET, SOURCE, Ping(2))
-    assert pump(source, lambda: Ping(2) in found, found, lambda: None)
+    assert told == {newer: [Pong(2, 1, 1)], older: [Refuse(Reason.STALE_EPOCH, "newer", 1, 1)]}
+    newer.send(Half.TARGET, SOURCE, Ping(2, 1))
+    assert pump(source, lambda: Ping(2, 1) in found, found, lambda: None)
 
 
 def port_of(net: PeerNet) -> int:
@@ -91,7 +91,7 @@ def test_a_source_that_returns_at_its_address_is_reached_by_the_new_connection_a
     assert reaches(target, first)
     first.close()
     # What is said while nobody listens stays with the old connection, which lives on for a moment to deliver it.
-    target.send(Half.TARGET, SOURCE, Ping(1))
+    target.send(Half.TARGET, SOURCE, Ping(1, 1))
     second = nets(int(address.rpartition(":")[2]), "prefill/0/0/2")
     target.dial(SOURCE, address)
     target.send(Half.TARGET, SOURCE, ATTACH)
@@ -100,15 +100,34 @@ def test_a_source_that_returns_at_its_address_is_reached_by_the_new_connection_a
     gone_s = time.monotonic() + 2 * LINGER_S
     pump(second, lambda: time.monotonic() > gone_s, [], lambda: None)
     assert reaches(target, second)
-    second.send(Half.SOURCE, TARGET, Pong(1))
+    second.send(Half.SOURCE, TARGET, Pong(1, 1, 1))
     found: list[PeerMessage] = []
-    assert pump(target, lambda: Pong(1) in found, found, lambda: None)
+    assert pump(target, lambda: Pong(1, 1, 1) in found, found, lambda: None)
 
 
 def test_a_peer_that_asked_who_is_there_and_hung_up_does_not_end_us(nets):
     near = nets()
     received: list[Received] = []
     # As `receive` does with a message whose sender is gone by the time that it is read.
-    near._take(None, b"decode/0/0/2/1", PEER.encode(Ping(7)), received)
+    near._take(b"decode/0/0/2/1", PEER.encode(Ping(7, 1)), received, "127.0.0.1")
     assert received == []
     assert near.counters["unsent"] == 1
+
+
+def test_the_host_of_a_source_is_let_in_while_it_is_to_attach_or_is_attached_and_not_while_a_lost_one_is_sought(nets):
+    admitted: list[Collection[str]] = []
+    source, target = nets(route="prefill/0/0/1"), nets(admit=admitted.append)
+    target.dial(SOURCE, source.address)
+    assert admitted == [{"127.0.0.1"}]
+    target.shut_out(SOURCE)
+    assert admitted[1:] == [set()]
+
+    target.dial(SOURCE, source.address, admits=False)
+    assert reaches(target, source)
+    assert admitted[2:] == []
+    source.send(Half.SOURCE, TARGET, ATTACH)
+    found: list[PeerMessage] = []
+    assert pump(target, lambda: ATTACH in found, found, lambda: None)
+    assert admitted[2:] == [{"127.0.0.1"}]
+    target.hang_up(SOURCE)
+    assert admitted[3:] == [set()]

@@ -25,19 +25,31 @@ def test_a_pool_is_free_when_its_last_holder_has_unmapped_it():
     assert not holders.take(OWNER, 1)
 
 
-def test_a_worker_that_ends_has_unmapped_all_it_held_and_its_own_pools_are_nobodys():
+def test_a_worker_that_ends_has_unmapped_all_it_held():
     holders = PoolHolders()
     for owner in (OWNER, OTHER):
         for name in ("a", "b"):
             holders.give(owner, 0, name)
     assert not holders.take(OWNER, 0)
-    assert holders.left("a", PeerId("prefill", 0, 0)) == []
-    assert holders.left("b", PeerId("prefill", 0, 1)) == [(OWNER, 0)]
+    assert holders.left("a") == []
+    assert holders.left("b") == [(OWNER, 0)]
     assert holders.take(OTHER, 0)
+
+
+def test_pools_of_an_owner_that_has_ended_are_awaited_until_their_last_holder_has_unmapped_them():
+    holders = PoolHolders()
+    for pool in (0, 1):
+        holders.give(OWNER, pool, "a")
+    holders.give(OWNER, 1, "b")
     holders.give(OTHER, 0, "c")
-    assert not holders.take(OTHER, 0)
-    assert holders.left("d", OTHER) == []
-    assert holders.take(OTHER, 0)
+    assert sorted(holders.take_all(OWNER)) == [0, 1]
+    assert holders.holders(OWNER) == ["a", "b"]
+    assert holders.unmapped(OWNER, 0, "a")
+    assert not holders.unmapped(OWNER, 1, "a")
+    assert holders.holders(OWNER) == ["b"]
+    assert holders.left("b") == [(OWNER, 1)]
+    assert holders.holders(OWNER) == []
+    assert holders.take_all(OWNER) == []
 
 
 def test_a_pool_that_is_registered_and_given_again_is_waited_for_again():

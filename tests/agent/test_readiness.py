@@ -51,6 +51,8 @@ def test_an_agent_whose_self_test_moved_its_bytes_is_ready_without_engines() -> 
         (agent(worker(self_test=msgspec.structs.replace(PASSED, backend="Loopback"))), "OtherBackend"),
         (agent(worker(), worker("d/1", state=structs.WorkerState.FAILED, error="no memory")), "WorkerFailed"),
         (agent(worker(), worker("d/1", state=structs.WorkerState.STARTING, error="it hung")), "WorkerFailed"),
+        (agent(worker(), dying=("the worker of d rank 0 has died 3 times within a minute",)), "WorkersDying"),
+        (agent(dying=("the worker of d rank 0 has died 3 times within a minute",), self_test=PASSED), "WorkersDying"),
         (agent(worker(), worker("d/1", state=structs.WorkerState.STARTING, state_age_s=61)), "WorkerStarting"),
         (agent(worker(), worker("d/1", silent_s=11)), "WorkerSilent"),
         (agent(worker(), draining=True), "Draining"),

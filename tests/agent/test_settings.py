@@ -19,6 +19,9 @@ from longshore_wire.plan import Staging, Way
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "settings.md"
 
+# An address that others reach, as an agent without an operator has it.
+OUTSIDE = {"BIND_HOST": "10.0.0.1", "KEYS_DIRECTORY": "/keys"}
+
 
 def faults(**env: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
@@ -47,7 +50,7 @@ def test_each_type_of_value_is_read() -> None:
         {
             "LONGSHORE_RING_BYTES": "256Mi",
             "LONGSHORE_LANE_BYTES": "16777216",
-            "LONGSHORE_DIGEST": "on",
+            "LONGSHORE_DIRECT": "off",
             "LONGSHORE_LEASE_S": "0.5",
             "LONGSHORE_WIRES": "tcp, SharedMemory,TCP",
             "LONGSHORE_STAGING": "always",
@@ -57,7 +60,7 @@ def test_each_type_of_value_is_read() -> None:
             "LONGSHORE_RETRY_MS": "",
         }
     )
-    assert (settings.ring_bytes, settings.lane_bytes, settings.digest) == (256 << 20, 16 << 20, True)
+    assert (settings.ring_bytes, settings.lane_bytes, settings.direct) == (256 << 20, 16 << 20, False)
     assert (settings.lease_ns, settings.wires) == (500_000_000, (Wire.TCP, Wire.SHARED_MEMORY))
     assert (settings.staging, settings.force_way, settings.backend) == (Staging.ALWAYS, Way.STAGED, Backend.MOONCAKE)
     assert (settings.node, settings.retry_ms) == ("a", 200)
@@ -75,13 +78,14 @@ def test_all_faults_are_reported_at_once_each_with_its_variable() -> None:
         LONGSHORE_RING_BYTES="lots",
         LONGSHORE_LANE_COUNT="0",
         LONGSHORE_WIRES="TCP,Unknown",
-        LONGSHORE_DIGEST="maybe",
+        LONGSHORE_DIRECT="maybe",
         LONGSHORE_LEASE_S="nan",
         LONGSHORE_STAGING="Sometimes",
         LONGSHORE_TYPO="1",
         LONGSHORE_BIND_HOST="10.0.0.1",
+        LONGSHORE_NETWORK_POLICY="true",
     )
-    expected = ["BIND_HOST", "DIGEST", "LANE_COUNT", "LEASE_S", "RING_BYTES", "STAGING", "TYPO", "WIRES"]
+    expected = ["BIND_HOST", "DIRECT", "LANE_COUNT", "LEASE_S", "RING_BYTES", "STAGING", "TYPO", "WIRES"]
     assert sorted(line.split(":")[0] for line in found) == [f"LONGSHORE_{name}" for name in expected]
     assert any("'lots' is not a size" in line for line in found)
     assert any("give 1 to 64" in line for line in found)
@@ -99,10 +103,15 @@ def test_all_faults_are_reported_at_once_each_with_its_variable() -> None:
         ({"HTTP_KEY_FILE": "/k"}, "HTTP_CERTIFICATE_FILE"),
         ({"STAGING": "Never", "FORCE_WAY": "Staged"}, "FORCE_WAY"),
         ({"STAGING": "Always", "FORCE_WAY": "Slices"}, "FORCE_WAY"),
-        ({"BIND_HOST": "0.0.0.0"}, "KEYS_DIRECTORY"),
-        ({"BACKEND": "Mooncake", "HOST_NETWORK": "true"}, "BACKEND"),
-        ({"BACKEND": "Mooncake", "HOST_NETWORK": "true"}, "HOST_NETWORK"),
-        ({"BACKEND": "Mooncake", "HOST_NETWORK": "true"}, "ALLOW_OPEN_DATA_PATH"),
+        ({"BIND_HOST": "0.0.0.0", "NETWORK_POLICY": "true"}, "KEYS_DIRECTORY"),
+        (OUTSIDE, "NETWORK_POLICY"),
+        (OUTSIDE, "BIND_HOST is 10.0.0.1"),
+        (OUTSIDE | {"BACKEND": "Mooncake"}, "ALLOW_OPEN_DATA_PATH"),
+        (OUTSIDE | {"WIRES": "SharedMemory,TCP"}, "WIRES=SharedMemory,CudaIPC,NVLink"),
+        (OUTSIDE | {"WIRES": "RDMA"}, "ALLOW_OPEN_DATA_PATH"),
+        (OUTSIDE | {"WIRES": "NVLink", "GPU_STAGING_MEMORY": "cuMemCreate"}, "ALLOW_OPEN_DATA_PATH"),
+        (OUTSIDE | {"BACKEND": "Mooncake", "WIRES": "NVLink"}, "ALLOW_OPEN_DATA_PATH"),
+        (OUTSIDE | {"NETWORK_POLICY": "true", "HOST_NETWORK": "true"}, "HOST_NETWORK is True"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(env: dict[str, str], named: str) -> None:
@@ -110,13 +119,40 @@ def test_settings_that_contradict_each_other_are_refused(env: dict[str, str], na
     assert f"LONGSHORE_{named}" in fault
 
 
-def test_mooncake_in_the_nodes_network_is_taken_where_somebody_accepts_it_and_nixl_anywhere() -> None:
-    env = {"LONGSHORE_BACKEND": "Mooncake", "LONGSHORE_HOST_NETWORK": "true", "LONGSHORE_ALLOW_OPEN_DATA_PATH": "true"}
-    assert Settings.from_environment(env).backend is agent_config.Backend.MOONCAKE
-    assert Settings.from_environment({"LONGSHORE_HOST_NETWORK": "true"}).host_network
-    told = agent_config.Control(host_network=True, allow_open_data_path=True)
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"BACKEND": "Mooncake", "HOST_NETWORK": "true"},
+        {"BIND_HOST": "127.0.0.9", "HOST_NETWORK": "true"},
+        OUTSIDE | {"ALLOW_OPEN_DATA_PATH": "true"},
+        OUTSIDE | {"BACKEND": "Mooncake", "HOST_NETWORK": "true", "ALLOW_OPEN_DATA_PATH": "true"},
+        OUTSIDE | {"NETWORK_POLICY": "true"},
+        OUTSIDE | {"NETWORK_POLICY": "true", "BACKEND": "Mooncake"},
+        OUTSIDE | {"WIRES": "SharedMemory"},
+        OUTSIDE | {"WIRES": "NVLink,CudaIPC", "HOST_NETWORK": "true"},
+        OUTSIDE | {"BACKEND": "Loopback"},
+    ],
+)
+def test_data_ports_are_taken_where_nobody_else_reaches_them_or_somebody_accepts_it(env: dict[str, str]) -> None:
+    Settings.from_environment({f"LONGSHORE_{name}": value for name, value in env.items()})
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]", "fd77::1", "::", "::ffff:10.0.0.1"])
+def test_an_ipv6_address_is_refused_by_name_wherever_it_was_said(host: str) -> None:
+    told = Settings.from_config(config(control=agent_config.Control(bind_address=host)))
+    for env, base in (({"LONGSHORE_BIND_HOST": host}, None), ({}, told)):
+        with pytest.raises(ConfigError) as caught:
+            Settings.from_environment(env, base)
+        (fault,) = caught.value.faults
+        assert fault.startswith(f"LONGSHORE_BIND_HOST: {host} is an IPv6 address")
+        assert "give the pod's IPv4 address" in fault
+
+
+def test_what_the_file_says_of_the_network_is_what_counts() -> None:
+    told = agent_config.Control(host_network=True, allow_open_data_path=True, network_policy=True)
     made = Settings.from_config(config(control=told))
-    assert (made.host_network, made.allow_open_data_path) == (True, True)
+    assert (made.host_network, made.allow_open_data_path, made.network_policy) == (True, True, True)
+    assert not Settings.from_config(config(control=agent_config.Control())).network_policy
 
 
 def test_a_contradiction_is_not_reported_on_a_value_that_did_not_parse() -> None:
@@ -145,7 +181,7 @@ def test_an_environment_made_of_settings_gives_them_back() -> None:
     settings = Settings(
         ring_bytes=123_456_789,
         wires=(Wire.TCP, Wire.RDMA),
-        digest=True,
+        direct=False,
         lease_s=1.25,
         peer_timeout_s=1.0625,
         staging=Staging.NEVER,
@@ -200,7 +236,8 @@ def test_the_smallest_staging_that_a_manifest_may_ask_for_makes_an_agent_that_st
 def test_variables_count_more_than_the_config_file() -> None:
     wires = (agent_config.WireName.TCP, agent_config.WireName.RDMA)
     staging = agent_config.StagingMode.ALWAYS
-    base = Settings.from_config(config(transfer=agent_config.Transfer(wires=wires, staging=staging, chunk_tokens=4096)))
+    transfer = agent_config.Transfer(wires=wires, staging=staging, chunk_tokens=4096)
+    base = Settings.from_config(config(transfer=transfer, control=agent_config.Control(network_policy=True)))
     assert (base.wires, base.staging) == ((Wire.TCP, Wire.RDMA), Staging.ALWAYS)
     made = Settings.from_environment({"LONGSHORE_CHUNK_TOKENS": "512", "LONGSHORE_BIND_HOST": "10.0.0.1"}, base)
     assert made == dataclasses.replace(base, chunk_tokens=512, bind_host="10.0.0.1")

@@ -87,6 +87,11 @@ def test_a_plan_by_names_says_what_the_session_of_the_decode_rank_chooses(
         with pytest.raises(RoomError, match="on a GPU"):
             planned(source, target, staging)
         return
+    if target_device == GPU and staging is Staging.NEVER and near != source.agent:
+        for ask in (planned, lambda *given: claimed(*given, GPU)):
+            with pytest.raises(RoomError, match="those of decode d are on a GPU"):
+                ask(source, target, staging)
+        return
     found = planned(source, target, staging).pairs[0]
     assert (found.way.upper(), found.why.upper()) == claimed(source, target, staging, target_device)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import signal
@@ -20,13 +21,21 @@ from longshore_agent.transports.base import METADATA_BYTES_MAX, NOTICE_BYTES_MAX
 from longshore_agent.transports.loopback import LoopbackTransport
 from longshore_agent.transports.loopback_faults import Fault, FaultKind, FaultPlan
 
-KINDS = {
-    "loopback": ("Loopback", ""),
-    "mooncake-tcp": ("Mooncake", ""),
-    "nixl-shm": ("NIXL", ""),
-    "nixl-tcp": ("NIXL", "tcp,self"),
+# Backend, UCX_TLS, allowed wires. NIXL without TCP opens no port, and UCX tells it less of dead peers.
+KINDS: dict[str, tuple[str, str, tuple[Wire, ...]]] = {
+    "loopback": ("Loopback", "", ()),
+    "mooncake-tcp": ("Mooncake", "", ()),
+    "nixl-alone": ("NIXL", "", (Wire.SHARED_MEMORY,)),
+    "nixl-shm": ("NIXL", "", ()),
+    "nixl-tcp": ("NIXL", "tcp,self", ()),
 }
-WIRES = {"loopback": Wire.LOOPBACK, "mooncake-tcp": Wire.TCP, "nixl-shm": Wire.SHARED_MEMORY, "nixl-tcp": Wire.TCP}
+WIRES = {
+    "loopback": Wire.LOOPBACK,
+    "mooncake-tcp": Wire.TCP,
+    "nixl-alone": Wire.SHARED_MEMORY,
+    "nixl-shm": Wire.SHARED_MEMORY,
+    "nixl-tcp": Wire.TCP,
+}
 REGION_BYTES = 4 << 20
 POISON = 0xA5
 
@@ -36,13 +45,14 @@ class Pair:
 
     def __init__(self, kind: str, name: str) -> None:
         self.kind = kind
-        self.backend, tls = KINDS[kind]
+        self.backend, tls, self.wires = KINDS[kind]
         self.environment = {"UCX_TLS": tls} if tls else {}
         self.peers: list[PeerProcess] = []
         self.peer = self.start_peer(f"{name}-peer")
         before = os.environ.get("UCX_TLS")
         os.environ.update(self.environment)
-        self.transport: PreparingTransport = create(self.backend, name)
+        options = {"wires": self.wires} if self.wires else {}
+        self.transport: PreparingTransport = create(self.backend, name, **options)
         if before is None:
             os.environ.pop("UCX_TLS", None)
         else:
@@ -54,7 +64,7 @@ class Pair:
         self.peer.ask("connect", metadata=self.transport.metadata().hex())
 
     def start_peer(self, name: str) -> PeerProcess:
-        peer = PeerProcess(self.backend, name, self.environment)
+        peer = PeerProcess(self.backend, name, self.environment, self.wires)
         self.peers.append(peer)
         return peer
 
@@ -410,6 +420,40 @@ def test_a_write_to_a_dead_peer_fails_others_go_on_and_the_process_ends_well(fre
     assert sender.ask("post", **arguments) == "done"
     assert other.read(0, 0, 1 << 20) == b"\1" * (1 << 20)
     assert sender.close() == 0
+
+
+def test_no_write_to_a_dead_peer_is_ever_done_however_small(fresh: Pair) -> None:
+    assert fresh.write(0, fresh.target, 4096) is WriteState.DONE
+    fresh.peer.signal(signal.SIGKILL)
+    for length in (64, 4096, 1 << 20):
+        with contextlib.suppress(TransportError):
+            assert fresh.write(0, fresh.target, length, b"n") is WriteState.FAILED
+
+
+# With others no write stays open that its peer does not take, or what becomes of it is in tests of their own.
+@pytest.mark.parametrize("fresh", [kind for kind in sorted(KINDS) if kind.startswith("nixl")], indirect=True)
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_write_that_its_peer_never_takes_ends_at_the_latest_when_the_peer_is_disconnected(
+    fresh: Pair, end: signal.Signals
+) -> None:
+    assert fresh.transport.probe_wire(fresh.name, fresh.source.ctypes.data, fresh.target, 4096) is WIRES[fresh.kind]
+    fresh.peer.signal(signal.SIGSTOP)
+    address, target = row(fresh.source.ctypes.data), row(fresh.target)
+    writes = []
+    # Notices fill a queue of some hundred that the two share; bytes over TCP fill what the kernel holds.
+    length = REGION_BYTES if WIRES[fresh.kind] is Wire.TCP else 64
+    while not writes or (fresh.transport.state(writes[-1]) is not WriteState.OPEN and len(writes) < 10_000):
+        writes.append(fresh.transport.post(fresh.name, address, target, row(length), b"waits"))
+    assert fresh.transport.state(writes[-1]) is WriteState.OPEN
+    fresh.peer.signal(end)
+    fresh.transport.disconnect(fresh.name)
+    assert fresh.transport.state(writes[-1]) is WriteState.FAILED
+    # Inside a host bytes move in our own calls, so that none can come later.
+    assert fresh.transport.release(writes[-1]) is (WIRES[fresh.kind] is Wire.SHARED_MEMORY)
+    other = fresh.start_peer(f"other-{fresh.kind}")
+    target_of_other = other.ask("register", length=4096, fill=POISON)
+    name = fresh.transport.connect(other.metadata())
+    assert fresh.write(0, target_of_other, 4096, peer=name) is WriteState.DONE
 
 
 def test_a_closed_transport_stays_closed_and_says_so(fresh: Pair) -> None:

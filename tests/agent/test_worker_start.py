@@ -1,4 +1,4 @@
-"""A worker that cannot start says why, and its engine is told so at once instead of being tried again and again."""
+"""A worker starts as soon as its engine comes; one that cannot says why, and its engine is told so at once."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import agent_world
 import pytest
-from agent_world import wait_for
+from agent_world import Agent, wait_for
 
 from longshore_agent.settings import Settings
 from longshore_agent.supervisor import reception
@@ -20,6 +21,15 @@ UNKNOWN = "GPU-7e375b68-5e7c-3244-17df-0d90019d4b71"
 LAYOUT = KVLayout(ModelShape(2, 2, 64, 2), Parallel(), 16)
 # Loading a worker's libraries on a machine that is busy with other things.
 START_LIMIT_S = 60.0
+# Nobody imports fastapi before a file is there.
+GATE = """
+import pathlib, sys, time
+class Gate:
+    def find_spec(self, name, path=None, target=None):
+        while name == "fastapi" and not pathlib.Path({path!r}).exists():
+            time.sleep(0.01)
+sys.meta_path.insert(0, Gate())
+"""
 
 
 @pytest.fixture
@@ -45,3 +55,23 @@ def test_an_engine_on_a_gpu_that_its_node_does_not_have_is_refused_by_name_and_i
     assert time.monotonic() - begin_s < START_LIMIT_S
     wait_for(lambda: not agent.snapshot().workers, what="the end of the worker")
     assert agent.metrics.snapshot().value("longshore_worker_restarts_total") == 0
+
+
+def test_an_engine_is_taken_in_while_the_libraries_of_http_are_still_being_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, gate = tmp_path / "site", tmp_path / "gate"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(GATE.format(path=str(gate)))
+    monkeypatch.setattr(agent_world, "_PATH", f"{site}:{agent_world._PATH}")
+    agent = Agent(tmp_path / "agent")
+    try:
+        with connect(agent.socket, instance="early", layout=LAYOUT, timeout_s=START_LIMIT_S):
+            assert not (agent.directory / "agent.json").exists()
+            gate.touch()
+            worker = agent.worker("early")
+            assert worker is not None
+            assert worker["state"] == "ready"
+    finally:
+        gate.touch()
+        assert agent.stop() == 0

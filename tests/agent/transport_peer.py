@@ -15,17 +15,19 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from open_ports import listening
 
 from longshore_agent.errors import TransportError
 from longshore_agent.transports import create
-from longshore_agent.transports.base import PreparingTransport, Write, WriteState
+from longshore_agent.transports.base import PreparingTransport, Wire, Write, WriteState
+from longshore_agent.transports.data_ports import DataPorts
 
 ANSWER_LIMIT_S = 20.0
-_LISTENING = "0A"
 
 
 def row(*values: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
@@ -42,32 +44,40 @@ def finish(transport: PreparingTransport, write: Write, limit_s: float = ANSWER_
 
 def mooncake_ports(pid: int) -> dict[str, int]:
     """The ports on which a process with Mooncake listens: `data` for both versions of IP, `handshake` for the old one."""
-    names = {str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()}
-    found = {}
-    for kind, name in (("tcp", "handshake"), ("tcp6", "data")):
-        for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()[1:]:
-            _, local, _, state, *others = line.split()
-            address, _, port = local.rpartition(":")
-            # What else an agent listens on is bound to one address.
-            if state == _LISTENING and f"socket:[{others[5]}]" in names and not int(address, 16):
-                found[name] = int(port, 16)
-    return found
+    # What else an agent listens on is bound to one address.
+    open_ports = [port for port in listening(pid) if port.address in ("0.0.0.0", "::")]
+    return {"handshake" if port.kind == "tcp" else "data": port.port for port in open_ports}
 
 
-def strike(port: int) -> None:
+def strike(port: int, host: str = "127.0.0.1", source: str = "127.0.0.1") -> None:
     """Send what ends a process with Mooncake to its handshake port: a list where the library expects an object."""
     body = b"\2[]"
-    with socket.create_connection(("127.0.0.1", port)) as link:
+    with socket.create_connection((host, port), source_address=(source, 0)) as link:
         link.sendall(struct.pack("<Q", len(body)) + body)
 
 
 class PeerProcess:
-    """The parent's end: starts the script with `backend` and `name`, sends commands, waits for answers."""
+    """The parent's end: starts the script, sends commands, waits for answers.
 
-    def __init__(self, backend: str, name: str, environment: dict[str, str] | None = None) -> None:
+    Args:
+        wires: those that it may use; empty: any.
+        host: the address for its ports; empty: the transport's own choice.
+        inside: a command that starts it elsewhere.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        name: str,
+        environment: dict[str, str] | None = None,
+        wires: Sequence[Wire] = (),
+        *,
+        host: str = "",
+        inside: Sequence[str] = (),
+    ) -> None:
         path = os.pathsep.join(entry for entry in sys.path if entry)
         self.process = subprocess.Popen(
-            [sys.executable, __file__, backend, name],
+            [*inside, sys.executable, __file__, backend, name, host, *(wire.name for wire in wires)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path, **(environment or {})},
@@ -130,8 +140,11 @@ class PeerProcess:
 class Server:
     """The child's end. Each method is a command; what it returns is the answer."""
 
-    def __init__(self, backend: str, name: str) -> None:
-        self.transport = create(backend, name)
+    def __init__(self, backend: str, name: str, host: str, wires: Sequence[str]) -> None:
+        options: dict[str, Any] = {"wires": [Wire[name] for name in wires]} if wires else {}
+        if host:
+            options["ports"] = DataPorts(host)
+        self.transport = create(backend, name, **options)
         self.regions: list[np.ndarray[tuple[int], np.dtype[np.uint8]]] = []
         self.tokens: list[int] = []
         self.arrived: list[dict[str, str]] = []
@@ -212,4 +225,4 @@ class Server:
 
 
 if __name__ == "__main__":
-    Server(sys.argv[1], sys.argv[2]).serve()
+    Server(*sys.argv[1:4], sys.argv[4:]).serve()

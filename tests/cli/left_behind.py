@@ -19,11 +19,12 @@ class Marked:
 
     Attributes:
         process: the process.
+        directory: for its temporary files.
     """
 
     def __init__(self, arguments: list[str], directory: Path) -> None:
         self.mark = f"{_MARK}={uuid.uuid4().hex}"
-        self._directory = directory
+        self.directory = directory
         self._shared_before = _shared()
         name, _, value = self.mark.partition("=")
         # The caller's variables of the product are not meant for what is tested.
@@ -64,7 +65,7 @@ class Marked:
 
     def left(self) -> list[str]:
         """Everything that is still there."""
-        files = [str(path) for path in self._directory.iterdir()]
+        files = [str(path) for path in self.directory.iterdir()]
         return [*self.processes(), *files, *sorted(_shared() - self._shared_before)]
 
     def end(self) -> None:

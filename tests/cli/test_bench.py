@@ -1,11 +1,15 @@
-"""`longshore bench transfer`: numbers count only with right bytes, and the table, the JSON and the picture hold them all."""
+"""`longshore bench`: numbers count only with right bytes and unharmed parts; the table, the JSON and the picture hold them all."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
+import urllib.request
 
 import pytest
+from left_behind import Marked, marked
 
 from longshore_cli.bench import BenchError, add_arguments, report, run
 from longshore_cli.bench.pages import Content, Pages
@@ -14,6 +18,15 @@ from longshore_cli.bench.scene import Course
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 
 MODEL = ModelShape(layers=2, kv_heads=4, head_dim=8, element_bytes=2)
+# They measure until something ends them.
+ENDLESS = {
+    "rooms": ["rooms", "--rooms", "4", "--repeats", "1000000"],
+    "transfer": ["transfer", "--sizes", "1", "--repeats", "1000000", "--set", "slab_bytes_min=128Ki"],
+    "crossover": ["crossover", "--runs", "8192", "--totals", "1024", "--repeats", "1000000"],
+}
+MEASURING = {"rooms": "4 rooms at once", "transfer": "1 MiB", "crossover": "runs of 8192 bytes"}
+# An agent drains for seconds at most; a fault that nobody notices ends with a room's 120 s.
+END_S = 45
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -149,3 +162,84 @@ def test_requests_that_are_no_whole_pages_are_refused(capsys):
     add_arguments(parser)
     assert run(parser.parse_args(["rooms", "--tokens", "17"])) == 1
     assert "multiple of the page size, 16" in capsys.readouterr().err
+
+
+def bench(question: str) -> list[str]:
+    return ["-u", "-m", "longshore_cli.main", "bench", *ENDLESS[question]]
+
+
+def agent_state(run: Marked, name: str) -> dict[str, object]:
+    """What the agent of that name says of itself."""
+    (path,) = run.directory.glob(f"*/{name}/agent.json")
+    found: dict[str, object] = json.loads(path.read_bytes())
+    return found
+
+
+def worker_pid(run: Marked, agent: str) -> int:
+    with urllib.request.urlopen(f"{agent_state(run, agent)['http']}/v1/status", timeout=10) as answer:
+        return int(json.load(answer)["workers"][0]["pid"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("question", "number", "moment", "status"),
+    [
+        ("rooms", signal.SIGINT, "4 rooms at once", 130),
+        ("transfer", signal.SIGINT, "starting", 130),
+        ("transfer", signal.SIGTERM, "1 MiB", 143),
+    ],
+)
+def test_an_interrupted_bench_says_so_in_one_line_and_leaves_nothing(
+    question: str, number: signal.Signals, moment: str, status: int
+) -> None:
+    with marked(bench(question)) as run:
+        run.read_until(moment)
+        if number is signal.SIGINT:
+            # As a terminal does: everybody in the group gets it.
+            os.killpg(run.process.pid, number)
+        else:
+            run.process.send_signal(number)
+        said, _ = run.process.communicate(timeout=END_S)
+        assert run.process.returncode == status, said
+        assert said == "longshore bench: interrupted; everything that it started has ended\n"
+        assert run.left() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("question", ["rooms", "transfer", "crossover"])
+def test_a_killed_agent_ends_a_bench_by_its_name(question: str) -> None:
+    with marked(bench(question)) as run:
+        run.read_until(MEASURING[question])
+        os.kill(int(str(agent_state(run, "decode-0")["pid"])), signal.SIGKILL)
+        said, _ = run.process.communicate(timeout=END_S)
+        assert run.process.returncode == 1, said
+        assert said.startswith("longshore bench: the agent in ")
+        assert "/decode-0 ended with -9" in said
+        assert "Traceback" not in said
+        assert run.left() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("agent", ["prefill", "decode-1"])
+def test_numbers_of_a_bench_whose_worker_was_replaced_are_not_shown(agent: str) -> None:
+    with marked(bench("rooms")) as run:
+        run.read_until(MEASURING["rooms"])
+        os.kill(worker_pid(run, agent), signal.SIGKILL)
+        said, _ = run.process.communicate(timeout=END_S)
+        assert run.process.returncode == 1, said
+        assert said.startswith(f"longshore bench: the worker {agent}")
+        assert "p50" not in said
+        assert "Traceback" not in said
+        assert run.left() == []
+
+
+@pytest.mark.slow
+def test_a_killed_process_of_the_bare_transport_ends_a_bench_by_its_name() -> None:
+    with marked(bench("transfer")) as run:
+        run.read_until(MEASURING["transfer"])
+        (target,) = (line for line in run.processes() if "transports.rate" in line and "--target" in line)
+        os.kill(int(target.split()[0]), signal.SIGKILL)
+        said, _ = run.process.communicate(timeout=END_S)
+        assert run.process.returncode == 1, said
+        assert "longshore bench: longshore_agent.transports.rate ended" in said
+        assert run.left() == []

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,24 @@ def test_an_interrupted_demo_leaves_nothing(number: signal.Signals, moment: str,
         said = run.read_rest()
         assert run.process.returncode == status, said
         assert "interrupted" in said
+        assert run.left() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["agent", "worker"])
+def test_a_demo_names_the_agent_or_worker_that_was_killed_and_leaves_nothing(part: str) -> None:
+    with marked([*DEMO, "--backend", "Loopback"]) as run:
+        run.read_until("prefill begins")
+        (path,) = run.directory.glob("*/loopback/decode/agent.json")
+        state = json.loads(path.read_bytes())
+        with urllib.request.urlopen(f"{state['http']}/v1/status", timeout=10) as answer:
+            worker = json.load(answer)["workers"][0]
+        os.kill(state["pid"] if part == "agent" else worker["pid"], signal.SIGKILL)
+        said, _ = run.process.communicate(timeout=45)
+        assert run.process.returncode == 1, said
+        wanted = r"the agent in \S+/decode ended with -9" if part == "agent" else f"the worker {worker['worker']} of"
+        assert re.search(f"longshore demo: FAILED: {wanted}", said), said
+        assert "Traceback" not in said
         assert run.left() == []
 
 

@@ -106,6 +106,18 @@ def test_an_agent_that_was_killed_is_told_by_its_place_and_how_it_ended(director
             agent.status()
 
 
+@pytest.mark.slow
+def test_an_agent_that_was_killed_may_be_started_again_in_its_place(directory: Path) -> None:
+    with LocalAgent({"backend": "Loopback"}, directory / "decode-0") as agent:
+        first = agent.pid
+        agent.kill()
+        assert not agent.running
+        agent.start()
+        agent.wait_ready()
+        assert agent.status()["node"] == ""
+        assert (agent.pid != first) and agent.running
+
+
 def test_a_directory_with_a_path_too_long_for_a_socket_is_refused(directory: Path) -> None:
     with pytest.raises(LocalAgentError, match="shorter path"):
         LocalAgent({}, directory / ("x" * 100))

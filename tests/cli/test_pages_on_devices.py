@@ -24,6 +24,7 @@ from longshore_cli.engine.connector import Connector, ConnectorOptions, Registra
 from longshore_cli.engine.device_memory import DeviceMemory
 from longshore_cli.engine.errors import EngineError
 from longshore_cli.engine.rank import EngineRank
+from longshore_cli.lifetime import parts_watched
 from longshore_cli.local_agents import LocalAgent
 from longshore_wire.engine_messages import DeviceRegion, Half
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PoolGeometry
@@ -165,8 +166,8 @@ def test_an_agent_hears_which_gpu_an_engines_pages_are_on_and_gets_their_handle(
 def test_ranks_of_a_benchmark_are_dealt_to_their_devices_and_tell_their_agent(
     pretended: None, heard: list[tuple[str, object]]
 ) -> None:
-    with ExitStack() as stack:
-        stage = Stage(stack, {}, Path("/nowhere"))
+    with parts_watched() as watch, ExitStack() as stack:
+        stage = Stage(stack, {}, Path("/nowhere"), watch)
         pages = stage.pages(SHAPE, 4, 4, 8, 0, ("cuda:2", "cuda:3"))
         agent = LocalAgent({}, Path("/nowhere"))
         stage.engine("decode", agent, pages, Half.TARGET)

@@ -19,10 +19,8 @@ from longshore_client import (
     Busy,
     CallTimeout,
     ClientClosed,
-    CodecError,
     ConnectError,
     Half,
-    HelloRefused,
     PoolRefused,
     Reason,
     RoomError,
@@ -45,7 +43,6 @@ from longshore_wire.engine_messages import (
     RegisterPool,
     Renew,
     UnregisterPool,
-    Welcome,
 )
 
 
@@ -60,48 +57,10 @@ def path(tmp_path):
 def test_a_client_is_welcomed_and_knows_its_worker(path):
     with FakeAgent(path, epoch=42) as agent, client_at(path, roles=[Half.SOURCE]) as client:
         assert (client.epoch, client.deployment, client.connected) == (42, "demo", True)
-        assert agent.of(Hello) == [Hello(1, "prefill-0", LAYOUT, "cpu", (Half.SOURCE,))]
-
-
-def test_a_refused_engine_gets_the_agents_reason_at_once(path):
-    refusal = Refused(0, Reason.LAYOUT_MISMATCH, "model.layers is 2 here and 3 in the deployment")
-    with (
-        FakeAgent(path, greet=lambda hello: refusal) as agent,
-        pytest.raises(HelloRefused, match="3 in the deployment") as caught,
-    ):
-        client_at(path)
-    assert caught.value.reason is Reason.LAYOUT_MISMATCH
-    assert len(agent.of(Hello)) == 1
-
-
-def test_a_busy_agent_is_asked_again(path):
-    answers = [Refused(0, Reason.BUSY, "starting", 1_000_000), Refused(0, Reason.SHUTTING_DOWN, "restarting")]
-
-    def greet(hello):
-        return answers.pop(0) if answers else Welcome(1, 9, "demo", 10**9)
-
-    with FakeAgent(path, greet=greet), client_at(path) as client:
-        assert client.epoch == 9
-
-
-def test_no_agent_is_named_with_its_path(path):
-    with pytest.raises(ConnectError, match=r"engine\.sock"):
-        client_at(path, timeout_s=0.05)
-
-
-def test_an_agent_that_comes_later_is_found(path):
-    found = []
-    thread = threading.Thread(target=lambda: found.append(client_at(path)))
-    thread.start()
-    with FakeAgent(path, epoch=3):
-        thread.join(WAIT_S)
-        assert found[0].epoch == 3
-        found[0].close()
-
-
-def test_an_agent_that_speaks_another_protocol_is_a_typed_error(path):
-    with FakeAgent(path, greet=lambda hello: b"\x63junk"), pytest.raises(CodecError, match="version 99"):
-        client_at(path)
+        [hello] = agent.of(Hello)
+        assert hello == Hello(1, "prefill-0", LAYOUT, "cpu", (Half.SOURCE,), hello.engine)
+        # No other engine of this name has it.
+        assert hello.engine
 
 
 def test_nothing_is_left_open_after_a_client_and_after_a_failed_connect(path):
@@ -142,9 +101,9 @@ def test_the_regions_of_a_pool_arrive_and_are_the_same_memory(path):
     descriptors, memories = zip(*(create_region(8192, f"pages-{n}") for n in range(3)), strict=True)
     geometry = msgspec.structs.replace(pool_geometry(LAYOUT, 2), region_bytes=(8192,) * 3)
     with FakeAgent(path) as agent, client_at(path) as client:
-        client.register_pool(4, geometry, descriptors, memory=TargetMemory.HOST)
+        client.register_pool(4, geometry, descriptors)
         (message,) = agent.of(RegisterPool)
-        assert (message.pool, message.geometry, message.memory) == (4, geometry, TargetMemory.HOST)
+        assert (message.pool, message.geometry, message.memory) == (4, geometry, TargetMemory.DEVICE)
         for number, descriptor in enumerate(agent.descriptors[message.request]):
             with mmap.mmap(descriptor, 8192) as there:
                 memories[number][100] = 50 + number
@@ -212,13 +171,29 @@ def test_a_pool_that_cannot_be_mapped_is_a_typed_error_and_its_descriptors_are_c
 def test_an_offer_and_a_claim_arrive_as_they_were_made(path):
     with FakeAgent(path) as agent, client_at(path) as client:
         client.send(2**64 - 1, [5, 6, 7], 2, 11, last=True, pool=3)
-        client.receive(9, ENDPOINT, b"\x01\0\0\0\x02\0\0\0", 4, 12, pool=1, memory=TargetMemory.HOST, digest=True)
+        client.receive(9, ENDPOINT, b"\x01\0\0\0\x02\0\0\0", 4, 12, pool=1)
         packed = b"\x05\0\0\0\x06\0\0\0\x07\0\0\0"
         assert told(agent, Offer) == [Offer(0, 2**64 - 1, 3, 2, 11, last=True, pages=packed)]
         (claim,) = told(agent, Receive)
         assert (claim.room, claim.pool, claim.endpoint, claim.first_token, claim.end_token) == (9, 1, ENDPOINT, 4, 12)
-        assert (claim.page_count, claim.memory, claim.digest) == (2, TargetMemory.HOST, True)
+        assert (claim.page_count, claim.memory, claim.digest) == (2, TargetMemory.DEVICE, False)
         assert client.open_count == 2
+
+
+def test_host_memory_and_a_digest_are_refused_by_name_before_anything_is_sent(path):
+    descriptor, memory = create_region(8192)
+    with FakeAgent(path) as agent, client_at(path) as client:
+        with pytest.raises(ArgumentError, match=r"memory is .*HOST.*: .* leave it DEVICE"):
+            client.register_pool(0, pool_geometry(LAYOUT, 2), [descriptor], memory=TargetMemory.HOST)
+        with pytest.raises(ArgumentError, match=r"memory is .*HOST.*: .* leave it DEVICE"):
+            client.receive(9, ENDPOINT, [1, 2], 4, 12, memory=TargetMemory.HOST)
+        with pytest.raises(ArgumentError, match=r"digest is True: .* leave it False"):
+            client.receive(9, ENDPOINT, [1, 2], 4, 12, digest=True)
+        client.receive(9, ENDPOINT, [1, 2], 4, 12)
+        assert [claim.request for claim in agent.of(Receive)] != []
+        assert (len(agent.of(RegisterPool)), len(agent.of(Receive)), client.open_count) == (0, 1, 1)
+    os.close(descriptor)
+    memory.close()
 
 
 def test_long_lists_are_cut_at_pages_and_only_the_final_part_is_last(path):
@@ -278,7 +253,7 @@ def test_pages_and_tokens_that_do_not_fit_are_refused_before_anything_is_sent(pa
     with FakeAgent(path) as agent, client_at(path) as client:
         for pages, first, end, text in [
             ([1, 2], 0, 9, "2 pages for tokens"),
-            ([1], 5, 4, "no range"),
+            ([1], 5, 4, "not a range"),
             ([], 4, 4, "only `last`"),
             ([2**31], 0, 4, "int32"),
             (["a"], 0, 4, "int32"),
@@ -436,6 +411,8 @@ def test_the_endpoint_is_returned_once_every_rank_is_there(path):
             client.endpoint(0.01)
         agent.say(EndpointUpdate(ENDPOINT))
         assert client.endpoint(WAIT_S) == ENDPOINT
+    with pytest.raises(ClientClosed, match="endpoint"):
+        client.endpoint(0)
 
 
 def test_the_lease_is_renewed_several_times_within_it(path):

@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from scene import DONE, RELEASED, event
 from stand_in_vllm import Role, Status, installed
 
-from longshore_client import ArgumentError, Endpoint, Half, KVLayout, ModelShape, PageOrder, Parallel
-from longshore_wire.engine_messages import EndpointUpdate, Offer, RankAddress, Receive, RegisterPool
+from longshore_client import ArgumentError, ConnectError, Endpoint, Half, KVLayout, ModelShape, PageOrder, Parallel
+from longshore_wire.engine_messages import Cancel, EndpointUpdate, Offer, RankAddress, Receive, RegisterPool
 
 HEADS, TOKENS, DIM = 2, 32, 8
 LAYOUT = KVLayout(ModelShape(2, 2, DIM, 4), Parallel(), TOKENS, PageOrder.OPAQUE, blob_bytes=TOKENS * 2 * DIM * 4)
@@ -54,9 +54,9 @@ def config(socket, instance, **extra):
 class Engine:
     """A scheduler's and a worker's connector, with vLLM's order of calls in a step."""
 
-    def __init__(self, module, tmp_path, instance):
+    def __init__(self, module, tmp_path, instance, **extra):
         self.agent = FakeAgent(str(tmp_path / instance))
-        settings = config(self.agent.path, instance), SimpleNamespace(kv_cache_groups=[object()])
+        settings = config(self.agent.path, instance, **extra), SimpleNamespace(kv_cache_groups=[object()])
         self.scheduler = module.LongshoreConnector(settings[0], Role.SCHEDULER, settings[1])
         self.worker = module.LongshoreConnector(settings[0], Role.WORKER, settings[1])
         shape = (6, HEADS, TOKENS, 2 * DIM)
@@ -223,3 +223,24 @@ def test_counts_of_all_ranks_reach_the_log_and_the_prometheus_page(module):
 def test_another_vllm_is_refused_when_the_connector_is_loaded():
     with installed("0.33.0"), pytest.raises(ArgumentError, match=r"vLLM 0\.33\.0 is not supported"):
         importlib.import_module("longshore_client.engines.vllm")
+
+
+def test_a_transfer_that_is_not_over_within_the_set_limit_is_given_up(module, tmp_path):
+    engine = Engine(module, tmp_path, "hasty", transfer_limit_s=1.0)
+    engine.scheduler.request_finished(request("p", {"do_remote_decode": True}), [4, 2, 5])
+    engine.step_until(lambda found: engine.agent.of(Cancel))
+    (offer,) = engine.agent.of(Offer)
+    assert [cancel.room for cancel in engine.agent.of(Cancel)] == [offer.room]
+    engine.stop()
+
+
+def test_an_engine_waits_for_its_agent_as_long_as_is_set(module, tmp_path):
+    settings = (
+        config(str(tmp_path / "nobody"), "alone", connect_limit_s=1.0),
+        SimpleNamespace(kv_cache_groups=[object()]),
+    )
+    worker = module.LongshoreConnector(settings[0], Role.WORKER, settings[1])
+    with pytest.raises(ConnectError, match=r"nobody within 1 s"):
+        worker.register_kv_caches(
+            {f"model.layers.{n}.attn": torch.zeros((6, HEADS, TOKENS, 2 * DIM)) for n in range(2)}
+        )

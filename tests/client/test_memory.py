@@ -44,6 +44,40 @@ def test_a_region_is_the_same_memory_through_every_mapping_of_its_descriptor():
     os.close(descriptor)
 
 
+def test_memory_that_is_shared_with_an_agent_cannot_be_made_smaller():
+    region, here = create_region(10_000, "test-region")
+    tensor = torch.arange(1000.0)
+    storage, _, _ = torch_region(tensor)
+    for descriptor in (region, storage):
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, 0)
+        os.close(descriptor)
+    here.close()
+    assert tensor.equal(torch.arange(1000.0))
+
+
+def test_a_torch_storage_that_is_shared_with_others_stays_where_they_have_it():
+    tensor = torch.arange(1000.0).share_memory_()
+    theirs = os.dup(tensor.untyped_storage()._share_fd_cpu_()[0])
+    descriptor, _, length_bytes = torch_region(tensor)
+    tensor[3] = -1.0
+    with mmap.mmap(theirs, length_bytes) as region:
+        assert torch.frombuffer(bytearray(region[12:16]), dtype=torch.float32)[0] == -1.0
+    assert os.fstat(descriptor).st_ino == os.fstat(theirs).st_ino
+    for each in (descriptor, theirs):
+        os.close(each)
+
+
+def test_a_torch_storage_is_gone_when_tensor_and_descriptor_are():
+    before = open_descriptors()
+    tensor = torch.zeros(1 << 20)
+    descriptor, _, _ = torch_region(tensor)
+    os.close(descriptor)
+    del tensor
+    assert open_descriptors() == before
+    assert "longshore-pages" not in Path("/proc/self/maps").read_text()
+
+
 def test_a_region_of_no_bytes_is_refused():
     with pytest.raises(ArgumentError, match="length_bytes"):
         create_region(0, "empty")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from gpu_world import EngineProcess, GPUAgent, agent_status, wire_between
+from open_ports import listening
 
 pytestmark = pytest.mark.gpu
 
@@ -64,3 +65,16 @@ def test_agents_find_the_wire_between_their_gpus_and_hold_it_to_the_list(allowed
         else:
             assert [kind for kind, _, _ in ends] == ["DONE", "DONE"], ends
             assert decode.ask("differences", sequences=[(5, TOKENS, PAGES)]) == 0
+
+
+def test_a_gpu_worker_listens_for_no_bytes_where_only_wires_of_gpus_are_allowed(device_count: int) -> None:
+    pytest.importorskip("nixl")
+    settings = {"LONGSHORE_WIRES": "CudaIPC,NVLink", "LONGSHORE_RING_BYTES": "64Mi", "LONGSHORE_LANE_BYTES": "16Mi"}
+    with GPUAgent(**settings) as agent, EngineProcess() as engine:
+        engine.ask("allocate", device=device_count - 1, **SHAPE)
+        engine.ask("register", socket=agent.socket, instance="target", role="TARGET")
+        (worker,) = agent_status(agent)["workers"]
+        assert (worker["data_path"], worker["data_ports"]) == ("Absent", [])
+        # Peers dial the one that is left.
+        (control,) = listening(worker["pid"])
+        assert control.address == "127.0.0.1"

@@ -11,7 +11,7 @@ from operator_scene import DECODE, KEY, PREFILL, Scene, peer, said, settled
 from longshore_operator import kinds
 from longshore_operator.observe import Refusal
 from longshore_operator.reasons import TABLE, Truth, reason
-from longshore_operator.reports import AgentReport, Instance
+from longshore_operator.reports import AgentReport, Engine, Instance, Worker
 from longshore_operator.world import ChildKey, Key
 
 
@@ -279,7 +279,7 @@ def test_a_switched_off_child_is_deleted_and_a_strangers_is_not() -> None:
     stranger = {"metadata": {"name": "x", "namespace": "team", "labels": {"longshore.dev/deployment": "llama"}}}
     scene.put(kinds.CONFIG_MAP, stranger)
     assert scene.decide().delete == ()
-    scene.body["spec"]["agents"] = {"networkPolicy": False}
+    scene.body["spec"]["agents"] = {"networkPolicy": False, "allowOpenDataPath": True}
     assert scene.decide().delete == (ChildKey("NetworkPolicy", "llama-agent"),)
 
 
@@ -317,6 +317,26 @@ def test_an_agent_that_is_not_ready_is_named_with_what_it_says_of_itself() -> No
     assert len(scene.message("AgentsReady")) < 1000
     scene.put_agent("a", ready=False, trouble="ImagePullBackOff", said=AgentReport("team/llama", "a"))
     assert "a (ImagePullBackOff)" in scene.message("AgentsReady")
+
+
+def test_workers_that_die_again_and_again_are_named_in_the_condition() -> None:
+    scene = settled()
+    scene.count(2, 1, 2)
+    text = "WorkersDying: the worker of d rank 0 has died 3 times within a minute, last because it ended with -11"
+    scene.put_agent("b", ready=False, said=AgentReport("team/llama", "b", unready=(text,)))
+    assert scene.reasons()["AgentsReady"] == "AgentsNotReady"
+    assert f"b ({text})" in scene.message("AgentsReady")
+
+
+def test_what_keeps_strangers_from_data_ports_is_in_the_status_of_each_role_the_best_first() -> None:
+    scene = settled()
+    assert "dataPath" not in scene.decide().status["prefill"]
+    for node, instance, protections in (("a", PREFILL, ("Open", "Filtered")), ("b", DECODE, ("Absent", ""))):
+        engine = (Engine(instance.instance, 0, instance.roles),)
+        workers = tuple(Worker(f"w{number}", engine, (), path) for number, path in enumerate(protections))
+        scene.put_agent(node, said=AgentReport("team/llama", node, instances=(instance,), workers=workers))
+    status = scene.decide().status
+    assert (status["prefill"]["dataPath"], status["decode"]["dataPath"]) == ("Filtered, Open", "Absent")
 
 
 def test_events_tell_of_transitions_and_of_nothing_twice() -> None:

@@ -68,7 +68,7 @@ def test_agents_run_on_the_nodes_of_either_role() -> None:
 
 
 def test_under_the_nodes_network_ports_are_declared() -> None:
-    pod = pod_of(agents={"hostNetwork": True, "httpPort": 9000})
+    pod = pod_of(agents={"hostNetwork": True, "allowOpenDataPath": True, "httpPort": 9000})
     assert (pod["hostNetwork"], pod["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
     ports = [(port["name"], port["containerPort"], port["hostPort"]) for port in pod["containers"][0]["ports"]]
     assert ports == [("http", 9000, 9000), ("worker", 9001, 9001)]
@@ -95,7 +95,7 @@ def test_a_change_of_config_or_keys_replaces_agents_and_expected_numbers_do_not(
 
     prefill = {"tensorParallel": 4, "pageSize": 64, "nodeSelector": {"role": "prefill"}}
     assert template(prefill=prefill | {"instances": 5}) == template()
-    assert template(integrity={"digest": True}) != template()
+    assert template(transfer={"chunkTokens": 4096}) != template()
     scene = Scene()
     scene.body["status"]["keys"]["secret"] = "llama-keys-4567"
     assert {k.name: b for k, b in scene.decide().apply}["DaemonSet"]["spec"]["template"] != template()

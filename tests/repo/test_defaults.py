@@ -46,7 +46,7 @@ def test_what_an_api_server_fills_in_is_what_the_types_fill_in_and_the_settings_
     left_out, filled_in = read(deployment(NEEDED)), read(deployment(spec))
     assert filled_in == left_out
     made, table = Settings.from_config(filled_in.agent_config()), Settings()
-    named_by_the_deployment = {"deployment", "run_directory", "keys_directory", "http_port"}
+    named_by_the_deployment = {"deployment", "run_directory", "keys_directory", "http_port", "network_policy"}
     differing = {
         name for name in Settings.__dataclass_fields__ if getattr(made, name) != getattr(table, name)
     } - named_by_the_deployment

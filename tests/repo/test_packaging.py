@@ -30,7 +30,7 @@ EXTRAS_OF = {
 # The agent's config file is YAML. Its readers and writers, agent and operator, bring the parser; engines never need it.
 BROUGHT_BY_THE_CALLER = {("wire/longshore_wire/strict_document.py", "pyyaml")}
 ENGINES = {"vllm", "sglang", "torch"}
-EXTRAS = {"agent", "operator", "cli", "nixl", "mooncake", "mooncake-cuda12", "mooncake-cuda13", "dev"}
+EXTRAS = {"agent", "operator", "cli", "fuzz", "nixl", "mooncake", "mooncake-cuda12", "mooncake-cuda13", "dev"}
 
 
 def pinned_names() -> set[str]:
@@ -88,9 +88,10 @@ def test_the_packages_that_are_listed_are_those_that_exist() -> None:
     assert [name for name, folder in PACKAGES.items() if not (folder / "__init__.py").is_file()] == []
 
 
-def test_types_and_import_walls_are_checked_for_every_package_and_types_for_the_benchmarks_too() -> None:
+def test_types_and_import_walls_are_checked_for_every_package_and_types_for_programs_beside_them_too() -> None:
     tool = project()["tool"]
-    assert {ROOT / folder for folder in tool["mypy"]["files"]} == {*PACKAGES.values(), ROOT / "benchmarks"}
+    programs = {ROOT / "benchmarks", ROOT / "tests" / "soak"}
+    assert {ROOT / folder for folder in tool["mypy"]["files"]} == {*PACKAGES.values(), *programs}
     assert set(tool["importlinter"]["root_packages"]) == PACKAGES.keys()
 
 

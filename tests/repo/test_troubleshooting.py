@@ -11,7 +11,14 @@ from tree_of_files import ROOT, modules
 # With how many pieces each has at least.
 PAGES = {ROOT / "docs" / "troubleshooting.md": 40, ROOT / "docs" / "how-to" / "gpus.md": 10}
 # Said by the system or about it, not by our code.
-OTHERS = {"No such file or directory", "Connection refused", "No space left on device", "way", "TCP"}
+OTHERS = {
+    "No such file or directory",
+    "Connection refused",
+    "No space left on device",
+    "Too many open files",
+    "way",
+    "TCP",
+}
 PACKAGES = ("wire/", "client/", "agent/", "operator/", "cli/")
 
 
@@ -19,8 +26,8 @@ def quoted(page: Path) -> list[str]:
     """Every piece of text in the first cells of a page's tables, cut at names and numbers."""
     cells = [line.split("|")[1] for line in page.read_text().splitlines() if line.startswith("| ")]
     words = [words for cell in cells for words in re.findall(r"`([^`]+)`", cell)]
-    pieces = [piece.strip() for word in words if word not in OTHERS for piece in word.split("…")]
-    return [piece for piece in pieces if len(piece) > 2 and not piece.startswith("/v1/")]
+    pieces = [piece.strip(" :") for word in words for piece in word.split("…")]
+    return [piece for piece in pieces if len(piece) > 2 and piece not in OTHERS and not piece.startswith("/v1/")]
 
 
 def said() -> str:

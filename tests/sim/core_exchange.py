@@ -46,13 +46,14 @@ class Exchange:
         sources = {name: SourceSession(SessionConfig("d", name, 7, layout, **made), now_ns=0) for name in names}
         target = TargetSession(SessionConfig("d", "D", 9, KVLayout(MODEL, Parallel(), 2 * PAGE_SIZE), **made), now_ns=0)
         for core in (*sources.values(), target):
-            core.describe(b"", RegionInfo(0, made["ring_bytes"]) if core is target else None, {})
+            ring = RegionInfo(0, made["ring_bytes"]) if core is target else None
+            core.describe(b"", ring, {}, address=f"{core.config.instance}:1")
         return cls(sources, target)
 
     def claim(self, instance: str, room: int, tokens: int) -> None:
         """Decode wants a room; nothing is delivered before `settle`."""
         core = self.sources[instance]
-        endpoint = Endpoint(instance, core.config.layout, (RankAddress(0, "h:1", core.config.epoch),))
+        endpoint = Endpoint(instance, core.config.layout, (RankAddress(0, f"{instance}:1", core.config.epoch),))
         count = -(-tokens // (2 * PAGE_SIZE))
         self.target.claim(Wanted(RoomKey(instance, room, 0), endpoint, 0, tokens, count, bytes(4 * count)), self.now_ns)
 

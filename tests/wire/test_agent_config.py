@@ -24,7 +24,6 @@ from longshore_wire.agent_config import (
     Prefill,
     PrefillStaging,
     StagingMode,
-    Target,
     Transfer,
     WireName,
     dump,
@@ -140,6 +139,13 @@ def test_a_key_that_is_given_twice_is_a_fault(text: str) -> None:
         ),
         ("v1alpha1", "v9", "apiVersion", "longshore.dev/v9"),
         ("AgentConfig", "DisaggDeployment", "kind", "DisaggDeployment"),
+        ("target: Device", "target: Host", "decode.target", "Host is not built yet: leave it Device"),
+        (
+            "transfer:",
+            "integrity: {digest: true}\ntransfer:",
+            "integrity.digest",
+            "true is not built yet: leave it false",
+        ),
         ("[RDMA, TCP]", "[TCP, TCP]", "transfer.wires", "TCP is listed 2 times"),
         ("layers: 80", "layers: 80.0", "model.layers", "Expected `int`, got `float`"),
         ("layers: 80", "layers: '80'", "model.layers", "Expected `int`, got `str`"),
@@ -150,7 +156,19 @@ def test_a_key_that_is_given_twice_is_a_fault(text: str) -> None:
             "transfer: {backend: NIXL",
             "control: {hostNetwork: true}\ntransfer: {backend: Mooncake",
             "control.hostNetwork",
-            "true with transfer.backend Mooncake, whose ports listen on every address of the node and know no authentication",
+            "true opens the data ports of Mooncake, which know no authentication, to everyone who reaches the agent's address",
+        ),
+        (
+            "transfer: {backend: NIXL",
+            "control: {hostNetwork: true}\ntransfer: {backend: NIXL",
+            "control.hostNetwork",
+            "leave hostNetwork off, allow only wires that need no port (transfer.wires: [SharedMemory, CudaIPC, NVLink]), or accept",
+        ),
+        (
+            "transfer:",
+            "control: {networkPolicy: false}\ntransfer:",
+            "control.networkPolicy",
+            "leave networkPolicy on, allow only wires that need no port",
         ),
         ("transfer:", "control: [1]\ntransfer:", "control", "give a mapping, not [1]"),
     ],
@@ -161,10 +179,25 @@ def test_each_fault_names_its_path_and_what_is_wrong(old: str, new: str, path: s
     assert text in fault
 
 
+@pytest.mark.parametrize(
+    ("control", "wires"),
+    [
+        ("hostNetwork: true, allowOpenDataPath: true", "[RDMA, TCP]"),
+        ("networkPolicy: false, allowOpenDataPath: true", "[]"),
+        ("hostNetwork: true", "[SharedMemory]"),
+        ("networkPolicy: false", "[CudaIPC, NVLink]"),
+        ("hostNetwork: true, bindAddress: 127.0.0.1", "[]"),
+        ("networkPolicy: true", "[]"),
+        ("httpPort: 1", "[]"),
+    ],
+)
+def test_data_ports_are_allowed_where_there_are_none_or_others_do_not_reach_them(control: str, wires: str) -> None:
+    load(YAML.replace("[RDMA, TCP]", wires).replace("transfer:", f"control: {{{control}}}\ntransfer:"))
+
+
 def test_a_small_pool_is_allowed_where_nothing_is_staged() -> None:
     small = YAML.replace("poolSize: 4Gi", "poolSize: 1Mi")
     load(small.replace("staging: Auto", "staging: Never"))
-    load(small.replace("target: Device", "target: Host"))
 
 
 def test_an_mla_model_with_staging_always_is_refused_naming_both_fields() -> None:
@@ -233,7 +266,6 @@ CONFIGS = st.builds(
         Decode,
         tensor_parallel=st.sampled_from([1, 2, 4, 8, 16]),
         page_size=st.integers(1, 128),
-        target=st.sampled_from(Target),
         staging=st.builds(DecodeStaging, pool_size=st.integers(1 << 33, 1 << 40)),
     ),
     transfer=st.builds(
@@ -248,7 +280,6 @@ CONFIGS = st.builds(
         bind_address=st.none() | st.just("::1"),
         http_port=st.integers(0, 65535),
     ),
-    integrity=st.builds(Integrity, digest=st.booleans()),
 )
 
 

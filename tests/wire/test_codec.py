@@ -6,6 +6,7 @@ import typing
 
 import msgspec
 import pytest
+from fuzz_codec import CODECS, check, read_corpus
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,13 +33,15 @@ from longshore_wire.peer_messages import (
     RegionInfo,
     RoomKey,
     SlabReady,
-    TargetMemory,
 )
 from longshore_wire.plan import Way
 
 LAYOUT = KVLayout(ModelShape(80, 8, 128, 2), Parallel(4, 3, 2, 1, 8, 7), 64, PageOrder.HND, (40, 80))
 PAIR = PairKey(RoomKey("prefill-0", 2**64 - 1, 3), 7, 1, 2**63, 2**63 + 5, "decode-1", 2)
-POOL = PoolInfo(3, PoolGeometry(9, (1 << 40,), (PlaneGeometry(0, 64, 4096, 512, 128),)), (2**47,), TargetMemory.HOST)
+POOL = PoolInfo(3, PoolGeometry(9, (1 << 40,), (PlaneGeometry(0, 64, 4096, 512, 128),)), (2**47,))
+
+CANCEL = engine_messages.Cancel(1, Half.TARGET, "p", 1, 2)
+UNIONS = {"peer": peer_messages.PeerMessage, "to agent": engine_messages.ToAgent, "to engine": engine_messages.ToEngine}
 
 FROZEN_PEER_NUMBERS = {
     "Attach": 1,
@@ -50,10 +53,10 @@ FROZEN_PEER_NUMBERS = {
     "Grant": 7,
     "SlabReady": 8,
     "SlabAck": 9,
-    "Watermark": 10,
     "Abort": 11,
-    "AbortAck": 12,
+    "EndAck": 12,
     "WireFound": 13,
+    "Complete": 14,
 }
 FROZEN_ENGINE_NUMBERS = {
     "Hello": 64,
@@ -86,9 +89,9 @@ def test_no_message_ever_changes_its_number() -> None:
         Attach(
             1, "ns/d", "i", 2**63, LAYOUT, "NIXL", b"\x00\xff" * 99, RegionInfo(2**47, 1 << 32, 1 << 26), (POOL,), 1
         ),
-        Claim(PAIR, 17, 131072, Way.SLICES, 8192, 9000, b"\x01\x00\x00\x00", True, TargetMemory.HOST),
+        Claim(PAIR, 17, 131072, Way.SLICES, 8192, 9000, b"\x01\x00\x00\x00"),
         Demand(PAIR, 819, 11, 3, 8192),
-        Grant(PAIR, 10, (1 << 44) - 64, 1 << 26, 2**62, (2**40, 2**44)),
+        Grant(PAIR, 10, (1 << 44) - 64, 1 << 26, 2**62),
         SlabReady(PAIR, 10, 2**62, 1 << 26, 8192),
         Abort(PAIR, Reason.TOTAL_MISMATCH, "prefill says 3 tokens, decode 4"),
     ],
@@ -133,7 +136,7 @@ def test_a_message_above_its_limit_is_refused_before_it_is_parsed(codec: Codec[o
 
 def test_an_unknown_version_is_named() -> None:
     with pytest.raises(CodecError, match="version 9") as caught:
-        PEER.decode(b"\x09" + PEER.encode(peer_messages.Ping(1))[1:])
+        PEER.decode(b"\x09" + PEER.encode(peer_messages.Ping(1, 1))[1:])
     assert caught.value.reason is Reason.UNKNOWN_VERSION
 
 
@@ -168,3 +171,38 @@ def test_a_damaged_message_is_refused_by_type_or_still_a_message(data: st.DataOb
 def test_a_message_nested_without_end_is_refused() -> None:
     with pytest.raises(CodecError):
         PEER.decode(b"\x01" + b"\x91" * 100_000)
+
+
+def test_every_input_that_the_fuzz_has_found_is_refused_by_type_or_comes_out_as_it_went_in() -> None:
+    outcomes = {outcome for data in read_corpus() for outcome in check(data)}
+
+    taken = {f"{name} {kind}" for name, union in UNIONS.items() for kind in _numbers(union)}
+    assert taken < outcomes  # every message is among them
+    assert len(outcomes) > 500
+
+
+class _Faulty:
+    """A codec with one fault."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def decode(self, data: bytes) -> object:
+        try:
+            return TO_AGENT.decode(data)
+        except CodecError as error:
+            if self.fault == "another error":
+                raise TypeError from error
+            raise CodecError(str(error) * (100 if self.fault == "a long text" else 1)) from error
+
+    def encode(self, message: engine_messages.ToAgent) -> bytes:
+        return TO_AGENT.encode(engine_messages.Renew() if message == CANCEL else message)
+
+
+@pytest.mark.parametrize("fault", ["another error", "a long text", "another message"])
+def test_the_fuzz_notices_what_a_decoder_must_not_do(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = [*read_corpus(), TO_AGENT.encode(CANCEL)]
+    monkeypatch.setitem(CODECS, "to agent", _Faulty(fault))
+
+    with pytest.raises(AssertionError, match="to agent"):
+        list(map(check, corpus))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from source_voice import attach_to
 from two_writers import DECODE, FIRST, KEY, SECOND, TOKENS, Scene
 
 from longshore_wire.claims import Wanted
 from longshore_wire.effects import SECOND_NS, SessionConfig
 from longshore_wire.errors import Reason, RingError
-from longshore_wire.peer_messages import Abort, AbortAck, Attach, Claim, Demand, RegionInfo, RoomKey
+from longshore_wire.peer_messages import Abort, Attach, Claim, Demand, EndAck, RegionInfo, RoomKey
+from longshore_wire.peers import PeerState
 from longshore_wire.plan import Way
-from longshore_wire.session import PeerState
+from longshore_wire.states import TargetPairState
 from longshore_wire.target_session import TargetSession
 
 
@@ -44,7 +46,7 @@ def test_a_room_that_could_never_fit_fails_alone_with_both_sizes() -> None:
     assert attach is not None
     shrunk = msgspec.structs.replace(attach, ring=RegionInfo(0, 512), generation=attach.generation + 1)
     scene.sources[FIRST].receive(DECODE, shrunk, 0)
-    claim = Claim(msgspec.structs.replace(pair.pair, key=RoomKey("P", 3, 0)), 0, TOKENS, Way.STAGED)
+    claim = Claim(msgspec.structs.replace(pair.pair, key=RoomKey("P", 3, 0)), 0, TOKENS, Way.STAGED, serial=1000)
     scene.sources[FIRST].take_outbox()
     scene.sources[FIRST].receive(DECODE, claim, 0)
     (answer,) = [message for _, message in scene.sources[FIRST].take_outbox() if isinstance(message, Abort)]
@@ -80,7 +82,7 @@ def test_a_room_is_not_done_before_every_planned_writer_was_heard_of_and_has_del
     scene = Scene.of(lost=SECOND)
     scene.offer(KEY.room)
     assert scene.deliver(FIRST)
-    assert scene.target.rooms[KEY].pairs[FIRST].complete
+    assert scene.target.rooms[KEY].pairs[FIRST].state is TargetPairState.COMPLETE
     assert scene.ended(KEY.room) is None
     # What was lost is said again.
     scene.lost.clear()
@@ -151,7 +153,7 @@ def test_an_abort_is_not_confirmed_while_a_write_that_failed_may_still_land() ->
     # The source's next life is the proof: the last one's process has ended.
     attach = scene.target.peers[FIRST].attach
     assert isinstance(attach, Attach)
-    scene.say(FIRST, msgspec.structs.replace(attach, epoch=8))
+    attach_to(scene.target, FIRST, msgspec.structs.replace(attach, epoch=8), scene.now_ns)
     assert scene.held == 0
 
 
@@ -162,7 +164,7 @@ def test_a_message_for_a_room_that_is_gone_is_counted_and_harms_nothing() -> Non
     scene.deliver(FIRST)
     scene.deliver(SECOND)
     assert KEY not in scene.target.rooms
-    for message in (Demand(pair, 8, 8, 8), AbortAck(pair), Demand(pair, -1, -1, -1)):
+    for message in (Demand(pair, 8, 8, 8), EndAck(pair), Demand(pair, -1, -1, -1)):
         scene.say(FIRST, message)
     assert scene.target.counters["stale.Demand"] == 2
     scene.claim(2)

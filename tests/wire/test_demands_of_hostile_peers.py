@@ -9,9 +9,10 @@ from longshore_wire.claims import demanded_grid
 from longshore_wire.effects import SessionConfig
 from longshore_wire.errors import Reason, RoomError
 from longshore_wire.layout import KVLayout, PageOrder, Parallel
-from longshore_wire.peer_messages import AbortAck, Demand, PairKey, RoomKey, SlabReady
+from longshore_wire.peer_messages import Demand, EndAck, PairKey, RoomKey, SlabReady
 from longshore_wire.plan import Pair, Way
 from longshore_wire.room import TargetPair
+from longshore_wire.states import TargetPairState
 
 TOKEN_BYTES = 2 * 2 * 2 * 32  # layers, K and V, heads of a rank, bytes of a head
 
@@ -95,7 +96,7 @@ def test_a_source_that_says_ready_and_never_writes_holds_ring_memory_no_longer_t
     assert "rank 0" in scene.target.ended[failed[0]].text
     # Its writer is asked before anybody else gets the memory, and has it back at once if it obeys.
     for key in failed:
-        scene.say(FIRST, AbortAck(scene.target.rooms[key].pairs[FIRST].pair))
+        scene.say(FIRST, EndAck(scene.target.rooms[key].pairs[FIRST].pair))
     assert scene.held == 0
     assert scene.free >= RING_BYTES // 2
 
@@ -111,7 +112,7 @@ def test_bytes_that_come_in_time_keep_a_room_however_long_all_of_it_takes() -> N
         scene.say(FIRST, SlabReady(pair.pair, slab, region.generation, SLAB_BYTES, TOKENS))
         scene.scatter()
 
-    assert pair.complete
+    assert pair.state is TargetPairState.COMPLETE
     assert scene.ended(2) is None
 
 
@@ -132,7 +133,7 @@ def test_rooms_that_a_source_only_drips_into_give_their_memory_back_when_their_e
     for key in keys:
         pair = scene.target.rooms[key].pairs[FIRST]
         scene.target.cancel(key, Reason.CANCELLED, "its request took too long", scene.now_ns)
-        scene.say(FIRST, AbortAck(pair.pair))
+        scene.say(FIRST, EndAck(pair.pair))
     scene.settle()
     assert scene.held == 0
     assert scene.free >= RING_BYTES // 2

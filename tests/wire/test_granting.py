@@ -7,11 +7,11 @@ from collections import Counter
 from longshore_wire.effects import PeerId, SessionConfig
 from longshore_wire.granting import Granter
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
-from longshore_wire.peer_messages import PairKey, RoomKey, TargetMemory
+from longshore_wire.peer_messages import PairKey, RoomKey
 from longshore_wire.plan import Pair, Way
 from longshore_wire.room import TargetPair, TargetRoom
 from longshore_wire.slabs import SlabGrid, region_bytes
-from longshore_wire.states import TargetEvent, TargetSlab
+from longshore_wire.states import TargetEvent, TargetRoomEvent, TargetSlab
 from longshore_wire.trailer import ALIGNMENT_BYTES
 
 LAYOUT = KVLayout(ModelShape(1, 1, 16, 4), Parallel(), 16)
@@ -33,7 +33,7 @@ def _room(number: int, source_rank: int, slabs: int, ready: int | None = None) -
     pair.grid = SlabGrid(0, slabs * SLAB_TOKENS, SLAB_TOKENS)
     pair.states = [TargetSlab.WANTED] * slabs
     pair.ready_count = slabs if ready is None else ready
-    room = TargetRoom(key, 0, slabs * SLAB_TOKENS, 0, b"", TargetMemory.DEVICE, digest=False)
+    room = TargetRoom(key, 0, slabs * SLAB_TOKENS, 0, b"")
     room.pairs[peer] = pair
     return room
 
@@ -44,8 +44,8 @@ def _pair(room: TargetRoom) -> TargetPair:
 
 def _land_and_free(granter: Granter, room: TargetRoom, slab: int) -> None:
     pair = _pair(room)
-    pair.step(slab, TargetEvent.LAND)
-    pair.step(slab, TargetEvent.SCATTERED)
+    pair.step_slab(slab, TargetEvent.LAND)
+    pair.step_slab(slab, TargetEvent.SCATTERED)
     granter.free(room, pair, slab)
 
 
@@ -100,7 +100,7 @@ def test_a_stalled_room_and_a_quarantined_one_do_not_stop_two_hundred_others() -
         granter.want(_pair(room))
     assert len(list(granter.grants(rooms))) == 2
     granter.quarantine(_pair(given_up))
-    given_up.failed = True
+    given_up.step(TargetRoomEvent.FAIL)
     passed = 0
     for number in range(200):
         room = _room(number, number % 3, 12)
@@ -123,7 +123,7 @@ def test_memory_in_quarantine_is_not_granted_before_its_writer_confirms() -> Non
     granter.want(_pair(given_up))
     [(_, _, grant)] = list(granter.grants(rooms))
     granter.quarantine(_pair(given_up))
-    given_up.failed = True
+    given_up.step(TargetRoomEvent.FAIL)
     others = [_room(n, n, 1) for n in range(2, 8)]
     rooms |= {room.key: room for room in others}
     for room in others:
@@ -170,8 +170,8 @@ def test_a_slab_that_is_ready_is_granted_beside_the_one_that_its_room_was_grante
     for slab in range(2):
         granter.want(second)
         assert [(pair.peer.rank, grant.slab) for _, pair, grant in granter.grants(rooms)] == [(1, slab)]
-        second.step(slab, TargetEvent.LAND)
-        second.step(slab, TargetEvent.SCATTERED)
+        second.step_slab(slab, TargetEvent.LAND)
+        second.step_slab(slab, TargetEvent.SCATTERED)
         granter.free(room, second, slab)
 
 

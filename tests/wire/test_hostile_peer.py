@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from longshore_client.memory import pool_geometry
-from longshore_wire.claims import Wanted
+from longshore_wire.claims import PARTS_BYTES_MAX, Wanted
 from longshore_wire.effects import PeerId, RoomEnded, RoomReleased, SessionConfig, StartScatter, StartWrite
 from longshore_wire.engine_messages import Endpoint, RankAddress
 from longshore_wire.errors import Reason, RoomError
@@ -17,10 +17,11 @@ from longshore_wire.layout import KVLayout, ModelShape, Parallel, PoolGeometry
 from longshore_wire.peer_messages import (
     PROTOCOL_VERSION,
     Abort,
-    AbortAck,
     Attach,
     Claim,
+    Complete,
     Demand,
+    EndAck,
     Grant,
     PairKey,
     PeerMessage,
@@ -32,7 +33,6 @@ from longshore_wire.peer_messages import (
     RoomKey,
     SlabAck,
     SlabReady,
-    Watermark,
     WireFound,
 )
 from longshore_wire.plan import Way
@@ -76,6 +76,9 @@ class Talker:
     def one_of(self, *likely: int) -> int:
         return self.random.choice(likely) if self.random.random() < 0.95 else self.number()
 
+    def serial(self) -> int:
+        return self.random.choice([self.random.randrange(1, 1000), self.number()])
+
     def pair(self) -> PairKey:
         source, target = self.ends
         key = RoomKey(source.instance, self.one_of(*self.rooms), self.one_of(0))
@@ -97,7 +100,8 @@ class Talker:
             (pool,),
             self.one_of(1 << 12),
             generation=self.random.randrange(100),
-            reply=self.random.random() < 0.5,
+            address=self.random.choice(["h:0", "h:1"]),
+            attempt=self.one_of(1, 2, 3, 4, 5, 6, 7, 8),
         )
         return msgspec.structs.replace(made, **changes)
 
@@ -105,7 +109,13 @@ class Talker:
         count = self.one_of(0, 1, 25)
         return self.random.choice(
             [
-                Claim(self.pair(), self.one_of(0, 5), self.one_of(0, 5, 100), self.random.choice(list(Way))),
+                Claim(
+                    self.pair(),
+                    self.one_of(0, 5),
+                    self.one_of(0, 5, 100),
+                    self.random.choice(list(Way)),
+                    serial=self.serial(),
+                ),
                 Claim(
                     self.pair(),
                     self.one_of(0),
@@ -114,11 +124,11 @@ class Talker:
                     self.one_of(0, 8),
                     count,
                     bytes(4 * self.random.choice([0, 8, 25])),
+                    serial=self.serial(),
                 ),
                 Grant(self.pair(), self.one_of(0, 1, 2), self.one_of(0), self.one_of(1 << 12), self.one_of(1)),
                 Grant(self.pair(), self.one_of(0, 1, 2), self.one_of(0), self.one_of(1 << 12), self.one_of(1)),
                 SlabAck(self.pair(), self.one_of(0, 1, 2), self.one_of(1)),
-                Watermark(self.number(), self.number(), self.number()),
                 *self.either(),
             ]
         )
@@ -142,10 +152,15 @@ class Talker:
     def either(self) -> list[PeerMessage]:
         rare: list[PeerMessage] = [
             Abort(self.pair(), self.random.choice(list(Reason)), "x" * 50),
-            AbortAck(self.pair()),
-            Refuse(Reason.UNSUPPORTED, "no"),
+            EndAck(self.pair()),
+            Refuse(Reason.UNSUPPORTED, "no", self.one_of(*self.epochs), self.one_of(1, 2, 3, 4)),
+            Complete(self.pair()),
         ]
-        return [Ping(self.number()), Pong(self.one_of(*self.epochs)), *(rare if self.random.random() < 0.2 else [])]
+        return [
+            Ping(self.one_of(*self.epochs), self.number(), self.number()),
+            Pong(self.one_of(*self.epochs), self.one_of(*self.epochs), self.one_of(1, 2, 9), self.number()),
+            *(rare if self.random.random() < 0.2 else []),
+        ]
 
 
 def carry_out(core: SourceSession | TargetSession, chosen: random.Random, jobs: list[Any], now_ns: int) -> None:
@@ -200,7 +215,7 @@ def test_no_message_of_a_decode_worker_breaks_prefill(seed: int) -> None:
         carry_out(core, chosen, jobs, now_ns)
     assert len(core.rooms) <= 16
     assert len(core.ended) <= 64
-    assert core._parts.bytes_kept <= 1 << 20
+    assert core._parts.bytes_kept <= PARTS_BYTES_MAX
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -220,7 +235,11 @@ def test_no_message_of_a_prefill_worker_breaks_decode(seed: int) -> None:
         if turn < 5 or chosen.random() < 0.03:
             theirs = KVLayout(MODEL, Parallel(tp=2, tp_rank=peer.rank), 4)
             epoch = chosen.choice([*[THEIRS] * 9, 21])
-            core.receive(peer, talker.attach("P", epoch, 2, layout=theirs), now_ns)
+            said = talker.attach("P", epoch, 2, layout=theirs)
+            known = core.peers.get(peer)
+            if known is not None and chosen.random() < 0.9:
+                said = msgspec.structs.replace(said, address=known.address, attempt=known.attempt)
+            core.receive(peer, said, now_ns)
         elif chosen.random() < 0.1:
             try:
                 key = RoomKey("P", chosen.choice(talker.rooms), 0)

@@ -57,8 +57,10 @@ def test_what_the_api_server_adds_is_no_fault() -> None:
         (
             "backend: NIXL, staging: Auto, chunkTokens: 8192}",
             "backend: Mooncake}\n  agents: {hostNetwork: true}",
-            "spec.agents.hostNetwork: true with transfer.backend Mooncake",
+            "spec.agents.hostNetwork: true opens the data ports of Mooncake",
         ),
+        ("target: Device", "target: Host", "spec.decode.target: Host is not built yet: leave it Device"),
+        ("  transfer:", "  integrity: {digest: true}\n  transfer:", "spec.integrity.digest: true is not built yet"),
         ("spec:", "specs:", "specs: unknown key; there are apiVersion, kind, metadata, spec, status"),
     ],
 )
@@ -69,13 +71,21 @@ def test_each_fault_names_its_path(old: str, new: str, fault: str) -> None:
     )
 
 
-def test_mooncake_in_the_nodes_network_is_taken_where_the_manifest_accepts_it() -> None:
-    asked = EXAMPLE.replace("backend: NIXL", "backend: Mooncake") + "  agents: {hostNetwork: true%s}\n"
-    (fault,) = faults_of(asked % "")
+@pytest.mark.parametrize("backend", ["NIXL", "Mooncake"])
+@pytest.mark.parametrize("agents", ["hostNetwork: true", "networkPolicy: false"])
+def test_data_ports_that_others_reach_are_taken_where_the_manifest_accepts_it(backend: str, agents: str) -> None:
+    asked = EXAMPLE.replace("backend: NIXL", f"backend: {backend}") + "  agents: {%s%s}\n"
+    (fault,) = faults_of(asked % (agents, ""))
+    assert fault.startswith(f"spec.agents.{agents} opens the data ports of {backend}")
     assert "NIXL" in fault and fault.endswith("agents.allowOpenDataPath")
-    config = manifest.load(asked % ", allowOpenDataPath: true").agent_config()
-    assert (config.control.host_network, config.control.allow_open_data_path) == (True, True)
-    assert manifest.load(EXAMPLE + "  agents: {hostNetwork: true}\n").agent_config().control.host_network
+    config = manifest.load(asked % (agents, ", allowOpenDataPath: true")).agent_config()
+    assert config.control.allow_open_data_path
+
+
+def test_what_keeps_others_from_data_ports_is_told_to_the_agents() -> None:
+    assert manifest.load(EXAMPLE).agent_config().control.network_policy is True
+    alone = EXAMPLE.replace("chunkTokens: 8192", "wires: [CudaIPC, NVLink]") + "  agents: {networkPolicy: false}\n"
+    assert manifest.load(alone).agent_config().control.network_policy is False
 
 
 def test_all_faults_come_at_once() -> None:

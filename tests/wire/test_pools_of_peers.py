@@ -38,7 +38,7 @@ class Scene:
         self.session.offer(room, 0, 0, 64, last=True, now_ns=0)
         pages = b"".join(number.to_bytes(4, "little") for number in range(4))
         pair = PairKey(RoomKey("P", room, 0), 0, 0, 7, 9, "D")
-        self.session.receive(PEER, Claim(pair, 0, 64, Way.CONTIGUOUS, 0, 4, pages), 0)
+        self.session.receive(PEER, Claim(pair, 0, 64, Way.CONTIGUOUS, 0, 4, pages, serial=room), 0)
         refused = [message.reason for _, message in self.session.take_outbox() if isinstance(message, Abort)]
         writes = [effect for effect in self.session.take_effects() if isinstance(effect, StartWrite)]
         assert bool(writes) is not bool(refused)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from source_voice import attach_to
 from two_writers import FIRST, KEY, SECOND, Scene
 
 from longshore_wire.effects import SECOND_NS, PeerGone, RoomReleased
 from longshore_wire.errors import Reason
-from longshore_wire.peer_messages import AbortAck, Attach, RoomKey, WireFound
+from longshore_wire.peer_messages import Attach, EndAck, RoomKey, WireFound
 from longshore_wire.plan import Way
 
 
@@ -38,9 +39,9 @@ def test_no_confirmation_of_another_life_another_room_or_another_writer_frees_an
         msgspec.structs.replace(pair, target_epoch=8),
         msgspec.structs.replace(pair, key=RoomKey("P", 2, 0)),
     ):
-        scene.say(FIRST, AbortAck(wrong))
+        scene.say(FIRST, EndAck(wrong))
         assert scene.held == both
-    scene.say(SECOND, AbortAck(scene.pair(SECOND)))
+    scene.say(SECOND, EndAck(scene.pair(SECOND)))
     assert 0 < scene.held < both
     first = sum(region.length_bytes for region in scene.target.rooms[KEY].pairs[FIRST].regions.values())
     assert scene.held == first
@@ -53,9 +54,9 @@ def test_a_silent_writer_keeps_its_memory_in_quarantine_until_nobody_listens_at_
         scene.target.renew(second * SECOND_NS)
         scene.target.tick(second * SECOND_NS)
     assert scene.held == both
-    scene.target.peer_dead(FIRST, 60 * SECOND_NS)
+    scene.target.peer_dead(FIRST, 7, 60 * SECOND_NS)
     assert 0 < scene.held < both
-    scene.target.peer_dead(SECOND, 60 * SECOND_NS)
+    scene.target.peer_dead(SECOND, 7, 60 * SECOND_NS)
     assert scene.held == 0
 
 
@@ -64,9 +65,9 @@ def test_the_next_life_of_a_writer_is_proof_that_the_last_ones_writes_are_over()
     both = scene.held
     attach = scene.target.peers[FIRST].attach
     assert attach is not None
-    scene.say(FIRST, msgspec.structs.replace(attach, generation=99))
+    attach_to(scene.target, FIRST, msgspec.structs.replace(attach, generation=99), 0)
     assert scene.held == both
-    scene.say(FIRST, msgspec.structs.replace(attach, epoch=8))
+    attach_to(scene.target, FIRST, msgspec.structs.replace(attach, epoch=8), 0)
     assert 0 < scene.held < both
 
 

@@ -27,7 +27,6 @@ class RingAgainstByteMap(RuleBasedStateMachine):
         self.live: dict[int, Region] = {}
         self.held: dict[int, Region] = {}
         self.last_place = (0, 0)
-        self.last_watermark = (0, 0)
         self.last_generation = 0
 
     def longest_gap_units(self) -> int:
@@ -49,21 +48,22 @@ class RingAgainstByteMap(RuleBasedStateMachine):
         if region is None:
             return
         assert region.offset_bytes % UNIT_BYTES == 0 and region.length_bytes == units * UNIT_BYTES
-        place = (region.round, region.offset_bytes)
+        rounds = self.ring.rounds
+        place = (rounds, region.offset_bytes)
         assert place >= self.last_place, "regions are cut in first-in-first-out order"
         assert region.generation > self.last_generation
-        if region.round == self.last_place[0]:
+        if rounds == self.last_place[0]:
             skipped = range(self.last_place[1] // UNIT_BYTES, region.offset_bytes // UNIT_BYTES)
             assert not self.fits_within(skipped, units), "the first gap behind the head that fits is taken"
         else:
-            assert region.round == self.last_place[0] + 1
+            assert rounds == self.last_place[0] + 1
             behind_head = range(self.last_place[1] // UNIT_BYTES, len(self.owner))
             assert not self.fits_within(behind_head, units), "the head wraps only where nothing behind it fits"
         first = region.offset_bytes // UNIT_BYTES
         for unit in range(first, first + units):
             assert self.owner[unit] == 0, "two regions overlap"
             self.owner[unit] = region.generation
-        self.last_place = (region.round, region.offset_bytes + region.length_bytes)
+        self.last_place = (rounds, region.offset_bytes + region.length_bytes)
         self.last_generation = region.generation
         self.live[region.generation] = region
 
@@ -116,16 +116,6 @@ class RingAgainstByteMap(RuleBasedStateMachine):
         assert self.ring.largest_free_bytes == self.longest_gap_units() * UNIT_BYTES
         assert self.ring.region_count == len(self.live) + len(self.held)
 
-    @invariant()
-    def the_watermark_is_the_oldest_live_region_and_never_moves_back(self) -> None:
-        expected = self.last_place
-        if self.live:
-            oldest = self.live[min(self.live)]
-            expected = (oldest.round, oldest.offset_bytes)
-        assert self.ring.watermark == expected
-        assert self.ring.watermark >= self.last_watermark
-        self.last_watermark = self.ring.watermark
-
 
 TestRingAgainstByteMap = RingAgainstByteMap.TestCase
 TestRingAgainstByteMap.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
@@ -160,35 +150,23 @@ def test_with_one_percent_of_the_ring_stuck_sixty_of_sixty_chunks_proceed(stuck:
     )
 
 
-def test_a_held_region_does_not_stop_the_watermark_but_a_live_one_does() -> None:
-    ring = Ring(8 * UNIT_BYTES)
-    first, second, third = (cut(ring, UNIT_BYTES) for _ in range(3))
-    ring.free(second)
-    assert ring.watermark == (0, first.offset_bytes)
-    ring.hold(first)
-    assert ring.watermark == (0, third.offset_bytes)
-    ring.free(third)
-    assert ring.watermark == (0, 3 * UNIT_BYTES)
-
-
 def test_an_empty_ring_goes_on_from_its_head_and_wraps_only_when_the_rest_is_too_short() -> None:
     ring = Ring(8 * UNIT_BYTES)
     ring.free(cut(ring, 5 * UNIT_BYTES))
     fitting = cut(ring, 3 * UNIT_BYTES)
-    assert (fitting.round, fitting.offset_bytes) == (0, 5 * UNIT_BYTES)
+    assert (ring.rounds, fitting.offset_bytes) == (0, 5 * UNIT_BYTES)
     ring.free(fitting)
     ring.free(cut(ring, 5 * UNIT_BYTES))
     wrapped = cut(ring, 8 * UNIT_BYTES)
-    assert (wrapped.round, wrapped.offset_bytes) == (2, 0)
-    assert ring.rounds == 2
+    assert (ring.rounds, wrapped.offset_bytes) == (2, 0)
 
 
 def test_a_full_ring_returns_none_and_changes_nothing() -> None:
     ring = Ring(4 * UNIT_BYTES)
     cut(ring, 3 * UNIT_BYTES)
-    before = (ring.free_bytes, ring.watermark, ring.rounds)
+    before = (ring.free_bytes, ring.largest_free_bytes, ring.rounds)
     assert ring.allocate(2 * UNIT_BYTES) is None
-    assert (ring.free_bytes, ring.watermark, ring.rounds) == before
+    assert (ring.free_bytes, ring.largest_free_bytes, ring.rounds) == before
 
 
 def test_what_could_never_fit_is_refused_with_both_sizes() -> None:
@@ -208,7 +186,7 @@ def test_a_region_of_another_ring_or_another_life_is_refused() -> None:
     with pytest.raises(RingError, match="not live"):
         ring.free(stranger)
     region = cut(ring, UNIT_BYTES)
-    forged = Region(region.offset_bytes, 2 * UNIT_BYTES, region.generation, region.round)
+    forged = Region(region.offset_bytes, 2 * UNIT_BYTES, region.generation)
     with pytest.raises(RingError, match="not live") as caught:
         ring.free(forged)
     assert caught.value.reason is Reason.INTERNAL

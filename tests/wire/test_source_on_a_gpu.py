@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from source_voice import attach_to
 
 from longshore_client.memory import pool_geometry
 from longshore_wire.claims import Wanted
 from longshore_wire.effects import PeerId, SessionConfig, StartWrite
 from longshore_wire.engine_messages import Endpoint, RankAddress
-from longshore_wire.errors import Reason
+from longshore_wire.errors import Reason, RoomError
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 from longshore_wire.peer_messages import Abort, Attach, Claim, PairKey, PoolInfo, RegionInfo, RoomKey
 from longshore_wire.plan import Staging, Way
@@ -34,7 +35,7 @@ def claimed(in_place: bool, staging: Staging = Staging.AUTO) -> tuple[Way, str]:
     session.describe(b"", RING, {0: POOL})
     endpoint = Endpoint("P", LAYOUT, (RankAddress(0, "h:1", 7),))
     session.claim(Wanted(KEY, endpoint, 0, 60, 4, bytes(16)), 0)
-    session.receive(PeerId("P", 0, 0), attach("P", 7, in_place=in_place), 0)
+    attach_to(session, PeerId("P", 0, 0), attach("P", 7, in_place=in_place), 0)
     found = [message for _, message in session.take_outbox() if isinstance(message, Claim)]
     return found[0].way, found[0].why.name
 
@@ -53,7 +54,7 @@ def answer(way: Way, *, in_place: bool) -> tuple[list[Abort], list[StartWrite]]:
     session.receive(peer, attach("D", 9, in_place=True), 0)
     pair = PairKey(KEY, 0, 0, 7, 9, "D")
     pages = b"".join(number.to_bytes(4, "little") for number in range(4))
-    session.receive(peer, Claim(pair, 0, 64, way, 0, 4, pages), 0)
+    session.receive(peer, Claim(pair, 0, 64, way, 0, 4, pages, serial=1), 0)
     aborts = [message for _, message in session.take_outbox() if isinstance(message, Abort)]
     return aborts, [effect for effect in session.take_effects() if isinstance(effect, StartWrite)]
 
@@ -67,6 +68,28 @@ def test_prefill_refuses_a_way_that_would_have_its_pages_read_where_they_lie(way
     assert [abort.reason for abort in aborts] == [Reason.UNSUPPORTED]
     assert way.name in aborts[0].text
     assert "GPU" in aborts[0].text
+
+
+@pytest.mark.parametrize("settings", [{"staging": Staging.NEVER}, {"force_way": Way.SLICES}])
+def test_decode_refuses_to_claim_in_place_what_no_transport_can_write_there(settings: dict[str, object]) -> None:
+    def claims(**more: object) -> TargetSession:
+        config = SessionConfig("d", "D", 9, LAYOUT, ring_bytes=RING.length_bytes, agent="here", **settings, **more)
+        session = TargetSession(config, now_ns=0)
+        session.describe(b"", RING, {0: POOL})
+        return session
+
+    endpoint = Endpoint("P", LAYOUT, (RankAddress(0, "h:1", 7),))
+    claims().claim(Wanted(KEY, endpoint, 0, 60, 4, bytes(16)), 0)
+    refusing = claims(in_place=False)
+    with pytest.raises(RoomError, match="those of decode D are on a GPU: have them staged") as caught:
+        refusing.claim(Wanted(KEY, endpoint, 0, 60, 4, bytes(16)), 0)
+    assert (caught.value.reason, refusing.rooms) == (Reason.UNSUPPORTED, {})
+    # What is here already has no way, and neighbours need no transport.
+    refusing.claim(Wanted(KEY, endpoint, 60, 60, 0, b""), 0)
+    if "force_way" not in settings:
+        near = Endpoint("P", LAYOUT, (RankAddress(0, "h:1", 7),), agent="here")
+        refusing.claim(Wanted(RoomKey("P", 2, 0), near, 0, 60, 4, bytes(16)), 0)
+    assert len(refusing.rooms) == 2 if "force_way" not in settings else 1
 
 
 def test_a_direct_copy_from_there_is_no_transport_s_business() -> None:

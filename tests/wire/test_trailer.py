@@ -7,42 +7,66 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore_wire.trailer import ALIGNMENT_BYTES, TRAILER_BYTES, Trailer, aligned, slab_bytes, unpack
+from longshore_wire.peer_messages import RegionInfo
+from longshore_wire.trailer import (
+    ALIGNMENT_BYTES,
+    TRAILER_BYTES,
+    TRAILER_KEY_BYTES,
+    TRAILER_KEY_BYTES_MAX,
+    Trailer,
+    aligned,
+    slab_bytes,
+    unseal,
+)
 
 WIDE = st.integers(0, 2**64 - 1)
 NARROW = st.integers(0, 2**32 - 1)
 TRAILERS = st.builds(Trailer, WIDE, NARROW, NARROW, NARROW, NARROW, WIDE, WIDE, WIDE, NARROW)
+KEYS = st.binary(min_size=TRAILER_KEY_BYTES, max_size=TRAILER_KEY_BYTES_MAX)
 
 
-@given(TRAILERS)
-def test_a_trailer_comes_back_as_it_was_packed(trailer: Trailer) -> None:
-    packed = trailer.pack()
-    assert len(packed) == TRAILER_BYTES
-    assert unpack(packed) == trailer
+@given(TRAILERS, KEYS)
+def test_a_trailer_comes_back_as_it_was_sealed(trailer: Trailer, key: bytes) -> None:
+    sealed = trailer.seal(key)
+    assert (len(sealed.data), sealed.payload_bytes) == (TRAILER_BYTES, trailer.payload_bytes)
+    assert unseal(sealed.data, key) == trailer
 
 
-@given(TRAILERS, st.integers(0, TRAILER_BYTES * 8 - 1))
-def test_a_trailer_with_any_bit_changed_is_not_a_trailer(trailer: Trailer, bit: int) -> None:
-    packed = bytearray(trailer.pack())
-    packed[bit // 8] ^= 1 << bit % 8
-    assert unpack(bytes(packed)) is None
+@given(TRAILERS, KEYS, st.integers(0, TRAILER_BYTES * 8 - 1))
+def test_a_trailer_with_any_bit_changed_is_not_a_trailer(trailer: Trailer, key: bytes, bit: int) -> None:
+    sealed = bytearray(trailer.seal(key).data)
+    sealed[bit // 8] ^= 1 << bit % 8
+    assert unseal(bytes(sealed), key) is None
 
 
-@given(TRAILERS, TRAILERS, st.integers(1, TRAILER_BYTES - 1))
+@given(TRAILERS, KEYS, KEYS)
+def test_a_trailer_of_another_key_is_not_a_trailer(trailer: Trailer, key: bytes, other: bytes) -> None:
+    for stranger in (b"", key[:-1], bytes(len(key)), other):
+        if stranger != key and any(key):
+            assert unseal(trailer.seal(stranger).data, key) is None
+
+
+@given(TRAILERS, TRAILERS, KEYS, st.integers(1, TRAILER_BYTES - 1))
 def test_a_trailer_that_has_landed_in_part_over_another_is_neither_unless_the_rest_is_equal(
-    older: Trailer, newer: Trailer, landed: int
+    older: Trailer, newer: Trailer, key: bytes, landed: int
 ) -> None:
-    mixed = newer.pack()[:landed] + older.pack()[landed:]
-    assert unpack(mixed) in {None, older, newer}
+    mixed = newer.seal(key).data[:landed] + older.seal(key).data[landed:]
+    assert unseal(mixed, key) in {None, older, newer}
 
 
-@given(st.binary(max_size=2 * TRAILER_BYTES))
-def test_junk_is_not_a_trailer(junk: bytes) -> None:
-    assert unpack(junk) is None
-    assert unpack(bytes(TRAILER_BYTES)) is None
+@given(st.binary(max_size=2 * TRAILER_BYTES), KEYS)
+def test_junk_is_not_a_trailer(junk: bytes, key: bytes) -> None:
+    assert unseal(junk, key) is None
+    assert unseal(bytes(TRAILER_BYTES), key) is None
 
 
-# Workers of other versions read these bytes: they change only with the magic.
+def test_a_key_is_not_shown_with_the_message_that_carries_it() -> None:
+    ring = RegionInfo(1, 2, 3, b"a secret of ours")
+    assert "secret" not in repr(ring) + str(ring) + repr(msgspec.structs.replace(ring, address=9))
+    assert "1" in repr(ring)
+
+
+# Workers of other versions read these bytes: they change only with the protocol's version.
 def test_the_bytes_of_a_trailer_are_frozen() -> None:
     trailer = Trailer(
         room=1,
@@ -55,8 +79,7 @@ def test_the_bytes_of_a_trailer_are_frozen() -> None:
         generation=8,
         payload_bytes=9,
     )
-    assert trailer.pack().hex() == (
-        "4c53484f52453031"
+    assert trailer.seal(b"a key of sixteen").data.hex() == (
         "0100000000000000"
         "03000000"
         "04000000"
@@ -66,7 +89,7 @@ def test_the_bytes_of_a_trailer_are_frozen() -> None:
         "0700000000000000"
         "0800000000000000"
         "09000000"
-        "fe8e039a"
+        "293500925ab20720e214d591"
     )
 
 
@@ -74,7 +97,7 @@ def test_the_bytes_of_a_trailer_are_frozen() -> None:
 def test_a_number_that_does_not_fit_is_a_mistake_of_ours_and_names_its_field(field: str, limit: int) -> None:
     trailer = msgspec.structs.replace(Trailer(1, 2, 3, 4, 5, 6, 7, 8, 9), **{field: limit})
     with pytest.raises(AssertionError, match=f"trailer.{field}"):
-        trailer.pack()
+        trailer.seal(b"")
 
 
 @given(st.integers(0, 2**40))

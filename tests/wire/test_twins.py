@@ -1,21 +1,40 @@
-"""Two decode workers of one name, both alive: the newer one is served, the older one is told why it is not."""
+"""Two workers of one name, both alive: one is served, the other is told why it is not, and no memory changes hands."""
 
 from __future__ import annotations
 
+import msgspec
+import two_writers
+from source_voice import attach_to
+
 from longshore_wire.claims import Wanted
-from longshore_wire.effects import SECOND_NS, PeerAttached, PeerId, RoomEnded, RoomReleased, SessionConfig
+from longshore_wire.effects import (
+    SECOND_NS,
+    Dial,
+    PeerAttached,
+    PeerId,
+    ProbeLiveness,
+    RoomEnded,
+    RoomReleased,
+    SessionConfig,
+)
 from longshore_wire.engine_messages import Endpoint, Half, RankAddress
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
-from longshore_wire.peer_messages import Pong, Refuse, RegionInfo, RoomKey
+from longshore_wire.peer_messages import Attach, Ping, Pong, Refuse, RegionInfo, RoomKey
+from longshore_wire.peers import PeerState
 from longshore_wire.plan import Way
-from longshore_wire.session import PeerState
 from longshore_wire.source_session import SourceSession
 from longshore_wire.target_session import TargetSession
 
 LAYOUT = KVLayout(ModelShape(2, 4, 16, 2), Parallel(), 16)
 PREFILL, DECODE = PeerId("P", 0, 0), PeerId("D", 0, 0)
 ENDPOINT = Endpoint("P", LAYOUT, (RankAddress(0, "h:1", 7),))
+
+
+def prefill() -> SourceSession:
+    session = SourceSession(SessionConfig("d", "P", 7, LAYOUT), now_ns=0)
+    session.describe(b"", None, {}, address="h:1")
+    return session
 
 
 def decode(epoch: int) -> TargetSession:
@@ -30,23 +49,32 @@ def claim(session: TargetSession, room: int) -> list[object]:
     return [message for _, message in session.take_outbox()]
 
 
-def exchange(source: SourceSession, target: TargetSession, said: list[object]) -> None:
+def exchange(source: SourceSession, target: TargetSession, said: list[object], now_ns: int = 0) -> None:
     """Carry messages to and fro until neither side has any."""
     while said:
         for message in said:
-            source.receive(DECODE, message, 0)
+            source.receive(DECODE, message, now_ns)
         for _, answer in source.take_outbox():
-            target.receive(PREFILL, answer, 0)
+            target.receive(PREFILL, answer, now_ns)
         said = [message for _, message in target.take_outbox()]
 
 
+def insist(source: SourceSession, target: TargetSession, seconds: int) -> None:
+    """Let time pass for a target, which asks a source again and again."""
+    for second in range(1, seconds + 1):
+        target.renew(second * SECOND_NS)
+        target.tick(second * SECOND_NS)
+        exchange(source, target, [message for _, message in target.take_outbox()], second * SECOND_NS)
+
+
 def test_the_older_of_two_workers_of_one_name_is_refused_by_that_name_and_the_newer_one_keeps_its_rooms() -> None:
-    source = SourceSession(SessionConfig("d", "P", 7, LAYOUT), now_ns=0)
+    source = prefill()
     older, newer = decode(100), decode(200)
     exchange(source, newer, claim(newer, 1))
     source.take_effects()
 
     exchange(source, older, claim(older, 2))
+    insist(source, older, 6)
 
     ended = [effect for effect in older.take_effects() if isinstance(effect, RoomEnded)]
     assert [effect.reason for effect in ended] == [Reason.STALE_EPOCH]
@@ -56,19 +84,38 @@ def test_the_older_of_two_workers_of_one_name_is_refused_by_that_name_and_the_ne
     assert list(source.rooms) == [RoomKey("P", 1, 0)]
 
 
+def test_a_decode_worker_whose_clock_is_behind_is_served_as_soon_as_the_last_one_is_known_to_have_ended() -> None:
+    """Its engine has moved to another node, where it is a little earlier: its epoch is the lower one."""
+    source = prefill()
+    last, moved = decode(200), decode(100)
+    exchange(source, last, claim(last, 1))
+    source.take_effects()
+
+    exchange(source, moved, claim(moved, 2))
+    insist(source, moved, 2)
+    assert not [effect for effect in moved.take_effects() if isinstance(effect, RoomEnded)]
+    probes = [effect for effect in source.take_effects() if isinstance(effect, ProbeLiveness)]
+    assert {probe.epoch for probe in probes} == {200}
+    source.peer_dead(DECODE, 200, 2 * SECOND_NS)
+    insist(source, moved, 4)
+
+    assert source.peers[DECODE].epoch == 100
+    assert RoomKey("P", 2, 0) in source.rooms
+
+
 def test_a_refusal_of_an_earlier_life_means_nothing_to_the_next_one() -> None:
-    source = SourceSession(SessionConfig("d", "P", 7, LAYOUT), now_ns=0)
+    source = prefill()
     newer = decode(200)
     exchange(source, newer, claim(newer, 1))
 
-    newer.receive(PREFILL, Refuse(Reason.STALE_EPOCH, "late", epoch=100), 0)
+    newer.receive(PREFILL, Refuse(Reason.STALE_EPOCH, "late", epoch=100, attempt=2), 0)
 
     assert newer.peers[PREFILL].state is PeerState.ATTACHED
     assert list(newer.rooms) == [RoomKey("P", 1, 0)]
 
 
 def test_an_older_worker_is_served_once_the_newer_one_is_gone() -> None:
-    source = SourceSession(SessionConfig("d", "P", 7, LAYOUT), now_ns=0)
+    source = prefill()
     older, newer = decode(100), decode(200)
     exchange(source, newer, claim(newer, 1))
     source.tick(source.config.peer_timeout_ns + SECOND_NS)
@@ -82,7 +129,7 @@ def test_an_older_worker_is_served_once_the_newer_one_is_gone() -> None:
 
 def test_what_the_refused_worker_was_being_sent_stays_quarantined() -> None:
     """It was attached before, so a write to its ring may still be on its way: only its ring's owner must not reuse it."""
-    source = SourceSession(SessionConfig("d", "P", 7, LAYOUT), now_ns=0)
+    source = prefill()
     older = decode(100)
     exchange(source, older, claim(older, 2))
     source.offer(2, 0, 0, 60, last=True, now_ns=0)
@@ -92,7 +139,9 @@ def test_what_the_refused_worker_was_being_sent_stays_quarantined() -> None:
     assert granted
     older.take_outbox()
 
-    older.receive(PREFILL, Refuse(Reason.STALE_EPOCH, "a newer one is there", epoch=100), 0)
+    older.describe(b"", RegionInfo(0, 1 << 20), {})
+    attempt = older.peers[PREFILL].attempt
+    older.receive(PREFILL, Refuse(Reason.STALE_EPOCH, "a newer one is there", epoch=100, attempt=attempt), 0)
 
     assert older.peers[PREFILL].trouble == "a newer one is there"
     assert older.granter.ring.held_bytes == granted
@@ -100,18 +149,205 @@ def test_what_the_refused_worker_was_being_sent_stays_quarantined() -> None:
 
 def test_a_room_of_the_older_one_that_was_granted_nothing_is_forgotten_when_it_is_refused() -> None:
     """The claim went to a source that had turned to the newer one meanwhile: nobody will ever confirm it."""
-    source = SourceSession(SessionConfig("d", "P", 7, LAYOUT), now_ns=0)
+    source = prefill()
     older, newer = decode(100), decode(200)
     exchange(source, older, claim(older, 1))
     exchange(source, newer, claim(newer, 2))
     older.take_effects()
 
     claim(older, 3)  # lost: it travels on a connection that the source does not know any more
-    older.receive(PREFILL, Pong(0), 0)
-    older.receive(PREFILL, Refuse(Reason.STALE_EPOCH, "a newer worker is attached", epoch=100), 0)
+    older.tick(SECOND_NS)
+    [ping] = [message for _, message in older.take_outbox() if isinstance(message, Ping)]
+    older.receive(PREFILL, Pong(0, ping.epoch, ping.number), SECOND_NS)
+    older.tick(2 * SECOND_NS)
+    attempt = older.peers[PREFILL].attempt
+    older.receive(PREFILL, Refuse(Reason.STALE_EPOCH, "a newer worker is attached", 100, attempt), 2 * SECOND_NS)
 
     assert RoomKey("P", 3, 0) not in older.rooms
     assert RoomReleased(Half.TARGET, RoomKey("P", 3, 0)) in older.take_effects()
     # What room 1 was granted may still be written.
     assert list(older.rooms) == [RoomKey("P", 1, 0)]
     assert older.granter.ring.held_bytes
+
+
+# -- prefill workers of one name -----------------------------------------------------------------------------------
+
+
+TWIN = Endpoint("P", two_writers.HALVES, (RankAddress(0, "h:9", 8), RankAddress(1, "h:2", 7)))
+
+
+def _held_write() -> two_writers.Scene:
+    """Decode has granted memory to both ranks of a prefill instance, and their writes are held."""
+    scene = two_writers.Scene.of()
+    scene.offer(two_writers.KEY.room)
+    scene.settle()
+    assert scene.target.rooms[two_writers.KEY].pairs[two_writers.FIRST].regions
+    return scene
+
+
+def _pass(scene: two_writers.Scene, seconds: int) -> None:
+    for _ in range(2 * seconds):
+        scene.tick(SECOND_NS // 2)
+
+
+def test_a_room_that_names_another_live_prefill_worker_of_one_name_fails_by_that_name_and_frees_nothing() -> None:
+    scene = _held_write()
+    used = scene.target.granter.ring.used_bytes
+    scene.claim(2, endpoint=TWIN)
+    _pass(scene, 8)
+    assert scene.ended(2) is Reason.STALE_EPOCH
+    text = scene.target.ended[RoomKey("P", 2, 0)].text
+    assert "h:1" in text and "h:9" in text and "one instance name" in text
+    # The first one's writes go on, into memory that is still theirs.
+    assert scene.target.granter.ring.used_bytes == used
+    scene.deliver(two_writers.FIRST)
+    scene.deliver(two_writers.SECOND)
+    assert scene.ended(two_writers.KEY.room) is Reason.NONE
+
+
+def test_a_prefill_worker_that_is_silent_keeps_its_memory_in_quarantine_when_another_of_its_name_is_dialled() -> None:
+    scene = _held_write()
+    first = sum(
+        region.length_bytes for region in scene.target.rooms[two_writers.KEY].pairs[two_writers.FIRST].regions.values()
+    )
+    scene.lost.add(two_writers.FIRST)
+    scene.claim(2, endpoint=TWIN)
+    dialled = []
+    for _ in range(16):
+        scene.tick(SECOND_NS // 2)
+        dialled += [effect.address for effect in scene.effects if isinstance(effect, Dial)]
+    scene.end_writes(two_writers.SECOND)
+    scene.settle()
+    assert "h:9" in dialled
+    assert scene.ended(two_writers.KEY.room) is Reason.PEER_LOST
+    assert scene.held == first
+    # Its next life at the other address proves nothing of the one at this address.
+    attach = Attach(1, "d", "P", 8, two_writers.HALVES, "Loopback", b"", None, (), 1 << 20, engine=1)
+    attach_to(scene.target, two_writers.FIRST, attach, scene.now_ns)
+    assert scene.target.peers[two_writers.FIRST].epoch == 8
+    assert scene.held == first
+    scene.target.peer_dead(two_writers.FIRST, 8, scene.now_ns)
+    scene.settle()
+    assert scene.held == first
+    scene.target.peer_dead(two_writers.FIRST, 7, scene.now_ns)
+    assert scene.held == 0
+
+
+def test_a_prefill_worker_that_has_moved_is_dialled_as_soon_as_its_old_address_refuses() -> None:
+    scene = two_writers.Scene.of()
+    scene.target.take_effects()
+    scene.claim(2, endpoint=TWIN)
+    [probe] = [effect for effect in scene.target.take_effects() if isinstance(effect, ProbeLiveness)]
+    assert (probe.epoch, probe.address) == (7, "h:1")
+    scene.target.peer_dead(two_writers.FIRST, 7, scene.now_ns)
+    assert Dial(two_writers.FIRST, "h:9") in scene.target.take_effects()
+    assert scene.ended(2) is None
+
+
+def test_what_a_moved_worker_said_before_its_end_is_no_answer_of_it_after_decode_was_stopped() -> None:
+    scene = two_writers.Scene.of()
+    target = scene.target
+    scene.claim(2, endpoint=TWIN)
+    target.take_outbox()
+    stopped_ns = 7 * SECOND_NS
+    scene.now_ns += stopped_ns
+    target.was_absent(stopped_ns, scene.now_ns)
+    target.receive(two_writers.FIRST, Pong(7, 9, target._asked_count), scene.now_ns)
+    target.tick(scene.now_ns)
+    assert scene.ended(2) is None
+
+    target.peer_dead(two_writers.FIRST, 7, scene.now_ns)
+    assert Dial(two_writers.FIRST, "h:9") in target.take_effects()
+    assert scene.ended(2) is None
+
+
+def test_an_attach_of_a_life_that_is_over_changes_nothing_however_late_it_comes() -> None:
+    scene = _held_write()
+    target = scene.target
+    old = target.peers[two_writers.FIRST].attach
+    assert old is not None
+    scene.restart(two_writers.FIRST)
+    _pass(scene, 3)
+    assert target.peers[two_writers.FIRST].epoch == 8
+    scene.claim(3)
+    scene.offer(3)
+    scene.settle()
+    used, held = target.granter.ring.used_bytes, target.granter.ring.held_bytes
+    for attempt in range(20):
+        target.receive(two_writers.FIRST, msgspec.structs.replace(old, attempt=attempt), scene.now_ns)
+    assert target.peers[two_writers.FIRST].epoch == 8
+    assert (target.granter.ring.used_bytes, target.granter.ring.held_bytes) == (used, held)
+    scene.deliver(two_writers.FIRST)
+    scene.deliver(two_writers.SECOND)
+    assert scene.ended(3) is Reason.NONE
+
+
+def test_answers_to_what_was_asked_of_an_earlier_life_end_no_later_one() -> None:
+    scene = _held_write()
+    target, peer = scene.target, two_writers.FIRST
+    number = target._asked_count
+    scene.restart(peer)
+    _pass(scene, 3)
+    scene.claim(3)
+    scene.settle()
+    for late in (
+        *(Pong(epoch, 9, asked) for epoch in (0, 7) for asked in range(number + 1)),
+        Pong(0, 5, target._asked_count),
+        *(Refuse(Reason.BUSY, "late", 9, asked) for asked in range(number + 1)),
+    ):
+        target.receive(peer, late, scene.now_ns)
+    assert target.peers[peer].epoch == 8
+    assert scene.ended(3) is None
+
+
+def test_another_worker_at_the_address_of_one_that_has_ended_is_not_taken_for_it() -> None:
+    """Its port was free, and the host gave it to the next worker: both are of one deployment."""
+    scene = _held_write()
+    held = scene.target.granter.ring.used_bytes
+    peer = two_writers.FIRST
+    scene.target.peer_lost(peer, "silent", scene.now_ns)
+    sibling = KVLayout(two_writers.MODEL, Parallel(tp=2, tp_rank=1), 16)
+    attach = Attach(1, "d", "P", 20, sibling, "Loopback", b"", None, (), 1 << 20)
+    attach_to(scene.target, peer, attach, scene.now_ns)
+    assert scene.target.peers[peer].state is PeerState.REFUSED
+    assert "prefill P rank 1 listens at" in scene.target.peers[peer].trouble
+    # One process has an address at a time: the worker that had it before writes nothing more.
+    assert 0 < scene.held < held
+
+
+def test_a_source_that_was_lost_elsewhere_is_looked_for_where_a_writer_of_its_name_may_still_be() -> None:
+    """Its engine has moved and come back: the worker at its first address is a later life, which proves the end of the first one."""
+    scene = _held_write()
+    peer = two_writers.FIRST
+    scene.lost.add(peer)
+    scene.claim(2, endpoint=TWIN)
+    _pass(scene, 8)
+    assert scene.target.peers[peer].address == "h:9"
+    scene.target.peer_lost(peer, "silent", scene.now_ns)
+    held = scene.held
+    dialled = set()
+    for _ in range(12):
+        scene.target.peer_listens(peer, 7, scene.now_ns)
+        scene.tick(SECOND_NS // 2)
+        dialled |= {effect.address for effect in scene.effects if isinstance(effect, Dial)}
+    assert dialled == {"h:1"}
+    scene.restart(peer)
+    scene.lost.clear()
+    _pass(scene, 3)
+    assert scene.held < held
+
+
+def test_a_claim_of_the_next_life_of_a_target_is_answered_while_its_room_still_drains_at_the_source() -> None:
+    source, last, next_life = prefill(), decode(100), decode(200)
+    exchange(source, last, claim(last, 1))
+    source.offer(1, 0, 0, 60, last=True, now_ns=0)
+    exchange(source, last, [])
+    for _, message in source.take_outbox():
+        last.receive(PREFILL, message, 0)
+    exchange(source, last, [message for _, message in last.take_outbox()])
+    assert source.rooms[RoomKey("P", 1, 0)].busy
+
+    exchange(source, next_life, claim(next_life, 1))
+
+    ended = [effect for effect in next_life.take_effects() if isinstance(effect, RoomEnded)]
+    assert [effect.reason for effect in ended] == [Reason.PEER_LOST]

@@ -17,9 +17,17 @@ from longshore_wire.target_session import TargetSession
 
 MODEL = ModelShape(layers=2, kv_heads=4, head_dim=16, element_bytes=2)
 KEY = RoomKey("P", 1, 0)
+HALVES = KVLayout(MODEL, Parallel(tp=2), 16)
 TOKENS = 64
 FIRST, SECOND = PeerId("P", 0, 0), PeerId("P", 0, 1)
 DECODE = PeerId("D", 0, 0)
+
+
+def prefill(layout: KVLayout, epoch: int, now_ns: int) -> SourceSession:
+    """One life of a prefill rank, which listens at `h:1` or `h:2`. Its engine's life is 1."""
+    session = SourceSession(SessionConfig("d", "P", epoch, layout, slab_bytes_min=1024, engine=1), now_ns=now_ns)
+    session.describe(b"", None, {}, address=f"h:{layout.rank + 1}")
+    return session
 
 
 @dataclass
@@ -32,6 +40,7 @@ class Scene:
     lost: set[PeerId] = field(default_factory=set)  # sources of which nothing arrives
     landed: list[StartScatter] = field(default_factory=list)
     told: dict[int, Reason] = field(default_factory=dict)
+    effects: list[object] = field(default_factory=list)  # of decode's core, since the last look
 
     @classmethod
     def of(cls, way: Way = Way.STAGED, *, lost: PeerId | None = None, **settings: int) -> Scene:
@@ -45,8 +54,7 @@ class Scene:
         sources = {}
         for rank, peer in enumerate((FIRST, SECOND)):
             own = KVLayout(MODEL, Parallel(tp=2, tp_rank=rank), 16)
-            sources[peer] = SourceSession(SessionConfig("d", "P", 7, own, slab_bytes_min=1024), now_ns=0)
-            sources[peer].describe(b"", None, {})
+            sources[peer] = prefill(own, 7, 0)
         scene = cls(target, sources, lost=set() if lost is None else {lost})
         scene.claim(KEY.room)
         scene.settle()
@@ -63,17 +71,28 @@ class Scene:
         scene.target.take_effects()
         return scene
 
-    def claim(self, room: int) -> RoomKey:
-        """Decode wants all tokens of a room."""
-        key = RoomKey("P", room, 0)
-        self.target.claim(Wanted(key, self.endpoint(), 0, TOKENS, 8, bytes(32)), self.now_ns)
+    def claim(self, room: int, first_token: int = 0, endpoint: Endpoint | None = None) -> RoomKey:
+        """Decode wants tokens of a room, from `first_token` on."""
+        key, page_count = RoomKey("P", room, 0), (TOKENS - first_token) // 8
+        wanted = Wanted(key, endpoint or self.endpoint(), first_token, TOKENS, page_count, bytes(4 * page_count))
+        self.target.claim(wanted, self.now_ns)
         return key
+
+    def restart(self, peer: PeerId) -> None:
+        """A prefill worker dies, and its next life listens at its address. Its engine has said nothing to it yet."""
+        old = self.sources[peer].config
+        self.sources[peer] = prefill(old.layout, old.epoch + 1, self.now_ns)
+
+    def half(self, peer: PeerId, room: int) -> Reason | None:
+        """What a prefill rank's engine hears of the end of a room from the current life of its worker; None: nothing yet."""
+        ended = self.sources[peer].ended.get(RoomKey("P", room, 0))
+        return None if ended is None else ended.reason
 
     @staticmethod
     def endpoint() -> Endpoint:
         """How decode reaches both prefill ranks."""
         ranks = tuple(RankAddress(rank, f"h:{rank + 1}", 7) for rank in range(2))
-        return Endpoint("P", KVLayout(MODEL, Parallel(tp=2), 16), ranks)
+        return Endpoint("P", HALVES, ranks)
 
     def settle(self) -> None:
         """Carry what is said until nobody says anything more."""
@@ -111,6 +130,7 @@ class Scene:
         for core in (*self.sources.values(), self.target):
             core.renew(self.now_ns)
             core.tick(self.now_ns)
+        self.look()
         self.settle()
 
     def scatter(self) -> int:
@@ -124,7 +144,8 @@ class Scene:
 
     def look(self) -> None:
         """Keep what decode's core asks for, and what its engine is told."""
-        for effect in self.target.take_effects():
+        self.effects = list(self.target.take_effects())
+        for effect in self.effects:
             if isinstance(effect, StartScatter):
                 self.landed.append(effect)
             elif isinstance(effect, RoomEnded):

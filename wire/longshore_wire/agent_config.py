@@ -7,6 +7,8 @@ value out; the caller opens the file.
 
 from __future__ import annotations
 
+import ipaddress
+from collections.abc import Collection
 from enum import Enum
 from typing import Annotated
 
@@ -41,6 +43,9 @@ DeploymentName = Annotated[
     str, msgspec.Meta(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=names.DEPLOYMENT_NAME_MAX)
 ]
 AbsolutePath = Annotated[str, msgspec.Meta(pattern=r"^/", max_length=4096)]
+# Wires for which NIXL listens, and wires that reach other nodes if GPU memory is allocated for that.
+_NETWORK_WIRES = frozenset({"TCP", "RDMA"})
+_GPU_WIRES = frozenset({"CudaIPC", "NVLink"})
 # How layouts call their fields, and how the file does.
 _FILE_TERMS = (
     ("parallel.tp", "tensorParallel"),
@@ -88,7 +93,7 @@ class Order(Enum):
 
 
 class Target(Enum):
-    """Where decode wants the bytes."""
+    """Where decode wants the bytes. HOST is not built yet, and `check` refuses it."""
 
     DEVICE = "Device"
     HOST = "Host"
@@ -205,7 +210,9 @@ class Control(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
         http_port: of health, status and metrics; 0: any free one.
         worker_port: worker i listens for peers on worker_port + i; 0: any free ones.
         host_network: the agent runs in its node's network, where everyone who reaches the node reaches its ports.
-        allow_open_data_path: there, accept a backend whose ports know no authentication.
+        network_policy: in a pod's network, a NetworkPolicy lets the deployment's agents alone reach its ports; None: not said.
+        allow_open_data_path: accept data ports, which know no authentication, where neither the loopback interface nor such a
+            policy keeps others from them.
     """
 
     keys_directory: AbsolutePath | None = names.KEYS_DIRECTORY
@@ -214,11 +221,12 @@ class Control(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     http_port: Port = names.HTTP_PORT
     worker_port: Port = 0
     host_network: bool = False
+    network_policy: bool | None = None
     allow_open_data_path: bool = False
 
 
 class Integrity(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """Whether each room's bytes are digested on both sides and compared."""
+    """Whether both sides digest each room's bytes and compare: not built yet, and `check` refuses it."""
 
     digest: bool = False
 
@@ -251,6 +259,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
         """Raise ConfigError, with every fault, if fields that are each allowed contradict each other."""
         faults = [*_identity_faults(self.api_version, self.kind), *_transfer_faults(self.transfer)]
         faults += _network_faults(self.transfer, self.control)
+        faults += _unbuilt_faults(self.decode, self.integrity)
         faults += _layout_faults(self.model, self.prefill, self.decode)
         if not faults:
             faults += _plan_faults(self)
@@ -300,14 +309,59 @@ def _transfer_faults(transfer: Transfer) -> list[str]:
     ]
 
 
+def opens_data_ports(backend: Backend, wires: Collection[str], *, fabric: bool = False) -> bool:
+    """Return whether agents listen for bytes, on ports that know no authentication.
+
+    Args:
+        wires: the allowed ones as people name them; empty: any.
+        fabric: GPUs' staging memory can be reached over NVLink from other nodes, which needs TCP beside it.
+    """
+    if backend is not Backend.NIXL:
+        return backend is Backend.MOONCAKE
+    reach_further = _NETWORK_WIRES | (_GPU_WIRES if fabric else frozenset())
+    return not wires or not reach_further.isdisjoint(wires)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine, or this pod, reaches `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def _network_faults(transfer: Transfer, control: Control) -> list[str]:
-    if transfer.backend is not Backend.MOONCAKE or not control.host_network or control.allow_open_data_path:
+    if control.allow_open_data_path or not opens_data_ports(transfer.backend, [wire.value for wire in transfer.wires]):
+        return []
+    if control.bind_address is not None and is_loopback(control.bind_address):
+        return []
+    if control.host_network:
+        named, remedy = "control.hostNetwork: true", "leave hostNetwork off"
+    elif control.network_policy is False:
+        named, remedy = "control.networkPolicy: false", "leave networkPolicy on"
+    else:
         return []
     fault = (
-        "control.hostNetwork: true with transfer.backend Mooncake, whose ports listen on every address of the node and know "
-        "no authentication: leave hostNetwork off, use NIXL, or accept it with control.allowOpenDataPath"
+        f"{named} opens the data ports of {transfer.backend.value}, which know no authentication, to everyone who reaches the agent's "
+        f"address: {remedy}, {_remedies(transfer.backend)}accept it with control.allowOpenDataPath"
     )
     return [fault]
+
+
+def _unbuilt_faults(decode: Decode, integrity: Integrity) -> list[str]:
+    faults = []
+    if decode.target is Target.HOST:
+        faults.append("decode.target: Host is not built yet: leave it Device")
+    if integrity.digest:
+        faults.append("integrity.digest: true is not built yet: leave it false")
+    return faults
+
+
+def _remedies(backend: Backend) -> str:
+    wires = (
+        "allow only wires that need no port (transfer.wires: [SharedMemory, CudaIPC, NVLink], with backend NIXL), or "
+    )
+    return wires if backend is Backend.MOONCAKE else wires.replace(", with backend NIXL", "")
 
 
 def _layout_faults(model: Model, prefill: Prefill, decode: Decode) -> list[str]:
@@ -336,7 +390,7 @@ def _plan_faults(config: AgentConfig) -> list[str]:
         made = config.plan()
     except LayoutError as error:
         return [f"prefill, decode: {_in_file_terms(error)}"]
-    if made.way is not Way.STAGED or config.decode.target is Target.HOST:
+    if made.way is not Way.STAGED:
         return []
     writers = max(len(made.of_target(rank)) for rank in {pair.target_rank for pair in made.pairs})
     needed, given = 2 * writers * config.prefill.staging.buffer_size, config.decode.staging.pool_size

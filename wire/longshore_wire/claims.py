@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from longshore_wire.crossover import Choice, Why, choose, opened
 from longshore_wire.effects import PeerId, SessionConfig
-from longshore_wire.engine_messages import Endpoint
+from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX, TOKENS_MAX, Endpoint
 from longshore_wire.errors import LayoutError, Reason, RingError, RoomError
 from longshore_wire.layout import Attention
-from longshore_wire.peer_messages import Attach, Claim, Demand, PairKey, PoolInfo, RoomKey, TargetMemory
+from longshore_wire.peer_messages import Attach, Claim, Demand, PairKey, PoolInfo, RoomKey
 from longshore_wire.plan import Pair, Plan, Staging, Way
 from longshore_wire.room import TargetPair
 from longshore_wire.slabs import SlabGrid, slab_limit_bytes, slab_units
 
 IN_PLACE = frozenset({Way.CONTIGUOUS, Way.SLICES, Way.DIRECT})
-# What a peer may make us keep for one claim; far above any sequence.
-TOKENS_MAX = 1 << 30
+# Slabs that a peer may make us keep for one claim.
 SLABS_MAX = 1 << 18
-# Parts of page lists of all peers whose last part has not come: some hundred of the longest prompts.
+# Bytes of all incomplete page lists of all peers: some hundred of the longest prompts.
 PARTS_BYTES_MAX = 64 << 20
+
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,53 +35,72 @@ class Wanted:
     end_token: int
     page_count: int
     pages: bytes
-    memory: TargetMemory = TargetMemory.DEVICE
-    digest: bool = False
+    near: bool = True  # workers of the same agent may write the pages themselves
+
+
+class PageParts(Generic[K]):
+    """Page lists that come in several messages, in any order and repeated.
+
+    Each message but the last of a list holds PAGES_PER_MESSAGE_MAX pages, so that what a list takes is known from its first message,
+    and a message costs the same whatever came before it.
+    """
+
+    def __init__(self, bytes_max: int = PARTS_BYTES_MAX) -> None:
+        self._bytes_max = bytes_max
+        self._lists: dict[K, _PartialList] = {}
+        self.bytes_kept = 0
+
+    def __len__(self) -> int:
+        return len(self._lists)
+
+    def add(self, name: K, page_offset: int, page_count: int, pages: bytes) -> bytes | None:
+        """Return the whole list `name` of `page_count` pages once every part is there, else None.
+
+        Raises:
+            RoomError: the part is none of such a list, or too many lists lack parts (BUSY); nothing of this list is kept.
+        """
+        if page_offset == 0 and len(pages) == 4 * page_count:
+            self.drop(name)
+            return pages
+        part, rest = divmod(page_offset, PAGES_PER_MESSAGE_MAX)
+        found = self._lists.get(name)
+        inside = rest == 0 and 0 <= page_offset < page_count and (found is None or 4 * page_count == len(found.pages))
+        if not inside or len(pages) != 4 * min(PAGES_PER_MESSAGE_MAX, page_count - page_offset):
+            self.drop(name)
+            raise RoomError(
+                f"{len(pages)} bytes of pages at page {page_offset} are not part of {page_count} pages: send the list in order, "
+                f"{PAGES_PER_MESSAGE_MAX} pages of 4 bytes a message",
+                reason=Reason.MALFORMED_MESSAGE,
+            )
+        if found is None:
+            if self.bytes_kept + 4 * page_count > self._bytes_max:
+                raise RoomError("too many claims lack parts of their pages: claim fewer at once", reason=Reason.BUSY)
+            self.bytes_kept += 4 * page_count
+            found = self._lists[name] = _PartialList(bytearray(4 * page_count))
+        if part not in found.parts:
+            found.parts.add(part)
+            found.pages[4 * page_offset : 4 * page_offset + len(pages)] = pages
+        if len(found.parts) * PAGES_PER_MESSAGE_MAX < page_count:
+            return None
+        self.drop(name)
+        return bytes(found.pages)
+
+    def drop(self, name: K) -> None:
+        """Forget the parts of a list."""
+        found = self._lists.pop(name, None)
+        if found is not None:
+            self.bytes_kept -= len(found.pages)
+
+    def forget(self, is_gone: Callable[[K], bool]) -> None:
+        """Forget the parts of all lists whose names are gone."""
+        for name in [name for name in self._lists if is_gone(name)]:
+            self.drop(name)
 
 
 @dataclass(slots=True)
-class ClaimParts:
-    """Pages of claims that come in several messages, in any order and repeated."""
-
-    bytes_kept: int = 0
-    _parts: dict[tuple[RoomKey, PeerId], dict[int, bytes]] = field(default_factory=dict)
-
-    def add(self, claim: Claim, peer: PeerId) -> bytes | None:
-        """Return the whole list once every part is there, else None.
-
-        Raises:
-            RoomError: the parts are no list, or too many lists lack parts; what has come of this one is forgotten.
-        """
-        if claim.way not in IN_PLACE or claim.page_count == 0:
-            return b""
-        key = (claim.pair.key, peer)
-        length_bytes = 4 * claim.page_count
-        inside = 0 <= 4 * claim.page_offset <= 4 * claim.page_offset + len(claim.pages) <= length_bytes
-        parts = self._parts.setdefault(key, {})
-        self.bytes_kept += len(claim.pages) - len(parts.get(claim.page_offset, b""))
-        parts[claim.page_offset] = claim.pages
-        found_bytes = sum(map(len, parts.values()))
-        if inside and found_bytes < length_bytes and self.bytes_kept <= PARTS_BYTES_MAX:
-            return None
-        self.drop(*key)
-        if inside and found_bytes < length_bytes:
-            raise RoomError("too many claims lack parts of their pages: claim fewer at once", reason=Reason.BUSY)
-        if not inside or found_bytes != length_bytes:
-            raise RoomError(
-                f"{found_bytes} bytes of pages, at {claim.page_offset} among others, for {claim.page_count} pages",
-                reason=Reason.MALFORMED_MESSAGE,
-            )
-        return b"".join(part for _, part in sorted(parts.items()))
-
-    def drop(self, key: RoomKey, peer: PeerId) -> None:
-        """Forget what has come of a claim."""
-        self.bytes_kept -= sum(map(len, self._parts.pop((key, peer), {}).values()))
-
-    def forget(self, peer: PeerId) -> None:
-        """Forget what has come of a peer's claims."""
-        for key, other in list(self._parts):
-            if other == peer:
-                self.drop(key, peer)
+class _PartialList:
+    pages: bytearray
+    parts: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +143,13 @@ def grid(config: SessionConfig, attach: Attach, claim: Claim, found: Route, soun
     """
     if not 0 <= claim.first_token <= claim.end_token <= TOKENS_MAX:
         raise RoomError(
-            f"tokens [{claim.first_token}, {claim.end_token}) are no range: give 0 <= first <= end <= {TOKENS_MAX}",
+            f"tokens [{claim.first_token}, {claim.end_token}) are not a range: give 0 <= first <= end <= {TOKENS_MAX}",
             reason=Reason.TOKENS_MISSING,
         )
     if found.pair is None or claim.first_token >= claim.end_token:
         return SlabGrid(claim.end_token, claim.end_token, 1)
     check_prefix(claim.first_token, found.pair)
-    check_source(claim.way, config.instance, in_place=config.in_place)
+    check_place(claim.way, f"prefill {config.instance}", in_place=config.in_place)
     if claim.way in IN_PLACE:
         _check_in_place(attach, claim, sound)
         # No buffer holds it: only the time of one write speaks against a large one.
@@ -208,11 +230,16 @@ def even_tokens(count: int, tokens_min: int, tokens_max: int, page: int) -> int:
     return min(-(-share // page), tokens_max // page) * page
 
 
-def check_source(way: Way, instance: str, *, in_place: bool) -> None:
-    """Raise RoomError if a way has a transport read pages of a prefill `instance` in place that none can read there."""
+def staged_unless_forbidden(asked: Staging) -> Staging:
+    """Return what a setting means for pages that no transport reads or writes in place: staged always, or refused."""
+    return asked if asked is Staging.NEVER else Staging.ALWAYS
+
+
+def check_place(way: Way, engine: str, *, in_place: bool) -> None:
+    """Raise RoomError if a way has a transport read or write pages of an `engine` in place, and none can there."""
     if way in IN_PLACE and way is not Way.DIRECT and not in_place:
         raise RoomError(
-            f"way {way.name} has a transport read pages where they lie, and those of prefill {instance} are on a GPU: "
+            f"way {way.name} has a transport read and write pages where they lie, and those of {engine} are on a GPU: "
             "have them staged (transfer.staging Auto or Always, no forced way; a latent needs both engines at one agent)",
             reason=Reason.UNSUPPORTED,
         )
@@ -257,14 +284,14 @@ def target_pairs(config: SessionConfig, wanted: Wanted, planned: Plan) -> list[T
     """Return the pairs that a claim opens at its target: its sources, and those it tells that nothing is wanted.
 
     Raises:
-        RoomError: the endpoint lacks a rank, or a prefix ends within an opaque page.
+        RoomError: the endpoint lacks a rank, a prefix ends within an opaque page, or our pages cannot be written in place.
         RingError: the ring could never hold two slabs of one token (or opaque page) for each source rank.
     """
     rank, place = config.layout.rank, config.layout.parallel
     mine = [pair for pair in planned.pairs if pair.target_rank == rank]
     routes: list[tuple[int, Pair | None]] = [(pair.source_rank, pair) for pair in mine]
     routes += [(source, None) for source, teller in planned.idle_sources if teller == rank]
-    known = {address.rank for address in wanted.endpoint.ranks}
+    known = {rank.rank: rank.address for rank in wanted.endpoint.ranks}
     pairs = []
     for source, pair in routes:
         if source not in known:
@@ -275,6 +302,8 @@ def target_pairs(config: SessionConfig, wanted: Wanted, planned: Plan) -> list[T
         way, why = (Way.STAGED, Why.DEFAULT) if pair is None else _given_way(config, pair)
         if pair is not None and wanted.first_token < wanted.end_token:
             check_prefix(wanted.first_token, pair)
+            if why is not Why.UNDECIDED:
+                check_place(way, f"decode {config.instance}", in_place=config.in_place)
             # No ring at all is a choice, too small a ring a mistake.
             if way is Way.STAGED and (why is not Why.UNDECIDED or config.ring_bytes):
                 _check_ring(config, pair, len(mine))
@@ -285,7 +314,7 @@ def target_pairs(config: SessionConfig, wanted: Wanted, planned: Plan) -> list[T
         pair_key = PairKey(wanted.key, source, rank, 0, config.epoch, config.instance, place.dp_rank)
         can_stage = why is Why.UNDECIDED and pair is not None and _ring_holds(config, pair, len(mine))
         left_open = opened(planned, can_stage=can_stage) if why is Why.UNDECIDED else None
-        pairs.append(TargetPair(pair_key, peer, pair, way, why, left_open))
+        pairs.append(TargetPair(pair_key, peer, pair, way, why, left_open, address=known[source]))
     return pairs
 
 

@@ -46,12 +46,14 @@ class SessionConfig:
     heartbeat_ns: int = SECOND_NS
     peer_timeout_ns: int = 5 * SECOND_NS
     write_timeout_ns: int = 120 * SECOND_NS  # ring memory that is granted for ready tokens waits so long for bytes
+    room_timeout_ns: int = 600 * SECOND_NS  # an open room in which nothing happens for so long fails
     rooms_max: int = 16_384
     ended_rooms_max: int = 65_536
     force_way: Way | None = None  # for benchmarks and tests; None: what the plan says
     staging: Staging = Staging.AUTO
     crossover: Crossover = WHOLE_PAGES  # chooses the way where `staging` is AUTO
     agent: str = ""  # of the worker, for way DIRECT; empty: it takes no part in that
+    engine: int = 0  # the life of the worker's engine
     near_staging: Staging | None = None  # between ranks of one agent, where it differs from `staging`
     in_place: bool = True  # a transport can read and write this worker's pages where they lie; False: they are on a GPU
     wires: tuple[str, ...] = ()  # over which a transport may bring bytes, by name; empty: any
@@ -76,10 +78,15 @@ class PeerGone:
 
 @dataclass(frozen=True, slots=True)
 class Dial:
-    """Open a connection to a source worker."""
+    """Open a connection to a source worker.
+
+    Attributes:
+        admits: its host may reach our data ports at once; False: not before it attaches, which may never be.
+    """
 
     peer: PeerId
     address: str
+    admits: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +97,11 @@ class HangUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Knock:
-    """Ask the host of a silent source whether its worker still listens; answer with `peer_dead` if it does not."""
+class ProbeLiveness:
+    """Ask a peer's host whether a life of its worker still listens; answer with `peer_dead` or `peer_listens`."""
 
     peer: PeerId
+    epoch: int
     address: str
 
 
@@ -127,7 +135,6 @@ class StartScatter:
     payload_bytes: int
     offset_bytes: int
     generation: int
-    digest: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,4 +163,15 @@ class Stale:
     message: str
 
 
-Effect = PeerAttached | PeerGone | Dial | HangUp | Knock | StartWrite | StartScatter | RoomEnded | RoomReleased | Stale
+Effect = (
+    PeerAttached
+    | PeerGone
+    | Dial
+    | HangUp
+    | ProbeLiveness
+    | StartWrite
+    | StartScatter
+    | RoomEnded
+    | RoomReleased
+    | Stale
+)

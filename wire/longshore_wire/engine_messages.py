@@ -12,11 +12,12 @@ import msgspec
 
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, PoolGeometry
-from longshore_wire.peer_messages import TargetMemory
 
 ENGINE_PROTOCOL_VERSION = 1
 # Pages in one message: 8192 * 4 bytes stays well below the 64 KiB of a datagram.
 PAGES_PER_MESSAGE_MAX = 8192
+# Tokens of a sequence, far above any: a longer one could be offered and never claimed.
+TOKENS_MAX = 1 << 30
 
 
 class Half(IntEnum):
@@ -32,6 +33,13 @@ class RoomEventKind(IntEnum):
     DONE = 1  # source: everything claimed has arrived; target: every token wanted is in the pages
     FAILED = 2  # the reason says why; pages are still leased until RELEASED
     RELEASED = 3  # no writer and no reader of ours touches the room's pages any more
+
+
+class TargetMemory(IntEnum):
+    """Where the decode side wants a room's bytes."""
+
+    DEVICE = 0
+    HOST = 1
 
 
 class RankAddress(msgspec.Struct, frozen=True, array_like=True):
@@ -57,13 +65,19 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=64):
-    """Engine to agent, first: who I am. `device` is "cpu" or a GPU's UUID, never an index."""
+    """Engine to agent, first: who I am.
+
+    Attributes:
+        device: "cpu" or a GPU's UUID, never an index.
+        engine: a random number for the life of this engine, the same whenever it connects again; 0: not known.
+    """
 
     version: int
     instance: str
     layout: KVLayout
     device: str
     roles: tuple[Half, ...]
+    engine: int = 0
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=65):

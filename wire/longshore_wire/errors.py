@@ -40,6 +40,8 @@ class Reason(IntEnum):
     SHUTTING_DOWN = 25
     INTERNAL = 26
     DIGEST_MISMATCH = 27
+    TIMED_OUT = 28
+    MEMORY_LOST = 29
 
 
 class LongshoreError(Exception):

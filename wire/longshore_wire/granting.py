@@ -45,11 +45,6 @@ class Granter:
         self.granted_bytes = 0
 
     @property
-    def watermark(self) -> tuple[int, int]:
-        """(round, tail): everything granted before it is free again."""
-        return self.ring.watermark
-
-    @property
     def blocked(self) -> bool:
         """Whether somebody waits for ring memory now."""
         return self._blocked
@@ -96,7 +91,7 @@ class Granter:
                 return
             pair.next_grant += 1
             pair.regions[slab] = region
-            pair.step(slab, TargetEvent.GRANT)
+            pair.step_slab(slab, TargetEvent.GRANT)
             room.ring_bytes += region.length_bytes
             self.granted_bytes += region.length_bytes
             queue.rotate(-1)
@@ -113,7 +108,7 @@ class Granter:
     def grant(self, pair: TargetPair, slab: int) -> Grant:
         """Return the message for a granted slab."""
         region = pair.regions[slab]
-        return Grant(pair.pair, slab, region.offset_bytes, region.length_bytes, region.generation, self.watermark)
+        return Grant(pair.pair, slab, region.offset_bytes, region.length_bytes, region.generation)
 
     def take_hopeless(self, now_ns: int) -> list[RoomKey]:
         """Return rooms that wait for memory which stays in quarantine; that of writers that still answer comes back soon."""
@@ -151,14 +146,14 @@ class Granter:
     def quarantine(self, pair: TargetPair) -> None:
         """Give a pair up: what its writer may still write is held, what is being scattered drains."""
         for slab, state in enumerate(pair.states):
-            if pair.step(slab, TargetEvent.ABORT) is TargetSlab.QUARANTINED and state is TargetSlab.GRANTED:
+            if pair.step_slab(slab, TargetEvent.ABORT) is TargetSlab.QUARANTINED and state is TargetSlab.GRANTED:
                 self.ring.hold(pair.regions[slab])
 
     def release(self, room: TargetRoom, pair: TargetPair) -> None:
         """The pair's writer will not write any more: free what was held for it."""
         for slab in list(pair.regions):
             if pair.states[slab] is TargetSlab.QUARANTINED:
-                pair.step(slab, TargetEvent.CONFIRM)
+                pair.step_slab(slab, TargetEvent.CONFIRM)
                 region = pair.regions.pop(slab)
                 self.ring.release_held(region)
                 room.ring_bytes -= region.length_bytes

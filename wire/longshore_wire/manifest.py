@@ -65,7 +65,7 @@ class Agents(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
     Attributes:
         image, runtime_class_name: None: the operator's.
-        allow_open_data_path: under hostNetwork, accept a backend whose port knows no authentication.
+        allow_open_data_path: under hostNetwork, or without a NetworkPolicy, accept data ports, which know no authentication.
         worker_port: 0: free ones, but under hostNetwork those that follow the HTTP port.
         keys_revision: raised by whoever wants new keys.
     """
@@ -91,6 +91,7 @@ class Agents(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
             http_port=self.http_port,
             worker_port=worker_port,
             host_network=self.host_network,
+            network_policy=self.network_policy,
             allow_open_data_path=self.allow_open_data_path,
         )
 

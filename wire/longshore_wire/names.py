@@ -25,6 +25,10 @@ KEYS_DIRECTORY = "/etc/longshore/keys"
 # Engine sockets lie in <RUN_DIRECTORY>/<namespace>/<deployment>/.
 RUN_DIRECTORY = "/run/longshore"
 HTTP_PORT = 9470
+# Protections of a worker's data ports, the best first. Absent: there are none. Loopback: only this machine, or pod, reaches them.
+# Filtered: the kernel admits only addresses of attached peers. Bound: every host that reaches the agent's address reaches them.
+# Open: every host that reaches any address of its network namespace does.
+PROTECTIONS = ("Absent", "Loopback", "Filtered", "Bound", "Open")
 # What stands in a wire's place where no probe has found it out.
 UNKNOWN_WIRE = "Unknown"
 # A wire that is one kind of another: what allows or measures CUDA IPC does so for NVLink, over which it may go.

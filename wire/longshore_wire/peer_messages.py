@@ -7,7 +7,7 @@ has checked sizes and types, and nothing is obeyed before the session has checke
 
 from __future__ import annotations
 
-from enum import IntEnum
+from typing import Annotated
 
 import msgspec
 
@@ -15,15 +15,9 @@ from longshore_wire.crossover import Why
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, PoolGeometry
 from longshore_wire.plan import Way
+from longshore_wire.trailer import TRAILER_KEY_BYTES_MAX
 
 PROTOCOL_VERSION = 1
-
-
-class TargetMemory(IntEnum):
-    """Where the decode side wants a room's bytes."""
-
-    DEVICE = 0
-    HOST = 1
 
 
 class RoomKey(msgspec.Struct, frozen=True, array_like=True):
@@ -52,6 +46,12 @@ class RegionInfo(msgspec.Struct, frozen=True, array_like=True):
     address: int
     length_bytes: int
     extent_bytes: int = 0  # registered in pieces of this size: no piece of a write may cross their ends; 0: one piece
+    # Of a ring: with it a source seals the trailers of its slabs, see `trailer`.
+    trailer_key: Annotated[bytes, msgspec.Meta(max_length=TRAILER_KEY_BYTES_MAX)] = b""
+
+    def __repr__(self) -> str:
+        """Leave the key out: messages may be shown to people."""
+        return f"RegionInfo(address={self.address}, length_bytes={self.length_bytes}, extent_bytes={self.extent_bytes})"
 
 
 class PoolInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -60,11 +60,14 @@ class PoolInfo(msgspec.Struct, frozen=True, array_like=True):
     pool: int
     geometry: PoolGeometry
     region_addresses: tuple[int, ...]  # one a region; empty: pages are not registered, staged writes only
-    memory: TargetMemory = TargetMemory.DEVICE
 
 
 class Attach(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """First message of either side: who I am and how to write to me. Sent again when something of it changes."""
+    """First message of either side: who I am and how to write to me. Sent again when something of it changes.
+
+    A target numbers those that it sends (`attempt`). A source answers with its own Attach or with a Refuse, each of which repeats
+    the newest number that it has read: an answer that comes late is told from the newest one.
+    """
 
     version: int
     deployment: str
@@ -77,11 +80,12 @@ class Attach(msgspec.Struct, frozen=True, array_like=True, tag=1):
     pools: tuple[PoolInfo, ...]
     slab_bytes_max: int  # the longest slab, payload and trailer, that the sender's lanes hold
     generation: int = 0  # counts changes of this message within one epoch
-    reply: bool = False
     probe: RegionInfo | None = None  # scratch memory into which a peer may write to find out the wire
-    in_place: bool = (
-        True  # a transport can read this worker's pages where they lie; False: it stages them, or copies them directly
-    )
+    # A transport can read this worker's pages where they lie; False: it stages them, or copies them directly.
+    in_place: bool = True
+    address: str = ""  # of the sender's own worker, see `addresses`
+    engine: int = 0  # the life of the sender's engine; 0: not known
+    attempt: int = 0
 
 
 class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -89,19 +93,25 @@ class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
     reason: Reason
     text: str
-    epoch: int = 0  # of the Attach that is refused; 0: any
+    epoch: int  # of the Attach that is refused
+    attempt: int  # of that Attach
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """I live. Answered by a Pong; silence of either side for the peer timeout means that it is lost."""
+    """A target lives. Answered by a Pong; silence of either side for the peer timeout means that it is lost."""
 
-    epoch: int
+    epoch: int  # the target's
+    number: int
+    absent_ns: int = 0  # the time that this worker's loop did not run, over its whole life
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """I live too."""
+    """The answer to a Ping, whose epoch and number it repeats."""
 
-    epoch: int
+    epoch: int  # the source's; 0: it does not know the target
+    ping_epoch: int
+    ping_number: int
+    absent_ns: int = 0
 
 
 class Claim(msgspec.Struct, frozen=True, array_like=True, tag=5):
@@ -118,9 +128,8 @@ class Claim(msgspec.Struct, frozen=True, array_like=True, tag=5):
     page_offset: int = 0
     page_count: int = 0  # of the whole list
     pages: bytes = b""
-    digest: bool = False
-    memory: TargetMemory = TargetMemory.DEVICE
     why: Why = Why.UNDECIDED  # of the way, for people
+    serial: int = 0  # counts the claims of the target's life to this source, from 1 on
 
 
 class Demand(msgspec.Struct, frozen=True, array_like=True, tag=6):
@@ -144,7 +153,6 @@ class Grant(msgspec.Struct, frozen=True, array_like=True, tag=7):
     offset_bytes: int
     length_bytes: int
     generation: int
-    watermark: tuple[int, int] = (0, 0)  # (round, tail)
 
 
 class SlabReady(msgspec.Struct, frozen=True, array_like=True, tag=8):
@@ -163,27 +171,19 @@ class SlabAck(msgspec.Struct, frozen=True, array_like=True, tag=9):
     pair: PairKey
     slab: int
     generation: int
-    watermark: tuple[int, int] = (0, 0)
-
-
-class Watermark(msgspec.Struct, frozen=True, array_like=True, tag=10):
-    """Cumulative credit of the target's ring: everything granted before (round, tail) is free again."""
-
-    epoch: int
-    round: int
-    tail_bytes: int
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=11):
-    """The sender gives this pair's room up. Repeated until an AbortAck answers it."""
+    """The sender gives this pair's room up. Repeated until an EndAck answers it."""
 
     pair: PairKey
     reason: Reason
     text: str = ""
+    serial: int = 0  # from a target: of the claim that it gives up; 0: it has claimed nothing
 
 
-class AbortAck(msgspec.Struct, frozen=True, array_like=True, tag=12):
-    """From a source: no write of this pair is open and none will begin. From a target: the room is given up."""
+class EndAck(msgspec.Struct, frozen=True, array_like=True, tag=12):
+    """The answer to an Abort or a Complete. From a source, also: no write of this pair is open and none will begin."""
 
     pair: PairKey
 
@@ -196,18 +196,12 @@ class WireFound(msgspec.Struct, frozen=True, array_like=True, tag=13):
     wire: str
 
 
+class Complete(msgspec.Struct, frozen=True, array_like=True, tag=14):
+    """A target has everything that it wanted of this pair from an earlier life of the source. Repeated until an EndAck answers it."""
+
+    pair: PairKey
+
+
 PeerMessage = (
-    Attach
-    | Refuse
-    | Ping
-    | Pong
-    | Claim
-    | Demand
-    | Grant
-    | SlabReady
-    | SlabAck
-    | Watermark
-    | Abort
-    | AbortAck
-    | WireFound
+    Attach | Refuse | Ping | Pong | Claim | Demand | Grant | SlabReady | SlabAck | Abort | EndAck | WireFound | Complete
 )

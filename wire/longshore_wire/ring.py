@@ -1,4 +1,4 @@
-"""The ring allocator of a decode rank's staging memory and its watermark: arithmetic only, no memory.
+"""The ring allocator of a decode rank's staging memory: arithmetic only, no memory.
 
 Called by the target's flow control, which grants regions to writers. Regions are cut in first-in-first-out order
 from a head that wraps, stepping over whatever is still occupied or held: one region that is never freed costs
@@ -20,7 +20,6 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     offset_bytes: int
     length_bytes: int
     generation: int  # counts regions of this ring from 1 on, never reused
-    round: int  # how many times the head had wrapped when it was cut
 
 
 class Ring:
@@ -55,8 +54,6 @@ class Ring:
         self._used_bytes = 0
         self._held_bytes = 0
         self._next_generation = 1
-        # No generation below this is live. Generations only grow, so moving it up costs one step a region.
-        self._oldest_generation = 1
 
     @property
     def used_bytes(self) -> int:
@@ -88,16 +85,6 @@ class Ring:
         """How many regions are live or held."""
         return len(self._live) + len(self._held)
 
-    @property
-    def watermark(self) -> tuple[int, int]:
-        """(round, tail_bytes): every region cut before this place is free again, or held. Never moves back."""
-        while self._oldest_generation < self._next_generation:
-            oldest = self._live.get(self._oldest_generation)
-            if oldest is not None:
-                return oldest.round, oldest.offset_bytes
-            self._oldest_generation += 1
-        return self._round, self._head_bytes
-
     def allocate(self, length_bytes: int) -> Region | None:
         """Cut the next region of at least `length_bytes`, or return None while no gap is long enough.
 
@@ -117,7 +104,7 @@ class Ring:
                 return None
             self._round += 1
         self._head_bytes = offset_bytes + length_bytes
-        region = Region(offset_bytes, length_bytes, self._next_generation, self._round)
+        region = Region(offset_bytes, length_bytes, self._next_generation)
         self._next_generation += 1
         self._live[region.generation] = region
         self._used_bytes += length_bytes

@@ -11,20 +11,35 @@ from longshore_wire.crossover import Open, Why
 from longshore_wire.effects import PeerId
 from longshore_wire.errors import Reason, RoomError
 from longshore_wire.intervals import Coverage
-from longshore_wire.peer_messages import Grant, PairKey, RoomKey, TargetMemory
+from longshore_wire.peer_messages import Grant, PairKey, RoomKey
 from longshore_wire.plan import Pair, Way
 from longshore_wire.ring import Region
 from longshore_wire.slabs import SlabGrid
 from longshore_wire.states import (
     SOURCE_BUSY,
+    SOURCE_PAIR,
+    SOURCE_ROOM,
     SOURCE_SLAB,
+    TARGET_PAIR,
+    TARGET_ROOM,
     TARGET_SLAB,
     SourceEvent,
+    SourcePairEvent,
+    SourcePairState,
+    SourceRoomEvent,
+    SourceRoomState,
     SourceSlab,
     TargetEvent,
+    TargetPairEvent,
+    TargetPairState,
+    TargetRoomEvent,
+    TargetRoomState,
     TargetSlab,
     step,
 )
+
+# A region in one of these states may be written by its source.
+_WRITABLE = frozenset({TargetSlab.GRANTED, TargetSlab.QUARANTINED})
 
 
 @dataclass(slots=True)
@@ -45,10 +60,13 @@ class SourcePair:
     busy_count: int = 0
     acked_count: int = 0
     attempts: int = 0
-    awaits_ack: bool = False  # we told the target of our abort
-    owes_ack: bool = False  # the target told us of its own
+    state: SourcePairState = SourcePairState.OPEN
 
-    def step(self, slab: int, event: SourceEvent) -> SourceSlab:
+    def step(self, event: SourcePairEvent) -> None:
+        """Move the pair."""
+        self.state = step(SOURCE_PAIR, self.state, event)
+
+    def step_slab(self, slab: int, event: SourceEvent) -> SourceSlab:
         """Move one slab and keep the counts."""
         before = self.states[slab]
         after = self.states[slab] = step(SOURCE_SLAB, before, event)
@@ -62,11 +80,11 @@ class SourcePair:
         return self.acked_count == len(self.states)
 
     def abort(self) -> None:
-        """Drop what has not begun; what a lane holds drains."""
+        """Drop the slabs that have not begun; those that a lane holds drain."""
         self.grants.clear()
         for slab, state in enumerate(self.states):
             if state is not SourceSlab.DROPPED and state is not SourceSlab.DRAINING:
-                self.step(slab, SourceEvent.ABORT)
+                self.step_slab(slab, SourceEvent.ABORT)
 
 
 @dataclass(slots=True)
@@ -74,7 +92,7 @@ class SourceRoom:
     """A request at its prefill rank: what the engine offers, and what decode ranks claim."""
 
     key: RoomKey
-    engine: bool = False  # the engine has offered
+    state: SourceRoomState = SourceRoomState.CLAIMED
     first_token: int = -1  # of what is offered; -1: nothing yet
     end_token: int = -1
     total_tokens: int = -1  # -1: `last` not said yet
@@ -83,10 +101,13 @@ class SourceRoom:
     claimer: tuple[str, int] | None = None  # (instance, dp rank)
     reason: Reason = Reason.NONE
     text: str = ""
-    failed: bool = False
-    released: bool = False
     bytes_moved: int = 0
     opened_ns: int = 0
+    progress_ns: int = -1  # see `Session`
+
+    def step(self, event: SourceRoomEvent) -> None:
+        """Move the room."""
+        self.state = step(SOURCE_ROOM, self.state, event)
 
     def add_offer(self, first_token: int, end_token: int, *, last: bool) -> None:
         """Extend what is offered. Raises RoomError; then nothing has changed."""
@@ -98,7 +119,7 @@ class SourceRoom:
             )
         if not 0 <= first_token <= end_token:
             raise RoomError(
-                f"{name}: tokens [{first_token}, {end_token}) are no range: give 0 <= first <= end",
+                f"{name}: tokens [{first_token}, {end_token}) are not a range: give 0 <= first <= end",
                 reason=Reason.TOKENS_MISSING,
             )
         if self.end_token >= 0 and first_token != self.end_token:
@@ -111,14 +132,34 @@ class SourceRoom:
         if self.first_token < 0:
             self.first_token = first_token
         self.end_token = end_token
-        self.engine = True
+        self.step(SourceRoomEvent.OFFER)
         if last:
             self.total_tokens = end_token
 
     @property
+    def failed(self) -> bool:
+        """Whether it was given up."""
+        return self.reason is not Reason.NONE
+
+    @property
     def unfinished(self) -> bool:
         """Whether the engine has offered it and waits for its end."""
-        return self.engine and not self.failed
+        return self.state is SourceRoomState.OFFERED
+
+    @property
+    def missing(self) -> str:
+        """What the room waits for, in words."""
+        if self.state is SourceRoomState.CLAIMED:
+            return "the prefill engine has not offered it"
+        if self.expected is None:
+            return "no decode rank has claimed it"
+        unclaimed = sorted(self.expected - {peer.rank for peer in self.pairs})
+        if unclaimed:
+            return f"decode ranks {unclaimed} have not claimed it"
+        if self.total_tokens < 0:
+            return f"the prefill engine has offered its tokens up to {self.end_token} and not said which are the last"
+        waiting = sorted(peer.rank for peer, pair in self.pairs.items() if not pair.done)
+        return f"decode ranks {waiting} have not acknowledged all slabs"
 
     @property
     def busy(self) -> bool:
@@ -156,11 +197,16 @@ class TargetPair:
     owed_since_ns: int | None = None  # nothing has landed since then in memory that was granted for ready tokens
     queued: bool = False
     attempts: int = 0
-    aborting: bool = False
-    confirmed: bool = False  # its writer will not write any more
-    heard: bool = False  # the source knows that the room has failed
+    state: TargetPairState = TargetPairState.WAITING
+    address: str = ""  # of the source, as the engine named it
+    engine: int = 0  # the life of the source's engine; 0: not claimed yet
+    serial: int = 0  # of the claim; 0: not claimed yet
 
-    def step(self, slab: int, event: TargetEvent) -> TargetSlab:
+    def step(self, event: TargetPairEvent) -> None:
+        """Move the pair."""
+        self.state = step(TARGET_PAIR, self.state, event)
+
+    def step_slab(self, slab: int, event: TargetEvent) -> TargetSlab:
         """Move one slab and keep the counts."""
         before = self.states[slab]
         after = self.states[slab] = step(TARGET_SLAB, before, event)
@@ -169,8 +215,17 @@ class TargetPair:
         return after
 
     @property
+    def exposed(self) -> bool:
+        """Whether the source may write memory of ours: pages, where it writes them in place, or regions of the ring."""
+        if self.route is None or self.state not in (TargetPairState.CLAIMED, TargetPairState.OPEN):
+            return False
+        return self.way is not Way.STAGED or any(self.states[slab] in _WRITABLE for slab in self.regions)
+
+    @property
     def owes_bytes(self) -> bool:
         """Whether its writer has memory of ours for tokens that are ready, and they have not come."""
+        if self.way is not Way.STAGED:
+            return self.done_count < self.ready_count
         return any(slab < self.ready_count and self.states[slab] is TargetSlab.GRANTED for slab in self.regions)
 
     @property
@@ -179,13 +234,8 @@ class TargetPair:
         return self.way is not Way.STAGED or self.open is not None
 
     @property
-    def told(self) -> bool:
-        """Whether the source has answered the claim."""
-        return self.grid is not None
-
-    @property
-    def complete(self) -> bool:
-        """Whether the scattered intervals cover exactly what was claimed, and both sides know one total."""
+    def covered(self) -> bool:
+        """Whether the scattered intervals cover exactly what was claimed."""
         if self.grid is None or self.done_count != len(self.states):
             return False
         return self.coverage.covers(self.grid.first_token, self.grid.end_token)
@@ -200,29 +250,56 @@ class TargetRoom:
     end_token: int
     page_count: int
     pages: bytes
-    memory: TargetMemory
-    digest: bool
     pairs: dict[PeerId, TargetPair] = field(default_factory=dict)
     ring_bytes: int = 0  # granted and not freed
-    ended: bool = False  # the engine was told
-    failed: bool = False
-    released: bool = False
+    state: TargetRoomState = TargetRoomState.OPEN
     reason: Reason = Reason.NONE
     text: str = ""
     bytes_moved: int = 0
     opened_ns: int = 0
+    progress_ns: int = -1  # see `Session`
+
+    def step(self, event: TargetRoomEvent) -> None:
+        """Move the room."""
+        self.state = step(TARGET_ROOM, self.state, event)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it was given up."""
+        return self.reason is not Reason.NONE
 
     @property
     def unfinished(self) -> bool:
         """Whether the engine waits for its end."""
-        return not self.ended
+        return self.state is TargetRoomState.OPEN
+
+    @property
+    def missing(self) -> str:
+        """What the room waits for, in words."""
+        waiting = [pair for pair in self.pairs.values() if pair.state is not TargetPairState.COMPLETE]
+        unanswered = sorted(pair.peer.rank for pair in waiting if pair.grid is None)
+        if unanswered:
+            return f"prefill ranks {unanswered} have not answered its claim"
+        return f"prefill ranks {sorted(pair.peer.rank for pair in waiting)} have not sent all its slabs"
 
     @property
     def done(self) -> bool:
-        """Whether every pair of the plan is complete and the totals agree."""
-        for pair in self.pairs.values():
-            if pair.route is None:
-                continue
-            if self.first_token < self.end_token and not (pair.complete and pair.total_tokens == self.end_token):
-                return False
-        return True
+        """Whether every pair that is to send something is complete."""
+        wants_nothing = self.first_token == self.end_token
+        return wants_nothing or all(
+            pair.route is None or pair.state is TargetPairState.COMPLETE for pair in self.pairs.values()
+        )
+
+    @property
+    def answered(self) -> bool:
+        """Whether no source has still to answer its claim."""
+        pending = (TargetPairState.WAITING, TargetPairState.CLAIMED)
+        return not any(pair.state in pending for pair in self.pairs.values())
+
+    @property
+    def exposed(self) -> bool:
+        """Whether a writer may still write the room's pages, after it has failed."""
+        return any(
+            pair.draining_count or (pair.state is TargetPairState.ABORTING and pair.way is not Way.STAGED)
+            for pair in self.pairs.values()
+        )

@@ -8,23 +8,13 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import Enum
 
-from longshore_wire.effects import Effect, PeerId, SessionConfig, Stale
+from longshore_wire.effects import SECOND_NS, Effect, PeerId, ProbeLiveness, SessionConfig, Stale
 from longshore_wire.errors import LayoutError, Reason
 from longshore_wire.layout import KVLayout
-from longshore_wire.names import UNKNOWN_WIRE
-from longshore_wire.peer_messages import (
-    PROTOCOL_VERSION,
-    Attach,
-    PairKey,
-    PeerMessage,
-    PoolInfo,
-    RegionInfo,
-    RoomKey,
-)
-from longshore_wire.plan import Plan, Way, plan
+from longshore_wire.peer_messages import PROTOCOL_VERSION, Attach, PeerMessage, PoolInfo, RegionInfo, RoomKey
+from longshore_wire.peers import Ended, Life, Peer, PeerState
+from longshore_wire.plan import Plan, plan
 from longshore_wire.room import SourceRoom, TargetRoom
 from longshore_wire.timers import Timers
 
@@ -32,66 +22,8 @@ from longshore_wire.timers import Timers
 BACKOFF_MAX = 16
 # A write is cut where extents end; smaller ones would cut it into too many pieces.
 EXTENT_BYTES_MIN = 4096
-
-
-class PeerState(Enum):
-    """The life of a peer as this side knows it."""
-
-    DIALING = "dialing"
-    ATTACHED = "attached"
-    REFUSED = "refused"
-    LOST = "lost"
-
-
-@dataclass(frozen=True, slots=True)
-class Untold:
-    """The failure of a room of which its source has not heard: the life that knew of the claim died, or none did yet."""
-
-    pair: PairKey
-    reason: Reason
-    text: str
-    until_ns: int
-
-
-@dataclass(slots=True)
-class Peer:
-    """One worker of another instance, in its current life."""
-
-    peer: PeerId
-    address: str = ""
-    state: PeerState = PeerState.DIALING
-    attach: Attach | None = None
-    heard_ns: int = 0
-    dialled_ns: int = 0
-    wire: str = UNKNOWN_WIRE
-    wire_epoch: int = 0  # the life to which `wire` was found out; 0: to none
-    wire_due_ns: int = 0  # a target waits for it until then
-    rooms: dict[RoomKey, None] = field(default_factory=dict)  # in the order in which they were opened
-    untold: dict[RoomKey, Untold] = field(default_factory=dict)
-    trouble: str = ""  # why it was refused or lost the last time, if so
-    # Pools of `attach` whose geometry was found to fit its layout; those of another attachment are other objects.
-    sound_pools: dict[int, PoolInfo] = field(default_factory=dict)
-    ways: set[Way] = field(default_factory=set)  # of the pairs that were claimed, since this side knows the peer
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the peer's current life; 0 before it attached."""
-        return self.attach.epoch if self.attach else 0
-
-    def claimed(self, key: RoomKey, way: Way | None) -> None:
-        """Note a room with this peer, and the way of its slabs; None: nothing is to move."""
-        self.rooms[key] = None
-        if way is not None:
-            self.ways.add(way)
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """How a room ended, remembered for two leases."""
-
-    reason: Reason
-    text: str
-    until_ns: int
+# A peer whose heartbeats stay away for so many intervals may be dead: its host is asked.
+PROBE_AFTER = 2
 
 
 class Session:
@@ -106,6 +38,8 @@ class Session:
         self.ended: OrderedDict[RoomKey, Ended] = OrderedDict()
         self.counters: Counter[str] = Counter()
         self.lease_until_ns = now_ns + config.lease_ns
+        self.absent_ns = 0
+        self._address = ""
         self._outbox: list[tuple[PeerId, PeerMessage]] = []
         self._effects: list[Effect] = []
         self._metadata = b""
@@ -115,6 +49,7 @@ class Session:
         self._generation = 0
         self._timers: Timers[tuple[RoomKey, PeerId]] = Timers()
         self._peer_timers: Timers[PeerId] = Timers()
+        self._room_timers: Timers[RoomKey] = Timers()
 
     @property
     def rank(self) -> int:
@@ -137,13 +72,19 @@ class Session:
         ring: RegionInfo | None,
         pools: dict[int, PoolInfo],
         probe: RegionInfo | None = None,
+        address: str = "",
     ) -> None:
-        """Set what peers must know to write to this worker; attached peers hear of the change."""
+        """Set what peers must know to write to this worker; attached peers hear of the change.
+
+        Args:
+            address: where this worker listens for peers, see `addresses`.
+        """
         self._metadata, self._ring_region, self._pools, self._probe = metadata, ring, dict(pools), probe
+        self._address = address
         self._generation += 1
         for peer in self.peers.values():
             if peer.state is PeerState.ATTACHED:
-                self._send(peer.peer, self._attach(reply=True))
+                self._send_attach(peer)
 
     def renew(self, now_ns: int) -> None:
         """The engine lives: all its rooms keep their lease."""
@@ -151,8 +92,11 @@ class Session:
 
     def was_absent(self, late_ns: int, now_ns: int) -> None:
         """This side did not listen for `late_ns`: that time counts for nobody's silence, nor for its engine's lease."""
+        self.absent_ns += late_ns
         for peer in self.peers.values():
             peer.heard_ns = min(now_ns, peer.heard_ns + late_ns)
+            if peer.rival_since_ns is not None:
+                peer.rival_since_ns = min(now_ns, peer.rival_since_ns + late_ns)
         self.lease_until_ns = min(now_ns + self.config.lease_ns, self.lease_until_ns + late_ns)
 
     @property
@@ -172,6 +116,20 @@ class Session:
         """Fail the rooms of a peer that this side must not exchange bytes with."""
         raise NotImplementedError
 
+    def peer_lost(self, peer: PeerId, text: str, now_ns: int) -> None:
+        """A peer is silent or gone: its rooms fail."""
+        raise NotImplementedError
+
+    def peer_dead(self, peer: PeerId, epoch: int, now_ns: int) -> None:
+        """The answer to ProbeLiveness: nobody listens any more where that life of a peer did. Its process has ended."""
+        raise NotImplementedError
+
+    def peer_listens(self, peer: PeerId, epoch: int, now_ns: int) -> None:
+        """The answer to ProbeLiveness: that life of a peer exists, whatever keeps it from speaking."""
+        known = self.peers.get(peer)
+        if known is not None and known.epoch == epoch:
+            known.listens_ns = now_ns
+
     def receive(self, peer: PeerId, message: PeerMessage, now_ns: int) -> None:
         """Obey one message of a peer."""
         raise NotImplementedError
@@ -185,7 +143,7 @@ class Session:
         if key in self.rooms:
             self.cancel(key, reason, text, now_ns)
         elif key not in self.ended:
-            self._remember(key, reason, text, now_ns)
+            self._remember(key, reason, text, self._remembered_until_ns(now_ns))
 
     def fail_pool(self, pool: int, reason: Reason, text: str, now_ns: int) -> None:
         """Give up every room of a pool."""
@@ -199,7 +157,11 @@ class Session:
 
     def next_due_ns(self) -> int | None:
         """Return when `tick` must be called at the latest, or None."""
-        dues = [due for due in (self._timers.next_ns(), self._peer_timers.next_ns()) if due is not None]
+        timers = (self._timers, self._peer_timers, self._room_timers)
+        dues = [due for each in timers if (due := each.next_ns()) is not None]
+        if self.ended:
+            # In steps, so that many rooms that ended one after another are forgotten together.
+            dues.append(-(-next(iter(self.ended.values())).until_ns // SECOND_NS) * SECOND_NS)
         if self.rooms:
             dues.append(self.lease_until_ns)
         return min(dues, default=None)
@@ -208,13 +170,16 @@ class Session:
         """Return how a room ended, if that is still remembered."""
         return self.ended.get(key)
 
-    def _attach(self, *, reply: bool) -> Attach:
+    def _attach(self, attempt: int) -> Attach:
         config = self.config
         return Attach(
             version=PROTOCOL_VERSION,
             deployment=config.deployment,
             instance=config.instance,
             epoch=config.epoch,
+            address=self._address,
+            engine=config.engine,
+            attempt=attempt,
             layout=config.layout,
             backend=config.backend,
             metadata=self._metadata,
@@ -222,10 +187,12 @@ class Session:
             pools=tuple(self._pools.values()),
             slab_bytes_max=config.slab_bytes_max,
             generation=self._generation,
-            reply=reply,
             probe=self._probe,
             in_place=config.in_place,
         )
+
+    def _send_attach(self, known: Peer) -> None:
+        raise NotImplementedError
 
     def _send(self, peer: PeerId, message: PeerMessage) -> None:
         self._outbox.append((peer, message))
@@ -238,11 +205,45 @@ class Session:
         self.counters[f"stale.{name}"] += 1
         self._effect(Stale(name))
 
-    def _remember(self, key: RoomKey, reason: Reason, text: str, now_ns: int) -> None:
-        self.ended[key] = Ended(reason, text, now_ns + 2 * self.config.lease_ns)
+    def _remember(self, key: RoomKey, reason: Reason, text: str, until_ns: int, lives: tuple[Life, ...] = ()) -> None:
+        self.ended[key] = Ended(reason, text, until_ns, lives)
         self.ended.move_to_end(key)
         while len(self.ended) > self.config.ended_rooms_max:
             self.ended.popitem(last=False)
+
+    def _remembered_until_ns(self, now_ns: int) -> int:
+        """Return how long a room that ends now is remembered."""
+        return now_ns + 2 * self.config.lease_ns
+
+    def _progress(self, room: SourceRoom | TargetRoom, now_ns: int) -> None:
+        """Note that something has happened in a room: its timeout begins anew."""
+        if room.progress_ns < 0:
+            self._room_timers.set(room.key, now_ns + self.config.room_timeout_ns)
+        # Time in which this side did not run is nobody's slowness.
+        room.progress_ns = now_ns - self.absent_ns
+
+    def _end_idle_rooms(self, now_ns: int) -> None:
+        """Fail rooms in which nothing has happened for the room timeout."""
+        for key in self._room_timers.pop(now_ns):
+            room = self.rooms.get(key)
+            if room is None or room.failed:
+                continue
+            due_ns = room.progress_ns + self.absent_ns + self.config.room_timeout_ns
+            if due_ns > now_ns:
+                self._room_timers.set(key, due_ns)
+                continue
+            text = f"nothing has happened in it for {self.config.room_timeout_ns / 1e9:g} s: {room.missing}"
+            self.cancel(key, Reason.TIMED_OUT, text, now_ns)
+
+    def _check_silence(self, known: Peer, name: str, now_ns: int) -> bool:
+        """Declare a peer lost that has been silent for too long, and have a silent one's host asked; return whether it is lost."""
+        silence_ns = now_ns - known.heard_ns
+        if silence_ns >= known.silence_limit_ns(self.config.peer_timeout_ns, self.config.heartbeat_ns, now_ns):
+            self.peer_lost(known.peer, f"{name} was silent for {silence_ns / 1e9:.1f} s", now_ns)
+            return True
+        if silence_ns > PROBE_AFTER * self.config.heartbeat_ns and known.state is PeerState.ATTACHED:
+            self._effect(ProbeLiveness(known.peer, known.epoch, known.address))
+        return False
 
     def _end_leases(self, side: str, now_ns: int) -> None:
         if self.rooms and now_ns >= self.lease_until_ns:
@@ -277,19 +278,6 @@ class Session:
             return error.reason, str(error)
         return None
 
-    def _check_newest(self, peer: PeerId, attach: Attach) -> tuple[Reason, str] | None:
-        """Return why a life of a target cannot be served while a later one is, or None.
-
-        Epochs grow: two engines have one name, or this is a late word of a life that is over.
-        """
-        known = self.peers.get(peer)
-        if known is None or known.state is not PeerState.ATTACHED or attach.epoch >= known.epoch:
-            return None
-        return Reason.STALE_EPOCH, (
-            f"a newer worker is attached as decode {peer.instance} rank {peer.rank} (DP rank {peer.dp_rank}): two engines "
-            "have one instance name; give each its own"
-        )
-
     def _plan(self, source: KVLayout, target: KVLayout, room: int, *, direct: bool = False) -> Plan:
         staging = self.config.staging
         if direct and self.config.near_staging is not None:
@@ -302,7 +290,9 @@ def _check_region(name: str, region: RegionInfo | None) -> None:
     if region is None:
         return
     if not 0 <= region.address < region.address + region.length_bytes < 2**63:
-        raise LayoutError(f"{name} is {region.length_bytes} bytes at {region.address}: that is no memory")
+        raise LayoutError(
+            f"{name} is {region.length_bytes} bytes at {region.address}: that is not a range of addresses"
+        )
     if region.extent_bytes and region.extent_bytes < EXTENT_BYTES_MIN:
         raise LayoutError(f"{name} has extents of {region.extent_bytes} bytes: use {EXTENT_BYTES_MIN} or more, or 0")
 

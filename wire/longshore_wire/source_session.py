@@ -6,41 +6,47 @@ Driven by the worker: engine verbs (`offer`, `cancel`, `renew`), messages (`rece
 
 from __future__ import annotations
 
-from longshore_wire.claims import IN_PLACE, ClaimParts, grid, route
-from longshore_wire.effects import PeerAttached, PeerGone, PeerId, RoomEnded, RoomReleased, SessionConfig, StartWrite
+from longshore_wire.claims import IN_PLACE, grid, route
+from longshore_wire.effects import PeerId, RoomEnded, RoomReleased, SessionConfig, StartWrite
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import LongshoreError, Reason, RoomError
 from longshore_wire.peer_messages import (
     Abort,
-    AbortAck,
     Attach,
     Claim,
+    Complete,
     Demand,
+    EndAck,
     Grant,
     PairKey,
     PeerMessage,
     Ping,
-    Pong,
-    Refuse,
     RoomKey,
     SlabAck,
     SlabReady,
-    Watermark,
 )
+from longshore_wire.peers import Peer
 from longshore_wire.plan import Way
 from longshore_wire.room import SourcePair, SourceRoom
-from longshore_wire.session import Peer, PeerState, Session, backoff_ns
+from longshore_wire.session import backoff_ns
 from longshore_wire.slabs import region_bytes
-from longshore_wire.states import SourceEvent, SourceSlab
+from longshore_wire.source_peers import SourcePeers
+from longshore_wire.states import (
+    SourceEvent,
+    SourcePairEvent,
+    SourcePairState,
+    SourceRoomEvent,
+    SourceRoomState,
+    SourceSlab,
+)
 
 
-class SourceSession(Session):
+class SourceSession(SourcePeers):
     """See the module. One per engine registration that prefills."""
 
     def __init__(self, config: SessionConfig, *, now_ns: int) -> None:
         super().__init__(config, now_ns=now_ns)
         self.rooms: dict[RoomKey, SourceRoom] = {}
-        self._parts = ClaimParts()
 
     # -- the engine ------------------------------------------------------------------------------------------------
 
@@ -61,10 +67,13 @@ class SourceSession(Session):
         if found is None:
             if len(self.rooms) >= self.config.rooms_max:
                 raise RoomError(f"{len(self.rooms)} rooms are open: try again later", reason=Reason.BUSY)
-            found = self.rooms[key] = SourceRoom(key, opened_ns=now_ns)
+            found = SourceRoom(key, opened_ns=now_ns)
         if found.failed:
             raise RoomError(f"room {room} has failed: {found.text}", reason=found.reason)
         found.add_offer(first_token, end_token, last=last)
+        self.rooms[key] = found
+        self._progress(found, now_ns)
+        self._add_completed(found)
         for pair in list(found.pairs.values()):
             self._check_pair(found, pair, now_ns)
             if not found.failed:
@@ -84,12 +93,6 @@ class SourceSession(Session):
             if room.pairs:
                 self._fail(room, reason, text, now_ns)
 
-    def refuse(self, peer: PeerId, reason: Reason, text: str, now_ns: int) -> None:
-        """A target turned out to be none that this side may write to: its rooms fail."""
-        known = self.peers.get(peer)
-        for key in list(known.rooms) if known is not None else []:
-            self.cancel(key, reason, text, now_ns)
-
     # -- lanes -----------------------------------------------------------------------------------------------------
 
     def write_done(self, peer: PeerId, pair_key: PairKey, slab: int, payload_bytes: int, now_ns: int) -> None:
@@ -97,9 +100,10 @@ class SourceSession(Session):
         room, pair = self._find(peer, pair_key)
         if room is None or pair is None:
             return
-        state = pair.step(slab, SourceEvent.WROTE)
+        state = pair.step_slab(slab, SourceEvent.WROTE)
         if state is not SourceSlab.DROPPED:
             room.bytes_moved += payload_bytes
+            self._progress(room, now_ns)
         if state is SourceSlab.WRITTEN:
             self._timers.set((room.key, peer), now_ns + self.config.retry_ns)
         if room.failed:
@@ -119,102 +123,58 @@ class SourceSession(Session):
             return
         self._fail(room, Reason.TRANSFER_FAILED, text, now_ns)
         if settled and pair.states[slab] is SourceSlab.DRAINING:
-            pair.step(slab, SourceEvent.WROTE)
+            pair.step_slab(slab, SourceEvent.WROTE)
         self._settle(room)
 
     # -- peers -----------------------------------------------------------------------------------------------------
 
     def receive(self, peer: PeerId, message: PeerMessage, now_ns: int) -> None:
-        """Obey one message of a peer; what is stale is counted and otherwise ignored."""
-        known = self.peers.get(peer)
+        """Obey one message of a peer; a stale one is counted and has no other effect."""
         if isinstance(message, Attach):
             self._on_attach(peer, message, now_ns)
             return
         if isinstance(message, Ping):
-            if known is not None and known.epoch == message.epoch:
-                known.heard_ns = now_ns
-            # An unknown peer learns from the epoch that this is another life and attaches again.
-            epoch = self.config.epoch if known is not None and known.epoch == message.epoch else 0
-            self._send(peer, Pong(epoch))
+            self._on_ping(peer, message, now_ns)
             return
-        if known is None or known.state is not PeerState.ATTACHED:
+        known = self.peers.get(peer)
+        if known is None or not isinstance(message, Claim | Grant | SlabAck | Abort | EndAck | Complete):
+            self._stale(message)
+            return
+        if not self._speaks_for(known, message.pair):
             self._stale(message)
             return
         known.heard_ns = now_ns
-        if isinstance(message, Watermark | Pong | Refuse):
-            return
         if isinstance(message, Abort):
-            self._on_abort(peer, message, now_ns)
-        elif (
-            not isinstance(message, Claim | Grant | SlabAck | AbortAck)
-            or message.pair.source_epoch != self.config.epoch
-            or message.pair.target_epoch != known.epoch
-        ):
+            self._on_abort(known, message, now_ns)
+        elif message.pair.source_epoch != self.config.epoch:
             self._stale(message)
         elif isinstance(message, Claim):
             self._on_claim(known, message, now_ns)
         elif isinstance(message, Grant):
-            self._on_grant(peer, message, now_ns)
+            self._on_grant(known, message, now_ns)
         elif isinstance(message, SlabAck):
             self._on_ack(peer, message, now_ns)
+        elif isinstance(message, Complete):
+            self._on_complete(known, message, now_ns)
         else:
-            self._on_abort_ack(peer, message)
+            self._on_end_ack(peer, message)
 
-    def peer_lost(self, peer: PeerId, text: str, now_ns: int) -> None:
-        """A target is gone: every room it claimed fails."""
-        known = self.peers.get(peer)
-        if known is None or known.state is PeerState.LOST:
-            return
-        known.state = PeerState.LOST
-        self._parts.forget(peer)
-        for key in list(known.rooms):
-            room = self.rooms.get(key)
-            if room is None:
-                continue
-            self._fail(room, Reason.PEER_LOST, text, now_ns)
-            pair = room.pairs.get(peer)
-            if pair is not None:
-                pair.awaits_ack = pair.owes_ack = False
-            self._settle(room)
-        self._effect(PeerGone(peer, known.epoch))
-        del self.peers[peer]
+    def _speaks_for(self, known: Peer, pair: PairKey) -> bool:
+        """Whether a pair is one of this rank and of the current life of that target."""
+        peer = known.peer
+        theirs = (pair.target_instance, pair.dp_rank, pair.target_rank, pair.target_epoch)
+        return theirs == (peer.instance, peer.dp_rank, peer.rank, known.epoch) and pair.source_rank == self.rank
 
     def tick(self, now_ns: int) -> None:
         """Repeat what has not been answered, let leases end. Call it by `next_due_ns` at the latest."""
         for key, peer in self._timers.pop(now_ns):
             self._repeat(key, peer, now_ns)
-        for peer in self._peer_timers.pop(now_ns):
-            known = self.peers.get(peer)
-            if known is None:
-                continue
-            silence_ns = now_ns - known.heard_ns
-            if silence_ns >= self.config.peer_timeout_ns:
-                self.peer_lost(peer, f"{_name(peer)} was silent for {silence_ns / 1e9:.1f} s", now_ns)
-            else:
-                self._peer_timers.set(peer, known.heard_ns + self.config.peer_timeout_ns)
+        self._watch_peers(now_ns)
+        self._end_idle_rooms(now_ns)
         self._end_leases("prefill", now_ns)
+        self._forget_completed(now_ns)
 
     # -- messages --------------------------------------------------------------------------------------------------
-
-    def _on_attach(self, peer: PeerId, attach: Attach, now_ns: int) -> None:
-        wrong = self._check_attach(attach) or self._check_newest(peer, attach)
-        if wrong is not None:
-            self._send(peer, Refuse(*wrong, attach.epoch))
-            return
-        known = self.peers.get(peer)
-        if known is not None and known.epoch != attach.epoch:
-            self.peer_lost(peer, f"{_name(peer)} was restarted", now_ns)
-            known = None
-        if known is None:
-            known = self.peers[peer] = Peer(peer)
-        newer = known.attach is None or attach.generation > known.attach.generation
-        if newer:
-            known.attach = attach
-            self._effect(PeerAttached(peer, attach))
-        known.state, known.heard_ns = PeerState.ATTACHED, now_ns
-        self._peer_timers.set(peer, now_ns + self.config.peer_timeout_ns)
-        if not attach.reply:
-            self._send(peer, self._attach(reply=True))
 
     def _on_claim(self, known: Peer, claim: Claim, now_ns: int) -> None:
         key, peer = claim.pair.key, known.peer
@@ -233,12 +193,24 @@ class SourceSession(Session):
                 return
             room = SourceRoom(key, opened_ns=now_ns)
         pair = room.pairs.get(peer)
+        if room.failed:
+            # A pair of this life of the target has been told already.
+            if pair is None or pair.pair.target_epoch != claim.pair.target_epoch:
+                self._send(peer, Abort(claim.pair, room.reason, room.text))
+            return
+        if pair is None and claim.serial in self._used_serials(known):
+            # A late copy of a claim whose room is forgotten here: the pages that it names may be another room's now.
+            self._stale(claim)
+            self._send(peer, Abort(claim.pair, Reason.ROOM_REUSED, f"room {key.room} has ended"))
+            return
         if pair is None:
             pair = self._open_pair(room, known, claim, now_ns)
             if pair is None:
                 return
-        if room.failed:
-            return
+            if room.failed:
+                # Its halves contradict each other.
+                return
+            self._progress(room, now_ns)
         self._send_demand(room, pair)
         self._advance(room, pair, now_ns)
         self._finish(room, now_ns)
@@ -255,13 +227,14 @@ class SourceSession(Session):
             direct = claim.way is Way.DIRECT
             planned = self._plan(self.config.layout, known.attach.layout, room.key.room, direct=direct)
             found = route(planned, self.rank, known.peer.rank)
-            pages = self._parts.add(claim, known.peer)
+            pages = self._claimed_pages(claim, known.peer)
             if pages is None:
                 return None
             cut = grid(self.config, known.attach, claim, found, known.sound_pools)
         except LongshoreError as error:
             self._send(known.peer, Abort(claim.pair, error.reason, str(error)))
             return None
+        self._used_serials(known).add(claim.serial)
         states = [SourceSlab.WAITING] * cut.count
         self.rooms[room.key] = room
         pair = SourcePair(claim.pair, known.peer, found.pair, claim.way, cut, states, pages, claim.why)
@@ -271,15 +244,22 @@ class SourceSession(Session):
         self._check_pair(room, pair, now_ns)
         return pair
 
-    def _on_grant(self, peer: PeerId, grant: Grant, now_ns: int) -> None:
+    def _claimed_pages(self, claim: Claim, peer: PeerId) -> bytes | None:
+        """Return the pages that a claim lists, or None until all of its messages are here. Raises RoomError."""
+        if claim.way not in IN_PLACE or claim.page_count == 0:
+            return b""
+        return self._parts.add((claim.pair.key, peer), claim.page_offset, claim.page_count, claim.pages)
+
+    def _on_grant(self, known: Peer, grant: Grant, now_ns: int) -> None:
+        peer = known.peer
         room, pair = self._find(peer, grant.pair)
-        if room is None or pair is None or room.failed or not _fits(grant, pair, self.peers[peer].attach):
+        if room is None or pair is None or room.failed or not _fits(grant, pair, known.attach):
             self._stale(grant)
             ended = self.ended.get(grant.pair.key)
             if room is None and (ended is None or ended.reason is not Reason.NONE):
                 # The target holds memory for us that we shall never write: tell it, so that it may free it.
                 self._send(peer, Abort(grant.pair, Reason.STALE_EPOCH, "the room is not open here"))
-                self._send(peer, AbortAck(grant.pair))
+                self._send(peer, EndAck(grant.pair))
             return
         state = pair.states[grant.slab]
         if state is SourceSlab.WAITING:
@@ -297,44 +277,34 @@ class SourceSession(Session):
         if pair.states[ack.slab] not in (SourceSlab.WRITING, SourceSlab.WRITTEN):
             self._stale(ack)
             return
-        pair.step(ack.slab, SourceEvent.ACK)
+        pair.step_slab(ack.slab, SourceEvent.ACK)
         pair.grants.pop(ack.slab, None)
         pair.attempts = 0
+        self._progress(room, now_ns)
         self._advance(room, pair, now_ns)
         self._finish(room, now_ns)
 
-    def _on_abort(self, peer: PeerId, abort: Abort, now_ns: int) -> None:
+    def _on_abort(self, known: Peer, abort: Abort, now_ns: int) -> None:
+        peer = known.peer
+        if abort.serial:
+            self._used_serials(known).add(abort.serial)
         room, pair = self._find(peer, abort.pair)
         if room is None or pair is None or abort.pair.source_epoch != self.config.epoch:
             # Another life's writes died with its process, and a pair that is not open has none.
-            self._send(peer, AbortAck(abort.pair))
-            self._parts.drop(abort.pair.key, peer)
+            self._send(peer, EndAck(abort.pair))
+            self._parts.drop((abort.pair.key, peer))
             if abort.pair.source_epoch == self.config.epoch:
                 self._give_up_unclaimed(peer, abort, now_ns)
             return
-        pair.owes_ack, pair.awaits_ack = True, False
-        self._fail(room, abort.reason, abort.text, now_ns)
-        pair.awaits_ack = False
+        # Its abort answers ours.
+        pair.step(SourcePairEvent.ABORT)
+        self._fail(room, abort.reason or Reason.MALFORMED_MESSAGE, abort.text, now_ns)
         self._settle(room)
 
-    def _give_up_unclaimed(self, peer: PeerId, abort: Abort, now_ns: int) -> None:
-        """A room has failed at its target before its claim came here, or after a claim that our last life knew of.
-
-        Our engine may offer it now, or has done so: nobody will ever claim it.
-        """
-        key = abort.pair.key
-        # An engine takes BUSY as advice to try again, which is of no use for a room that has ended.
-        reason = Reason.CANCELLED if abort.reason is Reason.BUSY else abort.reason
-        room = self.rooms.get(key)
-        if room is not None and room.claimer in (None, (peer.instance, peer.dp_rank)):
-            self._fail(room, reason, abort.text, now_ns)
-        elif room is None and key not in self.ended and key.instance == self.config.instance:
-            self._remember(key, reason, abort.text, now_ns)
-
-    def _on_abort_ack(self, peer: PeerId, ack: AbortAck) -> None:
+    def _on_end_ack(self, peer: PeerId, ack: EndAck) -> None:
         room, pair = self._find(peer, ack.pair)
-        if room is not None and pair is not None and room.failed:
-            pair.awaits_ack = False
+        if room is not None and pair is not None and pair.state is SourcePairState.TELLING:
+            pair.step(SourcePairEvent.ANSWER)
             self._settle(room)
 
     # -- rooms -----------------------------------------------------------------------------------------------------
@@ -384,7 +354,7 @@ class SourceSession(Session):
             self._stale(grant)
             pair.grants.pop(slab)
             return
-        pair.step(slab, SourceEvent.BEGIN)
+        pair.step_slab(slab, SourceEvent.BEGIN)
         self._effect(
             StartWrite(
                 peer=pair.peer,
@@ -425,7 +395,7 @@ class SourceSession(Session):
         if room is None or pair is None:
             return
         if room.failed:
-            if not pair.awaits_ack:
+            if pair.state is not SourcePairState.TELLING:
                 return
             self._send(peer, Abort(pair.pair, room.reason, room.text))
         elif pair.done:
@@ -441,24 +411,26 @@ class SourceSession(Session):
 
     def _finish(self, room: SourceRoom, now_ns: int) -> None:
         """End a room that has delivered everything."""
-        if room.failed or not room.done or not room.engine:
+        if room.state is not SourceRoomState.OFFERED or not room.done:
             return
         self._effect(RoomEnded(Half.SOURCE, room.key, Reason.NONE, "", room.bytes_moved))
         self._effect(RoomReleased(Half.SOURCE, room.key))
-        self._remember(room.key, Reason.NONE, "", now_ns)
+        self._remember(room.key, Reason.NONE, "", self._remembered_until_ns(now_ns))
         self._drop(room)
 
     def _fail(self, room: SourceRoom, reason: Reason, text: str, now_ns: int) -> None:
         """Give a room up on this side and tell its targets."""
         if room.failed:
             return
-        room.failed, room.reason, room.text = True, reason, text
+        assert reason is not Reason.NONE, "a failed room needs a reason"
+        room.step(SourceRoomEvent.FAIL)
+        room.reason, room.text = reason, text
         self._effect(RoomEnded(Half.SOURCE, room.key, reason, text, room.bytes_moved))
-        self._remember(room.key, reason, text, now_ns)
+        self._remember(room.key, reason, text, self._remembered_until_ns(now_ns))
         for peer, pair in room.pairs.items():
             pair.abort()
-            if not pair.owes_ack:
-                pair.awaits_ack = True
+            if pair.state is SourcePairState.OPEN:
+                pair.step(SourcePairEvent.GIVE_UP)
                 pair.attempts = 0
                 self._send(peer, Abort(pair.pair, reason, text))
                 self._timers.set((room.key, peer), now_ns + self.config.retry_ns)
@@ -469,19 +441,21 @@ class SourceSession(Session):
         if not room.failed or self.rooms.get(room.key) is not room:
             return
         for peer, pair in room.pairs.items():
-            if pair.owes_ack and not pair.busy_count:
-                pair.owes_ack = False
-                self._send(peer, AbortAck(pair.pair))
+            if pair.state is SourcePairState.DRAINING and not pair.busy_count:
+                pair.step(SourcePairEvent.QUIET)
+                self._send(peer, EndAck(pair.pair))
         if room.busy:
             return
-        if not room.released:
-            room.released = True
+        if room.state is SourceRoomState.FAILED:
+            room.step(SourceRoomEvent.RELEASE)
             self._effect(RoomReleased(Half.SOURCE, room.key))
-        if not any(pair.awaits_ack for pair in room.pairs.values()):
+        if not any(pair.state is SourcePairState.TELLING for pair in room.pairs.values()):
             self._drop(room)
 
     def _drop(self, room: SourceRoom) -> None:
+        room.step(SourceRoomEvent.END)
         del self.rooms[room.key]
+        self._room_timers.clear(room.key)
         for peer in room.pairs:
             self._timers.clear((room.key, peer))
             known = self.peers.get(peer)
@@ -494,7 +468,3 @@ def _fits(grant: Grant, pair: SourcePair, attach: Attach | None) -> bool:
     if attach is None or attach.ring is None or not 0 <= grant.slab < len(pair.states):
         return False
     return 0 <= grant.offset_bytes <= grant.offset_bytes + grant.length_bytes <= attach.ring.length_bytes
-
-
-def _name(peer: PeerId) -> str:
-    return f"decode {peer.instance} rank {peer.rank}"

@@ -1,114 +1,405 @@
 """The source workers that a decode rank has dialled: attaching, keeping alive, finding dead, coming back.
 
-Base of `target_session`, which adds the rooms. See `session`.
+Base of `target_session`, which adds the rooms. See `session`; the mirror of `source_peers`. Memory that was given up comes back
+only when its source confirms, or when `_writer_dead` holds proof that the life of the source that may write it has ended.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 
+from longshore_wire.addresses import main_address
 from longshore_wire.allowed_wires import AllowedWires
-from longshore_wire.effects import Dial, HangUp, Knock, PeerAttached, PeerGone, PeerId
-from longshore_wire.engine_messages import Endpoint
+from longshore_wire.claims import chosen_way
+from longshore_wire.effects import Dial, HangUp, PeerAttached, PeerGone, PeerId, ProbeLiveness, SessionConfig
+from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX, Endpoint
 from longshore_wire.errors import Reason
 from longshore_wire.names import UNKNOWN_WIRE
-from longshore_wire.peer_messages import Abort, Attach, Ping, Refuse, RoomKey
+from longshore_wire.peer_messages import Abort, Attach, Claim, Complete, PairKey, Ping, Pong, Refuse, RoomKey, WireFound
+from longshore_wire.peers import Ended, Life, Outcome, Peer, PeerState, Writer
 from longshore_wire.plan import Way
 from longshore_wire.room import TargetPair, TargetRoom
-from longshore_wire.session import Peer, PeerState, Session
+from longshore_wire.session import Session, backoff_ns
+from longshore_wire.states import TargetPairEvent, TargetPairState
 
-# A source that has left so many pings unanswered may be dead: its host is asked.
-_KNOCK_AFTER = 2
-# A source finds its wire out within 5 s (`Transport.probe_wire`) or says Unknown; its word may get lost.
+# A worker that died is back by then, also on a host with little to spare; its engine offers again what was open.
+_RESTART_NS = 60_000_000_000
+# A source finds its wire out within 5 s (`Transport.probe_wire`) or says Unknown; its message may get lost.
 WIRE_WAIT_NS = 6_000_000_000
+
+_LIVES_KEPT_MAX = 1024
 
 
 class TargetPeers(Session):
-    """A session that dials. `rooms` and what becomes of them are the subclass's."""
+    """A session that dials. `rooms` and their life are the subclass's."""
 
     rooms: dict[RoomKey, TargetRoom]
+
+    def __init__(self, config: SessionConfig, *, now_ns: int) -> None:
+        super().__init__(config, now_ns=now_ns)
+        # Numbers of Attaches and Pings, over all peers: an answer to an older one is never taken for the newest.
+        self._asked_count = 0
+        self.in_place_count = 0  # pairs whose bytes may come outside the ring
+        self._claim_counts: Counter[PeerId] = Counter()
+        self._lives: dict[tuple[Life, ...], tuple[Life, ...]] = {}
+
+    # -- losing a peer -----------------------------------------------------------------------------------------------
 
     def refuse(self, peer: PeerId, reason: Reason, text: str, now_ns: int) -> None:
         """A source turned out to be none that may write here: its rooms fail."""
         known = self.peers.get(peer)
         if known is not None:
-            self._on_refuse(known, Refuse(reason, text), now_ns)
+            self._refused(known, reason, text, now_ns)
 
-    def peer_lost(self, peer: PeerId, text: str, now_ns: int, *, dead: bool = False) -> None:
-        """A source is silent or gone: its rooms fail. What it may still write stays quarantined unless it is dead."""
+    def peer_lost(self, peer: PeerId, text: str, now_ns: int) -> None:
+        """A source is silent or gone: its rooms fail, and the memory that it may still write stays quarantined."""
         known = self.peers.get(peer)
         if known is None or known.state is PeerState.LOST:
             return
         if known.attach is not None:
             self._effect(PeerGone(peer, known.epoch))
         known.state, known.attach, known.trouble = PeerState.LOST, None, text
-        for key in list(known.rooms):
-            room = self.rooms.get(key)
-            if room is None:
-                continue
-            self._fail(room, Reason.PEER_LOST, text, now_ns)
-            if dead:
-                self._confirm(room, room.pairs[peer])
+        for room, pair in self._rooms_of(known):
+            # A room that names another address has nothing to do with this life.
+            if pair.state is not TargetPairState.WAITING or self._is_here(known, pair):
+                self._give_up(room, pair, Reason.PEER_LOST, text, now_ns)
+        self._turn_to_rival(known, now_ns)
         self._pump(now_ns)
 
-    def peer_dead(self, peer: PeerId, now_ns: int) -> None:
-        """Nobody listens any more where a silent source did: its process has ended, and with it every write of it."""
+    def peer_dead(self, peer: PeerId, epoch: int, now_ns: int) -> None:
+        """Nobody listens any more where that life of a source did: its process has ended, and with it every write of it."""
         known = self.peers.get(peer)
-        if known is None or known.state not in (PeerState.ATTACHED, PeerState.LOST):
+        if known is None:
             return
-        self.peer_lost(peer, f"{prefill_name(peer)} at {known.address} has ended", now_ns)
-        self._confirm_all(known, now_ns, revoked=False)
+        is_current = known.epoch == epoch and known.state in (PeerState.ATTACHED, PeerState.DIALING)
+        # A life that was never attached has epoch 0: it may be starting, unless a room knows another address.
+        if is_current and (epoch or known.rival_since_ns is not None):
+            self.peer_lost(peer, f"{prefill_name(peer)} at {known.address} has ended", now_ns)
+        self._writer_dead(known, epoch, now_ns)
+
+    def peer_listens(self, peer: PeerId, epoch: int, now_ns: int) -> None:
+        """See `Session`."""
+        super().peer_listens(peer, epoch, now_ns)
+        known = self.peers.get(peer)
+        if known is not None and epoch in known.writers:
+            known.writers[epoch].listens_ns = now_ns
 
     def peer_revoked(self, peer: PeerId, now_ns: int) -> None:
-        """A source that was lost has no access to our memory any more, whether it lives or not."""
+        """The transport has taken a lost source's access to our memory away, whether it lives or not."""
         known = self.peers.get(peer)
         if known is not None and known.state is PeerState.LOST:
-            self._confirm_all(known, now_ns, revoked=True)
+            for epoch in list(known.writers):
+                self._writer_dead(known, epoch, now_ns, revoked=True)
 
-    def _confirm_all(self, known: Peer, now_ns: int, *, revoked: bool) -> None:
-        for key in list(known.rooms):
-            room = self.rooms.get(key)
-            # A worker of this node writes pages that it has mapped itself: no transport takes those from it.
-            if room is not None and not (revoked and room.pairs[known.peer].way is Way.DIRECT):
-                self._confirm(room, room.pairs[known.peer])
+    def _writer_dead(self, known: Peer, epoch: int, now_ns: int, *, revoked: bool = False) -> None:
+        """Free the memory that one life of a source may have written. The only place where a writer is taken for dead.
+
+        The caller holds one of three proofs. Its address refuses connections (`peer_dead`). A later life of it, or another worker,
+        is attached at the same address, which a host gives to one process at a time (`_on_attach`). Or the transport has taken its
+        access away (`revoked`), which says nothing of pages that a worker of this node has mapped itself. A newer epoch at
+        another address is no proof: two engines may have one name.
+        """
+        for room, pair in self._rooms_of(known):
+            is_writer = pair.state is TargetPairState.ABORTING and pair.pair.source_epoch == epoch
+            if is_writer and not (revoked and pair.way is Way.DIRECT):
+                self._confirm(room, pair)
         self._pump(now_ns)
 
-    def _on_attach(self, known: Peer, attach: Attach, now_ns: int) -> None:
-        wrong = self._check_attach(attach)
+    def _refused(self, known: Peer, reason: Reason, text: str, now_ns: int) -> None:
+        """A source serves this worker no more. It may still write what it had begun, so nothing of that is freed here."""
+        if known.attach is not None:
+            self._effect(PeerGone(known.peer, known.epoch))
+        known.state, known.attach, known.trouble = PeerState.REFUSED, None, text
+        for room, pair in self._rooms_of(known):
+            if pair.state is not TargetPairState.WAITING or self._is_here(known, pair):
+                self._give_up(room, pair, reason, text, now_ns)
+        self._turn_to_rival(known, now_ns)
+        self._pump(now_ns)
+
+    # -- attaching -----------------------------------------------------------------------------------------------------
+
+    def _on_attach(self, known: Peer, attach: Attach, now_ns: int) -> bool:
+        """Take a source's word of itself; return whether it is attached now."""
+        again = attach.attempt == known.answered and attach.epoch == known.epoch
+        answers = known.answered < attach.attempt <= known.attempt or again
+        is_here = main_address(attach.address) == main_address(known.address)
+        if not answers or not is_here or attach.epoch < known.epoch:
+            # A late message, or one of a life that this side does not talk to any more.
+            self._stale(attach)
+            return False
+        known.answered = attach.attempt
+        for epoch, writer in list(known.writers.items()):
+            if epoch != attach.epoch and main_address(writer.address) == main_address(attach.address):
+                self._writer_dead(known, epoch, now_ns)
+        wrong = self._check_attach(attach) or _check_name(known.peer, attach)
         if wrong is not None:
-            self._on_refuse(known, Refuse(*wrong), now_ns)
-            return
+            self._refused(known, *wrong, now_ns)
+            return False
         if known.attach is not None and known.epoch != attach.epoch:
+            last_epoch = known.epoch
             self.peer_lost(known.peer, f"{prefill_name(known.peer)} was restarted", now_ns)
+            self._writer_dead(known, last_epoch, now_ns)
         if known.attach is None:
             known.wire_due_ns = now_ns + WIRE_WAIT_NS
+            known.absent_ns, known.beat_number = -1, self._asked_count
         if known.attach is None or attach.generation > known.attach.generation:
             known.attach = attach
             self._effect(PeerAttached(known.peer, attach))
         known.state, known.heard_ns = PeerState.ATTACHED, now_ns
         self._peer_timers.set(known.peer, self._next_beat_ns(now_ns))
-        for key in list(known.rooms):
-            room = self.rooms.get(key)
-            if room is not None:
-                self._resume(room, room.pairs[known.peer], now_ns)
-        self._tell_failures(known, now_ns)
-
-    def _resume(self, room: TargetRoom, pair: TargetPair, now_ns: int) -> None:
-        """Say to a source that has just attached what it must know of a room."""
-        if not room.failed:
-            if not pair.told:
+        self._owe_outcomes(known, now_ns)
+        for room, pair in self._rooms_of(known):
+            if pair.state in (TargetPairState.WAITING, TargetPairState.CLAIMED) and not room.failed:
                 self._send_claim(room, pair, now_ns)
-        elif pair.pair.source_epoch != self.peers[pair.peer].epoch:
-            # The old life's process is gone, and with it every write it had begun.
-            self._confirm(room, pair)
-        elif not pair.confirmed:
-            self._send(pair.peer, Abort(pair.pair, room.reason, room.text))
-            self._timers.set((room.key, pair.peer), now_ns + self.config.retry_ns)
+        self._tell_outcomes(known, now_ns)
+        return True
+
+    def _on_refuse(self, known: Peer, refuse: Refuse, now_ns: int) -> None:
+        if refuse.epoch != self.config.epoch or not known.answered < refuse.attempt <= known.attempt:
+            self._stale(refuse)
+            return
+        known.answered = refuse.attempt
+        waits = known.attach is None and now_ns - known.dialled_ns < self.config.peer_timeout_ns
+        if refuse.reason is Reason.STALE_EPOCH and known.state is PeerState.DIALING and waits:
+            # The source finds out whether our other life or twin still lives, and is asked again.
+            known.heard_ns = now_ns
+            return
+        self._refused(known, refuse.reason or Reason.MALFORMED_MESSAGE, refuse.text, now_ns)
+
+    def _on_pong(self, known: Peer, pong: Pong, now_ns: int) -> None:
+        newest = known.beat_number < pong.ping_number <= self._asked_count
+        if known.attach is None or pong.ping_epoch != self.config.epoch or not newest:
+            self._stale(pong)
+        elif pong.epoch == known.epoch:
+            known.beat(pong.ping_number, pong.absent_ns, self.config.lease_ns, now_ns)
+        else:
+            self.peer_lost(known.peer, f"{prefill_name(known.peer)} was restarted", now_ns)
+
+    def _dial(self, peer: PeerId, endpoint: Endpoint, now_ns: int) -> Peer:
+        """Make sure that a room's source is dialled at the address that its engine names."""
+        named = next(entry for entry in endpoint.ranks if entry.rank == peer.rank)
+        known = self.peers.get(peer)
+        if known is None:
+            known = self.peers[peer] = Peer(peer, answered=self._asked_count)
+        is_here = main_address(known.address) == main_address(named.address)
+        if known.attach is not None and is_here and known.epoch < named.epoch:
+            # One process has this address at a time, so the life that was attached has ended. The new one will prove it.
+            self.peer_lost(peer, f"{prefill_name(peer)} was restarted", now_ns)
+        if known.state in (PeerState.LOST, PeerState.REFUSED) or not known.address:
+            self._dial_at(known, named.address, now_ns)
+        elif main_address(known.address) != main_address(named.address) and known.rival_since_ns is None:
+            # Two addresses for one name: the one that is dialled is asked whether it lives before the other one is.
+            known.rival_since_ns = now_ns
+            self._beat(peer, now_ns)
+        return known
+
+    def _dial_at(self, known: Peer, address: str, now_ns: int) -> None:
+        known.address, known.state, known.attach = address, PeerState.DIALING, None
+        known.heard_ns = known.dialled_ns = now_ns
+        waiting = [pair for _, pair in self._rooms_of(known) if pair.state is TargetPairState.WAITING]
+        rivals = any(not self._is_here(known, pair) for pair in waiting)
+        known.listens_ns, known.rival_since_ns = -1, now_ns if rivals else None
+        self._effect(Dial(known.peer, address))
+        self._send_attach(known)
+        self._peer_timers.set(known.peer, now_ns + self.config.retry_ns)
+
+    def _turn_to_rival(self, known: Peer, now_ns: int) -> None:
+        """The life at the address that was dialled is lost: dial the address that waiting rooms name."""
+        known.rival_since_ns = None
+        for _, pair in self._rooms_of(known):
+            if pair.state is TargetPairState.WAITING and not self._is_here(known, pair):
+                self._dial_at(known, pair.address, now_ns)
+                return
+
+    def _refuse_rivals(self, known: Peer, now_ns: int) -> None:
+        """The life that is attached goes on living: rooms that name another address fail."""
+        known.rival_since_ns = None
+        for room, pair in self._rooms_of(known):
+            if pair.state is TargetPairState.WAITING and not self._is_here(known, pair):
+                text = (
+                    f"{prefill_name(known.peer)} answers at {main_address(known.address)}, and this room names "
+                    f"{main_address(pair.address)}: two engines have one instance name (give each its own), or the room's "
+                    "endpoint is out of date"
+                )
+                self._give_up(room, pair, Reason.STALE_EPOCH, text, now_ns)
+
+    # -- keeping alive -------------------------------------------------------------------------------------------------
+
+    def _beat(self, peer: PeerId, now_ns: int) -> None:
+        """Keep a connection alive, or find it dead."""
+        known = self.peers.get(peer)
+        if known is None:
+            return
+        gone = known.state in (PeerState.REFUSED, PeerState.LOST)
+        owed = known.state is PeerState.LOST and now_ns < known.owed_until_ns
+        if gone and not known.rooms and not owed:
+            del self.peers[peer]
+            self._effect(HangUp(peer))
+            return
+        if not gone and self._check_silence(known, f"{prefill_name(peer)} at {known.address}", now_ns):
+            known = self.peers[peer]
+        self._judge_rival(known, now_ns)
+        for epoch, writer in known.writers.items():
+            if epoch != known.epoch:
+                self._effect(ProbeLiveness(peer, epoch, writer.address))
+        if known.state is PeerState.LOST and now_ns - known.dialled_ns >= self.config.peer_timeout_ns:
+            # The connection may have died without a word on our side.
+            known.dialled_ns = now_ns
+            known.address = self._address_of_writer(known, now_ns) or known.address
+            self._effect(Dial(peer, known.address, admits=False))
+        if known.state is PeerState.ATTACHED:
+            self._asked_count += 1
+            self._send(peer, Ping(self.config.epoch, self._asked_count, self.absent_ns))
+        else:
+            self._send_attach(known)
+        self._peer_timers.set(peer, self._next_beat_ns(now_ns))
+
+    def _address_of_writer(self, known: Peer, now_ns: int) -> str:
+        """Return where a lost source may be found instead: somebody listens where an earlier life of it may still write from.
+
+        It is that life, or a later one, or another worker; the last two are proof that the writer has ended.
+        """
+        recent_ns = now_ns - 2 * self.config.heartbeat_ns
+        elsewhere = (each for each in known.writers.values() if each.listens_ns >= recent_ns)
+        return next((each.address for each in elsewhere), "")
+
+    def _judge_rival(self, known: Peer, now_ns: int) -> None:
+        """While rooms name another address: find out whether the life at this one goes on."""
+        if known.rival_since_ns is None or known.state not in (PeerState.ATTACHED, PeerState.DIALING):
+            return
+        answers = known.attach is not None and known.heard_ns > known.rival_since_ns
+        if answers and now_ns - known.rival_since_ns >= self.config.peer_timeout_ns:
+            self._refuse_rivals(known, now_ns)
+        else:
+            self._effect(ProbeLiveness(known.peer, known.epoch, known.address))
+
+    def _next_beat_ns(self, now_ns: int) -> int:
+        """Return when peers are pinged next: all at one time, so that an idle worker wakes up once for all of them."""
+        return (now_ns // self.config.heartbeat_ns + 1) * self.config.heartbeat_ns
+
+    def _send_attach(self, known: Peer) -> None:
+        self._asked_count += 1
+        known.attempt = self._asked_count
+        self._send(known.peer, self._attach(known.attempt))
+
+    # -- how rooms ended -----------------------------------------------------------------------------------------------
+
+    def _remember_room(self, room: TargetRoom, reason: Reason, text: str, now_ns: int) -> None:
+        """Remember how a room ended, and with which lives of sources: later lives of them are told."""
+        until_ns = self._remembered_until_ns(now_ns) + _RESTART_NS
+        lives = []
+        for pair in room.pairs.values():
+            known = self.peers[pair.peer]
+            known.owed_until_ns = max(known.owed_until_ns, until_ns)
+            if self._concerns(known, pair):
+                lives.append(Life(pair.peer, pair.pair.source_epoch, pair.engine))
+        # Most rooms are had with the same lives: they share one tuple.
+        if len(self._lives) > _LIVES_KEPT_MAX:
+            self._lives.clear()
+        shared = self._lives.setdefault(tuple(lives), tuple(lives))
+        self._remember(room.key, reason, text, until_ns, shared)
+
+    def _owe_outcomes(self, known: Peer, now_ns: int) -> None:
+        """A life of a source has attached: note what it must be told of rooms that earlier lives of it had, once a life."""
+        attach = known.attach
+        assert attach is not None
+        if known.told_epoch == attach.epoch:
+            return
+        known.told_epoch = attach.epoch
+        for key, ended in self.ended.items():
+            for life in ended.lives:
+                # Another engine of that name never had the room.
+                if life.peer == known.peer and life.epoch != attach.epoch and life.engine in (0, attach.engine):
+                    self._note_outcome(known, key, ended)
+        done = Ended(Reason.NONE, "", self._remembered_until_ns(now_ns))
+        for room, pair in self._rooms_of(known):
+            if pair.state is TargetPairState.COMPLETE and pair.pair.source_epoch != attach.epoch and not room.failed:
+                self._note_outcome(known, room.key, done)
+
+    def _owe(self, pair: TargetPair, key: RoomKey, ended: Ended, now_ns: int) -> None:
+        """A room has ended: tell the source of a pair how, unless the room was meant for another worker of its name."""
+        known = self.peers[pair.peer]
+        if self._concerns(known, pair):
+            self._note_outcome(known, key, ended, pair.serial)
+            self._tell_outcome(known, key, now_ns)
+
+    def _note_outcome(self, known: Peer, key: RoomKey, ended: Ended, serial: int = 0) -> None:
+        place = self.config.layout.parallel
+        pair = PairKey(key, known.peer.rank, self.rank, 0, self.config.epoch, self.config.instance, place.dp_rank)
+        known.outcomes[key] = Outcome(pair, ended.reason, ended.text, ended.until_ns, serial)
+
+    def _tell_outcomes(self, known: Peer, now_ns: int) -> None:
+        for key in list(known.outcomes):
+            self._tell_outcome(known, key, now_ns)
+
+    def _tell_outcome(self, known: Peer, key: RoomKey, now_ns: int) -> None:
+        """Tell an attached source how a pair ended, and again until it answers; later once it is attached."""
+        outcome = known.outcomes.get(key)
+        if outcome is None or known.state is not PeerState.ATTACHED:
+            return
+        if outcome.until_ns <= now_ns:
+            del known.outcomes[key]
+            return
+        pair = msgspec.structs.replace(outcome.pair, source_epoch=known.epoch)
+        if outcome.reason is Reason.NONE:
+            self._send(known.peer, Complete(pair))
+        else:
+            self._send(known.peer, Abort(pair, outcome.reason, outcome.text, outcome.serial))
+        self._timers.set((key, known.peer), now_ns + backoff_ns(self.config.retry_ns, outcome.attempts))
+        self.counters["retries"] += outcome.attempts > 0
+        outcome.attempts += 1
+
+    # -- claims --------------------------------------------------------------------------------------------------------
+
+    def _choose_way(self, room: TargetRoom, pair: TargetPair, known: Peer, now_ns: int) -> bool:
+        """Choose the way of a pair for good; False: the wire, on which it depends, is still being found out."""
+        assert known.attach is not None
+        found = known.wire_epoch == known.epoch
+        comes = self._probe is not None and now_ns < known.wire_due_ns
+        if comes and not found and self.config.crossover.needs_wire(self.config.backend):
+            self._timers.set((room.key, pair.peer), known.wire_due_ns)
+            return False
+        wire = known.wire if found else UNKNOWN_WIRE
+        choice = chosen_way(self.config, known.attach, pair, (room.first_token, room.end_token), wire)
+        self.in_place_count -= pair.expects_bytes
+        pair.way, pair.why, pair.open = choice.way, choice.why, None
+        self.in_place_count += pair.expects_bytes
+        return True
+
+    def _send_claim(self, room: TargetRoom, pair: TargetPair, now_ns: int) -> None:
+        known = self.peers[pair.peer]
+        if known.attach is None or not self._is_here(known, pair):
+            return
+        first_time = pair.state is TargetPairState.WAITING
+        if first_time and not self._wire_allows(room, pair, now_ns):
+            return
+        if pair.open is not None and not self._choose_way(room, pair, known, now_ns):
+            return
+        if first_time:
+            if pair.route is not None:
+                known.claimed(room.key, pair.way)
+                self.counters[f"claims.{pair.way.name.lower()}.{pair.why.name.lower()}"] += 1
+            pair.pair = msgspec.structs.replace(pair.pair, source_epoch=known.epoch)
+            pair.engine = known.attach.engine
+            self._claim_counts[pair.peer] += 1
+            pair.serial = self._claim_counts[pair.peer]
+        pair.step(TargetPairEvent.CLAIM)
+        first = room.end_token if pair.route is None else room.first_token
+        count = room.page_count if pair.way is not Way.STAGED and first < room.end_token else 0
+        for offset in range(0, max(count, 1), PAGES_PER_MESSAGE_MAX):
+            pages = room.pages[4 * offset : 4 * (offset + PAGES_PER_MESSAGE_MAX)] if count else b""
+            self._send(
+                pair.peer,
+                Claim(pair.pair, first, room.end_token, pair.way, offset, count, pages, pair.why, pair.serial),
+            )
+        self._timers.set((room.key, pair.peer), now_ns + backoff_ns(self.config.retry_ns, pair.attempts))
 
     def _wire_allows(self, room: TargetRoom, pair: TargetPair, now_ns: int) -> bool:
         """Whether a pair may be claimed as far as the wire to its source goes.
 
-        It may not yet while that is being found out, and never if it is not on the list: the room fails.
+        Not before the wire is found out; and if it is not on the list, the room fails.
         """
         known, allowed = self.peers[pair.peer], AllowedWires(self.config.wires)
         if not allowed or pair.route is None or pair.way is Way.DIRECT:
@@ -123,82 +414,51 @@ class TargetPeers(Session):
             self._fail(room, Reason.WIRE_NOT_ALLOWED, fault, now_ns)
         return not fault
 
-    def _tell_failures(self, known: Peer, now_ns: int) -> None:
-        """Say which rooms have failed without the source's knowledge: its engine may offer them to it again."""
-        for key, untold in list(known.untold.items()):
-            if untold.until_ns <= now_ns:
-                del known.untold[key]
-            elif known.state is PeerState.ATTACHED:
-                pair = msgspec.structs.replace(untold.pair, source_epoch=known.epoch)
-                self._send(known.peer, Abort(pair, untold.reason, untold.text))
-
-    def _on_refuse(self, known: Peer, refuse: Refuse, now_ns: int) -> None:
-        known.state, known.trouble = PeerState.REFUSED, refuse.text
-        for key in list(known.rooms):
-            room = self.rooms.get(key)
-            if room is None:
-                continue
-            self._fail(room, refuse.reason, refuse.text, now_ns)
-            pair = room.pairs[known.peer]
-            granted = bool(pair.regions) or pair.way is not Way.STAGED
-            if refuse.reason is not Reason.STALE_EPOCH or not pair.pair.source_epoch or not granted:
-                # Refused for a newer life after it was attached, a source may still write what it had begun.
-                self._confirm(room, pair)
-        # It hears nothing that we say.
-        known.untold.clear()
-
-    def _dial(self, peer: PeerId, endpoint: Endpoint, now_ns: int) -> Peer:
-        address, epoch = next((entry.address, entry.epoch) for entry in endpoint.ranks if entry.rank == peer.rank)
-        known = self.peers.get(peer)
-        if known is None:
-            known = self.peers[peer] = Peer(peer, heard_ns=now_ns)
-        if known.state is PeerState.ATTACHED and known.epoch < epoch:
-            # Epochs grow, and no life begins before the last one's process has ended: what its engine says is newer.
-            self.peer_lost(peer, f"{prefill_name(peer)} was restarted", now_ns, dead=True)
-        if known.address != address or known.state in (PeerState.LOST, PeerState.REFUSED):
-            if known.state is PeerState.ATTACHED:
-                self.peer_lost(peer, f"{prefill_name(peer)} has moved to {address}", now_ns, dead=True)
-            known.address, known.state, known.attach, known.heard_ns = address, PeerState.DIALING, None, now_ns
-            known.dialled_ns = now_ns
-            self._effect(Dial(peer, address))
-            self._send(peer, self._attach(reply=False))
-            self._peer_timers.set(peer, now_ns + self.config.retry_ns)
-        return known
-
-    def _beat(self, peer: PeerId, now_ns: int) -> None:
-        """Keep a connection alive, or find it dead."""
-        known = self.peers.get(peer)
-        if known is None:
+    def _on_wire_found(self, known: Peer, found: WireFound, now_ns: int) -> None:
+        if (found.source_epoch, found.target_epoch) != (known.epoch, self.config.epoch):
+            self._stale(found)
             return
-        self._tell_failures(known, now_ns)
-        if known.state in (PeerState.REFUSED, PeerState.LOST) and not known.rooms and not known.untold:
-            del self.peers[peer]
-            self._effect(HangUp(peer))
-            return
-        silence_ns = now_ns - known.heard_ns
-        if silence_ns >= self.config.peer_timeout_ns and known.state in (PeerState.DIALING, PeerState.ATTACHED):
-            self.peer_lost(
-                peer, f"{prefill_name(peer)} at {known.address} was silent for {silence_ns / 1e9:.1f} s", now_ns
-            )
-        if (
-            known.rooms
-            and known.state in (PeerState.ATTACHED, PeerState.LOST)
-            and silence_ns > _KNOCK_AFTER * self.config.heartbeat_ns
-        ):
-            self._effect(Knock(peer, known.address))
-        if known.state is PeerState.LOST and now_ns - known.dialled_ns >= self.config.peer_timeout_ns:
-            # The connection may have died without a word on our side.
-            known.dialled_ns = now_ns
-            self._effect(Dial(peer, known.address))
-        if known.state is PeerState.ATTACHED:
-            self._send(peer, Ping(self.config.epoch))
-        else:
-            self._send(peer, self._attach(reply=False))
-        self._peer_timers.set(peer, self._next_beat_ns(now_ns))
+        known.heard_ns = now_ns
+        known.wire, known.wire_epoch = found.wire, found.source_epoch
+        for room, pair in self._rooms_of(known):
+            if pair.state is TargetPairState.WAITING:
+                self._send_claim(room, pair, now_ns)
 
-    def _next_beat_ns(self, now_ns: int) -> int:
-        """Return when peers are pinged next: all at one time, so that an idle worker wakes up once for all of them."""
-        return (now_ns // self.config.heartbeat_ns + 1) * self.config.heartbeat_ns
+    # -- rooms ---------------------------------------------------------------------------------------------------------
+
+    def _rooms_of(self, known: Peer) -> list[tuple[TargetRoom, TargetPair]]:
+        """Return the open rooms of a peer and its pairs in them, in the order in which they were opened."""
+        return [(room, room.pairs[known.peer]) for key in known.rooms if (room := self.rooms.get(key)) is not None]
+
+    @staticmethod
+    def _is_here(known: Peer, pair: TargetPair) -> bool:
+        """Whether a pair's room names the address at which its source is dialled."""
+        return main_address(pair.address) == main_address(known.address)
+
+    def _concerns(self, known: Peer, pair: TargetPair) -> bool:
+        """Whether a pair was claimed, or would be at the address that is dialled now."""
+        return bool(pair.pair.source_epoch) or self._is_here(known, pair)
+
+    def _abort_pair(self, pair: TargetPair) -> None:
+        """A room has failed: its writer is quarantined if it may write memory of ours."""
+        if not pair.exposed:
+            pair.step(TargetPairEvent.CLOSE)
+            return
+        pair.step(TargetPairEvent.ABORT)
+        writers = self.peers[pair.peer].writers
+        writers.setdefault(pair.pair.source_epoch, Writer(pair.address)).pair_count += 1
+
+    def _confirm_pair(self, pair: TargetPair) -> None:
+        """The pair's writer will not write any more."""
+        pair.step(TargetPairEvent.CONFIRM)
+        writers = self.peers[pair.peer].writers
+        writer = writers[pair.pair.source_epoch]
+        writer.pair_count -= 1
+        if not writer.pair_count:
+            del writers[pair.pair.source_epoch]
+
+    def _give_up(self, room: TargetRoom, pair: TargetPair, reason: Reason, text: str, now_ns: int) -> None:
+        raise NotImplementedError
 
     def _fail(self, room: TargetRoom, reason: Reason, text: str, now_ns: int) -> None:
         raise NotImplementedError
@@ -206,11 +466,20 @@ class TargetPeers(Session):
     def _confirm(self, room: TargetRoom, pair: TargetPair) -> None:
         raise NotImplementedError
 
-    def _send_claim(self, room: TargetRoom, pair: TargetPair, now_ns: int) -> None:
-        raise NotImplementedError
-
     def _pump(self, now_ns: int) -> None:
         raise NotImplementedError
+
+
+def _check_name(peer: PeerId, attach: Attach) -> tuple[Reason, str] | None:
+    """Return why the worker that answers is not the one that was dialled, or None. A free port may be given to another worker."""
+    place = attach.layout.parallel
+    found = PeerId(attach.instance, place.dp_rank, attach.layout.rank)
+    if found == peer:
+        return None
+    return (
+        Reason.UNKNOWN_INSTANCE,
+        f"{prefill_name(found)} listens at {attach.address}, and {prefill_name(peer)} was dialled there",
+    )
 
 
 def prefill_name(peer: PeerId) -> str:

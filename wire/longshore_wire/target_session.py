@@ -6,7 +6,7 @@ scatters (`scatter_done`, `scatter_failed`) and time (`tick`). Who is granted wh
 
 from __future__ import annotations
 
-from longshore_wire.claims import Wanted, chosen_way, demanded_grid, target_pairs
+from longshore_wire.claims import Wanted, demanded_grid, target_pairs
 from longshore_wire.effects import (
     PeerId,
     RoomEnded,
@@ -14,16 +14,14 @@ from longshore_wire.effects import (
     SessionConfig,
     StartScatter,
 )
-from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX, Half
+from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason, RoomError
 from longshore_wire.granting import Granter
-from longshore_wire.names import UNKNOWN_WIRE
 from longshore_wire.peer_messages import (
     Abort,
-    AbortAck,
     Attach,
-    Claim,
     Demand,
+    EndAck,
     PairKey,
     PeerMessage,
     Pong,
@@ -33,14 +31,22 @@ from longshore_wire.peer_messages import (
     SlabReady,
     WireFound,
 )
+from longshore_wire.peers import Peer, PeerState
 from longshore_wire.plan import Way
 from longshore_wire.room import TargetPair, TargetRoom
-from longshore_wire.session import Peer, PeerState, Untold, backoff_ns
-from longshore_wire.states import TargetEvent, TargetSlab
+from longshore_wire.session import backoff_ns
+from longshore_wire.states import (
+    TargetEvent,
+    TargetPairEvent,
+    TargetPairState,
+    TargetRoomEvent,
+    TargetRoomState,
+    TargetSlab,
+)
 from longshore_wire.target_peers import TargetPeers, prefill_name
 
-# A worker that died is back by then, also on a host with little to spare; its engine offers again what was open.
-_RESTART_NS = 60_000_000_000
+# A source that is asked in one of these states cuts what was claimed, or says that more of it is ready.
+_ANSWERABLE = (TargetPairState.CLAIMED, TargetPairState.OPEN)
 
 
 class TargetSession(TargetPeers):
@@ -50,7 +56,8 @@ class TargetSession(TargetPeers):
         super().__init__(config, now_ns=now_ns)
         self.rooms: dict[RoomKey, TargetRoom] = {}
         self.granter = Granter(config)
-        self.in_place_count = 0
+        # Rooms that have failed while a writer may still write their pages, and since when; the oldest first.
+        self.exposed_since_ns: dict[RoomKey, int] = {}
 
     # -- the engine ------------------------------------------------------------------------------------------------
 
@@ -72,10 +79,10 @@ class TargetSession(TargetPeers):
             raise RoomError(f"{len(self.rooms)} rooms are open: try again later", reason=Reason.BUSY)
         if not 0 <= wanted.first_token <= wanted.end_token:
             raise RoomError(
-                f"tokens [{wanted.first_token}, {wanted.end_token}) are no range: give 0 <= first <= end",
+                f"tokens [{wanted.first_token}, {wanted.end_token}) are not a range: give 0 <= first <= end",
                 reason=Reason.TOKENS_MISSING,
             )
-        near = self.config.agent != "" and wanted.endpoint.agent == self.config.agent
+        near = wanted.near and self.config.agent != "" and wanted.endpoint.agent == self.config.agent
         planned = self._plan(wanted.endpoint.layout, self.config.layout, key.room, direct=near)
         pairs = target_pairs(self.config, wanted, planned)
         room = TargetRoom(
@@ -84,11 +91,10 @@ class TargetSession(TargetPeers):
             wanted.end_token,
             wanted.page_count,
             wanted.pages,
-            wanted.memory,
-            wanted.digest,
             opened_ns=now_ns,
         )
         self.rooms[key] = room
+        self._progress(room, now_ns)
         for pair in pairs:
             room.pairs[pair.peer] = pair
             self.in_place_count += pair.expects_bytes
@@ -120,12 +126,11 @@ class TargetSession(TargetPeers):
         room, pair = self._find(peer, pair_key)
         if room is None or pair is None:
             return
-        state = pair.step(slab, TargetEvent.SCATTERED)
+        state = pair.step_slab(slab, TargetEvent.SCATTERED)
         region = pair.regions[slab]
         self.granter.free(room, pair, slab)
         if state is TargetSlab.DONE:
-            room.bytes_moved += payload_bytes
-            self._cover(pair, slab)
+            self._arrived(room, pair, slab, payload_bytes, now_ns)
             self._ack(pair, slab, region.generation)
             self._finish(room, now_ns)
         else:
@@ -140,7 +145,7 @@ class TargetSession(TargetPeers):
         if room is None or pair is None:
             return
         self._fail(room, reason, text, now_ns)
-        pair.step(slab, TargetEvent.SCATTERED)
+        pair.step_slab(slab, TargetEvent.SCATTERED)
         self.granter.free(room, pair, slab)
         self._settle(room)
         self._pump(now_ns)
@@ -154,43 +159,53 @@ class TargetSession(TargetPeers):
             self._stale(message)
             return
         if isinstance(message, Attach):
-            self._on_attach(known, message, now_ns)
-            if known.state is PeerState.ATTACHED:
+            if self._on_attach(known, message, now_ns):
                 self.granter.expect(message.slab_bytes_max)
-            return
-        if isinstance(message, Refuse):
-            if message.epoch in (0, self.config.epoch):
-                self._on_refuse(known, message, now_ns)
-            else:
-                self._stale(message)
-            return
-        if isinstance(message, Pong):
-            if message.epoch == known.epoch:
-                known.heard_ns = now_ns
-            else:
-                self.peer_lost(peer, f"{prefill_name(peer)} was restarted", now_ns)
-            return
-        if known.state is not PeerState.ATTACHED:
+        elif isinstance(message, Refuse):
+            self._on_refuse(known, message, now_ns)
+        elif isinstance(message, Pong):
+            self._on_pong(known, message, now_ns)
+        elif known.state is not PeerState.ATTACHED:
+            self._hear_parting(known, message, now_ns)
+        elif isinstance(message, WireFound):
+            self._on_wire_found(known, message, now_ns)
+        elif not isinstance(message, Demand | SlabReady | Abort | EndAck) or not self._speaks_for(known, message.pair):
             self._stale(message)
-            return
-        known.heard_ns = now_ns
-        if isinstance(message, WireFound):
-            known.wire, known.wire_epoch = message.wire, message.source_epoch
-            self._claim_open(known, now_ns)
-        elif (
-            not isinstance(message, Demand | SlabReady | Abort | AbortAck)
-            or message.pair.target_epoch != self.config.epoch
-            or message.pair.source_epoch != known.epoch
-        ):
-            self._stale(message)
-        elif isinstance(message, Demand):
-            self._on_demand(peer, message, now_ns)
-        elif isinstance(message, SlabReady):
-            self._on_ready(peer, message, now_ns)
-        elif isinstance(message, Abort):
-            self._on_abort(peer, message, now_ns)
         else:
-            self._on_abort_ack(peer, message, now_ns)
+            known.heard_ns = now_ns
+            if isinstance(message, Demand):
+                self._on_demand(peer, message, now_ns)
+            elif isinstance(message, SlabReady):
+                self._on_ready(peer, message, now_ns)
+            elif isinstance(message, Abort):
+                self._on_abort(peer, message, now_ns)
+            else:
+                known.outcomes.pop(message.pair.key, None)
+                self._heed_end_ack(known, message, now_ns)
+
+    def _hear_parting(self, known: Peer, message: PeerMessage, now_ns: int) -> None:
+        """A source that is not attached may still confirm that it writes no more, and may give a room up."""
+        if not isinstance(message, Abort | EndAck) or not self._is_between(known, message.pair):
+            self._stale(message)
+        elif isinstance(message, EndAck):
+            self._heed_end_ack(known, message, now_ns)
+        elif known.state is PeerState.REFUSED:
+            # Its rooms have failed here.
+            self._send(known.peer, EndAck(message.pair))
+        else:
+            self._stale(message)
+
+    def _is_between(self, known: Peer, pair: PairKey) -> bool:
+        """Whether a pair is one of this rank and life, and of any life of that source."""
+        ours = (self.config.instance, self.config.layout.parallel.dp_rank, self.rank, self.config.epoch)
+        return (pair.target_instance, pair.dp_rank, pair.target_rank, pair.target_epoch) == ours and (
+            pair.key.instance,
+            pair.source_rank,
+        ) == (known.peer.instance, known.peer.rank)
+
+    def _speaks_for(self, known: Peer, pair: PairKey) -> bool:
+        """Whether a pair is one of this rank and life, and of the current life of that source."""
+        return pair.source_epoch == known.epoch and self._is_between(known, pair)
 
     def tick(self, now_ns: int) -> None:
         """Repeat what has not been answered, let leases end. Call it by `next_due_ns` at the latest."""
@@ -198,6 +213,7 @@ class TargetSession(TargetPeers):
             self._repeat(key, peer, now_ns)
         for peer in self._peer_timers.pop(now_ns):
             self._beat(peer, now_ns)
+        self._end_idle_rooms(now_ns)
         self._end_leases("decode", now_ns)
         self._pump(now_ns)
 
@@ -210,7 +226,7 @@ class TargetSession(TargetPeers):
 
     def _on_demand(self, peer: PeerId, demand: Demand, now_ns: int) -> None:
         room, pair = self._find(peer, demand.pair)
-        if room is None or pair is None or room.failed:
+        if room is None or pair is None or pair.state not in _ANSWERABLE:
             self._stale(demand)
             return
         if pair.grid is None and not self._open_grid(room, pair, demand, now_ns):
@@ -219,7 +235,10 @@ class TargetSession(TargetPeers):
         if (demand.slab_count, demand.slab_tokens) != (pair.grid.count, pair.grid.slab_tokens):
             self._stale(demand)
             return
-        pair.ready_count = max(pair.ready_count, min(demand.ready_count, demand.slab_count))
+        ready_count = min(demand.ready_count, demand.slab_count)
+        if ready_count > pair.ready_count:
+            pair.ready_count = ready_count
+            self._progress(room, now_ns)
         self._learn_total(room, pair, demand.total_tokens, now_ns)
         self.granter.owes(pair, now_ns)
         pair.attempts = 0
@@ -236,6 +255,8 @@ class TargetSession(TargetPeers):
             self._fail(room, error.reason, f"{prefill_name(pair.peer)} {error}", now_ns)
             return False
         pair.states = [TargetSlab.WANTED] * pair.grid.count
+        pair.step(TargetPairEvent.CUT)
+        self._progress(room, now_ns)
         return True
 
     def _learn_total(self, room: TargetRoom, pair: TargetPair, total_tokens: int, now_ns: int) -> None:
@@ -253,7 +274,7 @@ class TargetSession(TargetPeers):
             if room is None:
                 ended = self.ended.get(ready.pair.key)
                 if ended is not None and ended.reason is Reason.NONE:
-                    self._send(peer, SlabAck(ready.pair, ready.slab, ready.generation, self.granter.watermark))
+                    self._send(peer, SlabAck(ready.pair, ready.slab, ready.generation))
                 else:
                     self._send(peer, Abort(ready.pair, Reason.STALE_EPOCH, "the room is not open here"))
             return
@@ -268,18 +289,18 @@ class TargetSession(TargetPeers):
             self._stale(ready)
             self._ack(pair, ready.slab, ready.generation)
         elif state is TargetSlab.GRANTED and pair.regions[ready.slab].generation == ready.generation:
-            self._land(room, pair, ready, now_ns)
+            self._land(pair, ready, now_ns)
         elif state is TargetSlab.WANTED and pair.way is not Way.STAGED and ready.generation == 0:
-            pair.step(ready.slab, TargetEvent.PLACE)
-            room.bytes_moved += ready.payload_bytes
-            self._cover(pair, ready.slab)
+            pair.step_slab(ready.slab, TargetEvent.PLACE)
+            self._arrived(room, pair, ready.slab, ready.payload_bytes, now_ns)
+            self.granter.owes(pair, now_ns, landed=True)
             self._ack(pair, ready.slab, 0)
             self._watch(room, pair, now_ns)
             self._finish(room, now_ns)
         else:
             self._stale(ready)
 
-    def _land(self, room: TargetRoom, pair: TargetPair, ready: SlabReady, now_ns: int) -> None:
+    def _land(self, pair: TargetPair, ready: SlabReady, now_ns: int) -> None:
         assert pair.route is not None
         assert pair.grid is not None
         tokens = pair.grid.tokens(ready.slab)
@@ -287,7 +308,7 @@ class TargetSession(TargetPeers):
         if payload_bytes != ready.payload_bytes:
             self._stale(ready)
             return
-        pair.step(ready.slab, TargetEvent.LAND)
+        pair.step_slab(ready.slab, TargetEvent.LAND)
         self.granter.owes(pair, now_ns, landed=True)
         pair.attempts = 0
         region = pair.regions[ready.slab]
@@ -301,91 +322,39 @@ class TargetSession(TargetPeers):
                 payload_bytes,
                 region.offset_bytes,
                 region.generation,
-                room.digest,
             )
         )
 
     def _on_abort(self, peer: PeerId, abort: Abort, now_ns: int) -> None:
         room, pair = self._find(peer, abort.pair)
-        self._send(peer, AbortAck(abort.pair))
+        self._send(peer, EndAck(abort.pair))
         if room is not None and pair is not None:
-            pair.heard = True
-            self._fail(room, abort.reason, abort.text, now_ns)
+            self._give_up(room, pair, abort.reason or Reason.MALFORMED_MESSAGE, abort.text, now_ns)
 
-    def _on_abort_ack(self, peer: PeerId, ack: AbortAck, now_ns: int) -> None:
-        self.peers[peer].untold.pop(ack.pair.key, None)
-        room, pair = self._find(peer, ack.pair)
-        if room is not None and pair is not None and room.failed:
-            pair.heard = True
+    def _heed_end_ack(self, known: Peer, ack: EndAck, now_ns: int) -> None:
+        """A source writes no more for a pair."""
+        room, pair = self._find(known.peer, ack.pair)
+        if room is None or pair is None or pair.state is not TargetPairState.ABORTING:
+            return
+        if pair.pair.source_epoch == ack.pair.source_epoch:
             self._confirm(room, pair)
             self._pump(now_ns)
 
     # -- rooms -----------------------------------------------------------------------------------------------------
 
-    def _claim_open(self, known: Peer, now_ns: int) -> None:
-        """Claim what waited for the wire to a source."""
-        for key in list(known.rooms):
-            room = self.rooms.get(key)
-            if room is not None and not room.pairs[known.peer].pair.source_epoch and not room.failed:
-                self._send_claim(room, room.pairs[known.peer], now_ns)
-        self._tell_failures(known, now_ns)
-
-    def _choose_way(self, room: TargetRoom, pair: TargetPair, known: Peer, now_ns: int) -> bool:
-        """Choose the way of a pair for good; False: the wire, on which it depends, is still being found out."""
-        assert known.attach is not None
-        found = known.wire_epoch == known.epoch
-        comes = self._probe is not None and now_ns < known.wire_due_ns
-        if comes and not found and self.config.crossover.needs_wire(self.config.backend):
-            self._timers.set((room.key, pair.peer), known.wire_due_ns)
-            return False
-        wire = known.wire if found else UNKNOWN_WIRE
-        choice = chosen_way(self.config, known.attach, pair, (room.first_token, room.end_token), wire)
-        self.in_place_count -= pair.expects_bytes
-        pair.way, pair.why, pair.open = choice.way, choice.why, None
-        self.in_place_count += pair.expects_bytes
-        return True
-
-    def _send_claim(self, room: TargetRoom, pair: TargetPair, now_ns: int) -> None:
-        known = self.peers[pair.peer]
-        if not pair.pair.source_epoch and not self._wire_allows(room, pair, now_ns):
-            return
-        if pair.open is not None and not self._choose_way(room, pair, known, now_ns):
-            return
-        old = pair.pair
-        if not old.source_epoch and pair.route is not None:
-            known.claimed(room.key, pair.way)
-            self.counters[f"claims.{pair.way.name.lower()}.{pair.why.name.lower()}"] += 1
-        pair.pair = PairKey(
-            old.key,
-            old.source_rank,
-            old.target_rank,
-            known.epoch,
-            old.target_epoch,
-            old.target_instance,
-            old.dp_rank,
-        )
-        first = room.end_token if pair.route is None else room.first_token
-        count = room.page_count if pair.way is not Way.STAGED and first < room.end_token else 0
-        for offset in range(0, max(count, 1), PAGES_PER_MESSAGE_MAX):
-            pages = room.pages[4 * offset : 4 * (offset + PAGES_PER_MESSAGE_MAX)] if count else b""
-            self._send(
-                pair.peer,
-                Claim(
-                    pair.pair, first, room.end_token, pair.way, offset, count, pages, room.digest, room.memory, pair.why
-                ),
-            )
-        self._timers.set((room.key, pair.peer), now_ns + backoff_ns(self.config.retry_ns, pair.attempts))
-
     def _find(self, peer: PeerId, pair_key: PairKey) -> tuple[TargetRoom | None, TargetPair | None]:
         room = self.rooms.get(pair_key.key)
         return room, (room.pairs.get(peer) if room is not None else None)
 
-    def _cover(self, pair: TargetPair, slab: int) -> None:
+    def _arrived(self, room: TargetRoom, pair: TargetPair, slab: int, payload_bytes: int, now_ns: int) -> None:
+        """A slab is in the pages."""
         assert pair.grid is not None
         pair.coverage.add(*pair.grid.tokens(slab))
+        room.bytes_moved += payload_bytes
+        self._progress(room, now_ns)
 
     def _ack(self, pair: TargetPair, slab: int, generation: int) -> None:
-        self._send(pair.peer, SlabAck(pair.pair, slab, generation, self.granter.watermark))
+        self._send(pair.peer, SlabAck(pair.pair, slab, generation))
 
     def _pump(self, now_ns: int) -> None:
         """Send the grants that free memory allows, and watch for their answers."""
@@ -400,78 +369,95 @@ class TargetSession(TargetPeers):
                 self._fail(room, Reason.RING_TOO_SMALL, text, now_ns)
 
     def _watch(self, room: TargetRoom, pair: TargetPair, now_ns: int) -> None:
-        if not self._overdue(room, pair, now_ns) and pair.told and not pair.complete and not room.failed:
+        if not self._overdue(room, pair, now_ns) and pair.state is TargetPairState.OPEN:
             self._timers.set((room.key, pair.peer), now_ns + backoff_ns(self.config.retry_ns, pair.attempts))
 
     def _overdue(self, room: TargetRoom, pair: TargetPair, now_ns: int) -> bool:
         """Fail a room whose writer has had memory for too long; return whether it has."""
         overdue = self.granter.overdue(pair, now_ns)
         if overdue:
-            text = f"{prefill_name(pair.peer)} has ring memory for ready tokens and brought nothing for {self.config.write_timeout_ns / 1e9:g} s"
+            text = (
+                f"{prefill_name(pair.peer)} has said that tokens are ready, has the memory for them, and has written none "
+                f"for {self.config.write_timeout_ns / 1e9:g} s"
+            )
             self._fail(room, Reason.TRANSFER_FAILED, text, now_ns)
         return overdue
 
     def _repeat(self, key: RoomKey, peer: PeerId, now_ns: int) -> None:
         room = self.rooms.get(key)
         pair = room.pairs.get(peer) if room is not None else None
-        if room is None or pair is None or self.peers[peer].state is not PeerState.ATTACHED:
+        known = self.peers.get(peer)
+        if known is None or known.state is not PeerState.ATTACHED:
             return
-        if room.failed:
-            if pair.confirmed:
-                return
-            self._send(peer, Abort(pair.pair, room.reason, room.text))
-        elif not pair.told:
+        if key in known.outcomes:
+            self._tell_outcome(known, key, now_ns)
+            return
+        if room is None or pair is None:
+            return
+        if pair.state in (TargetPairState.WAITING, TargetPairState.CLAIMED):
             pair.attempts += 1
             self.counters["retries"] += 1
             self._send_claim(room, pair, now_ns)
             return
-        elif pair.complete or self._overdue(room, pair, now_ns):
+        if pair.state is not TargetPairState.OPEN or self._overdue(room, pair, now_ns):
             return
-        else:
-            for slab in sorted(pair.regions):
-                if pair.states[slab] is TargetSlab.GRANTED and slab < pair.ready_count:
-                    self._send(peer, self.granter.grant(pair, slab))
+        for slab in sorted(pair.regions):
+            if pair.states[slab] is TargetSlab.GRANTED and slab < pair.ready_count:
+                self._send(peer, self.granter.grant(pair, slab))
         self.counters["retries"] += 1
         pair.attempts += 1
         self._timers.set((key, peer), now_ns + backoff_ns(self.config.retry_ns, pair.attempts))
 
     def _finish(self, room: TargetRoom, now_ns: int) -> None:
         """Tell the engine once everything is there; forget the room once every source knows its part."""
-        if room.failed or not room.done:
-            return
-        if not room.ended:
-            room.ended = room.released = True
+        for pair in room.pairs.values():
+            # Where nothing is wanted of a source, it may not know the total yet.
+            knows_total = not pair.states or pair.total_tokens == room.end_token
+            if pair.state is TargetPairState.OPEN and pair.covered and knows_total:
+                pair.step(TargetPairEvent.FINISH)
+        if room.state is TargetRoomState.OPEN and room.done:
+            room.step(TargetRoomEvent.FINISH)
             self._effect(RoomEnded(Half.TARGET, room.key, Reason.NONE, "", room.bytes_moved))
             self._effect(RoomReleased(Half.TARGET, room.key))
-        if all(pair.told for pair in room.pairs.values()):
-            self._remember(room.key, Reason.NONE, "", now_ns)
+        if room.state is TargetRoomState.DONE and room.answered:
+            self._remember_room(room, Reason.NONE, "", now_ns)
+            for pair in room.pairs.values():
+                if pair.state is TargetPairState.CLOSED:
+                    self._owe(pair, room.key, self.ended[room.key], now_ns)
             self._drop(room)
 
-    def _fail(self, room: TargetRoom, reason: Reason, text: str, now_ns: int) -> None:
-        """Give a room up on this side and tell its sources; what they may still write is quarantined."""
-        if room.failed or self.rooms.get(room.key) is not room:
+    def _give_up(self, room: TargetRoom, pair: TargetPair, reason: Reason, text: str, now_ns: int) -> None:
+        """A source serves a pair no more: its room fails, unless it needs nothing more of this source."""
+        if room.failed or pair.state in (TargetPairState.COMPLETE, TargetPairState.CLOSED):
             return
-        room.failed, room.reason, room.text = True, reason, text
-        if not room.ended:
-            room.ended = True
-            self._effect(RoomEnded(Half.TARGET, room.key, reason, text, room.bytes_moved))
-        self._remember(room.key, reason, text, now_ns)
+        if pair.route is None or room.state is TargetRoomState.DONE:
+            pair.step(TargetPairEvent.CLOSE)
+            self._finish(room, now_ns)
+        else:
+            self._fail(room, reason, text, now_ns)
+
+    def _fail(self, room: TargetRoom, reason: Reason, text: str, now_ns: int) -> None:
+        """Give a room up on this side and tell its sources; the memory that they may still write is quarantined."""
+        if room.state is not TargetRoomState.OPEN:
+            return
+        assert reason is not Reason.NONE, "a failed room needs a reason"
+        room.step(TargetRoomEvent.FAIL)
+        room.reason, room.text = reason, text
+        self._effect(RoomEnded(Half.TARGET, room.key, reason, text, room.bytes_moved))
+        self._remember_room(room, reason, text, now_ns)
         for peer, pair in room.pairs.items():
-            pair.aborting, pair.attempts = True, 0
-            self.granter.quarantine(pair)
-            known = self.peers[peer]
-            if pair.pair.source_epoch == 0:
-                pair.confirmed = True  # It never heard of the room.
-            elif known.state is PeerState.ATTACHED and known.epoch == pair.pair.source_epoch:
-                self._send(peer, Abort(pair.pair, reason, text))
-                self._timers.set((room.key, peer), now_ns + self.config.retry_ns)
+            if pair.state is not TargetPairState.CLOSED:
+                self.granter.quarantine(pair)
+                self._abort_pair(pair)
+            self._timers.clear((room.key, peer))
+            self._owe(pair, room.key, self.ended[room.key], now_ns)
+        if room.exposed:
+            self.exposed_since_ns[room.key] = now_ns
         self._settle(room)
 
     def _confirm(self, room: TargetRoom, pair: TargetPair) -> None:
-        """The pair's writer will not write any more: what was quarantined for it is free."""
-        if not room.failed:
-            return
-        pair.confirmed = True
+        """The pair's writer will not write any more: the memory that was quarantined for it is free."""
+        self._confirm_pair(pair)
         self.granter.release(room, pair)
         self._settle(room)
 
@@ -479,22 +465,21 @@ class TargetSession(TargetPeers):
         """Release the pages once nobody can write them; forget the room once every writer has confirmed."""
         if not room.failed or self.rooms.get(room.key) is not room:
             return
-        writing = any(pair.draining_count for pair in room.pairs.values())
-        in_place = any(pair.way is not Way.STAGED and not pair.confirmed for pair in room.pairs.values())
-        if not room.released and not writing and not in_place:
-            room.released = True
+        if room.state is TargetRoomState.FAILED and not room.exposed:
+            room.step(TargetRoomEvent.RELEASE)
+            self.exposed_since_ns.pop(room.key, None)
             self._effect(RoomReleased(Half.TARGET, room.key))
-        if room.released and all(pair.confirmed for pair in room.pairs.values()):
+        aborting = any(pair.state is TargetPairState.ABORTING for pair in room.pairs.values())
+        if room.state is TargetRoomState.RELEASED and not aborting:
             self._drop(room)
 
     def _drop(self, room: TargetRoom) -> None:
+        room.step(TargetRoomEvent.END)
         del self.rooms[room.key]
+        self._room_timers.clear(room.key)
         for peer, pair in room.pairs.items():
             self.in_place_count -= pair.expects_bytes
-            self._timers.clear((room.key, peer))
             known = self.peers[peer]
             known.rooms.pop(room.key, None)
-            ended = self.ended.get(room.key)
-            if room.failed and not pair.heard and ended is not None:
-                until_ns = ended.until_ns + _RESTART_NS
-                known.untold[room.key] = Untold(pair.pair, room.reason, room.text, until_ns)
+            if room.key not in known.outcomes:
+                self._timers.clear((room.key, peer))

@@ -16,6 +16,7 @@ import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from longshore_agent.secret_file import read_secret
 from longshore_wire.errors import ConfigError
 
 KEYS_FILE = "curve.json"
@@ -110,7 +111,7 @@ def read_ring(directory: Path) -> KeyRing:
 def _read(directory: Path, name: str) -> CurveKeys:
     path = directory / name
     try:
-        keys = msgspec.json.decode(path.read_bytes(), type=CurveKeys)
+        keys = msgspec.json.decode(read_secret(path), type=CurveKeys)
     except OSError as error:
         raise ConfigError([f"{path}: {error.strerror}: make keys with `longshore keys {directory}`"]) from error
     except (msgspec.DecodeError, msgspec.ValidationError) as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import errno
 import fcntl
+import functools
 import os
 import socket
 import stat
@@ -57,11 +58,22 @@ class ListenError(LongshoreError):
 
 
 class PeerProcess(NamedTuple):
-    """Who connected, as the kernel says. `pid` is 0 for a process that our PID namespace cannot see."""
+    """The process that connected, as the kernel reports it.
+
+    Attributes:
+        pid: 0 for a process that our PID namespace cannot see, such as one in another pod.
+        life: a number that no other live process has, also in another PID namespace; 0: the kernel (before Linux 6.9) does
+            not give one.
+    """
 
     pid: int
     uid: int
     gid: int
+    life: int = 0
+
+    def same_as(self, other: PeerProcess) -> bool:
+        """Whether both are known to be one process."""
+        return (self.life or self.pid) > 0 and (self.life, self.pid) == (other.life, other.pid)
 
 
 class EngineLink:
@@ -84,8 +96,7 @@ class EngineLink:
         self._first = first
         self._outbox: deque[bytes] = deque()
         self._ended = False
-        credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        self.peer = PeerProcess(*_CREDENTIALS.unpack(credentials))
+        self.peer = _credentials(connected)
         try:
             self.pidfd = _open_pidfd(connected, self.peer.pid)
         except ProcessLookupError as error:
@@ -307,7 +318,8 @@ def _receive(link: socket.socket, control_bytes: int) -> tuple[bytes, list[int]]
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         close_all(descriptors.tolist())
         raise CodecError(
-            f"a message was cut: at most {ENGINE_MESSAGE_BYTES_MAX} bytes and {DESCRIPTORS_MAX} descriptors are allowed"
+            f"a message was cut: at most {ENGINE_MESSAGE_BYTES_MAX} bytes and {DESCRIPTORS_MAX} descriptors are allowed, "
+            "and no more descriptors than this process may still open"
         )
     return data, descriptors.tolist()
 
@@ -321,6 +333,39 @@ def _decode(data: bytes, descriptors: list[int]) -> tuple[ToAgent, list[int]]:
         close_all(descriptors)
         raise
     return message, descriptors
+
+
+def process_of(connected: socket.socket) -> PeerProcess:
+    """Return the process that connected. Raises EngineClosedError: that process is dead."""
+    peer = _credentials(connected)
+    try:
+        pidfd = _open_pidfd(connected, peer.pid)
+    except ProcessLookupError as error:
+        raise EngineClosedError(f"the engine with PID {peer.pid} died before it was served") from error
+    except OSError:
+        # No descriptor is left: its worker will not start either.
+        return peer
+    if pidfd is None:
+        return peer
+    found = os.fstat(pidfd)
+    os.close(pidfd)
+    # Before pidfds had a filesystem of their own, all of them were one inode, as eventfds and others still are.
+    return peer._replace(life=found.st_ino if found.st_dev != _anonymous_device() else 0)
+
+
+@functools.cache
+def _anonymous_device() -> int:
+    """Return the device of descriptors that have no inode of their own."""
+    descriptor = os.eventfd(0, os.EFD_CLOEXEC)
+    try:
+        return os.fstat(descriptor).st_dev
+    finally:
+        os.close(descriptor)
+
+
+def _credentials(connected: socket.socket) -> PeerProcess:
+    packed = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return PeerProcess(*_CREDENTIALS.unpack(packed))
 
 
 def _open_pidfd(connected: socket.socket, pid: int) -> int | None:

@@ -246,24 +246,28 @@ class NodeLink:
         """Send, or keep for `flush`. The descriptor stays the caller's and may be closed right after."""
         data = _ENCODER.encode(message)
         assert len(data) <= DATAGRAM_BYTES_MAX, f"{type(message).__name__} of {len(data)} bytes"
-        self._outbox.append((data, None if descriptor is None else os.dup(descriptor)))
-        self.flush()
+        if self._outbox or not self._transmit(data, descriptor):
+            self._outbox.append((data, _kept(descriptor)))
 
     def flush(self) -> None:
         """Send what waits."""
+        while self._outbox and self._transmit(*self._outbox[0]):
+            _, descriptor = self._outbox.popleft()
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def _transmit(self, data: bytes, descriptor: int | None) -> bool:
+        """Send one message; return False where it has to wait, or where nobody will read it."""
+        held = [] if descriptor is None else [descriptor]
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", held))] if held else []
         try:
-            while self._outbox:
-                data, descriptor = self._outbox[0]
-                held = [] if descriptor is None else [descriptor]
-                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", held))] if held else []
-                self._socket.sendmsg([data], rights)
-                self._outbox.popleft()
-                for sent in held:
-                    os.close(sent)
+            self._socket.sendmsg([data], rights)
         except BlockingIOError:
-            return
+            return False
         except OSError:
             self.closed = True
+            return False
+        return True
 
     def receive(self) -> list[tuple[NodeMessage, int | None]]:
         """Return what has come, each with the descriptor beside it, if any; sets `closed` at the end."""
@@ -293,6 +297,16 @@ class NodeLink:
                 os.close(descriptor)
         self._outbox.clear()
         self._socket.close()
+
+
+def _kept(descriptor: int | None) -> int | None:
+    """Return a duplicate; None where no descriptor is left: the message goes alone, and its reader refuses the pool."""
+    if descriptor is None:
+        return None
+    try:
+        return os.dup(descriptor)
+    except OSError:
+        return None
 
 
 def snapshot_parts(number: int, body: bytes) -> list[SnapshotPart]:

@@ -7,18 +7,18 @@ cannot be sent at once is dropped and counted: the protocol core repeats what is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Callable, Collection, Container
 from typing import NamedTuple
 
 import zmq
 
 from longshore_agent.control.curve import CurveKeys, Gatekeeper, KeyRing
-from longshore_agent.control.doors import Door, join, split
 from longshore_agent.errors import TransportError
+from longshore_wire.addresses import Listener, join, split
 from longshore_wire.codec import PEER, PEER_MESSAGE_BYTES_MAX
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Half
-from longshore_wire.errors import CodecError
+from longshore_wire.errors import CodecError, Reason
 from longshore_wire.peer_messages import Attach, PeerMessage, Ping, Pong, Refuse
 
 # Messages that wait in ZeroMQ for one peer; beyond it the peer is slow and repeats would only pile up.
@@ -32,6 +32,11 @@ _REFUSED_MAX = 1024
 _RECEIVED_BYTES_MAX = 2 * PEER_MESSAGE_BYTES_MAX
 
 
+def nobody(addresses: Collection[str]) -> None:
+    """Let in no address: this worker has no ports but those of ZeroMQ."""
+    del addresses
+
+
 class Received(NamedTuple):
     """One message; `half` is the half of ours that it is for."""
 
@@ -40,22 +45,37 @@ class Received(NamedTuple):
     message: PeerMessage
 
 
+class Dialled(NamedTuple):
+    """A source worker to which a socket leads, and its host."""
+
+    peer: PeerId
+    host: str
+
+
 class PeerNet:
     """All connections of one worker to workers of other instances."""
 
-    def __init__(self, host: str, port: int, route: str, keys: KeyRing | None) -> None:
+    def __init__(
+        self, host: str, port: int, route: str, keys: KeyRing | None, admit: Callable[[Collection[str]], None] = nobody
+    ) -> None:
         """Listen at once.
 
         Args:
             host, port: where peers dial; port 0 takes a free one. Peers that know the previous keys only find a port beside.
             route: unique name of this worker's life, at most 240 bytes.
             keys: None: no encryption, for loopback addresses only.
+            admit: told the addresses of all peers, those that have attached and those that are dialled to attach, when they
+                change: before a peer hears from us, and before `receive` returns what it says.
         Raises:
             TransportError: the address cannot be bound.
         """
         self.counters: Counter[str] = Counter()
         self._keys = keys
+        self._host = host
         self._route = route
+        self._admit = admit
+        # Admitted hosts of peers, by the socket that dialled the peer or the route of its Attach.
+        self._addresses: dict[zmq.Socket[bytes] | bytes, str] = {}
         self._dial_count = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._gatekeeper = Gatekeeper(self._context, keys) if keys is not None else None
@@ -68,7 +88,7 @@ class PeerNet:
             for number, revision in enumerate(keys.revisions if keys is not None else (None,))
         )
         self._dealers: dict[PeerId, zmq.Socket[bytes]] = {}
-        self._dialled: dict[zmq.Socket[bytes], PeerId] = {}
+        self._dialled: dict[zmq.Socket[bytes], Dialled] = {}
         self._routes: dict[PeerId, bytes] = {}
         self._peers: dict[bytes, PeerId] = {}
         self._epochs: dict[PeerId, int] = {}
@@ -76,21 +96,29 @@ class PeerNet:
         self._refused: dict[PeerId, bytes] = {}
         self.poller = zmq.Poller()
         self.poller.register(self._router, zmq.POLLIN)
+        self._strangers = self._router.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+        self._stranger_count = 0
+        self.poller.register(self._strangers, zmq.POLLIN)
 
     @property
     def refused_count(self) -> int:
-        """Connections refused because of their key."""
-        return self._gatekeeper.refused_count if self._gatekeeper is not None else 0
+        """Connections refused because of their key, or because they did not shake hands as peers do."""
+        return self._stranger_count + (self._gatekeeper.refused_count if self._gatekeeper is not None else 0)
 
-    def dial(self, peer: PeerId, address: str) -> None:
+    def dial(self, peer: PeerId, address: str, *, admits: bool = True) -> None:
         """Open a connection to a source worker, in place of an older one.
 
+        Args:
+            admits: admit the worker's host at once, and not only when it attaches.
         Raises:
-            TransportError: the address cannot be dialled, or no key there is one of ours.
+            TransportError: the address cannot be dialled, no socket is left, or no key there is one of ours.
         """
         self.hang_up(peer)
         place, keys = self._choose(peer, address)
-        dealer = self._socket(zmq.DEALER)
+        try:
+            dealer = self._socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise TransportError(f"cannot dial {peer.instance} rank {peer.rank}: {error}") from error
         # A name for each connection: where an old one lingers, or comes back late, a shared name would be taken over by
         # it, and what the new one says would be lost for good.
         self._dial_count += 1
@@ -99,12 +127,18 @@ class PeerNet:
             dealer.curve_serverkey = keys.server_public.encode()
             dealer.curve_publickey = keys.client_public.encode()
             dealer.curve_secretkey = keys.client_secret.encode()
+        host = place.rpartition(":")[0]
+        if admits:
+            self._let_in(dealer, host)
         try:
-            dealer.connect(f"tcp://{place}")
+            # From the address that our own ports have: the peer lets its data ports be reached from where we attach.
+            dealer.connect(f"tcp://{self._host}:0;{place}")
         except zmq.ZMQError as error:
             dealer.close()
-            raise TransportError(f"cannot dial {peer.instance} rank {peer.rank} at {address!r}: {error}") from error
-        self._dealers[peer], self._dialled[dealer] = dealer, peer
+            self._part(dealer)
+            text = f"cannot dial {peer.instance} rank {peer.rank} at {address!r}: {error}"
+            raise TransportError(text, reason=Reason.UNKNOWN_INSTANCE) from error
+        self._dealers[peer], self._dialled[dealer] = dealer, Dialled(peer, host)
         self.poller.register(dealer, zmq.POLLIN)
 
     def hang_up(self, peer: PeerId) -> None:
@@ -115,12 +149,20 @@ class PeerNet:
             self.poller.unregister(dealer)
             # Nobody is to hear what is still unsent: it was meant for a life that is over.
             dealer.close(linger=0)
+            self._part(dealer)
+
+    def shut_out(self, peer: PeerId) -> None:
+        """Stop admitting the host of a lost source worker, until the worker is dialled to attach or attaches."""
+        if peer in self._dealers:
+            self._part(self._dealers[peer])
 
     def forget(self, peer: PeerId, epoch: int) -> None:
         """Forget the route to a life of a target worker that is gone. Its next life may have said Attach already."""
         if peer in self._routes and self._epochs[peer] == epoch:
-            self._peers.pop(self._routes.pop(peer), None)
+            route = self._routes.pop(peer)
+            self._peers.pop(route, None)
             del self._epochs[peer]
+            self._part(route)
 
     def send(self, half: Half, peer: PeerId, message: PeerMessage) -> None:
         """Send now or not at all: as the target that dialled `peer`, or as the source that was dialled by it."""
@@ -140,34 +182,43 @@ class PeerNet:
     def receive(self, ready: Container[object]) -> list[Received]:
         """Return what has come on the sockets that are `ready`, decoded; what is no message is counted and dropped."""
         received: list[Received] = []
+        if self._strangers in ready:
+            self._count_strangers()
         for _ in range(MESSAGES_PER_TURN_MAX if self._router in ready else 0):
             try:
-                route, data = self._router.recv_multipart(zmq.NOBLOCK)
+                route = self._router.recv(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            except ValueError:
+            frame = self._router.recv(copy=False)
+            if frame.more:
+                # One frame is a message of ours; the rest of these is there already.
+                self._router.recv_multipart()
                 self.counters["refused.MALFORMED_MESSAGE"] += 1
                 continue
-            self._take(None, route, data, received)
-        for dealer, peer in [item for item in self._dialled.items() if item[0] in ready]:
+            self._take(route, frame.bytes, received, str(frame["Peer-Address"]))
+        for dealer, dialled in [item for item in self._dialled.items() if item[0] in ready]:
             for _ in range(MESSAGES_PER_TURN_MAX):
                 try:
                     data = dealer.recv(zmq.NOBLOCK)
                 except zmq.Again:
                     break
-                self._take(peer, b"", data, received)
+                self._take_answer(dealer, dialled, data, received)
         return received
 
     def close(self) -> None:
         """Close every connection; what is not sent yet is given a moment."""
         for dealer in getattr(self, "_dealers", {}).values():
             dealer.close()
+        if not self._router.closed:
+            self._router.disable_monitor()
+        if (strangers := getattr(self, "_strangers", None)) is not None:
+            strangers.close()
         self._router.close()
         if self._gatekeeper is not None:
             self._gatekeeper.stop()
         self._context.term()
 
-    def _listen(self, host: str, port: int, keys: CurveKeys | None) -> Door:
+    def _listen(self, host: str, port: int, keys: CurveKeys | None) -> Listener:
         """Bind one more address, whose server key is that of `keys`: ZeroMQ takes a socket's keys when it binds."""
         if keys is not None:
             self._router.curve_server = True
@@ -179,39 +230,52 @@ class PeerNet:
             self.close()
             raise TransportError(f"cannot listen on {host}:{port}: {error}") from error
         endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
-        return Door(endpoint.removeprefix("tcp://"), keys.fingerprint if keys is not None else "")
+        return Listener(endpoint.removeprefix("tcp://"), keys.fingerprint if keys is not None else "")
 
     def _choose(self, peer: PeerId, address: str) -> tuple[str, CurveKeys | None]:
         """Return where to dial a peer and with which of our keys: the newest ones that both sides have."""
-        doors = split(address)
-        if self._keys is None or not any(door.key for door in doors):
-            return doors[0].address, self._keys.current if self._keys is not None else None
-        for door in doors:
-            if (keys := self._keys.named(door.key)) is not None:
-                return door.address, keys
+        listeners = split(address)
+        if self._keys is None or not any(each.key for each in listeners):
+            return listeners[0].address, self._keys.current if self._keys is not None else None
+        for each in listeners:
+            if (keys := self._keys.named(each.key)) is not None:
+                return each.address, keys
         raise TransportError(
-            f"{peer.instance} rank {peer.rank} listens with other keys ({', '.join(door.key for door in doors)}) than this "
+            f"{peer.instance} rank {peer.rank} listens with other keys ({', '.join(each.key for each in listeners)}) than this "
             f"agent has ({', '.join(keys.fingerprint for keys in self._keys.revisions)}): both need keys of one revision of "
-            "their deployment"
+            "their deployment",
+            reason=Reason.UNKNOWN_INSTANCE,
         )
 
-    def _take(self, dialled: PeerId | None, route: bytes, data: bytes, received: list[Received]) -> None:
+    def _decode(self, data: bytes) -> PeerMessage | None:
         try:
-            message = PEER.decode(data)
+            return PEER.decode(data)
         except CodecError as error:
             self.counters[f"refused.{error.reason.name}"] += 1
+            return None
+
+    def _take_answer(self, dealer: zmq.Socket[bytes], dialled: Dialled, data: bytes, received: list[Received]) -> None:
+        """Take what a source worker says."""
+        message = self._decode(data)
+        if message is None:
             return
-        if dialled is not None:
-            received.append(Received(Half.TARGET, dialled, message))
+        if isinstance(message, Attach):
+            self._let_in(dealer, dialled.host)
+        received.append(Received(Half.TARGET, dialled.peer, message))
+
+    def _take(self, route: bytes, data: bytes, received: list[Received], address: str) -> None:
+        """Take what a target worker says."""
+        message = self._decode(data)
+        if message is None:
             return
         peer = self._peers.get(route)
         if isinstance(message, Attach):
-            peer = self._learn_route(route, message)
+            peer = self._learn_route(route, message, address)
         if peer is None:
             self.counters["stale.Unattached"] += 1
             if isinstance(message, Ping):
                 # It knew an earlier life of this worker: epoch 0 tells it to attach again.
-                self._answer(route, PEER.encode(Pong(0)))
+                self._answer(route, PEER.encode(Pong(0, message.epoch, message.number)))
             return
         received.append(Received(Half.SOURCE, peer, message))
 
@@ -238,7 +302,7 @@ class PeerNet:
         while len(self._refused) > _REFUSED_MAX:
             self._refused.pop(next(iter(self._refused)))
 
-    def _learn_route(self, route: bytes, attach: Attach) -> PeerId:
+    def _learn_route(self, route: bytes, attach: Attach, address: str) -> PeerId:
         """Note where a life of a target is; one older than the known one takes nothing from it."""
         peer = PeerId(attach.instance, attach.layout.parallel.dp_rank, attach.layout.rank)
         old = self._routes.get(peer)
@@ -247,8 +311,29 @@ class PeerNet:
             return peer
         if old is not None and old != route:
             self._peers.pop(old, None)
+            self._addresses.pop(old, None)
+        self._let_in(route, address)
         self._routes[peer], self._peers[route], self._epochs[peer] = route, peer, attach.epoch
         return peer
+
+    def _count_strangers(self) -> None:
+        for _ in range(MESSAGES_PER_TURN_MAX):
+            try:
+                self._strangers.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._stranger_count += 1
+
+    def _let_in(self, way: zmq.Socket[bytes] | bytes, host: str) -> None:
+        """Admit the host of a peer."""
+        if self._addresses.get(way) != host:
+            self._addresses[way] = host
+            self._admit(frozenset(self._addresses.values()))
+
+    def _part(self, way: zmq.Socket[bytes] | bytes) -> None:
+        """A peer is not reached that way any more."""
+        if self._addresses.pop(way, None) is not None:
+            self._admit(frozenset(self._addresses.values()))
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)

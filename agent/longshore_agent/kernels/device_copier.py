@@ -30,7 +30,7 @@ from longshore_agent.memory import cuda
 from longshore_agent.memory.device_memory import DeviceStagingBuffer
 from longshore_agent.memory.pools import KVPool
 from longshore_wire.errors import LongshoreError
-from longshore_wire.trailer import TRAILER_BYTES, Trailer, aligned, slab_bytes
+from longshore_wire.trailer import TRAILER_BYTES, SealedTrailer, aligned, slab_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ class DeviceCopier:
         layers: range,
         heads: range,
         offset_bytes: int,
-        trailer: Trailer,
+        trailer: SealedTrailer,
     ) -> DeviceCopy:
         """Queue a gather to `offset_bytes`, a multiple of 64, of the lanes' memory.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import fcntl
 import mmap
 import os
 import socket
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore_agent.errors import PoolError
+from longshore_agent.memory.guard import Guarded
 from longshore_wire.errors import Reason
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -42,6 +44,7 @@ class Mapping:
     Attributes:
         address: of its first byte, a multiple of the system's page size.
         length_bytes: as asked for; the mapping itself ends at the next multiple of the system's page size.
+        sealed: no process can cut the file short that is mapped: whoever touches the mapping finds memory there.
     """
 
     def __init__(self, descriptor: int | None, length_bytes: int) -> None:
@@ -53,7 +56,14 @@ class Mapping:
             raise OSError(number, f"mmap of {length_bytes} bytes: {os.strerror(number)}")
         self.address: int = address
         self.length_bytes = length_bytes
+        self.sealed = descriptor is None or _is_sealed(descriptor)
+        self._guarded = None if descriptor is None else Guarded(address, length_bytes)
         self._mapped = True
+
+    @property
+    def torn(self) -> bool:
+        """Whether the file was found truncated: bytes copied from or to it since may be worthless."""
+        return self._guarded is not None and self._guarded.torn
 
     def bytes_view(self) -> npt.NDArray[np.uint8]:
         """Return [length_bytes] over the mapping. Touching it after `unmap` ends the process: drop it before."""
@@ -69,9 +79,19 @@ class Mapping:
         """Give the range back at once, whatever views exist. Idempotent."""
         if self._mapped:
             self._mapped = False
+            if self._guarded is not None:
+                self._guarded.end()
             if _LIBC.munmap(self.address, self.length_bytes) != 0:
                 number = ctypes.get_errno()
                 raise OSError(number, f"munmap of {self.length_bytes} bytes: {os.strerror(number)}")
+
+
+def _is_sealed(descriptor: int) -> bool:
+    try:
+        return bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:
+        # Only memory of memfd_create has seals, and no file of a disk, a network or /dev/shm.
+        return False
 
 
 def map_shared(descriptor: int, length_bytes: int) -> Mapping:

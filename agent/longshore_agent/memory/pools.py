@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from longshore_agent.errors import PoolError
+from longshore_agent.errors import MemoryLostError, PoolError
+from longshore_agent.memory.guard import torn_count
 from longshore_agent.memory.ipc import Mapping, map_shared
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class KVPool:
         page_tokens: rows of one head in a page.
         device: the GPU for which the pages are mapped, in its memory or where it reaches them; None: they are on the CPU.
         on_device: the pages are in a GPU's memory: no byte of them can be seen from here.
+        sealed: the engine cannot cut its memory short, so that other engines' workers may map it.
         closed_s: when `close` was called, as `time.monotonic` counts; None: it was not.
         plane_runs: all planes in their order; mostly one run. Their addresses are valid inside `in_use` only.
     """
@@ -89,6 +91,7 @@ class KVPool:
         self.on_device = on_device
         self.device = device_mappings[0].device if on_device else None
         self._mappings = list(device_mappings) if on_device else _map_regions(geometry, descriptors)
+        self.sealed = all(mapping.sealed for mapping in self._mappings if isinstance(mapping, Mapping))
         self.plane_runs = _plane_runs(geometry, [mapping.address for mapping in self._mappings])
         self._regions = [mapping.bytes_view() for mapping in self._mappings if isinstance(mapping, Mapping)]
         self._lock = threading.Lock()
@@ -179,12 +182,31 @@ class KVPool:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Hold the mapping for one job; may be nested. Raises PoolError as `hold`."""
+        """Hold the mapping for one job; may be nested. Raises PoolError as `hold`, and at its end as `check_whole`."""
         self.hold()
         try:
             yield
+            self.check_whole()
         finally:
             self.let_go()
+
+    def check_whole(self, *, touch: bool = False) -> None:
+        """Raise MemoryLostError if a part of the pages was found missing: bytes copied since may be worthless.
+
+        Args:
+            touch: look at the end of each region first: the kernel, which copies for some transports, finds what is gone and
+                does not tell.
+        """
+        for region in self._regions if touch else ():
+            int(region[-1])
+        if not torn_count():
+            return
+        for index, mapping in enumerate(self._mappings):
+            if isinstance(mapping, Mapping) and mapping.torn:
+                raise MemoryLostError(
+                    f"region {index} of the pages was {mapping.length_bytes} bytes and was cut short: unregister the pool, and "
+                    "register one whose memory stays"
+                )
 
     def close(self) -> bool:
         """Refuse new jobs and unmap at once, or, where jobs still run, when the last of them ends. Idempotent; never blocks.

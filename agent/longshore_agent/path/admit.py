@@ -7,6 +7,7 @@ a reason; nothing accepted is lost while this worker lives.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,15 +15,18 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from longshore_agent.errors import PoolError
+from longshore_agent.errors import MemoryLostError, PoolError
 from longshore_agent.memory.cuda import Device
 from longshore_agent.memory.device_memory import DeviceMapping
+from longshore_agent.memory.guard import torn_count
 from longshore_agent.memory.neighbours import Part, close_parts
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.path.jobs import PageTable
 from longshore_agent.transports.base import Transport
 from longshore_wire.claims import Wanted
+from longshore_wire.effects import RoomEnded
 from longshore_wire.engine_messages import (
+    TOKENS_MAX,
     Accepted,
     Cancel,
     Half,
@@ -31,13 +35,14 @@ from longshore_wire.engine_messages import (
     Refused,
     RegisterPool,
     Renew,
+    TargetMemory,
     ToAgent,
     ToEngine,
     UnregisterPool,
 )
 from longshore_wire.errors import LongshoreError, Reason, RoomError
 from longshore_wire.layout import KVLayout
-from longshore_wire.peer_messages import PoolInfo, RoomKey, TargetMemory
+from longshore_wire.peer_messages import PoolInfo, RoomKey
 from longshore_wire.plan import Way
 from longshore_wire.source_session import SourceSession
 from longshore_wire.target_session import TargetSession
@@ -46,6 +51,11 @@ from longshore_wire.target_session import TargetSession
 BUSY_RETRY_NS = 50_000_000
 # Claims whose pages come in parts and whose last part has not come; an engine sends them one after another.
 PARTIAL_CLAIMS_MAX = 1024
+
+
+# Pools of one engine rank: one for each kind of cache of a model, which has a few. Each maps memory and holds
+# descriptors in the worker, and every peer hears of it.
+POOLS_MAX = 64
 
 
 def _nothing(*_: object) -> None:
@@ -57,15 +67,15 @@ class Pool:
     """One registered pool: the mapping, and what peers need to write to it."""
 
     pages: KVPool
-    memory: TargetMemory
     tokens: list[int]  # of the transport's registrations
     parts: list[Part]  # its regions, for workers of this node that write its pages themselves
-    shown: bool = False  # to such a worker
+    claimed: npt.NDArray[np.bool_]  # by page: an open room writes it
+    shown: bool = False  # to a neighbour
 
     def info(self, pool: int) -> PoolInfo:
         """Return what peers are told."""
         addresses = tuple(address for address, _ in self.pages.regions)
-        return PoolInfo(pool, self.pages.geometry, addresses, self.memory)
+        return PoolInfo(pool, self.pages.geometry, addresses)
 
 
 @dataclass(slots=True)
@@ -88,7 +98,8 @@ class Desk:
     admit: Callable[[KVPool, PageTable, Half, frozenset[Way]], None] = _nothing
     closing: str = ""  # why no new room is taken; empty: they are
     finishes_claimed: bool = False  # while closing, a room that decode has claimed may still be offered
-    _parts: dict[tuple[str, int, int], dict[int, bytes]] = field(default_factory=dict)
+    _parts: dict[tuple[str, int, int], bytearray] = field(default_factory=dict)
+    _torn_count: int = 0  # as of the last `fail_torn`
 
     def handle(self, message: ToAgent, descriptors: list[int], now_ns: int) -> ToEngine | None:
         """Obey one request; return its answer, or None where none is due yet."""
@@ -128,6 +139,13 @@ class Desk:
     def _register(self, message: RegisterPool, descriptors: list[int]) -> None:
         if message.pool in self.pools or message.pool in self.parting:
             raise RoomError(f"pool {message.pool} is registered already", reason=Reason.ROOM_REUSED)
+        if len(self.pools) + len(self.parting) >= POOLS_MAX:
+            raise RoomError(
+                f"pool {message.pool}: {POOLS_MAX} pools are registered, the most that a rank may have: put several caches into "
+                "one pool, or unregister one",
+                reason=Reason.UNSUPPORTED,
+            )
+        _check_memory(message.memory)
         pages = self._map(message, descriptors)
         tokens: list[int] = []
         try:
@@ -140,7 +158,7 @@ class Desk:
             pages.close()
             raise
         parts: list[Part] = [*map(os.dup, descriptors), *message.device_regions]
-        self.pools[message.pool] = Pool(pages, message.memory, tokens, parts)
+        self.pools[message.pool] = Pool(pages, tokens, parts, np.zeros(pages.page_count, np.bool_))
         self.pools_changed = True
 
     def _map(self, message: RegisterPool, descriptors: list[int]) -> KVPool:
@@ -202,6 +220,30 @@ class Desk:
         self.pools_changed = True
         return found.pages.close()
 
+    def fail_torn(self, now_ns: int) -> None:
+        """Fail the rooms of pools whose memory was cut short since the last call; new ones are refused."""
+        if torn_count() == self._torn_count:
+            return
+        self._torn_count = torn_count()
+        for number, pool in self.pools.items():
+            try:
+                pool.pages.check_whole()
+            except MemoryLostError as error:
+                for session in (self.source, self.target):
+                    if session is not None:
+                        session.fail_pool(number, error.reason, f"pool {number}: {error}", now_ns)
+
+    def explained(self, effect: RoomEnded) -> RoomEnded:
+        """Return how a room ended; MEMORY_LOST if a transfer failed because our engine's memory is gone."""
+        pool = self.pools.get(effect.key.pool)
+        if effect.reason is not Reason.TRANSFER_FAILED or pool is None:
+            return effect
+        try:
+            pool.pages.check_whole(touch=not pool.pages.sealed)
+        except MemoryLostError as error:
+            return dataclasses.replace(effect, reason=error.reason, text=f"pool {effect.key.pool}: {error}")
+        return effect
+
     def _deregister(self, tokens: list[int]) -> None:
         for token in tokens:
             self.transport.deregister(token)
@@ -212,12 +254,18 @@ class Desk:
             raise RoomError(f"pool {pool} is not registered: register_pool first", reason=Reason.UNKNOWN_POOL)
         return found
 
+    def _whole_pool(self, number: int) -> Pool:
+        """Return a pool for a new room. Raises MemoryLostError where its memory was cut short."""
+        pool = self._pool(number)
+        pool.pages.check_whole(touch=not pool.pages.sealed)
+        return pool
+
     # -- rooms -----------------------------------------------------------------------------------------------------
 
     def _offer(self, message: Offer, now_ns: int) -> None:
         if self.source is None:
             raise RoomError("this engine did not register as a source", reason=Reason.UNSUPPORTED)
-        pool = self._pool(message.pool)
+        pool = self._whole_pool(message.pool)
         pages = _page_ids(message.pages)
         self._check_count(message.first_token, message.end_token, len(pages))
         pool.pages.check_pages(pages)
@@ -263,7 +311,10 @@ class Desk:
     def _receive(self, message: Receive, now_ns: int) -> ToEngine | None:
         if self.target is None:
             raise RoomError("this engine did not register as a target", reason=Reason.UNSUPPORTED)
-        pool = self._pool(message.pool)
+        _check_memory(message.memory)
+        if message.digest:
+            raise RoomError("digest is True: digests are not built yet; leave it False", reason=Reason.UNSUPPORTED)
+        pool = self._whole_pool(message.pool)
         data = self._joined(message)
         if data is None:
             return None
@@ -274,6 +325,7 @@ class Desk:
         if (Half.TARGET, key) in self.tables:
             raise RoomError(f"room {message.room} was claimed before: use a new id", reason=Reason.ROOM_REUSED)
         self._check_open()
+        self._check_unclaimed(pool, message.pool, pages)
         table = PageTable(message.first_token // self.layout.page_size, pages)
         self.admit(pool.pages, table, Half.TARGET, frozenset())
         self.tables[Half.TARGET, key] = table
@@ -284,15 +336,36 @@ class Desk:
             message.end_token,
             len(pages),
             data,
-            message.memory,
-            message.digest,
+            near=pool.pages.sealed,
         )
         try:
             self.target.claim(wanted, now_ns)
         except LongshoreError:
             del self.tables[Half.TARGET, key]
             raise
+        pool.claimed[pages] = True
         return Accepted(message.request)
+
+    def release(self, half: Half, key: RoomKey) -> bool:
+        """Forget the pages of a released room; return whether its engine had opened it."""
+        table = self.tables.pop((half, key), None)
+        if table is not None and half is Half.TARGET and key.pool in self.pools:
+            self.pools[key.pool].claimed[table.pages] = False
+        return table is not None
+
+    def _check_unclaimed(self, pool: Pool, number: int, pages: npt.NDArray[np.int32]) -> None:
+        """Raise RoomError for a page that another open room writes: both would be told DONE, and one would hold wrong bytes."""
+        taken = np.flatnonzero(pool.claimed[pages])
+        if not taken.size:
+            return
+        index, page = int(taken[0]), int(pages[taken[0]])
+        owners = (key for half, key in self.tables if half is Half.TARGET and key.pool == number)
+        owner = next(key for key in owners if page in self.tables[Half.TARGET, key].pages)
+        raise RoomError(
+            f"pages[{index}] is {page}, which room {owner.room} of {owner.instance} writes: give other pages, or wait until that "
+            "room is RELEASED",
+            reason=Reason.TOKENS_OVERLAP,
+        )
 
     def _joined(self, message: Receive) -> bytes | None:
         """Return the whole page list, or None until its last part has come."""
@@ -302,20 +375,24 @@ class Desk:
         _page_ids(message.pages)
         if name not in self._parts and len(self._parts) >= PARTIAL_CLAIMS_MAX:
             raise RoomError("too many claims with missing parts: send a claim's parts together", reason=Reason.BUSY)
-        parts = self._parts.setdefault(name, {})
-        parts[message.page_offset] = message.pages
-        given_bytes, length_bytes = sum(map(len, parts.values())), 4 * message.page_count
-        inside = 0 <= 4 * message.page_offset <= 4 * message.page_offset + len(message.pages) <= length_bytes
-        if inside and given_bytes < length_bytes:
-            return None
-        del self._parts[name]
-        if not inside or given_bytes != length_bytes:
+        # The link keeps the order, and no list is longer than its pool.
+        pages = self._parts.setdefault(name, bytearray())
+        if message.page_offset == 0:
+            pages.clear()
+        page_count = min(message.page_count, self.pools[message.pool].pages.page_count)
+        in_order = 4 * message.page_offset == len(pages) and 0 < len(message.pages) <= 4 * page_count - len(pages)
+        if not in_order:
+            del self._parts[name]
             raise RoomError(
-                f"room {message.room}: {given_bytes // 4} pages, at {message.page_offset} among others, in parts that "
-                f"announce {message.page_count}",
+                f"room {message.room}: {len(message.pages) // 4} pages at {message.page_offset}, after {len(pages) // 4} of "
+                f"{message.page_count} pages (the pool has {self.pools[message.pool].pages.page_count}): send the parts in order",
                 reason=Reason.MALFORMED_MESSAGE,
             )
-        return b"".join(part for _, part in sorted(parts.items()))
+        pages += message.pages
+        if len(pages) < 4 * message.page_count:
+            return None
+        del self._parts[name]
+        return bytes(pages)
 
     def _cancel(self, message: Cancel, now_ns: int) -> None:
         key = RoomKey(message.instance, message.room, message.pool)
@@ -333,6 +410,11 @@ class Desk:
             )
 
     def _check_count(self, first_token: int, end_token: int, count: int) -> None:
+        if not 0 <= first_token <= end_token <= TOKENS_MAX:
+            raise RoomError(
+                f"tokens [{first_token}, {end_token}) are not a range: give 0 <= first <= end <= {TOKENS_MAX}",
+                reason=Reason.TOKENS_MISSING,
+            )
         size = self.layout.page_size
         needed = -(-end_token // size) - first_token // size if first_token < end_token else 0
         if count != needed:
@@ -340,6 +422,14 @@ class Desk:
                 f"tokens [{first_token}, {end_token}) lie in {needed} pages of {size} tokens, and {count} were given",
                 reason=Reason.PAGE_OUT_OF_RANGE,
             )
+
+
+def _check_memory(memory: TargetMemory) -> None:
+    if memory is not TargetMemory.DEVICE:
+        raise RoomError(
+            f"memory is {memory.name}: host memory is not built yet; leave it DEVICE",
+            reason=Reason.UNSUPPORTED,
+        )
 
 
 def _page_ids(data: bytes) -> npt.NDArray[np.int32]:

@@ -73,6 +73,7 @@ class Deliverer:
             TransportError: nothing was begun.
             WriteFailedError: a write failed; none is open any more.
             PoolError: the engine has let its pages go.
+            MemoryLostError: it has cut its memory short.
         """
         way = job.effect.way.name.lower()
         with job.pool.in_use():

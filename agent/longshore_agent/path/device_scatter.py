@@ -18,7 +18,7 @@ from longshore_agent.path.stage_log import StageLog
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
 from longshore_wire.errors import LongshoreError, Reason
-from longshore_wire.trailer import Trailer, unpack
+from longshore_wire.trailer import Trailer, unseal
 
 # A trailer that is not there yet is looked for again after this; it only ever happens with a broken transport.
 _TRAILER_PAUSE_NS = 1_000_000
@@ -41,10 +41,12 @@ class _Slab:
 class DeviceScatterers:
     """See the module. The grants bound what is under way: never more than the ring."""
 
-    def __init__(self, stages: Stages, metrics: Metrics, spans: SpanRecorder, *, trailer_deadline_ns: int) -> None:
+    def __init__(
+        self, stages: Stages, metrics: Metrics, spans: SpanRecorder, *, trailer_deadline_ns: int, trailer_key: bytes
+    ) -> None:
         self._stages = stages
         self._log = StageLog(metrics, spans)
-        self._trailer_deadline_ns = trailer_deadline_ns
+        self._trailer_deadline_ns, self._trailer_key = trailer_deadline_ns, trailer_key
         self._queued: deque[_Slab] = deque()
         self._late: list[tuple[int, _Slab]] = []  # (when to look again, slab)
         self._done: list[ScatterResult] = []
@@ -101,13 +103,13 @@ class DeviceScatterers:
     def _end(self, slab: _Slab) -> None:
         job, effect, end_ns = slab.job, slab.job.effect, time.monotonic_ns()
         assert slab.copy is not None
-        found = slab.copy.trailer()
+        found = unseal(slab.copy.trailer(), self._trailer_key)
         slab.copy.end()
-        if found == slab.wanted.pack():
+        if found == slab.wanted:
             self._log.stage("scatter", effect, 0, slab.start_ns, end_ns)
             self._done.append(ScatterResult(job, Reason.NONE, "", dropped=False))
         elif job.cancelled or end_ns >= slab.deadline_ns:
-            text = f"slab {effect.slab} of room {slab.wanted.room} ends with {unpack(found)}, not with {slab.wanted}"
+            text = f"slab {effect.slab} of room {slab.wanted.room} ends with {found}, not with {slab.wanted}"
             wrong = "the room was given up" if job.cancelled else text
             self._done.append(ScatterResult(job, Reason.TRAILER_MISMATCH, wrong, dropped=False))
         else:

@@ -15,7 +15,7 @@ from longshore_agent.kernels.kept import Kept
 from longshore_agent.memory.device_memory import DeviceStagingBuffer
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.path.deliver import direct_sides
-from longshore_agent.path.jobs import Pages, PageTable, ScatterJob, WriteJob, trailer_of
+from longshore_agent.path.jobs import Pages, PageTable, ScatterJob, WriteJob, sealed_trailer
 from longshore_wire.engine_messages import Half
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class DeviceStages:
             effect.route.local_layers(layout),
             effect.route.local_heads(layout),
             offset_bytes,
-            trailer_of(effect),
+            sealed_trailer(job),
         )
 
     def scatter(self, job: ScatterJob) -> Copy:

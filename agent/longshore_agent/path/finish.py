@@ -9,7 +9,8 @@ from longshore_wire.effects import RoomEnded, RoomReleased
 from longshore_wire.engine_messages import Half, RoomEvent, RoomEventKind
 from longshore_wire.errors import Reason
 from longshore_wire.granting import Granter
-from longshore_wire.session import PeerState, Session
+from longshore_wire.peers import PeerState
+from longshore_wire.session import Session
 
 _PEER_STATES = {
     PeerState.DIALING: "connecting",

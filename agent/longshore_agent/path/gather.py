@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from longshore_agent.kernels.gather.launch import gather_slices
 from longshore_agent.memory.staging import StagingBuffer
-from longshore_agent.path.jobs import WriteJob, trailer_of
+from longshore_agent.path.jobs import WriteJob, sealed_trailer
 from longshore_wire.slabs import region_bytes
 
 
@@ -23,6 +23,6 @@ def gather_slab(job: WriteJob, buffer: StagingBuffer) -> int:
         effect.route.local_layers(layout),
         effect.route.local_heads(layout),
         buffer.view(0, length_bytes),
-        trailer_of(effect),
+        sealed_trailer(job),
     )
     return length_bytes

@@ -15,7 +15,7 @@ from longshore_wire.effects import PeerId, StartScatter, StartWrite
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout
 from longshore_wire.peer_messages import PoolInfo, RegionInfo
-from longshore_wire.trailer import Trailer
+from longshore_wire.trailer import SealedTrailer, Trailer
 
 Pages = npt.NDArray[np.int32]
 
@@ -65,6 +65,12 @@ def trailer_of(effect: StartWrite | StartScatter) -> Trailer:
         generation=effect.generation,
         payload_bytes=effect.payload_bytes,
     )
+
+
+def sealed_trailer(job: WriteJob) -> SealedTrailer:
+    """Return what the gather of a staged slab writes behind it."""
+    assert job.ring is not None
+    return trailer_of(job.effect).seal(job.ring.trailer_key)
 
 
 @dataclass(slots=True)

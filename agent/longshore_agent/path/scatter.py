@@ -9,14 +9,14 @@ import queue
 import threading
 import time
 
-from longshore_agent.errors import PoolError, ShapeError
+from longshore_agent.errors import MemoryLostError, PoolError, ShapeError
 from longshore_agent.kernels.scatter.launch import scatter_slices
 from longshore_agent.memory.staging import StagingBuffer
 from longshore_agent.path.jobs import Results, ScatterJob, ScatterResult, trailer_of
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
 from longshore_wire.errors import Reason
-from longshore_wire.trailer import TRAILER_BYTES, aligned, unpack
+from longshore_wire.trailer import TRAILER_BYTES, aligned, unseal
 
 # A trailer that is not there yet is looked for again after this; it only ever happens with a broken transport.
 _TRAILER_PAUSE_S = 0.001
@@ -27,6 +27,7 @@ def scatter_slab(job: ScatterJob, ring: StagingBuffer) -> None:
 
     Raises:
         PoolError: the engine has let its pages go.
+        MemoryLostError: it has cut its memory short.
         ShapeError: the slab cannot be.
     """
     effect, layout = job.effect, job.pool.layout
@@ -53,12 +54,13 @@ class Scatterers:
         *,
         thread_count: int,
         trailer_deadline_ns: int,
+        trailer_key: bytes,
     ) -> None:
         self._ring = ring
         self._results = results
         self._metrics = metrics
         self._spans = spans
-        self._trailer_deadline_ns = trailer_deadline_ns
+        self._trailer_deadline_ns, self._trailer_key = trailer_deadline_ns, trailer_key
         self._queue: queue.SimpleQueue[ScatterJob | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, args=(index,), name=f"scatter-{index}", daemon=True)
@@ -92,7 +94,7 @@ class Scatterers:
             scatter_slab(job, self._ring)
         except PoolError as error:
             return ScatterResult(job, error.reason, str(error), dropped=True)
-        except ShapeError as error:
+        except (ShapeError, MemoryLostError) as error:
             return ScatterResult(job, error.reason, str(error), dropped=False)
         end_ns = time.monotonic_ns()
         self._spans.record("scatter", effect.pair, effect.slab, index, start_ns, end_ns)
@@ -107,7 +109,7 @@ class Scatterers:
         wanted = trailer_of(effect)
         deadline_ns = time.monotonic_ns() + self._trailer_deadline_ns
         while True:
-            found = unpack(self._ring.bytes_at(offset, TRAILER_BYTES))
+            found = unseal(self._ring.bytes_at(offset, TRAILER_BYTES), self._trailer_key)
             if found == wanted:
                 return ""
             if job.cancelled:

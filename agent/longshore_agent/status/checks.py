@@ -118,7 +118,8 @@ def judge(test: SelfTest, rules: Rules) -> Check:
 
 
 def _workers(snapshot: AgentSnapshot, rules: Rules) -> Check:
-    faults = [fault for worker in snapshot.workers for fault in _worker_faults(worker, rules)]
+    faults = [("WorkersDying", text) for text in snapshot.dying]
+    faults += [fault for worker in snapshot.workers for fault in _worker_faults(worker, rules)]
     if not faults:
         return Check("Workers", True, "WorkersReady", f"{len(snapshot.workers)} workers")
     return Check("Workers", False, faults[0][0], "; ".join(text for _, text in faults))

@@ -12,7 +12,7 @@ from enum import StrEnum
 from longshore_wire.agent_config import WireName
 from longshore_wire.crossover import Why
 from longshore_wire.errors import Reason
-from longshore_wire.names import UNKNOWN_WIRE
+from longshore_wire.names import PROTECTIONS, UNKNOWN_WIRE
 
 
 class Kind(StrEnum):
@@ -43,6 +43,7 @@ _DOMAINS: Mapping[str, tuple[str, ...]] = {
     "reason": REASONS,
     "state": PEER_STATES,
     "wire": WIRES,
+    "protection": PROTECTIONS[1:],
 }
 
 
@@ -104,7 +105,24 @@ TABLE: tuple[Metric, ...] = (
     _counter("refused_messages", "messages", ("reason",), "Messages of peers and engines that were refused."),
     _counter("retries", "messages", ("message",), "Messages that were sent again."),
     _counter("notices", "notices", (), "Notices of arrival that the transport gave."),
-    _counter("authentication_failures", "connections", (), "Peers whose key is not of this deployment."),
+    _counter(
+        "authentication_failures",
+        "connections",
+        (),
+        "Connections to workers' control ports with a key of another deployment or a malformed handshake.",
+    ),
+    _counter(
+        "http_refusals",
+        "requests",
+        (),
+        "HTTP requests that were malformed, had no valid token, or came while too many were in progress.",
+    ),
+    _counter(
+        "starved_accepts",
+        "tries",
+        (),
+        "Failed attempts to accept an engine's connection: no descriptor or memory was left.",
+    ),
     _gauge("engines", "engines", ("half",), "Engine ranks that are registered."),
     _gauge("peers", "peers", ("state",), "Workers of other agents."),
     _gauge(
@@ -114,6 +132,13 @@ TABLE: tuple[Metric, ...] = (
         "Attached peers that a transport serves, by the wire that a probe found to them.",
     ),
     _gauge("barred_peers", "peers", (), "Those whose wire transfer.wires does not allow: rooms with them fail."),
+    _gauge("data_ports", "ports", ("protection",), "Ports on which transports listen, by protection."),
+    _counter(
+        "data_port_refusals",
+        "connections",
+        (),
+        "Attempts to connect to data ports that the kernel's filter has dropped.",
+    ),
     _gauge("self_test_bytes", "bytes", (), "Bytes that the self-test has moved by the configured backend."),
     _counter(
         "worker_replacements",

@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from longshore_agent.settings import Settings
 from longshore_agent.status.snapshot import InstanceStatus
 from longshore_agent.transports.base import Wire
-from longshore_wire.claims import check_source
+from longshore_wire.claims import check_place, staged_unless_forbidden
 from longshore_wire.crossover import WHOLE_PAGES, Choice, Crossover, Why, choose, opened
 from longshore_wire.errors import LayoutError, LongshoreError, Reason
 from longshore_wire.layout import (
@@ -171,7 +171,8 @@ def answer(
     for index, rank in enumerate(pair.target_rank for pair in plans[0].pairs):
         found, reach = plans[rank], reaches[rank]
         choice = _choice(found, found.pairs[index], attention, reach, chunk_tokens, slab_bytes, defaults, over)
-        check_source(choice.way, query.source, in_place=reach.in_place)
+        check_place(choice.way, f"decode {query.target}", in_place=reach.target_in_place)
+        check_place(choice.way, f"prefill {query.source}", in_place=reach.in_place)
         ways.append(choice)
     chosen = plans[0].with_ways([choice.way for choice in ways])
     return _view(chosen, ways, chosen.summary(chunk_tokens, slab_bytes), chunk_tokens, over, defaults.crossover)
@@ -182,12 +183,13 @@ class _Reach(NamedTuple):
 
     Attributes:
         staging, near: as its worker's `SessionConfig` says it.
-        in_place: as the source's says of its pages.
+        in_place, target_in_place: as the source's and the target's say of their pages.
     """
 
     staging: Staging
     near: bool
     in_place: bool
+    target_in_place: bool = True
 
 
 def _reach(named: tuple[InstanceStatus, InstanceStatus] | None, rank: int, staging: Staging) -> _Reach:
@@ -201,8 +203,10 @@ def _reach(named: tuple[InstanceStatus, InstanceStatus] | None, rank: int, stagi
     in_place = all(each.device == "cpu" for each in source.ranks)
     place = next((each for each in target.ranks if each.rank == rank), target.ranks[0])
     near = place.near != "" and place.near == source.agent
-    # No transport writes an engine's pages on a GPU in place, whatever the setting says.
-    return _Reach(staging if near or place.device == "cpu" else Staging.ALWAYS, near, in_place)
+    # No transport writes an engine's pages on a GPU in place.
+    on_gpu = place.device != "cpu"
+    asked = staged_unless_forbidden(staging) if on_gpu and not near else staging
+    return _Reach(asked, near, in_place, not on_gpu)
 
 
 def _choice(

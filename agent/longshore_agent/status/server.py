@@ -1,27 +1,43 @@
-"""Serves an ASGI application by uvicorn in a thread of its own; the door that checks tokens and speaks TLS."""
+"""Serves an ASGI application by uvicorn in a thread of its own: tokens, TLS, and limits that keep probes answered."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import errno
 import hmac
 import socket
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from longshore_agent.settings import variable
 from longshore_agent.status.app import ErrorBody
 from longshore_wire.errors import ConfigError
 
-# Scrapers, probes and people; more connections at once are answered with 503.
-CONNECTIONS_MAX = 256
+# Descriptors that HTTP may hold, of the 1,024 that a process often has. A connection beyond them closes the oldest idle
+# ones: probes come on new connections, and are answered whatever the others do.
+CONNECTIONS_MAX = 512
+# Accepted in one turn of the server's loop, and closed in one go: connections of this turn are never among the oldest.
+ACCEPTS_PER_TURN_MAX = 64
+# A longer queue is served within milliseconds; one that is full would let a probe wait for a second.
+BACKLOG = 4096
+# Requests in progress, probes excepted; more are answered with 503. 40 threads make answers: some are left for probes.
+REQUESTS_MAX = 32
 KEEP_ALIVE_S = 30
+# From a connection's beginning, or from the end of its keep-alive time, until an answer is on its way; then it is cut.
+EXCHANGE_LIMIT_S = 10.0
 # Answers take milliseconds; whoever has not got one when the agent stops gets none.
 SHUTDOWN_S = 2
 START_LIMIT_S = 10.0
 # The kubelet probes without a token, and learns nothing from these but yes or no and why.
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
+_STARVED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class StatusServer:
@@ -48,7 +64,14 @@ class StatusServer:
 
 
 def serve(
-    app: ASGIApp, host: str, port: int, *, token: str = "", certificate_file: str = "", key_file: str = ""
+    app: ASGIApp,
+    host: str,
+    port: int,
+    *,
+    token: str = "",
+    certificate_file: str = "",
+    key_file: str = "",
+    refused: Callable[[], None] = lambda: None,
 ) -> StatusServer:
     """Begin to serve `app`; return once it accepts connections.
 
@@ -56,31 +79,33 @@ def serve(
         port: 0 takes a free one.
         token: asked for as `Authorization: Bearer` on all paths but `OPEN_PATHS`; empty: none is.
         certificate_file, key_file: PEM files for TLS; empty: plain HTTP.
+        refused: called, in the server's thread, for each request that is no HTTP, has no token, or is one too many.
     Raises:
         ConfigError: the address is taken or not ours, or the certificate cannot be read.
     """
-    config = uvicorn.Config(
-        _Door(app, token) if token else app,
+    config = _Config(
+        _Door(app, token, refused),
         log_config=None,
         access_log=False,
         lifespan="off",
         loop="asyncio",
-        http="h11",
+        http=_Connection,
         ws="none",
         server_header=False,
-        limit_concurrency=CONNECTIONS_MAX,
+        backlog=ACCEPTS_PER_TURN_MAX,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=SHUTDOWN_S,
         ssl_certfile=certificate_file or None,
         ssl_keyfile=key_file or None,
     )
+    config.refused = refused
     try:
         config.load()
     except OSError as error:
         names = f"{variable('http_certificate_file')}, {variable('http_key_file')}"
         raise ConfigError([f"{names}: {certificate_file} with {key_file}: {error.strerror or error}"]) from error
-    listener = _listen(host, port)
     server = _Server(config)
+    listener = _listen(host, port, server.busy)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http", daemon=True)
     thread.start()
     running = server.accepts.wait(START_LIMIT_S)
@@ -88,17 +113,93 @@ def serve(
     return StatusServer(server, listener, thread)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, busy: Callable[[], set[int]]) -> _Listener:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family)
+        return _Listener(socket.create_server((host, port), family=family), busy)
     except OSError as error:
         names = f"{variable('bind_host')}, {variable('http_port')}"
         raise ConfigError([f"{names}: cannot listen on {host}:{port}: {error.strerror or error}"]) from error
 
 
+class _Listener(socket.socket):
+    """Limits the connections at `accept`, which also sees those that have sent no byte of TLS yet."""
+
+    def __init__(self, listening: socket.socket, busy: Callable[[], set[int]]) -> None:
+        super().__init__(fileno=listening.detach())
+        self._busy = busy
+        self._taken: dict[int, socket.socket] = {}  # by descriptor, oldest first
+
+    def listen(self, backlog: int = BACKLOG, /) -> None:
+        """Listen with `BACKLOG`: the loop gives the number of connections that it takes in a turn."""
+        super().listen(max(backlog, BACKLOG))
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Accept a connection; close older ones if there are too many, or if no descriptor is left."""
+        try:
+            taken, address = super().accept()
+        except OSError as error:
+            if error.errno in _STARVED and self._close_oldest():
+                # Their descriptors are free in the loop's next turn.
+                raise BlockingIOError(errno.EAGAIN, "no descriptor is left") from error
+            raise
+        if len(self._taken) >= CONNECTIONS_MAX:
+            self._close_oldest()
+        # A number that is used again is one that was closed.
+        self._taken.pop(taken.fileno(), None)
+        self._taken[taken.fileno()] = taken
+        return taken, address
+
+    def _close_oldest(self) -> bool:
+        """End the oldest idle connections, or the oldest of all if none is idle; return whether there were any."""
+        self._taken = {number: taken for number, taken in self._taken.items() if taken.fileno() == number}
+        busy = self._busy()
+        oldest = [number for number in self._taken if number not in busy] or list(self._taken)
+        for number in oldest[:ACCEPTS_PER_TURN_MAX]:
+            with contextlib.suppress(OSError):
+                # The loop sees its end and closes it: the descriptor is the loop's.
+                self._taken.pop(number).shutdown(socket.SHUT_RDWR)
+        return bool(oldest)
+
+
+class _Config(uvicorn.Config):
+    """Also holds the callback for refused requests."""
+
+    refused: Callable[[], None]
+
+
+class _Connection(H11Protocol):
+    """One connection; uvicorn has a time limit for those that are kept alive, and for no others."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._allow(EXCHANGE_LIMIT_S)
+
+    def on_response_complete(self) -> None:
+        self._allow(KEEP_ALIVE_S + EXCHANGE_LIMIT_S)
+        super().on_response_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        assert isinstance(self.config, _Config)
+        self.config.refused()
+        super().send_400_response(msg)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        super().connection_lost(exc)
+
+    def _allow(self, limit_s: float) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        # Not `close`, which waits until the other end has read all of an answer.
+        self._deadline = self.loop.call_later(limit_s, self.transport.abort)
+
+
 class _Server(uvicorn.Server):
-    """Tells when it accepts connections."""
+    """Reports when it accepts connections, and which of them it is answering."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -108,23 +209,50 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         self.accepts.set()
 
+    def busy(self) -> set[int]:
+        """Return the descriptors of connections with a request in progress."""
+        under_way = [
+            connection.transport.get_extra_info("socket").fileno()
+            for connection in self.server_state.connections
+            if isinstance(connection, _Connection)
+            and connection.cycle is not None
+            and not connection.cycle.response_complete
+        ]
+        return set(under_way)
+
 
 class _Door:
-    """Asks for the token before the application sees a request."""
+    """Asks for the token before the application sees a request, and bounds the requests under way."""
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
+    def __init__(self, app: ASGIApp, token: str, refused: Callable[[], None]) -> None:
         self._app = app
-        self._wanted = b"Bearer " + token.encode()
+        self._refused = refused
+        self._wanted = b"Bearer " + token.encode() if token else b""
+        self._under_way_count = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._knows(scope):
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
-            return
-        headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
-        body = msgspec.json.encode(ErrorBody("Unauthorized", "give the agent's token as `Authorization: Bearer`"))
-        await send({"type": "http.response.start", "status": 401, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        elif self._wanted and not self._knows(scope):
+            self._refused()
+            body = ErrorBody("Unauthorized", "give the agent's token as `Authorization: Bearer`")
+            await _answer(send, 401, body, (b"www-authenticate", b"Bearer"))
+        elif self._under_way_count >= REQUESTS_MAX:
+            self._refused()
+            await _answer(send, 503, ErrorBody("Busy", f"{REQUESTS_MAX} requests are under way: try again"))
+        else:
+            self._under_way_count += 1
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self._under_way_count -= 1
 
     def _knows(self, scope: Scope) -> bool:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         return len(given) == 1 and hmac.compare_digest(given[0], self._wanted)
+
+
+async def _answer(send: Send, status: int, body: ErrorBody, *headers: tuple[bytes, bytes]) -> None:
+    fields = [(b"content-type", b"application/json"), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": fields})
+    await send({"type": "http.response.body", "body": msgspec.json.encode(body)})

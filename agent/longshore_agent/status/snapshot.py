@@ -178,7 +178,6 @@ class PoolStatus(msgspec.Struct, frozen=True):
     pool: int
     page_count: int
     total_bytes: int
-    memory: str = "device"
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
@@ -229,6 +228,20 @@ class LaneStatus(msgspec.Struct, frozen=True):
     busy: bool
     slabs: int
     bytes_moved: int
+
+
+class DataPortStatus(msgspec.Struct, frozen=True):
+    """A port on which the transport's library listens for bytes; whoever reaches it may write memory of the worker.
+
+    Attributes:
+        protection: what keeps strangers from it, one of `names.PROTECTIONS`.
+        refused: attempts to connect that the kernel has dropped there.
+    """
+
+    address: str
+    port: int
+    protection: str
+    refused: int
 
 
 class PairStatus(msgspec.Struct, frozen=True):
@@ -292,6 +305,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
         silent_s: how long it has not answered; set by the supervisor.
         restarts: how often it was started again.
         error: why it failed, if it did.
+        data_path: what protects the least protected of `data_ports`, one of `names.PROTECTIONS`; empty: it has not answered yet.
         rooms_open, rooms_ended: true counts, where lists are bounded.
     """
 
@@ -309,6 +323,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     peers: tuple[PeerStatus, ...] = ()
     ring: RingStatus | None = None
     lanes: tuple[LaneStatus, ...] = ()
+    data_path: str = ""
+    data_ports: tuple[DataPortStatus, ...] = ()
     rooms_open: int = 0
     rooms_ended: int = 0
 
@@ -341,6 +357,7 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
         restarts: workers that were started again.
         config_generation: of the configuration that is in force; 0: none was given.
         draining: the agent stops and takes nothing new.
+        dying: of each rank whose worker dies again and again, what is to be said of it.
         self_test: kept from the worker that made it, which may be gone.
         unready: each check of readiness that does not hold, as "reason: message". They name no age, so that they stay the same
             while nothing happens.
@@ -356,6 +373,7 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
     config_generation: int = 0
     draining: bool = False
+    dying: tuple[str, ...] = ()
     self_test: SelfTest | None = None
     unready: tuple[str, ...] = ()
     instances: tuple[InstanceStatus, ...] = ()

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from longshore_agent.control.doors import main_door
-from longshore_agent.control.engine_link import EngineClosedError, EngineListener, read_message
+from longshore_agent.control.engine_link import EngineListener, PeerProcess, process_of
 from longshore_agent.control.node_link import (
     AdoptEngine,
     Drain,
@@ -52,24 +51,25 @@ from longshore_agent.status import checks
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.snapshot import AgentSnapshot, InstanceStatus, SelfTest, WorkerState
 from longshore_agent.supervisor import slots
+from longshore_agent.supervisor.callers import Callers
+from longshore_agent.supervisor.failed_rooms import FailedRooms
+from longshore_agent.supervisor.lives import Lives
 from longshore_agent.supervisor.pool_holders import PoolHolders
-from longshore_agent.supervisor.ports import Ports
 from longshore_agent.supervisor.reception import Reception
+from longshore_agent.supervisor.restarts import Restarts
 from longshore_agent.supervisor.slots import Slot, SlotKey
 from longshore_agent.supervisor.snapshots import Call, Snapshots
+from longshore_wire.addresses import main_address
 from longshore_wire.agent_config import AgentConfig
-from longshore_wire.codec import TO_AGENT, TO_ENGINE
 from longshore_wire.effects import PeerId
-from longshore_wire.engine_messages import Endpoint, Hello, Refused
-from longshore_wire.errors import CodecError, LongshoreError, Reason
+from longshore_wire.engine_messages import Endpoint, Hello
+from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.names import ENVIRONMENT_PREFIX, UNKNOWN_WIRE
 
 _log = logging.getLogger(__name__)
 
 # The loop turns at least this often, so that liveness can be told from its age.
 _TURN_S = 1.0
-# Connections that have not said Hello yet; an engine says it at once.
-_PENDING_MAX = 256
 
 
 class Supervisor:
@@ -85,16 +85,15 @@ class Supervisor:
         directory = Path(settings.run_directory)
         directory.mkdir(mode=0o750, parents=True, exist_ok=True)
         self.socket_path = str(directory / "agent.sock")
-        self._listener = EngineListener(self.socket_path)
-        self._selector.register(self._listener, selectors.EVENT_READ, self._on_accept)
+        self._callers = Callers(EngineListener(self.socket_path), self._selector, self.metrics, self._on_hello)
         self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
         self._slots: dict[SlotKey, Slot] = {}
         self._holders = PoolHolders()
-        self._ports = Ports(directory, settings.worker_port)
-        self._restarts: dict[SlotKey, int] = {}
+        self._failed_rooms = FailedRooms(2 * settings.lease_ns / 1e9)
+        self._lives = Lives(directory, settings.worker_port)
+        self._restarts = Restarts(wait_min_s=settings.restart_backoff_min_s, wait_max_s=settings.restart_backoff_max_s)
         # What the last worker of a rank died of, until the next one serves.
         self._failures: dict[SlotKey, str] = {}
-        self._pending_count = 0
         self._life = os.urandom(8).hex()
         self._self_test: subprocess.Popen[bytes] | None = None
         self._self_test_result: SelfTest | None = None
@@ -111,6 +110,7 @@ class Supervisor:
                 for key, _ in self._selector.select(_TURN_S if not self.snapshots.waiting else 0.05):
                     key.data()
                 self._turned_s = time.monotonic()
+                self._callers.turn(self._turned_s)
                 self._reap_self_test()
                 self._answer_snapshots()
         finally:
@@ -129,65 +129,50 @@ class Supervisor:
 
     # -- engines ---------------------------------------------------------------------------------------------------
 
-    def _on_accept(self) -> None:
-        connection = self._listener.accept()
-        if connection is None:
-            return
-        if self._pending_count >= _PENDING_MAX:
-            self._turn_away(connection, Reason.BUSY, "too many engines say hello at once: try again")
-            return
-        self._pending_count += 1
-        self._selector.register(connection, selectors.EVENT_READ, lambda: self._on_hello(connection))
+    def _on_hello(self, hello: Hello, connection: socket.socket) -> None:
+        """Take an engine in. Raises LongshoreError, with which it is turned away."""
+        if self._stopping_s is not None:
+            raise LongshoreError("the agent stops and takes no engine now: try again", reason=Reason.SHUTTING_DOWN)
+        family = (hello.instance, hello.layout.parallel.dp_rank)
+        alive = [
+            slot
+            for key, slot in self._slots.items()
+            if key[:2] == family and key.rank != hello.layout.rank and slot.lives
+        ]
+        key = self._reception.admit(hello, [slot.hello.layout for slot in alive])
+        process = process_of(connection)
+        if key not in self._slots:
+            self._reception.count(process, [(slot.engine, slot.lives) for slot in self._slots.values()])
+        self._start_worker(key, hello, connection, process)
 
-    def _on_hello(self, connection: socket.socket) -> None:
-        try:
-            data = read_message(connection)
-            if data is None:
-                return
-            self._forget_pending(connection)
-            hello = TO_AGENT.decode(data)
-            if not isinstance(hello, Hello):
-                raise CodecError(f"{type(hello).__name__} came before Hello")
-            if self._stopping_s is not None:
-                # Not before its Hello was read: closing a socket with something unread in it takes the answer back.
-                raise LongshoreError("the agent stops and takes no engine now: try again", reason=Reason.SHUTTING_DOWN)
-            family = (hello.instance, hello.layout.parallel.dp_rank)
-            alive = [
-                slot
-                for key, slot in self._slots.items()
-                if key[:2] == family and key.rank != hello.layout.rank and slot.lives
-            ]
-            key = self._reception.admit(hello, [slot.hello.layout for slot in alive])
-            self._start_worker(key, hello, connection)
-        except EngineClosedError:
-            self._forget_pending(connection)
-            connection.close()
-        except LongshoreError as error:
-            self._forget_pending(connection)
-            self._turn_away(connection, error.reason, str(error))
-
-    def _forget_pending(self, connection: socket.socket) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(connection)
-            self._pending_count -= 1
-
-    def _turn_away(self, connection: socket.socket, reason: Reason, text: str) -> None:
-        self.metrics.add("longshore_refused_messages_total", 1, reason=reason.name.lower())
-        with contextlib.suppress(OSError):
-            connection.send(TO_ENGINE.encode(Refused(0, reason, text, 100_000_000)))
-        connection.close()
-
-    def _start_worker(self, key: SlotKey, hello: Hello, connection: socket.socket) -> None:
+    def _start_worker(self, key: SlotKey, hello: Hello, connection: socket.socket, engine: PeerProcess) -> None:
         if key in self._slots:
             text = (
                 f"{key.instance} rank {key.rank} is registered: wait until its worker has ended, or use a new instance"
             )
-            self._turn_away(connection, Reason.BUSY, text)
+            self._callers.turn_away(connection, Reason.BUSY, text)
             return
+        if holders := self._holders.holders(PeerId(*key)):
+            # An engine takes its new worker as proof that no worker writes the pages of the last one.
+            text = f"{', '.join(holders)} may still write the pages of {key.instance} rank {key.rank}: its last worker has just ended"
+            self._callers.turn_away(connection, Reason.BUSY, text)
+            return
+        now_s = time.monotonic()
+        if wait_s := self._restarts.wait_s(key, now_s):
+            self._callers.turn_away(connection, Reason.BUSY, self._restarts.told(key, now_s), wait_s)
+            return
+        self._restarts.starting(key, now_s)
         # Pages on a CPU and those on a GPU are not within reach of each other.
         life = self._life if hello.device == "cpu" else f"{self._life}.gpu"
         agent = life if self.settings.direct else ""
-        slot = slots.start(key, hello, connection, self.settings, self._ports.choose(key, self._slots), agent)
+        port = self._lives.choose_port(key, self._slots)
+        try:
+            slot = slots.start(key, hello, connection, engine, self.settings, self._lives.next_epoch(), port, agent)
+        except OSError as error:
+            text = f"no worker can be started now: {error}; raise the limits of the agent's container or process"
+            _log.warning("%s rank %d: %s", key.instance, key.rank, text)
+            self._callers.turn_away(connection, Reason.BUSY, text)
+            return
         slot.error = self._failures.get(key, "")
         self._slots[key] = slot
         self._selector.register(slot.link, selectors.EVENT_READ, lambda: self._on_link(slot))
@@ -212,24 +197,28 @@ class Supervisor:
         assert isinstance(message, FromWorker)
         if isinstance(message, Started):
             slot.address, slot.near = message.address, message.near
-            self._ports.note(slot.key, int(main_door(message.address).rpartition(":")[2]))
+            self._lives.note_port(slot.key, int(main_address(message.address).rpartition(":")[2]))
             if slot.connection is not None:
+                for failed in self._failed_rooms.of(slot.key[:2], time.monotonic()):
+                    slot.link.send(failed)
                 slot.link.send(AdoptEngine(slot.hello), slot.connection.fileno())
                 # The worker has a copy; while ours is open the engine would not see that worker die.
                 slot.connection.close()
                 slot.connection = None
         elif isinstance(message, EngineAdopted):
             slot.become(WorkerState.READY)
+            slot.ready_s = slot.since_s
             slot.error = ""
             self._failures.pop(slot.key, None)
             self._publish(slot.key)
         elif isinstance(message, NotStarted):
             _log.error("worker %s cannot start: %s", slot.config.name, message.text)
             if slot.connection is not None:
-                self._turn_away(slot.connection, message.reason, message.text)
+                self._callers.turn_away(slot.connection, message.reason, message.text)
                 slot.connection = None
             slot.become(WorkerState.DRAINING)
             slot.error = ""
+            self._restarts.not_started(slot.key, message.text, time.monotonic())
         elif isinstance(message, Retiring):
             slot.error = message.text
             self.metrics.add("longshore_worker_replacements_total", 1)
@@ -244,7 +233,9 @@ class Supervisor:
             if not (slot.error and message.reason is Reason.WORKER_LOST):
                 self._tell_siblings(slot.key, SiblingLost(message.reason, message.text))
         elif isinstance(message, RoomFailed):
-            self._tell_siblings(slot.key, SiblingFailed(message.half, message.key, message.reason, message.text))
+            failed = SiblingFailed(message.half, message.key, message.reason, message.text)
+            if self._failed_rooms.add(slot.key[:2], failed, time.monotonic()):
+                self._tell_siblings(slot.key, failed)
         elif isinstance(message, SnapshotPart) and slot.take_part(message):
             self.snapshots.answered(message.number, slot.key)
 
@@ -290,22 +281,29 @@ class Supervisor:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(slot.link)
         if slot.connection is not None:
-            self._ports.forget(slot.key)
-            self._turn_away(slot.connection, Reason.WORKER_LOST, f"its worker ended with {code} while it started")
+            self._lives.forget_port(slot.key)
+            self._callers.turn_away(
+                slot.connection, Reason.WORKER_LOST, f"its worker ended with {code} while it started"
+            )
             slot.connection = None
         slot.close()
-        self._forget_pools(slot, ALL_POOLS)
-        for owner, pool in self._holders.left(slot.config.name, slot.peer):
+        for owner, pool in self._holders.left(slot.config.name):
             self._tell_free(owner, pool)
+        for pool in (ALL_POOLS, *self._holders.take_all(slot.peer)):
+            self._forget_pools(slot, pool)
         if self._slots.get(slot.key) is slot:
             del self._slots[slot.key]
+            if not self._siblings(slot.key):
+                self._failed_rooms.forget(slot.key[:2])
         if slot.error and slot.state is WorkerState.DRAINING:
-            self._restarts[slot.key] = self._restarts.get(slot.key, 0) + 1
+            self._restarts.replaced(slot.key)
         elif slot.state is not WorkerState.DRAINING and self._stopping_s is None:
             _log.error("worker %s ended with %d", slot.config.name, code)
             self.metrics.add("longshore_worker_restarts_total", 1)
-            self._restarts[slot.key] = self._restarts.get(slot.key, 0) + 1
             why = slot.error if slot.state is WorkerState.FAILED else f"it ended with {code}"
+            now_s = time.monotonic()
+            served_s = now_s - slot.ready_s if slot.ready_s is not None else 0.0
+            self._restarts.died(slot.key, served_s, why, now_s)
             lost = f"the worker of rank {slot.key.rank} was lost: {why}"
             self._tell_siblings(slot.key, SiblingLost(Reason.WORKER_LOST, lost))
 
@@ -314,7 +312,8 @@ class Supervisor:
 
     def _tell_siblings(self, key: SlotKey, message: SiblingFailed | SiblingLost) -> None:
         for slot in self._siblings(key):
-            if slot.state is WorkerState.READY:
+            # A worker that has started was told of earlier failures only, and may serve its engine before it reports READY.
+            if slot.address and slot.state in (WorkerState.STARTING, WorkerState.READY):
                 slot.link.send(message)
 
     def _publish(self, key: SlotKey) -> None:
@@ -358,8 +357,9 @@ class Supervisor:
                 started_unix_s=self._started_unix_s,
                 uptime_s=now_s - self._started_s,
                 loop_age_s=now_s - self._turned_s,
-                restarts=sum(self._restarts.values()),
+                restarts=self._restarts.total,
                 draining=self._stopping_s is not None,
+                dying=self._restarts.dying(now_s),
                 self_test=self._self_test_result,
                 instances=tuple(
                     InstanceStatus.of(
@@ -369,7 +369,7 @@ class Supervisor:
                     )
                     for family in families.values()
                 ),
-                workers=tuple(slot.described(self._restarts.get(key, 0)) for key, slot in self._slots.items()),
+                workers=tuple(slot.described(self._restarts.count(key)) for key, slot in self._slots.items()),
                 metrics=self.metrics.snapshot(),
             )
         )
@@ -431,12 +431,11 @@ class Supervisor:
     def _close(self) -> None:
         # First: nobody turns the loop for who asks now, and ending workers may take seconds.
         self.snapshots.close()
-        self._listener.close()
+        self._callers.close()
         if self._self_test is not None:
             self._self_test.kill()
             self._self_test.communicate()
         for slot in self._slots.values():
             slot.close()
-        self._ports.close()
         self._selector.close()
         os.close(self._wake)

@@ -30,6 +30,16 @@ class PoolHolders:
             self._awaited.setdefault((owner, pool), set()).update(holders)
         return (owner, pool) not in self._awaited
 
+    def take_all(self, owner: PeerId) -> list[int]:
+        """An owner's worker has ended; return its pools that others still have mapped."""
+        for _, pool in [key for key in self._given if key[0] == owner]:
+            self.take(owner, pool)
+        return [pool for peer, pool in self._awaited if peer == owner]
+
+    def holders(self, owner: PeerId) -> list[str]:
+        """Return the workers that still have a pool mapped which its owner does not register any more."""
+        return sorted({name for key, names in self._awaited.items() if key[0] == owner for name in names})
+
     def unmapped(self, owner: PeerId, pool: int, holder: str) -> bool:
         """A worker has unmapped a pool; return whether it was the last one that its owner waits for."""
         awaited = self._awaited.get((owner, pool))
@@ -40,11 +50,8 @@ class PoolHolders:
             del self._awaited[owner, pool]
         return not awaited
 
-    def left(self, worker: str, peer: PeerId) -> list[_Pool]:
-        """A worker has ended, and with it all its mappings; return the pools of others that nobody has any more."""
-        for known in (self._given, self._awaited):
-            for pool in [pool for pool in known if pool[0] == peer]:
-                del known[pool]
+    def left(self, worker: str) -> list[_Pool]:
+        """A worker has ended, and with it all its mappings; return the pools that nobody has any more."""
         for holders in self._given.values():
             holders.discard(worker)
         return [pool for pool in list(self._awaited) if self.unmapped(*pool, worker)]

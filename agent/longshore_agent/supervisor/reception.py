@@ -1,5 +1,6 @@
-"""Who may register: an engine's Hello against the limits of names, and against the layouts that the deployment
-declares. Looks at nothing of the machine but whether it has a GPU's driver.
+"""Checks an engine's Hello against the limits of names and numbers, and against the layouts that the deployment declares.
+
+Called by the supervisor. Looks at nothing of the machine but whether it has a GPU's driver.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from enum import IntEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from longshore_agent.settings import Settings
+from longshore_agent.control.engine_link import PeerProcess
+from longshore_agent.settings import Settings, variable
 from longshore_agent.supervisor.slots import SlotKey
 from longshore_wire.agent_config import AgentConfig
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Half, Hello
@@ -77,6 +79,30 @@ class Reception:
             _check_siblings(hello.instance, hello.layout, sibling)
         parallel = hello.layout.parallel
         return SlotKey(hello.instance, parallel.dp_rank, hello.layout.rank)
+
+    def count(self, engine: PeerProcess, others: Sequence[tuple[PeerProcess, bool]]) -> None:
+        """Check whether one more worker may be started for an engine.
+
+        Args:
+            others: the engine of each worker that there is, and whether it still serves that engine.
+        Raises:
+            LongshoreError: its process or its user has as many as are allowed; names the setting.
+        """
+        settings = self._settings
+        process = f"this process (PID {engine.pid})" if engine.pid else "this process"
+        limits = (
+            (process, "process_workers_max", [lives for other, lives in others if engine.same_as(other)]),
+            (f"user {engine.uid}", "user_workers_max", [lives for other, lives in others if other.uid == engine.uid]),
+        )
+        for owner, name, found in limits:
+            limit = getattr(settings, name)
+            if len(found) >= limit:
+                # A worker whose engine has left is gone soon.
+                passing = sum(found) < limit
+                raise LongshoreError(
+                    f"{owner} has {len(found)} workers, of {limit} that {variable(name)} allows: close a client, or raise it",
+                    reason=Reason.BUSY if passing else Reason.UNSUPPORTED,
+                )
 
     @staticmethod
     def _compare(half: Half, layout: KVLayout, config: AgentConfig) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from longshore_agent.control.engine_link import PeerProcess
 from longshore_agent.control.node_link import NodeLink, SnapshotPart
 from longshore_agent.settings import Settings
 from longshore_agent.status.snapshot import WorkerSnapshot, WorkerState
@@ -38,6 +39,7 @@ class Slot:
 
     key: SlotKey
     hello: Hello
+    engine: PeerProcess
     config: WorkerConfig
     process: subprocess.Popen[bytes]
     pidfd: int
@@ -45,6 +47,7 @@ class Slot:
     connection: socket.socket | None  # the engine's, until the worker has it
     state: WorkerState = WorkerState.STARTING
     since_s: float = field(default_factory=time.monotonic)
+    ready_s: float | None = None  # since when it serves its engine
     address: str = ""
     near: str = ""  # as of `Started`
     snapshot: WorkerSnapshot | None = None
@@ -112,14 +115,23 @@ class Slot:
         os.close(self.pidfd)
 
 
-def start(key: SlotKey, hello: Hello, connection: socket.socket, settings: Settings, port: int, agent: str) -> Slot:
-    """Start the worker of an engine rank."""
+def start(
+    key: SlotKey,
+    hello: Hello,
+    connection: socket.socket,
+    engine: PeerProcess,
+    settings: Settings,
+    epoch: int,
+    port: int,
+    agent: str,
+) -> Slot:
+    """Start the worker of an engine rank. Raises OSError where descriptors, processes or memory have run out."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     config = WorkerConfig(
         name=f"{key.instance}/{key.dp_rank}/{key.rank}",
         deployment=settings.deployment,
         instance=key.instance,
-        epoch=time.time_ns(),
+        epoch=epoch,
         layout=hello.layout,
         roles=hello.roles,
         environment=settings.environment(),
@@ -127,11 +139,23 @@ def start(key: SlotKey, hello: Hello, connection: socket.socket, settings: Setti
         link=theirs.fileno(),
         agent=agent,
         device=hello.device,
+        engine=hello.engine,
     )
     # One thread a process: numeric libraries would otherwise start one a core in every worker.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
     environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "longshore_agent.worker.main", config.to_text()]
-    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
-    theirs.close()
-    return Slot(key, hello, config, process, os.pidfd_open(process.pid), NodeLink(ours), connection)
+    try:
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
+        try:
+            pidfd = os.pidfd_open(process.pid)
+        except OSError:
+            process.kill()
+            process.wait()
+            raise
+    except OSError:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return Slot(key, hello, engine, config, process, pidfd, NodeLink(ours), connection)

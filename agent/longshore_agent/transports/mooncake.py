@@ -37,9 +37,10 @@ import numpy.typing as npt
 from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.transports import mooncake_engine, wires
 from longshore_agent.transports.base import METADATA_BYTES_MAX, Prepared, Wire, Write, WriteState
+from longshore_agent.transports.data_ports import DataPorts
 from longshore_agent.transports.device_wire import find_device_wire
 from longshore_agent.transports.envelope import NAME_BYTES_MAX, is_name, seal, unseal
-from longshore_agent.transports.mooncake_address import own_host, remote_address
+from longshore_agent.transports.mooncake_address import remote_address
 from longshore_agent.transports.mooncake_peers import (
     Metadata,
     MooncakePrepared,
@@ -80,15 +81,15 @@ class MooncakeTransport:
 
     Args:
         name: by which peers know this worker.
-        host: the address at which peers reach this machine. The library listens on every address all the same.
+        ports: takes over the ports on which the library listens, on every address whatever it is told; None: of the loopback
+            interface alone.
         device_index: of the GPU that all memory here is on, which must be current in every calling thread; -1: the host's.
             There a thread that posts lives until its writes have ended. Each range that is registered is an allocation of
             its own, of which peers then reach all.
         device: its UUID, by which NVLink is told from CUDA IPC over PCIe; empty: not known.
         enter: makes that GPU current for a thread of ours.
     Raises:
-        TransportError: Mooncake is not installed, has no transport for that memory or does not start, or nobody can reach
-            `host`.
+        TransportError: Mooncake is not installed, has no transport for that memory, does not start, or is open where it may not be.
     """
 
     backend = "Mooncake"
@@ -99,8 +100,8 @@ class MooncakeTransport:
     def __init__(
         self,
         name: str,
-        host: str = "127.0.0.1",
         *,
+        ports: DataPorts | None = None,
         device_index: int = -1,
         device: str = "",
         enter: Callable[[], None] = lambda: None,
@@ -109,12 +110,12 @@ class MooncakeTransport:
             raise TransportError(f"transport name is {name!r}: give 1 to {NAME_BYTES_MAX} bytes")
         self.name = name
         self._life = os.urandom(8).hex()
-        self._host = own_host(host)
+        self._ports = ports or DataPorts()
         self._device_index, self._device, self._enter = device_index, device, enter
         # Over TCP the target checks every request against what it has registered; a GPU that has mapped memory asks nobody.
         self.fences = device_index < 0
         start = mooncake_engine.start_on_host if device_index < 0 else mooncake_engine.start_on_device
-        self._engine: Any = start(self._host)
+        self._engine: Any = start(self._ports)
         self._port = int(self._engine.get_rpc_port())
         # The gate keeps posts out of a probe. The lock guards what is below it and is never held while the library writes.
         self._gate = threading.Lock()
@@ -164,7 +165,7 @@ class MooncakeTransport:
             regions = self._sources.ranges
         kernel = wires.host_identity()
         device = (self._device_index, self._device)
-        content = Metadata(self.name, self._life, kernel, self._host, self._port, regions, *device)
+        content = Metadata(self.name, self._life, kernel, str(self._ports.address), self._port, regions, *device)
         packed = seal(_MAGIC, content)
         if len(packed) > METADATA_BYTES_MAX:
             raise TransportError(
@@ -431,7 +432,7 @@ class MooncakeTransport:
         self._enter()
         try:
             if self._device_index >= 0 and peer.engine is None:
-                peer.engine = mooncake_engine.start_writer(self._host)
+                peer.engine = mooncake_engine.start_writer(self._ports)
             engine = self._engine_for(peer)
             peer.answers = engine is not None and cast("int", engine.send_probe(peer.address)) == 0
         except (*_LIBRARY_ERRORS, TransportError):

@@ -7,6 +7,7 @@ lead elsewhere is refused by name. How that was found: docs/design/2026-11-22-mo
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import os
@@ -16,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from longshore_agent.errors import TransportError
+from longshore_agent.transports.data_ports import DataPorts
+from longshore_agent.transports.mooncake_address import in_brackets
+from longshore_agent.transports.own_sockets import listening_sockets
 from longshore_wire.errors import Reason
 
 # What must not be set for memory of a GPU, and what the library would do then, without a word.
@@ -30,11 +34,10 @@ _REFUSED = {
 _RUNTIME = Path("cu13", "lib", "libcudart.so.13")
 # How long the listener of an engine that only writes sleeps: an engine that ends waits for it, with Python's lock held.
 _LISTENER_SLEEP_US = 50_000
-_FD_DIRECTORY = Path("/proc/self/fd")
 
 
-def start_on_host(host: str) -> Any:
-    """Return an engine that moves the host's memory over TCP. Raises TransportError."""
+def start_on_host(ports: DataPorts) -> Any:
+    """Return an engine that moves the host's memory over TCP; `ports` takes over what it opens. Raises TransportError."""
     # What mooncake.py promises was proven over TCP alone; where a machine has RDMA devices the library would take those.
     os.environ.setdefault("MC_FORCE_TCP", "1")
     if os.environ.get("MC_TCP_PROTO"):
@@ -43,11 +46,11 @@ def start_on_host(host: str) -> Any:
             reason=Reason.UNSUPPORTED,
         )
     library = _load("install longshore[mooncake] and Debian's libcurl4 libibverbs1 libnuma1")
-    return _start(library, host, "tcp")
+    return _start(library, "tcp", ports)
 
 
-def start_on_device(host: str) -> Any:
-    """Return an engine that moves GPUs' memory inside this host over CUDA IPC, and nothing else.
+def start_on_device(ports: DataPorts) -> Any:
+    """Return an engine that moves GPUs' memory inside this host over CUDA IPC, and nothing else; see `start_on_host`.
 
     Raises:
         TransportError: UNSUPPORTED: the wheel has no such transport, or the environment asks for another.
@@ -69,12 +72,12 @@ def start_on_device(host: str) -> Any:
             "Mooncake wheels, which hold the same package, or use NIXL",
             reason=Reason.UNSUPPORTED,
         )
-    return _start(library, host, "nvlink_intra")
+    return _start(library, "nvlink_intra", ports)
 
 
-def start_writer(host: str) -> Any:
+def start_writer(ports: DataPorts) -> Any:
     """Return an engine of `start_on_device` that serves nobody: it writes to one peer, and unmaps its memory when it goes."""
-    engine = start_on_device(host)
+    engine = start_on_device(ports)
     _hasten(int(engine.get_rpc_port()))
     return engine
 
@@ -89,9 +92,12 @@ def _load(way_out: str) -> Any:
     return mooncake.engine
 
 
-def _start(library: Any, host: str, protocol: str) -> Any:
-    engine = library.TransferEngine()
-    said = engine.initialize(host, "P2PHANDSHAKE", protocol, "")
+def _start(library: Any, protocol: str, ports: DataPorts) -> Any:
+    host = in_brackets(ports.address)
+    # It listens on every address, whatever it is told.
+    with ports.opening():
+        engine = library.TransferEngine()
+        said = engine.initialize(host, "P2PHANDSHAKE", protocol, "")
     if said:
         raise TransportError(f"Mooncake does not start on {host}: it says {said}; its own lines are in the log")
     return engine
@@ -109,15 +115,8 @@ def _preload_runtime() -> None:
 
 def _hasten(port: int) -> None:
     """Let the listener on a port of this process wake often. If it cannot be found, its end takes up to a second."""
-    for entry in _FD_DIRECTORY.iterdir():
-        try:
-            if not str(entry.readlink()).startswith("socket:["):
-                continue
-            # A duplicate: closing it leaves the library's own alone.
-            with socket.socket(fileno=os.dup(int(entry.name))) as copy:
-                if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and copy.getsockname()[1] == port:
-                    copy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, _LISTENER_SLEEP_US))
-                    return
-        except OSError:
-            # Closed between listing and reading, or a kind that has no such option.
-            continue
+    with contextlib.suppress(OSError):
+        for _, listener in listening_sockets():
+            if listener.getsockname()[1] == port:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, _LISTENER_SLEEP_US))
+                return

@@ -1,4 +1,4 @@
-"""Transport over NIXL with its UCX backend: the only file that imports nixl, and that knows NIXL's errors and names.
+"""Transport over NIXL with its UCX backend: the only file that knows NIXL's errors and names.
 
 Made by `transports.create`. What was measured here, with NIXL 1.5.1, and why this file is as it is:
 
@@ -20,20 +20,23 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from longshore_agent.errors import PeerMetadataError, TransportError
-from longshore_agent.transports import wires
+from longshore_agent.errors import TransportError
+from longshore_agent.transports import nixl_library
 from longshore_agent.transports.base import METADATA_BYTES_MAX, Prepared, Wire, Write, WriteState
+from longshore_agent.transports.data_ports import DataPorts
 from longshore_agent.transports.device_wire import find_device_wire
 from longshore_agent.transports.envelope import NAME_BYTES_MAX, is_name
-from longshore_agent.transports.nixl_envelope import Envelope, inbox_name, outbox_name, pack, unpack
+from longshore_agent.transports.nixl_envelope import Envelope, check_reach, inbox_name, outbox_name, pack, unpack
 from longshore_agent.transports.nixl_handles import NixlPeer, NixlPrepared, NixlWrite
 from longshore_agent.transports.nixl_rows import kind_of, rows_of
 from longshore_agent.transports.probe import check_notice, find_wire, row
+from longshore_agent.transports.wires import host_identity
 from longshore_wire.errors import Reason
 
 # Notices of workers that we have not connected yet: both sides attach at about the same time, and a peer that is
@@ -52,10 +55,13 @@ class NixlTransport:
 
     Args:
         name: by which peers know this worker.
+        ports: takes over the ports on which UCX listens; None: UCX listens on the loopback interface.
+        wires: those that may carry bytes; empty: any. UCX opens no port that none of them needs.
         device_index: of the GPU that all memory here is on, which must be current in every calling thread; -1: the host's.
         device: its UUID, by which NVLink is told from CUDA IPC over PCIe; empty: not known.
+        fabric: that memory can be reached over NVLink from other nodes.
     Raises:
-        TransportError: NIXL is not installed or does not start.
+        TransportError: NIXL is not installed or does not start, or it listens where it should not.
     """
 
     backend = "NIXL"
@@ -65,18 +71,25 @@ class NixlTransport:
     # Nor does forgetting the peer stop it.
     revocable: frozenset[Wire] = frozenset()
 
-    def __init__(self, name: str, *, device_index: int = -1, device: str = "") -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        ports: DataPorts | None = None,
+        wires: Collection[Wire] = (),
+        device_index: int = -1,
+        device: str = "",
+        fabric: bool = False,
+    ) -> None:
         if not is_name(name) or "~" in name:
             raise TransportError(f"transport name is {name!r}: give 1 to {NAME_BYTES_MAX} bytes without '~'")
         self.name = name
         self._device_index, self._device = device_index, device
         self._life = os.urandom(8).hex()
-        self._errors, make = _load_nixl()
-        try:
-            self._inbox = make(inbox_name(name, self._life))
-            self._outbox = make(outbox_name(inbox_name(name, self._life)))
-        except self._errors as error:
-            raise TransportError(f"NIXL does not start: {error}") from error
+        inbox = inbox_name(name, self._life)
+        self._inbox, self._outbox, self._errors, self._alone = nixl_library.start(
+            inbox, outbox_name(inbox), ports or DataPorts(), wires, fabric=fabric
+        )
         # Where both are needed, the inbox's is taken first. The gate is taken before either: it keeps posts out of a probe.
         self._gate = threading.Lock()
         self._inbox_lock = threading.Lock()
@@ -133,7 +146,8 @@ class NixlTransport:
                 blob = self._inbox.get_agent_metadata()
             except self._errors as error:
                 raise TransportError(f"NIXL gives no metadata: {error}") from error
-        packed = pack(Envelope(self.name, self._life, wires.host_identity(), blob, self._device_index, self._device))
+        device = (self._device_index, self._device)
+        packed = pack(Envelope(self.name, self._life, host_identity(), blob, *device, self._alone))
         if len(packed) > METADATA_BYTES_MAX:
             raise TransportError(
                 f"NIXL metadata takes {len(packed)} bytes of {METADATA_BYTES_MAX}: register fewer regions"
@@ -143,6 +157,7 @@ class NixlTransport:
     def connect(self, metadata: bytes) -> str:
         """Learn a peer, its newer metadata, or its next life under the same name; see `Transport.connect`."""
         envelope = unpack(metadata)
+        check_reach(envelope, host_identity(), alone=self._alone)
         nixl_name = inbox_name(envelope.name, envelope.life)
         with self._inbox_lock, self._outbox_lock:
             self._check_open()
@@ -152,13 +167,15 @@ class NixlTransport:
             try:
                 self._outbox.add_remote_agent(envelope.blob)
             except self._errors as error:
-                raise PeerMetadataError(f"NIXL refuses the metadata of peer {envelope.name!r}: {error}") from error
+                raise TransportError(
+                    f"NIXL cannot reach peer {envelope.name!r}, which may have ended: {error}"
+                ) from error
             if known is not None and known.nixl_name == nixl_name:
                 known.blob = envelope.blob
                 return envelope.name
             if known is not None:
                 self._remove(known)
-            same_host = envelope.host != "" and envelope.host == wires.host_identity()
+            same_host = envelope.host != "" and envelope.host == host_identity()
             self._peers[envelope.name] = NixlPeer(
                 envelope.name, nixl_name, envelope.blob, same_host, envelope.device_index, envelope.device
             )
@@ -467,20 +484,3 @@ class NixlTransport:
     def _check_open(self) -> None:
         if self._closed:
             raise TransportError(f"NIXL transport {self.name!r} is closed", reason=Reason.SHUTTING_DOWN)
-
-
-def _load_nixl() -> tuple[tuple[type[Exception], ...], Any]:
-    """Import NIXL quietly; return its exception classes and a maker of agents."""
-    # Read when the library loads: its INFO lines, several for each agent, belong in nobody's log.
-    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
-    try:
-        import nixl
-        import nixl._bindings as bindings
-    except ImportError as error:
-        raise TransportError("NIXL is not installed: install longshore[nixl]", reason=Reason.UNSUPPORTED) from error
-    logging.getLogger("nixl").setLevel(logging.WARNING)
-    kinds = vars(bindings).values()
-    errors = tuple(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Exception))
-    config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
-    # RuntimeError: no plugin is there, or none starts.
-    return (*errors, RuntimeError), lambda name: nixl.nixl_agent(name, config)

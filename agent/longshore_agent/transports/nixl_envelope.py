@@ -9,8 +9,9 @@ import struct
 
 import msgspec
 
-from longshore_agent.errors import PeerMetadataError
+from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.transports.envelope import NAME_BYTES_MAX, is_name, seal, unseal
+from longshore_wire.errors import Reason
 
 _MAGIC = b"LSNIXL01"
 _NIXL_HEAD = b"nixlSerDes|Agent"
@@ -20,6 +21,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """A worker's name, which of its lives this is, the kernel that it runs on, and what NIXL wants its peers to know.
 
     `device_index` is that of the GPU whose memory it has registered, `device` its UUID; -1 and empty: it is the host's.
+    `alone`: it writes inside its host only, and opens no port for others.
     """
 
     name: str
@@ -28,6 +30,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     blob: bytes
     device_index: int = -1
     device: str = ""
+    alone: bool = False
 
 
 def inbox_name(name: str, life: str) -> str:
@@ -53,3 +56,20 @@ def unpack(data: bytes) -> Envelope:
     if not is_name(envelope.name) or not envelope.blob.startswith(head_of_blob):
         raise PeerMetadataError(f"peer metadata of {envelope.name[:NAME_BYTES_MAX]!r} holds another NIXL agent's name")
     return envelope
+
+
+def check_reach(peer: Envelope, host: str, *, alone: bool) -> None:
+    """Raise TransportError if a peer and a worker on `host` have no way to each other; `alone` as of `Envelope`."""
+    if peer.alone != alone:
+        fault = (
+            f"one of peer {peer.name!r} and this worker may use wires inside its host alone, and the other may not: give both "
+            "agents the same transfer.wires (LONGSHORE_WIRES)"
+        )
+    elif alone and peer.host != host:
+        fault = (
+            f"peer {peer.name!r} is on another host, and transfer.wires (LONGSHORE_WIRES) allows wires inside one alone: add TCP "
+            "or RDMA to the list"
+        )
+    else:
+        return
+    raise TransportError(fault, reason=Reason.WIRE_NOT_ALLOWED)

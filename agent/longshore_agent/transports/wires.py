@@ -5,16 +5,16 @@ Called by the transports' `probe_wire`. Reads counters only; knows no backend an
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
 from pathlib import Path
 
 import msgspec
 
+from longshore_agent.errors import TransportError
 from longshore_agent.transports.base import Wire
+from longshore_agent.transports.own_sockets import own_sockets
 
-_FD_DIRECTORY = Path("/proc/self/fd")
 _INFINIBAND_DIRECTORY = Path("/sys/class/infiniband")
 _BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 
@@ -34,8 +34,15 @@ class Counters(msgspec.Struct, frozen=True):
 
 
 def count() -> Counters:
-    """Read the counters now. A socket that closes meanwhile is left out."""
-    return Counters(_tcp_bytes(), _infiniband_bytes())
+    """Read the counters now. A socket that closes meanwhile is left out.
+
+    Raises:
+        TransportError: no descriptor is left to read with.
+    """
+    try:
+        return Counters(_tcp_bytes(), _infiniband_bytes())
+    except OSError as error:
+        raise TransportError(f"cannot read the counters that prove a wire: {error.strerror}") from error
 
 
 def carried(before: Counters, after: Counters, length_bytes: int, *, same_host: bool) -> Wire:
@@ -65,21 +72,14 @@ def host_identity() -> str:
 
 def _tcp_bytes() -> dict[int, int]:
     totals: dict[int, int] = {}
-    for entry in _FD_DIRECTORY.iterdir():
+    for inode, own in own_sockets():
         try:
-            link = str(entry.readlink())
-            if not link.startswith("socket:["):
-                continue
-            # A duplicate stays valid when its owner closes the socket, and closing it leaves the owner's alone.
-            with socket.socket(fileno=os.dup(int(entry.name))) as copy:
-                if copy.type != socket.SOCK_STREAM or copy.family not in (socket.AF_INET, socket.AF_INET6):
-                    continue
-                info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+            info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
         except OSError:
-            # Closed between listing and reading, or a kind that has no such counter (SCTP, MPTCP).
+            # A kind that has no such counter (SCTP, MPTCP).
             continue
         if len(info) >= _BYTES_ACKED_OFFSET + _BYTES_ACKED.size:
-            totals[int(link[len("socket:[") : -1])] = _BYTES_ACKED.unpack_from(info, _BYTES_ACKED_OFFSET)[0]
+            totals[inode] = _BYTES_ACKED.unpack_from(info, _BYTES_ACKED_OFFSET)[0]
     return totals
 
 

@@ -9,6 +9,7 @@ import msgspec
 from longshore_agent import crossover_file
 from longshore_agent.memory.cuda import reached_by_all
 from longshore_agent.settings import Settings
+from longshore_wire.claims import staged_unless_forbidden
 from longshore_wire.effects import SessionConfig
 from longshore_wire.engine_messages import Half
 from longshore_wire.layout import KVLayout
@@ -29,6 +30,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
         port: where peers dial; 0 takes a free one.
         link: number of the inherited descriptor of the supervisor's link.
         device: "cpu", or the UUID of the GPU that holds the engine's pages.
+        engine: the life of the engine, as its Hello says.
     """
 
     name: str
@@ -42,6 +44,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     link: int
     agent: str = ""
     device: str = "cpu"
+    engine: int = 0
 
     def settings(self) -> Settings:
         """Return the agent's settings."""
@@ -70,17 +73,20 @@ class WorkerConfig(msgspec.Struct, frozen=True):
             heartbeat_ns=settings.heartbeat_ns,
             peer_timeout_ns=settings.peer_timeout_ns,
             write_timeout_ns=settings.write_timeout_ns,
+            room_timeout_ns=settings.room_timeout_ns,
             rooms_max=settings.rooms_max,
             ended_rooms_max=settings.ended_rooms_max,
             force_way=settings.force_way,
-            # Engines' memory on a GPU is mapped for our kernels alone: no transport writes it in place.
-            staging=Staging.ALWAYS if on_gpu else settings.staging,
+            # Engines' memory on a GPU is mapped for our kernels only: no transport writes it in place. If staging is
+            # forbidden, the room must be refused.
+            staging=staged_unless_forbidden(settings.staging) if on_gpu else settings.staging,
             near_staging=settings.staging,
             in_place=not on_gpu,
             wires=settings.allowed_wires.names,
             direct_slab_bytes=_DIRECT_SLAB_LANES * settings.lane_bytes if on_gpu else 0,
             crossover=crossover_file.load(settings.crossover_file),
             agent=self.agent if not on_gpu or reached_by_all(self.device) else "",
+            engine=self.engine,
         )
 
     def gives_directly(self, settings: Settings) -> bool:

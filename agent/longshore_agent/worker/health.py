@@ -5,10 +5,17 @@ Asked by the worker's control thread; says why, and when to ask again. Ends noth
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
+
 from longshore_agent.path.jobs import WriteJob
 from longshore_agent.settings import Settings
 from longshore_agent.worker.moving import Mover
+from longshore_wire.peer_messages import RoomKey
 from longshore_wire.target_session import TargetSession
+
+# The rest is for the rooms that end before the next worker takes over.
+DESCRIPTORS_SHARE = 0.75
 
 
 class WorkerHealth:
@@ -19,6 +26,7 @@ class WorkerHealth:
         self._mover = mover
         self._target = target
         self._held_since_ns: int | None = None
+        self._disconnected_count = 0
         # Writes that outlive their rooms, and since when; a lane has one each, a GPU a few.
         self._overtaken: list[tuple[WriteJob, int]] = []
 
@@ -28,6 +36,8 @@ class WorkerHealth:
         dues = [since_ns + self._settings.write_timeout_ns for _, since_ns in self._overtaken]
         if self._held_since_ns is not None:
             dues.append(self._held_since_ns + self._settings.peer_timeout_ns)
+        if self._exposed is not None:
+            dues.append(self._exposed[1] + self._settings.write_timeout_ns)
         return min(dues, default=None)
 
     def illness(self, now_ns: int) -> str:
@@ -35,7 +45,12 @@ class WorkerHealth:
         if self._mover.unsettled:
             # Only the end of this process proves that those bytes will not land any more.
             return "a failed write could not be settled"
-        return self._endless_write(now_ns) or self._quarantine(now_ns)
+        return (
+            self._endless_write(now_ns)
+            or self._quarantine(now_ns)
+            or self._exposed_pages(now_ns)
+            or self._kept_descriptors()
+        )
 
     def _endless_write(self, now_ns: int) -> str:
         """Say which write has not ended long after its room was given up: what it reads, and its lane, are lost to this worker.
@@ -52,6 +67,35 @@ class WorkerHealth:
                     f" after its room was given up"
                 )
         return ""
+
+    def _kept_descriptors(self) -> str:
+        """Say that few descriptors are left. Mooncake keeps its connections to each peer that has ended."""
+        if self._mover.disconnected_count == self._disconnected_count:
+            return ""
+        self._disconnected_count = self._mover.disconnected_count
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        try:
+            open_count = sum(1 for _ in Path("/proc/self/fd").iterdir())
+        except OSError:
+            # Counting takes one.
+            open_count = limit
+        if open_count <= DESCRIPTORS_SHARE * limit:
+            return ""
+        return f"{open_count} of {limit} descriptors are open: the transport keeps those of peers that have ended"
+
+    @property
+    def _exposed(self) -> tuple[RoomKey, int] | None:
+        """The oldest failed room whose pages a source may still write, and since when."""
+        return next(iter(self._target.exposed_since_ns.items()), None) if self._target is not None else None
+
+    def _exposed_pages(self, now_ns: int) -> str:
+        """Say which room's pages its engine does not get back: no proof has come that a source has stopped writing them."""
+        if self._exposed is None or now_ns - self._exposed[1] < self._settings.write_timeout_ns:
+            return ""
+        return (
+            f"prefill {self._exposed[0].instance} may still write the pages of room {self._exposed[0].room}, which failed "
+            f"{self._settings.write_timeout_s:g} s ago, and cannot be reached"
+        )
 
     def _quarantine(self, now_ns: int) -> str:
         ring = self._target.granter.ring if self._target is not None else None

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from longshore_agent.control.curve import read_ring
 from longshore_agent.control.engine_link import EngineClosedError, EngineLink, EngineStuckError
-from longshore_agent.control.knocking import Knocker
+from longshore_agent.control.liveness import LivenessProbes, Probed
 from longshore_agent.control.node_link import (
     AdoptEngine,
     Drain,
@@ -55,10 +55,10 @@ from longshore_wire.effects import (
     Dial,
     Effect,
     HangUp,
-    Knock,
     PeerAttached,
     PeerGone,
     PeerId,
+    ProbeLiveness,
     RoomEnded,
     RoomReleased,
     StartScatter,
@@ -89,7 +89,7 @@ class Worker:
         self.engine: EngineLink | None = None
         self.started_ns = now_ns = time.monotonic_ns()
         self._link = link
-        self._knocker = Knocker()
+        self._probes = LivenessProbes()
         self._engine_error = ""
         self._gone: list[tuple[PeerId, int]] = []
         self._stop_ns: int | None = None
@@ -99,21 +99,18 @@ class Worker:
         source = SourceSession(session_config, now_ns=now_ns) if Half.SOURCE in config.roles else None
         target = TargetSession(session_config, now_ns=now_ns) if Half.TARGET in config.roles else None
         self.source, self.target = source, target
-        self.sessions: dict[Half, Session] = {}
-        if source is not None:
-            self.sessions[Half.SOURCE] = source
-        if target is not None:
-            self.sessions[Half.TARGET] = target
+        halves = ((Half.SOURCE, source), (Half.TARGET, target))
+        self.sessions: dict[Half, Session] = {half: session for half, session in halves if session is not None}
         self.mover = Mover(config, settings, self.metrics, self.spans, self._ask_pool)
         self._pace = WorkerPace(self.mover, self.sessions, time.monotonic_ns())
         self._health = WorkerHealth(settings, self.mover, target)
         self._heap = WorkerHeap(now_ns)
         self.desk = Desk(config.layout, self.mover.parts.transport, source, target, device=self.mover.parts.device)
         self.desk.prepare, self.desk.admit = self.mover.prepare, self.mover.admit
-        self._describe()
         keys = read_ring(Path(settings.keys_directory)) if settings.keys_directory else None
         route = f"{config.instance}/{config.layout.parallel.dp_rank}/{config.layout.rank}/{config.epoch}"
-        self.net = PeerNet(settings.bind_host, config.port, route, keys)
+        self.net = PeerNet(settings.bind_host, config.port, route, keys, self.mover.parts.ports.admit)
+        self._describe()
         for descriptor in (link.fileno(), self.mover.results.wake):
             self.net.poller.register(descriptor, 1)
         link.send(Started(self.net.address, config.epoch, session_config.agent))
@@ -150,15 +147,17 @@ class Worker:
             self.mover.hurry()
         for message, descriptor in self._link.receive() if self._link.fileno() in ready else ():
             self._obey(message, descriptor, now_ns)
+        # Before a peer says that it has written where nothing is.
+        self.desk.fail_torn(now_ns)
         for half, peer, peer_message in self.net.receive(ready):
             if half in self.sessions:
                 self.sessions[half].receive(peer, peer_message, now_ns)
                 self.mover.hurry()
                 if isinstance(peer_message, Claim):
                     self._claimed(peer, peer_message.pair.key)
-        for gone in self._knocker.refused():
-            assert self.target is not None
-            self.target.peer_dead(gone, now_ns)
+        for (half, peer, epoch), listens in self._probes.answers():
+            answered = self.sessions[half].peer_listens if listens else self.sessions[half].peer_dead
+            answered(peer, epoch, now_ns)
         if self.mover.results.wake in ready:
             self.mover.collect()
         self._take_results(now_ns)
@@ -180,9 +179,9 @@ class Worker:
             self.mover.near.expect(peer, key.pool, pair.target_pages, pair.grid.first_token)
 
     def _owes_words(self) -> bool:
-        """Whether somebody near has still to be told, or a knock has not been answered."""
+        """Whether a message to the engine or the supervisor is unsent, or a liveness probe has no answer."""
         engine_waits = self.engine is not None and self.engine.outbox_count > 0
-        return engine_waits or self._link.wants_write or bool(self._engine_error) or self._knocker.waits
+        return engine_waits or self._link.wants_write or bool(self._engine_error) or self._probes.waits
 
     def _flush(self, now_ns: int) -> None:
         """Carry out what the cores ask for, until they ask for nothing more."""
@@ -222,7 +221,7 @@ class Worker:
         elif isinstance(effect, RoomEnded):
             self._room_ended(effect)
         elif isinstance(effect, RoomReleased):
-            opened = self.desk.tables.pop((effect.half, effect.key), None) is not None
+            opened = self.desk.release(effect.half, effect.key)
             self.mover.forget(effect.half, effect.key)
             if opened:
                 self._tell(released_event(effect))
@@ -235,8 +234,8 @@ class Worker:
             self._peer_gone(half, session, effect, now_ns)
         elif isinstance(effect, HangUp):
             self.net.hang_up(effect.peer)
-        elif isinstance(effect, Knock):
-            self._knocker.knock(effect.peer, effect.address)
+        elif isinstance(effect, ProbeLiveness):
+            self._probes.start(Probed(half, effect.peer, effect.epoch), effect.address)
         elif isinstance(effect, Dial):
             self._dial(effect, now_ns)
         else:
@@ -247,17 +246,20 @@ class Worker:
         revoked = self.mover.disconnect(half, effect.peer, known.wire if known is not None else "")
         if half is Half.SOURCE:
             self._gone.append((effect.peer, effect.epoch))
-        elif revoked and self.target is not None:
+            return
+        self.net.shut_out(effect.peer)
+        if revoked and self.target is not None:
             self.target.peer_revoked(effect.peer, now_ns)
 
     def _dial(self, effect: Dial, now_ns: int) -> None:
         assert self.target is not None
         try:
-            self.net.dial(effect.peer, effect.address)
+            self.net.dial(effect.peer, effect.address, admits=effect.admits)
         except TransportError as error:
-            self.target.refuse(effect.peer, Reason.UNKNOWN_INSTANCE, str(error), now_ns)
+            self.target.refuse(effect.peer, error.reason, str(error), now_ns)
 
     def _room_ended(self, effect: RoomEnded) -> None:
+        effect = self.desk.explained(effect)
         count_ended(self.metrics, effect)
         if (effect.half, effect.key) in self.desk.tables:
             # An engine that has not come with the room yet is refused when it does: it must not be told twice.
@@ -268,6 +270,7 @@ class Worker:
             self._link.send(RoomFailed(effect.half, effect.key, effect.reason, effect.text))
 
     def _take_results(self, now_ns: int) -> None:
+        self.desk.fail_torn(now_ns)
         for half, session in self.sessions.items():
             for peer, message in self.mover.take_results(half, session, now_ns):
                 self.net.send(half, peer, message)
@@ -458,13 +461,9 @@ class Worker:
     def _describe(self) -> None:
         self.desk.pools_changed = False
         pools = {number: pool.info(number) for number, pool in self.desk.pools.items()}
+        parts = self.mover.parts
         for session in self.sessions.values():
-            session.describe(
-                self.mover.parts.transport.metadata(),
-                self.mover.parts.ring_region,
-                pools,
-                self.mover.parts.probe_region,
-            )
+            session.describe(parts.transport.metadata(), parts.ring_region, pools, parts.probe_region, self.net.address)
         # Transport, kernels and their libraries are loaded by now.
         self._heap.settle()
 
@@ -495,6 +494,6 @@ class Worker:
             ending.end_at_the_latest()
         # Peers take a port on which nobody listens as proof that no write of ours can land: the transport goes first.
         self.mover.parts.close()
-        self._knocker.close()
+        self._probes.close()
         self.net.close()
         self._link.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from longshore_agent.errors import DeviceError
+from longshore_agent.errors import DeviceError, TransportError
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.path.admit import Desk
 from longshore_agent.path.deliver import ready_message
@@ -72,6 +72,7 @@ class Mover:
         self.metrics = metrics
         self.results = Results()
         self.unsettled = False
+        self.disconnected_count = 0
         self.failure = ""  # of the device: see `fail`
         self.counters: Counter[str] = Counter()
         self._gives_directly = config.gives_directly(settings)
@@ -129,7 +130,11 @@ class Mover:
 
     def connect(self, half: Half, effect: PeerAttached) -> None:
         """Let the transport learn a peer, and (as a source) find out the wire to it. Raises TransportError."""
-        name = self.parts.transport.connect(effect.attach.metadata)
+        try:
+            name = self.parts.transport.connect(effect.attach.metadata)
+        except TransportError as error:
+            self.peers.unreached(half, effect.peer, error)
+            raise
         first = self.peers.add(half, effect.peer, name, effect.attach)
         lanes, probe = self.parts.lanes, effect.attach.probe
         if half is Half.SOURCE and first and lanes is not None and probe is not None:
@@ -149,6 +154,7 @@ class Mover:
         if name is None:
             return False
         self.parts.transport.disconnect(name)
+        self.disconnected_count += 1
         return any(each.value == wire for each in self.parts.transport.revocable)
 
     def notices(self) -> list[tuple[PeerId, PeerMessage]]:
@@ -174,8 +180,9 @@ class Mover:
             return
         name = self.peers.name(Half.SOURCE, effect.peer)
         if name is None:
-            text = f"the transport does not know rank {effect.peer.rank} of {effect.peer.instance}"
-            session.write_failed(effect.peer, effect.pair, effect.slab, text, now_ns)
+            why = self.peers.why_unreached(effect.peer)
+            session.cancel(effect.pair.key, why.reason, str(why), now_ns)
+            session.write_failed(effect.peer, effect.pair, effect.slab, str(why), now_ns)
             return
         if effect.way is not Way.DIRECT and (forbidden := self.peers.fault(effect.peer)):
             session.cancel(effect.pair.key, Reason.WIRE_NOT_ALLOWED, forbidden, now_ns)

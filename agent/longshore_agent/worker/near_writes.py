@@ -26,7 +26,8 @@ _EXPECTED_MAX = 64
 
 def shown_parts(pool: Pool | None, sought: PoolSought) -> Iterator[tuple[PoolShown, int | None]]:
     """Give the regions of a pool, each with its file descriptor if it has one, to a worker of this node that will write its pages."""
-    if pool is None:
+    if pool is None or not pool.pages.sealed:
+        # What its engine can take away would end the asker, too.
         yield PoolShown(sought.asker, sought.pool, 0), None
         return
     pool.shown = True

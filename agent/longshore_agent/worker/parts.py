@@ -6,6 +6,7 @@ what it can.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import cast
 
@@ -24,11 +25,12 @@ from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.snapshot import LaneStatus
 from longshore_agent.status.spans import SpanRecorder
+from longshore_agent.transport_choice import make_ports, make_transport
 from longshore_agent.transports.base import DraftingTransport
 from longshore_agent.worker.config import WorkerConfig
-from longshore_agent.worker.transport import make_transport
 from longshore_wire.engine_messages import Half
 from longshore_wire.peer_messages import RegionInfo
+from longshore_wire.trailer import TRAILER_KEY_BYTES
 
 # Large enough that a wire's counters show it, small enough to cost nothing.
 PROBE_BYTES = 1 << 20
@@ -43,6 +45,7 @@ class Parts:
 
     Attributes:
         device: None: a CPU.
+        ports: where the transport listens for bytes.
         probe_region: where peers may write to find out their wire to this worker.
         ring_region: None: this worker is no target, or has no staging.
         lanes: None: this worker is no source.
@@ -55,6 +58,8 @@ class Parts:
         self, config: WorkerConfig, settings: Settings, results: Results, metrics: Metrics, spans: SpanRecorder
     ) -> None:
         """Raises TransportError, DeviceError or PoolError."""
+        # Of this life; sources get it when they attach, over connections that are encrypted where there are keys.
+        self._trailer_key = os.urandom(TRAILER_KEY_BYTES)
         self._settings, self._results, self._metrics, self._spans = settings, results, metrics, spans
         self.device = None if config.device == "cpu" else open_device(config.device)
         if self.device is not None:
@@ -62,7 +67,8 @@ class Parts:
             self.device.enter()
         layout = config.layout
         name = f"{config.instance}.{layout.parallel.dp_rank}.{layout.rank}"
-        self.transport = make_transport(settings, name, self.device)
+        self.ports = make_ports(settings)
+        self.transport = make_transport(settings, name, self.ports, self.device)
         self._probe = self._allocate(2 * PROBE_BYTES)
         self.transport.register(self._probe.address, self._probe.length_bytes)
         # Peers write to the first half, our own probes read the second.
@@ -109,7 +115,7 @@ class Parts:
         ring = StagingBuffer(settings.ring_bytes, extent_bytes=settings.ring_extent_bytes)
         for extent in ring.extents():
             self.transport.register(*extent)
-        self.ring_region = RegionInfo(ring.address, ring.length_bytes, settings.ring_extent_bytes)
+        self.ring_region = RegionInfo(ring.address, ring.length_bytes, settings.ring_extent_bytes, self._trailer_key)
         self.scatterers = Scatterers(
             ring,
             self._results,
@@ -117,6 +123,7 @@ class Parts:
             self._spans,
             thread_count=settings.scatter_threads,
             trailer_deadline_ns=settings.trailer_deadline_ns,
+            trailer_key=self._trailer_key,
         )
 
     def _start_device(self, device: Device, roles: tuple[Half, ...]) -> None:
@@ -150,9 +157,13 @@ class Parts:
             self.hurry = self.lanes.hurry
             self.direct = DeviceDirectLanes(settings.lane_count, stages, self._metrics, self._spans)
         if ring is not None:
-            self.ring_region = RegionInfo(ring.address, ring.length_bytes)
+            self.ring_region = RegionInfo(ring.address, ring.length_bytes, trailer_key=self._trailer_key)
             self.scatterers = DeviceScatterers(
-                stages, self._metrics, self._spans, trailer_deadline_ns=settings.trailer_deadline_ns
+                stages,
+                self._metrics,
+                self._spans,
+                trailer_deadline_ns=settings.trailer_deadline_ns,
+                trailer_key=self._trailer_key,
             )
 
     @property

@@ -5,13 +5,14 @@ Used by `moving`. Asks no transport; of two halves of one peer each has its own 
 
 from __future__ import annotations
 
+from longshore_agent.errors import TransportError
 from longshore_agent.path.jobs import ProbeJob, Results, WriteJob, still_wanted
 from longshore_agent.transports.base import Wire
 from longshore_wire.allowed_wires import AllowedWires
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Half
 from longshore_wire.peer_messages import Attach
-from longshore_wire.session import Peer
+from longshore_wire.peers import Peer
 
 Address = tuple[Half, PeerId]
 
@@ -38,11 +39,13 @@ class PeerBook:
         self._peers: dict[str, PeerId] = {}
         self._wires: dict[Address, str] = {}
         self._faults: dict[Address, str] = {}
+        self._unreached: dict[Address, TransportError] = {}
         self._waiting: dict[Address, list[WriteJob]] = {}
 
     def add(self, half: Half, peer: PeerId, name: str, attach: Attach) -> bool:
         """Note a peer by its name at the transport; return whether it is new."""
         address = (half, peer)
+        self._unreached.pop(address, None)
         first = address not in self.attached
         self._names[address], self._peers[name] = name, peer
         self.attached[address] = attach
@@ -54,6 +57,7 @@ class PeerBook:
         self.attached.pop(address, None)
         self._wires.pop(address, None)
         self._faults.pop(address, None)
+        self._unreached.pop(address, None)
         for job in self._waiting.pop(address, []):
             # Nobody learns the wire to it any more: its rooms end when the last of their slabs is answered.
             self._results.drop(job)
@@ -62,6 +66,15 @@ class PeerBook:
             return None
         self._peers.pop(name, None)
         return name
+
+    def unreached(self, half: Half, peer: PeerId, error: TransportError) -> None:
+        """The transport cannot serve a peer that has attached: rooms that come later must hear why."""
+        self._unreached[half, peer] = error
+
+    def why_unreached(self, peer: PeerId) -> TransportError:
+        """Return why the transport does not know a peer to which this source is to write."""
+        text = f"the transport does not know rank {peer.rank} of {peer.instance}"
+        return self._unreached.get((Half.SOURCE, peer)) or TransportError(text)
 
     def name(self, half: Half, peer: PeerId) -> str | None:
         """Return a peer's name at the transport; None: it does not know it."""

@@ -23,6 +23,7 @@ from longshore_agent.status.snapshot import (
     ENDED_ROOMS_LISTED_MAX,
     OPEN_ROOMS_LISTED_MAX,
     SPANS_LISTED_MAX,
+    DataPortStatus,
     EngineStatus,
     LayoutStatus,
     PairStatus,
@@ -39,14 +40,25 @@ from longshore_agent.worker.moving import Mover
 from longshore_wire.allowed_wires import needs_wire
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason
-from longshore_wire.names import UNKNOWN_WIRE
+from longshore_wire.names import PROTECTIONS, UNKNOWN_WIRE
 from longshore_wire.peer_messages import RoomKey
+from longshore_wire.peers import Ended, Peer, PeerState
 from longshore_wire.room import SourcePair, SourceRoom, TargetPair, TargetRoom
-from longshore_wire.session import Ended, Peer, PeerState, Session
+from longshore_wire.session import Session
+from longshore_wire.states import SourcePairState, TargetPairState
 from longshore_wire.target_session import TargetSession
 
 # The way of a pair of ranks between which nothing is to move.
 _NO_WAY = "none"
+# A pair's state in the words of status.
+_TARGET_PAIR_STATES = {
+    TargetPairState.WAITING: "claimed",
+    TargetPairState.CLAIMED: "claimed",
+    TargetPairState.OPEN: "open",
+    TargetPairState.COMPLETE: "done",
+    TargetPairState.ABORTING: "aborting",
+    TargetPairState.CLOSED: "aborting",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +89,7 @@ def encode_snapshot(worker: WorkerParts, room: int | None, now_ns: int) -> bytes
     peers = tuple(_peers(worker))
     _count_wires(worker.metrics, peers)
     ring = worker.target.granter.ring if worker.target is not None else None
+    ports = _data_ports(worker)
     snapshot = WorkerSnapshot(
         worker=config.name,
         pid=os.getpid(),
@@ -89,6 +102,8 @@ def encode_snapshot(worker: WorkerParts, room: int | None, now_ns: int) -> bytes
         if ring is not None
         else None,
         lanes=worker.mover.parts.lane_status(),
+        data_path=max((port.protection for port in ports), key=PROTECTIONS.index, default=PROTECTIONS[0]),
+        data_ports=ports,
         rooms_open=sum(len(session.rooms) for session in worker.sessions.values()),
         rooms_ended=sum(len(session.ended) for session in worker.sessions.values()),
         rooms=tuple(_open_rooms(worker, room, now_ns)),
@@ -114,13 +129,23 @@ def _count(worker: WorkerParts) -> None:
     metrics.advance("longshore_authentication_failures_total", worker.net.refused_count)
 
 
+def _data_ports(worker: WorkerParts) -> tuple[DataPortStatus, ...]:
+    ports = tuple(
+        DataPortStatus(port.address, port.port, port.protection.value, port.refused_count)
+        for port in worker.mover.parts.ports.describe()
+    )
+    for protection in PROTECTIONS[1:]:
+        count = sum(port.protection == protection for port in ports)
+        worker.metrics.set("longshore_data_ports", count, protection=protection)
+    worker.metrics.advance("longshore_data_port_refusals_total", sum(port.refused for port in ports))
+    return ports
+
+
 def _engines(worker: WorkerParts) -> tuple[EngineStatus, ...]:
     if worker.engine is None:
         return ()
     pools = tuple(
-        PoolStatus(
-            number, pool.pages.page_count, sum(length for _, length in pool.pages.regions), pool.memory.name.lower()
-        )
+        PoolStatus(number, pool.pages.page_count, sum(length for _, length in pool.pages.regions))
         for number, pool in worker.desk.pools.items()
     )
     config = worker.config
@@ -210,7 +235,7 @@ def _source(room: SourceRoom, now_ns: int) -> RoomStatus:
 
 def _target(half: Half, room: TargetRoom, now_ns: int) -> RoomStatus:
     pairs = tuple(_target_pair(pair) for pair in room.pairs.values())
-    state = "failed" if room.failed else "done" if room.ended else "open"
+    state = "failed" if room.failed else "open" if room.unfinished else "done"
     done = min((pair.coverage.total for pair in room.pairs.values() if pair.route is not None), default=0)
     return _status(
         half,
@@ -271,7 +296,7 @@ def _why(pair: SourcePair | TargetPair) -> str:
 
 
 def _source_pair(pair: SourcePair) -> PairStatus:
-    state = "done" if pair.done else "aborting" if pair.awaits_ack or pair.owes_ack else "open"
+    state = "done" if pair.done else "open" if pair.state is SourcePairState.OPEN else "aborting"
     return PairStatus(
         pair.peer.instance,
         pair.peer.dp_rank,
@@ -286,7 +311,7 @@ def _source_pair(pair: SourcePair) -> PairStatus:
 
 
 def _target_pair(pair: TargetPair) -> PairStatus:
-    state = "done" if pair.complete else "aborting" if pair.aborting else "open" if pair.told else "claimed"
+    state = _TARGET_PAIR_STATES[pair.state]
     return PairStatus(
         pair.peer.instance,
         pair.peer.dp_rank,

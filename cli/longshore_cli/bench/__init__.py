@@ -11,6 +11,7 @@ import argparse
 import sys
 
 from longshore_cli.bench.errors import BenchError
+from longshore_cli.lifetime import InterruptedBySignal, descendants_ended, interrupts_raised
 from longshore_wire.errors import LongshoreError
 
 __all__ = ["BenchError", "add_arguments", "run"]
@@ -37,12 +38,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure; return 0 if every byte was right, else 1."""
-    from longshore_cli.bench import crossover, rooms, transfer
-
-    parts = {"transfer": transfer.run, "rooms": rooms.run, "crossover": crossover.run}
+    """Measure; return 0 if every byte was right and no part died, 128 and its number after a signal, else 1."""
     try:
-        return parts[arguments.question](arguments)
+        with interrupts_raised(), descendants_ended():
+            return _measured(arguments)
+    except InterruptedBySignal as error:
+        sys.stderr.write("longshore bench: interrupted; everything that it started has ended\n")
+        return error.status
     except (BenchError, LongshoreError) as error:
         sys.stderr.write(f"longshore bench: {error}\n")
         return 1
+
+
+def _measured(arguments: argparse.Namespace) -> int:
+    from longshore_cli.bench import crossover, rooms, transfer
+
+    parts = {"transfer": transfer.run, "rooms": rooms.run, "crossover": crossover.run}
+    return parts[arguments.question](arguments)

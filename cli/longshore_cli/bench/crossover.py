@@ -149,9 +149,7 @@ def measure(arguments: argparse.Namespace, say: Callable[[str], object]) -> Repo
                 continue
             say(f"runs of {run_bytes} bytes")
             with ExitStack() as stack:
-                scenes = _scenes(
-                    Stage(stack, settings, Path(directory)), prefill, decodes, run_bytes, totals[-1], placement
-                )
+                scenes = _scenes(stage.beside(stack), prefill, decodes, run_bytes, totals[-1], placement)
                 points += [_point(scenes, run_bytes, total, arguments.repeats) for total in totals]
                 check_direct(scenes)
                 # Between engines of one agent nothing goes over a transport's wire.
@@ -195,7 +193,7 @@ def _scenes(
     near[0].fill(content, tokens)
     source = stage.engine(f"prefill-{run_bytes}", prefill, near, Half.SOURCE)
     return [
-        Scene(course, source, stage.engine(f"decode-{number}-{run_bytes}", agent, far, Half.TARGET), content)
+        stage.scene(course, source, stage.engine(f"decode-{number}-{run_bytes}", agent, far, Half.TARGET), content)
         for number, (course, agent) in enumerate(decodes.items())
     ]
 

@@ -5,7 +5,10 @@ Called by `transfer`, between its own measurements, so that both see the same ma
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -37,7 +40,8 @@ class _Program:
     def __init__(self, program: str, *arguments: str) -> None:
         self._program = program
         command = [sys.executable, "-m", program, *arguments]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        # A group of its own: an interrupt from the terminal is for the benchmark, which then ends it.
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
 
     def __enter__(self) -> Self:
         return self
@@ -47,7 +51,12 @@ class _Program:
     ) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.close()
+        # It has not been waited for, so its number is still its own, and so is the group's.
+        if kind is not None and self._process.returncode is None:
+            # Nobody waits for what it measures. It and its children end at one moment, so that none complains of another.
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -58,9 +67,11 @@ class _Program:
     def _ask(self, **request: str | int) -> Sample:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request).encode() + b"\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
+        line = b""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
         if not line:
             raise BenchError(f"{self._program} ended with {self._process.wait()}: its messages are above")
         answer = json.loads(line)

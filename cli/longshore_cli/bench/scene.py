@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from longshore_cli.bench.errors import BenchError
 from longshore_cli.bench.pages import Content, Pages
 from longshore_cli.devices import CPU, HOST, Placement, device_of
+from longshore_cli.lifetime import Watch, parts_watched
 from longshore_cli.local_agents import LocalAgent
 from longshore_client import Client, Half, connect
 from longshore_wire.engine_messages import RoomEvent, RoomEventKind
@@ -217,8 +219,10 @@ class Scene:
 class Stage:
     """All agents and engines of one run. A context manager by `open_stage`."""
 
-    def __init__(self, stack: ExitStack, settings: Mapping[str, str], directory: Path) -> None:
+    def __init__(self, stack: ExitStack, settings: Mapping[str, str], directory: Path, watch: Watch) -> None:
         self._stack = stack
+        self._watch = watch
+        self._engines_watched: set[str] = set()
         self._settings = settings
         self._directory = directory
 
@@ -227,7 +231,20 @@ class Stage:
         agent = LocalAgent({**self._settings, **settings}, self._directory / name)
         self._stack.callback(agent.stop)
         agent.start()
+        self._stack.callback(agent.watched_by(self._watch))
         return agent
+
+    def beside(self, stack: ExitStack) -> Stage:
+        """Return a stage whose engines end with `stack`, before the agents."""
+        return Stage(stack, self._settings, self._directory, self._watch)
+
+    def scene(self, course: Course, source: Engine, target: Engine, content: Content) -> Scene:
+        """Set up a course between registered engines. From now on their workers must not end."""
+        for engine in (source, target):
+            if engine.name not in self._engines_watched:
+                self._engines_watched.add(engine.name)
+                self._stack.callback(engine.agent.workers_watched_by(self._watch, [engine.name]))
+        return Scene(course, source, target, content)
 
     def engine(self, name: str, agent: LocalAgent, pages: list[Pages], half: Half) -> Engine:
         """Register all ranks of an engine at an agent."""
@@ -245,8 +262,7 @@ class Stage:
             client.register_pool(0, mine.geometry, mine.regions, timeout_s=_START_S)
             return client
 
-        with ThreadPoolExecutor(len(pages)) as threads:
-            return Engine(name, list(threads.map(register, pages)), pages, agent)
+        return Engine(name, _side_by_side(register, pages), pages, agent)
 
     def pages(
         self,
@@ -269,8 +285,8 @@ class Stage:
 @contextmanager
 def open_stage(settings: Mapping[str, str], directory: Path) -> Iterator[Stage]:
     """Let everything go at the end: clients, then agents, then pages."""
-    with ExitStack() as stack:
-        yield Stage(stack, settings, directory)
+    with parts_watched() as watch, ExitStack() as stack:
+        yield Stage(stack, settings, directory, watch)
 
 
 @contextmanager
@@ -316,7 +332,7 @@ def open_scenes(
         scenes = []
         for index, (course, agent) in enumerate(zip(courses, decodes, strict=True)):
             target = stage.engine(f"decode-{index}", agent, target_pages[course.target_tp], Half.TARGET)
-            scenes.append(Scene(course, sources[course.source_tp], target, content))
+            scenes.append(stage.scene(course, sources[course.source_tp], target, content))
         # A look through all that is loaded, for garbage in cycles, takes 100 ms with torch: no room should wait for one.
         gc.collect()
         gc.freeze()
@@ -332,6 +348,30 @@ def check_direct(scenes: Sequence[Scene]) -> None:
             raise BenchError(
                 f"{scene.course.name}: no write was direct: these GPUs do not reach each other's memory; choose others, or one"
             )
+
+
+def _side_by_side(register: Callable[[Pages], Client], pages: Sequence[Pages]) -> list[Client]:
+    """Return a client for each rank's pages, in their order.
+
+    The threads are daemons: an interrupt does not wait for one that still waits for an agent.
+    """
+    done: SimpleQueue[tuple[int, Client | Exception]] = SimpleQueue()
+
+    def run(rank: int, mine: Pages) -> None:
+        try:
+            done.put((rank, register(mine)))
+        except Exception as error:  # noqa: BLE001 -- raised again below, in the main thread
+            done.put((rank, error))
+
+    for rank, mine in enumerate(pages):
+        threading.Thread(target=run, args=(rank, mine), name=f"register-{rank}", daemon=True).start()
+    clients: dict[int, Client] = {}
+    while len(clients) < len(pages):
+        rank, found = done.get()
+        if isinstance(found, Exception):
+            raise found
+        clients[rank] = found
+    return [clients[rank] for rank in range(len(pages))]
 
 
 def _open_pages(layout: KVLayout, token_count: int, seed: int, device: str) -> Pages:

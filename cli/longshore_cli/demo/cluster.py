@@ -7,7 +7,8 @@ slices do not reach, the other is prefill's own agent, whose engines exchange pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -19,6 +20,7 @@ from longshore_cli.engine.config import RankOptions
 from longshore_cli.engine.connector import EXTENSION, ConnectorOptions, Registration
 from longshore_cli.engine.processes import EngineProcesses
 from longshore_cli.engine.starter import RankStarter
+from longshore_cli.lifetime import Watch
 from longshore_cli.local_agents import LocalAgent, make_keys
 from longshore_wire.engine_messages import Half
 
@@ -113,6 +115,7 @@ class Engines:
         starter: RankStarter,
     ) -> None:
         self._starter = starter
+        self._transports = transports
         self.name = f"TP{prefill_tp} -> TP{decode_tp}"
         self.prefill_instance = f"prefill-{prefill_tp}-{decode_tp}"
         ways = [way for agents in transports for way in agents.decode]
@@ -145,6 +148,18 @@ class Engines:
         """Return when every rank of both instances holds its weights and is registered."""
         for engine in self._started:
             engine.wait_ready()
+
+    @contextlib.contextmanager
+    def watched_by(self, watch: Watch) -> Iterator[None]:
+        """Have the ranks watched while the block runs, and the agents' workers that serve them."""
+        names = [self.prefill_instance, *self.decode_instances.values()]
+        with contextlib.ExitStack() as stack:
+            for role, engine in (("prefill", self.prefill), ("decode", self.decode)):
+                for rank, pid in enumerate(engine.pids):
+                    stack.callback(watch.add(pid, f"rank {rank} of {role} (process {pid})"))
+            for agent in (agent for agents in self._transports for agent in agents.all):
+                stack.callback(agent.workers_watched_by(watch, names))
+            yield
 
     def close(self) -> None:
         """End every rank at once: there is nothing to save, and agents let go of an engine that is gone."""

@@ -27,14 +27,13 @@ from longshore_cli.engine.config import ModelConfig, RankOptions
 from longshore_cli.engine.pages import pages_for
 from longshore_cli.engine.processes import EngineProcesses
 from longshore_cli.engine.starter import RankStarter
-from longshore_cli.lifetime import InterruptedBySignal, descendants_ended, interrupts_raised
+from longshore_cli.lifetime import InterruptedBySignal, Watch, descendants_ended, interrupts_raised, parts_watched
 from longshore_wire.agent_config import Backend
 from longshore_wire.errors import LongshoreError
 
 _PAIRS = "4:1,1:4,2:3"
 _PAIRS_QUICK = "2:1"
 _BACKENDS = "NIXL,Mooncake"
-_SIGNAL_STATUS = 128
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
             status = _judged(arguments, placement, directory)
     except InterruptedBySignal as error:
         print("longshore demo: interrupted; everything that it started has ended", file=sys.stderr)
-        return _SIGNAL_STATUS + error.number
+        return error.status
     except LongshoreError as error:
         print(f"longshore demo: FAILED: {error}", file=sys.stderr)
         return 1
@@ -89,7 +88,10 @@ def _judged(arguments: argparse.Namespace, placement: Placement, directory: Path
             stack.enter_context(agents)
         starter = stack.enter_context(RankStarter())
         try:
-            results = _all_pairs(arguments, placement, transports, starter)
+            with parts_watched() as watch:
+                for agent in (agent for agents in transports for agent in agents.all):
+                    agent.watched_by(watch)
+                results = _all_pairs(arguments, placement, transports, starter, watch)
         except LongshoreError:
             for agent in (agent for agents in transports for agent in agents.all):
                 place = agent.directory.relative_to(directory)
@@ -114,7 +116,11 @@ def _judged(arguments: argparse.Namespace, placement: Placement, directory: Path
 
 
 def _all_pairs(
-    arguments: argparse.Namespace, placement: Placement, transports: Sequence[Agents], starter: RankStarter
+    arguments: argparse.Namespace,
+    placement: Placement,
+    transports: Sequence[Agents],
+    starter: RankStarter,
+    watch: Watch,
 ) -> list[PairResult]:
     progress = Progress()
     if placement.on_gpus:
@@ -140,10 +146,11 @@ def _all_pairs(
             engines.wait_ready()
             progress.say(f"{engines.name}: {prefill_tp} prefill and {decode_tp} decode processes are registered")
             first: PairRun | None = None
-            for agents in transports:
-                pair = PairRun(agents, engines, requests, progress, first)
-                results.append(pair.run())
-                first = first or pair
+            with engines.watched_by(watch):
+                for agents in transports:
+                    pair = PairRun(agents, engines, requests, progress, first)
+                    results.append(pair.run())
+                    first = first or pair
     return results
 
 

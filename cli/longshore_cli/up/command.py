@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _complain([f"{arguments.file}: {error.strerror}"])
     except ConfigError as error:
         return _complain([f"{arguments.file}: {fault}" for fault in error.faults])
-    with descendants_ended(), interrupts_raised():
+    with interrupts_raised(), descendants_ended():
         try:
             with _directory(arguments.directory, config.deployment.name) as name:
                 return _serve(Fleet(config, members, Path(name)), members, arguments.seconds)

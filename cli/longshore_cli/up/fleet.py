@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fractions import Fraction
@@ -18,8 +17,6 @@ from longshore_wire.agent_config import AgentConfig, Backend, Control, dump
 # Sizes are cut to whole pages of memory, and stay large enough for slabs that are worth a message.
 _PAGE_BYTES = 4096
 _BUFFER_BYTES_MIN = 256 << 10
-# Each loads its libraries on one core.
-_STARTERS_COUNT = 4
 
 
 @dataclass(frozen=True)
@@ -87,8 +84,8 @@ class Fleet:
             for agent in self.agents.values():
                 self._stack.callback(agent.stop)
                 agent.start()
-            with ThreadPoolExecutor(_STARTERS_COUNT) as starters:
-                list(starters.map(LocalAgent.wait_ready, self.agents.values()))
+            for agent in self.agents.values():
+                agent.wait_ready()
         except BaseException:
             self._end()
             raise

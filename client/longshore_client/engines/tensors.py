@@ -31,6 +31,9 @@ class Storage(Protocol):
     def data_ptr(self) -> int:
         """Return the address of the first byte."""
 
+    def is_shared(self) -> bool:
+        """Return whether the bytes are in shared memory already."""
+
     def _share_fd_cpu_(self) -> tuple[int, int]:
         """Move the bytes to shared memory in place; return (file descriptor, size in bytes)."""
 

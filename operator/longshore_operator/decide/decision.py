@@ -235,6 +235,8 @@ def _roles(observed: Observed, manifest: DisaggDeployment, found: engines.Connec
             entry["expectedInstances"] = role.instances
         if wire := found.wires(half):
             entry["wire"] = wire
+        if data_path := found.data_paths(half):
+            entry["dataPath"] = data_path
         roles[name] = entry
     return roles
 

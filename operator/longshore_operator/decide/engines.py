@@ -14,6 +14,7 @@ from longshore_operator.reasons import ConditionType
 from longshore_operator.reports import Peer, Worker
 from longshore_wire.agent_config import AgentConfig
 from longshore_wire.allowed_wires import AllowedWires, needs_wire
+from longshore_wire.names import PROTECTIONS
 
 _ENGINES = ConditionType.ENGINES_CONNECTED
 _PEERS = ConditionType.PEERS_CONNECTED
@@ -39,6 +40,7 @@ class Connections:
     instances: dict[str, frozenset[str]]
     partial: frozenset[str]
     peers: tuple[tuple[str, Worker, Peer], ...]
+    workers: tuple[Worker, ...]
     silent: tuple[str, ...]
     answering: int
 
@@ -55,6 +57,11 @@ class Connections:
             if _known(peer) and needs_wire(peer.ways) and any(half in engine.roles for engine in worker.engines)
         }
         return ", ".join(sorted(found))
+
+    def data_paths(self, half: str) -> str:
+        """Return what protects the data ports of the workers of one half, the best first, joined by commas."""
+        found = {worker.data_path for worker in self.workers if any(half in engine.roles for engine in worker.engines)}
+        return ", ".join(name for name in PROTECTIONS if name in found)
 
 
 def connections(agents: tuple[Agent, ...]) -> Connections:
@@ -73,6 +80,7 @@ def connections(agents: tuple[Agent, ...]) -> Connections:
         instances={half: frozenset(found) for half, found in complete.items()},
         partial=frozenset(seen - complete[PREFILL] - complete[DECODE]),
         peers=tuple(_peers(answering)),
+        workers=tuple(worker for agent in answering if agent.report is not None for worker in agent.report.workers),
         silent=tuple(agent.pod.node for agent in agents if agent.silent and not agent.pod.ending),
         answering=len(answering),
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from longshore_wire import manifest
-from longshore_wire.agent_config import AgentConfig, Backend, Target
+from longshore_wire.agent_config import AgentConfig, Backend
 from longshore_wire.errors import ConfigError
 from longshore_wire.plan import Summary
 from longshore_wire.slabs import slab_limit_bytes
@@ -63,8 +63,6 @@ def _summary(config: AgentConfig) -> Summary:
     writers = max(len(plan.of_target(rank)) for rank in {pair.target_rank for pair in plan.pairs})
     lane_bytes = config.prefill.staging.buffer_size
     ring_bytes = config.decode.staging.pool_size
-    if config.decode.target is Target.HOST:
-        ring_bytes = 2 * writers * lane_bytes
     return plan.summary(config.transfer.chunk_tokens, max(1, slab_limit_bytes(lane_bytes, ring_bytes, writers)))
 
 

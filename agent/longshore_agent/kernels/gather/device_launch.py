@@ -17,7 +17,7 @@ from longshore_agent.kernels.device_pages import DevicePages
 from longshore_agent.kernels.gather.triton_kernel import gather_kernel
 from longshore_agent.kernels.held_pages import HeldPages
 from longshore_agent.kernels.slab import payload_bytes
-from longshore_wire.trailer import Trailer, slab_bytes
+from longshore_wire.trailer import SealedTrailer, slab_bytes
 
 _TRAILER_WORDS = struct.Struct("<8q")
 _NO_TRAILER = (0,) * 8
@@ -33,7 +33,7 @@ def gather_slices(
     layers: range,
     heads: range,
     target: torch.Tensor,
-    trailer: Trailer | None,
+    trailer: SealedTrailer | None,
     stream: CopyStream,
     tuning: Tuning = TUNING,
 ) -> int:
@@ -60,7 +60,7 @@ def gather_slices(
     check_device_buffer("target", target, device_pages.device, length)
     check_stream(stream, device_pages.device)
     grid = device_pages.grid(tokens, layers, heads, target.data_ptr(), payload, page_first, tuning)
-    words = _NO_TRAILER if trailer is None else _TRAILER_WORDS.unpack(trailer.pack())
+    words = _NO_TRAILER if trailer is None else _TRAILER_WORDS.unpack(trailer.data)
     _KERNEL.launch(stream, grid, (device_pages.planes, pages.table, target), (length - payload, *words), tuning)
     return payload
 
@@ -86,6 +86,6 @@ def bind_gather(
     return _KERNEL.bind(stream, grid, (device_pages.planes, table, target), (0, *_NO_TRAILER), TUNING)
 
 
-def gather_words(trailer: Trailer) -> tuple[int, ...]:
+def gather_words(trailer: SealedTrailer) -> tuple[int, ...]:
     """Return the words of a gather that ends with a trailer."""
-    return slab_bytes(trailer.payload_bytes) - trailer.payload_bytes, *_TRAILER_WORDS.unpack(trailer.pack())
+    return slab_bytes(trailer.payload_bytes) - trailer.payload_bytes, *_TRAILER_WORDS.unpack(trailer.data)

@@ -7,7 +7,7 @@ import numpy as np
 from longshore_agent.errors import ShapeError
 from longshore_agent.kernels.slab import Bytes, Pages, check_buffer, plan_slab
 from longshore_agent.memory.pools import KVPool
-from longshore_wire.trailer import Trailer, aligned, slab_bytes
+from longshore_wire.trailer import SealedTrailer, aligned, slab_bytes
 
 # What is larger than this is not in the second-level cache any more when the transport reads it: it is written past it.
 _CACHED_BYTES_MAX = 2 << 20
@@ -20,7 +20,7 @@ def gather_slices(
     layers: range,
     heads: range,
     target: Bytes,
-    trailer: Trailer | None,
+    trailer: SealedTrailer | None,
 ) -> int:
     """Copy tokens [first, end) of a sequence from `pages` into `target`, packed, then its trailer. Releases the GIL.
 
@@ -50,6 +50,6 @@ def gather_slices(
         plan.copy("gather", target.ctypes.data, stream=payload > _CACHED_BYTES_MAX)
         if trailer is not None:
             # The gap is zeroed so that no bytes of an older slab, perhaps of another request, travel with this one.
-            end = bytes(aligned(payload) - payload) + trailer.pack()
+            end = bytes(aligned(payload) - payload) + trailer.data
             target[payload : payload + len(end)] = np.frombuffer(end, dtype=np.uint8)
     return payload

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from longshore_agent.memory.pools import KVPool
 from longshore_wire.layout import PageOrder
-from longshore_wire.trailer import Trailer, aligned
+from longshore_wire.trailer import SealedTrailer, aligned
 
 
 def gather_slices(
@@ -17,7 +17,7 @@ def gather_slices(
     layers: range,
     heads: range,
     target: npt.NDArray[np.uint8],
-    trailer: Trailer | None,
+    trailer: SealedTrailer | None,
 ) -> int:
     """See `launch.gather_slices`; arguments are taken as right."""
     page_size = pool.layout.page_size
@@ -38,5 +38,5 @@ def gather_slices(
                     at += length
     if trailer is not None:
         target[at : aligned(at)] = 0
-        target[aligned(at) : aligned(at) + 64] = np.frombuffer(trailer.pack(), dtype=np.uint8)
+        target[aligned(at) : aligned(at) + 64] = np.frombuffer(trailer.data, dtype=np.uint8)
     return at

@@ -1,0 +1,118 @@
+"""Holds connections of engines that have not sent Hello yet, and limits their number and time.
+
+Called by the supervisor's loop, which gets each Hello with its connection. A silent connection cannot keep others out: it is
+closed after `HELLO_LIMIT_S`, or at once when a new connection needs its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import socket
+import time
+from collections.abc import Callable
+
+from longshore_agent.control.engine_link import EngineClosedError, EngineListener, ListenError, read_message
+from longshore_agent.status.metrics import Metrics
+from longshore_wire.codec import TO_AGENT, TO_ENGINE
+from longshore_wire.engine_messages import Hello, Refused
+from longshore_wire.errors import CodecError, LongshoreError, Reason
+
+_log = logging.getLogger(__name__)
+
+# Connections that have not sent Hello yet. An engine sends it at once, so the oldest of them is no engine.
+WAITING_MAX = 256
+HELLO_LIMIT_S = 5.0
+# Engines wait in the socket's backlog while no descriptor is left; one comes free when a connection or a worker ends.
+_ACCEPT_PAUSE_S = 1.0
+# When a refused engine should send Hello again, if the cause passes within moments.
+_RETRY_AFTER_S = 0.1
+
+
+class Callers:
+    """See the module. `heard` takes a Hello and its connection; the engine is refused with the LongshoreError that it raises."""
+
+    def __init__(
+        self,
+        listener: EngineListener,
+        selector: selectors.BaseSelector,
+        metrics: Metrics,
+        heard: Callable[[Hello, socket.socket], None],
+    ) -> None:
+        self._listener = listener
+        self._selector = selector
+        self._metrics = metrics
+        self._heard = heard
+        self._since_s: dict[socket.socket, float] = {}  # the oldest first
+        self._accept_again_s: float | None = None
+        selector.register(listener, selectors.EVENT_READ, self._on_accept)
+
+    def turn(self, now_s: float) -> None:
+        """Close connections that were silent for too long, and accept again after a pause. Call it at least once a second."""
+        for connection, since_s in list(self._since_s.items()):
+            if now_s - since_s < HELLO_LIMIT_S:
+                break
+            self._close_silent(connection, f"no Hello within {HELLO_LIMIT_S:g} s")
+        if self._accept_again_s is not None and now_s >= self._accept_again_s:
+            self._accept_again_s = None
+            self._selector.register(self._listener, selectors.EVENT_READ, self._on_accept)
+
+    def turn_away(
+        self, connection: socket.socket, reason: Reason, text: str, retry_after_s: float = _RETRY_AFTER_S
+    ) -> None:
+        """Tell an engine why it is not served, and close its connection."""
+        self._metrics.add("longshore_refused_messages_total", 1, reason=reason.name.lower())
+        with contextlib.suppress(OSError):
+            connection.send(TO_ENGINE.encode(Refused(0, reason, text, round(retry_after_s * 1e9))))
+        connection.close()
+
+    def close(self) -> None:
+        """Stop accepting, and close all connections."""
+        self._listener.close()
+        for connection in list(self._since_s):
+            self._forget(connection)
+            connection.close()
+
+    def _on_accept(self) -> None:
+        try:
+            connection = self._listener.accept()
+        except ListenError as error:
+            _log.warning("%s: engines that connect wait", error)
+            self._metrics.add("longshore_starved_accepts_total")
+            # Waiting connections would wake the loop all the time.
+            self._selector.unregister(self._listener)
+            self._accept_again_s = time.monotonic() + _ACCEPT_PAUSE_S
+            return
+        if connection is None:
+            return
+        if len(self._since_s) >= WAITING_MAX:
+            text = f"{WAITING_MAX} connections have not said Hello, of which this one is the oldest: say it at once"
+            self._close_silent(next(iter(self._since_s)), text)
+        self._since_s[connection] = time.monotonic()
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._on_readable(connection))
+
+    def _on_readable(self, connection: socket.socket) -> None:
+        try:
+            data = read_message(connection)
+            if data is None:
+                return
+            self._forget(connection)
+            hello = TO_AGENT.decode(data)
+            if not isinstance(hello, Hello):
+                raise CodecError(f"{type(hello).__name__} came before Hello")
+            self._heard(hello, connection)
+        except EngineClosedError:
+            self._forget(connection)
+            connection.close()
+        except LongshoreError as error:
+            self._forget(connection)
+            self.turn_away(connection, error.reason, str(error))
+
+    def _close_silent(self, connection: socket.socket, text: str) -> None:
+        self._forget(connection)
+        self.turn_away(connection, Reason.BUSY, text)
+
+    def _forget(self, connection: socket.socket) -> None:
+        if self._since_s.pop(connection, None) is not None:
+            self._selector.unregister(connection)

@@ -1,0 +1,45 @@
+"""Makes the transport that an agent's settings name. Called by workers, for memory of their device, and by the self-test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from longshore_agent.errors import TransportError
+from longshore_agent.memory.cuda import Allocation, Device
+from longshore_agent.settings import Settings
+from longshore_agent.transports import create
+from longshore_agent.transports.base import PreparingTransport
+from longshore_agent.transports.data_ports import DataPorts
+from longshore_agent.transports.loopback_faults import parse_faults
+from longshore_wire.agent_config import Backend
+from longshore_wire.errors import Reason
+
+
+def make_ports(settings: Settings) -> DataPorts:
+    """Return the guard of the ports that a transport of these settings opens; it admits no peer yet. Raises TransportError."""
+    ports = DataPorts(settings.bind_host, allow_open=settings.allow_open_data_path)
+    ports.admit(())
+    return ports
+
+
+def make_transport(settings: Settings, name: str, ports: DataPorts, device: Device | None = None) -> PreparingTransport:
+    """Make the transport that the settings ask for, for memory of `device`; `ports` takes over what it opens. Raises TransportError."""
+    backend = settings.backend
+    options: dict[str, Any] = {}
+    if device is not None:
+        options = {"device_index": device.index, "device": device.name}
+    if backend is Backend.NIXL:
+        fabric = settings.gpu_staging_memory is Allocation.CU_MEM_CREATE
+        return create(backend.value, name, ports=ports, wires=settings.wires, fabric=fabric, **options)
+    if backend is Backend.MOONCAKE:
+        if device is not None:
+            options["enter"] = device.enter
+        return create(backend.value, name, ports=ports, **options)
+    if device is not None:
+        raise TransportError(
+            f"backend is {backend.value}: only NIXL and Mooncake move memory of a GPU: choose one of them",
+            reason=Reason.UNSUPPORTED,
+        )
+    if settings.loopback_faults:
+        options["faults"] = parse_faults(settings.loopback_faults)
+    return create(backend.value, name, **options)

@@ -1,0 +1,322 @@
+"""The ports on which a transport's library listens: what protects each of them, and whom they let in.
+
+Made by the worker, who tells it whom to admit and asks it for its status; told by the transports when their library opens ports.
+Neither UCX nor Mooncake knows authentication: whoever reaches such a port writes memory of the process. So each port is
+
+- bound to the agent's own address where the library can be told so;
+- given to the loopback interface alone where it cannot, and the agent is to be reached there alone;
+- closed to all but the addresses of attached peers, where the kernel lets us attach a filter to it. Linux asked for no privilege
+  until June 2026 ("tcp: restrict SO_ATTACH_FILTER to priv users", in stable kernels, too), and asks for CAP_NET_ADMIN since.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import ipaddress
+import logging
+import socket
+import struct
+import threading
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from longshore_agent.errors import TransportError
+from longshore_agent.transports.own_address import Address, interface_of, numeric, places
+from longshore_agent.transports.own_sockets import borrowed, descriptors_of, listening_sockets
+from longshore_wire.errors import Reason
+
+_log = logging.getLogger(__name__)
+
+# Numbers of <linux/filter.h> and <asm/socket.h>; an instruction is (code, jump if true, jump if false, operand).
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
+_SO_MEMINFO, _MEMINFO, _DROPS = 55, struct.Struct("9I"), 8
+_LOAD_WORD, _LOAD_BYTE, _LOAD_KEPT, _KEEP, _AND, _IF_EQUAL, _SKIP, _RETURN = (
+    0x20,
+    0x30,
+    0x60,
+    0x02,
+    0x54,
+    0x15,
+    0x05,
+    0x06,
+)
+_INSTRUCTION = struct.Struct("HBBI")
+_PROGRAM = struct.Struct("HL")
+# Loads of these places read the packet's IP header, and what the kernel knows of the packet.
+_NETWORK_HEADER = -0x100000 & 0xFFFFFFFF
+_PROTOCOL = -0x1000 & 0xFFFFFFFF
+_FLAGS_OFFSET, _SYN, _SYN_ACK = 13, 0x02, 0x12
+_IPV4 = 0x0800
+_IPV4_SOURCE_OFFSET, _IPV6_SOURCE_OFFSET = 12, 8
+_PASS, _DROP = 0xFFFFFFFF, 0
+
+Instruction = tuple[int, int, int, int]
+
+
+class Protection(Enum):
+    """What keeps strangers from a port; the first that holds."""
+
+    LOOPBACK = "Loopback"  # this machine, or this pod, alone reaches it
+    FILTERED = "Filtered"  # the kernel admits addresses of attached peers alone
+    BOUND = "Bound"  # whoever reaches the agent's own address
+    OPEN = "Open"  # whoever reaches any address of this network namespace
+
+
+class DataPort(NamedTuple):
+    """One port. `refused_count`: connections that the kernel has dropped before the library saw them."""
+
+    address: str
+    port: int
+    protection: Protection
+    refused_count: int
+
+
+@dataclass
+class _Opened:
+    """A port that the library has opened, by its descriptor; `inode` tells whether that is still the same socket."""
+
+    number: int
+    inode: int
+    is_filtered: bool = False
+
+
+class DataPorts:
+    """The data ports of one transport; every method may be called from any thread.
+
+    Once a port is open, watching it opens nothing: a worker that has no descriptor left goes on.
+
+    Args:
+        host: the agent's own address, at which alone the library should listen.
+        allow_open: a port that is open wider than that is accepted.
+    Raises:
+        TransportError: there is no such address.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", *, allow_open: bool = False) -> None:
+        self.address = numeric(host)
+        self._allow_open = allow_open
+        self._lock = threading.Lock()
+        self._opened: list[_Opened] = []
+        # None: nobody has said who may come, so that everybody may.
+        self._admitted: frozenset[Address] | None = None
+        self._may_filter = True
+        # Addresses of this machine, as they were when they could be listed last.
+        self._own = frozenset(place.address for place in places())
+
+    @contextlib.contextmanager
+    def opening(self) -> Iterator[None]:
+        """Take over the ports that the library opens meanwhile.
+
+        Raises:
+            TransportError: one is open wider than it may be, or no descriptor is left to look for them.
+        """
+        before = set(_listening())
+        yield
+        with self._lock:
+            new = {inode: number for inode, number in _listening().items() if inode not in before}
+            for inode, number in new.items():
+                opened = _Opened(number, inode)
+                self._opened.append(opened)
+                with borrowed(number, inode) as port:
+                    if port is not None:
+                        self._close_to_strangers(opened, port)
+
+    def admit(self, hosts: Collection[str]) -> None:
+        """Let exactly these addresses connect from now on, as far as the kernel lets us; connections that stand go on.
+
+        Args:
+            hosts: numbers; names are left out. Empty: nobody. Before the first call everybody may connect.
+        """
+        with self._lock:
+            admitted = frozenset(address for host in hosts if (address := _number(host)) is not None)
+            if not admitted.isdisjoint(self._own_addresses()):
+                # To an address of its own machine a socket connects from that very address, unless it is told otherwise.
+                admitted |= {self.address}
+            if admitted == self._admitted:
+                return
+            for opened, port in self._ports():
+                self._filter(opened, port, admitted)
+            self._admitted = admitted
+
+    def describe(self) -> tuple[DataPort, ...]:
+        """Return the ports that are open now."""
+        with self._lock:
+            return tuple(
+                DataPort(str(_bound(port)), port.getsockname()[1], self._protection(opened, port), _drops(port))
+                for opened, port in self._ports()
+            )
+
+    def _own_addresses(self) -> frozenset[Address]:
+        # Listing them takes a descriptor.
+        with contextlib.suppress(TransportError):
+            self._own = frozenset(place.address for place in places())
+        return self._own
+
+    def _ports(self) -> Iterator[tuple[_Opened, socket.socket]]:
+        """Yield the ports that are still open, each borrowed until the next one is asked for; forget the others."""
+        for opened in tuple(self._opened):
+            with borrowed(opened.number, opened.inode) as port:
+                if port is None:
+                    self._opened.remove(opened)
+                else:
+                    yield opened, port
+
+    def _close_to_strangers(self, opened: _Opened, port: socket.socket) -> None:
+        host, bound = self.address, _bound(port)
+        if bound.is_unspecified and host.is_loopback:
+            with contextlib.suppress(OSError):
+                name = interface_of(host).encode() + b"\0"
+                port.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, name)
+        if self._admitted is not None:
+            self._filter(opened, port, self._admitted)
+        if bound.is_unspecified and not host.is_loopback and host != (first := _first_beside(host)):
+            # Nobody can accept that: filters of peers admit the address that control comes from, and drop all of its data.
+            raise TransportError(
+                f"the transport's library connects from {first}, which is not the address that this agent was told: give the pod's own "
+                "address, the first of its interface, to LONGSHORE_BIND_HOST",
+                reason=Reason.UNSUPPORTED,
+            )
+        protection = self._protection(opened, port)
+        if self._allow_open or protection in (Protection.LOOPBACK, Protection.FILTERED):
+            return
+        if protection is Protection.OPEN:
+            text = _reached_from(host)
+        else:
+            text = "" if bound == host else f"listens on {bound}, which is not the address that this agent was told"
+        if text:
+            raise TransportError(
+                f"the transport's library {text}: give the pod's own address, the first of its interface, to "
+                "LONGSHORE_BIND_HOST, or accept an open data path with LONGSHORE_ALLOW_OPEN_DATA_PATH=true",
+                reason=Reason.UNSUPPORTED,
+            )
+
+    def _protection(self, opened: _Opened, port: socket.socket) -> Protection:
+        bound = _bound(port)
+        device = port.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).rstrip(b"\0")
+        if bound.is_loopback or (device and self.address.is_loopback):
+            return Protection.LOOPBACK
+        if opened.is_filtered:
+            return Protection.FILTERED
+        return Protection.OPEN if bound.is_unspecified else Protection.BOUND
+
+    def _filter(self, opened: _Opened, port: socket.socket, admitted: frozenset[Address]) -> None:
+        """Attach a filter. Where that cannot be, the port has none: one that is older would keep new peers out."""
+        if not self._may_filter:
+            return
+        try:
+            attach(port, filter_program(admitted))
+            opened.is_filtered = True
+        except OSError as error:
+            opened.is_filtered = False
+            self._may_filter = error.errno != errno.EPERM
+            with contextlib.suppress(OSError):
+                port.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+            _log.info("the kernel takes no filter of %d addresses for data ports: %s", len(admitted), error.strerror)
+
+
+def _listening() -> dict[int, int]:
+    """Return descriptors by inode of the sockets of this process that listen. Raises TransportError: none is left to look with."""
+    try:
+        return descriptors_of({inode for inode, _ in listening_sockets()})
+    except OSError as error:
+        raise TransportError(
+            f"cannot look for the ports that the transport's library opens: {error.strerror}"
+        ) from error
+
+
+def filter_program(admitted: Collection[Address]) -> list[Instruction]:
+    """Return a program of classic BPF that drops attempts to connect from all but these addresses, and nothing else."""
+    fourth = [
+        step
+        for address in sorted(admitted, key=int)
+        if address.version == 4  # noqa: PLR2004
+        for step in ((_IF_EQUAL, 0, 1, int(address)), (_RETURN, 0, 0, _PASS))
+    ]
+    sixth = [step for address in sorted(admitted, key=int) if address.version == 6 for step in _if_from(address)]  # noqa: PLR2004
+    kept = [
+        step
+        for word in range(4)
+        for step in ((_LOAD_WORD, 0, 0, _NETWORK_HEADER + _IPV6_SOURCE_OFFSET + 4 * word), (_KEEP, 0, 0, word))
+    ]
+    # An attempt is a SYN without ACK. Connections inherit the program, and what follows on them costs four instructions.
+    return [
+        (_LOAD_BYTE, 0, 0, _FLAGS_OFFSET),
+        (_AND, 0, 0, _SYN_ACK),
+        (_IF_EQUAL, 1, 0, _SYN),
+        (_RETURN, 0, 0, _PASS),
+        (_LOAD_WORD, 0, 0, _PROTOCOL),
+        (_IF_EQUAL, 1, 0, _IPV4),
+        (_SKIP, 0, 0, len(fourth) + 2),
+        (_LOAD_WORD, 0, 0, _NETWORK_HEADER + _IPV4_SOURCE_OFFSET),
+        *fourth,
+        (_RETURN, 0, 0, _DROP),
+        *kept,
+        *sixth,
+        (_RETURN, 0, 0, _DROP),
+    ]
+
+
+def attach(port: socket.socket, program: list[Instruction]) -> None:
+    """Give a socket a program in place of the one that it has. Raises OSError."""
+    memory = ctypes.create_string_buffer(b"".join(_INSTRUCTION.pack(*each) for each in program))
+    port.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, _PROGRAM.pack(len(program), ctypes.addressof(memory)))
+
+
+def _if_from(address: Address) -> list[Instruction]:
+    """Return what passes a packet from one IPv6 address, whose words are kept, and goes on otherwise."""
+    program: list[Instruction] = []
+    for word, expected in enumerate(struct.unpack(">4I", address.packed)):
+        # Past the words that follow, two instructions each, and the return.
+        program += [(_LOAD_KEPT, 0, 0, word), (_IF_EQUAL, 0, 2 * (3 - word) + 1, expected)]
+    return [*program, (_RETURN, 0, 0, _PASS)]
+
+
+def _reached_from(host: Address) -> str:
+    """Return from which networks a port of every address can be reached beside that of `host`; empty: from none."""
+    interface = interface_of(host)
+    others = [
+        f"{place.address} ({place.interface})"
+        for place in places()
+        if place.interface != interface and not (place.address.is_loopback or place.address.is_link_local)
+    ]
+    if host.is_loopback:
+        return "listens on every address, and this kernel does not let it be given to the loopback interface alone"
+    return f"listens on every address, also on {', '.join(others)}" if others else ""
+
+
+def _first_beside(host: Address) -> Address:
+    """Return the first address of the interface of `host`, of the same version: the kernel connects from it to neighbours."""
+    interface = interface_of(host)
+    return next(
+        place.address for place in places() if place.interface == interface and place.address.version == host.version
+    )
+
+
+def _bound(port: socket.socket) -> Address:
+    return _read(port.getsockname()[0])
+
+
+def _drops(port: socket.socket) -> int:
+    try:
+        counts = port.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, _MEMINFO.size)
+    except OSError:
+        return 0
+    return int(_MEMINFO.unpack(counts)[_DROPS]) if len(counts) == _MEMINFO.size else 0
+
+
+def _read(text: str) -> Address:
+    """Return the address that `text` is. Raises ValueError: it is a name."""
+    address = ipaddress.ip_address(text.strip("[]").partition("%")[0])
+    # A socket of both families shows an IPv4 peer so.
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def _number(host: str) -> Address | None:
+    """Return the address that `host` is; None: it is a name."""
+    with contextlib.suppress(ValueError):
+        return _read(host)
+    return None

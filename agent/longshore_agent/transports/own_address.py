@@ -1,0 +1,91 @@
+"""Addresses and network interfaces of this machine, or of the pod's network.
+
+Called by the transports, to tell a library where to listen, and by `data_ports`, to say where it does. Looks up our own name
+alone: what a peer sends must be a number, and is read elsewhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import socket
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from longshore_agent.errors import TransportError
+from longshore_wire.errors import Reason
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+_WAY_OUT = "give the pod's own address to LONGSHORE_BIND_HOST"
+
+
+class Place(NamedTuple):
+    """One address of one network interface."""
+
+    interface: str
+    address: Address
+
+
+class _IfAddrs(ctypes.Structure):
+    """`struct ifaddrs` of the C library, up to the address."""
+
+
+# Only now: it points to itself.
+_IfAddrs._fields_ = [
+    ("next", ctypes.POINTER(_IfAddrs)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.c_void_p),
+]
+# Where `struct sockaddr_in` and `struct sockaddr_in6` keep their address, and its bytes.
+_ADDRESS_AT = {int(socket.AF_INET): (4, 4), int(socket.AF_INET6): (8, 16)}
+
+
+def numeric(host: str) -> Address:
+    """Return the address that `host` names. Raises TransportError: it names none, or every address of the machine."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        address = ipaddress.ip_address(str(found[0][4][0]))
+    except (OSError, ValueError) as error:
+        raise TransportError(f"nobody can be reached at {host!r}: {error}; {_WAY_OUT}") from error
+    if address.is_unspecified:
+        raise TransportError(
+            f"nobody can be reached at {host}, which stands for every address: {_WAY_OUT}", reason=Reason.UNSUPPORTED
+        )
+    return address
+
+
+def interface_of(address: Address) -> str:
+    """Return the name of the interface that has `address`. Raises TransportError: none has."""
+    for place in places():
+        # Each of 127.0.0.0/8 is an address of the loopback interface, which names one of them.
+        if place.address == address or (address.is_loopback and place.address.is_loopback):
+            return place.interface
+    found = ", ".join(str(place.address) for place in places())
+    raise TransportError(f"no network interface has the address {address}; those here have {found}: {_WAY_OUT}")
+
+
+def places() -> tuple[Place, ...]:
+    """Return the addresses of all interfaces, in the order in which the kernel lists them."""
+    library = ctypes.CDLL(None, use_errno=True)
+    first = ctypes.POINTER(_IfAddrs)()
+    if library.getifaddrs(ctypes.byref(first)):
+        raise TransportError(f"cannot list network interfaces: error {ctypes.get_errno()}")
+    try:
+        return tuple(_listed(first))
+    finally:
+        library.freeifaddrs(first)
+
+
+def _listed(entry: Any) -> Iterator[Place]:
+    while entry:
+        found = entry.contents
+        if found.address:
+            # The first field is two bytes in the machine's order.
+            family = ctypes.c_uint16.from_address(found.address).value
+            if family in _ADDRESS_AT:
+                offset, length_bytes = _ADDRESS_AT[family]
+                raw = ctypes.string_at(found.address + offset, length_bytes)
+                yield Place(found.name.decode(), ipaddress.ip_address(raw))
+        entry = found.next

@@ -1,0 +1,174 @@
+"""The effect of each value of the chart on the installed objects. Needs only Helm, no cluster."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import yaml
+from controlplane import binaries
+from deployments import ROOT
+
+CHART = ROOT / "charts" / "longshore"
+LIMIT_S = 120.0
+Body = dict[str, Any]
+Objects = dict[tuple[str, str], Body]
+OPERATOR = "longshore-operator"
+DIGEST = "sha256:" + "0123456789abcdef" * 4
+AFFINITY = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": []}}}
+
+
+@functools.cache
+def rendered(*arguments: str) -> Objects:
+    """Return the objects that the chart installs with these values, by kind and name."""
+    command = [str(binaries.find("helm")), "template", "longshore", str(CHART), "--kube-version=1.34.4", *arguments]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=LIMIT_S)
+    found = [entry for entry in yaml.safe_load_all(done.stdout) if entry]
+    return {(entry["kind"], entry["metadata"]["name"]): entry for entry in found}
+
+
+def pod(objects: Objects) -> Body:
+    return objects["Deployment", OPERATOR]["spec"]["template"]["spec"]
+
+
+def container(objects: Objects) -> Body:
+    return pod(objects)["containers"][0]
+
+
+def variable(name: str) -> Callable[[Objects], object]:
+    def look(objects: Objects) -> object:
+        named = {entry["name"]: entry.get("value") for entry in container(objects)["env"]}
+        return named.get(f"LONGSHORE_{name}")
+
+    return look
+
+
+def there(kind: str) -> Callable[[Objects], object]:
+    return lambda objects: any(found == kind for found, _ in objects)
+
+
+def tried(objects: Objects) -> Body:
+    found = next(body for (kind, name), body in objects.items() if kind == "Job" and "test" in name)
+    return found["spec"]["template"]["spec"]["containers"][0]
+
+
+def try_out(objects: Objects) -> str:
+    return json.dumps(tried(objects))
+
+
+def roles(objects: Objects) -> tuple[bool, bool]:
+    """Whether rights hold for the whole cluster, and whether nodes may be read."""
+    text = json.dumps([body for (kind, _), body in objects.items() if kind == "ClusterRole"])
+    return '"daemonsets"' in text, '"nodes"' in text
+
+
+def monitor_labels(objects: Objects) -> Body:
+    return objects["PodMonitor", OPERATOR]["metadata"]["labels"]
+
+
+SETTINGS = {"LONGSHORE_POLL_S": "7"}
+TOLERATIONS = [{"operator": "Exists"}]
+# By the value's path: what to give (with what it needs to be seen), where to look, and what is there before and after.
+VALUES: dict[str, tuple[Body, Callable[[Objects], object], object, object]] = {
+    "image.repository": (
+        {"image": {"repository": "r/x"}},
+        lambda o: container(o)["image"],
+        f"{OPERATOR}:0.1.0",
+        "r/x:0.1.0",
+    ),
+    "image.tag": ({"image": {"tag": "7"}}, lambda o: container(o)["image"], f"{OPERATOR}:0.1.0", f"{OPERATOR}:7"),
+    "image.digest": (
+        {"image": {"digest": DIGEST, "tag": "7"}},
+        lambda o: container(o)["image"],
+        f"{OPERATOR}:0.1.0",
+        f"{OPERATOR}@{DIGEST}",
+    ),
+    "image.pullPolicy": (
+        {"image": {"pullPolicy": "Always"}},
+        lambda o: container(o)["imagePullPolicy"],
+        "IfNotPresent",
+        "Always",
+    ),
+    "imagePullSecrets": ({"imagePullSecrets": ["a"]}, lambda o: pod(o).get("imagePullSecrets"), None, [{"name": "a"}]),
+    "mode": (
+        {"mode": "namespaced"},
+        lambda o: (roles(o)[0], variable("WATCH_NAMESPACE")(o)),
+        (True, ""),
+        (False, "default"),
+    ),
+    "watchNodes": (
+        {"watchNodes": False},
+        lambda o: (roles(o)[1], variable("WATCH_NODES")(o)),
+        (True, "true"),
+        (False, "false"),
+    ),
+    "crds.install": ({"crds": {"install": False}}, there("CustomResourceDefinition"), True, False),
+    "agent.image": ({"agent": {"image": "a:9"}}, variable("AGENT_IMAGE"), "longshore-agent:0.1.0", "a:9"),
+    "agent.pullPolicy": (
+        {"agent": {"pullPolicy": "Never"}},
+        variable("AGENT_IMAGE_PULL_POLICY"),
+        "IfNotPresent",
+        "Never",
+    ),
+    "agent.pullSecrets": ({"agent": {"pullSecrets": ["a", "b"]}}, variable("AGENT_IMAGE_PULL_SECRETS"), "", "a,b"),
+    "agent.runtimeClassName": ({"agent": {"runtimeClassName": "n"}}, variable("AGENT_RUNTIME_CLASS"), "", "n"),
+    "logLevel": ({"logLevel": "debug"}, variable("LOG_LEVEL"), "info", "debug"),
+    "settings": ({"settings": SETTINGS}, variable("POLL_S"), None, "7"),
+    "resources.requests.cpu": (
+        {"resources": {"requests": {"cpu": "2"}}},
+        lambda o: container(o)["resources"]["requests"]["cpu"],
+        "50m",
+        "2",
+    ),
+    "resources.requests.memory": (
+        {"resources": {"requests": {"memory": "1Gi"}}},
+        lambda o: container(o)["resources"]["requests"]["memory"],
+        "128Mi",
+        "1Gi",
+    ),
+    "resources.limits.memory": (
+        {"resources": {"limits": {"memory": "2Gi"}}},
+        lambda o: container(o)["resources"]["limits"]["memory"],
+        "512Mi",
+        "2Gi",
+    ),
+    "nodeSelector": ({"nodeSelector": {"a": "b"}}, lambda o: pod(o).get("nodeSelector"), None, {"a": "b"}),
+    "tolerations": ({"tolerations": TOLERATIONS}, lambda o: pod(o).get("tolerations"), None, TOLERATIONS),
+    "affinity": ({"affinity": AFFINITY}, lambda o: pod(o).get("affinity"), None, AFFINITY),
+    "priorityClassName": ({"priorityClassName": "p"}, lambda o: pod(o).get("priorityClassName"), None, "p"),
+    "podDisruptionBudget.enabled": (
+        {"podDisruptionBudget": {"enabled": False}},
+        there("PodDisruptionBudget"),
+        True,
+        False,
+    ),
+    "networkPolicy.enabled": ({"networkPolicy": {"enabled": False}}, there("NetworkPolicy"), True, False),
+    "test.nodeSelector": (
+        {"test": {"nodeSelector": {"zone": "b"}}},
+        lambda o: "zone=b" in try_out(o),
+        False,
+        True,
+    ),
+    "test.limitSeconds": ({"test": {"limitSeconds": 77}}, lambda o: "77" in try_out(o), False, True),
+    "podMonitor.enabled": ({"podMonitor": {"enabled": True}}, there("PodMonitor"), False, True),
+}
+
+
+def changed(values: Body) -> Objects:
+    return rendered(*(f"--set-json={name}={json.dumps(value)}" for name, value in values.items()))
+
+
+@pytest.mark.parametrize("path", VALUES)
+def test_a_value_changes_what_is_installed(path: str) -> None:
+    values, look, before, after = VALUES[path]
+    assert (look(rendered()), look(changed(values))) == (before, after)
+
+
+def test_labels_of_the_monitor_are_those_that_are_given() -> None:
+    plain = changed({"podMonitor": {"enabled": True}})
+    labelled = changed({"podMonitor": {"enabled": True, "labels": {"release": "p"}}})
+    assert monitor_labels(labelled) == monitor_labels(plain) | {"release": "p"}

@@ -1,0 +1,172 @@
+"""Runs one half of a worker without its sockets, in the test's process: the real core, desk, lanes, scatters and transport.
+
+Tests join both halves by hand, and give an engine's requests to the desk.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+import numpy as np
+
+from longshore_agent.path.admit import Desk
+from longshore_agent.settings import Settings
+from longshore_agent.status.metrics import Metrics
+from longshore_agent.status.spans import SpanRecorder
+from longshore_agent.worker.config import WorkerConfig
+from longshore_agent.worker.moving import Mover
+from longshore_client.memory import create_region, pool_geometry
+from longshore_wire.effects import PeerAttached, PeerId, RoomEnded, RoomReleased, StartScatter, StartWrite
+from longshore_wire.engine_messages import (
+    Accepted,
+    Endpoint,
+    Half,
+    Hello,
+    Offer,
+    RankAddress,
+    Receive,
+    Refused,
+    RegisterPool,
+)
+from longshore_wire.layout import KVLayout, ModelShape, Parallel
+from longshore_wire.source_session import SourceSession
+from longshore_wire.target_session import TargetSession
+
+MODEL = ModelShape(layers=2, kv_heads=2, head_dim=8, element_bytes=2)
+PAGE_COUNT = 32
+
+
+class Side:
+    """A worker without its sockets: a core, a desk and the parts that move bytes."""
+
+    def __init__(self, instance: str, half: Half, page_size: int, **settings: str) -> None:
+        variables = {
+            "LONGSHORE_BACKEND": "Loopback",
+            "LONGSHORE_RING_BYTES": "1Mi",
+            "LONGSHORE_LANE_BYTES": "64Ki",
+            "LONGSHORE_LANE_COUNT": "2",
+            "LONGSHORE_SLAB_BYTES_MIN": "1Ki",
+        } | settings
+        layout = KVLayout(MODEL, Parallel(), page_size)
+        self.half, self.now_ns = half, 1
+        self.config = WorkerConfig(f"{instance}/0/0", "d", instance, 7, layout, (half,), variables, 0, -1)
+        found = Settings.from_environment(variables)
+        session = self.config.session_config(found)
+        self.peer = PeerId(instance, 0, 0)
+        self.source = SourceSession(session, now_ns=1) if half is Half.SOURCE else None
+        self.target = TargetSession(session, now_ns=1) if half is Half.TARGET else None
+        self.core = self.source or self.target
+        assert self.core is not None
+        self.metrics = Metrics()
+        self.mover = Mover(self.config, found, self.metrics, SpanRecorder(100), lambda *_: None)
+        self.desk = Desk(layout, self.mover.parts.transport, self.source, self.target)
+        self.geometry = pool_geometry(layout, PAGE_COUNT)
+        self.descriptor, memory = create_region(self.geometry.region_bytes[0])
+        self.bytes = np.frombuffer(memory, np.uint8)
+        self.ended: dict[int, RoomEnded] = {}
+        self.released: set[int] = set()
+        self._request = 0
+        self.describe()
+
+    def say(self, message: msgspec.Struct, descriptors: tuple[int, ...] = ()) -> Accepted | Refused | None:
+        """Give the desk one request with a number of its own, and return its answer."""
+        self._request += 1
+        request = message if isinstance(message, Hello) else msgspec.structs.replace(message, request=self._request)
+        answer = self.desk.handle(request, [os.dup(descriptor) for descriptor in descriptors], self.now_ns)
+        assert answer is None or answer.request in (self._request, 0)
+        return answer
+
+    def register(self, pool: int = 0) -> Accepted | Refused | None:
+        answer = self.say(RegisterPool(0, pool, self.geometry), (self.descriptor,))
+        self.describe()
+        return answer
+
+    def describe(self) -> None:
+        pools = {number: pool.info(number) for number, pool in self.desk.pools.items()}
+        self.core.describe(
+            self.mover.parts.transport.metadata(),
+            self.mover.parts.ring_region,
+            pools,
+            self.mover.parts.probe_region,
+            "h:1",
+        )
+
+    def turn(self, other: Side) -> None:
+        """Do one turn of a worker's loop; messages go straight to the other side."""
+        self.now_ns += 1_000_000
+        self.mover.collect()
+        for peer, message in self.mover.take_results(self.half, self.core, self.now_ns):
+            assert peer == other.peer
+            other.core.receive(self.peer, message, other.now_ns)
+        if self.target is not None:
+            for peer, message in self.mover.notices():
+                self.target.receive(peer, message, self.now_ns)
+        self.core.tick(self.now_ns)
+        for effect in self.core.take_effects():
+            if isinstance(effect, PeerAttached):
+                self.mover.connect(self.half, effect)
+            elif isinstance(effect, StartWrite):
+                self.mover.start_write(effect, self.desk, self.source, self.now_ns)
+            elif isinstance(effect, StartScatter):
+                self.mover.start_scatter(effect, self.desk, self.now_ns)
+            elif isinstance(effect, RoomEnded):
+                self.ended[effect.key.room] = effect
+                self.mover.cancel(effect.half, effect.key)
+            elif isinstance(effect, RoomReleased):
+                self.released.add(effect.key.room)
+                self.desk.release(effect.half, effect.key)
+        for _, message in self.core.take_outbox():
+            other.core.receive(self.peer, message, other.now_ns)
+
+    def close(self) -> None:
+        self.mover.parts.close()
+        for pool in list(self.desk.pools):
+            self.desk.let_go(pool)
+        os.close(self.descriptor)
+
+
+Make = Callable[..., Side]
+
+
+@contextmanager
+def side_maker() -> Iterator[Make]:
+    """Return a maker of sides that end with the test."""
+    made: list[Side] = []
+
+    def build(instance: str, half: Half, page_size: int = 4, **settings: str) -> Side:
+        made.append(Side(instance, half, page_size, **settings))
+        return made[-1]
+
+    try:
+        yield build
+    finally:
+        for side in made:
+            side.close()
+
+
+def pages(*numbers: int) -> bytes:
+    return np.array(numbers, "<i4").tobytes()
+
+
+def endpoint(page_size: int = 4) -> Endpoint:
+    return Endpoint("P", KVLayout(MODEL, Parallel(), page_size), (RankAddress(0, "h:1", 7),))
+
+
+def claim(room: int, end_token: int, listed: bytes, *, offset: int = 0, count: int | None = None) -> Receive:
+    return Receive(0, room, 0, endpoint(), 0, end_token, offset, len(listed) // 4 if count is None else count, listed)
+
+
+def run(source: Side, target: Side, room: int) -> None:
+    """Move one room between two sides that are attached by hand, until both halves have ended."""
+    source.bytes[:] = np.arange(len(source.bytes)) % 251
+    assert isinstance(target.say(claim(room, 24, pages(7, 3, 5))), Accepted)
+    assert isinstance(source.say(Offer(0, room, 0, 0, 24, True, pages(1, 2, 3, 4, 5, 6))), Accepted)
+    for _ in range(20_000):
+        target.turn(source)
+        source.turn(target)
+        if room in source.released and room in target.released:
+            return
+    raise AssertionError(f"room {room} does not end: {source.ended}, {target.ended}")

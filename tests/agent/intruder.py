@@ -1,0 +1,72 @@
+"""Attacks the ports of an agent without keys: with messages of UCX's TCP and of Mooncake's handshake, and with noise.
+
+Called by tests that check the effect. The messages of UCX are those of uct/tcp in version 1.23, which NIXL 1.5.1 brings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+import socket
+import struct
+from pathlib import Path
+
+_UCX_MAGIC = struct.pack("<Q", 0xCAFEBABE12345678)
+_UCX_PUT = 33
+# What the kernel answers within this machine; a packet that it drops has no answer.
+LIMIT_S = 1.0
+# Nowhere: a page that no process maps.
+UNMAPPED = 0x10
+
+
+def connect(source: str, host: str, port: int) -> socket.socket | None:
+    """Connect from an address of this machine; None: no connection is accepted."""
+    caller = socket.socket()
+    caller.settimeout(LIMIT_S)
+    try:
+        caller.bind((source, 0))
+        caller.connect((host, port))
+    except (TimeoutError, ConnectionRefusedError):
+        caller.close()
+        return None
+    return caller
+
+
+def put(caller: socket.socket, address: int, data: bytes) -> None:
+    """Ask UCX to write bytes to an address of its process: no handshake, no key of the memory."""
+    request = struct.pack("<BIQQI", _UCX_PUT, 20, address, len(data), 1)
+    caller.sendall(_UCX_MAGIC + request + data)
+
+
+def message(caller: socket.socket, number: int) -> None:
+    """Send UCX one of its 32 active messages, with noise for content."""
+    body = random.Random(number).randbytes(200)
+    caller.sendall(_UCX_MAGIC + struct.pack("<BI", number, len(body)) + body)
+
+
+def noise(caller: socket.socket, seed: int) -> None:
+    """Send bytes that are no message of any protocol, and close the connection."""
+    with contextlib.suppress(OSError):
+        caller.sendall(random.Random(seed).randbytes(20_000))
+    caller.close()
+
+
+def greet(caller: socket.socket, seed: int) -> None:
+    """Begin as ZeroMQ with CURVE does, and go on with noise."""
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(47)
+    with contextlib.suppress(OSError):
+        caller.sendall(greeting + b"\x04\xc8\x05HELLO" + random.Random(seed).randbytes(194))
+        # It is judged when the other side's greeting has come.
+        while caller.recv(4096):
+            pass
+    caller.close()
+
+
+def mapped_pages(pid: int, name: str) -> int:
+    """Return the address at which a worker has mapped the pages of an engine, which an attacker would have to guess."""
+    found = re.search(
+        rf"^([0-9a-f]+)-[0-9a-f]+ rw.* /memfd:{name} ", Path(f"/proc/{pid}/maps").read_text(), re.MULTILINE
+    )
+    assert found, f"{pid} has not mapped {name}"
+    return int(found[1], 16)

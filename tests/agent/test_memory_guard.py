@@ -1,0 +1,110 @@
+"""The guard of mapped files: faults that it handles, and faults that still end the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from longshore_agent.errors import PoolError
+from longshore_agent.memory import guard
+from longshore_agent.memory.ipc import map_shared
+
+LIMIT_S = 60.0
+PAGE_BYTES = 4096
+_MAP = """
+import os
+from longshore_agent.memory.ipc import Mapping, map_shared
+descriptor = os.memfd_create("longshore-guard-test", os.MFD_CLOEXEC)
+os.ftruncate(descriptor, 8 * 4096)
+"""
+# A page of a file that nobody guards, or does no longer.
+UNGUARDED = """
+other = os.memfd_create("longshore-guard-test", os.MFD_CLOEXEC)
+os.ftruncate(other, 4096)
+mapping = map_shared(other, 4096)
+mapping._guarded.end()
+os.ftruncate(other, 0)
+"""
+
+
+def memory(length_bytes: int) -> int:
+    descriptor = os.memfd_create("longshore-guard-test", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, length_bytes)
+    return descriptor
+
+
+def test_what_is_gone_reads_as_zeros_and_what_is_left_as_it_was():
+    descriptor = memory(8 * PAGE_BYTES)
+    mapping = map_shared(descriptor, 8 * PAGE_BYTES)
+    view = mapping.bytes_view()
+    view[:] = 7
+    os.ftruncate(descriptor, 3 * PAGE_BYTES)
+    before = guard.torn_count()
+    assert (int(view[3 * PAGE_BYTES - 1]), mapping.torn) == (7, False)
+    assert (int(view[5 * PAGE_BYTES]), mapping.torn) == (0, True)
+    assert guard.torn_count() > before
+    view[7 * PAGE_BYTES] = 1
+    assert int(view[: 3 * PAGE_BYTES].sum()) == 7 * 3 * PAGE_BYTES
+    assert int(view[5 * PAGE_BYTES :].sum()) == 1
+    assert os.fstat(descriptor).st_size == 3 * PAGE_BYTES
+    del view
+    mapping.unmap()
+    os.close(descriptor)
+
+
+def test_threads_that_copy_from_memory_that_goes_meanwhile_all_come_back():
+    descriptors = [memory(1024 * PAGE_BYTES) for _ in range(4)]
+    mappings = [map_shared(descriptor, 1024 * PAGE_BYTES) for descriptor in descriptors]
+    copying = threading.Barrier(len(mappings) + 1)
+
+    def copy(view: np.ndarray) -> None:
+        copying.wait(LIMIT_S)
+        while not guard.torn_count() or view.any():
+            view.copy()
+
+    for mapping in mappings:
+        mapping.bytes_view()[:] = 1
+    threads = [threading.Thread(target=copy, args=(mapping.bytes_view(),)) for mapping in mappings]
+    for thread in threads:
+        thread.start()
+    copying.wait(LIMIT_S)
+    for descriptor in descriptors:
+        os.ftruncate(descriptor, 0)
+    for thread in threads:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+    assert all(mapping.torn for mapping in mappings)
+    for mapping, descriptor in zip(mappings, descriptors, strict=True):
+        mapping.unmap()
+        os.close(descriptor)
+
+
+def test_a_range_that_is_unmapped_is_guarded_no_longer_and_its_place_is_taken_again():
+    handler = guard._handler()
+    free = len(handler._free)
+    descriptor = memory(PAGE_BYTES)
+    for _ in range(3):
+        map_shared(descriptor, PAGE_BYTES).unmap()
+    assert len(handler._free) == free
+    os.close(descriptor)
+
+
+def test_more_ranges_than_the_table_holds_are_refused_by_name(monkeypatch):
+    monkeypatch.setattr(guard._handler(), "_free", [])
+    descriptor = memory(PAGE_BYTES)
+    with pytest.raises(PoolError, match="register pools of fewer regions"):
+        map_shared(descriptor, PAGE_BYTES)
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("first", ["", "map_shared(descriptor, 4096)\n"], ids=["no guard at all", "another is guarded"])
+def test_a_fault_in_memory_that_is_not_guarded_ends_the_process_as_ever(first):
+    code = _MAP + first + UNGUARDED + "mapping.bytes_view()[0]\n"
+    ended = subprocess.run([sys.executable, "-c", code], timeout=LIMIT_S, check=False)
+    assert ended.returncode == -signal.SIGBUS

@@ -1,0 +1,164 @@
+"""The next worker of a rank: the messages it gets before it serves its engine, and the conditions for its start."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+from agent_fleet import World
+from agent_world import Request, wait_for, wait_for_none
+
+from longshore_agent.control.node_link import RoomFailed, SiblingFailed, Started
+from longshore_agent.settings import Settings
+from longshore_agent.status.snapshot import WorkerState
+from longshore_agent.supervisor.failed_rooms import FAILED_ROOMS_MAX, FailedRooms
+from longshore_agent.supervisor.loop import Supervisor
+from longshore_agent.supervisor.slots import Slot, SlotKey
+from longshore_client import Half
+from longshore_wire.engine_messages import Hello, RoomEventKind
+from longshore_wire.errors import LongshoreError, Reason
+from longshore_wire.layout import KVLayout, ModelShape, Parallel
+from longshore_wire.peer_messages import RoomKey
+
+FAMILY = ("prefill", 0)
+
+
+def _failure(room: int, text: str = "enough") -> SiblingFailed:
+    return SiblingFailed(Half.SOURCE, RoomKey("prefill", room, 0), Reason.CANCELLED, text)
+
+
+def test_a_new_worker_is_told_of_the_newest_rooms_that_its_family_has_failed_each_with_the_first_reason():
+    failed = FailedRooms(kept_s=10)
+    assert failed.add(FAMILY, _failure(1), 0)
+    assert not failed.add(FAMILY, _failure(1, "at a sibling rank: enough"), 1)
+    failed.add(FAMILY, _failure(2), 5)
+    failed.add(("other", 0), _failure(3), 5)
+    assert [message.text for message in failed.of(FAMILY, 9)] == ["enough", "enough"]
+    assert [message.key.room for message in failed.of(FAMILY, 11)] == [2]
+    for room in range(FAILED_ROOMS_MAX + 10):
+        failed.add(FAMILY, _failure(100 + room), 12)
+    told = [message.key.room for message in failed.of(FAMILY, 12)]
+    assert (len(told), told[0]) == (FAILED_ROOMS_MAX, 110)
+    failed.forget(FAMILY)
+    assert failed.of(FAMILY, 12) == []
+
+
+@dataclass
+class Link:
+    """The supervisor's end of a worker's link."""
+
+    said: list[object] = field(default_factory=list)
+    closed: bool = False
+
+    def send(self, message: object, descriptor: int | None = None) -> None:
+        self.said.append(message)
+
+
+def test_a_worker_that_has_started_hears_of_a_failure_before_it_says_that_it_serves_its_engine(tmp_path):
+    supervisor = Supervisor(Settings(run_directory=str(tmp_path)))
+    hello = Hello(1, "prefill", KVLayout(ModelShape(1, 2, 8, 2), Parallel(2), 16), "cpu", (Half.SOURCE,))
+    slots = []
+    for rank, state in enumerate((WorkerState.STARTING, WorkerState.READY)):
+        config = SimpleNamespace(name=f"prefill/0/{rank}", agent="", epoch=1)
+        near, far = socket.socketpair()
+        with far:
+            slots.append(
+                Slot(SlotKey("prefill", 0, rank), hello, None, config, None, -1, Link(), near, state)  # type: ignore[arg-type]
+            )
+    starting, other = slots
+    supervisor._slots = {slot.key: slot for slot in slots}
+    first, second = (
+        RoomFailed(Half.SOURCE, RoomKey("prefill", room, 0), Reason.CANCELLED, "enough") for room in (1, 2)
+    )
+
+    supervisor._obey(other, first)
+    supervisor._obey(starting, Started("127.0.0.1:1", 1, ""))
+    supervisor._obey(other, second)
+
+    assert isinstance(starting.link, Link)
+    told = [message.key.room for message in starting.link.said if isinstance(message, SiblingFailed)]
+    assert told == [1, 2]
+    other.connection.close()
+
+
+@pytest.fixture
+def place(tmp_path):
+    world = World(tmp_path, LONGSHORE_HEARTBEAT_S="0.2", LONGSHORE_PEER_TIMEOUT_S="2", LONGSHORE_DIRECT="true")
+    agent = world.agent("agent")
+    prefill = world.engine(agent, "prefill", 2, roles=[Half.SOURCE])
+    decode = world.engine(agent, "decode", roles=[Half.TARGET])
+    yield SimpleNamespace(agent=agent, prefill=prefill.result(), decode=decode.result())
+    world.close()
+
+
+def test_an_offer_that_is_said_to_a_rank_s_next_worker_fails_if_a_sibling_has_failed_its_room_meanwhile(place):
+    each = Request(place.prefill, place.decode, 40)
+    each.offer()
+    os.kill(place.agent.worker("prefill")["pid"], signal.SIGKILL)
+    place.prefill.ranks[1].client.cancel(each.room, Half.SOURCE)
+
+    end = place.prefill.ranks[0].client.wait(each.room, Half.SOURCE, timeout_s=20)
+
+    assert (end.kind, end.reason) == (RoomEventKind.FAILED, Reason.CANCELLED)
+    assert end.text.endswith("at a sibling rank: cancelled by its engine")
+    wait_for_none(place.agent.leftovers)
+
+
+def test_a_rank_gets_no_new_worker_while_a_neighbour_may_still_write_the_pages_that_its_last_one_had(place):
+    first = Request(place.prefill, place.decode, 40)
+    first.offer()
+    first.claim()
+    first.arrives()
+    writer = place.agent.worker("prefill")["pid"]
+    os.kill(writer, signal.SIGSTOP)
+    try:
+        os.kill(place.agent.worker("decode")["pid"], signal.SIGKILL)
+        wait_for(lambda: place.agent.worker("decode") is None, what="the end of decode's worker")
+        refused = place.agent.metric("longshore_refused_messages_total", reason="busy")
+        wait_for(
+            lambda: place.agent.metric("longshore_refused_messages_total", reason="busy") >= refused + 3,
+            what="decode's engine to be sent away",
+        )
+        assert place.agent.worker("decode") is None
+    finally:
+        os.kill(writer, signal.SIGCONT)
+    wait_for(lambda: place.decode.client.connected, what="decode's next worker")
+    second = Request(place.prefill, place.decode, 40)
+    second.offer()
+    second.claim()
+    second.arrives()
+    assert place.decode.intact()
+
+
+def test_a_room_that_failed_while_its_prefill_agent_was_ended_and_started_again_fails_there_too(tmp_path):
+    world = World(tmp_path, LONGSHORE_HEARTBEAT_S="0.2", LONGSHORE_PEER_TIMEOUT_S="1", LONGSHORE_LEASE_S="30")
+    try:
+        near, far = world.agent("near"), world.agent("far")
+        prefill = world.engine(near, "prefill", roles=[Half.SOURCE]).result()
+        decode = world.engine(far, "decode", roles=[Half.TARGET]).result()
+        first = Request(prefill, decode, 40)
+        first.offer()
+        first.claim()
+        first.arrives()
+        second = Request(prefill, decode, 40)
+        endpoint = prefill.endpoint()
+        near.stop()
+        decode.client.receive(second.room, endpoint, second.target_pages, 0, second.total)
+        failed = decode.client.wait(second.room, Half.TARGET, "prefill", timeout_s=20)
+        assert (failed.kind, failed.reason) == (RoomEventKind.FAILED, Reason.PEER_LOST)
+
+        near.start()
+        wait_for(lambda: prefill.client.connected)
+        try:
+            second.offer()
+            reason = prefill.client.wait(second.room, Half.SOURCE, timeout_s=20).reason
+        except LongshoreError as refused:
+            # The agent had heard of the failure before.
+            reason = refused.reason
+        assert reason is Reason.PEER_LOST
+    finally:
+        world.close()

@@ -1,0 +1,134 @@
+"""Effects of the client's arguments that no other test shows: which room or half a call means, and how long it waits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+from fake_agent import WAIT_S, FakeAgent, accept_all
+from scene import DONE, ENDPOINT, LAYOUT, client_at, event, told, wait_until
+
+from longshore_client import (
+    CallTimeout,
+    Client,
+    Half,
+    PageOrder,
+    WaitTimeout,
+    connect,
+    create_region,
+    pool_geometry,
+)
+from longshore_wire.engine_messages import Cancel, Hello, RegisterPool
+
+GEOMETRY = pool_geometry(LAYOUT, 2)
+OTHERS = [{"room": 8}, {"half": Half.TARGET}, {"instance": "prefill-1"}, {"pool": 1}]
+MINE = {"room": 7, "half": Half.SOURCE, "instance": "prefill-0", "pool": 0}
+
+
+@pytest.fixture
+def path(tmp_path):
+    return str(tmp_path / "engine.sock")
+
+
+@pytest.fixture
+def region() -> Iterator[int]:
+    descriptor, memory = create_region(GEOMETRY.region_bytes[0])
+    yield descriptor
+    memory.close()
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=lambda other: next(iter(other)))
+def test_another_room_half_instance_or_pool_is_not_meant(path, other):
+    with FakeAgent(path) as agent, client_at(path) as client:
+        client.send(7, [1], 0, 4, last=True)
+        assert client.is_open(**MINE)
+        assert not client.is_open(**MINE | other)
+        client.cancel(**MINE | other)
+        agent.say(event(DONE))
+        wait_until(client, lambda: client._state.events)
+        with pytest.raises(WaitTimeout):
+            client.wait(**MINE | other, timeout_s=0)
+        assert client.wait(**MINE, timeout_s=0) == event(DONE)
+        assert agent.of(Cancel) == []
+        client.cancel(**MINE)
+        assert told(agent, Cancel) == [Cancel(0, Half.SOURCE, "prefill-0", 7, 0)]
+
+
+def test_an_event_of_another_kind_is_not_waited_for(path):
+    with FakeAgent(path) as agent, client_at(path) as client:
+        client.send(7, [1], 0, 4, last=True)
+        agent.say(event(DONE))
+        wait_until(client, lambda: client._state.events)
+        with pytest.raises(WaitTimeout):
+            client.wait(7, Half.SOURCE, kinds=[kind for kind in type(DONE) if kind is not DONE], timeout_s=0)
+        assert client.wait(7, Half.SOURCE, kinds=[DONE], timeout_s=0) == event(DONE)
+
+
+CALLS: dict[str, Callable[[Client, int], object]] = {
+    "send": lambda client, _: client.send(1, [1], 0, 4, last=True, timeout_s=0.05),
+    "receive": lambda client, _: client.receive(1, ENDPOINT, [1], 0, 4, timeout_s=0.05),
+    "cancel": lambda client, _: client.cancel(7, Half.SOURCE, timeout_s=0.05),
+    "register_pool": lambda client, region: client.register_pool(1, GEOMETRY, [region], timeout_s=0.05),
+    "unregister_pool": lambda client, _: client.unregister_pool(0, timeout_s=0.05),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_is_not_answered_waits_as_long_as_it_is_told(path, region, name):
+    silent = []
+
+    def answer(message):
+        return None if silent else accept_all(message)
+
+    with FakeAgent(path, answer=answer), client_at(path) as client:
+        client.register_pool(0, GEOMETRY, [region])
+        client.send(7, [1], 0, 4, last=True)
+        silent.append(True)
+        with pytest.raises(CallTimeout, match=r"within 0\.05 s"):
+            CALLS[name](client, region)
+
+
+def test_an_engine_says_who_it_is_where_its_pages_are_and_what_it_does(path):
+    given = {"instance": "one", "device": "cpu", "roles": [Half.SOURCE]}
+    with FakeAgent(path) as agent:
+        for change in ({}, {"instance": "two"}, {"device": "GPU-7"}, {"roles": [Half.TARGET, Half.SOURCE]}):
+            connect(path, layout=LAYOUT, timeout_s=WAIT_S, **given | change).close()
+    said = [(hello.instance, hello.device, hello.roles) for hello in agent.of(Hello)]
+    both = (Half.TARGET, Half.SOURCE)
+    assert said == [
+        ("one", "cpu", (Half.SOURCE,)),
+        ("two", "cpu", (Half.SOURCE,)),
+        ("one", "GPU-7", (Half.SOURCE,)),
+        ("one", "cpu", both),
+    ]
+
+
+def test_a_pool_is_registered_under_its_number_with_its_geometry(path, region):
+    offset = pool_geometry(LAYOUT, 1, offset=64, region_bytes=GEOMETRY.region_bytes[0])
+    with FakeAgent(path) as agent, client_at(path) as client:
+        client.register_pool(3, GEOMETRY, [region])
+        client.register_pool(4, offset, [region])
+        assert [(message.pool, message.geometry) for message in agent.of(RegisterPool)] == [(3, GEOMETRY), (4, offset)]
+
+
+def test_each_argument_of_a_geometry_moves_its_planes():
+    plain = pool_geometry(LAYOUT, 2)
+    shifted = pool_geometry(LAYOUT, 2, offset=4096)
+    assert [plane.offset for plane in shifted.planes] == [plane.offset + 4096 for plane in plain.planes]
+    assert shifted.region_bytes == (plain.region_bytes[0] + 4096,)
+    assert pool_geometry(LAYOUT, 4).region_bytes == (2 * plain.region_bytes[0],)
+    assert pool_geometry(LAYOUT, 2, region_bytes=1 << 20).region_bytes == (1 << 20,)
+    head_major = pool_geometry(LAYOUT, 2, order=PageOrder.HND)
+    assert head_major.planes[0].head_stride == LAYOUT.page_size * head_major.planes[0].token_stride
+
+
+def test_a_region_has_the_name_and_the_length_that_are_given():
+    descriptor, memory = create_region(12_345, "kv-of-rank-3")
+    try:
+        assert len(memory) == os.fstat(descriptor).st_size == 12_345
+        assert "memfd:kv-of-rank-3" in os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115 - it is no path
+    finally:
+        memory.close()
+        os.close(descriptor)

@@ -1,0 +1,330 @@
+"""The effect of each of the operator's settings: on its process with a double of the API server, and on its parts over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+import aiohttp
+import pytest
+from aiohttp import web
+from held_api import DEPLOYMENT_COUNT, HOST, LIMIT_S, ApiServer, Running, free_port
+from operator_scene import KEY, Scene
+from test_operator_lease import Server as LeaseServer
+
+from longshore_operator import kinds, names
+from longshore_operator.decide.decision import decide
+from longshore_operator.handlers import configure
+from longshore_operator.lease import Mutex
+from longshore_operator.metrics import Metrics
+from longshore_operator.polling import Poller
+from longshore_operator.reconcile import Reconciler, look_at_all
+from longshore_operator.reports import AgentReport
+from longshore_operator.settings import Settings
+from longshore_operator.work_queue import WorkQueue
+from longshore_operator.world import Poll, World
+
+
+def until(found: Callable[[], object], what: str) -> None:
+    end_s, pause = time.monotonic() + LIMIT_S, threading.Event()
+    while not found():
+        assert time.monotonic() < end_s, f"not within {LIMIT_S:g} s: {what}"
+        pause.wait(0.02)
+
+
+@pytest.fixture
+def api() -> Iterator[ApiServer]:
+    server = ApiServer()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def start(tmp_path: Path, api: ApiServer) -> Iterator[Callable[..., Running]]:
+    running: list[Running] = []
+
+    def begin(**settings: object) -> Running:
+        running.append(Running(tmp_path, api, **settings))
+        return running[-1]
+
+    yield begin
+    api.ended.set()
+    for one in running:
+        one.stop()
+
+
+def test_the_lease_is_the_one_that_is_named_in_the_name_that_is_given_and_for_the_time_that_is_set(
+    api: ApiServer, start: Callable[..., Running]
+) -> None:
+    start(namespace="own", lease_name="only-one", identity="replica-7", lease_s=33, lease_renew_s=1)
+    until(lambda: len(api.leases) > 2, "a Lease that is renewed")
+    path = "/apis/coordination.k8s.io/v1/namespaces/own/leases"
+    assert {found for found in api.paths("GET") if "/leases" in found} == {f"{path}/only-one"}
+    lease = api.leases[-1]
+    assert (lease["metadata"]["name"], lease["metadata"]["namespace"]) == ("only-one", "own")
+    assert (lease["spec"]["holderIdentity"], lease["spec"]["leaseDurationSeconds"]) == ("replica-7", 33)
+
+
+@pytest.mark.parametrize(("namespace", "nodes"), [("team", "false"), ("", "true")])
+def test_one_namespace_or_all_are_watched_and_nodes_where_they_may_be_read(
+    api: ApiServer, start: Callable[..., Running], namespace: str, nodes: str
+) -> None:
+    start(watch_namespace=namespace, watch_nodes=nodes)
+    place = f"/namespaces/{namespace}" if namespace else ""
+
+    def watched() -> set[str]:
+        return {path.partition("?")[0] for path in api.paths() if "watch=true" in path}
+
+    expected = {f"/apis/longshore.dev/v1alpha1{place}/disaggdeployments", f"/api/v1{place}/pods"}
+    until(lambda: expected <= watched() and ("/api/v1/nodes" in watched() or nodes == "false"), "every watch")
+    assert ("/api/v1/nodes" in watched()) == (nodes == "true")
+    others = {path for path in watched() if path != "/api/v1/nodes"}
+    assert {("/namespaces/team/" in path) for path in others} == {bool(namespace)}
+
+
+def test_pages_are_served_where_they_are_set_to_be(api: ApiServer, start: Callable[..., Running]) -> None:
+    host = "127.0.0.3"
+    port = free_port(host)
+    start(http_host=host, http_port=port)
+
+    def answers() -> bool:
+        with suppress(OSError), urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=5) as page:
+            return b"longshore_operator_leader" in page.read()
+        return False
+
+    until(answers, "its metrics")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((HOST, port), timeout=5)
+
+
+def test_everything_is_listed_again_after_the_time_that_is_set(api: ApiServer, start: Callable[..., Running]) -> None:
+    start(resync_s=1)
+
+    def lists() -> int:
+        return sum("/pods" in path and "watch=true" not in path for path in api.paths())
+
+    until(lambda: lists() > 3, "pods to be listed again and again")
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_as_many_deployments_are_reconciled_at_once_as_are_set(
+    api: ApiServer, start: Callable[..., Running], count: int
+) -> None:
+    api.hold = lambda method, path: method == "POST" and path.endswith("/secrets")
+    one = start(worker_count=count, request_timeout_s=600, log_level="info")
+    until(lambda: api.held["secrets"] == count, "as many requests at once")
+    # The others wait for a worker.
+    until(lambda: one.metric("longshore_operator_queue_length") == DEPLOYMENT_COUNT - count, "a queue of the others")
+    assert api.held["secrets"] == count
+
+
+def test_a_request_that_is_not_answered_ends_after_the_time_that_is_set(
+    api: ApiServer, start: Callable[..., Running]
+) -> None:
+    api.hold = lambda _method, path: "/leases/" in path
+    start(request_timeout_s=0.3, lease_renew_s=100, lease_s=300)
+    until(lambda: len([path for path in api.paths() if "/leases/" in path]) > 3, "it to be tried again")
+    assert configure(Settings(request_timeout_s=3)).networking.request_timeout == 3
+
+
+@pytest.mark.parametrize(("level", "told"), [("debug", True), ("error", False)])
+def test_lines_below_the_set_level_are_not_logged(
+    api: ApiServer, start: Callable[..., Running], level: str, *, told: bool
+) -> None:
+    one = start(log_level=level, lease_renew_s=1)
+    until(lambda: len(api.leases) > 2, "its Lease")
+    assert ("is the active replica" in one.log.read_text()) == told
+
+
+# -- parts -----------------------------------------------------------------------------------------------------------
+
+
+class Held:
+    """A mutex that this replica has."""
+
+    async def held(self) -> None:
+        """Return at once."""
+
+
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), LIMIT_S))
+
+
+async def soon(found: Callable[[], object]) -> None:
+    """Return once the condition holds; `run` limits the time. Polls, because the tasks that make it true signal nothing."""
+    pause = asyncio.Event()
+    while not found():
+        with suppress(TimeoutError):
+            await asyncio.wait_for(pause.wait(), 0.005)
+
+
+class Agents:
+    """Pages of agents in this process, which answer once `go_on` is set."""
+
+    def __init__(self, count: int) -> None:
+        self.scene = Scene()
+        self.count = count
+        self.go_on = asyncio.Event()
+        self.asked = self.waiting = self.peak = 0
+
+    async def __aenter__(self) -> Self:
+        app = web.Application()
+        app.router.add_get("/v1/status", self._page)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        port = free_port()
+        await web.TCPSite(self._runner, HOST, port).start()
+        for number in range(self.count):
+            ports = [{"name": "http", "containerPort": port}]
+            status = {"podIP": HOST, "conditions": [{"type": "Ready", "status": "True"}]}
+            labels = {names.DEPLOYMENT_LABEL: KEY.name}
+            metadata = {"name": f"llama-{number}", "namespace": KEY.namespace, "labels": labels}
+            spec = {"nodeName": f"node-{number}", "containers": [{"name": names.CONTAINER, "ports": ports}]}
+            self.scene.put(kinds.POD, {"metadata": metadata, "spec": spec, "status": status})
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.go_on.set()
+        await self._runner.cleanup()
+
+    async def _page(self, _request: web.Request) -> web.Response:
+        self.asked += 1
+        self.waiting += 1
+        self.peak = max(self.peak, self.waiting)
+        try:
+            await self.go_on.wait()
+        finally:
+            self.waiting -= 1
+        return web.Response(body=b"{}")
+
+    def poller(self, **settings: Any) -> Poller:
+        chosen = dataclasses.replace(Settings(), **settings)
+        return Poller(self.scene.world, WorkQueue(), Held(), chosen)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("count_max", [2, 5])
+def test_as_many_agents_are_asked_at_once_as_are_set(count_max: int) -> None:
+    async def scenario() -> None:
+        async with Agents(5) as agents, aiohttp.ClientSession() as session:
+            sweep = asyncio.create_task(agents.poller(poll_count_max=count_max).sweep(session))
+            await soon(lambda: agents.waiting == count_max)
+            agents.go_on.set()
+            await sweep
+            assert (agents.peak, agents.asked) == (count_max, 5)
+
+    run(scenario)
+
+
+def test_an_agent_has_as_long_to_answer_as_is_set() -> None:
+    async def scenario() -> None:
+        async with Agents(1) as agents:
+            short, long = agents.poller(poll_timeout_s=0.05), agents.poller(poll_timeout_s=600.0)
+            tasks = [asyncio.create_task(each.run()) for each in (short, long)]
+            await soon(lambda: short.silent_count == 1 and agents.asked == 2)
+            assert long.silent_count == 0
+            for task in tasks:
+                task.cancel()
+
+    run(scenario)
+
+
+def test_agents_are_asked_again_after_the_time_that_is_set() -> None:
+    async def scenario() -> None:
+        async with Agents(1) as often, Agents(1) as seldom:
+            for agents in (often, seldom):
+                agents.go_on.set()
+            tasks = [
+                asyncio.create_task(agents.poller(poll_s=poll_s).run())
+                for agents, poll_s in ((often, 0.01), (seldom, 600.0))
+            ]
+            await soon(lambda: often.asked > 5 and seldom.asked)
+            assert seldom.asked == 1
+            for task in tasks:
+                task.cancel()
+
+    run(scenario)
+
+
+def test_a_lease_is_renewed_after_the_time_that_is_set() -> None:
+    async def scenario() -> None:
+        often, seldom = LeaseServer(), LeaseServer()
+        tasks = [
+            asyncio.create_task(
+                Mutex(server, dataclasses.replace(Settings(), lease_s=1800.0, lease_renew_s=renew_s), "one").run()  # type: ignore[arg-type]
+            )
+            for server, renew_s in ((often, 0.01), (seldom, 600.0))
+        ]
+
+        def version(server: LeaseServer) -> int:
+            return 0 if server.body is None else int(server.body["metadata"]["resourceVersion"])
+
+        await soon(lambda: version(often) > 5 and version(seldom))
+        assert version(seldom) == 1
+        for task in tasks:
+            task.cancel()
+
+    run(scenario)
+
+
+def test_everything_is_looked_at_again_after_the_time_that_is_set() -> None:
+    async def scenario() -> None:
+        often, seldom = WorkQueue(), WorkQueue()
+        world = Scene().world
+        tasks = [
+            asyncio.create_task(look_at_all(world, queue, every_s))
+            for queue, every_s in ((often, 0.01), (seldom, 600.0))
+        ]
+        for _ in range(3):
+            often.done(await often.take())
+        seldom.done(await seldom.take())
+        assert len(seldom) == 0
+        for task in tasks:
+            task.cancel()
+
+    run(scenario)
+
+
+class Nobody:
+    """An API without requests, and a mutex that is not held."""
+
+    def check(self) -> None:
+        """Say nothing."""
+
+
+def reconciler(world: World, **settings: Any) -> Reconciler:
+    chosen = dataclasses.replace(Settings(), **settings)
+    return Reconciler(world, Nobody(), WorkQueue(), Nobody(), chosen, Metrics())  # type: ignore[arg-type]
+
+
+def test_agents_are_of_the_image_that_is_set_where_their_deployment_names_none() -> None:
+    def pod(**settings: str) -> dict[str, Any]:
+        scene = Scene()
+        images = reconciler(scene.world, **settings)._images
+        children = {kind.name: body for kind, body in decide(scene.observe(), images).apply}
+        found: dict[str, Any] = children["DaemonSet"]["spec"]["template"]["spec"]
+        return found
+
+    plain = pod()
+    assert (plain["containers"][0]["imagePullPolicy"], "imagePullSecrets" in plain) == ("IfNotPresent", False)
+    assert pod(agent_image="mine:3")["containers"][0]["image"] == "mine:3" != plain["containers"][0]["image"]
+    assert pod(agent_image_pull_policy="Always")["containers"][0]["imagePullPolicy"] == "Always"
+    assert pod(agent_image_pull_secrets="a, b")["imagePullSecrets"] == [{"name": "a"}, {"name": "b"}]
+    assert pod(agent_runtime_class="nvidia")["runtimeClassName"] == "nvidia"
+
+
+@pytest.mark.parametrize(("stale_s", "silent"), [(5.0, True), (60.0, False)])
+def test_an_answer_counts_for_as_long_as_is_set(stale_s: float, *, silent: bool) -> None:
+    scene = Scene()
+    scene.put_agent("a", said=AgentReport("team/llama", "a"))
+    scene.world.answered("Pod-llama-a", Poll(time.monotonic() - 20, AgentReport("team/llama", "a")))
+    observed = reconciler(scene.world, poll_stale_s=stale_s)._observe(KEY)
+    assert observed is not None
+    assert [agent.silent for agent in observed.agents] == [silent]

@@ -1,0 +1,343 @@
+"""Puts known faults into the protocol core, to check that the simulator finds them. Only tests use this.
+
+The first thirteen are those of docs/design/2026-11-21-defects-of-others.md, by their letters, as far as a core can have them. This
+core once had the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+from longshore_wire.claims import PageParts
+from longshore_wire.errors import Reason, RingError
+from longshore_wire.peer_messages import SlabReady
+from longshore_wire.peers import PeerState
+from longshore_wire.plan import Way
+from longshore_wire.ring import Ring
+from longshore_wire.room import TargetPair, TargetRoom
+from longshore_wire.session import Session
+from longshore_wire.slabs import SlabGrid
+from longshore_wire.source_session import SourceSession
+from longshore_wire.states import SourceSlab, TargetPairState, TargetSlab
+from longshore_wire.target_peers import TargetPeers
+from longshore_wire.target_session import TargetSession
+
+
+@dataclass(frozen=True)
+class Plant:
+    """One fault: what it does, and where to look for it."""
+
+    about: str
+    put: Callable[[ExitStack], None]
+    mixes: tuple[str, ...]
+
+
+def _set(stack: ExitStack, owner: type, name: str, value: Any) -> Any:
+    """Replace an attribute by `value`; return the old value."""
+    real = getattr(owner, name)
+    stack.enter_context(patch.object(owner, name, value))
+    return real
+
+
+# -- defects of others -------------------------------------------------------------------------------------------------
+
+
+def _send_again(stack: ExitStack) -> None:
+    kept: dict[int, dict[int, Any]] = {}
+
+    def on_grant(self: Any, known: Any, grant: Any, now_ns: int) -> None:
+        room, pair = self._find(known.peer, grant.pair)
+        again = pair is not None and grant.slab in kept.setdefault(id(pair), {})
+        if pair is not None:
+            kept[id(pair)][grant.slab] = grant
+        real(self, known, grant, now_ns)
+        for other in room.pairs.values() if again and room is not None and not room.failed else ():
+            for slab, state in enumerate(other.states):
+                if state in (SourceSlab.WRITTEN, SourceSlab.ACKED) and slab in kept.get(id(other), {}):
+                    other.acked_count -= state is SourceSlab.ACKED
+                    other.states[slab] = SourceSlab.WAITING
+                    self._begin(room, other, slab, kept[id(other)][slab])
+
+    real = _set(stack, SourceSession, "_on_grant", on_grant)
+
+
+def _swallow_errors(stack: ExitStack) -> None:
+    _set(stack, SourceSession, "write_failed", lambda *_, **__: None)
+
+
+def _shut_out(stack: ExitStack) -> None:
+    def claim(self: Any, wanted: Any, now_ns: int) -> None:
+        try:
+            real(self, wanted, now_ns)
+        except RingError:
+            self.fail_all(Reason.TRANSFER_FAILED, "the transport has failed", now_ns)
+            raise
+
+    real = _set(stack, TargetSession, "claim", claim)
+
+
+def _die_of_late_message(stack: ExitStack) -> None:
+    def on_demand(self: Any, peer: Any, demand: Any, now_ns: int) -> None:
+        assert demand.pair.key in self.rooms, "no such request"
+        real(self, peer, demand, now_ns)
+
+    real = _set(stack, TargetSession, "_on_demand", on_demand)
+
+
+def _count_arrivals(stack: ExitStack) -> None:
+    def on_ready(self: Any, peer: Any, ready: Any, now_ns: int) -> None:
+        room, pair = self._find(peer, ready.pair)
+        known = pair is not None and not room.failed and 0 <= ready.slab < len(pair.states)
+        if known and pair.states[ready.slab] in (TargetSlab.LANDED, TargetSlab.DONE):
+            for other in room.pairs.values():
+                for slab, region in other.regions.items():
+                    if other.states[slab] is TargetSlab.GRANTED:
+                        payload_bytes = other.route.payload_bytes(*other.grid.tokens(slab))
+                        self._land(other, SlabReady(other.pair, slab, region.generation, payload_bytes), now_ns)
+                        return
+        real(self, peer, ready, now_ns)
+
+    real = _set(stack, TargetSession, "_on_ready", on_ready)
+
+
+def _done_when_allocated(stack: ExitStack) -> None:
+    def done(self: Any) -> bool:
+        asked = [pair for pair in self.pairs.values() if pair.route is not None and pair.next_grant]
+        return bool(asked) and all(pair.state is TargetPairState.COMPLETE for pair in asked)
+
+    _set(stack, TargetRoom, "done", property(done))
+
+
+def _read_early(stack: ExitStack) -> None:
+    real = _set(stack, SlabGrid, "ready", lambda self, end: min(self.count, real(self, end) + 1))
+
+
+def _confirm_unsettled(stack: ExitStack) -> None:
+    def write_failed(self: Any, *given: Any, settled: bool = True) -> None:
+        real(self, *given, settled=True)
+
+    real = _set(stack, SourceSession, "write_failed", write_failed)
+
+
+def _say_once(stack: ExitStack) -> None:
+    for owner in (SourceSession, TargetSession):
+        _set(stack, owner, "_repeat", lambda *_: None)
+
+
+def _never_hang_up(stack: ExitStack) -> None:
+    def beat(self: Any, peer: Any, now_ns: int) -> None:
+        if peer in self.peers:
+            self.peers[peer].owed_until_ns = 1 << 62
+        real(self, peer, now_ns)
+
+    real = _set(stack, TargetPeers, "_beat", beat)
+
+
+def _free_in_order(stack: ExitStack) -> None:
+    def allocate(self: Any, length_bytes: int) -> Any:
+        occupied = {**self._live, **self._held}
+        if occupied:
+            oldest, head = occupied[min(occupied)].offset_bytes, self._head_bytes
+            length_bytes = -(-length_bytes // self.alignment_bytes) * self.alignment_bytes
+            wraps = head > oldest
+            fits = head + length_bytes <= (self.capacity_bytes if wraps else oldest)
+            if not fits and not (wraps and length_bytes <= oldest):
+                return None
+        return real(self, length_bytes)
+
+    real = _set(stack, Ring, "allocate", allocate)
+
+
+def _scatter_unlanded(stack: ExitStack) -> None:
+    def on_demand(self: Any, peer: Any, demand: Any, now_ns: int) -> None:
+        real(self, peer, demand, now_ns)
+        _, pair = self._find(peer, demand.pair)
+        for slab, region in list(pair.regions.items()) if pair is not None else ():
+            if slab < pair.ready_count and pair.states[slab] is TargetSlab.GRANTED:
+                payload_bytes = pair.route.payload_bytes(*pair.grid.tokens(slab))
+                self._land(pair, SlabReady(pair.pair, slab, region.generation, payload_bytes), now_ns)
+
+    real = _set(stack, TargetSession, "_on_demand", on_demand)
+
+
+def _share_page_table(stack: ExitStack) -> None:
+    newest: dict[int, bytes] = {}
+
+    def claim(self: Any, wanted: Any, now_ns: int) -> None:
+        newest[id(self)] = wanted.pages
+        real_claim(self, wanted, now_ns)
+
+    def send_claim(self: Any, room: Any, pair: Any, now_ns: int) -> None:
+        own, table = room.pages, newest[id(self)]
+        room.pages = table + own[len(table) :] if len(table) <= len(own) else table[: len(own)]
+        real_send(self, room, pair, now_ns)
+        room.pages = own
+
+    real_claim = _set(stack, TargetSession, "claim", claim)
+    real_send = _set(stack, TargetPeers, "_send_claim", send_claim)
+
+
+# -- once in this core -------------------------------------------------------------------------------------------------
+
+
+def _other_address_is_death(stack: ExitStack) -> None:
+    def dial(self: Any, peer: Any, endpoint: Any, now_ns: int) -> Any:
+        known = self.peers.get(peer)
+        named = next(entry for entry in endpoint.ranks if entry.rank == peer.rank)
+        if known is not None and known.attach is not None and known.address != named.address:
+            epoch = known.epoch
+            self.peer_lost(peer, f"it has moved to {named.address}", now_ns)
+            self._writer_dead(known, epoch, now_ns)
+        return real(self, peer, endpoint, now_ns)
+
+    real = _set(stack, TargetPeers, "_dial", dial)
+
+
+def _believe_late_attach(stack: ExitStack) -> None:
+    def on_attach(self: Any, known: Any, attach: Any, now_ns: int) -> bool:
+        if known.attach is not None and attach.epoch < known.epoch:
+            last = known.epoch
+            self.peer_lost(known.peer, "it was restarted", now_ns)
+            self._writer_dead(known, last, now_ns)
+            known.attach, known.state, known.heard_ns = attach, PeerState.ATTACHED, now_ns
+            return True
+        return bool(real(self, known, attach, now_ns))
+
+    real = _set(stack, TargetPeers, "_on_attach", on_attach)
+
+
+def _tell_no_completion(stack: ExitStack) -> None:
+    def note(self: Any, known: Any, key: Any, ended: Any, serial: int = 0) -> None:
+        if ended.reason is not Reason.NONE:
+            real(self, known, key, ended, serial)
+
+    real = _set(stack, TargetPeers, "_note_outcome", note)
+
+
+def _tell_no_failure(stack: ExitStack) -> None:
+    def note(self: Any, known: Any, key: Any, ended: Any, serial: int = 0) -> None:
+        if ended.reason is Reason.NONE or key in self.rooms:
+            real(self, known, key, ended, serial)
+
+    real = _set(stack, TargetPeers, "_note_outcome", note)
+
+
+def _wait_for_ever(stack: ExitStack) -> None:
+    _set(stack, Session, "_end_idle_rooms", lambda self, now_ns: self._room_timers.pop(now_ns))
+
+
+def _obey_late_abort(stack: ExitStack) -> None:
+    def give_up(self: Any, room: Any, pair: Any, reason: Reason, text: str, now_ns: int) -> None:
+        if pair.state is TargetPairState.COMPLETE:
+            self._fail(room, reason, text, now_ns)
+        else:
+            real(self, room, pair, reason, text, now_ns)
+
+    real = _set(stack, TargetSession, "_give_up", give_up)
+
+
+def _believe_late_pong(stack: ExitStack) -> None:
+    def on_pong(self: Any, known: Any, pong: Any, now_ns: int) -> None:
+        if known.attach is not None and pong.epoch != known.epoch:
+            self.peer_lost(known.peer, "it was restarted", now_ns)
+        else:
+            real(self, known, pong, now_ns)
+
+    real = _set(stack, TargetPeers, "_on_pong", on_pong)
+
+
+def _count_parts(stack: ExitStack) -> None:
+    kept: dict[Any, list[tuple[int, bytes]]] = {}
+
+    def add(self: Any, name: Any, page_offset: int, page_count: int, pages: bytes) -> bytes | None:
+        if page_offset == 0 and len(pages) == 4 * page_count:
+            return pages
+        parts = kept.setdefault((id(self), name), [])
+        parts.append((page_offset, pages))
+        if sum(len(part) for _, part in parts) < 4 * page_count:
+            return None
+        whole = bytearray(4 * page_count)
+        for offset, part in kept.pop((id(self), name)):
+            whole[4 * offset : 4 * offset + len(part)] = part
+        return bytes(whole)
+
+    _set(stack, PageParts, "add", add)
+
+
+def _watch_the_ring_alone(stack: ExitStack) -> None:
+    def owes_bytes(self: Any) -> bool:
+        return self.way is Way.STAGED and bool(real.__get__(self))
+
+    real = _set(stack, TargetPair, "owes_bytes", property(owes_bytes))
+
+
+def _hide_what_is_due(stack: ExitStack) -> None:
+    def next_due_ns(self: Any) -> int | None:
+        dues = [due for each in (self._timers, self._peer_timers) if (due := each.next_ns()) is not None]
+        return min(dues, default=None)
+
+    _set(stack, Session, "next_due_ns", next_due_ns)
+
+
+PLANTS = {
+    "A": Plant("a reader that asks again makes slabs be sent again to all", _send_again, ("tiny rings", "late writes")),
+    "B": Plant("the error of a write ends nothing", _swallow_errors, ("failed writes",)),
+    "C": Plant("a room that never fits blocks the whole decode rank", _shut_out, ("rooms that never fit",)),
+    "D": Plant("a message for a room that is gone ends the worker", _die_of_late_message, ("repeats", "calm")),
+    "E": Plant("a repeated arrival counts as another writer's", _count_arrivals, ("repeats",)),
+    "F": Plant("a room is done when all granted slabs have arrived", _done_when_allocated, ("calm", "loss")),
+    "G": Plant("tokens are read that the engine has not offered", _read_early, ("calm",)),
+    "H": Plant("an abort is confirmed while a failed write may land", _confirm_unsettled, ("unsettled writes",)),
+    "I": Plant("control messages are sent once", _say_once, ("loss",)),
+    "J": Plant(
+        "a peer that once asked is sent messages without end",
+        _never_hang_up,
+        ("prefill is lost for good", "engines move"),
+    ),
+    "K": Plant("ring memory is freed in the order in which it was granted", _free_in_order, ("stalled prefill",)),
+    "L": Plant("a slab is scattered before its bytes have landed", _scatter_unlanded, ("calm",)),
+    "M": Plant(
+        "the list of target pages is read from a table that other claims overwrite",
+        _share_page_table,
+        ("in place", "near"),
+    ),
+    "dead by address": Plant(
+        "another address is taken for the writer's end", _other_address_is_death, ("twins of prefill", "engines move")
+    ),
+    "late attach": Plant(
+        "a late Attach of an older life is believed", _believe_late_attach, ("late words of dead workers",)
+    ),
+    "untold completion": Plant(
+        "a new life is not told of rooms that are done", _tell_no_completion, ("full hits and dying workers",)
+    ),
+    "untold failure": Plant("a new life is not told of rooms that have failed", _tell_no_failure, ("workers die",)),
+    "no room timeout": Plant(
+        "nothing ends a room without a claim or an offer", _wait_for_ever, ("prefill cancels", "agents die")
+    ),
+    "counted parts": Plant(
+        "a repeated part of a page list counts as a missing one", _count_parts, ("in place", "repeats")
+    ),
+    "late abort": Plant("an Abort ends a room that is complete with its sender", _obey_late_abort, ("repeats",)),
+    "late pong": Plant("a late Pong of an older life is believed", _believe_late_pong, ("late words of dead workers",)),
+    "endless in place": Plant(
+        "no limit on a write in place that never ends", _watch_the_ring_alone, ("endless writes",)
+    ),
+    "hidden due times": Plant(
+        "leases, room timeouts and memory are not part of what is due",
+        _hide_what_is_due,
+        ("calm", "prefill is lost for good", "decode is lost for good"),
+    ),
+}
+
+
+@contextmanager
+def planted(name: str) -> Iterator[Plant]:
+    """Put one fault into the core for a while; an empty name puts none."""
+    with ExitStack() as stack:
+        if name:
+            PLANTS[name].put(stack)
+        yield PLANTS.get(name, Plant("", lambda _: None, ()))

@@ -1,0 +1,217 @@
+"""Lanes and scatters of a simulated worker: they write slabs from pages into memory of peers, and scatter them into pages there.
+
+Only `sim_worker` uses this. A thread stops with its process. A write on the wire goes on while the process is stopped, and dies with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from sim_memory import Pages, Words
+from sim_world import MS, ViolationError, Write
+
+from longshore_wire.effects import StartScatter, StartWrite
+from longshore_wire.errors import Reason
+from longshore_wire.peer_messages import RoomKey, SlabReady
+from longshore_wire.plan import Way
+
+if TYPE_CHECKING:
+    from sim_engine import Client, Room
+    from sim_worker import Worker
+
+# A transport whose peer does not answer tries again.
+AGAIN_NS = 100 * MS
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """One slab that is being written or scattered."""
+
+    effect: Any
+    room: Room
+    fate: Write
+    target: Worker | None = None
+    access: int = 0  # of this worker to its target's memory, when the write began
+    begun: bool = False
+    cancelled: bool = False
+    settled: bool = False  # it is known what has become of its bytes
+    lost: bool = False
+    overtaken_ns: int | None = None
+    words: Words | None = None
+
+
+class Lanes:
+    """The threads of one worker."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.unsettled = False  # bytes of a failed write may still land
+        self.jobs: dict[RoomKey, set[Job]] = {}
+        self._worker = worker
+        self._world = worker.world
+        self._begun: set[tuple[Any, int]] = set()
+        self._ways: dict[Any, Way] = {}
+        self._endless: list[Job] = []
+
+    def overtaken(self, now_ns: int) -> int | None:
+        """Return since when an endless write of a failed room has gone on, if there is one."""
+        found = [job for job in self._endless if job.cancelled]
+        for job in found:
+            job.overtaken_ns = now_ns if job.overtaken_ns is None else job.overtaken_ns
+        return min((job.overtaken_ns for job in found if job.overtaken_ns is not None), default=None)
+
+    def maps(self, client: Client) -> bool:
+        """Whether this worker is copying into pages of an engine of its node, which it has mapped."""
+        return any(
+            job.begun and job.effect.way is Way.DIRECT and job.target is not None and job.target.client is client
+            for jobs in self.jobs.values()
+            for job in jobs
+        )
+
+    def cancel(self, key: RoomKey) -> None:
+        """Drop the jobs of a failed room that have not begun."""
+        for job in self.jobs.get(key, ()):
+            job.cancelled = True
+
+    def forget(self, key: RoomKey) -> None:
+        """Forget a released room."""
+        if self.jobs.pop(key, None):
+            raise ViolationError(f"{self._worker} releases room {key.room} while a thread touches its pages")
+
+    def _job(self, effect: StartWrite | StartScatter, receiver: str) -> Job:
+        key = effect.pair.key
+        room = self._worker.tables.get(key)
+        if room is None:
+            raise ViolationError(f"{self._worker} is to touch pages of room {key.room} that it has given back")
+        job = Job(effect, room, self._world.chance.write(self._worker.label, receiver))
+        self.jobs.setdefault(key, set()).add(job)
+        return job
+
+    def _place(self, effect: StartWrite | StartScatter) -> tuple[range, range]:
+        layout = self._worker.core.config.layout
+        return effect.route.local_layers(layout), effect.route.local_heads(layout)
+
+    # -- writes ----------------------------------------------------------------------------------------------------
+
+    def start_write(self, effect: StartWrite) -> None:
+        """Start to write one slab to its target."""
+        worker = self._worker
+        identity = (effect.pair, effect.slab)
+        if identity in self._begun:
+            raise ViolationError(f"{worker} writes slab {effect.slab} of room {effect.pair.key.room} twice")
+        self._begun.add(identity)
+        if self._ways.setdefault(effect.pair, effect.way) is not effect.way:
+            raise ViolationError(f"{worker} writes room {effect.pair.key.room} by two ways")
+        target = worker.routes.get(effect.peer)
+        if target is None:
+            text = f"the transport does not know {effect.peer}"
+            worker.core.write_failed(effect.peer, effect.pair, effect.slab, text, worker.clock())
+            return
+        self._world.counts[f"slabs {effect.way.name.lower()}"] += 1
+        job = self._job(effect, target.label)
+        job.target = target
+        self._world.at(job.fate.begin_ns, worker.thread, self._begin_write, job)
+
+    def _begin_write(self, job: Job) -> None:
+        worker, effect, fate = self._worker, job.effect, job.fate
+        assert job.target is not None
+        if job.cancelled or not job.room.lives:
+            job.cancelled = True
+            worker.deliver(self._written, job)
+            return
+        job.begun, job.access = True, job.target.access.get(worker.epoch, 0)
+        if effect.way is Way.DIRECT and not job.target.alive:
+            # Its agent has taken the dead worker's pools from its neighbours, and waits for that before the next one starts.
+            job.lost = job.settled = True
+            worker.deliver(self._written, job)
+            return
+        layers, heads = self._place(effect)
+        job.words = job.room.pages.read(layers, *effect.tokens, heads)
+        if fate.land_ns is not None:
+            self._world.at(fate.land_ns, self._land, job)
+        if fate.end_ns is not None:
+            self._world.at(fate.end_ns, worker.thread, self._end_write, job)
+        else:
+            self._endless.append(job)
+
+    def _land(self, job: Job) -> None:
+        worker, target = self._worker, job.target
+        assert target is not None
+        direct = job.effect.way is Way.DIRECT
+        if not worker.alive or not (target.alive or direct):
+            return
+        if not worker.host.reaches(target.host):
+            self._world.at(AGAIN_NS, self._land, job)
+            return
+        job.settled = True
+        if job.access != target.access.get(worker.epoch, 0) and not direct:
+            job.lost = True
+            return
+        self._world.say(repr(worker), f"slab {job.effect.slab} of room {job.effect.pair.key.room} lands at {target}")
+        target.lanes.take(job)
+
+    def take(self, job: Job) -> None:
+        """Take bytes of a peer that arrive in this worker's memory."""
+        effect, words = job.effect, job.words
+        assert words is not None
+        if effect.way is Way.STAGED:
+            self._worker.staging.land(effect, words)
+            return
+        room = self._worker.client.rooms.get(effect.pair.key)
+        if room is not None and room.lives:
+            # Where the claim said that the pages are, and not where the room has them.
+            numbers, size = np.frombuffer(effect.target_pages, "<i4").tolist(), room.pages.pool.layout.page_size
+            pages = Pages(room.pages.pool, room.pages.serial, numbers, effect.first_claimed_token // size)
+            layers, heads = self._place(effect)
+            pages.write(layers, *effect.tokens, heads, words)
+
+    def _end_write(self, job: Job) -> None:
+        assert job.target is not None
+        if job.target.alive and not job.fate.fails and not job.settled:
+            self._world.at(AGAIN_NS, self._worker.thread, self._end_write, job)
+        else:
+            self._worker.deliver(self._written, job)
+
+    def _written(self, job: Job) -> None:
+        worker, effect = self._worker, job.effect
+        core, now_ns = worker.core, worker.clock()
+        assert job.target is not None
+        self.jobs[effect.pair.key].discard(job)
+        lost = job.begun and (job.lost or not job.target.alive)
+        if lost or (job.begun and job.fate.fails):
+            settled = job.fate.settled or lost
+            self.unsettled = self.unsettled or not settled
+            core.write_failed(effect.peer, effect.pair, effect.slab, "the write failed", now_ns, settled=settled)
+        elif job.cancelled:
+            core.write_done(effect.peer, effect.pair, effect.slab, 0, now_ns)
+        else:
+            core.write_done(effect.peer, effect.pair, effect.slab, effect.payload_bytes, now_ns)
+            ready = SlabReady(effect.pair, effect.slab, effect.generation, effect.payload_bytes, effect.total_tokens)
+            worker.send(effect.peer, ready)
+
+    # -- scatters --------------------------------------------------------------------------------------------------
+
+    def start_scatter(self, effect: StartScatter) -> None:
+        """Start to scatter one landed slab into the pages."""
+        job = self._job(effect, "scatter")
+        self._world.at(job.fate.begin_ns, self._worker.thread, self._scatter, job)
+
+    def _scatter(self, job: Job) -> None:
+        effect, reason = job.effect, Reason.NONE
+        if not job.cancelled and job.room.lives:
+            layers, heads = self._place(effect)
+            words = self._worker.staging.take(effect, (len(layers), effect.tokens[1] - effect.tokens[0], len(heads)))
+            if words is None:
+                reason = Reason.TRAILER_MISMATCH
+            else:
+                job.room.pages.write(layers, *effect.tokens, heads, words)
+        self._worker.deliver(self._scattered, job, reason)
+
+    def _scattered(self, job: Job, reason: Reason) -> None:
+        effect, core, now_ns = job.effect, self._worker.core, self._worker.clock()
+        self.jobs[effect.pair.key].discard(job)
+        if reason is Reason.NONE or job.cancelled:
+            core.scatter_done(effect.peer, effect.pair, effect.slab, effect.payload_bytes, now_ns)
+        else:
+            core.scatter_failed(effect.peer, effect.pair, effect.slab, reason, "another trailer", now_ns)

@@ -1,0 +1,162 @@
+"""The values that a session keeps of a worker of another instance, and of rooms with it that have ended.
+
+Held by the sessions. These are values only: `source_peers` and `target_peers` decide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from longshore_wire.effects import PeerId
+from longshore_wire.errors import Reason
+from longshore_wire.names import UNKNOWN_WIRE
+from longshore_wire.peer_messages import Attach, PairKey, PoolInfo, RoomKey
+from longshore_wire.plan import Way
+
+# Claims that were used while an older one is still on its way: more than a worker has open rooms.
+SERIALS_MAX = 65_536
+
+
+class PeerState(Enum):
+    """The life of a peer as this side knows it."""
+
+    DIALING = "dialing"
+    ATTACHED = "attached"
+    REFUSED = "refused"
+    LOST = "lost"
+
+
+class Life(NamedTuple):
+    """One life of a source worker with which a room was opened."""
+
+    peer: PeerId
+    epoch: int  # 0: none of its lives has heard of the room
+    engine: int  # the life of its engine; 0: not known
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a room ended, remembered for two leases and some more.
+
+    Attributes:
+        lives: at a target, the lives of the sources of this room.
+    """
+
+    reason: Reason
+    text: str
+    until_ns: int
+    lives: tuple[Life, ...] = ()
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The end of a pair, which its source has not acknowledged yet. `reason` NONE: the pair is complete."""
+
+    pair: PairKey
+    reason: Reason
+    text: str
+    until_ns: int
+    serial: int = 0  # of the claim; 0: it was never claimed
+    attempts: int = 0
+
+
+@dataclass(slots=True)
+class UsedSerials:
+    """The claims of a target's life that its source has opened or given up, and never opens again, however late a copy comes.
+
+    A target numbers its claims to each source from 1 on, so nearly all used numbers lie below `floor`.
+    """
+
+    epoch: int
+    floor: int = 0
+    above: set[int] = field(default_factory=set)
+
+    def __contains__(self, serial: int) -> bool:
+        """Whether a claim was used."""
+        return serial <= self.floor or serial in self.above
+
+    def add(self, serial: int) -> None:
+        """Note that a claim is used."""
+        if serial not in self:
+            self.above.add(serial)
+        if len(self.above) > SERIALS_MAX:
+            # The claims below the lowest one that is known are too old to be answered.
+            self.floor = min(self.above) - 1
+        while self.floor + 1 in self.above:
+            self.floor += 1
+            self.above.discard(self.floor)
+
+
+@dataclass(slots=True)
+class Writer:
+    """A life of a source that may still write memory of ours for pairs that were given up."""
+
+    address: str
+    pair_count: int = 0
+    listens_ns: int = -(1 << 62)  # when a probe last found a listener there
+
+
+@dataclass(slots=True)
+class Peer:
+    """One worker of another instance, in its current life."""
+
+    peer: PeerId
+    address: str = ""
+    state: PeerState = PeerState.DIALING
+    attach: Attach | None = None
+    heard_ns: int = 0
+    listens_ns: int = -1  # when its host last confirmed that its process exists; -1: never
+    absent_ns: int = -1  # the time that its current life reports it did not run, in total; -1: not reported
+    absence_ns: int = 0  # the longest absence that it has reported lately
+    absence_reported_ns: int = 0
+    # Number of the newest heartbeat of its current life. A source answers our numbers: those before it attached are no heartbeats of it.
+    beat_number: int = 0
+    dialled_ns: int = 0
+    wire: str = UNKNOWN_WIRE
+    wire_epoch: int = 0  # the life to which `wire` was found out; 0: to none
+    wire_due_ns: int = 0  # a target waits for it until then
+    rooms: dict[RoomKey, None] = field(default_factory=dict)  # in the order in which they were opened
+    trouble: str = ""  # why it was refused or lost the last time, if so
+    # Pools of `attach` whose geometry was found to fit its layout; those of another attachment are other objects.
+    sound_pools: dict[int, PoolInfo] = field(default_factory=dict)
+    ways: set[Way] = field(default_factory=set)  # of the pairs that were claimed, since this side knows the peer
+
+    # Of a source, at its target.
+    attempt: int = 0  # number of our newest Attach to it
+    answered: int = 0  # number of our newest Attach that it has answered
+    outcomes: dict[RoomKey, Outcome] = field(default_factory=dict)
+    told_epoch: int = 0  # the life that was told of the rooms that ended with earlier ones
+    owed_until_ns: int = 0  # a later life must be told of rooms that have ended until then
+    writers: dict[int, Writer] = field(default_factory=dict)  # by epoch
+    rival_since_ns: int | None = None  # since when a room names another address than `address`, where this one answers
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the peer's current life; 0 before it attached."""
+        return self.attach.epoch if self.attach else 0
+
+    def claimed(self, key: RoomKey, way: Way | None) -> None:
+        """Note a room with this peer, and the way of its slabs; None: no bytes move."""
+        self.rooms[key] = None
+        if way is not None:
+            self.ways.add(way)
+
+    def beat(self, number: int, absent_ns: int, lease_ns: int, now_ns: int) -> None:
+        """Note the newest heartbeat of the current life; `absent_ns` is the time that it reports it did not run, in total."""
+        self.beat_number, self.heard_ns = number, now_ns
+        growth_ns = max(0, absent_ns - self.absent_ns) if self.absent_ns >= 0 else 0
+        self.absent_ns = absent_ns
+        if growth_ns >= self.absence_ns or now_ns - self.absence_reported_ns >= lease_ns:
+            self.absence_ns, self.absence_reported_ns = growth_ns, now_ns
+
+    def silence_limit_ns(self, timeout_ns: int, heartbeat_ns: int, now_ns: int) -> int:
+        """Return how long this peer may be silent before it counts as lost.
+
+        A peer that was absent lately may be absent again: that time is added, up to the timeout itself. The limit doubles while its
+        host confirms that its process exists: it is starved or stopped, and not gone.
+        """
+        limit_ns = timeout_ns + min(self.absence_ns, timeout_ns)
+        listens = self.listens_ns >= 0 and now_ns - self.listens_ns <= 2 * heartbeat_ns
+        return 2 * limit_ns if listens else limit_ns
