@@ -346,6 +346,8 @@ def test_a_wheel_without_nvlink_is_refused_and_the_right_one_named() -> None:
 
 
 def test_memory_of_a_gpu_is_refused_to_the_loopback() -> None:
-    with pytest.raises(TransportError, match=r"moved by NIXL or Mooncake, choose one of them$") as caught:
+    with pytest.raises(
+        TransportError, match=r"only NIXL and Mooncake move memory of a GPU: choose one of them$"
+    ) as caught:
         make_transport(Settings(backend=Backend.LOOPBACK), "worker", DataPorts(), any_device())
     assert caught.value.reason is Reason.UNSUPPORTED
