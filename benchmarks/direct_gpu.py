@@ -201,8 +201,8 @@ def run_agents(
     with ExitStack() as stack:
         agent = stack.enter_context(GPUAgent(LONGSHORE_RING_BYTES="256Mi"))
         prefill = start(stack, agent, "SOURCE", source_tp, 0, page_count)
-        decode = start(stack, agent, "TARGET", 1, target_device, page_count)[0]
-        scene = Scene(agent, agent, prefill, decode, prefill[0].ask("endpoint"))
+        decode = start(stack, agent, "TARGET", 1, target_device, 2 * page_count)[0]
+        scene = Scene(agent, agent, prefill, decode, prefill[0].ask("endpoint"), page_count)
         rows = measure_room_sizes(scene, sizes, repetitions, f"direct TP{source_tp}->TP1")
         lines = [line for line in page(agent, "/metrics").splitlines() if line.startswith("longshore_writes_total")]
         ways = {line.split('way="')[1].split('"')[0] for line in lines if not line.endswith(" 0")}

@@ -121,13 +121,19 @@ class Scene:
     prefill: list[EngineProcess]
     decode: EngineProcess
     endpoint: str
+    page_count: int  # that prefill has; decode has twice as many
     room: int = 0  # the newest that was claimed
 
     def claim(self, tokens: int, pages: list[int]) -> int:
         """Claim the next room; return its number."""
         self.room += 1
-        self.decode.ask("receive", room=self.room, endpoint=self.endpoint, pages=pages, tokens=tokens)
+        there = self.pages_at_decode(self.room, pages)
+        self.decode.ask("receive", room=self.room, endpoint=self.endpoint, pages=there, tokens=tokens)
         return self.room
+
+    def pages_at_decode(self, room: int, pages: list[int]) -> list[int]:
+        """Return where decode has a room's pages; two rooms that are claimed at once may not share a page."""
+        return [page + room % 2 * self.page_count for page in pages]
 
     def move(self, room: int, tokens: int, pages: list[int]) -> tuple[float, float, float]:
         """Move a claimed room; return when its first `send` was called, was accepted, and when decode heard of its end."""
@@ -176,6 +182,11 @@ class Scene:
         self.move(claimed, tokens, pages)
         return found
 
+    def differences(self, seed: int, tokens: int, pages: list[int]) -> int:
+        """Return how many elements differ at decode after the newest room."""
+        there = self.pages_at_decode(self.room, pages)
+        return int(self.decode.ask("differences", sequences=[(seed, tokens, there)]))
+
     def stages(self) -> list[dict[str, tuple[float, float]]]:
         """Return what the stages have taken so far, at each agent."""
         return [stage_seconds(agent) for agent in dict.fromkeys((self.near, self.far))]
@@ -216,7 +227,7 @@ def prove(scene: Scene, tokens: int) -> None:
     all_ask(scene.prefill, "fill", seed=1, tokens=tokens, pages=pages)
     scene.decode.ask("poison")
     scene.move(scene.claim(tokens, pages), tokens, pages)
-    wrong = scene.decode.ask("differences", sequences=[(1, tokens, pages)])
+    wrong = scene.differences(1, tokens, pages)
     if wrong:
         raise SystemExit(f"{wrong} elements differ in the first room, of {tokens} tokens")
     print(f"every byte of a first room of {tokens} tokens is right; wires: {wires(scene.near)}", flush=True)
@@ -226,10 +237,9 @@ def measure_room_sizes(
     scene: Scene, sizes: list[int], repetitions: int, name: str, shown: Sequence[int] = ()
 ) -> list[dict[str, Any]]:
     """Move rooms of each size alone and in a row, compare the last one's bytes, print and return a row for each."""
-    page_count = -(-max(sizes) // 64)
     rows = []
     for tokens in sizes:
-        pages = np.random.default_rng(tokens).permutation(page_count)[: -(-tokens // 64)].tolist()
+        pages = np.random.default_rng(tokens).permutation(scene.page_count)[: -(-tokens // 64)].tolist()
         all_ask(scene.prefill, "fill", seed=tokens, tokens=tokens, pages=pages)
         before = scene.stages()
         row: dict[str, Any] = {
@@ -239,7 +249,7 @@ def measure_room_sizes(
             "alone_seconds": scene.alone(tokens, pages, WARM_UPS + repetitions, shown=tokens in shown),
             "in_a_row_seconds": scene.in_a_row(tokens, pages, WARM_UPS + repetitions),
         }
-        wrong = scene.decode.ask("differences", sequences=[(tokens, tokens, pages)])
+        wrong = scene.differences(tokens, tokens, pages)
         if wrong:
             raise SystemExit(f"{wrong} elements differ after {tokens} tokens")
         row |= {"stages": mean_stages(before, scene.stages()), "wires": wires(scene.near)}
@@ -270,8 +280,8 @@ def run_agents(
     with ExitStack() as stack:
         near, far = (stack.enter_context(GPUAgent(**environment)) for _ in range(2))
         prefill = start(stack, near, "SOURCE", source_tp, 0, page_count)
-        decode = start(stack, far, "TARGET", 1, target_device, page_count)[0]
-        scene = Scene(near, far, prefill, decode, prefill[0].ask("endpoint"))
+        decode = start(stack, far, "TARGET", 1, target_device, 2 * page_count)[0]
+        scene = Scene(near, far, prefill, decode, prefill[0].ask("endpoint"), page_count)
         prove(scene, sizes[0])
         rows = measure_room_sizes(scene, sizes, repetitions, f"staged TP{source_tp}->TP1 {name}", shown)
         for row in rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from longshore_wire.engine_messages import (
 LAYOUT = KVLayout(ModelShape(2, 4, 8, 2), Parallel(tp=2, tp_rank=0), 4)
 ENDPOINT = Endpoint("prefill-0", LAYOUT, (RankAddress(0, "10.0.0.1:7000", 5), RankAddress(1, "10.0.0.2:7000", 6)))
 _LOOK_S = 0.01
+_LEAK_S = 2.0
 DONE, FAILED, RELEASED = RoomEventKind.DONE, RoomEventKind.FAILED, RoomEventKind.RELEASED
 
 
@@ -52,4 +54,17 @@ def wait_until(client, predicate):
 
 
 def open_descriptors():
-    return {entry.name for entry in Path("/proc/self/fd").iterdir()}
+    """Every open descriptor of this process, as its number and what it refers to."""
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # of the listing itself
+            found.add((entry.name, str(entry.readlink())))
+    return found
+
+
+def left_open(before, expected=0):
+    """How many descriptors were opened since and stay open; threads of other tests' libraries open some for a moment."""
+    end_s = time.monotonic() + _LEAK_S
+    while (left := len(open_descriptors() - before)) > expected and time.monotonic() < end_s:
+        time.sleep(_LOOK_S)
+    return left

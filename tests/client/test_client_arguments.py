@@ -14,7 +14,7 @@ import pytest
 from fake_agent import FakeAgent
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scene import ENDPOINT, LAYOUT, client_at, open_descriptors, told
+from scene import ENDPOINT, LAYOUT, client_at, left_open, open_descriptors, told
 
 from longshore_client import (
     ArgumentError,
@@ -256,7 +256,7 @@ def test_a_wrong_argument_of_a_function_is_refused_by_name_and_nothing_is_left_o
     with pytest.raises(ArgumentError) as caught:
         FREE_CALLS[name].call(**arguments_of(FREE_CALLS[name], argument, data))
     assert argument in str(caught.value)
-    assert open_descriptors() == before
+    assert not left_open(before)
 
 
 def test_every_argument_of_every_public_call_is_among_those_that_are_tried() -> None:

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from scene import left_open, open_descriptors
 
 from longshore_agent.control import engine_link
 from longshore_agent.control.engine_link import (
@@ -60,10 +61,6 @@ def pair():
 @pytest.fixture
 def path(tmp_path):
     return str(tmp_path / "engine.sock")
-
-
-def open_descriptors():
-    return {entry.name for entry in Path("/proc/self/fd").iterdir()}
 
 
 def send_with(engine, data, descriptors):
@@ -120,7 +117,7 @@ def test_bytes_that_are_no_message_are_a_typed_error_and_leave_no_descriptor(pai
         send_with(engine, data, [one.fileno()])
     with pytest.raises(CodecError):
         link.receive()
-    assert open_descriptors() == before
+    assert not left_open(before)
 
 
 def test_a_message_above_the_limit_is_a_typed_error(pair):
@@ -137,7 +134,7 @@ def test_descriptors_beside_anything_but_a_pool_are_refused_and_closed(pair):
         send_with(engine, TO_AGENT.encode(Renew()), [one.fileno()])
     with pytest.raises(CodecError, match="Renew"):
         link.receive()
-    assert open_descriptors() == before
+    assert not left_open(before)
 
 
 def test_more_descriptors_than_there_is_room_for_are_refused_and_those_that_came_are_closed(pair, monkeypatch):
@@ -148,7 +145,7 @@ def test_more_descriptors_than_there_is_room_for_are_refused_and_those_that_came
         send_with(engine, TO_AGENT.encode(REGISTER), [one.fileno()] * 9)
     with pytest.raises(CodecError, match="cut"):
         link.receive()
-    assert open_descriptors() == before
+    assert not left_open(before)
 
 
 def test_a_pool_of_as_many_regions_as_the_kernel_passes_arrives_whole(pair):
@@ -235,7 +232,7 @@ def test_an_engine_that_died_before_it_was_served_is_a_typed_error(path, monkeyp
     before = open_descriptors()
     with pytest.raises(EngineClosedError, match="died before"):
         EngineLink(listener.accept())
-    assert open_descriptors() == before
+    assert not left_open(before)
     listener.close()
 
 
@@ -284,7 +281,7 @@ def test_a_path_that_is_no_socket_and_one_that_cannot_be_made_are_typed_errors(p
         EngineListener(str(tmp_path / "missing" / "engine.sock"))
     with pytest.raises(ListenError, match="too long"):
         EngineListener(str(tmp_path / ("x" * 120)))
-    assert open_descriptors() == before
+    assert not left_open(before)
 
 
 def test_a_closing_agent_does_not_remove_the_socket_of_its_successor(path):
@@ -340,7 +337,7 @@ def test_a_connection_message_without_exactly_one_descriptor_is_refused(pair):
     send_with(supervisor, b"hello", [0, 0])
     with pytest.raises(CodecError, match="2 descriptors"):
         receive_connection(worker)
-    assert open_descriptors() == before
+    assert not left_open(before)
     worker.close()
     with pytest.raises(EngineClosedError):
         send_connection(supervisor, 0, b"hello")
@@ -354,7 +351,7 @@ def test_a_first_message_may_not_bring_descriptors_or_be_missing(path):
         send_with(engine, TO_AGENT.encode(HELLO), [one.fileno()])
     with pytest.raises(CodecError, match="first message"):
         read_message(agent)
-    assert open_descriptors() == before
+    assert not left_open(before)
     engine.close()
     with pytest.raises(EngineClosedError):
         read_message(agent)
