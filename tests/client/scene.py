@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import time
 from pathlib import Path
 
@@ -66,5 +67,5 @@ def left_open(before, expected=0):
     """How many descriptors were opened since and stay open; threads of other tests' libraries open some for a moment."""
     end_s = time.monotonic() + _LEAK_S
     while (left := len(open_descriptors() - before)) > expected and time.monotonic() < end_s:
-        time.sleep(_LOOK_S)
+        select.select([], [], [], _LOOK_S)
     return left
