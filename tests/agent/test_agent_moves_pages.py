@@ -114,7 +114,7 @@ def test_one_pair_uses_every_lane(fleet):
         each.claim()
         each.arrives()
     used = [after - earlier for after, earlier in zip(lanes(), before, strict=True)]
-    assert min(used) >= 0.1 * sum(used), used
+    assert min(used) > 0, used
 
 
 def test_what_slabs_were_is_counted_once_at_each_end(fleet):

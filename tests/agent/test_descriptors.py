@@ -101,6 +101,14 @@ def port_of(agent: Agent) -> int:
     return int(agent.http.rpartition(":")[2])
 
 
+def moved(prefill: Engine, decode: Engine) -> None:
+    """Move one room and compare its bytes."""
+    request = Request(prefill, decode, 100)
+    request.claim()
+    request.offer()
+    request.arrives()
+
+
 # -- a whole agent -----------------------------------------------------------------------------------------------------
 
 
@@ -192,7 +200,28 @@ def test_a_room_of_a_worker_that_has_no_descriptor_left_fails_by_name_and_the_ne
         assert target.worker("decode")["pid"] == before["pid"]
 
 
-# Not NIXL: UCX gives a listening socket up for good when it cannot accept.
+def test_a_worker_whose_library_gave_its_data_port_up_is_replaced_and_the_next_one_serves(tmp_path):
+    with opened(tmp_path, "NIXL") as world:
+        source, target = world.agent("source"), world.agent("target")
+        starting = [world.engine(source, "prefill"), world.engine(target, "decode")]
+        prefill, decode = [engine.result() for engine in starting]
+        # A data port lets in nobody before a peer has attached.
+        moved(prefill, decode)
+        before = target.worker("decode")
+        ports = [(each["address"], each["port"]) for each in before["data_ports"]]
+        assert ports
+        with none_left(before["pid"]), contextlib.ExitStack() as stack:
+            for address in ports:
+                # UCX closes a listening socket when it cannot accept, and this connection with it.
+                with contextlib.suppress(ConnectionError):
+                    stack.enter_context(socket.create_connection(address, ANSWER_LIMIT_S))
+            wait_for(lambda: (now := target.worker("decode")) and now["pid"] not in (None, before["pid"]))
+        wait_for(lambda: target.worker("decode")["state"] == "ready")
+        assert "has closed" in target.log()
+        moved(prefill, decode)
+
+
+# Not NIXL: UCX closes a listening socket when it cannot accept, and the worker is replaced.
 def test_a_worker_that_a_peer_attaches_to_while_it_has_no_descriptor_left_lives_and_serves_it_later(tmp_path):
     with opened(tmp_path, "Mooncake") as world:
         source, target = world.agent("source"), world.agent("target")

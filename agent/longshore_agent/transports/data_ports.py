@@ -81,6 +81,8 @@ class _Opened:
 
     number: int
     inode: int
+    is_lasting: bool
+    name: str = ""
     is_filtered: bool = False
 
 
@@ -104,13 +106,16 @@ class DataPorts:
         # None: nobody has said who may come, so that everybody may.
         self._admitted: frozenset[Address] | None = None
         self._may_filter = True
+        self._lost = ""
         # Addresses of this machine, as they were when they could be listed last.
         self._own = frozenset(place.address for place in places())
 
     @contextlib.contextmanager
-    def opening(self) -> Iterator[None]:
+    def opening(self, *, is_lasting: bool = False) -> Iterator[None]:
         """Take over the ports that the library opens meanwhile.
 
+        Args:
+            is_lasting: the library keeps them until it is closed itself: see `lost`.
         Raises:
             TransportError: one is open wider than it may be, or no descriptor is left to look for them.
         """
@@ -119,10 +124,11 @@ class DataPorts:
         with self._lock:
             new = {inode: number for inode, number in _listening().items() if inode not in before}
             for inode, number in new.items():
-                opened = _Opened(number, inode)
+                opened = _Opened(number, inode, is_lasting)
                 self._opened.append(opened)
                 with borrowed(number, inode) as port:
                     if port is not None:
+                        opened.name = f"{_bound(port)} port {port.getsockname()[1]}"
                         self._close_to_strangers(opened, port)
 
     def admit(self, hosts: Collection[str]) -> None:
@@ -150,6 +156,16 @@ class DataPorts:
                 for opened, port in self._ports()
             )
 
+    def lost(self) -> str:
+        """Say which lasting port the library has closed, so that no new peer can write; empty: none.
+
+        UCX closes a listening socket when it cannot accept a connection, for example without a free descriptor.
+        """
+        with self._lock:
+            for _ in self._ports():
+                pass
+            return self._lost
+
     def _own_addresses(self) -> frozenset[Address]:
         # Listing them takes a descriptor.
         with contextlib.suppress(TransportError):
@@ -162,6 +178,8 @@ class DataPorts:
             with borrowed(opened.number, opened.inode) as port:
                 if port is None:
                     self._opened.remove(opened)
+                    if opened.is_lasting:
+                        self._lost = f"the transport's library has closed {opened.name}: no new peer can write to it"
                 else:
                     yield opened, port
 

@@ -55,7 +55,7 @@ def start(
         return agent
 
     try:
-        with ucx.told(ucx.environment(setup, ports.address, rdma_devices)), ports.opening():
+        with ucx.told(ucx.environment(setup, ports.address, rdma_devices)), ports.opening(is_lasting=True):
             return Started(make(inbox_name), make(outbox_name), errors, setup.alone)
     except errors as error:
         raise TransportError(f"NIXL does not start: {error}") from error

@@ -16,6 +16,8 @@ from longshore_wire.target_session import TargetSession
 
 # The rest is for the rooms that end before the next worker takes over.
 DESCRIPTORS_SHARE = 0.75
+# Between two looks at the data ports: peers that cannot connect meanwhile try again.
+_PORTS_LOOK_NS = 1_000_000_000
 
 
 class WorkerHealth:
@@ -27,6 +29,7 @@ class WorkerHealth:
         self._target = target
         self._held_since_ns: int | None = None
         self._disconnected_count = 0
+        self._ports_look_ns = 0
         # Writes that outlive their rooms, and since when; a lane has one each, a GPU a few.
         self._overtaken: list[tuple[WriteJob, int]] = []
 
@@ -50,6 +53,7 @@ class WorkerHealth:
             or self._quarantine(now_ns)
             or self._exposed_pages(now_ns)
             or self._kept_descriptors()
+            or self._lost_port(now_ns)
         )
 
     def _endless_write(self, now_ns: int) -> str:
@@ -82,6 +86,13 @@ class WorkerHealth:
         if open_count <= DESCRIPTORS_SHARE * limit:
             return ""
         return f"{open_count} of {limit} descriptors are open: the transport keeps those of peers that have ended"
+
+    def _lost_port(self, now_ns: int) -> str:
+        """Say which data port is closed although this worker lives."""
+        if now_ns < self._ports_look_ns:
+            return ""
+        self._ports_look_ns = now_ns + _PORTS_LOOK_NS
+        return self._mover.parts.ports.lost()
 
     @property
     def _exposed(self) -> tuple[RoomKey, int] | None:
