@@ -63,12 +63,13 @@ def test_helm_test_runs_agents_and_leaves_nothing(
     # The test's deployment, its agents and the test itself are gone, and not the operator.
     assert plane.kubectl("get", "dgdep", "-n", namespace, "-o", "name") == ""
 
-    def left() -> bool:
-        pods = plane.kubectl("get", "pods", "-n", namespace, "-o", "name").split()
-        return len(pods) == 1 and pods[0].startswith("pod/longshore-operator-")
+    def pods() -> list[str]:
+        return plane.kubectl("get", "pods", "-n", namespace, "-o", "name").split()
 
-    until(left, "only the operator's pod is there", 90)
-    log = node.container(namespace, "longshore-operator-").process.log_path.read_text()
+    until(lambda: len(pods()) == 1, "only one pod is there", 90)
+    [operator] = pods()
+    assert operator.startswith("pod/longshore-operator-")
+    log = node.container(namespace, operator.removeprefix("pod/")).process.log_path.read_text()
     assert "orbidden" not in log and "Traceback" not in log
 
 

@@ -283,6 +283,10 @@ def _hide_what_is_due(stack: ExitStack) -> None:
     _set(stack, Session, "next_due_ns", next_due_ns)
 
 
+def _drain_nobody(stack: ExitStack) -> None:
+    _set(stack, TargetPeers, "_drain", lambda self, known, epoch: self._writer_dead(known, epoch, 0))
+
+
 PLANTS = {
     "A": Plant("a reader that asks again makes slabs be sent again to all", _send_again, ("tiny rings", "late writes")),
     "B": Plant("the error of a write ends nothing", _swallow_errors, ("failed writes",)),
@@ -307,6 +311,11 @@ PLANTS = {
     ),
     "dead by address": Plant(
         "another address is taken for the writer's end", _other_address_is_death, ("twins of prefill", "engines move")
+    ),
+    "unread bytes": Plant(
+        "what a dead writer had sent lands in memory that is another room's",
+        _drain_nobody,
+        ("workers die", "in place", "everything"),
     ),
     "late attach": Plant(
         "a late Attach of an older life is believed", _believe_late_attach, ("late words of dead workers",)

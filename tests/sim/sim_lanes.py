@@ -1,6 +1,7 @@
 """Lanes and scatters of a simulated worker: they write slabs from pages into memory of peers, and scatter them into pages there.
 
-Only `sim_worker` uses this. A thread stops with its process. A write on the wire goes on while the process is stopped, and dies with it.
+Only `sim_worker` uses this. A thread stops with its process. A write on the wire goes on while the process is stopped. What its kernel
+has sent lands also after its death, for a moment.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 # A transport whose peer does not answer tries again.
 AGAIN_NS = 100 * MS
+# So long after a process's death bytes land that it had sent.
+SENT_NS = 1000 * MS
 
 
 @dataclass(eq=False, slots=True)
@@ -33,6 +36,7 @@ class Job:
     room: Room
     fate: Write
     target: Worker | None = None
+    lands_ns: int = 0
     access: int = 0  # of this worker to its target's memory, when the write began
     begun: bool = False
     cancelled: bool = False
@@ -53,6 +57,8 @@ class Lanes:
         self._begun: set[tuple[Any, int]] = set()
         self._ways: dict[Any, Way] = {}
         self._endless: list[Job] = []
+        # Writes of others into this worker's memory that have not landed, by the life of their writer.
+        self._incoming: dict[int, dict[Job, Worker]] = {}
 
     def overtaken(self, now_ns: int) -> int | None:
         """Return since when an endless write of a failed room has gone on, if there is one."""
@@ -60,6 +66,16 @@ class Lanes:
         for job in found:
             job.overtaken_ns = now_ns if job.overtaken_ns is None else job.overtaken_ns
         return min((job.overtaken_ns for job in found if job.overtaken_ns is not None), default=None)
+
+    def waits_for(self, epoch: int) -> bool:
+        """Whether bytes that a life of a source has sent may still land here, if that life has ended."""
+        pending = self._incoming.get(epoch, {}).items()
+        return any(writer.alive or job.lands_ns <= writer.ended_ns + SENT_NS for job, writer in pending)
+
+    def _comes(self, job: Job, writer: Worker, after_ns: int) -> None:
+        job.lands_ns = self._world.now_ns + after_ns
+        self._incoming.setdefault(writer.epoch, {})[job] = writer
+        self._world.at(after_ns, writer.lanes.land, job)
 
     def maps(self, client: Client) -> bool:
         """Whether this worker is copying into pages of an engine of its node, which it has mapped."""
@@ -129,20 +145,25 @@ class Lanes:
         layers, heads = self._place(effect)
         job.words = job.room.pages.read(layers, *effect.tokens, heads)
         if fate.land_ns is not None:
-            self._world.at(fate.land_ns, self._land, job)
+            job.target.lanes._comes(job, worker, fate.land_ns)
         if fate.end_ns is not None:
             self._world.at(fate.end_ns, worker.thread, self._end_write, job)
         else:
             self._endless.append(job)
 
-    def _land(self, job: Job) -> None:
+    def land(self, job: Job) -> None:
+        """Bring the bytes of a write to its target, if they were sent."""
         worker, target = self._worker, job.target
         assert target is not None
+        target.lanes._incoming[worker.epoch].pop(job)
         direct = job.effect.way is Way.DIRECT
-        if not worker.alive or not (target.alive or direct):
+        sent = worker.alive or (not direct and job.lands_ns <= worker.ended_ns + SENT_NS)
+        if not sent or not (target.alive or direct):
             return
         if not worker.host.reaches(target.host):
-            self._world.at(AGAIN_NS, self._land, job)
+            # A kernel tries again, but not for a process that has ended.
+            if worker.alive:
+                target.lanes._comes(job, worker, AGAIN_NS)
             return
         job.settled = True
         if job.access != target.access.get(worker.epoch, 0) and not direct:

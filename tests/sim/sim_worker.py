@@ -16,6 +16,7 @@ from sim_world import MS, SECOND, US, ViolationError, World
 from longshore_wire.claims import Wanted
 from longshore_wire.effects import (
     Dial,
+    DrainWriter,
     Effect,
     HangUp,
     PeerAttached,
@@ -68,6 +69,8 @@ DRAIN_NS = 5 * SECOND
 BUSY_NS = 50 * MS
 QUARANTINE_PERCENT = 25
 WIRE_FOUND_NS = 200 * MS
+# Between two looks at what an ended writer had sent.
+DRAIN_LOOK_NS = 20 * MS
 # Turns in a row in which something is due and stays due.
 SPINS_MAX = 8
 
@@ -365,6 +368,12 @@ class Worker:
         answered = self.core.peer_listens if listens else self.core.peer_dead
         answered(effect.peer, effect.epoch, self.clock())
 
+    def _drain(self, effect: DrainWriter) -> None:
+        if self.lanes.waits_for(effect.epoch):
+            self.world.at(DRAIN_LOOK_NS, self.deliver, self._drain, effect)
+        else:
+            self.core.writer_drained(effect.peer, effect.epoch, self.clock())
+
     # -- rooms -----------------------------------------------------------------------------------------------------
 
     def _room_ended(self, effect: RoomEnded) -> None:
@@ -464,4 +473,5 @@ _APPLY: dict[type, Callable[[Worker, Any], None]] = {
     Dial: Worker._dial,
     HangUp: Worker._hang_up,
     ProbeLiveness: Worker._probe,
+    DrainWriter: Worker._drain,
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from longshore_wire.effects import SECOND_NS, PeerId
+from longshore_wire.effects import SECOND_NS, DrainWriter, PeerId
 from longshore_wire.peer_messages import Attach, PeerMessage, Ping, Pong
 from longshore_wire.target_session import TargetSession
 
@@ -15,6 +15,15 @@ def attach_to(core: TargetSession, peer: PeerId, attach: Attach, now_ns: int) ->
     if known.attempt == known.answered:
         core._send_attach(known)
     core.receive(peer, msgspec.structs.replace(attach, address=known.address, attempt=known.attempt), now_ns)
+
+
+def drain_writers(core: TargetSession, now_ns: int) -> list[int]:
+    """Answer that all has been read which ended lives had sent; return their epochs. Other effects stay."""
+    asked = [effect for effect in core._effects if isinstance(effect, DrainWriter)]
+    core._effects = [effect for effect in core._effects if not isinstance(effect, DrainWriter)]
+    for effect in asked:
+        core.writer_drained(effect.peer, effect.epoch, now_ns)
+    return [effect.epoch for effect in asked]
 
 
 def stay_alive(core: TargetSession, from_ns: int, until_ns: int) -> list[tuple[PeerId, PeerMessage]]:

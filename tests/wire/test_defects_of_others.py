@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from source_voice import attach_to
+from source_voice import attach_to, drain_writers
 from two_writers import DECODE, FIRST, KEY, SECOND, TOKENS, Scene
 
 from longshore_wire.claims import Wanted
@@ -154,6 +154,7 @@ def test_an_abort_is_not_confirmed_while_a_write_that_failed_may_still_land() ->
     attach = scene.target.peers[FIRST].attach
     assert isinstance(attach, Attach)
     attach_to(scene.target, FIRST, msgspec.structs.replace(attach, epoch=8), scene.now_ns)
+    drain_writers(scene.target, scene.now_ns)
     assert scene.held == 0
 
 

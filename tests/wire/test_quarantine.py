@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from source_voice import attach_to
+from source_voice import attach_to, drain_writers
 from two_writers import FIRST, KEY, SECOND, Scene
 
 from longshore_wire.effects import SECOND_NS, PeerGone, RoomReleased
@@ -55,9 +55,15 @@ def test_a_silent_writer_keeps_its_memory_in_quarantine_until_nobody_listens_at_
         scene.target.tick(second * SECOND_NS)
     assert scene.held == both
     scene.target.peer_dead(FIRST, 7, 60 * SECOND_NS)
+    # Its kernel may still deliver what it had sent.
+    assert scene.held == both
+    assert drain_writers(scene.target, 60 * SECOND_NS) == [7]
     assert 0 < scene.held < both
     scene.target.peer_dead(SECOND, 7, 60 * SECOND_NS)
+    assert drain_writers(scene.target, 60 * SECOND_NS) == [7]
     assert scene.held == 0
+    scene.target.peer_dead(SECOND, 7, 60 * SECOND_NS)
+    assert not drain_writers(scene.target, 60 * SECOND_NS)
 
 
 def test_the_next_life_of_a_writer_is_proof_that_the_last_ones_writes_are_over() -> None:
@@ -68,6 +74,8 @@ def test_the_next_life_of_a_writer_is_proof_that_the_last_ones_writes_are_over()
     attach_to(scene.target, FIRST, msgspec.structs.replace(attach, generation=99), 0)
     assert scene.held == both
     attach_to(scene.target, FIRST, msgspec.structs.replace(attach, epoch=8), 0)
+    assert scene.held == both
+    assert set(drain_writers(scene.target, 0)) == {7}
     assert 0 < scene.held < both
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import two_writers
-from source_voice import attach_to
+from source_voice import attach_to, drain_writers
 
 from longshore_wire.claims import Wanted
 from longshore_wire.effects import (
@@ -228,8 +228,10 @@ def test_a_prefill_worker_that_is_silent_keeps_its_memory_in_quarantine_when_ano
     assert scene.held == first
     scene.target.peer_dead(two_writers.FIRST, 8, scene.now_ns)
     scene.settle()
+    assert not drain_writers(scene.target, scene.now_ns)
     assert scene.held == first
     scene.target.peer_dead(two_writers.FIRST, 7, scene.now_ns)
+    drain_writers(scene.target, scene.now_ns)
     assert scene.held == 0
 
 
@@ -312,6 +314,7 @@ def test_another_worker_at_the_address_of_one_that_has_ended_is_not_taken_for_it
     assert scene.target.peers[peer].state is PeerState.REFUSED
     assert "prefill P rank 1 listens at" in scene.target.peers[peer].trouble
     # One process has an address at a time: the worker that had it before writes nothing more.
+    assert set(drain_writers(scene.target, scene.now_ns)) == {7}
     assert 0 < scene.held < held
 
 

@@ -106,6 +106,18 @@ class ProbeLiveness:
 
 
 @dataclass(frozen=True, slots=True)
+class DrainWriter:
+    """A life of a source has ended: read all that its host still delivers, then answer with `writer_drained`.
+
+    A kernel delivers what a process has sent after that process was killed, and it waits in our sockets until it is read.
+    """
+
+    peer: PeerId
+    epoch: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
 class StartWrite:
     """Bring one slab to its target; answer with `write_done`, `write_failed`, or `write_dropped`."""
 
@@ -169,6 +181,7 @@ Effect = (
     | Dial
     | HangUp
     | ProbeLiveness
+    | DrainWriter
     | StartWrite
     | StartScatter
     | RoomEnded

@@ -13,7 +13,16 @@ import msgspec
 from longshore_wire.addresses import main_address
 from longshore_wire.allowed_wires import AllowedWires
 from longshore_wire.claims import chosen_way
-from longshore_wire.effects import Dial, HangUp, PeerAttached, PeerGone, PeerId, ProbeLiveness, SessionConfig
+from longshore_wire.effects import (
+    Dial,
+    DrainWriter,
+    HangUp,
+    PeerAttached,
+    PeerGone,
+    PeerId,
+    ProbeLiveness,
+    SessionConfig,
+)
 from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX, Endpoint
 from longshore_wire.errors import Reason
 from longshore_wire.names import UNKNOWN_WIRE
@@ -77,7 +86,13 @@ class TargetPeers(Session):
         # A life that was never attached has epoch 0: it may be starting, unless a room knows another address.
         if is_current and (epoch or known.rival_since_ns is not None):
             self.peer_lost(peer, f"{prefill_name(peer)} at {known.address} has ended", now_ns)
-        self._writer_dead(known, epoch, now_ns)
+        self._drain(known, epoch)
+
+    def writer_drained(self, peer: PeerId, epoch: int, now_ns: int) -> None:
+        """The answer to DrainWriter: no byte of that life of a source will land any more."""
+        known = self.peers.get(peer)
+        if known is not None:
+            self._writer_dead(known, epoch, now_ns)
 
     def peer_listens(self, peer: PeerId, epoch: int, now_ns: int) -> None:
         """See `Session`."""
@@ -93,13 +108,20 @@ class TargetPeers(Session):
             for epoch in list(known.writers):
                 self._writer_dead(known, epoch, now_ns, revoked=True)
 
+    def _drain(self, known: Peer, epoch: int) -> None:
+        """Ask for the bytes of a life that has ended to be read, if it may have written anything of ours."""
+        writer = known.writers.get(epoch)
+        if writer is not None:
+            self._effect(DrainWriter(known.peer, epoch, writer.address))
+
     def _writer_dead(self, known: Peer, epoch: int, now_ns: int, *, revoked: bool = False) -> None:
         """Free the memory that one life of a source may have written. The only place where a writer is taken for dead.
 
         The caller holds one of three proofs. Its address refuses connections (`peer_dead`). A later life of it, or another worker,
-        is attached at the same address, which a host gives to one process at a time (`_on_attach`). Or the transport has taken its
-        access away (`revoked`), which says nothing of pages that a worker of this node has mapped itself. A newer epoch at
-        another address is no proof: two engines may have one name.
+        is attached at the same address, which a host gives to one process at a time (`_on_attach`). Both count once all that it
+        had sent has been read (`DrainWriter`). Or the transport has taken its access away (`revoked`), which says nothing of
+        pages that a worker of this node has mapped itself. A newer epoch at another address is no proof: two engines may have
+        one name.
         """
         for room, pair in self._rooms_of(known):
             is_writer = pair.state is TargetPairState.ABORTING and pair.pair.source_epoch == epoch
@@ -132,7 +154,7 @@ class TargetPeers(Session):
         known.answered = attach.attempt
         for epoch, writer in list(known.writers.items()):
             if epoch != attach.epoch and main_address(writer.address) == main_address(attach.address):
-                self._writer_dead(known, epoch, now_ns)
+                self._drain(known, epoch)
         wrong = self._check_attach(attach) or _check_name(known.peer, attach)
         if wrong is not None:
             self._refused(known, *wrong, now_ns)
@@ -140,7 +162,7 @@ class TargetPeers(Session):
         if known.attach is not None and known.epoch != attach.epoch:
             last_epoch = known.epoch
             self.peer_lost(known.peer, f"{prefill_name(known.peer)} was restarted", now_ns)
-            self._writer_dead(known, last_epoch, now_ns)
+            self._drain(known, last_epoch)
         if known.attach is None:
             known.wire_due_ns = now_ns + WIRE_WAIT_NS
             known.absent_ns, known.beat_number = -1, self._asked_count

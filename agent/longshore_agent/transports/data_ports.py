@@ -11,13 +11,16 @@ Neither UCX nor Mooncake knows authentication: whoever reaches such a port write
 
 from __future__ import annotations
 
+import array
 import contextlib
 import ctypes
 import errno
+import fcntl
 import ipaddress
 import logging
 import socket
 import struct
+import termios
 import threading
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -26,7 +29,7 @@ from typing import NamedTuple
 
 from longshore_agent.errors import TransportError
 from longshore_agent.transports.own_address import Address, interface_of, numeric, places
-from longshore_agent.transports.own_sockets import borrowed, descriptors_of, listening_sockets
+from longshore_agent.transports.own_sockets import borrowed, descriptors_of, listening_sockets, own_sockets
 from longshore_wire.errors import Reason
 
 _log = logging.getLogger(__name__)
@@ -49,10 +52,17 @@ _PROGRAM = struct.Struct("HL")
 # Loads of these places read the packet's IP header, and what the kernel knows of the packet.
 _NETWORK_HEADER = -0x100000 & 0xFFFFFFFF
 _PROTOCOL = -0x1000 & 0xFFFFFFFF
+# A state of <net/tcp_states.h>.
+_CLOSED = 7
 _FLAGS_OFFSET, _SYN, _SYN_ACK = 13, 0x02, 0x12
 _IPV4 = 0x0800
 _IPV4_SOURCE_OFFSET, _IPV6_SOURCE_OFFSET = 12, 8
 _PASS, _DROP = 0xFFFFFFFF, 0
+
+# On their way from an ended process: longer than a lost packet takes to be sent again for the first time.
+_FLIGHT_NS = 300_000_000
+# Between two looks.
+_LOOK_NS = 20_000_000
 
 Instruction = tuple[int, int, int, int]
 
@@ -166,6 +176,25 @@ class DataPorts:
                 pass
             return self._lost
 
+    def unread(self, host: str) -> dict[int, bool]:
+        """Return the connections of this process with a host by their inodes, and of each whether bytes wait to be read.
+
+        Raises:
+            OSError: no descriptor is left to look with.
+        """
+        there, here = _number(host), self._own_addresses()
+        # Peers on this machine may connect from any of its addresses, and a name may be any host's.
+        hosts = here if there in here else {there}
+        found = {}
+        for inode, own in own_sockets():
+            with contextlib.suppress(OSError):
+                state = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+                # The kernel has forgotten where one came from that was reset.
+                if there is not None and state != _CLOSED and _read(own.getpeername()[0]) not in hosts:
+                    continue
+                found[inode] = _unread_bytes(own) > 0
+        return found
+
     def _own_addresses(self) -> frozenset[Address]:
         # Listing them takes a descriptor.
         with contextlib.suppress(TransportError):
@@ -234,6 +263,36 @@ class DataPorts:
             with contextlib.suppress(OSError):
                 port.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
             _log.info("the kernel takes no filter of %d addresses for data ports: %s", len(admitted), error.strerror)
+
+
+class Drain:
+    """Reads nothing itself: tells when all has been read that an ended process at `host` had sent.
+
+    Its kernel goes on sending for as long as we read, and ends each connection at last. A living process there ends none, so
+    that a connection counts as drained once nothing of it waits. What a network delivers later than `_FLIGHT_NS` after
+    nothing waited any more is not seen.
+    """
+
+    def __init__(self, ports: DataPorts, host: str, now_ns: int) -> None:
+        self._ports, self._host = ports, host
+        self._settles_ns = now_ns + _FLIGHT_NS
+        self._connections: set[int] = set()
+        self.due_ns = now_ns
+
+    def is_over(self, now_ns: int) -> bool:
+        """Whether it is; looks at most once in `_LOOK_NS`. The transport must be driven meanwhile."""
+        if now_ns < self.due_ns:
+            return False
+        self.due_ns = now_ns + _LOOK_NS
+        try:
+            unread = self._ports.unread(self._host)
+        except OSError:
+            return False
+        if now_ns < self._settles_ns:
+            self._connections |= unread.keys()
+            return not self._connections
+        self._connections = {inode for inode in self._connections if unread.get(inode)}
+        return not self._connections
 
 
 def _listening() -> dict[int, int]:
@@ -316,6 +375,12 @@ def _first_beside(host: Address) -> Address:
 
 def _bound(port: socket.socket) -> Address:
     return _read(port.getsockname()[0])
+
+
+def _unread_bytes(own: socket.socket) -> int:
+    count = array.array("i", (0,))
+    fcntl.ioctl(own, termios.FIONREAD, count)
+    return count[0]
 
 
 def _drops(port: socket.socket) -> int:

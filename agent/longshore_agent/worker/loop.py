@@ -53,6 +53,7 @@ from longshore_agent.worker.pace import WorkerPace
 from longshore_agent.worker.status import WorkerParts, encode_snapshot
 from longshore_wire.effects import (
     Dial,
+    DrainWriter,
     Effect,
     HangUp,
     PeerAttached,
@@ -66,8 +67,7 @@ from longshore_wire.effects import (
 )
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, EndpointUpdate, Half, Refused, ToEngine, Welcome
 from longshore_wire.errors import CodecError, Reason
-from longshore_wire.peer_messages import Claim, RoomKey
-from longshore_wire.plan import Way
+from longshore_wire.peer_messages import Claim
 from longshore_wire.session import Session
 from longshore_wire.source_session import SourceSession
 from longshore_wire.target_session import TargetSession
@@ -153,11 +153,14 @@ class Worker:
             if half in self.sessions:
                 self.sessions[half].receive(peer, peer_message, now_ns)
                 self.mover.hurry()
-                if isinstance(peer_message, Claim):
-                    self._claimed(peer, peer_message.pair.key)
+                if isinstance(peer_message, Claim) and self.source is not None:
+                    self.mover.claimed(self.source, peer, peer_message.pair.key)
         for (half, peer, epoch), listens in self._probes.answers():
             answered = self.sessions[half].peer_listens if listens else self.sessions[half].peer_dead
             answered(peer, epoch, now_ns)
+        for peer, epoch in self.mover.drained(now_ns):
+            assert self.target is not None
+            self.target.writer_drained(peer, epoch, now_ns)
         if self.mover.results.wake in ready:
             self.mover.collect()
         self._take_results(now_ns)
@@ -171,17 +174,11 @@ class Worker:
             self._engine_lost(self._engine_error, now_ns)
         self._heap.rest(now_ns, busy=any(session.rooms for session in self.sessions.values()))
 
-    def _claimed(self, peer: PeerId, key: RoomKey) -> None:
-        """A claim has come whose tokens may come later: what its slabs will need is made ready meanwhile."""
-        room = self.source.rooms.get(key) if self.source is not None else None
-        pair = room.pairs.get(peer) if room is not None and not room.failed else None
-        if pair is not None and pair.way is Way.DIRECT and pair.target_pages:
-            self.mover.near.expect(peer, key.pool, pair.target_pages, pair.grid.first_token)
-
     def _owes_words(self) -> bool:
-        """Whether a message to the engine or the supervisor is unsent, or a liveness probe has no answer."""
+        """Whether a message to the engine or the supervisor is unsent, a liveness probe has no answer, or a writer is drained."""
         engine_waits = self.engine is not None and self.engine.outbox_count > 0
-        return engine_waits or self._link.wants_write or bool(self._engine_error) or self._probes.waits
+        waits = self._probes.waits or self.mover.drain_due_ns is not None
+        return engine_waits or self._link.wants_write or bool(self._engine_error) or waits
 
     def _flush(self, now_ns: int) -> None:
         """Carry out what the cores ask for, until they ask for nothing more."""
@@ -236,6 +233,8 @@ class Worker:
             self.net.hang_up(effect.peer)
         elif isinstance(effect, ProbeLiveness):
             self._probes.start(Probed(half, effect.peer, effect.epoch), effect.address)
+        elif isinstance(effect, DrainWriter):
+            self.mover.drain(effect, now_ns)
         elif isinstance(effect, Dial):
             self._dial(effect, now_ns)
         else:
@@ -301,6 +300,8 @@ class Worker:
         now_ns = time.monotonic_ns()
         dues = [due for session in self.sessions.values() if (due := session.next_due_ns()) is not None]
         if (due_ns := self._health.due_ns) is not None and self._retire_ns is None:
+            dues.append(due_ns)
+        if (due_ns := self.mover.drain_due_ns) is not None:
             dues.append(due_ns)
         if (stop_ns := self._retire_ns if self._stop_ns is None else self._stop_ns) is not None:
             dues.append(stop_ns)

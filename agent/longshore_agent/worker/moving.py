@@ -27,13 +27,15 @@ from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.transports.base import Wire
+from longshore_agent.transports.data_ports import Drain
 from longshore_agent.worker.config import WorkerConfig
 from longshore_agent.worker.ending import COPIES_LIMIT_S
 from longshore_agent.worker.near_writes import NearWrites
 from longshore_agent.worker.parts import Parts, nothing
 from longshore_agent.worker.peer_book import PeerBook
+from longshore_wire.addresses import main_address
 from longshore_wire.codec import PEER
-from longshore_wire.effects import PeerAttached, PeerId, StartScatter, StartWrite
+from longshore_wire.effects import DrainWriter, PeerAttached, PeerId, StartScatter, StartWrite
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import CodecError, Reason
 from longshore_wire.peer_messages import PeerMessage, RoomKey, WireFound
@@ -75,6 +77,7 @@ class Mover:
         self.disconnected_count = 0
         self.failure = ""  # of the device: see `fail`
         self.counters: Counter[str] = Counter()
+        self._drains: dict[tuple[PeerId, int], Drain] = {}
         self._gives_directly = config.gives_directly(settings)
         self.parts = Parts(config, settings, self.results, metrics, spans)
         self.hurry: Callable[[], None] = self.parts.hurry
@@ -170,6 +173,32 @@ class Mover:
             if peer is not None:
                 found.append((peer, message))
         return found
+
+    def drain(self, effect: DrainWriter, now_ns: int) -> None:
+        """A life of a source has ended: see to it that all it had sent is read before `drained` returns it."""
+        key = (effect.peer, effect.epoch)
+        if key not in self._drains:
+            host = main_address(effect.address).rpartition(":")[0]
+            self._drains[key] = Drain(self.parts.ports, host, now_ns)
+
+    @property
+    def drain_due_ns(self) -> int | None:
+        """When `drained` may return something new; None: nobody is drained."""
+        return min((drain.due_ns for drain in self._drains.values()), default=None)
+
+    def drained(self, now_ns: int) -> list[tuple[PeerId, int]]:
+        """Return the lives of sources of which no byte will land any more, each once."""
+        over = [key for key, drain in self._drains.items() if drain.is_over(now_ns)]
+        for key in over:
+            del self._drains[key]
+        return over
+
+    def claimed(self, source: SourceSession, peer: PeerId, key: RoomKey) -> None:
+        """A claim has come whose tokens may come later: what its slabs will need is made ready meanwhile."""
+        room = source.rooms.get(key)
+        pair = room.pairs.get(peer) if room is not None and not room.failed else None
+        if pair is not None and pair.way is Way.DIRECT and pair.target_pages:
+            self.near.expect(peer, key.pool, pair.target_pages, pair.grid.first_token)
 
     # -- jobs ------------------------------------------------------------------------------------------------------
 
