@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -107,5 +108,39 @@ def test_an_engine_whose_worker_dies_again_and_again_waits_as_long_as_its_agent_
         request.claim()
         request.offer()
         request.arrives()
+    finally:
+        world.close()
+
+
+def told_wait_s(engine: Engine, crashes: int) -> float:
+    """Return the wait that an agent names when it refuses an engine after so many crashes."""
+    said = re.compile(rf"{crashes} times in a row .*: the next one starts in ([0-9.]+) s")
+    wait_for(lambda: said.search(engine.client._link.last_error), what="an engine that has to wait")
+    found = said.search(engine.client._link.last_error)
+    assert found is not None
+    return float(found[1])
+
+
+def test_an_engine_waits_no_longer_and_no_shorter_than_the_longest_wait_of_its_agent(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    try:
+        waits_s = {"long": "3600", "short": "2"}
+        starting = {
+            name: world.engine(
+                world.agent(name, LONGSHORE_RESTART_BACKOFF_MIN_S=wait_s, LONGSHORE_RESTART_BACKOFF_MAX_S=wait_s), name
+            )
+            for name, wait_s in waits_s.items()
+        }
+        engines = {name: engine.result() for name, engine in starting.items()}
+        for name, crashes in (("long", 2), ("short", 3)):
+            engine = engines[name]
+            for _ in range(crashes - 1):
+                epoch = engine.client.epoch
+                kill_worker(engine.agent, name)
+                wait_served_again(engine, epoch)
+            kill_worker(engine.agent, name)
+        assert 3000 < told_wait_s(engines["long"], 2) <= 3600
+        # It doubles with the third crash, but for the limit.
+        assert 0 < told_wait_s(engines["short"], 3) <= 2
     finally:
         world.close()

@@ -32,6 +32,9 @@ _WAITS_AGAIN = (
     f"{_AGENT}/test_restarts.py::test_an_engine_whose_worker_dies_again_and_again_waits_as_long_as_its_agent_is_set"
 )
 _LONGEST_WAIT = f"{_AGENT}/test_restarts.py::test_the_first_restart_is_at_once_and_each_further_one_waits_twice_as_long_up_to_the_longest_wait"
+_LONGEST_WAIT_SET = (
+    f"{_AGENT}/test_restarts.py::test_an_engine_waits_no_longer_and_no_shorter_than_the_longest_wait_of_its_agent"
+)
 _OPEN_PORTS = (
     (
         f"{_AGENT}/test_agent_mooncake.py::"
@@ -150,7 +153,7 @@ AGENT_SETTINGS: Shown = {
         ),
     ),
     "restart_backoff_min_s": (_WAITS_AGAIN,),
-    "restart_backoff_max_s": (_LONGEST_WAIT,),
+    "restart_backoff_max_s": (_LONGEST_WAIT, _LONGEST_WAIT_SET),
     "force_way": (
         f"{_CHANGE}::test_a_forced_way_is_that_of_every_claim",
         f"{_AGENT}/test_agent_moves_pages.py::test_every_way_carries_the_same_bytes_and_is_the_one_that_is_reported",
