@@ -209,6 +209,20 @@ def test_junk_from_a_peers_own_address_restarts_a_worker_and_is_told_of_when_it_
 
 
 @pytest.mark.own_network
+def test_noise_in_messages_of_ucx_from_a_peers_own_address_costs_restarts_alone_and_changes_no_page(tmp_path):
+    with placed(tmp_path, "NIXL", (HERE, THERE), LONGSHORE_RESTART_BACKOFF_MAX_S="1") as place:
+        ports = [port["port"] for port in worker_of(place.decode, place.target)["data_ports"]]
+        for number in range(32):
+            # A worker that ends with one of them refuses the rest until the next one listens.
+            for caller in filter(None, (intruder.connect(HERE, THERE, port) for port in ports)):
+                with caller, contextlib.suppress(OSError):
+                    intruder.message(caller, number)
+        wait_for(lambda: completes(place))
+        assert place.source.intact() and place.target.intact()
+        assert place.prefill.metric("longshore_worker_restarts_total") == 0
+
+
+@pytest.mark.own_network
 def test_noise_on_the_ports_of_http_and_of_control_restarts_nothing_and_what_shakes_hands_wrongly_is_counted(tmp_path):
     with placed(tmp_path, "NIXL without TCP", (HERE, THERE)) as place:
         before = {engine.instance: worker_of(agent, engine)["pid"] for agent, engine in place.sides}
@@ -226,6 +240,16 @@ def test_noise_on_the_ports_of_http_and_of_control_restarts_nothing_and_what_sha
         moves(place)
         assert {engine.instance: worker_of(agent, engine)["pid"] for agent, engine in place.sides} == before
         assert place.decode.metric("longshore_worker_restarts_total") == 0
+
+
+def completes(place: Place) -> bool:
+    """Return whether a room arrives. One that a life of a worker has when it ends may fail."""
+    if not place.target.client.connected:
+        return False
+    each = Request(place.source, place.target, 100)
+    each.claim()
+    each.offer()
+    return {end.kind for end in each.ends()} == {RoomEventKind.DONE}
 
 
 def reached(source: str, host: str, port: int) -> bool:
