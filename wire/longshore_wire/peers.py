@@ -151,6 +151,13 @@ class Peer:
         if growth_ns >= self.absence_ns or now_ns - self.absence_reported_ns >= lease_ns:
             self.absence_ns, self.absence_reported_ns = growth_ns, now_ns
 
+    def address_of_writer(self, since_ns: int) -> str:
+        """Return where a lost source may be found instead: since then somebody listens where an earlier life of it may still write from.
+
+        It is that life, or a later one, or another worker; the last two are proof that the writer has ended.
+        """
+        return next((each.address for each in self.writers.values() if each.listens_ns >= since_ns), "")
+
     def silence_limit_ns(self, timeout_ns: int, heartbeat_ns: int, now_ns: int) -> int:
         """Return how long this peer may be silent before it counts as lost.
 

@@ -288,13 +288,16 @@ class SourceSession(SourcePeers):
         peer = known.peer
         if abort.serial:
             self._used_serials(known).add(abort.serial)
+        if abort.pair.source_epoch != self.config.epoch:
+            # An earlier life of this name may still write, from another node: each life speaks for itself alone.
+            self._stale(abort)
+            return
         room, pair = self._find(peer, abort.pair)
-        if room is None or pair is None or abort.pair.source_epoch != self.config.epoch:
-            # Another life's writes died with its process, and a pair that is not open has none.
+        if room is None or pair is None:
+            # A pair that is not open has no write.
             self._send(peer, EndAck(abort.pair))
             self._parts.drop((abort.pair.key, peer))
-            if abort.pair.source_epoch == self.config.epoch:
-                self._give_up_unclaimed(peer, abort, now_ns)
+            self._give_up_unclaimed(peer, abort, now_ns)
             return
         # Its abort answers ours.
         pair.step(SourcePairEvent.ABORT)

@@ -269,7 +269,7 @@ class TargetPeers(Session):
         if known.state is PeerState.LOST and now_ns - known.dialled_ns >= self.config.peer_timeout_ns:
             # The connection may have died without a word on our side.
             known.dialled_ns = now_ns
-            known.address = self._address_of_writer(known, now_ns) or known.address
+            known.address = known.address_of_writer(now_ns - 2 * self.config.heartbeat_ns) or known.address
             self._effect(Dial(peer, known.address, admits=False))
         if known.state is PeerState.ATTACHED:
             self._asked_count += 1
@@ -277,15 +277,6 @@ class TargetPeers(Session):
         else:
             self._send_attach(known)
         self._peer_timers.set(peer, self._next_beat_ns(now_ns))
-
-    def _address_of_writer(self, known: Peer, now_ns: int) -> str:
-        """Return where a lost source may be found instead: somebody listens where an earlier life of it may still write from.
-
-        It is that life, or a later one, or another worker; the last two are proof that the writer has ended.
-        """
-        recent_ns = now_ns - 2 * self.config.heartbeat_ns
-        elsewhere = (each for each in known.writers.values() if each.listens_ns >= recent_ns)
-        return next((each.address for each in elsewhere), "")
 
     def _judge_rival(self, known: Peer, now_ns: int) -> None:
         """While rooms name another address: find out whether the life at this one goes on."""
