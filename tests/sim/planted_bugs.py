@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 from longshore_wire.claims import PageParts
 from longshore_wire.errors import Reason, RingError
-from longshore_wire.peer_messages import SlabReady
+from longshore_wire.peer_messages import EndAck, SlabReady
 from longshore_wire.peers import PeerState, UsedSerials
 from longshore_wire.plan import Way
 from longshore_wire.ring import Ring
@@ -202,6 +202,26 @@ def _reopen_by_late_claim(stack: ExitStack) -> None:
     _set(stack, SourcePeers, "_used_serials", lambda self, known: UsedSerials(known.epoch))
 
 
+def _newer_elsewhere_is_death(stack: ExitStack) -> None:
+    def on_attach(self: Any, known: Any, attach: Any, now_ns: int) -> bool:
+        attached = bool(real(self, known, attach, now_ns))
+        for epoch in [epoch for epoch in known.writers if attached and epoch < attach.epoch]:
+            self._writer_dead(known, epoch, now_ns)
+        return attached
+
+    real = _set(stack, TargetPeers, "_on_attach", on_attach)
+
+
+def _confirm_for_another_life(stack: ExitStack) -> None:
+    def on_abort(self: Any, known: Any, abort: Any, now_ns: int) -> None:
+        if abort.pair.source_epoch != self.config.epoch:
+            self._send(known.peer, EndAck(abort.pair))
+            return
+        real(self, known, abort, now_ns)
+
+    real = _set(stack, SourceSession, "_on_abort", on_abort)
+
+
 def _believe_late_attach(stack: ExitStack) -> None:
     def on_attach(self: Any, known: Any, attach: Any, now_ns: int) -> bool:
         if known.attach is not None and attach.epoch < known.epoch:
@@ -318,6 +338,16 @@ PLANTS = {
     ),
     "dead by address": Plant(
         "another address is taken for the writer's end", _other_address_is_death, ("twins of prefill", "engines move")
+    ),
+    "dead by newer epoch": Plant(
+        "a newer life at another address is taken for the writer's end",
+        _newer_elsewhere_is_death,
+        ("hosts vanish and engines start elsewhere",),
+    ),
+    "confirmed by another": Plant(
+        "a life confirms that an earlier one of its name, on another node, writes no more",
+        _confirm_for_another_life,
+        ("hosts vanish and engines start elsewhere",),
     ),
     "unread bytes": Plant(
         "what a dead writer had sent lands in memory that is another room's",

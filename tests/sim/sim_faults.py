@@ -120,6 +120,11 @@ class Faults:
         host.cut = True
         self._world.at(pause_ns, setattr, host, "cut", False)
 
+    def replace(self, at: int, rank: int, pause_ns: int) -> None:
+        """A host is cut off, and its engine is started on another node for as long: one of the two ends when the host is back."""
+        self.cut(at, rank, pause_ns)
+        self.twin(at, rank, pause_ns)
+
     def reboot(self, at: int, rank: int, pause_ns: int) -> None:
         """A host loses power, and comes back."""
         run = self._run

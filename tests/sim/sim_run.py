@@ -37,7 +37,8 @@ LIMIT_NS = 90 * SECOND
 # Rooms that ended are remembered for two leases, and a failure that its source did not hear of for a minute more.
 MEMORY_NS = 60 * SECOND
 WAIT_NS = 50 * MS
-HOST_FAULTS = frozenset({"kill_agent", "cut", "reboot", "jump"})
+HOST_FAULTS = frozenset({"kill_agent", "cut", "reboot", "replace", "jump"})
+TWINS = frozenset({"twin", "replace"})
 TRIES_MAX = 400
 
 
@@ -285,7 +286,7 @@ class Run:
 
     def _check_timed_out(self, number: int) -> None:
         """Check that messages, not a timeout, end a half whose other side lives on and had all of the room."""
-        if MIXES[self.scenario.mix].forgets or any(fault.what == "twin" for fault in self.scenario.faults):
+        if MIXES[self.scenario.mix].forgets or any(fault.what in TWINS for fault in self.scenario.faults):
             # A twin that is refused is heard by nobody, and whoever has forgotten a room has no word for it.
             return
         for engine, other in self._sides(number):

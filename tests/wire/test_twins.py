@@ -20,7 +20,7 @@ from longshore_wire.effects import (
 from longshore_wire.engine_messages import Endpoint, Half, RankAddress
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
-from longshore_wire.peer_messages import Attach, Ping, Pong, Refuse, RegionInfo, RoomKey
+from longshore_wire.peer_messages import Abort, Attach, EndAck, PairKey, Ping, Pong, Refuse, RegionInfo, RoomKey
 from longshore_wire.peers import PeerState
 from longshore_wire.plan import Way
 from longshore_wire.source_session import SourceSession
@@ -261,6 +261,39 @@ def test_what_a_moved_worker_said_before_its_end_is_no_answer_of_it_after_decode
     target.peer_dead(two_writers.FIRST, 7, scene.now_ns)
     assert Dial(two_writers.FIRST, "h:9") in target.take_effects()
     assert scene.ended(2) is None
+
+
+def test_a_life_does_not_confirm_that_an_earlier_one_of_its_name_writes_no_more() -> None:
+    source, target = prefill(), decode(200)
+    exchange(source, target, claim(target, 1))
+    earlier = PairKey(RoomKey("P", 1, 0), 0, 0, 6, 200, "D", 0)
+    source.receive(DECODE, Abort(earlier, Reason.CANCELLED, "cancelled"), 0)
+    assert source.take_outbox() == []
+
+
+def test_a_writer_that_is_back_after_another_life_of_its_name_is_asked_again_to_confirm() -> None:
+    scene = _held_write()
+    target, peer = scene.target, two_writers.FIRST
+    own = target.peers[peer].attach
+    assert own is not None
+    key = two_writers.KEY
+
+    def aborts() -> list[int]:
+        said = [message for to, message in target.take_outbox() if to == peer]
+        return [message.pair.source_epoch for message in said if isinstance(message, Abort) and message.pair.key == key]
+
+    aborts()
+    target.peer_lost(peer, "silent", scene.now_ns)
+    held = scene.held
+    attach_to(target, peer, msgspec.structs.replace(own, epoch=8), scene.now_ns)
+    assert aborts() == [8]
+    target.receive(peer, EndAck(PairKey(key, 0, 0, 8, 9, "D", 0)), scene.now_ns)
+    target.peer_lost(peer, "silent", scene.now_ns)
+    attach_to(target, peer, own, scene.now_ns)
+    assert scene.held == held
+    assert aborts() == [7]
+    target.receive(peer, EndAck(PairKey(key, 0, 0, 7, 9, "D", 0)), scene.now_ns)
+    assert scene.held < held
 
 
 def test_an_attach_of_a_life_that_is_over_changes_nothing_however_late_it_comes() -> None:

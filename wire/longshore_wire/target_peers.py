@@ -90,8 +90,7 @@ class TargetPeers(Session):
 
     def writer_drained(self, peer: PeerId, epoch: int, now_ns: int) -> None:
         """The answer to DrainWriter: no byte of that life of a source will land any more."""
-        known = self.peers.get(peer)
-        if known is not None:
+        if (known := self.peers.get(peer)) is not None:
             self._writer_dead(known, epoch, now_ns)
 
     def peer_listens(self, peer: PeerId, epoch: int, now_ns: int) -> None:
@@ -110,18 +109,16 @@ class TargetPeers(Session):
 
     def _drain(self, known: Peer, epoch: int) -> None:
         """Ask for the bytes of a life that has ended to be read, if it may have written anything of ours."""
-        writer = known.writers.get(epoch)
-        if writer is not None:
-            self._effect(DrainWriter(known.peer, epoch, writer.address))
+        if epoch in known.writers:
+            self._effect(DrainWriter(known.peer, epoch, known.writers[epoch].address))
 
     def _writer_dead(self, known: Peer, epoch: int, now_ns: int, *, revoked: bool = False) -> None:
         """Free the memory that one life of a source may have written. The only place where a writer is taken for dead.
 
-        The caller holds one of three proofs. Its address refuses connections (`peer_dead`). A later life of it, or another worker,
-        is attached at the same address, which a host gives to one process at a time (`_on_attach`). Both count once all that it
-        had sent has been read (`DrainWriter`). Or the transport has taken its access away (`revoked`), which says nothing of
-        pages that a worker of this node has mapped itself. A newer epoch at another address is no proof: two engines may have
-        one name.
+        The caller holds one of three proofs. Its address refuses connections (`peer_dead`), or another life or worker is attached
+        there, as a host gives an address to one process at a time (`_on_attach`); both count once all that it had sent has been
+        read. Or the transport has taken its access away (`revoked`), which says nothing of pages that a worker of this node has
+        mapped. A newer epoch at another address is no proof: two engines may have one name.
         """
         for room, pair in self._rooms_of(known):
             is_writer = pair.state is TargetPairState.ABORTING and pair.pair.source_epoch == epoch
@@ -175,7 +172,8 @@ class TargetPeers(Session):
         for room, pair in self._rooms_of(known):
             if pair.state in (TargetPairState.WAITING, TargetPairState.CLAIMED) and not room.failed:
                 self._send_claim(room, pair, now_ns)
-        self._tell_outcomes(known, now_ns)
+        for key in list(known.outcomes):
+            self._tell_outcome(known, key, now_ns)
         return True
 
     def _on_refuse(self, known: Peer, refuse: Refuse, now_ns: int) -> None:
@@ -318,6 +316,12 @@ class TargetPeers(Session):
         """A life of a source has attached: note what it must be told of rooms that earlier lives of it had, once a life."""
         attach = known.attach
         assert attach is not None
+        for room, pair in self._rooms_of(known):
+            # It must confirm these itself, although another life of its name may have heard of them meanwhile.
+            is_writer = pair.state is TargetPairState.ABORTING and pair.pair.source_epoch == attach.epoch
+            if is_writer and room.key not in known.outcomes:
+                ended = Ended(room.reason, room.text, self._remembered_until_ns(now_ns))
+                self._note_outcome(known, room.key, ended, pair.serial)
         if known.told_epoch == attach.epoch:
             return
         known.told_epoch = attach.epoch
@@ -342,10 +346,6 @@ class TargetPeers(Session):
         place = self.config.layout.parallel
         pair = PairKey(key, known.peer.rank, self.rank, 0, self.config.epoch, self.config.instance, place.dp_rank)
         known.outcomes[key] = Outcome(pair, ended.reason, ended.text, ended.until_ns, serial)
-
-    def _tell_outcomes(self, known: Peer, now_ns: int) -> None:
-        for key in list(known.outcomes):
-            self._tell_outcome(known, key, now_ns)
 
     def _tell_outcome(self, known: Peer, key: RoomKey, now_ns: int) -> None:
         """Tell an attached source how a pair ended, and again until it answers; later once it is attached."""
