@@ -19,7 +19,7 @@ from transport_peer import PeerProcess, finish, row
 from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.transports import create
 from longshore_agent.transports.base import METADATA_BYTES_MAX, NOTICE_BYTES_MAX, PreparingTransport, Wire, WriteState
-from longshore_agent.transports.data_ports import DataPorts, Drain
+from longshore_agent.transports.data_ports import DataPorts, Drain, Unread
 from longshore_agent.transports.loopback import LoopbackTransport
 from longshore_agent.transports.loopback_faults import Fault, FaultKind, FaultPlan
 
@@ -263,7 +263,7 @@ def test_what_a_killed_writer_had_sent_lands_and_its_end_is_not_taken_for_proof_
         wait_for(lambda: transport.notices() == [] and region[63] == 1)
         assert writer.answer() == "done"
         writer.tell("post", length=REGION_BYTES, **wanted)
-        wait_for(lambda: any(ports.unread("127.0.0.1").values()))
+        wait_for(lambda: any(each.waiting_bytes for each in ports.unread("127.0.0.1").values()))
         writer.signal(signal.SIGKILL)
         landed = int((region == 1).sum())
         drain, now_ns = Drain(ports, "127.0.0.1", 0), 0
@@ -279,6 +279,32 @@ def test_what_a_killed_writer_had_sent_lands_and_its_end_is_not_taken_for_proof_
     finally:
         writer.close()
         transport.close()
+
+
+def test_a_connection_is_drained_when_nothing_waits_when_it_is_gone_and_when_its_sender_must_live() -> None:
+    seen: dict[int, Unread] = {}
+
+    class Ports(DataPorts):
+        def unread(self, host: str) -> dict[int, Unread]:
+            return dict(seen)
+
+    def drained(*later: dict[int, Unread]) -> list[bool]:
+        """Whether it is over after each look, the first of which is at once and the others late."""
+        seen.clear()
+        seen.update({1: Unread(5, 5)})
+        drain = Drain(Ports(), "10.0.0.1", 0)
+        found = [drain.is_over(0)]
+        for index, each in enumerate(later):
+            seen.clear()
+            seen.update(each)
+            found.append(drain.is_over((index + 1) * 10**9))
+        return found
+
+    assert drained({1: Unread(5, 5)}, {1: Unread(1, 9)}, {1: Unread(0, 9)}) == [False, False, False, True]
+    assert drained({}) == [False, True]
+    # Another connection of the living there, which was opened later, is none of the dead.
+    assert drained({2: Unread(5, 5)}) == [False, True]
+    assert drained({1: Unread(5, 100 << 20)}, {1: Unread(5, 200 << 20)}) == [False, False, True]
 
 
 def test_prepared_pieces_land_by_index_and_only_those(pair: Pair) -> None:

@@ -52,8 +52,9 @@ _PROGRAM = struct.Struct("HL")
 # Loads of these places read the packet's IP header, and what the kernel knows of the packet.
 _NETWORK_HEADER = -0x100000 & 0xFFFFFFFF
 _PROTOCOL = -0x1000 & 0xFFFFFFFF
-# A state of <net/tcp_states.h>.
+# A state of <net/tcp_states.h>, and `tcpi_bytes_received` of <linux/tcp.h>'s struct tcp_info.
 _CLOSED = 7
+_TCP_INFO_BYTES, _BYTES_RECEIVED_OFFSET, _BYTES_RECEIVED = 136, 128, struct.Struct("<Q")
 _FLAGS_OFFSET, _SYN, _SYN_ACK = 13, 0x02, 0x12
 _IPV4 = 0x0800
 _IPV4_SOURCE_OFFSET, _IPV6_SOURCE_OFFSET = 12, 8
@@ -63,6 +64,8 @@ _PASS, _DROP = 0xFFFFFFFF, 0
 _FLIGHT_NS = 300_000_000
 # Between two looks.
 _LOOK_NS = 20_000_000
+# More than a kernel keeps of what one process has sent and its peer has not read.
+_KEPT_BYTES_MAX = 128 << 20
 
 Instruction = tuple[int, int, int, int]
 
@@ -83,6 +86,13 @@ class DataPort(NamedTuple):
     port: int
     protection: Protection
     refused_count: int
+
+
+class Unread(NamedTuple):
+    """What waits to be read of one connection, and what has come on it in all."""
+
+    waiting_bytes: int
+    received_bytes: int
 
 
 @dataclass
@@ -176,8 +186,8 @@ class DataPorts:
                 pass
             return self._lost
 
-    def unread(self, host: str) -> dict[int, bool]:
-        """Return the connections of this process with a host by their inodes, and of each whether bytes wait to be read.
+    def unread(self, host: str) -> dict[int, Unread]:
+        """Return the connections of this process with a host, by their inodes.
 
         Raises:
             OSError: no descriptor is left to look with.
@@ -188,11 +198,12 @@ class DataPorts:
         found = {}
         for inode, own in own_sockets():
             with contextlib.suppress(OSError):
-                state = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+                info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+                state = info[0]
                 # The kernel has forgotten where one came from that was reset.
                 if there is not None and state != _CLOSED and _read(own.getpeername()[0]) not in hosts:
                     continue
-                found[inode] = _unread_bytes(own) > 0
+                found[inode] = Unread(_unread_bytes(own), _BYTES_RECEIVED.unpack_from(info, _BYTES_RECEIVED_OFFSET)[0])
         return found
 
     def _own_addresses(self) -> frozenset[Address]:
@@ -268,15 +279,16 @@ class DataPorts:
 class Drain:
     """Reads nothing itself: tells when all has been read that an ended process at `host` had sent.
 
-    Its kernel goes on sending for as long as we read, and ends each connection at last. A living process there ends none, so
-    that a connection counts as drained once nothing of it waits. What a network delivers later than `_FLIGHT_NS` after
-    nothing waited any more is not seen.
+    Its kernel goes on sending for as long as we read. A connection counts as drained once nothing of it waits, or once more has
+    come on it than a kernel keeps, as then its sender lives. What a network delivers later than `_FLIGHT_NS` after nothing waited
+    any more is not seen.
     """
 
     def __init__(self, ports: DataPorts, host: str, now_ns: int) -> None:
         self._ports, self._host = ports, host
         self._settles_ns = now_ns + _FLIGHT_NS
-        self._connections: set[int] = set()
+        # By inode what had come when it was seen first.
+        self._received_bytes: dict[int, int] = {}
         self.due_ns = now_ns
 
     def is_over(self, now_ns: int) -> bool:
@@ -289,10 +301,17 @@ class Drain:
         except OSError:
             return False
         if now_ns < self._settles_ns:
-            self._connections |= unread.keys()
-            return not self._connections
-        self._connections = {inode for inode in self._connections if unread.get(inode)}
-        return not self._connections
+            for inode, each in unread.items():
+                self._received_bytes.setdefault(inode, each.received_bytes)
+        else:
+            self._received_bytes = {
+                inode: before
+                for inode, before in self._received_bytes.items()
+                if inode in unread
+                and unread[inode].waiting_bytes
+                and unread[inode].received_bytes - before <= _KEPT_BYTES_MAX
+            }
+        return not self._received_bytes
 
 
 def _listening() -> dict[int, int]:
