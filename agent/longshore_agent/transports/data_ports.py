@@ -66,6 +66,8 @@ _FLIGHT_NS = 300_000_000
 _LOOK_NS = 20_000_000
 # More than a kernel keeps of what one process has sent and its peer has not read.
 _KEPT_BYTES_MAX = 128 << 20
+# Looks in a row, 2 s and more, in which a library that was driven between them has read nothing of what waits.
+_IDLE_LOOKS_MAX = 100
 
 Instruction = tuple[int, int, int, int]
 
@@ -276,23 +278,42 @@ class DataPorts:
             _log.info("the kernel takes no filter of %d addresses for data ports: %s", len(admitted), error.strerror)
 
 
+class _Connection:
+    """One connection while it is drained."""
+
+    def __init__(self, first: Unread) -> None:
+        self._first_bytes = first.received_bytes
+        self._read_bytes = -1
+        self._idle_looks = 0
+
+    def is_drained(self, now: Unread) -> bool:
+        """Whether nothing of an ended process will be read from it any more."""
+        read_bytes = now.received_bytes - now.waiting_bytes
+        self._idle_looks = self._idle_looks + 1 if read_bytes == self._read_bytes else 0
+        self._read_bytes = read_bytes
+        if self._idle_looks >= _IDLE_LOOKS_MAX:
+            _log.info("the transport's library leaves %d bytes of a connection unread", now.waiting_bytes)
+            return True
+        return not now.waiting_bytes or now.received_bytes - self._first_bytes > _KEPT_BYTES_MAX
+
+
 class Drain:
     """Reads nothing itself: tells when all has been read that an ended process at `host` had sent.
 
-    Its kernel goes on sending for as long as we read. A connection counts as drained once nothing of it waits, or once more has
-    come on it than a kernel keeps, as then its sender lives. What a network delivers later than `_FLIGHT_NS` after nothing waited
-    any more is not seen.
+    Its kernel goes on sending for as long as we read. A connection counts as drained in three cases: nothing of it waits; more has
+    come on it than a kernel keeps, so that its sender lives; or nothing was read in `_IDLE_LOOKS_MAX` looks, as a library does
+    with a connection that has failed. What a network delivers later than `_FLIGHT_NS` after nothing waited any more is not
+    seen.
     """
 
     def __init__(self, ports: DataPorts, host: str, now_ns: int) -> None:
         self._ports, self._host = ports, host
         self._settles_ns = now_ns + _FLIGHT_NS
-        # By inode what had come when it was seen first.
-        self._received_bytes: dict[int, int] = {}
+        self._connections: dict[int, _Connection] = {}
         self.due_ns = now_ns
 
     def is_over(self, now_ns: int) -> bool:
-        """Whether it is; looks at most once in `_LOOK_NS`. The transport must be driven meanwhile."""
+        """Whether it is; looks at most once in `_LOOK_NS`. The transport must be driven between two looks."""
         if now_ns < self.due_ns:
             return False
         self.due_ns = now_ns + _LOOK_NS
@@ -302,16 +323,12 @@ class Drain:
             return False
         if now_ns < self._settles_ns:
             for inode, each in unread.items():
-                self._received_bytes.setdefault(inode, each.received_bytes)
+                self._connections.setdefault(inode, _Connection(each))
         else:
-            self._received_bytes = {
-                inode: before
-                for inode, before in self._received_bytes.items()
-                if inode in unread
-                and unread[inode].waiting_bytes
-                and unread[inode].received_bytes - before <= _KEPT_BYTES_MAX
-            }
-        return not self._received_bytes
+            for inode, connection in list(self._connections.items()):
+                if inode not in unread or connection.is_drained(unread[inode]):
+                    del self._connections[inode]
+        return not self._connections
 
 
 def _listening() -> dict[int, int]:
