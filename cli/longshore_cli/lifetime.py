@@ -183,13 +183,15 @@ def parts_watched() -> Iterator[Watch]:
 
 
 def _status(pidfd: int) -> int | None:
-    """Return how a child ended, negative for a signal, and leave it to be waited for; None: it is no child."""
+    """Return how a child ended, negative for a signal, and leave it to be waited for; None: it is no child.
+
+    Its descriptor has said that it ended. The kernel may let it be waited for a moment later.
+    """
     try:
-        found = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        found = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
     except ChildProcessError:
         return None
-    if found is None:
-        return None
+    assert found is not None, "waiting without WNOHANG returns an end"
     return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
 
