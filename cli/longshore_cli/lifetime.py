@@ -77,11 +77,16 @@ def _ignore_more() -> None:
 
 @dataclass(frozen=True)
 class _Part:
-    """A process under watch: `name` is what messages call it, `log` returns its last words."""
+    """A process under watch: `name` is what messages call it, `log` returns its last words, `status` how it ended, if that is known."""
 
     pid: int
     name: str
     log: Callable[[], str]
+    status: Callable[[], int | None]
+
+
+def _unknown() -> int | None:
+    return None
 
 
 class Watch:
@@ -101,13 +106,17 @@ class Watch:
         self._thread = threading.Thread(target=self._run, args=(threading.get_ident(),), name="watch", daemon=True)
         self._thread.start()
 
-    def add(self, pid: int, name: str, log: Callable[[], str] = str) -> Callable[[], None]:
+    def add(
+        self, pid: int, name: str, log: Callable[[], str] = str, status: Callable[[], int | None] = _unknown
+    ) -> Callable[[], None]:
         """Watch a process; return what ends that, to be called before the process is asked to end.
 
+        Args:
+            status: of a child that somebody else may wait for first.
         Raises:
             PartEndedError: it is gone already.
         """
-        part = _Part(pid, name, log)
+        part = _Part(pid, name, log, status)
         try:
             pidfd = os.pidfd_open(pid)
         except ProcessLookupError as error:
@@ -140,7 +149,8 @@ class Watch:
         with self._lock:
             part = self._parts.get(pidfd)
             if part is not None and self.lost is None:
-                self.lost = PartEndedError(_said(part, _status(pidfd)))
+                status = _status(pidfd)
+                self.lost = PartEndedError(_said(part, part.status() if status is None else status))
             return part is not None
 
     def _run(self, main_thread: int) -> None:

@@ -99,7 +99,9 @@ class LocalAgent:
 
     def watched_by(self, watch: Watch) -> Callable[[], None]:
         """Have the running agent watched; return what ends that."""
-        return watch.add(self.pid, f"the agent in {self.directory}", self.log_tail)
+        process = self._process
+        assert process is not None, "the agent was not started"
+        return watch.add(process.pid, f"the agent in {self.directory}", self.log_tail, lambda: process.returncode)
 
     def workers_watched_by(self, watch: Watch, instances: Collection[str]) -> Callable[[], None]:
         """Have the workers of these engine instances watched: of one that is replaced nothing counts; return what ends that.
