@@ -7,7 +7,10 @@ import mmap
 import os
 import select
 import signal
+import subprocess
+import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +18,7 @@ import numpy as np
 import pytest
 from left_behind import marked
 
+from longshore_cli.lifetime import PartEndedError, parts_watched
 from longshore_cli.local_agents import LocalAgent, LocalAgentError, make_keys
 from longshore_cli.main import main
 from longshore_cli.metrics_page import MetricsPage
@@ -25,6 +29,7 @@ SHAPE = ModelShape(8, 8, 64, 4)
 # Loads nothing heavy, starts an agent and says its PID.
 PARENT = """
 import sys, pathlib
+from longshore_cli.lifetime import PartEndedError, parts_watched
 from longshore_cli.local_agents import LocalAgent
 agent = LocalAgent({"backend": "Loopback"}, pathlib.Path(sys.argv[1]))
 agent.start()
@@ -148,3 +153,19 @@ def test_a_metrics_page_is_summed_by_name_and_label() -> None:
     assert page.by("text", "b") == {'a "quoted, {x} 7"': 2}
     assert page.total("plain") == 7
     assert page.total("missing") == 0
+
+
+def test_a_part_that_was_waited_for_first_is_named_with_how_it_ended() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+
+    def lose() -> None:
+        with parts_watched() as watch:
+            watch.add(child.pid, "the part", status=lambda: child.returncode)
+            # The thread that watches finds nobody to wait for.
+            with watch._lock:
+                child.kill()
+                child.wait()
+            threading.Event().wait()
+
+    with pytest.raises(PartEndedError, match=r"^the part ended with -9$"):
+        lose()
