@@ -13,13 +13,11 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import pytest
-from agent_world import wait_for
 from transport_peer import PeerProcess, finish, row
 
 from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.transports import create
 from longshore_agent.transports.base import METADATA_BYTES_MAX, NOTICE_BYTES_MAX, PreparingTransport, Wire, WriteState
-from longshore_agent.transports.data_ports import DataPorts, Drain, Unread
 from longshore_agent.transports.loopback import LoopbackTransport
 from longshore_agent.transports.loopback_faults import Fault, FaultKind, FaultPlan
 
@@ -242,72 +240,6 @@ def test_a_write_that_had_begun_lands_although_its_memory_and_its_writer_were_le
     assert finish(fresh.transport, write) is WriteState.DONE
     landed = fresh.peer.ask("digest", region=0) == hashlib.sha256(fresh.source).hexdigest()
     assert landed is (WIRES[fresh.kind] not in fresh.transport.revocable)
-
-
-# Mooncake's threads read by themselves, and shared memory is written by the writer's own hand.
-def test_what_a_killed_writer_had_sent_lands_and_its_end_is_not_taken_for_proof_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp,self")
-    ports = DataPorts("127.0.0.1")
-    transport = create("NIXL", "target", ports=ports)
-    writer = PeerProcess("NIXL", "writer", {"UCX_TLS": "tcp,self"})
-    try:
-        region = np.full(REGION_BYTES, POISON, dtype=np.uint8)
-        transport.register(region.ctypes.data, REGION_BYTES)
-        writer.ask("register", length=REGION_BYTES, fill=1)
-        transport.connect(writer.metadata())
-        to_here = writer.ask("connect", metadata=transport.metadata().hex())
-        wanted = {"peer": to_here, "region": 0, "target": region.ctypes.data, "notice": ""}
-        writer.tell("post", length=64, **wanted)
-        wait_for(lambda: transport.notices() == [] and region[63] == 1)
-        assert writer.answer() == "done"
-        writer.tell("post", length=REGION_BYTES, **wanted)
-        wait_for(lambda: any(each.waiting_bytes for each in ports.unread("127.0.0.1").values()))
-        writer.signal(signal.SIGKILL)
-        landed = int((region == 1).sum())
-        drain, now_ns = Drain(ports, "127.0.0.1", 0), 0
-        for now_ns in range(0, 15 * 10**8, 10**8):
-            # Nobody has read anything.
-            assert not drain.is_over(now_ns)
-        wait_for(lambda: transport.notices() == [] and drain.is_over(now_ns + time.monotonic_ns()))
-        after = region.copy()
-        assert int((after == 1).sum()) > landed
-        for _ in range(100):
-            transport.notices()
-        assert np.array_equal(region, after)
-    finally:
-        writer.close()
-        transport.close()
-
-
-def test_a_connection_is_drained_when_nothing_waits_when_it_is_gone_and_when_its_sender_must_live() -> None:
-    seen: dict[int, Unread] = {}
-
-    class Ports(DataPorts):
-        def unread(self, host: str) -> dict[int, Unread]:
-            return dict(seen)
-
-    def drained(*later: dict[int, Unread]) -> list[bool]:
-        """Whether it is over after each look, the first of which is at once and the others late."""
-        seen.clear()
-        seen.update({1: Unread(5, 5)})
-        drain = Drain(Ports(), "10.0.0.1", 0)
-        found = [drain.is_over(0)]
-        for index, each in enumerate(later):
-            seen.clear()
-            seen.update(each)
-            found.append(drain.is_over((index + 1) * 10**9))
-        return found
-
-    assert drained({1: Unread(5, 5)}, {1: Unread(1, 9)}, {1: Unread(0, 9)}) == [False, False, False, True]
-    assert drained({}) == [False, True]
-    # Another connection of the living there, which was opened later, is none of the dead.
-    assert drained({2: Unread(5, 5)}) == [False, True]
-    assert drained({1: Unread(5, 100 << 20)}, {1: Unread(5, 200 << 20)}) == [False, False, True]
-    # A library has given up a connection of which it reads nothing; one that it reads slowly it has not.
-    assert drained(*[{1: Unread(5, 5)}] * 200).index(True) == 101
-    assert not any(drained(*({1: Unread(1000 - read, 1000)} for read in range(200))))
 
 
 def test_prepared_pieces_land_by_index_and_only_those(pair: Pair) -> None:
