@@ -11,7 +11,7 @@ from agent_world import wait_for
 from transport_peer import PeerProcess
 
 from longshore_agent.transports import create
-from longshore_agent.transports.data_ports import DataPorts, Drain, Unread
+from longshore_agent.transports.drain import Drain, Unread, unread_of
 
 REGION_BYTES = 4 << 20
 POISON = 0xA5
@@ -22,8 +22,7 @@ def test_what_a_killed_writer_had_sent_lands_and_its_end_is_not_taken_for_proof_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp,self")
-    ports = DataPorts("127.0.0.1")
-    transport = create("NIXL", "target", ports=ports)
+    transport = create("NIXL", "target")
     writer = PeerProcess("NIXL", "writer", {"UCX_TLS": "tcp,self"})
     try:
         region = np.full(REGION_BYTES, POISON, dtype=np.uint8)
@@ -36,10 +35,10 @@ def test_what_a_killed_writer_had_sent_lands_and_its_end_is_not_taken_for_proof_
         wait_for(lambda: transport.notices() == [] and region[63] == 1)
         assert writer.answer() == "done"
         writer.tell("post", length=REGION_BYTES, **wanted)
-        wait_for(lambda: any(each.waiting_bytes for each in ports.unread("127.0.0.1").values()))
+        wait_for(lambda: any(each.waiting_bytes for each in unread_of("127.0.0.1").values()))
         writer.signal(signal.SIGKILL)
         landed = int((region == 1).sum())
-        drain, now_ns = Drain(ports, "127.0.0.1", 0), 0
+        drain, now_ns = Drain("127.0.0.1", 0), 0
         for now_ns in range(0, 15 * 10**8, 10**8):
             # Nobody has read anything.
             assert not drain.is_over(now_ns)
@@ -57,15 +56,11 @@ def test_what_a_killed_writer_had_sent_lands_and_its_end_is_not_taken_for_proof_
 def test_a_connection_is_drained_when_nothing_waits_when_it_is_gone_and_when_its_sender_must_live() -> None:
     seen: dict[int, Unread] = {}
 
-    class Ports(DataPorts):
-        def unread(self, host: str) -> dict[int, Unread]:
-            return dict(seen)
-
     def drained(*later: dict[int, Unread]) -> list[bool]:
         """Whether it is over after each look, the first of which is at once and the others late."""
         seen.clear()
         seen.update({1: Unread(5, 5)})
-        drain = Drain(Ports(), "10.0.0.1", 0)
+        drain = Drain("10.0.0.1", 0, lambda _: dict(seen))
         found = [drain.is_over(0)]
         for index, each in enumerate(later):
             seen.clear()

@@ -11,16 +11,12 @@ Neither UCX nor Mooncake knows authentication: whoever reaches such a port write
 
 from __future__ import annotations
 
-import array
 import contextlib
 import ctypes
 import errno
-import fcntl
-import ipaddress
 import logging
 import socket
 import struct
-import termios
 import threading
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -28,8 +24,8 @@ from enum import Enum
 from typing import NamedTuple
 
 from longshore_agent.errors import TransportError
-from longshore_agent.transports.own_address import Address, interface_of, numeric, places
-from longshore_agent.transports.own_sockets import borrowed, descriptors_of, listening_sockets, own_sockets
+from longshore_agent.transports.own_address import Address, interface_of, number_of, numeric, places, read_address
+from longshore_agent.transports.own_sockets import borrowed, descriptors_of, listening_sockets
 from longshore_wire.errors import Reason
 
 _log = logging.getLogger(__name__)
@@ -52,22 +48,10 @@ _PROGRAM = struct.Struct("HL")
 # Loads of these places read the packet's IP header, and what the kernel knows of the packet.
 _NETWORK_HEADER = -0x100000 & 0xFFFFFFFF
 _PROTOCOL = -0x1000 & 0xFFFFFFFF
-# A state of <net/tcp_states.h>, and `tcpi_bytes_received` of <linux/tcp.h>'s struct tcp_info.
-_CLOSED = 7
-_TCP_INFO_BYTES, _BYTES_RECEIVED_OFFSET, _BYTES_RECEIVED = 136, 128, struct.Struct("<Q")
 _FLAGS_OFFSET, _SYN, _SYN_ACK = 13, 0x02, 0x12
 _IPV4 = 0x0800
 _IPV4_SOURCE_OFFSET, _IPV6_SOURCE_OFFSET = 12, 8
 _PASS, _DROP = 0xFFFFFFFF, 0
-
-# On their way from an ended process: longer than a lost packet takes to be sent again for the first time.
-_FLIGHT_NS = 300_000_000
-# Between two looks.
-_LOOK_NS = 20_000_000
-# More than a kernel keeps of what one process has sent and its peer has not read.
-_KEPT_BYTES_MAX = 128 << 20
-# Looks in a row, 2 s and more, in which a library that was driven between them has read nothing of what waits.
-_IDLE_LOOKS_MAX = 100
 
 Instruction = tuple[int, int, int, int]
 
@@ -88,13 +72,6 @@ class DataPort(NamedTuple):
     port: int
     protection: Protection
     refused_count: int
-
-
-class Unread(NamedTuple):
-    """What waits to be read of one connection, and what has come on it in all."""
-
-    waiting_bytes: int
-    received_bytes: int
 
 
 @dataclass
@@ -160,7 +137,7 @@ class DataPorts:
             hosts: numbers; names are left out. Empty: nobody. Before the first call everybody may connect.
         """
         with self._lock:
-            admitted = frozenset(address for host in hosts if (address := _number(host)) is not None)
+            admitted = frozenset(address for host in hosts if (address := number_of(host)) is not None)
             if not admitted.isdisjoint(self._own_addresses()):
                 # To an address of its own machine a socket connects from that very address, unless it is told otherwise.
                 admitted |= {self.address}
@@ -187,26 +164,6 @@ class DataPorts:
             for _ in self._ports():
                 pass
             return self._lost
-
-    def unread(self, host: str) -> dict[int, Unread]:
-        """Return the connections of this process with a host, by their inodes.
-
-        Raises:
-            OSError: no descriptor is left to look with.
-        """
-        there, here = _number(host), self._own_addresses()
-        # Peers on this machine may connect from any of its addresses, and a name may be any host's.
-        hosts = here if there in here else {there}
-        found = {}
-        for inode, own in own_sockets():
-            with contextlib.suppress(OSError):
-                info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-                state = info[0]
-                # The kernel has forgotten where one came from that was reset.
-                if there is not None and state != _CLOSED and _read(own.getpeername()[0]) not in hosts:
-                    continue
-                found[inode] = Unread(_unread_bytes(own), _BYTES_RECEIVED.unpack_from(info, _BYTES_RECEIVED_OFFSET)[0])
-        return found
 
     def _own_addresses(self) -> frozenset[Address]:
         # Listing them takes a descriptor.
@@ -276,59 +233,6 @@ class DataPorts:
             with contextlib.suppress(OSError):
                 port.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
             _log.info("the kernel takes no filter of %d addresses for data ports: %s", len(admitted), error.strerror)
-
-
-class _Connection:
-    """One connection while it is drained."""
-
-    def __init__(self, first: Unread) -> None:
-        self._first_bytes = first.received_bytes
-        self._read_bytes = -1
-        self._idle_looks = 0
-
-    def is_drained(self, now: Unread) -> bool:
-        """Whether nothing of an ended process will be read from it any more."""
-        read_bytes = now.received_bytes - now.waiting_bytes
-        self._idle_looks = self._idle_looks + 1 if read_bytes == self._read_bytes else 0
-        self._read_bytes = read_bytes
-        if self._idle_looks >= _IDLE_LOOKS_MAX:
-            _log.info("the transport's library leaves %d bytes of a connection unread", now.waiting_bytes)
-            return True
-        return not now.waiting_bytes or now.received_bytes - self._first_bytes > _KEPT_BYTES_MAX
-
-
-class Drain:
-    """Reads nothing itself: tells when all has been read that an ended process at `host` had sent.
-
-    Its kernel goes on sending for as long as we read. A connection counts as drained in three cases: nothing of it waits; more has
-    come on it than a kernel keeps, so that its sender lives; or nothing was read in `_IDLE_LOOKS_MAX` looks, as a library does
-    with a connection that has failed. What a network delivers later than `_FLIGHT_NS` after nothing waited any more is not
-    seen.
-    """
-
-    def __init__(self, ports: DataPorts, host: str, now_ns: int) -> None:
-        self._ports, self._host = ports, host
-        self._settles_ns = now_ns + _FLIGHT_NS
-        self._connections: dict[int, _Connection] = {}
-        self.due_ns = now_ns
-
-    def is_over(self, now_ns: int) -> bool:
-        """Whether it is; looks at most once in `_LOOK_NS`. The transport must be driven between two looks."""
-        if now_ns < self.due_ns:
-            return False
-        self.due_ns = now_ns + _LOOK_NS
-        try:
-            unread = self._ports.unread(self._host)
-        except OSError:
-            return False
-        if now_ns < self._settles_ns:
-            for inode, each in unread.items():
-                self._connections.setdefault(inode, _Connection(each))
-        else:
-            for inode, connection in list(self._connections.items()):
-                if inode not in unread or connection.is_drained(unread[inode]):
-                    del self._connections[inode]
-        return not self._connections
 
 
 def _listening() -> dict[int, int]:
@@ -410,13 +314,7 @@ def _first_beside(host: Address) -> Address:
 
 
 def _bound(port: socket.socket) -> Address:
-    return _read(port.getsockname()[0])
-
-
-def _unread_bytes(own: socket.socket) -> int:
-    count = array.array("i", (0,))
-    fcntl.ioctl(own, termios.FIONREAD, count)
-    return count[0]
+    return read_address(port.getsockname()[0])
 
 
 def _drops(port: socket.socket) -> int:
@@ -425,17 +323,3 @@ def _drops(port: socket.socket) -> int:
     except OSError:
         return 0
     return int(_MEMINFO.unpack(counts)[_DROPS]) if len(counts) == _MEMINFO.size else 0
-
-
-def _read(text: str) -> Address:
-    """Return the address that `text` is. Raises ValueError: it is a name."""
-    address = ipaddress.ip_address(text.strip("[]").partition("%")[0])
-    # A socket of both families shows an IPv4 peer so.
-    return getattr(address, "ipv4_mapped", None) or address
-
-
-def _number(host: str) -> Address | None:
-    """Return the address that `host` is; None: it is a name."""
-    with contextlib.suppress(ValueError):
-        return _read(host)
-    return None

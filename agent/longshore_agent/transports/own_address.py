@@ -1,11 +1,12 @@
-"""Addresses and network interfaces of this machine, or of the pod's network.
+"""Addresses and network interfaces of this machine, or of the pod's network, and addresses as sockets and peers write them.
 
-Called by the transports, to tell a library where to listen, and by `data_ports`, to say where it does. Looks up our own name
-alone: what a peer sends must be a number, and is read elsewhere.
+Called by the transports, to tell a library where to listen, and by `data_ports` and `drain`. Looks up our own name alone: what a
+peer sends must be a number.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ipaddress
 import socket
@@ -54,6 +55,20 @@ def numeric(host: str) -> Address:
             f"nobody can be reached at {host}, which stands for every address: {_WAY_OUT}", reason=Reason.UNSUPPORTED
         )
     return address
+
+
+def read_address(text: str) -> Address:
+    """Return the address that `text` is. Raises ValueError: it is a name."""
+    address = ipaddress.ip_address(text.strip("[]").partition("%")[0])
+    # A socket of both families shows an IPv4 peer so.
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def number_of(host: str) -> Address | None:
+    """Return the address that `host` is; None: it is a name."""
+    with contextlib.suppress(ValueError):
+        return read_address(host)
+    return None
 
 
 def interface_of(address: Address) -> str:

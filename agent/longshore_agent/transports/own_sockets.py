@@ -1,6 +1,7 @@
 """The network sockets of this process, also those that a library has opened.
 
-Called by `wires`, which counts what they carry, and by `data_ports`, which watches those that listen. Reads /proc only. Finding sockets
+Called by `wires`, which counts what they carry, by `drain`, which counts what waits in them, and by `data_ports`, which watches those that
+listen. Reads /proc only. Finding sockets
 takes two free descriptors; looking again at one that was found takes none.
 """
 
@@ -10,12 +11,39 @@ import contextlib
 import errno
 import os
 import socket
+import struct
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 _FD_DIRECTORY = Path("/proc/self/fd")
 _LINK = "socket:["
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+
+
+# Of Linux's struct tcp_info: the state is its first byte, and `tcpi_bytes_acked` and `tcpi_bytes_received` come after 8 single bytes,
+# 24 words and two rates.
+_TCP_INFO_BYTES = 232
+_TCP_TOTALS, _TCP_TOTALS_OFFSET = struct.Struct("<QQ"), 120
+
+
+class TcpCounts(NamedTuple):
+    """What the kernel says of one TCP socket: its state, as a number of <net/tcp_states.h>, and bytes in all."""
+
+    state: int
+    acked_bytes: int
+    received_bytes: int
+
+
+def tcp_counts(own: socket.socket) -> TcpCounts | None:
+    """Return the counts of one socket; None: a kind that has none (SCTP, MPTCP)."""
+    try:
+        info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    except OSError:
+        return None
+    if len(info) < _TCP_TOTALS_OFFSET + _TCP_TOTALS.size:
+        return None
+    return TcpCounts(info[0], *_TCP_TOTALS.unpack_from(info, _TCP_TOTALS_OFFSET))
 
 
 def own_sockets() -> Iterator[tuple[int, socket.socket]]:

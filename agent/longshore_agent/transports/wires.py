@@ -5,23 +5,17 @@ Called by the transports' `probe_wire`. Reads counters only; knows no backend an
 
 from __future__ import annotations
 
-import socket
-import struct
 from pathlib import Path
 
 import msgspec
 
 from longshore_agent.errors import TransportError
 from longshore_agent.transports.base import Wire
-from longshore_agent.transports.own_sockets import own_sockets
+from longshore_agent.transports.own_sockets import own_sockets, tcp_counts
 
 _INFINIBAND_DIRECTORY = Path("/sys/class/infiniband")
 _BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 
-# `tcpi_bytes_acked` of Linux's struct tcp_info: 8 single bytes, 24 words and two rates come before it.
-_TCP_INFO_BYTES = 232
-_BYTES_ACKED_OFFSET = 120
-_BYTES_ACKED = struct.Struct("<Q")
 # InfiniBand ports count data in words of four bytes.
 _PORT_WORD_BYTES = 4
 
@@ -71,16 +65,8 @@ def host_identity() -> str:
 
 
 def _tcp_bytes() -> dict[int, int]:
-    totals: dict[int, int] = {}
-    for inode, own in own_sockets():
-        try:
-            info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-        except OSError:
-            # A kind that has no such counter (SCTP, MPTCP).
-            continue
-        if len(info) >= _BYTES_ACKED_OFFSET + _BYTES_ACKED.size:
-            totals[inode] = _BYTES_ACKED.unpack_from(info, _BYTES_ACKED_OFFSET)[0]
-    return totals
+    found = ((inode, tcp_counts(own)) for inode, own in own_sockets())
+    return {inode: counts.acked_bytes for inode, counts in found if counts is not None}
 
 
 def _infiniband_bytes() -> int:

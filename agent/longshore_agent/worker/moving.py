@@ -27,7 +27,7 @@ from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.transports.base import Wire
-from longshore_agent.transports.data_ports import Drain
+from longshore_agent.transports.drain import Drain
 from longshore_agent.worker.config import WorkerConfig
 from longshore_agent.worker.ending import COPIES_LIMIT_S
 from longshore_agent.worker.near_writes import NearWrites
@@ -179,7 +179,7 @@ class Mover:
         key = (effect.peer, effect.epoch)
         if key not in self._drains:
             host = main_address(effect.address).rpartition(":")[0]
-            self._drains[key] = Drain(self.parts.ports, host, now_ns)
+            self._drains[key] = Drain(host, now_ns)
 
     @property
     def drain_due_ns(self) -> int | None:
