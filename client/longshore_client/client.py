@@ -358,10 +358,11 @@ class Client:
     ) -> None:
         """Ask for the end of a half. FAILED and RELEASED follow; before RELEASED its pages are not yours.
 
-        A half that is not open (never was, or was released) needs no end: then this does nothing.
+        If the half is not open here, no event follows. For a SOURCE half the agent is still told: it refuses a claim
+        that comes later, so that decode need not wait for the room timeout. Use a new room number afterwards.
 
         Args:
-            instance: the prefill instance; None: whichever has this room open.
+            instance: the prefill instance; None: whichever has this room open, else this one.
         Raises:
             AgentLost, CallTimeout, ClientClosed: as `send`; the wish is kept and holds for a new agent too.
         """
@@ -373,6 +374,8 @@ class Client:
             keys = self._state.ledger.find(half, instance, room, pool)
             for key in keys:
                 self._state.ledger.cancelled(key)
+        if not keys and half is Half.SOURCE and instance in (None, self.instance):
+            keys = [HalfKey(half, self.instance, room, pool)]
         for key in keys:
             message = Cancel(self._link.next_number(), key.half, key.instance, key.room, key.pool)
             request = Request(message.request, (message,), outlives_agent=False)

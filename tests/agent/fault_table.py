@@ -239,13 +239,12 @@ SCENES: tuple[Scene, ...] = (
     Scene(
         "cancelled",
         PREFILL,
-        "The prefill engine cancels its half. A half that is not open needs no end: there nothing happens.",
+        "The prefill engine cancels its half. Decode is told even if prefill has not offered the room.",
         10,
         _rows(
             Reason.CANCELLED,
             PREFILL,
             offered=(failed(Reason.CANCELLED), failed(Reason.CANCELLED)),
-            claimed=_BOTH_DONE,
         ),
         _EVERYWHERE,
     ),

@@ -216,6 +216,28 @@ def test_an_engine_hears_no_end_of_a_room_with_which_it_has_not_come_and_is_refu
     assert (answer, ledger_of.stale_event_count) == (refused(Reason.CANCELLED), heard)
 
 
+@pytest.mark.parametrize("claimed", ["before", "after"])
+def test_decode_is_told_at_once_of_a_room_that_prefill_cancels_without_an_offer(fleet, claimed):
+    ledger_of = fleet.one.client._state.ledger
+    each, heard = Request(fleet.one, fleet.same, 40), ledger_of.stale_event_count
+    if claimed == "before":
+        each.claim()
+        wait_for(lambda: fleet.prefill.room(each.room, Half.SOURCE))
+    fleet.one.client.cancel(each.room, Half.SOURCE)
+    if claimed == "after":
+        each.claim()
+    ended = fleet.same.client.wait(each.room, Half.TARGET, None, [RoomEventKind.FAILED], 30)
+    fleet.same.client.wait(each.room, Half.TARGET, None, [RoomEventKind.RELEASED], 30)
+    fleet.same.accept(each.target_pages)
+    answer = said(lambda: fleet.one.client.send(each.room, each.source_pages, 0, 40, last=True))
+    fleet.one.free += each.source_pages
+    assert (answer, ended.reason, ledger_of.stale_event_count) == (
+        refused(Reason.CANCELLED),
+        Reason.CANCELLED,
+        heard,
+    )
+
+
 # -- layouts, versions, keys, sizes ------------------------------------------------------------------------------------
 
 

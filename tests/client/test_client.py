@@ -399,9 +399,9 @@ def test_close_ends_waits_and_calls_in_other_threads(path):
         client.close()
 
 
-def test_cancel_only_asks_and_what_is_not_open_needs_none(path):
+def test_cancel_only_asks_and_a_claim_that_is_not_open_needs_none(path):
     with FakeAgent(path) as agent, client_at(path) as client:
-        client.cancel(5, Half.SOURCE)
+        client.cancel(5, Half.TARGET)
         client.receive(7, ENDPOINT, [1], 0, 4, pool=2)
         client.cancel(7, Half.TARGET, pool=2)
         assert told(agent, Cancel) == [Cancel(0, Half.TARGET, "prefill-0", 7, 2)]
@@ -411,6 +411,13 @@ def test_cancel_only_asks_and_what_is_not_open_needs_none(path):
         agent.say(event(RELEASED, half=Half.TARGET, pool=2))
         client.wait(7, Half.TARGET, kinds={RELEASED}, timeout_s=WAIT_S, pool=2)
         assert client.open_count == 0
+
+
+def test_cancel_of_a_room_that_was_never_sent_is_told_and_no_event_follows(path):
+    with FakeAgent(path) as agent, client_at(path) as client:
+        client.cancel(5, Half.SOURCE)
+        assert told(agent, Cancel) == [Cancel(0, Half.SOURCE, "prefill-0", 5, 0)]
+        assert (client.open_count, client.poll()) == (0, [])
 
 
 def test_the_endpoint_is_returned_once_every_rank_is_there(path):

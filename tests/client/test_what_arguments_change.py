@@ -26,6 +26,10 @@ OTHERS = [{"room": 8}, {"half": Half.TARGET}, {"instance": "prefill-1"}, {"pool"
 MINE = {"room": 7, "half": Half.SOURCE, "instance": "prefill-0", "pool": 0}
 
 
+def _key(named: dict[str, object]) -> tuple[object, ...]:
+    return named["half"], named["instance"], named["room"], named["pool"]
+
+
 @pytest.fixture
 def path(tmp_path):
     return str(tmp_path / "engine.sock")
@@ -46,14 +50,15 @@ def test_another_room_half_instance_or_pool_is_not_meant(path, other):
         assert client.is_open(**MINE)
         assert not client.is_open(**MINE | other)
         client.cancel(**MINE | other)
+        cancelled = [] if {"half", "instance"} & set(other) else [Cancel(0, *_key(MINE | other))]
+        assert told(agent, Cancel) == cancelled
         agent.say(event(DONE))
         wait_until(client, lambda: client._state.events)
         with pytest.raises(WaitTimeout):
             client.wait(**MINE | other, timeout_s=0)
         assert client.wait(**MINE, timeout_s=0) == event(DONE)
-        assert agent.of(Cancel) == []
         client.cancel(**MINE)
-        assert told(agent, Cancel) == [Cancel(0, Half.SOURCE, "prefill-0", 7, 0)]
+        assert told(agent, Cancel) == [*cancelled, Cancel(0, *_key(MINE))]
 
 
 def test_an_event_of_another_kind_is_not_waited_for(path):

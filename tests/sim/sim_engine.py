@@ -354,8 +354,10 @@ class Client:
         if self.ledger.get(key) is None:
             # It was not taken yet, and will not be asked for again.
             self._give_back(room)
-            return
-        self.ledger.cancelled(key)
+            if self.half is Half.TARGET:
+                return
+        else:
+            self.ledger.cancelled(key)
         self._number += 1
         message = Cancel(self._number, *key)
         self._calls[self._number] = Call(message, key, room, outlives=False)

@@ -82,10 +82,16 @@ class SourceSession(SourcePeers):
         return key
 
     def cancel(self, key: RoomKey, reason: Reason, text: str, now_ns: int) -> None:
-        """Give a room up. RoomEnded and, once no lane reads its pages, RoomReleased follow."""
+        """Give a room up. RoomEnded and, once no lane reads its pages, RoomReleased follow.
+
+        A room that is not open here is remembered as ended, so that a claim that comes later is refused.
+        """
         room = self.rooms.get(key)
         if room is not None:
             self._fail(room, reason, text, now_ns)
+        elif key not in self.ended and key.instance == self.config.instance:
+            self._completed.pop(key, None)
+            self._remember(key, reason, text, self._remembered_until_ns(now_ns))
 
     def fail_claimed(self, reason: Reason, text: str, now_ns: int) -> None:
         """Give up every room that a target has claimed: it has pieces on sibling ranks."""
