@@ -358,13 +358,12 @@ class Client:
     ) -> None:
         """Ask for the end of a half. FAILED and RELEASED follow; before RELEASED its pages are not yours.
 
-        If the half is not open here, no event follows. For a SOURCE half the agent is still told: it refuses a claim
-        that comes later, so that decode need not wait for the room timeout. Use a new room number afterwards.
+        If it is not open here, no event follows. For a SOURCE half the agent still hears it, and refuses later claims.
 
         Args:
-            instance: the prefill instance; None: whichever has this room open, else this one.
+            instance: the prefill instance; None: whichever has this room open.
         Raises:
-            AgentLost, CallTimeout, ClientClosed: as `send`; the wish is kept and holds for a new agent too.
+            AgentLost, CallTimeout, ClientClosed: as `send`; for an open half the wish is kept for a new agent.
         """
         room, half, pool = arguments.room_number(room), arguments.half_of(half), arguments.pool_number(pool)
         instance = None if instance is None else arguments.text("instance", instance)
