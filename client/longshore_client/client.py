@@ -348,13 +348,7 @@ class Client:
         self._tell_half(key, whole.request, tuple(split_claim(whole, packed)), timeout_s)
 
     def cancel(
-        self,
-        room: int,
-        half: Half,
-        *,
-        instance: str | None = None,
-        pool: int = 0,
-        timeout_s: float = CALL_TIMEOUT_S,
+        self, room: int, half: Half, *, instance: str | None = None, pool: int = 0, timeout_s: float = CALL_TIMEOUT_S
     ) -> None:
         """Ask for the end of a half. FAILED and RELEASED follow; before RELEASED its pages are not yours.
 
@@ -373,9 +367,8 @@ class Client:
             keys = self._state.ledger.find(half, instance, room, pool)
             for key in keys:
                 self._state.ledger.cancelled(key)
-        if not keys and half is Half.SOURCE and instance in (None, self.instance):
-            keys = [HalfKey(half, self.instance, room, pool)]
-        for key in keys:
+        own = half is Half.SOURCE and instance in (None, self.instance)
+        for key in keys or ([HalfKey(half, self.instance, room, pool)] if own else []):
             message = Cancel(self._link.next_number(), key.half, key.instance, key.room, key.pool)
             request = Request(message.request, (message,), outlives_agent=False)
             with self._changed:
