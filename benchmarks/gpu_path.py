@@ -338,6 +338,8 @@ def receive_bare(backend: str, device: int, length: int) -> None:
         while not select.select([sys.stdin], [], [], 0)[0]:
             transport.notices()
         if sys.stdin.readline() != "check\n":
+            # Before the interpreter ends: a library that is torn down with CUDA may crash.
+            transport.close()
             return
         torch.cuda.synchronize()
         print(hashlib.blake2b(memory.cpu().numpy().data).hexdigest(), flush=True)
@@ -381,6 +383,7 @@ class Bare:
     def __exit__(self, *_: object) -> None:
         self._say("stop")
         self._child.wait(30)
+        self._transport.close()
 
     def whole(self) -> float:
         """Write all bytes as one descriptor; return the seconds."""
