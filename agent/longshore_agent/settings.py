@@ -254,7 +254,7 @@ class Settings:
         16384, "rooms", Role.BOTH, "Open rooms of one worker; more are answered with Busy.", low=1, high=1 << 20
     )
     ended_rooms_max: int = _setting(
-        65536, "rooms", Role.BOTH, "Ended rooms that one worker remembers.", low=1, high=1 << 22
+        65536, "rooms", Role.BOTH, "Ended rooms that one worker remembers.", low=64, high=1 << 22
     )
     process_workers_max: int = _setting(
         8,

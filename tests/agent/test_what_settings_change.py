@@ -297,7 +297,7 @@ def test_a_worker_takes_as_many_rooms_as_it_is_set_and_is_busy_for_the_next(room
         assert caught.value.reason is Reason.BUSY
 
 
-@pytest.mark.parametrize("ended_rooms_max", [1, 3])
+@pytest.mark.parametrize("ended_rooms_max", [64, 66])
 def test_as_many_ended_rooms_are_remembered_as_are_set(ended_rooms_max: int) -> None:
     cores = Cores.of(ended_rooms_max=str(ended_rooms_max))
     for room in range(ended_rooms_max + 1):
