@@ -103,6 +103,26 @@ def test_a_decode_worker_whose_clock_is_behind_is_served_as_soon_as_the_last_one
     assert RoomKey("P", 2, 0) in source.rooms
 
 
+def test_a_source_that_refuses_after_it_was_silent_is_told_all_the_same_how_the_room_ended() -> None:
+    """It was stopped while it found out whether the last life of a decode worker, which has moved, still lives."""
+    source = prefill()
+    last, moved = decode(200), decode(100)
+    exchange(source, last, claim(last, 1))
+    source.offer(2, 0, 0, 60, last=True, now_ns=0)
+    exchange(source, moved, claim(moved, 2))
+    for second in range(1, 9):
+        moved.renew(second * SECOND_NS)
+        moved.tick(second * SECOND_NS)
+    assert [effect.reason for effect in moved.take_effects() if isinstance(effect, RoomEnded)] == [Reason.PEER_LOST]
+    assert moved.peers[PREFILL].state is PeerState.LOST
+
+    exchange(source, moved, [message for _, message in moved.take_outbox()], 8 * SECOND_NS)
+    source.peer_dead(DECODE, 200, 8 * SECOND_NS)
+    insist(source, moved, 10)
+
+    assert source.ended[RoomKey("P", 2, 0)].reason is Reason.PEER_LOST
+
+
 def test_a_refusal_of_an_earlier_life_means_nothing_to_the_next_one() -> None:
     source = prefill()
     newer = decode(200)

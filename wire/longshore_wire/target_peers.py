@@ -181,9 +181,9 @@ class TargetPeers(Session):
             self._stale(refuse)
             return
         known.answered = refuse.attempt
-        waits = known.attach is None and now_ns - known.dialled_ns < self.config.peer_timeout_ns
-        if refuse.reason is Reason.STALE_EPOCH and known.state is PeerState.DIALING and waits:
-            # The source finds out whether our other life or twin still lives, and is asked again.
+        waits = known.state is PeerState.DIALING and now_ns - known.dialled_ns < self.config.peer_timeout_ns
+        if refuse.reason is Reason.STALE_EPOCH and (waits or known.state is PeerState.LOST):
+            # The source finds out whether our other life or twin still lives, and is asked again: LOST, to tell it outcomes.
             known.heard_ns = now_ns
             return
         self._refused(known, refuse.reason or Reason.MALFORMED_MESSAGE, refuse.text, now_ns)
