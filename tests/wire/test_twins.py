@@ -337,6 +337,21 @@ def test_an_attach_of_a_life_that_is_over_changes_nothing_however_late_it_comes(
     assert scene.ended(3) is Reason.NONE
 
 
+def test_an_answer_to_an_earlier_life_of_decode_attaches_nobody_to_the_next_one() -> None:
+    source = prefill()
+    earlier, later = decode(100), decode(200)
+    for message in claim(earlier, 1):
+        source.receive(DECODE, message, 0)
+    [(_, answer)] = source.take_outbox()
+    assert isinstance(answer, Attach)
+    claim(later, 2)
+
+    later.receive(PREFILL, answer, 0)
+
+    assert later.peers[PREFILL].state is PeerState.DIALING
+    assert not [effect for effect in later.take_effects() if isinstance(effect, PeerAttached)]
+
+
 def test_answers_to_what_was_asked_of_an_earlier_life_end_no_later_one() -> None:
     scene = _held_write()
     target, peer = scene.target, two_writers.FIRST

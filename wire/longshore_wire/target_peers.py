@@ -48,8 +48,8 @@ class TargetPeers(Session):
 
     def __init__(self, config: SessionConfig, *, now_ns: int) -> None:
         super().__init__(config, now_ns=now_ns)
-        # Numbers of Attaches and Pings, over all peers: an answer to an older one is never taken for the newest.
-        self._asked_count = 0
+        # Numbers of Attaches and Pings, over all peers and lives: no answer to an older one is taken for the newest.
+        self._asked_count = config.epoch
         self.in_place_count = 0  # pairs whose bytes may come outside the ring
         self._claim_counts: Counter[PeerId] = Counter()
         self._lives: dict[tuple[Life, ...], tuple[Life, ...]] = {}
