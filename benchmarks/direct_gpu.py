@@ -47,8 +47,8 @@ from gather_scatter_gpu import (
 from longshore_agent.kernels.device_grid import Tuning
 from longshore_agent.kernels.device_pages import DevicePages
 from longshore_agent.kernels.direct import device_launch
-from longshore_agent.kernels.direct.launch import Side
 from longshore_agent.kernels.held_pages import HeldPages
+from longshore_agent.kernels.view import pool_view
 from longshore_agent.memory import cuda
 from longshore_wire.layout import PageOrder
 
@@ -74,12 +74,12 @@ class DirectBench:
             pages = np.random.default_rng(seed).permutation(page_count)[:count].astype(np.int32)
             self._ids.append(torch.from_numpy(pages.astype(np.int64)).to(device))
             first = heads // 2 if heads > case.slice_heads else 0
-            self._sides.append(Side(pool, pages, 0, range(layers), range(first, first + case.slice_heads)))
+            self._sides.append(pool_view(pool, pages, 0, range(layers), range(first, first + case.slice_heads)))
         self._tables = [
             DevicePages(pool, [memory.data_ptr()], home)
             for pool, memory in zip(self._pools, self.memories, strict=True)
         ]
-        self._lists = [HeldPages(side.pool, side.pages, home) for side in self._sides]
+        self._lists = [HeldPages(side.own_pool, side.pages, home) for side in self._sides]
         self._near = random_bytes(self.payload_bytes, home)
         self._far = torch.zeros(self.payload_bytes, dtype=torch.uint8, device=other)
         # The first copy between the two lets the first device write the second one's memory.

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from longshore_agent.kernels.gather.launch import gather_slices
-from longshore_agent.kernels.gather.reference import gather_slices as reference_gather
-from longshore_agent.kernels.scatter.launch import scatter_slices
+from longshore_agent.kernels import reference
+from longshore_agent.kernels.cpu_copy import copy
+from longshore_agent.kernels.view import Bytes, Pages, View, pool_view, slab_view
 from longshore_agent.memory.ipc import create_memfd
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.memory.staging import StagingBuffer
@@ -79,22 +79,26 @@ def medians_s(jobs: list[Callable[[], object]], repetitions: int) -> list[float]
     return [statistics.median(taken) for taken in seconds]
 
 
-def check_bytes(
-    pool: KVPool,
-    pages: npt.NDArray[np.int32],
-    heads: range,
-    source: npt.NDArray[np.uint8],
-    target: npt.NDArray[np.uint8],
-) -> None:
+def sides(
+    pool: KVPool, pages: Pages, tokens: tuple[int, int], layers: range, heads: range, slab: Bytes
+) -> tuple[View, View]:
+    """Return both sides of a gather into `slab`, as a worker makes them for each slab."""
+    view = pool_view(pool, pages, 0, layers, heads)
+    return view, slab_view(slab, view, tokens)
+
+
+def check_bytes(pool: KVPool, pages: Pages, heads: range, source: Bytes, target: Bytes) -> None:
     """Raise AssertionError unless a few pages gather as in the reference and scatter back to the same bytes."""
     count = min(2, len(pages))
-    tokens, layers = (min(1, pool.layout.page_size - 1), count * pool.layout.page_size), range(LAYERS)
-    length = gather_slices(pool, pages[:count], tokens, layers, heads, source, None)
-    reference_gather(pool, pages[:count], tokens, layers, heads, target, None)
+    tokens = (min(1, pool.layout.page_size - 1), count * pool.layout.page_size)
+    near, into_source = sides(pool, pages[:count], tokens, range(LAYERS), heads, source)
+    into_target = slab_view(target, near, tokens)
+    length = copy(near, into_source, tokens)
+    reference.copy(near, into_target, tokens)
     assert np.array_equal(source[:length], target[:length])
     source[:] = np.random.default_rng(2).integers(0, 256, source.size, np.uint8)
-    scatter_slices(pool, pages[:count], tokens, layers, heads, source)
-    gather_slices(pool, pages[:count], tokens, layers, heads, target, None)
+    copy(into_source, near, tokens)
+    copy(near, into_target, tokens)
     assert np.array_equal(source[:length], target[:length])
 
 
@@ -109,15 +113,16 @@ def measure(case: Case, tokens: int, repetitions: int) -> None:
     check_bytes(pool, pages, case.heads, source, target)
 
     def gather() -> None:
-        gather_slices(pool, pages, (0, tokens), range(LAYERS), case.heads, target, None)
+        copy(*sides(pool, pages, (0, tokens), range(LAYERS), case.heads, target), (0, tokens))
+
+    def scatter() -> None:
+        pages_view, slab = sides(pool, pages, (0, tokens), range(LAYERS), case.heads, source)
+        copy(slab, pages_view, (0, tokens))
 
     def plain() -> None:
         np.copyto(target[:length], source[:length])
 
-    plain_s, gather_s, scatter_s = medians_s(
-        [plain, gather, lambda: scatter_slices(pool, pages, (0, tokens), range(LAYERS), case.heads, source)],
-        repetitions,
-    )
+    plain_s, gather_s, scatter_s = medians_s([plain, gather, scatter], repetitions)
     print(
         f"{case.order.name:5} {case.element_bytes:5} {case.page_size:5} {len(case.heads):3}/{HEADS}"
         f" {'random' if case.scattered else 'one run':8} {length / 1e6:6.0f} {length / plain_s / 1e9:6.1f}"
@@ -137,7 +142,7 @@ def measure_parallel(tokens: int, repetitions: int) -> None:
     slabs = [np.ones(length, dtype=np.uint8) for _ in range(4)]
 
     def gather(index: int) -> None:
-        gather_slices(pools[index], pages, (0, tokens), range(LAYERS), range(2, 4), slabs[index], None)
+        copy(*sides(pools[index], pages, (0, tokens), range(LAYERS), range(2, 4), slabs[index]), (0, tokens))
 
     def plain(index: int) -> None:
         np.copyto(slabs[index], slabs[index + 2])
@@ -167,7 +172,7 @@ def measure_call(repetitions: int) -> None:
     page = np.zeros(1, dtype=np.int32)
 
     def one(tokens: tuple[int, int]) -> Callable[[], object]:
-        return lambda: gather_slices(pool, page, tokens, range(1), range(2), slab, None)
+        return lambda: copy(*sides(pool, page, tokens, range(1), range(2), slab), tokens)
 
     token_s, page_s = medians_s([one((3, 4)), one((0, 16))], 100 * repetitions)
     print(f"one call, 1 layer: {token_s * 1e6:.0f} us for one token, {page_s * 1e6:.0f} us for one page of 16")

@@ -12,12 +12,13 @@ import torch
 from kernel_checks import fenced, on_device, settle
 from page_shapes import Shape, contents, opened, page_ids
 
+from longshore_agent.kernels import reference
 from longshore_agent.kernels.copy_stream import CopyStream
 from longshore_agent.kernels.device_grid import Tuning
 from longshore_agent.kernels.device_pages import DevicePages
-from longshore_agent.kernels.direct import device_launch, reference
-from longshore_agent.kernels.direct.launch import Side
+from longshore_agent.kernels.direct import device_launch
 from longshore_agent.kernels.held_pages import HeldPages
+from longshore_agent.kernels.view import pool_view
 from longshore_wire.errors import LongshoreError
 
 # Tokens; then layers and first head of the source, and of the target; then how many heads.
@@ -45,10 +46,10 @@ def check_direct(
                 page_ids(far, tokens, seed + 1, repeats=False),
             ]
             sides = (
-                Side(source, ids[0], first[0], near_layers, range(near_head, near_head + heads)),
-                Side(target, ids[1], first[1], far_layers, range(far_head, far_head + heads)),
+                pool_view(source, ids[0], first[0], near_layers, range(near_head, near_head + heads)),
+                pool_view(target, ids[1], first[1], far_layers, range(far_head, far_head + heads)),
             )
-            lists = tuple(HeldPages(side.pool, side.pages, home, side.first_page) for side in sides)
+            lists = tuple(HeldPages(side.own_pool, side.pages, home, side.first_page) for side in sides)
             settle(home)
             planned = device_launch.plan_copy(
                 sides, (source_pages, target_pages), (lists[0], lists[1]), tokens, stream, tuning or Tuning()
@@ -57,7 +58,7 @@ def check_direct(
             # Only what the launch itself promises: the bytes are there once its stream has passed it.
             stream.synchronize()
             found = [region.cpu().numpy() for region in target_regions]
-            assert reference.copy_pages(*sides, tokens) == planned.copied_bytes
+            assert reference.copy(*sides, tokens) == planned.copied_bytes
             for region, expected in zip(found, contents(target), strict=True):
                 assert np.array_equal(region, expected), (tokens, near_layers, far_layers, ids)
             total += planned.copied_bytes
@@ -90,14 +91,14 @@ def check_bound(near: Shape, far: Shape, heads: int, devices: tuple[str, str]) -
             # The source's list begins with pages that are not wanted, as where the target holds a prefix.
             begin = max(first - near.page_size, 0)
             sides = (
-                Side(
+                pool_view(
                     source,
                     page_ids(near, (begin, first + count), seed, repeats=True),
                     begin // near.page_size,
                     range(near.layers),
                     range(near.heads - heads, near.heads),
                 ),
-                Side(
+                pool_view(
                     target,
                     page_ids(far, tokens, seed + 1, repeats=False),
                     first // far.page_size,
@@ -105,7 +106,7 @@ def check_bound(near: Shape, far: Shape, heads: int, devices: tuple[str, str]) -
                     range(heads),
                 ),
             )
-            lists = tuple(HeldPages(side.pool, side.pages, home, side.first_page) for side in sides)
+            lists = tuple(HeldPages(side.own_pool, side.pages, home, side.first_page) for side in sides)
             settle(home)
             for slab in range(first, first + count, slab_tokens):
                 tokens = (slab, min(slab + slab_tokens, first + count))
@@ -116,7 +117,7 @@ def check_bound(near: Shape, far: Shape, heads: int, devices: tuple[str, str]) -
                     bound[key] = device_launch.BoundCopy(planned)
                 bound[key].queue((lists[0], lists[1]), tokens)
                 slabs += 1
-                reference.copy_pages(*sides, tokens)
+                reference.copy(*sides, tokens)
             stream.synchronize()
             for region, expected in zip(target_regions, contents(target), strict=True):
                 assert np.array_equal(region.cpu().numpy(), expected), (near, far, first, count)
@@ -130,7 +131,7 @@ def bound_refusals() -> list[str]:
     with opened(Shape(), seed=1) as source, opened(Shape(), seed=None) as target:
         (near, _), (far, regions) = on_device(source, cpu), on_device(target, cpu)
         ids = np.array([2, 1], dtype=np.int32)
-        sides = (Side(source, ids, 0, range(3), range(4)), Side(target, ids, 0, range(3), range(4)))
+        sides = (pool_view(source, ids, 0, range(3), range(4)), pool_view(target, ids, 0, range(3), range(4)))
         lists = (HeldPages(source, ids, cpu), HeldPages(target, ids, cpu))
         twice = HeldPages(target, np.array([3, 3], dtype=np.int32), cpu)
         copy = device_launch.BoundCopy(device_launch.plan_copy(sides, (near, far), lists, (0, 16), CopyStream(cpu)))
@@ -158,13 +159,13 @@ def check_fences(near: Shape, far: Shape, tokens: tuple[int, int], *, at_end: bo
             regions.append(own)
         ids = [page_ids(shape, tokens, 1, repeats=False) for shape in (near, far)]
         sides = (
-            Side(source, ids[0], 0, range(near.layers), range(near.heads)),
-            Side(target, ids[1], 0, range(far.layers), range(far.heads)),
+            pool_view(source, ids[0], 0, range(near.layers), range(near.heads)),
+            pool_view(target, ids[1], 0, range(far.layers), range(far.heads)),
         )
-        lists = tuple(HeldPages(side.pool, side.pages, cpu) for side in sides)
+        lists = tuple(HeldPages(side.own_pool, side.pages, cpu) for side in sides)
         planned = device_launch.plan_copy(sides, (tables[0], tables[1]), (lists[0], lists[1]), tokens, CopyStream(cpu))
         planned.queue()
-        reference.copy_pages(*sides, tokens)
+        reference.copy(*sides, tokens)
         for region, after in zip(regions[1], contents(target), strict=True):
             assert np.array_equal(region.numpy(), after)
         assert all(kept)
@@ -183,11 +184,11 @@ def refusal(fault: str) -> tuple[str, str, bool]:
             far_ids = np.array([3, 12], dtype=np.int32)
         heads = range(3) if "heads" in fault else range(4)
         layers = range(1, 4) if "layers" in fault else range(3)
-        sides = (Side(source, ids, 0, range(3), range(4)), Side(target, far_ids, 0, layers, heads))
         tokens = (0, 33) if "pages" in fault else (0, 32)
         stream = CopyStream(torch.device("meta")) if "stream" in fault else CopyStream(cpu)
         try:
-            lists = tuple(HeldPages(side.pool, side.pages, cpu) for side in sides)
+            sides = (pool_view(source, ids, 0, range(3), range(4)), pool_view(target, far_ids, 0, layers, heads))
+            lists = tuple(HeldPages(side.own_pool, side.pages, cpu) for side in sides)
             device_launch.plan_copy(sides, (near, far), (lists[0], lists[1]), tokens, stream).queue()
             kind, message = "", ""
         except LongshoreError as error:

@@ -13,17 +13,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from page_shapes import GUARD_BYTES, POISON, Shape, contents, opened, page_ids, trailer_for
+from page_shapes import GUARD_BYTES, POISON, Shape, chosen_of, contents, opened, page_ids, trailer_for
 
+from longshore_agent.kernels import reference
 from longshore_agent.kernels.copy_stream import CopyStream
 from longshore_agent.kernels.device_grid import Tuning
 from longshore_agent.kernels.device_pages import DevicePages
 from longshore_agent.kernels.gather import device_launch as gather
-from longshore_agent.kernels.gather import reference as gather_reference
 from longshore_agent.kernels.held_pages import HeldPages
 from longshore_agent.kernels.scatter import device_launch as scatter
-from longshore_agent.kernels.scatter import reference as scatter_reference
-from longshore_agent.kernels.slab import payload_bytes
+from longshore_agent.kernels.view import payload_bytes
 from longshore_agent.memory.ipc import create_memfd
 from longshore_agent.memory.pools import KVPool
 from longshore_wire.errors import LongshoreError
@@ -84,9 +83,8 @@ def check_gather(
             buffer = poisoned(length + 2 * GUARD_BYTES + slab_shift, device)
             target = buffer[GUARD_BYTES + slab_shift :][:length]
             expected = np.full(buffer.numel(), POISON, dtype=np.uint8)
-            gather_reference.gather_slices(
-                pool, pages, tokens, layers, heads, expected[GUARD_BYTES + slab_shift :][:length], trailer
-            )
+            packed = expected[GUARD_BYTES + slab_shift :][:length]
+            reference.copy(*chosen_of(pool, pages, tokens, layers, heads, packed), tokens, trailer)
             settle(device)
             done = gather.gather_slices(
                 device_pages, listed, tokens, layers, heads, target, trailer, stream, tuning or Tuning()
@@ -126,7 +124,7 @@ def check_scatter(
                 device_pages, listed, tokens, layers, heads, source, stream, tuning or Tuning()
             )
             settle(device)
-            scatter_reference.scatter_slices(pool, pages, tokens, layers, heads, slab[slab_shift:])
+            reference.copy(*chosen_of(pool, pages, tokens, layers, heads, slab[slab_shift:])[::-1], tokens)
             assert done == payload
             assert np.array_equal(source.cpu().numpy(), slab[slab_shift:]), "the scatter wrote to the slab"
             for region, expected in zip(regions, contents(pool), strict=True):
@@ -163,12 +161,12 @@ def check_fences(shape: Shape, request: Request, *, at_end: bool) -> int:
         mapping, slab = fenced(slab_bytes(payload), at_end=at_end)
         gather.gather_slices(device_pages, listed, tokens, layers, heads, slab, trailer_for(payload), stream)
         expected = np.empty(slab_bytes(payload), dtype=np.uint8)
-        gather_reference.gather_slices(pool, pages, tokens, layers, heads, expected, trailer_for(payload))
+        reference.copy(*chosen_of(pool, pages, tokens, layers, heads, expected), tokens, trailer_for(payload))
         assert np.array_equal(slab.numpy(), expected)
         mapping_bare, bare = fenced(payload, at_end=at_end)
         bare.copy_(slab[:payload].flip(0))
         scatter.scatter_slices(device_pages, listed, tokens, layers, heads, bare, stream)
-        scatter_reference.scatter_slices(pool, pages, tokens, layers, heads, bare.numpy())
+        reference.copy(*chosen_of(pool, pages, tokens, layers, heads, bare.numpy())[::-1], tokens)
         for region, after in zip(regions, contents(pool), strict=True):
             assert np.array_equal(region.numpy(), after)
         assert all((*mappings, mapping, mapping_bare))
@@ -260,10 +258,10 @@ def check_far(what: str) -> int:
     slab, expected = poisoned(payload, cpu), np.zeros(payload, dtype=np.uint8)
     listed = held(pool, pages, cpu, tokens)
     gather.gather_slices(device_pages, listed, *request, slab, None, stream)
-    gather_reference.gather_slices(pool, pages, *request, expected, None)
+    reference.copy(*chosen_of(pool, pages, *request, expected), tokens)
     assert np.array_equal(slab.numpy(), expected)
     scatter.scatter_slices(device_pages, listed, *request, slab.flip(0), stream)
-    gather_reference.gather_slices(pool, pages, *request, expected, None)
+    reference.copy(*chosen_of(pool, pages, *request, expected), tokens)
     assert np.array_equal(slab.flip(0).numpy(), expected)
     pool.close()
     return payload
@@ -323,6 +321,6 @@ def check_many_launches(device_name: str, count: int) -> int:
         settle(device)
         for pages, slab in zip(lists, slabs, strict=True):
             expected = np.zeros(payload, dtype=np.uint8)
-            gather_reference.gather_slices(pool, pages, *request, expected, None)
+            reference.copy(*chosen_of(pool, pages, *request, expected), tokens)
             right += np.array_equal(slab.cpu().numpy(), expected)
     return right

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from longshore_agent.kernels.view import Pages, View, pool_view, slab_view
 from longshore_agent.memory.ipc import create_memfd
 from longshore_agent.memory.pools import KVPool
 from longshore_wire import trailer as trailers
@@ -121,6 +122,14 @@ def contents(pool: KVPool) -> list[Bytes]:
 def page_ids(shape: Shape, tokens: tuple[int, int], seed: int, *, repeats: bool) -> npt.NDArray[np.int32]:
     count = -(-tokens[1] // shape.page_size) - tokens[0] // shape.page_size
     return np.random.default_rng(seed).choice(shape.page_count, count, replace=repeats).astype(np.int32)
+
+
+def chosen_of(
+    pool: KVPool, pages: Pages, tokens: tuple[int, int], layers: range, heads: range, slab: Bytes
+) -> tuple[View, View]:
+    """Both sides of a gather into `slab`, whose pages begin with that of the first token; in turn, those of a scatter."""
+    view = pool_view(pool, pages, tokens[0] // pool.layout.page_size, layers, heads)
+    return view, slab_view(slab, view, tokens)
 
 
 TRAILER_KEY = b"a key of sixteen"

@@ -21,11 +21,10 @@ from longshore_agent.kernels import device_copier as copier_module
 from longshore_agent.kernels import device_kernel, device_pages, held_pages
 from longshore_agent.kernels.copy_stream import CopyStream
 from longshore_agent.kernels.direct import device_launch
-from longshore_agent.kernels.direct.launch import Side
 from longshore_agent.kernels.direct.triton_kernel import constants
 from longshore_agent.kernels.gather import device_launch as gather_launch
 from longshore_agent.kernels.scatter import device_launch as scatter_launch
-from longshore_agent.kernels.slab import payload_bytes
+from longshore_agent.kernels.view import View, payload_bytes, pool_view
 from longshore_agent.memory import cuda
 from longshore_agent.memory import pools as pools_module
 from longshore_agent.memory.pools import KVPool
@@ -99,7 +98,7 @@ def first_rooms(near: Shape, fars: list[tuple[Shape, int]]) -> tuple[int, int, i
             target = _on_device(stack.enter_context(opened(far, seed=None)))
             tokens = (0, 3 * near.page_size)
             sides = [
-                Side(pool, page_ids(shape, tokens, 1, repeats=False), 0, range(shape.layers), range(heads))
+                pool_view(pool, page_ids(shape, tokens, 1, repeats=False), 0, range(shape.layers), range(heads))
                 for pool, shape in ((source, near), (target, far))
             ]
             _copied(copier, sides, tokens).end()
@@ -131,7 +130,7 @@ def first_slabs(shape: Shape, counts: list[int]) -> tuple[int, int, int]:
         return at_registration, len(kernel.compiled) - at_registration, len(launches)
 
 
-def _copied(copier: Any, sides: list[Side], tokens: tuple[int, int]) -> Any:
+def _copied(copier: Any, sides: list[View], tokens: tuple[int, int]) -> Any:
     """Queue a direct copy, after its kernel was compiled."""
     while (copy := copier.direct((sides[0], sides[1]), tokens)) is None:
         _compiled()
@@ -165,7 +164,7 @@ def compiled_beside(*, fails: bool) -> dict[str, object]:
     with ExitStack() as stack:
         pools = [_on_device(stack.enter_context(opened(shape, seed=1))) for shape in shapes]
         sides = [
-            Side(pool, page_ids(shape, tokens, 1, repeats=False), 0, range(1), range(shape.heads))
+            pool_view(pool, page_ids(shape, tokens, 1, repeats=False), 0, range(1), range(shape.heads))
             for pool, shape in zip(pools, shapes, strict=True)
         ]
         copier.prepare_direct(pools[0])
@@ -239,7 +238,7 @@ def failed_call(call: str, *, direct: bool) -> tuple[str, bool, int, int]:
     with opened(shape, seed=1) as source, opened(shape, seed=None) as target:
         chosen = (tokens, range(1), range(shape.heads))
         ids = page_ids(shape, tokens, 1, repeats=False)
-        sides = [Side(pool, ids, 0, *chosen[1:]) for pool in (source, target)]
+        sides = [pool_view(pool, ids, 0, *chosen[1:]) for pool in (source, target)]
 
         def queue() -> Any:
             if direct:
@@ -289,7 +288,7 @@ def hung_copy(passed_at_s: list[float], closed_at_s: float, asked_at_s: list[flo
     tokens = (0, shape.page_size)
     with opened(shape, seed=1) as source, opened(shape, seed=None) as target:
         ids = page_ids(shape, tokens, 1, repeats=False)
-        sides = [Side(pool, ids, 0, range(1), range(shape.heads)) for pool in (source, target)]
+        sides = [pool_view(pool, ids, 0, range(1), range(shape.heads)) for pool in (source, target)]
         copies: list[Any] = [_copied(copier, sides, tokens) for _ in (*passed_at_s, None)]
         copies[-1]._mark.passes = False
         heard = []
@@ -327,7 +326,7 @@ def unmarked_copy(kind: str) -> dict[str, object]:
     cuda.Event = _RefusingEvent  # type: ignore[assignment, misc]
     with opened(shape, seed=1) as near, opened(shape, seed=None) as far:
         if kind == "direct":
-            sides = [Side(pool, ids, 0, *chosen[1:]) for pool in (near, far)]
+            sides = [pool_view(pool, ids, 0, *chosen[1:]) for pool in (near, far)]
             held, stream, copy = (near, far), copier._directs, _copied(copier, sides, tokens)
         elif kind == "gather":
             trailer = Trailer(1, 0, 0, 0, 0, 1, 1, 1, payload_bytes(near, *chosen)).seal(b"")
@@ -379,7 +378,7 @@ def arguments_of_launches(near: Shape, far: Shape, heads: int) -> tuple[list[obj
         first = size if near.blob_bytes else size // 2
         room = (first, first + 4 * size - size // 2 * (not near.blob_bytes))
         sides = [
-            Side(pool, page_ids(shape, room, 1, repeats=False), room[0] // shape.page_size, range(1), range(heads))
+            pool_view(pool, page_ids(shape, room, 1, repeats=False), room[0] // shape.page_size, range(1), range(heads))
             for pool, shape in ((source, near), (target, far))
         ]
         slabs = [(first, min(first + size, room[1])) for first in range(*room, size)]
@@ -407,7 +406,7 @@ def closed_pools(near_closes: bool) -> tuple[str, bool, int]:
     with ExitStack() as stack:
         pools = [_on_device(stack.enter_context(opened(shape, seed=1))) for _ in range(4)]
         ids = page_ids(shape, tokens, 1, repeats=False)
-        sides = [Side(pool, ids, 0, range(1), range(shape.heads)) for pool in pools]
+        sides = [pool_view(pool, ids, 0, range(1), range(shape.heads)) for pool in pools]
         _copied(copier, sides, tokens).end()
         _copied(copier, [sides[0], sides[2]], tokens).end()
         leaving = 0 if near_closes else 1

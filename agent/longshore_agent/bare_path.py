@@ -23,12 +23,11 @@ from typing import IO, TypeVar
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from longshore_agent.errors import TransportError
 from longshore_agent.kernels import rows
-from longshore_agent.kernels.gather.launch import gather_slices
-from longshore_agent.kernels.scatter.launch import scatter_slices
+from longshore_agent.kernels.cpu_copy import copy
+from longshore_agent.kernels.view import View, pool_view, slab_view
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.memory.staging import StagingBuffer
 from longshore_agent.path.deliver import finish
@@ -124,9 +123,9 @@ class Rank:
         self.transport: PreparingTransport = create(scene.backend, name)
         rows.prepare()
 
-    def pages(self, tokens: tuple[int, int]) -> npt.NDArray[np.int32]:
-        """Return the pages that hold tokens [first, end)."""
-        return self.table[tokens[0] // self.scene.page_size : -(-tokens[1] // self.scene.page_size)]
+    def view(self, pair: Pair) -> View:
+        """Return the view of the layers and heads that a pair of ranks moves."""
+        return pool_view(self.pool, self.table, 0, pair.local_layers(self.layout), pair.local_heads(self.layout))
 
 
 class Source(Rank):
@@ -188,8 +187,8 @@ class Source(Rank):
 
     def _move(self, buffer: StagingBuffer, pair: Pair, grid: SlabGrid, slab: int) -> None:
         tokens = grid.tokens(slab)
-        where = (self.pages(tokens), tokens, pair.local_layers(self.layout), pair.local_heads(self.layout))
-        length_bytes = gather_slices(self.pool, *where, buffer.view(0, _SIZES.lane_bytes), None)
+        view = self.view(pair)
+        length_bytes = copy(view, slab_view(buffer.view(0, _SIZES.lane_bytes), view, tokens), tokens)
         target = self._targets[pair.target_rank]
         place = target.address + _place(self.scene, pair, grid, slab)
         near, far, length = (np.array([value], dtype=np.uint64) for value in (buffer.address, place, length_bytes))
@@ -250,9 +249,9 @@ class Target(Rank):
         while True:
             pair, grid, slab = self._landed.get()
             tokens = grid.tokens(slab)
-            where = (self.pages(tokens), tokens, pair.local_layers(self.layout), pair.local_heads(self.layout))
-            slab_view = self._ring.view(_place(self.scene, pair, grid, slab), pair.payload_bytes(*tokens))
-            scatter_slices(self.pool, *where, slab_view)
+            landed = self._ring.view(_place(self.scene, pair, grid, slab), pair.payload_bytes(*tokens))
+            view = self.view(pair)
+            copy(slab_view(landed, view, tokens), view, tokens)
             self._done.put(None)
 
 

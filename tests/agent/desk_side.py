@@ -52,7 +52,7 @@ class Side:
         } | settings
         layout = KVLayout(MODEL, Parallel(), page_size)
         self.half, self.now_ns = half, 1
-        self.config = WorkerConfig(f"{instance}/0/0", "d", instance, 7, layout, (half,), variables, 0, -1)
+        self.config = WorkerConfig(f"{instance}/0/0", "d", instance, 7, layout, (half,), variables, 0)
         found = Settings.from_environment(variables)
         session = self.config.session_config(found)
         self.peer = PeerId(instance, 0, 0)

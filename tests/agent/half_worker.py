@@ -49,7 +49,7 @@ class HalfWorker:
             link.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER_BYTES)
         name = PEERS[half].instance
         config = WorkerConfig(
-            name, "tests/storm", name, time.time_ns(), layout, (half,), settings.environment(), port=0, link=-1
+            name, "tests/storm", name, time.time_ns(), layout, (half,), settings.environment(), port=0
         )
         now_ns = time.monotonic_ns()
         made = config.session_config(settings)

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import random
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore_agent.path.runs import Side, runs
+from longshore_agent.kernels.view import remote_view
+from longshore_agent.path.runs import runs
 from longshore_client.memory import pool_geometry
-from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel
+from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PoolGeometry
+
+
+class Side(NamedTuple):
+    """What `remote_view` takes."""
+
+    layout: KVLayout
+    geometry: PoolGeometry
+    region_addresses: tuple[int, ...]
+    pages: npt.NDArray[np.int32]
+    first_page: int
+    layers: range
+    heads: range
+
 
 SIZES = st.sampled_from([1, 2, 3, 4, 8, 16])
 
@@ -76,7 +92,7 @@ def test_runs_copy_every_byte_once_from_where_it_is_to_where_it_belongs_and_noth
     source = with_share(source, data.draw(starts), count, heads)
     target = with_share(target, data.draw(starts), count, heads)
 
-    near, far, lengths = runs(source, target, tokens)
+    near, far, lengths = runs(remote_view(*source), remote_view(*target), tokens)
 
     copied: dict[int, int] = {}
     for start, goal, length in zip(near.tolist(), far.tolist(), lengths.tolist(), strict=True):
@@ -105,10 +121,13 @@ def test_whole_pages_in_the_same_order_are_one_run_a_plane_and_page_and_neighbou
     def whole(pages: list[int], address: int) -> Side:
         return Side(layout, geometry, (address,), np.array(pages, np.int32), 0, range(3), range(2))
 
-    apart = runs(whole([1, 5, 3], 0), whole([7, 0, 4], 1 << 30), (0, 48))
+    def found(near: list[int], far: list[int]) -> tuple[npt.NDArray[np.uint64], ...]:
+        return runs(remote_view(*whole(near, 0)), remote_view(*whole(far, 1 << 30)), (0, 48))
+
+    apart = found([1, 5, 3], [7, 0, 4])
     assert [len(part) for part in apart] == [6 * 3] * 3
     assert set(apart[2].tolist()) == {16 * layout.token_bytes // 6}
-    joined = runs(whole([1, 2, 3], 0), whole([4, 5, 6], 1 << 30), (0, 48))
+    joined = found([1, 2, 3], [4, 5, 6])
     assert [len(part) for part in joined] == [6] * 3
     assert int(joined[2].sum()) == 48 * layout.token_bytes
 
@@ -130,7 +149,7 @@ def test_planes_may_lie_in_regions_of_their_own():
     bases = (1 << 20, 3 << 20, 2 << 20, 9 << 20)
     source = Side(layout, split, bases, pages, 0, range(2), range(1))
     target = Side(layout, one, (1 << 40,), pages, 0, range(2), range(1))
-    near, far, lengths = runs(source, target, (1, 4))
+    near, far, lengths = runs(remote_view(*source), remote_view(*target), (1, 4))
     found = {
         start + byte: goal + byte for start, goal, n in zip(near, far, lengths, strict=True) for byte in range(int(n))
     }

@@ -21,16 +21,17 @@ class Worker:
         raise DeviceError("cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS (700)")
 
 main.Worker = Worker
-main.NodeLink = main.socket.socket = lambda *_, **__: None
-config = SimpleNamespace(name="p/0/0", device="cpu", link=0, settings=Settings)
-main.WorkerConfig = SimpleNamespace(from_text=lambda _: config)
+main.NodeLink = lambda _: None
+main.socket.socket = lambda *_, **__: SimpleNamespace(recv=lambda _: b"orders")
+config = SimpleNamespace(name="p/0/0", device="cpu", settings=Settings)
+main.WorkerConfig = SimpleNamespace(from_bytes=lambda _: config)
 main.main()
 """
 
 
 def test_a_worker_whose_control_thread_fails_ends_at_once_and_says_why() -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, "config"],
+        [sys.executable, "-c", PROGRAM, "p/0/0", "0"],
         env=dict(os.environ),
         capture_output=True,
         text=True,

@@ -26,7 +26,7 @@ class EndedError(Exception):
 def started(monkeypatch: pytest.MonkeyPatch, failure: LongshoreError) -> list[Any]:
     """Run the program of a worker that fails to start so; return what it says to its supervisor."""
     near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    config = SimpleNamespace(name="p/0/0", device="GPU-1", link=far.detach())
+    config = SimpleNamespace(name="p/0/0", device="GPU-1")
     config.settings = lambda: SimpleNamespace(log_level=SimpleNamespace(value="info"))
 
     def fail(*_: object) -> None:
@@ -35,11 +35,12 @@ def started(monkeypatch: pytest.MonkeyPatch, failure: LongshoreError) -> list[An
     def end(_: int) -> None:
         raise EndedError
 
-    monkeypatch.setattr(WorkerConfig, "from_text", lambda _: config)
+    monkeypatch.setattr(WorkerConfig, "from_bytes", lambda _: config)
+    near.sendall(b"orders")
     monkeypatch.setattr(program, "Worker", fail)
     monkeypatch.setattr(os, "_exit", end)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(sys, "argv", ["worker", ""])
+    monkeypatch.setattr(sys, "argv", ["worker", "p/0/0", str(far.detach())])
     monkeypatch.setattr(sys, "setswitchinterval", lambda _: None)
     for module in (sys, threading):
         monkeypatch.setattr(module, "excepthook", module.excepthook)

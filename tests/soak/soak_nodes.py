@@ -21,7 +21,6 @@ from typing import Self
 import msgspec
 from soak_messages import EngineSpec, FromEngine, ToEngine
 
-from longshore_agent.worker.config import WorkerConfig
 from longshore_cli.local_agents import LocalAgent, LocalAgentError, make_keys
 from longshore_client import Half, PageOrder
 from longshore_wire.agent_config import Backend
@@ -211,8 +210,8 @@ class Node:
             with contextlib.suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
                 if b"longshore_agent.worker.main" in words:
-                    config = WorkerConfig.from_text(words[words.index(b"longshore_agent.worker.main") + 1].decode())
-                    found[config.layout.rank] = pid
+                    name = words[words.index(b"longshore_agent.worker.main") + 1]
+                    found[int(name.rpartition(b"/")[2])] = pid
         return found
 
     def processes(self) -> dict[str, int]:

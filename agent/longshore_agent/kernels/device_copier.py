@@ -20,12 +20,11 @@ from longshore_agent.kernels.device_kernel import BoundLaunch
 from longshore_agent.kernels.device_pages import DevicePages
 from longshore_agent.kernels.direct.device_launch import BoundCopy, plan_copy, shape_of
 from longshore_agent.kernels.direct.device_launch import prepare as prepare_copies
-from longshore_agent.kernels.direct.launch import Side
 from longshore_agent.kernels.gather.device_launch import bind_gather, gather_words
 from longshore_agent.kernels.held_pages import HeldPages
 from longshore_agent.kernels.kept import Kept
 from longshore_agent.kernels.scatter.device_launch import bind_scatter
-from longshore_agent.kernels.slab import Pages, payload_bytes
+from longshore_agent.kernels.view import Pages, View, payload_bytes
 from longshore_agent.memory import cuda
 from longshore_agent.memory.device_memory import DeviceStagingBuffer
 from longshore_agent.memory.pools import KVPool
@@ -184,7 +183,7 @@ class DeviceCopier:
             pages: as of `hold`.
         Raises:
             PoolError: the engine has let its pages go.
-            ShapeError, DeviceError: as `gather_slices`.
+            ShapeError, DeviceError: as `gather.device_launch.gather_slices`.
         """
         assert self._lanes is not None
         assert offset_bytes + slab_bytes(trailer.payload_bytes) <= self._lanes.numel()
@@ -223,7 +222,7 @@ class DeviceCopier:
             pool.let_go()
             raise
 
-    def direct(self, sides: tuple[Side, Side], tokens: tuple[int, int]) -> DeviceCopy | None:
+    def direct(self, sides: tuple[View, View], tokens: tuple[int, int]) -> DeviceCopy | None:
         """Queue a copy of tokens [first, end) from a source's pages into those of a target, which are mapped here.
 
         Once it has passed, its bytes are in the target's memory for every later reader: it may be told of them.
@@ -235,13 +234,14 @@ class DeviceCopier:
             ShapeError, LongshoreError, DeviceError: as `direct.device_launch.plan_copy` and what it queues.
         """
         source, target = sides
-        near = self.hold_direct(source.pool, (source.pages, source.first_page), to_write=False)
-        far = self.hold_direct(target.pool, (target.pages, target.first_page), to_write=True)
-        source.pool.hold()
+        source_pool, target_pool = source.own_pool, target.own_pool
+        near = self.hold_direct(source_pool, (source.pages, source.first_page), to_write=False)
+        far = self.hold_direct(target_pool, (target.pages, target.first_page), to_write=True)
+        source_pool.hold()
         try:
-            target.pool.hold()
+            target_pool.hold()
         except LongshoreError:
-            source.pool.let_go()
+            source_pool.let_go()
             raise
         try:
             copy = self._bound_copy(sides, (near, far), tokens)
@@ -250,11 +250,11 @@ class DeviceCopier:
                 copy.queue((near, far), tokens)
                 return self._queued(event, self._directs, None, near, far)
         except LongshoreError:
-            source.pool.let_go()
-            target.pool.let_go()
+            source_pool.let_go()
+            target_pool.let_go()
             raise
-        source.pool.let_go()
-        target.pool.let_go()
+        source_pool.let_go()
+        target_pool.let_go()
         return None
 
     def take_back(self, mark: Mark, place: cuda.HostBytes | None) -> None:
@@ -318,11 +318,11 @@ class DeviceCopier:
         return launch
 
     def _bound_copy(
-        self, sides: tuple[Side, Side], lists: tuple[HeldPages, HeldPages], tokens: tuple[int, int]
+        self, sides: tuple[View, View], lists: tuple[HeldPages, HeldPages], tokens: tuple[int, int]
     ) -> BoundCopy | None:
         """Return the direct copy for all slabs of this shape between two pools; None: its kernel is being compiled."""
-        near, far = self._known(sides[0].pool), self._known(sides[1].pool)
-        copies = far.copies.setdefault(sides[0].pool, {})
+        near, far = self._known(sides[0].own_pool), self._known(sides[1].own_pool)
+        copies = far.copies.setdefault(sides[0].own_pool, {})
         key = shape_of(sides, tokens)
         copy = copies.get(key)
         if copy is None:

@@ -11,7 +11,7 @@ import torch
 
 from longshore_agent.errors import DeviceError, ShapeError
 from longshore_agent.kernels.copy_stream import CopyStream
-from longshore_agent.kernels.slab import Pages
+from longshore_agent.kernels.view import Pages
 from longshore_agent.memory import cuda
 from longshore_agent.memory.pools import KVPool
 from longshore_wire.errors import LongshoreError

@@ -92,7 +92,7 @@ class KVPool:
         self.device = device_mappings[0].device if on_device else None
         self._mappings = list(device_mappings) if on_device else _map_regions(geometry, descriptors)
         self.sealed = all(mapping.sealed for mapping in self._mappings if isinstance(mapping, Mapping))
-        self.plane_runs = _plane_runs(geometry, [mapping.address for mapping in self._mappings])
+        self.plane_runs = plane_runs(geometry, [mapping.address for mapping in self._mappings])
         self._regions = [mapping.bytes_view() for mapping in self._mappings if isinstance(mapping, Mapping)]
         self._lock = threading.Lock()
         self._jobs_count = 0
@@ -264,7 +264,8 @@ def check_geometry(layout: KVLayout, geometry: PoolGeometry) -> None:
                 )
 
 
-def _plane_runs(geometry: PoolGeometry, region_addresses: Sequence[int]) -> list[PlaneRun]:
+def plane_runs(geometry: PoolGeometry, region_addresses: Sequence[int]) -> list[PlaneRun]:
+    """Return all planes of a pool whose regions are at these addresses."""
     planes = geometry.planes
     strides = [(plane.page_stride, plane.token_stride, plane.head_stride) for plane in planes]
     starts = [index for index in range(len(planes)) if index == 0 or strides[index] != strides[index - 1]]

@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore_agent.errors import TransportError, WriteFailedError
-from longshore_agent.kernels.direct import launch as direct
+from longshore_agent.kernels.cpu_copy import copy
+from longshore_agent.kernels.view import View, remote_view
 from longshore_agent.memory.staging import StagingPieces
-from longshore_agent.path.jobs import WriteJob
-from longshore_agent.path.runs import Side, runs
+from longshore_agent.path.jobs import WriteJob, page_ids
+from longshore_agent.path.runs import runs
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.transports.base import PreparingTransport, Write, WriteState
 from longshore_wire.codec import PEER
@@ -60,8 +61,7 @@ class Deliverer:
         Raises:
             PoolError: an engine has let its pages go.
         """
-        near, far = direct_sides(job, _target_pages(job))
-        direct.copy_pages(near, far, job.effect.tokens)
+        copy(*job.neighbour_sides(page_ids(job.effect.target_pages)), job.effect.tokens)
         self._metrics.add("longshore_writes_total", 1, way="direct")
 
     def in_place(self, job: WriteJob) -> bool:
@@ -77,7 +77,7 @@ class Deliverer:
         """
         way = job.effect.way.name.lower()
         with job.pool.in_use():
-            sources, targets, lengths = runs(*_sides(job), job.effect.tokens)
+            sources, targets, lengths = runs(job.source(), _remote_target(job), job.effect.tokens)
             count = len(sources)
             self._metrics.add("longshore_write_pieces_total", count, way=way)
             prepared = self._transport.prepare(job.peer_name, sources, targets, lengths)
@@ -164,45 +164,16 @@ def cut(
     return starts + np.uint64(buffer.address + begin_bytes), starts + np.uint64(ring.address + offset_bytes), lengths
 
 
-def _target_pages(job: WriteJob) -> npt.NDArray[np.int32]:
-    return np.frombuffer(job.effect.target_pages, dtype="<i4")
-
-
-def direct_sides(job: WriteJob, target_pages: npt.NDArray[np.int32]) -> tuple[direct.Side, direct.Side]:
-    """Return source and target of a slab that is copied from pages to pages; `target_pages` are the effect's."""
-    assert job.neighbour is not None
-    effect = job.effect
-    near, far = (
-        direct.Side(
-            pool, pages, first_page, effect.route.local_layers(pool.layout), effect.route.local_heads(pool.layout)
-        )
-        for pool, pages, first_page in (
-            (job.pool, job.pages.pages, job.pages.first_page),
-            (job.neighbour, target_pages, effect.first_claimed_token // job.target_layout.page_size),
-        )
-    )
-    return near, far
-
-
-def _sides(job: WriteJob) -> tuple[Side, Side]:
+def _remote_target(job: WriteJob) -> View:
     assert job.target_pool is not None
-    effect, layout = job.effect, job.pool.layout
-    source = Side(
+    route, layout = job.effect.route, job.target_layout
+    table = job.target_pages(page_ids(job.effect.target_pages))
+    return remote_view(
         layout,
-        job.pool.geometry,
-        tuple(address for address, _ in job.pool.regions),
-        job.pages.pages,
-        job.pages.first_page,
-        effect.route.local_layers(layout),
-        effect.route.local_heads(layout),
-    )
-    target = Side(
-        job.target_layout,
         job.target_pool.geometry,
         job.target_pool.region_addresses,
-        _target_pages(job),
-        effect.first_claimed_token // job.target_layout.page_size,
-        effect.route.local_layers(job.target_layout),
-        effect.route.local_heads(job.target_layout),
+        table.pages,
+        table.first_page,
+        route.local_layers(layout),
+        route.local_heads(layout),
     )
-    return source, target

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-
-from longshore_agent.kernels.direct.launch import Side
 from longshore_agent.kernels.kept import Kept
+from longshore_agent.kernels.view import Pages, View
 from longshore_agent.memory.device_memory import DeviceStagingBuffer
 from longshore_agent.memory.pools import KVPool
-from longshore_agent.path.deliver import direct_sides
-from longshore_agent.path.jobs import Pages, PageTable, ScatterJob, WriteJob, sealed_trailer
+from longshore_agent.path.jobs import PageTable, ScatterJob, WriteJob, page_ids, sealed_trailer
 from longshore_wire.engine_messages import Half
 
 if TYPE_CHECKING:
@@ -67,7 +64,7 @@ class DeviceStages:
         from longshore_agent.kernels.device_copier import DeviceCopier
 
         self._copier = DeviceCopier(device, lanes, ring)
-        self._sides: Kept[tuple[Side, Side]] = Kept(_SIDES_MAX)
+        self._sides: Kept[tuple[View, View]] = Kept(_SIDES_MAX)
         self._target_ids: Kept[Pages] = Kept(_SIDES_MAX)
 
     def prepare(self, pool: KVPool) -> None:
@@ -131,7 +128,7 @@ class DeviceStages:
         effect = job.effect
         # A room's slabs have one list of ids on either side, and one route.
         known = (job.pages, job.pool, effect.target_pages, job.neighbour, effect.route)
-        sides = self._sides.get(lambda: direct_sides(job, self._ids(effect.target_pages)), *known)
+        sides = self._sides.get(lambda: job.neighbour_sides(self._ids(effect.target_pages)), *known)
         return self._copier.direct(sides, effect.tokens)
 
     def wait(self, limit_s: float) -> None:
@@ -140,4 +137,4 @@ class DeviceStages:
 
     def _ids(self, pages: bytes) -> Pages:
         """Return packed page ids as an array: the same one for the same object, by which its copy on the device is known."""
-        return self._target_ids.get(lambda: np.frombuffer(pages, dtype="<i4"), pages)
+        return self._target_ids.get(lambda: page_ids(pages), pages)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from longshore_agent.kernels.gather.launch import gather_slices
+from longshore_agent.kernels.cpu_copy import copy
+from longshore_agent.kernels.view import slab_view
 from longshore_agent.memory.staging import StagingBuffer
 from longshore_agent.path.jobs import WriteJob, sealed_trailer
 from longshore_wire.slabs import region_bytes
@@ -14,15 +15,7 @@ def gather_slab(job: WriteJob, buffer: StagingBuffer) -> int:
     Raises:
         PoolError: the engine has let its pages go.
     """
-    effect, layout = job.effect, job.pool.layout
-    length_bytes = region_bytes(effect.payload_bytes)
-    gather_slices(
-        job.pool,
-        job.pages.of_tokens(*effect.tokens, layout.page_size),
-        effect.tokens,
-        effect.route.local_layers(layout),
-        effect.route.local_heads(layout),
-        buffer.view(0, length_bytes),
-        sealed_trailer(job),
-    )
+    source, tokens = job.source(), job.effect.tokens
+    length_bytes = region_bytes(job.effect.payload_bytes)
+    copy(source, slab_view(buffer.view(0, length_bytes), source, tokens), tokens, sealed_trailer(job))
     return length_bytes

@@ -8,16 +8,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
+from longshore_agent.kernels.view import Pages, View, pool_view
 from longshore_agent.memory.pools import KVPool
 from longshore_wire.effects import PeerId, StartScatter, StartWrite
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout
 from longshore_wire.peer_messages import PoolInfo, RegionInfo
+from longshore_wire.plan import Pair
 from longshore_wire.trailer import SealedTrailer, Trailer
 
-Pages = npt.NDArray[np.int32]
+
+def page_ids(packed: bytes) -> Pages:
+    """Return packed page ids as an array."""
+    return np.frombuffer(packed, dtype="<i4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +31,10 @@ class PageTable:
     first_page: int
     pages: Pages
 
-    def of_tokens(self, first_token: int, end_token: int, page_size: int) -> Pages:
-        """Return the pages that hold tokens [first, end), beginning with that of `first_token`."""
-        first = first_token // page_size - self.first_page
-        end = -(-end_token // page_size) - self.first_page
-        return self.pages[first:end]
+    def view(self, pool: KVPool, route: Pair) -> View:
+        """Return the view of the layers and heads that a pair of ranks moves."""
+        layers, heads = route.local_layers(pool.layout), route.local_heads(pool.layout)
+        return pool_view(pool, self.pages, self.first_page, layers, heads)
 
 
 @dataclass(slots=True)
@@ -49,6 +52,19 @@ class WriteJob:
     noticed: bool  # the transport tells the target of a staged slab's arrival; else a control message does
     neighbour: KVPool | None = None  # the target's pages, where they are mapped here: way DIRECT
     cancelled: bool = False
+
+    def source(self) -> View:
+        """Return the view of what is copied."""
+        return self.pages.view(self.pool, self.effect.route)
+
+    def target_pages(self, ids: Pages) -> PageTable:
+        """Return the target's pages, whose ids are those of the effect."""
+        return PageTable(self.effect.first_claimed_token // self.target_layout.page_size, ids)
+
+    def neighbour_sides(self, ids: Pages) -> tuple[View, View]:
+        """Return source and target of a slab that is copied from pages to pages; `ids` as of `target_pages`."""
+        assert self.neighbour is not None
+        return self.source(), self.target_pages(ids).view(self.neighbour, self.effect.route)
 
 
 def trailer_of(effect: StartWrite | StartScatter) -> Trailer:

@@ -10,7 +10,8 @@ import threading
 import time
 
 from longshore_agent.errors import MemoryLostError, PoolError, ShapeError
-from longshore_agent.kernels.scatter.launch import scatter_slices
+from longshore_agent.kernels.cpu_copy import copy
+from longshore_agent.kernels.view import slab_view
 from longshore_agent.memory.staging import StagingBuffer
 from longshore_agent.path.jobs import Results, ScatterJob, ScatterResult, trailer_of
 from longshore_agent.status.metrics import Metrics
@@ -30,16 +31,10 @@ def scatter_slab(job: ScatterJob, ring: StagingBuffer) -> None:
         MemoryLostError: it has cut its memory short.
         ShapeError: the slab cannot be.
     """
-    effect, layout = job.effect, job.pool.layout
-    with job.pool.in_use():
-        scatter_slices(
-            job.pool,
-            job.pages.of_tokens(*effect.tokens, layout.page_size),
-            effect.tokens,
-            effect.route.local_layers(layout),
-            effect.route.local_heads(layout),
-            ring.view(effect.offset_bytes, effect.payload_bytes),
-        )
+    effect = job.effect
+    target = job.pages.view(job.pool, effect.route)
+    slab = ring.view(effect.offset_bytes, effect.payload_bytes)
+    copy(slab_view(slab, target, effect.tokens), target, effect.tokens)
 
 
 class Scatterers:

@@ -136,7 +136,6 @@ def start(
         roles=hello.roles,
         environment=settings.environment(),
         port=port,
-        link=theirs.fileno(),
         agent=agent,
         device=hello.device,
         engine=hello.engine,
@@ -144,8 +143,9 @@ def start(
     # One thread a process: numeric libraries would otherwise start one a core in every worker.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
     environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "longshore_agent.worker.main", config.to_text()]
+    command = [sys.executable, "-m", "longshore_agent.worker.main", config.name, str(theirs.fileno())]
     try:
+        ours.sendall(config.to_bytes())
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
         try:
             pidfd = os.pidfd_open(process.pid)

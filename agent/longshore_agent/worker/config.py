@@ -1,8 +1,6 @@
-"""What the supervisor tells a worker when it starts it: one value, passed as text on the command line."""
+"""A worker's orders: what its supervisor tells it when it starts it, as the first datagram of their link."""
 
 from __future__ import annotations
-
-import base64
 
 import msgspec
 
@@ -28,7 +26,6 @@ class WorkerConfig(msgspec.Struct, frozen=True):
         name: in metrics and logs, unique within the agent.
         environment: the settings, as variables.
         port: where peers dial; 0 takes a free one.
-        link: number of the inherited descriptor of the supervisor's link.
         device: "cpu", or the UUID of the GPU that holds the engine's pages.
         engine: the life of the engine, as its Hello says.
     """
@@ -41,7 +38,6 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     roles: tuple[Half, ...]
     environment: dict[str, str]
     port: int
-    link: int
     agent: str = ""
     device: str = "cpu"
     engine: int = 0
@@ -96,11 +92,11 @@ class WorkerConfig(msgspec.Struct, frozen=True):
         )
         return Half.SOURCE in self.roles and self.agent != "" and allowed
 
-    def to_text(self) -> str:
-        """Return this as one word."""
-        return base64.b64encode(msgspec.msgpack.encode(self)).decode()
+    def to_bytes(self) -> bytes:
+        """Return this as one datagram."""
+        return msgspec.msgpack.encode(self)
 
     @classmethod
-    def from_text(cls, text: str) -> WorkerConfig:
-        """Return what `to_text` wrote."""
-        return msgspec.msgpack.decode(base64.b64decode(text), type=cls)
+    def from_bytes(cls, data: bytes) -> WorkerConfig:
+        """Return what `to_bytes` was called on."""
+        return msgspec.msgpack.decode(data, type=cls)

@@ -1,6 +1,7 @@
-"""A worker as a program: `python -m longshore_agent.worker.main`, which the supervisor runs with one argument, its orders.
+"""Runs a worker as a program: `python -m longshore_agent.worker.main NAME DESCRIPTOR`, which the supervisor starts.
 
-Makes the worker and runs it, and sees to it that the process ends where it cannot go on, whatever hangs in it.
+The descriptor is that of their link, whose first datagram holds the worker's orders. The name is for people who list
+processes. The process ends if the worker cannot go on, whatever hangs in it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 import threading
 from typing import NoReturn
 
-from longshore_agent.control.node_link import NodeLink, NotStarted
+from longshore_agent.control.node_link import DATAGRAM_BYTES_MAX, NodeLink, NotStarted
 from longshore_agent.errors import DeviceError, TransportError
 from longshore_agent.worker.config import WorkerConfig
 from longshore_agent.worker.loop import Worker
@@ -36,8 +37,9 @@ def _end_process(failure: threading.ExceptHookArgs) -> None:
 
 
 def main() -> NoReturn:
-    """Run the worker that the supervisor describes in the first argument; the process ends here."""
-    config = WorkerConfig.from_text(sys.argv[1])
+    """Run the worker that the supervisor orders; the process ends here."""
+    end = socket.socket(fileno=int(sys.argv[2]))
+    config = WorkerConfig.from_bytes(end.recv(DATAGRAM_BYTES_MAX))
     # A terminal's interrupt goes to the whole group; the supervisor decides when workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(
@@ -48,7 +50,7 @@ def main() -> NoReturn:
     sys.excepthook = lambda *error: _end_process(threading.ExceptHookArgs((*error, threading.current_thread())))
     if config.device != "cpu":
         sys.setswitchinterval(_GPU_SWITCH_S)
-    link = NodeLink(socket.socket(fileno=config.link))
+    link = NodeLink(end)
     try:
         worker = Worker(config, link)
     except (DeviceError, TransportError) as error:

@@ -28,10 +28,9 @@ from longshore_agent.kernels.device_grid import (
 )
 from longshore_agent.kernels.device_kernel import BoundKernel, DeviceKernel
 from longshore_agent.kernels.device_pages import DevicePages
-from longshore_agent.kernels.direct.launch import Side, check_sides
 from longshore_agent.kernels.direct.triton_kernel import constants, direct_kernel
 from longshore_agent.kernels.held_pages import HeldPages
-from longshore_agent.kernels.slab import payload_bytes
+from longshore_agent.kernels.view import View, check_fit, pool_view
 from longshore_agent.memory.pools import KVPool
 
 _KERNEL = DeviceKernel(direct_kernel, constants)
@@ -81,7 +80,7 @@ class PlannedCopy:
 
 
 def plan_copy(
-    sides: tuple[Side, Side],
+    sides: tuple[View, View],
     pages: tuple[DevicePages, DevicePages],
     lists: tuple[HeldPages, HeldPages],
     tokens: tuple[int, int],
@@ -94,15 +93,14 @@ def plan_copy(
         sides: source and target; as many layers and heads on both, of one model.
         pages: their tables, on the stream's device, with addresses that it reaches.
         lists: their page ids, on the stream's device; those of the target may not repeat.
-        tokens: as of `launch.copy_pages`.
+        tokens: as of `cpu_copy.copy`.
     Raises:
         ShapeError: the two sides do not fit each other or what is on the device.
         LongshoreError: TOKENS_OVERLAP for a target page that stands in its list twice.
     """
     source, target = sides
-    check_sides(source, target, tokens)
-    copied = payload_bytes(source.pool, tokens, source.layers, source.heads)
-    payload_bytes(target.pool, tokens, target.layers, target.heads)
+    check_fit(source, target, tokens)
+    copied = source.payload_bytes(tokens)
     for held, unique in zip(lists, (False, True), strict=True):
         held.index_of(tokens, unique=unique)
     check_stream(stream, pages[0].device)
@@ -110,7 +108,7 @@ def plan_copy(
     if len({tensor.device for tensor in tensors}) != 1:
         raise ShapeError(f"pages and lists are on several devices: put their tables on {stream.device}")
     grid = _grid(sides, pages, (lists[0].first_page, lists[1].first_page), tokens, copied, tuning)
-    pools = (source.pool, target.pool)
+    pools = (source.own_pool, target.own_pool)
     return PlannedCopy(copied, tokens[1] - tokens[0], pools, grid, tensors, stream, tuning)
 
 
@@ -172,12 +170,12 @@ class BoundCopy:
         self._bound.queue_values(self._addresses[0], near.address, self._addresses[1], far.address, *numbers)
 
 
-def shape_of(sides: tuple[Side, Side], tokens: tuple[int, int]) -> tuple[int, ...]:
+def shape_of(sides: tuple[View, View], tokens: tuple[int, int]) -> tuple[int, ...]:
     """Return what copies between two pools have in common that one `BoundCopy` can queue."""
     shape = [tokens[1] - tokens[0]]
     for side in sides:
         shape += (
-            tokens[0] % side.pool.layout.page_size,
+            tokens[0] % side.own_pool.layout.page_size,
             side.layers.start,
             side.layers.stop,
             side.heads.start,
@@ -199,14 +197,13 @@ def prepare(source: DevicePages, stream: CopyStream, page_ids: torch.Tensor, tun
     tokens, layers = (0, pool.layout.page_size), range(pool.layer_count)
     ids = np.zeros(1, dtype=np.int32)
     for count in pool.layout.shared_head_counts:
-        side = Side(pool, ids, 0, layers, range(count))
-        copied = payload_bytes(pool, tokens, layers, side.heads)
-        grid = _grid((side, side), (source, source), (0, 0), tokens, copied, tuning)
+        side = pool_view(pool, ids, 0, layers, range(count))
+        grid = _grid((side, side), (source, source), (0, 0), tokens, side.payload_bytes(tokens), tuning)
         _KERNEL.prepare(stream, grid, (source.planes, page_ids, source.planes, page_ids), (), tuning)
 
 
 def _grid(
-    sides: tuple[Side, Side],
+    sides: tuple[View, View],
     pages: tuple[DevicePages, DevicePages],
     first_pages: tuple[int, int],
     tokens: tuple[int, int],

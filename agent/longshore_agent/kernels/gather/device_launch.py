@@ -16,7 +16,7 @@ from longshore_agent.kernels.device_kernel import BoundLaunch, DeviceKernel
 from longshore_agent.kernels.device_pages import DevicePages
 from longshore_agent.kernels.gather.triton_kernel import gather_kernel
 from longshore_agent.kernels.held_pages import HeldPages
-from longshore_agent.kernels.slab import payload_bytes
+from longshore_agent.kernels.view import payload_bytes
 from longshore_wire.trailer import SealedTrailer, slab_bytes
 
 _TRAILER_WORDS = struct.Struct("<8q")

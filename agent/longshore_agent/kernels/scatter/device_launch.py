@@ -13,7 +13,7 @@ from longshore_agent.kernels.device_kernel import BoundLaunch, DeviceKernel
 from longshore_agent.kernels.device_pages import DevicePages
 from longshore_agent.kernels.held_pages import HeldPages
 from longshore_agent.kernels.scatter.triton_kernel import scatter_kernel
-from longshore_agent.kernels.slab import payload_bytes
+from longshore_agent.kernels.view import payload_bytes
 
 _KERNEL = DeviceKernel(scatter_kernel)
 # The best of a sweep on an H200: benchmarks/gather_scatter_gpu.py --sweep.

@@ -1,11 +1,12 @@
-"""Gather and scatter against their references, bit for bit, in poisoned memory."""
+"""The copy on a CPU against its reference, bit for bit, in poisoned memory: gathers, scatters, and pages to pages."""
 
 from __future__ import annotations
 
 import itertools
+import re
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from page_shapes import (
     GUARD_BYTES,
@@ -13,6 +14,7 @@ from page_shapes import (
     SHAPES,
     Bytes,
     Shape,
+    chosen_of,
     contents,
     opened,
     page_ids,
@@ -21,12 +23,9 @@ from page_shapes import (
 )
 
 from longshore_agent.errors import PoolError, ShapeError
-from longshore_agent.kernels import rows
-from longshore_agent.kernels.gather import launch as gather
-from longshore_agent.kernels.gather import reference as gather_reference
-from longshore_agent.kernels.scatter import launch as scatter
-from longshore_agent.kernels.scatter import reference as scatter_reference
-from longshore_agent.kernels.slab import payload_bytes
+from longshore_agent.kernels import reference, rows
+from longshore_agent.kernels.cpu_copy import copy
+from longshore_agent.kernels.view import Pages, View, payload_bytes, pool_view
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.memory.staging import StagingBuffer
 from longshore_wire import trailer as trailers
@@ -34,17 +33,15 @@ from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.layout import PageOrder
 
 
-def gathered(
-    pool: KVPool, pages: npt.NDArray[np.int32], tokens: tuple[int, int], layers: range, heads: range
-) -> tuple[Bytes, Bytes]:
-    """The whole buffer, guards included, as the kernel and as the reference leave it."""
+def gathered(pool: KVPool, pages: Pages, tokens: tuple[int, int], layers: range, heads: range) -> tuple[Bytes, Bytes]:
+    """The whole buffer, guards included, as the copy and as the reference leave it."""
     payload = payload_bytes(pool, tokens, layers, heads)
     length = trailers.slab_bytes(payload)
     results = []
-    for kernel in (gather.gather_slices, gather_reference.gather_slices):
+    for each in (copy, reference.copy):
         buffer = np.full(length + 2 * GUARD_BYTES, POISON, dtype=np.uint8)
         target = buffer[GUARD_BYTES : GUARD_BYTES + length]
-        assert kernel(pool, pages, tokens, layers, heads, target, trailer_for(payload)) == payload
+        assert each(*chosen_of(pool, pages, tokens, layers, heads, target), tokens, trailer_for(payload)) == payload
         results.append(buffer)
     return results[0], results[1]
 
@@ -62,16 +59,16 @@ def test_a_slab_is_what_the_reference_packs_and_nothing_around_it_is_touched(sha
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_pages_hold_what_the_reference_writes_and_no_other_byte_of_the_pool_changes(shape: Shape) -> None:
-    with opened(shape, seed=None) as pool, opened(shape, seed=None) as reference:
+    with opened(shape, seed=None) as pool, opened(shape, seed=None) as other:
         for seed, (tokens, layers, heads) in enumerate(requests_of(shape)):
             pages = page_ids(shape, tokens, seed, repeats=False)
             payload = payload_bytes(pool, tokens, layers, heads)
-            source = np.random.default_rng(seed).integers(0, 256, payload + 5, np.uint8)
-            before = source.copy()
-            assert scatter.scatter_slices(pool, pages, tokens, layers, heads, source) == payload
-            scatter_reference.scatter_slices(reference, pages, tokens, layers, heads, source)
-            assert all(map(np.array_equal, contents(pool), contents(reference))), (tokens, layers, heads, pages)
-            assert np.array_equal(source, before)
+            slab = np.random.default_rng(seed).integers(0, 256, payload + 5, np.uint8)
+            before = slab.copy()
+            assert copy(*chosen_of(pool, pages, tokens, layers, heads, slab)[::-1], tokens) == payload
+            reference.copy(*chosen_of(other, pages, tokens, layers, heads, slab)[::-1], tokens)
+            assert all(map(np.array_equal, contents(pool), contents(other))), (tokens, layers, heads, pages)
+            assert np.array_equal(slab, before)
 
 
 @pytest.mark.parametrize("order", [PageOrder.NHD, PageOrder.HND])
@@ -87,55 +84,80 @@ def test_long_runs_of_pages_and_scattered_pages_give_the_same_bytes_as_the_refer
     runs = np.arange(count, dtype=np.int32)
     halves = np.concatenate([runs[count // 2 :], runs[: count // 2]])
     backwards = runs[::-1].copy()
-    with opened(shape, seed=4) as source, opened(shape, seed=None) as target, opened(shape, seed=None) as reference:
+    with opened(shape, seed=4) as source, opened(shape, seed=None) as target, opened(shape, seed=None) as other:
         for pages in (runs, halves, backwards):
             actual, expected = gathered(source, pages, tokens, layers, heads)
             assert np.array_equal(actual, expected)
             slab = actual[GUARD_BYTES:-GUARD_BYTES]
-            scatter.scatter_slices(target, pages, tokens, layers, heads, slab)
-            scatter_reference.scatter_slices(reference, pages, tokens, layers, heads, slab)
-            assert all(map(np.array_equal, contents(target), contents(reference)))
+            copy(*chosen_of(target, pages, tokens, layers, heads, slab)[::-1], tokens)
+            reference.copy(*chosen_of(other, pages, tokens, layers, heads, slab)[::-1], tokens)
+            assert all(map(np.array_equal, contents(target), contents(other)))
 
 
 @pytest.mark.parametrize("source_order", [PageOrder.NHD, PageOrder.HND])
 @pytest.mark.parametrize("target_order", [PageOrder.NHD, PageOrder.HND])
-@pytest.mark.parametrize(("source_size", "target_size"), [(16, 64), (17, 1), (1, 16), (64, 17)])
-def test_tokens_survive_the_way_between_pools_of_other_page_sizes_orders_and_heads(
-    source_order: PageOrder, target_order: PageOrder, source_size: int, target_size: int
+@pytest.mark.parametrize(("source_size", "target_size"), [(16, 64), (17, 1), (1, 16), (64, 17), (16, 16)])
+@pytest.mark.parametrize("uneven", [False, True])
+def test_pages_to_pages_and_through_a_slab_give_the_bytes_that_indexing_finds(
+    source_order: PageOrder, target_order: PageOrder, source_size: int, target_size: int, uneven: bool
 ) -> None:
     tokens = (19, 133)
-    wide = Shape(heads=8, page_size=source_size, page_count=150 // source_size + 3, order=source_order, element_bytes=4)
+    wide = Shape(
+        heads=8,
+        page_size=source_size,
+        page_count=150 // source_size + 3,
+        order=source_order,
+        element_bytes=4,
+        uneven=uneven,
+    )
     narrow = Shape(
         heads=3, page_size=target_size, page_count=150 // target_size + 3, order=target_order, element_bytes=4
     )
     source_pages = page_ids(wide, tokens, 1, repeats=False)
     target_pages = page_ids(narrow, tokens, 2, repeats=False)
-    with opened(wide, seed=9) as source, opened(narrow, seed=None) as target:
+    with opened(wide, seed=9) as source, opened(narrow, seed=None) as target, opened(narrow, seed=None) as other:
         slab = np.empty(payload_bytes(source, tokens, range(3), range(4, 7)), dtype=np.uint8)
-        gather.gather_slices(source, source_pages, tokens, range(3), range(4, 7), slab, None)
-        scatter.scatter_slices(target, target_pages, tokens, range(3), range(3), slab)
+        near, into = chosen_of(source, source_pages, tokens, range(3), range(4, 7), slab)
+        copy(near, into, tokens)
+        copy(*chosen_of(target, target_pages, tokens, range(3), range(3), slab)[::-1], tokens)
         for plane in range(6):
             for token in range(*tokens):
                 page = source_pages[token // source_size - tokens[0] // source_size]
                 sent = source.plane(plane)[page, token % source_size, 4:7]
                 page = target_pages[token // target_size - tokens[0] // target_size]
                 assert np.array_equal(target.plane(plane)[page, token % target_size], sent)
+        far = pool_view(other, target_pages, tokens[0] // target_size, range(3), range(3))
+        assert copy(near, far, tokens) == slab.size
+        assert all(map(np.array_equal, contents(target), contents(other)))
+
+
+def test_the_layers_of_a_stage_are_copied_between_pools_that_hold_more_of_them() -> None:
+    tokens, pages = (3, 40), np.array([4, 0, 7], dtype=np.int32)
+    with opened(Shape(layers=4), seed=5) as source:
+        results = []
+        for each in (copy, reference.copy):
+            with opened(Shape(layers=3, uneven=True), seed=None) as target:
+                near = pool_view(source, pages, 0, range(2, 4), range(1, 3))
+                each(near, pool_view(target, pages[::-1].copy(), 0, range(1, 3), range(2)), tokens)
+                results.append(contents(target))
+        assert all(map(np.array_equal, *results))
 
 
 def test_opaque_pages_travel_as_whole_blobs_and_cannot_be_entered_in_the_middle() -> None:
     shape = Shape(order=PageOrder.OPAQUE, blob_bytes=1000, page_size=16)
     with opened(shape, seed=3) as source, opened(shape, seed=None) as target:
-        tokens = (32, 101)
+        tokens, chosen = (32, 101), (range(1, 3), range(1, 3))
         pages = np.array([4, 0, 11, 2, 9], dtype=np.int32)
-        actual, expected = gathered(source, pages, tokens, range(1, 3), range(1, 3))
+        actual, expected = gathered(source, pages, tokens, *chosen)
         assert np.array_equal(actual, expected)
         slab = actual[GUARD_BYTES:-GUARD_BYTES]
-        assert payload_bytes(source, tokens, range(1, 3), range(1, 3)) == 2 * 5 * 2 * 1000
-        scatter.scatter_slices(target, pages, tokens, range(1, 3), range(1, 3), slab)
+        assert payload_bytes(source, tokens, *chosen) == 2 * 5 * 2 * 1000
+        copy(*chosen_of(target, pages, tokens, *chosen, slab)[::-1], tokens)
         for layer in (1, 2):
             assert np.array_equal(target.plane(layer)[pages, :, 1:3], source.plane(layer)[pages, :, 1:3])
+        near = pool_view(source, pages, 2, *chosen)
         with pytest.raises(ShapeError, match="tokens"):
-            gather.gather_slices(source, pages, (33, 101), range(3), range(4), slab, None)
+            copy(near, pool_view(target, pages, 2, *chosen), (33, 101))
 
 
 def test_a_slab_at_an_odd_address_is_packed_all_the_same() -> None:
@@ -143,10 +165,10 @@ def test_a_slab_at_an_odd_address_is_packed_all_the_same() -> None:
         pages, tokens = np.array([3, 1], dtype=np.int32), (4, 30)
         payload = payload_bytes(pool, tokens, range(3), range(4))
         expected = np.empty(payload, dtype=np.uint8)
-        gather_reference.gather_slices(pool, pages, tokens, range(3), range(4), expected, None)
+        reference.copy(*chosen_of(pool, pages, tokens, range(3), range(4), expected), tokens)
         for shift in (1, 2, 4, 8):
             buffer = np.full(payload + 16, POISON, dtype=np.uint8)
-            gather.gather_slices(pool, pages, tokens, range(3), range(4), buffer[shift : shift + payload], None)
+            copy(*chosen_of(pool, pages, tokens, range(3), range(4), buffer[shift : shift + payload]), tokens)
             assert np.array_equal(buffer[shift : shift + payload], expected)
             assert bool((buffer[:shift] == POISON).all())
             assert bool((buffer[shift + payload :] == POISON).all())
@@ -155,13 +177,12 @@ def test_a_slab_at_an_odd_address_is_packed_all_the_same() -> None:
 def test_the_trailer_lies_at_the_aligned_end_and_no_old_byte_lies_before_it() -> None:
     shape = Shape(head_dim=7, element_bytes=1, page_size=3)
     with opened(shape, seed=1) as pool:
-        payload = payload_bytes(pool, (0, 2), range(3), range(1))
+        chosen = ((0, 2), range(3), range(1))
+        payload = payload_bytes(pool, *chosen)
         assert payload % trailers.ALIGNMENT_BYTES != 0
-        target = np.full(trailers.slab_bytes(payload), POISON, dtype=np.uint8)
-        gather.gather_slices(
-            pool, np.array([5], dtype=np.int32), (0, 2), range(3), range(1), target, trailer_for(payload)
-        )
-        tail = target[payload:].tobytes()
+        slab = np.full(trailers.slab_bytes(payload), POISON, dtype=np.uint8)
+        copy(*chosen_of(pool, np.array([5], dtype=np.int32), *chosen, slab), chosen[0], trailer_for(payload))
+        tail = slab[payload:].tobytes()
         assert tail[-trailers.TRAILER_BYTES :] == trailer_for(payload).data
         assert not any(tail[: -trailers.TRAILER_BYTES])
 
@@ -169,16 +190,19 @@ def test_the_trailer_lies_at_the_aligned_end_and_no_old_byte_lies_before_it() ->
 def test_pages_out_of_range_are_refused_by_their_index_before_anything_is_written() -> None:
     with opened(Shape(), seed=1) as pool:
         before = contents(pool)
-        slab = np.full(1 << 16, POISON, dtype=np.uint8)
+        slab = np.full(1 << 18, POISON, dtype=np.uint8)
+        tokens = (0, 48)
+
+        def sides(*pages: int) -> tuple[View, View]:
+            return chosen_of(pool, np.array(pages, dtype=np.int32), tokens, range(3), range(4), slab)
+
         for wrong in (-1, 12, 2**31 - 1):
-            pages = np.array([3, wrong, 0], dtype=np.int32)
-            with pytest.raises(LongshoreError, match=r"pages\[1\]") as refused:
-                gather.gather_slices(pool, pages, (0, 48), range(3), range(4), slab, None)
-            assert refused.value.reason is Reason.PAGE_OUT_OF_RANGE
-            with pytest.raises(LongshoreError, match=r"pages\[1\]"):
-                scatter.scatter_slices(pool, pages, (0, 48), range(3), range(4), slab)
+            for near, far in (sides(3, wrong, 0), sides(3, wrong, 0)[::-1]):
+                with pytest.raises(LongshoreError, match=r"pages\[1\]") as refused:
+                    copy(near, far, tokens)
+                assert refused.value.reason is Reason.PAGE_OUT_OF_RANGE
         with pytest.raises(LongshoreError, match=r"pages\[0\] and pages\[2\] are both 3") as refused:
-            scatter.scatter_slices(pool, np.array([3, 1, 3], dtype=np.int32), (0, 48), range(3), range(4), slab)
+            copy(*sides(3, 1, 3)[::-1], tokens)
         assert refused.value.reason is Reason.TOKENS_OVERLAP
         assert bool((slab == POISON).all())
         assert all(map(np.array_equal, before, contents(pool)))
@@ -187,45 +211,63 @@ def test_pages_out_of_range_are_refused_by_their_index_before_anything_is_writte
 @pytest.mark.parametrize(
     ("argument", "changes"),
     [
-        ("pages", {"pages": np.array([1, 2], dtype=np.int32)}),
+        ("target.pages", {"pages": np.array([], dtype=np.int32)}),
         ("pages", {"pages": np.array([1], dtype=np.int64)}),
+        ("pages", {"pages": np.array([[1]], dtype=np.int32)}),
         ("tokens", {"tokens": (3, 3)}),
         ("tokens", {"tokens": (-1, 3)}),
+        ("target.pages", {"tokens": (0, 17)}),
         ("layers", {"layers": range(4)}),
         ("layers", {"layers": range(0)}),
+        ("layers", {"layers": range(2)}),
         ("heads", {"heads": range(2, 5)}),
         ("heads", {"heads": range(0, 4, 2)}),
-        ("target", {"target": np.zeros(16, dtype=np.uint8)}),
-        ("target", {"target": np.zeros(1 << 16, dtype=np.int8)}),
-        ("target", {"target": np.zeros(1 << 17, dtype=np.uint8)[::2]}),
+        ("layers range(0, 3) and heads", {"heads": range(3)}),
+        ("rows", {"shape": Shape(head_dim=32)}),
         ("trailer", {"trailer": trailer_for(1)}),
+        ("trailer", {"trailer": trailer_for(2 * 3 * 16 * 4 * 128)}),
     ],
 )
 def test_an_argument_that_breaks_the_contract_is_named_and_nothing_is_written(
-    argument: str, changes: dict[str, object]
+    argument: str, changes: dict[str, Any]
 ) -> None:
-    arguments: dict[str, object] = {
+    asked: dict[str, Any] = {
         "pages": np.array([1], dtype=np.int32),
         "tokens": (0, 16),
         "layers": range(3),
         "heads": range(4),
-        "target": np.zeros(1 << 16, dtype=np.uint8),
+        "shape": Shape(),
         "trailer": None,
     } | changes
-    with opened(Shape(), seed=1) as pool:
-        with pytest.raises(ShapeError, match=f"^{argument}"):
-            gather.gather_slices(pool, **arguments)  # type: ignore[arg-type]
-        target = arguments["target"]
-        assert isinstance(target, np.ndarray)
-        assert not bool(target.any())
+    with opened(Shape(), seed=1) as source, opened(asked["shape"], seed=None) as target:
+        near = pool_view(source, np.arange(3, dtype=np.int32), 0, range(3), range(4))
+        with pytest.raises(ShapeError, match=f"^{re.escape(argument)}"):
+            copy(
+                near,
+                pool_view(target, asked["pages"], 0, asked["layers"], asked["heads"]),
+                asked["tokens"],
+                asked["trailer"],
+            )
+        assert all(bool((region == POISON).all()) for region in contents(target))
+
+
+@pytest.mark.parametrize(
+    "slab",
+    [np.zeros(16, dtype=np.uint8), np.zeros(1 << 16, dtype=np.int8), np.zeros(1 << 17, dtype=np.uint8)[::2]],
+    ids=["short", "of another type", "with gaps"],
+)
+def test_a_slab_that_is_no_memory_for_it_is_refused(slab: Bytes) -> None:
+    with opened(Shape(), seed=1) as pool, pytest.raises(ShapeError, match=r"^slab"):
+        chosen_of(pool, np.array([1], dtype=np.int32), (0, 16), range(3), range(4), slab)
 
 
 def test_an_unregistered_pool_is_refused_rather_than_read() -> None:
     with opened(Shape(), seed=1) as pool:
-        assert pool.close()
         slab = np.zeros(1 << 16, dtype=np.uint8)
+        near, far = chosen_of(pool, np.array([1], dtype=np.int32), (0, 16), range(3), range(4), slab)
+        assert pool.close()
         with pytest.raises(PoolError, match="unregistered"):
-            gather.gather_slices(pool, np.array([1], dtype=np.int32), (0, 16), range(3), range(4), slab, None)
+            copy(near, far, (0, 16))
 
 
 @pytest.mark.parametrize("row_bytes", [64, 192, 1024])
