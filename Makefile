@@ -14,7 +14,7 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := agent,operator,cli,nixl,mooncake,dev
+EXTRAS := agent,operator,cli,lab,nixl,mooncake,dev
 PYTHON ?=
 TORCH_INDEX ?=
 
@@ -75,7 +75,7 @@ fix: install ## format, and repair what the linter can repair
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# By another interpreter, such as a GPU machine's own: make gpu GPU_PYTHON=python3 PYTHONPATH=wire:agent:client:cli
+# By another interpreter, such as a GPU machine's own: make gpu GPU_PYTHON=python3 PYTHONPATH=wire:agent:client:cli:lab
 # A part of it: make gpu GPU_OPTIONS="--quick --steps tests,demo"
 gpu: $(if $(GPU_PYTHON),,install) ## tests and benchmarks of everything that needs a GPU; says why where there is none
 	$(or $(GPU_PYTHON),$(BIN)/python) benchmarks/everything_gpu.py $(GPU_OPTIONS)

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import zmq
 
-from longshore_cli.bench.pages import Content
-from longshore_cli.bench.report import machine
-from longshore_cli.bench.scene import Course, Engine, Scene, Stage, open_stage
 from longshore_client import Half
+from longshore_lab.bench.pages import Content
+from longshore_lab.bench.report import machine
+from longshore_lab.bench.scene import Course, Engine, Scene, Stage, open_stage
 from longshore_wire.layout import ModelShape
 
 # One slab is one token: 2 planes of 2 heads of 512 bytes; two do not fit a lane.

@@ -215,7 +215,7 @@ def run_agents(
 
 def write_timeline(path: Path, name: str, spans: list[dict[str, Any]]) -> None:
     """Write a transfer's timeline, as `longshore bench transfer --trace` does."""
-    from longshore_cli.bench.timeline import Timeline
+    from longshore_lab.bench.timeline import Timeline
 
     timeline = Timeline()
     timeline.add(name, spans, staged=False)

@@ -38,7 +38,7 @@ from typing import IO, Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PACKAGES = ("wire", "client", "agent", "cli")
+PACKAGES = ("wire", "client", "agent", "cli", "lab")
 
 
 class Step(NamedTuple):
@@ -81,7 +81,7 @@ STEPS = {
     "demo": Step(
         "demo",
         ("-m", "longshore_cli.main", "demo"),
-        "cli/longshore_cli/demo/*.py",
+        "lab/longshore_lab/demo/*.py",
         300,
         75,
         ("--quick",),
@@ -123,7 +123,7 @@ STEPS = {
     "rooms": Step(
         "rooms",
         ("-m", "longshore_cli.main", "bench", "rooms"),
-        "cli/longshore_cli/bench/*.py",
+        "lab/longshore_lab/bench/*.py",
         400,
         55,
         ("--rooms", "1,8,64", "--repeats", "2"),

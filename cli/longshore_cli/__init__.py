@@ -1,1 +1,1 @@
-"""The `longshore` command: the demo on one machine, benchmarks, and the reference engine that both drive."""
+"""The `longshore` command: agents of one machine (`up`), keys, and the way into the laboratory (`demo`, `bench`)."""

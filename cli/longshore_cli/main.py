@@ -9,10 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from longshore_cli import bench, demo, up
+from longshore_cli import laboratory, up
 from longshore_cli.local_agents import LocalAgentError, make_keys
 
-# Every command starts agents, or a program of theirs; a plain installation is for engines and has none of these.
+# `up` and `keys` start agents, or a program of theirs; a plain installation is for engines and has none of these.
 _AGENT_MODULES = ("fastapi", "numpy", "uvicorn", "zmq")
 
 
@@ -23,21 +23,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"longshore {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    one = commands.add_parser(
-        "demo", help="move KV between unequal layouts on this machine and compare every byte and token"
-    )
-    demo.add_arguments(one)
-    one.set_defaults(run=demo.run)
-    two = commands.add_parser("bench", help="measure transfers on this machine")
-    bench.add_arguments(two)
-    two.set_defaults(run=bench.run)
-    four = commands.add_parser("up", help="run the agents that a DisaggDeployment asks for on this machine")
-    up.add_arguments(four)
-    four.set_defaults(run=up.run)
-    three = commands.add_parser("keys", help="make the CURVE keys of a deployment's control protocol")
-    three.add_argument("directory", type=Path, metavar="DIR", help="where `curve.json` is written")
-    three.set_defaults(run=_keys)
-    chosen = parser.parse_args(arguments)
+    for name, shown in laboratory.COMMANDS.items():
+        # The laboratory declares its own arguments, `--help` included.
+        commands.add_parser(name, help=shown, add_help=False)
+    one = commands.add_parser("up", help="run the agents that a DisaggDeployment asks for on this machine")
+    up.add_arguments(one)
+    one.set_defaults(run=up.run)
+    two = commands.add_parser("keys", help="make the CURVE keys of a deployment's control protocol")
+    two.add_argument("directory", type=Path, metavar="DIR", help="where `curve.json` is written")
+    two.set_defaults(run=_keys)
+    chosen, words = parser.parse_known_args(arguments)
+    if chosen.command in laboratory.COMMANDS:
+        return laboratory.run(chosen.command, words)
+    if words:
+        parser.error(f"unrecognized arguments: {' '.join(words)}")
     missing = [name for name in _AGENT_MODULES if find_spec(name) is None]
     if missing:
         print(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from longshore_cli.bench import add_arguments, run
+from longshore_lab.bench import add_arguments, run
 
 # Slabs so small that a request has several in every lane.
 _SETTINGS = ("--set", "slab_bytes_min=128Ki", "--set", "lane_bytes=1Mi")

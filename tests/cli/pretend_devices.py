@@ -14,7 +14,7 @@ from longshore_wire.engine_messages import DeviceRegion
 
 
 class PretendMemory:
-    """Stands for `longshore_cli.engine.device_memory.DeviceMemory`."""
+    """Stands for `longshore_lab.engine.device_memory.DeviceMemory`."""
 
     def __init__(self, length_bytes: int, device: str) -> None:
         self.tensor = torch.zeros(length_bytes, dtype=torch.uint8)

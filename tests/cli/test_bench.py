@@ -11,10 +11,10 @@ import urllib.request
 import pytest
 from left_behind import Marked, marked
 
-from longshore_cli.bench import BenchError, add_arguments, report, run
-from longshore_cli.bench.pages import Content, Pages
-from longshore_cli.bench.results import MIB, Report, Series, SizeResult
-from longshore_cli.bench.scene import Course
+from longshore_lab.bench import BenchError, add_arguments, report, run
+from longshore_lab.bench.pages import Content, Pages
+from longshore_lab.bench.results import MIB, Report, Series, SizeResult
+from longshore_lab.bench.scene import Course
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 
 MODEL = ModelShape(layers=2, kv_heads=4, head_dim=8, element_bytes=2)

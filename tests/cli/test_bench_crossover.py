@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from longshore_cli.bench import add_arguments, run
-from longshore_cli.bench.crossover import Point, Report, as_json, plot, table
+from longshore_lab.bench import add_arguments, run
+from longshore_lab.bench.crossover import Point, Report, as_json, plot, table
 from longshore_wire.crossover import WHOLE_PAGES as EMPTY
 from longshore_wire.crossover import Measured, Row, read, write
 

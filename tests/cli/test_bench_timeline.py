@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from longshore_cli.bench import BenchError
-from longshore_cli.bench.timeline import STAGES, Timeline
+from longshore_lab.bench import BenchError
+from longshore_lab.bench.timeline import STAGES, Timeline
 
 STARTS = {"gather": 0, "write": 2, "scatter": 4}
 

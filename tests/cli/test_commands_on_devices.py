@@ -13,8 +13,8 @@ from left_behind import marked
 
 PREAMBLE = """
 import sys
-from longshore_cli import devices
-from longshore_cli.engine import device_memory
+from longshore_lab import devices
+from longshore_lab.engine import device_memory
 class Copy:
     def __init__(self, length_bytes, source, target): pass
     def seconds(self, length_bytes): return length_bytes / 1e9

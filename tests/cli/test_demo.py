@@ -13,19 +13,19 @@ from typing import Any
 import pytest
 from left_behind import marked
 
-from longshore_cli.demo.compare import check_bytes, check_control, check_digests, check_tokens, whole_rows
-from longshore_cli.demo.counts import Counts, PairResult, Transfer, wires_of
-from longshore_cli.demo.errors import DifferenceError
-from longshore_cli.demo.prompts import Request
-from longshore_cli.demo.table import rendered
-from longshore_cli.engine.commands import Dumped, HeadDigest
 from longshore_cli.main import main
+from longshore_lab.demo.compare import check_bytes, check_control, check_digests, check_tokens, whole_rows
+from longshore_lab.demo.counts import Counts, PairResult, Transfer, wires_of
+from longshore_lab.demo.errors import DifferenceError
+from longshore_lab.demo.prompts import Request
+from longshore_lab.demo.table import rendered
+from longshore_lab.engine.commands import Dumped, HeadDigest
 
 DEMO = ["-m", "longshore_cli.main", "demo", "--quick"]
 # Alters one token's KV on decode's side after everything has arrived, as a fault of a transport would.
 TAMPERED = """
 import sys
-from longshore_cli.demo.pair import PairRun
+from longshore_lab.demo.pair import PairRun
 from longshore_cli.main import main
 honest = PairRun._arrived
 def tampered(self, way, rooms):
@@ -117,7 +117,8 @@ def test_a_demo_names_the_agent_or_worker_that_was_killed_and_leaves_nothing(par
 
 
 def test_the_command_line_loads_no_torch() -> None:
-    with marked(["-c", "import sys, longshore_cli.main; print('torch' in sys.modules)"]) as run:
+    code = "import sys, longshore_cli.main, longshore_lab.bench, longshore_lab.demo; print('torch' in sys.modules)"
+    with marked(["-c", code]) as run:
         assert run.read_rest().strip() == "False"
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from longshore_cli import devices
-from longshore_cli.devices import DevicesError, Placement, check, device_of, place
-from longshore_cli.engine.config import RankOptions
 from longshore_cli.main import main
+from longshore_lab import devices
+from longshore_lab.devices import DevicesError, Placement, check, device_of, place
+from longshore_lab.engine.config import RankOptions
 
 COMMANDS = (["demo"], ["bench", "rooms"], ["bench", "transfer"], ["bench", "crossover"])
 
@@ -151,7 +151,7 @@ def test_a_crossover_file_is_not_written_from_gpus_where_agents_have_nothing_to_
 
 
 def test_the_ways_of_gpus_are_staged_and_direct_between_unequal_and_equal_layouts() -> None:
-    from longshore_cli.bench.transfer import _courses
+    from longshore_lab.bench.transfer import _courses
 
     assert [course.name for course in _courses(None, place(("cuda:0",)), 4, 2)] == [
         "staged 4→2",

@@ -13,19 +13,19 @@ import pytest
 import torch
 from pretend_devices import PretendMemory
 
-from longshore_cli.bench import BenchError, device_pages, scene
-from longshore_cli.bench.device_pages import DevicePages
-from longshore_cli.bench.pages import Content
-from longshore_cli.bench.scene import Stage
-from longshore_cli.engine import cache, connector
-from longshore_cli.engine.cache import POISON_PATTERN, PagePool
-from longshore_cli.engine.config import ModelConfig, RankOptions
-from longshore_cli.engine.connector import Connector, ConnectorOptions, Registration
-from longshore_cli.engine.device_memory import DeviceMemory
-from longshore_cli.engine.errors import EngineError
-from longshore_cli.engine.rank import EngineRank
 from longshore_cli.lifetime import parts_watched
 from longshore_cli.local_agents import LocalAgent
+from longshore_lab.bench import BenchError, device_pages, scene
+from longshore_lab.bench.device_pages import DevicePages
+from longshore_lab.bench.pages import Content
+from longshore_lab.bench.scene import Stage
+from longshore_lab.engine import cache, connector
+from longshore_lab.engine.cache import POISON_PATTERN, PagePool
+from longshore_lab.engine.config import ModelConfig, RankOptions
+from longshore_lab.engine.connector import Connector, ConnectorOptions, Registration
+from longshore_lab.engine.device_memory import DeviceMemory
+from longshore_lab.engine.errors import EngineError
+from longshore_lab.engine.rank import EngineRank
 from longshore_wire.engine_messages import DeviceRegion, Half
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PoolGeometry
 

@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from longshore_cli.engine.config import ModelConfig, RankOptions
-from longshore_cli.engine.errors import EngineError, MissingKVError, PagesExhaustedError, RankLostError
-from longshore_cli.engine.pages import PageAllocator, pages_for
-from longshore_cli.engine.processes import EngineProcesses
-from longshore_cli.engine.rank import EngineRank, Sampled
-from longshore_cli.engine.starter import RankStarter
-from longshore_cli.engine.weights import edge_weights, full_layer, rank_layer
+from longshore_lab.engine.config import ModelConfig, RankOptions
+from longshore_lab.engine.errors import EngineError, MissingKVError, PagesExhaustedError, RankLostError
+from longshore_lab.engine.pages import PageAllocator, pages_for
+from longshore_lab.engine.processes import EngineProcesses
+from longshore_lab.engine.rank import EngineRank, Sampled
+from longshore_lab.engine.starter import RankStarter
+from longshore_lab.engine.weights import edge_weights, full_layer, rank_layer
 from longshore_wire.errors import LayoutError
 from longshore_wire.layout import PageOrder
 
@@ -363,7 +363,7 @@ def test_requests_that_cannot_work_are_refused_before_anything_is_written(engine
 
 
 def test_the_driver_of_rank_processes_loads_no_torch() -> None:
-    code = "import sys, longshore_cli.engine.processes; print('torch' in sys.modules)"
+    code = "import sys, longshore_lab.engine.processes; print('torch' in sys.modules)"
     environment = {"PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

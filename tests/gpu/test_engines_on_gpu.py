@@ -47,8 +47,8 @@ def run_command(devices: list[str], numbers: Path, *words: str) -> dict[str, Any
 
 
 def test_an_engine_with_its_pages_on_a_gpu_gives_the_tokens_and_bytes_of_one_on_the_cpu(devices: list[str]) -> None:
-    from longshore_cli.engine.config import ModelConfig, RankOptions
-    from longshore_cli.engine.rank import EngineRank
+    from longshore_lab.engine.config import ModelConfig, RankOptions
+    from longshore_lab.engine.rank import EngineRank
 
     draw = random.Random(3)
     prompt = [draw.randrange(ModelConfig().vocabulary) for _ in range(137)]
@@ -67,9 +67,9 @@ def test_an_engine_with_its_pages_on_a_gpu_gives_the_tokens_and_bytes_of_one_on_
 
 
 def test_a_benchmark_finds_one_wrong_byte_on_a_gpu(devices: list[str]) -> None:
-    from longshore_cli.bench import BenchError
-    from longshore_cli.bench.device_pages import DevicePages
-    from longshore_cli.bench.pages import Content
+    from longshore_lab.bench import BenchError
+    from longshore_lab.bench.device_pages import DevicePages
+    from longshore_lab.bench.pages import Content
 
     content = Content(SHAPE.kv_heads * SHAPE.head_bytes, 21)
     pages = DevicePages(KVLayout(SHAPE, Parallel(tp=2, tp_rank=1), 4), 21, 5, devices[-1])

@@ -97,8 +97,8 @@ def test_the_demo_and_rooms_run_on_as_many_gpus_as_there_are(there: int, used: s
 def test_every_word_of_the_demo_and_of_rooms_is_one_that_they_know(
     everything: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from longshore_cli import bench, demo
     from longshore_cli.main import main
+    from longshore_lab import bench, demo
 
     seen = []
     monkeypatch.setattr(demo, "run", lambda arguments: seen.append(arguments) or 0)

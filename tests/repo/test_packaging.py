@@ -18,19 +18,20 @@ DISTRIBUTION_OF = {
     "yaml": "pyyaml",
     "zmq": "pyzmq",
 }
-# What each package may ask for beyond the base dependency: its extra, and for the agent its transports. The cli starts
-# agents on one machine and holds the reference engine. Engines bring themselves and torch.
+# What each package may ask for beyond the base dependency: its extra, and for the agent its transports. Engines
+# bring themselves and torch.
 EXTRAS_OF = {
     "longshore_wire": [],
     "longshore_client": [],
     "longshore_agent": ["agent", "nixl", "mooncake"],
     "longshore_operator": ["operator"],
-    "longshore_cli": ["cli", "agent"],
+    "longshore_cli": ["cli"],
+    "longshore_lab": ["lab"],
 }
 # The agent's config file is YAML. Its readers and writers, agent and operator, bring the parser; engines never need it.
 BROUGHT_BY_THE_CALLER = {("wire/longshore_wire/strict_document.py", "pyyaml")}
 ENGINES = {"vllm", "sglang", "torch"}
-EXTRAS = {"agent", "operator", "cli", "fuzz", "nixl", "mooncake", "mooncake-cuda12", "mooncake-cuda13", "dev"}
+EXTRAS = {"agent", "operator", "cli", "lab", "fuzz", "nixl", "mooncake", "mooncake-cuda12", "mooncake-cuda13", "dev"}
 
 
 def pinned_names() -> set[str]:

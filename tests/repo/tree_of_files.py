@@ -17,6 +17,7 @@ PACKAGES = {
     "longshore_agent": ROOT / "agent" / "longshore_agent",
     "longshore_operator": ROOT / "operator" / "longshore_operator",
     "longshore_cli": ROOT / "cli" / "longshore_cli",
+    "longshore_lab": ROOT / "lab" / "longshore_lab",
 }
 
 

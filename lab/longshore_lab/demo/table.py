@@ -1,0 +1,72 @@
+"""The demo's last words: a table for people, and the same as JSON for programs. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import msgspec
+
+from longshore_lab.demo.counts import PairResult, Transfer
+
+_HEADINGS = (
+    "pair",
+    "backend",
+    "way",
+    "rooms",
+    "slabs",
+    "writes",
+    "pieces",
+    "MB",
+    "seconds",
+    "GB/s",
+    "vs slices",
+    "wire",
+)
+_LEFT = {"pair", "backend", "way", "wire"}
+
+
+def rendered(results: Sequence[PairResult]) -> str:
+    """Return the table, one line a pair, transport and way; `vs slices` is how many times faster than the same rooms slice by slice, if these were."""
+    rows: list[tuple[str, ...]] = [_HEADINGS]
+    for result in results:
+        slices_s = [transfer.median_s for transfer in result.transfers if transfer.way == "slices"]
+        rows += [_row(result, one, max(slices_s) / one.median_s if slices_s else None) for one in result.transfers]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if heading in _LEFT else cell.rjust(width)
+            for cell, width, heading in zip(row, widths, _HEADINGS, strict=True)
+        ).rstrip()
+        for row in rows
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def encoded(results: Sequence[PairResult], options: dict[str, object]) -> bytes:
+    """Return the results as JSON."""
+    pairs = [
+        dataclasses.asdict(result)
+        | {"transfers": [dataclasses.asdict(one) | {"gigabytes_per_s": one.rate} for one in result.transfers]}
+        for result in results
+    ]
+    return msgspec.json.format(msgspec.json.encode({"options": options, "pairs": pairs}))
+
+
+def _row(result: PairResult, transfer: Transfer, speed: float | None) -> tuple[str, ...]:
+    counts = transfer.counts
+    return (
+        result.name,
+        result.backend,
+        transfer.way,
+        str(transfer.rooms),
+        f"{counts.slabs:,}",
+        f"{counts.writes:,}",
+        f"{counts.pieces:,}",
+        f"{transfer.payload_bytes / 1e6:.1f}",
+        f"{transfer.median_s:.3f}",
+        f"{transfer.rate:.2f}",
+        "-" if speed is None else f"{speed:.1f}x",
+        ", ".join(transfer.wires) or "none",
+    )

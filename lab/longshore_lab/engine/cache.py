@@ -1,0 +1,192 @@
+"""One rank's paged KV in one memory region that another process can map: shared memory, or a GPU's.
+
+Called by the decoder (write, read), which computes on the CPU wherever the pages lie, and by whoever checks a transfer
+(dump, digest, zero). Knows pages and bytes; nothing of models or of who else maps the region.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import mmap
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from longshore_lab.devices import CPU
+from longshore_lab.engine.commands import HeadDigest
+from longshore_lab.engine.device_memory import DeviceMemory
+from longshore_lab.engine.errors import EngineError
+from longshore_lab.engine.pages import pages_for
+from longshore_wire.layout import KVLayout, PageOrder, PlaneGeometry, PoolGeometry
+
+# A quiet NaN that no arithmetic makes, so that a dump shows which bytes nobody wrote.
+POISON_PATTERN = 0x7FC0DEAD
+DIGEST_BYTES = 16
+
+
+class PagePool:
+    """K and V pages of a rank's layers and heads, float32, in one memfd or one tensor on a GPU.
+
+    Whatever writes pages here returns when they are written: an agent's process may read or write them then.
+
+    Attributes:
+        layout: the rank's share of the cache.
+        page_count: pages in the pool.
+        geometry: where each plane lies in the region: K of each local layer, then V of each.
+        region_fd: file descriptor of the region; owned by the pool until `close`. -1: it is on a GPU.
+        device_memory: the region on a GPU; None: it is in shared memory.
+        planes: [2 * layers, page_count, page_size, heads, head_dim], a view with the page order's strides.
+    """
+
+    def __init__(self, layout: KVLayout, page_count: int, *, poison: bool = True, device: str = CPU) -> None:
+        layout.check()
+        if layout.order is PageOrder.OPAQUE or layout.model.element_bytes != torch.float32.itemsize:
+            raise EngineError(f"layout is {layout}: the reference pool holds float32 pages in NHD or HND order")
+        self.layout = layout
+        self.page_count = page_count
+        self.geometry = _geometry(layout, page_count)
+        self.region_fd = -1
+        self.device_memory: DeviceMemory | None = None
+        if device == CPU:
+            self.region_fd = _sealed_region(self.geometry.region_bytes[0])
+            # The mapping lives as long as a tensor refers to it, so nothing can read unmapped memory after `close`.
+            mapping = mmap.mmap(self.region_fd, self.geometry.region_bytes[0])
+            flat = torch.frombuffer(mapping, dtype=torch.float32)
+        else:
+            self.device_memory = DeviceMemory(self.geometry.region_bytes[0], device)
+            flat = self.device_memory.tensor.view(torch.float32)
+        planes, heads, head_dim = 2 * len(layout.layers), len(layout.heads), layout.model.head_dim
+        used = flat[: planes * page_count * layout.page_size * heads * head_dim]
+        if layout.order is PageOrder.NHD:
+            self.planes = used.view(planes, page_count, layout.page_size, heads, head_dim)
+        else:
+            self.planes = used.view(planes, page_count, heads, layout.page_size, head_dim).transpose(2, 3)
+        self._words = used.view(torch.int32).view(planes, page_count, -1)
+        if poison:
+            self._words.fill_(POISON_PATTERN)
+        self._settle()
+
+    def close(self) -> None:
+        """Close the region's file descriptor; views that are still held stay valid. A second call does nothing."""
+        if self.region_fd >= 0:
+            os.close(self.region_fd)
+            self.region_fd = -1
+
+    def poison(self, pages: Sequence[int]) -> None:
+        """Fill whole pages of every plane with a NaN pattern.
+
+        Raises:
+            EngineError: a page is out of range.
+        """
+        self._words[:, self._checked(pages)] = POISON_PATTERN
+        self._settle()
+
+    def zero(self, pages: Sequence[int], first: int, end: int) -> None:
+        """Set K and V of tokens [first, end) of the sequence in `pages` to zero, on every plane.
+
+        Raises:
+            EngineError: the pages do not hold these tokens, or a page is out of range.
+        """
+        page, slot = self._locate(pages, first, end)
+        self.planes[:, page, slot] = 0.0
+        self._settle()
+
+    def write(self, layer: int, pages: Sequence[int], first: int, keys: Tensor, values: Tensor) -> None:
+        """Store K and V, each [tokens, heads, head_dim], of the tokens from `first` on; `layer` is local.
+
+        Raises:
+            EngineError: the pages do not hold these tokens, or a page is out of range.
+        """
+        page, slot = self._locate(pages, first, first + keys.shape[0])
+        self.planes[layer, page, slot] = keys.to(self.planes.device)
+        self.planes[len(self.layout.layers) + layer, page, slot] = values.to(self.planes.device)
+        self._settle()
+
+    def read(self, layer: int, pages: Sequence[int], end: int) -> tuple[Tensor, Tensor]:
+        """Gather K and V of tokens [0, end) through the page table, each [heads, end, head_dim], contiguous, on the CPU."""
+        values_layer = len(self.layout.layers) + layer
+        return self._gather(layer, pages, end), self._gather(values_layer, pages, end)
+
+    def dump_tokens(self, pages: Sequence[int], first: int, end: int) -> Tensor:
+        """Copy tokens [first, end) out: [2 * layers, end - first, heads, head_dim], K planes first, on the CPU.
+
+        Raises:
+            EngineError: the pages do not hold these tokens, or a page is out of range.
+        """
+        page, slot = self._locate(pages, first, end)
+        return self.planes[:, page, slot].contiguous().cpu()
+
+    def digest_tokens(self, pages: Sequence[int], first: int, end: int) -> list[HeadDigest]:
+        """Digest the bytes of tokens [first, end), one entry for each global layer, K or V, and global head.
+
+        Independent of TP, page size, page order and page ids: two layouts hold the same bytes exactly when the
+        entries of all their ranks, sorted, are equal. The bytes are those of [tokens, head_dim].
+        """
+        page, slot = self._locate(pages, first, end)
+        entries = []
+        for plane in range(self.planes.shape[0]):
+            by_head = self.planes[plane, page, slot].transpose(0, 1).contiguous().cpu().numpy()
+            values, layer = divmod(plane, len(self.layout.layers))
+            for local, head in enumerate(self.layout.heads):
+                digest = hashlib.blake2b(by_head[local].data, digest_size=DIGEST_BYTES).digest()
+                entries.append(HeadDigest(self.layout.layers[layer], bool(values), head, digest))
+        return entries
+
+    def _gather(self, plane: int, pages: Sequence[int], end: int) -> Tensor:
+        """Whole pages are copied and the tail is cut off, which is faster than an index for each token."""
+        needed = pages_for(end, self.layout.page_size)
+        if needed > len(pages):
+            raise EngineError(f"{len(pages)} pages of {self.layout.page_size} tokens do not hold {end} tokens")
+        taken = self.planes[plane].index_select(0, self._checked(pages[:needed]))
+        return taken.flatten(0, 1)[:end].transpose(0, 1).contiguous().cpu()
+
+    def _locate(self, pages: Sequence[int], first: int, end: int) -> tuple[Tensor, Tensor]:
+        """Page id and slot of each token in [first, end)."""
+        page_size = self.layout.page_size
+        if not 0 <= first <= end <= len(pages) * page_size:
+            raise EngineError(f"tokens [{first}, {end}) are not held by {len(pages)} pages of {page_size} tokens")
+        positions = torch.arange(first, end, device=self.planes.device)
+        return self._checked(pages)[positions // page_size], positions % page_size
+
+    def _checked(self, pages: Sequence[int]) -> Tensor:
+        if any(not 0 <= page < self.page_count for page in pages):
+            raise EngineError(
+                f"pages {[p for p in pages if not 0 <= p < self.page_count]} are not in the pool: "
+                f"it has pages 0 to {self.page_count - 1}"
+            )
+        return torch.tensor(pages, dtype=torch.int64, device=self.planes.device)
+
+    def _settle(self) -> None:
+        """On a GPU what was called is only queued; return when it is done."""
+        if self.device_memory is not None:
+            self.device_memory.settle()
+
+
+def _geometry(layout: KVLayout, page_count: int) -> PoolGeometry:
+    row_bytes = layout.model.head_dim * layout.model.element_bytes
+    heads = len(layout.heads)
+    page_bytes = layout.page_size * heads * row_bytes
+    nhd = layout.order is PageOrder.NHD
+    token_stride = heads * row_bytes if nhd else row_bytes
+    head_stride = row_bytes if nhd else layout.page_size * row_bytes
+    planes = tuple(
+        PlaneGeometry(0, plane * page_count * page_bytes, page_bytes, token_stride, head_stride)
+        for plane in range(2 * len(layout.layers))
+    )
+    region_bytes = -(-len(planes) * page_count * page_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    return PoolGeometry(page_count, (region_bytes,), planes)
+
+
+def _sealed_region(region_bytes: int) -> int:
+    """A memfd that nobody can shrink: a process that maps it is never killed by SIGBUS."""
+    region_fd = os.memfd_create("longshore-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(region_fd, region_bytes)
+        fcntl.fcntl(region_fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except OSError:
+        os.close(region_fd)
+        raise
+    return region_fd
