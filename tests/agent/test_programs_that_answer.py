@@ -9,9 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from longshore_agent import bare_path
 from longshore_agent.status.snapshot import SelfTest
-from longshore_agent.transports import rate
+from longshore_lab import bare_path, rate
 from longshore_wire.layout import ModelShape
 
 # Imported by every interpreter that starts, so that the programs' own children print, too: as UCX does on a busy
@@ -29,13 +28,13 @@ SCENE = bare_path.Scene("Loopback", ModelShape(layers=2, kv_heads=2, head_dim=64
 PROGRAMS = {
     "self-test": (["longshore_agent.self_test"], None, SelfTest, lambda test: test.bytes_moved == 1 << 20),
     "rate": (
-        ["longshore_agent.transports.rate", "--backend", "Loopback", "--bytes-max", "65536"],
+        ["longshore_lab.rate", "--backend", "Loopback", "--bytes-max", "65536"],
         rate.Request("write", 65536),
         rate.Answer,
         lambda answer: answer.equal,
     ),
     "bare path": (
-        ["longshore_agent.bare_path", "--scene", msgspec.json.encode(SCENE).decode()],
+        ["longshore_lab.bare_path", "--scene", msgspec.json.encode(SCENE).decode()],
         bare_path.Request(64),
         bare_path.Answer,
         lambda answer: answer.equal,

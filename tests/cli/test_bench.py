@@ -237,9 +237,9 @@ def test_numbers_of_a_bench_whose_worker_was_replaced_are_not_shown(agent: str) 
 def test_a_killed_process_of_the_bare_transport_ends_a_bench_by_its_name() -> None:
     with marked(bench("transfer")) as run:
         run.read_until(MEASURING["transfer"])
-        (target,) = (line for line in run.processes() if "transports.rate" in line and "--target" in line)
+        (target,) = (line for line in run.processes() if "longshore_lab.rate" in line and "--target" in line)
         os.kill(int(target.split()[0]), signal.SIGKILL)
         said, _ = run.process.communicate(timeout=END_S)
         assert run.process.returncode == 1, said
-        assert "longshore bench: longshore_agent.transports.rate ended" in said
+        assert "longshore bench: longshore_lab.rate ended" in said
         assert run.left() == []

@@ -1,7 +1,7 @@
 """Standard output of a program that answers with lines of JSON, kept clean of what transports' libraries print.
 
-Called first by the programs that others ask: the self-test, `rate` and `bare_path`. Libraries print warnings to standard
-output from C, when the machine is busy for example; those lines belong into the log.
+Called first by the programs that others ask: the agent's self-test, and those that measure transports alone. Libraries print
+warnings to standard output from C, when the machine is busy for example; those lines belong into the log.
 """
 
 from __future__ import annotations

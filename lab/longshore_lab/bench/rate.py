@@ -1,4 +1,4 @@
-"""What the transport, and what the stages of a transfer, do by themselves: runs programs of the agent and asks them.
+"""Runs the programs that measure a transport, and the stages of a transfer, by themselves, and asks them for numbers.
 
 Called by `transfer`, between its own measurements, so that both see the same machine.
 """
@@ -20,8 +20,8 @@ import msgspec
 from longshore_lab.bench.errors import BenchError
 from longshore_wire.layout import ModelShape
 
-_RATE_PROGRAM = "longshore_agent.transports.rate"
-_PATH_PROGRAM = "longshore_agent.bare_path"
+_RATE_PROGRAM = "longshore_lab.rate"
+_PATH_PROGRAM = "longshore_lab.bare_path"
 _END_S = 20.0
 
 

@@ -1,6 +1,6 @@
-"""Gather, write and scatter without Longshore's control: what a staged transfer costs when nobody asks and nobody grants.
+"""Measures what the gathers, writes and scatters of a staged transfer take when nobody asks and nobody grants.
 
-Run as `python -m longshore_agent.bare_path` by `longshore bench transfer`, which divides by it. One process a rank, as in
+Run as `python -m longshore_lab.bare_path` by `longshore bench transfer`, which divides by it. One process a rank, as in
 the product, with the product's own kernels, staging buffers, transport, lanes and slabs; but every slab's place is
 agreed before the clock starts, nothing can fail, wait for credit, be cancelled or be repeated, and one datagram
 tells of a slab that has landed. Reads a `Request` a line from standard input and answers each with an `Answer`.
@@ -35,7 +35,7 @@ from longshore_agent.settings import Settings
 from longshore_agent.transports import BACKENDS, create
 from longshore_agent.transports.answers import own_output, say
 from longshore_agent.transports.base import PreparingTransport
-from longshore_agent.transports.rate import checksum, process_clock
+from longshore_lab.rate import checksum, process_clock
 from longshore_wire.layout import KVLayout, ModelShape, Parallel, PlaneGeometry, PoolGeometry
 from longshore_wire.plan import Pair, Staging, plan
 from longshore_wire.slabs import SlabGrid, region_bytes, slab_limit_bytes, slab_units

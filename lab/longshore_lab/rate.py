@@ -1,9 +1,9 @@
-"""A transport's own speed between two processes, without an agent: what benchmarks divide by.
+"""Measures a transport's own speed between two processes, without an agent: benchmarks divide by it.
 
-Run as `python -m longshore_agent.transports.rate --backend NIXL --bytes-max N` by benchmarks. Reads requests from
-standard input, a JSON object a line, and answers each with one: so a benchmark can alternate between this and its own
-measurements. Ends with its input. Requests (`Request`): `write` (one descriptor), `slices` (a prepared list, posted in
-batches) and `copy` (a plain copy on one thread, in one process). Progress is driven as an agent's lanes drive it.
+Run as `python -m longshore_lab.rate --backend NIXL --bytes-max N` by benchmarks. Reads requests from standard input, a
+JSON object a line, and answers each with one: so a benchmark can alternate between this and its own measurements. Ends
+with its input. Requests (`Request`): `write` (one descriptor), `slices` (a prepared list, posted in batches) and `copy`
+(a plain copy on one thread, in one process). Progress is driven as an agent's lanes drive it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from longshore_agent.transports import BACKENDS, create
 from longshore_agent.transports.answers import own_output, say
 from longshore_agent.transports.base import PreparingTransport, Wire, Write, WriteState
 
-# As an agent's lanes have: see path.deliver.
+# As an agent's lanes have: see longshore_agent.path.deliver.
 OPEN_BATCHES_MAX = 4
 # The target looks for notices this often, as a worker that expects bytes does; all the time where bytes need it.
 _LOOK_PAUSE_S = 0.001
