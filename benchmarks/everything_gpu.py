@@ -7,7 +7,8 @@
 
 It prints the plan first: each step with the most that it may take. A step that takes longer is ended and has failed, and one
 that the time left (`--budget-s`) does not cover is left out by name, so that the whole ends in time. The demo and `bench rooms` run on
-one, two or four GPUs, as many as there are. Needs the tree and the packages of the extra `agent`, not its installation.
+one, two or four GPUs, as many as there are. Needs the tree and the packages of the extras `agent` and `lab`, not its
+installation.
 
 Writes `benchmarks/results/<date>-<device>.json`: of each step the commit, the hash of its sources, its command, that its bytes
 were checked, and its raw samples; steps that did not run now are kept as they are in it. Beside it a picture. Without a GPU it

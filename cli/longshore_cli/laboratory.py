@@ -1,4 +1,4 @@
-"""Hands `longshore demo` and `longshore bench` over to the laboratory, which an extra installs.
+"""Hands `longshore demo` and `longshore bench` over to the laboratory, which needs an extra of its own.
 
 Called by `main`. No other module outside `lab/` imports `longshore_lab`, and this one only when one of the two commands
 is run: the other commands work without it.
@@ -25,7 +25,7 @@ _EXIT_NOT_INSTALLED = 2
 
 
 class LaboratoryMissingError(LongshoreError):
-    """The laboratory is not installed; says what is missing and names the extra to install."""
+    """The laboratory, or something that it needs, is not installed; names that and the extras to install."""
 
     reason = Reason.UNSUPPORTED
 

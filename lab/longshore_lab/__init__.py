@@ -1,1 +1,1 @@
-"""Shows and measures Longshore: the demo, the benchmarks, and the reference engine that both run. Installed by the extra `lab`."""
+"""Shows and measures Longshore: the demo, the benchmarks, and the reference engine that both run. Needs the extra `lab`."""
