@@ -110,7 +110,7 @@ STEPS = {
         ("benchmarks/gpu_path.py",),
         "benchmarks/gpu_path.py",
         570,
-        75,
+        100,
         ("--tokens", "256,800,1024,4096,8192", "--repetitions", "9", "--source-tp", "1"),
     ),
     "direct": Step(
@@ -126,7 +126,7 @@ STEPS = {
         ("-m", "longshore_cli.main", "bench", "rooms"),
         "lab/longshore_lab/bench/*.py",
         400,
-        55,
+        100,
         ("--rooms", "1,8,64", "--repeats", "2"),
         on_devices=True,
     ),
@@ -135,7 +135,7 @@ STEPS = {
         ("benchmarks/busy_engine_gpu.py",),
         "benchmarks/busy_engine_gpu.py",
         570,
-        75,
+        110,
         ("--seconds", "0.7", "--rates", "20", "--engines", "decode"),
     ),
 }
