@@ -30,6 +30,14 @@ def test_every_test_that_a_page_names_exists() -> None:
     assert missing == set()
 
 
+def test_every_test_file_that_ci_names_exists() -> None:
+    scripts = {path: text for path, text in text_files() if path.parent == Path(".ci")}
+    named = {name for text in scripts.values() for name in TEST_FILE.findall(text)}
+    assert Path(".ci/test") in scripts
+    assert named
+    assert named <= functions_by_file().keys()
+
+
 def test_each_of_the_thirteen_defects_has_a_reason_and_a_test() -> None:
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
