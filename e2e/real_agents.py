@@ -20,7 +20,7 @@ from controlplane.process_pod import Container, Image
 from controlplane.waiting import until
 from deployments import ROOT
 
-from longshore_client import AgentLost, Busy, Client, Half, RoomEvent, RoomEventKind
+from longshore_client import AgentLost, Busy, Client, Half, RoomError, RoomEvent, RoomEventKind
 from longshore_wire.names import RUN_DIRECTORY
 
 AGENT_IMAGE = "longshore-agent:0.1.0"
@@ -150,22 +150,36 @@ def move_through(request: Request) -> list[RoomEvent]:
     """Move a request while agents may be replaced under it, as engines do, and return how it ended.
 
     Calls that find no agent are made again. Where decode's claim has failed, prefill gives its offer up: an agent that came
-    after the failure knows nothing of it, and waits for a claim.
+    after the failure knows nothing of it, and waits for a claim. A rank is refused where the room has failed already.
     """
     room, instance = request.room, request.source.instance
     endpoint = request.source.endpoint()
+    ends: list[RoomEvent] = []
+    claimed, offered = [], []
     for rank in request.target.ranks:
-        again(lambda rank=rank: rank.client.receive(room, endpoint, request.target_pages, 0, request.total))
+        try:
+            again(lambda rank=rank: rank.client.receive(room, endpoint, request.target_pages, 0, request.total))
+            claimed.append(rank)
+        except RoomError as error:
+            ends.append(_refused(room, Half.TARGET, instance, error))
         rank.put(rank.expected, request.target_pages, request.data, 0, request.total)
     for rank in request.source.ranks:
-        again(lambda rank=rank: rank.client.send(room, request.source_pages, 0, request.total, last=True))
-    ends = [_ended(rank.client, room, Half.TARGET, instance) for rank in request.target.ranks]
-    for rank in request.source.ranks:
+        try:
+            again(lambda rank=rank: rank.client.send(room, request.source_pages, 0, request.total, last=True))
+            offered.append(rank)
+        except RoomError as error:
+            ends.append(_refused(room, Half.SOURCE, instance, error))
+    ends += [_ended(rank.client, room, Half.TARGET, instance) for rank in claimed]
+    for rank in offered:
         if any(end.kind is RoomEventKind.FAILED for end in ends):
             again(lambda rank=rank: rank.client.cancel(room, Half.SOURCE, instance=instance))
         ends.append(_ended(rank.client, room, Half.SOURCE, instance))
     request.give_back(ends)
     return ends
+
+
+def _refused(room: int, half: Half, instance: str, error: RoomError) -> RoomEvent:
+    return RoomEvent(half, instance, room, 0, RoomEventKind.FAILED, error.reason, str(error))
 
 
 def again(call: Callable[[], None]) -> None:

@@ -183,7 +183,14 @@ def test_results_of_steps_that_did_not_run_now_are_kept_and_what_was_left_out_is
     assert (status, ran) == (0, ["kernels"])
     found = json.loads(out.read_text())
     assert found["busy_engine"] == "of yesterday"
-    assert [line.partition(":")[0] for line in found["left_out"]] == ["tests", "demo", "path", "direct", "rooms", "busy"]
+    assert [line.partition(":")[0] for line in found["left_out"]] == [
+        "tests",
+        "demo",
+        "path",
+        "direct",
+        "rooms",
+        "busy",
+    ]
     assert "left out: busy: it may take 110 s" in capsys.readouterr().out
 
 
