@@ -5,7 +5,7 @@ interleaved repetitions; then what two threads reach together, what a small slab
 when a buffer is allocated. Each slab is first checked against the reference, and each scatter by gathering it again.
 
 What limits a slice of some heads is that ordinary stores read each line before they overwrite it; the compiled loop
-(`kernels/rows.py`) uses streaming stores where rows are whole lines. See docs/design/2026-11-21-cpu-kernels.md.
+(`kernels/rows.py`) uses streaming stores where rows are whole lines. See docs/design/2026-11-23-copies.md.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Called by `slab` and `direct` with addresses that they have checked; knows no po
 
 Why a compiled loop and not a tensor library: rows are short (one head is 64 to 512 bytes) and lie apart, and what
 limits their copy is that an ordinary store first reads the line that it overwrites. Streaming stores do not. Neither
-torch nor numpy has them for strided copies. Measured in docs/design/2026-11-21-cpu-kernels.md.
+torch nor numpy has them for strided copies. Measured in docs/design/2026-11-23-copies.md.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ without a metadata server (P2PHANDSHAKE). What was measured, with mooncake-trans
 - The library remembers a peer by its address for good. A later worker at an old address is written with another spelling.
 - It says -1 and no more; why is in the lines that it logs. Only what failed, and where to, is known here.
 
-And of GPUs' memory, with the CUDA 13 wheel 0.3.14 (see docs/design/2026-11-22-mooncake-on-gpus.md):
+And of GPUs' memory, with the CUDA 13 wheel 0.3.14 (see docs/design/2026-11-21-mooncake.md):
 
 - A peer's memory stays mapped until the engine that wrote to it goes. So each life of a peer has an engine of its own there,
   which is dropped with the peer, once no copy runs any more.

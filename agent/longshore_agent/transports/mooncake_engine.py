@@ -2,7 +2,7 @@
 
 Called by mooncake.py. The library chooses its transport by what is in the environment when an engine is made, and by nothing
 else: what it is asked for in words it forgets, and then writes over TCP. So the environment is set here, and what would
-lead elsewhere is refused by name. How that was found: docs/design/2026-11-22-mooncake-on-gpus.md.
+lead elsewhere is refused by name. How that was found: docs/design/2026-11-21-mooncake.md.
 """
 
 from __future__ import annotations
