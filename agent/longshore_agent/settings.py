@@ -81,8 +81,7 @@ class Settings:
         "",
         "",
         Role.AGENT,
-        "Directory of the CURVE keys of the control protocol (curve.json; beside it previous.json, those of the revision before). "
-        "Empty: allowed on a loopback address only.",
+        "Directory of the CURVE keys: curve.json, and previous.json of the revision before. Empty: on a loopback address only.",
     )
     bind_host: str = _setting("127.0.0.1", "", Role.AGENT, "IPv4 address on which workers and HTTP listen: the pod's.")
     http_port: int = _setting(
@@ -103,19 +102,19 @@ class Settings:
         False,
         "",
         Role.AGENT,
-        "The agent runs in its node's network, where everyone who reaches the node reaches its ports.",
+        "The agent runs in its node's network.",
     )
     network_policy: bool = _setting(
         False,
         "",
         Role.AGENT,
-        "The operator has made a NetworkPolicy that admits only this deployment's agents to the data ports.",
+        "A NetworkPolicy of the operator admits only this deployment's agents to the data ports.",
     )
     allow_open_data_path: bool = _setting(
         False,
         "",
         Role.AGENT,
-        "Accept data ports, which know no authentication, if others reach them and no such policy holds.",
+        "Accept data ports without authentication, if others reach them and no such policy holds.",
     )
     log_level: LogLevel = _setting(LogLevel.INFO, "", Role.AGENT, "Least important line that is logged.")  # noqa: RUF009
 
@@ -124,21 +123,19 @@ class Settings:
         Allocation.CUDA_MALLOC,
         "",
         Role.BOTH,
-        "How a GPU's worker allocates lanes, ring and probe memory. cuMemCreate needs a host that gives fabric handles (an IMEX channel), "
-        "and NIXL.",
+        "How a GPU's worker allocates lanes, ring and probe memory. cuMemCreate needs NIXL and an IMEX channel of the host.",
     )
     wires: tuple[Wire, ...] = _setting(
         (),
         "",
         Role.BOTH,
-        "Wires that may carry bytes between peers, separated by commas. Empty: any. CudaIPC allows NVLink too. One that was not found "
-        "out fails a list; way direct needs none.",
+        "Wires that may carry bytes between peers, separated by commas. Empty: any. CudaIPC allows NVLink too.",
     )
     staging: Staging = _setting(  # noqa: RUF009
         Staging.AUTO,
         "",
         Role.BOTH,
-        "Whether pages travel through staging buffers: where the crossover table says so, always, or never. Between GPUs: always; Never is refused.",
+        "Whether pages travel through staging buffers: as the crossover table says, always, or never. Between GPUs of two agents Auto means always, and Never is refused.",
     )
     crossover_file: str = _setting(
         "",
@@ -177,7 +174,7 @@ class Settings:
         16,
         "slabs",
         Role.DECODE,
-        "The same on a GPU, where a slab is over sooner than a grant can follow its acknowledgement: the window covers many.",
+        "The same on a GPU, where a slab ends sooner than the next grant can come.",
         low=1,
         high=1024,
     )
@@ -198,8 +195,7 @@ class Settings:
         96 * _MIB,
         "bytes",
         Role.PREFILL,
-        "The same on a GPU: at 390 GB/s this takes 258 us, and the control work of a slab 130 or more. Half of all lanes' buffers limits "
-        "it.",
+        "The same on a GPU, where a slab's control work takes 130 us or more. Half of all lanes' buffers limits it.",
         low=_KIB,
         high=1 << 32,
     )
@@ -235,10 +231,9 @@ class Settings:
         120.0,
         "seconds",
         Role.BOTH,
-        "A room fails when a prefill rank has tokens ready, and memory to write them to (in the ring or in place), but writes none for "
-        "so long. "
-        "A prefill worker is replaced when a write has not ended so long after its room failed; a decode worker, when a lost "
-        "prefill rank may still write an engine's pages so long after that.",
+        "A room fails when a prefill rank has tokens ready and memory to write them to, but writes none for so long. A prefill worker is "
+        "replaced when a write has not ended so long after its room failed; a decode worker, when a lost prefill rank may still write "
+        "an engine's pages so long after that.",
         low=1,
         high=86400,
     )
@@ -246,7 +241,7 @@ class Settings:
         600.0,
         "seconds",
         Role.BOTH,
-        "An open room fails when nothing happens in it for so long: no offer, no claim, no slab. Longer than a prompt may wait in a queue.",
+        "An open room fails when no offer, claim or slab comes for so long. Give more than a prompt may wait in a queue.",
         low=1,
         high=86400,
     )
@@ -297,8 +292,8 @@ class Settings:
         0.2,
         "seconds",
         Role.AGENT,
-        "A dead worker is started again at once. If the new one cannot start, or dies within 10 s of service, its engine waits for so "
-        "long for the next, and twice as long each further time.",
+        "Wait before the next worker when one cannot start, or dies within 10 s of service; it doubles each further time. The first is "
+        "started again at once.",
         low=0.01,
         high=3600,
     )
@@ -479,12 +474,12 @@ def reference() -> str:
         "Made from the table in `longshore_agent.settings` by `python -m longshore_agent.settings`; do not edit.",
         "",
         "The agent reads these environment variables once, when it starts. A variable that begins with `LONGSHORE_`",
-        "and is not listed here is an error, as is any wrong value; all faults are reported at once. Sizes may carry",
-        "`Ki`, `Mi`, `Gi`, `Ti`, `k`, `M`, `G` or `T`. An empty value means the default. *Role* says whose behaviour",
-        "a setting changes.",
+        "and is not listed here is an error, as is any wrong value; all faults are reported at once. `_S` is seconds,",
+        "`_MS` milliseconds. Sizes are bytes and may carry `Ki`, `Mi`, `Gi`, `Ti`, `k`, `M`, `G` or `T`. An empty value",
+        "means the default. *Role* says whose behaviour a setting changes.",
         "",
-        "| variable | default | unit | allowed | role | meaning |",
-        "|---|---|---|---|---|---|",
+        "| variable | default | allowed | role | meaning |",
+        "|---|---|---|---|---|",
     ]
     for row in dataclasses.fields(Settings):
         unit, low, high = row.metadata["unit"], row.metadata["low"], row.metadata["high"]
@@ -492,7 +487,7 @@ def reference() -> str:
         span = f"{format_value(low, unit)} to {format_value(high, unit)}" if low is not None else ""
         allowed = span or ", ".join(choices(hints[row.name])) or "text"
         role, meaning = row.metadata["role"].value, row.metadata["meaning"]
-        lines.append(f"| `{variable(row.name)}` | `{default}` | {unit} | {allowed} | {role} | {meaning} |")
+        lines.append(f"| `{variable(row.name)}` | `{default}` | {allowed} | {role} | {meaning} |")
     return "\n".join(lines) + "\n"
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -47,17 +48,16 @@ MEANINGS = {
     ConditionType.AGENTS_READY: "Every node that a selector picks runs a ready agent of the current generation.",
     ConditionType.ENGINES_CONNECTED: "As many engine instances as expected have registered all of their ranks.",
     ConditionType.PEERS_CONNECTED: "Workers that know of each other have attached.",
-    ConditionType.TRANSPORT_VERIFIED: "What the bytes travel over was found out, and is allowed.",
+    ConditionType.TRANSPORT_VERIFIED: "The wire of the bytes is known and allowed.",
     ConditionType.NODES_SHARED: "Agents of another deployment run on the same nodes and take memory beside ours.",
     ConditionType.PROGRESSING: "The operator or the cluster is still at work on the current generation.",
 }
 
 _T, _F, _U = Truth.TRUE, Truth.FALSE, Truth.UNKNOWN
 _C = ConditionType
-_SILENT = "An agent that was ready has not answered for 30 s, and what the others say does not suffice."
+_SILENT = "An agent that was ready has not answered for 30 s, and the others' answers do not suffice."
 _SEE_NETWORK = (
-    "The message names the nodes: see whether their agents are unwell, or whether a NetworkPolicy or a route keeps the operator "
-    "from the agents' HTTP port."
+    "Look at the agents on the nodes that the message names, and at NetworkPolicies and routes to their HTTP port."
 )
 
 TABLE = (
@@ -92,7 +92,7 @@ TABLE = (
         _C.AGENTS_READY,
         "SpecNotApplied",
         _F,
-        "The current spec is incompatible, so that agents run an older one, or none was started.",
+        "The spec is incompatible: agents run an older one, or none was started.",
         "See Compatible.",
     ),
     Reason(
@@ -100,7 +100,7 @@ TABLE = (
         "ChildRefused",
         _F,
         "The API server refused an object that the agents need.",
-        "The message has its answer: mostly a quota, an admission policy or Pod Security of the namespace.",
+        "The message has its answer: mostly a quota, an admission policy or Pod Security.",
     ),
     Reason(_C.ENGINES_CONNECTED, "EnginesConnected", _T, "The engine instances that are expected have registered."),
     Reason(
@@ -141,7 +141,7 @@ TABLE = (
         _C.TRANSPORT_VERIFIED,
         "WireNotAllowed",
         _F,
-        "Peers are reached over a wire that transfer.wires does not allow: their rooms fail, and no byte travels.",
+        "The wire of peers is not on transfer.wires: their rooms fail, and no byte travels.",
         "Make an allowed wire reachable for both agents (its NIC or GPUs), or allow what was found.",
     ),
     Reason(
@@ -180,15 +180,14 @@ def reason(condition: ConditionType, name: str) -> Reason:
 
 
 def reference() -> str:
-    """Return the reference page's tables as Markdown."""
+    """Return the reference page's tables as Markdown. A row that several conditions share comes once, at the end."""
+    rows = [(row, f"| `{row.name}` | {row.truth.value} | {row.meaning} | {row.remedy} |") for row in TABLE]
+    shared = {text for text, count in Counter(text for _, text in rows).items() if count > 1}
+    head = ["", "| reason | status | meaning | what to do |", "|---|---|---|---|"]
     parts = []
     for condition in ConditionType:
-        parts += [f"## {condition.value}", "", MEANINGS[condition], "", "| reason | status | meaning | what to do |"]
-        parts += ["|---|---|---|---|"]
-        parts += [
-            f"| `{row.name}` | {row.truth.value} | {row.meaning} | {row.remedy} |"
-            for row in TABLE
-            if row.condition is condition
-        ]
-        parts.append("")
-    return "\n".join(parts)
+        own = [text for row, text in rows if row.condition is condition and text not in shared]
+        parts += [f"## {condition.value}", "", MEANINGS[condition], *head, *own, ""]
+    named = dict.fromkeys(row.condition.value for row, text in rows if text in shared)
+    parts += [f"## {', '.join(named)}", "", "Each of these has these reasons too.", *head]
+    return "\n".join([*parts, *dict.fromkeys(text for _, text in rows if text in shared)])

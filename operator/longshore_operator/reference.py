@@ -18,6 +18,9 @@ CRD = Path("crds/disaggdeployments.longshore.dev.yaml")
 CHART_COPY = Path("charts/longshore/files/disaggdeployments.longshore.dev.yaml")
 _MADE = "<!-- Made by `python -m longshore_operator.reference`; do not edit. -->\n"
 
+_BOTH = {"prefill", "decode"}
+_ROLES = "<role>"
+
 Schema = dict[str, Any]
 
 
@@ -33,7 +36,7 @@ def pages(definition: str) -> dict[Path, str]:
         folder / "disaggdeployment.md": _fields_page(definition),
         folder / "conditions.md": _page(
             "Conditions and their reasons",
-            "What `kubectl describe` shows of a DisaggDeployment. Every reason that the operator gives is here.",
+            "`kubectl describe` shows these conditions of a DisaggDeployment. Every reason that the operator gives is here.",
             reasons.reference(),
         ),
         folder / "operator.md": _page(
@@ -52,29 +55,53 @@ def _fields_page(definition: str) -> str:
     schema = yaml.safe_load(definition)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     parts = []
     for part in ("spec", "status"):
-        parts += [f"## {part}", "", "| field | type | default | meaning |", "|---|---|---|---|"]
-        parts += list(_rows(schema["properties"][part], part))
+        is_spec = part == "spec"
+        columns = ("field", "type", "default", "meaning") if is_spec else ("field", "type", "meaning")
+        parts += [f"## {part}", "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+        parts += list(_rows(schema["properties"][part], "", is_spec=is_spec))
         parts.append("")
     parts += ["## What is refused before it is stored", ""]
     parts += [f"- {message}" for message in dict.fromkeys(_messages(schema))]
-    lead = "The fields of a DisaggDeployment, as `kubectl explain dgdep --recursive` shows them. Fields in bold are required."
+    lead = (
+        "The fields of a DisaggDeployment, as `kubectl explain dgdep --recursive` shows them. Fields in bold are required. "
+        f"`{_ROLES}` stands for prefill and decode."
+    )
     return _page("DisaggDeployment", lead, "\n".join(parts))
 
 
-def _rows(schema: Schema, path: str) -> Iterator[str]:
+def _rows(schema: Schema, path: str, *, is_spec: bool) -> Iterator[str]:
     required = set(schema.get("required", ()))
-    for name, entry in schema.get("properties", {}).items():
-        shown = f"**`{path}.{name}`**" if name in required and path.startswith("spec") else f"`{path}.{name}`"
+    for name, entry in _shared(schema).items():
+        shown = f"**`{path}{name}`**" if is_spec and name in required else f"`{path}{name}`"
         default = entry.get("default")
         text = (
             ""
             if default is None or default in ({}, [])
             else f"`{str(default).lower() if isinstance(default, bool) else default}`"
         )
-        yield f"| {shown} | {_type(entry)} | {text} | {entry['description']} |"
-        yield from _rows(entry, f"{path}.{name}")
+        given = f" {text} |" if is_spec else ""
+        yield f"| {shown} | {_type(entry)} |{given} {entry['description']} |"
+        yield from _rows(entry, f"{path}{name}.", is_spec=is_spec)
         if entry.get("items", {}).get("properties"):
-            yield from _rows(entry["items"], f"{path}.{name}[]")
+            yield from _rows(entry["items"], f"{path}{name}[].", is_spec=is_spec)
+
+
+def _shared(schema: Schema) -> dict[str, Schema]:
+    """Return the properties of `schema`; those that prefill and decode have alike come once, as of both."""
+    found: dict[str, Schema] = dict(schema.get("properties", {}))
+    if not found.keys() >= _BOTH:
+        return found
+    prefill, decode = (found[role]["properties"] for role in ("prefill", "decode"))
+    alike = {name: entry for name, entry in prefill.items() if decode.get(name) == entry}
+    both: Schema = {"properties": alike, "type": "object", "description": "The fields that both roles have."}
+    both["required"] = [name for name in found["prefill"].get("required", ()) if name in alike]
+    ordered: dict[str, Schema] = {}
+    for name, entry in found.items():
+        if name == "prefill":
+            ordered[_ROLES] = both
+        own = {key: value for key, value in entry.get("properties", {}).items() if key not in alike}
+        ordered[name] = {**entry, "properties": own} if name in _BOTH else entry
+    return ordered
 
 
 def _type(entry: Schema) -> str:

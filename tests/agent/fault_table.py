@@ -20,7 +20,7 @@ NIXL_ALONE = "NIXL without TCP"
 # -- what an engine sees of its half of a room -------------------------------------------------------------------------
 
 DONE = "DONE"
-DEAD = "nothing: it is dead"
+DEAD = "dead"
 LEFT_OPEN = "open until it cancels"
 
 
@@ -146,9 +146,8 @@ SCENES: tuple[Scene, ...] = (
     Scene(
         "engine killed",
         PREFILL,
-        "SIGKILL to the prefill engine. Its memory is free within 2 s, whatever is open. A claim that comes after its "
-        "death finds nobody; decode's worker goes on asking for two leases and a minute, over one connection, whether a "
-        "next life must be told.",
+        "SIGKILL. The engine's memory is free within 2 s. A later claim finds nobody; decode's worker probes for the "
+        "engine's next life for two leases and a minute, over one connection.",
         10,
         _rows(Reason.ENGINE_LOST, PREFILL, offered=(DEAD, failed(Reason.PEER_LOST)), dead=True),
         _EVERYWHERE,
@@ -157,8 +156,7 @@ SCENES: tuple[Scene, ...] = (
     Scene(
         "engine killed",
         DECODE,
-        "SIGKILL to the decode engine. Its memory is free within 2 s, whatever is open. Nobody is left who could claim "
-        "what was only offered.",
+        "SIGKILL. The engine's memory is free within 2 s. Nobody is left to claim what was only offered.",
         10,
         _rows(Reason.ENGINE_LOST, DECODE, offered=(LEFT_OPEN, DEAD), dead=True),
         _EVERYWHERE,
@@ -166,8 +164,8 @@ SCENES: tuple[Scene, ...] = (
     Scene(
         "engine stopped",
         PREFILL,
-        "SIGSTOP to the prefill engine for longer than the lease (here 2 s), then SIGCONT: the events arrive then. When it has ended, "
-        "decode's worker still probes for its next life, as above.",
+        "SIGSTOP for longer than the lease (here 2 s), then SIGCONT: the events arrive then. When the engine has ended, "
+        "decode's worker probes for its next life, as above.",
         15,
         _rows(Reason.LEASE_EXPIRED, PREFILL, offered=(failed(Reason.LEASE_EXPIRED), failed(Reason.LEASE_EXPIRED))),
         _EVERYWHERE,
@@ -176,7 +174,7 @@ SCENES: tuple[Scene, ...] = (
     Scene(
         "engine stopped",
         DECODE,
-        "SIGSTOP to the decode engine for longer than the lease (here 2 s), then SIGCONT: the events arrive then.",
+        "The same.",
         15,
         _rows(Reason.LEASE_EXPIRED, DECODE, offered=_BOTH_DONE),
         _EVERYWHERE,
@@ -184,8 +182,7 @@ SCENES: tuple[Scene, ...] = (
     Scene(
         "worker killed",
         PREFILL,
-        "SIGKILL to the prefill engine's worker. The engine gets another one; offers that nobody had claimed are said "
-        "to it again and go on.",
+        "SIGKILL. The engine gets another worker; offers that nobody had claimed are repeated to it and go on.",
         20,
         _rows(Reason.PEER_LOST, PREFILL, offered=_BOTH_DONE),
         _EVERYWHERE,
@@ -194,7 +191,7 @@ SCENES: tuple[Scene, ...] = (
     Scene(
         "worker killed",
         DECODE,
-        "SIGKILL to the decode engine's worker. The engine gets another one.",
+        "SIGKILL. The engine gets another worker.",
         20,
         _rows(Reason.PEER_LOST, DECODE, offered=_BOTH_DONE),
         _EVERYWHERE,
@@ -203,8 +200,8 @@ SCENES: tuple[Scene, ...] = (
     Scene(
         "peer silent",
         PREFILL,
-        "SIGSTOP to the prefill engine's worker for longer than the peer timeout (here 4 s), then SIGCONT: it listens "
-        "and says nothing, as behind a broken network.",
+        "SIGSTOP to the worker for longer than the peer timeout (here 4 s), then SIGCONT: it listens and is silent, as "
+        "behind a broken network.",
         20,
         _rows(Reason.PEER_LOST, PREFILL, offered=_BOTH_DONE),
         _EVERYWHERE,
@@ -212,8 +209,8 @@ SCENES: tuple[Scene, ...] = (
     Scene(
         "peer silent",
         DECODE,
-        "The same to the decode engine's worker. Not shown over NIXL with TCP: rooms end there as they do here, but both workers keep "
-        "the two sockets of the connection that was given up until one of them ends.",
+        "The same. Not shown over NIXL with TCP: rooms end there in the same way, but both workers keep the two sockets "
+        "of the connection that was given up until one of them ends.",
         20,
         _rows(Reason.PEER_LOST, DECODE, offered=_BOTH_DONE),
         (LOOPBACK, NIXL_ALONE, MOONCAKE),
@@ -221,9 +218,8 @@ SCENES: tuple[Scene, ...] = (
     Scene(
         "agent killed and back",
         PREFILL,
-        "SIGKILL to the prefill agent; its workers end with it, and decode sees its peers gone while nobody is back. "
-        "Then the agent starts again: engines are not restarted, offers that nobody had claimed are said again from "
-        "the client's ledger and go on, and what was done is not done or reported twice.",
+        "SIGKILL; the agent's workers end with it. Then the agent starts again: engines are not restarted, the client's "
+        "ledger repeats offers that nobody had claimed, and nothing is done or reported twice.",
         20,
         _rows(Reason.PEER_LOST, PREFILL, offered=_BOTH_DONE),
         _EVERYWHERE,
@@ -231,7 +227,7 @@ SCENES: tuple[Scene, ...] = (
     Scene(
         "agent killed and back",
         DECODE,
-        "The same to the decode agent.",
+        "The same.",
         20,
         _rows(Reason.PEER_LOST, DECODE, offered=_BOTH_DONE),
         _EVERYWHERE,
@@ -239,7 +235,7 @@ SCENES: tuple[Scene, ...] = (
     Scene(
         "cancelled",
         PREFILL,
-        "The prefill engine cancels its half. Decode is told even if prefill has not offered the room.",
+        "The engine cancels its half. Decode is told even if prefill has not offered the room.",
         10,
         _rows(
             Reason.CANCELLED,
@@ -251,7 +247,7 @@ SCENES: tuple[Scene, ...] = (
     Scene(
         "cancelled",
         DECODE,
-        "The decode engine cancels its half.",
+        "The engine cancels its half.",
         10,
         _rows(Reason.CANCELLED, DECODE, offered=_BOTH_DONE),
         _EVERYWHERE,
@@ -387,67 +383,66 @@ LIBRARY_KEEPS: Mapping[str, int] = {LOOPBACK: 0, NIXL: 1, NIXL_ALONE: 0, MOONCAK
 _HEAD = """\
 # Faults, and what both sides see
 
-Made from the table in `tests/agent/fault_table.py` by `make reference`; do not edit. The tests in
-`tests/agent/test_faults_*.py` compare what they observe with these rows, field by field: a row that no test shows fails
-the run.
+Made from `tests/agent/fault_table.py` by `make reference`; do not edit. `tests/agent/test_faults_*.py` compare what
+they observe with each row; a row that no test shows fails the run.
 
 An engine sees `DONE`, or `FAILED` with a reason, and then `RELEASED`; a call may be refused with a reason. *Within* is
-what the tests hold on two busy cores, from the fault on, or from the return of what was away for a while: with a peer
-timeout of 4 s and a heartbeat of 0.2 s. After each scene the rings are empty, other rooms have arrived, no page has
-changed that was not theirs, every page has been released, nothing was reported twice, and every process holds the
-descriptors, mapped pages and memory that it held at the start. Two exceptions are the libraries': after the death of a peer
-NIXL with TCP keeps one connection until the next peer dies, and Mooncake keeps one to each decode worker that has died until the
-prefill worker that wrote to it ends.
+the limit of the tests on two busy cores, with a peer timeout of 4 s and a heartbeat of 0.2 s, from the fault on, or
+from the return of what was away. After each scene:
 
-A worker that does not run itself, because its machine is busy or stands still, counts that time as
-`longshore_absent_seconds_total`, and not as a silence of its peers or of its engine: rooms between workers that stood
-still together go on (`test_agent_faults.py`).
+- the rings are empty, other rooms have arrived, no other page has changed, every page has been released, and nothing
+  was reported twice;
+- every process holds the descriptors, mapped pages and memory that it held at the start, with two exceptions of the
+  libraries. After the death of a peer NIXL with TCP keeps one connection until the next peer dies. Mooncake keeps one
+  to each dead decode worker until the prefill worker that wrote to it ends.
 
-A room's end is counted by `longshore_rooms_total` (`half`, `outcome`, `reason`) and a refused call by
-`longshore_refused_messages_total` (`reason`), each at the worker that said so; the tests compare these too. The next
-worker of an engine counts from 0.
+A worker that does not run counts that time as `longshore_absent_seconds_total`, and not as a silence of its peers or
+its engine: rooms between workers that stood still together go on (`test_agent_faults.py`).
+
+`longshore_rooms_total` (`half`, `outcome`, `reason`) counts a room's end, and `longshore_refused_messages_total`
+(`reason`) a refused call, each at the worker that said so. The next worker of an engine counts from 0.
 
 ## Stages
 
-A room is held in each of these, all at one time, its stage is read from `/v1/rooms/{room}` of both agents, and only
-then the fault strikes. Over NIXL and Mooncake nothing can be held still: there it is shown where *over* says so.
+Rooms are held in all stages at one time, `/v1/rooms/{room}` of both agents shows each stage, and only then the fault
+strikes. Nothing can be held still over NIXL and Mooncake.
 
-| stage | what it means |
-|---|---|
+| stage | meaning | shown over |
+|---|---|---|
 """
 
 
 def reference() -> str:
     """Return the reference page, in Markdown."""
     lines = [_HEAD.rstrip("\n")]
-    lines += [f"| {stage} | {meaning} |" for stage, meaning in STAGES.items()]
+    for stage, meaning in STAGES.items():
+        lines.append(f"| {stage} | {meaning} | {'all transports' if stage in UNHELD else LOOPBACK} |")
     for fault in dict.fromkeys(scene.fault for scene in SCENES):
-        for scene in scenes(fault):
-            lines += ["", f"## {fault.capitalize()}, at {scene.side}", "", *_scene_lines(scene)]
+        lines += ["", f"## {fault.capitalize()}", "", *_fault_lines(scenes(fault))]
     lines += ["", "## What nobody should do", "", "Where a call is refused, its room goes on with the right call.", ""]
-    lines += ["| what | prefill sees | decode sees | counted by |", "|---|---|---|---|"]
+    lines += ["| fault | prefill sees | decode sees | counted by |", "|---|---|---|---|"]
     lines += [_wrong_line(row) for row in WRONGS]
-    lines += ["", "## What must pass", "", "| what | prefill sees | decode sees | counted by |", "|---|---|---|---|"]
+    lines += ["", "## What must pass", "", "| case | prefill sees | decode sees | counted by |", "|---|---|---|---|"]
     lines += [_wrong_line(row) for row in PASSES]
     return "\n".join(lines) + "\n"
 
 
-def _scene_lines(scene: Scene) -> Iterator[str]:
-    yield scene.text
-    if scene.restarts:
-        yield ""
-        yield "`longshore_worker_restarts_total` counts it."
+def _fault_lines(both: tuple[Scene, ...]) -> Iterator[str]:
+    for scene in both:
+        counted = " `longshore_worker_restarts_total` counts it." if scene.restarts else ""
+        yield f"- At {scene.side}: {scene.text}{counted} Within {scene.bound_s:g} s."
     yield ""
-    yield "| stage | prefill's engine sees | decode's engine sees | within | over |"
-    yield "|---|---|---|---|---|"
-    for row in scene.rows:
-        over = ", ".join(name for name in scene.transports if row in scene.rows_over(name))
-        yield f"| {row.stage} | {row.prefill} | {row.decode} | {scene.bound_s:g} s | {over} |"
+    titles = [f"at {scene.side}: {side} sees" for scene in both for side in (PREFILL, DECODE)]
+    yield f"| stage | {' | '.join(titles)} |"
+    yield f"|---|{'---|' * len(titles)}"
+    for rows in zip(*(scene.rows for scene in both), strict=True):
+        seen = [word for row in rows for word in (row.prefill, row.decode)]
+        yield f"| {rows[0].stage} | {' | '.join(seen)} |"
 
 
 def _wrong_line(row: Wrong) -> str:
-    labels = ", ".join(f'{name}="{value}"' for name, value in row.labels.items() if name != "worker")
-    counted = f"`{row.counted}`" + (f" `{labels}`" if labels else "") if row.counted else f"nothing: {row.why_not}"
+    labels = ",".join(f'{name}="{value}"' for name, value in row.labels.items() if name != "worker")
+    counted = f"`{row.counted}{f'{{{labels}}}' if labels else ''}`" if row.counted else f"nothing: {row.why_not}"
     return f"| {row.fault} | {row.prefill} | {row.decode} | {counted} |"
 
 

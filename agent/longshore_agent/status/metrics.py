@@ -207,12 +207,12 @@ def reference() -> str:
         "`GET /metrics` answers in Prometheus' text format 0.0.4. Each series has the label `worker` besides those",
         "below: the name of the worker, or `supervisor`. Counters begin at 0 again when a worker starts again.",
         "",
-        "| metric | kind | unit | labels | meaning |",
-        "|---|---|---|---|---|",
+        "| metric | kind | labels | meaning |",
+        "|---|---|---|---|",
     ]
     for row in TABLE:
         labels = ", ".join(f"`{label}`" for label in row.labels)
-        lines.append(f"| `{row.name}` | {row.kind.value} | {row.unit} | {labels} | {row.help} |")
+        lines.append(f"| `{row.name}` | {row.kind.value} | {labels} | {row.help} |")
     lines += ["", "| label | values |", "|---|---|"]
     domains = {label: domain for row in TABLE for label, domain in zip(row.labels, row.domains, strict=True)}
     for label, domain in sorted(domains.items()):
