@@ -149,22 +149,19 @@ class CopyEngine:
 def run_agent(rates: list[float], seconds: float, out: Path) -> None:
     """The agent: series of copies with pauses between them; write when each series ran and how long each copy took."""
     import torch
-    from gather_scatter_gpu import CASES, Bench
+    from gather_scatter_gpu import CASES, OPERATIONS, WORKER_TUNINGS, Bench
 
     from longshore_agent.kernels.device_grid import Tuning
-    from longshore_agent.kernels.gather import device_launch as gather_launch
-    from longshore_agent.kernels.scatter import device_launch as scatter_launch
 
     device = torch.device("cuda:0")
-    tunings = {"gather": gather_launch.TUNING, "scatter": scatter_launch.TUNING}
-    benches = {name: Bench(CASES[0], name, CASES[0].layers, MEGABYTES, device) for name in tunings}
+    benches = {name: Bench(CASES[0], name, CASES[0].layers, MEGABYTES, device) for name in OPERATIONS}
     series: list[dict[str, Any]] = []
     plan = [("gather", cap, rate) for rate in rates for cap in (CAPS if rate == rates[-1] else CAPS_ALWAYS)]
     plan += [("copy engine", 0, rate) for rate in rates[-1:]] + [("scatter", cap, rates[-1]) for cap in CAPS]
     for name, cap, rate in plan:
         operation = "gather" if name == "copy engine" else name
         bench = benches[operation]
-        tuning = Tuning(CAPPED_TILE_BYTES, CAPPED_WARPS, programs_max=cap) if cap else tunings[operation]
+        tuning = Tuning(CAPPED_TILE_BYTES, CAPPED_WARPS, programs_max=cap) if cap else WORKER_TUNINGS[operation]
         if name == "copy engine":
             run = CopyEngine(bench).run
             bench.other.fill_(0xA5)

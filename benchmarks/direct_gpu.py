@@ -36,6 +36,7 @@ from gather_scatter_gpu import (
     HEAD_DIM,
     PAGE_SIZE,
     TITLES,
+    WORKER_TUNINGS,
     Case,
     TimedStream,
     measure,
@@ -45,9 +46,8 @@ from gather_scatter_gpu import (
 )
 
 from longshore_agent.kernels.device_grid import Tuning
-from longshore_agent.kernels.device_pages import DevicePages
-from longshore_agent.kernels.direct import device_launch
-from longshore_agent.kernels.held_pages import HeldPages
+from longshore_agent.kernels.device_launch import BoundCopy, Paged
+from longshore_agent.kernels.device_pages import DevicePages, HeldPages
 from longshore_agent.kernels.view import pool_view
 from longshore_agent.memory import cuda
 from longshore_wire.layout import PageOrder
@@ -64,6 +64,7 @@ class DirectBench:
         self.case, self.tokens, self.payload_bytes = case, count * PAGE_SIZE, count * page_slice_bytes
         self.stream = TimedStream(home)
         self._pools, self.memories, self._views, self._ids, self._sides = [], [], [], [], []
+        self._lists = []
         page_count = count + count // 4 + 1
         for seed, (heads, device) in enumerate(((case.source_heads, home), (case.target_heads, other))):
             pool = open_pool(case.order, heads, layers, page_count)
@@ -74,12 +75,9 @@ class DirectBench:
             pages = np.random.default_rng(seed).permutation(page_count)[:count].astype(np.int32)
             self._ids.append(torch.from_numpy(pages.astype(np.int64)).to(device))
             first = heads // 2 if heads > case.slice_heads else 0
-            self._sides.append(pool_view(pool, pages, 0, range(layers), range(first, first + case.slice_heads)))
-        self._tables = [
-            DevicePages(pool, [memory.data_ptr()], home)
-            for pool, memory in zip(self._pools, self.memories, strict=True)
-        ]
-        self._lists = [HeldPages(side.own_pool, side.pages, home) for side in self._sides]
+            view = pool_view(pool, pages, 0, range(layers), range(first, first + case.slice_heads))
+            self._sides.append(Paged(view, DevicePages(pool, [self.memories[-1].data_ptr()], home)))
+            self._lists.append(HeldPages(pool, pages, home))
         self._near = random_bytes(self.payload_bytes, home)
         self._far = torch.zeros(self.payload_bytes, dtype=torch.uint8, device=other)
         # The first copy between the two lets the first device write the second one's memory.
@@ -88,14 +86,13 @@ class DirectBench:
 
     def run(self, tuning: Tuning) -> None:
         """Queue one direct copy."""
-        device_launch.plan_copy(
-            (self._sides[0], self._sides[1]),
-            (self._tables[0], self._tables[1]),
-            (self._lists[0], self._lists[1]),
-            (0, self.tokens),
-            self.stream,
-            tuning,
-        ).queue()
+        self._queued(self._bound(tuning))
+
+    def _bound(self, tuning: Tuning) -> BoundCopy:
+        return BoundCopy(self._sides[0], self._sides[1], (0, self.tokens), self.stream, tuning)
+
+    def _queued(self, copy: BoundCopy) -> None:
+        copy.queue(self._lists[0], self._lists[1], (0, self.tokens))
 
     def copy(self) -> None:
         """Queue a plain copy of as many bytes to the other device."""
@@ -110,14 +107,10 @@ class DirectBench:
         """Return the same as a worker's control thread queues it, with the event that it asks; None where nothing can be bound."""
         if self.stream.context is None:
             return None
-        sides, lists = (self._sides[0], self._sides[1]), (self._lists[0], self._lists[1])
-        tokens = (0, self.tokens)
-        planned = device_launch.plan_copy(sides, (self._tables[0], self._tables[1]), lists, tokens, self.stream)
-        copy = device_launch.BoundCopy(planned)
-        event = cuda.Event(self.stream.context)
+        copy, event = self._bound(WORKER_TUNINGS[self.operation]), cuda.Event(self.stream.context)
 
         def queue() -> None:
-            copy.queue(lists, tokens)
+            self._queued(copy)
             event.record(self.stream.handle)
 
         return queue
@@ -127,14 +120,13 @@ class DirectBench:
         target = self.memories[1]
         expected = target.clone()
         axis = 3 if self.case.order is PageOrder.NHD else 2
+        heads = [side.view.heads for side in self._sides]
         slices = [
-            self.memories[index].view(self._views[index]).narrow(axis, side.heads.start, len(side.heads))
-            for index, side in enumerate(self._sides)
+            memory.view(view).narrow(axis, chosen.start, len(chosen))
+            for memory, view, chosen in zip(self.memories, self._views, heads, strict=True)
         ]
         chosen = slices[0][:, self._ids[0]].to(target.device)
-        expected.view(self._views[1]).narrow(axis, self._sides[1].heads.start, len(self._sides[1].heads))[
-            :, self._ids[1]
-        ] = chosen
+        expected.view(self._views[1]).narrow(axis, heads[1].start, len(heads[1]))[:, self._ids[1]] = chosen
         for memory in self.memories:
             if memory.is_cuda:
                 torch.cuda.synchronize(memory.device)
@@ -174,7 +166,7 @@ def sweep(bench: DirectBench, repetitions: int, flush: torch.Tensor) -> list[dic
 def run_kernel(options: argparse.Namespace, home: torch.device, other: torch.device) -> dict[str, Any]:
     """Measure the kernel against a plain copy."""
     flush = torch.zeros(FLUSH_BYTES if home.type == "cuda" else 1, dtype=torch.uint8, device=home)
-    result: dict[str, Any] = {"tuning": asdict(device_launch.TUNING)}
+    result: dict[str, Any] = {"tuning": asdict(WORKER_TUNINGS["direct"])}
     if options.sweep:
         bench = DirectBench(CASES[0], options.layers or CASES[0].layers, 256, home, other)
         result["sweep"] = sweep(bench, options.repetitions, flush)
@@ -184,7 +176,7 @@ def run_kernel(options: argparse.Namespace, home: torch.device, other: torch.dev
     cases = [case for case in CASES if not options.cases or case.name in options.cases.split(",")]
     for case, megabytes in itertools.product(cases, map(float, options.sizes.split(","))):
         bench = DirectBench(case, options.layers or case.layers, megabytes, home, other)
-        rows.append(table_row(bench, device_launch.TUNING, options.repetitions, flush))  # type: ignore[arg-type]
+        rows.append(table_row(bench, WORKER_TUNINGS["direct"], options.repetitions, flush))  # type: ignore[arg-type]
         bench.close()
     return result | {"rows": rows}
 

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore_agent.kernels import reference
-from longshore_agent.kernels.cpu_copy import copy
+from longshore_agent.kernels.cpu_copy import copy_rows
 from longshore_agent.kernels.view import Bytes, Pages, View, pool_view, slab_view
 from longshore_agent.memory.ipc import create_memfd
 from longshore_agent.memory.pools import KVPool
@@ -93,12 +93,12 @@ def check_bytes(pool: KVPool, pages: Pages, heads: range, source: Bytes, target:
     tokens = (min(1, pool.layout.page_size - 1), count * pool.layout.page_size)
     near, into_source = sides(pool, pages[:count], tokens, range(LAYERS), heads, source)
     into_target = slab_view(target, near, tokens)
-    length = copy(near, into_source, tokens)
+    length = copy_rows(near, into_source, tokens)
     reference.copy(near, into_target, tokens)
     assert np.array_equal(source[:length], target[:length])
     source[:] = np.random.default_rng(2).integers(0, 256, source.size, np.uint8)
-    copy(into_source, near, tokens)
-    copy(near, into_target, tokens)
+    copy_rows(into_source, near, tokens)
+    copy_rows(near, into_target, tokens)
     assert np.array_equal(source[:length], target[:length])
 
 
@@ -113,11 +113,11 @@ def measure(case: Case, tokens: int, repetitions: int) -> None:
     check_bytes(pool, pages, case.heads, source, target)
 
     def gather() -> None:
-        copy(*sides(pool, pages, (0, tokens), range(LAYERS), case.heads, target), (0, tokens))
+        copy_rows(*sides(pool, pages, (0, tokens), range(LAYERS), case.heads, target), (0, tokens))
 
     def scatter() -> None:
         pages_view, slab = sides(pool, pages, (0, tokens), range(LAYERS), case.heads, source)
-        copy(slab, pages_view, (0, tokens))
+        copy_rows(slab, pages_view, (0, tokens))
 
     def plain() -> None:
         np.copyto(target[:length], source[:length])
@@ -142,7 +142,7 @@ def measure_parallel(tokens: int, repetitions: int) -> None:
     slabs = [np.ones(length, dtype=np.uint8) for _ in range(4)]
 
     def gather(index: int) -> None:
-        copy(*sides(pools[index], pages, (0, tokens), range(LAYERS), range(2, 4), slabs[index]), (0, tokens))
+        copy_rows(*sides(pools[index], pages, (0, tokens), range(LAYERS), range(2, 4), slabs[index]), (0, tokens))
 
     def plain(index: int) -> None:
         np.copyto(slabs[index], slabs[index + 2])
@@ -172,7 +172,7 @@ def measure_call(repetitions: int) -> None:
     page = np.zeros(1, dtype=np.int32)
 
     def one(tokens: tuple[int, int]) -> Callable[[], object]:
-        return lambda: copy(*sides(pool, page, tokens, range(1), range(2), slab), tokens)
+        return lambda: copy_rows(*sides(pool, page, tokens, range(1), range(2), slab), tokens)
 
     token_s, page_s = medians_s([one((3, 4)), one((0, 16))], 100 * repetitions)
     print(f"one call, 1 layer: {token_s * 1e6:.0f} us for one token, {page_s * 1e6:.0f} us for one page of 16")

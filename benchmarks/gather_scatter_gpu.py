@@ -34,20 +34,23 @@ import torch
 import triton
 import triton.language as tl
 
+from longshore_agent.kernels.copier import Slab
 from longshore_agent.kernels.copy_stream import CopyStream
 from longshore_agent.kernels.device_grid import Tuning
-from longshore_agent.kernels.device_pages import DevicePages
-from longshore_agent.kernels.gather import device_launch as gather_launch
-from longshore_agent.kernels.held_pages import HeldPages
-from longshore_agent.kernels.scatter import device_launch as scatter_launch
+from longshore_agent.kernels.device_launch import TUNINGS, BoundCopy, Paged
+from longshore_agent.kernels.device_pages import DevicePages, HeldPages
+from longshore_agent.kernels.view import pool_view
 from longshore_agent.memory import cuda
 from longshore_agent.memory.ipc import create_memfd
 from longshore_agent.memory.pools import KVPool
+from longshore_agent.memory.staging import StagingPieces
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry
 from longshore_wire.trailer import Trailer, slab_bytes
 
 HEAD_DIM, ELEMENT_BYTES, PAGE_SIZE = 128, 2, 64
 OPERATIONS = ("gather", "scatter")
+# By operation, as a worker has them.
+WORKER_TUNINGS = {"gather": TUNINGS[False, True], "scatter": TUNINGS[True, False], "direct": TUNINGS[False, False]}
 FLUSH_BYTES = 1 << 30
 PIECE_WORDS, PIECE_WARPS = 2048, 4
 TITLES = f"{'pages':14}{'':8}{'MB':>8}   copy us piece us kernel us of copy of piece host us bound us"
@@ -137,12 +140,15 @@ class Bench:
         self._pool = open_pool(case.order, heads, layers, page_count)
         self.memory = random_bytes(self._pool.geometry.region_bytes[0], device)
         pages = np.random.default_rng(0).permutation(page_count)[:count].astype(np.int32)
-        self.pages = HeldPages(self._pool, pages, device)
-        self.device_pages = DevicePages(self._pool, [self.memory.data_ptr()], device)
+        self._pages = HeldPages(self._pool, pages, device)
+        table = DevicePages(self._pool, [self.memory.data_ptr()], device)
+        self._paged = Paged(pool_view(self._pool, pages, 0, self.layers, self.heads), table)
         self.stream = TimedStream(device)
         self.trailer = Trailer(1, 2, 3, 4, 5, 6, 7, 8, self.payload_bytes).seal(bytes(16))
         self.slab = random_bytes(slab_bytes(self.payload_bytes), device)
         self.other = torch.zeros_like(self.slab)
+        memory = self.other if operation == "gather" else self.slab
+        self._slab = Slab(StagingPieces(memory.data_ptr(), memory.numel(), memory.numel()), 0, self.payload_bytes)
         # Dimensions: planes, pages, then tokens and heads in the order of a page, then bytes.
         middle = (PAGE_SIZE, heads) if case.order is PageOrder.NHD else (heads, PAGE_SIZE)
         self._view = (2 * layers, page_count, *middle, HEAD_DIM * ELEMENT_BYTES)
@@ -150,27 +156,26 @@ class Bench:
 
     def run(self, tuning: Tuning) -> None:
         """Queue one gather into `other`, or one scatter of `slab`."""
-        request = (self.pages, (0, self.tokens), self.layers, self.heads)
+        self._queued(self._bound(tuning))
+
+    def _bound(self, tuning: Tuning) -> BoundCopy:
+        source, target = (self._paged, self._slab) if self.operation == "gather" else (self._slab, self._paged)
+        return BoundCopy(source, target, (0, self.tokens), self.stream, tuning)
+
+    def _queued(self, copy: BoundCopy) -> None:
         if self.operation == "gather":
-            gather_launch.gather_slices(self.device_pages, *request, self.other, self.trailer, self.stream, tuning)
+            copy.queue(self._pages, self._slab, (0, self.tokens), self.trailer)
         else:
-            scatter_launch.scatter_slices(self.device_pages, *request, self.slab, self.stream, tuning)
+            copy.queue(self._slab, self._pages, (0, self.tokens))
 
     def bound(self) -> Callable[[], None] | None:
         """Return the same as a worker's control thread queues it, with the event that it asks; None where nothing can be bound."""
         if self.stream.context is None:
             return None
-        gathers = self.operation == "gather"
-        slab = self.other if gathers else self.slab
-        shape = ((0, self.tokens), self.layers, self.heads)
-        bind = gather_launch.bind_gather if gathers else scatter_launch.bind_scatter
-        launch = bind(self.device_pages, self.pages.table, *shape, slab, self.stream)
-        event = cuda.Event(self.stream.context)
+        copy, event = self._bound(WORKER_TUNINGS[self.operation]), cuda.Event(self.stream.context)
 
         def queue() -> None:
-            first = self.pages.index_of((0, self.tokens), unique=not gathers)
-            words = gather_launch.gather_words(self.trailer) if gathers else ()
-            launch.queue(self.pages.address, first, slab.data_ptr(), words)
+            self._queued(copy)
             event.record(self.stream.handle)
 
         return queue
@@ -368,7 +373,7 @@ def main() -> None:
     print(f"{name}, torch {torch.__version__}, Triton {triton.__version__}, Python {platform.python_version()}")
     flush = torch.zeros(FLUSH_BYTES if device.type == "cuda" else 1, dtype=torch.uint8, device=device)
     result: dict[str, object] = {"device": name, "torch": torch.__version__, "triton": triton.__version__}
-    tunings = {"gather": gather_launch.TUNING, "scatter": scatter_launch.TUNING}
+    tunings = {operation: WORKER_TUNINGS[operation] for operation in OPERATIONS}
     cases = [case for case in CASES if not options.cases or case.name in options.cases.split(",")]
     if options.sweep:
         swept: list[dict[str, object]] = []

@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "gpu"))
 from gpu_world import EngineProcess, GPUAgent
 
 from longshore_agent.transports import create
-from longshore_agent.transports.base import PreparingTransport, WriteState
+from longshore_agent.transports.base import Part, Pieces, Transport, Write, WriteState
 
 SHAPE = {"layers": 80, "kv_heads": 8, "page_size": 64}
 TOKEN_BYTES = 80 * 2 * 8 * 256
@@ -259,7 +259,7 @@ def measure_room_sizes(
     return rows
 
 
-def bare_transport(backend: str, name: str, device: int) -> PreparingTransport:
+def bare_transport(backend: str, name: str, device: int) -> Transport:
     """Return a transport of a device's memory, as a worker makes it."""
     options = {"enter": lambda: torch.cuda.set_device(device)} if backend == "Mooncake" else {}
     return create(backend, name, device_index=device, **options)
@@ -346,7 +346,7 @@ def receive_bare(backend: str, device: int, length: int) -> None:
         torch.cuda.synchronize()
 
 
-def finish(transport: PreparingTransport, writes: list[Any]) -> None:
+def finish(transport: Transport, writes: list[Any]) -> None:
     """Wait for writes."""
     for write in writes:
         while (state := transport.state(write)) is WriteState.OPEN:
@@ -385,10 +385,9 @@ class Bare:
 
     def whole(self) -> float:
         """Write all bytes as one descriptor; return the seconds."""
-        one = (np.array([place], np.uint64) for place in (self._memory.data_ptr(), self._target, self.length))
+        piece = Pieces.one(self._memory.data_ptr(), self._target, self.length)
         begin_s = time.perf_counter()
-        source, target, length = one
-        finish(self._transport, [self._transport.post(self._peer, source, target, length, b"")])
+        finish(self._transport, [self._begun(piece)])
         return time.perf_counter() - begin_s
 
     def pieces(self, piece_bytes: int) -> tuple[float, float]:
@@ -402,13 +401,15 @@ class Bare:
         for first in range(0, count, 4 * SLICES_BATCH):
             batches = range(first, min(first + 4 * SLICES_BATCH, count), SLICES_BATCH)
             chosen = [np.arange(each, min(each + SLICES_BATCH, count), dtype=np.int32) for each in batches]
-            finish(
-                self._transport,
-                [self._transport.post_prepared(self._peer, prepared, each, b"") for each in chosen],
-            )
+            finish(self._transport, [self._begun(Part(prepared, each)) for each in chosen])
         end_s = time.perf_counter()
         self._transport.release_prepared(prepared)
         return looked_up_s - begin_s, end_s - looked_up_s
+
+    def _begun(self, pieces: Pieces | Part) -> Write:
+        write = self._transport.draft(self._peer, pieces, b"")
+        self._transport.start(write)
+        return write
 
     def check(self, piece_bytes: int) -> None:
         """End the program unless the target has every byte in the order in which `pieces` (or `whole`: all bytes) writes."""

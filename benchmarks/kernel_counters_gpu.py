@@ -25,10 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gather_scatter_gpu import CASES, OPERATIONS, Bench, queue_piece
-
-from longshore_agent.kernels.gather import device_launch as gather_launch
-from longshore_agent.kernels.scatter import device_launch as scatter_launch
+from gather_scatter_gpu import CASES, OPERATIONS, WORKER_TUNINGS, Bench, queue_piece
 
 SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "WarpStateStats", "LaunchStats", "Occupancy", "SchedulerStats")
 # Of each kernel: heading, the counter, and what it is divided by.
@@ -51,7 +48,7 @@ PROFILED = "CUDAProfiled"  # set for the process that ncu watches
 def profiled(sizes: list[float]) -> None:
     """Run each kernel once where the profiler looks; in the process that ncu watches."""
     device = torch.device("cuda:0")
-    tunings = {"gather": gather_launch.TUNING, "scatter": scatter_launch.TUNING}
+    tunings = WORKER_TUNINGS
     cases = [case for case in CASES if case.name in PICKED]
     for case, operation, megabytes in itertools.product(cases, OPERATIONS, sizes):
         bench = Bench(case, operation, case.layers, megabytes, device)

@@ -1,31 +1,56 @@
-"""What Triton's compiler makes of the device kernels for one GPU, without having it. Runs in a `KernelProcess`."""
+"""What Triton's compiler makes of the copy kernel for one GPU, without having it. Runs in a `KernelProcess`."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from longshore_agent.kernels.copy_kernel import ARGUMENTS, constants, copy_kernel
 from longshore_agent.kernels.device_grid import Tile, Tuning
-from longshore_agent.kernels.device_rows import constants
-from longshore_agent.kernels.gather.triton_kernel import gather_kernel
-from longshore_agent.kernels.scatter.triton_kernel import scatter_kernel
+from longshore_agent.kernels.device_kernel import ArgumentBlock
 
-KERNELS = {"gather": gather_kernel, "scatter": scatter_kernel}
-TYPES = {"planes": "*i64", "pages": "*i32", "slab": "*u8"} | {f"word_{index}": "i64" for index in range(8)}
 # H100 and H200.
 TARGET = GPUTarget("cuda", 90, 32)
 ACCESS = re.compile(r"\b(?:ld|st)\.(?:global|shared|local)[\w.:]*")
+PARAMETER = re.compile(r"\.param \.(\w+) ")
+BITS = {"i64": 64, "i32": 32}
 
 
-def memory_instructions(operation: str, tile: Tile, tuning: Tuning) -> Counter[str]:
-    """How often each load and store stands in the machine-independent code of a kernel; there is no loop in it."""
-    kernel = KERNELS[operation]
+def _types() -> list[str]:
+    """The types of what is no constant, as the driver is given them."""
+    return [kind for kind, count in zip(("i64", "i32", "i64"), ARGUMENTS, strict=True) for _ in range(count)]
+
+
+def _compiled(tile: Tile, tuning: Tuning) -> Any:
     fixed = constants(tile, tuning)
-    signature = {name: "constexpr" if name in fixed else TYPES.get(name, "i32") for name in kernel.arg_names}
-    source = ASTSource(kernel, signature, constexprs=fixed)
-    code = triton.compile(source, target=TARGET, options={"num_warps": tuning.warps}).asm["ptx"]
-    return Counter(ACCESS.findall(code))
+    values = [name for name in copy_kernel.arg_names if name not in fixed]
+    signature = dict(zip(values, _types(), strict=True)) | dict.fromkeys(fixed, "constexpr")
+    in_order = {name: signature[name] for name in copy_kernel.arg_names}
+    source = ASTSource(copy_kernel, in_order, constexprs=fixed)
+    return triton.compile(source, target=TARGET, options={"num_warps": tuning.warps})
+
+
+def memory_instructions(tile: Tile, tuning: Tuning) -> Counter[str]:
+    """How often each load and store stands in the machine-independent code of the kernel; there is no loop in it."""
+    return Counter(ACCESS.findall(_compiled(tile, tuning).asm["ptx"]))
+
+
+def parameters(tile: Tile, tuning: Tuning) -> tuple[list[int], list[int], int]:
+    """Bits of each of the kernel's parameters, those of what we write for the driver, and how many places we give it."""
+    code = _compiled(tile, tuning).asm["ptx"]
+    header = code[code.index(".visible .entry") :].split(")", 1)[0]
+    bits = [int(kind[1:]) for kind in PARAMETER.findall(header)]
+    places = len(ArgumentBlock(*ARGUMENTS).fill(*range(sum(ARGUMENTS))).pointers)
+    return bits, [BITS[kind] for kind in _types()], places
+
+
+def annotated_types() -> tuple[list[str], list[str]]:
+    """The types that the kernel itself names, by which Triton's public launch goes, and those of what the driver is given."""
+    values = [param for param in copy_kernel.params if not param.is_constexpr]
+    assert all(param.do_not_specialize for param in values)
+    return [param.annotation_type for param in values], _types()

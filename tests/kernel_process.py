@@ -1,4 +1,4 @@
-"""A process of its own for `kernel_checks`: Triton reads once, when it is imported, whether its kernels are interpreted."""
+"""A process of its own for `copy_checks`: Triton reads once, when it is imported, whether its kernels are interpreted."""
 
 from __future__ import annotations
 

@@ -132,6 +132,11 @@ def chosen_of(
     return view, slab_view(slab, view, tokens)
 
 
+def payload_bytes(pool: KVPool, tokens: tuple[int, int], layers: range, heads: range) -> int:
+    """Bytes of a slab without padding and trailer."""
+    return pool_view(pool, np.empty(0, dtype=np.int32), 0, layers, heads).payload_bytes(tokens)
+
+
 TRAILER_KEY = b"a key of sixteen"
 
 

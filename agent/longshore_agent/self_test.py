@@ -22,7 +22,7 @@ from longshore_agent.settings import Settings
 from longshore_agent.status.snapshot import SelfTest
 from longshore_agent.transport_choice import make_ports, make_transport
 from longshore_agent.transports.answers import own_output, say
-from longshore_agent.transports.base import PreparingTransport, WriteState
+from longshore_agent.transports.base import Pieces, Transport, WriteState
 from longshore_wire.errors import LongshoreError
 from longshore_wire.names import UNKNOWN_WIRE
 
@@ -78,8 +78,8 @@ def _send(settings: Settings, link: socket.socket) -> tuple[str, str]:
         peer = transport.connect(card.metadata)
         link.send(msgspec.msgpack.encode(_Card(transport.metadata(), 0)))
         wire = transport.probe_wire(peer, buffer.ctypes.data, card.address, length_bytes)
-        source, target, length = (np.array([n], np.uint64) for n in (buffer.ctypes.data, card.address, length_bytes))
-        write = transport.post(peer, source, target, length, b"")
+        write = transport.draft(peer, Pieces.one(buffer.ctypes.data, card.address, length_bytes), b"")
+        transport.start(write)
         deadline_s = time.monotonic() + LIMIT_S
         while transport.state(write) is WriteState.OPEN:
             if time.monotonic() > deadline_s:
@@ -114,7 +114,7 @@ def _receive(settings: Settings, link: socket.socket, others: tuple[socket.socke
         transport.close()
 
 
-def _transport(settings: Settings, role: str) -> PreparingTransport:
+def _transport(settings: Settings, role: str) -> Transport:
     """Return a transport that lets in this machine alone, where the kernel can see to that."""
     ports = make_ports(settings)
     transport = make_transport(settings, f"self-test-{role}-{os.getpid()}", ports)
@@ -122,7 +122,7 @@ def _transport(settings: Settings, role: str) -> PreparingTransport:
     return transport
 
 
-def _drive_until_sent(transport: PreparingTransport, link: socket.socket) -> None:
+def _drive_until_sent(transport: Transport, link: socket.socket) -> None:
     link.setblocking(False)
     deadline_s = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline_s:

@@ -8,7 +8,7 @@ from longshore_agent.errors import TransportError
 from longshore_agent.memory.cuda import Allocation, Device
 from longshore_agent.settings import Settings
 from longshore_agent.transports import create
-from longshore_agent.transports.base import PreparingTransport
+from longshore_agent.transports.base import Transport
 from longshore_agent.transports.data_ports import DataPorts
 from longshore_agent.transports.loopback_faults import parse_faults
 from longshore_wire.agent_config import Backend
@@ -22,7 +22,7 @@ def make_ports(settings: Settings) -> DataPorts:
     return ports
 
 
-def make_transport(settings: Settings, name: str, ports: DataPorts, device: Device | None = None) -> PreparingTransport:
+def make_transport(settings: Settings, name: str, ports: DataPorts, device: Device | None = None) -> Transport:
     """Make the transport that the settings ask for, for memory of `device`; `ports` takes over what it opens. Raises TransportError."""
     backend = settings.backend
     options: dict[str, Any] = {}

@@ -26,15 +26,16 @@ import numpy as np
 
 from longshore_agent.errors import TransportError
 from longshore_agent.kernels import rows
-from longshore_agent.kernels.cpu_copy import copy
+from longshore_agent.kernels.cpu_copy import copy_rows
 from longshore_agent.kernels.view import View, pool_view, slab_view
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.memory.staging import StagingBuffer
-from longshore_agent.path.deliver import finish
+from longshore_agent.pipeline.runners import sleep_until
+from longshore_agent.pipeline.waits import Written
 from longshore_agent.settings import Settings
 from longshore_agent.transports import BACKENDS, create
 from longshore_agent.transports.answers import own_output, say
-from longshore_agent.transports.base import PreparingTransport
+from longshore_agent.transports.base import Pieces, Transport
 from longshore_lab.rate import checksum, process_clock
 from longshore_wire.layout import KVLayout, ModelShape, Parallel, PlaneGeometry, PoolGeometry
 from longshore_wire.plan import Pair, Staging, plan
@@ -120,7 +121,7 @@ class Rank:
         self.pool = KVPool(self.layout, geometry, [descriptor])
         os.close(descriptor)
         self.table = np.random.default_rng(rank).permutation(count).astype(np.int32)
-        self.transport: PreparingTransport = create(scene.backend, name)
+        self.transport: Transport = create(scene.backend, name)
         rows.prepare()
 
     def view(self, pair: Pair) -> View:
@@ -188,12 +189,16 @@ class Source(Rank):
     def _move(self, buffer: StagingBuffer, pair: Pair, grid: SlabGrid, slab: int) -> None:
         tokens = grid.tokens(slab)
         view = self.view(pair)
-        length_bytes = copy(view, slab_view(buffer.view(0, _SIZES.lane_bytes), view, tokens), tokens)
+        length_bytes = copy_rows(view, slab_view(buffer.view(0, _SIZES.lane_bytes), view, tokens), tokens)
         target = self._targets[pair.target_rank]
         place = target.address + _place(self.scene, pair, grid, slab)
-        near, far, length = (np.array([value], dtype=np.uint64) for value in (buffer.address, place, length_bytes))
-        write = self.transport.post(self._names[pair.target_rank], near, far, length, b"")
-        finish(self.transport, write)
+        piece = Pieces.one(buffer.address, place, length_bytes)
+        write = self.transport.draft(self._names[pair.target_rank], piece, b"")
+        self.transport.start(write)
+        written = Written(self.transport, write)
+        sleep_until(written)
+        if error := written.release()[0]:
+            raise TransportError(error)
         self._door.sendto(_LANDED.pack(pair.source_rank, slab), target.door)
 
 
@@ -251,7 +256,7 @@ class Target(Rank):
             tokens = grid.tokens(slab)
             landed = self._ring.view(_place(self.scene, pair, grid, slab), pair.payload_bytes(*tokens))
             view = self.view(pair)
-            copy(slab_view(landed, view, tokens), view, tokens)
+            copy_rows(slab_view(landed, view, tokens), view, tokens)
             self._done.put(None)
 
 

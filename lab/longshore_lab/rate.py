@@ -2,7 +2,7 @@
 
 Run as `python -m longshore_lab.rate --backend NIXL --bytes-max N` by benchmarks. Reads requests from standard input, a
 JSON object a line, and answers each with one: so a benchmark can alternate between this and its own measurements. Ends
-with its input. Requests (`Request`): `write` (one descriptor), `slices` (a prepared list, posted in batches) and `copy`
+with its input. Requests (`Request`): `write` (one descriptor), `slices` (a prepared list, written in batches) and `copy`
 (a plain copy on one thread, in one process). Progress is driven as an agent's lanes drive it.
 """
 
@@ -26,9 +26,9 @@ from longshore_agent.errors import TransportError
 from longshore_agent.memory.staging import StagingBuffer
 from longshore_agent.transports import BACKENDS, create
 from longshore_agent.transports.answers import own_output, say
-from longshore_agent.transports.base import PreparingTransport, Wire, Write, WriteState
+from longshore_agent.transports.base import Part, Pieces, Transport, Wire, Write, WriteState
 
-# As an agent's lanes have: see longshore_agent.path.deliver.
+# As an agent's lanes have: see longshore_agent.pipeline.life.
 OPEN_BATCHES_MAX = 4
 # The target looks for notices this often, as a worker that expects bytes does; all the time where bytes need it.
 _LOOK_PAUSE_S = 0.001
@@ -111,7 +111,7 @@ class Meter:
         self._length_bytes = length_bytes
         self._source, self._copy = StagingBuffer(length_bytes), StagingBuffer(length_bytes)
         self._source.view(0, length_bytes)[:] = np.random.default_rng(1).integers(0, 256, length_bytes, np.uint8)
-        self._transport: PreparingTransport = create(backend, "rate-source")
+        self._transport: Transport = create(backend, "rate-source")
         self._transport.register(self._source.address, length_bytes)
         command = [sys.executable, "-m", __spec__.name, "--backend", backend, "--bytes-max", str(length_bytes)]
         self._process = subprocess.Popen([*command, "--target"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -153,8 +153,8 @@ class Meter:
     def _prepared(self, request: Request) -> tuple[Callable[[], None], int]:
         """Return what runs under the clock and how many bytes it moves; a list is looked up before the clock starts."""
         if request.what == "write":
-            pieces = (_row(self._source.address), _row(self._remote), _row(request.length_bytes))
-            return lambda: self._finish(self._transport.post(self._peer, *pieces, b"")), request.length_bytes
+            pieces = Pieces.one(self._source.address, self._remote, request.length_bytes)
+            return lambda: self._finish(self._begun(pieces)), request.length_bytes
         if request.what != "slices" or request.slice_bytes % 8 or request.batch < 1:
             raise TransportError(f"{request}: ask for write, slices (of 8 bytes or a multiple) or copy")
         count = max(1, request.length_bytes // request.slice_bytes)
@@ -175,7 +175,7 @@ class Meter:
                 if len(open_writes) >= OPEN_BATCHES_MAX:
                     self._finish(open_writes.popleft())
                 indices = np.arange(first, min(first + request.batch, count), dtype=np.int32)
-                open_writes.append(self._transport.post_prepared(self._peer, prepared, indices, b""))
+                open_writes.append(self._begun(Part(prepared, indices)))
             while open_writes:
                 self._finish(open_writes.popleft())
             self._transport.release_prepared(prepared)
@@ -189,6 +189,11 @@ class Meter:
         seconds, core_s = time.perf_counter() - begin_s, time.process_time() - core_s
         return Answer(seconds, core_s, "", bool(np.array_equal(source, target)))
 
+    def _begun(self, pieces: Pieces | Part) -> Write:
+        write = self._transport.draft(self._peer, pieces, b"")
+        self._transport.start(write)
+        return write
+
     def _finish(self, write: Write) -> None:
         while (state := self._transport.state(write)) is WriteState.OPEN:
             if not self._transport.notifies:
@@ -199,7 +204,7 @@ class Meter:
             raise TransportError(write.error)
 
     def _drive(self) -> None:
-        self._tell(_Order("drive", int(self._wire is Wire.SHARED_MEMORY or not self._transport.notifies)))
+        self._tell(_Order("drive", int(self._wire in self._transport.told)))
         self._heard(_Order)
 
     def _rest(self) -> None:
@@ -229,10 +234,6 @@ def checksum(view: npt.NDArray[np.uint8]) -> int:
     """Return the wrapped sum of a buffer's words and of its last bytes."""
     words = view.size // 8 * 8
     return int(view[:words].view(np.uint64).sum()) + int(view[words:].sum(dtype=np.uint64))
-
-
-def _row(value: int) -> npt.NDArray[np.uint64]:
-    return np.array([value], dtype=np.uint64)
 
 
 def main() -> int:

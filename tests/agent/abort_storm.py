@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 from half_worker import PEERS, HalfWorker, stamped
 
-from longshore_agent.memory.staging import StagingBuffer
-from longshore_agent.path import deliver, lanes
-from longshore_agent.path.jobs import WriteJob
+from longshore_agent.pipeline import runners
+from longshore_agent.pipeline.life import OutboundLife, OutboundTools
+from longshore_agent.pipeline.slabs import OutboundSlab
+from longshore_agent.pipeline.waits import Gate
 from longshore_agent.settings import Settings
 from longshore_client import Half, KVLayout, ModelShape, PageOrder, Parallel
 from longshore_wire.agent_config import Backend
@@ -129,7 +130,7 @@ class Prefill(HalfWorker):
         if note["who"]:
             self.armed[room] = note
         offer = Offer(1, room, 0, 0, TOKENS, last=True, pages=np.array(pages, dtype="<i4").tobytes())
-        if not isinstance(self.desk.handle(offer, [], time.monotonic_ns()), Accepted):
+        if not isinstance(self.requests.handle(offer, [], time.monotonic_ns()), Accepted):
             # Decode has given it up already.
             self._give_back(room)
         self.flush(time.monotonic_ns())
@@ -160,29 +161,34 @@ class Prefill(HalfWorker):
 
     def _watch_writes(self) -> None:
         """Let the lanes say when they write what."""
-        storm = self
+        whole, storm = runners.outbound, self
 
-        class Watched(deliver.Deliverer):
-            def staged(self, job: WriteJob, buffer: StagingBuffer, length_bytes: int) -> None:
-                storm.begin(job)
-                try:
-                    super().staged(job, buffer, length_bytes)
-                finally:
-                    storm.writing[job.effect.pair.key.room] -= 1
+        class Watched(Gate):
+            """Lets everybody through, and says who."""
 
-            def in_place(self, job: WriteJob) -> bool:
-                storm.begin(job)
-                try:
-                    return super().in_place(job)
-                finally:
-                    storm.writing[job.effect.pair.key.room] -= 1
+            def __init__(self, slab: OutboundSlab) -> None:
+                super().__init__()
+                self.slab, self.begun = slab, False
 
-        lanes.Deliverer = Watched  # type: ignore[misc]
+            def enter(self) -> None:
+                self.begun = True
+                storm.begin(self.slab)
+                super().enter()
 
-    def begin(self, job: WriteJob) -> None:
+        def watched(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
+            gate = Watched(slab)
+            if slab.effect.way is not Way.STAGED:
+                gate.enter()
+            end = yield from whole(slab, dataclasses.replace(tools, writes=gate))
+            storm.writing[slab.effect.pair.key.room] -= gate.begun
+            return end
+
+        runners.outbound = watched
+
+    def begin(self, slab: OutboundSlab) -> None:
         """A lane is about to write."""
-        self.writing[job.effect.pair.key.room] += 1
-        self.begun.append(job.effect.pair.key.room)
+        self.writing[slab.effect.pair.key.room] += 1
+        self.begun.append(slab.effect.pair.key.room)
         os.eventfd_write(self.wake, 1)
 
 

@@ -12,14 +12,14 @@ from contextlib import contextmanager
 import msgspec
 import numpy as np
 
-from longshore_agent.path.admit import Desk
 from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.worker.config import WorkerConfig
+from longshore_agent.worker.engine_requests import EngineRequests
 from longshore_agent.worker.moving import Mover
 from longshore_client.memory import create_region, pool_geometry
-from longshore_wire.effects import PeerAttached, PeerId, RoomEnded, RoomReleased, StartScatter, StartWrite
+from longshore_wire.effects import PeerAttached, PeerId, RoomEnded, RoomReleased, Send, StartScatter, StartWrite
 from longshore_wire.engine_messages import (
     Accepted,
     Endpoint,
@@ -62,7 +62,7 @@ class Side:
         assert self.core is not None
         self.metrics = Metrics()
         self.mover = Mover(self.config, found, self.metrics, SpanRecorder(100), lambda *_: None)
-        self.desk = Desk(layout, self.mover.parts.transport, self.source, self.target)
+        self.requests = EngineRequests(layout, self.mover.parts.transport, self.source, self.target)
         self.geometry = pool_geometry(layout, PAGE_COUNT)
         self.descriptor, memory = create_region(self.geometry.region_bytes[0])
         self.bytes = np.frombuffer(memory, np.uint8)
@@ -75,7 +75,7 @@ class Side:
         """Give the desk one request with a number of its own, and return its answer."""
         self._request += 1
         request = message if isinstance(message, Hello) else msgspec.structs.replace(message, request=self._request)
-        answer = self.desk.handle(request, [os.dup(descriptor) for descriptor in descriptors], self.now_ns)
+        answer = self.requests.handle(request, [os.dup(descriptor) for descriptor in descriptors], self.now_ns)
         assert answer is None or answer.request in (self._request, 0)
         return answer
 
@@ -85,7 +85,7 @@ class Side:
         return answer
 
     def describe(self) -> None:
-        pools = {number: pool.info(number) for number, pool in self.desk.pools.items()}
+        pools = {number: pool.info(number) for number, pool in self.requests.pools.items()}
         self.core.describe(
             self.mover.parts.transport.metadata(),
             self.mover.parts.ring_region,
@@ -98,33 +98,31 @@ class Side:
         """Do one turn of a worker's loop; messages go straight to the other side."""
         self.now_ns += 1_000_000
         self.mover.collect()
-        for peer, message in self.mover.take_results(self.half, self.core, self.now_ns):
-            assert peer == other.peer
-            other.core.receive(self.peer, message, other.now_ns)
+        self.mover.take_results(self.half, self.core, self.now_ns)
         if self.target is not None:
             for peer, message in self.mover.notices():
                 self.target.receive(peer, message, self.now_ns)
         self.core.tick(self.now_ns)
         for effect in self.core.take_effects():
-            if isinstance(effect, PeerAttached):
+            if isinstance(effect, Send):
+                other.core.receive(self.peer, effect.message, other.now_ns)
+            elif isinstance(effect, PeerAttached):
                 self.mover.connect(self.half, effect)
             elif isinstance(effect, StartWrite):
-                self.mover.start_write(effect, self.desk, self.source, self.now_ns)
+                self.mover.start_write(effect, self.requests, self.source, self.now_ns)
             elif isinstance(effect, StartScatter):
-                self.mover.start_scatter(effect, self.desk, self.now_ns)
+                self.mover.start_scatter(effect, self.requests, self.now_ns)
             elif isinstance(effect, RoomEnded):
                 self.ended[effect.key.room] = effect
                 self.mover.cancel(effect.half, effect.key)
             elif isinstance(effect, RoomReleased):
                 self.released.add(effect.key.room)
-                self.desk.release(effect.half, effect.key)
-        for _, message in self.core.take_outbox():
-            other.core.receive(self.peer, message, other.now_ns)
+                self.requests.release(effect.half, effect.key)
 
     def close(self) -> None:
         self.mover.parts.close()
-        for pool in list(self.desk.pools):
-            self.desk.let_go(pool)
+        for pool in list(self.requests.pools):
+            self.requests.let_go(pool)
         os.close(self.descriptor)
 
 

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from longshore_agent.errors import DeviceError, PoolError, TransportError
-from longshore_agent.path.jobs import ScatterJob, WriteJob, trailer_of
-from longshore_agent.transports.base import Wire, WriteState
+from longshore_agent.kernels.copier import Copy, Slab
+from longshore_agent.memory.pools import KVPool
+from longshore_agent.pipeline.slabs import InboundSlab, OutboundSlab, trailer_of
+from longshore_agent.transports.base import Pieces, Wire, WriteState
 from longshore_wire.effects import PeerId
 from longshore_wire.errors import LongshoreError
 from longshore_wire.peer_messages import PairKey, RegionInfo, RoomKey
@@ -27,42 +29,62 @@ def pair_of(room: int) -> PairKey:
 
 
 def effect_of(slab: int, payload_bytes: int, room: int = 1) -> Any:
-    """A slab's StartWrite or StartScatter, as far as lanes and scatters look at it."""
+    """A slab's StartWrite or StartScatter, as far as its life looks at it."""
     return SimpleNamespace(
         peer=PEER,
         pair=pair_of(room),
         slab=slab,
+        tokens=(0, 1),
         way=Way.STAGED,
         payload_bytes=payload_bytes,
         offset_bytes=slab * region_bytes(payload_bytes),
         generation=slab + 1,
         total_tokens=-1,
+        target_pages=b"",
+        first_claimed_token=0,
     )
 
 
-def write_job(slab: int, payload_bytes: int = 1 << 20) -> WriteJob:
-    job: Any = SimpleNamespace(
-        effect=effect_of(slab, payload_bytes), peer_name="decode", ring=RING, noticed=True, cancelled=False
-    )
-    return job
+class PlayedOutbound(OutboundSlab):
+    """A slab that stands for its own pages: copies are of no real memory."""
+
+    def source(self) -> Any:
+        return self
+
+    def neighbour_target(self) -> Any:
+        return self
 
 
-def scatter_job(slab: int, payload_bytes: int = 1 << 20) -> ScatterJob:
-    job: Any = SimpleNamespace(effect=effect_of(slab, payload_bytes), cancelled=False)
-    return job
+class PlayedInbound(InboundSlab):
+    """As `PlayedOutbound`."""
+
+    def target(self) -> Any:
+        return self
+
+
+def outbound_slab(slab: int, payload_bytes: int = 1 << 20, room: int = 1, pool: Any = None) -> OutboundSlab:
+    effect = effect_of(slab, payload_bytes, room)
+    nothing: Any = None
+    return PlayedOutbound(effect, pool, nothing, "decode", RING, None, nothing, noticed=True)
+
+
+def inbound_slab(slab: int, payload_bytes: int = 1 << 20) -> InboundSlab:
+    nothing: Any = None
+    return PlayedInbound(effect_of(slab, payload_bytes), nothing, nothing, 0)
 
 
 @dataclass
 class FakeCopy:
-    """One copy; `done` is the test's to set."""
+    """The ticket of one copy; `done` is the test's to set."""
 
-    job: Any
+    slab: Any
     begin_bytes: int = 0
     found: bytes = b""
     done: bool = False
     ended: bool = False
     broken: DeviceError | None = None  # what the device says when it is asked
     pools: list[Any] = field(default_factory=list)
+    accepts: Any = None
 
     def passed(self) -> bool:
         assert not self.ended, "a copy is asked after its end"
@@ -70,21 +92,18 @@ class FakeCopy:
             raise self.broken
         return self.done
 
-    def trailer(self) -> bytes:
-        assert self.done
-        return self.found
-
-    def end(self) -> None:
+    def end(self) -> bool:
         assert self.done, "memory is let go while the device works on it"
         assert not self.ended
         self.ended = True
         for pool in self.pools:
             pool.let_go()
+        return self.accepts is None or self.accepts(self.found)
 
 
 @dataclass
 class FakeDevice:
-    """Stages; `gathers`, `scatters` and `directs` are in the order in which they were queued."""
+    """A copier; `gathers`, `scatters` and `directs` are in the order in which they were submitted."""
 
     gathers: list[FakeCopy] = field(default_factory=list)
     scatters: list[FakeCopy] = field(default_factory=list)
@@ -93,34 +112,49 @@ class FakeDevice:
     pool_gone: bool = False
     failure: LongshoreError | None = None  # of the next direct copies
     compiling: set[int] = field(default_factory=set)  # rooms whose kernel for direct copies is not there yet
+    admitted: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._found = itertools.chain(self.trailers, itertools.repeat(b""))
 
-    def gather(self, job: WriteJob, offset_bytes: int) -> FakeCopy:
-        if self.pool_gone:
-            raise PoolError("the pool is unregistered")
-        self.gathers.append(FakeCopy(job, offset_bytes))
-        return self.gathers[-1]
+    def prepare(self, _pool: KVPool, *, direct: bool) -> None:
+        self.admitted.append(f"pool, {'direct' if direct else 'staged'}")
 
-    def scatter(self, job: ScatterJob) -> FakeCopy:
+    def admit(self, pool: KVPool, pages: Any, first_page: int, *, to_write: bool, direct: bool) -> None:
+        pool.check_pages(pages)
+        self.admitted.append(f"{'write' if to_write else 'read'} {'direct' if direct else 'staged'} from {first_page}")
+
+    def wait(self, _limit_s: float) -> None:
+        """End what the device has."""
+        for copy in (*self.directs, *self.gathers):
+            copy.done = True
+
+    def submit(self, copy: Copy) -> FakeCopy | None:
+        """Queue a copy. A direct one holds both pools until its end, as a device's copier does."""
+        source, target = copy.source, copy.target
+        if isinstance(source, PlayedOutbound) and isinstance(target, PlayedOutbound):
+            return self._direct(source)
         if self.pool_gone:
             raise PoolError("the pool is unregistered")
-        found = next(self._found) or trailer_of(job.effect).seal(TRAILER_KEY).data
-        self.scatters.append(FakeCopy(job, job.effect.offset_bytes, found))
+        if isinstance(target, Slab):
+            self.gathers.append(FakeCopy(source, target.offset_bytes))
+            return self.gathers[-1]
+        assert isinstance(source, Slab)
+        assert isinstance(target, PlayedInbound)
+        found = next(self._found) or trailer_of(target.effect).seal(TRAILER_KEY).data
+        self.scatters.append(FakeCopy(target, source.offset_bytes, found, accepts=copy.accepts))
         return self.scatters[-1]
 
-    def direct(self, job: WriteJob) -> FakeCopy | None:
-        """Both pools are held until the copy's end, as by a device's copier."""
-        if job.effect.pair.key.room in self.compiling:
+    def _direct(self, slab: OutboundSlab) -> FakeCopy | None:
+        if slab.effect.pair.key.room in self.compiling:
             return None
         if self.failure is not None:
             raise self.failure
-        pools = [job.pool, job.neighbour]
+        pools = [slab.pool, slab.neighbour]
         for pool in pools:
             assert pool is not None
             pool.hold()
-        self.directs.append(FakeCopy(job, pools=pools))
+        self.directs.append(FakeCopy(slab, pools=pools))
         return self.directs[-1]
 
 
@@ -146,12 +180,13 @@ class FakeTransport:
     begun: list[FakeWrite] = field(default_factory=list)
     refuses: bool = False
     probing: Any = None  # an Event that a probe waits for
+    told: frozenset[Wire] = frozenset()
 
-    def draft(self, peer: str, sources: Any, targets: Any, lengths: Any, notice: bytes) -> FakeWrite:
+    def draft(self, peer: str, pieces: Pieces, notice: bytes) -> FakeWrite:
         if self.refuses:
             raise TransportError(f"peer {peer!r} is not connected")
-        assert len(sources) == len(targets) == 1
-        self.drafts.append(FakeWrite(int(sources[0]), int(lengths[0]), notice))
+        assert len(pieces.sources) == len(pieces.targets) == 1
+        self.drafts.append(FakeWrite(int(pieces.sources[0]), int(pieces.lengths[0]), notice))
         return self.drafts[-1]
 
     def start(self, write: FakeWrite) -> None:
@@ -160,15 +195,14 @@ class FakeTransport:
         write.begun = True
         self.begun.append(write)
 
-    def drop(self, write: FakeWrite) -> None:
-        assert not write.begun
-        write.dropped = True
-
     def state(self, write: FakeWrite) -> WriteState:
         assert write.begun
         return write.state
 
     def release(self, write: FakeWrite) -> bool:
+        if not write.begun:
+            write.dropped = True
+            return True
         assert write.state is not WriteState.OPEN
         write.released = True
         return write.state is WriteState.DONE

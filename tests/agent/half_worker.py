@@ -17,14 +17,23 @@ from typing import Any
 import numpy as np
 from engine_pages import EnginePages
 
-from longshore_agent.path.admit import Desk
 from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.worker.config import WorkerConfig
+from longshore_agent.worker.engine_requests import EngineRequests
 from longshore_agent.worker.moving import Mover
 from longshore_wire.codec import PEER
-from longshore_wire.effects import PeerAttached, PeerGone, PeerId, RoomEnded, RoomReleased, StartScatter, StartWrite
+from longshore_wire.effects import (
+    PeerAttached,
+    PeerGone,
+    PeerId,
+    RoomEnded,
+    RoomReleased,
+    Send,
+    StartScatter,
+    StartWrite,
+)
 from longshore_wire.engine_messages import Accepted, Half, RegisterPool, ToAgent
 from longshore_wire.layout import KVLayout
 from longshore_wire.peer_messages import PeerMessage
@@ -60,23 +69,23 @@ class HalfWorker:
         self.mover = Mover(config, settings, self.metrics, SpanRecorder(1), lambda *_: None)
         # Nobody here attaches over ZeroMQ.
         self.mover.parts.ports.admit([settings.bind_host])
-        self.desk = Desk(layout, self.mover.parts.transport, self._source, self._target)
+        self.requests = EngineRequests(layout, self.mover.parts.transport, self._source, self._target)
         self.pages = EnginePages(layout, page_count, f"storm-{name}")
         self.ask(RegisterPool(1, 0, self.pages.geometry), [os.dup(self.pages.descriptor)])
         self.session.describe(
             self.mover.parts.transport.metadata(),
             self.mover.parts.ring_region,
-            {number: pool.info(number) for number, pool in self.desk.pools.items()},
+            {number: pool.info(number) for number, pool in self.requests.pools.items()},
             self.mover.parts.probe_region,
             "storm:1",
         )
         self.heard: list[dict[str, Any]] = []
         self.effects: list[RoomEnded | RoomReleased | StartScatter] = []
-        self.watched = [link.fileno(), self.mover.results.wake]
+        self.watched = [link.fileno(), self.mover.ends.wake]
 
     def ask(self, message: ToAgent, descriptors: list[int] | None = None) -> None:
         """Ask what an engine asks; it must be accepted."""
-        answer = self.desk.handle(message, descriptors or [], time.monotonic_ns())
+        answer = self.requests.handle(message, descriptors or [], time.monotonic_ns())
         assert isinstance(answer, Accepted), answer
 
     def note(self, **note: Any) -> None:
@@ -89,8 +98,7 @@ class HalfWorker:
         now_ns = time.monotonic_ns()
         self._hear(now_ns)
         self.mover.collect()
-        for peer, message in self.mover.take_results(self.half, self.session, now_ns):
-            self._say(peer, message)
+        self.mover.take_results(self.half, self.session, now_ns)
         if self._target is not None and self.mover.parts.transport.notifies:
             for peer, message in self.mover.notices():
                 self.session.receive(peer, message, now_ns)
@@ -100,14 +108,9 @@ class HalfWorker:
 
     def flush(self, now_ns: int) -> None:
         """Carry out what the core asks for, and keep what its engine would be told."""
-        asked = True
-        while asked:
-            asked = False
-            for effect in self.session.take_effects():
-                asked = True
+        while effects := self.session.take_effects():
+            for effect in effects:
                 self._apply(effect, now_ns)
-            for peer, message in self.session.take_outbox():
-                self._say(peer, message)
 
     def close(self) -> None:
         """Let the transport go."""
@@ -146,18 +149,20 @@ class HalfWorker:
             self.link.send(bytes([_FROM_PEER]) + PEER.encode(message))
 
     def _apply(self, effect: object, now_ns: int) -> None:
-        if isinstance(effect, StartWrite):
+        if isinstance(effect, Send):
+            self._say(effect.peer, effect.message)
+        elif isinstance(effect, StartWrite):
             assert self._source is not None
-            self.mover.start_write(effect, self.desk, self._source, now_ns)
+            self.mover.start_write(effect, self.requests, self._source, now_ns)
         elif isinstance(effect, StartScatter):
             self.effects.append(effect)
-            self.mover.start_scatter(effect, self.desk, now_ns)
+            self.mover.start_scatter(effect, self.requests, now_ns)
         elif isinstance(effect, RoomEnded):
             self.effects.append(effect)
             if effect.reason:
                 self.mover.cancel(self.half, effect.key)
         elif isinstance(effect, RoomReleased):
-            self.desk.release(self.half, effect.key)
+            self.requests.release(self.half, effect.key)
             self.mover.forget(self.half, effect.key)
             self.effects.append(effect)
         elif isinstance(effect, PeerAttached):

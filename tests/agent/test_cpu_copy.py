@@ -18,14 +18,15 @@ from page_shapes import (
     contents,
     opened,
     page_ids,
+    payload_bytes,
     requests_of,
     trailer_for,
 )
 
 from longshore_agent.errors import PoolError, ShapeError
 from longshore_agent.kernels import reference, rows
-from longshore_agent.kernels.cpu_copy import copy
-from longshore_agent.kernels.view import Pages, View, payload_bytes, pool_view
+from longshore_agent.kernels.cpu_copy import copy_rows
+from longshore_agent.kernels.view import Pages, View, pool_view
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.memory.staging import StagingBuffer
 from longshore_wire import trailer as trailers
@@ -38,7 +39,7 @@ def gathered(pool: KVPool, pages: Pages, tokens: tuple[int, int], layers: range,
     payload = payload_bytes(pool, tokens, layers, heads)
     length = trailers.slab_bytes(payload)
     results = []
-    for each in (copy, reference.copy):
+    for each in (copy_rows, reference.copy):
         buffer = np.full(length + 2 * GUARD_BYTES, POISON, dtype=np.uint8)
         target = buffer[GUARD_BYTES : GUARD_BYTES + length]
         assert each(*chosen_of(pool, pages, tokens, layers, heads, target), tokens, trailer_for(payload)) == payload
@@ -65,7 +66,7 @@ def test_pages_hold_what_the_reference_writes_and_no_other_byte_of_the_pool_chan
             payload = payload_bytes(pool, tokens, layers, heads)
             slab = np.random.default_rng(seed).integers(0, 256, payload + 5, np.uint8)
             before = slab.copy()
-            assert copy(*chosen_of(pool, pages, tokens, layers, heads, slab)[::-1], tokens) == payload
+            assert copy_rows(*chosen_of(pool, pages, tokens, layers, heads, slab)[::-1], tokens) == payload
             reference.copy(*chosen_of(other, pages, tokens, layers, heads, slab)[::-1], tokens)
             assert all(map(np.array_equal, contents(pool), contents(other))), (tokens, layers, heads, pages)
             assert np.array_equal(slab, before)
@@ -89,7 +90,7 @@ def test_long_runs_of_pages_and_scattered_pages_give_the_same_bytes_as_the_refer
             actual, expected = gathered(source, pages, tokens, layers, heads)
             assert np.array_equal(actual, expected)
             slab = actual[GUARD_BYTES:-GUARD_BYTES]
-            copy(*chosen_of(target, pages, tokens, layers, heads, slab)[::-1], tokens)
+            copy_rows(*chosen_of(target, pages, tokens, layers, heads, slab)[::-1], tokens)
             reference.copy(*chosen_of(other, pages, tokens, layers, heads, slab)[::-1], tokens)
             assert all(map(np.array_equal, contents(target), contents(other)))
 
@@ -118,8 +119,8 @@ def test_pages_to_pages_and_through_a_slab_give_the_bytes_that_indexing_finds(
     with opened(wide, seed=9) as source, opened(narrow, seed=None) as target, opened(narrow, seed=None) as other:
         slab = np.empty(payload_bytes(source, tokens, range(3), range(4, 7)), dtype=np.uint8)
         near, into = chosen_of(source, source_pages, tokens, range(3), range(4, 7), slab)
-        copy(near, into, tokens)
-        copy(*chosen_of(target, target_pages, tokens, range(3), range(3), slab)[::-1], tokens)
+        copy_rows(near, into, tokens)
+        copy_rows(*chosen_of(target, target_pages, tokens, range(3), range(3), slab)[::-1], tokens)
         for plane in range(6):
             for token in range(*tokens):
                 page = source_pages[token // source_size - tokens[0] // source_size]
@@ -127,7 +128,7 @@ def test_pages_to_pages_and_through_a_slab_give_the_bytes_that_indexing_finds(
                 page = target_pages[token // target_size - tokens[0] // target_size]
                 assert np.array_equal(target.plane(plane)[page, token % target_size], sent)
         far = pool_view(other, target_pages, tokens[0] // target_size, range(3), range(3))
-        assert copy(near, far, tokens) == slab.size
+        assert copy_rows(near, far, tokens) == slab.size
         assert all(map(np.array_equal, contents(target), contents(other)))
 
 
@@ -135,7 +136,7 @@ def test_the_layers_of_a_stage_are_copied_between_pools_that_hold_more_of_them()
     tokens, pages = (3, 40), np.array([4, 0, 7], dtype=np.int32)
     with opened(Shape(layers=4), seed=5) as source:
         results = []
-        for each in (copy, reference.copy):
+        for each in (copy_rows, reference.copy):
             with opened(Shape(layers=3, uneven=True), seed=None) as target:
                 near = pool_view(source, pages, 0, range(2, 4), range(1, 3))
                 each(near, pool_view(target, pages[::-1].copy(), 0, range(1, 3), range(2)), tokens)
@@ -152,12 +153,12 @@ def test_opaque_pages_travel_as_whole_blobs_and_cannot_be_entered_in_the_middle(
         assert np.array_equal(actual, expected)
         slab = actual[GUARD_BYTES:-GUARD_BYTES]
         assert payload_bytes(source, tokens, *chosen) == 2 * 5 * 2 * 1000
-        copy(*chosen_of(target, pages, tokens, *chosen, slab)[::-1], tokens)
+        copy_rows(*chosen_of(target, pages, tokens, *chosen, slab)[::-1], tokens)
         for layer in (1, 2):
             assert np.array_equal(target.plane(layer)[pages, :, 1:3], source.plane(layer)[pages, :, 1:3])
         near = pool_view(source, pages, 2, *chosen)
         with pytest.raises(ShapeError, match="tokens"):
-            copy(near, pool_view(target, pages, 2, *chosen), (33, 101))
+            copy_rows(near, pool_view(target, pages, 2, *chosen), (33, 101))
 
 
 def test_a_slab_at_an_odd_address_is_packed_all_the_same() -> None:
@@ -168,7 +169,7 @@ def test_a_slab_at_an_odd_address_is_packed_all_the_same() -> None:
         reference.copy(*chosen_of(pool, pages, tokens, range(3), range(4), expected), tokens)
         for shift in (1, 2, 4, 8):
             buffer = np.full(payload + 16, POISON, dtype=np.uint8)
-            copy(*chosen_of(pool, pages, tokens, range(3), range(4), buffer[shift : shift + payload]), tokens)
+            copy_rows(*chosen_of(pool, pages, tokens, range(3), range(4), buffer[shift : shift + payload]), tokens)
             assert np.array_equal(buffer[shift : shift + payload], expected)
             assert bool((buffer[:shift] == POISON).all())
             assert bool((buffer[shift + payload :] == POISON).all())
@@ -181,7 +182,7 @@ def test_the_trailer_lies_at_the_aligned_end_and_no_old_byte_lies_before_it() ->
         payload = payload_bytes(pool, *chosen)
         assert payload % trailers.ALIGNMENT_BYTES != 0
         slab = np.full(trailers.slab_bytes(payload), POISON, dtype=np.uint8)
-        copy(*chosen_of(pool, np.array([5], dtype=np.int32), *chosen, slab), chosen[0], trailer_for(payload))
+        copy_rows(*chosen_of(pool, np.array([5], dtype=np.int32), *chosen, slab), chosen[0], trailer_for(payload))
         tail = slab[payload:].tobytes()
         assert tail[-trailers.TRAILER_BYTES :] == trailer_for(payload).data
         assert not any(tail[: -trailers.TRAILER_BYTES])
@@ -199,10 +200,10 @@ def test_pages_out_of_range_are_refused_by_their_index_before_anything_is_writte
         for wrong in (-1, 12, 2**31 - 1):
             for near, far in (sides(3, wrong, 0), sides(3, wrong, 0)[::-1]):
                 with pytest.raises(LongshoreError, match=r"pages\[1\]") as refused:
-                    copy(near, far, tokens)
+                    copy_rows(near, far, tokens)
                 assert refused.value.reason is Reason.PAGE_OUT_OF_RANGE
         with pytest.raises(LongshoreError, match=r"pages\[0\] and pages\[2\] are both 3") as refused:
-            copy(*sides(3, 1, 3)[::-1], tokens)
+            copy_rows(*sides(3, 1, 3)[::-1], tokens)
         assert refused.value.reason is Reason.TOKENS_OVERLAP
         assert bool((slab == POISON).all())
         assert all(map(np.array_equal, before, contents(pool)))
@@ -242,7 +243,7 @@ def test_an_argument_that_breaks_the_contract_is_named_and_nothing_is_written(
     with opened(Shape(), seed=1) as source, opened(asked["shape"], seed=None) as target:
         near = pool_view(source, np.arange(3, dtype=np.int32), 0, range(3), range(4))
         with pytest.raises(ShapeError, match=f"^{re.escape(argument)}"):
-            copy(
+            copy_rows(
                 near,
                 pool_view(target, asked["pages"], 0, asked["layers"], asked["heads"]),
                 asked["tokens"],
@@ -267,7 +268,7 @@ def test_an_unregistered_pool_is_refused_rather_than_read() -> None:
         near, far = chosen_of(pool, np.array([1], dtype=np.int32), (0, 16), range(3), range(4), slab)
         assert pool.close()
         with pytest.raises(PoolError, match="unregistered"):
-            copy(near, far, (0, 16))
+            copy_rows(near, far, (0, 16))
 
 
 @pytest.mark.parametrize("row_bytes", [64, 192, 1024])

@@ -6,22 +6,19 @@ import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-from fake_device import FakeDevice, effect_of
+from event_scene import EventScene
+from fake_device import outbound_slab
 from page_shapes import Shape, opened
 
 from longshore_agent.errors import DeviceError
 from longshore_agent.memory.ipc import create_memfd
 from longshore_agent.memory.pools import KVPool
-from longshore_agent.path.device_direct import DeviceDirectLanes
-from longshore_agent.path.jobs import Results
-from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.snapshot import LaneStatus
-from longshore_agent.status.spans import SpanRecorder
-from longshore_agent.worker.near_writes import NearWrites
+from longshore_agent.worker.neighbour_pools import NeighbourPools
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Half
 from longshore_wire.peer_messages import Attach, PoolInfo
@@ -36,18 +33,19 @@ def owner(name: str) -> PeerId:
     return PeerId(name, 0, 0)
 
 
-class Scene:
+class Scene(EventScene):
     """A source worker of a GPU with its pool, and neighbours whose pools come when they are asked for."""
 
     def __init__(self, pool: KVPool) -> None:
+        super().__init__(lane_count=LANES)
         self.pool = pool
-        self.device, self.metrics, self.spans = FakeDevice(), Metrics(), SpanRecorder(100)
-        self.direct = DeviceDirectLanes(LANES, self.device, self.metrics, self.spans)
         self.attached: dict[Any, Attach] = {}
         # The rest of a device is played: its memory is this host's.
-        self.near = NearWrites(None, self.attached, Results(), lambda *asked: self.asked.append(asked), self.direct.put)
+        copier: Any = self.device
         self.asked: list[tuple[PeerId, int]] = []
-        self.ended: list[Any] = []
+        self.near = NeighbourPools(
+            None, self.attached, self.ends, lambda *asked: self.asked.append(asked), self.runner.send, copier
+        )
 
     def give(self) -> None:
         """The pools that were asked for come; slabs that waited for them are queued."""
@@ -60,32 +58,24 @@ class Scene:
         self.asked.clear()
 
     def put(self, *slabs: int, name: str = "decode", comes: bool = True, room: int = 1) -> list[Any]:
-        jobs: list[Any] = []
-        for slab in slabs:
-            effect = effect_of(slab, SLAB_BYTES, room)
-            effect.way, effect.peer = Way.DIRECT, owner(name)
-            jobs.append(SimpleNamespace(effect=effect, pool=self.pool, neighbour=None, cancelled=False))
-            self.near.put(jobs[-1])
+        made = [outbound_slab(slab, SLAB_BYTES, room, self.pool) for slab in slabs]
+        for slab in made:
+            slab.effect.way, slab.effect.peer = Way.DIRECT, owner(name)  # type: ignore[misc]
+            self.near.put(slab)
         if comes:
             self.give()
-        return jobs
-
-    def turn(self) -> None:
-        self.ended += self.direct.turn()
+        return made
 
     def passes(self, *slabs: int) -> None:
         for copy in self.device.directs:
-            copy.done = copy.done or copy.job.effect.slab in slabs
+            copy.done = copy.done or copy.slab.effect.slab in slabs
         self.turn()
 
     def queued(self) -> list[int]:
-        return [copy.job.effect.slab for copy in self.device.directs]
-
-    def outcomes(self) -> list[tuple[int, str, bool]]:
-        return [(result.job.effect.slab, result.error, result.dropped) for result in self.ended]
+        return [copy.slab.effect.slab for copy in self.device.directs]
 
     def value(self, name: str, **labels: str) -> float:
-        while self.direct.busy:
+        while self.runner.busy:
             self.turn()
         return self.metrics.snapshot().value(name, **labels)
 
@@ -109,13 +99,13 @@ def test_all_slabs_of_an_offer_are_queued_at_once_and_each_is_told_of_when_its_e
     assert scene.queued() == [0, 1, 2]
     scene.turn()
     assert scene.outcomes() == []
-    assert scene.direct.copying
+    assert scene.runner.copying
     scene.passes(0)
     assert scene.outcomes() == [(0, "", False)]
     scene.passes(1, 2)
     assert scene.outcomes() == [(0, "", False), (1, "", False), (2, "", False)]
     assert all(result.notify and result.settled for result in scene.ended)
-    assert not scene.direct.copying
+    assert not scene.runner.copying
     assert not scene.pool.busy
 
 
@@ -156,7 +146,7 @@ def test_a_slab_that_is_given_up_before_the_device_has_it_is_dropped_and_another
     assert not any(result.notify for result in scene.ended)
     assert scene.value("longshore_overtaken_writes_total", way="direct") == given
     assert scene.value("longshore_writes_total", way="direct") == given
-    assert sum(lane.slabs for lane in scene.direct.status()) == 0
+    assert sum(lane.slabs for lane in scene.runner.lanes()) == 0
     assert not scene.pool.busy
 
 
@@ -167,8 +157,9 @@ def test_a_room_that_is_given_up_waits_for_a_slab_of_another_room_and_not_for_al
     given = len(scene.queued())
     for job in jobs[90:]:
         job.cancelled = True
+    scene.runner.drop_cancelled()
     scene.passes(0)
-    assert scene.outcomes() == [(0, "", False), *((slab, "", True) for slab in range(90, 100))]
+    assert scene.outcomes() == [*((slab, "", True) for slab in range(90, 100)), (0, "", False)]
     assert scene.queued() == list(range(given + 1))
     for _ in range(100):
         scene.passes(*range(90))
@@ -252,7 +243,7 @@ def test_a_device_that_has_failed_is_told_to_whoever_turns(scene: Scene) -> None
 def test_lanes_that_are_stopped_give_the_device_nothing_more_and_let_go_of_what_it_has_done(scene: Scene) -> None:
     jobs = scene.put(*range(40))
     given = len(scene.queued())
-    scene.direct.stop()
+    scene.runner.stop()
     for job in jobs:
         job.cancelled = True
     scene.passes(*range(40))
@@ -266,12 +257,12 @@ def test_a_room_whose_kernel_is_compiled_waits_alone_and_goes_on_in_its_order(sc
     scene.put(0, 1, room=7)
     scene.put(2, 3)
     assert scene.queued() == [2, 3]
-    assert scene.direct.busy
+    assert scene.runner.busy
     scene.passes(2, 3)
     assert scene.outcomes() == [(2, "", False), (3, "", False)]
     # Nothing is on the device, and the thread must look again all the same.
-    assert scene.direct.busy
-    assert not scene.direct.copying
+    assert scene.runner.busy
+    assert not scene.runner.copying
     scene.device.compiling.clear()
     scene.turn()
     scene.put(4)
@@ -299,7 +290,7 @@ def test_a_room_that_is_given_up_does_not_wait_for_its_kernel(scene: Scene) -> N
         job.cancelled = True
     scene.turn()
     assert scene.outcomes() == [(0, "", True), (1, "", True)]
-    scene.direct.stop()
+    scene.runner.stop()
     scene.turn()
     assert scene.outcomes() == [(0, "", True), (1, "", True), (2, "", True)]
     assert not scene.device.directs
@@ -320,13 +311,13 @@ def test_a_kernel_that_cannot_be_compiled_fails_the_slab_that_waits_for_it(scene
 
 def test_what_was_done_is_counted_once_and_the_time_of_a_slab_begins_when_the_one_before_it_ends(scene: Scene) -> None:
     scene.put(0, 1, 2)
-    assert [lane.busy for lane in scene.direct.status()] == [True, False, False, False]
+    assert [lane.busy for lane in scene.runner.lanes()] == [True, False, False, False]
     scene.passes(0)
     scene.passes(1, 2)
     assert scene.value("longshore_writes_total", way="direct") == 3
     assert scene.value("longshore_stage_bytes_total", stage="write") == 3 * SLAB_BYTES
     assert scene.value("longshore_lane_bytes_total", lane="0") == 3 * SLAB_BYTES
-    assert scene.direct.status() == (
+    assert scene.runner.lanes() == (
         LaneStatus(0, False, 3, 3 * SLAB_BYTES),
         *(LaneStatus(index, False, 0, 0) for index in range(1, LANES)),
     )
@@ -337,19 +328,19 @@ def test_what_was_done_is_counted_once_and_the_time_of_a_slab_begins_when_the_on
 
 
 def test_pages_of_a_claim_that_came_before_its_pool_was_mapped_go_to_the_device_when_it_is(scene: Scene) -> None:
-    admitted: list[tuple[bytes, int]] = []
-    scene.near._admit = lambda _pool, pages, first_page: admitted.append((pages, first_page))
     decode = owner("decode")
-    scene.near.expect(decode, 0, b"first", 0)
-    scene.near.expect(decode, 0, b"second", 3 * SHAPE.page_size)
+    first, second, third, fourth, fifth = (np.array([page], "<i4").tobytes() for page in range(5))
+    scene.near.expect(decode, 0, first, 0)
+    scene.near.expect(decode, 0, second, 3 * SHAPE.page_size)
+    assert scene.device.admitted == []
     scene.give()
-    assert admitted == [(b"first", 0), (b"second", 3)]
-    scene.near.expect(decode, 0, b"third", SHAPE.page_size)
-    assert admitted[2:] == [(b"third", 1)]
+    assert scene.device.admitted == ["write direct from 0", "write direct from 3"]
+    scene.near.expect(decode, 0, third, SHAPE.page_size)
+    assert scene.device.admitted[2:] == ["write direct from 1"]
     # A pool that does not come leaves nothing behind.
     scene.near.pool_gone(decode, 0)
-    scene.near.expect(decode, 0, b"fourth", 0)
+    scene.near.expect(decode, 0, fourth, 0)
     scene.near.pool_gone(decode, 0)
-    scene.near.expect(decode, 0, b"fifth", 0)
+    scene.near.expect(decode, 0, fifth, 0)
     scene.give()
-    assert admitted[3:] == [(b"fifth", 0)]
+    assert scene.device.admitted[3:] == ["write direct from 0"]

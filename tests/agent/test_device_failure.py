@@ -26,16 +26,17 @@ place = Path(__file__).parent
 
 def play():
     from longshore_agent.errors import DeviceError
-    from longshore_agent.path.admit import Desk
+    from longshore_agent.worker.engine_requests import EngineRequests
     from longshore_agent.worker.loop import Worker
     from longshore_agent.worker.moving import Mover
 
     while (place / "hold").exists():
         threading.Event().wait(0.01)
-    drive, engine_lost, let_go = Mover.drive, Worker._engine_lost, Desk.let_go
+    drive, engine_lost, let_go = Mover.drive, Worker._engine_lost, EngineRequests.let_go
 
     def driven(self):
-        if (place / f"hangs-{{self.peers._here.instance}}").exists() and not self.failure:
+        instance = sys.orig_argv[-2].partition("/")[0]
+        if (place / f"hangs-{{instance}}").exists() and not self.failure:
             raise DeviceError({HANGS!r})
         return drive(self)
 
@@ -49,7 +50,7 @@ def play():
             threading.Event().wait()
         return let_go(self, pool)
 
-    Mover.drive, Worker._engine_lost, Desk.let_go = driven, lost, unmapped
+    Mover.drive, Worker._engine_lost, EngineRequests.let_go = driven, lost, unmapped
 
 if "longshore_agent.worker.main" in sys.orig_argv:
     play()

@@ -7,62 +7,45 @@ from typing import Any
 
 import pytest
 from agent_world import wait_for
-from fake_device import PEER, RING, FakeDevice, FakeTransport, write_job
+from event_scene import BASE, EventScene
+from fake_device import PEER, RING, outbound_slab
 
-from longshore_agent.memory.staging import StagingPieces
-from longshore_agent.path.device_lanes import DeviceLanes, buffer_bytes
-from longshore_agent.path.jobs import ProbeJob, ProbeResult, Results
-from longshore_agent.status.metrics import Metrics
-from longshore_agent.status.spans import SpanRecorder
+from longshore_agent.pipeline.slabs import ProbeEnd, WireProbe
 from longshore_agent.transports.base import WriteState
+from longshore_agent.worker.parts import lanes_bytes
 from longshore_wire.ring import Ring
 from longshore_wire.slabs import region_bytes
 
 SLAB_BYTES = 1 << 20
-BASE = 1 << 30
 
 
-class Scene:
-    """Idle lanes with room for `slabs` slabs."""
+class Scene(EventScene):
+    """An idle source with room for `slabs` slabs."""
 
     def __init__(self, slabs: int = 4) -> None:
-        self.device, self.transport = FakeDevice(), FakeTransport()
-        self.metrics, self.spans, self.results = Metrics(), SpanRecorder(100), Results()
-        length_bytes = slabs * region_bytes(SLAB_BYTES)
-        memory = StagingPieces(BASE, length_bytes, length_bytes)
-        transport: Any = self.transport
-        self.lanes = DeviceLanes(
-            memory, 2, self.device, transport, self.results, self.metrics, self.spans, probe_address=0
-        )
-        self.ended: list[Any] = []
+        super().__init__(memory_bytes=slabs * region_bytes(SLAB_BYTES), lane_count=2)
 
     def put(self, *slabs: int) -> list[Any]:
-        jobs = [write_job(slab, SLAB_BYTES) for slab in slabs]
-        for job in jobs:
-            self.lanes.put(job)
-        return jobs
-
-    def turn(self) -> None:
-        self.ended += self.lanes.turn()
+        made = [outbound_slab(slab, SLAB_BYTES) for slab in slabs]
+        for slab in made:
+            self.runner.send(slab)
+        return made
 
     def gathered(self, *slabs: int) -> None:
         for copy in self.device.gathers:
-            copy.done = copy.done or copy.job.effect.slab in slabs
+            copy.done = copy.done or copy.slab.effect.slab in slabs
         self.turn()
 
     def wrote(self, index: int, state: WriteState = WriteState.DONE) -> None:
         self.transport.begun[index].state = state
         self.turn()
 
-    def outcomes(self) -> list[tuple[int, str, bool]]:
-        return [(result.job.effect.slab, result.error, result.dropped) for result in self.ended]
-
 
 def test_a_write_is_looked_up_while_its_gather_runs_and_begins_once_its_event_has_passed() -> None:
     scene = Scene()
     scene.put(0, 1)
     scene.turn()
-    assert [copy.job.effect.slab for copy in scene.device.gathers] == [0, 1]
+    assert [copy.slab.effect.slab for copy in scene.device.gathers] == [0, 1]
     assert len(scene.transport.drafts) == 2
     assert not scene.transport.begun
     scene.gathered(0)
@@ -79,13 +62,13 @@ def test_the_next_slab_is_gathered_and_written_while_a_write_is_open() -> None:
     scene.put(0, 1, 2)
     scene.gathered(0, 1)
     assert len(scene.transport.begun) == 2
-    assert [copy.job.effect.slab for copy in scene.device.gathers] == [0, 1, 2]
+    assert [copy.slab.effect.slab for copy in scene.device.gathers] == [0, 1, 2]
     assert scene.outcomes() == []
 
 
 @pytest.mark.parametrize("lane_bytes", [64 << 20, (1 << 20) + 1])
 def test_all_lanes_together_hold_a_slab_of_a_lane_s_size_each_beside_their_trailers(lane_bytes: int) -> None:
-    memory = Ring(buffer_bytes(4, lane_bytes))
+    memory = Ring(lanes_bytes(4, lane_bytes))
     assert all(memory.allocate(region_bytes(lane_bytes)) for _ in range(4))
 
 
@@ -117,11 +100,11 @@ def test_a_hurried_thread_ends_the_oldest_write_begins_the_next_and_gathers_into
     scene.gathered(0)
     gathers = list(scene.device.gathers)
     assert len(gathers) == 2
-    scene.lanes.hurry()
+    scene.runner.hurry()
     assert scene.device.gathers == gathers
     scene.transport.begun[0].state = WriteState.DONE
     gathers[1].done = True
-    scene.lanes.hurry()
+    scene.runner.hurry()
     assert scene.transport.begun[0].released
     assert scene.transport.begun == scene.transport.drafts[:2]
     assert scene.device.gathers[2].begin_bytes == gathers[0].begin_bytes
@@ -163,7 +146,7 @@ def test_lanes_that_are_stopped_begin_nothing_more_and_let_go_of_what_the_device
     scene = Scene()
     scene.put(0, 1, 2, 3)
     queued = len(scene.device.gathers)
-    scene.lanes.stop()
+    scene.runner.stop()
     scene.gathered(0, 1, 2, 3)
     assert len(scene.device.gathers) == queued
     assert all(copy.ended for copy in scene.device.gathers)
@@ -209,16 +192,16 @@ def test_a_pool_that_has_left_fails_its_slab_and_takes_no_memory() -> None:
 def test_no_write_begins_while_a_probe_measures_the_wire() -> None:
     scene = Scene()
     scene.transport.probing = threading.Event()
-    probe = ProbeJob(PEER, "decode", RING, 12)
-    scene.lanes.put(probe)
+    probe = WireProbe(PEER, "decode", RING, 12)
+    scene.runner.probe(probe)
     scene.put(0)
     scene.gathered(0)
     assert not scene.transport.begun
     scene.transport.probing.set()
     found: list[Any] = []
-    wait_for(lambda: found.extend(scene.results.take()) or found, what="the probe's result")
-    assert found == [ProbeResult(probe, "CudaIPC", "")]
-    scene.lanes.probed(probe)
+    wait_for(lambda: found.extend(scene.ends.take()) or found, what="the probe's result")
+    assert found == [ProbeEnd(probe, "CudaIPC")]
+    scene.runner.probed(probe)
     scene.turn()
     assert len(scene.transport.begun) == 1
 
@@ -226,7 +209,7 @@ def test_no_write_begins_while_a_probe_measures_the_wire() -> None:
 def test_a_slab_that_is_given_up_leaves_its_pages_while_a_probe_measures_the_wire() -> None:
     scene = Scene(slabs=1)
     scene.transport.probing = threading.Event()
-    scene.lanes.put(ProbeJob(PEER, "decode", RING, 12))
+    scene.runner.probe(WireProbe(PEER, "decode", RING, 12))
     jobs = scene.put(0)
     jobs[0].cancelled = True
     scene.turn()
@@ -253,7 +236,7 @@ def test_slabs_that_are_given_up_wait_for_no_write_of_another_room_that_does_not
     for _ in range(8):
         scene.gathered(*range(8))
     assert scene.outcomes() == [(slab, "", True) for slab in waiting[1:]]
-    assert [copy.ended for copy in scene.device.gathers] == [True] * open_count + [False, True]
+    assert [copy.ended for copy in scene.device.gathers] == [True] * (open_count + 2)
     scene.wrote(0)
     assert len(scene.transport.begun) == open_count + 1
     assert not scene.transport.begun[-1].dropped
@@ -266,13 +249,13 @@ def test_slabs_that_are_given_up_are_answered_at_once_behind_one_that_waits_for_
     assert len(scene.transport.begun) == 2
     for slab in (3, 5):
         jobs[slab].cancelled = True
-    scene.lanes.drop_given_up()
+    scene.runner.drop_cancelled()
     scene.turn()
-    assert scene.outcomes() == [(3, "", True), (5, "", True)]
+    assert sorted(scene.outcomes()) == [(3, "", True), (5, "", True)]
     # The others keep their order.
     for index in (0, 1):
         scene.wrote(index)
-    assert [copy.job.effect.slab for copy in scene.device.gathers] == [0, 1, 2, 4]
+    assert [copy.slab.effect.slab for copy in scene.device.gathers] == [0, 1, 2, 4]
 
 
 def test_what_was_done_is_written_down_when_nothing_waits_and_then_the_lanes_are_idle() -> None:
@@ -285,18 +268,18 @@ def test_what_was_done_is_written_down_when_nothing_waits_and_then_the_lanes_are
     assert len(scene.spans) == 0
     for _ in range(100):
         scene.turn()
-    assert not scene.lanes.busy
+    assert not scene.runner.busy
     assert sorted(span.stage for span in scene.spans.of_room(1, limit=10)) == ["gather", "gather", "write", "write"]
-    assert sum(lane.slabs for lane in scene.lanes.status()) == 2
+    assert sum(lane.slabs for lane in scene.runner.lanes()) == 2
     assert scene.metrics.snapshot().value("longshore_writes_total", way="staged") == 2
 
 
 @pytest.mark.parametrize("noticed", [True, False])
 def test_a_control_message_is_asked_for_exactly_where_the_transport_tells_nothing(noticed: bool) -> None:
     scene = Scene()
-    job = write_job(0, SLAB_BYTES)
+    job = outbound_slab(0, SLAB_BYTES)
     job.noticed = noticed
-    scene.lanes.put(job)
+    scene.runner.send(job)
     scene.gathered(0)
     scene.wrote(0)
     assert bool(scene.transport.begun[0].notice) is noticed
@@ -307,12 +290,12 @@ def test_jobs_whose_writes_are_open_are_held_until_they_end_also_those_given_up(
     scene = Scene()
     jobs = scene.put(0, 1)
     scene.gathered(0)
-    assert scene.lanes.held() == (jobs[0],)
+    assert scene.runner.writing() == (jobs[0],)
     for job in jobs:
         job.cancelled = True
-    scene.lanes.drop_given_up()
+    scene.runner.drop_cancelled()
     scene.gathered(1)
     # The other one was dropped: nothing of it had begun.
-    assert scene.lanes.held() == (jobs[0],)
+    assert scene.runner.writing() == (jobs[0],)
     scene.wrote(0)
-    assert scene.lanes.held() == ()
+    assert scene.runner.writing() == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -10,53 +11,33 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_device import RING, FakeDevice, FakeTransport, effect_of
+from fake_device import RING, FakeDevice, FakeTransport, PlayedOutbound, effect_of
 from page_shapes import Shape, opened
 
 from longshore_agent.errors import DeviceError
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.memory.staging import StagingBuffer
-from longshore_agent.path.jobs import PageTable
+from longshore_agent.pipeline.slabs import PageTable
 from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
-from longshore_agent.worker import parts
+from longshore_agent.worker import moving, parts
 from longshore_agent.worker.config import WorkerConfig
 from longshore_agent.worker.moving import Mover
 from longshore_wire.effects import PeerAttached, PeerId
 from longshore_wire.engine_messages import Half
-from longshore_wire.peer_messages import Attach, SlabReady
+from longshore_wire.peer_messages import Attach
+from longshore_wire.peers import Peer
 from longshore_wire.plan import Way
 from longshore_wire.source_session import SourceSession
 
 SHAPE = Shape(layers=2)
 SLAB_BYTES = 1 << 20
+DIRECT, STAGED = "read direct from 0", "read staged from 0"
 
 
 def owner(name: str) -> PeerId:
     return PeerId(name, 0, 0)
-
-
-class Played(FakeDevice):
-    """The stages of a whole mover; the device ends what it has when somebody waits for it."""
-
-    def __init__(self, *_: object) -> None:
-        super().__init__()
-        self.admitted: list[str] = []
-
-    def admit(self, _pool: object, _table: object, half: Half) -> None:
-        self.admitted.append(half.name)
-
-    def admit_direct(self, _pool: object, _table: object) -> None:
-        self.admitted.append("direct")
-
-    def admit_target(self, pool: KVPool, pages: bytes, first_page: int) -> None:
-        pool.check_pages(np.frombuffer(pages, "<i4"))
-        self.admitted.append(f"pages from {first_page} on")
-
-    def wait(self, _limit_s: float) -> None:
-        for copy in (*self.directs, *self.gathers):
-            copy.done = True
 
 
 class Core(SourceSession):
@@ -64,25 +45,32 @@ class Core(SourceSession):
 
     def __init__(self) -> None:
         self.told: list[tuple[int, int]] = []
+        self.notified: list[int] = []
+        self.peers = defaultdict(lambda: Peer(owner("decode")))
 
-    def write_done(self, peer: PeerId, pair_key: Any, slab: int, payload_bytes: int, now_ns: int) -> None:
+    def write_done(
+        self, peer: PeerId, pair_key: Any, slab: int, payload_bytes: int, now_ns: int, *, notify: bool = False
+    ) -> None:
         self.told.append((slab, payload_bytes))
+        self.notified += [slab] * notify
 
 
 class Whole:
     """A source worker of a GPU without its processes, and a neighbour whose pool is mapped."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, pool: KVPool, mapped: KVPool, **changes: Any) -> None:
+        self.device = FakeDevice()
         transport: Any = FakeTransport()
-        transport.register, transport.connect, transport.notifies = (lambda *_: 1), bytes.decode, True
+        transport.register, transport.connect = (lambda *_: 1), bytes.decode
         played: dict[str, object] = {
             "open_device": lambda _: SimpleNamespace(index=0, enter=lambda: None),
             "make_transport": lambda *_: transport,
             "DeviceStagingBuffer": lambda _, length_bytes, **_options: StagingBuffer(length_bytes),
-            "DeviceStages": Played,
+            "device_copier": lambda *_: self.device,
         }
         for name, value in played.items():
             monkeypatch.setattr(parts, name, value)
+        monkeypatch.setattr(moving, "OutboundSlab", PlayedOutbound)
         settings = dataclasses.replace(Settings(), lane_bytes=1 << 20, ring_bytes=1 << 20, **changes)
         config = WorkerConfig(
             "p/0/0", "test", "p", 1, SHAPE.layout, tuple(Half), {}, port=0, agent="life.gpu", device="GPU-1"
@@ -91,21 +79,20 @@ class Whole:
         self.mover = Mover(config, settings, Metrics(), SpanRecorder(10), lambda owner, _: self.asked.append(owner))
         said = Attach(1, "test", "decode", 9, SHAPE.layout, "NIXL", b"decode", RING, (), 1 << 20)
         self.mover.connect(Half.SOURCE, PeerAttached(owner("decode"), said))
-        self.mover.near._neighbours._pools[owner("decode"), 0] = mapped
+        self.mover.neighbours._neighbours._pools[owner("decode"), 0] = mapped
         self.core = Core()
         self.pool = pool
-        self.stages: Any = self.mover.parts.stages
 
     def start(self, *slabs: int, way: Way = Way.DIRECT, room: int = 1) -> None:
         for slab in slabs:
             effect = effect_of(slab, SLAB_BYTES, room)
             effect.way = way
             key = effect.pair.key
-            desk: Any = SimpleNamespace(
+            requests: Any = SimpleNamespace(
                 pools={0: SimpleNamespace(pages=self.pool)},
                 tables={(Half.SOURCE, key): PageTable(0, np.zeros(1, "<i4"))},
             )
-            self.mover.start_write(effect, desk, self.core, 0)
+            self.mover.start_write(effect, requests, self.core, 0)
 
 
 @pytest.fixture
@@ -117,55 +104,56 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> Iterator[Whole]:
 
 def test_a_target_is_told_by_a_message_of_each_slab_and_the_worker_looks_until_then(whole: Whole) -> None:
     whole.start(0, 1)
-    assert whole.mover.parts.driven
-    assert whole.mover.parts.copying
+    assert whole.mover.parts.runner.busy
+    assert whole.mover.parts.runner.copying
     assert not whole.mover.drive()
-    whole.stages.directs[0].done = True
+    whole.device.directs[0].done = True
     assert whole.mover.drive()
-    messages = whole.mover.take_results(Half.SOURCE, whole.core, 0)
-    assert [(peer, type(message), message.slab) for peer, message in messages] == [(owner("decode"), SlabReady, 0)]
+    whole.mover.take_results(Half.SOURCE, whole.core, 0)
+    assert whole.core.notified == [0]
     assert whole.core.told == [(0, SLAB_BYTES)]
-    whole.stages.directs[1].done = True
+    whole.device.directs[1].done = True
     assert whole.mover.drive()
-    assert [message.slab for _, message in whole.mover.take_results(Half.SOURCE, whole.core, 0)] == [1]
-    assert not whole.mover.parts.copying
-    while whole.mover.parts.driven:
+    whole.mover.take_results(Half.SOURCE, whole.core, 0)
+    assert whole.core.notified == [0, 1]
+    assert not whole.mover.parts.runner.copying
+    while whole.mover.parts.runner.busy:
         whole.mover.drive()
-    assert [(lane.busy, lane.slabs) for lane in whole.mover.parts.lane_status()] == [(False, 2)] + [(False, 0)] * 3
+    assert [(lane.busy, lane.slabs) for lane in whole.mover.parts.runner.lanes()] == [(False, 2)] + [(False, 0)] * 3
     assert whole.mover.metrics.snapshot().value("longshore_slabs_total", half="source", way="direct") == 2
 
 
 def test_a_worker_that_ends_waits_for_its_kernels_and_then_holds_no_page(whole: Whole) -> None:
     whole.start(*range(40))
-    given = len(whole.stages.directs)
-    mapped = whole.stages.directs[0].job.neighbour
-    whole.mover.near.pool_gone(owner("decode"))
+    given = len(whole.device.directs)
+    mapped = whole.device.directs[0].slab.neighbour
+    whole.mover.neighbours.pool_gone(owner("decode"))
     assert not whole.pool.close()
     assert not mapped.wait_closed(0)
     whole.mover.finish_copies()
-    assert len(whole.stages.directs) == given
+    assert len(whole.device.directs) == given
     assert whole.pool.wait_closed(0)
     assert mapped.wait_closed(0)
 
 
 def test_a_room_that_is_given_up_is_answered_though_slabs_of_another_wait_before_it(whole: Whole) -> None:
     whole.start(*range(200), way=Way.STAGED)
-    begun = len(whole.stages.gathers)
+    begun = len(whole.device.gathers)
     whole.start(500, 501, way=Way.STAGED, room=2)
     whole.mover.cancel(Half.SOURCE, effect_of(500, SLAB_BYTES, 2).pair.key)
     assert whole.mover.drive()
     whole.mover.take_results(Half.SOURCE, whole.core, 0)
     assert whole.core.told == [(500, 0), (501, 0)]
-    assert len(whole.stages.gathers) == begun
+    assert len(whole.device.gathers) == begun
 
 
 @pytest.mark.parametrize(
     ("ways", "expected"),
     [
-        ((), ["direct", "SOURCE"]),
-        ((Way.DIRECT,), ["direct"]),
-        ((Way.STAGED,), ["SOURCE"]),
-        ((Way.DIRECT, Way.STAGED), ["direct", "SOURCE"]),
+        ((), [DIRECT, STAGED]),
+        ((Way.DIRECT,), [DIRECT]),
+        ((Way.STAGED,), [STAGED]),
+        ((Way.DIRECT, Way.STAGED), [DIRECT, STAGED]),
     ],
     ids=["not claimed yet", "direct", "staged", "both"],
 )
@@ -174,34 +162,35 @@ def test_page_ids_go_to_the_device_once_for_each_way_that_may_want_them(
 ) -> None:
     table = PageTable(0, np.zeros(1, "<i4"))
     whole.mover.admit(whole.pool, table, Half.SOURCE, frozenset(ways))
-    assert whole.stages.admitted == expected
+    assert whole.device.admitted == expected
     whole.mover.admit(whole.pool, table, Half.TARGET, frozenset())
-    assert whole.stages.admitted == [*expected, "TARGET"]
+    assert whole.device.admitted == [*expected, "write staged from 0"]
 
 
 def test_a_claim_brings_its_pages_to_the_device_before_its_tokens_come_and_a_wrong_page_fails_no_worker(
     whole: Whole,
 ) -> None:
     pages = np.arange(3, dtype="<i4").tobytes()
-    whole.mover.near.expect(owner("decode"), 0, pages, 2 * SHAPE.page_size + 1)
-    assert whole.stages.admitted == ["pages from 2 on"]
+    whole.mover.neighbours.expect(owner("decode"), 0, pages, 2 * SHAPE.page_size + 1)
+    assert whole.device.admitted == ["write direct from 2"]
     wrong = np.array([SHAPE.page_count], dtype="<i4").tobytes()
-    whole.mover.near.expect(owner("decode"), 0, wrong, 0)
-    assert whole.stages.admitted == ["pages from 2 on"]
+    whole.mover.neighbours.expect(owner("decode"), 0, wrong, 0)
+    assert whole.device.admitted == ["write direct from 2"]
     assert whole.asked == []
 
 
 def test_a_claim_asks_for_a_pool_that_is_not_mapped_yet_once(whole: Whole) -> None:
     pages = np.arange(3, dtype="<i4").tobytes()
     for _ in range(2):
-        whole.mover.near.expect(owner("later"), 0, pages, 0)
+        whole.mover.neighbours.expect(owner("later"), 0, pages, 0)
     assert whole.asked == [owner("later")]
-    assert whole.stages.admitted == []
+    assert whole.device.admitted == []
     # Nothing waits for it: it leaves again, and no slab is failed.
-    whole.mover.near.pool_gone(owner("later"))
+    whole.mover.neighbours.pool_gone(owner("later"))
     whole.mover.collect()
-    assert whole.mover.take_results(Half.SOURCE, whole.core, 0) == []
-    whole.mover.near.expect(owner("later"), 0, pages, 0)
+    whole.mover.take_results(Half.SOURCE, whole.core, 0)
+    assert whole.core.told == []
+    whole.mover.neighbours.expect(owner("later"), 0, pages, 0)
     assert whole.asked == [owner("later")] * 2
 
 
@@ -210,7 +199,7 @@ def test_a_device_that_has_failed_is_asked_for_nothing_and_given_nothing_more_an
 ) -> None:
     whole.start(0)
     whole.start(1, way=Way.STAGED)
-    (direct,), gathers = whole.stages.directs, whole.stages.gathers
+    (direct,), gathers = whole.device.directs, whole.device.gathers
     for copy in (direct, *gathers):
         copy.broken = DeviceError("it hangs")
     with pytest.raises(DeviceError, match="it hangs"):
@@ -220,8 +209,9 @@ def test_a_device_that_has_failed_is_asked_for_nothing_and_given_nothing_more_an
     whole.start(3, way=Way.STAGED)
     whole.mover.hurry()
     assert not whole.mover.drive()
-    assert whole.stages.directs == [direct]
-    assert whole.mover.take_results(Half.SOURCE, whole.core, 0) == []
+    assert whole.device.directs == [direct]
+    whole.mover.take_results(Half.SOURCE, whole.core, 0)
+    assert whole.core.told == []
     assert whole.core.told == []
     assert whole.pool.busy
     with pytest.raises(DeviceError, match="it hangs"):

@@ -7,56 +7,44 @@ from collections.abc import Iterable
 from typing import Any
 
 from agent_world import wait_for
-from fake_device import TRAILER_KEY, FakeDevice, scatter_job
+from event_scene import HOUR_NS, EventScene
+from fake_device import inbound_slab
 
-from longshore_agent.path.device_scatter import DeviceScatterers
-from longshore_agent.status.metrics import Metrics
-from longshore_agent.status.spans import SpanRecorder
 from longshore_wire.errors import Reason
 
-HOUR_NS = 3600 * 10**9
 WRONG = bytes(64)
 
 
-class Scene:
-    """Idle scatters over a device that finds these trailers first, and right ones after them."""
+class Scene(EventScene):
+    """An idle target over a device that finds these trailers first, and right ones after them."""
 
     def __init__(self, trailers: Iterable[bytes] = (), deadline_ns: int = HOUR_NS) -> None:
-        self.device = FakeDevice(trailers=trailers)
-        self.spans = SpanRecorder(100)
-        self.scatterers = DeviceScatterers(
-            self.device, Metrics(), self.spans, trailer_deadline_ns=deadline_ns, trailer_key=TRAILER_KEY
-        )
-        self.ended: list[Any] = []
+        super().__init__(deadline_ns=deadline_ns, trailers=trailers)
 
-    def put(self, slab: int) -> Any:
-        job = scatter_job(slab)
-        self.scatterers.put(job)
-        return job
-
-    def turn(self) -> list[Any]:
-        self.ended += self.scatterers.turn()
-        return self.ended
+    def put(self, number: int) -> Any:
+        slab = inbound_slab(number)
+        self.runner.receive(slab)
+        return slab
 
     def passed(self) -> None:
         for copy in self.device.scatters:
             copy.done = True
         self.turn()
 
-    def outcomes(self) -> list[tuple[int, Reason, bool]]:
-        return [(result.job.effect.slab, result.reason, result.dropped) for result in self.ended]
+    def reasons(self) -> list[tuple[int, Reason, bool]]:
+        return [(end.slab.effect.slab, end.reason, end.dropped) for end in self.ended]
 
 
 def test_a_landed_slab_is_queued_at_once_and_over_when_its_event_has_passed() -> None:
     scene = Scene()
     scene.put(0)
     scene.put(1)
-    assert [copy.job.effect.slab for copy in scene.device.scatters] == [0, 1]
+    assert [copy.slab.effect.slab for copy in scene.device.scatters] == [0, 1]
     scene.device.scatters[0].done = True
     scene.turn()
-    assert scene.outcomes() == [(0, Reason.NONE, False)]
+    assert scene.reasons() == [(0, Reason.NONE, False)]
     scene.passed()
-    assert scene.outcomes() == [(0, Reason.NONE, False), (1, Reason.NONE, False)]
+    assert scene.reasons() == [(0, Reason.NONE, False), (1, Reason.NONE, False)]
     assert all(copy.ended for copy in scene.device.scatters)
 
 
@@ -64,15 +52,15 @@ def test_a_slab_whose_trailer_was_wrong_is_scattered_again_and_counts_once_it_wa
     scene = Scene([WRONG, WRONG])
     scene.put(0)
     scene.passed()
-    assert scene.outcomes() == []
-    assert scene.scatterers.busy
+    assert scene.reasons() == []
+    assert scene.runner.busy
 
     def again() -> list[Any]:
         scene.passed()
         return scene.ended
 
     wait_for(again, what="the third scatter")
-    assert scene.outcomes() == [(0, Reason.NONE, False)]
+    assert scene.reasons() == [(0, Reason.NONE, False)]
     assert len(scene.device.scatters) == 3
 
 
@@ -81,7 +69,7 @@ def test_a_trailer_that_stays_wrong_fails_its_slab_at_the_deadline() -> None:
     scene.put(0)
     assert time.monotonic_ns() > 1
     scene.passed()
-    assert scene.outcomes() == [(0, Reason.TRAILER_MISMATCH, False)]
+    assert scene.reasons() == [(0, Reason.TRAILER_MISMATCH, False)]
     assert "slab 0 of room 1 ends with None" in scene.ended[0].error
 
 
@@ -90,12 +78,12 @@ def test_a_room_that_is_given_up_is_not_scattered_and_not_waited_for() -> None:
     job = scene.put(0)
     job.cancelled = True
     scene.passed()
-    assert scene.outcomes() == [(0, Reason.TRAILER_MISMATCH, False)]
-    late = scatter_job(1)
+    assert scene.reasons() == [(0, Reason.TRAILER_MISMATCH, False)]
+    late = inbound_slab(1)
     late.cancelled = True
-    scene.scatterers.put(late)
+    scene.runner.receive(late)
     scene.turn()
-    assert scene.outcomes()[1:] == [(1, Reason.NONE, True)]
+    assert scene.reasons()[1:] == [(1, Reason.NONE, True)]
     assert len(scene.device.scatters) == 1
 
 
@@ -104,7 +92,7 @@ def test_a_pool_that_has_left_drops_its_slab() -> None:
     scene.device.pool_gone = True
     scene.put(0)
     scene.turn()
-    assert scene.outcomes() == [(0, Reason.UNKNOWN_POOL, True)] or scene.outcomes()[0][2]
+    assert scene.reasons() == [(0, Reason.UNKNOWN_POOL, True)] or scene.reasons()[0][2]
     assert not scene.device.scatters
 
 
@@ -114,5 +102,5 @@ def test_spans_are_written_down_when_nothing_waits_and_then_the_scatters_are_idl
     scene.passed()
     for _ in range(10):
         scene.turn()
-    assert not scene.scatterers.busy
+    assert not scene.runner.busy
     assert [span.stage for span in scene.spans.of_room(1, limit=10)] == ["scatter"]

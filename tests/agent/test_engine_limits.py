@@ -11,8 +11,8 @@ import pytest
 from agent_fleet import World
 from agent_world import MODEL, START_LIMIT_S, Agent, Engine, EngineProcess, wait_for
 
-from longshore_agent.path.admit import POOLS_MAX
 from longshore_agent.supervisor.callers import HELLO_LIMIT_S, WAITING_MAX
+from longshore_agent.worker.engine_requests import POOLS_MAX
 from longshore_client import HelloRefused, KVLayout, Parallel, PoolRefused, connect, create_region, pool_geometry
 from longshore_wire.errors import Reason
 

@@ -10,6 +10,12 @@ from kernel_process import KernelProcess
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[KernelProcess]:
+    with KernelProcess("failed_call_checks", {}) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def compiling() -> Iterator[KernelProcess]:
     with KernelProcess("prepared_checks", {}) as started:
         yield started
 
@@ -67,16 +73,29 @@ def test_a_copy_between_pools_one_of_which_has_left_is_refused_and_nothing_is_ke
     assert launches == 2
 
 
-def test_a_pool_whose_kernels_cannot_be_compiled_is_refused_with_the_reason(process: KernelProcess) -> None:
-    errors = process.run("failed_compilation", "Failed to find C compiler")
+def test_a_scatter_tells_at_its_end_whether_the_trailer_that_it_has_read_is_accepted(process: KernelProcess) -> None:
+    assert process.run("trailers", "whole") == [True, False, True, 3]
+
+
+def test_a_scatter_whose_trailer_would_lie_behind_its_memory_is_refused(process: KernelProcess) -> None:
+    *refused, unasked, launches = process.run("trailers", "short")
+    assert len(refused) == 2
+    assert all(text.startswith("ShapeError source has no trailer") for text in refused)
+    assert (unasked, launches) == (True, 1)
+
+
+def test_a_pool_whose_kernels_cannot_be_compiled_is_refused_with_the_reason(compiling: KernelProcess) -> None:
+    errors = compiling.run("failed_compilation", "Failed to find C compiler")
     assert len(errors) == 2
     for error in errors:
         assert error.startswith("UNSUPPORTED")
         assert "Failed to find C compiler" in error
 
 
-def test_a_kernel_that_is_compiled_beside_the_thread_that_copies_holds_no_other_copy_up(process: KernelProcess) -> None:
-    assert process.run("compiled_beside", fails=False) == {
+def test_a_kernel_that_is_compiled_beside_the_thread_that_copies_holds_no_other_copy_up(
+    compiling: KernelProcess,
+) -> None:
+    assert compiling.run("compiled_beside", fails=False) == {
         "first": [None] * 3,
         "held": False,
         "meanwhile": 1,
@@ -86,9 +105,9 @@ def test_a_kernel_that_is_compiled_beside_the_thread_that_copies_holds_no_other_
 
 
 def test_a_kernel_that_cannot_be_compiled_beside_is_told_to_its_copy_and_the_next_one_tries_again(
-    process: KernelProcess,
+    compiling: KernelProcess,
 ) -> None:
-    found = process.run("compiled_beside", fails=True)
+    found = compiling.run("compiled_beside", fails=True)
     assert found["error"].startswith("DeviceError")
     assert "no compiler" in found["error"]
     assert not found["held after it"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import json
 import socket
@@ -18,9 +19,7 @@ import zmq
 from half_worker import PEERS, HalfWorker
 
 from longshore_agent.control.peer_net import PeerNet
-from longshore_agent.path.deliver import ready_message
-from longshore_agent.path.jobs import WriteJob, trailer_of
-from longshore_agent.path.scatter import Scatterers
+from longshore_agent.pipeline.slabs import OutboundSlab, trailer_of
 from longshore_agent.settings import Settings
 from longshore_agent.transports.base import Write, WriteState
 from longshore_agent.transports.loopback import LoopbackTransport
@@ -150,12 +149,11 @@ def test_a_thread_that_ends_by_a_mistake_of_ours_ends_its_worker_so_that_nobody_
     assert b"ZeroDivisionError" in ended.stderr
 
 
-def held_job(halves: Halves) -> WriteJob:
-    """The job whose write the transport holds."""
-    halves.run(lambda: halves.prefill.mover._by_id and transport_of(halves)._waiting)
-    (job,) = halves.prefill.mover._by_id.values()
-    assert isinstance(job, WriteJob)
-    return job
+def held_slab(halves: Halves) -> OutboundSlab:
+    """The slab whose write the transport holds."""
+    halves.run(lambda: transport_of(halves)._waiting)
+    (slab,) = halves.prefill.mover.parts.runner.writing()
+    return slab
 
 
 def transport_of(halves: Halves) -> LoopbackTransport:
@@ -167,7 +165,7 @@ def transport_of(halves: Halves) -> LoopbackTransport:
 def test_a_word_of_arrival_that_comes_before_the_bytes_waits_for_them(make) -> None:
     halves = make({"kind": "hold"}, trailer_deadline_ms=60_000)
     pages = halves.begin(1)
-    ready = ready_message(held_job(halves))
+    ready = held_slab(halves).ready_message()
     halves.decode.session.receive(PEERS[Half.SOURCE], ready, time.monotonic_ns())
     for _ in range(50):
         halves.decode.turn(0.001)
@@ -214,7 +212,7 @@ def test_mooncakes_target_is_told_by_a_message_that_leaves_after_the_write_is_co
 def test_bytes_that_never_come_fail_the_room_and_touch_no_page(make) -> None:
     halves = make({"kind": "hold"}, trailer_deadline_ms=50)
     halves.begin(1)
-    ready = ready_message(held_job(halves))
+    ready = held_slab(halves).ready_message()
     halves.decode.session.receive(PEERS[Half.SOURCE], ready, time.monotonic_ns())
     assert halves.end(1).reason is Reason.TRAILER_MISMATCH
     assert halves.decode.pages.intact()
@@ -229,14 +227,14 @@ def test_what_a_stranger_writes_into_the_ring_is_no_slab_though_he_knows_all_of_
 ) -> None:
     halves = make({"kind": "hold"}, trailer_deadline_ms=50)
     halves.begin(1)
-    job = held_job(halves)
-    assert job.ring is not None and len(job.ring.trailer_key) == TRAILER_KEY_BYTES
-    scatterers = halves.decode.mover.parts.scatterers
-    assert isinstance(scatterers, Scatterers)
-    key = job.ring.trailer_key if knows_the_key else bytes(TRAILER_KEY_BYTES)
-    slab = b"INTRUDER" * (job.effect.payload_bytes // 8) + trailer_of(job.effect).seal(key).data
-    scatterers._ring.view(job.effect.offset_bytes, len(slab))[:] = np.frombuffer(slab, np.uint8)
-    halves.decode.session.receive(PEERS[Half.SOURCE], ready_message(job), time.monotonic_ns())
+    held = held_slab(halves)
+    assert held.ring is not None and len(held.ring.trailer_key) == TRAILER_KEY_BYTES
+    ring = halves.decode.mover.parts.ring_region
+    assert ring is not None
+    key = held.ring.trailer_key if knows_the_key else bytes(TRAILER_KEY_BYTES)
+    slab = b"INTRUDER" * (held.effect.payload_bytes // 8) + trailer_of(held.effect).seal(key).data
+    ctypes.memmove(ring.address + held.effect.offset_bytes, slab, len(slab))
+    halves.decode.session.receive(PEERS[Half.SOURCE], held.ready_message(), time.monotonic_ns())
     assert halves.end(1).reason is (Reason.NONE if knows_the_key else Reason.TRAILER_MISMATCH)
     assert halves.decode.pages.intact() is not knows_the_key
 
@@ -248,13 +246,13 @@ def test_a_write_that_outlives_its_room_by_the_write_timeout_makes_its_worker_il
     health = WorkerHealth(dataclasses.replace(SETTINGS, write_timeout_s=50.0), halves.prefill.mover, None)
     limit_ns, long_ns, asked_ns = 50 * 10**9, 10**15, 10**18
     halves.begin(1)
-    job = held_job(halves)
+    held = held_slab(halves)
     assert health.illness(asked_ns) == health.illness(asked_ns + long_ns) == ""
     assert health.due_ns is None
     # Decode gives it up, and the source has heard of it.
     (key,) = halves.decode.session.rooms
     halves.decode.session.cancel(key, Reason.CANCELLED, "by the test", time.monotonic_ns())
-    halves.run(lambda: job.cancelled)
+    halves.run(lambda: held.cancelled)
     given_up_ns = asked_ns + 2 * long_ns
     assert health.illness(given_up_ns) == ""
     assert health.due_ns == given_up_ns + limit_ns
@@ -320,9 +318,9 @@ def test_the_pages_of_a_room_are_what_they_were_when_it_was_asked_for(make) -> N
     listed.reverse()
     assert packed == packed_pages(range(ROOM_PAGES))
     pages = halves.begin(1)
-    held_job(halves)
+    held_slab(halves)
     for half in (halves.prefill, halves.decode):
-        (table,) = half.desk.tables.values()
+        (table,) = half.requests.tables.values()
         assert list(table.pages) == pages
         with pytest.raises(ValueError, match="read-only"):
             table.pages[0] = 63

@@ -16,20 +16,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_device import FakeDevice, write_job
-from transport_peer import finish, row
+from event_scene import EventScene
+from fake_device import outbound_slab
+from transport_peer import finish, post, row
 
 from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.memory.cuda import Device
-from longshore_agent.memory.staging import StagingPieces
-from longshore_agent.path.device_lanes import DeviceLanes
-from longshore_agent.path.jobs import Results, WriteResult
 from longshore_agent.settings import Settings
-from longshore_agent.status.metrics import Metrics
-from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.transport_choice import make_transport
 from longshore_agent.transports import mooncake_engine, nvml, wires
-from longshore_agent.transports.base import Wire, WriteState
+from longshore_agent.transports.base import Pieces, Wire, WriteState
 from longshore_agent.transports.data_ports import DataPorts
 from longshore_agent.transports.mooncake import MooncakeTransport
 from longshore_agent.transports.mooncake_peers import Metadata, check_reach
@@ -104,10 +100,10 @@ class Scene:
         return engine
 
     def post(self, length: int = SIZE) -> Any:
-        return self.near.post(self.peer, *self.pieces(length), b"")
+        return post(self.near, self.peer, *self.pieces(length), b"")
 
-    def pieces(self, length: int = SIZE) -> tuple[Any, Any, Any]:
-        return row(self.source.ctypes.data), row(self.target.ctypes.data), row(length)
+    def pieces(self, length: int = SIZE) -> Pieces:
+        return Pieces.one(self.source.ctypes.data, self.target.ctypes.data, length)
 
     def living(self) -> list[bool]:
         return [engine() is not None for engine in self.writers]
@@ -167,16 +163,16 @@ def test_a_peer_that_registered_more_is_written_to_by_another_engine(scene: Scen
     scene.far.register(more.ctypes.data, 4096)
     scene.near.connect(scene.far.metadata())
     source, _, _ = scene.pieces()
-    write = scene.near.post(scene.peer, source, row(more.ctypes.data), row(4096), b"")
+    write = post(scene.near, scene.peer, source, row(more.ctypes.data), row(4096), b"")
     assert finish(scene.near, write) is WriteState.DONE
     assert np.array_equal(more, scene.source[:4096])
     wait_until(lambda: scene.living() == [False, True])
 
 
-def test_a_draft_begins_nothing_until_it_is_started_and_a_dropped_one_never_does(scene: Scene) -> None:
-    dropped, started = (scene.near.draft(scene.peer, *scene.pieces(), b"") for _ in range(2))
-    scene.near.drop(dropped)
-    assert scene.near.state(started) is WriteState.OPEN
+def test_a_draft_begins_nothing_until_it_is_started_and_one_that_is_given_back_never_does(scene: Scene) -> None:
+    dropped, started = (scene.near.draft(scene.peer, scene.pieces(), b"") for _ in range(2))
+    assert scene.near.release(dropped)
+    assert scene.near.state(started) is WriteState.DRAFT
     assert scene.submitted == []
     scene.near.start(started)
     assert finish(scene.near, started) is WriteState.DONE
@@ -184,7 +180,19 @@ def test_a_draft_begins_nothing_until_it_is_started_and_a_dropped_one_never_does
     assert scene.near.release(dropped)
     assert len(scene.submitted) == 1
     with pytest.raises(TransportError, match="not in registered memory"):
-        scene.near.draft(scene.peer, *scene.pieces(SIZE + 1), b"")
+        scene.near.draft(scene.peer, scene.pieces(SIZE + 1), b"")
+
+
+def test_a_draft_from_before_its_peer_registered_more_fails_and_begins_nothing(scene: Scene) -> None:
+    draft = scene.near.draft(scene.peer, scene.pieces(), b"")
+    more = np.zeros(4096, dtype=np.uint8)
+    scene.far.register(more.ctypes.data, 4096)
+    scene.near.connect(scene.far.metadata())
+    scene.near.start(draft)
+    assert scene.near.state(draft) is WriteState.FAILED
+    assert draft.error
+    assert scene.near.release(draft)
+    assert scene.submitted == []
 
 
 @pytest.mark.parametrize(("taken_ns", "wire"), [(40_000, Wire.CUDA_IPC), (300_000, Wire.UNKNOWN)])
@@ -259,23 +267,18 @@ def test_lanes_go_on_although_writes_of_one_stream_end_together_and_their_target
 ) -> None:
     slab_bytes, slabs = SIZE // 16 - 4096, 12
     step = region_bytes(slab_bytes)
-    memory = StagingPieces(scene.source.ctypes.data, 4 * step, 4 * step)
-    device, metrics = FakeDevice(), Metrics()
-    lanes = DeviceLanes(
-        memory, 2, device, scene.near, Results(), metrics, SpanRecorder(100), probe_address=scene.source.ctypes.data
-    )
+    events = EventScene(memory_bytes=4 * step, transport=scene.near, base=scene.source.ctypes.data)
     scene.copy = lambda *piece: scene.stream.append(piece)
-    for slab in range(slabs):
-        job: Any = write_job(slab, slab_bytes)
-        job.peer_name, job.noticed = scene.peer, False
-        job.ring = RegionInfo(scene.target.ctypes.data, SIZE)
-        lanes.put(job)
-    ended: list[WriteResult] = []
+    for number in range(slabs):
+        slab = outbound_slab(number, slab_bytes)
+        slab.peer_name, slab.noticed = scene.peer, False
+        slab.ring = RegionInfo(scene.target.ctypes.data, SIZE)
+        events.runner.send(slab)
     peak_count = 0
     for turn in range(40 * slabs):
-        for copy in device.gathers:
+        for copy in events.device.gathers:
             if not copy.done:
-                scene.source[copy.begin_bytes : copy.begin_bytes + step] = copy.job.effect.slab + 1
+                scene.source[copy.begin_bytes : copy.begin_bytes + step] = copy.slab.effect.slab + 1
                 copy.done = True
         peak_count = max(peak_count, len(scene.stream))
         # The library says that a write is over when all that was queued on its stream is.
@@ -283,11 +286,11 @@ def test_lanes_go_on_although_writes_of_one_stream_end_together_and_their_target
             for source, target, length in scene.stream:
                 ctypes.memmove(target, source, length)
             scene.stream.clear()
-        ended += lanes.turn()
-    assert sorted(result.job.effect.slab for result in ended) == list(range(slabs))
-    assert all(result.notify and not result.error and not result.dropped for result in ended)
+        events.turn()
+    assert sorted(events.outcomes()) == [(number, "", False) for number in range(slabs)]
+    assert all(end.notify for end in events.ended)
     assert 1 < peak_count < 4
-    assert not lanes.busy
+    assert not events.runner.busy
     for slab in range(slabs):
         assert set(scene.target[slab * step : (slab + 1) * step].tolist()) == {slab + 1}
 

@@ -12,7 +12,7 @@ import pytest
 from agent_world import wait_for
 from fake_device import effect_of, pair_of
 
-from longshore_agent.path.lanes import Lanes
+from longshore_agent.pipeline.runners import ThreadRunner
 from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
@@ -35,8 +35,8 @@ RING = RegionInfo(1 << 30, 1 << 20)
 class PlayedTransport:
     """Connects anybody; a probe takes until the test lets it end."""
 
-    notifies = True
     revocable: frozenset[Wire] = frozenset()
+    told: frozenset[Wire] = frozenset()
 
     def __init__(self) -> None:
         self.found = threading.Event()
@@ -63,8 +63,11 @@ class Core(SourceSession):
 
     def __init__(self) -> None:
         self.told: list[tuple[int, str, str]] = []
+        self.peers = {}
 
-    def write_done(self, peer: PeerId, pair_key: Any, slab: int, payload_bytes: int, now_ns: int) -> None:
+    def write_done(
+        self, peer: PeerId, pair_key: Any, slab: int, payload_bytes: int, now_ns: int, *, notify: bool = False
+    ) -> None:
         self.told.append((slab, "done" if payload_bytes else "dropped", ""))
 
     def write_failed(
@@ -94,8 +97,8 @@ class Scene:
         effect: Any = effect_of(slab, 1 << 10, room)
         effect.way = way
         key = pair_of(room).key
-        desk: Any = SimpleNamespace(pools={0: SimpleNamespace(pages=None)}, tables={(Half.SOURCE, key): None})
-        self.mover.start_write(effect, desk, self.core, 0)
+        requests: Any = SimpleNamespace(pools={0: SimpleNamespace(pages=None)}, tables={(Half.SOURCE, key): None})
+        self.mover.start_write(effect, requests, self.core, 0)
 
     def told(self) -> list[tuple[int, str, str]]:
         self.mover.collect()
@@ -106,8 +109,8 @@ class Scene:
         """A worker's threads end with its process; this one's must end here."""
         self.transport.found.set()
         self.mover.parts.close()
-        assert isinstance(self.mover.parts.lanes, Lanes)
-        for thread in self.mover.parts.lanes._threads:
+        assert isinstance(self.mover.parts.runner, ThreadRunner)
+        for thread in self.mover.parts.runner._threads:
             thread.join(60)
             assert not thread.is_alive()
 
@@ -126,25 +129,14 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Scene]]:
         scene.close()
 
 
-def test_slabs_that_wait_for_the_wire_to_a_peer_are_answered_when_it_is_lost(make: Callable[..., Scene]) -> None:
-    scene = make(wires=(Wire.TCP,))
-    scene.start(0, Way.STAGED)
-    scene.start(1, Way.STAGED)
-    assert scene.told() == []
-    scene.mover.disconnect(Half.SOURCE, PEER)
-    assert wait_for(scene.told) == [(0, "dropped", ""), (1, "dropped", "")]
-
-
-@pytest.mark.parametrize(("way", "waits_for"), [(Way.STAGED, "wire"), (Way.DIRECT, "pool")])
-def test_a_slab_that_waits_is_answered_when_its_room_is_given_up_and_those_of_other_rooms_go_on_waiting(
-    make: Callable[..., Scene], way: Way, waits_for: str
+def test_a_slab_that_waits_for_a_pool_is_answered_when_its_room_is_given_up_and_those_of_other_rooms_go_on_waiting(
+    make: Callable[..., Scene],
 ) -> None:
-    scene = make(wires=(Wire.TCP,))
-    scene.start(0, way)
-    scene.start(1, way, room=2)
+    scene = make()
+    scene.start(0, Way.DIRECT)
+    scene.start(1, Way.DIRECT, room=2)
     scene.mover.cancel(Half.SOURCE, pair_of(1).key)
-    # Neither the wire nor the pool is known yet.
-    assert scene.told() == [(0, "dropped", "")], f"it waits for the {waits_for}"
+    assert scene.told() == [(0, "dropped", "")]
     scene.mover.disconnect(Half.SOURCE, PEER)
     # Once each: nothing of the first room was left behind.
     assert [slab for slab, *_ in scene.told()] == [0, 1]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from longshore_agent.transports.nixl import NixlTransport
 from longshore_agent.worker.pace import WorkerPace
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Half
@@ -36,7 +37,7 @@ class Expecting(TargetSession):
 def test_a_slab_that_takes_microseconds_finds_its_target_awake_and_one_of_another_wire_need_not(
     wire: str, hot_ms: int, later_ms: int
 ) -> None:
-    parts = SimpleNamespace(driven=False, device=None, transport=SimpleNamespace(notifies=True))
+    parts = SimpleNamespace(runner=SimpleNamespace(busy=False), device=None, transport=NixlTransport)
     mover: Any = SimpleNamespace(parts=parts)
     pace = WorkerPace(mover, {Half.TARGET: Expecting(wire)}, NOW_NS)
     pace.news()
@@ -55,18 +56,19 @@ def slept(mover: Any, quiet_ms: list[int], *, in_place_count: int = 0) -> list[i
     return [pace.wait_ms(LONG_MS, each * MS) for each in quiet_ms]
 
 
-def played(*, driven: bool = False, copying: bool = False, on_gpu: bool = True) -> Any:
+def played(*, busy: bool = False, copying: bool = False, on_gpu: bool = True) -> Any:
     transport = SimpleNamespace(notifies=False)
     device = object() if on_gpu else None
-    parts = SimpleNamespace(driven=driven, copying=copying, device=device, transport=transport)
+    runner = SimpleNamespace(busy=busy, copying=copying)
+    parts = SimpleNamespace(runner=runner, device=device, transport=transport)
     return SimpleNamespace(parts=parts)
 
 
 @pytest.mark.parametrize(
     ("mover", "expected"),
     [
-        (played(driven=True, copying=True), [0, 0, 1]),
-        (played(driven=True), [0, 1, 1]),
+        (played(busy=True, copying=True), [0, 0, 1]),
+        (played(busy=True), [0, 1, 1]),
         (played(), [LONG_MS, LONG_MS, LONG_MS]),
     ],
     ids=["a direct copy", "a staged slab", "nothing"],

@@ -10,6 +10,7 @@ import pytest
 from kernel_process import KernelProcess
 from page_shapes import Shape
 
+from longshore_agent.kernels.cpu_copy import CpuCopier
 from longshore_agent.memory.cuda import Allocation
 from longshore_agent.memory.staging import StagingBuffer
 from longshore_agent.settings import Settings
@@ -64,30 +65,36 @@ def test_the_first_staged_slab_for_each_tp_size_compiles_nothing(shape: Shape) -
     ],
     ids=["smaller pages", "pages that nothing divides", "opaque"],
 )
+@pytest.mark.parametrize("kind", ["gather", "scatter", "direct"])
 def test_the_driver_is_given_the_same_by_a_bound_launch_as_by_one_that_is_made_for_its_slab(
-    near: Shape, far: Shape, heads: int
+    near: Shape, far: Shape, heads: int, kind: str
 ) -> None:
     with KernelProcess("prepared_checks", {}) as process:
-        bound, made = process.run("arguments_of_launches", near, far, heads)
+        bound, made = process.run("arguments_of_launches", near, far, heads, kind)
     assert len(bound) == 4
     assert bound == made
 
 
-class Recorder:
-    """Stages that note which pools were prepared, and which of them for way DIRECT."""
+def test_a_version_of_triton_that_was_not_tried_launches_by_itself_and_is_told_of_once() -> None:
+    with KernelProcess("prepared_checks", {}) as process:
+        queued, by_driver, value_counts, logged = process.run("untried_triton")
+    assert queued == ["gather", "scatter"]
+    assert by_driver == 0
+    assert value_counts == [26, 26]
+    assert len(logged) == 1
+    assert "99.1.0" in logged[0]
 
-    def __init__(self, *_: object) -> None:
+
+class Recorder:
+    """A copier that notes which pools were prepared, and which of them for way DIRECT."""
+
+    def __init__(self) -> None:
         self.pools: list[object] = []
         self.direct: list[object] = []
 
-    def prepare(self, pool: object) -> None:
+    def prepare(self, pool: object, *, direct: bool) -> None:
         self.pools.append(pool)
-
-    def prepare_direct(self, pool: object) -> None:
-        self.direct.append(pool)
-
-    def admit_target(self, *_: object) -> None:
-        pass
+        self.direct += [pool] * direct
 
 
 def moving_parts(
@@ -101,12 +108,12 @@ def moving_parts(
         return StagingBuffer(length_bytes, **options)
 
     settings = dataclasses.replace(Settings(), lane_bytes=1 << 20, ring_bytes=1 << 20, **changes)
-    transport = SimpleNamespace(register=lambda *_: 1, notifies=True, close=lambda: None)
+    transport = SimpleNamespace(register=lambda *_: 1, close=lambda: None)
     played: dict[str, object] = {
         "open_device": lambda _: SimpleNamespace(index=0, enter=lambda: None),
         "make_transport": lambda *_: transport,
         "DeviceStagingBuffer": buffer,
-        "DeviceStages": Recorder,
+        "device_copier": lambda *_: Recorder(),
     }
     for name, value in played.items():
         monkeypatch.setattr(parts, name, value)
@@ -119,10 +126,13 @@ def prepared(monkeypatch: pytest.MonkeyPatch, device: str, roles: tuple[Half, ..
     mover, _ = moving_parts(monkeypatch, device, roles, agent, **changes)
     pool: Any = object()
     mover.prepare(pool)
-    stages: Any = mover.parts.stages
-    assert stages is None or stages.pools == [pool]
+    copier: Any = mover.parts.copier
     mover.parts.close()
-    return stages is not None and stages.direct == [pool]
+    if device == "cpu":
+        assert isinstance(copier, CpuCopier)
+        return False
+    assert copier.pools == [pool]
+    return bool(copier.direct)
 
 
 BOTH = (Half.SOURCE, Half.TARGET)

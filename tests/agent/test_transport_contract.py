@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import signal
 import threading
 import time
@@ -13,83 +12,14 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import pytest
-from transport_peer import PeerProcess, finish, row
+from transport_pair import KINDS, POISON, REGION_BYTES, WIRES, Pair
+from transport_peer import finish, post, row
 
 from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.transports import create
-from longshore_agent.transports.base import METADATA_BYTES_MAX, NOTICE_BYTES_MAX, PreparingTransport, Wire, WriteState
+from longshore_agent.transports.base import METADATA_BYTES_MAX, NOTICE_BYTES_MAX, Part, Wire, WriteState
 from longshore_agent.transports.loopback import LoopbackTransport
 from longshore_agent.transports.loopback_faults import Fault, FaultKind, FaultPlan
-
-# Backend, UCX_TLS, allowed wires. NIXL without TCP opens no port, and UCX tells it less of dead peers.
-KINDS: dict[str, tuple[str, str, tuple[Wire, ...]]] = {
-    "loopback": ("Loopback", "", ()),
-    "mooncake-tcp": ("Mooncake", "", ()),
-    "nixl-alone": ("NIXL", "", (Wire.SHARED_MEMORY,)),
-    "nixl-shm": ("NIXL", "", ()),
-    "nixl-tcp": ("NIXL", "tcp,self", ()),
-}
-WIRES = {
-    "loopback": Wire.LOOPBACK,
-    "mooncake-tcp": Wire.TCP,
-    "nixl-alone": Wire.SHARED_MEMORY,
-    "nixl-shm": Wire.SHARED_MEMORY,
-    "nixl-tcp": Wire.TCP,
-}
-REGION_BYTES = 4 << 20
-POISON = 0xA5
-
-
-class Pair:
-    """A transport of this process, with one region, connected to a peer process with one region of poison."""
-
-    def __init__(self, kind: str, name: str) -> None:
-        self.kind = kind
-        self.backend, tls, self.wires = KINDS[kind]
-        self.environment = {"UCX_TLS": tls} if tls else {}
-        self.peers: list[PeerProcess] = []
-        self.peer = self.start_peer(f"{name}-peer")
-        before = os.environ.get("UCX_TLS")
-        os.environ.update(self.environment)
-        options = {"wires": self.wires} if self.wires else {}
-        self.transport: PreparingTransport = create(self.backend, name, **options)
-        if before is None:
-            os.environ.pop("UCX_TLS", None)
-        else:
-            os.environ["UCX_TLS"] = before
-        self.source = np.random.default_rng(7).integers(0, 256, REGION_BYTES, dtype=np.uint8)
-        self.transport.register(self.source.ctypes.data, REGION_BYTES)
-        self.target: int = self.peer.ask("register", length=REGION_BYTES, fill=POISON)
-        self.name = self.transport.connect(self.peer.metadata())
-        self.peer.ask("connect", metadata=self.transport.metadata().hex())
-
-    def start_peer(self, name: str) -> PeerProcess:
-        peer = PeerProcess(self.backend, name, self.environment, self.wires)
-        self.peers.append(peer)
-        return peer
-
-    def write(self, offset: int, target: int, length: int, notice: bytes = b"", peer: str = "") -> WriteState:
-        """Post one piece, bring it to its end and give it back."""
-        address = row(self.source.ctypes.data + offset)
-        write = self.transport.post(peer or self.name, address, row(target), row(length), notice)
-        state = finish(self.transport, write)
-        self.transport.release(write)
-        return state
-
-    def told(self, *notices: bytes) -> list[bytes]:
-        """What `notices` become at a target: all of them where the transport tells of arrival, none elsewhere."""
-        return list(notices) if self.transport.notifies else []
-
-    def notices(self, count: int) -> list[bytes]:
-        """What the peer was told since it was last asked; waits for `count` of them where it is told at all."""
-        found = self.peer.wait_notices(count if self.transport.notifies else 0)
-        assert {notice["peer"] for notice in found} <= {f"shared-{self.kind}"}
-        return [bytes.fromhex(notice["notice"]) for notice in found]
-
-    def close(self) -> None:
-        self.transport.close()
-        for peer in self.peers:
-            peer.close()
 
 
 @pytest.fixture(scope="module", params=sorted(KINDS))
@@ -127,7 +57,7 @@ def test_a_write_of_many_pieces_lands_each_piece_and_touches_nothing_else(pair: 
     order = np.random.default_rng(3).permutation(count).astype(np.uint64)
     sources = np.uint64(pair.source.ctypes.data) + order * np.uint64(size)
     targets = np.uint64(target) + np.arange(count, dtype=np.uint64) * np.uint64(stride)
-    write = pair.transport.post(pair.name, sources, targets, np.full(count, size, dtype=np.uint64), b"many")
+    write = post(pair.transport, pair.name, sources, targets, np.full(count, size, dtype=np.uint64), b"many")
     assert finish(pair.transport, write) is WriteState.DONE
     assert pair.transport.release(write)
     expected = np.full((count, stride), POISON, dtype=np.uint8)
@@ -151,7 +81,7 @@ def test_a_notice_above_its_limit_is_refused_and_nothing_is_written(pair: Pair) 
 
 def test_a_done_write_is_settled_however_often_it_is_released(pair: Pair) -> None:
     address = row(pair.source.ctypes.data)
-    write = pair.transport.post(pair.name, address, row(pair.target), row(4096), b"")
+    write = post(pair.transport, pair.name, address, row(pair.target), row(4096), b"")
     assert finish(pair.transport, write) is WriteState.DONE
     assert pair.transport.release(write)
     assert pair.transport.release(write)
@@ -162,7 +92,7 @@ def test_a_done_write_is_settled_however_often_it_is_released(pair: Pair) -> Non
 def test_memory_that_is_not_registered_is_refused_on_either_side(pair: Pair) -> None:
     stray = np.zeros(64, dtype=np.uint8)
     with pytest.raises(TransportError):
-        pair.transport.post(pair.name, row(stray.ctypes.data), row(pair.target), row(64), b"")
+        post(pair.transport, pair.name, row(stray.ctypes.data), row(pair.target), row(64), b"")
     with pytest.raises(TransportError):
         pair.write(0, pair.target + REGION_BYTES - 32, 64)
 
@@ -231,7 +161,7 @@ def test_a_write_that_had_begun_lands_although_its_memory_and_its_writer_were_le
     assert fresh.transport.probe_wire(fresh.name, fresh.source.ctypes.data, fresh.target, 4096) is WIRES[fresh.kind]
     fresh.peer.ask("idle")
     address = row(fresh.source.ctypes.data)
-    write = fresh.transport.post(fresh.name, address, row(fresh.target), row(REGION_BYTES), b"")
+    write = post(fresh.transport, fresh.name, address, row(fresh.target), row(REGION_BYTES), b"")
     assert fresh.transport.state(write) is WriteState.OPEN
     fresh.peer.ask("disconnect", peer=f"fresh-{fresh.kind}")
     fresh.peer.ask("deregister", region=0)
@@ -253,7 +183,8 @@ def test_prepared_pieces_land_by_index_and_only_those(pair: Pair) -> None:
     prepared = pair.transport.prepare(pair.name, sources, targets, np.full(count, size, dtype=np.uint64))
     indices = np.arange(0, count, 3, dtype=np.int32)
     for batch in np.array_split(indices, 3):
-        write = pair.transport.post_prepared(pair.name, prepared, batch, b"batch")
+        write = pair.transport.draft(pair.name, Part(prepared, batch), b"batch")
+        pair.transport.start(write)
         assert finish(pair.transport, write) is WriteState.DONE
         assert pair.transport.release(write)
     pair.transport.release_prepared(prepared)
@@ -288,6 +219,14 @@ def test_four_threads_that_post_at_once_land_every_write_once(pair: Pair) -> Non
     assert pair.peer.read(0, 0, 4 * each * size) == pair.source[: 4 * each * size].tobytes()
 
 
+def test_a_transport_that_notifies_of_nothing_leaves_all_to_messages_and_others_poll_only_where_they_notify(
+    pair: Pair,
+) -> None:
+    transport = pair.transport
+    assert transport.notifies or transport.told == set(Wire)
+    assert not transport.told & (transport.swift | transport.driven)
+
+
 def test_the_probe_names_the_wire_that_carried_it(pair: Pair) -> None:
     address = pair.source.ctypes.data
     assert pair.transport.probe_wire(pair.name, address, pair.target, 1 << 20) is WIRES[pair.kind]
@@ -319,7 +258,7 @@ def test_a_worker_can_write_to_itself(pair: Pair) -> None:
     token = pair.transport.register(received.ctypes.data, len(received))
     own = pair.transport.connect(pair.transport.metadata())
     address = row(pair.source.ctypes.data)
-    write = pair.transport.post(own, address, row(received.ctypes.data), row(len(received)), b"self")
+    write = post(pair.transport, own, address, row(received.ctypes.data), row(len(received)), b"self")
     arrived: list[tuple[str, bytes]] = []
     end = time.monotonic() + 10.0
     told = [(own, notice) for notice in pair.told(b"self")]
@@ -443,7 +382,7 @@ def test_a_write_that_its_peer_never_takes_ends_at_the_latest_when_the_peer_is_d
     # Notices fill a queue of some hundred that the two share; bytes over TCP fill what the kernel holds.
     length = REGION_BYTES if WIRES[fresh.kind] is Wire.TCP else 64
     while not writes or (fresh.transport.state(writes[-1]) is not WriteState.OPEN and len(writes) < 10_000):
-        writes.append(fresh.transport.post(fresh.name, address, target, row(length), b"waits"))
+        writes.append(post(fresh.transport, fresh.name, address, target, row(length), b"waits"))
     assert fresh.transport.state(writes[-1]) is WriteState.OPEN
     fresh.peer.signal(end)
     fresh.transport.disconnect(fresh.name)
@@ -458,14 +397,14 @@ def test_a_write_that_its_peer_never_takes_ends_at_the_latest_when_the_peer_is_d
 
 def test_a_closed_transport_stays_closed_and_says_so(fresh: Pair) -> None:
     address = row(fresh.source.ctypes.data)
-    write = fresh.transport.post(fresh.name, address, row(fresh.target), row(64), b"")
+    write = post(fresh.transport, fresh.name, address, row(fresh.target), row(64), b"")
     finish(fresh.transport, write)
     fresh.transport.close()
     fresh.transport.close()
     fresh.transport.release(write)
     fresh.transport.disconnect(fresh.name)
     with pytest.raises(TransportError, match="closed"):
-        fresh.transport.post(fresh.name, address, row(fresh.target), row(64), b"")
+        post(fresh.transport, fresh.name, address, row(fresh.target), row(64), b"")
     with pytest.raises(TransportError, match="closed"):
         fresh.transport.metadata()
     with pytest.raises(TransportError, match="closed"):

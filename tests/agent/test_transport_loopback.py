@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from transport_peer import PeerProcess, row
+from transport_peer import PeerProcess, post, row
 
 from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.transports.base import WriteState
@@ -37,7 +37,8 @@ class World:
 
     def post(self, notice: bytes = b"n") -> LoopbackWrite:
         source, target = self.source.ctypes.data, self.target.ctypes.data
-        return self.sender.post("receiver", row(source), row(target), row(SIZE), notice)
+        write: LoopbackWrite = post(self.sender, "receiver", row(source), row(target), row(SIZE), notice)
+        return write
 
     def notices(self) -> list[bytes]:
         return [notice for _, notice in self.receiver.notices()]
@@ -228,7 +229,7 @@ def test_an_address_that_is_not_mapped_fails_the_write_and_nobody_crashes(world:
     fields = msgspec.msgpack.decode(world.receiver.metadata())
     fields[1], fields[2], fields[6] = "wrong", "life", [(1 << 20, SIZE)]
     world.sender.connect(msgspec.msgpack.encode(fields))
-    write = world.sender.post("wrong", row(world.source.ctypes.data), row(1 << 20), row(SIZE), b"n")
+    write = post(world.sender, "wrong", row(world.source.ctypes.data), row(1 << 20), row(SIZE), b"n")
     assert world.sender.state(write) is WriteState.FAILED
     assert world.sender.release(write)
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from transport_peer import PeerProcess, finish, mooncake_ports, row, strike
+from transport_peer import PeerProcess, finish, mooncake_ports, post, row, strike
 
 from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.transports.base import Wire, WriteState
@@ -48,7 +48,7 @@ class Scene:
 
     def post(self, length: int, offset: int = 0):
         address = self.source.ctypes.data + offset
-        return self.transport.post(self.name, row(address), row(self.target + offset), row(length), b"")
+        return post(self.transport, self.name, row(address), row(self.target + offset), row(length), b"")
 
     def close(self) -> None:
         self.transport.close()
@@ -107,7 +107,7 @@ def test_a_first_write_to_a_stopped_peer_holds_up_neither_its_poster_nor_writes_
     name = scene.transport.connect(other.metadata())
     scene.peer.signal(signal.SIGSTOP)
     stuck = scene.post(4096)
-    write = scene.transport.post(name, row(scene.source.ctypes.data), row(target), row(4096), b"")
+    write = post(scene.transport, name, row(scene.source.ctypes.data), row(target), row(4096), b"")
     assert finish(scene.transport, write, limit_s=5.0) is WriteState.DONE
     assert scene.transport.state(stuck) is WriteState.OPEN
     scene.peer.signal(signal.SIGCONT)
@@ -121,7 +121,8 @@ def test_more_pieces_than_the_library_takes_all_arrive_and_threads_go_on_meanwhi
     scene.transport.connect(scene.peer.metadata())
     steps = np.arange(count, dtype=np.uint64) * np.uint64(size)
     order = np.random.default_rng(2).permutation(count)
-    write = scene.transport.post(
+    write = post(
+        scene.transport,
         scene.name,
         (np.uint64(scene.source.ctypes.data) + steps)[order],
         (np.uint64(target) + steps)[order],
@@ -178,7 +179,7 @@ def test_no_more_than_a_thousand_requests_to_a_peer_are_under_way_however_many_w
     steps = np.arange(3 * count, dtype=np.uint64) * np.uint64(size)
     sources, lengths = np.uint64(scene.source.ctypes.data) + steps, np.full(count, size, dtype=np.uint64)
     writes = [
-        scene.transport.post(scene.name, sources[part], np.uint64(target) + steps[part], lengths, b"")
+        post(scene.transport, scene.name, sources[part], np.uint64(target) + steps[part], lengths, b"")
         for part in (slice(turn * count, (turn + 1) * count) for turn in range(3))
     ]
     assert [finish(scene.transport, write) for write in writes] == [WriteState.DONE] * 3
@@ -244,7 +245,7 @@ def test_junk_on_the_handshake_port_ends_that_process_and_no_other(scene: Scene)
     strike(mooncake_ports(scene.peer.process.pid)["handshake"])
     assert scene.peer.process.wait(10.0) == -signal.SIGABRT
     assert finish(scene.transport, scene.post(4096), limit_s=10.0) is WriteState.FAILED
-    write = scene.transport.post(name, row(scene.source.ctypes.data), row(target), row(4096), b"")
+    write = post(scene.transport, name, row(scene.source.ctypes.data), row(target), row(4096), b"")
     assert finish(scene.transport, write) is WriteState.DONE
     assert other.close() == 0
 
@@ -266,7 +267,7 @@ def test_a_peer_that_answers_with_junk_fails_the_write_and_nothing_else(scene: S
         threading.Thread(target=serve, daemon=True).start()
         port = server.getsockname()[1]
         name = scene.transport.connect(seal(MAGIC, ["liar", "life", "", "127.0.0.1", port, [(4096, 4096)]]))
-        write = scene.transport.post(name, row(scene.source.ctypes.data), row(4096), row(4096), b"")
+        write = post(scene.transport, name, row(scene.source.ctypes.data), row(4096), row(4096), b"")
         assert finish(scene.transport, write, limit_s=10.0) is WriteState.FAILED
         server.shutdown(socket.SHUT_RDWR)
     assert finish(scene.transport, scene.post(4096)) is WriteState.DONE

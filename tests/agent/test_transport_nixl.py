@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import pytest
-from transport_peer import PeerProcess, finish, row
+from transport_peer import PeerProcess, finish, post, row
 
 from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.transports import wires
@@ -40,7 +40,7 @@ class Stopped:
         self.write = self.post(LARGE_BYTES)
 
     def post(self, length: int):
-        return self.transport.post(self.name, row(self.source.ctypes.data), row(self.target), row(length), b"")
+        return post(self.transport, self.name, row(self.source.ctypes.data), row(self.target), row(length), b"")
 
     def close(self) -> None:
         self.peer.signal(signal.SIGCONT)
@@ -72,55 +72,6 @@ def test_a_write_that_ends_by_a_disconnect_has_failed_but_is_not_settled_over_a_
     assert stopped.write.error
     assert not stopped.transport.release(stopped.write)
     assert stopped.transport.notices() == []
-
-
-@pytest.fixture
-def drafter() -> Iterator[tuple[NixlTransport, PeerProcess, str, np.ndarray, int]]:
-    """A transport, its peer, the peer's name, and memory of both."""
-    peer, transport = PeerProcess("NIXL", "drafter-peer"), NixlTransport("drafter")
-    source = np.arange(6 * 4096, dtype=np.uint32).view(np.uint8)
-    transport.register(source.ctypes.data, source.size)
-    target = peer.ask("register", length=source.size, fill=0)
-    name = transport.connect(peer.metadata())
-    peer.ask("connect", metadata=transport.metadata().hex())
-    yield transport, peer, name, source, target
-    transport.close()
-    peer.close()
-
-
-def test_drafts_land_with_their_notices_and_only_once_they_are_begun(drafter) -> None:
-    transport, peer, name, source, target = drafter
-    length = source.size // 6
-    drafts = [
-        transport.draft(
-            name, row(source.ctypes.data + at), row(target + at), row(length), f"slab {at // length}".encode()
-        )
-        for at in range(0, source.size, length)
-    ]
-    transport.drop(drafts.pop())
-    assert peer.read(0, 0, source.size) == bytes(source.size)
-    for draft in drafts:
-        transport.start(draft)
-    assert [finish(transport, draft) for draft in drafts] == [WriteState.DONE] * 5
-    assert all(transport.release(draft) for draft in drafts)
-    found = peer.wait_notices(5)
-    assert {bytes.fromhex(each["notice"]) for each in found} == {f"slab {slab}".encode() for slab in range(5)}
-    assert {each["peer"] for each in found} == {"drafter"}
-    assert peer.read(0, 0, source.size) == source[: 5 * length].tobytes() + bytes(length)
-
-
-def test_a_draft_whose_peer_has_left_fails_when_it_is_begun(drafter) -> None:
-    transport, peer, name, source, target = drafter
-    draft = transport.draft(name, row(source.ctypes.data), row(target), row(64), b"")
-    transport.disconnect(name)
-    transport.start(draft)
-    assert finish(transport, draft) is WriteState.FAILED
-    transport.release(draft)
-    name = transport.connect(peer.metadata())
-    again = transport.draft(name, row(source.ctypes.data), row(target), row(64), b"")
-    transport.start(again)
-    assert finish(transport, again) is WriteState.DONE
-    assert transport.release(again)
 
 
 def test_a_transport_with_an_open_write_closes(stopped: Stopped) -> None:

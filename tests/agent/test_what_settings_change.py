@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
+from core_outputs import effects_of, messages_of
 from status_scene import agent, worker
 
 from longshore_agent.settings import Settings
@@ -91,14 +92,14 @@ class Cores:
             pass
 
     def exchange(self) -> bool:
-        asked, answered = self.target.take_outbox(), self.source.take_outbox()
+        asked, answered = messages_of(self.target), messages_of(self.source)
         for _, message in asked:
             self.source.receive(DECODE, message, self.now_ns)
         for _, message in answered:
             self.target.receive(PREFILL, message, self.now_ns)
         self.said += [message for _, message in (*asked, *answered)]
         for core in (self.source, self.target):
-            for effect in core.take_effects():
+            for effect in effects_of(core):
                 if isinstance(effect, StartWrite):
                     self.writes.append(effect)
                 elif isinstance(effect, RoomEnded):
@@ -219,9 +220,9 @@ def test_rooms_whose_engine_is_silent_end_with_their_lease(lease_s: int) -> None
     cores = Cores.of(lease_s=str(lease_s), peer_timeout_s="3000")
     cores.offer(1, 64)
     cores.source.tick(lease_s * S - 1)
-    assert not [effect for effect in cores.source.take_effects() if isinstance(effect, RoomEnded)]
+    assert not [effect for effect in effects_of(cores.source) if isinstance(effect, RoomEnded)]
     cores.source.tick(lease_s * S)
-    (end,) = [effect for effect in cores.source.take_effects() if isinstance(effect, RoomEnded)]
+    (end,) = [effect for effect in effects_of(cores.source) if isinstance(effect, RoomEnded)]
     assert end.reason is Reason.LEASE_EXPIRED
 
 
@@ -230,11 +231,11 @@ def test_what_is_not_answered_is_said_again_after_its_time(retry_ms: int) -> Non
     cores = Cores.of(retry_ms=str(retry_ms))
     cores.begin(64)
     cores.claim(2, 64)
-    (first,) = [message for _, message in cores.target.take_outbox() if isinstance(message, Claim)]
+    (first,) = [message for _, message in messages_of(cores.target) if isinstance(message, Claim)]
     cores.target.tick(retry_ms * MS - 1)
-    assert not [message for _, message in cores.target.take_outbox() if isinstance(message, Claim)]
+    assert not [message for _, message in messages_of(cores.target) if isinstance(message, Claim)]
     cores.target.tick(retry_ms * MS)
-    assert [message for _, message in cores.target.take_outbox() if isinstance(message, Claim)] == [first]
+    assert [message for _, message in messages_of(cores.target) if isinstance(message, Claim)] == [first]
 
 
 @pytest.mark.parametrize("heartbeat_s", [0.5, 3])

@@ -78,7 +78,7 @@ def test_as_many_threads_scatter_and_as_many_lanes_write_as_are_set(make: Make, 
     source, target = pair(make, scatter_threads=str(count), lane_count=str(count))
     begun = Counter(thread.name.partition("-")[0] for thread in set(threading.enumerate()) - before)
     assert (begun["scatter"], begun["lane"]) == (count, count)
-    assert len(source.mover.parts.lane_status()) == count
+    assert len(source.mover.parts.runner.lanes()) == count
     run(source, target, 1)
     assert source.ended[1].reason is Reason.NONE
 

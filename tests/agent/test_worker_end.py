@@ -52,8 +52,8 @@ from longshore_agent.worker.loop import Worker
 closed = SimpleNamespace(close=lambda: None)
 parts = SimpleNamespace(held=lambda: ["a write that never ends"], close=threading.Event().wait)
 mover = SimpleNamespace(finish_copies=lambda: None, parts=parts)
-desk = SimpleNamespace(pools={})
-Worker._close(SimpleNamespace(mover=mover, desk=desk, engine=closed, net=closed, _knocker=closed, _link=closed))
+requests = SimpleNamespace(pools={})
+Worker._close(SimpleNamespace(mover=mover, requests=requests, engine=closed, net=closed, _knocker=closed, _link=closed))
 """
 
 

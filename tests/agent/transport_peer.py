@@ -24,7 +24,7 @@ from open_ports import listening
 
 from longshore_agent.errors import TransportError
 from longshore_agent.transports import create
-from longshore_agent.transports.base import PreparingTransport, Wire, Write, WriteState
+from longshore_agent.transports.base import Pieces, Transport, Wire, Write, WriteState
 from longshore_agent.transports.data_ports import DataPorts
 
 ANSWER_LIMIT_S = 20.0
@@ -34,7 +34,14 @@ def row(*values: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
     return np.array(values, dtype=np.uint64)
 
 
-def finish(transport: PreparingTransport, write: Write, limit_s: float = ANSWER_LIMIT_S) -> WriteState:
+def post(transport: Transport, peer: str, sources: Any, targets: Any, lengths: Any, notice: bytes = b"") -> Any:
+    """Draft one write and start it."""
+    write = transport.draft(peer, Pieces(sources, targets, lengths), notice)
+    transport.start(write)
+    return write
+
+
+def finish(transport: Transport, write: Write, limit_s: float = ANSWER_LIMIT_S) -> WriteState:
     """Poll a write to its end, and the own notices too: a worker does both."""
     end = time.monotonic() + limit_s
     while (state := transport.state(write)) is WriteState.OPEN and time.monotonic() < end:
@@ -192,7 +199,7 @@ class Server:
     def post(self, peer: str, region: int, target: int, length: int, notice: str) -> str:
         source = row(self.regions[region].ctypes.data)
         try:
-            write = self.transport.post(peer, source, row(target), row(length), bytes.fromhex(notice))
+            write = post(self.transport, peer, source, row(target), row(length), bytes.fromhex(notice))
             end = time.monotonic() + ANSWER_LIMIT_S / 2
             while (state := self.transport.state(write)) is WriteState.OPEN and time.monotonic() < end:
                 self.poll()

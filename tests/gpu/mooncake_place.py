@@ -25,7 +25,7 @@ from line_commands import obey
 
 from longshore_agent.memory import cuda
 from longshore_agent.transports import create
-from longshore_agent.transports.base import WriteState
+from longshore_agent.transports.base import Pieces, WriteState
 
 WHEEL = "MOONCAKE_CUDA13_WHEEL"
 _LIMIT_S = 30.0
@@ -104,7 +104,7 @@ class Place:
 
 
 class _Server:
-    """The child's end. Its main thread posts, as a worker's control thread does."""
+    """The child's end. Its main thread writes, as a worker's control thread does."""
 
     def __init__(self, name: str, index: int) -> None:
         self.device = cuda.device_at(index)
@@ -144,15 +144,12 @@ class _Server:
     def digest(self, region: int) -> str:
         return hashlib.sha256(self.device.read(*self.regions[region])).hexdigest()
 
-    def begin(self, peer: str, pieces: list[tuple[int, int, int]], *, drafted: bool = False) -> int:
-        """Post pieces of (offset in the first region, target, bytes); return the write's number."""
+    def begin(self, peer: str, pieces: list[tuple[int, int, int]]) -> int:
+        """Write pieces of (offset in the first region, target, bytes); return the write's number."""
         columns = [np.array(column, dtype=np.uint64) for column in zip(*pieces, strict=True)]
         columns[0] += np.uint64(self.regions[0][0])
-        if drafted:
-            self.writes.append(self.transport.draft(peer, *columns, b""))
-            self.transport.start(self.writes[-1])
-        else:
-            self.writes.append(self.transport.post(peer, *columns, b""))
+        self.writes.append(self.transport.draft(peer, Pieces(*columns), b""))
+        self.transport.start(self.writes[-1])
         return len(self.writes) - 1
 
     def look(self, write: int) -> list[Any]:

@@ -45,7 +45,7 @@ def torch() -> Any:
 def test_a_gpu_writes_pages_of_another_layout_and_nothing_beside_them(
     name: str, tuning: Tuning | None, torch: Any
 ) -> None:
-    import direct_checks
+    import copy_checks
 
     near, far, heads = PAIRS[name]
     layers, last = range(near.layers), min(near.page_size * 3, far.page_size * 3)
@@ -55,16 +55,17 @@ def test_a_gpu_writes_pages_of_another_layout_and_nothing_beside_them(
         ((5000, 5001), range(1), 0, range(1, 2), 0, heads),
     ]
     for target in {"cuda:0", f"cuda:{torch.cuda.device_count() - 1}"}:
-        assert direct_checks.check_direct(near, far, requests, ("cuda:0", target), tuning) > 0
+        assert copy_checks.check_direct(near, far, requests, ("cuda:0", target), tuning) > 0
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_a_launch_bound_to_its_shape_writes_all_slabs_of_that_shape(name: str, torch: Any) -> None:
-    import direct_checks
+@pytest.mark.parametrize("staged", [False, True], ids=["direct", "staged"])
+def test_a_launch_bound_to_its_shape_writes_all_slabs_of_that_shape(name: str, staged: bool, torch: Any) -> None:
+    import copy_checks
 
     near, far, heads = PAIRS[name]
     for target in {"cuda:0", f"cuda:{torch.cuda.device_count() - 1}"}:
-        bound, slabs = direct_checks.check_bound(near, far, heads, ("cuda:0", target))
+        bound, slabs = copy_checks.check_bound(near, far, heads, ("cuda:0", target), staged=staged)
         assert 0 < bound < slabs
 
 
@@ -204,20 +205,22 @@ from pathlib import Path
 place = Path(__file__).parent
 
 def play():
-    from longshore_agent.path.device_stages import DeviceStages
+    from longshore_agent.kernels.copier import Slab
+    from longshore_agent.kernels.device_copier import DeviceCopier
 
-    direct = DeviceStages.direct
+    submit = DeviceCopier.submit
 
-    def spun(self, job):
-        if (place / "hang").exists():
+    def spun(self, copy):
+        direct = not isinstance(copy.source, Slab) and not isinstance(copy.target, Slab)
+        if direct and (place / "hang").exists():
             import torch
 
-            with self._copier._directs.entered():
+            with self._directs.entered():
                 torch.cuda._sleep(1 << 36)
             (place / "hang").rename(place / "hangs")
-        return direct(self, job)
+        return submit(self, copy)
 
-    DeviceStages.direct = spun
+    DeviceCopier.submit = spun
 
 if "longshore_agent.worker.main" in sys.orig_argv:
     play()

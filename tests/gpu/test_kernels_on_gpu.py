@@ -1,4 +1,4 @@
-"""The device kernels on a real GPU against the references, bit for bit. Skipped where there is none."""
+"""The copy kernel on a real GPU against the reference, bit for bit. Skipped where there is none."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def checks() -> Any:
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         pytest.skip("needs a CUDA device and Triton")
-    import kernel_checks
+    import copy_checks
 
-    return kernel_checks
+    return copy_checks
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

@@ -82,10 +82,10 @@ def digest(expected: np.ndarray[Any, Any]) -> str:
     return hashlib.sha256(expected.tobytes()).hexdigest()
 
 
-def write(pair: Pair, *pieces: tuple[int, int, int], drafted: bool = False) -> list[Any]:
+def write(pair: Pair, *pieces: tuple[int, int, int]) -> list[Any]:
     """Write pieces of (offset here, offset there, bytes) and wait for the end."""
     placed = [(near, pair.target + far, length) for near, far, length in pieces]
-    return list(pair.near.ask("finish", write=pair.near.ask("begin", peer=pair.peer, pieces=placed, drafted=drafted)))
+    return list(pair.near.ask("finish", write=pair.near.ask("begin", peer=pair.peer, pieces=placed)))
 
 
 def wait_until(true: Any) -> None:
@@ -98,8 +98,8 @@ def wait_until(true: Any) -> None:
 def test_bytes_arrive_where_they_belong_and_nowhere_else(pair: Pair) -> None:
     pieces = [(0, 5, 1), (3, 4097, 4096), (MIB, 7 * MIB + 13, 16 * MIB), (LENGTH - 9, LENGTH - 9, 9)]
     expected, source = content(2), content(1)
-    for index, (near, far, length) in enumerate(pieces):
-        assert write(pair, (near, far, length), drafted=index % 2 == 1) == ["done", "", True]
+    for near, far, length in pieces:
+        assert write(pair, (near, far, length)) == ["done", "", True]
         expected[far : far + length] = source[near : near + length]
         assert pair.far.ask("digest", region=0) == digest(expected)
     assert pair.near.ask("digest", region=0) == digest(source)

@@ -331,7 +331,7 @@ CLIENT_ARGUMENTS: Shown = {
     ),
     "connect.roles": (
         _SAYS_WHO,
-        f"{_AGENT}/test_admit.py::test_page_lists_are_checked_by_the_worker_itself_whatever_the_client_did",
+        f"{_AGENT}/test_requests_of_an_engine.py::test_page_lists_are_checked_by_the_worker_itself_whatever_the_client_did",
     ),
     "connect.timeout_s": (f"{_VLLM}::test_an_engine_waits_for_its_agent_as_long_as_is_set",),
     "send.room": (_OFFERED, _MEANT),

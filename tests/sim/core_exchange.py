@@ -9,11 +9,11 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from longshore_wire.claims import Wanted
-from longshore_wire.effects import PeerId, RoomEnded, SessionConfig, StartScatter, StartWrite
+from longshore_wire.effects import PeerId, RoomEnded, Send, SessionConfig, StartScatter, StartWrite
 from longshore_wire.engine_messages import Endpoint, Half, RankAddress
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
-from longshore_wire.peer_messages import RegionInfo, RoomKey, SlabReady
+from longshore_wire.peer_messages import RegionInfo, RoomKey
 from longshore_wire.session import Session
 from longshore_wire.source_session import SourceSession
 from longshore_wire.target_session import TargetSession
@@ -87,25 +87,23 @@ class Exchange:
             for name, source in self.sources.items():
                 for effect in source.take_effects():
                     worked = True
+                    if isinstance(effect, Send):
+                        waiting.append((self.target, PeerId(name, 0, 0), effect.message))
                     if isinstance(effect, StartWrite):
                         self.slabs_count += 1
-                        source.write_done(effect.peer, effect.pair, effect.slab, effect.payload_bytes, self.now_ns)
-                        ready = SlabReady(
-                            effect.pair, effect.slab, effect.generation, effect.payload_bytes, effect.total_tokens
+                        source.write_done(
+                            effect.peer, effect.pair, effect.slab, effect.payload_bytes, self.now_ns, notify=True
                         )
-                        waiting.append((self.target, PeerId(name, 0, 0), ready))
                     self._note(effect)
-                waiting.extend((self.target, PeerId(name, 0, 0), message) for _, message in source.take_outbox())
             for effect in self.target.take_effects():
                 worked = True
+                if isinstance(effect, Send):
+                    waiting.append((self.sources[effect.peer.instance], DECODE, effect.message))
                 if isinstance(effect, StartScatter):
                     self.target.scatter_done(effect.peer, effect.pair, effect.slab, effect.payload_bytes, self.now_ns)
                 self._note(effect)
             ring = self.target.granter.ring
             self.ring_peak_bytes = max(self.ring_peak_bytes, ring.capacity_bytes - ring.free_bytes)
-            waiting.extend(
-                (self.sources[peer.instance], DECODE, message) for peer, message in self.target.take_outbox()
-            )
 
     def _note(self, effect: object) -> None:
         if isinstance(effect, RoomEnded) and effect.reason is not Reason.NONE:

@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 from longshore_wire.claims import PageParts
+from longshore_wire.effects import Send
 from longshore_wire.errors import Reason, RingError
 from longshore_wire.peer_messages import EndAck, SlabReady
 from longshore_wire.peers import PeerState, UsedSerials
@@ -219,7 +220,11 @@ def _confirm_for_another_life(stack: ExitStack) -> None:
             return
         real(self, known, abort, now_ns)
 
+    def take_effects(self: Any) -> list[Any]:
+        return sorted(taken(self), key=lambda effect: isinstance(effect, Send))
+
     real = _set(stack, SourceSession, "_on_abort", on_abort)
+    taken = _set(stack, Session, "take_effects", take_effects)
 
 
 def _believe_late_attach(stack: ExitStack) -> None:
@@ -345,7 +350,7 @@ PLANTS = {
         ("hosts vanish and engines start elsewhere",),
     ),
     "confirmed by another": Plant(
-        "a life confirms that an earlier one of its name, on another node, writes no more",
+        "words to a cut-off life reach the next one, on another node, which confirms that the other writes no more",
         _confirm_for_another_life,
         ("hosts vanish and engines start elsewhere",),
     ),

@@ -15,7 +15,7 @@ from sim_world import MS, ViolationError, Write
 
 from longshore_wire.effects import StartScatter, StartWrite
 from longshore_wire.errors import Reason
-from longshore_wire.peer_messages import RoomKey, SlabReady
+from longshore_wire.peer_messages import RoomKey
 from longshore_wire.plan import Way
 
 if TYPE_CHECKING:
@@ -207,9 +207,8 @@ class Lanes:
         elif job.cancelled:
             core.write_done(effect.peer, effect.pair, effect.slab, 0, now_ns)
         else:
-            core.write_done(effect.peer, effect.pair, effect.slab, effect.payload_bytes, now_ns)
-            ready = SlabReady(effect.pair, effect.slab, effect.generation, effect.payload_bytes, effect.total_tokens)
-            worker.send(effect.peer, ready)
+            core.write_done(effect.peer, effect.pair, effect.slab, effect.payload_bytes, now_ns, notify=True)
+            worker.flush()
 
     # -- scatters --------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from longshore_wire.effects import (
     ProbeLiveness,
     RoomEnded,
     RoomReleased,
+    Send,
     SessionConfig,
     Stale,
     StartScatter,
@@ -51,7 +52,6 @@ from longshore_wire.peer_messages import (
     Refuse,
     RegionInfo,
     RoomKey,
-    WireFound,
 )
 from longshore_wire.source_session import SourceSession
 from longshore_wire.target_session import TargetSession
@@ -98,7 +98,6 @@ class Worker:
         self.attached: set[PeerId] = set()
         self.connections: dict[PeerId, str] = {}  # a target's
         self.access: dict[int, int] = {}  # by the epoch of a writer: how often it was taken from it
-        self._gone: list[PeerGone] = []
         self._inbox: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._deferred: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._wake_ns: int | None = None
@@ -180,20 +179,9 @@ class Worker:
 
     def flush(self) -> None:
         """Carry out the core's effects until there are none."""
-        core = self.core
-        while True:
-            effects, outbox = core.take_effects(), core.take_outbox()
-            if not effects and not outbox:
-                break
+        while effects := self.core.take_effects():
             for effect in effects:
                 self._apply(effect)
-            for peer, message in outbox:
-                self.send(peer, message)
-        for gone in self._gone:
-            known = self.routes.get(gone.peer)
-            if known is not None and known.epoch == gone.epoch:
-                del self.routes[gone.peer]
-        self._gone.clear()
 
     def _apply(self, effect: Effect) -> None:
         kind = type(effect)
@@ -201,6 +189,8 @@ class Worker:
             self.lanes.start_write(effect)
         elif kind is StartScatter:
             self.lanes.start_scatter(effect)
+        elif isinstance(effect, Send):
+            self.send(effect.peer, effect.message)
         elif kind is not Stale:
             _APPLY[kind](self, effect)
 
@@ -346,13 +336,17 @@ class Worker:
         first = effect.peer not in self.attached
         self.attached.add(effect.peer)
         if self.half is Half.SOURCE and first and effect.attach.probe is not None:
-            found = WireFound(self.epoch, effect.attach.epoch, self.agent.wire)
-            self.world.at(WIRE_FOUND_NS, self.deliver, self.send, effect.peer, found)
+            self.world.at(WIRE_FOUND_NS, self.deliver, self._wire_found, effect.peer, effect.attach.epoch)
+
+    def _wire_found(self, peer: PeerId, epoch: int) -> None:
+        self.core.wire_found(peer, epoch, self.agent.wire, "", self.clock())
 
     def _part(self, effect: PeerGone) -> None:
         self.attached.discard(effect.peer)
         if self.half is Half.SOURCE:
-            self._gone.append(effect)
+            known = self.routes.get(effect.peer)
+            if known is not None and known.epoch == effect.epoch:
+                del self.routes[effect.peer]
         elif self.agent.revocable:
             self.access[effect.epoch] = self.access.get(effect.epoch, 0) + 1
             self.core.peer_revoked(effect.peer, self.clock())
@@ -419,7 +413,7 @@ class Worker:
         self.world.at(LOCAL_NS, self.client.heard, self, message)
 
     def obey_engine(self, message: Any, room: Room | None) -> None:
-        """Do what the engine asks for, as the agent's desk does."""
+        """Do what the engine asks for, as the agent's requests does."""
         if isinstance(message, Renew):
             self.core.renew(self.clock())
             return

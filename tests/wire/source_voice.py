@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+from core_outputs import messages_of
 
 from longshore_wire.effects import SECOND_NS, DrainWriter, PeerId
 from longshore_wire.peer_messages import Attach, PeerMessage, Ping, Pong
@@ -32,7 +33,7 @@ def stay_alive(core: TargetSession, from_ns: int, until_ns: int) -> list[tuple[P
     for now_ns in [*range(from_ns, until_ns, SECOND_NS // 2), until_ns]:
         core.renew(now_ns)
         core.tick(now_ns)
-        for peer, message in core.take_outbox():
+        for peer, message in messages_of(core):
             if not isinstance(message, Ping):
                 said.append((peer, message))
             elif (known := core.peers.get(peer)) is not None and known.attach is not None:

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import pytest
+from core_outputs import effects_of, messages_of
 from source_voice import attach_to, stay_alive
 
+from longshore_client.memory import pool_geometry
 from longshore_wire.allowed_wires import AllowedWires
 from longshore_wire.claims import Wanted
-from longshore_wire.effects import PeerId, RoomEnded, RoomReleased, SessionConfig
+from longshore_wire.effects import PeerId, RoomEnded, RoomReleased, SessionConfig, StartWrite
 from longshore_wire.engine_messages import Endpoint, Half, RankAddress
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
-from longshore_wire.peer_messages import PROTOCOL_VERSION, Abort, Attach, Claim, RegionInfo, RoomKey, WireFound
+from longshore_wire.peer_messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Attach,
+    Claim,
+    PairKey,
+    PoolInfo,
+    RegionInfo,
+    RoomKey,
+    WireFound,
+)
 from longshore_wire.plan import Way
+from longshore_wire.source_session import SourceSession
 from longshore_wire.target_peers import WIRE_WAIT_NS
 from longshore_wire.target_session import TargetSession
 
@@ -48,13 +61,13 @@ class Scene:
 
     def said(self, kind: type) -> list[tuple[int, int]]:
         """(room, source rank) of the messages of one kind that leave now, in order and each once."""
-        for effect in self.core.take_effects():
+        for effect in effects_of(self.core):
             if isinstance(effect, RoomEnded):
                 self.ended[effect.key.room] = effect
             elif isinstance(effect, RoomReleased):
                 self.released.add(effect.key.room)
         sent = [
-            (message.pair.key.room, peer.rank) for peer, message in self.core.take_outbox() if isinstance(message, kind)
+            (message.pair.key.room, peer.rank) for peer, message in messages_of(self.core) if isinstance(message, kind)
         ]
         return list(dict.fromkeys(sent))
 
@@ -127,3 +140,85 @@ def test_cuda_ipc_on_the_list_allows_nvlink_which_is_one_kind_of_it_and_not_the_
     assert "over CudaIPC" in AllowedWires(("NVLink",)).fault("CudaIPC", FIRST, SECOND)
     assert not AllowedWires(("RDMA",)).holds("NVLink")
     assert not AllowedWires(("CudaIPC",)).holds("Unknown")
+
+
+TARGET = PeerId("D", 0, 0)
+PROBE = RegionInfo(4096, 4096)
+
+
+class SourceScene:
+    """A prefill core that allows RDMA, and a decode rank that has attached and claimed rooms 1 (in place) and 2 (directly)."""
+
+    def __init__(self, probe: RegionInfo | None = PROBE) -> None:
+        config = SessionConfig("d", "P", 7, WHOLE, backend="NIXL", wires=("RDMA",), agent="here")
+        self.core = SourceSession(config, now_ns=0)
+        self.core.describe(b"", None, {})
+        pools = (PoolInfo(0, pool_geometry(WHOLE, 64), (1 << 21,)),)
+        attach = Attach(PROTOCOL_VERSION, "d", "D", 9, WHOLE, "NIXL", b"", None, pools, 1 << 20, probe=probe)
+        self.core.receive(TARGET, attach, NOW_NS)
+        self.claim(1, Way.CONTIGUOUS)
+
+    def claim(self, room: int, way: Way) -> None:
+        self.core.offer(room, 0, 0, 16, last=True, now_ns=NOW_NS)
+        pair = PairKey(RoomKey("P", room, 0), 0, 0, 7, 9, "D")
+        self.core.receive(TARGET, Claim(pair, 0, 16, way, 0, 1, bytes(4), serial=room), NOW_NS)
+
+    def found(self, wire: str, failure: str = "", epoch: int = 9) -> None:
+        self.core.wire_found(TARGET, epoch, wire, failure, NOW_NS)
+
+    def writes(self) -> list[int]:
+        return [effect.pair.key.room for effect in effects_of(self.core) if isinstance(effect, StartWrite)]
+
+    def aborted(self) -> dict[int, Abort]:
+        said = [message for _, message in messages_of(self.core) if isinstance(message, Abort)]
+        return {abort.pair.key.room: abort for abort in said}
+
+
+def test_a_source_begins_no_write_before_its_wire_is_known_and_tells_the_target_what_was_found() -> None:
+    scene = SourceScene()
+    assert scene.writes() == []
+    scene.found("RDMA", epoch=8)
+    assert scene.writes() == [], "another life of the target was probed"
+    messages_of(scene.core)
+    scene.found("RDMA")
+    assert scene.writes() == [1]
+    assert [message for _, message in messages_of(scene.core)] == [WireFound(7, 9, "RDMA")]
+    scene.claim(3, Way.CONTIGUOUS)
+    assert scene.writes() == [3]
+
+
+@pytest.mark.parametrize(("wire", "failure"), [("TCP", ""), ("Unknown", "the peer is gone")])
+def test_a_source_fails_rooms_over_a_forbidden_wire_and_writes_nothing(wire: str, failure: str) -> None:
+    scene = SourceScene()
+    scene.found(wire, failure)
+    assert scene.writes() == []
+    abort = scene.aborted()[1]
+    assert abort.reason is Reason.WIRE_NOT_ALLOWED
+    assert "prefill P rank 0 reaches decode D rank 0" in abort.text
+    assert failure in abort.text
+    scene.claim(3, Way.CONTIGUOUS)
+    assert scene.writes() == []
+    assert set(scene.aborted()) == {3}
+    assert scene.core.wire_fault(scene.core.peers[TARGET]) == abort.text
+
+
+def test_a_source_copies_directly_whatever_the_wire_is() -> None:
+    scene = SourceScene()
+    scene.claim(2, Way.DIRECT)
+    assert scene.writes() == [2]
+    scene.found("TCP")
+    assert set(scene.aborted()) == {1}
+
+
+def test_a_target_that_cannot_be_probed_is_reached_over_no_allowed_wire() -> None:
+    scene = SourceScene(probe=None)
+    assert scene.writes() == []
+    assert "no memory for a probe" in scene.aborted()[1].text
+
+
+def test_a_lost_target_leaves_nothing_that_waits_for_a_wire() -> None:
+    scene = SourceScene()
+    scene.core.peer_lost(TARGET, "gone", NOW_NS)
+    assert scene.core.rooms == {}
+    scene.found("RDMA")
+    assert scene.writes() == []

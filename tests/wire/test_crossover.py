@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from core_outputs import messages_of
 from hypothesis import given
 from hypothesis import strategies as st
 from source_voice import attach_to, stay_alive
@@ -179,7 +180,7 @@ def attach(core: TargetSession, source: KVLayout, epoch: int, lane_bytes: int = 
 
 def claims(core: TargetSession) -> list[tuple[Way, Why]]:
     """The ways of the claims to the first rank that leave now."""
-    sent = [message for peer, message in core.take_outbox() if peer == PREFILL]
+    sent = [message for peer, message in messages_of(core) if peer == PREFILL]
     return [(message.way, message.why) for message in sent if isinstance(message, Claim)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from core_outputs import messages_of
 from source_voice import attach_to, drain_writers
 from two_writers import DECODE, FIRST, KEY, SECOND, TOKENS, Scene
 
@@ -47,9 +48,9 @@ def test_a_room_that_could_never_fit_fails_alone_with_both_sizes() -> None:
     shrunk = msgspec.structs.replace(attach, ring=RegionInfo(0, 512), generation=attach.generation + 1)
     scene.sources[FIRST].receive(DECODE, shrunk, 0)
     claim = Claim(msgspec.structs.replace(pair.pair, key=RoomKey("P", 3, 0)), 0, TOKENS, Way.STAGED, serial=1000)
-    scene.sources[FIRST].take_outbox()
+    messages_of(scene.sources[FIRST])
     scene.sources[FIRST].receive(DECODE, claim, 0)
-    (answer,) = [message for _, message in scene.sources[FIRST].take_outbox() if isinstance(message, Abort)]
+    (answer,) = [message for _, message in messages_of(scene.sources[FIRST]) if isinstance(message, Abort)]
     assert (answer.reason, answer.pair.key.room) == (Reason.RING_TOO_SMALL, 3)
     assert scene.sources[FIRST].peers[DECODE].state is PeerState.ATTACHED
     assert list(scene.sources[FIRST].rooms) == [KEY]

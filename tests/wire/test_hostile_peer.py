@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from core_outputs import effects_of, messages_of
 
 from longshore_client.memory import pool_geometry
 from longshore_wire.claims import PARTS_BYTES_MAX, Wanted
@@ -166,7 +167,7 @@ class Talker:
 def carry_out(core: SourceSession | TargetSession, chosen: random.Random, jobs: list[Any], now_ns: int) -> None:
     """Do what the core asks for, in any order and as badly as lanes and scatters can."""
     released = {}
-    for effect in core.take_effects():
+    for effect in effects_of(core):
         if isinstance(effect, StartWrite | StartScatter):
             jobs.append(effect)
         elif isinstance(effect, RoomReleased):
@@ -211,7 +212,7 @@ def test_no_message_of_a_decode_worker_breaks_prefill(seed: int) -> None:
         else:
             core.receive(peer, talker.to_source(), now_ns)
         core.tick(now_ns)
-        core.take_outbox()
+        messages_of(core)
         carry_out(core, chosen, jobs, now_ns)
     assert len(core.rooms) <= 16
     assert len(core.ended) <= 64
@@ -249,7 +250,7 @@ def test_no_message_of_a_prefill_worker_breaks_decode(seed: int) -> None:
         else:
             core.receive(peer, talker.to_target(), now_ns)
         core.tick(now_ns)
-        talker.granted += [message for _, message in core.take_outbox() if isinstance(message, Grant)]
+        talker.granted += [message for _, message in messages_of(core) if isinstance(message, Grant)]
         carry_out(core, chosen, jobs, now_ns)
     ring = core.granter.ring
     assert ring.used_bytes + ring.held_bytes + ring.free_bytes == ring.capacity_bytes

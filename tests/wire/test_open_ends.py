@@ -6,6 +6,7 @@ import copy
 import random
 
 import pytest
+from core_outputs import effects_of, messages_of
 from two_writers import DECODE, FIRST, KEY, SECOND, TOKENS, Scene
 
 from longshore_wire.effects import SECOND_NS, PeerAttached, ProbeLiveness, RoomEnded, RoomReleased
@@ -79,7 +80,7 @@ def test_a_prefill_worker_that_dies_when_its_part_is_there_does_not_fail_the_roo
 def _refuse_whoever_attaches(scene: Scene) -> set[object]:
     """Be a decode worker whose transport refuses every source; return the other effects of its core."""
     asked: set[object] = set()
-    while effects := scene.target.take_effects():
+    while effects := effects_of(scene.target):
         for effect in effects:
             if isinstance(effect, PeerAttached):
                 scene.target.refuse(effect.peer, Reason.WIRE_NOT_ALLOWED, "not these wires", scene.now_ns)
@@ -90,7 +91,7 @@ def _refuse_whoever_attaches(scene: Scene) -> set[object]:
 @pytest.mark.parametrize("way", [Way.STAGED, Way.SLICES])
 def test_a_room_ends_on_both_sides_where_its_sources_are_refused_each_time_that_they_attach(way: Way) -> None:
     scene = Scene.of(way)
-    scene.target.take_effects()
+    effects_of(scene.target)
     scene.offer(KEY.room)
     for peer in (FIRST, SECOND):
         scene.target.refuse(peer, Reason.WIRE_NOT_ALLOWED, "not these wires", scene.now_ns)
@@ -169,12 +170,12 @@ def test_an_offered_room_that_nobody_claims_ends_at_its_limit_and_says_what_it_w
     source = scene.sources[FIRST]
     object.__setattr__(source.config, "room_timeout_ns", 30 * SECOND_NS)
     source.offer(9, 0, 0, TOKENS, last=True, now_ns=scene.now_ns)
-    source.take_effects()
+    effects_of(source)
     _pass(scene, 29)
     assert scene.half(FIRST, 9) is None
     _pass(scene, 2)
     assert scene.half(FIRST, 9) is Reason.TIMED_OUT
-    [ended] = [effect for effect in source.take_effects() if isinstance(effect, RoomEnded) and effect.key.room == 9]
+    [ended] = [effect for effect in effects_of(source) if isinstance(effect, RoomEnded) and effect.key.room == 9]
     assert "no decode rank has claimed it" in ended.text
 
 
@@ -224,12 +225,12 @@ def test_what_is_said_of_a_complete_pair_is_said_until_it_is_acknowledged_and_ch
     assert not scene.target.peers[FIRST].outcomes
     source.offer(KEY.room, 0, 0, TOKENS, last=True, now_ns=scene.now_ns)
     assert scene.half(FIRST, KEY.room) is Reason.NONE
-    ended = [effect for effect in source.take_effects() if isinstance(effect, RoomEnded | RoomReleased)]
+    ended = [effect for effect in effects_of(source) if isinstance(effect, RoomEnded | RoomReleased)]
     assert len(ended) == 2
     again = Complete(PairKey(KEY, 0, 0, source.config.epoch, 9, "D"))
     for _ in range(3):
         source.receive(DECODE, again, scene.now_ns)
-    assert not [effect for effect in source.take_effects() if isinstance(effect, RoomEnded)]
+    assert not [effect for effect in effects_of(source) if isinstance(effect, RoomEnded)]
     with pytest.raises(RoomError):
         source.offer(KEY.room, 0, 0, TOKENS, last=True, now_ns=scene.now_ns)
 
@@ -248,7 +249,7 @@ def _deliver_without_acknowledgements(scene: Scene) -> None:
         for write in writes:
             scene.say(FIRST, scene.land(FIRST, write))
         scene.scatter()
-        for peer, message in scene.target.take_outbox():
+        for peer, message in messages_of(scene.target):
             if not (peer == FIRST and isinstance(message, SlabAck)):
                 scene.sources[peer].receive(DECODE, message, scene.now_ns)
 
@@ -284,7 +285,7 @@ def test_a_claim_that_comes_when_everybody_has_forgotten_its_room_opens_nothing_
         scene.tick(SECOND_NS // 2)
     source = scene.sources[FIRST]
     assert KEY not in scene.target.ended and KEY not in source.ended
-    source.take_effects()
+    effects_of(source)
     source.receive(DECODE, claim, scene.now_ns)
     assert KEY not in source.rooms
     # Its pages are another room's by now, also if the engine offers it so late.
@@ -342,7 +343,7 @@ class Silence:
         self.now_ns += self.core.config.heartbeat_ns
         self.core.renew(self.now_ns)
         self.core.tick(self.now_ns)
-        pings = [message.number for _, message in self.core.take_outbox() if isinstance(message, Ping)]
+        pings = [message.number for _, message in messages_of(self.core) if isinstance(message, Ping)]
         self.number = pings[0] if pings else self.number + 1
         self.hear(self.number, absent_ns)
 
@@ -359,7 +360,7 @@ class Silence:
             self.now_ns += self.core.config.heartbeat_ns // 4
             self.core.renew(self.now_ns)
             self.core.tick(self.now_ns)
-            asked = [effect for effect in self.core.take_effects() if isinstance(effect, ProbeLiveness)]
+            asked = [effect for effect in effects_of(self.core) if isinstance(effect, ProbeLiveness)]
             if listens and asked:
                 self.core.peer_listens(self.peer, self.epoch, self.now_ns)
             known = self.core.peers.get(self.peer)

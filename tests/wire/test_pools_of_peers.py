@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from core_outputs import effects_of, messages_of
 
 from longshore_client.memory import pool_geometry
 from longshore_wire.effects import PeerId, SessionConfig, StartWrite
@@ -39,8 +40,8 @@ class Scene:
         pages = b"".join(number.to_bytes(4, "little") for number in range(4))
         pair = PairKey(RoomKey("P", room, 0), 0, 0, 7, 9, "D")
         self.session.receive(PEER, Claim(pair, 0, 64, Way.CONTIGUOUS, 0, 4, pages, serial=room), 0)
-        refused = [message.reason for _, message in self.session.take_outbox() if isinstance(message, Abort)]
-        writes = [effect for effect in self.session.take_effects() if isinstance(effect, StartWrite)]
+        refused = [message.reason for _, message in messages_of(self.session) if isinstance(message, Abort)]
+        writes = [effect for effect in effects_of(self.session) if isinstance(effect, StartWrite)]
         assert bool(writes) is not bool(refused)
         return refused
 

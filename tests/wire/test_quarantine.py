@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from core_outputs import effects_of
 from source_voice import attach_to, drain_writers
 from two_writers import FIRST, KEY, SECOND, Scene
 
@@ -87,11 +88,11 @@ def test_a_lost_writer_whose_access_was_taken_away_frees_its_memory_but_not_page
     # Not while it is attached: only losing a peer takes its access away.
     assert scene.held == held
     scene.target.tick(now_ns)
-    effects = scene.target.take_effects()
+    effects = effects_of(scene.target)
     assert {effect.peer for effect in effects if isinstance(effect, PeerGone)} == {FIRST, SECOND}
     scene.target.peer_revoked(FIRST, now_ns)
     scene.target.peer_revoked(SECOND, now_ns)
-    released = [effect for effect in scene.target.take_effects() if isinstance(effect, RoomReleased)]
+    released = [effect for effect in effects_of(scene.target) if isinstance(effect, RoomReleased)]
     assert scene.held == 0
     assert (KEY in scene.target.rooms) is (way is Way.DIRECT)
     assert not released

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from core_outputs import effects_of
 
 from longshore_wire.claims import Wanted
 from longshore_wire.effects import RoomEnded, SessionConfig
@@ -50,7 +51,7 @@ def test_an_open_room_fails_once_however_many_siblings_fail_it() -> None:
     for moment in (2, 3):
         source.sibling_failed(KEY, Reason.ENGINE_LOST, "gone", moment)
 
-    ends = [effect for effect in source.take_effects() if isinstance(effect, RoomEnded)]
+    ends = [effect for effect in effects_of(source) if isinstance(effect, RoomEnded)]
     assert [(end.half, end.reason) for end in ends] == [(Half.SOURCE, Reason.ENGINE_LOST)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from core_outputs import effects_of, messages_of
 from source_voice import attach_to
 
 from longshore_client.memory import pool_geometry
@@ -36,7 +37,7 @@ def claimed(in_place: bool, staging: Staging = Staging.AUTO) -> tuple[Way, str]:
     endpoint = Endpoint("P", LAYOUT, (RankAddress(0, "h:1", 7),))
     session.claim(Wanted(KEY, endpoint, 0, 60, 4, bytes(16)), 0)
     attach_to(session, PeerId("P", 0, 0), attach("P", 7, in_place=in_place), 0)
-    found = [message for _, message in session.take_outbox() if isinstance(message, Claim)]
+    found = [message for _, message in messages_of(session) if isinstance(message, Claim)]
     return found[0].way, found[0].why.name
 
 
@@ -55,8 +56,8 @@ def answer(way: Way, *, in_place: bool) -> tuple[list[Abort], list[StartWrite]]:
     pair = PairKey(KEY, 0, 0, 7, 9, "D")
     pages = b"".join(number.to_bytes(4, "little") for number in range(4))
     session.receive(peer, Claim(pair, 0, 64, way, 0, 4, pages, serial=1), 0)
-    aborts = [message for _, message in session.take_outbox() if isinstance(message, Abort)]
-    return aborts, [effect for effect in session.take_effects() if isinstance(effect, StartWrite)]
+    aborts = [message for _, message in messages_of(session) if isinstance(message, Abort)]
+    return aborts, [effect for effect in effects_of(session) if isinstance(effect, StartWrite)]
 
 
 @pytest.mark.parametrize("way", [Way.CONTIGUOUS, Way.SLICES])
@@ -102,5 +103,5 @@ def test_a_prefill_rank_says_whether_its_pages_can_be_read_in_place() -> None:
         session = SourceSession(SessionConfig("d", "P", 7, LAYOUT, in_place=in_place), now_ns=0)
         session.describe(b"", None, {})
         session.receive(PeerId("D", 0, 0), attach("D", 9, in_place=True), 0)
-        said = [message for _, message in session.take_outbox() if isinstance(message, Attach)]
+        said = [message for _, message in messages_of(session) if isinstance(message, Attach)]
         assert [each.in_place for each in said] == [in_place]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from core_outputs import effects_of, messages_of
+
 from longshore_wire.claims import Wanted
 from longshore_wire.effects import SECOND_NS, Dial, PeerId, SessionConfig
 from longshore_wire.engine_messages import Endpoint, RankAddress
@@ -21,8 +23,8 @@ def _run(target: TargetSession, from_ns: int, until_ns: int) -> list[tuple[int, 
     while now_ns < until_ns:
         target.tick(now_ns)
         target.renew(now_ns)
-        dials += [(now_ns, effect) for effect in target.take_effects() if isinstance(effect, Dial)]
-        target.take_outbox()
+        dials += [(now_ns, effect) for effect in effects_of(target) if isinstance(effect, Dial)]
+        messages_of(target)
         now_ns = min(until_ns, target.next_due_ns() or until_ns)
     return dials
 
@@ -31,7 +33,7 @@ def test_a_source_that_stays_silent_is_dialled_anew_now_and_then_while_a_room_wa
     target = TargetSession(SessionConfig("d", "D", 1, LAYOUT, ring_bytes=1 << 20), now_ns=0)
     endpoint = Endpoint("P", LAYOUT, (RankAddress(0, "h:1", 7),))
     target.claim(Wanted(RoomKey("P", 5, 0), endpoint, 0, 60, 4, bytes(16)), 0)
-    assert [effect for effect in target.take_effects() if isinstance(effect, Dial)] == [Dial(PREFILL, "h:1")]
+    assert [effect for effect in effects_of(target) if isinstance(effect, Dial)] == [Dial(PREFILL, "h:1")]
     target.peers[PREFILL].state = PeerState.LOST
 
     dials = _run(target, 0, MINUTE_NS)
@@ -48,7 +50,7 @@ def test_a_lost_source_of_which_no_room_is_left_is_hung_up_and_not_dialled() -> 
     target = TargetSession(SessionConfig("d", "D", 1, LAYOUT, ring_bytes=1 << 20), now_ns=0)
     endpoint = Endpoint("P", LAYOUT, (RankAddress(0, "h:1", 7),))
     target.claim(Wanted(RoomKey("P", 5, 0), endpoint, 0, 0, 0, b""), 0)
-    target.take_effects()
+    effects_of(target)
     target.peers[PREFILL].state = PeerState.LOST
     target.peers[PREFILL].rooms.clear()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import two_writers
+from core_outputs import effects_of, messages_of
 from source_voice import attach_to, drain_writers
 
 from longshore_wire.claims import Wanted
@@ -46,7 +47,7 @@ def decode(epoch: int) -> TargetSession:
 def claim(session: TargetSession, room: int) -> list[object]:
     """Claim a room; return what the session says."""
     session.claim(Wanted(RoomKey("P", room, 0), ENDPOINT, 0, 60, 4, bytes(16)), 0)
-    return [message for _, message in session.take_outbox()]
+    return [message for _, message in messages_of(session)]
 
 
 def exchange(source: SourceSession, target: TargetSession, said: list[object], now_ns: int = 0) -> None:
@@ -54,9 +55,9 @@ def exchange(source: SourceSession, target: TargetSession, said: list[object], n
     while said:
         for message in said:
             source.receive(DECODE, message, now_ns)
-        for _, answer in source.take_outbox():
+        for _, answer in messages_of(source):
             target.receive(PREFILL, answer, now_ns)
-        said = [message for _, message in target.take_outbox()]
+        said = [message for _, message in messages_of(target)]
 
 
 def insist(source: SourceSession, target: TargetSession, seconds: int) -> None:
@@ -64,22 +65,22 @@ def insist(source: SourceSession, target: TargetSession, seconds: int) -> None:
     for second in range(1, seconds + 1):
         target.renew(second * SECOND_NS)
         target.tick(second * SECOND_NS)
-        exchange(source, target, [message for _, message in target.take_outbox()], second * SECOND_NS)
+        exchange(source, target, [message for _, message in messages_of(target)], second * SECOND_NS)
 
 
 def test_the_older_of_two_workers_of_one_name_is_refused_by_that_name_and_the_newer_one_keeps_its_rooms() -> None:
     source = prefill()
     older, newer = decode(100), decode(200)
     exchange(source, newer, claim(newer, 1))
-    source.take_effects()
+    effects_of(source)
 
     exchange(source, older, claim(older, 2))
     insist(source, older, 6)
 
-    ended = [effect for effect in older.take_effects() if isinstance(effect, RoomEnded)]
+    ended = [effect for effect in effects_of(older) if isinstance(effect, RoomEnded)]
     assert [effect.reason for effect in ended] == [Reason.STALE_EPOCH]
     assert "decode D rank 0" in ended[0].text and "instance name" in ended[0].text
-    assert not [effect for effect in source.take_effects() if isinstance(effect, PeerAttached)]
+    assert not [effect for effect in effects_of(source) if isinstance(effect, PeerAttached)]
     assert source.peers[DECODE].epoch == 200
     assert list(source.rooms) == [RoomKey("P", 1, 0)]
 
@@ -89,12 +90,12 @@ def test_a_decode_worker_whose_clock_is_behind_is_served_as_soon_as_the_last_one
     source = prefill()
     last, moved = decode(200), decode(100)
     exchange(source, last, claim(last, 1))
-    source.take_effects()
+    effects_of(source)
 
     exchange(source, moved, claim(moved, 2))
     insist(source, moved, 2)
-    assert not [effect for effect in moved.take_effects() if isinstance(effect, RoomEnded)]
-    probes = [effect for effect in source.take_effects() if isinstance(effect, ProbeLiveness)]
+    assert not [effect for effect in effects_of(moved) if isinstance(effect, RoomEnded)]
+    probes = [effect for effect in effects_of(source) if isinstance(effect, ProbeLiveness)]
     assert {probe.epoch for probe in probes} == {200}
     source.peer_dead(DECODE, 200, 2 * SECOND_NS)
     insist(source, moved, 4)
@@ -113,10 +114,10 @@ def test_a_source_that_refuses_after_it_was_silent_is_told_all_the_same_how_the_
     for second in range(1, 9):
         moved.renew(second * SECOND_NS)
         moved.tick(second * SECOND_NS)
-    assert [effect.reason for effect in moved.take_effects() if isinstance(effect, RoomEnded)] == [Reason.PEER_LOST]
+    assert [effect.reason for effect in effects_of(moved) if isinstance(effect, RoomEnded)] == [Reason.PEER_LOST]
     assert moved.peers[PREFILL].state is PeerState.LOST
 
-    exchange(source, moved, [message for _, message in moved.take_outbox()], 8 * SECOND_NS)
+    exchange(source, moved, [message for _, message in messages_of(moved)], 8 * SECOND_NS)
     source.peer_dead(DECODE, 200, 8 * SECOND_NS)
     insist(source, moved, 10)
 
@@ -139,7 +140,7 @@ def test_an_older_worker_is_served_once_the_newer_one_is_gone() -> None:
     older, newer = decode(100), decode(200)
     exchange(source, newer, claim(newer, 1))
     source.tick(source.config.peer_timeout_ns + SECOND_NS)
-    source.take_outbox()
+    messages_of(source)
 
     exchange(source, older, claim(older, 2))
 
@@ -153,11 +154,11 @@ def test_what_the_refused_worker_was_being_sent_stays_quarantined() -> None:
     older = decode(100)
     exchange(source, older, claim(older, 2))
     source.offer(2, 0, 0, 60, last=True, now_ns=0)
-    for _, message in source.take_outbox():
+    for _, message in messages_of(source):
         older.receive(PREFILL, message, 0)
     granted = older.granter.ring.used_bytes
     assert granted
-    older.take_outbox()
+    messages_of(older)
 
     older.describe(b"", RegionInfo(0, 1 << 20), {})
     attempt = older.peers[PREFILL].attempt
@@ -173,18 +174,18 @@ def test_a_room_of_the_older_one_that_was_granted_nothing_is_forgotten_when_it_i
     older, newer = decode(100), decode(200)
     exchange(source, older, claim(older, 1))
     exchange(source, newer, claim(newer, 2))
-    older.take_effects()
+    effects_of(older)
 
     claim(older, 3)  # lost: it travels on a connection that the source does not know any more
     older.tick(SECOND_NS)
-    [ping] = [message for _, message in older.take_outbox() if isinstance(message, Ping)]
+    [ping] = [message for _, message in messages_of(older) if isinstance(message, Ping)]
     older.receive(PREFILL, Pong(0, ping.epoch, ping.number), SECOND_NS)
     older.tick(2 * SECOND_NS)
     attempt = older.peers[PREFILL].attempt
     older.receive(PREFILL, Refuse(Reason.STALE_EPOCH, "a newer worker is attached", 100, attempt), 2 * SECOND_NS)
 
     assert RoomKey("P", 3, 0) not in older.rooms
-    assert RoomReleased(Half.TARGET, RoomKey("P", 3, 0)) in older.take_effects()
+    assert RoomReleased(Half.TARGET, RoomKey("P", 3, 0)) in effects_of(older)
     # What room 1 was granted may still be written.
     assert list(older.rooms) == [RoomKey("P", 1, 0)]
     assert older.granter.ring.held_bytes
@@ -257,12 +258,12 @@ def test_a_prefill_worker_that_is_silent_keeps_its_memory_in_quarantine_when_ano
 
 def test_a_prefill_worker_that_has_moved_is_dialled_as_soon_as_its_old_address_refuses() -> None:
     scene = two_writers.Scene.of()
-    scene.target.take_effects()
+    effects_of(scene.target)
     scene.claim(2, endpoint=TWIN)
-    [probe] = [effect for effect in scene.target.take_effects() if isinstance(effect, ProbeLiveness)]
+    [probe] = [effect for effect in effects_of(scene.target) if isinstance(effect, ProbeLiveness)]
     assert (probe.epoch, probe.address) == (7, "h:1")
     scene.target.peer_dead(two_writers.FIRST, 7, scene.now_ns)
-    assert Dial(two_writers.FIRST, "h:9") in scene.target.take_effects()
+    assert Dial(two_writers.FIRST, "h:9") in effects_of(scene.target)
     assert scene.ended(2) is None
 
 
@@ -270,7 +271,7 @@ def test_what_a_moved_worker_said_before_its_end_is_no_answer_of_it_after_decode
     scene = two_writers.Scene.of()
     target = scene.target
     scene.claim(2, endpoint=TWIN)
-    target.take_outbox()
+    messages_of(target)
     stopped_ns = 7 * SECOND_NS
     scene.now_ns += stopped_ns
     target.was_absent(stopped_ns, scene.now_ns)
@@ -279,7 +280,7 @@ def test_what_a_moved_worker_said_before_its_end_is_no_answer_of_it_after_decode
     assert scene.ended(2) is None
 
     target.peer_dead(two_writers.FIRST, 7, scene.now_ns)
-    assert Dial(two_writers.FIRST, "h:9") in target.take_effects()
+    assert Dial(two_writers.FIRST, "h:9") in effects_of(target)
     assert scene.ended(2) is None
 
 
@@ -288,7 +289,7 @@ def test_a_life_does_not_confirm_that_an_earlier_one_of_its_name_writes_no_more(
     exchange(source, target, claim(target, 1))
     earlier = PairKey(RoomKey("P", 1, 0), 0, 0, 6, 200, "D", 0)
     source.receive(DECODE, Abort(earlier, Reason.CANCELLED, "cancelled"), 0)
-    assert source.take_outbox() == []
+    assert messages_of(source) == []
 
 
 def test_a_writer_that_is_back_after_another_life_of_its_name_is_asked_again_to_confirm() -> None:
@@ -299,7 +300,7 @@ def test_a_writer_that_is_back_after_another_life_of_its_name_is_asked_again_to_
     key = two_writers.KEY
 
     def aborts() -> list[int]:
-        said = [message for to, message in target.take_outbox() if to == peer]
+        said = [message for to, message in messages_of(target) if to == peer]
         return [message.pair.source_epoch for message in said if isinstance(message, Abort) and message.pair.key == key]
 
     aborts()
@@ -342,14 +343,14 @@ def test_an_answer_to_an_earlier_life_of_decode_attaches_nobody_to_the_next_one(
     earlier, later = decode(100), decode(200)
     for message in claim(earlier, 1):
         source.receive(DECODE, message, 0)
-    [(_, answer)] = source.take_outbox()
+    [(_, answer)] = messages_of(source)
     assert isinstance(answer, Attach)
     claim(later, 2)
 
     later.receive(PREFILL, answer, 0)
 
     assert later.peers[PREFILL].state is PeerState.DIALING
-    assert not [effect for effect in later.take_effects() if isinstance(effect, PeerAttached)]
+    assert not [effect for effect in effects_of(later) if isinstance(effect, PeerAttached)]
 
 
 def test_answers_to_what_was_asked_of_an_earlier_life_end_no_later_one() -> None:
@@ -413,12 +414,12 @@ def test_a_claim_of_the_next_life_of_a_target_is_answered_while_its_room_still_d
     exchange(source, last, claim(last, 1))
     source.offer(1, 0, 0, 60, last=True, now_ns=0)
     exchange(source, last, [])
-    for _, message in source.take_outbox():
+    for _, message in messages_of(source):
         last.receive(PREFILL, message, 0)
-    exchange(source, last, [message for _, message in last.take_outbox()])
+    exchange(source, last, [message for _, message in messages_of(last)])
     assert source.rooms[RoomKey("P", 1, 0)].busy
 
     exchange(source, next_life, claim(next_life, 1))
 
-    ended = [effect for effect in next_life.take_effects() if isinstance(effect, RoomEnded)]
+    ended = [effect for effect in effects_of(next_life) if isinstance(effect, RoomEnded)]
     assert [effect.reason for effect in ended] == [Reason.PEER_LOST]

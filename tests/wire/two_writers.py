@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from core_outputs import effects_of, messages_of
+
 from longshore_client.memory import pool_geometry
 from longshore_wire.claims import Wanted
 from longshore_wire.effects import PeerId, RoomEnded, SessionConfig, StartScatter, StartWrite
@@ -68,7 +70,7 @@ class Scene:
         scene.settle()
         assert all(source.rooms[KEY].busy for source in scene.sources.values())
         scene.target.cancel(KEY, Reason.CANCELLED, "enough", 0)
-        scene.target.take_effects()
+        effects_of(scene.target)
         return scene
 
     def claim(self, room: int, first_token: int = 0, endpoint: Endpoint | None = None) -> RoomKey:
@@ -101,7 +103,7 @@ class Scene:
 
     def writes(self, peer: PeerId) -> list[StartWrite]:
         """What a source's core wants written, since it was last asked."""
-        return [effect for effect in self.sources[peer].take_effects() if isinstance(effect, StartWrite)]
+        return [effect for effect in effects_of(self.sources[peer]) if isinstance(effect, StartWrite)]
 
     def land(self, peer: PeerId, write: StartWrite) -> SlabReady:
         """A write is complete: its lane is told; return what its target is to be told."""
@@ -144,7 +146,7 @@ class Scene:
 
     def look(self) -> None:
         """Keep what decode's core asks for, and what its engine is told."""
-        self.effects = list(self.target.take_effects())
+        self.effects = list(effects_of(self.target))
         for effect in self.effects:
             if isinstance(effect, StartScatter):
                 self.landed.append(effect)
@@ -154,10 +156,10 @@ class Scene:
 
     def exchange(self) -> bool:
         """Carry what was said; nobody's writes end. Returns whether anything was."""
-        said = self.target.take_outbox()
+        said = messages_of(self.target)
         for peer, message in said:
             self.sources[peer].receive(DECODE, message, self.now_ns)
-        answers = [(peer, message) for peer, source in self.sources.items() for _, message in source.take_outbox()]
+        answers = [(peer, message) for peer, source in self.sources.items() for _, message in messages_of(source)]
         for peer, message in answers:
             if peer not in self.lost:
                 self.target.receive(peer, message, self.now_ns)

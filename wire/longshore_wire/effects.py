@@ -12,7 +12,7 @@ from longshore_wire.crossover import WHOLE_PAGES, Crossover
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout
-from longshore_wire.peer_messages import Attach, PairKey, RoomKey
+from longshore_wire.peer_messages import Attach, PairKey, PeerMessage, RoomKey
 from longshore_wire.plan import Pair, Staging, Way
 
 SECOND_NS = 1_000_000_000
@@ -169,6 +169,14 @@ class RoomReleased:
 
 
 @dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message to a peer, now or not at all."""
+
+    peer: PeerId
+    message: PeerMessage
+
+
+@dataclass(frozen=True, slots=True)
 class Stale:
     """A message was refused because it belongs to another life, another grant or no room: count it."""
 
@@ -176,7 +184,8 @@ class Stale:
 
 
 Effect = (
-    PeerAttached
+    Send
+    | PeerAttached
     | PeerGone
     | Dial
     | HangUp

@@ -116,6 +116,7 @@ class Peer:
     dialled_ns: int = 0
     wire: str = UNKNOWN_WIRE
     wire_epoch: int = 0  # the life to which `wire` was found out; 0: to none
+    wire_failure: str = ""  # why a probe could not find it out
     wire_due_ns: int = 0  # a target waits for it until then
     rooms: dict[RoomKey, None] = field(default_factory=dict)  # in the order in which they were opened
     trouble: str = ""  # why it was refused or lost the last time, if so

@@ -1,15 +1,18 @@
 """What both halves of a worker's protocol core share: who I am, what is to be sent, which rooms have ended.
 
 `SourceSession` (prefill) and `TargetSession` (decode) build on it. No socket, loop, clock or log: messages and
-time are arguments, messages to send and effects are returned as data, in the order in which they must happen.
+time are arguments; effects, messages to send among them, are returned as data, in the order in which they must happen.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
+from typing import ClassVar
 
-from longshore_wire.effects import SECOND_NS, Effect, PeerId, ProbeLiveness, SessionConfig, Stale
+from longshore_wire.allowed_wires import AllowedWires
+from longshore_wire.effects import SECOND_NS, Effect, PeerId, ProbeLiveness, Send, SessionConfig, Stale
+from longshore_wire.engine_messages import Half
 from longshore_wire.errors import LayoutError, Reason
 from longshore_wire.layout import KVLayout
 from longshore_wire.peer_messages import PROTOCOL_VERSION, Attach, PeerMessage, PoolInfo, RegionInfo, RoomKey
@@ -27,8 +30,9 @@ PROBE_AFTER = 2
 
 
 class Session:
-    """State and verbs common to both halves. `rooms` and `cancel` are theirs."""
+    """State and verbs common to both halves. `half`, `rooms` and `cancel` are theirs."""
 
+    half: ClassVar[Half]
     rooms: Mapping[RoomKey, SourceRoom | TargetRoom]
 
     def __init__(self, config: SessionConfig, *, now_ns: int) -> None:
@@ -40,7 +44,6 @@ class Session:
         self.lease_until_ns = now_ns + config.lease_ns
         self.absent_ns = 0
         self._address = ""
-        self._outbox: list[tuple[PeerId, PeerMessage]] = []
         self._effects: list[Effect] = []
         self._metadata = b""
         self._ring_region: RegionInfo | None = None
@@ -56,13 +59,21 @@ class Session:
         """This worker's rank within its replica."""
         return self.config.layout.rank
 
-    def take_outbox(self) -> list[tuple[PeerId, PeerMessage]]:
-        """Return the messages to send, in order, and forget them."""
-        outbox, self._outbox = self._outbox, []
-        return outbox
+    @property
+    def identity(self) -> PeerId:
+        """By which name peers know this worker."""
+        return PeerId(self.config.instance, self.config.layout.parallel.dp_rank, self.rank)
+
+    def wire_fault(self, known: Peer) -> str:
+        """Return why no transport may carry bytes between a peer and this worker; empty: one may, or nothing is known yet."""
+        return self._wire_fault(known, known.wire) if known.wire_epoch == known.epoch else ""
+
+    def _wire_fault(self, known: Peer, wire: str) -> str:
+        ends = (known.peer, self.identity) if self.half is Half.TARGET else (self.identity, known.peer)
+        return AllowedWires(self.config.wires).fault(wire, *ends, known.wire_failure)
 
     def take_effects(self) -> list[Effect]:
-        """Return what the world must do, in order, and forget it."""
+        """Return what the world must do, messages among it, in the order in which it must happen; and forget it."""
         effects, self._effects = self._effects, []
         return effects
 
@@ -195,7 +206,7 @@ class Session:
         raise NotImplementedError
 
     def _send(self, peer: PeerId, message: PeerMessage) -> None:
-        self._outbox.append((peer, message))
+        self._effects.append(Send(peer, message))
 
     def _effect(self, effect: Effect) -> None:
         self._effects.append(effect)

@@ -11,8 +11,20 @@ from typing import NamedTuple
 
 from longshore_wire.claims import PageParts, route
 from longshore_wire.effects import PeerAttached, PeerGone, PeerId, ProbeLiveness, SessionConfig
+from longshore_wire.engine_messages import Half
 from longshore_wire.errors import LongshoreError, Reason
-from longshore_wire.peer_messages import Abort, Attach, Complete, EndAck, PairKey, Ping, Pong, Refuse, RoomKey
+from longshore_wire.peer_messages import (
+    Abort,
+    Attach,
+    Complete,
+    EndAck,
+    PairKey,
+    Ping,
+    Pong,
+    Refuse,
+    RoomKey,
+    WireFound,
+)
 from longshore_wire.peers import Peer, PeerState, UsedSerials
 from longshore_wire.plan import Way
 from longshore_wire.room import SourcePair, SourceRoom
@@ -35,6 +47,7 @@ class Completed(NamedTuple):
 class SourcePeers(Session):
     """A session that targets dial. The subclass manages `rooms`."""
 
+    half = Half.SOURCE
     rooms: dict[RoomKey, SourceRoom]
 
     def __init__(self, config: SessionConfig, *, now_ns: int) -> None:
@@ -103,6 +116,35 @@ class SourcePeers(Session):
         known.attempt = max(known.attempt, attach.attempt)
         self._peer_timers.set(peer, now_ns + PROBE_AFTER * self.config.heartbeat_ns)
         self._send_attach(known)
+
+    def wire_found(self, peer: PeerId, epoch: int, wire: str, failure: str, now_ns: int) -> None:
+        """A probe has found what bytes to that life of a peer travel over, or could not: tell it, and let its slabs go on.
+
+        Args:
+            failure: why the probe could not; empty: it could.
+        """
+        known = self.peers.get(peer)
+        if known is None or known.epoch != epoch:
+            return
+        known.wire, known.wire_epoch, known.wire_failure = wire, epoch, failure
+        self._send(peer, WireFound(self.config.epoch, epoch, wire))
+        for key in list(known.rooms):
+            room = self.rooms[key]
+            self._advance(room, room.pairs[peer], now_ns)
+
+    def _wire_allows(self, room: SourceRoom, pair: SourcePair, now_ns: int) -> bool:
+        """Whether a transport may write slabs of a pair. Not before the wire is known; if it is forbidden, the room fails."""
+        if pair.route is None or pair.way is Way.DIRECT or not self.config.wires:
+            return True
+        known = self.peers[pair.peer]
+        if known.wire_epoch != known.epoch:
+            if known.attach is not None and known.attach.probe is not None:
+                return False
+            known.wire_epoch, known.wire_failure = known.epoch, "it has no memory for a probe"
+        fault = self.wire_fault(known)
+        if fault:
+            self._fail(room, Reason.WIRE_NOT_ALLOWED, fault, now_ns)
+        return not fault
 
     def _used_serials(self, known: Peer) -> UsedSerials:
         """Return the claims of a target's current life that were opened or given up here."""
@@ -208,6 +250,9 @@ class SourcePeers(Session):
 
     def _send_attach(self, known: Peer) -> None:
         self._send(known.peer, self._attach(known.attempt))
+
+    def _advance(self, room: SourceRoom, pair: SourcePair, now_ns: int) -> None:
+        raise NotImplementedError
 
     def _fail(self, room: SourceRoom, reason: Reason, text: str, now_ns: int) -> None:
         raise NotImplementedError

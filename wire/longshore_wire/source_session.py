@@ -1,7 +1,7 @@
 """The prefill half of a worker's protocol core: offers of its engine, claims of decode ranks, writes in between.
 
 Driven by the worker: engine verbs (`offer`, `cancel`, `renew`), messages (`receive`), results of lanes
-(`write_done`, `write_failed`) and time (`tick`). Answers by `take_outbox` and `take_effects`. See `session`.
+(`write_done`, `write_failed`) and time (`tick`). Answers by `take_effects`. See `session`.
 """
 
 from __future__ import annotations
@@ -101,8 +101,14 @@ class SourceSession(SourcePeers):
 
     # -- lanes -----------------------------------------------------------------------------------------------------
 
-    def write_done(self, peer: PeerId, pair_key: PairKey, slab: int, payload_bytes: int, now_ns: int) -> None:
-        """The slab's bytes are at the target, or the lane has dropped it after an abort."""
+    def write_done(
+        self, peer: PeerId, pair_key: PairKey, slab: int, payload_bytes: int, now_ns: int, *, notify: bool = False
+    ) -> None:
+        """The slab's bytes are at the target, or the lane has dropped it after an abort.
+
+        Args:
+            notify: nobody has told the target yet.
+        """
         room, pair = self._find(peer, pair_key)
         if room is None or pair is None:
             return
@@ -111,6 +117,8 @@ class SourceSession(SourcePeers):
             room.bytes_moved += payload_bytes
             self._progress(room, now_ns)
         if state is SourceSlab.WRITTEN:
+            if notify:
+                self._send_ready(room, pair, slab)
             self._timers.set((room.key, peer), now_ns + self.config.retry_ns)
         if room.failed:
             self._settle(room)
@@ -337,7 +345,9 @@ class SourceSession(SourcePeers):
             self._fail(room, Reason.TOKENS_MISSING, text, now_ns)
 
     def _advance(self, room: SourceRoom, pair: SourcePair, now_ns: int) -> None:
-        """Begin every slab that has its tokens and its grant."""
+        """Begin every slab that has its tokens, its grant and a wire."""
+        if room.failed:
+            return
         ready = pair.grid.ready(room.end_token)
         if room.total_tokens < 0:
             # The last slab goes only when both halves have stated the same total.
@@ -345,14 +355,16 @@ class SourceSession(SourcePeers):
         if ready > pair.ready_count:
             pair.ready_count = ready
             self._send_demand(room, pair)
-        if pair.way in IN_PLACE:
+        if not self._wire_allows(room, pair, now_ns):
+            pass
+        elif pair.way in IN_PLACE:
             while pair.next_slab < ready and pair.busy_count < self.config.grant_window:
                 self._begin(room, pair, pair.next_slab, None)
                 pair.next_slab += 1
         else:
             for slab in [slab for slab in pair.grants if slab < ready and pair.states[slab] is SourceSlab.WAITING]:
                 self._begin(room, pair, slab, pair.grants[slab])
-        if not pair.done:
+        if not pair.done and not room.failed:
             self._timers.set((room.key, pair.peer), now_ns + backoff_ns(self.config.retry_ns, pair.attempts))
 
     def _begin(self, room: SourceRoom, pair: SourcePair, slab: int, grant: Grant | None) -> None:

@@ -11,7 +11,6 @@ from collections import Counter
 import msgspec
 
 from longshore_wire.addresses import main_address
-from longshore_wire.allowed_wires import AllowedWires
 from longshore_wire.claims import chosen_way
 from longshore_wire.effects import (
     Dial,
@@ -23,7 +22,7 @@ from longshore_wire.effects import (
     ProbeLiveness,
     SessionConfig,
 )
-from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX, Endpoint
+from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX, Endpoint, Half
 from longshore_wire.errors import Reason
 from longshore_wire.names import UNKNOWN_WIRE
 from longshore_wire.peer_messages import Abort, Attach, Claim, Complete, PairKey, Ping, Pong, Refuse, RoomKey, WireFound
@@ -44,6 +43,7 @@ _LIVES_KEPT_MAX = 1024
 class TargetPeers(Session):
     """A session that dials. `rooms` and their life are the subclass's."""
 
+    half = Half.TARGET
     rooms: dict[RoomKey, TargetRoom]
 
     def __init__(self, config: SessionConfig, *, now_ns: int) -> None:
@@ -414,15 +414,14 @@ class TargetPeers(Session):
 
         Not before the wire is found out; and if it is not on the list, the room fails.
         """
-        known, allowed = self.peers[pair.peer], AllowedWires(self.config.wires)
-        if not allowed or pair.route is None or pair.way is Way.DIRECT:
+        known = self.peers[pair.peer]
+        if not self.config.wires or pair.route is None or pair.way is Way.DIRECT:
             return True
         found = known.wire_epoch == known.epoch
         if not found and now_ns < known.wire_due_ns:
             self._timers.set((room.key, pair.peer), known.wire_due_ns)
             return False
-        here = PeerId(self.config.instance, self.config.layout.parallel.dp_rank, self.rank)
-        fault = allowed.fault(known.wire if found else UNKNOWN_WIRE, pair.peer, here)
+        fault = self._wire_fault(known, known.wire if found else UNKNOWN_WIRE)
         if fault:
             self._fail(room, Reason.WIRE_NOT_ALLOWED, fault, now_ns)
         return not fault

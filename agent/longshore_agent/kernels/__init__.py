@@ -1,1 +1,1 @@
-"""Copies between an engine's pages and a slab of staging memory; each has a plain `reference` beside its `launch`."""
+"""Copies between an engine's pages and staging memory, or the pages of another rank: on a CPU, and on a GPU."""

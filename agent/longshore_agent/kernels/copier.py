@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from longshore_agent.kernels.view import View
+from longshore_agent.kernels.view import Pages, View
+from longshore_agent.memory.pools import KVPool
 from longshore_agent.memory.staging import StagingPieces
 from longshore_wire.trailer import SealedTrailer
 
@@ -33,7 +34,7 @@ class Copy(NamedTuple):
 
     Attributes:
         source, target: as many layers and heads on both, of one model.
-        tokens: (first, end); see `cpu_copy.copy`.
+        tokens: (first, end); see `cpu_copy.copy_rows`.
         trailer: written behind a packed target, after its payload.
         accepts: judges the 64 bytes behind a packed source, as they were before its payload was read.
     """
@@ -61,6 +62,28 @@ class Ticket(Protocol):
 
 class Copier(Protocol):
     """Copies between an engine's pages and staging memory, or between the pages of two ranks."""
+
+    def prepare(self, pool: KVPool, *, direct: bool) -> None:
+        """Do once what no slab of a pool should wait for: it is about to be registered. Takes seconds on a GPU.
+
+        Args:
+            direct: its pages may also be copied to those of other ranks.
+        """
+
+    def admit(self, pool: KVPool, pages: Pages, first_page: int, *, to_write: bool, direct: bool) -> None:
+        """The pages of a room are known: do what none of its slabs should wait for.
+
+        Args:
+            pages: [n] int32, the very array that the room's views will have.
+            first_page: which page of the sequence the first one is.
+            to_write: copies write to them, else read from them.
+            direct: from pages to pages.
+        Raises:
+            LongshoreError: they are not pages of that pool.
+        """
+
+    def wait(self, limit_s: float) -> None:
+        """Wait until no copy runs any more. Raises DeviceError if some still do after `limit_s`."""
 
     def submit(self, copy: Copy) -> Ticket | None:
         """Begin a copy.

@@ -10,15 +10,74 @@ import numpy as np
 
 from longshore_agent.errors import ShapeError
 from longshore_agent.kernels import rows
-from longshore_agent.kernels.view import Numbers, View, check_fit, segments
-from longshore_agent.memory.pools import PlaneRun
-from longshore_wire.trailer import SealedTrailer, aligned, slab_bytes
+from longshore_agent.kernels.copier import Copy, Slab, Ticket
+from longshore_agent.kernels.view import Numbers, Pages, View, check_fit, segments, slab_view
+from longshore_agent.memory.pools import KVPool, PlaneRun
+from longshore_agent.memory.staging import StagingBuffer
+from longshore_wire.trailer import TRAILER_BYTES, SealedTrailer, aligned, slab_bytes
+
+
+class _Over:
+    """The ticket of a copy that was over when it was submitted."""
+
+    def __init__(self, *, accepted: bool) -> None:
+        self._accepted = accepted
+
+    def passed(self) -> bool:
+        """Return True."""
+        return True
+
+    def end(self) -> bool:
+        """Return whether the trailer was accepted. The memory was let go already."""
+        return self._accepted
+
+
+_DONE, _REFUSED = _Over(accepted=True), _Over(accepted=False)
+
+
+class CpuCopier:
+    """Copies in the thread that submits; see `copier.Copier`. Used by any number of threads."""
+
+    def __init__(self) -> None:
+        """Compile the loop. Raises as `rows.prepare`."""
+        rows.prepare()
+
+    def prepare(self, pool: KVPool, *, direct: bool) -> None:
+        """Do nothing: one compiled loop serves all pools."""
+
+    def admit(self, pool: KVPool, pages: Pages, first_page: int, *, to_write: bool, direct: bool) -> None:
+        """Do nothing: page ids are read where they are."""
+
+    def wait(self, limit_s: float) -> None:
+        """Return: a copy is over when `submit` returns."""
+
+    def submit(self, copy: Copy) -> Ticket:
+        """Copy; see `copier.Copier.submit`. A packed source with a trailer that is refused is not copied."""
+        source, target = copy.source, copy.target
+        if isinstance(source, Slab):
+            if copy.accepts is not None:
+                trailer = source.memory.bytes_at(source.offset_bytes + aligned(source.payload_bytes), TRAILER_BYTES)
+                if not copy.accepts(trailer):
+                    return _REFUSED
+            assert isinstance(target, View), "one side is packed at most"
+            source = _packed(source, target, copy.tokens, source.payload_bytes)
+        if isinstance(target, Slab):
+            length_bytes = target.payload_bytes if copy.trailer is None else slab_bytes(target.payload_bytes)
+            target = _packed(target, source, copy.tokens, length_bytes)
+        copy_rows(source, target, copy.tokens, copy.trailer)
+        return _DONE
+
+
+def _packed(slab: Slab, like: View, tokens: tuple[int, int], length_bytes: int) -> View:
+    assert isinstance(slab.memory, StagingBuffer), "a CPU's slab"
+    return slab_view(slab.memory.view(slab.offset_bytes, length_bytes), like, tokens)
+
 
 # A slab of at most this size is still in the second-level cache when the transport reads it. A larger one is written past it.
 _CACHED_BYTES_MAX = 2 << 20
 
 
-def copy(source: View, target: View, tokens: tuple[int, int], trailer: SealedTrailer | None = None) -> int:
+def copy_rows(source: View, target: View, tokens: tuple[int, int], trailer: SealedTrailer | None = None) -> int:
     """Copy tokens [first, end) of a sequence. Releases the GIL.
 
     Page sizes and orders may differ; opaque pages are copied whole, and both sides must have them alike. Other tokens, heads

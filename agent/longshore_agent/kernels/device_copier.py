@@ -1,7 +1,7 @@
 """The copies of a GPU's worker: gathers into its lanes' memory, scatters out of its ring and direct ones into another
 rank's pages, queued and never waited for.
 
-Made and called by `path.device_stages` in the worker's control thread. Tables of pools and page lists stay on the device
+Made and called in the worker's control thread; see `copier` for the seam. Tables of pools and page lists stay on the device
 from one slab to the next.
 """
 
@@ -9,72 +9,57 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import NamedTuple
+from collections.abc import Callable
 
+import numpy as np
 import torch
 
-from longshore_agent.errors import DeviceError
+from longshore_agent.errors import DeviceError, ShapeError
+from longshore_agent.kernels.copier import Copy, Slab
 from longshore_agent.kernels.copy_progress import CopyProgress
 from longshore_agent.kernels.copy_stream import CopyStream
-from longshore_agent.kernels.device_kernel import BoundLaunch
-from longshore_agent.kernels.device_pages import DevicePages
-from longshore_agent.kernels.direct.device_launch import BoundCopy, plan_copy, shape_of
-from longshore_agent.kernels.direct.device_launch import prepare as prepare_copies
-from longshore_agent.kernels.gather.device_launch import bind_gather, gather_words
-from longshore_agent.kernels.held_pages import HeldPages
+from longshore_agent.kernels.device_launch import BoundCopy, Paged, Place, Side, shape_of
+from longshore_agent.kernels.device_pages import DevicePages, HeldPages
 from longshore_agent.kernels.kept import Kept
-from longshore_agent.kernels.scatter.device_launch import bind_scatter
-from longshore_agent.kernels.view import Pages, View, payload_bytes
+from longshore_agent.kernels.view import Pages, View, pool_view
 from longshore_agent.memory import cuda
-from longshore_agent.memory.device_memory import DeviceStagingBuffer
 from longshore_agent.memory.pools import KVPool
+from longshore_agent.memory.staging import StagingPieces
 from longshore_wire.errors import LongshoreError
-from longshore_wire.trailer import TRAILER_BYTES, SealedTrailer, aligned, slab_bytes
+from longshore_wire.trailer import TRAILER_BYTES, aligned
 
 _log = logging.getLogger(__name__)
 
-# Rooms whose page ids stay on the device, half a kilobyte and more each: more than are moved at once. One that was
-# forgotten is copied again, while its slab waits.
-_HELD_LISTS_MAX = 2048
-# Shapes of slabs of one pool: a room has two, that of all its slabs and that of the last.
-_LAUNCHES_MAX = 1024
+# Page ids that stay on the device, half a kilobyte and more each: of more rooms than are moved at once, on both sides. Some
+# that were forgotten are copied again, while their slab waits.
+_HELD_LISTS_MAX = 4096
+# Shapes of slabs between two sides: a room has two, that of all its slabs and that of the last.
+_SHAPES_MAX = 1024
 # Between two looks at a device that is waited for: some copies of microseconds, when a worker ends.
 _WAIT_PAUSE_S = 0.0002
 
-
-class _Known(NamedTuple):
-    """A pool on the device: its table of planes, and launches that are ready to be queued.
-
-    `copies` are the direct ones into this pool, for each pool that they come from.
-    """
-
-    pages: DevicePages
-    launches: dict[tuple[int, ...], BoundLaunch]
-    copies: dict[KVPool, dict[tuple[int, ...], BoundCopy]]
-
-
 # What tells that the device has done a copy: an event behind it or, where the driver has refused that, all of its stream.
 Mark = cuda.Event | CopyStream
+# The pools of a copy's sides; None: a slab.
+_Pools = tuple[KVPool | None, KVPool | None]
 
 
 class DeviceCopy:
-    """One queued copy. Its pools stay mapped, and its page ids stay, until `end`."""
+    """One queued copy; see `copier.Ticket`. Its pools stay mapped, and its page ids stay, until `end`."""
 
-    __slots__ = ("_copier", "_held", "_mark", "_place", "_progress", "_queued_s")
+    __slots__ = ("_accepts", "_copier", "_held", "_mark", "_place", "_progress", "_queued_s")
 
     def __init__(
         self,
         copier: DeviceCopier,
         mark: Mark,
         progress: CopyProgress,
+        held: list[HeldPages],
         place: cuda.HostBytes | None,
-        *held: HeldPages,
+        accepts: Callable[[bytes], bool] | None,
     ) -> None:
-        self._copier = copier
-        self._mark = mark
-        self._progress = progress
-        self._place = place
-        self._held = held
+        self._copier, self._mark, self._progress = copier, mark, progress
+        self._held, self._place, self._accepts = held, place, accepts
         self._queued_s = time.monotonic()
 
     def passed(self) -> bool:
@@ -86,24 +71,20 @@ class DeviceCopy:
             self._progress.check(now_s, self._queued_s, [held.pool for held in self._held])
         return passed
 
-    def trailer(self) -> bytes:
-        """Return the 64 bytes behind a scattered slab, as they were just before the scatter; valid once it has passed."""
-        assert self._place is not None, "only a scatter reads a trailer"
-        return self._place.read()
-
-    def end(self) -> None:
-        """Let everything go, once; the device must have passed it."""
+    def end(self) -> bool:
+        """Let everything go, once; the device must have passed it. Returns as `copier.Ticket.end`."""
+        trailer = b"" if self._place is None else self._place.read()
         for held in self._held:
             held.pool.let_go()
         self._copier.take_back(self._mark, self._place)
+        return self._accepts is None or self._accepts(trailer)
 
 
 class DeviceCopier:
     """See the module. Used by one thread, in which it must be made."""
 
-    def __init__(
-        self, device: cuda.Device, lanes: DeviceStagingBuffer | None, ring: DeviceStagingBuffer | None
-    ) -> None:
+    def __init__(self, device: cuda.Device, lanes: StagingPieces | None, ring: StagingPieces | None) -> None:
+        """Take the staging memory of gathers and of scatters; None: there will be none."""
         device.enter()
         self._driver = device
         self._device = torch.device("cuda", device.index)
@@ -113,148 +94,71 @@ class DeviceCopier:
         self._progress = {
             stream: CopyProgress(f"device {device.name}") for stream in (self._gathers, self._scatters, self._directs)
         }
-        self._lanes = None if lanes is None else torch.as_tensor(lanes, device=self._device)
-        self._ring = None if ring is None else torch.as_tensor(ring, device=self._device)
-        self._pools: dict[KVPool, _Known] = {}
-        # An example of page ids, for what is compiled before there are any.
-        self._no_pages = torch.zeros(1, dtype=torch.int32, device=self._device)
+        self._lanes, self._ring = lanes, ring
+        self._tables: dict[KVPool, DevicePages] = {}
+        self._copies: dict[_Pools, dict[tuple[int, ...], BoundCopy]] = {}
         # A room has one array of ids, and a new one when it grows.
         self._lists: Kept[HeldPages] = Kept(_HELD_LISTS_MAX)
-        # Those that direct copies read, in the order of their stream.
-        self._direct_lists: Kept[HeldPages] = Kept(_HELD_LISTS_MAX)
         self._events: list[cuda.Event] = []
         self._places: list[cuda.HostBytes] = []
 
-    def prepare(self, pool: KVPool) -> None:
-        """Put a pool's table on the device and compile the kernels for it: a second each, which no slab may wait for.
+    def prepare(self, pool: KVPool, *, direct: bool) -> None:
+        """See `copier.Copier`: put a pool's table on the device and compile the kernels for it, a second each.
 
-        The shape of a kernel depends on how many heads a peer takes: here are those for every TP size.
-        """
-        size = pool.layout.page_size
-        for count in pool.layout.shared_head_counts:
-            for buffer in (self._lanes, self._ring):
-                if buffer is not None:
-                    chosen = ((0, size), range(pool.layer_count), range(count))
-                    self._launch(buffer, pool, *chosen, payload_bytes(pool, *chosen))
+        The shape of a kernel depends on how many heads a peer takes: here are those for every TP size. Direct copies to pools
+        of other page sizes, orders or alignments are compiled when they come.
 
-    def prepare_direct(self, pool: KVPool) -> None:
-        """Compile the kernels of direct copies out of a pool: see `direct.device_launch.prepare`."""
-        prepare_copies(self._known(pool).pages, self._directs, self._no_pages)
-
-    def hold(self, pool: KVPool, pages: tuple[Pages, int], *, to_gather: bool) -> HeldPages:
-        """Queue a copy of page ids to the device, unless they are there, before all that reads them.
-
-        Args:
-            pages: ids, and which page of the sequence the first is.
-            to_gather: for gathers, else for scatters.
         Raises:
-            ShapeError, LongshoreError: as `HeldPages`.
+            DeviceError: a kernel cannot be compiled.
         """
-        ids, first_page = pages
-        stream = self._gathers if to_gather else self._scatters
-        return self._lists.get(
-            lambda: HeldPages(pool, ids, self._device, first_page, stream, to_write=not to_gather), ids, pool
-        )
+        for paged, tokens in self._peers(pool):
+            payload_bytes = paged.view.payload_bytes(tokens)
+            if self._lanes is not None:
+                BoundCopy(paged, Slab(self._lanes, 0, payload_bytes), tokens, self._gathers).prepare()
+            if self._ring is not None:
+                BoundCopy(Slab(self._ring, 0, payload_bytes), paged, tokens, self._scatters).prepare()
+            if direct:
+                BoundCopy(paged, paged, tokens, self._directs).prepare()
 
-    def hold_direct(self, pool: KVPool, pages: tuple[Pages, int], *, to_write: bool) -> HeldPages:
-        """Queue a copy of page ids to the device, unless they are there, before all direct copies. As `hold`.
+    def admit(self, pool: KVPool, pages: Pages, first_page: int, *, to_write: bool, direct: bool) -> None:
+        """See `copier.Copier`: queue a copy of page ids to the device, unless they are there, before all that reads them.
 
-        Args:
-            to_write: for the targets of copies, else for their sources.
-        """
-        ids, first_page = pages
-        return self._direct_lists.get(
-            lambda: HeldPages(pool, ids, self._device, first_page, self._directs, to_write=to_write), ids, pool
-        )
-
-    def gather(
-        self,
-        pool: KVPool,
-        pages: tuple[Pages, int],
-        tokens: tuple[int, int],
-        layers: range,
-        heads: range,
-        offset_bytes: int,
-        trailer: SealedTrailer,
-    ) -> DeviceCopy:
-        """Queue a gather to `offset_bytes`, a multiple of 64, of the lanes' memory.
-
-        Args:
-            pages: as of `hold`.
         Raises:
-            PoolError: the engine has let its pages go.
-            ShapeError, DeviceError: as `gather.device_launch.gather_slices`.
+            ShapeError, LongshoreError, DeviceError: as `HeldPages`.
         """
-        assert self._lanes is not None
-        assert offset_bytes + slab_bytes(trailer.payload_bytes) <= self._lanes.numel()
-        held, page_first = self._begun(pool, pages, tokens, to_gather=True)
-        try:
-            launch = self._launch(self._lanes, pool, tokens, layers, heads, trailer.payload_bytes)
-            event = self._event()
-            launch.queue(held.address, page_first, self._lanes.data_ptr() + offset_bytes, gather_words(trailer))
-            return self._queued(event, self._gathers, None, held)
-        except LongshoreError:
-            pool.let_go()
-            raise
+        stream = self._directs if direct else self._scatters if to_write else self._gathers
+        self._held(pool, pages, first_page, stream, to_write=to_write)
 
-    def scatter(
-        self,
-        pool: KVPool,
-        pages: tuple[Pages, int],
-        tokens: tuple[int, int],
-        layers: range,
-        heads: range,
-        offset_bytes: int,
-        slab_payload_bytes: int,
-    ) -> DeviceCopy:
-        """Queue a look at the trailer of a slab of the ring, then the slab's scatter. As `gather` otherwise."""
-        assert self._ring is not None
-        assert offset_bytes + slab_bytes(slab_payload_bytes) <= self._ring.numel()
-        held, page_first = self._begun(pool, pages, tokens, to_gather=False)
-        try:
-            launch = self._launch(self._ring, pool, tokens, layers, heads, slab_payload_bytes)
-            event, place = self._event(), self._place()
-            slab = self._ring.data_ptr() + offset_bytes
-            place.fill(slab + aligned(slab_payload_bytes), self._scatters.handle)
-            launch.queue(held.address, page_first, slab)
-            return self._queued(event, self._scatters, place, held)
-        except LongshoreError:
-            pool.let_go()
-            raise
+    def submit(self, copy: Copy) -> DeviceCopy | None:
+        """See `copier.Copier`. Gathers and scatters are compiled at once, direct copies beside this thread.
 
-    def direct(self, sides: tuple[View, View], tokens: tuple[int, int]) -> DeviceCopy | None:
-        """Queue a copy of tokens [first, end) from a source's pages into those of a target, which are mapped here.
-
-        Once it has passed, its bytes are in the target's memory for every later reader: it may be told of them.
-
-        Returns:
-            None: nothing was queued, as its kernel is being compiled beside this thread: ask again.
-        Raises:
-            PoolError: an engine has let its pages go.
-            ShapeError, LongshoreError, DeviceError: as `direct.device_launch.plan_copy` and what it queues.
+        Once a direct copy has passed, its bytes are in the target's memory for every later reader: it may be told of them.
         """
-        source, target = sides
-        source_pool, target_pool = source.own_pool, target.own_pool
-        near = self.hold_direct(source_pool, (source.pages, source.first_page), to_write=False)
-        far = self.hold_direct(target_pool, (target.pages, target.first_page), to_write=True)
-        source_pool.hold()
+        source, target, tokens, trailer, accepts = copy
+        if isinstance(source, Slab):
+            stream = self._scatters
+        else:
+            stream = self._gathers if isinstance(target, Slab) else self._directs
+        near = source if isinstance(source, Slab) else self._held_of(source, stream, to_write=False)
+        far = target if isinstance(target, Slab) else self._held_of(target, stream, to_write=True)
+        held: list[HeldPages] = []
         try:
-            target_pool.hold()
+            for side in (near, far):
+                if isinstance(side, HeldPages):
+                    side.pool.hold()
+                    held.append(side)
+            bound = self._bound(source, target, tokens, stream)
+            if stream is not self._directs or bound.ready():
+                # Taken before anything is queued: where there is none, nothing may run of which nobody would learn the end.
+                event = self._events.pop() if self._events else cuda.Event(self._driver)
+                place = None if accepts is None else self._read_trailer(near)
+                bound.queue(near, far, tokens, trailer)
+                mark = self._marked(event, stream)
+                return DeviceCopy(self, mark, self._progress[stream], held, place, accepts)
         except LongshoreError:
-            source_pool.let_go()
+            _let_go(held)
             raise
-        try:
-            copy = self._bound_copy(sides, (near, far), tokens)
-            if copy is not None:
-                event = self._event()
-                copy.queue((near, far), tokens)
-                return self._queued(event, self._directs, None, near, far)
-        except LongshoreError:
-            source_pool.let_go()
-            target_pool.let_go()
-            raise
-        source_pool.let_go()
-        target_pool.let_go()
+        _let_go(held)
         return None
 
     def take_back(self, mark: Mark, place: cuda.HostBytes | None) -> None:
@@ -272,80 +176,81 @@ class DeviceCopier:
                 raise DeviceError(f"device {self._device} has not ended its copies within {limit_s:g} s: it hangs")
             time.sleep(_WAIT_PAUSE_S)
 
-    def _begun(
-        self, pool: KVPool, pages: tuple[Pages, int], tokens: tuple[int, int], *, to_gather: bool
-    ) -> tuple[HeldPages, int]:
-        held = self.hold(pool, pages, to_gather=to_gather)
-        page_first = held.index_of(tokens, unique=not to_gather)
-        pool.hold()
-        return held, page_first
+    def _peers(self, pool: KVPool) -> list[tuple[Paged, tuple[int, int]]]:
+        """Return one page of as many heads as peers of every TP size take, and its tokens."""
+        ids, layers, tokens = np.zeros(1, dtype=np.int32), range(pool.layer_count), (0, pool.layout.page_size)
+        views = [pool_view(pool, ids, 0, layers, range(count)) for count in pool.layout.shared_head_counts]
+        return [(Paged(view, self._table(pool)), tokens) for view in views]
 
-    def _event(self) -> cuda.Event:
-        # Taken before anything is queued: where there is none, nothing may run of which nobody would learn the end.
-        return self._events.pop() if self._events else cuda.Event(self._driver)
+    def _held_of(self, view: View, stream: CopyStream, *, to_write: bool) -> HeldPages:
+        return self._held(view.own_pool, view.pages, view.first_page, stream, to_write=to_write)
 
-    def _queued(
-        self, event: cuda.Event, stream: CopyStream, place: cuda.HostBytes | None, *held: HeldPages
-    ) -> DeviceCopy:
-        """Return the copy that was launched on `stream` just now. It runs: nothing may fail here, whatever the driver says."""
-        mark: Mark = event
+    def _held(self, pool: KVPool, pages: Pages, first_page: int, stream: CopyStream, *, to_write: bool) -> HeldPages:
+        return self._lists.get(
+            lambda: HeldPages(pool, pages, self._device, first_page, stream, to_write=to_write), pages, pool, stream
+        )
+
+    def _read_trailer(self, slab: Place) -> cuda.HostBytes:
+        """Queue a copy of the 64 bytes behind a slab that is to be scattered; return where they will be."""
+        assert isinstance(slab, Slab), "only a slab has a trailer"
+        begin = slab.offset_bytes + aligned(slab.payload_bytes)
+        if begin + TRAILER_BYTES > slab.memory.length_bytes:
+            raise ShapeError(f"source has no trailer at {begin}: its memory has {slab.memory.length_bytes} bytes")
+        place = self._places.pop() if self._places else cuda.HostBytes(self._driver, TRAILER_BYTES)
+        place.fill(slab.memory.address + begin, self._scatters.handle)
+        return place
+
+    def _marked(self, event: cuda.Event, stream: CopyStream) -> Mark:
+        """Return the mark of what was launched on `stream` just now. It runs: nothing may fail here, whatever the driver says."""
         try:
             event.record(stream.handle)
         except DeviceError as error:
             _log.warning("a copy on %s is over when all of its stream is, as it has no event: %s", self._device, error)
-            mark = stream
-        return DeviceCopy(self, mark, self._progress[stream], place, *held)
+            return stream
+        return event
 
-    def _place(self) -> cuda.HostBytes:
-        return self._places.pop() if self._places else cuda.HostBytes(self._driver, TRAILER_BYTES)
-
-    def _launch(
-        self, buffer: torch.Tensor, pool: KVPool, tokens: tuple[int, int], layers: range, heads: range, length: int
-    ) -> BoundLaunch:
-        """Return the gather into, or the scatter out of, `buffer` for all slabs of this shape and payload."""
-        known = self._known(pool)
-        to_slab = buffer is self._lanes
-        count, slot = tokens[1] - tokens[0], tokens[0] % pool.layout.page_size
-        key = (to_slab, count, slot, layers.start, layers.stop, heads.start, heads.stop)
-        launch = known.launches.get(key)
-        if launch is None:
-            assert length == payload_bytes(pool, tokens, layers, heads)
-            if len(known.launches) >= _LAUNCHES_MAX:
-                known.launches.clear()
-            bind, stream = (bind_gather, self._gathers) if to_slab else (bind_scatter, self._scatters)
-            launch = bind(known.pages, self._no_pages, tokens, layers, heads, buffer, stream)
-            known.launches[key] = launch
-        return launch
-
-    def _bound_copy(
-        self, sides: tuple[View, View], lists: tuple[HeldPages, HeldPages], tokens: tuple[int, int]
-    ) -> BoundCopy | None:
-        """Return the direct copy for all slabs of this shape between two pools; None: its kernel is being compiled."""
-        near, far = self._known(sides[0].own_pool), self._known(sides[1].own_pool)
-        copies = far.copies.setdefault(sides[0].own_pool, {})
-        key = shape_of(sides, tokens)
+    def _bound(
+        self, source: View | Slab, target: View | Slab, tokens: tuple[int, int], stream: CopyStream
+    ) -> BoundCopy:
+        """Return the copy for all slabs of this shape between two pools, or between one and staging memory."""
+        pools = (
+            None if isinstance(source, Slab) else source.pool,
+            None if isinstance(target, Slab) else target.pool,
+        )
+        copies = self._copies.get(pools)
+        if copies is None:
+            copies = self._copies[pools] = {}
+        key: tuple[int, ...] = ()
+        for side in (source, target):
+            if not isinstance(side, Slab):
+                key += shape_of(side, tokens)
         copy = copies.get(key)
         if copy is None:
-            planned = plan_copy(sides, (near.pages, far.pages), lists, tokens, self._directs)
-            if not planned.ready():
-                return None
-            if len(copies) >= _LAUNCHES_MAX:
+            if len(copies) >= _SHAPES_MAX:
                 copies.clear()
-            copy = copies[key] = BoundCopy(planned)
+            copy = copies[key] = BoundCopy(self._side(source), self._side(target), tokens, stream)
         return copy
 
-    def _known(self, pool: KVPool) -> _Known:
-        found = self._pools.get(pool)
+    def _side(self, side: View | Slab) -> Side:
+        return side if isinstance(side, Slab) else Paged(side, self._table(side.own_pool))
+
+    def _table(self, pool: KVPool) -> DevicePages:
+        found = self._tables.get(pool)
         if found is None:
             self._forget_closed()
-            pages = DevicePages(pool, [address for address, _ in pool.regions], self._device)
+            found = DevicePages(pool, [address for address, _ in pool.regions], self._device)
             torch.cuda.current_stream(self._device).synchronize()
-            found = self._pools[pool] = _Known(pages, {}, {})
+            self._tables[pool] = found
         return found
 
     def _forget_closed(self) -> None:
         """Let go of what was made for pools that are unmapped: neighbours' come and go with their engines."""
-        self._pools = {pool: known for pool, known in self._pools.items() if not pool.wait_closed(0)}
-        for known in self._pools.values():
-            for pool in [pool for pool in known.copies if pool.wait_closed(0)]:
-                del known.copies[pool]
+        closed = {pool for pool in self._tables if pool.wait_closed(0)}
+        self._tables = {pool: table for pool, table in self._tables.items() if pool not in closed}
+        for pools in [pools for pools in self._copies if not closed.isdisjoint(pools)]:
+            del self._copies[pools]
+
+
+def _let_go(held: list[HeldPages]) -> None:
+    for side in held:
+        side.pool.let_go()

@@ -1,12 +1,16 @@
-"""What one launch of a device kernel is: its grid, its tile, and its numbers. Pure arithmetic, no tensor library.
+"""The grid, the tile and the numbers of one launch of the copy kernel. Pure arithmetic, no tensor library.
 
-Called by `gather.device_launch`, `scatter.device_launch` and `direct.device_launch`; the kernels' view of the same numbers is `device_rows`.
+Called by `device_launch`; `copy_kernel` says what the kernel makes of the same numbers.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+import operator
 from dataclasses import dataclass
+
+from longshore_agent.errors import ShapeError
 
 # Of one plane's line in the table of planes: its address, then the strides of pages, tokens and heads.
 PLANE_FIELDS = 4
@@ -15,15 +19,13 @@ UNIT_BYTES_MAX = 16
 # The longest number that a kernel can load. Two side by side make a unit of 16 bytes, moved by one access.
 _WORD_BYTES_MAX = 8
 # Kernels count tokens in 32 bits, and the last tile may reach beyond the last token.
-TOKEN_COUNT_MAX = 2**31 - 2**20
+_TOKEN_COUNT_MAX = 2**31 - 2**20
 # Kernels count the words of one token's heads in 32 bits, and the last column may reach beyond its end.
 TOKEN_BYTES_MAX = 2**30
 # The hardware's limits of a grid.
-GRID_MAX = (2**31 - 1, 65535, 65535)
+_GRID_MAX = (2**31 - 1, 65535, 65535)
 # Offsets inside a tile have 32 bits up to here, and 64 beyond.
 _NARROW_BYTES_MAX = 2**31
-# Which of a grid's numbers says where in the list of page ids the first token's is: it alone differs between slabs.
-PAGE_FIRST = 7
 # A tile in one page needs this many bytes to be worth it: below, a program loads the ids of many short pages instead.
 _ONE_PAGE_BYTES_MIN = 4096
 # A row is cut into columns of a power of two; more columns are used as long as less than this share of them stays idle.
@@ -48,24 +50,17 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Tile:
-    """The shape of what one program moves; see `device_rows.copy_tiles` for the fields."""
+    """The shape of what one program moves; see `copy_kernel` for the fields."""
 
     unit_bytes: int
     word_bytes: int
     rows: int
     columns: int
-    page_tokens: int
+    near_page_tokens: int
+    far_page_tokens: int
     one_page: bool
     whole_rows: bool
     narrow: bool
-
-
-@dataclass(frozen=True)
-class PairTile(Tile):
-    """A tile that lies in pages on two sides; `page_tokens` is what both sides' pages can be cut into."""
-
-    near_page_tokens: int
-    far_page_tokens: int
 
 
 @dataclass(frozen=True)
@@ -74,12 +69,12 @@ class Grid:
 
     Attributes:
         programs: in three dimensions.
-        numbers: arguments of the kernel, in the order of `device_rows.copy_tiles` from `layer_first` to `plane_count`.
+        counts: row_first, row_end, row_units, tile_count, own_heads and plane_count of the kernel.
         tile: its compile-time arguments.
     """
 
     programs: tuple[int, int, int]
-    numbers: tuple[int, ...]
+    counts: tuple[int, ...]
     tile: Tile
 
 
@@ -89,14 +84,16 @@ def unit_of(bits: int) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def choose_tile(unit_bytes: int, row_bytes: int, row_step_bytes: int, page_tokens: int, tile_bytes: int) -> Tile:
-    """Choose columns that fit the row and rows that fit the page.
+def choose_tile(
+    unit_bytes: int, row_bytes: int, row_step_bytes: int, page_tokens: tuple[int, int], tile_bytes: int
+) -> Tile:
+    """Choose columns that fit the row and rows that fit the pages.
 
     Args:
         unit_bytes: of `unit_of`; divides `row_bytes`.
         row_bytes: of the heads of one token that lie side by side.
-        row_step_bytes: the longest step from one row of a tile to the next, in pages or slab.
-        page_tokens: rows of a page.
+        row_step_bytes: the longest step from one row of a tile to the next, on either side.
+        page_tokens: rows of a page of the source and of the target; 0 for one that is packed.
         tile_bytes: of `Tuning`.
     """
     word_bytes = min(unit_bytes, _WORD_BYTES_MAX)
@@ -106,18 +103,35 @@ def choose_tile(unit_bytes: int, row_bytes: int, row_step_bytes: int, page_token
     limit = min(covered.values()) * (1 + _IDLE_COLUMNS_SHARE_MAX)
     columns = next(columns for columns in candidates if covered[columns] <= limit)
     rows = tile_words // columns
-    page_rows = min(rows, page_tokens & -page_tokens)
+    # Pages of both sides can be cut into pieces of so many rows.
+    piece_rows = math.gcd(*page_tokens)
+    page_rows = min(rows, piece_rows & -piece_rows)
     one_page = page_rows == rows or page_rows * columns * word_bytes >= _ONE_PAGE_BYTES_MIN
     rows = page_rows if one_page else rows
     # Products of 64 bits for each row would cost more instructions than the copy itself.
     narrow = rows * row_step_bytes + tile_bytes < _NARROW_BYTES_MAX
-    return Tile(unit_bytes, word_bytes, rows, columns, page_tokens, one_page, columns >= row_words, narrow)
+    return Tile(unit_bytes, word_bytes, rows, columns, *page_tokens, one_page, columns >= row_words, narrow)
 
 
-def tile_count(tile: Tile, row_bytes: int, slot_first: int, token_count: int) -> int:
-    """Return how many tiles cover one head of one plane."""
+def choose_grid(
+    tile: Tile, row_bytes: int, own_heads: int, plane_count: int, slot: int, row_count: int, programs_max: int
+) -> Grid:
+    """Return the launch for so many rows of each head.
+
+    Args:
+        slot: where the first row lies in its page; where both sides have pages, in the one where it lies later.
+        programs_max: of `Tuning`.
+    Raises:
+        ShapeError: more than one launch can copy.
+    """
+    # Where a tile lies in one page, the first one begins where a page may be cut into such.
+    skipped = slot % tile.rows if tile.one_page else 0
     column_tiles = -(-row_bytes // (tile.word_bytes * tile.columns))
-    if tile.one_page:
-        pages = -(-(slot_first + token_count) // tile.page_tokens)
-        return pages * (tile.page_tokens // tile.rows) * column_tiles
-    return -(-token_count // tile.rows) * column_tiles
+    tiles = -(-(skipped + row_count) // tile.rows) * column_tiles
+    programs = (tiles, own_heads, plane_count)
+    all_tiles = tiles * own_heads * plane_count
+    too_many = all_tiles > _TOKEN_COUNT_MAX if programs_max else any(map(operator.gt, programs, _GRID_MAX))
+    if slot + row_count > _TOKEN_COUNT_MAX or too_many:
+        raise ShapeError(f"tokens has {row_count} rows: more than one launch can copy, choose fewer")
+    counts = (skipped, skipped + row_count, row_bytes // tile.unit_bytes, *programs)
+    return Grid((min(all_tiles, programs_max), 1, 1) if programs_max else programs, counts, tile)

@@ -1,34 +1,51 @@
-"""One Triton kernel, compiled once for each shape of tile and launched through the driver.
+"""A Triton kernel, compiled once for each shape of tile and launched through the driver.
 
-Called by the device launchers. Triton's own launch in Python looks every argument up and takes 30 us and more; here the
-compiled function is kept, and a launch writes its numbers and makes one call.
+Called by `device_launch`. Triton's public launch looks every argument up in Python and takes 30 us and more; here the
+compiled function is kept, and a launch writes its numbers and makes one call. Only this file knows how Triton names that
+function and orders its arguments, which is Triton's own affair: with a version that was not tried, the public launch is used.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import logging
+import struct
 import threading
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import triton
 
 from longshore_agent.errors import DeviceError
-from longshore_agent.kernels import device_rows
-from longshore_agent.kernels.compiling import Compiling
-from longshore_agent.kernels.copy_stream import ArgumentBlock, CopyStream
-from longshore_agent.kernels.device_grid import PAGE_FIRST, UNIT_BYTES_MAX, Grid, Tile, Tuning
+from longshore_agent.kernels.copy_stream import CopyStream
+from longshore_agent.kernels.device_grid import Grid, Tile, Tuning
 from longshore_agent.memory import cuda
 from longshore_wire.errors import Reason
 
+_log = logging.getLogger(__name__)
+
+# Kernels of 3.6 were launched so on H200s; those of 3.9 were compiled, and take the same arguments
+# (tests/agent/test_copy_kernel.py).
+_TRIED_VERSIONS = ("3.6", "3.9")
 _WARP_THREADS = 32
-# A number that Triton takes for one of 64 bits, whatever it stands for, and one that it takes for 32 bits.
-_ANY_WORD = 1 << 40
-_ANY_NUMBER = 3
-
-
-# Triton is run by one thread at a time.
+# Examples of a kernel's values: none makes a kernel of its own, as all have a type and none specializes.
+_ANY_VALUE = 3
+# Every argument has a place of as many bytes, whatever its type.
+_PLACE_BYTES = 8
+# Two addresses of scratch memory stand behind a kernel's own arguments; ours use none.
+_SCRATCH_COUNT = 2
+# Triton does not promise to be safe for several threads.
 _TRITON = threading.Lock()
-_COMPILING = Compiling()
+
+
+class Launch(Protocol):
+    """A launch of which all is known but the values of its arguments."""
+
+    def queue(self, *values: int) -> None:
+        """Queue it with these addresses, numbers and words. Raises DeviceError: nothing was queued."""
 
 
 class _Compiled(NamedTuple):
@@ -38,20 +55,16 @@ class _Compiled(NamedTuple):
     kept: Any  # the module goes when this does
 
 
-class BoundKernel:
-    """A launch of which all is known but the values of its arguments; see `DeviceKernel.bind_values`."""
+class _DriverLaunch:
+    """A launch by one call of the driver."""
 
     def __init__(
-        self, stream: CopyStream, compiled: _Compiled, grid: Grid, address_count: int, word_count: int
+        self, stream: CopyStream, compiled: _Compiled, programs: tuple[int, int, int], block: ArgumentBlock
     ) -> None:
-        assert stream.context is not None
-        self._stream = stream
-        self._compiled = compiled
-        self._programs = grid.programs
-        self._block = ArgumentBlock(address_count, len(grid.numbers), word_count)
+        self._stream, self._compiled, self._programs, self._block = stream, compiled, programs, block
 
-    def queue_values(self, *values: int) -> None:
-        """Queue it with these arguments: addresses, numbers, words. Raises DeviceError: nothing was queued."""
+    def queue(self, *values: int) -> None:
+        """See `Launch`."""
         arguments = self._block.fill(*values)
         compiled, stream = self._compiled, self._stream
         assert stream.context is not None
@@ -66,149 +79,74 @@ class BoundKernel:
         )
 
 
-class BoundLaunch(BoundKernel):
-    """A launch of which all is known but where the slab and its page ids lie, and the 64-bit words; see `DeviceKernel.bind`."""
+class _PublicLaunch:
+    """A launch as Triton offers it: on a GPU with a version that was not tried, and in the interpreter."""
 
-    def __init__(self, stream: CopyStream, compiled: _Compiled, grid: Grid, planes: int, word_count: int) -> None:
-        super().__init__(stream, compiled, grid, 3, word_count)
-        self._planes = planes
-        self._before, self._after = grid.numbers[:PAGE_FIRST], grid.numbers[PAGE_FIRST + 1 :]
+    def __init__(
+        self, kernel: Any, stream: CopyStream, programs: tuple[int, int, int], options: dict[str, object]
+    ) -> None:
+        self._kernel, self._stream, self._programs, self._options = kernel, stream, programs, options
 
-    def queue(self, table: int, page_first: int, slab: int, words: tuple[int, ...] = ()) -> None:
-        """Queue it.
-
-        Args:
-            table, slab: addresses of page ids and slab, in use until the stream has passed the launch.
-            page_first: which id is that of the first token's page.
-        """
-        assert table % UNIT_BYTES_MAX == slab % UNIT_BYTES_MAX == 0, (table, slab)
-        self.queue_values(self._planes, table, slab, *self._before, page_first, *self._after, *words)
+    def queue(self, *values: int) -> None:
+        """See `Launch`."""
+        try:
+            with _TRITON, self._stream.entered():
+                self._kernel[self._programs](*values, **self._options)
+        except RuntimeError as error:
+            raise DeviceError(f"Triton cannot launch a kernel on {self._stream.device}: {error}") from error
 
 
 class DeviceKernel:
-    """A kernel whose arguments are addresses, then 32-bit numbers that never specialize, then 64-bit ones, then constants."""
+    """A kernel whose arguments are values that never specialize, then constants."""
 
     def __init__(
-        self, kernel: Any, constants: Callable[[Tile, Tuning], dict[str, object]] = device_rows.constants
+        self, kernel: Any, constants: Callable[[Tile, Tuning], dict[str, object]], arguments: tuple[int, int, int]
     ) -> None:
+        """Compile nothing.
+
+        Args:
+            constants: what the kernel takes by name at compile time.
+            arguments: how many addresses, 32-bit numbers and 64-bit words it takes before, in this order.
+        """
         self._kernel = kernel
         self._constants = constants
+        self._arguments = arguments
         self._compiled: dict[tuple[object, ...], _Compiled] = {}
 
-    def launch(
-        self, stream: CopyStream, grid: Grid, tensors: tuple[torch.Tensor, ...], words: tuple[int, ...], tuning: Tuning
-    ) -> None:
-        """Queue one launch on `stream`.
-
-        Args:
-            tensors: planes, page ids, and what the kernel takes beside; all are in use until the stream has passed the launch.
-            words: 64-bit numbers behind the grid's.
-        """
-        if stream.context is None:
-            self._kernel[grid.programs](
-                *tensors, *grid.numbers, *words, **self._constants(grid.tile, tuning), num_warps=tuning.warps
-            )
-            return
-        addresses = tuple(tensor.data_ptr() for tensor in tensors)
-        compiled = self._found(stream, grid, tensors, addresses, words, tuning)
-        arguments = stream.arguments(addresses, grid.numbers, words)
-        cuda.launch(
-            stream.context,
-            compiled.function,
-            grid.programs,
-            compiled.threads,
-            compiled.shared_bytes,
-            stream.handle,
-            arguments,
-        )
-
-    def prepare(
-        self, stream: CopyStream, grid: Grid, tensors: tuple[torch.Tensor, ...], words: tuple[int, ...], tuning: Tuning
-    ) -> None:
-        """Compile what `launch` would with these arguments, unless it is there; the interpreter compiles nothing.
-
-        Args:
-            tensors: examples: those of a launch must be aligned as they are.
-        """
-        if stream.context is not None:
-            addresses = tuple(tensor.data_ptr() for tensor in tensors)
-            self._found(stream, grid, tensors, addresses, words, tuning)
-
-    def ready(
-        self, stream: CopyStream, grid: Grid, tensors: tuple[torch.Tensor, ...], words: tuple[int, ...], tuning: Tuning
-    ) -> bool:
-        """Whether what `prepare` would compile is there; if it is not, it is compiled beside this thread from now on.
+    def ready(self, stream: CopyStream, tile: Tile, tuning: Tuning) -> bool:
+        """Whether the kernel of a tile is compiled; if it is not, it is compiled beside this thread from now on.
 
         Raises:
             DeviceError: it could not be compiled; the next question tries again.
         """
-        if stream.context is None:
+        key = _key(stream, tile, tuning)
+        if stream.context is None or key in self._compiled:
             return True
-        key = _key(stream, grid, tuple(tensor.data_ptr() for tensor in tensors), tuning)
-        if key in self._compiled:
-            return True
-        return _COMPILING.ended((self, key), lambda: self._compile(key, stream, grid, tensors, words, tuning))
+        return _COMPILING.ended((self, key), lambda: self._compile(stream, tile, tuning))
 
-    def bind(
-        self, stream: CopyStream, grid: Grid, tensors: tuple[torch.Tensor, ...], words: tuple[int, ...], tuning: Tuning
-    ) -> BoundLaunch:
-        """Return a launch as `launch` does it, to be queued for other slabs, pages and words. Only on a GPU.
+    def bind(self, stream: CopyStream, grid: Grid, tuning: Tuning) -> Launch:
+        """Return a launch on `stream`; compile its kernel unless it is there. Raises DeviceError: it could not be compiled."""
+        if stream.context is not None:
+            compiled = self._compiled.get(_key(stream, grid.tile, tuning)) or self._compile(stream, grid.tile, tuning)
+            if _is_tried(triton.__version__):
+                return _DriverLaunch(stream, compiled, grid.programs, ArgumentBlock(*self._arguments))
+        return _PublicLaunch(self._kernel, stream, grid.programs, self._options(grid.tile, tuning))
 
-        Args:
-            tensors: planes, page ids, slab; the last two are examples: those that are used must be aligned as they are.
-            words: an example.
-        """
-        addresses = tuple(tensor.data_ptr() for tensor in tensors)
-        compiled = self._found(stream, grid, tensors, addresses, words, tuning)
-        return BoundLaunch(stream, compiled, grid, addresses[0], len(words))
+    def _options(self, tile: Tile, tuning: Tuning) -> dict[str, object]:
+        return {**self._constants(tile, tuning), "num_warps": tuning.warps}
 
-    def bind_values(
-        self, stream: CopyStream, grid: Grid, tensors: tuple[torch.Tensor, ...], tuning: Tuning
-    ) -> BoundKernel:
-        """Return a launch as `launch` does it, to be queued with other addresses and numbers. Only on a GPU.
-
-        Args:
-            grid: its numbers are an example.
-            tensors: examples: those that are used must be aligned as they are.
-        """
-        addresses = tuple(tensor.data_ptr() for tensor in tensors)
-        return BoundKernel(stream, self._found(stream, grid, tensors, addresses, (), tuning), grid, len(addresses), 0)
-
-    def _found(
-        self,
-        stream: CopyStream,
-        grid: Grid,
-        tensors: tuple[torch.Tensor, ...],
-        addresses: tuple[int, ...],
-        words: tuple[int, ...],
-        tuning: Tuning,
-    ) -> _Compiled:
-        assert stream.context is not None
-        key = _key(stream, grid, addresses, tuning)
-        return self._compiled.get(key) or self._compile(key, stream, grid, tensors, words, tuning)
-
-    def _compile(
-        self,
-        key: tuple[object, ...],
-        stream: CopyStream,
-        grid: Grid,
-        tensors: tuple[torch.Tensor, ...],
-        words: tuple[int, ...],
-        tuning: Tuning,
-    ) -> _Compiled:
+    def _compile(self, stream: CopyStream, tile: Tile, tuning: Tuning) -> _Compiled:
+        key = _key(stream, tile, tuning)
         with _TRITON, torch.cuda.device(stream.device):
             if (found := self._compiled.get(key)) is not None:
                 return found
             try:
-                made = self._kernel.warmup(
-                    *tensors,
-                    *(_ANY_NUMBER for _ in grid.numbers),
-                    *(_ANY_WORD for _ in words),
-                    **self._constants(grid.tile, tuning),
-                    num_warps=tuning.warps,
-                    grid=(1,),
-                )
-                made._init_handles()  # noqa: SLF001 - loads the code; Triton does it at its own first launch otherwise
+                values = (_ANY_VALUE,) * sum(self._arguments)
+                made = self._kernel.warmup(*values, **self._options(tile, tuning), grid=(1,))
+                found = _Compiled(0, 0, 0, made)
+                if _is_tried(triton.__version__):
+                    made._init_handles()  # noqa: SLF001 - loads the code; Triton does it at its own first launch otherwise
+                    found = _Compiled(made.function, _WARP_THREADS * tuning.warps, made.metadata.shared, made)
             except Exception as error:
                 # Triton has no class of error of its own: a missing C compiler is a RuntimeError, as is much else.
                 raise DeviceError(
@@ -216,12 +154,71 @@ class DeviceKernel:
                     "that it may write",
                     reason=Reason.UNSUPPORTED,
                 ) from error
-            found = _Compiled(made.function, _WARP_THREADS * tuning.warps, made.metadata.shared, made)
             self._compiled[key] = found
             return found
 
 
-def _key(stream: CopyStream, grid: Grid, addresses: tuple[int, ...], tuning: Tuning) -> tuple[object, ...]:
+class ArgumentBlock:
+    """Memory of one kernel's arguments, all in places of 8 bytes."""
+
+    def __init__(self, address_count: int, number_count: int, word_count: int) -> None:
+        self._struct = struct.Struct(f"<{address_count}Q{'i4x' * number_count}{word_count}q")
+        place_count = self._struct.size // _PLACE_BYTES + _SCRATCH_COUNT
+        self._memory = ctypes.create_string_buffer(place_count * _PLACE_BYTES)
+        first = ctypes.addressof(self._memory)
+        places = [first + _PLACE_BYTES * index for index in range(place_count)]
+        self._arguments = cuda.Arguments((ctypes.c_void_p * place_count)(*places))
+
+    def fill(self, *values: int) -> cuda.Arguments:
+        """Write all values; return where they are."""
+        self._struct.pack_into(self._memory, 0, *values)
+        return self._arguments
+
+
+class Compiling:
+    """What is compiled beside the thread that launches it, a second each; asked by that thread.
+
+    One thread does this and nothing else; it asks no stream and touches no pages.
+    """
+
+    def __init__(self) -> None:
+        # It is started when it is needed.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="compile")
+        self._under_way: dict[Hashable, Future[object]] = {}
+
+    def ended(self, key: Hashable, compile_it: Callable[[], object]) -> bool:
+        """Whether `compile_it` has been called for `key`, beside this thread; begin it if nobody has. True once.
+
+        Raises:
+            Exception: whatever it raised, once; the next question begins anew.
+        """
+        found = self._under_way.get(key)
+        if found is None:
+            self._under_way[key] = self._thread.submit(compile_it)
+            return False
+        if not found.done():
+            return False
+        del self._under_way[key]
+        found.result()
+        return True
+
+
+_COMPILING = Compiling()
+
+
+def _key(stream: CopyStream, tile: Tile, tuning: Tuning) -> tuple[object, ...]:
     """Return what launches have in common that one compiled kernel serves."""
-    assert stream.context is not None
-    return (stream.context.index, grid.tile, tuning, *(address % UNIT_BYTES_MAX == 0 for address in addresses))
+    return (stream.context and stream.context.index, tile, tuning)
+
+
+@functools.cache
+def _is_tried(version: str) -> bool:
+    """Whether kernels of this version of Triton may be launched through the driver; says once if they may not."""
+    tried = ".".join(version.split(".")[:2]) in _TRIED_VERSIONS
+    if not tried:
+        _log.warning(
+            "Triton %s was not tried with the driver's launch: each slab takes tens of microseconds more; tried are %s",
+            version,
+            ", ".join(_TRIED_VERSIONS),
+        )
+    return tried

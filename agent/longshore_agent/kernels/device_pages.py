@@ -1,7 +1,8 @@
-"""An engine's pages in a device's memory, as the device kernels see them: a table of planes, and what their steps allow.
+"""An engine's pages as a device's kernels see them: a table of planes for the pool, and the page ids of each sequence.
 
-Called by whoever registers a GPU engine's pool, and by the device launchers. Maps and owns no memory: whoever does must
-keep the regions mapped until every stream has passed the last launch on them.
+Called by `device_copier` and `device_launch`. Page ids are a peer's or an engine's: they are checked here, before a kernel
+can turn one into an address. Maps and owns no memory: the regions must stay mapped until every stream has passed the last
+launch on them.
 """
 
 from __future__ import annotations
@@ -10,20 +11,18 @@ import functools
 import operator
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from longshore_agent.errors import DeviceError, PoolError, ShapeError
-from longshore_agent.kernels.device_grid import (
-    GRID_MAX,
-    TOKEN_BYTES_MAX,
-    TOKEN_COUNT_MAX,
-    Grid,
-    Tuning,
-    choose_tile,
-    tile_count,
-    unit_of,
-)
+from longshore_agent.kernels.copy_stream import CopyStream
+from longshore_agent.kernels.device_grid import PLANE_FIELDS
+from longshore_agent.kernels.view import Pages
+from longshore_agent.memory import cuda
 from longshore_agent.memory.pools import KVPool
+from longshore_wire.errors import LongshoreError
+
+_ID_BYTES = 4
 
 
 class DevicePages:
@@ -32,7 +31,6 @@ class DevicePages:
     Attributes:
         pool: their layout and geometry, already checked; its own mapping is not looked at.
         device: where the pages are, with its index; "cpu" for Triton's interpreter.
-        planes: [planes, 4] int64 on the device: address, page stride, token stride, head stride of each.
         bits: bitwise or of all addresses, and of their steps.
         token_stride_max: of any plane, in bytes.
         heads_adjoin: heads of a token lie side by side in every plane.
@@ -58,13 +56,13 @@ class DevicePages:
             for plane in geometry.planes
         ]
         try:
-            self.planes = torch.tensor(lines, dtype=torch.int64, device=device)
+            self._planes = torch.tensor(lines, dtype=torch.int64, device=device)
         except torch.OutOfMemoryError as error:
             raise DeviceError(
                 f"the GPU has no memory left for a pool's table of {len(lines)} planes: leave the agent some of what its "
                 "engine takes"
             ) from error
-        self.device = self.planes.device
+        self.device, self._address = self._planes.device, self._planes.data_ptr()
         # A step that is never made does not spoil the alignment. An address is always used.
         counts = (2, pool.page_count, pool.page_tokens, pool.head_count)
         steps = [step for line in lines for step, count in zip(line, counts, strict=True) if count > 1]
@@ -72,43 +70,92 @@ class DevicePages:
         self.token_stride_max = max(plane.token_stride for plane in geometry.planes)
         self.heads_adjoin = all(plane.head_stride == pool.row_bytes for plane in geometry.planes)
 
-    def grid(
+    def line(self, layer: int) -> int:
+        """Return the address of a layer's first plane in the table, [planes, PLANE_FIELDS] int64 on the device.
+
+        A line is the address of the plane, then its strides of pages, tokens and heads.
+        """
+        return self._address + layer * PLANE_FIELDS * self._planes.element_size()
+
+
+class HeldPages:
+    """Page ids of a sequence in a device's memory, copied there once; keep it until every stream has passed the last launch on it.
+
+    Attributes:
+        pool: whose pages they are.
+    """
+
+    def __init__(
         self,
-        tokens: tuple[int, int],
-        layers: range,
-        heads: range,
-        slab: int,
-        payload_bytes: int,
-        page_first: int,
-        tuning: Tuning,
-    ) -> Grid:
-        """Return the launch for a request that `slab.payload_bytes` has passed.
+        pool: KVPool,
+        pages: Pages,
+        device: torch.device,
+        first_page: int = 0,
+        stream: CopyStream | None = None,
+        *,
+        to_write: bool = False,
+    ) -> None:
+        """Check `pages` ([ids] int32, in the host's memory) and copy them; they may be changed after.
 
         Args:
-            slab: the slab's address.
-            payload_bytes: of the slab.
-            page_first: which page id is that of the first token.
+            first_page: which page of the sequence the first id is.
+            stream: of all launches that will read them: the copy is queued there. None: waits for the copy.
+            to_write: see now whether a page stands there twice, which `index_of` would look for first otherwise.
         Raises:
-            ShapeError: more than the kernels can count; names the argument.
+            ShapeError: `pages` is no such list.
+            LongshoreError: PAGE_OUT_OF_RANGE, names the index.
+            DeviceError: the device has no memory for them, or refuses the copy.
         """
-        pool = self.pool
-        own_heads, row = (1, len(heads) * pool.row_bytes) if self.heads_adjoin else (len(heads), pool.row_bytes)
-        token_bytes = own_heads * row
-        if token_bytes > TOKEN_BYTES_MAX:
-            raise ShapeError(f"heads is {heads}: {token_bytes} bytes a token are above {TOKEN_BYTES_MAX}, choose fewer")
-        plane_count = pool.kinds * len(layers)
-        token_count = payload_bytes // (plane_count * token_bytes)
-        slot_first = tokens[0] % pool.page_tokens
-        unit = unit_of(self.bits | slab)
-        tile = choose_tile(unit, row, max(self.token_stride_max, token_bytes), pool.page_tokens, tuning.tile_bytes)
-        tiles = tile_count(tile, row, slot_first, token_count)
-        programs = (tiles, own_heads, plane_count)
-        all_tiles = tiles * own_heads * plane_count
-        too_many = all_tiles > TOKEN_COUNT_MAX if tuning.programs_max else any(map(operator.gt, programs, GRID_MAX))
-        if token_count > TOKEN_COUNT_MAX or too_many:
-            raise ShapeError(f"tokens is {tokens}: more than one launch can copy, choose fewer")
-        chosen = (layers.start, len(layers), pool.layer_count, heads.start)
-        numbers = (*chosen, slot_first, token_count, row // unit, page_first, *programs)
-        if tuning.programs_max:
-            programs = (min(all_tiles, tuning.programs_max), 1, 1)
-        return Grid(programs, numbers, tile)
+        if pages.dtype != np.int32 or pages.ndim != 1 or not pages.size:
+            raise ShapeError(f"pages is {pages.dtype} {pages.shape}: give int32 ids in one dimension, at least one")
+        pool.check_pages(pages)
+        self.pool = pool
+        self._first_page = first_page
+        self._ids = pages.copy()
+        if stream is not None and stream.context is not None:
+            try:
+                self._table = torch.empty(pages.size, dtype=torch.int32, device=device)
+            except torch.OutOfMemoryError as error:
+                raise DeviceError(
+                    f"the GPU has no memory left for {pages.size} page ids: leave the agent some of what its engine takes"
+                ) from error
+            cuda.copy_to_device(
+                stream.context, self._table.data_ptr(), self._ids.ctypes.data, self._ids.nbytes, stream.handle
+            )
+        else:
+            self._table = torch.tensor(pages, dtype=torch.int32, device=device)
+            if self._table.is_cuda:
+                # Launches on other streams read it: none of them waits for this copy by itself.
+                torch.cuda.current_stream(device).synchronize()
+        self._address = self._table.data_ptr()
+        self._count = pages.size
+        # Sorting them takes as long as copying them, and a source's may repeat.
+        self._is_unique = to_write and _are_unique(pool, self._ids)
+
+    def address_of(self, tokens: tuple[int, int], *, unique: bool) -> int:
+        """Return where on the device the id of the first token's page stands, int32, with those of the others behind it.
+
+        Args:
+            tokens: global [first, end), not empty.
+            unique: refuse a list with a page that stands in it twice: two tokens would be written to one place.
+        Raises:
+            ShapeError: a token lies in no page of the list.
+            LongshoreError: TOKENS_OVERLAP.
+        """
+        size = self.pool.layout.page_size
+        first, end = tokens[0] // size - self._first_page, -(-tokens[1] // size) - self._first_page
+        if not 0 <= first < end <= self._count:
+            held = (self._first_page, self._first_page + self._count)
+            raise ShapeError(f"pages are numbers [{held[0]}, {held[1]}) of a sequence: tokens {tokens} lie elsewhere")
+        if unique and not self._is_unique:
+            self.pool.check_pages(self._ids, unique=True)
+            self._is_unique = True
+        return self._address + first * _ID_BYTES
+
+
+def _are_unique(pool: KVPool, ids: Pages) -> bool:
+    try:
+        pool.check_pages(ids, unique=True)
+    except LongshoreError:
+        return False
+    return True

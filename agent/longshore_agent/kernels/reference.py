@@ -9,7 +9,7 @@ from longshore_wire.trailer import SealedTrailer, aligned
 
 
 def copy(source: View, target: View, tokens: tuple[int, int], trailer: SealedTrailer | None = None) -> int:
-    """See `cpu_copy.copy`; arguments are taken as right, and both sides are pools or slabs of this process."""
+    """See `cpu_copy.copy_rows`; arguments are taken as right, and both sides are pools or slabs of this process."""
     first, end = source.rows(tokens)
     for plane in range(source.plane_count):
         for row in range(first, end):

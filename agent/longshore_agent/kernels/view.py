@@ -140,16 +140,9 @@ def slab_view(slab: Bytes, like: View, tokens: tuple[int, int]) -> View:
     )
 
 
-def payload_bytes(pool: KVPool, tokens: tuple[int, int], layers: range, heads: range) -> int:
-    """Return the bytes of a slab of `pool` without padding and trailer. Raises ShapeError, naming the argument."""
-    view = pool_view(pool, np.empty(0, dtype=np.int32), 0, layers, heads)
-    _check_tokens(tokens, view.row_tokens)
-    return view.payload_bytes(tokens)
-
-
 def check_fit(source: View, target: View, tokens: tuple[int, int]) -> None:
     """Raise ShapeError unless both sides hold as many rows of the same size for these tokens."""
-    _check_tokens(tokens, source.row_tokens)
+    check_tokens(tokens, source.row_tokens)
     if len(source.layers) != len(target.layers) or len(source.heads) != len(target.heads):
         raise ShapeError(
             f"layers {source.layers} and heads {source.heads} at the source, {target.layers} and {target.heads} at the "
@@ -191,7 +184,8 @@ def _page_ends(view: View, rows: tuple[int, int]) -> Numbers:
     return np.arange(next_page, end, view.page_rows, dtype=np.int64)
 
 
-def _check_tokens(tokens: tuple[int, int], row_tokens: int) -> None:
+def check_tokens(tokens: tuple[int, int], row_tokens: int) -> None:
+    """Raise ShapeError unless tokens [first, end) are some, and begin where a row does."""
     if not 0 <= tokens[0] < tokens[1]:
         raise ShapeError(f"tokens is {tokens}: give 0 <= first < end")
     if tokens[0] % row_tokens:

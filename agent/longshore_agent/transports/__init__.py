@@ -11,12 +11,12 @@ from longshore_agent.errors import TransportError
 from longshore_wire.errors import Reason
 
 if TYPE_CHECKING:
-    from longshore_agent.transports.base import PreparingTransport
+    from longshore_agent.transports.base import Transport
 
 BACKENDS = ("NIXL", "Mooncake", "Loopback")
 
 
-def create(backend: str, name: str, **options: Any) -> PreparingTransport:
+def create(backend: str, name: str, **options: Any) -> Transport:
     """Make the transport of one worker.
 
     Args:

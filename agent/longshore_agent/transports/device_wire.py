@@ -2,7 +2,7 @@
 
 What was fast went by CUDA IPC; whether NVLink carried it or PCIe, NVML says.
 
-Called by the transports' `probe_wire` once counters have shown that nothing went over a network. Knows no backend.
+Called by probe.py once counters have shown that nothing went over a network. Knows no backend.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def find_device_wire(
     """Write a few times; if one write was faster than the host's memory allows, return NVLINK or CUDA_IPC, else UNKNOWN.
 
     Args:
-        begin: posts the write of `length_bytes`, a megabyte or more.
+        begin: drafts and starts the write of `length_bytes`, a megabyte or more.
         devices: UUIDs of the GPU here and of the peer's; empty: not known. NVLINK only if NVML says that it joins the two.
     """
     for _ in range(_TRIES):

@@ -23,7 +23,7 @@ class FaultKind(Enum):
     DELAY = "delay"  # nothing lands before `delay_ns` have passed; then all is well
     REPEAT = "repeat"  # the notice arrives twice
     FAIL = "fail"  # the first half of the first piece lands, then the write is FAILED and settled
-    LATE = "late"  # FAILED at once, but its bytes (as they were when it was posted) land when it is let go
+    LATE = "late"  # FAILED at once, but its bytes (as they were when it began) land when it is let go
     HOLD = "hold"  # OPEN until it is let go; then the bytes of that moment land and all is well
     MUTE = "mute"  # the bytes land, but it is OPEN and its notice waits until it is let go; then all is well
 
@@ -31,7 +31,7 @@ class FaultKind(Enum):
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One rule: `kind` befalls the writes numbered `first`, `first + every`, … of one transport, `count` of them.
 
-    Writes are numbered from 0 in the order of `post`, over all peers. Probe writes are not numbered and never fail.
+    Writes are numbered from 0 in the order of `start`, over all peers. Probe writes are not numbered and never fail.
     """
 
     kind: FaultKind
@@ -41,7 +41,7 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     peer: str | None = None  # only writes to this peer; the numbering stays that of all writes
     delay_ns: int = 0  # DELAY: how long; LATE, HOLD and MUTE: let go by itself after so long, 0: never
     until: str | None = None  # LATE, HOLD and MUTE: let go once a file of this path exists
-    when: str | None = None  # the rule hits only writes that are posted while a file of this path exists
+    when: str | None = None  # the rule hits only writes that begin while a file of this path exists
     mark: str | None = None  # a file that is created, and gets `<number> <peer>\n` appended, when a write is hit
 
     def hits(self, number: int, peer: str) -> bool:

@@ -18,43 +18,28 @@ And of GPUs' memory, with the CUDA 13 wheel 0.3.14 (see docs/design/2026-11-21-m
 - A peer's memory stays mapped until the engine that wrote to it goes. So each life of a peer has an engine of its own there,
   which is dropped with the peer, once no copy runs any more.
 - An engine keeps what it first learned of a peer's memory. So a peer that has registered more gets another engine.
-- Copies run on a stream of the thread that posts, and are over for the library when all of that stream is. The stream goes
-  with the thread, and then nobody may ask after its copies: who posts outlives the write, and a probe forgets what it left.
+- Copies run on a stream of the thread that starts them, and are over for the library when all of that stream is. The stream goes
+  with the thread, and then nobody may ask after its copies: that thread outlives the write, and a probe forgets what it left.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, cast
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
 from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.transports import mooncake_engine, wires
-from longshore_agent.transports.base import METADATA_BYTES_MAX, Prepared, Wire, Write, WriteState
+from longshore_agent.transports.base import METADATA_BYTES_MAX, Part, Pieces, Wire, Write, WriteState
 from longshore_agent.transports.data_ports import DataPorts
-from longshore_agent.transports.device_wire import find_device_wire
-from longshore_agent.transports.envelope import NAME_BYTES_MAX, is_name, seal, unseal
+from longshore_agent.transports.envelope import is_name, seal, unseal
 from longshore_agent.transports.mooncake_address import remote_address
-from longshore_agent.transports.mooncake_peers import (
-    Metadata,
-    MooncakePrepared,
-    MooncakeWrite,
-    Peer,
-    check_inside,
-    check_reach,
-    forget_open,
-    left,
-    written,
-)
-from longshore_agent.transports.probe import check_notice, find_wire, row
-from longshore_agent.transports.regions import Addresses, Regions
-from longshore_wire.errors import Reason
+from longshore_agent.transports.mooncake_peers import Metadata, MooncakeWrite, Peer, check_reach, forget_open, left
+from longshore_agent.transports.probe import find_wire
+from longshore_agent.transports.regions import Regions
+from longshore_agent.transports.writes import Checked, check_notice
 
 _MAGIC = b"LSMOON01"
 # Requests under way to one peer. The library holds 1,024 and lets 1,024 more wait, for a second.
@@ -76,7 +61,7 @@ _LIBRARY_ERRORS = (RuntimeError, ValueError, IndexError)
 _NO_REQUEST = (0, (1 << 64) - 1)
 
 
-class MooncakeTransport:
+class MooncakeTransport(Checked[Peer]):
     """Moves host memory between workers over TCP (the library's own thread copies), or a GPU's over CUDA IPC.
 
     Args:
@@ -84,7 +69,7 @@ class MooncakeTransport:
         ports: takes over the ports on which the library listens, on every address whatever it is told; None: of the loopback
             interface alone.
         device_index: of the GPU that all memory here is on, which must be current in every calling thread; -1: the host's.
-            There a thread that posts lives until its writes have ended. Each range that is registered is an allocation of
+            There a thread that starts a write lives until it has ended. Each range that is registered is an allocation of
             its own, of which peers then reach all.
         device: its UUID, by which NVLink is told from CUDA IPC over PCIe; empty: not known.
         enter: makes that GPU current for a thread of ours.
@@ -96,6 +81,9 @@ class MooncakeTransport:
     notifies = False
     # It asks nobody who sent it, and a request that had begun goes on to its end.
     revocable: frozenset[Wire] = frozenset()
+    told = frozenset(Wire)
+    swift: frozenset[Wire] = frozenset()
+    driven: frozenset[Wire] = frozenset()
 
     def __init__(
         self,
@@ -106,10 +94,7 @@ class MooncakeTransport:
         device: str = "",
         enter: Callable[[], None] = lambda: None,
     ) -> None:
-        if not is_name(name):
-            raise TransportError(f"transport name is {name!r}: give 1 to {NAME_BYTES_MAX} bytes")
-        self.name = name
-        self._life = os.urandom(8).hex()
+        super().__init__(name)
         self._ports = ports or DataPorts()
         self._device_index, self._device, self._enter = device_index, device, enter
         # Over TCP the target checks every request against what it has registered; a GPU that has mapped memory asks nobody.
@@ -117,52 +102,38 @@ class MooncakeTransport:
         start = mooncake_engine.start_on_host if device_index < 0 else mooncake_engine.start_on_device
         self._engine: Any = start(self._ports)
         self._port = int(self._engine.get_rpc_port())
-        # The gate keeps posts out of a probe. The lock guards what is below it and is never held while the library writes.
+        # The gate keeps writes out of a probe. The lock guards what is below it and is never held while the library writes.
         self._gate = threading.Lock()
         self._lock = threading.Lock()
-        self._peers: dict[str, Peer] = {}
         self._lives: dict[tuple[str, int], list[str]] = {}
         self._unmappers: list[threading.Thread] = []
         self._stuck: list[Peer] = []
-        self._regions: dict[int, tuple[int, int]] = {}
-        self._sources = Regions()
-        self._next_token = 1
-        self._closed = False
 
     def register(self, address: int, length_bytes: int) -> int:
         """Register memory; see `Transport.register`. Ranges may not overlap."""
         with self._lock:
-            engine = self._open_engine()
-            try:
-                sources = Regions([*self._sources.ranges, (address, length_bytes)])
-            except ValueError as error:
-                raise TransportError(f"Mooncake cannot register memory: {error}") from error
-            said = engine.register_memory(address, length_bytes)
+            self._check_open()
+            token = self._add_memory(address, length_bytes)
+            said = self._engine.register_memory(address, length_bytes)
             if said:
+                self._remove_memory(token)
                 raise TransportError(f"Mooncake cannot register {length_bytes} bytes at {address:#x}: it says {said}")
-            self._sources = sources
-            token = self._next_token
-            self._next_token += 1
-            self._regions[token] = (address, length_bytes)
             return token
 
     def deregister(self, token: int) -> None:
         """Let go of registered memory; see `Transport.deregister`. Writes of peers that begin later are refused."""
         with self._lock:
-            engine = self._open_engine()
-            region = self._regions.pop(token, None)
-            if region is None:
-                raise TransportError(f"Mooncake memory token {token} is not registered")
-            self._sources = Regions(self._regions.values())
-            said = engine.unregister_memory(region[0])
+            self._check_open()
+            address, length_bytes = self._remove_memory(token)
+            said = self._engine.unregister_memory(address)
             if said:
-                raise TransportError(f"Mooncake cannot deregister {region[1]} bytes at {region[0]:#x}: it says {said}")
+                raise TransportError(f"Mooncake cannot deregister {length_bytes} bytes at {address:#x}: it says {said}")
 
     def metadata(self) -> bytes:
         """Return this life's name, address and memory in an envelope; see `Transport.metadata`."""
         with self._lock:
-            self._open_engine()
-            regions = self._sources.ranges
+            self._check_open()
+            regions = self._own.regions.ranges
         kernel = wires.host_identity()
         device = (self._device_index, self._device)
         content = Metadata(self.name, self._life, kernel, str(self._ports.address), self._port, regions, *device)
@@ -184,7 +155,7 @@ class MooncakeTransport:
             raise PeerMetadataError(f"peer metadata of {fresh.name!r} has impossible memory: {error}") from error
         check_reach(fresh, self._device_index)
         with self._lock:
-            self._open_engine()
+            self._check_open()
             known = self._peers.get(fresh.name)
             # A GPU's engine would not find what was registered since it first asked.
             is_whole = self._device_index < 0 or (known is not None and known.regions.ranges == regions.ranges)
@@ -211,38 +182,17 @@ class MooncakeTransport:
             if known is not None:
                 self._part(known)
 
-    def post(
-        self,
-        peer: str,
-        sources: npt.NDArray[np.uint64],
-        targets: npt.NDArray[np.uint64],
-        lengths: npt.NDArray[np.uint64],
-        notice: bytes,
-    ) -> MooncakeWrite:
-        """Begin one write of n pieces; see `Transport.post`. The notice is ignored, as `notifies` says."""
-        check_notice(notice)
-        with self._gate:
-            return self._begin(self._peer(peer), sources, targets, lengths)
-
-    def draft(
-        self, peer: str, sources: Addresses, targets: Addresses, lengths: Addresses, notice: bytes
-    ) -> MooncakeWrite:
-        """Check where n pieces lie, and begin nothing; see `DraftingTransport.draft`."""
+    def draft(self, peer: str, pieces: Pieces | Part, notice: bytes) -> MooncakeWrite:
+        """Check where n pieces lie; see `Transport.draft`. The notice is ignored, as `notifies` says."""
         check_notice(notice)
         known = self._peer(peer)
-        check_inside(known, self._sources, sources, targets, lengths)
-        return written(known, sources, targets, lengths)
+        return MooncakeWrite(known, self._looked_up(known, pieces))
 
     def start(self, write: Write) -> None:
-        """Begin a drafted write; see `DraftingTransport.start`."""
+        """Hand the library as many pieces as it takes; see `Transport.start`."""
         assert isinstance(write, MooncakeWrite)
         with self._gate:
-            self._launch(write)
-
-    def drop(self, write: Write) -> None:
-        """Give a draft back, of which the library knows nothing; see `DraftingTransport.drop`."""
-        assert isinstance(write, MooncakeWrite)
-        write.fail("it was not begun", settled=True)
+            self._begin(write)
 
     def state(self, write: Write) -> WriteState:
         """Look at what is under way, submit what waits, and return the state of `write`; see `Transport.state`."""
@@ -259,68 +209,35 @@ class MooncakeTransport:
         a disconnect the library goes on reading what was submitted, so what lands late may be later bytes of that memory.
         """
         assert isinstance(write, MooncakeWrite)
+        write.withdraw()
         self.state(write)
         return write.settled
 
     def notices(self) -> list[tuple[str, bytes]]:
         """Return nothing: Mooncake tells the target of nothing."""
-        with self._lock:
-            self._open_engine()
+        self._check_open()
         return []
 
     def probe_wire(self, peer: str, source: int, target: int, length_bytes: int) -> Wire:
-        """Write once and read the kernel's counters; see `Transport.probe_wire` and `probe`.
-
-        Of a GPU's memory they show only that nothing went over a network; then its speed tells.
-        """
+        """Write once and read the kernel's counters; see `Transport.probe_wire` and `probe`."""
         with self._gate:
             known = self._peer(peer)
+            pieces = self._looked_up(known, Pieces.one(source, target, length_bytes))
             begun: list[MooncakeWrite] = []
 
             def begin() -> MooncakeWrite:
-                begun.append(self._begin(known, row(source), row(target), row(length_bytes)))
+                begun.append(MooncakeWrite(known, pieces))
+                self._begin(begun[-1])
                 return begun[-1]
 
+            devices = (self._device, known.device) if self._device_index >= 0 else None
             try:
-                wire = find_wire(self, begin, self._settle_open, length_bytes, same_host=known.same_host)
-                if self._device_index >= 0 and wire is Wire.SHARED_MEMORY:
-                    wire = find_device_wire(self, begin, length_bytes, (self._device, known.device))
-                return wire
-            finally:
-                if self._device_index >= 0:
-                    forget_open(known, begun)
-
-    def prepare(
-        self,
-        peer: str,
-        sources: npt.NDArray[np.uint64],
-        targets: npt.NDArray[np.uint64],
-        lengths: npt.NDArray[np.uint64],
-    ) -> MooncakePrepared:
-        """Check where n pieces lie, once; see `PreparingTransport.prepare`."""
-        known = self._peer(peer)
-        check_inside(known, self._sources, sources, targets, lengths)
-        return MooncakePrepared(known.life, (sources.copy(), targets.copy(), lengths.copy()))
-
-    def post_prepared(
-        self, peer: str, prepared: Prepared, indices: npt.NDArray[np.int32], notice: bytes
-    ) -> MooncakeWrite:
-        """Begin one write of prepared pieces; see `PreparingTransport.post_prepared`."""
-        assert isinstance(prepared, MooncakePrepared)
-        check_notice(notice)
-        with self._gate:
-            known = self._peer(peer)
-            if prepared.pieces is None or prepared.life != known.life:
-                raise TransportError(
-                    f"Mooncake list was prepared for another life of peer {peer!r}, or released: prepare again"
+                return find_wire(
+                    self, begin, self._is_any_open, length_bytes, same_host=known.same_host, devices=devices
                 )
-            sources, targets, lengths = prepared.pieces
-            return self._launch(written(known, sources[indices], targets[indices], lengths[indices]))
-
-    def release_prepared(self, prepared: Prepared) -> None:
-        """Forget the pieces; see `PreparingTransport.release_prepared`."""
-        assert isinstance(prepared, MooncakePrepared)
-        prepared.pieces = None
+            finally:
+                if devices is not None:
+                    forget_open(known, begun)
 
     def close(self) -> None:
         """Stop the library; open writes are given up. Takes up to a second, which the library's listener sleeps."""
@@ -337,16 +254,12 @@ class MooncakeTransport:
         for unmapper in unmappers:
             unmapper.join(_UNMAP_LIMIT_S)
 
-    def _begin(self, peer: Peer, sources: Addresses, targets: Addresses, lengths: Addresses) -> MooncakeWrite:
-        check_inside(peer, self._sources, sources, targets, lengths)
-        return self._launch(written(peer, sources, targets, lengths))
-
-    def _launch(self, write: MooncakeWrite) -> MooncakeWrite:
-        peer = write.peer
-        with peer.lock:
-            peer.writes.append(write)
-            self._drive(peer)
-        return write
+    def _begin(self, write: MooncakeWrite) -> None:
+        """Start a draft. Called with the gate."""
+        with write.peer.lock:
+            write.begin()
+            write.peer.writes.append(write)
+            self._drive(write.peer)
 
     def _drive(self, peer: Peer) -> None:
         """Look at the peer's requests and submit what waits. Called with the peer's lock."""
@@ -387,8 +300,7 @@ class MooncakeTransport:
             why = f"{write.failed_count} of them, {write.failed_bytes} bytes, failed; Mooncake says no more than -1"
             write.fail(why, settled=False)
         else:
-            write.state = WriteState.DONE
-            write.settled = True
+            write.complete()
 
     def _submit(self, engine: Any, write: MooncakeWrite) -> None:
         """Hand waiting pieces to the library, as many as it takes."""
@@ -434,7 +346,7 @@ class MooncakeTransport:
             if self._device_index >= 0 and peer.engine is None:
                 peer.engine = mooncake_engine.start_writer(self._ports)
             engine = self._engine_for(peer)
-            peer.answers = engine is not None and cast("int", engine.send_probe(peer.address)) == 0
+            peer.answers = engine is not None and int(engine.send_probe(peer.address)) == 0
         except (*_LIBRARY_ERRORS, TransportError):
             # What answers is no Mooncake, or no engine starts; the write that waits is told that nobody can be reached.
             return
@@ -467,34 +379,16 @@ class MooncakeTransport:
         with peer.lock:
             peer.engine = None
 
-    def _settle_open(self, deadline_ns: int) -> bool:
-        """Drive writes to all peers until none is open. False if the deadline came first."""
-        while True:
-            with self._lock:
-                peers = list(self._peers.values())
-            open_count = 0
-            for peer in peers:
-                with peer.lock:
-                    self._drive(peer)
-                    open_count += len(peer.writes)
-            if not open_count:
-                return True
-            if time.monotonic_ns() >= deadline_ns:
-                return False
-            time.sleep(_POLL_PAUSE_S)
-
-    def _peer(self, name: str) -> Peer:
+    def _is_any_open(self) -> bool:
+        """Drive writes to all peers once, and return whether one is still open."""
         with self._lock:
-            self._open_engine()
-            peer = self._peers.get(name)
-        if peer is None:
-            raise TransportError(f"Mooncake peer {name!r} is not connected: connect its metadata first")
-        return peer
+            peers = list(self._peers.values())
+        open_count = 0
+        for peer in peers:
+            with peer.lock:
+                self._drive(peer)
+                open_count += len(peer.writes)
+        return open_count > 0
 
     def _engine_for(self, peer: Peer) -> Any:
         return self._engine if self._device_index < 0 else peer.engine
-
-    def _open_engine(self) -> Any:
-        if self._closed:
-            raise TransportError(f"Mooncake transport {self.name!r} is closed", reason=Reason.SHUTTING_DOWN)
-        return self._engine

@@ -1,4 +1,4 @@
-"""What the transport over Mooncake keeps of peers, writes and prepared lists. Calls no library; made and guarded by mooncake.py."""
+"""What the transport over Mooncake keeps of peers and writes. Calls no library; made and guarded by mooncake.py."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 import msgspec
 
-from longshore_agent.errors import PeerMetadataError, TransportError
+from longshore_agent.errors import PeerMetadataError
 from longshore_agent.transports import wires
-from longshore_agent.transports.base import WriteState
-from longshore_agent.transports.regions import Addresses, Regions
+from longshore_agent.transports.base import Pieces, WriteState
+from longshore_agent.transports.regions import Regions
+from longshore_agent.transports.writes import OneWrite
 
 
 class Metadata(msgspec.Struct, frozen=True, array_like=True):
@@ -55,38 +56,27 @@ class Peer:
         self.greeter: threading.Thread | None = None
 
 
-class MooncakeWrite:
-    """One posted write. Its fields are guarded by its peer's lock."""
+class MooncakeWrite(OneWrite[Peer]):
+    """One write. Its fields are guarded by its peer's lock."""
 
-    __slots__ = ("count", "error", "failed_bytes", "failed_count", "open", "peer", "settled", "state", "waiting")
+    __slots__ = ("count", "failed_bytes", "failed_count", "open", "waiting")
 
-    def __init__(self, peer: Peer, pieces: list[tuple[int, int, int]]) -> None:
-        self.peer = peer
-        self.count = len(pieces)
-        self.waiting = deque(pieces)
+    def __init__(self, peer: Peer, pieces: Pieces) -> None:
+        super().__init__(peer)
+        self.waiting = deque(zip(*(each.tolist() for each in pieces), strict=True))
+        self.count = len(self.waiting)
         self.open: deque[tuple[int, int]] = deque()  # (request, bytes)
         self.failed_count = self.failed_bytes = 0
-        self.state = WriteState.OPEN
-        self.error = ""
-        self.settled = False
+
+    @property
+    def title(self) -> str:
+        """What errors call it."""
+        return f"Mooncake write of {self.count} pieces to peer {self.peer.name!r} at {self.peer.address}"
 
     def fail(self, why: str, *, settled: bool) -> None:
         """End it; what was not submitted never will be."""
         self.waiting.clear()
-        self.state = WriteState.FAILED
-        self.settled = settled
-        self.error = f"Mooncake write of {self.count} pieces to peer {self.peer.name!r} at {self.peer.address}: {why}"
-
-
-class MooncakePrepared:
-    """Pieces whose places were checked; belongs to one life of one peer."""
-
-    __slots__ = ("count", "life", "pieces")
-
-    def __init__(self, life: str, pieces: tuple[Addresses, Addresses, Addresses]) -> None:
-        self.life = life
-        self.pieces: tuple[Addresses, Addresses, Addresses] | None = pieces
-        self.count = len(pieces[0])
+        super().fail(why, settled=settled)
 
 
 def check_reach(peer: Metadata, device_index: int) -> None:
@@ -100,23 +90,6 @@ def check_reach(peer: Metadata, device_index: int) -> None:
         raise PeerMetadataError(
             f"peer {peer.name!r} is on another host: Mooncake moves GPUs' memory inside one only, choose NIXL"
         )
-
-
-def check_inside(peer: Peer, own: Regions, sources: Addresses, targets: Addresses, lengths: Addresses) -> None:
-    """Raise TransportError if one of n pieces ([n] each) does not lie in registered memory of both sides; `own` is ours."""
-    assert len(sources) == len(targets) == len(lengths) >= 1
-    for side, regions, addresses in (("source", own, sources), ("target", peer.regions, targets)):
-        piece = regions.stray(addresses, lengths)
-        if piece is not None:
-            raise TransportError(
-                f"Mooncake {side} piece {piece} for peer {peer.name!r}, {int(lengths[piece])} bytes at "
-                f"{int(addresses[piece]):#x}, is not in registered memory"
-            )
-
-
-def written(peer: Peer, sources: Addresses, targets: Addresses, lengths: Addresses) -> MooncakeWrite:
-    """Return a write of n pieces ([n] each), of which none was submitted yet."""
-    return MooncakeWrite(peer, list(zip(sources.tolist(), targets.tolist(), lengths.tolist(), strict=True)))
 
 
 def left(write: MooncakeWrite) -> str:

@@ -2,10 +2,10 @@
 
 Made by `transports.create`. What was measured here, with NIXL 1.5.1, and why this file is as it is:
 
-- A write over shared memory is copied inside the call that posts it (64 MiB: 6 ms), and one over TCP mostly so. No
+- A write over shared memory is copied inside the call that starts it (64 MiB: 6 ms), and one over TCP mostly so. No
   thread sync mode of NIXL lets another thread poll the same agent meanwhile (STRICT: 12 ms, RW: 6 ms between two
   polls). So a transport is two NIXL agents: `inbox`, which peers know and which receives, and `outbox`, which writes.
-  Each has a lock of its own, and polling for notices takes 0.7 ms at most while another thread posts 64 MiB.
+  Each has a lock of its own, and polling for notices takes 0.7 ms at most while another thread writes 64 MiB.
 - NIXL crashes on metadata with a few wrong bytes, and metadata that fails to load makes the name in it unusable for
   good. So metadata travels in an envelope with a digest, and each life of a transport has NIXL names of its own.
 - Releasing an open write does not stop it: over TCP its bytes landed later. So `release` never cancels.
@@ -16,39 +16,38 @@ Made by `transports.create`. What was measured here, with NIXL 1.5.1, and why th
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
-from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from longshore_agent.errors import TransportError
 from longshore_agent.transports import nixl_library
-from longshore_agent.transports.base import METADATA_BYTES_MAX, Prepared, Wire, Write, WriteState
+from longshore_agent.transports.arrivals import Arrivals
+from longshore_agent.transports.base import (
+    METADATA_BYTES_MAX,
+    Addresses,
+    Part,
+    Pieces,
+    Prepared,
+    Wire,
+    Write,
+    WriteState,
+)
 from longshore_agent.transports.data_ports import DataPorts
-from longshore_agent.transports.device_wire import find_device_wire
-from longshore_agent.transports.envelope import NAME_BYTES_MAX, is_name
 from longshore_agent.transports.nixl_envelope import Envelope, check_reach, inbox_name, outbox_name, pack, unpack
-from longshore_agent.transports.nixl_handles import NixlPeer, NixlPrepared, NixlWrite
+from longshore_agent.transports.nixl_handles import NixlPeer, NixlWrite
 from longshore_agent.transports.nixl_rows import kind_of, rows_of
-from longshore_agent.transports.probe import check_notice, find_wire, row
+from longshore_agent.transports.probe import find_wire
 from longshore_agent.transports.wires import host_identity
-from longshore_wire.errors import Reason
+from longshore_agent.transports.writes import Connected, PreparedList, check_notice
 
-# Notices of workers that we have not connected yet: both sides attach at about the same time, and a peer that is
-# ready first may write first. More than this many are lost, which the protocol above repairs.
-_UNCLAIMED_COUNT_MAX = 256
 _CLOSE_PROGRESS_LIMIT_NS = 200_000_000
 _POLL_PAUSE_S = 0.0001
 
-Addresses = npt.NDArray[np.uint64]
 
-
-class NixlTransport:
+class NixlTransport(Connected[NixlPeer]):
     """Moves host memory between workers over UCX, progress driven by its callers; no thread of its own copies.
 
     Over TCP a write moves on only while its target calls `notices` too.
@@ -70,6 +69,11 @@ class NixlTransport:
     fences = False
     # Nor does forgetting the peer stop it.
     revocable: frozenset[Wire] = frozenset()
+    # A write over shared memory ends only when the target has taken the notice of the write before it: a lane would wait for
+    # the target's next look, 1 ms and more.
+    told = frozenset({Wire.SHARED_MEMORY})
+    swift = frozenset({Wire.CUDA_IPC, Wire.NVLINK})
+    driven = frozenset({Wire.TCP})
 
     def __init__(
         self,
@@ -81,29 +85,24 @@ class NixlTransport:
         device: str = "",
         fabric: bool = False,
     ) -> None:
-        if not is_name(name) or "~" in name:
-            raise TransportError(f"transport name is {name!r}: give 1 to {NAME_BYTES_MAX} bytes without '~'")
-        self.name = name
+        if "~" in name:
+            raise TransportError(f"transport name is {name!r}: give one without '~'")
+        super().__init__(name)
         self._device_index, self._device = device_index, device
-        self._life = os.urandom(8).hex()
         inbox = inbox_name(name, self._life)
         self._inbox, self._outbox, self._errors, self._alone = nixl_library.start(
             inbox, outbox_name(inbox), ports or DataPorts(), wires, fabric=fabric
         )
-        # Where both are needed, the inbox's is taken first. The gate is taken before either: it keeps posts out of a probe.
+        # Where both are needed, the inbox's is taken first. The gate is taken before either: it keeps writes out of a probe.
         self._gate = threading.Lock()
         self._inbox_lock = threading.Lock()
         self._outbox_lock = threading.Lock()
-        self._peers: dict[str, NixlPeer] = {}
-        self._senders: dict[str, str] = {}
+        # Drafts too: their handles keep an agent alive.
         self._writes: set[NixlWrite] = set()
-        self._arrived: list[tuple[str, bytes]] = []
-        self._unclaimed: deque[tuple[str, bytes]] = deque(maxlen=_UNCLAIMED_COUNT_MAX)
-        self._forgotten: deque[str] = deque(maxlen=_UNCLAIMED_COUNT_MAX)
+        self._arrivals = Arrivals()
         self._regions: dict[int, tuple[Any, Any]] = {}
         self._next_token = 1
         self._has_failed = False
-        self._closed = False
 
     def register(self, address: int, length_bytes: int) -> int:
         """Register memory with both agents; see `Transport.register`."""
@@ -111,15 +110,13 @@ class NixlTransport:
             self._check_open()
             kind, device = kind_of(self._device_index)
             region = [(address, length_bytes, device, "")]
-            try:
+            with self._ours(f"NIXL cannot register {length_bytes} bytes at {address:#x}"):
                 received = self._inbox.register_memory(region, kind)
                 try:
                     sent = self._outbox.register_memory(region, kind)
                 except self._errors:
                     self._inbox.deregister_memory(received)
                     raise
-            except self._errors as error:
-                raise TransportError(f"NIXL cannot register {length_bytes} bytes at {address:#x}: {error}") from error
             token = self._next_token
             self._next_token += 1
             self._regions[token] = (received, sent)
@@ -132,20 +129,16 @@ class NixlTransport:
             lists = self._regions.pop(token, None)
             if lists is None:
                 raise TransportError(f"NIXL memory token {token} is not registered")
-            try:
+            with self._ours(f"NIXL cannot deregister token {token}"):
                 self._inbox.deregister_memory(lists[0])
                 self._outbox.deregister_memory(lists[1])
-            except self._errors as error:
-                raise TransportError(f"NIXL cannot deregister token {token}: {error}") from error
 
     def metadata(self) -> bytes:
         """Return this life's name, host and NIXL metadata in an envelope; see `Transport.metadata`."""
         with self._inbox_lock:
             self._check_open()
-            try:
+            with self._ours("NIXL gives no metadata"):
                 blob = self._inbox.get_agent_metadata()
-            except self._errors as error:
-                raise TransportError(f"NIXL gives no metadata: {error}") from error
         device = (self._device_index, self._device)
         packed = pack(Envelope(self.name, self._life, host_identity(), blob, *device, self._alone))
         if len(packed) > METADATA_BYTES_MAX:
@@ -156,36 +149,28 @@ class NixlTransport:
 
     def connect(self, metadata: bytes) -> str:
         """Learn a peer, its newer metadata, or its next life under the same name; see `Transport.connect`."""
-        envelope = unpack(metadata)
-        check_reach(envelope, host_identity(), alone=self._alone)
-        nixl_name = inbox_name(envelope.name, envelope.life)
+        fresh = unpack(metadata)
+        check_reach(fresh, host_identity(), alone=self._alone)
         with self._inbox_lock, self._outbox_lock:
             self._check_open()
-            known = self._peers.get(envelope.name)
-            if known is not None and known.nixl_name == nixl_name and known.blob == envelope.blob:
-                return envelope.name
-            try:
-                self._outbox.add_remote_agent(envelope.blob)
-            except self._errors as error:
-                raise TransportError(
-                    f"NIXL cannot reach peer {envelope.name!r}, which may have ended: {error}"
-                ) from error
-            if known is not None and known.nixl_name == nixl_name:
-                known.blob = envelope.blob
-                return envelope.name
+            known = self._peers.get(fresh.name)
+            same_life = known is not None and known.life == fresh.life
+            if known is not None and same_life and known.blob == fresh.blob:
+                return fresh.name
+            with self._ours(f"NIXL cannot reach peer {fresh.name!r}, which may have ended"):
+                self._outbox.add_remote_agent(fresh.blob)
+            if known is not None and same_life:
+                known.blob = fresh.blob
+                return fresh.name
             if known is not None:
                 self._remove(known)
-            same_host = envelope.host != "" and envelope.host == host_identity()
-            self._peers[envelope.name] = NixlPeer(
-                envelope.name, nixl_name, envelope.blob, same_host, envelope.device_index, envelope.device
+            same_host = fresh.host != "" and fresh.host == host_identity()
+            nixl_name = inbox_name(fresh.name, fresh.life)
+            self._peers[fresh.name] = NixlPeer(
+                fresh.name, fresh.life, nixl_name, fresh.blob, same_host, fresh.device_index, fresh.device
             )
-            self._senders[outbox_name(nixl_name)] = envelope.name
-            if outbox_name(nixl_name) in self._forgotten:
-                self._forgotten.remove(outbox_name(nixl_name))
-            waiting = list(self._unclaimed)
-            self._unclaimed.clear()
-            self._sort_notices(waiting)
-            return envelope.name
+            self._arrivals.meet(outbox_name(nixl_name), fresh.name)
+            return fresh.name
 
     def disconnect(self, peer: str) -> None:
         """Forget a peer; its open writes fail; see `Transport.disconnect`."""
@@ -193,37 +178,47 @@ class NixlTransport:
             known = self._peers.pop(peer, None)
             if known is not None and not self._closed:
                 self._remove(known)
-                self._arrived = [item for item in self._arrived if item[0] != peer]
+                self._arrivals.drop(peer)
 
-    def post(
-        self,
-        peer: str,
-        sources: Addresses,
-        targets: Addresses,
-        lengths: Addresses,
-        notice: bytes,
-    ) -> NixlWrite:
-        """Begin one write of n pieces; see `Transport.post`. Over shared memory it has copied when it returns."""
-        with self._gate:
-            return self._begin(peer, sources, targets, lengths, notice)
-
-    def draft(self, peer: str, sources: Addresses, targets: Addresses, lengths: Addresses, notice: bytes) -> NixlWrite:
-        """Let NIXL look up all of one write; see `DraftingTransport.draft`."""
+    def prepare(
+        self, peer: str, sources: Addresses, targets: Addresses, lengths: Addresses
+    ) -> PreparedList[tuple[Any, Any]]:
+        """Let NIXL look up n pieces once; see `Transport.prepare`."""
+        assert len(sources) == len(targets) == len(lengths) >= 1
         with self._outbox_lock:
-            return self._drafted(peer, sources, targets, lengths, notice)
+            known = self._peer(peer)
+            near = rows_of(sources, lengths, self._device_index)
+            far = rows_of(targets, lengths, known.device_index)
+            with self._ours(f"NIXL cannot prepare {len(sources)} pieces for peer {peer!r}"):
+                lists = (
+                    self._outbox.prep_xfer_dlist("NIXL_INIT_AGENT", *near),
+                    self._outbox.prep_xfer_dlist(known.nixl_name, *far),
+                )
+            return PreparedList(known.life, len(sources), lists)
+
+    def release_prepared(self, prepared: Prepared) -> None:
+        """Let go of a prepared list; see `Transport.release_prepared`."""
+        assert isinstance(prepared, PreparedList)
+        with self._outbox_lock:
+            lists, prepared.content = prepared.content, None
+            for descriptors in () if lists is None or self._closed else lists:
+                with self._ours("NIXL cannot let go of a prepared list"):
+                    descriptors.release()
+
+    def draft(self, peer: str, pieces: Pieces | Part, notice: bytes) -> NixlWrite:
+        """Let NIXL look up all of one write; see `Transport.draft`."""
+        check_notice(notice)
+        with self._outbox_lock:
+            known = self._peer(peer)
+            write = NixlWrite(known, self._handle(known, pieces, notice), notice)
+            self._writes.add(write)
+            return write
 
     def start(self, write: Write) -> None:
-        """Begin a drafted write; see `DraftingTransport.start`."""
+        """Begin a drafted write; see `Transport.start`. Over shared memory it has copied when this returns."""
         assert isinstance(write, NixlWrite)
-        with self._gate, self._outbox_lock:
-            self._launch(write)
-
-    def drop(self, write: Write) -> None:
-        """Give a draft back; see `DraftingTransport.drop`."""
-        assert isinstance(write, NixlWrite)
-        with self._outbox_lock:
-            if not self._closed:
-                self._give_up(write)
+        with self._gate:
+            self._begin(write)
 
     def state(self, write: Write) -> WriteState:
         """Drive the outbox and return the state of `write`; see `Transport.state`."""
@@ -241,6 +236,7 @@ class NixlTransport:
         assert isinstance(write, NixlWrite)
         with self._outbox_lock:
             self._refresh(write)
+            write.withdraw()
             if write.state is WriteState.OPEN or write.handle is None:
                 return write.settled
             try:
@@ -250,7 +246,6 @@ class NixlTransport:
                 return False
             write.handle = None
             self._writes.discard(write)
-            write.settled = write.state is WriteState.DONE or write.peer.wire is Wire.SHARED_MEMORY
             return write.settled
 
     def notices(self) -> list[tuple[str, bytes]]:
@@ -258,85 +253,28 @@ class NixlTransport:
         with self._inbox_lock:
             self._check_open()
             self._drain_inbox()
-            arrived, self._arrived = self._arrived, []
-            return arrived
+            return self._arrivals.take()
 
     def probe_wire(self, peer: str, source: int, target: int, length_bytes: int) -> Wire:
         """Write once and read the kernel's counters; see `Transport.probe_wire`.
 
-        Other posts wait meanwhile, and writes that are open are brought to their end first, so that the counters
+        Other writes do not begin meanwhile, and those that are open are brought to their end first, so that the counters
         show the probe alone. Both inboxes are driven, so that two workers may probe each other at once.
         Unknown if that takes too long, and for anything that these counters cannot prove.
         """
         with self._gate:
-            known = self._peers.get(peer)
+            known = self._peer(peer)
 
             def begin() -> NixlWrite:
-                return self._begin(peer, row(source), row(target), row(length_bytes), b"")
+                write = self.draft(peer, Pieces.one(source, target, length_bytes), b"")
+                self._begin(write)
+                return write
 
-            same_host = known is not None and known.same_host
-            wire = find_wire(self, begin, self._settle_open, length_bytes, same_host=same_host)
-            if known is not None:
-                if self._device_index >= 0 and wire is Wire.SHARED_MEMORY:
-                    wire = find_device_wire(self, begin, length_bytes, (self._device, known.device))
-                known.wire = wire
-            return wire
-
-    def prepare(
-        self,
-        peer: str,
-        sources: Addresses,
-        targets: Addresses,
-        lengths: Addresses,
-    ) -> NixlPrepared:
-        """Let NIXL look up n pieces once; see `PreparingTransport.prepare`."""
-        assert len(sources) == len(targets) == len(lengths) >= 1
-        with self._outbox_lock:
-            known = self._peer(peer)
-            try:
-                source_list = self._outbox.prep_xfer_dlist(
-                    "NIXL_INIT_AGENT", *rows_of(sources, lengths, self._device_index)
-                )
-                target_list = self._outbox.prep_xfer_dlist(
-                    known.nixl_name, *rows_of(targets, lengths, known.device_index)
-                )
-            except self._errors as error:
-                raise TransportError(f"NIXL cannot prepare {len(sources)} pieces for peer {peer!r}: {error}") from error
-            return NixlPrepared(known.nixl_name, source_list, target_list, len(sources))
-
-    def post_prepared(self, peer: str, prepared: Prepared, indices: npt.NDArray[np.int32], notice: bytes) -> NixlWrite:
-        """Begin one write of prepared pieces; see `PreparingTransport.post_prepared`."""
-        assert isinstance(prepared, NixlPrepared)
-        check_notice(notice)
-        with self._gate, self._outbox_lock:
-            known = self._peer(peer)
-            if prepared.source_list is None or prepared.nixl_name != known.nixl_name:
-                raise TransportError(
-                    f"NIXL list was prepared for another life of peer {peer!r}, or released: prepare again"
-                )
-            try:
-                handle = self._outbox.make_prepped_xfer(
-                    "WRITE", prepared.source_list, indices, prepared.target_list, indices, notice
-                )
-            except self._errors as error:
-                raise TransportError(
-                    f"NIXL refuses {len(indices)} prepared pieces for peer {peer!r}: {error}"
-                ) from error
-            return self._launch(NixlWrite(known, handle, notice))
-
-    def release_prepared(self, prepared: Prepared) -> None:
-        """Let go of a prepared list; see `PreparingTransport.release_prepared`."""
-        assert isinstance(prepared, NixlPrepared)
-        with self._outbox_lock:
-            lists = (prepared.source_list, prepared.target_list)
-            prepared.source_list = prepared.target_list = None
-            for descriptors in lists:
-                if descriptors is None or self._closed:
-                    continue
-                try:
-                    descriptors.release()
-                except self._errors as error:
-                    raise TransportError(f"NIXL cannot let go of a prepared list: {error}") from error
+            devices = (self._device, known.device) if self._device_index >= 0 else None
+            known.wire = find_wire(
+                self, begin, self._is_any_open, length_bytes, same_host=known.same_host, devices=devices
+            )
+            return known.wire
 
     def close(self) -> None:
         """Let go of everything; open writes are given up and may still land. Idempotent."""
@@ -356,39 +294,36 @@ class NixlTransport:
             # NIXL agents close when their last reference goes; registered memory goes with them.
             self._inbox = self._outbox = None
 
-    def _begin(self, peer: str, sources: Addresses, targets: Addresses, lengths: Addresses, notice: bytes) -> NixlWrite:
-        with self._outbox_lock:
-            return self._launch(self._drafted(peer, sources, targets, lengths, notice))
-
-    def _drafted(
-        self, peer: str, sources: Addresses, targets: Addresses, lengths: Addresses, notice: bytes
-    ) -> NixlWrite:
+    def _handle(self, peer: NixlPeer, pieces: Pieces | Part, notice: bytes) -> Any:
+        """Return NIXL's handle of a write that has not begun. Called with the outbox's lock."""
+        if isinstance(pieces, Part):
+            near, far = self._content(pieces.prepared, peer)
+            indices = pieces.indices
+            with self._ours(f"NIXL refuses {len(indices)} prepared pieces for peer {peer.name!r}"):
+                return self._outbox.make_prepped_xfer("WRITE", near, indices, far, indices, notice)
+        sources, targets, lengths = pieces
         assert len(sources) == len(targets) == len(lengths) >= 1
-        check_notice(notice)
-        known = self._peer(peer)
-        try:
-            source_list = self._outbox.get_xfer_descs(*rows_of(sources, lengths, self._device_index))
-            target_list = self._outbox.get_xfer_descs(*rows_of(targets, lengths, known.device_index))
-            handle = self._outbox.initialize_xfer("WRITE", source_list, target_list, known.nixl_name, notice)
-        except self._errors as error:
-            raise TransportError(
-                f"NIXL refuses {len(sources)} pieces for peer {peer!r}: {error}; is the memory registered on both sides?"
-            ) from error
-        return NixlWrite(known, handle, notice)
+        with self._ours(
+            f"NIXL refuses {len(sources)} pieces for peer {peer.name!r} (is the memory registered on both sides?)"
+        ):
+            near = self._outbox.get_xfer_descs(*rows_of(sources, lengths, self._device_index))
+            far = self._outbox.get_xfer_descs(*rows_of(targets, lengths, peer.device_index))
+            return self._outbox.initialize_xfer("WRITE", near, far, peer.nixl_name, notice)
 
-    def _launch(self, write: NixlWrite) -> NixlWrite:
-        self._writes.add(write)
-        if self._closed:
-            self._fail(write, "the transport was closed")
-            return write
-        try:
-            said = self._outbox.transfer(write.handle, write.notice)
-        except self._errors as error:
-            # NIXL does not say whether a part of it left, so this is a write that failed, not one that never began.
-            self._fail(write, str(error))
-            return write
-        self._judge(write, said)
-        return write
+    def _begin(self, write: NixlWrite) -> None:
+        """Start a draft. Called with the gate."""
+        with self._outbox_lock:
+            write.begin()
+            if gone := self._why_gone(write.peer):
+                write.fail(gone, settled=True)
+                return
+            try:
+                said = self._outbox.transfer(write.handle, write.notice)
+            except self._errors as error:
+                # NIXL does not say whether a part of it left, so this is a write that failed, not one that never began.
+                self._fail(write, str(error))
+                return
+            self._judge(write, said)
 
     def _refresh(self, write: NixlWrite) -> None:
         if write.state is not WriteState.OPEN:
@@ -405,45 +340,31 @@ class NixlTransport:
 
     def _judge(self, write: NixlWrite, said: str) -> None:
         if said == "DONE":
-            write.state = WriteState.DONE
+            write.complete()
         elif said != "PROC":
             self._fail(write, f"NIXL said {said}")
 
-    def _fail(self, write: NixlWrite, error: str) -> None:
-        write.state = WriteState.FAILED
-        write.error = f"NIXL write to peer {write.peer.name!r}: {error}"
+    def _fail(self, write: NixlWrite, why: str) -> None:
+        write.fail(why, settled=write.peer.wire is Wire.SHARED_MEMORY)
         self._has_failed = True
 
-    def _settle_open(self, deadline_ns: int) -> bool:
-        """Drive both agents until no write is open. False if the deadline came first."""
-        while True:
-            with self._outbox_lock:
-                for write in self._writes:
-                    self._refresh(write)
-                if all(write.state is not WriteState.OPEN for write in self._writes):
-                    return True
-            with self._inbox_lock:
-                self._drain_inbox()
-            if time.monotonic_ns() >= deadline_ns:
+    def _is_any_open(self) -> bool:
+        """Drive both agents once, and return whether a write is still open."""
+        with self._outbox_lock:
+            for write in self._writes:
+                self._refresh(write)
+            if all(write.state is not WriteState.OPEN for write in self._writes):
                 return False
-            # The target may share this core; without a pause it would run only when our time slice ends.
-            time.sleep(_POLL_PAUSE_S)
+        with self._inbox_lock:
+            self._drain_inbox()
+        return True
 
     def _drain_inbox(self) -> None:
-        try:
+        with self._ours("NIXL gives no notices"):
             fresh = self._inbox.get_new_notifs()
-        except self._errors as error:
-            raise TransportError(f"NIXL gives no notices: {error}") from error
         for sender, notices in fresh.items():
-            self._sort_notices([(sender, notice) for notice in notices])
-
-    def _sort_notices(self, notices: list[tuple[str, bytes]]) -> None:
-        for sender, notice in notices:
-            peer = self._senders.get(sender)
-            if peer is not None:
-                self._arrived.append((peer, notice))
-            elif sender not in self._forgotten:
-                self._unclaimed.append((sender, notice))
+            for notice in notices:
+                self._arrivals.land(sender, notice)
 
     def _drain_outbox(self) -> None:
         deadline_ns = time.monotonic_ns() + _CLOSE_PROGRESS_LIMIT_NS
@@ -455,8 +376,9 @@ class NixlTransport:
             time.sleep(_POLL_PAUSE_S)
 
     def _give_up(self, write: NixlWrite) -> None:
+        """Let go of a write at the end; a draft may still be started, and fails then."""
         if write.state is WriteState.OPEN:
-            self._fail(write, "the transport was closed")
+            write.fail("the transport was closed", settled=False)
         try:
             write.handle.release()
         except self._errors as error:
@@ -464,8 +386,7 @@ class NixlTransport:
         write.handle = None
 
     def _remove(self, peer: NixlPeer) -> None:
-        self._senders.pop(outbox_name(peer.nixl_name), None)
-        self._forgotten.append(outbox_name(peer.nixl_name))
+        self._arrivals.part(outbox_name(peer.nixl_name))
         try:
             self._outbox.remove_remote_agent(peer.nixl_name)
             # Nobody drives the outbox of a worker that writes nothing: it would keep a connection to each peer that was.
@@ -474,13 +395,10 @@ class NixlTransport:
             # Forgotten on our side all the same; NIXL raises for a peer that it dropped by itself when it died.
             logging.getLogger(__name__).debug("NIXL on removing peer %s: %s", peer.name, error)
 
-    def _peer(self, name: str) -> NixlPeer:
-        self._check_open()
-        peer = self._peers.get(name)
-        if peer is None:
-            raise TransportError(f"NIXL peer {name!r} is not connected: connect its metadata first")
-        return peer
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise TransportError(f"NIXL transport {self.name!r} is closed", reason=Reason.SHUTTING_DOWN)
+    @contextmanager
+    def _ours(self, what: str) -> Iterator[None]:
+        """Turn NIXL's errors into ours, which say what NIXL did not do."""
+        try:
+            yield
+        except self._errors as error:
+            raise TransportError(f"{what}: {error}") from error

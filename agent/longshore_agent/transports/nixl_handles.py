@@ -1,4 +1,4 @@
-"""What the transport over NIXL keeps of peers, writes and prepared lists. Values only; made and guarded by nixl.py."""
+"""What the transport over NIXL keeps of peers and writes. Values only; made and guarded by nixl.py."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from typing import Any
 
 import msgspec
 
-from longshore_agent.transports.base import Wire, WriteState
+from longshore_agent.transports.base import Wire
+from longshore_agent.transports.writes import OneWrite
 
 
 class NixlPeer(msgspec.Struct):
     """One peer in one of its lives."""
 
     name: str
+    life: str
     nixl_name: str
     blob: bytes
     same_host: bool
@@ -21,27 +23,17 @@ class NixlPeer(msgspec.Struct):
     wire: Wire = Wire.UNKNOWN
 
 
-class NixlWrite:
-    """One write, drafted or posted. Its fields are guarded by the transport's outbox lock."""
+class NixlWrite(OneWrite[NixlPeer]):
+    """One write. Its fields are guarded by the transport's outbox lock."""
 
-    __slots__ = ("error", "handle", "notice", "peer", "settled", "state")
+    __slots__ = ("handle", "notice")
 
     def __init__(self, peer: NixlPeer, handle: Any, notice: bytes) -> None:
-        self.peer = peer
+        super().__init__(peer)
         self.handle = handle
         self.notice = notice
-        self.state = WriteState.OPEN
-        self.error = ""
-        self.settled = False
 
-
-class NixlPrepared:
-    """Descriptor lists of both sides that NIXL has looked up; belongs to one life of one peer."""
-
-    __slots__ = ("count", "nixl_name", "source_list", "target_list")
-
-    def __init__(self, nixl_name: str, source_list: Any, target_list: Any, count: int) -> None:
-        self.nixl_name = nixl_name
-        self.source_list = source_list
-        self.target_list = target_list
-        self.count = count
+    @property
+    def title(self) -> str:
+        """What errors call it."""
+        return f"NIXL {super().title}"

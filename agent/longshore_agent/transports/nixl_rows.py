@@ -6,7 +6,8 @@ Called by nixl.py only.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
+
+from longshore_agent.transports.base import Addresses
 
 
 def kind_of(device_index: int) -> tuple[str, int]:
@@ -15,8 +16,8 @@ def kind_of(device_index: int) -> tuple[str, int]:
 
 
 def rows_of(
-    addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64], device_index: int
-) -> tuple[npt.NDArray[np.uint64] | list[tuple[int, int, int]], str]:
+    addresses: Addresses, lengths: Addresses, device_index: int
+) -> tuple[Addresses | list[tuple[int, int, int]], str]:
     """Return [n, 3] pieces, as NIXL takes them, and the kind of memory that they are in."""
     kind, device = kind_of(device_index)
     if len(addresses) == 1:

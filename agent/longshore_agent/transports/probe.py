@@ -1,7 +1,7 @@
-"""The probe write that finds out a wire, and what every transport asks of a notice.
+"""The probe write that finds out a wire.
 
 Called by the transports that go through the kernel's counters; knows no library. While it runs, its caller keeps all
-other posts away.
+other writes from beginning.
 """
 
 from __future__ import annotations
@@ -9,55 +9,60 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import numpy as np
-import numpy.typing as npt
-
 from longshore_agent.errors import TransportError
 from longshore_agent.transports import wires
-from longshore_agent.transports.base import NOTICE_BYTES_MAX, Transport, Wire, Write, WriteState
+from longshore_agent.transports.base import Transport, Wire, Write, WriteState
+from longshore_agent.transports.device_wire import find_device_wire
 
 # What `Transport.probe_wire` may take.
 _LIMIT_NS = 5_000_000_000
+_POLL_PAUSE_S = 0.0001
 
 
 def find_wire(
     transport: Transport,
     begin: Callable[[], Write],
-    settle_open: Callable[[int], bool],
+    is_any_open: Callable[[], bool],
     length_bytes: int,
     *,
     same_host: bool,
+    devices: tuple[str, str] | None,
 ) -> Wire:
     """Bring open writes to their end, write once alone, and return what the kernel's counters say carried it.
 
+    Of GPUs' memory they show only that nothing went over a network; then its speed tells.
+
     Args:
-        begin: posts the write of `length_bytes`.
-        settle_open: drives the transport until no write is open; False if the deadline (monotonic ns) came first.
+        begin: drafts and starts the write of `length_bytes`.
+        is_any_open: drives the transport once, and tells whether a write is still open.
         same_host: whether the peer runs under this kernel.
+        devices: of GPUs' memory, as of `find_device_wire`; None: it is the host's.
     Raises:
         TransportError: the write failed. Unknown is returned if all that takes too long, and for anything that
             the counters cannot prove.
     """
     deadline_ns = time.monotonic_ns() + _LIMIT_NS
-    if not settle_open(deadline_ns):
+    if not _settle(is_any_open, deadline_ns):
         return Wire.UNKNOWN
     before = wires.count()
     write = begin()
-    if not settle_open(deadline_ns):
+    if not _settle(is_any_open, deadline_ns):
         return Wire.UNKNOWN
     done = transport.state(write) is WriteState.DONE
     transport.release(write)
     if not done:
         raise TransportError(f"{transport.backend} probe failed: {write.error}")
-    return wires.carried(before, wires.count(), length_bytes, same_host=same_host)
+    wire = wires.carried(before, wires.count(), length_bytes, same_host=same_host)
+    if devices is not None and wire is Wire.SHARED_MEMORY:
+        return find_device_wire(transport, begin, length_bytes, devices)
+    return wire
 
 
-def row(value: int) -> npt.NDArray[np.uint64]:
-    """Return one address or length as `post` takes it."""
-    return np.array([value], dtype=np.uint64)
-
-
-def check_notice(notice: bytes) -> None:
-    """Raise TransportError if a notice is too long."""
-    if len(notice) > NOTICE_BYTES_MAX:
-        raise TransportError(f"notice takes {len(notice)} bytes: give at most {NOTICE_BYTES_MAX}")
+def _settle(is_any_open: Callable[[], bool], deadline_ns: int) -> bool:
+    """Drive a transport until no write is open. False if the deadline came first."""
+    while is_any_open():
+        if time.monotonic_ns() >= deadline_ns:
+            return False
+        # The target may share this core; without a pause it would run only when our time slice ends.
+        time.sleep(_POLL_PAUSE_S)
+    return True

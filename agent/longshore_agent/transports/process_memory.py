@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from longshore_agent.errors import TransportError
+from longshore_agent.transports.base import Addresses
 
 # The kernel's limit of pieces a call, and a size below its limit of bytes a call (2 GiB less one page).
 _PIECES_A_CALL = 1024
@@ -33,8 +33,6 @@ _LIBC.process_vm_writev.argtypes = [
     ctypes.c_ulong,
     ctypes.c_ulong,
 ]
-
-Addresses = npt.NDArray[np.uint64]
 
 
 def start_time(pid: int) -> int:

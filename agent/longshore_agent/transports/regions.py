@@ -1,6 +1,6 @@
 """Registered memory as a transport knows it: which pieces lie inside it.
 
-Called by mooncake.py and loopback.py, because what is below them does not look: it reads any source.
+Used by mooncake.py, loopback.py and writes.py: what is below those two transports reads any source.
 Pure arithmetic.
 """
 
@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-import numpy.typing as npt
 
-Addresses = npt.NDArray[np.uint64]
+from longshore_agent.transports.base import Addresses
 
 
 class Regions:
@@ -49,3 +48,31 @@ class Regions:
         fits = known & (lengths <= sizes)
         fits &= addresses - self._starts[place] <= np.where(fits, sizes - lengths, np.uint64(0))
         return None if fits.all() else int(np.argmin(fits))
+
+
+class OwnMemory:
+    """Memory that is registered here, by token.
+
+    Attributes:
+        regions: all of it, replaced as a whole with each change.
+    """
+
+    def __init__(self) -> None:
+        self.regions = Regions()
+        self._ranges: dict[int, tuple[int, int]] = {}
+        self._next_token = 1
+
+    def add(self, address: int, length_bytes: int) -> int:
+        """Return the token of another range. Raises ValueError as `Regions` does."""
+        self.regions = Regions([*self.regions.ranges, (address, length_bytes)])
+        token = self._next_token
+        self._next_token += 1
+        self._ranges[token] = (address, length_bytes)
+        return token
+
+    def remove(self, token: int) -> tuple[int, int] | None:
+        """Forget a range and return it; None: there is none of that token."""
+        region = self._ranges.pop(token, None)
+        if region is not None:
+            self.regions = Regions(self._ranges.values())
+        return region

@@ -8,7 +8,7 @@ from __future__ import annotations
 import resource
 from pathlib import Path
 
-from longshore_agent.path.jobs import WriteJob
+from longshore_agent.pipeline.slabs import OutboundSlab
 from longshore_agent.settings import Settings
 from longshore_agent.worker.moving import Mover
 from longshore_wire.peer_messages import RoomKey
@@ -31,7 +31,7 @@ class WorkerHealth:
         self._disconnected_count = 0
         self._ports_look_ns = 0
         # Writes that outlive their rooms, and since when; a lane has one each, a GPU a few.
-        self._overtaken: list[tuple[WriteJob, int]] = []
+        self._overtaken: list[tuple[OutboundSlab, int]] = []
 
     @property
     def due_ns(self) -> int | None:
@@ -61,11 +61,12 @@ class WorkerHealth:
 
         One that somebody waits for is not judged here: decode fails its room when nothing lands, and an engine by its own limit.
         """
-        known = {id(job): since_ns for job, since_ns in self._overtaken}
-        self._overtaken = [(job, known.get(id(job), now_ns)) for job in self._mover.parts.held() if job.cancelled]
-        for job, since_ns in self._overtaken:
+        known = {id(slab): since_ns for slab, since_ns in self._overtaken}
+        writing = self._mover.parts.runner.writing()
+        self._overtaken = [(slab, known.get(id(slab), now_ns)) for slab in writing if slab.cancelled]
+        for slab, since_ns in self._overtaken:
             if now_ns - since_ns >= self._settings.write_timeout_ns:
-                peer = job.effect.peer
+                peer = slab.effect.peer
                 return (
                     f"a write to rank {peer.rank} of {peer.instance} has not ended for {self._settings.write_timeout_s:g} s"
                     f" after its room was given up"

@@ -39,17 +39,17 @@ from longshore_agent.control.node_link import (
 )
 from longshore_agent.control.peer_net import PeerNet
 from longshore_agent.errors import DeviceError, TransportError
-from longshore_agent.path.admit import Desk
-from longshore_agent.path.finish import count_ended, ended_event, released_event
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.worker import ending
 from longshore_agent.worker.config import WorkerConfig
+from longshore_agent.worker.engine_requests import EngineRequests
 from longshore_agent.worker.health import WorkerHealth
 from longshore_agent.worker.heap import WorkerHeap
 from longshore_agent.worker.moving import Mover
-from longshore_agent.worker.near_writes import shown_parts
+from longshore_agent.worker.neighbour_pools import shown_parts
 from longshore_agent.worker.pace import WorkerPace
+from longshore_agent.worker.room_events import count_ended, ended_event, released_event
 from longshore_agent.worker.status import WorkerParts, encode_snapshot
 from longshore_wire.effects import (
     Dial,
@@ -62,6 +62,7 @@ from longshore_wire.effects import (
     ProbeLiveness,
     RoomEnded,
     RoomReleased,
+    Send,
     StartScatter,
     StartWrite,
 )
@@ -91,7 +92,6 @@ class Worker:
         self._link = link
         self._probes = LivenessProbes()
         self._engine_error = ""
-        self._gone: list[tuple[PeerId, int]] = []
         self._stop_ns: int | None = None
         self._retire_ns: int | None = None
         self._due_ns = 0
@@ -105,13 +105,15 @@ class Worker:
         self._pace = WorkerPace(self.mover, self.sessions, time.monotonic_ns())
         self._health = WorkerHealth(settings, self.mover, target)
         self._heap = WorkerHeap(now_ns)
-        self.desk = Desk(config.layout, self.mover.parts.transport, source, target, device=self.mover.parts.device)
-        self.desk.prepare, self.desk.admit = self.mover.prepare, self.mover.admit
+        self.requests = EngineRequests(
+            config.layout, self.mover.parts.transport, source, target, device=self.mover.parts.device
+        )
+        self.requests.prepare, self.requests.admit = self.mover.prepare, self.mover.admit
         keys = read_ring(Path(settings.keys_directory)) if settings.keys_directory else None
         route = f"{config.instance}/{config.layout.parallel.dp_rank}/{config.layout.rank}/{config.epoch}"
         self.net = PeerNet(settings.bind_host, config.port, route, keys, self.mover.parts.ports.admit)
         self._describe()
-        for descriptor in (link.fileno(), self.mover.results.wake):
+        for descriptor in (link.fileno(), self.mover.ends.wake):
             self.net.poller.register(descriptor, 1)
         link.send(Started(self.net.address, config.epoch, session_config.agent))
 
@@ -144,11 +146,11 @@ class Worker:
         if ended:
             # Who waits for those bytes, perhaps at another GPU, is told before anything else is done here.
             self._take_results(now_ns)
-            self.mover.hurry()
+            self._flush(now_ns)
         for message, descriptor in self._link.receive() if self._link.fileno() in ready else ():
             self._obey(message, descriptor, now_ns)
         # Before a peer says that it has written where nothing is.
-        self.desk.fail_torn(now_ns)
+        self.requests.fail_torn(now_ns)
         for half, peer, peer_message in self.net.receive(ready):
             if half in self.sessions:
                 self.sessions[half].receive(peer, peer_message, now_ns)
@@ -161,7 +163,7 @@ class Worker:
         for peer, epoch in self.mover.drained(now_ns):
             assert self.target is not None
             self.target.writer_drained(peer, epoch, now_ns)
-        if self.mover.results.wake in ready:
+        if self.mover.ends.wake in ready:
             self.mover.collect()
         self._take_results(now_ns)
         if self._stop_ns is None:
@@ -182,7 +184,7 @@ class Worker:
 
     def _flush(self, now_ns: int) -> None:
         """Carry out what the cores ask for, until they ask for nothing more."""
-        if self.desk.pools_changed:
+        if self.requests.pools_changed:
             self._describe()
         asked = True
         while asked:
@@ -190,35 +192,27 @@ class Worker:
             for half, session in self.sessions.items():
                 effects = session.take_effects()
                 asked = asked or bool(effects)
-                # A target wakes by the message of the first of many writes that begin here, which take a while to begin.
-                first = next((at for at, effect in enumerate(effects) if isinstance(effect, StartWrite)), len(effects))
-                for effect in effects[: first + 1]:
+                for effect in effects:
                     self._apply(half, session, effect, now_ns)
-                for peer, message in session.take_outbox():
-                    self.net.send(half, peer, message)
                 self.mover.hurry()
-                for effect in effects[first + 1 :]:
-                    self._apply(half, session, effect, now_ns)
-        # Only now: what was to be said to them has been sent.
-        for peer, epoch in self._gone:
-            self.net.forget(peer, epoch)
-        self._gone.clear()
-        for answer in self.desk.take_left():
+        for answer in self.requests.take_left():
             self._tell(answer)
         self._tell_taken()
         if self._link.wants_write:
             self._link.flush()
 
     def _apply(self, half: Half, session: Session, effect: Effect, now_ns: int) -> None:
-        if isinstance(effect, StartWrite):
+        if isinstance(effect, Send):
+            self.net.send(half, effect.peer, effect.message)
+        elif isinstance(effect, StartWrite):
             assert self.source is not None
-            self.mover.start_write(effect, self.desk, self.source, now_ns)
+            self.mover.start_write(effect, self.requests, self.source, now_ns)
         elif isinstance(effect, StartScatter):
-            self.mover.start_scatter(effect, self.desk, now_ns)
+            self.mover.start_scatter(effect, self.requests, now_ns)
         elif isinstance(effect, RoomEnded):
             self._room_ended(effect)
         elif isinstance(effect, RoomReleased):
-            opened = self.desk.release(effect.half, effect.key)
+            opened = self.requests.release(effect.half, effect.key)
             self.mover.forget(effect.half, effect.key)
             if opened:
                 self._tell(released_event(effect))
@@ -244,7 +238,7 @@ class Worker:
         known = session.peers.get(effect.peer)
         revoked = self.mover.disconnect(half, effect.peer, known.wire if known is not None else "")
         if half is Half.SOURCE:
-            self._gone.append((effect.peer, effect.epoch))
+            self.net.forget(effect.peer, effect.epoch)
             return
         self.net.shut_out(effect.peer)
         if revoked and self.target is not None:
@@ -258,9 +252,9 @@ class Worker:
             self.target.refuse(effect.peer, error.reason, str(error), now_ns)
 
     def _room_ended(self, effect: RoomEnded) -> None:
-        effect = self.desk.explained(effect)
+        effect = self.requests.explained(effect)
         count_ended(self.metrics, effect)
-        if (effect.half, effect.key) in self.desk.tables:
+        if (effect.half, effect.key) in self.requests.tables:
             # An engine that has not come with the room yet is refused when it does: it must not be told twice.
             self._tell(ended_event(effect))
         if effect.reason is not Reason.NONE:
@@ -269,10 +263,9 @@ class Worker:
             self._link.send(RoomFailed(effect.half, effect.key, effect.reason, effect.text))
 
     def _take_results(self, now_ns: int) -> None:
-        self.desk.fail_torn(now_ns)
+        self.requests.fail_torn(now_ns)
         for half, session in self.sessions.items():
-            for peer, message in self.mover.take_results(half, session, now_ns):
-                self.net.send(half, peer, message)
+            self.mover.take_results(half, session, now_ns)
 
     def _check_health(self, now_ns: int) -> None:
         """End this life where only its end, or the next one's fresh memory, can help: after the rooms that are open."""
@@ -282,10 +275,10 @@ class Worker:
                 return
             _log.warning("this worker takes no new rooms and will be replaced: %s", text)
             self._retire_ns = now_ns + round(self.settings.drain_s * 1e9)
-            self.desk.closing = text
+            self.requests.closing = text
             self._link.send(Retiring(text))
         if now_ns >= self._retire_ns or not any(session.unfinished for session in self.sessions.values()):
-            self._leave(Reason.WORKER_LOST, self.desk.closing, now_ns)
+            self._leave(Reason.WORKER_LOST, self.requests.closing, now_ns)
 
     def _take_notices(self, now_ns: int) -> bool:
         """Take what the transport tells of bytes; return whether it told of any."""
@@ -318,7 +311,7 @@ class Worker:
             if self.engine.outbox_count:
                 self.engine.flush()
             for message, descriptors in self.engine.receive() if self.engine.fileno() in ready else ():
-                answer = self.desk.handle(message, descriptors, now_ns)
+                answer = self.requests.handle(message, descriptors, now_ns)
                 if isinstance(answer, Refused):
                     self.net.counters[f"refused.{answer.reason.name}"] += 1
                 if answer is not None:
@@ -355,7 +348,7 @@ class Worker:
         if self.mover.parts.device is not None:
             ending.end_at_the_latest()
         self._flush(now_ns)
-        unmapped = [self.desk.let_go(pool) for pool in list(self.desk.pools)]
+        unmapped = [self.requests.let_go(pool) for pool in list(self.requests.pools)]
         self._tell_taken()
         if not all(unmapped):
             self._stop_by(now_ns + ending.FAREWELL_MAPPED_NS)
@@ -367,7 +360,7 @@ class Worker:
         if not self.mover.failure:
             _log.critical("the device of this worker has failed: %s", text)
             self.mover.fail(text)
-            self.desk.closing = text
+            self.requests.closing = text
             self._link.send(Failed(text))
             ending.end_at_the_latest()
         self._leave(Reason.WORKER_LOST, text, now_ns)
@@ -408,31 +401,31 @@ class Worker:
                 session.fail_claimed(message.reason, message.text, now_ns)
         elif isinstance(message, Drain):
             self._stop_by(now_ns + round(message.limit_s * 1e9))
-            self.desk.closing, self.desk.finishes_claimed = "the agent stops", True
+            self.requests.closing, self.requests.finishes_claimed = "the agent stops", True
         elif isinstance(message, PoolSought):
             self._show_pool(message)
         elif isinstance(message, PoolGiven):
             given = message.region if descriptor is None else descriptor
-            self.mover.near.pool_given(message.owner, message.pool, message.count, given)
+            self.mover.neighbours.pool_given(message.owner, message.pool, message.count, given)
         elif isinstance(message, PoolGone):
-            self.mover.near.pool_gone(message.owner, message.pool)
+            self.mover.neighbours.pool_gone(message.owner, message.pool)
         elif isinstance(message, PoolFree):
-            for answer in self.desk.free(message.pool):
+            for answer in self.requests.free(message.pool):
                 self._tell(answer)
 
     def _ask_pool(self, owner: PeerId, number: int) -> None:
         self._link.send(PoolAsked(owner, number))
 
     def _show_pool(self, message: PoolSought) -> None:
-        pool = None if message.pool in self.desk.leaving else self.desk.pools.get(message.pool)
+        pool = None if message.pool in self.requests.leaving else self.requests.pools.get(message.pool)
         for shown, descriptor in shown_parts(pool, message):
             self._link.send(shown, descriptor)
 
     def _tell_taken(self) -> None:
-        for pool in self.desk.taken:
+        for pool in self.requests.taken:
             self._link.send(PoolTaken(pool))
-        self.desk.taken.clear()
-        for owner, pool in self.mover.near.take_unmapped():
+        self.requests.taken.clear()
+        for owner, pool in self.mover.neighbours.take_unmapped():
             self._link.send(PoolUnmapped(owner, pool))
 
     def _adopt(self, descriptor: int, now_ns: int) -> None:
@@ -460,8 +453,8 @@ class Worker:
         return is_idle or time.monotonic_ns() >= self._stop_ns
 
     def _describe(self) -> None:
-        self.desk.pools_changed = False
-        pools = {number: pool.info(number) for number, pool in self.desk.pools.items()}
+        self.requests.pools_changed = False
+        pools = {number: pool.info(number) for number, pool in self.requests.pools.items()}
         parts = self.mover.parts
         for session in self.sessions.values():
             session.describe(parts.transport.metadata(), parts.ring_region, pools, parts.probe_region, self.net.address)
@@ -477,7 +470,7 @@ class Worker:
             self.sessions,
             self.target,
             self.mover,
-            self.desk,
+            self.requests,
             self.net,
             self.engine,
         )
@@ -485,12 +478,12 @@ class Worker:
     def _close(self) -> None:
         # An engine takes the end of its connection as proof that nobody touches its pages: they are unmapped first.
         self.mover.finish_copies()
-        for pool in list(self.desk.pools):
-            self.desk.let_go(pool)
+        for pool in list(self.requests.pools):
+            self.requests.let_go(pool)
         ending.call_off()
         if self.engine is not None:
             self.engine.close()
-        if self.mover.parts.held():
+        if self.mover.parts.runner.writing():
             # A transport that does not end a write may not close either.
             ending.end_at_the_latest()
         # Peers take a port on which nobody listens as proof that no write of ours can land: the transport goes first.

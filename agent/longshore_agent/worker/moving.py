@@ -1,6 +1,6 @@
-"""A worker's jobs that are under way: it turns the cores' effects into jobs, and the results of jobs into their answers.
+"""Turns the cores' effects into slabs whose lives begin, and the ends of lives into answers to the cores.
 
-Used by the worker's control thread only. `parts` do the jobs; those of a GPU only while `drive` is called.
+Used by the worker's control thread only. The runner of `parts` runs the lives.
 """
 
 from __future__ import annotations
@@ -10,18 +10,15 @@ from collections.abc import Callable
 
 from longshore_agent.errors import DeviceError, TransportError
 from longshore_agent.memory.pools import KVPool
-from longshore_agent.path.admit import Desk
-from longshore_agent.path.deliver import ready_message
-from longshore_agent.path.jobs import (
+from longshore_agent.pipeline.slabs import (
+    End,
+    Ends,
+    InboundEnd,
+    InboundSlab,
+    OutboundEnd,
+    OutboundSlab,
     PageTable,
-    ProbeJob,
-    ProbeResult,
-    Result,
-    Results,
-    ScatterJob,
-    ScatterResult,
-    WriteJob,
-    WriteResult,
+    WireProbe,
 )
 from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics
@@ -30,34 +27,21 @@ from longshore_agent.transports.base import Wire
 from longshore_agent.transports.drain import Drain
 from longshore_agent.worker.config import WorkerConfig
 from longshore_agent.worker.ending import COPIES_LIMIT_S
-from longshore_agent.worker.near_writes import NearWrites
-from longshore_agent.worker.parts import Parts, nothing
+from longshore_agent.worker.engine_requests import EngineRequests
+from longshore_agent.worker.neighbour_pools import NeighbourPools
+from longshore_agent.worker.parts import Parts
 from longshore_agent.worker.peer_book import PeerBook
 from longshore_wire.addresses import main_address
 from longshore_wire.codec import PEER
 from longshore_wire.effects import DrainWriter, PeerAttached, PeerId, StartScatter, StartWrite
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import CodecError, Reason
-from longshore_wire.peer_messages import PeerMessage, RoomKey, WireFound
+from longshore_wire.names import UNKNOWN_WIRE
+from longshore_wire.peer_messages import PeerMessage, RoomKey
 from longshore_wire.plan import Way
 from longshore_wire.session import Session
 from longshore_wire.source_session import SourceSession
 from longshore_wire.target_session import TargetSession
-
-# Over these a control message tells the target that a slab has landed. NIXL's write over shared memory ends only when
-# the target has taken the notice of the write before it: a lane would wait for the target's next look, 1 ms and more.
-TOLD_WIRES = frozenset({Wire.SHARED_MEMORY.value})
-# A slab is over within microseconds on these: who waits for one does not sleep.
-SWIFT_WIRES = frozenset({Wire.CUDA_IPC.value, Wire.NVLINK.value})
-# NIXL's bytes over the kernel's TCP move only while their target looks for notices.
-DRIVEN_WIRES = frozenset({Wire.TCP.value})
-
-
-def _over_wire(session: SourceSession, peer: PeerId) -> list[RoomKey]:
-    """Return the rooms of which a transport is to bring slabs to a peer."""
-    known = session.peers.get(peer)
-    pairs = [(key, session.rooms[key].pairs[peer]) for key in known.rooms] if known is not None else []
-    return [key for key, pair in pairs if pair.route is not None and pair.way is not Way.DIRECT]
 
 
 class Mover:
@@ -72,49 +56,45 @@ class Mover:
         ask_pool: Callable[[PeerId, int], None],
     ) -> None:
         self.metrics = metrics
-        self.results = Results()
+        self.ends = Ends()
         self.unsettled = False
         self.disconnected_count = 0
         self.failure = ""  # of the device: see `fail`
         self.counters: Counter[str] = Counter()
         self._drains: dict[tuple[PeerId, int], Drain] = {}
         self._gives_directly = config.gives_directly(settings)
-        self.parts = Parts(config, settings, self.results, metrics, spans)
-        self.hurry: Callable[[], None] = self.parts.hurry
-        here = PeerId(config.instance, config.layout.parallel.dp_rank, config.layout.rank)
-        self.peers = PeerBook(here, settings.allowed_wires, self.results)
-        self._jobs: dict[tuple[Half, RoomKey], set[int]] = {}
-        self._by_id: dict[int, WriteJob | ScatterJob] = {}
-        self._taken: dict[Half, list[Result]] = {Half.SOURCE: [], Half.TARGET: []}
-        stages = self.parts.stages
-        self.near = NearWrites(
-            self.parts.device,
-            self.peers.attached,
-            self.results,
-            ask_pool,
-            self.parts.put_direct,
-            None if stages is None else stages.admit_target,
+        self.parts = Parts(config, settings, self.ends, metrics, spans)
+        self._runner, self._copier = self.parts.runner, self.parts.copier
+        self._is_source = Half.SOURCE in config.roles
+        self.peers = PeerBook()
+        self._slabs: dict[tuple[Half, RoomKey], dict[int, OutboundSlab | InboundSlab]] = {}
+        self._taken: dict[Half, list[End]] = {Half.SOURCE: [], Half.TARGET: []}
+        self.neighbours = NeighbourPools(
+            self.parts.device, self.peers.attached, self.ends, ask_pool, self._runner.send, self._copier
         )
 
-    # -- a GPU -----------------------------------------------------------------------------------------------------
+    # -- the runner ------------------------------------------------------------------------------------------------
 
     def fail(self, text: str) -> None:
-        """The device has failed or hangs: it is asked for nothing and given nothing any more, and its jobs do not end."""
-        self.failure, self.hurry = text, nothing
+        """The device has failed or hangs: it is asked for nothing and given nothing any more, and its lives do not end."""
+        self.failure = text
 
     def drive(self) -> bool:
-        """Begin and end what a GPU's jobs allow; return whether some have ended. Threads need nothing of it."""
+        """Resume lives that can go on; return whether some have ended."""
         if self.failure:
             return False
-        self.parts.turn(self._taken)
+        if self._runner.busy:
+            self._take(self._runner.turn())
         return bool(self._taken[Half.SOURCE] or self._taken[Half.TARGET])
+
+    def hurry(self) -> None:
+        """Between two other things that the thread does: let the wire go on."""
+        if not self.failure:
+            self._runner.hurry()
 
     def prepare(self, pool: KVPool) -> None:
         """A pool is about to be registered: do what no slab of it should wait for."""
-        if (stages := self.parts.stages) is not None:
-            stages.prepare(pool)
-            if self._gives_directly:
-                stages.prepare_direct(pool)
+        self._copier.prepare(pool, direct=self._gives_directly)
 
     def admit(self, pool: KVPool, table: PageTable, half: Half, ways: frozenset[Way] = frozenset()) -> None:
         """The pages of a half of a room, or more of them, are known.
@@ -122,12 +102,13 @@ class Mover:
         Args:
             ways: that a source's slabs will go, as far as they were claimed.
         """
-        if (stages := self.parts.stages) is None:
+        if not len(table.pages):
             return
         if half is Half.SOURCE and (Way.DIRECT in ways or (not ways and self._gives_directly)):
-            stages.admit_direct(pool, table)
+            self._copier.admit(pool, table.pages, table.first_page, to_write=False, direct=True)
         if not ways or ways - {Way.DIRECT}:
-            stages.admit(pool, table, half)
+            to_write = half is Half.TARGET
+            self._copier.admit(pool, table.pages, table.first_page, to_write=to_write, direct=False)
 
     # -- peers -----------------------------------------------------------------------------------------------------
 
@@ -139,9 +120,9 @@ class Mover:
             self.peers.unreached(half, effect.peer, error)
             raise
         first = self.peers.add(half, effect.peer, name, effect.attach)
-        lanes, probe = self.parts.lanes, effect.attach.probe
-        if half is Half.SOURCE and first and lanes is not None and probe is not None:
-            lanes.put(ProbeJob(effect.peer, name, probe, effect.attach.epoch))
+        probe = effect.attach.probe
+        if half is Half.SOURCE and first and self._is_source and probe is not None:
+            self._runner.probe(WireProbe(effect.peer, name, probe, effect.attach.epoch))
 
     def disconnect(self, half: Half, peer: PeerId, wire: str = Wire.UNKNOWN.value) -> bool:
         """Forget a peer; the other half may still need it.
@@ -153,7 +134,7 @@ class Mover:
         """
         name = self.peers.remove(half, peer)
         if half is Half.SOURCE:
-            self.near.pool_gone(peer)
+            self.neighbours.pool_gone(peer)
         if name is None:
             return False
         self.parts.transport.disconnect(name)
@@ -198,13 +179,12 @@ class Mover:
         room = source.rooms.get(key)
         pair = room.pairs.get(peer) if room is not None and not room.failed else None
         if pair is not None and pair.way is Way.DIRECT and pair.target_pages:
-            self.near.expect(peer, key.pool, pair.target_pages, pair.grid.first_token)
+            self.neighbours.expect(peer, key.pool, pair.target_pages, pair.grid.first_token)
 
-    # -- jobs ------------------------------------------------------------------------------------------------------
+    # -- slabs -----------------------------------------------------------------------------------------------------
 
-    def start_write(self, effect: StartWrite, desk: Desk, session: SourceSession, now_ns: int) -> None:
-        """Queue one slab for the lanes."""
-        assert self.parts.lanes is not None
+    def start_write(self, effect: StartWrite, requests: EngineRequests, session: SourceSession, now_ns: int) -> None:
+        """Begin the life of a slab at its source."""
         if self.failure:
             return
         name = self.peers.name(Half.SOURCE, effect.peer)
@@ -213,10 +193,6 @@ class Mover:
             session.cancel(effect.pair.key, why.reason, str(why), now_ns)
             session.write_failed(effect.peer, effect.pair, effect.slab, str(why), now_ns)
             return
-        if effect.way is not Way.DIRECT and (forbidden := self.peers.fault(effect.peer)):
-            session.cancel(effect.pair.key, Reason.WIRE_NOT_ALLOWED, forbidden, now_ns)
-            session.write_failed(effect.peer, effect.pair, effect.slab, forbidden, now_ns)
-            return
         attach = self.peers.attached[Half.SOURCE, effect.peer]
         if effect.way is Way.STAGED and attach.ring is None:
             text = (
@@ -224,69 +200,64 @@ class Mover:
             )
             session.write_failed(effect.peer, effect.pair, effect.slab, text, now_ns)
             return
-        target_pool = next((pool for pool in attach.pools if pool.pool == effect.pair.key.pool), None)
-        job = WriteJob(
+        known = session.peers.get(effect.peer)
+        wire = known.wire if known is not None else UNKNOWN_WIRE
+        slab = OutboundSlab(
             effect,
-            desk.pools[effect.pair.key.pool].pages,
-            desk.tables[Half.SOURCE, effect.pair.key],
+            requests.pools[effect.pair.key.pool].pages,
+            requests.tables[Half.SOURCE, effect.pair.key],
             name,
             attach.ring,
-            target_pool,
+            next((pool for pool in attach.pools if pool.pool == effect.pair.key.pool), None),
             attach.layout,
-            now_ns,
-            self.parts.transport.notifies and self.peers.wire(Half.SOURCE, effect.peer) not in TOLD_WIRES,
+            noticed=wire not in self.parts.transport.told,
         )
-        self._track(Half.SOURCE, effect.pair.key, job)
+        self._track(Half.SOURCE, slab)
         if effect.way is Way.DIRECT:
-            self.near.put(job)
-        elif not self.peers.waits(effect.peer, job):
-            self.parts.lanes.put(job)
+            self.neighbours.put(slab)
+        else:
+            self._runner.send(slab)
 
-    def start_scatter(self, effect: StartScatter, desk: Desk, now_ns: int) -> None:
-        """Queue one landed slab for the scatter threads."""
-        assert self.parts.scatterers is not None
+    def start_scatter(self, effect: StartScatter, requests: EngineRequests, now_ns: int) -> None:
+        """Begin the life of a slab that has landed."""
         if self.failure:
             return
         key = effect.pair.key
-        job = ScatterJob(effect, desk.pools[key.pool].pages, desk.tables[Half.TARGET, key], now_ns)
-        self._track(Half.TARGET, key, job)
-        self.parts.scatterers.put(job)
+        slab = InboundSlab(effect, requests.pools[key.pool].pages, requests.tables[Half.TARGET, key], now_ns)
+        self._track(Half.TARGET, slab)
+        self._runner.receive(slab)
 
     def cancel(self, half: Half, key: RoomKey) -> None:
-        """Let jobs of a room that have not begun be dropped: at once those that wait for a wire or a pool to be known."""
-        for number in self._jobs.get((half, key), ()):
-            self._by_id[number].cancelled = True
+        """Let slabs of a room that have not begun be dropped: at once those that wait for a pool to be mapped."""
+        for slab in self._slabs.get((half, key), {}).values():
+            slab.cancelled = True
         if half is not Half.SOURCE:
             return
-        self.peers.drop_given_up()
-        self.near.drop_given_up()
-        self.parts.drop_given_up()
+        self.neighbours.drop_cancelled()
+        self._runner.drop_cancelled()
 
     def forget(self, half: Half, key: RoomKey) -> None:
-        """A room is released: no job of it is left."""
-        self._jobs.pop((half, key), None)
+        """A room is released: no slab of it is left."""
+        self._slabs.pop((half, key), None)
 
     def collect(self) -> None:
-        """Take what lanes and scatter threads have handed over since the last time: when their descriptor is readable."""
-        for result in self.results.take():
-            where = Half.TARGET if isinstance(result, ScatterResult) else Half.SOURCE
-            self._taken[where].append(result)
+        """Take what threads have handed over since the last time: when their descriptor is readable."""
+        self._take(self.ends.take())
 
-    def take_results(self, half: Half, session: Session, now_ns: int) -> list[tuple[PeerId, PeerMessage]]:
-        """Tell a core what became of its jobs that were collected; return messages that must leave at once."""
+    def take_results(self, half: Half, session: Session, now_ns: int) -> None:
+        """Tell a core how its slabs ended that were collected."""
         taken, self._taken[half] = self._taken[half], []
-        messages: list[tuple[PeerId, PeerMessage]] = []
-        for result in taken:
-            if isinstance(result, ScatterResult):
+        for end in taken:
+            if isinstance(end, InboundEnd):
                 assert isinstance(session, TargetSession)
-                self._scattered(result, session, now_ns)
-            elif isinstance(result, WriteResult):
-                assert isinstance(session, SourceSession)
-                messages += self._written(result, session, now_ns)
+                self._landed(end, session, now_ns)
+                continue
+            assert isinstance(session, SourceSession)
+            if isinstance(end, OutboundEnd):
+                self._sent(end, session, now_ns)
             else:
-                assert isinstance(session, SourceSession)
-                messages += self._probed(result, session, now_ns)
-        return messages
+                self._runner.probed(end.probe)
+                session.wire_found(end.probe.peer, end.probe.epoch, end.wire, end.error, now_ns)
 
     def finish_copies(self) -> None:
         """Wait until a GPU touches no pages any more: some copies of a millisecond, where nothing is wrong with it.
@@ -296,53 +267,40 @@ class Mover:
         """
         if self.failure:
             raise DeviceError(self.failure)
-        if self.parts.stages is not None:
-            for job in self._by_id.values():
-                job.cancelled = True
-            self.parts.stop_device(COPIES_LIMIT_S)
-            self.drive()
+        self._runner.stop()
+        self._copier.wait(COPIES_LIMIT_S)
+        self.drive()
 
-    def _track(self, half: Half, key: RoomKey, job: WriteJob | ScatterJob) -> None:
-        self._by_id[id(job)] = job
-        self._jobs.setdefault((half, key), set()).add(id(job))
+    def _take(self, ends: list[End]) -> None:
+        for end in ends:
+            self._taken[Half.TARGET if isinstance(end, InboundEnd) else Half.SOURCE].append(end)
 
-    def _untrack(self, half: Half, key: RoomKey, job: WriteJob | ScatterJob) -> None:
-        self._by_id.pop(id(job), None)
-        self._jobs.get((half, key), set()).discard(id(job))
+    def _track(self, half: Half, slab: OutboundSlab | InboundSlab) -> None:
+        self._slabs.setdefault((half, slab.effect.pair.key), {})[id(slab)] = slab
 
-    def _written(self, result: WriteResult, session: SourceSession, now_ns: int) -> list[tuple[PeerId, PeerMessage]]:
-        job, effect = result.job, result.job.effect
-        self._untrack(Half.SOURCE, effect.pair.key, job)
-        if result.error:
-            self.unsettled = self.unsettled or not result.settled
-            session.write_failed(effect.peer, effect.pair, effect.slab, result.error, now_ns, settled=result.settled)
-            return []
-        if not result.dropped:
-            self.metrics.add("longshore_slabs_total", 1, half="source", way=effect.way.name.lower())
-        payload_bytes = 0 if result.dropped else effect.payload_bytes
-        session.write_done(effect.peer, effect.pair, effect.slab, payload_bytes, now_ns)
-        return [(effect.peer, ready_message(job))] if result.notify and not result.dropped else []
+    def _untrack(self, half: Half, slab: OutboundSlab | InboundSlab) -> None:
+        self._slabs.get((half, slab.effect.pair.key), {}).pop(id(slab), None)
 
-    def _scattered(self, result: ScatterResult, session: TargetSession, now_ns: int) -> None:
-        job, effect = result.job, result.job.effect
-        self._untrack(Half.TARGET, effect.pair.key, job)
-        if result.reason is not Reason.NONE and not result.dropped:
-            session.scatter_failed(effect.peer, effect.pair, effect.slab, result.reason, result.error, now_ns)
+    def _sent(self, end: OutboundEnd, session: SourceSession, now_ns: int) -> None:
+        slab, effect = end.slab, end.slab.effect
+        self._untrack(Half.SOURCE, slab)
+        if end.error:
+            self.unsettled = self.unsettled or not end.settled
+            session.write_failed(effect.peer, effect.pair, effect.slab, end.error, now_ns, settled=end.settled)
             return
-        if not result.dropped:
-            self.metrics.add("longshore_slabs_total", 1, half="target", way="staged")
-            self.metrics.observe("longshore_stage_seconds", (now_ns - job.landed_ns) / 1e9, stage="deliver")
-        session.scatter_done(effect.peer, effect.pair, effect.slab, effect.payload_bytes, now_ns)
+        if not end.dropped:
+            self.metrics.add("longshore_slabs_total", 1, half="source", way=effect.way.name.lower())
+        payload_bytes = 0 if end.dropped else effect.payload_bytes
+        notify = end.notify and not end.dropped
+        session.write_done(effect.peer, effect.pair, effect.slab, payload_bytes, now_ns, notify=notify)
 
-    def _probed(self, result: ProbeResult, session: SourceSession, now_ns: int) -> list[tuple[PeerId, PeerMessage]]:
-        job = result.job
-        self.parts.probed(job)
-        lanes, waiting = self.parts.lanes, self.peers.found(job, result.wire, result.error)
-        if waiting is None or lanes is None:
-            return []
-        if forbidden := self.peers.fault(job.peer):
-            for key in _over_wire(session, job.peer):
-                session.cancel(key, Reason.WIRE_NOT_ALLOWED, forbidden, now_ns)
-        for each in waiting:
-            lanes.put(each)
-        return [(job.peer, WireFound(session.config.epoch, job.epoch, result.wire))]
+    def _landed(self, end: InboundEnd, session: TargetSession, now_ns: int) -> None:
+        slab, effect = end.slab, end.slab.effect
+        self._untrack(Half.TARGET, slab)
+        if end.reason is not Reason.NONE and not end.dropped:
+            session.scatter_failed(effect.peer, effect.pair, effect.slab, end.reason, end.error, now_ns)
+            return
+        if not end.dropped:
+            self.metrics.add("longshore_slabs_total", 1, half="target", way="staged")
+            self.metrics.observe("longshore_stage_seconds", (now_ns - slab.landed_ns) / 1e9, stage="deliver")
+        session.scatter_done(effect.peer, effect.pair, effect.slab, effect.payload_bytes, now_ns)

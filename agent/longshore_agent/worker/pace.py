@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Mapping
 
-from longshore_agent.worker.moving import DRIVEN_WIRES, SWIFT_WIRES, TOLD_WIRES, Mover
+from longshore_agent.worker.moving import Mover
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Half
 from longshore_wire.peer_messages import PeerMessage
@@ -75,7 +75,7 @@ class WorkerPace:
             return []
         if now_ns < self._look_again_ns:
             return []
-        if all(peer.wire in TOLD_WIRES for peer in self._target.peers.values()):
+        if all(peer.wire in self._mover.parts.transport.told for peer in self._target.peers.values()):
             # Nothing is told this way, but the transport wants to be driven now and then.
             self._look_again_ns = now_ns + _TOLD_DRIVE_NS
         taken = self._mover.notices()
@@ -97,15 +97,16 @@ class WorkerPace:
             self._is_news, self._news_ns = False, now_ns
         quiet_ns = now_ns - self._news_ns
         hot = quiet_ns < _HOT_NS
-        if self._mover.parts.driven:
-            soon = hot or (self._mover.parts.copying and quiet_ns < _HOT_COPYING_NS)
+        runner = self._mover.parts.runner
+        if runner.busy:
+            soon = hot or (runner.copying and quiet_ns < _HOT_COPYING_NS)
             wait_ms = 0 if soon else min(wait_ms, 1)
         if hot and self._mover.parts.device is not None and self._target is not None and self._target.in_place_count:
             # A neighbour's copy: its message wakes this thread, but who is awake reads it sooner.
             return 0
         if self._target is not None and self._looks_for_notices(self._target, now_ns):
-            wires = {peer.wire for peer in self._target.peers.values()}
-            if wires & DRIVEN_WIRES or (hot and wires & SWIFT_WIRES):
+            transport, wires = self._mover.parts.transport, {peer.wire for peer in self._target.peers.values()}
+            if wires & transport.driven or (hot and wires & transport.swift):
                 return 0
             wait_ms = min(wait_ms, 1 if self._quiet_turns < _NOTICE_SLOWER_AFTER else _NOTICE_POLL_MS_MAX)
         return wait_ms

@@ -15,8 +15,6 @@ import msgspec
 
 from longshore_agent.control.engine_link import EngineLink
 from longshore_agent.control.peer_net import PeerNet
-from longshore_agent.path.admit import Desk
-from longshore_agent.path.finish import count_peers, count_refused, count_ring, count_session, peer_state
 from longshore_agent.status.metric_table import WIRES
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.snapshot import (
@@ -36,7 +34,9 @@ from longshore_agent.status.snapshot import (
 )
 from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.worker.config import WorkerConfig
+from longshore_agent.worker.engine_requests import EngineRequests
 from longshore_agent.worker.moving import Mover
+from longshore_agent.worker.room_events import count_peers, count_refused, count_ring, count_session, peer_state
 from longshore_wire.allowed_wires import needs_wire
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason
@@ -77,7 +77,7 @@ class WorkerParts:
     sessions: Mapping[Half, Session]
     target: TargetSession | None
     mover: Mover
-    desk: Desk
+    requests: EngineRequests
     net: PeerNet
     engine: EngineLink | None
 
@@ -101,7 +101,7 @@ def encode_snapshot(worker: WorkerParts, room: int | None, now_ns: int) -> bytes
         ring=RingStatus(ring.capacity_bytes, ring.used_bytes, ring.held_bytes, ring.rounds)
         if ring is not None
         else None,
-        lanes=worker.mover.parts.lane_status(),
+        lanes=worker.mover.parts.runner.lanes(),
         data_path=max((port.protection for port in ports), key=PROTECTIONS.index, default=PROTECTIONS[0]),
         data_ports=ports,
         rooms_open=sum(len(session.rooms) for session in worker.sessions.values()),
@@ -146,7 +146,7 @@ def _engines(worker: WorkerParts) -> tuple[EngineStatus, ...]:
         return ()
     pools = tuple(
         PoolStatus(number, pool.pages.page_count, sum(length for _, length in pool.pages.regions))
-        for number, pool in worker.desk.pools.items()
+        for number, pool in worker.requests.pools.items()
     )
     config = worker.config
     roles = tuple(half.name.lower() for half in config.roles)
@@ -155,16 +155,16 @@ def _engines(worker: WorkerParts) -> tuple[EngineStatus, ...]:
 
 
 def _peers(worker: WorkerParts) -> Iterable[PeerStatus]:
-    for half, session in worker.sessions.items():
+    for session in worker.sessions.values():
         for peer in session.peers.values():
             yield PeerStatus(
                 peer.peer.instance,
                 peer.peer.dp_rank,
                 peer.peer.rank,
                 peer_state(peer.state),
-                _wire(worker, half, peer),
+                peer.wire,
                 str(peer.epoch),
-                error=_trouble(worker, half, peer),
+                error=_trouble(session, peer),
                 ways=_ways(peer),
             )
 
@@ -179,18 +179,14 @@ def _count_wires(metrics: Metrics, peers: Sequence[PeerStatus]) -> None:
     metrics.set("longshore_barred_peers", sum(peer.error != "" for peer in served))
 
 
-def _trouble(worker: WorkerParts, half: Half, peer: Peer) -> str:
+def _trouble(session: Session, peer: Peer) -> str:
     if peer.state in (PeerState.REFUSED, PeerState.LOST):
         return peer.trouble
-    return worker.mover.peers.wire_fault(half, peer) if needs_wire(_ways(peer)) else ""
+    return session.wire_fault(peer) if needs_wire(_ways(peer)) else ""
 
 
 def _ways(peer: Peer) -> tuple[str, ...]:
     return tuple(sorted(way.name.lower() for way in peer.ways))
-
-
-def _wire(worker: WorkerParts, half: Half, peer: Peer) -> str:
-    return worker.mover.peers.wire(half, peer.peer) if half is Half.SOURCE else peer.wire
 
 
 def _open_rooms(worker: WorkerParts, room: int | None, now_ns: int) -> Iterable[RoomStatus]:

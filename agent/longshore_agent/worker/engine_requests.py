@@ -21,7 +21,7 @@ from longshore_agent.memory.device_memory import DeviceMapping
 from longshore_agent.memory.guard import torn_count
 from longshore_agent.memory.neighbours import Part, close_parts
 from longshore_agent.memory.pools import KVPool
-from longshore_agent.path.jobs import PageTable
+from longshore_agent.pipeline.slabs import PageTable
 from longshore_agent.transports.base import Transport
 from longshore_wire.claims import Wanted
 from longshore_wire.effects import RoomEnded
@@ -79,7 +79,7 @@ class Pool:
 
 
 @dataclass(slots=True)
-class Desk:
+class EngineRequests:
     """One engine's registrations at its worker."""
 
     layout: KVLayout

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from desk_side import PAGE_COUNT, Make, claim, endpoint, pages, run, side_maker
 
-from longshore_agent.path.admit import PARTIAL_CLAIMS_MAX
+from longshore_agent.worker.engine_requests import PARTIAL_CLAIMS_MAX
 from longshore_wire.engine_messages import (
     TOKENS_MAX,
     Accepted,
@@ -54,8 +54,8 @@ def test_page_lists_are_checked_by_the_worker_itself_whatever_the_client_did(mak
     assert reason(source.say(Hello(1, "P", source.config.layout, "cpu", (Half.SOURCE,)))) is Reason.MALFORMED_MESSAGE
     assert not source.core.rooms
     assert not target.core.rooms
-    assert not source.desk.tables
-    assert not target.desk.tables
+    assert not source.requests.tables
+    assert not target.requests.tables
 
 
 def test_a_page_that_an_open_room_writes_is_refused_to_every_other_room_until_it_is_released(make):
@@ -66,7 +66,7 @@ def test_a_page_that_an_open_room_writes_is_refused_to_every_other_room_until_it
     answer = target.say(claim(2, 12, pages(7, 3, 8)))
     assert reason(answer) is Reason.TOKENS_OVERLAP
     assert "pages[1] is 3, which room 1 of P writes" in answer.text
-    assert [key.room for _, key in target.desk.tables] == [key.room for key in target.core.rooms] == [1]
+    assert [key.room for _, key in target.requests.tables] == [key.room for key in target.core.rooms] == [1]
     # Pages beside it, those of another pool, and those of the refused claim are free.
     assert isinstance(target.say(claim(3, 8, pages(7, 8))), Accepted)
     assert isinstance(target.say(msgspec.structs.replace(claim(4, 12, pages(1, 2, 3)), pool=1)), Accepted)
@@ -85,7 +85,7 @@ def test_tokens_that_could_never_be_claimed_are_offered_to_nobody(make, first, e
     assert reason(refused) is Reason.TOKENS_MISSING
     assert f"give 0 <= first <= end <= {TOKENS_MAX}" in refused.text
     assert reason(target.say(Receive(0, 1, 0, endpoint(), first, end, 0, 1, pages(1)))) is Reason.TOKENS_MISSING
-    assert (source.core.rooms, source.desk.tables, target.core.rooms, target.desk.tables) == ({}, {}, {}, {})
+    assert (source.core.rooms, source.requests.tables, target.core.rooms, target.requests.tables) == ({}, {}, {}, {})
 
 
 def test_rooms_may_offer_the_same_pages_at_once(make):
@@ -108,7 +108,7 @@ def test_page_lists_that_are_no_numbers_are_refused_and_end_nobody(make, listed)
 def test_host_memory_and_a_digest_are_refused_by_name_and_nothing_is_kept(make):
     target = make("D", Half.TARGET)
     pool = target.say(RegisterPool(0, 0, target.geometry, TargetMemory.HOST), (target.descriptor,))
-    assert (reason(pool), target.desk.pools) == (Reason.UNSUPPORTED, {})
+    assert (reason(pool), target.requests.pools) == (Reason.UNSUPPORTED, {})
     assert "memory is HOST" in pool.text and "leave it DEVICE" in pool.text
     target.register()
     host = target.say(msgspec.structs.replace(claim(1, 8, pages(1, 2)), memory=TargetMemory.HOST))
@@ -117,7 +117,7 @@ def test_host_memory_and_a_digest_are_refused_by_name_and_nothing_is_kept(make):
     digest = target.say(msgspec.structs.replace(claim(1, 8, pages(1, 2)), digest=True))
     assert reason(digest) is Reason.UNSUPPORTED
     assert "digest is True" in digest.text and "leave it False" in digest.text
-    assert (target.core.rooms, target.desk.tables) == ({}, {})
+    assert (target.core.rooms, target.requests.tables) == ({}, {})
 
 
 def test_cuda_handles_are_refused_by_a_worker_on_a_cpu_and_nothing_is_mapped(make):
@@ -126,7 +126,7 @@ def test_cuda_handles_are_refused_by_a_worker_on_a_cpu_and_nothing_is_mapped(mak
         answer = side.say(RegisterPool(0, 0, side.geometry, device_regions=(DeviceRegion(bytes(64), 0),)), descriptors)
         assert reason(answer) is Reason.LAYOUT_MISMATCH
         assert "1 CUDA handles for 1 regions" in answer.text
-    assert not side.desk.pools
+    assert not side.requests.pools
     assert isinstance(side.register(), Accepted)
 
 
@@ -138,7 +138,7 @@ def test_a_claim_in_parts_is_answered_by_its_last_part(make):
     assert target.say(claim(1, 24, pages(1, 2), offset=0, count=6)) is None
     assert target.say(claim(1, 24, pages(3, 4), offset=2, count=6)) is None
     assert isinstance(target.say(claim(1, 24, pages(5, 6), offset=4, count=6)), Accepted)
-    ((_, table),) = target.desk.tables.items()
+    ((_, table),) = target.requests.tables.items()
     assert table.pages.tolist() == [1, 2, 3, 4, 5, 6]
 
 
@@ -177,7 +177,7 @@ def test_chunks_extend_a_rooms_pages_and_a_sequence_keeps_those_it_has(make):
     assert isinstance(source.say(Offer(0, 1, 0, 0, 6, False, pages(3, 9))), Accepted)
     assert reason(source.say(Offer(0, 1, 0, 6, 12, True, pages(8, 4)))) is Reason.TOKENS_OVERLAP
     assert isinstance(source.say(Offer(0, 1, 0, 6, 12, True, pages(9, 4))), Accepted)
-    ((_, table),) = source.desk.tables.items()
+    ((_, table),) = source.requests.tables.items()
     assert table.pages.tolist() == [3, 9, 4]
 
 
@@ -189,30 +189,30 @@ def test_a_pool_is_answered_for_only_when_its_rooms_are_released(make):
     assert isinstance(target.say(claim(1, 24, pages(7, 3, 5))), Accepted)
     assert target.say(UnregisterPool(0, 0)) is None
     assert reason(target.say(claim(2, 24, pages(7, 3, 5)))) is Reason.UNKNOWN_POOL
-    assert not target.desk.take_left()
+    assert not target.requests.take_left()
     for _ in range(10):
         target.turn(source)
         source.turn(target)
     assert target.ended[1].reason is Reason.CANCELLED
-    (answer,) = target.desk.take_left()
+    (answer,) = target.requests.take_left()
     assert isinstance(answer, Accepted)
-    assert not target.desk.pools
+    assert not target.requests.pools
 
 
 def test_a_pool_that_a_neighbour_was_given_is_answered_for_only_when_nobody_has_it_mapped(make):
     target = make("D", Half.TARGET, page_size=8)
     target.register()
-    target.desk.pools[0].shown = True
+    target.requests.pools[0].shown = True
     assert target.say(UnregisterPool(0, 0)) is None
-    assert target.desk.take_left() == []
-    assert not target.desk.pools
-    assert target.desk.taken == [0]
+    assert target.requests.take_left() == []
+    assert not target.requests.pools
+    assert target.requests.taken == [0]
     # Its number is not free either: what is told of the old pool must not be taken for the new one's.
     assert reason(target.register()) is Reason.ROOM_REUSED
-    assert target.desk.free(1) == []
-    (answer,) = target.desk.free(0)
+    assert target.requests.free(1) == []
+    (answer,) = target.requests.free(0)
     assert isinstance(answer, Accepted)
-    assert target.desk.free(0) == []
+    assert target.requests.free(0) == []
     assert isinstance(target.register(), Accepted)
 
 

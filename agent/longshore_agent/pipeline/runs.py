@@ -1,6 +1,6 @@
-"""Pages to pages: the runs of bytes that lie contiguous on both sides, for ways that write in place.
+"""Cuts what a write moves into pieces that are contiguous on both sides: pages in place, or a staged slab.
 
-Pure arithmetic on addresses; called by `deliver`. Whole pages become one run each where both sides hold the same
+Pure arithmetic on addresses; called by `life`. Whole pages become one run each where both sides hold the same
 heads in the same order; otherwise a run is one head slice of one token, or less.
 """
 
@@ -11,12 +11,15 @@ import numpy.typing as npt
 
 from longshore_agent.kernels.view import Numbers, View, segments
 from longshore_agent.memory.pools import PlaneRun
+from longshore_agent.memory.staging import StagingPieces
+from longshore_agent.transports.base import Pieces
+from longshore_wire.peer_messages import RegionInfo
 
 Addresses = npt.NDArray[np.uint64]
 
 
-def runs(source: View, target: View, tokens: tuple[int, int]) -> tuple[Addresses, Addresses, Addresses]:
-    """Return (source addresses, target addresses, lengths in bytes), [n] each, of all that must be copied.
+def runs(source: View, target: View, tokens: tuple[int, int]) -> Pieces:
+    """Return all that must be copied, [n] pieces.
 
     Args:
         source, target: both sides; as many layers and heads on each.
@@ -29,7 +32,7 @@ def runs(source: View, target: View, tokens: tuple[int, int]) -> tuple[Addresses
         for far in target.planes
         for part in _plane_runs(source, target, near, far, found)
     ]
-    return _merge(*(np.concatenate([part[index] for part in parts]) for index in range(3)))
+    return Pieces(*_merge(*(np.concatenate([part[index] for part in parts]) for index in range(3))))
 
 
 def _plane_runs(
@@ -77,3 +80,26 @@ def _merge(near: Addresses, far: Addresses, lengths: Addresses) -> tuple[Address
     follows = (near[1:] == near[:-1] + lengths[:-1]) & (far[1:] == far[:-1] + lengths[:-1])
     heads = np.flatnonzero(np.concatenate([[True], ~follows]))
     return near[heads], far[heads], np.add.reduceat(lengths, heads)
+
+
+def cut(buffer: StagingPieces, begin_bytes: int, ring: RegionInfo, offset_bytes: int, length_bytes: int) -> Pieces:
+    """Cut a write where registrations of either side end: mostly one piece.
+
+    Args:
+        begin_bytes: of the slab in `buffer`.
+        offset_bytes: of the slab in the target's ring.
+    """
+    pieces = buffer.pieces(begin_bytes, length_bytes)
+    if len(pieces) == 1 and not ring.extent_bytes:
+        return Pieces.one(buffer.address + begin_bytes, ring.address + offset_bytes, length_bytes)
+    extent = ring.extent_bytes or ring.length_bytes
+    cuts = {0, length_bytes}
+    cuts.update(range(extent - offset_bytes % extent, length_bytes, extent))
+    near = 0
+    for _, piece_bytes in pieces:
+        near += piece_bytes
+        cuts.add(near)
+    edges = np.array(sorted(cuts), dtype=np.uint64)
+    starts, lengths = edges[:-1], np.diff(edges)
+    sources, targets = starts + np.uint64(buffer.address + begin_bytes), starts + np.uint64(ring.address + offset_bytes)
+    return Pieces(sources, targets, lengths)

@@ -1,6 +1,6 @@
-"""Writes of way DIRECT: the pools of ranks of this node that a worker has mapped, and the slabs that wait for one.
+"""The pools of neighbours, which are ranks of this node, that a worker has mapped, and the slabs that wait for one.
 
-Used by `moving` and by the worker, in the control thread. On a CPU the lanes copy, on a GPU `path.device_direct`.
+Used by `moving` and by the worker, in the control thread, for way DIRECT. Copies nothing itself.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 
 from longshore_agent.control.node_link import PoolShown, PoolSought
 from longshore_agent.errors import PoolError
+from longshore_agent.kernels.copier import Copier
+from longshore_agent.kernels.kept import Kept
 from longshore_agent.memory.cuda import Device
 from longshore_agent.memory.neighbours import ALL_POOLS, Neighbours, Part, close_parts
 from longshore_agent.memory.pools import KVPool
-from longshore_agent.path.admit import Pool
-from longshore_agent.path.jobs import Results, WriteJob, WriteResult, still_wanted
+from longshore_agent.pipeline.slabs import Ends, OutboundEnd, OutboundSlab, PageTable, page_ids, still_wanted
+from longshore_agent.worker.engine_requests import Pool
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import LongshoreError
@@ -22,6 +24,8 @@ from longshore_wire.peer_messages import Attach
 
 # Claims whose pages are remembered until their pool is mapped; pages of more than these are copied with their first slab.
 _EXPECTED_MAX = 64
+# Claims whose page tables are kept from slab to slab; as many as a GPU's copier keeps page ids of.
+_TABLES_MAX = 2048
 
 
 def shown_parts(pool: Pool | None, sought: PoolSought) -> Iterator[tuple[PoolShown, int | None]]:
@@ -36,44 +40,46 @@ def shown_parts(pool: Pool | None, sought: PoolSought) -> Iterator[tuple[PoolSho
         yield PoolShown(sought.asker, sought.pool, len(pool.parts), region), descriptor
 
 
-class NearWrites:
+class NeighbourPools:
     """See the module."""
 
     def __init__(
         self,
         device: Device | None,
         attached: Mapping[tuple[Half, PeerId], Attach],
-        results: Results,
+        ends: Ends,
         ask_pool: Callable[[PeerId, int], None],
-        copy: Callable[[WriteJob], None] | None,
-        admit: Callable[[KVPool, bytes, int], None] | None = None,
+        send: Callable[[OutboundSlab], None],
+        copier: Copier,
     ) -> None:
         """Map nothing yet.
 
         Args:
             attached: what peers said of themselves, kept by the caller.
             ask_pool: asks the owner of a pool for it.
-            copy: begins a slab whose target's pages are mapped; None: this worker is no source.
-            admit: told of pages that will be written, packed, and of which page of the sequence is the first, before any slab.
+            send: begins the life of a slab whose target's pages are mapped.
+            copier: told of pages that slabs will be copied to, before they come.
         """
         self._neighbours = Neighbours(device)
         self._attached = attached
-        self._results = results
+        self._ends = ends
         self._ask_pool = ask_pool
-        self._copy = copy
-        self._admit = admit
-        self._waiting: dict[tuple[PeerId, int], list[WriteJob]] = {}
+        self._send = send
+        self._copier = copier
+        # A room's slabs bring its claim's page ids as one object.
+        self._tables: Kept[PageTable] = Kept(_TABLES_MAX)
+        self._waiting: dict[tuple[PeerId, int], list[OutboundSlab]] = {}
         # Packed page ids and their first token, of claims on pools that are not mapped yet.
         self._expected: dict[tuple[PeerId, int], list[tuple[bytes, int]]] = {}
 
-    def put(self, job: WriteJob) -> None:
+    def put(self, slab: OutboundSlab) -> None:
         """Queue a slab for the lanes once the target's pages are mapped here."""
-        owner, number = job.effect.peer, job.effect.pair.key.pool
+        owner, number = slab.effect.peer, slab.effect.pair.key.pool
         mapped = self._neighbours.pool(owner, number)
         if mapped is not None:
-            self._begin(job, mapped)
+            self._begin(slab, mapped)
             return
-        self._sought(owner, number).append(job)
+        self._sought(owner, number).append(slab)
 
     def expect(self, owner: PeerId, number: int, pages: bytes, first_token: int) -> None:
         """A claim of this way has come, perhaps before its tokens: let no slab wait for what can be done now.
@@ -81,8 +87,6 @@ class NearWrites:
         Args:
             pages, first_token: of the claim, as its slabs will bring them.
         """
-        if self._admit is None:
-            return
         mapped = self._neighbours.pool(owner, number)
         if mapped is None:
             self._sought(owner, number)
@@ -117,8 +121,8 @@ class NearWrites:
             return
         for pages, first_token in self._expected.pop((owner, number), []):
             self._admit_pages(mapped, pages, first_token)
-        for job in self._waiting.pop((owner, number), []):
-            self._begin(job, mapped)
+        for slab in self._waiting.pop((owner, number), []):
+            self._begin(slab, mapped)
 
     def pool_gone(self, owner: PeerId, number: int = ALL_POOLS) -> None:
         """A neighbour's pool is not registered any more: unmap it."""
@@ -130,34 +134,41 @@ class NearWrites:
             if waited == owner and number in (ALL_POOLS, pool):
                 self._refuse(owner, pool, f"pool {pool} of {owner.instance} was unregistered")
 
-    def drop_given_up(self) -> None:
-        """Jobs have been given up: those that wait for a pool are answered, and the pool is still awaited."""
+    def drop_cancelled(self) -> None:
+        """Slabs have been cancelled: those that wait for a pool end, and the pool is still awaited."""
         for sought, waiting in self._waiting.items():
-            self._waiting[sought] = still_wanted(waiting, self._results.drop)
+            self._waiting[sought] = still_wanted(waiting, self._ends)
 
     def take_unmapped(self) -> list[tuple[PeerId, int]]:
         """Return the pools whose owners said that they are gone, and which are unmapped here since the last call."""
         return self._neighbours.take_unmapped()
 
-    def _sought(self, owner: PeerId, number: int) -> list[WriteJob]:
+    def _sought(self, owner: PeerId, number: int) -> list[OutboundSlab]:
         """Ask for a pool once; return what waits for it."""
         if (owner, number) not in self._waiting:
             self._waiting[owner, number] = []
             self._ask_pool(owner, number)
         return self._waiting[owner, number]
 
+    def _table(self, mapped: KVPool, pages: bytes, first_token: int) -> PageTable:
+        """Return the page table of a claim: the same one for the same object."""
+        first_page = first_token // mapped.layout.page_size
+        return self._tables.get(lambda: PageTable(first_page, page_ids(pages)), pages)
+
     def _admit_pages(self, mapped: KVPool, pages: bytes, first_token: int) -> None:
-        assert self._admit is not None
+        table = self._table(mapped, pages, first_token)
         # Its slabs will fail with the same, if they ever come.
         with contextlib.suppress(LongshoreError):
-            self._admit(mapped, pages, first_token // mapped.layout.page_size)
+            if len(table.pages):
+                self._copier.admit(mapped, table.pages, table.first_page, to_write=True, direct=True)
 
-    def _begin(self, job: WriteJob, mapped: KVPool) -> None:
-        assert self._copy is not None, "a slab leaves a worker that is no source"
-        job.neighbour = mapped
-        self._copy(job)
+    def _begin(self, slab: OutboundSlab, mapped: KVPool) -> None:
+        effect = slab.effect
+        slab.neighbour = mapped
+        slab.neighbour_pages = self._table(mapped, effect.target_pages, effect.first_claimed_token)
+        self._send(slab)
 
     def _refuse(self, owner: PeerId, number: int, text: str) -> None:
         self._expected.pop((owner, number), None)
-        for job in self._waiting.pop((owner, number), []):
-            self._results.put(WriteResult(job, text, dropped=False, notify=False))
+        for slab in self._waiting.pop((owner, number), []):
+            self._ends.put(OutboundEnd(slab, text))

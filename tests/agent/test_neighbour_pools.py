@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_device import effect_of
+from fake_device import FakeDevice, outbound_slab
 from page_shapes import Shape
 
 from longshore_agent.errors import PoolError
 from longshore_agent.memory.ipc import create_memfd
 from longshore_agent.memory.neighbours import Neighbours
-from longshore_agent.path.jobs import Results, WriteResult
-from longshore_agent.worker.near_writes import NearWrites
+from longshore_agent.pipeline.slabs import Ends, OutboundEnd
+from longshore_agent.worker.neighbour_pools import NeighbourPools
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Half
 from longshore_wire.peer_messages import Attach, PoolInfo
@@ -32,18 +31,18 @@ class Scene:
     def __init__(self) -> None:
         self.lanes: list[Any] = []
         self.asked = 0
-        self.results = Results()
+        self.ends = Ends()
         self.attached = {(Half.SOURCE, OWNER): ATTACH}
-        self.near = NearWrites(None, self.attached, self.results, self._ask, self.lanes.append)
+        copier: Any = FakeDevice()
+        self.near = NeighbourPools(None, self.attached, self.ends, self._ask, self.lanes.append, copier)
 
     def _ask(self, *_: object) -> None:
         self.asked += 1
 
     def put(self, slab: int) -> Any:
-        effect = effect_of(slab, 1 << 10)
-        job: Any = SimpleNamespace(effect=effect, neighbour=None, cancelled=False)
-        self.near.put(job)
-        return job
+        made = outbound_slab(slab, 1 << 10)
+        self.near.put(made)
+        return made
 
 
 def region(fill: int) -> int:
@@ -78,8 +77,8 @@ def test_a_part_that_comes_after_its_owner_was_lost_is_closed_and_no_part_of_wha
     parts = [region(1), region(2)]
     scene.near.pool_given(OWNER, 0, 2, parts[0])
     scene.near.pool_gone(OWNER)
-    found = scene.results.take()
-    assert [type(result) for result in found] == [WriteResult]
+    found = scene.ends.take()
+    assert [type(result) for result in found] == [OutboundEnd]
     scene.near.pool_given(OWNER, 0, 2, parts[1])
     assert not any(map(is_open, parts))
     job = scene.put(1)
@@ -90,7 +89,7 @@ def test_a_part_that_comes_after_its_owner_was_lost_is_closed_and_no_part_of_wha
 
 
 def test_descriptors_are_closed_also_where_they_come_to_a_worker_on_a_gpu() -> None:
-    device: Any = SimpleNamespace(index=0)
+    device: Any = object()
     parts = [region(1), region(2)]
     with pytest.raises(PoolError, match="cannot be neighbours"):
         Neighbours(device).map(OWNER, 0, SHAPE.layout, SHAPE.geometry, [*parts])

@@ -1,0 +1,222 @@
+"""The one copy on a device: rows of heads between two sides, each of which is pages or a packed slab, in one launch.
+
+Called by `device_launch`, which checks everything; a wrong argument reads or writes memory of somebody else. `device_grid`
+chooses the tiles. Nothing is fenced inside: the bytes are there once the stream has passed the launch.
+
+A program moves one tile, [rows, columns] words, of one head of one plane; or one after another, where few programs are
+allowed. A row is one token; its columns are the words of its heads that lie side by side. The tile lies in one page of
+either side wherever pages are long enough, so that each page id is one scalar; only for short or odd pages each row of the
+tile loads its own. A packed side, [planes, rows, heads, row bytes] without gaps, has no pages: its `page_tokens` is 0.
+
+The grid is (tiles, heads of a row's own, planes), tiles of one row of tiles side by side; where `persistent`, it is any
+number of programs, which share the tiles in that order. The arguments, of which near is the source and far the target:
+
+    near, far: address of a table of planes, [plane, PLANE_FIELDS] int64 from the first chosen layer on: address, page stride,
+        token stride, head stride; of the first byte where the side is packed.
+    near_pages, far_pages: address of int32 page ids, from that of the first wanted row on; not read where the side is packed.
+    near_token, far_token: of the first row of the first tile, counted from the beginning of the first page, or from the first
+        wanted row where the side is packed.
+    near_gap, far_gap: layers of the pool that are not chosen: between the planes of K and of V; not read where it is packed.
+    near_head, far_head: the first chosen head; not read where the side is packed.
+    layer_count: chosen layers.
+    row_first, row_end: the wanted rows, counted from the first row of the first tile.
+    row_units: units of a row.
+    tile_count, own_heads, plane_count: tiles of one head, heads of a row's own, chosen planes.
+    tail_bytes: zeros and trailer behind a packed far side, below 128; 0: none are written.
+    word_0 to word_7: the trailer, 64-bit numbers in its order.
+    unit_bytes: of a unit, 16, 8, 4, 2 or 1: all addresses and strides are multiples of it.
+    word: the type of a number of as many, but of 8 where units have 16: a thread moves two that lie side by side.
+    rows, columns: of a tile; columns are words.
+    near_page_tokens, far_page_tokens: tokens of a page, 0: packed; `rows` divides both where `one_page`.
+    whole_rows: `columns` are all of a row.
+    step: the type that holds every offset inside a tile, in words.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from longshore_agent.kernels.device_grid import PLANE_FIELDS, Tile, Tuning
+
+# How many addresses, 32-bit numbers and 64-bit words the kernel takes before its constants, in this order.
+ARGUMENTS = (4, 13, 9)
+_PLANE_FIELDS = tl.constexpr(PLANE_FIELDS)
+_WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+
+
+def constants(tile: Tile, tuning: Tuning) -> dict[str, object]:
+    """Return the compile-time arguments of the kernel."""
+    return {
+        "unit_bytes": tile.unit_bytes,
+        "word": _WORDS[tile.word_bytes],
+        "rows": tile.rows,
+        "columns": tile.columns,
+        "near_page_tokens": tile.near_page_tokens,
+        "far_page_tokens": tile.far_page_tokens,
+        "one_page": tile.one_page,
+        "whole_rows": tile.whole_rows,
+        "step": tl.int32 if tile.narrow else tl.int64,
+        "persistent": tuning.programs_max > 0,
+    }
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _tile_of(
+    index: tl.tensor, tile_count: tl.tensor, own_heads: tl.tensor, persistent: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return which tile of which head of a row's own, of which plane."""
+    tile, own_head, plane = index, tl.program_id(1), tl.program_id(2)
+    if persistent:
+        tile, own_head, plane = index % tile_count, index // tile_count % own_heads, index // tile_count // own_heads
+    return tile, own_head, plane
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _columns_of(
+    tile: tl.tensor, row_words: tl.tensor, columns: tl.constexpr, whole_rows: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return which tile of rows it is, tiles of one row of tiles being side by side, and its columns in words."""
+    column = tl.arange(0, columns)
+    if not whole_rows:
+        column_tiles = (row_words + columns - 1) // columns
+        column += tile % column_tiles * columns
+        tile = tile // column_tiles
+    return tile, column
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _locate(
+    side: tl.tuple,
+    chosen: tl.tuple,
+    at: tl.tensor,
+    meant: tl.tensor,
+    unit_bytes: tl.constexpr,
+    word: tl.constexpr,
+    rows: tl.constexpr,
+    page_tokens: tl.constexpr,
+    one_page: tl.constexpr,
+    step: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return a pointer for the tile on one side, and the offset of each row from it in words.
+
+    What all rows share is one number of 64 bits: a product of 64 bits for each row would cost more than its copy.
+
+    Args: the kernel's, and
+        side: (near, near_pages, near_token, near_gap, near_head), or those of the other side.
+        chosen: (plane, own_head, own_heads, layer_count, row_count, row_words).
+        at: of the tile's first row, counted from the first row of the first tile.
+        meant: which rows are; the others are in no page.
+    """
+    memory, pages, token, gap, head = side
+    plane, own_head, own_heads, layer_count, row_count, row_words = chosen
+    word_bytes: tl.constexpr = word.primitive_bitwidth // 8
+    units: tl.constexpr = unit_bytes // word_bytes
+    token += at
+    row = tl.arange(0, rows)
+    if page_tokens == 0:
+        token_words = own_heads * row_words
+        base = tl.multiple_of(memory.to(tl.int64).to(tl.pointer_type(word)), unit_bytes)
+        base += (plane.to(tl.int64) * row_count + token) * token_words + own_head * row_words
+        offset = row.to(step) * token_words
+    else:
+        # There are K and V at most, so that no division is needed to find the kind.
+        pool_plane = plane + (plane >= layer_count).to(tl.int32) * gap
+        # What is loaded has no known alignment: the compiler is told, or it would move single words.
+        fields = memory.to(tl.int64).to(tl.pointer_type(tl.int64)) + pool_plane * _PLANE_FIELDS
+        base = tl.multiple_of(tl.load(fields).to(tl.pointer_type(word)), unit_bytes)
+        page_stride = tl.multiple_of(tl.load(fields + 1) // word_bytes, units)
+        token_stride = tl.multiple_of(tl.load(fields + 2) // word_bytes, units)
+        base += (head + own_head).to(tl.int64) * tl.multiple_of(tl.load(fields + 3) // word_bytes, units)
+        ids = pages.to(tl.int64).to(tl.pointer_type(tl.int32))
+        if one_page:
+            base += tl.load(ids + token // page_tokens).to(tl.int64) * page_stride
+            base += (token % page_tokens).to(tl.int64) * token_stride
+            offset = row.to(step) * tl.multiple_of(token_stride.to(step), units)
+        else:
+            position = token + row
+            page = tl.load(ids + position // page_tokens, mask=meant, other=0)
+            offset = page.to(tl.int64) * page_stride + (position % page_tokens).to(tl.int64) * token_stride
+    return base, offset
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
+def _write_tail(end: tl.tensor, tail_bytes: tl.tensor, words: tl.tuple) -> None:
+    """Write the zeros and the trailer of `words` behind the payload, whose end is the address `end`."""
+    place = tl.arange(0, 128)
+    at = place - (tail_bytes.to(tl.int64) - 64)
+    # Bytes of the gap have a negative place in the trailer, and are zero.
+    number = words[0].to(tl.int64)
+    for index in tl.static_range(1, 8):
+        number = tl.where(at >= 8 * index, words[index].to(tl.int64), number)
+    tail = tl.where(at >= 0, number >> (at & 7) * 8, 0).to(tl.int8)
+    tl.store(end.to(tl.pointer_type(tl.int8)) + place, tail, mask=place < tail_bytes)
+
+
+# Values that differ from call to call must not make a kernel of their own: compiling one takes a second.
+@triton.jit(do_not_specialize=tuple(range(sum(ARGUMENTS))))  # type: ignore[untyped-decorator]  # Triton has no types
+def copy_kernel(
+    near: tl.int64,
+    near_pages: tl.int64,
+    far: tl.int64,
+    far_pages: tl.int64,
+    near_token: tl.int32,
+    far_token: tl.int32,
+    near_gap: tl.int32,
+    far_gap: tl.int32,
+    near_head: tl.int32,
+    far_head: tl.int32,
+    layer_count: tl.int32,
+    row_first: tl.int32,
+    row_end: tl.int32,
+    row_units: tl.int32,
+    tile_count: tl.int32,
+    own_heads: tl.int32,
+    plane_count: tl.int32,
+    tail_bytes: tl.int64,
+    word_0: tl.int64,
+    word_1: tl.int64,
+    word_2: tl.int64,
+    word_3: tl.int64,
+    word_4: tl.int64,
+    word_5: tl.int64,
+    word_6: tl.int64,
+    word_7: tl.int64,
+    unit_bytes: tl.constexpr,
+    word: tl.constexpr,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+    near_page_tokens: tl.constexpr,
+    far_page_tokens: tl.constexpr,
+    one_page: tl.constexpr,
+    whole_rows: tl.constexpr,
+    step: tl.constexpr,
+    persistent: tl.constexpr,
+) -> None:
+    """Copy this program's tiles; the first program also writes what follows a packed payload. Args: see the module."""
+    row_words = row_units * (unit_bytes // (word.primitive_bitwidth // 8))
+    row_count = row_end - row_first
+    first, count, stride = tl.program_id(0), tl.program_id(0) + 1, 1
+    if persistent:
+        count, stride = tile_count * own_heads * plane_count, tl.num_programs(0)
+    for index in tl.range(first, count, stride):
+        tile, own_head, plane = _tile_of(index, tile_count, own_heads, persistent)
+        tile, column = _columns_of(tile, row_words, columns, whole_rows)
+        at = tile * rows
+        row = at + tl.arange(0, rows)
+        meant = (row >= row_first) & (row < row_end)
+        chosen = (plane, own_head, own_heads, layer_count, row_count, row_words)
+        near_side = (near, near_pages, near_token, near_gap, near_head)
+        far_side = (far, far_pages, far_token, far_gap, far_head)
+        source, near_row = _locate(
+            near_side, chosen, at, meant, unit_bytes, word, rows, near_page_tokens, one_page, step
+        )
+        target, far_row = _locate(far_side, chosen, at, meant, unit_bytes, word, rows, far_page_tokens, one_page, step)
+        mask = meant[:, None] & (column < row_words)[None, :]
+        words = tl.load(source + (near_row[:, None] + column[None, :]), mask=mask)
+        tl.store(target + (far_row[:, None] + column[None, :]), words, mask=mask)
+    if far_page_tokens == 0:  # noqa: SIM102 - decided when it is compiled
+        if tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0:
+            payload_bytes = plane_count.to(tl.int64) * row_count * own_heads * row_units * unit_bytes
+            trailer = (word_0, word_1, word_2, word_3, word_4, word_5, word_6, word_7)
+            _write_tail(far.to(tl.int64) + payload_bytes, tail_bytes, trailer)

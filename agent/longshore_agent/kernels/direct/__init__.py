@@ -1,1 +1,0 @@
-"""From pages into another rank's pages."""

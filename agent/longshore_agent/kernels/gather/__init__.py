@@ -1,1 +1,0 @@
-"""From an engine's pages into a slab."""

@@ -1,1 +1,0 @@
-"""From a slab into an engine's pages."""

@@ -1,1 +1,0 @@
-"""The data path, a stage a file: admit, gather, deliver, scatter, finish."""

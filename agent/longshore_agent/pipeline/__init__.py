@@ -1,0 +1,1 @@
+"""The life of a slab in a worker, and who runs it. Begin with `life`."""

@@ -1,0 +1,284 @@
+"""The life of a slab: `outbound` at its source, `inbound` at its target. Read from top to bottom.
+
+A life is a generator: it yields what it waits for, and returns how it ended. `runners` resume it once that has passed: a
+thread on a CPU, events on a GPU. A life never blocks and does not know who runs it. An abandoned life lets nothing go: a
+device or a peer may still use its memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Generator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from longshore_agent.errors import PoolError, TransportError
+from longshore_agent.kernels.copier import Copier, Copy, Slab
+from longshore_agent.memory.staging import StagingPieces
+from longshore_agent.pipeline.runs import cut, runs
+from longshore_agent.pipeline.slabs import (
+    InboundEnd,
+    InboundSlab,
+    OutboundEnd,
+    OutboundSlab,
+    Stage,
+    dropped,
+    trailer_of,
+)
+from longshore_agent.pipeline.stage_log import StageLog
+from longshore_agent.pipeline.waits import Compiled, Copied, Gate, Now, StagingMemory, Until, Wait, Written
+from longshore_agent.transports.base import Part, Transport, Write
+from longshore_wire.errors import LongshoreError, Reason
+from longshore_wire.plan import Way
+from longshore_wire.trailer import Trailer, unseal
+
+# Batches of pieces in flight: enough to keep the transport busy, few enough to stay fair to other lanes.
+_OPEN_BATCHES_MAX = 4
+# A trailer that is not there yet is looked for again after this; it only ever happens with a broken transport.
+_TRAILER_PAUSE_NS = 1_000_000
+
+OutboundLife = Generator[Wait, None, OutboundEnd]
+InboundLife = Generator[Wait, None, InboundEnd]
+
+
+@dataclass(slots=True)
+class LaneCounts:
+    """How many slabs and bytes each lane has brought to their targets."""
+
+    slabs: list[int]
+    payload_bytes: list[int]
+
+
+@dataclass(slots=True)
+class OutboundTools:
+    """The things that lives at a source work with.
+
+    Attributes:
+        memory: None: no slab is staged here.
+        copies: limits slabs from their begin to the begin of their write.
+        writes: limits open writes of staged slabs.
+        batch_count: pieces of one write in place.
+        passed_ns: when the last direct copy had passed.
+    """
+
+    copier: Copier
+    transport: Transport
+    memory: StagingMemory | None
+    lanes: LaneCounts
+    log: StageLog
+    batch_count: int
+    copies: Gate = field(default_factory=Gate)
+    writes: Gate = field(default_factory=Gate)
+    passed_ns: int = 0
+
+
+@dataclass(slots=True)
+class InboundTools:
+    """The things that lives at a target work with.
+
+    Attributes:
+        ring: staging memory that sources write to.
+        trailer_key: of this ring.
+        trailer_deadline_ns: how long a slab waits for its trailer.
+        thread: index of the thread, for spans.
+    """
+
+    copier: Copier
+    ring: StagingPieces
+    log: StageLog
+    trailer_key: bytes
+    trailer_deadline_ns: int
+    thread: int = 0
+
+
+def outbound(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
+    """Bring a slab to its target: staged, by a direct copy, or by writes in place."""
+    if slab.cancelled:
+        return dropped(slab)
+    try:
+        if slab.effect.way is Way.STAGED:
+            return (yield from _staged(slab, tools))
+        if slab.effect.way is Way.DIRECT:
+            return (yield from _direct(slab, tools))
+        return (yield from _in_place(slab, tools))
+    except LongshoreError as error:
+        return OutboundEnd(slab, str(error))
+
+
+def _staged(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
+    """Copy pages into staging memory, write it to the target's ring, and give it back."""
+    effect, memory, transport = slab.effect, tools.memory, tools.transport
+    assert memory is not None
+    assert slab.ring is not None
+    room = memory.take(slab)
+    tools.copies.enter()
+    yield room
+    region = room.region
+    if region is None:
+        tools.copies.leave()
+        return dropped(slab)
+    slab.lane, slab.stage = memory.lane(region), Stage.COPYING
+    start_ns = time.monotonic_ns()
+    try:
+        staged = Slab(memory.buffer, region.offset_bytes, effect.payload_bytes)
+        ticket = tools.copier.submit(Copy(slab.source(), staged, effect.tokens, trailer=slab.sealed_trailer()))
+    except LongshoreError:
+        memory.free(region)
+        tools.copies.leave()
+        raise
+    assert ticket is not None, "only direct copies wait for their kernel"
+    # The transport looks the write up while the copy runs; older slabs go first.
+    yield Now()
+    write: Write | None = None
+    error = ""
+    try:
+        pieces = cut(memory.buffer, region.offset_bytes, slab.ring, effect.offset_bytes, room.length_bytes)
+        write = transport.draft(slab.peer_name, pieces, slab.notice())
+        tools.log.count("longshore_write_pieces_total", len(pieces.lengths), way="staged")
+    except TransportError as refused:
+        error = str(refused)
+    yield Copied(ticket)
+    ticket.end()
+    if write is not None:
+        yield tools.writes.turn(slab)
+    tools.copies.leave()
+    if write is None or slab.cancelled:
+        if write is not None:
+            transport.release(write)
+        memory.free(region)
+        return dropped(slab) if slab.cancelled else OutboundEnd(slab, error)
+    tools.writes.enter()
+    slab.stage = Stage.WRITING
+    transport.start(write)
+    copied_ns = time.monotonic_ns()
+    tools.log.stage("gather", effect, slab.lane, start_ns, copied_ns)
+    tools.log.count("longshore_writes_total", 1, way="staged")
+    written = Written(transport, write)
+    yield written
+    error, settled = written.release()
+    tools.writes.leave()
+    memory.free(region)
+    return _arrived(slab, tools, copied_ns, error, settled=settled)
+
+
+def _direct(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
+    """Copy pages into the target's pages, which are mapped here."""
+    copy = Copy(slab.source(), slab.neighbour_target(), slab.effect.tokens)
+    while True:
+        yield tools.copies.turn(slab)
+        if slab.cancelled:
+            return dropped(slab)
+        start_ns = time.monotonic_ns()
+        ticket = tools.copier.submit(copy)
+        if ticket is not None:
+            break
+        yield Compiled()
+    tools.copies.enter()
+    slab.stage = Stage.COPYING
+    yield Copied(ticket)
+    ticket.end()
+    tools.copies.leave()
+    tools.log.count("longshore_writes_total", 1, way="direct")
+    # A device begins a copy when it is done with the one before.
+    start_ns = max(start_ns, tools.passed_ns)
+    end = _arrived(slab, tools, start_ns)
+    tools.passed_ns = time.monotonic_ns()
+    return end
+
+
+def _in_place(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
+    """Write runs of pages straight into the target's pages, in batches. A cancelled slab stops after a batch."""
+    transport, way = tools.transport, slab.effect.way.name.lower()
+    slab.stage = Stage.WRITING
+    start_ns = time.monotonic_ns()
+    with slab.pool.in_use():
+        pieces = runs(slab.source(), slab.remote_target(), slab.effect.tokens)
+        count = len(pieces.lengths)
+        tools.log.count("longshore_write_pieces_total", count, way=way)
+        prepared = transport.prepare(slab.peer_name, *pieces)
+        open_writes: deque[Written] = deque()
+        posted_count = 0
+        error, settled = "", True
+        while True:
+            if posted_count < count and len(open_writes) < _OPEN_BATCHES_MAX and not slab.cancelled and not error:
+                end = min(posted_count + tools.batch_count, count)
+                indices: npt.NDArray[np.int32] = np.arange(posted_count, end, dtype=np.int32)
+                try:
+                    write = transport.draft(slab.peer_name, Part(prepared, indices), b"")
+                except TransportError as refused:
+                    error = str(refused)
+                    continue
+                transport.start(write)
+                open_writes.append(Written(transport, write))
+                posted_count = end
+                tools.log.count("longshore_writes_total", 1, way=way)
+            elif open_writes:
+                # Also after a failure: the pages stay in use until every write has ended.
+                written = open_writes.popleft()
+                yield written
+                failure, is_settled = written.release()
+                error, settled = error or failure, settled and is_settled
+            else:
+                break
+        transport.release_prepared(prepared)
+    if not posted_count and not error:
+        return dropped(slab)
+    return _arrived(slab, tools, start_ns, error, settled=settled)
+
+
+def _arrived(
+    slab: OutboundSlab, tools: OutboundTools, start_ns: int, error: str = "", *, settled: bool = True
+) -> OutboundEnd:
+    """Return how a slab ended whose last write or direct copy is over."""
+    effect, lane, log = slab.effect, slab.lane, tools.log
+    if slab.cancelled:
+        log.count("longshore_overtaken_writes_total", 1, way=effect.way.name.lower())
+    if error:
+        return OutboundEnd(slab, error, settled=settled)
+    log.stage("write", effect, lane, start_ns, time.monotonic_ns())
+    if slab.cancelled:
+        return dropped(slab)
+    tools.lanes.slabs[lane] += 1
+    tools.lanes.payload_bytes[lane] += effect.payload_bytes
+    log.count("longshore_lane_slabs_total", 1, lane=lane)
+    log.count("longshore_lane_bytes_total", effect.payload_bytes, lane=lane)
+    return OutboundEnd(slab, notify=effect.way is not Way.STAGED or not slab.noticed)
+
+
+def inbound(slab: InboundSlab, tools: InboundTools) -> InboundLife:
+    """Copy a landed slab into pages, and count it only if the trailer behind it was right before the copy.
+
+    A GPU copies also a slab with a wrong trailer: its room's pages are the room's own until it ends.
+    """
+    effect, wanted = slab.effect, trailer_of(slab.effect)
+    found: Trailer | None = None
+
+    def accepts(data: bytes) -> bool:
+        nonlocal found
+        found = unseal(data, tools.trailer_key)
+        return found == wanted
+
+    deadline_ns = time.monotonic_ns() + tools.trailer_deadline_ns
+    while not slab.cancelled:
+        start_ns = time.monotonic_ns()
+        try:
+            landed = Slab(tools.ring, effect.offset_bytes, effect.payload_bytes)
+            ticket = tools.copier.submit(Copy(landed, slab.target(), effect.tokens, accepts=accepts))
+        except LongshoreError as error:
+            return InboundEnd(slab, error.reason, str(error), dropped=isinstance(error, PoolError))
+        assert ticket is not None, "only direct copies wait for their kernel"
+        yield Copied(ticket)
+        end_ns = time.monotonic_ns()
+        if ticket.end():
+            tools.log.stage("scatter", effect, tools.thread, start_ns, end_ns)
+            return InboundEnd(slab)
+        if slab.cancelled:
+            return InboundEnd(slab, Reason.TRAILER_MISMATCH, "the room was given up")
+        if end_ns >= deadline_ns:
+            text = f"slab {effect.slab} of room {wanted.room} ends with {found}, not with {wanted}"
+            return InboundEnd(slab, Reason.TRAILER_MISMATCH, text)
+        yield Until(end_ns + _TRAILER_PAUSE_NS)
+    return InboundEnd(slab, dropped=True)

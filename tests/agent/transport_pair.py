@@ -1,0 +1,81 @@
+"""A transport of the test's process that is connected to a second process, of each kind that the contract suite knows."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+from transport_peer import PeerProcess, finish, post, row
+
+from longshore_agent.transports import create
+from longshore_agent.transports.base import Transport, Wire, WriteState
+
+# Backend, UCX_TLS, allowed wires. NIXL without TCP opens no port, and UCX tells it less of dead peers.
+KINDS: dict[str, tuple[str, str, tuple[Wire, ...]]] = {
+    "loopback": ("Loopback", "", ()),
+    "mooncake-tcp": ("Mooncake", "", ()),
+    "nixl-alone": ("NIXL", "", (Wire.SHARED_MEMORY,)),
+    "nixl-shm": ("NIXL", "", ()),
+    "nixl-tcp": ("NIXL", "tcp,self", ()),
+}
+WIRES = {
+    "loopback": Wire.LOOPBACK,
+    "mooncake-tcp": Wire.TCP,
+    "nixl-alone": Wire.SHARED_MEMORY,
+    "nixl-shm": Wire.SHARED_MEMORY,
+    "nixl-tcp": Wire.TCP,
+}
+REGION_BYTES = 4 << 20
+POISON = 0xA5
+
+
+class Pair:
+    """A transport of this process, with one region, connected to a peer process with one region of poison."""
+
+    def __init__(self, kind: str, name: str) -> None:
+        self.kind = kind
+        self.backend, tls, self.wires = KINDS[kind]
+        self.environment = {"UCX_TLS": tls} if tls else {}
+        self.peers: list[PeerProcess] = []
+        self.peer = self.start_peer(f"{name}-peer")
+        before = os.environ.get("UCX_TLS")
+        os.environ.update(self.environment)
+        options = {"wires": self.wires} if self.wires else {}
+        self.transport: Transport = create(self.backend, name, **options)
+        if before is None:
+            os.environ.pop("UCX_TLS", None)
+        else:
+            os.environ["UCX_TLS"] = before
+        self.source = np.random.default_rng(7).integers(0, 256, REGION_BYTES, dtype=np.uint8)
+        self.transport.register(self.source.ctypes.data, REGION_BYTES)
+        self.target: int = self.peer.ask("register", length=REGION_BYTES, fill=POISON)
+        self.name = self.transport.connect(self.peer.metadata())
+        self.peer.ask("connect", metadata=self.transport.metadata().hex())
+
+    def start_peer(self, name: str) -> PeerProcess:
+        peer = PeerProcess(self.backend, name, self.environment, self.wires)
+        self.peers.append(peer)
+        return peer
+
+    def write(self, offset: int, target: int, length: int, notice: bytes = b"", peer: str = "") -> WriteState:
+        """Write one piece, bring it to its end and give it back."""
+        address = row(self.source.ctypes.data + offset)
+        write = post(self.transport, peer or self.name, address, row(target), row(length), notice)
+        state = finish(self.transport, write)
+        self.transport.release(write)
+        return state
+
+    def told(self, *notices: bytes) -> list[bytes]:
+        """What `notices` become at a target: all of them where the transport tells of arrival, none elsewhere."""
+        return list(notices) if self.transport.notifies else []
+
+    def notices(self, count: int) -> list[bytes]:
+        """What the peer was told since it was last asked; waits for `count` of them where it is told at all."""
+        found = self.peer.wait_notices(count if self.transport.notifies else 0)
+        assert {notice["peer"] for notice in found} <= {f"shared-{self.kind}"}
+        return [bytes.fromhex(notice["notice"]) for notice in found]
+
+    def close(self) -> None:
+        self.transport.close()
+        for peer in self.peers:
+            peer.close()

@@ -1,0 +1,143 @@
+"""A GPU played in the host's memory, for a worker's copier: nothing asks a driver, and nothing is compiled.
+
+Imported in a process of its own, as `copy_checks`: it imports torch, and `play` replaces what would ask a driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from page_shapes import trailer_for
+
+from longshore_agent.errors import DeviceError
+from longshore_agent.kernels import device_copier as copier_module
+from longshore_agent.kernels import device_kernel, device_launch
+from longshore_agent.kernels.copier import Copy, Slab
+from longshore_agent.kernels.copy_kernel import ARGUMENTS, constants
+from longshore_agent.kernels.copy_stream import CopyStream
+from longshore_agent.kernels.view import View
+from longshore_agent.memory import cuda
+from longshore_agent.memory.pools import KVPool
+from longshore_agent.memory.staging import StagingBuffer
+
+CPU = torch.device("cpu")
+DEVICE: Any = SimpleNamespace(index=0, name="GPU-0", enter=lambda: None)
+
+
+@dataclass
+class PlayedKernel:
+    """Counts what is compiled, in the place of Triton's kernel."""
+
+    compiled: list[dict[str, object]] = field(default_factory=list)
+    launched: list[tuple[object, ...]] = field(default_factory=list)  # as Triton's users do it
+
+    def warmup(self, *_: object, **constants: object) -> Any:
+        self.compiled.append(constants)
+        return SimpleNamespace(function=1, metadata=SimpleNamespace(shared=0), _init_handles=lambda: None)
+
+    def __getitem__(self, programs: tuple[int, int, int]) -> Any:
+        return lambda *values, **constants: self.launched.append((programs, values, constants))
+
+
+class PlayedBytes:
+    found = bytes(range(64))
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def fill(self, *_: object) -> None:
+        pass
+
+    def read(self) -> bytes:
+        return self.found
+
+
+class PlayedEvent:
+    passes = True
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def passed(self) -> bool:
+        return self.passes
+
+    def record(self, *_: object) -> None:
+        pass
+
+
+class RefusingEvent(PlayedEvent):
+    def record(self, *_: object) -> None:
+        raise DeviceError("the driver refuses")
+
+
+def stream_of(_: torch.device) -> CopyStream:
+    stream = CopyStream(CPU)
+    stream.context = DEVICE
+    return stream
+
+
+def play() -> tuple[PlayedKernel, list[tuple[object, ...]]]:
+    """Replace driver and device; return what compiles, and the launches."""
+    kernel, launches = PlayedKernel(), []
+    modules: dict[Any, dict[str, Any]] = {
+        device_launch: {"_KERNEL": device_kernel.DeviceKernel(kernel, constants, ARGUMENTS)},
+        device_kernel: {
+            "torch": SimpleNamespace(cuda=SimpleNamespace(device=lambda _: nullcontext())),
+            "triton": SimpleNamespace(__version__="3.6.0"),
+        },
+        copier_module: {
+            "CopyStream": stream_of,
+            "torch": SimpleNamespace(
+                device=lambda *_: CPU,
+                cuda=SimpleNamespace(
+                    set_device=lambda _: None, current_stream=lambda _: SimpleNamespace(synchronize=lambda: None)
+                ),
+            ),
+        },
+        cuda: {
+            "copy_to_device": lambda _, target, source, length, stream: ctypes.memmove(target, source, length),
+            "launch": lambda *arguments: launches.append(arguments),
+            "Event": PlayedEvent,
+            "HostBytes": PlayedBytes,
+        },
+    }
+    for module, changes in modules.items():
+        for name, value in changes.items():
+            setattr(module, name, value)
+    return kernel, launches
+
+
+def make_copier() -> tuple[Any, StagingBuffer]:
+    """A copier, and what it takes for the memory of its lanes and its ring."""
+    memory = StagingBuffer(1 << 20)
+    return copier_module.DeviceCopier(DEVICE, memory, memory), memory  # type: ignore[arg-type]
+
+
+def on_device(pool: KVPool) -> KVPool:
+    pool.device = DEVICE
+    return pool
+
+
+def staged(kind: str, view: View, memory: StagingBuffer, tokens: tuple[int, int], offset_bytes: int = 0) -> Copy:
+    """A gather with its trailer, or a scatter whose trailer is looked at."""
+    slab = Slab(memory, offset_bytes, view.payload_bytes(tokens))
+    if kind == "gather":
+        return Copy(view, slab, tokens, trailer_for(slab.payload_bytes))
+    return Copy(slab, view, tokens, accepts=lambda found: found == PlayedBytes.found)
+
+
+def copied(copier: Any, sides: list[View], tokens: tuple[int, int]) -> Any:
+    """Queue a direct copy, after its kernel was compiled."""
+    while (copy := copier.submit(Copy(sides[0], sides[1], tokens))) is None:
+        wait_compiled()
+    return copy
+
+
+def wait_compiled() -> None:
+    """Wait until the thread that compiles has done what it was given."""
+    device_kernel._COMPILING._thread.submit(lambda: None).result()
