@@ -10,7 +10,7 @@ import errno
 import socket
 from collections import deque
 
-from longshore_wire.codec import ENGINE_MESSAGE_BYTES_MAX, TO_ENGINE
+from longshore_wire.engine_codec import ENGINE_MESSAGE_BYTES_MAX, TO_ENGINE
 from longshore_wire.engine_messages import ToEngine
 from longshore_wire.errors import CodecError
 

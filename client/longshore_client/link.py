@@ -28,7 +28,7 @@ from longshore_client.errors import (
     from_refusal,
 )
 from longshore_client.request import Request
-from longshore_wire.codec import TO_AGENT
+from longshore_wire.engine_codec import TO_AGENT
 from longshore_wire.engine_messages import (
     Accepted,
     EndpointUpdate,

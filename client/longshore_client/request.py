@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from longshore_wire.codec import TO_AGENT
+from longshore_wire.engine_codec import TO_AGENT
 from longshore_wire.engine_messages import Accepted, Refused, ToAgent
 
 

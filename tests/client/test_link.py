@@ -27,7 +27,7 @@ from longshore_agent.control.engine_link import (
     send_connection,
 )
 from longshore_client import KVLayout, ModelShape, Parallel, pool_geometry
-from longshore_wire.codec import ENGINE_MESSAGE_BYTES_MAX, TO_AGENT, TO_ENGINE
+from longshore_wire.engine_codec import ENGINE_MESSAGE_BYTES_MAX, TO_AGENT, TO_ENGINE
 from longshore_wire.engine_messages import Accepted, Half, Hello, RegisterPool, Renew
 from longshore_wire.errors import CodecError
 

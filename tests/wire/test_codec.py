@@ -11,16 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshore_wire import engine_messages, peer_messages
-from longshore_wire.codec import (
-    ENGINE_MESSAGE_BYTES_MAX,
-    PEER,
-    PEER_MESSAGE_BYTES_MAX,
-    TO_AGENT,
-    TO_ENGINE,
-    Codec,
-)
+from longshore_wire.codec import PEER, PEER_MESSAGE_BYTES_MAX
+from longshore_wire.engine_codec import ENGINE_MESSAGE_BYTES_MAX, TO_AGENT, TO_ENGINE
 from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX, Half, Hello, Offer, Receive, RoomEvent, RoomEventKind
 from longshore_wire.errors import CodecError, Reason
+from longshore_wire.framing import Codec
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry
 from longshore_wire.peer_messages import (
     Abort,

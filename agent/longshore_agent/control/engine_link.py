@@ -18,7 +18,7 @@ from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
-from longshore_wire.codec import ENGINE_MESSAGE_BYTES_MAX, TO_AGENT, TO_ENGINE
+from longshore_wire.engine_codec import ENGINE_MESSAGE_BYTES_MAX, TO_AGENT, TO_ENGINE
 from longshore_wire.engine_messages import RegisterPool, ToAgent, ToEngine
 from longshore_wire.errors import CodecError, LongshoreError, Reason
 
