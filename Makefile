@@ -15,6 +15,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := agent,operator,cli,lab,nixl,mooncake,dev
+# All but those of engines, whose pins are not the tree's.
+LOCKED := agent operator cli lab nixl mooncake mooncake-cuda12 mooncake-cuda13 dev fuzz
 PYTHON ?=
 TORCH_INDEX ?=
 
@@ -93,7 +95,7 @@ reference: install ## make the reference pages of settings, metrics and faults a
 
 lock: install ## choose the newest versions that pyproject.toml allows and pin them
 	{ sed '/^[^#]/,$$d' requirements.lock; \
-	  $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --upgrade --all-extras \
+	  $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --upgrade $(LOCKED:%=--extra %) \
 	    --no-emit-index-url --no-annotate --no-header pyproject.toml; } > requirements.lock.new
 	mv requirements.lock.new requirements.lock
 	{ sed '/^[^#]/,$$d' e2e/vllm/requirements.lock; \

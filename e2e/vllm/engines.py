@@ -90,7 +90,9 @@ class EngineOptions:
             "VLLM_CPU_OMP_THREADS_BIND": ranks,
             "VLLM_LOGGING_LEVEL": "INFO",
             "VLLM_SERVER_DEV_MODE": "1",  # POST /reset_prefix_cache
-            "PYTHONPATH": os.pathsep.join(str(path) for path in (ROOT / "client", ROOT / "wire", FOLDER)),
+            "PYTHONPATH": os.pathsep.join(
+                str(path) for path in (ROOT / "engines", ROOT / "client", ROOT / "wire", FOLDER)
+            ),
             **self.environment,
         }
 

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(900)
 def transfer(socket: Path) -> dict[str, object]:
     return {
         "kv_connector": "LongshoreConnector",
-        "kv_connector_module_path": "longshore_client.engines.vllm",
+        "kv_connector_module_path": "longshore_engines.vllm",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"socket": str(socket)},
     }

@@ -10,8 +10,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from longshore_client.engines.handover import Claim
-from longshore_client.engines.vllm import LongshoreConnector
+from longshore_engines.handover import Claim
+from longshore_engines.vllm import LongshoreConnector
 
 SWITCH = "E2E_VLLM_ZERO"
 

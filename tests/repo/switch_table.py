@@ -18,7 +18,7 @@ _ARGUMENTS = f"{_CLIENT}/test_what_arguments_change.py"
 _CLIENTS = f"{_CLIENT}/test_client.py"
 _CONNECT = f"{_CLIENT}/test_connect.py"
 _MEMORY = f"{_CLIENT}/test_memory.py"
-_VLLM = f"{_CLIENT}/test_engine_vllm.py"
+_VLLM = "tests/engines/test_engine_vllm.py"
 _CHART = "e2e/test_chart_values.py"
 
 Shown = dict[str, tuple[str, ...]]

@@ -99,7 +99,7 @@ def test_every_module_begins_with_what_it_is() -> None:
     assert [str(module.path) for module in modules() if not ast.get_docstring(module.tree)] == []
 
 
-@pytest.mark.parametrize("package", ["longshore_wire", "longshore_client"])
+@pytest.mark.parametrize("package", ["longshore_wire", "longshore_client", "longshore_engines"])
 def test_everything_public_that_others_build_on_has_a_docstring(package: str) -> None:
     assert [place for module in modules_of(package) for place in undocumented(module)] == []
 

@@ -17,7 +17,7 @@ from tree_of_files import ROOT, functions_by_file
 import longshore_client
 from longshore_agent.settings import Settings as AgentSettings
 from longshore_client import ArgumentError, Client, cuda
-from longshore_client.engines.vllm_checks import setting
+from longshore_engines.vllm_checks import setting
 from longshore_operator.settings import Settings as OperatorSettings
 
 NAMED = re.compile(r"((?:tests|e2e)/[\w/]+\.py)::(test_\w+)")

@@ -19,7 +19,7 @@ OTHERS = {
     "way",
     "TCP",
 }
-PACKAGES = ("wire/", "client/", "agent/", "operator/", "cli/", "lab/")
+PACKAGES = ("wire/", "client/", "engines/", "agent/", "operator/", "cli/", "lab/")
 
 
 def quoted(page: Path) -> list[str]:

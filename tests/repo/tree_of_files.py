@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "longshore_wire": ROOT / "wire" / "longshore_wire",
     "longshore_client": ROOT / "client" / "longshore_client",
+    "longshore_engines": ROOT / "engines" / "longshore_engines",
     "longshore_agent": ROOT / "agent" / "longshore_agent",
     "longshore_operator": ROOT / "operator" / "longshore_operator",
     "longshore_cli": ROOT / "cli" / "longshore_cli",

@@ -9,8 +9,8 @@ import logging
 from collections.abc import Sequence
 
 from longshore_client.client import Client, connect
-from longshore_client.engines.tensors import SharedCache
 from longshore_client.errors import HelloRefused
+from longshore_engines.tensors import SharedCache
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason
 

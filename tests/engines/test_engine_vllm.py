@@ -94,7 +94,7 @@ class Engine:
 @pytest.fixture
 def module():
     with installed():
-        yield importlib.import_module("longshore_client.engines.vllm")
+        yield importlib.import_module("longshore_engines.vllm")
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def test_a_load_that_fails_is_reported_once_and_counted(module, engines):
 
 def test_counts_of_all_ranks_reach_the_log_and_the_prometheus_page(module):
     ranks = [module.LongshoreConnector.build_kv_connector_stats() for _ in range(2)]
-    rooms = importlib.import_module("longshore_client.engines.rooms")
+    rooms = importlib.import_module("longshore_engines.rooms")
     ranks[0].add(rooms.Transfer(Half.TARGET, 0.25, 4096, ""))
     ranks[1].add(rooms.Transfer(Half.TARGET, 0.75, 8192, ""))
     ranks[1].add(rooms.Transfer(Half.TARGET, 1.0, 0, "PEER_LOST"))
@@ -222,7 +222,7 @@ def test_counts_of_all_ranks_reach_the_log_and_the_prometheus_page(module):
 
 def test_another_vllm_is_refused_when_the_connector_is_loaded():
     with installed("0.33.0"), pytest.raises(ArgumentError, match=r"vLLM 0\.33\.0 is not supported"):
-        importlib.import_module("longshore_client.engines.vllm")
+        importlib.import_module("longshore_engines.vllm")
 
 
 def test_a_transfer_that_is_not_over_within_the_set_limit_is_given_up(module, tmp_path):

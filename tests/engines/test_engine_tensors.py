@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from longshore_client import ArgumentError, LayoutError, PageOrder, Parallel
-from longshore_client.engines.tensors import CacheShape, layer_number, opaque_layout, share
+from longshore_engines.tensors import CacheShape, layer_number, opaque_layout, share
 from longshore_wire.engine_messages import DeviceRegion
 
 BLOCKS, TOKENS, DIM = 6, 32, 8
@@ -120,8 +120,8 @@ def test_tensors_on_a_gpu_stay_where_they_are_and_go_by_one_handle_an_allocation
         asked.append(tensor.data_ptr())
         return DeviceRegion(b"h" * 64, 512)
 
-    monkeypatch.setattr("longshore_client.engines.tensors.device_region", handle_of)
-    monkeypatch.setattr("longshore_client.engines.tensors.device_name", lambda tensor: "GPU-7")
+    monkeypatch.setattr("longshore_engines.tensors.device_region", handle_of)
+    monkeypatch.setattr("longshore_engines.tensors.device_name", lambda tensor: "GPU-7")
     kept = tensors()
     storage = next(iter(kept.values())).untyped_storage()
     shared = share({name: OnDevice(tensor) for name, tensor in kept.items()}, cache())

@@ -10,7 +10,8 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from longshore_client.engines.handover import (
+from longshore_client.errors import ArgumentError
+from longshore_engines.handover import (
     HANDOVER_VERSION,
     KEY,
     WANTS_DECODE,
@@ -24,7 +25,6 @@ from longshore_client.engines.handover import (
     handover_of,
     packed_handover,
 )
-from longshore_client.errors import ArgumentError
 from longshore_wire.engine_messages import Endpoint, Half
 
 _log = logging.getLogger("vllm.longshore")

@@ -7,8 +7,8 @@ from fake_agent import FakeAgent
 from scene import LAYOUT
 
 from longshore_client import Half, HelloRefused, PoolGeometry, Reason
-from longshore_client.engines.agents import registered
-from longshore_client.engines.tensors import SharedCache
+from longshore_engines.agents import registered
+from longshore_engines.tensors import SharedCache
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Refused, Welcome
 
 BOTH = (Half.SOURCE, Half.TARGET)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from types import ModuleType, SimpleNamespace
 
-OURS = ("longshore_client.engines.vllm", "longshore_client.engines.vllm_stats")
+OURS = ("longshore_engines.vllm", "longshore_engines.vllm_stats")
 
 
 class Role(Enum):

@@ -16,8 +16,8 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from longshore_client.client import Client
-from longshore_client.engines.handover import Claim, Fail, Offer, Order, Withdraw
 from longshore_client.errors import AgentLost, Busy, CallTimeout, ClientClosed
+from longshore_engines.handover import Claim, Fail, Offer, Order, Withdraw
 from longshore_wire.engine_messages import Half, RoomEvent, RoomEventKind
 from longshore_wire.errors import LongshoreError
 

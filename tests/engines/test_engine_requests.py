@@ -8,7 +8,7 @@ import pytest
 from scene import ENDPOINT
 
 from longshore_client import ArgumentError, Half
-from longshore_client.engines.handover import (
+from longshore_engines.handover import (
     KEY,
     Claim,
     Fail,
@@ -16,7 +16,7 @@ from longshore_client.engines.handover import (
     Withdraw,
     handover_of,
 )
-from longshore_client.engines.requests import AGENT_AWAY_MAX_S, ENDPOINT_AGE_MAX_S, RequestBook
+from longshore_engines.requests import AGENT_AWAY_MAX_S, ENDPOINT_AGE_MAX_S, RequestBook
 
 BOTH = (Half.SOURCE, Half.TARGET)
 PAGE = 32

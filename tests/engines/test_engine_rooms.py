@@ -8,8 +8,8 @@ from fake_agent import WAIT_S, FakeAgent, accept_all
 from scene import DONE, ENDPOINT, FAILED, RELEASED, client_at, event
 
 from longshore_client import Half, Reason
-from longshore_client.engines.handover import Claim, Fail, Offer, Withdraw
-from longshore_client.engines.rooms import RankRooms
+from longshore_engines.handover import Claim, Fail, Offer, Withdraw
+from longshore_engines.rooms import RankRooms
 from longshore_wire.engine_messages import Cancel, Refused
 from longshore_wire.engine_messages import Offer as OfferMessage
 from longshore_wire.engine_messages import Receive as ReceiveMessage
@@ -260,7 +260,7 @@ def test_what_is_open_when_the_client_is_closed_is_over_and_not_taken_for_succes
 def test_pages_of_a_call_without_an_answer_are_lent_until_it_is_known_that_nobody_has_them(
     scene, monkeypatch, answer_late
 ):
-    monkeypatch.setattr("longshore_client.engines.rooms.CALL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("longshore_engines.rooms.CALL_TIMEOUT_S", 0.05)
     world = scene(answer=lambda message: None)
     world.rooms.carry_out([OFFER])
     world.look_until(lambda: next(iter(world.rooms._open.values())).unclear)

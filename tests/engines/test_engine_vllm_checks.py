@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from longshore_client import ArgumentError, Half
-from longshore_client.engines.vllm_checks import check_engine, check_version, roles_of, setting
+from longshore_engines.vllm_checks import check_engine, check_version, roles_of, setting
 
 
 def engine(*, groups=1, **changes):

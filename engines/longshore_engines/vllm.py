@@ -28,14 +28,14 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
-from longshore_client.engines.agents import registered
-from longshore_client.engines.handover import Order
-from longshore_client.engines.requests import RequestBook
-from longshore_client.engines.rooms import RankRooms
-from longshore_client.engines.tensors import CacheShape, share
-from longshore_client.engines.vllm_checks import check_engine, check_version, roles_of, setting
-from longshore_client.engines.vllm_stats import LongshoreMetrics, LongshoreStats
 from longshore_client.errors import ClientClosed, WaitTimeout
+from longshore_engines.agents import registered
+from longshore_engines.handover import Order
+from longshore_engines.requests import RequestBook
+from longshore_engines.rooms import RankRooms
+from longshore_engines.tensors import CacheShape, share
+from longshore_engines.vllm_checks import check_engine, check_version, roles_of, setting
+from longshore_engines.vllm_stats import LongshoreMetrics, LongshoreStats
 from longshore_wire.engine_messages import Endpoint, Half
 from longshore_wire.layout import Parallel
 
