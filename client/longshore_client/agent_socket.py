@@ -1,6 +1,6 @@
-"""Messages to and from the agent over one socket: framing and an outbox, nothing else.
+"""Messages to and from the agent over one socket: framing and descriptors, nothing else.
 
-Used by `link.AgentLink` only.
+Used by `connection.Connection` only.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import errno
 import socket
 from collections import deque
 
+from longshore_client.calls import Outgoing
 from longshore_wire.engine_codec import ENGINE_MESSAGE_BYTES_MAX, TO_ENGINE
 from longshore_wire.engine_messages import ToEngine
 from longshore_wire.errors import CodecError
@@ -24,12 +25,15 @@ class ConnectionEndedError(ConnectionError):
 
 
 class AgentSocket:
-    """A connected SOCK_SEQPACKET socket that never blocks, with an outbox. Not thread-safe: its owner locks."""
+    """A connected SOCK_SEQPACKET socket that never blocks. Not thread-safe: its owner locks.
+
+    Attributes:
+        starved: the kernel had no memory for the message at the head of the outbox: try again in a while.
+    """
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
         self._socket = connected
-        self._outbox: deque[tuple[bytes, tuple[int, ...]]] = deque()
         self.starved = False
 
     @classmethod
@@ -44,25 +48,15 @@ class AgentSocket:
             raise
         return cls(connected)
 
-    @property
-    def outbox_count(self) -> int:
-        """How many messages wait for room in the socket."""
-        return len(self._outbox)
-
     def fileno(self) -> int:
         """Return the socket's descriptor."""
         return self._socket.fileno()
 
-    def send(self, data: bytes, descriptors: tuple[int, ...] = ()) -> None:
-        """Send one message, or keep it for `flush`. Raises OSError if the connection is gone."""
-        self._outbox.append((data, descriptors))
-        self.flush()
-
-    def flush(self) -> None:
-        """Send what the socket takes. Raises OSError if the connection is gone."""
+    def flush(self, outbox: deque[Outgoing]) -> None:
+        """Send what the socket takes, and remove it from `outbox`. Raises OSError if the connection is gone."""
         self.starved = False
-        while self._outbox:
-            data, descriptors = self._outbox[0]
+        while outbox:
+            data, descriptors = outbox[0]
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
             try:
                 self._socket.sendmsg([data], rights, socket.MSG_NOSIGNAL)
@@ -73,7 +67,7 @@ class AgentSocket:
                     raise
                 self.starved = True
                 return
-            self._outbox.popleft()
+            outbox.popleft()
 
     def receive(self) -> list[ToEngine]:
         """Return messages that are there, at most RECEIVE_BATCH_MAX.
@@ -100,5 +94,4 @@ class AgentSocket:
 
     def close(self) -> None:
         """Close the socket. Idempotent."""
-        self._outbox.clear()
         self._socket.close()

@@ -1,12 +1,13 @@
 """The engine's side of Longshore: share pools, offer pages, claim pages, hear what became of them.
 
 Called by engines and connectors, from any thread. Blocking calls wait for the agent's answer only, never for a
-transfer. Holds the ledger and the pools, and tells a new agent of both; `link` holds the connection.
+transfer. It checks arguments, locks and waits: `core` decides everything, and `connection` holds the socket.
 """
 
 from __future__ import annotations
 
 import fcntl
+import os
 import secrets
 from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
@@ -15,15 +16,22 @@ from typing import Self
 import msgspec
 
 from longshore_client import arguments
-from longshore_client.errors import AgentLost, ArgumentError, Busy, ClientClosed, PoolRefused, WaitTimeout
-from longshore_client.ledger import HalfKey, Messages, Resume
-from longshore_client.link import LinkState
-from longshore_client.open_state import OpenState, Pool, close_all
+from longshore_client.calls import Call
+from longshore_client.connection import Connection
+from longshore_client.core import Core, State
+from longshore_client.errors import (
+    AgentLost,
+    ArgumentError,
+    Busy,
+    ClientClosed,
+    PoolRefused,
+    WaitTimeout,
+    from_refusal,
+)
+from longshore_client.ledger import HalfKey, Resume
 from longshore_client.pages import PAGE_BYTES, packed_pages, page_count, split_claim, split_offer
-from longshore_client.request import Request
 from longshore_wire.engine_messages import (
     ENGINE_PROTOCOL_VERSION,
-    Accepted,
     Cancel,
     DeviceRegion,
     Endpoint,
@@ -37,7 +45,7 @@ from longshore_wire.engine_messages import (
     TargetMemory,
     UnregisterPool,
 )
-from longshore_wire.errors import Reason, RoomError
+from longshore_wire.errors import LongshoreError, RoomError
 from longshore_wire.layout import KVLayout, PoolGeometry
 
 # An agent answers in well under a millisecond; a worker's restart takes seconds and a call may outlive it.
@@ -82,9 +90,9 @@ def connect(
     )
     hello.layout.check()
     path, timeout_s = arguments.path_text("path", path), arguments.timeout(timeout_s)
-    client = Client(path, hello)
-    client.start(timeout_s)
-    return client
+    connection = Connection(path, Core(hello, path))
+    connection.start(timeout_s)
+    return Client(hello, connection)
 
 
 class Client:
@@ -94,16 +102,12 @@ class Client:
     open claim; calls in flight are made again. Nothing that was reported is reported twice.
     """
 
-    def __init__(self, path: str, hello: Hello) -> None:
+    def __init__(self, hello: Hello, connection: Connection) -> None:
         self.instance = hello.instance
         self.layout = hello.layout
-        self._state = OpenState(path, hello)
-        self._link = self._state.link
-        self._changed = self._link.changed
-
-    def start(self, timeout_s: float) -> None:
-        """Reach the agent; called by `connect`, once."""
-        self._link.start(timeout_s)
+        self._connection = connection
+        self._core = connection.core
+        self._changed = connection.changed
 
     def __enter__(self) -> Self:
         return self
@@ -116,23 +120,23 @@ class Client:
     @property
     def epoch(self) -> int:
         """The life of the worker that serves this engine; another number after it was restarted."""
-        return self._state.welcome.epoch if self._state.welcome is not None else 0
+        return self._core.welcome.epoch if self._core.welcome is not None else 0
 
     @property
     def deployment(self) -> str:
         """The deployment that the agent belongs to."""
-        return self._state.welcome.deployment if self._state.welcome is not None else ""
+        return self._core.welcome.deployment if self._core.welcome is not None else ""
 
     @property
     def connected(self) -> bool:
         """Whether a worker serves this engine now and knows all that is open."""
-        return self._link.state is LinkState.READY
+        return self._core.state is State.READY
 
     @property
     def open_count(self) -> int:
         """How many halves of rooms are open: offered or claimed, and not RELEASED."""
         with self._changed:
-            return len(self._state.ledger)
+            return len(self._core.ledger)
 
     def is_open(self, room: int, half: Half, instance: str, *, pool: int = 0) -> bool:
         """Whether a half is open: a part of it was, or may have been, accepted, and it is not RELEASED.
@@ -146,12 +150,12 @@ class Client:
             arguments.pool_number(pool),
         )
         with self._changed:
-            return self._state.ledger.get(key) is not None
+            return self._core.ledger.get(key) is not None
 
     @property
     def dropped_event_count(self) -> int:
         """How many events were forgotten because nobody took them."""
-        return self._state.dropped_event_count
+        return self._core.dropped_event_count
 
     def endpoint(self, timeout_s: float) -> Endpoint:
         """Return how decode reaches all ranks of this instance; waits until all of them are registered.
@@ -162,11 +166,11 @@ class Client:
         """
         timeout_s = arguments.timeout(timeout_s)
         with self._changed:
-            self._link.check_open("endpoint")
+            self._check_open("endpoint")
             self._wait_for(
-                lambda: self._state.endpoint is not None and self._state.endpoint.complete, timeout_s, "endpoint"
+                lambda: self._core.endpoint is not None and self._core.endpoint.complete, timeout_s, "endpoint"
             )
-            found = self._state.endpoint
+            found = self._core.endpoint
             if found is None or not found.complete:
                 parallel, there = self.layout.parallel, len(found.ranks) if found is not None else 0
                 raise WaitTimeout(
@@ -203,26 +207,15 @@ class Client:
         pool, timeout_s = arguments.pool_number(pool), arguments.timeout(timeout_s)
         memory, geometry = arguments.device_memory(memory), arguments.struct("geometry", geometry, PoolGeometry)
         descriptors, on_device = arguments.region_lists(regions, len(geometry.region_bytes), REGIONS_PER_POOL_MAX)
-        message = RegisterPool(self._link.next_number(), pool, geometry, memory, on_device)
-        kept = Pool(message, _duplicates(descriptors))
-
-        def on_answer(answer: Accepted | Refused | None) -> None:
-            if isinstance(answer, Accepted):
-                self._state.pools[pool] = kept
-            else:
-                close_all(kept.descriptors)
-
+        message = RegisterPool(self._core.next_number(), pool, geometry, memory, on_device)
+        kept = _duplicates(descriptors)
         try:
-            with self._changed:
-                if pool in self._state.pools:
-                    raise ArgumentError(f"pool {pool} is registered already: unregister it first")
-            request = Request(message.request, (message,), descriptors=kept.descriptors, on_answer=on_answer)
-            with self._changed:
-                self._link.enter(request, f"register_pool {pool}")
+            call = Call((message,), descriptors=kept)
+            self._enter(call, f"register_pool {pool}")
         except BaseException:
-            close_all(kept.descriptors)
+            _close_all(kept)
             raise
-        self._link.wait(request, f"register_pool {pool}", timeout_s, PoolRefused)
+        self._wait_answer(call, f"register_pool {pool}", timeout_s, PoolRefused)
 
     def unregister_pool(self, pool: int, *, timeout_s: float | None = None) -> None:
         """Take a pool back; its open rooms fail. Returns once nobody touches its pages: only then free them.
@@ -232,19 +225,9 @@ class Client:
             AgentLost, CallTimeout, ClientClosed: as `send`; with a `timeout_s` of None only ClientClosed.
         """
         pool, timeout_s = arguments.pool_number(pool), arguments.timeout_or_none(timeout_s)
-
-        def on_answer(answer: Accepted | Refused | None) -> None:
-            if isinstance(answer, Accepted):
-                self._state.pool_gone(pool)
-
-        with self._changed:
-            if pool not in self._state.pools:
-                raise PoolRefused(f"pool {pool} is not registered: nothing to take back", reason=Reason.UNKNOWN_POOL)
-        message = UnregisterPool(self._link.next_number(), pool)
-        request = Request(message.request, (message,), outlives_agent=False, on_answer=on_answer)
-        with self._changed:
-            self._link.enter(request, f"unregister_pool {pool}")
-        self._link.wait(request, f"unregister_pool {pool}", timeout_s, PoolRefused)
+        call = Call((UnregisterPool(self._core.next_number(), pool),))
+        self._enter(call, f"unregister_pool {pool}")
+        self._wait_answer(call, f"unregister_pool {pool}", timeout_s, PoolRefused)
 
     # -- rooms -----------------------------------------------------------------------------------------------------
 
@@ -284,18 +267,17 @@ class Client:
         if first_token == end_token and not last:
             raise ArgumentError(f"room {room}: tokens [{first_token}, {end_token}) are none: only `last` may be empty")
         key = HalfKey(Half.SOURCE, self.instance, room, pool)
-        resume_token = self._take_resume(key, first_token, end_token, last=last)
+        with self._changed:
+            resume_token = self._core.ledger.resumed(key, first_token, end_token, last=last)
         for part in split_offer(room, pool, packed, first_token, end_token, last=last, page_size=self.layout.page_size):
             if resume_token is not None and part.end_token <= resume_token:
                 continue
-            offer = msgspec.structs.replace(part, request=self._link.next_number())
+            offer = msgspec.structs.replace(part, request=self._core.next_number())
             try:
-                self._tell_half(key, offer.request, (offer,), timeout_s)
+                self._tell(Call((offer,), key=key), f"send of room {room}", timeout_s)
             except (Busy, AgentLost):
                 with self._changed:
-                    found = self._state.ledger.get(key)
-                    if found is not None and part.first_token > first_token:
-                        found.resume = Resume(first_token, end_token, last, part.first_token)
+                    self._core.ledger.stopped(key, Resume(first_token, end_token, last, part.first_token))
                 raise
 
     def receive(
@@ -333,7 +315,7 @@ class Client:
         self._check_pages(packed, first_token, end_token)
         key = HalfKey(Half.TARGET, endpoint.instance, room, pool)
         whole = Receive(
-            request=self._link.next_number(),
+            request=self._core.next_number(),
             room=room,
             pool=pool,
             endpoint=endpoint,
@@ -345,7 +327,7 @@ class Client:
             memory=memory,
             digest=digest,
         )
-        self._tell_half(key, whole.request, tuple(split_claim(whole, packed)), timeout_s)
+        self._tell(Call(tuple(split_claim(whole, packed)), key=key), f"receive of room {room}", timeout_s)
 
     def cancel(
         self, room: int, half: Half, *, instance: str | None = None, pool: int = 0, timeout_s: float = CALL_TIMEOUT_S
@@ -362,18 +344,14 @@ class Client:
         room, half, pool = arguments.room_number(room), arguments.half_of(half), arguments.pool_number(pool)
         instance = None if instance is None else arguments.text("instance", instance)
         timeout_s = arguments.timeout(timeout_s)
+        what = f"cancel of room {room}"
         with self._changed:
-            self._link.check_open(f"cancel of room {room}")
-            keys = self._state.ledger.find(half, instance, room, pool)
-            for key in keys:
-                self._state.ledger.cancelled(key)
+            self._check_open(what)
+            keys = self._core.cancel(half, instance, room, pool)
         own = half is Half.SOURCE and instance in (None, self.instance)
         for key in keys or ([HalfKey(half, self.instance, room, pool)] if own else []):
-            message = Cancel(self._link.next_number(), key.half, key.instance, key.room, key.pool)
-            request = Request(message.request, (message,), outlives_agent=False)
-            with self._changed:
-                self._link.enter(request, f"cancel of room {room}")
-            self._link.wait(request, f"cancel of room {room}", timeout_s, RoomError)
+            message = Cancel(self._core.next_number(), key.half, key.instance, key.room, key.pool)
+            self._tell(Call((message,)), what, timeout_s)
 
     def poll(self, timeout_s: float = 0.0) -> list[RoomEvent]:
         """Return the events since the last call, in order. An event goes to `poll` or to one `wait`.
@@ -385,14 +363,12 @@ class Client:
         """
         timeout_s = arguments.timeout(timeout_s)
         with self._changed:
-            if timeout_s > 0 and not self._state.events:
-                self._changed.wait_for(
-                    lambda: bool(self._state.events) or self._link.state is LinkState.CLOSED, timeout_s
-                )
-            events = list(self._state.events)
-            self._state.events.clear()
+            if timeout_s > 0 and not self._core.events:
+                self._changed.wait_for(lambda: bool(self._core.events) or self._core.state is State.CLOSED, timeout_s)
+            events = list(self._core.events)
+            self._core.events.clear()
             if not events:
-                self._link.check_open("poll")
+                self._check_open("poll")
             return events
 
     def wait(
@@ -408,67 +384,61 @@ class Client:
         """Take and return the first event of a half that is one of `kinds`; other events stay for others.
 
         Raises:
-            WaitTimeout: there was none in time (None: wait for ever).
+            WaitTimeout: there was none in time (None: no limit).
             ClientClosed: the client was closed.
         """
         room, half, pool = arguments.room_number(room), arguments.half_of(half), arguments.pool_number(pool)
         instance = None if instance is None else arguments.text("instance", instance)
         kinds, timeout_s = arguments.kinds_of(kinds), arguments.timeout_or_none(timeout_s)
 
-        def wanted() -> RoomEvent | None:
-            for event in self._state.events:
-                same = event.room == room and event.half is half and event.pool == pool and event.kind in kinds
-                if same and instance in (None, event.instance):
-                    return event
-            return None
+        def find() -> RoomEvent | None:
+            return self._core.find_event(half, instance, room, pool, kinds)
 
         with self._changed:
-            self._wait_for(lambda: wanted() is not None, timeout_s, f"wait for room {room}")
-            event = wanted()
+            self._wait_for(lambda: find() is not None, timeout_s, f"wait for room {room}")
+            event = find()
             if event is None:
                 raise WaitTimeout(
                     f"room {room}: none of {', '.join(sorted(kind.name for kind in kinds))} within {timeout_s} s: "
                     "wait again, or cancel the room"
                 )
-            self._state.events.remove(event)
+            self._core.events.remove(event)
             return event
 
     def close(self) -> None:
         """Leave the agent: it lets everything of this engine go at once. Waits in other threads end. Idempotent."""
-        if not self._link.close():
-            return
-        with self._changed:
-            for pool in self._state.pools.values():
-                close_all(pool.descriptors)
-            self._state.pools.clear()
-            self._changed.notify_all()
+        self._connection.close()
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
-    def _tell_half(self, key: HalfKey, number: int, messages: Messages, timeout_s: float) -> None:
-        what = f"{'send' if key.half is Half.SOURCE else 'receive'} of room {key.room}"
+    def _check_open(self, what: str) -> None:
+        self._core.check_open(what)
+        self._connection.check_process(what)
 
-        request = Request(number, messages, on_answer=lambda answer: self._state.call_answered(number, answer))
+    def _enter(self, call: Call, what: str) -> None:
         with self._changed:
-            self._link.check_open(what)
-            self._state.ledger.sent(key, number, messages)
-            self._state.keys[number] = key
-            try:
-                self._link.enter(request, what)
-            except BaseException:
-                request.settle(Refused(number, Reason.INTERNAL, "it was not sent"))
-                raise
-        self._link.wait(request, what, timeout_s, RoomError, on_give_up=lambda: self._state.ledger.gave_up(number))
+            self._check_open(what)
+            self._core.enter(call, what)
+            self._connection.carry_out()
 
-    def _take_resume(self, key: HalfKey, first_token: int, end_token: int, *, last: bool) -> int | None:
-        """Return up to which token an earlier, equal `send` was accepted before it met Busy."""
-        with self._changed:
-            found = self._state.ledger.get(key)
-            if found is None or found.resume is None:
-                return None
-            resume, found.resume = found.resume, None
-            same = (resume.first_token, resume.end_token, resume.last) == (first_token, end_token, last)
-            return resume.accepted_end_token if same else None
+    def _wait_answer(
+        self, call: Call, what: str, timeout_s: float | None, refused: type[LongshoreError] = RoomError
+    ) -> None:
+        """Wait until an agent, whichever it is by then, has accepted a call that was entered."""
+        if not self._connection.wait(call, timeout_s):
+            with self._changed:
+                if not call.settled:
+                    self._core.give_up(call)
+                    self._connection.carry_out()
+                    raise self._core.no_answer(what, timeout_s)
+        if call.answer is None:
+            raise ClientClosed(f"{what}: the client was closed")
+        if isinstance(call.answer, Refused):
+            raise from_refusal(call.answer, what, refused)
+
+    def _tell(self, call: Call, what: str, timeout_s: float) -> None:
+        self._enter(call, what)
+        self._wait_answer(call, what, timeout_s)
 
     def _check_pages(self, packed: bytes, first_token: int, end_token: int) -> None:
         count, wanted = len(packed) // PAGE_BYTES, page_count(first_token, end_token, self.layout.page_size)
@@ -479,8 +449,8 @@ class Client:
             )
 
     def _wait_for(self, predicate: Callable[[], bool], timeout_s: float | None, what: str) -> None:
-        self._changed.wait_for(lambda: predicate() or self._link.state is LinkState.CLOSED, timeout_s)
-        if self._link.state is LinkState.CLOSED and not predicate():
+        self._changed.wait_for(lambda: predicate() or self._core.state is State.CLOSED, timeout_s)
+        if self._core.state is State.CLOSED and not predicate():
             raise ClientClosed(f"{what}: the client was closed")
 
 
@@ -490,6 +460,11 @@ def _duplicates(descriptors: Sequence[int]) -> tuple[int, ...]:
         for descriptor in descriptors:
             made.append(fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3))
     except OSError as error:
-        close_all(made)
+        _close_all(made)
         raise ArgumentError(f"regions[{len(made)}] is {descriptor}, which is not open: {error}") from error
     return tuple(made)
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -1,6 +1,6 @@
 """Errors that an engine sees from the client; each message says what happened and the way out.
 
-Raised by `client` and `link`; made from the agent's refusals by `from_refusal`. Knows no sockets.
+Raised by `client` and `core`; made from the agent's refusals by `from_refusal`. Knows no sockets.
 """
 
 # These names say what happened, as an engine reads them in `except`; the suffix would add nothing.

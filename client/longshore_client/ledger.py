@@ -1,6 +1,6 @@
 """What an engine has open at its agent, so that a new agent can be told all of it again. Pure: no I/O, no clock.
 
-Held by `client.Client` under its lock. A half of a room is open from its first offer or its claim until RELEASED.
+Held by `core.Core`. A half of a room is open from its first offer or its claim until RELEASED.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class HalfKey(NamedTuple):
 
 
 class Resume(NamedTuple):
-    """A `send` of several offers that met BUSY on its way: which call it was, and how far it came."""
+    """A `send` of several offers that was not taken whole: which call it was, and how far it came."""
 
     first_token: int
     end_token: int
@@ -113,6 +113,20 @@ class Ledger:
         found = self._halves.get(key) if key is not None else None
         if found is not None and request in found.waiting:
             found.unknown[request] = found.waiting.pop(request)
+
+    def stopped(self, key: HalfKey, resume: Resume) -> None:
+        """Note how far a `send` came that the agent did not take whole, if its half is open."""
+        found = self._halves.get(key)
+        if found is not None and resume.accepted_end_token > resume.first_token:
+            found.resume = resume
+
+    def resumed(self, key: HalfKey, first_token: int, end_token: int, *, last: bool) -> int | None:
+        """Return up to which token an earlier, equal `send` was accepted; it is forgotten then, equal or not."""
+        found = self._halves.get(key)
+        if found is None or found.resume is None:
+            return None
+        resume, found.resume = found.resume, None
+        return resume.accepted_end_token if resume[:3] == (first_token, end_token, last) else None
 
     def cancelled(self, key: HalfKey) -> None:
         """Note that the engine asked for the end of a half."""

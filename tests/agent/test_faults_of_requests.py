@@ -204,7 +204,7 @@ def test_halves_that_state_different_totals_fail_on_both_sides(fleet, judge):
 
 
 def test_an_engine_hears_no_end_of_a_room_with_which_it_has_not_come_and_is_refused_when_it_comes(fleet):
-    ledger_of = fleet.one.client._state.ledger
+    ledger_of = fleet.one.client._core.ledger
     each, heard = Request(fleet.one, fleet.same, 40), ledger_of.stale_event_count
     each.claim()
     wait_for(lambda: fleet.prefill.room(each.room, Half.SOURCE))
@@ -219,7 +219,7 @@ def test_an_engine_hears_no_end_of_a_room_with_which_it_has_not_come_and_is_refu
 
 @pytest.mark.parametrize("claimed", ["before", "after"])
 def test_decode_is_told_at_once_of_a_room_that_prefill_cancels_without_an_offer(fleet, claimed):
-    ledger_of = fleet.one.client._state.ledger
+    ledger_of = fleet.one.client._core.ledger
     each, heard = Request(fleet.one, fleet.same, 40), ledger_of.stale_event_count
     if claimed == "before":
         each.claim()

@@ -102,7 +102,7 @@ def test_an_engine_whose_worker_dies_again_and_again_waits_as_long_as_its_agent_
         for engine in (waits, goes_on):
             kill_worker(engine.agent, engine.instance)
         wait_served_again(goes_on, epoch)
-        wait_for(lambda: "2 times in a row" in waits.client._link.last_error, what="an engine that has to wait")
+        wait_for(lambda: "2 times in a row" in waits.client._core.last_error, what="an engine that has to wait")
         assert (waits.agent.worker("waits"), waits.client.connected) == (None, False)
         request = Request(goes_on, goes_on, 200)
         request.claim()
@@ -115,8 +115,8 @@ def test_an_engine_whose_worker_dies_again_and_again_waits_as_long_as_its_agent_
 def told_wait_s(engine: Engine, crashes: int) -> float:
     """Return the wait that an agent names when it refuses an engine after so many crashes."""
     said = re.compile(rf"{crashes} times in a row .*: the next one starts in ([0-9.]+) s")
-    wait_for(lambda: said.search(engine.client._link.last_error), what="an engine that has to wait")
-    found = said.search(engine.client._link.last_error)
+    wait_for(lambda: said.search(engine.client._core.last_error), what="an engine that has to wait")
+    found = said.search(engine.client._core.last_error)
     assert found is not None
     return float(found[1])
 

@@ -233,7 +233,7 @@ def test_a_list_of_128k_pages_passes_default_buffers_while_the_agent_reads_nothi
         thread = threading.Thread(target=lambda: client.receive(1, ENDPOINT, pages, 0, 4 * 131_072))
         thread.start()
         # The socket takes less than the 16 parts: some wait in the client, and nothing blocks while they do.
-        wait_until(client, lambda: client._link._socket.outbox_count > 0)
+        wait_until(client, lambda: client._core.outbox)
         assert client.poll() == []
         agent.read_on()
         thread.join(WAIT_S)
@@ -437,7 +437,7 @@ def test_a_half_is_open_from_its_offer_to_its_release(path):
         assert not client.is_open(7, Half.TARGET, "prefill-0")
         agent.say(event(DONE))
         agent.say(event(RELEASED))
-        wait_until(client, lambda: len(client._state.events) == 2)
+        wait_until(client, lambda: len(client._core.events) == 2)
         assert not client.is_open(7, Half.SOURCE, "prefill-0")
 
 

@@ -20,8 +20,8 @@ from longshore_client import (
     CallTimeout,
     Half,
     Reason,
+    core,
     create_region,
-    link,
     pool_geometry,
 )
 from longshore_wire.engine_messages import (
@@ -137,7 +137,7 @@ def test_a_call_that_an_agent_leaves_unanswered_stays_open_so_that_it_can_be_can
     with FakeAgent(path, epoch=2) as agent:
         wait_until(client, lambda: client.connected)
         assert agent.of(Offer, Cancel) == []
-        wait_until(client, lambda: len(client._state.events) == 2)
+        wait_until(client, lambda: len(client._core.events) == 2)
         assert [(e.room, e.kind) for e in client.poll()] == [(2, FAILED), (2, RELEASED)]
         client.close()
 
@@ -158,7 +158,7 @@ def test_a_room_that_a_new_agent_refuses_fails_with_its_reason_and_is_released(p
 
     with FakeAgent(path, epoch=2, answer=answer) as agent:
         wait_until(client, lambda: client.connected)
-        wait_until(client, lambda: len(client._state.events) == 4)
+        wait_until(client, lambda: len(client._core.events) == 4)
         assert [(e.room, e.kind, e.reason) for e in client.poll()] == [
             (1, FAILED, Reason.STALE_EPOCH),
             (1, RELEASED, Reason.NONE),
@@ -205,7 +205,7 @@ def test_a_pool_on_its_way_out_when_the_agent_dies_is_free_once_a_new_one_is_the
         thread.join(WAIT_S)
         wait_until(client, lambda: client.connected)
         assert agent.of(RegisterPool, Offer, UnregisterPool) == []
-        wait_until(client, lambda: len(client._state.events) == 2)
+        wait_until(client, lambda: len(client._core.events) == 2)
         assert [(e.room, e.kind) for e in client.poll()] == [(1, FAILED), (1, RELEASED)]
         client.close()
     os.close(descriptor)
@@ -224,13 +224,13 @@ def test_bytes_that_are_no_message_end_the_connection_and_the_client_connects_ag
 
 
 def test_a_client_without_an_agent_tries_ever_less_often_and_sleeps_between(path, monkeypatch):
-    monkeypatch.setattr(link, "RECONNECT_WAIT_MAX_S", 0.2)
+    monkeypatch.setattr(core, "RECONNECT_WAIT_MAX_S", 0.2)
     agent = FakeAgent(path)
     client = client_at(path)
     turns, waits_s = [], []
-    turn = client._link._turn
+    turn = client._connection._turn
     # What the thread will wait for at most is seen before each of its turns.
-    client._link._turn = lambda: (turns.append(1), waits_s.append(client._link._dial_wait_s), turn())
+    client._connection._turn = lambda: (turns.append(1), waits_s.append(client._core._dial_wait_s), turn())
     agent.die()
     wait_until(client, lambda: waits_s[-1:] == [0.2])
     waits = sorted(set(waits_s))
@@ -245,7 +245,7 @@ def test_a_forked_child_may_not_use_its_parents_client(path):
         child = os.fork()
         if child == 0:
             try:
-                client._link.check_open("send")
+                client._check_open("send")
             except ArgumentError:
                 client.close()
                 os._exit(0)

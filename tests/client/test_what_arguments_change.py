@@ -53,7 +53,7 @@ def test_another_room_half_instance_or_pool_is_not_meant(path, other):
         cancelled = [] if {"half", "instance"} & set(other) else [Cancel(0, *_key(MINE | other))]
         assert told(agent, Cancel) == cancelled
         agent.say(event(DONE))
-        wait_until(client, lambda: client._state.events)
+        wait_until(client, lambda: client._core.events)
         with pytest.raises(WaitTimeout):
             client.wait(**MINE | other, timeout_s=0)
         assert client.wait(**MINE, timeout_s=0) == event(DONE)
@@ -65,7 +65,7 @@ def test_an_event_of_another_kind_is_not_waited_for(path):
     with FakeAgent(path) as agent, client_at(path) as client:
         client.send(7, [1], 0, 4, last=True)
         agent.say(event(DONE))
-        wait_until(client, lambda: client._state.events)
+        wait_until(client, lambda: client._core.events)
         with pytest.raises(WaitTimeout):
             client.wait(7, Half.SOURCE, kinds=[kind for kind in type(DONE) if kind is not DONE], timeout_s=0)
         assert client.wait(7, Half.SOURCE, kinds=[DONE], timeout_s=0) == event(DONE)

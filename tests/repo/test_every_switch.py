@@ -48,8 +48,6 @@ def client_arguments() -> set[str]:
     calls: dict[str, Callable[..., object]] = {
         name: call for name, call in vars(Client).items() if inspect.isfunction(call) and not name.startswith("_")
     }
-    # What `connect` calls.
-    del calls["start"]
     named = {name: getattr(longshore_client, name) for name in longshore_client.__all__}
     named |= {name: call for name, call in vars(cuda).items() if getattr(call, "__module__", "") == cuda.__name__}
     calls |= {name: call for name, call in named.items() if inspect.isfunction(call) and not name.startswith("_")}

@@ -1,0 +1,166 @@
+"""The connection of a client to its agent: the socket, the thread that keeps it alive, and descriptors.
+
+Used by `client.Client` only. It tells the core of messages and of time and carries out its effects; it decides nothing
+and knows nothing of rooms, pools or calls.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+
+from longshore_client.agent_socket import AgentSocket
+from longshore_client.calls import Call
+from longshore_client.core import Core, State
+from longshore_client.errors import ArgumentError
+from longshore_wire.errors import CodecError
+
+# The kernel had no memory for a message: ask again after this.
+STARVED_WAIT_S = 0.01
+
+
+class Connection:
+    """Keeps one connection to an agent alive until `close`. `changed` is the lock of the core and of its callers."""
+
+    def __init__(self, path: str, core: Core) -> None:
+        self.changed = threading.Condition()
+        self.core = core
+        self._path = path
+        self._process_id = os.getpid()
+        self._socket: AgentSocket | None = None
+        self._waiting: dict[int, threading.Event] = {}  # by the number of the call
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # A daemon: an engine that ends without `close` must not be kept alive by us.
+        self._thread = threading.Thread(target=self._run, name="longshore-link", daemon=True)
+
+    # -- callers' threads ------------------------------------------------------------------------------------------
+
+    def start(self, timeout_s: float) -> None:
+        """Connect; return once an agent has said Welcome.
+
+        Raises:
+            HelloRefused, CodecError, ConnectError: it never did; the connection is closed.
+        """
+        self._thread.start()
+        with self.changed:
+            self.changed.wait_for(lambda: self.core.state in (State.READY, State.CLOSED), timeout_s)
+            if self.core.state is State.READY:
+                return
+            error = self.core.connect_error(timeout_s)
+        self.close()
+        raise error
+
+    def check_process(self, what: str) -> None:
+        """Raise ArgumentError in a forked child: threads do not survive a fork."""
+        if os.getpid() != self._process_id:
+            raise ArgumentError(f"{what}: this client belongs to process {self._process_id}: connect in this one")
+
+    def carry_out(self) -> None:
+        """Do what the core wants after it was told of something. Called under the lock."""
+        self._carry_out()
+        if self.core.outbox:
+            os.eventfd_write(self._wake, 1)
+
+    def wait(self, call: Call, timeout_s: float | None) -> bool:
+        """Wait until a call is settled; return whether it is, after `timeout_s` at most (None: no limit)."""
+        with self.changed:
+            if call.settled:
+                return True
+            event = self._waiting[call.number] = threading.Event()
+        return event.wait(timeout_s)
+
+    def close(self) -> None:
+        """End the thread and the connection; calls and waits in other threads end. Idempotent.
+
+        Does nothing in a forked child, which has no thread of ours: the connection is its parent's.
+        """
+        if os.getpid() != self._process_id:
+            return
+        with self.changed:
+            if self.core.state is not State.CLOSED:
+                self.core.close()
+                self._carry_out()
+                os.eventfd_write(self._wake, 1)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self.core.state is not State.CLOSED:
+                self._turn()
+        finally:
+            # Also after a mistake of ours: whoever waits must learn that nobody will answer.
+            with self.changed:
+                self.core.close()
+                self._carry_out()
+                self._hang_up()
+                os.close(self._wake)
+
+    def _turn(self) -> None:
+        with self.changed:
+            wait_s = self._advance(time.monotonic())
+            poller = select.poll()
+            poller.register(self._wake, select.POLLIN)
+            connected = self._socket
+            if connected is not None:
+                writing = bool(self.core.outbox) and not connected.starved
+                poller.register(connected.fileno(), select.POLLIN | (select.POLLOUT if writing else 0))
+                wait_s = min(wait_s, STARVED_WAIT_S) if connected.starved else wait_s
+        ready = poller.poll(max(wait_s, 0.0) * 1e3)
+        with self.changed:
+            if any(descriptor == self._wake for descriptor, _ in ready):
+                os.eventfd_read(self._wake)
+            if connected is not None and (ready or self.core.outbox):
+                self._exchange(connected, time.monotonic())
+
+    def _advance(self, now_s: float) -> float:
+        """Dial and do what is due; return how long nothing else is, in seconds."""
+        if self.core.should_dial(now_s):
+            try:
+                self._socket = AgentSocket.dial(self._path)
+            except OSError as error:
+                self.core.disconnected(error, now_s)
+            else:
+                self.core.connected(now_s)
+        wait_s = self.core.advance(now_s)
+        self._carry_out()
+        self._hang_up()
+        return wait_s
+
+    def _exchange(self, connected: AgentSocket, now_s: float) -> None:
+        """Send and read what there is."""
+        try:
+            connected.flush(self.core.outbox)
+            for message in connected.receive():
+                self.core.take(message, now_s)
+        except (OSError, CodecError) as error:
+            self.core.disconnected(error, now_s)
+        self._carry_out()
+        self._hang_up()
+
+    def _carry_out(self) -> None:
+        if self._socket is not None:
+            try:
+                self._socket.flush(self.core.outbox)
+            except OSError as error:
+                # The thread meets the broken connection too, and then sends what has no answer to the next agent.
+                self.core.last_error = str(error)
+        effects = self.core.take_effects()
+        for call in effects.settled:
+            event = self._waiting.pop(call.number, None)
+            if event is not None:
+                event.set()
+        for descriptor in effects.unused:
+            os.close(descriptor)
+        if effects.news:
+            self.changed.notify_all()
+
+    def _hang_up(self) -> None:
+        """Close the socket if the core has no use for it any more. Called by the thread, which may be polling it else."""
+        if self._socket is not None and self.core.state in (State.DOWN, State.CLOSED):
+            self._socket.close()
+            self._socket = None

@@ -1,0 +1,463 @@
+"""What a client has open, and what it says to its agent: a state machine without socket, thread, lock or clock.
+
+Made by `client.connect`; told by `connection.Connection` of messages and of time, and by `client.Client` of calls. It
+answers with messages in `outbox`, room events in `events`, and `take_effects`; the order of messages is the order in `outbox`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from longshore_client.calls import Call, Outgoing
+from longshore_client.errors import (
+    AgentLost,
+    ArgumentError,
+    Busy,
+    CallTimeout,
+    ClientClosed,
+    ConnectError,
+    HelloRefused,
+    PoolRefused,
+    busy_hint_s,
+)
+from longshore_client.ledger import HalfKey, Ledger
+from longshore_wire.engine_codec import TO_AGENT
+from longshore_wire.engine_messages import (
+    Accepted,
+    Endpoint,
+    EndpointUpdate,
+    Half,
+    Hello,
+    Offer,
+    Receive,
+    Refused,
+    RegisterPool,
+    Renew,
+    RoomEvent,
+    RoomEventKind,
+    ToEngine,
+    UnregisterPool,
+    Welcome,
+)
+from longshore_wire.errors import CodecError, LongshoreError, Reason
+
+# Messages that wait for room in the socket: a claim of a million pages is 123, and each thread has one call open.
+OUTBOX_MESSAGES_MAX = 4096
+# Events that nobody has taken: three a half of 65,536 halves would be a caller who never polls. The oldest go first.
+EVENTS_MAX = 196_608
+# Tries to reach the agent: at once after a worker's restart, at least four times a second while it is away.
+RECONNECT_WAIT_MIN_S = 0.02
+RECONNECT_WAIT_MAX_S = 0.25
+# A connection that lived this long was no failure to connect: the next tries start fast again.
+RECONNECT_WAIT_RESET_S = 5.0
+# A worker may have to be started before it can answer Hello: imports, staging memory, transport.
+WELCOME_WAIT_MAX_S = 120.0
+# A slow agent may have read something after this: the hint of Busy.
+SLOW_AGENT_WAIT_S = 0.01
+# A lease of less would keep the thread busy with renewing.
+RENEW_WAIT_MIN_S = 0.01
+# What may pass: the same Hello can be accepted a moment later.
+PASSING = frozenset({Reason.BUSY, Reason.SHUTTING_DOWN, Reason.WORKER_LOST, Reason.INTERNAL})
+
+
+class State(Enum):
+    """The life of the connection."""
+
+    DOWN = "down"
+    GREETING = "greeting"  # Hello is said, Welcome is open
+    TELLING = "telling"  # the new agent hears what is open
+    READY = "ready"
+    CLOSED = "closed"
+
+
+class Pool(NamedTuple):
+    """A pool as it was registered; the descriptors are ours, duplicated from the caller's."""
+
+    message: RegisterPool
+    descriptors: tuple[int, ...]
+
+
+class Effects(NamedTuple):
+    """What has to be done outside, beside sending the outbox."""
+
+    settled: list[Call]  # whose callers must be woken
+    unused: list[int]  # descriptors to close
+    news: bool  # whoever waits for an event, an endpoint or a state must look again
+
+
+class Core:
+    """Pools, open halves, calls and events of one client, through all connections of its life. Not thread-safe.
+
+    Args:
+        path: where the agent is, for messages only.
+    """
+
+    def __init__(self, hello: Hello, path: str) -> None:
+        self.state = State.DOWN
+        self.ledger = Ledger()
+        self.pools: dict[int, Pool] = {}
+        self.events: deque[RoomEvent] = deque()
+        self.dropped_event_count = 0
+        self.outbox: deque[Outgoing] = deque()
+        self.welcome: Welcome | None = None
+        self.endpoint: Endpoint | None = None
+        self.last_error = "no agent was tried yet"
+        self._path = path
+        self._hello = Outgoing(TO_AGENT.encode(hello))
+        self._refusal: LongshoreError | None = None  # of the first Hello: there is no use in going on
+        self._turned_away: HelloRefused | None = None  # by the last agent that was reached, for something that may pass
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, Call] = {}
+        self._telling: deque[Call] = deque()
+        self._told_again: dict[HalfKey, list[Call]] = {}  # to the agent that is connected
+        self._telling_sent = False
+        self._dial_at_s = 0.0
+        self._dial_wait_s = RECONNECT_WAIT_MIN_S
+        self._up_since_s = 0.0
+        self._due_s = 0.0  # of the state: GREETING gives up, TELLING says it again
+        self._renew_every_s = 1.0
+        self._renew_at_s = 0.0
+        self._effects = Effects([], [], news=False)
+
+    def take_effects(self) -> Effects:
+        """Return what has to be done outside since the last call."""
+        effects, self._effects = self._effects, Effects([], [], news=False)
+        return effects
+
+    # -- calls -----------------------------------------------------------------------------------------------------
+
+    def next_number(self) -> int:
+        """Return a request number that was never used."""
+        return next(self._numbers)
+
+    def check_open(self, what: str) -> None:
+        """Raise ClientClosed after `close`."""
+        if self.state is State.CLOSED:
+            raise ClientClosed(f"{what}: the client is closed: connect again")
+
+    def enter(self, call: Call, what: str) -> None:
+        """Take a call; it is sent at once if an agent is there. Its descriptors are the core's from then on.
+
+        Raises:
+            ClientClosed, Busy: it was not taken.
+            ArgumentError, PoolRefused: its pool is registered already, or is not.
+            RoomError: its half has ended or was cancelled, or it is a claim that is open already.
+        """
+        self.check_open(what)
+        if len(self.outbox) + len(call.outgoing) > OUTBOX_MESSAGES_MAX:
+            raise Busy(f"{what}: the agent reads slowly", retry_after_s=SLOW_AGENT_WAIT_S)
+        match call.message:
+            case RegisterPool(pool=number) if number in self.pools:
+                raise ArgumentError(f"pool {number} is registered already: unregister it first")
+            case UnregisterPool(pool=number) if number not in self.pools:
+                text = f"pool {number} is not registered: nothing to take back"
+                raise PoolRefused(text, reason=Reason.UNKNOWN_POOL)
+        if call.key is not None:
+            self.ledger.sent(call.key, call.number, call.messages)  # type: ignore[arg-type] # only offers and claims have a key
+        self._calls[call.number] = call
+        if self.state is State.READY:
+            self.outbox += call.outgoing
+
+    def cancel(self, half: Half, instance: str | None, room: int, pool: int) -> list[HalfKey]:
+        """Note that open halves are to end, and return them; None fits every instance."""
+        keys = self.ledger.find(half, instance, room, pool)
+        for key in keys:
+            self.ledger.cancelled(key)
+        return keys
+
+    def give_up(self, call: Call) -> None:
+        """Note that the caller of a call without an answer no longer waits."""
+        if self.state is not State.READY and call.outlives_agent:
+            # No agent that lives has heard of it, and none will.
+            self._answer(call, Refused(call.number, Reason.WORKER_LOST, "withdrawn"))
+            return
+        call.given_up = True
+        if call.key is not None:
+            self.ledger.gave_up(call.number)
+
+    def no_answer(self, what: str, timeout_s: float | None) -> LongshoreError:
+        """Return the error of a call that has no answer in time."""
+        if self.state is State.READY:
+            return CallTimeout(
+                f"{what}: the agent has not answered within {timeout_s} s and may still accept it: cancel the room "
+                "or pool before you use its pages otherwise"
+            )
+        return AgentLost(
+            f"{what}: the agent at {self._path} is away ({self.last_error}); the client goes on trying and tells a new "
+            "one everything that was accepted: make this call again, or cancel the room"
+        )
+
+    def connect_error(self, timeout_s: float) -> LongshoreError:
+        """Return why no agent has said Welcome in time."""
+        if self._refusal is not None:
+            return self._refusal
+        if self._turned_away is not None:
+            return HelloRefused(f"{self._turned_away}; tried for {timeout_s:g} s", reason=self._turned_away.reason)
+        return ConnectError(
+            f"no agent welcomed this engine at {self._path} within {timeout_s:g} s ({self.last_error}): "
+            "check that the agent runs on this node and that the path is its engine socket"
+        )
+
+    def find_event(
+        self, half: Half, instance: str | None, room: int, pool: int, kinds: Collection[RoomEventKind]
+    ) -> RoomEvent | None:
+        """Return the first event of a half that is one of `kinds`; None as `instance` fits all."""
+        for event in self.events:
+            same = event.room == room and event.half is half and event.pool == pool and event.kind in kinds
+            if same and instance in (None, event.instance):
+                return event
+        return None
+
+    def close(self) -> None:
+        """End everything: calls never get an answer, descriptors are given back. Idempotent."""
+        if self.state is State.CLOSED:
+            return
+        self.state = State.CLOSED
+        for call in (*self._calls.values(), *self._telling):
+            self._settle(call, None)
+        self._calls.clear()
+        self._telling.clear()
+        self.outbox.clear()
+        for pool in self.pools.values():
+            self._effects.unused.extend(pool.descriptors)
+        self.pools.clear()
+        self._tell_news()
+
+    # -- the connection and time -------------------------------------------------------------------------------------
+
+    def should_dial(self, now_s: float) -> bool:
+        """Return whether to try to reach the agent now; each try makes the wait until the next one longer."""
+        if self.state is not State.DOWN or now_s < self._dial_at_s:
+            return False
+        self._dial_at_s = now_s + self._dial_wait_s
+        self._dial_wait_s = min(2 * self._dial_wait_s, RECONNECT_WAIT_MAX_S)
+        return True
+
+    def connected(self, now_s: float) -> None:
+        """The socket is connected: say Hello."""
+        self.state, self._due_s, self._up_since_s = State.GREETING, now_s + WELCOME_WAIT_MAX_S, now_s
+        self.outbox.append(self._hello)
+
+    def disconnected(self, error: Exception, now_s: float) -> None:
+        """The connection is gone, could not be made, or is of no use; another one follows after a while."""
+        if self.state is State.CLOSED:
+            return
+        self.last_error = str(error)
+        self._turned_away = error if isinstance(error, HelloRefused) else None
+        if isinstance(error, CodecError) and self.welcome is None:
+            self._refusal = CodecError(f"the agent at {self._path} does not speak our protocol: {error}")
+        was_up = self.state in (State.TELLING, State.READY)
+        self.state = State.DOWN
+        self._telling.clear()
+        self.outbox.clear()
+        if was_up:
+            self.endpoint = None
+            if now_s - self._up_since_s >= RECONNECT_WAIT_RESET_S:
+                self._dial_wait_s, self._dial_at_s = RECONNECT_WAIT_MIN_S, now_s
+        self._tell_news()
+        if self._refusal is not None:
+            self.close()
+
+    def advance(self, now_s: float) -> float:
+        """Do what is due; return how long nothing else is, in seconds."""
+        if self.state is State.GREETING and now_s >= self._due_s:
+            self.disconnected(ConnectionError(f"no Welcome within {WELCOME_WAIT_MAX_S:g} s"), now_s)
+        match self.state:
+            case State.CLOSED:
+                return 0.0
+            case State.DOWN:
+                return max(0.0, self._dial_at_s - now_s)
+            case State.GREETING:
+                return self._due_s - now_s
+        if now_s >= self._renew_at_s:
+            self._renew_at_s = now_s + self._renew_every_s
+            # Whatever waits in the outbox tells the agent as well that we live.
+            if not self.outbox:
+                self.outbox.append(Outgoing(TO_AGENT.encode(Renew())))
+        wait_s = self._renew_at_s - now_s
+        if self.state is State.TELLING:
+            self._tell(now_s)
+            if self._telling and not self._telling_sent:
+                wait_s = min(wait_s, self._due_s - now_s)
+        return wait_s
+
+    def take(self, message: ToEngine, now_s: float) -> None:
+        """Take a message of the agent; afterwards the connection may be of no use (state DOWN or CLOSED)."""
+        match self.state, message:
+            case ((State.DOWN | State.CLOSED), _):
+                return  # of a connection that is given up
+            case State.GREETING, Welcome():
+                self._take_welcome(message, now_s)
+            case State.GREETING, Refused():
+                self._take_refusal(message, now_s)
+            case State.GREETING, _:
+                self.disconnected(CodecError(f"{type(message).__name__} before Welcome"), now_s)
+            case _, (Accepted() | Refused()):
+                self._take_answer(message, now_s)
+            case _, EndpointUpdate():
+                self.endpoint = message.endpoint
+                self._tell_news()
+            case _, RoomEvent():
+                self._take_event(message)
+            case _:
+                self.disconnected(CodecError("a second Welcome"), now_s)
+
+    # -- a new agent -----------------------------------------------------------------------------------------------
+
+    def _take_refusal(self, message: Refused, now_s: float) -> None:
+        said = message.text or message.reason.name
+        error = HelloRefused(f"the agent at {self._path} refused this engine: {said}", reason=message.reason)
+        if message.reason is Reason.BUSY:
+            self._dial_at_s = max(self._dial_at_s, now_s + busy_hint_s(message))
+        if message.reason not in PASSING and self.welcome is None:
+            self._refusal = error
+        self.disconnected(error, now_s)
+
+    def _take_welcome(self, message: Welcome, now_s: float) -> None:
+        first, self.welcome = self.welcome is None, message
+        for call in list(self._calls.values()):
+            if call.given_up:
+                self._answer(call, None)
+            elif not first and not call.outlives_agent:
+                self._answer(call, Accepted(call.number))
+        if not first:
+            self._settle_ended()
+            self._report(self.ledger.agent_replaced())
+        self._renew_every_s = max(message.lease_ns / 3e9, RENEW_WAIT_MIN_S)
+        self._renew_at_s = now_s + self._renew_every_s
+        self._told_again = {}
+        self._telling = deque((*self._pools_again(), *self._halves_again()))
+        self._telling_sent, self._due_s = False, 0.0
+        self.state = State.TELLING
+        self._tell(now_s)
+
+    def _settle_ended(self) -> None:
+        """Answer calls in flight whose half is over: a new worker must not hear of it."""
+        for call in list(self._calls.values()):
+            if call.key is None:
+                continue
+            found = self.ledger.get(call.key)
+            if call.done:
+                self._answer(call, Accepted(call.number))
+            elif found is None or found.ended is not None:
+                text = f"room {call.key.room} had failed when the worker was lost"
+                self._answer(call, Refused(call.number, Reason.WORKER_LOST, text))
+            elif found.cancelled:
+                self._answer(call, Refused(call.number, Reason.CANCELLED, f"room {call.key.room} was cancelled"))
+
+    def _pools_again(self) -> Iterator[Call]:
+        for pool in self.pools.values():
+            yield Call((pool.message,), descriptors=pool.descriptors, again=True)
+
+    def _halves_again(self) -> Iterator[Call]:
+        for key, messages in self.ledger.replay():
+            call = Call(messages, key=key, again=True)
+            self._told_again.setdefault(key, []).append(call)
+            yield call
+
+    def _tell(self, now_s: float) -> None:
+        """Tell a new agent the next of what is open, one at a time, so that order holds and no queue overflows."""
+        while self._telling and self._telling[0].settled:
+            self._telling.popleft()
+            self._telling_sent = False
+        if self._telling:
+            if not self._telling_sent and now_s >= self._due_s:
+                self._telling_sent = True
+                self.outbox += self._telling[0].outgoing
+            return
+        self.state = State.READY
+        for call in self._calls.values():
+            self.outbox += call.outgoing
+        self._tell_news()
+
+    # -- answers and events ----------------------------------------------------------------------------------------
+
+    def _take_answer(self, answer: Accepted | Refused, now_s: float) -> None:
+        if self._telling and self._telling[0].number == answer.request:
+            if isinstance(answer, Refused) and answer.reason is Reason.BUSY:
+                self._telling_sent, self._due_s = False, now_s + busy_hint_s(answer)
+                return
+            self._settle(self._telling[0], answer)
+            self._tell(now_s)
+            return
+        # An answer to nobody is one to a call that an event has settled before.
+        call = self._calls.get(answer.request)
+        if call is not None:
+            self._answer(call, answer)
+
+    def _take_event(self, event: RoomEvent) -> None:
+        if not self.ledger.take_event(event):
+            return
+        self._report([event])
+        if event.kind is RoomEventKind.DONE:
+            # Only a room that was taken whole can be done: its answer is known if the worker dies before giving it.
+            for call in self._calls_of(HalfKey(event.half, event.instance, event.room, event.pool)):
+                call.done = True
+
+    def _answer(self, call: Call, answer: Accepted | Refused | None) -> None:
+        """Give a call of a caller its answer; None: there never is one."""
+        self._calls.pop(call.number, None)
+        self._settle(call, answer)
+
+    def _settle(self, call: Call, answer: Accepted | Refused | None) -> None:
+        if call.settled:
+            return
+        call.answer, call.settled, call.outgoing = answer, True, ()
+        self._effects.settled.append(call)
+        accepted = isinstance(answer, Accepted)
+        match call.message:
+            case RegisterPool(pool=number) if call.again:
+                if isinstance(answer, Refused):
+                    self._effects.unused.extend(self.pools.pop(number).descriptors)
+                    for found in self.ledger:
+                        if found.key.pool == number:
+                            self._half_lost(found.key, answer)
+            case RegisterPool(pool=number) if accepted:
+                self.pools[number] = Pool(call.message, call.descriptors)
+            case RegisterPool():
+                self._effects.unused.extend(call.descriptors)
+            case UnregisterPool(pool=number) if accepted:
+                self._pool_gone(number)
+            case Offer() | Receive() if call.again:
+                if isinstance(answer, Refused) and call.key is not None:
+                    self._half_lost(call.key, answer)
+            case Offer() | Receive():
+                if answer is not None:
+                    self.ledger.answered(call.number, accepted=accepted)
+
+    def _pool_gone(self, number: int) -> None:
+        """Forget a pool that nobody touches any more, and end what is still open on it."""
+        gone = self.pools.pop(number, None)
+        if gone is not None:
+            self._effects.unused.extend(gone.descriptors)
+        # The agent has reported these rooms before it answered; what is left, a dead one could not report.
+        for found in self.ledger:
+            if found.key.pool == number:
+                self._report(self.ledger.end(found.key, Reason.CANCELLED, f"pool {number} was unregistered"))
+
+    def _half_lost(self, key: HalfKey, refused: Refused) -> None:
+        """A new worker refuses what the old one had: the half has failed, and the worker that held it is dead."""
+        self._report(self.ledger.end(key, refused.reason, f"refused after the worker was lost: {refused.text}"))
+        for call in self._told_again.get(key, []):
+            self._settle(call, None)
+        for call in self._calls_of(key):
+            self._answer(call, Refused(call.number, refused.reason, refused.text))
+
+    def _calls_of(self, key: HalfKey) -> list[Call]:
+        return [call for call in self._calls.values() if call.key == key]
+
+    def _report(self, events: Sequence[RoomEvent]) -> None:
+        """Keep events until they are taken."""
+        for event in events:
+            if len(self.events) >= EVENTS_MAX:
+                self.events.popleft()
+                self.dropped_event_count += 1
+            self.events.append(event)
+        self._tell_news()
+
+    def _tell_news(self) -> None:
+        self._effects = self._effects._replace(news=True)
