@@ -1,9 +1,7 @@
-"""The client against a protocol double of the agent: real sockets, real descriptors, real threads."""
+"""The client's calls and what the agent hears of them, without a socket between the two."""
 
 from __future__ import annotations
 
-import mmap
-import os
 import subprocess
 import sys
 import threading
@@ -11,19 +9,16 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from fake_agent import WAIT_S, FakeAgent, accept_all
+from fake_agent import WAIT_S, accept_all
+from line import agent_and_client
 from scene import (
     DONE,
     ENDPOINT,
     FAILED,
     LAYOUT,
     RELEASED,
-    client_at,
     event,
-    left_open,
-    open_descriptors,
     told,
-    wait_until,
 )
 
 from longshore_client import (
@@ -31,62 +26,24 @@ from longshore_client import (
     Busy,
     CallTimeout,
     ClientClosed,
-    ConnectError,
     Half,
-    PoolRefused,
     Reason,
     RoomError,
     TargetMemory,
     WaitTimeout,
-    create_region,
     pool_geometry,
 )
 from longshore_wire.engine_messages import (
     PAGES_PER_MESSAGE_MAX,
-    Accepted,
     Cancel,
     Endpoint,
     EndpointUpdate,
-    Hello,
     Offer,
     RankAddress,
     Receive,
     Refused,
     RegisterPool,
-    Renew,
-    UnregisterPool,
 )
-
-
-@pytest.fixture
-def path(tmp_path):
-    return str(tmp_path / "engine.sock")
-
-
-# -- handshake -----------------------------------------------------------------------------------------------------
-
-
-def test_a_client_is_welcomed_and_knows_its_worker(path):
-    with FakeAgent(path, epoch=42) as agent, client_at(path, roles=[Half.SOURCE]) as client:
-        assert (client.epoch, client.deployment, client.connected) == (42, "demo", True)
-        [hello] = agent.of(Hello)
-        assert hello == Hello(1, "prefill-0", LAYOUT, "cpu", (Half.SOURCE,), hello.engine)
-        # No other engine of this name has it.
-        assert hello.engine
-
-
-def test_nothing_is_left_open_after_a_client_and_after_a_failed_connect(path):
-    before, thread_count = open_descriptors(), threading.active_count()
-    with pytest.raises(ConnectError):
-        client_at(path, timeout_s=0.05)
-    with FakeAgent(path), client_at(path) as client:
-        descriptor, memory = create_region(4096, "pages")
-        client.register_pool(0, pool_geometry(LAYOUT, 2), [descriptor])
-        client.close()
-        os.close(descriptor)
-        memory.close()
-    assert not left_open(before)
-    assert threading.active_count() <= thread_count
 
 
 def test_importing_the_client_loads_of_wire_what_the_engine_link_needs_and_no_planner():
@@ -96,191 +53,100 @@ def test_importing_the_client_loads_of_wire_what_the_engine_link_needs_and_no_pl
     assert loaded == {"engine_codec", "engine_messages", "errors", "framing", "layout"}
 
 
-# -- pools ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_regions_of_a_pool_arrive_and_are_the_same_memory(path):
-    descriptors, memories = zip(*(create_region(8192, f"pages-{n}") for n in range(3)), strict=True)
-    geometry = msgspec.structs.replace(pool_geometry(LAYOUT, 2), region_bytes=(8192,) * 3)
-    with FakeAgent(path) as agent, client_at(path) as client:
-        client.register_pool(4, geometry, descriptors)
-        (message,) = agent.of(RegisterPool)
-        assert (message.pool, message.geometry, message.memory) == (4, geometry, TargetMemory.DEVICE)
-        for number, descriptor in enumerate(agent.descriptors[message.request]):
-            with mmap.mmap(descriptor, 8192) as there:
-                memories[number][100] = 50 + number
-                assert there[100] == 50 + number
-                there[200] = 60 + number
-                assert memories[number][200] == 60 + number
-    for descriptor, memory in zip(descriptors, memories, strict=True):
-        os.close(descriptor)
-        memory.close()
-
-
-def test_a_pool_is_taken_back_only_when_the_agent_says_so(path):
-    held, answered = [], threading.Event()
-
-    def answer(message):
-        if isinstance(message, UnregisterPool):
-            held.append(message)
-            return None
-        return accept_all(message)
-
-    descriptor, memory = create_region(4096, "pages")
-    with FakeAgent(path, answer=answer) as agent, client_at(path) as client:
-        client.register_pool(1, pool_geometry(LAYOUT, 2), [descriptor])
-        with pytest.raises(ArgumentError, match="registered already"):
-            client.register_pool(1, pool_geometry(LAYOUT, 2), [descriptor])
-        thread = threading.Thread(target=lambda: (client.unregister_pool(1), answered.set()))
-        thread.start()
-        agent.expect(lambda: len(held) == 1)
-        assert not answered.is_set()
-        agent.say(Accepted(held[0].request))
-        thread.join(WAIT_S)
-        assert answered.is_set()
-        with pytest.raises(PoolRefused, match="pool 1"):
-            client.unregister_pool(1)
-        client.register_pool(1, pool_geometry(LAYOUT, 2), [descriptor])
-    os.close(descriptor)
-    memory.close()
-
-
-def test_a_pool_that_cannot_be_mapped_is_a_typed_error_and_its_descriptors_are_closed(path):
-    def answer(message):
-        return Refused(message.request, Reason.UNSUPPORTED, "plane 3 ends behind region 0")
-
-    descriptor, memory = create_region(4096, "pages")
-    with FakeAgent(path, answer=answer) as agent, client_at(path) as client:
-        with pytest.raises(PoolRefused, match="plane 3") as caught:
-            client.register_pool(0, pool_geometry(LAYOUT, 2), [descriptor])
-        assert caught.value.reason is Reason.UNSUPPORTED
-        before = open_descriptors()
-        with pytest.raises(PoolRefused):
-            client.register_pool(0, pool_geometry(LAYOUT, 2), [descriptor])
-        agent.expect(lambda: len(agent.descriptors) == 2)
-        assert left_open(before, expected=1) == 1  # the agent's
-        with pytest.raises(ArgumentError, match="not open"):
-            client.register_pool(0, pool_geometry(LAYOUT, 2), [10_000])
-        with pytest.raises(ArgumentError, match="2 regions for 1"):
-            client.register_pool(0, pool_geometry(LAYOUT, 2), [descriptor, descriptor])
-    os.close(descriptor)
-    memory.close()
-
-
 # -- offers and claims ---------------------------------------------------------------------------------------------
 
 
-def test_an_offer_and_a_claim_arrive_as_they_were_made(path):
-    with FakeAgent(path) as agent, client_at(path) as client:
-        client.send(2**64 - 1, [5, 6, 7], 2, 11, last=True, pool=3)
-        client.receive(9, ENDPOINT, b"\x01\0\0\0\x02\0\0\0", 4, 12, pool=1)
-        packed = b"\x05\0\0\0\x06\0\0\0\x07\0\0\0"
-        assert told(agent, Offer) == [Offer(0, 2**64 - 1, 3, 2, 11, last=True, pages=packed)]
-        (claim,) = told(agent, Receive)
-        assert (claim.room, claim.pool, claim.endpoint, claim.first_token, claim.end_token) == (9, 1, ENDPOINT, 4, 12)
-        assert (claim.page_count, claim.memory, claim.digest) == (2, TargetMemory.DEVICE, False)
-        assert client.open_count == 2
+def test_an_offer_and_a_claim_arrive_as_they_were_made():
+    agent, client = agent_and_client()
+    client.send(2**64 - 1, [5, 6, 7], 2, 11, last=True, pool=3)
+    client.receive(9, ENDPOINT, b"\x01\0\0\0\x02\0\0\0", 4, 12, pool=1)
+    packed = b"\x05\0\0\0\x06\0\0\0\x07\0\0\0"
+    assert told(agent, Offer) == [Offer(0, 2**64 - 1, 3, 2, 11, last=True, pages=packed)]
+    (claim,) = told(agent, Receive)
+    assert (claim.room, claim.pool, claim.endpoint, claim.first_token, claim.end_token) == (9, 1, ENDPOINT, 4, 12)
+    assert (claim.page_count, claim.memory, claim.digest) == (2, TargetMemory.DEVICE, False)
+    assert client.open_count == 2
 
 
-def test_host_memory_and_a_digest_are_refused_by_name_before_anything_is_sent(path):
-    descriptor, memory = create_region(8192)
-    with FakeAgent(path) as agent, client_at(path) as client:
-        with pytest.raises(ArgumentError, match=r"memory is .*HOST.*: .* leave it DEVICE"):
-            client.register_pool(0, pool_geometry(LAYOUT, 2), [descriptor], memory=TargetMemory.HOST)
-        with pytest.raises(ArgumentError, match=r"memory is .*HOST.*: .* leave it DEVICE"):
-            client.receive(9, ENDPOINT, [1, 2], 4, 12, memory=TargetMemory.HOST)
-        with pytest.raises(ArgumentError, match=r"digest is True: .* leave it False"):
-            client.receive(9, ENDPOINT, [1, 2], 4, 12, digest=True)
-        client.receive(9, ENDPOINT, [1, 2], 4, 12)
-        assert [claim.request for claim in agent.of(Receive)] != []
-        assert (len(agent.of(RegisterPool)), len(agent.of(Receive)), client.open_count) == (0, 1, 1)
-    os.close(descriptor)
-    memory.close()
+def test_host_memory_and_a_digest_are_refused_by_name_before_anything_is_sent():
+    agent, client = agent_and_client()
+    with pytest.raises(ArgumentError, match=r"memory is .*HOST.*: .* leave it DEVICE"):
+        client.register_pool(0, pool_geometry(LAYOUT, 2), [0], memory=TargetMemory.HOST)
+    with pytest.raises(ArgumentError, match=r"memory is .*HOST.*: .* leave it DEVICE"):
+        client.receive(9, ENDPOINT, [1, 2], 4, 12, memory=TargetMemory.HOST)
+    with pytest.raises(ArgumentError, match=r"digest is True: .* leave it False"):
+        client.receive(9, ENDPOINT, [1, 2], 4, 12, digest=True)
+    client.receive(9, ENDPOINT, [1, 2], 4, 12)
+    assert [claim.request for claim in agent.of(Receive)] != []
+    assert (len(agent.of(RegisterPool)), len(agent.of(Receive)), client.open_count) == (0, 1, 1)
 
 
-def test_long_lists_are_cut_at_pages_and_only_the_final_part_is_last(path):
+def test_long_lists_are_cut_at_pages_and_only_the_final_part_is_last():
     count = 2 * PAGES_PER_MESSAGE_MAX + 5
     pages = list(range(count, 0, -1))
-    with FakeAgent(path) as agent, client_at(path) as client:
-        client.send(7, pages, 3, 4 * count - 1, last=True)
-        offers = agent.of(Offer)
-        bounds = [3, 4 * PAGES_PER_MESSAGE_MAX, 8 * PAGES_PER_MESSAGE_MAX, 4 * count - 1]
-        assert [(o.first_token, o.end_token) for o in offers] == list(pairwise(bounds))
-        assert [o.last for o in offers] == [False, False, True]
-        assert b"".join(o.pages for o in offers) == b"".join(page.to_bytes(4, "little") for page in pages)
-        client.receive(8, ENDPOINT, pages, 3, 4 * count - 1)
-        claims = agent.of(Receive)
-        assert len({claim.request for claim in claims}) == 1
-        assert {claim.page_count for claim in claims} == {count}
-        assert [claim.page_offset for claim in claims] == [0, PAGES_PER_MESSAGE_MAX, 2 * PAGES_PER_MESSAGE_MAX]
-        assert b"".join(claim.pages for claim in claims) == b"".join(o.pages for o in offers)
+    agent, client = agent_and_client()
+    client.send(7, pages, 3, 4 * count - 1, last=True)
+    offers = agent.of(Offer)
+    bounds = [3, 4 * PAGES_PER_MESSAGE_MAX, 8 * PAGES_PER_MESSAGE_MAX, 4 * count - 1]
+    assert [(o.first_token, o.end_token) for o in offers] == list(pairwise(bounds))
+    assert [o.last for o in offers] == [False, False, True]
+    assert b"".join(o.pages for o in offers) == b"".join(page.to_bytes(4, "little") for page in pages)
+    client.receive(8, ENDPOINT, pages, 3, 4 * count - 1)
+    claims = agent.of(Receive)
+    assert len({claim.request for claim in claims}) == 1
+    assert {claim.page_count for claim in claims} == {count}
+    assert [claim.page_offset for claim in claims] == [0, PAGES_PER_MESSAGE_MAX, 2 * PAGES_PER_MESSAGE_MAX]
+    assert b"".join(claim.pages for claim in claims) == b"".join(o.pages for o in offers)
 
 
-def test_a_claim_with_a_thousand_ranks_still_fits_its_messages(path):
+def test_a_claim_with_a_thousand_ranks_still_fits_its_messages():
     ranks = tuple(RankAddress(n, f"prefill-{n:04}.engines.example:30000", 2**63) for n in range(1024))
     pages = list(range(20_000))
-    with FakeAgent(path) as agent, client_at(path) as client:
-        client.receive(1, Endpoint("prefill-0", LAYOUT, ranks), pages, 0, 80_000)
-        claims = agent.of(Receive)
-        assert len(claims) > 3
-        assert b"".join(c.pages for c in claims) == b"".join(page.to_bytes(4, "little") for page in pages)
+    agent, client = agent_and_client()
+    client.receive(1, Endpoint("prefill-0", LAYOUT, ranks), pages, 0, 80_000)
+    claims = agent.of(Receive)
+    assert len(claims) > 3
+    assert b"".join(c.pages for c in claims) == b"".join(page.to_bytes(4, "little") for page in pages)
 
 
-def test_a_list_of_128k_pages_passes_default_buffers_while_the_agent_reads_nothing_at_first(path):
-    pages = list(range(131_072))
-    with FakeAgent(path) as agent, client_at(path) as client:
-        agent.read_nothing()
-        thread = threading.Thread(target=lambda: client.receive(1, ENDPOINT, pages, 0, 4 * 131_072))
-        thread.start()
-        # The socket takes less than the 16 parts: some wait in the client, and nothing blocks while they do.
-        wait_until(client, lambda: client._core.outbox)
-        assert client.poll() == []
-        agent.read_on()
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
-        assert b"".join(c.pages for c in agent.of(Receive)) == b"".join(page.to_bytes(4, "little") for page in pages)
-        client.send(1, pages, 0, 4 * 131_072, last=True)
-        assert len(agent.of(Offer)) == 16
+def test_an_empty_last_chunk_and_a_full_hit_may_be_empty():
+    agent, client = agent_and_client()
+    client.send(1, [], 8, 8, last=True)
+    client.receive(2, ENDPOINT, [], 8, 8)
+    assert told(agent, Offer) == [Offer(0, 1, 0, 8, 8, last=True, pages=b"")]
+    assert [(c.page_count, c.pages) for c in agent.of(Receive)] == [(0, b"")]
 
 
-def test_an_empty_last_chunk_and_a_full_hit_may_be_empty(path):
-    with FakeAgent(path) as agent, client_at(path) as client:
-        client.send(1, [], 8, 8, last=True)
-        client.receive(2, ENDPOINT, [], 8, 8)
-        assert told(agent, Offer) == [Offer(0, 1, 0, 8, 8, last=True, pages=b"")]
-        assert [(c.page_count, c.pages) for c in agent.of(Receive)] == [(0, b"")]
+def test_pages_and_tokens_that_do_not_fit_are_refused_before_anything_is_sent():
+    agent, client = agent_and_client()
+    for pages, first, end, text in [
+        ([1, 2], 0, 9, "2 pages for tokens"),
+        ([1], 5, 4, "not a range"),
+        ([], 4, 4, "only `last`"),
+        ([2**31], 0, 4, "int32"),
+        (["a"], 0, 4, "int32"),
+        (b"abc", 0, 4, "3 bytes"),
+    ]:
+        with pytest.raises(ArgumentError, match=text):
+            client.send(1, pages, first, end, last=False)
+    with pytest.raises(ArgumentError, match="room is"):
+        client.send(2**64, [1], 0, 4, last=False)
+    assert agent.of(Offer) == []
+    assert client.open_count == 0
 
 
-def test_pages_and_tokens_that_do_not_fit_are_refused_before_anything_is_sent(path):
-    with FakeAgent(path) as agent, client_at(path) as client:
-        for pages, first, end, text in [
-            ([1, 2], 0, 9, "2 pages for tokens"),
-            ([1], 5, 4, "not a range"),
-            ([], 4, 4, "only `last`"),
-            ([2**31], 0, 4, "int32"),
-            (["a"], 0, 4, "int32"),
-            (b"abc", 0, 4, "3 bytes"),
-        ]:
-            with pytest.raises(ArgumentError, match=text):
-                client.send(1, pages, first, end, last=False)
-        with pytest.raises(ArgumentError, match="room is"):
-            client.send(2**64, [1], 0, 4, last=False)
-        assert agent.of(Offer) == []
-        assert client.open_count == 0
-
-
-def test_a_refused_offer_is_a_typed_error_with_the_agents_reason(path):
+def test_a_refused_offer_is_a_typed_error_with_the_agents_reason():
     def answer(message):
         return Refused(message.request, Reason.TOKENS_OVERLAP, "the next begins at 8")
 
-    with FakeAgent(path, answer=answer), client_at(path) as client:
-        with pytest.raises(RoomError, match="the next begins at 8") as caught:
-            client.send(1, [1], 0, 4, last=False)
-        assert caught.value.reason is Reason.TOKENS_OVERLAP
-        assert client.open_count == 0
+    _agent, client = agent_and_client(answer=answer)
+    with pytest.raises(RoomError, match="the next begins at 8") as caught:
+        client.send(1, [1], 0, 4, last=False)
+    assert caught.value.reason is Reason.TOKENS_OVERLAP
+    assert client.open_count == 0
 
 
-def test_busy_carries_a_hint_and_the_same_call_again_sends_no_part_twice(path):
+def test_busy_carries_a_hint_and_the_same_call_again_sends_no_part_twice():
     count, refused = 2 * PAGES_PER_MESSAGE_MAX, []
 
     def answer(message):
@@ -289,176 +155,105 @@ def test_busy_carries_a_hint_and_the_same_call_again_sends_no_part_twice(path):
             return Refused(message.request, Reason.BUSY, "64 offers wait", 250_000_000)
         return accept_all(message)
 
-    with FakeAgent(path, answer=answer) as agent, client_at(path) as client:
-        with pytest.raises(Busy, match="64 offers wait") as caught:
-            client.send(1, list(range(count)), 0, 4 * count, last=True)
-        assert caught.value.retry_after_s == 0.25
-        assert client.open_count == 1
+    agent, client = agent_and_client(answer=answer)
+    with pytest.raises(Busy, match="64 offers wait") as caught:
         client.send(1, list(range(count)), 0, 4 * count, last=True)
-        half = 4 * PAGES_PER_MESSAGE_MAX
-        assert [(o.first_token, o.last) for o in agent.of(Offer)] == [(0, False), (half, True), (half, True)]
-
-
-def test_eight_threads_send_at_once_and_every_offer_arrives_once(path):
-    with FakeAgent(path) as agent, client_at(path) as client:
-
-        def work(number):
-            for chunk in range(50):
-                client.send(number, [chunk], 4 * chunk, 4 * chunk + 4, last=chunk == 49)
-
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(WAIT_S)
-        offers = agent.of(Offer)
-        assert len({offer.request for offer in offers}) == 400
-        for number in range(8):
-            mine = [offer.first_token for offer in offers if offer.room == number]
-            assert mine == [4 * chunk for chunk in range(50)]
+    assert caught.value.retry_after_s == 0.25
+    assert client.open_count == 1
+    client.send(1, list(range(count)), 0, 4 * count, last=True)
+    half = 4 * PAGES_PER_MESSAGE_MAX
+    assert [(o.first_token, o.last) for o in agent.of(Offer)] == [(0, False), (half, True), (half, True)]
 
 
 # -- events --------------------------------------------------------------------------------------------------------
 
 
-def test_an_event_wakes_the_wait_for_its_half_and_others_stay(path):
-    with FakeAgent(path) as agent, client_at(path) as client:
-        client.send(7, [1], 0, 4, last=True)
+def test_an_event_wakes_the_wait_for_its_half_and_others_stay():
+    agent, client = agent_and_client()
+    client.send(7, [1], 0, 4, last=True)
+    client.receive(7, ENDPOINT, [1], 0, 4)
+    got = []
+    thread = threading.Thread(target=lambda: got.append(client.wait(7, Half.TARGET, timeout_s=WAIT_S)))
+    thread.start()
+    agent.say(event(DONE), event(FAILED, half=Half.TARGET, reason=Reason.PEER_LOST))
+    thread.join(WAIT_S)
+    assert got == [event(FAILED, half=Half.TARGET, reason=Reason.PEER_LOST)]
+    assert client.wait(7, Half.SOURCE, "prefill-0", timeout_s=WAIT_S) == event(DONE)
+    assert client.poll() == []
+    assert client.open_count == 2
+    agent.say(event(RELEASED))
+    assert client.wait(7, Half.SOURCE, kinds={RELEASED}, timeout_s=WAIT_S) == event(RELEASED)
+    assert client.open_count == 1
+    with pytest.raises(RoomError, match="has failed") as caught:
         client.receive(7, ENDPOINT, [1], 0, 4)
-        got = []
-        thread = threading.Thread(target=lambda: got.append(client.wait(7, Half.TARGET, timeout_s=WAIT_S)))
-        thread.start()
-        agent.say(event(DONE))
-        agent.say(event(FAILED, half=Half.TARGET, reason=Reason.PEER_LOST))
-        thread.join(WAIT_S)
-        assert got == [event(FAILED, half=Half.TARGET, reason=Reason.PEER_LOST)]
-        assert client.wait(7, Half.SOURCE, "prefill-0", timeout_s=WAIT_S) == event(DONE)
-        assert client.poll() == []
-        assert client.open_count == 2
-        agent.say(event(RELEASED))
-        assert client.wait(7, Half.SOURCE, kinds={RELEASED}, timeout_s=WAIT_S) == event(RELEASED)
-        assert client.open_count == 1
-        with pytest.raises(RoomError, match="has failed") as caught:
-            client.receive(7, ENDPOINT, [1], 0, 4)
-        assert caught.value.reason is Reason.PEER_LOST
+    assert caught.value.reason is Reason.PEER_LOST
 
 
-def test_poll_returns_events_in_order_and_none_twice(path):
-    with FakeAgent(path) as agent, client_at(path) as client:
-        client.send(7, [1], 0, 4, last=True)
-        for said in [event(DONE), event(DONE), event(DONE, room=8), event(RELEASED), event(RELEASED), event(FAILED)]:
-            agent.say(said)
-        client.send(9, [1], 0, 4, last=True)  # its answer comes behind the events
-        assert client.poll() == [event(DONE), event(RELEASED)]
-        assert client.poll() == []
+def test_poll_returns_events_in_order_and_none_twice():
+    agent, client = agent_and_client()
+    client.send(7, [1], 0, 4, last=True)
+    agent.say(event(DONE), event(DONE), event(DONE, room=8), event(RELEASED), event(RELEASED), event(FAILED))
+    client.send(9, [1], 0, 4, last=True)  # its answer comes behind the events
+    assert client.poll() == [event(DONE), event(RELEASED)]
+    assert client.poll() == []
 
 
-def test_a_wait_that_gets_nothing_is_a_typed_error(path):
-    with FakeAgent(path), client_at(path) as client, pytest.raises(WaitTimeout, match="room 7: none of DONE, FAILED"):
+def test_a_wait_that_gets_nothing_is_a_typed_error():
+    _, client = agent_and_client()
+    with pytest.raises(WaitTimeout, match="room 7: none of DONE, FAILED"):
         client.wait(7, Half.SOURCE, timeout_s=0.01)
 
 
-def test_close_ends_waits_and_calls_in_other_threads(path):
-    errors = []
-
-    def catch(call):
-        try:
-            call()
-        except ClientClosed as error:
-            errors.append(error)
-
-    with FakeAgent(path, answer=lambda message: None) as agent:
-        client = client_at(path)
-        calls = [
-            lambda: client.wait(7, Half.SOURCE),
-            lambda: client.endpoint(WAIT_S),
-            lambda: client.send(7, [1], 0, 4, last=True),
-        ]
-        threads = [threading.Thread(target=catch, args=(call,)) for call in calls]
-        for thread in threads:
-            thread.start()
-        agent.expect(lambda: len(agent.of(Offer)) == 1)
-        client.close()
-        for thread in threads:
-            thread.join(WAIT_S)
-        assert len(errors) == 3
-        agent.expect(lambda: agent.gone_count == 1)
-        for call in calls:
-            with pytest.raises(ClientClosed):
-                call()
-        with pytest.raises(ClientClosed):
-            client.poll()
-        client.close()
+def test_cancel_only_asks_and_a_claim_that_is_not_open_needs_none():
+    agent, client = agent_and_client()
+    client.cancel(5, Half.TARGET)
+    client.receive(7, ENDPOINT, [1], 0, 4, pool=2)
+    client.cancel(7, Half.TARGET, pool=2)
+    assert told(agent, Cancel) == [Cancel(0, Half.TARGET, "prefill-0", 7, 2)]
+    assert client.open_count == 1
+    assert client.poll() == []
+    agent.say(
+        event(FAILED, half=Half.TARGET, reason=Reason.CANCELLED, pool=2), event(RELEASED, half=Half.TARGET, pool=2)
+    )
+    client.wait(7, Half.TARGET, kinds={RELEASED}, timeout_s=WAIT_S, pool=2)
+    assert client.open_count == 0
 
 
-def test_cancel_only_asks_and_a_claim_that_is_not_open_needs_none(path):
-    with FakeAgent(path) as agent, client_at(path) as client:
-        client.cancel(5, Half.TARGET)
-        client.receive(7, ENDPOINT, [1], 0, 4, pool=2)
-        client.cancel(7, Half.TARGET, pool=2)
-        assert told(agent, Cancel) == [Cancel(0, Half.TARGET, "prefill-0", 7, 2)]
-        assert client.open_count == 1
-        assert client.poll() == []
-        agent.say(event(FAILED, half=Half.TARGET, reason=Reason.CANCELLED, pool=2))
-        agent.say(event(RELEASED, half=Half.TARGET, pool=2))
-        client.wait(7, Half.TARGET, kinds={RELEASED}, timeout_s=WAIT_S, pool=2)
-        assert client.open_count == 0
+def test_cancel_of_a_room_that_was_never_sent_is_told_and_no_event_follows():
+    agent, client = agent_and_client()
+    client.cancel(5, Half.SOURCE)
+    assert told(agent, Cancel) == [Cancel(0, Half.SOURCE, "prefill-0", 5, 0)]
+    assert (client.open_count, client.poll()) == (0, [])
 
 
-def test_cancel_of_a_room_that_was_never_sent_is_told_and_no_event_follows(path):
-    with FakeAgent(path) as agent, client_at(path) as client:
-        client.cancel(5, Half.SOURCE)
-        assert told(agent, Cancel) == [Cancel(0, Half.SOURCE, "prefill-0", 5, 0)]
-        assert (client.open_count, client.poll()) == (0, [])
-
-
-def test_the_endpoint_is_returned_once_every_rank_is_there(path):
-    with FakeAgent(path) as agent, client_at(path) as client:
-        agent.say(EndpointUpdate(msgspec.structs.replace(ENDPOINT, ranks=ENDPOINT.ranks[:1])))
-        client.send(7, [1], 0, 4, last=True)
-        with pytest.raises(WaitTimeout, match="1 of 2 ranks"):
-            client.endpoint(0.01)
-        agent.say(EndpointUpdate(ENDPOINT))
-        assert client.endpoint(WAIT_S) == ENDPOINT
+def test_the_endpoint_is_returned_once_every_rank_is_there():
+    agent, client = agent_and_client()
+    agent.say(EndpointUpdate(msgspec.structs.replace(ENDPOINT, ranks=ENDPOINT.ranks[:1])))
+    client.send(7, [1], 0, 4, last=True)
+    with pytest.raises(WaitTimeout, match="1 of 2 ranks"):
+        client.endpoint(0.01)
+    agent.say(EndpointUpdate(ENDPOINT))
+    assert client.endpoint(WAIT_S) == ENDPOINT
+    client.close()
     with pytest.raises(ClientClosed, match="endpoint"):
         client.endpoint(0)
 
 
-def test_the_lease_is_renewed_several_times_within_it(path):
-    with FakeAgent(path, lease_ns=60_000_000) as agent, client_at(path):
-        agent.expect(lambda: len(agent.of(Renew)) >= 3)
+def test_a_half_is_open_from_its_offer_to_its_release():
+    agent, client = agent_and_client()
+    assert not client.is_open(7, Half.SOURCE, "prefill-0")
+    client.send(7, [1], 0, 4, last=True)
+    assert client.is_open(7, Half.SOURCE, "prefill-0")
+    assert not client.is_open(7, Half.TARGET, "prefill-0")
+    agent.say(event(DONE), event(RELEASED))
+    assert not client.is_open(7, Half.SOURCE, "prefill-0")
 
 
-def test_a_half_is_open_from_its_offer_to_its_release(path):
-    with FakeAgent(path) as agent, client_at(path) as client:
-        assert not client.is_open(7, Half.SOURCE, "prefill-0")
-        client.send(7, [1], 0, 4, last=True)
-        assert client.is_open(7, Half.SOURCE, "prefill-0")
-        assert not client.is_open(7, Half.TARGET, "prefill-0")
-        agent.say(event(DONE))
-        agent.say(event(RELEASED))
-        wait_until(client, lambda: len(client._core.events) == 2)
-        assert not client.is_open(7, Half.SOURCE, "prefill-0")
-
-
-def test_a_half_that_the_agent_refuses_after_its_caller_gave_up_is_not_open(path):
-    with FakeAgent(path, answer=lambda message: None) as agent, client_at(path) as client:
-        with pytest.raises(CallTimeout):
-            client.send(7, [1], 0, 4, last=True, timeout_s=0.05)
-        assert client.is_open(7, Half.SOURCE, "prefill-0")
-        (offer,) = agent.of(Offer)
-        agent.say(Refused(offer.request, Reason.UNKNOWN_POOL, "no pool 0"))
-        wait_until(client, lambda: not client.is_open(7, Half.SOURCE, "prefill-0"))
-
-
-def test_poll_waits_for_an_event_and_ends_when_the_client_is_closed(path):
-    with FakeAgent(path) as agent, client_at(path) as client:
-        client.send(7, [1], 0, 4, last=True)
-        agent.say(event(DONE))
-        assert [each.kind for each in client.poll(WAIT_S)] == [DONE]
-        assert client.poll(0.001) == []
-        closing = threading.Timer(0.05, client.close)
-        closing.start()
-        with pytest.raises(ClientClosed):
-            client.poll(WAIT_S)
-        closing.join()
+def test_a_half_that_the_agent_refuses_after_its_caller_gave_up_is_not_open():
+    agent, client = agent_and_client(answer=lambda message: None)
+    with pytest.raises(CallTimeout):
+        client.send(7, [1], 0, 4, last=True, timeout_s=0.05)
+    assert client.is_open(7, Half.SOURCE, "prefill-0")
+    (offer,) = agent.of(Offer)
+    agent.say(Refused(offer.request, Reason.UNKNOWN_POOL, "no pool 0"))
+    assert not client.is_open(7, Half.SOURCE, "prefill-0")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 from fake_agent import FakeAgent
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from line import Line, agent_and_client
 from scene import ENDPOINT, LAYOUT, client_at, left_open, open_descriptors, told
 
 from longshore_client import (
@@ -225,10 +226,8 @@ FREE_CALLS = {
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[FakeAgent, Client]]:
-    path = str(tmp_path_factory.mktemp("arguments") / "engine.sock")
-    with FakeAgent(path) as agent, client_at(path) as client:
-        yield agent, client
+def place() -> tuple[Line, Client]:
+    return agent_and_client()
 
 
 def arguments_of(call: Call, name: str, data: st.DataObject) -> dict[str, Any]:
@@ -297,37 +296,34 @@ class Index:
         return self.value
 
 
-def test_numbers_of_other_integer_types_arrive_as_what_they_are(tmp_path) -> None:
-    path = str(tmp_path / "engine.sock")
-    with FakeAgent(path) as agent, client_at(path) as client:
-        client.send(Index(7), [Index(3)], Index(4), Index(8), last=True, pool=Index(2))
-        assert told(agent, Offer) == [Offer(0, 7, 2, 4, 8, last=True, pages=b"\3\0\0\0")]
+def test_numbers_of_other_integer_types_arrive_as_what_they_are() -> None:
+    agent, client = agent_and_client()
+    client.send(Index(7), [Index(3)], Index(4), Index(8), last=True, pool=Index(2))
+    assert told(agent, Offer) == [Offer(0, 7, 2, 4, 8, last=True, pages=b"\3\0\0\0")]
 
 
-def test_a_sequence_that_is_too_long_to_be_claimed_is_not_offered(tmp_path) -> None:
-    path = str(tmp_path / "engine.sock")
-    with FakeAgent(path) as agent, client_at(path) as client:
-        with pytest.raises(ArgumentError, match=f"end_token is {TOKENS_MAX + 1}: give 0 to {TOKENS_MAX}"):
-            client.send(1, [1], TOKENS_MAX, TOKENS_MAX + 1, last=True)
-        client.send(1, [1], TOKENS_MAX - 1, TOKENS_MAX, last=True)
-        assert len(agent.of(Offer)) == client.open_count == 1
+def test_a_sequence_that_is_too_long_to_be_claimed_is_not_offered() -> None:
+    agent, client = agent_and_client()
+    with pytest.raises(ArgumentError, match=f"end_token is {TOKENS_MAX + 1}: give 0 to {TOKENS_MAX}"):
+        client.send(1, [1], TOKENS_MAX, TOKENS_MAX + 1, last=True)
+    client.send(1, [1], TOKENS_MAX - 1, TOKENS_MAX, last=True)
+    assert len(agent.of(Offer)) == client.open_count == 1
 
 
-def test_a_wrong_field_within_an_argument_is_named_with_its_path(tmp_path) -> None:
-    path = str(tmp_path / "engine.sock")
+def test_a_wrong_field_within_an_argument_is_named_with_its_path() -> None:
     layout = KVLayout(ModelShape(2, "four", 8, 2), Parallel(), 4)
     with pytest.raises(ArgumentError, match=r"layout\.model\.kv_heads is 'four': Expected `int`, got `str`"):
-        connect(path, instance="p", layout=layout)
+        connect("/nowhere", instance="p", layout=layout)
     with pytest.raises(LayoutError, match=r"parallel\.tp is 3"):
-        connect(path, instance="p", layout=KVLayout(ModelShape(2, 4, 8, 2), Parallel(tp=3), 4))
+        connect("/nowhere", instance="p", layout=KVLayout(ModelShape(2, 4, 8, 2), Parallel(tp=3), 4))
     ranks = (ENDPOINT.ranks[0], RankAddress(1, 7000, 6))
-    with FakeAgent(path) as agent, client_at(path) as client:
-        with pytest.raises(ArgumentError, match=r"endpoint\.ranks\[1\]\.address is 7000: Expected `str`"):
-            client.receive(1, Endpoint("p", LAYOUT, ranks), [1], 0, 4)
-        geometry = PoolGeometry(2, (64,), (PlaneGeometry(0, 0, 32, None, 8),))
-        with pytest.raises(ArgumentError, match=r"geometry\.planes\[0\]\.token_stride is None"):
-            client.register_pool(0, geometry, [0])
-        assert agent.of(Receive) == []
+    agent, client = agent_and_client()
+    with pytest.raises(ArgumentError, match=r"endpoint\.ranks\[1\]\.address is 7000: Expected `str`"):
+        client.receive(1, Endpoint("p", LAYOUT, ranks), [1], 0, 4)
+    geometry = PoolGeometry(2, (64,), (PlaneGeometry(0, 0, 32, None, 8),))
+    with pytest.raises(ArgumentError, match=r"geometry\.planes\[0\]\.token_stride is None"):
+        client.register_pool(0, geometry, [0])
+    assert agent.of(Receive) == []
 
 
 def test_a_number_in_place_of_a_name_of_ours_is_taken_as_an_agent_will_read_it(tmp_path) -> None:

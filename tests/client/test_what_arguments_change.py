@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from fake_agent import WAIT_S, FakeAgent, accept_all
-from scene import DONE, ENDPOINT, LAYOUT, client_at, event, told, wait_until
+from line import agent_and_client
+from scene import DONE, ENDPOINT, LAYOUT, client_at, event, told
 
 from longshore_client import (
     CallTimeout,
@@ -44,39 +45,37 @@ def region() -> Iterator[int]:
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda other: next(iter(other)))
-def test_another_room_half_instance_or_pool_is_not_meant(path, other):
-    with FakeAgent(path) as agent, client_at(path) as client:
-        client.send(7, [1], 0, 4, last=True)
-        assert client.is_open(**MINE)
-        assert not client.is_open(**MINE | other)
-        client.cancel(**MINE | other)
-        cancelled = [] if {"half", "instance"} & set(other) else [Cancel(0, *_key(MINE | other))]
-        assert told(agent, Cancel) == cancelled
-        agent.say(event(DONE))
-        wait_until(client, lambda: client._core.events)
-        with pytest.raises(WaitTimeout):
-            client.wait(**MINE | other, timeout_s=0)
-        assert client.wait(**MINE, timeout_s=0) == event(DONE)
-        client.cancel(**MINE)
-        assert told(agent, Cancel) == [*cancelled, Cancel(0, *_key(MINE))]
+def test_another_room_half_instance_or_pool_is_not_meant(other):
+    agent, client = agent_and_client()
+    client.send(7, [1], 0, 4, last=True)
+    assert client.is_open(**MINE)
+    assert not client.is_open(**MINE | other)
+    client.cancel(**MINE | other)
+    cancelled = [] if {"half", "instance"} & set(other) else [Cancel(0, *_key(MINE | other))]
+    assert told(agent, Cancel) == cancelled
+    agent.say(event(DONE))
+    with pytest.raises(WaitTimeout):
+        client.wait(**MINE | other, timeout_s=0)
+    assert client.wait(**MINE, timeout_s=0) == event(DONE)
+    client.cancel(**MINE)
+    assert told(agent, Cancel) == [*cancelled, Cancel(0, *_key(MINE))]
 
 
-def test_an_event_of_another_kind_is_not_waited_for(path):
-    with FakeAgent(path) as agent, client_at(path) as client:
-        client.send(7, [1], 0, 4, last=True)
-        agent.say(event(DONE))
-        wait_until(client, lambda: client._core.events)
-        with pytest.raises(WaitTimeout):
-            client.wait(7, Half.SOURCE, kinds=[kind for kind in type(DONE) if kind is not DONE], timeout_s=0)
-        assert client.wait(7, Half.SOURCE, kinds=[DONE], timeout_s=0) == event(DONE)
+def test_an_event_of_another_kind_is_not_waited_for():
+    agent, client = agent_and_client()
+    client.send(7, [1], 0, 4, last=True)
+    agent.say(event(DONE))
+    with pytest.raises(WaitTimeout):
+        client.wait(7, Half.SOURCE, kinds=[kind for kind in type(DONE) if kind is not DONE], timeout_s=0)
+    assert client.wait(7, Half.SOURCE, kinds=[DONE], timeout_s=0) == event(DONE)
 
 
 CALLS: dict[str, Callable[[Client, int], object]] = {
-    "send": lambda client, _: client.send(1, [1], 0, 4, last=True, timeout_s=0.05),
-    "receive": lambda client, _: client.receive(1, ENDPOINT, [1], 0, 4, timeout_s=0.05),
-    "cancel": lambda client, _: client.cancel(7, Half.SOURCE, timeout_s=0.05),
-    "register_pool": lambda client, region: client.register_pool(1, GEOMETRY, [region], timeout_s=0.05),
-    "unregister_pool": lambda client, _: client.unregister_pool(0, timeout_s=0.05),
+    "send": lambda client, _: client.send(1, [1], 0, 4, last=True, timeout_s=0.01),
+    "receive": lambda client, _: client.receive(1, ENDPOINT, [1], 0, 4, timeout_s=0.01),
+    "cancel": lambda client, _: client.cancel(7, Half.SOURCE, timeout_s=0.01),
+    "register_pool": lambda client, region: client.register_pool(1, GEOMETRY, [region], timeout_s=0.01),
+    "unregister_pool": lambda client, _: client.unregister_pool(0, timeout_s=0.01),
 }
 
 
@@ -91,7 +90,7 @@ def test_a_call_that_is_not_answered_waits_as_long_as_it_is_told(path, region, n
         client.register_pool(0, GEOMETRY, [region])
         client.send(7, [1], 0, 4, last=True)
         silent.append(True)
-        with pytest.raises(CallTimeout, match=r"within 0\.05 s"):
+        with pytest.raises(CallTimeout, match=r"within 0\.01 s"):
             CALLS[name](client, region)
 
 

@@ -225,8 +225,9 @@ def test_another_vllm_is_refused_when_the_connector_is_loaded():
         importlib.import_module("longshore_engines.vllm")
 
 
-def test_a_transfer_that_is_not_over_within_the_set_limit_is_given_up(module, tmp_path):
-    engine = Engine(module, tmp_path, "hasty", transfer_limit_s=1.0)
+def test_a_transfer_that_is_not_over_within_the_set_limit_is_given_up(module, tmp_path, monkeypatch):
+    monkeypatch.setattr("longshore_engines.vllm_checks.LIMIT_MIN_S", 0.01)
+    engine = Engine(module, tmp_path, "hasty", transfer_limit_s=0.05)
     engine.scheduler.request_finished(request("p", {"do_remote_decode": True}), [4, 2, 5])
     engine.step_until(lambda found: engine.agent.of(Cancel))
     (offer,) = engine.agent.of(Offer)
@@ -234,13 +235,14 @@ def test_a_transfer_that_is_not_over_within_the_set_limit_is_given_up(module, tm
     engine.stop()
 
 
-def test_an_engine_waits_for_its_agent_as_long_as_is_set(module, tmp_path):
+def test_an_engine_waits_for_its_agent_as_long_as_is_set(module, tmp_path, monkeypatch):
+    monkeypatch.setattr("longshore_engines.vllm_checks.LIMIT_MIN_S", 0.01)
     settings = (
-        config(str(tmp_path / "nobody"), "alone", connect_limit_s=1.0),
+        config(str(tmp_path / "nobody"), "alone", connect_limit_s=0.05),
         SimpleNamespace(kv_cache_groups=[object()]),
     )
     worker = module.LongshoreConnector(settings[0], Role.WORKER, settings[1])
-    with pytest.raises(ConnectError, match=r"nobody within 1 s"):
+    with pytest.raises(ConnectError, match=r"nobody within 0\.05 s"):
         worker.register_kv_caches(
             {f"model.layers.{n}.attn": torch.zeros((6, HEADS, TOKENS, 2 * DIM)) for n in range(2)}
         )

@@ -16,7 +16,8 @@ _OPERATORS = f"{_OPERATOR}/test_operator_every_setting.py"
 _RENDER = f"{_OPERATOR}/test_operator_render.py"
 _ARGUMENTS = f"{_CLIENT}/test_what_arguments_change.py"
 _CLIENTS = f"{_CLIENT}/test_client.py"
-_CONNECT = f"{_CLIENT}/test_connect.py"
+_CONNECTION = f"{_CLIENT}/test_connection.py"
+_CORE = f"{_CLIENT}/test_core.py"
 _MEMORY = f"{_CLIENT}/test_memory.py"
 _VLLM = "tests/engines/test_engine_vllm.py"
 _CHART = "e2e/test_chart_values.py"
@@ -317,8 +318,8 @@ _HANDLE = (
 # Arguments of the client's public calls: those of `longshore_client`, of its Client, and of `longshore_client.cuda`.
 CLIENT_ARGUMENTS: Shown = {
     "connect.path": (
-        f"{_CLIENTS}::test_a_client_is_welcomed_and_knows_its_worker",
-        f"{_CONNECT}::test_no_agent_is_named_with_its_path",
+        f"{_CONNECTION}::test_a_client_is_welcomed_and_knows_its_worker",
+        f"{_CORE}::test_no_agent_is_named_with_its_path_and_one_that_comes_later_is_found",
     ),
     "connect.instance": (_SAYS_WHO,),
     "connect.layout": (*_LAYOUT, _MOVED),
@@ -373,11 +374,11 @@ CLIENT_ARGUMENTS: Shown = {
     "is_open.half": (_MEANT,),
     "is_open.instance": (_MEANT,),
     "is_open.pool": (_MEANT,),
-    "poll.timeout_s": (f"{_CLIENTS}::test_poll_waits_for_an_event_and_ends_when_the_client_is_closed",),
+    "poll.timeout_s": (f"{_CONNECTION}::test_poll_waits_for_an_event_and_ends_when_the_client_is_closed",),
     "endpoint.timeout_s": (f"{_CLIENTS}::test_the_endpoint_is_returned_once_every_rank_is_there",),
     "register_pool.pool": (_REGISTERED, _OF_POOL),
     "register_pool.geometry": (_REGISTERED, _MOVED),
-    "register_pool.regions": (f"{_CLIENTS}::test_the_regions_of_a_pool_arrive_and_are_the_same_memory",),
+    "register_pool.regions": (f"{_CONNECTION}::test_the_regions_of_a_pool_arrive_and_are_the_same_memory",),
     "register_pool.memory": (_NOT_BUILT,),
     "register_pool.timeout_s": (_PATIENT,),
     "unregister_pool.pool": (_OF_POOL,),

@@ -1,0 +1,163 @@
+"""A client and the agent that it reaches, without a socket, a thread or a clock between them: played step by step.
+
+`Line` stands where `connection.Connection` stands, so that its `client` is a real Client; calls are settled at once or never.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from fake_agent import accept_all
+from scene import LAYOUT
+
+from longshore_client import Half, pool_geometry
+from longshore_client.calls import Call
+from longshore_client.client import Client
+from longshore_client.core import RECONNECT_WAIT_MAX_S, Core
+from longshore_client.ledger import HalfKey
+from longshore_wire.engine_codec import TO_AGENT
+from longshore_wire.engine_messages import (
+    ENGINE_PROTOCOL_VERSION,
+    Hello,
+    Offer,
+    RegisterPool,
+    ToAgent,
+    ToEngine,
+    Welcome,
+)
+
+PATH = "/run/engine.sock"
+HELLO = Hello(ENGINE_PROTOCOL_VERSION, "prefill-0", LAYOUT, "cpu", (Half.SOURCE, Half.TARGET))
+LEASE_NS = 60_000_000_000
+STEP_MIN_S = 0.001
+
+
+class Line:
+    """An agent that answers by script, a client's core, and a clock that stands still but in `pass_s`.
+
+    Args:
+        reached: whether there is an agent from the start.
+        agent: as `agent`.
+    """
+
+    def __init__(self, *, reached: bool = True, **agent) -> None:
+        self.core, self.changed = Core(HELLO, PATH), threading.Condition()
+        self.client = Client(HELLO, self)
+        self.now_s = 100.0
+        self.dials_s, self.given_back, self.descriptors, self.heard = [], [], {}, []
+        self.steps = 0
+        self._there = False
+        if reached:
+            self.agent(**agent)
+
+    # -- the agent -------------------------------------------------------------------------------------------------
+
+    def agent(
+        self,
+        *,
+        epoch: int = 1,
+        lease_ns: int = LEASE_NS,
+        answer: Callable[[ToAgent], ToEngine | None] = accept_all,
+        greet: Callable[[Hello], ToEngine | Exception] | None = None,
+    ) -> None:
+        """From now on there is this agent, until `lose`; the client has found it when this returns."""
+        self._answer = answer
+        self._greet = greet or (lambda hello: Welcome(ENGINE_PROTOCOL_VERSION, epoch, "demo", lease_ns))
+        self.heard, self._there = [], True
+        self.pass_s(RECONNECT_WAIT_MAX_S)
+
+    def lose(self) -> None:
+        """The agent is gone, and nobody answers at its path."""
+        self._there = False
+        with self.changed:
+            self.core.disconnected(ConnectionResetError("the agent closed the connection"), self.now_s)
+            self.carry_out()
+
+    def say(self, *messages: ToEngine) -> None:
+        """The agent says something that it was not asked for."""
+        with self.changed:
+            for message in messages:
+                self.core.take(message, self.now_s)
+            self.carry_out()
+
+    def of(self, *kinds: type) -> list[ToAgent]:
+        """What this agent has heard of these kinds, in order."""
+        return [message for message in self.heard if isinstance(message, kinds)]
+
+    # -- time --------------------------------------------------------------------------------------------------------
+
+    def pass_s(self, duration_s: float) -> None:
+        """Let time pass; the client wakes when it has asked for it, and each time is counted in `steps`."""
+        end_s = self.now_s + duration_s
+        with self.changed:
+            self.carry_out()
+            while self.now_s < end_s:
+                self.now_s = min(end_s, self.now_s + max(self._wait_s, STEP_MIN_S))
+                self.steps += 1
+                self.carry_out()
+
+    # -- calls that need not be answered -----------------------------------------------------------------------------
+
+    def begin(self, *messages: ToAgent, descriptors: tuple[int, ...] = ()) -> Call:
+        """Make a call and do not wait for its answer."""
+        first = messages[0]
+        key = HalfKey(Half.SOURCE, "prefill-0", first.room, first.pool) if isinstance(first, Offer) else None
+        call = Call(messages, key=key, descriptors=descriptors)
+        with self.changed:
+            self.core.enter(call, "a call")
+            self.carry_out()
+        return call
+
+    def offer(self, room: int, first_token: int = 0, end_token: int = 4, *, last: bool = True) -> Call:
+        return self.begin(Offer(self.core.next_number(), room, 0, first_token, end_token, last, bytes(4)))
+
+    def register(self, pool: int, *descriptors: int) -> Call:
+        message = RegisterPool(self.core.next_number(), pool, pool_geometry(LAYOUT, 2))
+        return self.begin(message, descriptors=descriptors)
+
+    # -- as a Connection ---------------------------------------------------------------------------------------------
+
+    def carry_out(self) -> None:
+        if self.core.should_dial(self.now_s):
+            self.dials_s.append(self.now_s)
+            if self._there:
+                self.core.connected(self.now_s)
+            else:
+                self.core.disconnected(ConnectionRefusedError("connection refused"), self.now_s)
+        self._wait_s = self.core.advance(self.now_s)
+        while self.core.outbox:
+            data, descriptors = self.core.outbox.popleft()
+            self._hear(TO_AGENT.decode(data), descriptors)
+            self._wait_s = self.core.advance(self.now_s)
+        effects = self.core.take_effects()
+        self.given_back += effects.unused
+        if effects.news:
+            self.changed.notify_all()
+
+    def wait(self, call: Call, timeout_s: float | None) -> bool:
+        return call.settled
+
+    def check_process(self, what: str) -> None:
+        pass
+
+    def close(self) -> None:
+        with self.changed:
+            self.core.close()
+            self.carry_out()
+
+    def _hear(self, message: ToAgent, descriptors: tuple[int, ...]) -> None:
+        self.heard.append(message)
+        if descriptors:
+            self.descriptors[message.request] = descriptors
+        reply = self._greet(message) if isinstance(message, Hello) else self._answer(message)
+        if isinstance(reply, Exception):
+            self.core.disconnected(reply, self.now_s)
+        elif reply is not None:
+            self.core.take(reply, self.now_s)
+
+
+def agent_and_client(**agent) -> tuple[Line, Client]:
+    """Return an agent, as the arguments of `Line` make it, and the client that has reached it."""
+    line = Line(**agent)
+    return line, line.client

@@ -1,0 +1,271 @@
+"""A client against a protocol double of the agent: real sockets, real descriptors, real threads."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+from fake_agent import WAIT_S, FakeAgent
+from scene import DONE, ENDPOINT, LAYOUT, client_at, event, left_open, open_descriptors, wait_until
+
+from longshore_client import (
+    ArgumentError,
+    ClientClosed,
+    ConnectError,
+    Half,
+    PoolRefused,
+    Reason,
+    TargetMemory,
+    create_region,
+    pool_geometry,
+)
+from longshore_client.agent_socket import AgentSocket
+from longshore_wire.engine_messages import Hello, Offer, Receive, Refused, RegisterPool
+
+
+@pytest.fixture
+def path(tmp_path):
+    return str(tmp_path / "engine.sock")
+
+
+def test_a_client_is_welcomed_and_knows_its_worker(path):
+    with FakeAgent(path, epoch=42) as agent, client_at(path, roles=[Half.SOURCE]) as client:
+        assert (client.epoch, client.deployment, client.connected) == (42, "demo", True)
+        [hello] = agent.of(Hello)
+        assert hello == Hello(1, "prefill-0", LAYOUT, "cpu", (Half.SOURCE,), hello.engine)
+        # No other engine of this name has it.
+        assert hello.engine
+
+
+def test_nothing_is_left_open_after_a_client_and_after_a_failed_connect(path):
+    before, thread_count = open_descriptors(), threading.active_count()
+    with pytest.raises(ConnectError):
+        client_at(path, timeout_s=0.05)
+    with FakeAgent(path), client_at(path) as client:
+        descriptor, memory = create_region(4096, "pages")
+        client.register_pool(0, pool_geometry(LAYOUT, 2), [descriptor])
+        client.close()
+        os.close(descriptor)
+        memory.close()
+    assert not left_open(before)
+    assert threading.active_count() <= thread_count
+
+
+def test_the_regions_of_a_pool_arrive_and_are_the_same_memory(path):
+    descriptors, memories = zip(*(create_region(8192, f"pages-{n}") for n in range(3)), strict=True)
+    geometry = msgspec.structs.replace(pool_geometry(LAYOUT, 2), region_bytes=(8192,) * 3)
+    with FakeAgent(path) as agent, client_at(path) as client:
+        client.register_pool(4, geometry, descriptors)
+        (message,) = agent.of(RegisterPool)
+        assert (message.pool, message.geometry, message.memory) == (4, geometry, TargetMemory.DEVICE)
+        for number, descriptor in enumerate(agent.descriptors[message.request]):
+            with mmap.mmap(descriptor, 8192) as there:
+                memories[number][100] = 50 + number
+                assert there[100] == 50 + number
+                there[200] = 60 + number
+                assert memories[number][200] == 60 + number
+    for descriptor, memory in zip(descriptors, memories, strict=True):
+        os.close(descriptor)
+        memory.close()
+
+
+def test_a_pool_that_cannot_be_mapped_is_a_typed_error_and_its_descriptors_are_closed(path):
+    def answer(message):
+        return Refused(message.request, Reason.UNSUPPORTED, "plane 3 ends behind region 0")
+
+    descriptor, memory = create_region(4096, "pages")
+    with FakeAgent(path, answer=answer) as agent, client_at(path) as client:
+        with pytest.raises(PoolRefused, match="plane 3") as caught:
+            client.register_pool(0, pool_geometry(LAYOUT, 2), [descriptor])
+        assert caught.value.reason is Reason.UNSUPPORTED
+        before = open_descriptors()
+        with pytest.raises(PoolRefused):
+            client.register_pool(0, pool_geometry(LAYOUT, 2), [descriptor])
+        agent.expect(lambda: len(agent.descriptors) == 2)
+        assert left_open(before, expected=1) == 1  # the agent's
+        with pytest.raises(ArgumentError, match="not open"):
+            client.register_pool(0, pool_geometry(LAYOUT, 2), [10_000])
+        with pytest.raises(ArgumentError, match="2 regions for 1"):
+            client.register_pool(0, pool_geometry(LAYOUT, 2), [descriptor, descriptor])
+    os.close(descriptor)
+    memory.close()
+
+
+def test_a_list_of_128k_pages_passes_default_buffers_while_the_agent_reads_nothing_at_first(path):
+    pages = list(range(131_072))
+    with FakeAgent(path) as agent, client_at(path) as client:
+        agent.read_nothing()
+        thread = threading.Thread(target=lambda: client.receive(1, ENDPOINT, pages, 0, 4 * 131_072))
+        thread.start()
+        # The socket takes less than the 16 parts: some wait in the client, and nothing blocks while they do.
+        wait_until(client, lambda: client._core.outbox)
+        assert client.poll() == []
+        agent.read_on()
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+        assert b"".join(c.pages for c in agent.of(Receive)) == b"".join(page.to_bytes(4, "little") for page in pages)
+        client.send(1, pages, 0, 4 * 131_072, last=True)
+        assert len(agent.of(Offer)) == 16
+
+
+def test_eight_threads_send_at_once_and_every_offer_arrives_once(path):
+    with FakeAgent(path) as agent, client_at(path) as client:
+
+        def work(number):
+            for chunk in range(50):
+                client.send(number, [chunk], 4 * chunk, 4 * chunk + 4, last=chunk == 49)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        offers = agent.of(Offer)
+        assert len({offer.request for offer in offers}) == 400
+        for number in range(8):
+            mine = [offer.first_token for offer in offers if offer.room == number]
+            assert mine == [4 * chunk for chunk in range(50)]
+
+
+def test_close_ends_waits_and_calls_in_other_threads(path):
+    errors = []
+
+    def catch(call):
+        try:
+            call()
+        except ClientClosed as error:
+            errors.append(error)
+
+    with FakeAgent(path, answer=lambda message: None) as agent:
+        client = client_at(path)
+        calls = [
+            lambda: client.wait(7, Half.SOURCE),
+            lambda: client.endpoint(WAIT_S),
+            lambda: client.send(7, [1], 0, 4, last=True),
+        ]
+        threads = [threading.Thread(target=catch, args=(call,)) for call in calls]
+        for thread in threads:
+            thread.start()
+        agent.expect(lambda: len(agent.of(Offer)) == 1)
+        client.close()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert len(errors) == 3
+        agent.expect(lambda: agent.gone_count == 1)
+        for call in calls:
+            with pytest.raises(ClientClosed):
+                call()
+        with pytest.raises(ClientClosed):
+            client.poll()
+        client.close()
+
+
+def test_poll_waits_for_an_event_and_ends_when_the_client_is_closed(path):
+    with FakeAgent(path) as agent, client_at(path) as client:
+        client.send(7, [1], 0, 4, last=True)
+        agent.say(event(DONE))
+        assert [each.kind for each in client.poll(WAIT_S)] == [DONE]
+        assert client.poll(0.001) == []
+        closing = threading.Timer(0.05, client.close)
+        closing.start()
+        with pytest.raises(ClientClosed):
+            client.poll(WAIT_S)
+        closing.join()
+
+
+def test_a_killed_agent_process_is_replaced_and_the_next_one_gets_the_descriptors_too(path):
+    program = Path(__file__).with_name("fake_agent.py")
+    process = subprocess.Popen([sys.executable, program, path, "1"], stdin=subprocess.PIPE)
+    descriptor, memory = create_region(4096, "pages")
+    memory[17] = 99
+    try:
+        client = client_at(path)
+        client.register_pool(0, pool_geometry(LAYOUT, 2), [descriptor])
+        os.close(descriptor)
+        client.send(2, [2], 0, 4, last=True)
+        process.kill()
+    finally:
+        process.kill()
+        process.communicate()
+    assert Path(path).exists()
+    with FakeAgent(path, epoch=2) as agent, client:
+        client.send(3, [3], 0, 4, last=True)
+        assert client.epoch == 2
+        assert [offer.room for offer in agent.of(Offer)] == [2, 3]
+        (pool,) = agent.of(RegisterPool)
+        with mmap.mmap(agent.descriptors[pool.request][0], 4096) as there:
+            assert there[17] == 99
+    memory.close()
+
+
+def test_bytes_that_are_no_message_end_the_connection_and_the_client_connects_again(path):
+    with FakeAgent(path, epoch=1) as agent, client_at(path) as client:
+        client.send(1, [1], 0, 4, last=True)
+        agent.say_raw(b"\x01\xff\xff\xff")
+        agent.expect(lambda: len(agent.of(Hello)) == 2)
+        wait_until(client, lambda: client.connected)
+        assert [offer.room for offer in agent.of(Offer)] == [1, 1]
+        agent.say(event(DONE, 1))
+        assert client.wait(1, Half.SOURCE, timeout_s=WAIT_S).kind is DONE
+
+
+def test_a_client_without_an_agent_sleeps_between_its_tries(path, monkeypatch):
+    agent, dials, turns = FakeAgent(path), [], []
+    dial = AgentSocket.dial
+    with client_at(path) as client:
+        monkeypatch.setattr(AgentSocket, "dial", lambda path: (dials.append(path), dial(path))[1])
+        turn = client._connection._turn
+        client._connection._turn = lambda: (turns.append(1), turn())
+        agent.die()
+        wait_until(client, lambda: len(dials) >= 4)
+        assert len(turns) <= 4 * len(dials)
+
+
+def test_a_forked_child_may_not_use_its_parents_client(path):
+    with FakeAgent(path), client_at(path) as client:
+        child = os.fork()
+        if child == 0:
+            try:
+                client._check_open("send")
+            except ArgumentError:
+                client.close()
+                os._exit(0)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        client.send(1, [1], 0, 4, last=True)
+
+
+def test_offers_of_many_threads_reach_the_last_of_many_agents_once_each_and_in_order(path):
+    agent = FakeAgent(path, epoch=1)
+    client = client_at(path)
+    stop, sent = threading.Event(), {}
+
+    def work(room):
+        chunk = 0
+        while not stop.is_set():
+            client.send(room, [chunk], 4 * chunk, 4 * chunk + 4, last=False)
+            chunk += 1
+            sent[room] = chunk
+
+    threads = [threading.Thread(target=work, args=(room,)) for room in range(4)]
+    for thread in threads:
+        thread.start()
+    for epoch in range(2, 6):
+        # Some calls are always in flight when the agent dies.
+        agent.expect(lambda agent=agent, epoch=epoch: len(agent.of(Offer)) >= 40 * epoch)
+        agent.die()
+        agent = FakeAgent(path, epoch=epoch)
+    wait_until(client, lambda: client.connected and client.epoch == 5)
+    stop.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+    for room in range(4):
+        assert [o.first_token for o in agent.of(Offer) if o.room == room] == [4 * c for c in range(sent[room])]
+    client.close()
+    agent.stop()
