@@ -56,8 +56,9 @@ class Call:
         self.messages = messages
         self.number = self.message.request
         self.descriptors = descriptors
-        first, *rest = (TO_AGENT.encode(message) for message in messages)
-        self.outgoing = (Outgoing(first, descriptors), *map(Outgoing, rest))
+        self.outgoing = [Outgoing(TO_AGENT.encode(message)) for message in messages]
+        if descriptors:
+            self.outgoing[0] = Outgoing(self.outgoing[0].data, descriptors)
         self.key = key
         self.again = again
         self.given_up = False

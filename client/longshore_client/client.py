@@ -226,8 +226,7 @@ class Client:
         """
         pool, timeout_s = arguments.pool_number(pool), arguments.timeout_or_none(timeout_s)
         call = Call((UnregisterPool(self._core.next_number(), pool),))
-        self._enter(call, f"unregister_pool {pool}")
-        self._wait_answer(call, f"unregister_pool {pool}", timeout_s, PoolRefused)
+        self._tell(call, f"unregister_pool {pool}", timeout_s, PoolRefused)
 
     # -- rooms -----------------------------------------------------------------------------------------------------
 
@@ -415,15 +414,17 @@ class Client:
         self._core.check_open(what)
         self._connection.check_process(what)
 
+    def _tell(self, call: Call, what: str, timeout_s: float | None, refused: type[LongshoreError] = RoomError) -> None:
+        self._enter(call, what)
+        self._wait_answer(call, what, timeout_s, refused)
+
     def _enter(self, call: Call, what: str) -> None:
         with self._changed:
             self._check_open(what)
             self._core.enter(call, what)
             self._connection.carry_out()
 
-    def _wait_answer(
-        self, call: Call, what: str, timeout_s: float | None, refused: type[LongshoreError] = RoomError
-    ) -> None:
+    def _wait_answer(self, call: Call, what: str, timeout_s: float | None, refused: type[LongshoreError]) -> None:
         """Wait until an agent, whichever it is by then, has accepted a call that was entered."""
         if not self._connection.wait(call, timeout_s):
             with self._changed:
@@ -435,10 +436,6 @@ class Client:
             raise ClientClosed(f"{what}: the client was closed")
         if isinstance(call.answer, Refused):
             raise from_refusal(call.answer, what, refused)
-
-    def _tell(self, call: Call, what: str, timeout_s: float) -> None:
-        self._enter(call, what)
-        self._wait_answer(call, what, timeout_s)
 
     def _check_pages(self, packed: bytes, first_token: int, end_token: int) -> None:
         count, wanted = len(packed) // PAGE_BYTES, page_count(first_token, end_token, self.layout.page_size)

@@ -65,10 +65,11 @@ class Connection:
 
     def wait(self, call: Call, timeout_s: float | None) -> bool:
         """Wait until a call is settled; return whether it is, after `timeout_s` at most (None: no limit)."""
-        with self.changed:
-            if call.settled:
-                return True
-            event = self._waiting[call.number] = threading.Event()
+        event = self._waiting[call.number] = threading.Event()
+        # The event is there before this look, so that whoever settles the call after it finds the event: no lock is needed.
+        if call.settled:
+            self._waiting.pop(call.number, None)
+            return True
         return event.wait(timeout_s)
 
     def close(self) -> None:
@@ -143,7 +144,7 @@ class Connection:
         self._hang_up()
 
     def _carry_out(self) -> None:
-        if self._socket is not None:
+        if self._socket is not None and self.core.outbox:
             try:
                 self._socket.flush(self.core.outbox)
             except OSError as error:

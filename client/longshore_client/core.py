@@ -84,9 +84,12 @@ class Pool(NamedTuple):
 class Effects(NamedTuple):
     """What has to be done outside, beside sending the outbox."""
 
-    settled: list[Call]  # whose callers must be woken
-    unused: list[int]  # descriptors to close
-    news: bool  # whoever waits for an event, an endpoint or a state must look again
+    settled: Sequence[Call] = ()  # whose callers must be woken
+    unused: Sequence[int] = ()  # descriptors to close
+    news: bool = False  # whoever waits for an event, an endpoint or a state must look again
+
+
+_NO_EFFECTS = Effects()
 
 
 class Core:
@@ -121,11 +124,16 @@ class Core:
         self._due_s = 0.0  # of the state: GREETING gives up, TELLING says it again
         self._renew_every_s = 1.0
         self._renew_at_s = 0.0
-        self._effects = Effects([], [], news=False)
+        self._settled: list[Call] = []
+        self._unused: list[int] = []
+        self._news = False
 
     def take_effects(self) -> Effects:
         """Return what has to be done outside since the last call."""
-        effects, self._effects = self._effects, Effects([], [], news=False)
+        if not (self._settled or self._unused or self._news):
+            return _NO_EFFECTS
+        effects = Effects(self._settled, self._unused, self._news)
+        self._settled, self._unused, self._news = [], [], False
         return effects
 
     # -- calls -----------------------------------------------------------------------------------------------------
@@ -223,9 +231,9 @@ class Core:
         self._telling.clear()
         self.outbox.clear()
         for pool in self.pools.values():
-            self._effects.unused.extend(pool.descriptors)
+            self._unused.extend(pool.descriptors)
         self.pools.clear()
-        self._tell_news()
+        self._news = True
 
     # -- the connection and time -------------------------------------------------------------------------------------
 
@@ -258,7 +266,7 @@ class Core:
             self.endpoint = None
             if now_s - self._up_since_s >= RECONNECT_WAIT_RESET_S:
                 self._dial_wait_s, self._dial_at_s = RECONNECT_WAIT_MIN_S, now_s
-        self._tell_news()
+        self._news = True
         if self._refusal is not None:
             self.close()
 
@@ -287,26 +295,32 @@ class Core:
 
     def take(self, message: ToEngine, now_s: float) -> None:
         """Take a message of the agent; afterwards the connection may be of no use (state DOWN or CLOSED)."""
-        match self.state, message:
-            case ((State.DOWN | State.CLOSED), _):
-                return  # of a connection that is given up
-            case State.GREETING, Welcome():
-                self._take_welcome(message, now_s)
-            case State.GREETING, Refused():
-                self._take_refusal(message, now_s)
-            case State.GREETING, _:
-                self.disconnected(CodecError(f"{type(message).__name__} before Welcome"), now_s)
-            case _, (Accepted() | Refused()):
+        if self.state is State.DOWN or self.state is State.CLOSED:
+            return  # of a connection that is given up
+        if self.state is State.GREETING:
+            self._take_greeting(message, now_s)
+            return
+        match message:
+            case Accepted() | Refused():
                 self._take_answer(message, now_s)
-            case _, EndpointUpdate():
-                self.endpoint = message.endpoint
-                self._tell_news()
-            case _, RoomEvent():
+            case RoomEvent():
                 self._take_event(message)
-            case _:
+            case EndpointUpdate():
+                self.endpoint = message.endpoint
+                self._news = True
+            case Welcome():
                 self.disconnected(CodecError("a second Welcome"), now_s)
 
     # -- a new agent -----------------------------------------------------------------------------------------------
+
+    def _take_greeting(self, message: ToEngine, now_s: float) -> None:
+        match message:
+            case Welcome():
+                self._take_welcome(message, now_s)
+            case Refused():
+                self._take_refusal(message, now_s)
+            case _:
+                self.disconnected(CodecError(f"{type(message).__name__} before Welcome"), now_s)
 
     def _take_refusal(self, message: Refused, now_s: float) -> None:
         said = message.text or message.reason.name
@@ -372,7 +386,7 @@ class Core:
         self.state = State.READY
         for call in self._calls.values():
             self.outbox += call.outgoing
-        self._tell_news()
+        self._news = True
 
     # -- answers and events ----------------------------------------------------------------------------------------
 
@@ -406,34 +420,34 @@ class Core:
     def _settle(self, call: Call, answer: Accepted | Refused | None) -> None:
         if call.settled:
             return
-        call.answer, call.settled, call.outgoing = answer, True, ()
-        self._effects.settled.append(call)
+        call.answer, call.settled, call.outgoing = answer, True, []
+        self._settled.append(call)
         accepted = isinstance(answer, Accepted)
         match call.message:
-            case RegisterPool(pool=number) if call.again:
-                if isinstance(answer, Refused):
-                    self._effects.unused.extend(self.pools.pop(number).descriptors)
-                    for found in self.ledger:
-                        if found.key.pool == number:
-                            self._half_lost(found.key, answer)
-            case RegisterPool(pool=number) if accepted:
-                self.pools[number] = Pool(call.message, call.descriptors)
-            case RegisterPool():
-                self._effects.unused.extend(call.descriptors)
-            case UnregisterPool(pool=number) if accepted:
-                self._pool_gone(number)
             case Offer() | Receive() if call.again:
                 if isinstance(answer, Refused) and call.key is not None:
                     self._half_lost(call.key, answer)
             case Offer() | Receive():
                 if answer is not None:
                     self.ledger.answered(call.number, accepted=accepted)
+            case RegisterPool(pool=number) if call.again:
+                if isinstance(answer, Refused):
+                    self._unused.extend(self.pools.pop(number).descriptors)
+                    for found in self.ledger:
+                        if found.key.pool == number:
+                            self._half_lost(found.key, answer)
+            case RegisterPool(pool=number) if accepted:
+                self.pools[number] = Pool(call.message, call.descriptors)
+            case RegisterPool():
+                self._unused.extend(call.descriptors)
+            case UnregisterPool(pool=number) if accepted:
+                self._pool_gone(number)
 
     def _pool_gone(self, number: int) -> None:
         """Forget a pool that nobody touches any more, and end what is still open on it."""
         gone = self.pools.pop(number, None)
         if gone is not None:
-            self._effects.unused.extend(gone.descriptors)
+            self._unused.extend(gone.descriptors)
         # The agent has reported these rooms before it answered; what is left, a dead one could not report.
         for found in self.ledger:
             if found.key.pool == number:
@@ -457,7 +471,4 @@ class Core:
                 self.events.popleft()
                 self.dropped_event_count += 1
             self.events.append(event)
-        self._tell_news()
-
-    def _tell_news(self) -> None:
-        self._effects = self._effects._replace(news=True)
+        self._news = True

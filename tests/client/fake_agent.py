@@ -44,13 +44,12 @@ class FakeAgent:
         path: str,
         *,
         epoch: int = 1,
-        lease_ns: int = 60_000_000_000,
         answer: Callable[[ToAgent], ToEngine | None] = accept_all,
         greet: Callable[[Hello], ToEngine | bytes] | None = None,
     ) -> None:
         self.path = path
         self.answer = answer
-        self.greet = greet or (lambda hello: Welcome(ENGINE_PROTOCOL_VERSION, epoch, "demo", lease_ns))
+        self.greet = greet or (lambda hello: Welcome(ENGINE_PROTOCOL_VERSION, epoch, "demo", 60_000_000_000))
         self.heard: list[ToAgent] = []
         self.descriptors: dict[int, list[int]] = {}  # by request
         self.links: list[EngineLink] = []

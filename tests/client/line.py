@@ -34,12 +34,7 @@ STEP_MIN_S = 0.001
 
 
 class Line:
-    """An agent that answers by script, a client's core, and a clock that stands still but in `pass_s`.
-
-    Args:
-        reached: whether there is an agent from the start.
-        agent: as `agent`.
-    """
+    """An agent that answers by script (see `agent`), a client's core, and a clock that stands still but in `pass_s`."""
 
     def __init__(self, *, reached: bool = True, **agent) -> None:
         self.core, self.changed = Core(HELLO, PATH), threading.Condition()
@@ -70,16 +65,14 @@ class Line:
     def lose(self) -> None:
         """The agent is gone, and nobody answers at its path."""
         self._there = False
-        with self.changed:
-            self.core.disconnected(ConnectionResetError("the agent closed the connection"), self.now_s)
-            self.carry_out()
+        self.core.disconnected(ConnectionResetError("the agent closed the connection"), self.now_s)
+        self.carry_out()
 
     def say(self, *messages: ToEngine) -> None:
         """The agent says something that it was not asked for."""
-        with self.changed:
-            for message in messages:
-                self.core.take(message, self.now_s)
-            self.carry_out()
+        for message in messages:
+            self.core.take(message, self.now_s)
+        self.carry_out()
 
     def of(self, *kinds: type) -> list[ToAgent]:
         """What this agent has heard of these kinds, in order."""
@@ -90,12 +83,11 @@ class Line:
     def pass_s(self, duration_s: float) -> None:
         """Let time pass; the client wakes when it has asked for it, and each time is counted in `steps`."""
         end_s = self.now_s + duration_s
-        with self.changed:
+        self.carry_out()
+        while self.now_s < end_s:
+            self.now_s = min(end_s, self.now_s + max(self._wait_s, STEP_MIN_S))
+            self.steps += 1
             self.carry_out()
-            while self.now_s < end_s:
-                self.now_s = min(end_s, self.now_s + max(self._wait_s, STEP_MIN_S))
-                self.steps += 1
-                self.carry_out()
 
     # -- calls that need not be answered -----------------------------------------------------------------------------
 
@@ -104,9 +96,8 @@ class Line:
         first = messages[0]
         key = HalfKey(Half.SOURCE, "prefill-0", first.room, first.pool) if isinstance(first, Offer) else None
         call = Call(messages, key=key, descriptors=descriptors)
-        with self.changed:
-            self.core.enter(call, "a call")
-            self.carry_out()
+        self.core.enter(call, "a call")
+        self.carry_out()
         return call
 
     def offer(self, room: int, first_token: int = 0, end_token: int = 4, *, last: bool = True) -> Call:
@@ -130,10 +121,7 @@ class Line:
             data, descriptors = self.core.outbox.popleft()
             self._hear(TO_AGENT.decode(data), descriptors)
             self._wait_s = self.core.advance(self.now_s)
-        effects = self.core.take_effects()
-        self.given_back += effects.unused
-        if effects.news:
-            self.changed.notify_all()
+        self.given_back += self.core.take_effects().unused
 
     def wait(self, call: Call, timeout_s: float | None) -> bool:
         return call.settled
@@ -142,9 +130,8 @@ class Line:
         pass
 
     def close(self) -> None:
-        with self.changed:
-            self.core.close()
-            self.carry_out()
+        self.core.close()
+        self.carry_out()
 
     def _hear(self, message: ToAgent, descriptors: tuple[int, ...]) -> None:
         self.heard.append(message)

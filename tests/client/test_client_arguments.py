@@ -107,9 +107,7 @@ ROOM_CALL = {"room": NO_ROOM, "pool": NO_POOL, "first_token": NO_TOKEN, "end_tok
 TOKENS = {"room": 1, "pages": [3, 4], "first_token": 0, "end_token": 8, "pool": 0, "timeout_s": 5.0}
 CALLS = {
     "send": Call(
-        Client.send,
-        {**TOKENS, "last": False},
-        {**ROOM_CALL, "last": other_than(bool), "timeout_s": NO_TIME_NOR_NONE},
+        Client.send, {**TOKENS, "last": False}, {**ROOM_CALL, "last": other_than(bool), "timeout_s": NO_TIME_NOR_NONE}
     ),
     "receive": Call(
         Client.receive,

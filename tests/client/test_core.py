@@ -286,6 +286,17 @@ def test_an_agent_that_is_lost_while_it_hears_what_is_open_leaves_it_to_the_next
     assert (line.client.connected, line.client.open_count, line.client.poll()) == (True, 3, [])
 
 
+def test_no_pages_are_kept_of_what_has_ended_and_nothing_of_what_was_released():
+    line = Line(answer=silent(Offer))
+    call = line.offer(1)
+    line.say(event(DONE, 1), Accepted(call.number))  # the end comes before the answer
+    ledger = line.core.ledger
+    assert (ledger.replay(), len(ledger)) == ([], 1)
+    line.say(event(FAILED, 1), event(RELEASED, 1), event(RELEASED, 1))
+    assert [each[:2] for each in ends(line.client)] == [(1, DONE), (1, RELEASED)]
+    assert (len(ledger), len(ledger._requests), ledger.stale_event_count) == (0, 0, 2)
+
+
 # -- pools and the end ---------------------------------------------------------------------------------------------
 
 

@@ -10,16 +10,7 @@ from fake_agent import WAIT_S, FakeAgent, accept_all
 from line import agent_and_client
 from scene import DONE, ENDPOINT, LAYOUT, client_at, event, told
 
-from longshore_client import (
-    CallTimeout,
-    Client,
-    Half,
-    PageOrder,
-    WaitTimeout,
-    connect,
-    create_region,
-    pool_geometry,
-)
+from longshore_client import CallTimeout, Client, Half, PageOrder, WaitTimeout, connect, create_region, pool_geometry
 from longshore_wire.engine_messages import Cancel, Hello, RegisterPool
 
 GEOMETRY = pool_geometry(LAYOUT, 2)
