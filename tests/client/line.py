@@ -42,6 +42,7 @@ class Line:
         self.now_s = 100.0
         self.dials_s, self.given_back, self.descriptors, self.heard = [], [], {}, []
         self.steps = 0
+        self.reads = True  # False: what is said to the agent stays in the outbox
         self._there = False
         if reached:
             self.agent(**agent)
@@ -117,7 +118,7 @@ class Line:
             else:
                 self.core.disconnected(ConnectionRefusedError("connection refused"), self.now_s)
         self._wait_s = self.core.advance(self.now_s)
-        while self.core.outbox:
+        while self.core.outbox and self.reads:
             data, descriptors = self.core.outbox.popleft()
             self._hear(TO_AGENT.decode(data), descriptors)
             self._wait_s = self.core.advance(self.now_s)

@@ -12,6 +12,7 @@ from scene import DONE, ENDPOINT, FAILED, RELEASED, event, told
 from longshore_client import (
     AgentLost,
     ArgumentError,
+    Busy,
     CallTimeout,
     ClientClosed,
     CodecError,
@@ -20,11 +21,13 @@ from longshore_client import (
     HelloRefused,
     PoolRefused,
     Reason,
+    core,
 )
 from longshore_client.core import RECONNECT_WAIT_MAX_S, RECONNECT_WAIT_MIN_S, WELCOME_WAIT_MAX_S, State
 from longshore_wire.engine_messages import (
     Accepted,
     Cancel,
+    EndpointUpdate,
     Hello,
     Offer,
     Receive,
@@ -145,6 +148,18 @@ def test_the_lease_is_renewed_several_times_within_it():
     assert len(line.of(Renew)) >= 3
 
 
+def test_a_lease_is_not_renewed_beside_what_the_agent_has_not_read_and_a_full_outbox_is_busy(monkeypatch):
+    line = Line()
+    line.reads = False
+    line.offer(1)
+    line.pass_s(120.0)
+    assert len(line.core.outbox) == 1
+    monkeypatch.setattr(core, "OUTBOX_MESSAGES_MAX", 1)
+    with pytest.raises(Busy, match="reads slowly"):
+        line.offer(2)
+    assert line.client.open_count == 1
+
+
 # -- what a new agent hears ----------------------------------------------------------------------------------------
 
 
@@ -185,6 +200,28 @@ def test_a_call_in_flight_when_the_agent_is_lost_is_made_again_after_what_came_b
     line.agent(epoch=2)
     assert isinstance(call.answer, Accepted)
     assert [offer.room for offer in line.of(Offer)] == [1, 2]
+
+
+def test_what_an_agent_did_not_read_before_it_was_lost_is_said_once_to_the_next_one():
+    line = Line()
+    line.say(EndpointUpdate(ENDPOINT))
+    line.reads = False
+    line.offer(1)
+    line.lose()
+    assert line.core.endpoint is None
+    line.reads = True
+    line.agent(epoch=2)
+    assert [type(message) for message in line.heard] == [Hello, Offer]
+
+
+def test_a_call_in_flight_of_a_room_that_the_next_agent_refuses_is_refused_as_well():
+    line = Line(answer=lambda m: None if isinstance(m, Offer) and m.first_token else accept_all(m))
+    line.client.send(1, [1], 0, 4, last=False)
+    call = line.offer(1, 4, 8)
+    line.lose()
+    line.agent(epoch=2, answer=refusing(Offer))
+    assert (call.answer.reason, [offer.first_token for offer in line.of(Offer)]) == (Reason.STALE_EPOCH, [0])
+    assert [each[:2] for each in ends(line.client)] == [(1, FAILED), (1, RELEASED)]
 
 
 def test_a_call_in_flight_of_a_room_that_ended_is_settled_and_not_made_again():
@@ -255,13 +292,14 @@ def test_a_pool_that_a_new_agent_refuses_is_given_back_and_its_rooms_fail():
     assert line.client.connected
 
 
-def test_a_new_agent_that_is_busy_is_told_again_in_the_same_order():
+def test_a_new_agent_that_is_busy_is_told_again_after_its_hint_in_the_same_order():
     turns = []
 
     def answer(message):
-        turns.append(message)
-        if isinstance(message, Offer) and len(turns) % 2:
-            return Refused(message.request, Reason.BUSY, "later", 1_000_000)
+        if isinstance(message, Offer):
+            turns.append(message)
+            if len(turns) % 2:
+                return Refused(message.request, Reason.BUSY, "later", 10_000_000_000)
         return accept_all(message)
 
     line = Line()
@@ -269,6 +307,8 @@ def test_a_new_agent_that_is_busy_is_told_again_in_the_same_order():
         line.client.send(1, [chunk], 4 * chunk, 4 * chunk + 4, last=chunk == 2)
     line.lose()
     line.agent(epoch=2, answer=answer)
+    assert len(line.of(Offer)) == 1
+    line.pass_s(30.0)
     assert line.client.connected
     assert [offer.first_token for offer in line.of(Offer)] == [0, 0, 4, 4, 8, 8]
 
@@ -295,6 +335,15 @@ def test_no_pages_are_kept_of_what_has_ended_and_nothing_of_what_was_released():
     line.say(event(FAILED, 1), event(RELEASED, 1), event(RELEASED, 1))
     assert [each[:2] for each in ends(line.client)] == [(1, DONE), (1, RELEASED)]
     assert (len(ledger), len(ledger._requests), ledger.stale_event_count) == (0, 0, 2)
+
+
+def test_events_that_nobody_takes_are_limited_and_the_oldest_are_dropped(monkeypatch):
+    monkeypatch.setattr(core, "EVENTS_MAX", 2)
+    line = Line()
+    for room in (1, 2, 3):
+        line.client.send(room, [room], 0, 4, last=True)
+        line.say(event(DONE, room))
+    assert (line.client.poll(), line.client.dropped_event_count) == ([event(DONE, 2), event(DONE, 3)], 1)
 
 
 # -- pools and the end ---------------------------------------------------------------------------------------------
