@@ -422,6 +422,7 @@ class Client:
         with self._changed:
             self._check_open(what)
             self._core.enter(call, what)
+            self._connection.expect(call)
             self._connection.carry_out()
 
     def _wait_answer(self, call: Call, what: str, timeout_s: float | None, refused: type[LongshoreError]) -> None:

@@ -63,14 +63,17 @@ class Connection:
         if self.core.outbox:
             os.eventfd_write(self._wake, 1)
 
+    def expect(self, call: Call) -> None:
+        """Prepare to wait for a call that was entered. Called under the lock, before `carry_out`."""
+        self._waiting[call.number] = threading.Event()
+
     def wait(self, call: Call, timeout_s: float | None) -> bool:
-        """Wait until a call is settled; return whether it is, after `timeout_s` at most (None: no limit)."""
-        event = self._waiting[call.number] = threading.Event()
-        # The event is there before this look, so that whoever settles the call after it finds the event: no lock is needed.
-        if call.settled:
-            self._waiting.pop(call.number, None)
-            return True
-        return event.wait(timeout_s)
+        """Wait until a call is settled and its effects are carried out, at most `timeout_s` (None: no limit).
+
+        Returns whether it is; it was expected before.
+        """
+        event = self._waiting.get(call.number)
+        return event is None or event.wait(timeout_s)
 
     def close(self) -> None:
         """End the thread and the connection; calls and waits in other threads end. Idempotent.
@@ -151,12 +154,13 @@ class Connection:
                 # The thread meets the broken connection too, and then sends what has no answer to the next agent.
                 self.core.last_error = str(error)
         effects = self.core.take_effects()
+        # Before callers are woken: a pool that was refused or taken back leaves nothing open when its call returns.
+        for descriptor in effects.unused:
+            os.close(descriptor)
         for call in effects.settled:
             event = self._waiting.pop(call.number, None)
             if event is not None:
                 event.set()
-        for descriptor in effects.unused:
-            os.close(descriptor)
         if effects.news:
             self.changed.notify_all()
 
