@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from longshore_agent.supervisor.lives import FILE_NAME, PORTS_MAX, Lives
-from longshore_agent.supervisor.slots import SlotKey
+from longshore_wire.effects import PeerId
 
 PORT = b'{"epoch":0,"ports":[["one",0,0,%d]]}'
-ONE, TWO = SlotKey("one", 0, 0), SlotKey("two", 0, 3)
+ONE, TWO = PeerId("one", 0, 0), PeerId("two", 0, 3)
 
 
 def test_the_next_life_gives_a_rank_the_port_that_it_had(tmp_path: Path) -> None:
@@ -65,6 +65,6 @@ def test_the_oldest_ports_are_forgotten_first(tmp_path: Path) -> None:
     lives = Lives(tmp_path, 0)
     lives.note_port(ONE, 41000)
     for rank in range(PORTS_MAX):
-        lives._ports[SlotKey("many", 0, rank)] = 1
+        lives._ports[PeerId("many", 0, rank)] = 1
     lives.note_port(TWO, 41001)
     assert (lives.choose_port(ONE, ()), lives.choose_port(TWO, ())) == (0, 41001)

@@ -17,8 +17,9 @@ from longshore_agent.settings import Settings
 from longshore_agent.status.snapshot import WorkerState
 from longshore_agent.supervisor.failed_rooms import FAILED_ROOMS_MAX, FailedRooms
 from longshore_agent.supervisor.loop import Supervisor
-from longshore_agent.supervisor.slots import Slot, SlotKey
+from longshore_agent.supervisor.slots import Slot
 from longshore_client import Half
+from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Hello, RoomEventKind
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
@@ -67,7 +68,7 @@ def test_a_worker_that_has_started_hears_of_a_failure_before_it_says_that_it_ser
         near, far = socket.socketpair()
         with far:
             slots.append(
-                Slot(SlotKey("prefill", 0, rank), hello, None, config, None, -1, Link(), near, state)  # type: ignore[arg-type]
+                Slot(PeerId("prefill", 0, rank), hello, None, config, None, -1, Link(), near, state)  # type: ignore[arg-type]
             )
     starting, other = slots
     supervisor._slots = {slot.key: slot for slot in slots}

@@ -11,9 +11,9 @@ from agent_fleet import World
 from agent_world import Agent, Engine, Request, wait_for
 
 from longshore_agent.supervisor.restarts import RANKS_MAX, STEADY_S, Restarts
-from longshore_agent.supervisor.slots import SlotKey
+from longshore_wire.effects import PeerId
 
-KEY = SlotKey("one", 0, 0)
+KEY = PeerId("one", 0, 0)
 
 
 def waits(restarts: Restarts, count: int, served_s: float = 0.0) -> list[float]:
@@ -64,15 +64,15 @@ def test_three_deaths_within_a_minute_are_told_of_until_the_last_is_a_minute_old
     for now_s in (300.0, 301.0, 302.0, 340.0, 378.0):
         restarts.died(KEY, 0.0, "it ended with -6", now_s)
     assert restarts.dying(400.0) == told
-    restarts.died(SlotKey("other", 0, 0), 0.0, "it ended with -9", 400.0)
+    restarts.died(PeerId("other", 0, 0), 0.0, "it ended with -9", 400.0)
     assert restarts.dying(400.0) == told
 
 
 def test_ranks_that_never_come_back_are_forgotten_and_the_sum_is_not() -> None:
     restarts = Restarts(wait_min_s=1.0, wait_max_s=8.0)
     for rank in range(RANKS_MAX + 10):
-        restarts.replaced(SlotKey("many", 0, rank))
-    assert (restarts.count(SlotKey("many", 0, 9)), restarts.count(SlotKey("many", 0, 10))) == (0, 1)
+        restarts.replaced(PeerId("many", 0, rank))
+    assert (restarts.count(PeerId("many", 0, 9)), restarts.count(PeerId("many", 0, 10))) == (0, 1)
     assert restarts.total == RANKS_MAX + 10
 
 

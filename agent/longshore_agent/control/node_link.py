@@ -64,36 +64,44 @@ class Drain(msgspec.Struct, tag=6):
     limit_s: float
 
 
-class PoolSought(msgspec.Struct, tag=7):
-    """To a worker: another worker of this node wants to map your pool; answer with PoolShown."""
+class PoolWanted(msgspec.Struct, tag=7):
+    """From a worker to another of this node, whose pages it wants to write. Answered by PoolPart."""
 
-    asker: str
+    owner: PeerId
+    asker: PeerId
     pool: int
 
 
-class PoolGiven(msgspec.Struct, tag=8):
-    """To a worker: one region of the pool that it asked for. `count` 0: there is none.
+class PoolPart(msgspec.Struct, tag=8):
+    """From a pool's owner to a worker that asked for it: one region of `count`.
 
     Attributes:
+        count: 0: the pool is not registered, or its owner is not there.
         region: of a GPU's memory; None: the region's descriptor comes beside.
     """
 
     owner: PeerId
+    asker: PeerId
     pool: int
     count: int
     region: DeviceRegion | None = None
 
 
 class PoolGone(msgspec.Struct, tag=9):
-    """To a worker: unmap this pool of another worker, or all of them (`memory.neighbours.ALL_POOLS`); say PoolUnmapped."""
+    """From a pool's owner to all other workers of this node: unmap it. Answered by PoolUnmapped.
+
+    Attributes:
+        pool: `memory.neighbours.ALL_POOLS` means all; the supervisor says so of a worker that has ended.
+    """
 
     owner: PeerId
     pool: int
 
 
-class PoolFree(msgspec.Struct, tag=10):
-    """To a worker: nobody else has its pool mapped any more that it said was taken."""
+class PoolUnmapped(msgspec.Struct, tag=10):
+    """From a worker: it has unmapped what PoolGone named. To the pool's owner: so have all that had it mapped."""
 
+    owner: PeerId
     pool: int
 
 
@@ -162,47 +170,9 @@ class SelfTested(msgspec.Struct, tag=21):
     result: SelfTest
 
 
-class PoolAsked(msgspec.Struct, tag=22):
-    """From a worker: it wants to write the pages of another worker of this node. Answered by PoolGiven."""
-
-    owner: PeerId
-    pool: int
-
-
-class PoolShown(msgspec.Struct, tag=23):
-    """From a worker: one region of `count`, as in PoolGiven. `count` 0: the pool is not registered."""
-
-    asker: str
-    pool: int
-    count: int
-    region: DeviceRegion | None = None
-
-
-class PoolTaken(msgspec.Struct, tag=24):
-    """From a worker: this pool is not registered any more. Answered by PoolFree."""
-
-    pool: int
-
-
-class PoolUnmapped(msgspec.Struct, tag=27):
-    """From a worker: it has unmapped what PoolGone named; nothing of it runs on that memory."""
-
-    owner: PeerId
-    pool: int
-
-
-ToWorker = (
-    AdoptEngine
-    | EndpointKnown
-    | SnapshotWanted
-    | SiblingFailed
-    | SiblingLost
-    | Drain
-    | PoolSought
-    | PoolGiven
-    | PoolGone
-    | PoolFree
-)
+# The supervisor forwards these to the worker of the PeerId that they are for.
+PoolMessage = PoolWanted | PoolPart | PoolGone | PoolUnmapped
+ToWorker = AdoptEngine | EndpointKnown | SnapshotWanted | SiblingFailed | SiblingLost | Drain | PoolMessage
 FromWorker = (
     Started
     | NotStarted
@@ -213,10 +183,7 @@ FromWorker = (
     | RoomFailed
     | SnapshotPart
     | SelfTested
-    | PoolAsked
-    | PoolShown
-    | PoolTaken
-    | PoolUnmapped
+    | PoolMessage
 )
 NodeMessage = ToWorker | FromWorker
 

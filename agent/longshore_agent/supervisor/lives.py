@@ -15,8 +15,8 @@ from typing import Annotated
 
 import msgspec
 
-from longshore_agent.supervisor.slots import SlotKey
 from longshore_agent.whole_file import write_whole
+from longshore_wire.effects import PeerId
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Lives:
         kept = self._read()
         self._epoch = kept.epoch
         ports = [each for each in kept.ports if 0 < each.port <= PORT_MAX][-PORTS_MAX:]
-        self._ports = {SlotKey(each.instance, each.dp_rank, each.rank): each.port for each in ports}
+        self._ports = {PeerId(each.instance, each.dp_rank, each.rank): each.port for each in ports}
         self._is_kept = True
 
     def next_epoch(self) -> int:
@@ -56,7 +56,7 @@ class Lives:
         self._write()
         return self._epoch
 
-    def choose_port(self, key: SlotKey, others: Collection[SlotKey]) -> int:
+    def choose_port(self, key: PeerId, others: Collection[PeerId]) -> int:
         """Return the port for a rank's worker; 0: any. `others` are the ranks that have a worker now."""
         port = self._ports.get(key, 0)
         if port or not self._first_port:
@@ -64,7 +64,7 @@ class Lives:
         used = {self._ports.get(other) for other in others}
         return next(port for port in range(self._first_port, PORT_MAX + 1) if port not in used)
 
-    def note_port(self, key: SlotKey, port: int) -> None:
+    def note_port(self, key: PeerId, port: int) -> None:
         """Note the port at which a rank's worker listens."""
         if self._ports.get(key) == port:
             return
@@ -73,7 +73,7 @@ class Lives:
             self._ports.pop(next(iter(self._ports)))
         self._write()
 
-    def forget_port(self, key: SlotKey) -> None:
+    def forget_port(self, key: PeerId) -> None:
         """Forget the port at which a rank's worker could not listen: another process may have it now."""
         if self._ports.pop(key, None) is not None:
             self._write()

@@ -29,14 +29,11 @@ from longshore_agent.control.node_link import (
     FromWorker,
     NodeMessage,
     NotStarted,
-    PoolAsked,
-    PoolFree,
-    PoolGiven,
     PoolGone,
-    PoolShown,
-    PoolSought,
-    PoolTaken,
+    PoolMessage,
+    PoolPart,
     PoolUnmapped,
+    PoolWanted,
     Retiring,
     RoomFailed,
     SiblingFailed,
@@ -57,7 +54,7 @@ from longshore_agent.supervisor.lives import Lives
 from longshore_agent.supervisor.pool_holders import PoolHolders
 from longshore_agent.supervisor.reception import Reception
 from longshore_agent.supervisor.restarts import Restarts
-from longshore_agent.supervisor.slots import Slot, SlotKey
+from longshore_agent.supervisor.slots import Slot
 from longshore_agent.supervisor.snapshots import Call, Snapshots
 from longshore_wire.addresses import main_address
 from longshore_wire.agent_config import AgentConfig
@@ -87,13 +84,13 @@ class Supervisor:
         self.socket_path = str(directory / "agent.sock")
         self._callers = Callers(EngineListener(self.socket_path), self._selector, self.metrics, self._on_hello)
         self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
-        self._slots: dict[SlotKey, Slot] = {}
+        self._slots: dict[PeerId, Slot] = {}
         self._holders = PoolHolders()
         self._failed_rooms = FailedRooms(2 * settings.lease_ns / 1e9)
         self._lives = Lives(directory, settings.worker_port)
         self._restarts = Restarts(wait_min_s=settings.restart_backoff_min_s, wait_max_s=settings.restart_backoff_max_s)
         # What the last worker of a rank died of, until the next one serves.
-        self._failures: dict[SlotKey, str] = {}
+        self._failures: dict[PeerId, str] = {}
         self._life = os.urandom(8).hex()
         self._self_test: subprocess.Popen[bytes] | None = None
         self._self_test_result: SelfTest | None = None
@@ -145,16 +142,16 @@ class Supervisor:
             self._reception.count(process, [(slot.engine, slot.lives) for slot in self._slots.values()])
         self._start_worker(key, hello, connection, process)
 
-    def _start_worker(self, key: SlotKey, hello: Hello, connection: socket.socket, engine: PeerProcess) -> None:
+    def _start_worker(self, key: PeerId, hello: Hello, connection: socket.socket, engine: PeerProcess) -> None:
         if key in self._slots:
             text = (
                 f"{key.instance} rank {key.rank} is registered: wait until its worker has ended, or use a new instance"
             )
             self._callers.turn_away(connection, Reason.BUSY, text)
             return
-        if holders := self._holders.holders(PeerId(*key)):
+        if holders := self._holders.holders(key):
             # An engine takes its new worker as proof that no worker writes the pages of the last one.
-            text = f"{', '.join(holders)} may still write the pages of {key.instance} rank {key.rank}: its last worker has just ended"
+            text = f"{', '.join(map(slots.worker_name, holders))} may still write the pages of {key.instance} rank {key.rank}: its last worker has just ended"
             self._callers.turn_away(connection, Reason.BUSY, text)
             return
         now_s = time.monotonic()
@@ -183,8 +180,8 @@ class Supervisor:
 
     def _on_link(self, slot: Slot) -> None:
         for message, descriptor in slot.link.receive():
-            if isinstance(message, PoolAsked | PoolShown | PoolTaken | PoolUnmapped):
-                self._pass_pool(slot, message, descriptor)
+            if isinstance(message, PoolMessage):
+                self._forward(slot, message, descriptor)
             else:
                 self._obey(slot, message)
             if descriptor is not None:
@@ -239,38 +236,34 @@ class Supervisor:
         elif isinstance(message, SnapshotPart) and slot.take_part(message):
             self.snapshots.answered(message.number, slot.key)
 
-    def _pass_pool(
-        self, slot: Slot, message: PoolAsked | PoolShown | PoolTaken | PoolUnmapped, descriptor: int | None
-    ) -> None:
+    def _forward(self, sender: Slot, message: PoolMessage, descriptor: int | None) -> None:
         """Carry pools between workers of this node: who writes to whom is their business."""
-        if isinstance(message, PoolAsked):
-            owner = self._slots.get(SlotKey(*message.owner))
+        if isinstance(message, PoolWanted):
+            owner = self._slots.get(message.owner)
             if owner is not None and owner.state is WorkerState.READY:
-                owner.link.send(PoolSought(slot.config.name, message.pool))
+                owner.link.send(message)
             else:
-                slot.link.send(PoolGiven(message.owner, message.pool, 0))
-        elif isinstance(message, PoolShown):
-            for asker in self._slots.values():
-                if asker.config.name == message.asker:
-                    if message.count:
-                        self._holders.give(slot.peer, message.pool, message.asker)
-                    asker.link.send(PoolGiven(slot.peer, message.pool, message.count, message.region), descriptor)
-        elif isinstance(message, PoolTaken):
-            self._forget_pools(slot, message.pool)
-            if self._holders.take(slot.peer, message.pool):
-                slot.link.send(PoolFree(message.pool))
-        elif self._holders.unmapped(message.owner, message.pool, slot.config.name):
-            self._tell_free(message.owner, message.pool)
+                sender.link.send(PoolPart(message.owner, message.asker, message.pool, 0))
+        elif isinstance(message, PoolPart):
+            if asker := self._slots.get(message.asker):
+                if message.count:
+                    self._holders.give(message.owner, message.pool, message.asker)
+                asker.link.send(message, descriptor)
+        elif isinstance(message, PoolGone):
+            self._tell_gone(message)
+            if self._holders.take(message.owner, message.pool):
+                self._tell_unmapped(message.owner, message.pool)
+        elif self._holders.unmapped(message.owner, message.pool, sender.key):
+            self._tell_unmapped(message.owner, message.pool)
 
-    def _tell_free(self, owner: PeerId, pool: int) -> None:
+    def _tell_gone(self, gone: PoolGone) -> None:
         for slot in self._slots.values():
-            if slot.peer == owner:
-                slot.link.send(PoolFree(pool))
+            if slot.key != gone.owner and slot.state is not WorkerState.STARTING:
+                slot.link.send(gone)
 
-    def _forget_pools(self, owner: Slot, pool: int) -> None:
-        for slot in self._slots.values():
-            if slot is not owner and slot.state is not WorkerState.STARTING:
-                slot.link.send(PoolGone(owner.peer, pool))
+    def _tell_unmapped(self, owner: PeerId, pool: int) -> None:
+        if slot := self._slots.get(owner):
+            slot.link.send(PoolUnmapped(owner, pool))
 
     def _on_exit(self, slot: Slot) -> None:
         """A worker's process has ended: expected after its engine left, a failure otherwise."""
@@ -287,10 +280,10 @@ class Supervisor:
             )
             slot.connection = None
         slot.close()
-        for owner, pool in self._holders.left(slot.config.name):
-            self._tell_free(owner, pool)
-        for pool in (ALL_POOLS, *self._holders.take_all(slot.peer)):
-            self._forget_pools(slot, pool)
+        for owner, pool in self._holders.left(slot.key):
+            self._tell_unmapped(owner, pool)
+        for pool in (ALL_POOLS, *self._holders.take_all(slot.key)):
+            self._tell_gone(PoolGone(slot.key, pool))
         if self._slots.get(slot.key) is slot:
             del self._slots[slot.key]
             if not self._siblings(slot.key):
@@ -307,16 +300,16 @@ class Supervisor:
             lost = f"the worker of rank {slot.key.rank} was lost: {why}"
             self._tell_siblings(slot.key, SiblingLost(Reason.WORKER_LOST, lost))
 
-    def _siblings(self, key: SlotKey) -> list[Slot]:
+    def _siblings(self, key: PeerId) -> list[Slot]:
         return [slot for other, slot in self._slots.items() if other[:2] == key[:2] and other != key]
 
-    def _tell_siblings(self, key: SlotKey, message: SiblingFailed | SiblingLost) -> None:
+    def _tell_siblings(self, key: PeerId, message: SiblingFailed | SiblingLost) -> None:
         for slot in self._siblings(key):
             # A worker that has started was told of earlier failures only, and may serve its engine before it reports READY.
             if slot.address and slot.state in (WorkerState.STARTING, WorkerState.READY):
                 slot.link.send(message)
 
-    def _publish(self, key: SlotKey) -> None:
+    def _publish(self, key: PeerId) -> None:
         """Tell every rank of an instance which ranks are there."""
         family = [self._slots[key], *self._siblings(key)]
         endpoint = self._endpoint([slot for slot in family if slot.state is WorkerState.READY])

@@ -1,6 +1,6 @@
 """Which workers of a node have been given the pool of another one, for way DIRECT, and who waits until they have unmapped it.
 
-Held by the supervisor, through which pools are given. Knows names only; maps nothing and sends nothing.
+Held by the supervisor, through which pools are given. Maps nothing and sends nothing.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ _Pool = tuple[PeerId, int]
 
 @dataclass(slots=True)
 class PoolHolders:
-    """Holders by their workers' names. Bounded by the pools of the node's workers, times those workers."""
+    """Bounded by the pools of the node's workers, times those workers."""
 
-    _given: dict[_Pool, set[str]] = field(default_factory=dict)
-    _awaited: dict[_Pool, set[str]] = field(default_factory=dict)
+    _given: dict[_Pool, set[PeerId]] = field(default_factory=dict)
+    _awaited: dict[_Pool, set[PeerId]] = field(default_factory=dict)
 
-    def give(self, owner: PeerId, pool: int, holder: str) -> None:
+    def give(self, owner: PeerId, pool: int, holder: PeerId) -> None:
         """A worker is given a pool, or a region of it."""
         self._given.setdefault((owner, pool), set()).add(holder)
 
@@ -36,11 +36,11 @@ class PoolHolders:
             self.take(owner, pool)
         return [pool for peer, pool in self._awaited if peer == owner]
 
-    def holders(self, owner: PeerId) -> list[str]:
+    def holders(self, owner: PeerId) -> list[PeerId]:
         """Return the workers that still have a pool mapped which its owner does not register any more."""
-        return sorted({name for key, names in self._awaited.items() if key[0] == owner for name in names})
+        return sorted({holder for key, holders in self._awaited.items() if key[0] == owner for holder in holders})
 
-    def unmapped(self, owner: PeerId, pool: int, holder: str) -> bool:
+    def unmapped(self, owner: PeerId, pool: int, holder: PeerId) -> bool:
         """A worker has unmapped a pool; return whether it was the last one that its owner waits for."""
         awaited = self._awaited.get((owner, pool))
         if awaited is None:
@@ -50,7 +50,7 @@ class PoolHolders:
             del self._awaited[owner, pool]
         return not awaited
 
-    def left(self, worker: str) -> list[_Pool]:
+    def left(self, worker: PeerId) -> list[_Pool]:
         """A worker has ended, and with it all its mappings; return the pools that nobody has any more."""
         for holders in self._given.values():
             holders.discard(worker)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from longshore_agent.control.engine_link import PeerProcess
 from longshore_agent.settings import Settings, variable
-from longshore_agent.supervisor.slots import SlotKey
 from longshore_wire.agent_config import AgentConfig
+from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Half, Hello
 from longshore_wire.errors import CodecError, LayoutError, LongshoreError, Reason
 from longshore_wire.layout import KVLayout, ModelShape
@@ -38,7 +38,7 @@ class Reception:
         except PackageNotFoundError:
             self.version = "unknown"
 
-    def admit(self, hello: Hello, siblings: Sequence[KVLayout] = ()) -> SlotKey:
+    def admit(self, hello: Hello, siblings: Sequence[KVLayout] = ()) -> PeerId:
         """Return whose slot an engine takes.
 
         Args:
@@ -78,7 +78,7 @@ class Reception:
         for sibling in siblings:
             _check_siblings(hello.instance, hello.layout, sibling)
         parallel = hello.layout.parallel
-        return SlotKey(hello.instance, parallel.dp_rank, hello.layout.rank)
+        return PeerId(hello.instance, parallel.dp_rank, hello.layout.rank)
 
     def count(self, engine: PeerProcess, others: Sequence[tuple[PeerProcess, bool]]) -> None:
         """Check whether one more worker may be started for an engine.

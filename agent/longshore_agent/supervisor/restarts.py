@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from longshore_agent.supervisor.slots import SlotKey
+from longshore_wire.effects import PeerId
 
 # A worker that served its engine for so long is no part of a crash loop: it spent far longer serving than starting.
 STEADY_S = 10.0
@@ -37,15 +37,15 @@ class Restarts:
     def __init__(self, *, wait_min_s: float, wait_max_s: float) -> None:
         self._wait_min_s = wait_min_s
         self._wait_max_s = wait_max_s
-        self._ranks: dict[SlotKey, _Rank] = {}
+        self._ranks: dict[PeerId, _Rank] = {}
         self.total = 0
 
-    def replaced(self, key: SlotKey) -> None:
+    def replaced(self, key: PeerId) -> None:
         """Count a worker that ended on purpose so that another one takes its place."""
         self.total += 1
         self._rank(key).count += 1
 
-    def died(self, key: SlotKey, served_s: float, why: str, now_s: float) -> None:
+    def died(self, key: PeerId, served_s: float, why: str, now_s: float) -> None:
         """Count a worker that died after it had served its engine for `served_s`."""
         self.replaced(key)
         self.not_started(key, why, now_s, served_s)
@@ -54,7 +54,7 @@ class Restarts:
         if len(deaths_s) == DEATHS_MAX and now_s - deaths_s[0] <= DYING_S:
             self._rank(key).is_dying = True
 
-    def not_started(self, key: SlotKey, why: str, now_s: float, served_s: float = 0.0) -> None:
+    def not_started(self, key: PeerId, why: str, now_s: float, served_s: float = 0.0) -> None:
         """Let the rank wait: its worker could not start, or died after it had served its engine for `served_s`."""
         rank = self._rank(key)
         rank.crash_count = 1 if served_s >= STEADY_S else rank.crash_count + 1
@@ -63,13 +63,13 @@ class Restarts:
         wait_s = min(self._wait_min_s * 2**doublings, self._wait_max_s) if doublings >= 0 else 0.0
         rank.waits_until_s = now_s + wait_s
 
-    def starting(self, key: SlotKey, now_s: float) -> None:
+    def starting(self, key: PeerId, now_s: float) -> None:
         """Forget the crashes of a rank whose engine stayed away for longer than any wait."""
         found = self._ranks.get(key)
         if found is not None and now_s - found.waits_until_s >= self._wait_max_s:
             found.crash_count = 0
 
-    def count(self, key: SlotKey) -> int:
+    def count(self, key: PeerId) -> int:
         """Return how many workers of a rank had a successor."""
         found = self._ranks.get(key)
         return found.count if found is not None else 0
@@ -84,12 +84,12 @@ class Restarts:
             if rank.is_dying
         )
 
-    def wait_s(self, key: SlotKey, now_s: float) -> float:
+    def wait_s(self, key: PeerId, now_s: float) -> float:
         """Return how long to wait before the next worker of a rank starts; 0: start one now."""
         found = self._ranks.get(key)
         return max(0.0, found.waits_until_s - now_s) if found is not None else 0.0
 
-    def told(self, key: SlotKey, now_s: float) -> str:
+    def told(self, key: PeerId, now_s: float) -> str:
         """Return the text for an engine that has to wait."""
         rank = self._ranks[key]
         return (
@@ -97,7 +97,7 @@ class Restarts:
             f"the next one starts in {self.wait_s(key, now_s):.1f} s"
         )
 
-    def _rank(self, key: SlotKey) -> _Rank:
+    def _rank(self, key: PeerId) -> _Rank:
         rank = self._ranks.pop(key, None) or _Rank()
         self._ranks[key] = rank
         while len(self._ranks) > RANKS_MAX:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import msgspec
 
@@ -25,19 +24,15 @@ from longshore_wire.names import ENVIRONMENT_PREFIX
 KILL_AFTER_S = 5.0
 
 
-class SlotKey(NamedTuple):
-    """An engine rank."""
-
-    instance: str
-    dp_rank: int
-    rank: int
-
-
 @dataclass(slots=True)
 class Slot:
-    """A worker and its engine rank."""
+    """A worker and its engine rank.
 
-    key: SlotKey
+    Attributes:
+        key: the rank, and its worker as peers name it.
+    """
+
+    key: PeerId
     hello: Hello
     engine: PeerProcess
     config: WorkerConfig
@@ -58,11 +53,6 @@ class Slot:
     def become(self, state: WorkerState) -> None:
         """Enter a state."""
         self.state, self.since_s = state, time.monotonic()
-
-    @property
-    def peer(self) -> PeerId:
-        """Its worker, as peers name it."""
-        return PeerId(self.key.instance, self.key.dp_rank, self.key.rank)
 
     @property
     def rank_address(self) -> RankAddress:
@@ -115,8 +105,13 @@ class Slot:
         os.close(self.pidfd)
 
 
+def worker_name(peer: PeerId) -> str:
+    """Return what logs and metrics call a worker."""
+    return f"{peer.instance}/{peer.dp_rank}/{peer.rank}"
+
+
 def start(
-    key: SlotKey,
+    key: PeerId,
     hello: Hello,
     connection: socket.socket,
     engine: PeerProcess,
@@ -128,7 +123,7 @@ def start(
     """Start the worker of an engine rank. Raises OSError where descriptors, processes or memory have run out."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     config = WorkerConfig(
-        name=f"{key.instance}/{key.dp_rank}/{key.rank}",
+        name=worker_name(key),
         deployment=settings.deployment,
         instance=key.instance,
         epoch=epoch,

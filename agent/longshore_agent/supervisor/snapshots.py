@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from longshore_agent.status.snapshot import AgentSnapshot
-from longshore_agent.supervisor.slots import SlotKey
+from longshore_wire.effects import PeerId
 from longshore_wire.errors import LongshoreError, Reason
 
 # A worker answers within milliseconds; one that does not is shown as silent.
@@ -24,14 +24,14 @@ class Call:
         self.number = number
         self.room = room
         self.future: Future[AgentSnapshot] = Future()
-        self._missing: set[SlotKey] = set()
+        self._missing: set[PeerId] = set()
         self._asked_s = time.monotonic()
 
-    def ask(self, asked: set[SlotKey]) -> None:
+    def ask(self, asked: set[PeerId]) -> None:
         """Remember who must answer."""
         self._missing = asked
 
-    def heard(self, key: SlotKey) -> None:
+    def heard(self, key: PeerId) -> None:
         """One worker has answered."""
         self._missing.discard(key)
 
@@ -83,7 +83,7 @@ class Snapshots:
         self._open.update((call.number, call) for call in new)
         return new
 
-    def answered(self, number: int, key: SlotKey) -> None:
+    def answered(self, number: int, key: PeerId) -> None:
         """One worker has answered one question."""
         call = self._open.get(number)
         if call is not None:

@@ -8,7 +8,7 @@ from longshore_agent import crossover_file
 from longshore_agent.memory.cuda import reached_by_all
 from longshore_agent.settings import Settings
 from longshore_wire.claims import staged_unless_forbidden
-from longshore_wire.effects import SessionConfig
+from longshore_wire.effects import PeerId, SessionConfig
 from longshore_wire.engine_messages import Half
 from longshore_wire.layout import KVLayout
 from longshore_wire.plan import Staging, Way
@@ -41,6 +41,11 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     agent: str = ""
     device: str = "cpu"
     engine: int = 0
+
+    @property
+    def peer(self) -> PeerId:
+        """Its worker, as peers name it."""
+        return PeerId(self.instance, self.layout.parallel.dp_rank, self.layout.rank)
 
     def settings(self) -> Settings:
         """Return the agent's settings."""

@@ -22,13 +22,10 @@ from longshore_agent.control.node_link import (
     Failed,
     NodeLink,
     NodeMessage,
-    PoolAsked,
-    PoolFree,
-    PoolGiven,
     PoolGone,
-    PoolSought,
-    PoolTaken,
+    PoolPart,
     PoolUnmapped,
+    PoolWanted,
     Retiring,
     RoomFailed,
     SiblingFailed,
@@ -402,28 +399,28 @@ class Worker:
         elif isinstance(message, Drain):
             self._stop_by(now_ns + round(message.limit_s * 1e9))
             self.requests.closing, self.requests.finishes_claimed = "the agent stops", True
-        elif isinstance(message, PoolSought):
+        elif isinstance(message, PoolWanted):
             self._show_pool(message)
-        elif isinstance(message, PoolGiven):
+        elif isinstance(message, PoolPart):
             given = message.region if descriptor is None else descriptor
             self.mover.neighbours.pool_given(message.owner, message.pool, message.count, given)
         elif isinstance(message, PoolGone):
             self.mover.neighbours.pool_gone(message.owner, message.pool)
-        elif isinstance(message, PoolFree):
+        elif isinstance(message, PoolUnmapped):
             for answer in self.requests.free(message.pool):
                 self._tell(answer)
 
     def _ask_pool(self, owner: PeerId, number: int) -> None:
-        self._link.send(PoolAsked(owner, number))
+        self._link.send(PoolWanted(owner, self.config.peer, number))
 
-    def _show_pool(self, message: PoolSought) -> None:
+    def _show_pool(self, message: PoolWanted) -> None:
         pool = None if message.pool in self.requests.leaving else self.requests.pools.get(message.pool)
         for shown, descriptor in shown_parts(pool, message):
             self._link.send(shown, descriptor)
 
     def _tell_taken(self) -> None:
         for pool in self.requests.taken:
-            self._link.send(PoolTaken(pool))
+            self._link.send(PoolGone(self.config.peer, pool))
         self.requests.taken.clear()
         for owner, pool in self.mover.neighbours.take_unmapped():
             self._link.send(PoolUnmapped(owner, pool))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 
-from longshore_agent.control.node_link import PoolShown, PoolSought
+from longshore_agent.control.node_link import PoolPart, PoolWanted
 from longshore_agent.errors import PoolError
 from longshore_agent.kernels.copier import Copier
 from longshore_agent.kernels.kept import Kept
@@ -28,16 +28,16 @@ _EXPECTED_MAX = 64
 _TABLES_MAX = 2048
 
 
-def shown_parts(pool: Pool | None, sought: PoolSought) -> Iterator[tuple[PoolShown, int | None]]:
+def shown_parts(pool: Pool | None, wanted: PoolWanted) -> Iterator[tuple[PoolPart, int | None]]:
     """Give the regions of a pool, each with its file descriptor if it has one, to a worker of this node that will write its pages."""
     if pool is None or not pool.pages.sealed:
         # What its engine can take away would end the asker, too.
-        yield PoolShown(sought.asker, sought.pool, 0), None
+        yield PoolPart(wanted.owner, wanted.asker, wanted.pool, 0), None
         return
     pool.shown = True
     for part in pool.parts:
         region, descriptor = (None, part) if isinstance(part, int) else (part, None)
-        yield PoolShown(sought.asker, sought.pool, len(pool.parts), region), descriptor
+        yield PoolPart(wanted.owner, wanted.asker, wanted.pool, len(pool.parts), region), descriptor
 
 
 class NeighbourPools:
