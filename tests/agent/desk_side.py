@@ -52,9 +52,9 @@ class Side:
         } | settings
         layout = KVLayout(MODEL, Parallel(), page_size)
         self.half, self.now_ns = half, 1
-        self.config = WorkerConfig(f"{instance}/0/0", "d", instance, 7, layout, (half,), variables, 0)
         found = Settings.from_environment(variables)
-        session = self.config.session_config(found)
+        self.config = WorkerConfig(f"{instance}/0/0", instance, 7, layout, (half,), found, 0)
+        session = self.config.session_config()
         self.peer = PeerId(instance, 0, 0)
         self.source = SourceSession(session, now_ns=1) if half is Half.SOURCE else None
         self.target = TargetSession(session, now_ns=1) if half is Half.TARGET else None

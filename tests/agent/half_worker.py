@@ -57,11 +57,9 @@ class HalfWorker:
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             link.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER_BYTES)
         name = PEERS[half].instance
-        config = WorkerConfig(
-            name, "tests/storm", name, time.time_ns(), layout, (half,), settings.environment(), port=0
-        )
+        config = WorkerConfig(name, name, time.time_ns(), layout, (half,), settings, port=0)
         now_ns = time.monotonic_ns()
-        made = config.session_config(settings)
+        made = config.session_config()
         self.session: Session = (
             SourceSession(made, now_ns=now_ns) if half is Half.SOURCE else TargetSession(made, now_ns=now_ns)
         )

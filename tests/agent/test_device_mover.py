@@ -73,7 +73,7 @@ class Whole:
         monkeypatch.setattr(moving, "OutboundSlab", PlayedOutbound)
         settings = dataclasses.replace(Settings(), lane_bytes=1 << 20, ring_bytes=1 << 20, **changes)
         config = WorkerConfig(
-            "p/0/0", "test", "p", 1, SHAPE.layout, tuple(Half), {}, port=0, agent="life.gpu", device="GPU-1"
+            "p/0/0", "p", 1, SHAPE.layout, tuple(Half), settings, port=0, agent="life.gpu", device="GPU-1"
         )
         self.asked: list[PeerId] = []
         self.mover = Mover(config, settings, Metrics(), SpanRecorder(10), lambda owner, _: self.asked.append(owner))

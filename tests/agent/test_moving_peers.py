@@ -82,7 +82,7 @@ class Scene:
     def __init__(self, **changes: Any) -> None:
         settings = dataclasses.replace(Settings(), lane_bytes=1 << 20, lane_count=2, **changes)
         roles = (Half.SOURCE,)
-        config = WorkerConfig("p/0/0", "test", "p", 1, LAYOUT, roles, {}, port=0, agent="life")
+        config = WorkerConfig("p/0/0", "p", 1, LAYOUT, roles, settings, port=0, agent="life")
         self.asked: list[tuple[PeerId, int]] = []
         self.mover = Mover(config, settings, Metrics(), SpanRecorder(1), lambda *asked: self.asked.append(asked))
         self.transport: Any = self.mover.parts.transport

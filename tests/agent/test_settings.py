@@ -11,10 +11,13 @@ from longshore_agent import settings as module
 from longshore_agent.setting_values import format_bytes, format_value, parse_bytes
 from longshore_agent.settings import Settings, variable
 from longshore_agent.transports.base import Wire
+from longshore_agent.worker.config import WorkerConfig
 from longshore_wire import agent_config
 from longshore_wire.agent_config import AgentConfig, Backend
 from longshore_wire.effects import SessionConfig
+from longshore_wire.engine_messages import Half
 from longshore_wire.errors import ConfigError
+from longshore_wire.layout import KVLayout, ModelShape, Parallel
 from longshore_wire.plan import Staging, Way
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "settings.md"
@@ -194,6 +197,16 @@ def test_an_environment_made_of_settings_gives_them_back() -> None:
         name, value = variable(row.name), getattr(Settings(), row.name)
         text = format_value(value, row.metadata["unit"])
         assert getattr(Settings.from_environment({name: text}), row.name) == value
+
+
+def test_a_worker_gets_the_settings_of_its_agent_whatever_they_are() -> None:
+    settings = Settings(
+        deployment="ns/llama", wires=(Wire.TCP, Wire.RDMA), lease_s=3, backend=Backend.MOONCAKE, force_way=Way.SLICES
+    )
+    layout = KVLayout(ModelShape(4, 8, 64, 2), Parallel(), 16)
+    orders = WorkerConfig("d/0/0", "d", 7, layout, (Half.TARGET,), settings, port=0)
+    assert WorkerConfig.from_bytes(orders.to_bytes()) == orders
+    assert (orders.session_config().deployment, orders.session_config().lease_ns) == ("ns/llama", 3 * 10**9)
 
 
 def config(**changes: object) -> AgentConfig:

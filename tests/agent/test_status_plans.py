@@ -53,9 +53,9 @@ def claimed(source: InstanceStatus, target: InstanceStatus, staging: Staging, de
     """The way, and why, that a real session of target rank 0 chooses for its first pair."""
     settings = dataclasses.replace(Settings(), staging=staging)
     config = WorkerConfig(
-        "d/0/0", "test", "d", 9, target.layout.layout(), (Half.TARGET,), {}, port=0, agent=agent_of(device),
+        "d/0/0", "d", 9, target.layout.layout(), (Half.TARGET,), settings, port=0, agent=agent_of(device),
         device=device,
-    ).session_config(settings)  # fmt: skip
+    ).session_config()  # fmt: skip
     session = TargetSession(config, now_ns=0)
     session.describe(b"", RegionInfo(0, 1 << 30), {})
     key = RoomKey("p", 1, 0)

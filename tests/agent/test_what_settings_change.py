@@ -47,8 +47,8 @@ def session_config(instance: str, half: Half, device: str, **settings: str) -> S
     variables = SMALL | {f"LONGSHORE_{name.upper()}": value for name, value in settings.items()}
     order = PageOrder.HND if half is Half.SOURCE else PageOrder.NHD
     layout = KVLayout(MODEL, Parallel(), 16, order)
-    config = WorkerConfig(f"{instance}/0/0", "d", instance, 7, layout, (half,), variables, 0, device=device)
-    return config.session_config(Settings.from_environment(variables))
+    found = Settings.from_environment(variables)
+    return WorkerConfig(f"{instance}/0/0", instance, 7, layout, (half,), found, 0, device=device).session_config()
 
 
 @dataclass

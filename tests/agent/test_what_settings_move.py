@@ -88,7 +88,7 @@ def test_a_worker_is_replaced_above_the_part_in_quarantine_that_is_set(make: Mak
     target = make(
         "D", Half.TARGET, LONGSHORE_QUARANTINE_PERCENT=percent, LONGSHORE_PEER_TIMEOUT_S="5", LONGSHORE_RING_BYTES="1Mi"
     )
-    health = WorkerHealth(target.config.settings(), target.mover, target.target)
+    health = WorkerHealth(target.config.settings, target.mover, target.target)
     ring = target.target.granter.ring
     region = ring.allocate(1 << 19)
     assert region is not None

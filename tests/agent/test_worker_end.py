@@ -23,7 +23,7 @@ class Worker:
 main.Worker = Worker
 main.NodeLink = lambda _: None
 main.socket.socket = lambda *_, **__: SimpleNamespace(recv=lambda _: b"orders")
-config = SimpleNamespace(name="p/0/0", device="cpu", settings=Settings)
+config = SimpleNamespace(name="p/0/0", device="cpu", settings=Settings())
 main.WorkerConfig = SimpleNamespace(from_bytes=lambda _: config)
 main.main()
 """

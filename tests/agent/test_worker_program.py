@@ -14,6 +14,7 @@ import pytest
 
 from longshore_agent.control.node_link import NodeLink, NotStarted
 from longshore_agent.errors import DeviceError, TransportError
+from longshore_agent.settings import Settings
 from longshore_agent.worker import main as program
 from longshore_agent.worker.config import WorkerConfig
 from longshore_wire.errors import LongshoreError, Reason
@@ -26,8 +27,7 @@ class EndedError(Exception):
 def started(monkeypatch: pytest.MonkeyPatch, failure: LongshoreError) -> list[Any]:
     """Run the program of a worker that fails to start so; return what it says to its supervisor."""
     near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    config = SimpleNamespace(name="p/0/0", device="GPU-1")
-    config.settings = lambda: SimpleNamespace(log_level=SimpleNamespace(value="info"))
+    config = SimpleNamespace(name="p/0/0", device="GPU-1", settings=Settings())
 
     def fail(*_: object) -> None:
         raise failure

@@ -124,12 +124,11 @@ def start(
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     config = WorkerConfig(
         name=worker_name(key),
-        deployment=settings.deployment,
         instance=key.instance,
         epoch=epoch,
         layout=hello.layout,
         roles=hello.roles,
-        environment=settings.environment(),
+        settings=settings,
         port=port,
         agent=agent,
         device=hello.device,

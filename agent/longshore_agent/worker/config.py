@@ -24,19 +24,18 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     Attributes:
         agent: identity of the agent's life, for way DIRECT; empty: this worker takes no part in that.
         name: in metrics and logs, unique within the agent.
-        environment: the settings, as variables.
+        settings: the agent's.
         port: where peers dial; 0 takes a free one.
         device: "cpu", or the UUID of the GPU that holds the engine's pages.
         engine: the life of the engine, as its Hello says.
     """
 
     name: str
-    deployment: str
     instance: str
     epoch: int
     layout: KVLayout
     roles: tuple[Half, ...]
-    environment: dict[str, str]
+    settings: Settings
     port: int
     agent: str = ""
     device: str = "cpu"
@@ -47,15 +46,11 @@ class WorkerConfig(msgspec.Struct, frozen=True):
         """Its worker, as peers name it."""
         return PeerId(self.instance, self.layout.parallel.dp_rank, self.layout.rank)
 
-    def settings(self) -> Settings:
-        """Return the agent's settings."""
-        return Settings.from_environment(self.environment)
-
-    def session_config(self, settings: Settings) -> SessionConfig:
+    def session_config(self) -> SessionConfig:
         """Return what the protocol core must know. Raises ConfigError if the crossover table cannot be read."""
-        on_gpu = self.device != "cpu"
+        settings, on_gpu = self.settings, self.device != "cpu"
         return SessionConfig(
-            deployment=self.deployment,
+            deployment=settings.deployment,
             instance=self.instance,
             epoch=self.epoch,
             layout=self.layout,
@@ -90,8 +85,9 @@ class WorkerConfig(msgspec.Struct, frozen=True):
             engine=self.engine,
         )
 
-    def gives_directly(self, settings: Settings) -> bool:
+    def gives_directly(self) -> bool:
         """Whether its engine's pages may ever be copied into a neighbour's by way DIRECT: a target decides, in its claim."""
+        settings = self.settings
         allowed = (
             settings.staging is not Staging.ALWAYS if settings.force_way is None else settings.force_way is Way.DIRECT
         )

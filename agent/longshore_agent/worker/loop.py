@@ -81,7 +81,7 @@ class Worker:
 
     def __init__(self, config: WorkerConfig, link: NodeLink) -> None:
         self.config = config
-        self.settings = settings = config.settings()
+        self.settings = settings = config.settings
         self.metrics = Metrics()
         self.spans = SpanRecorder(settings.spans_max)
         self.engine: EngineLink | None = None
@@ -92,7 +92,7 @@ class Worker:
         self._stop_ns: int | None = None
         self._retire_ns: int | None = None
         self._due_ns = 0
-        session_config = config.session_config(settings)
+        session_config = config.session_config()
         source = SourceSession(session_config, now_ns=now_ns) if Half.SOURCE in config.roles else None
         target = TargetSession(session_config, now_ns=now_ns) if Half.TARGET in config.roles else None
         self.source, self.target = source, target
@@ -436,7 +436,9 @@ class Worker:
                 self.net.poller.register(watched, 1)
         for session in self.sessions.values():
             session.renew(now_ns)
-        self._tell(Welcome(ENGINE_PROTOCOL_VERSION, self.config.epoch, self.config.deployment, self.settings.lease_ns))
+        self._tell(
+            Welcome(ENGINE_PROTOCOL_VERSION, self.config.epoch, self.settings.deployment, self.settings.lease_ns)
+        )
         self._link.send(EngineAdopted())
 
     # -- life ------------------------------------------------------------------------------------------------------

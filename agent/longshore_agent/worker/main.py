@@ -43,7 +43,7 @@ def main() -> NoReturn:
     # A terminal's interrupt goes to the whole group; the supervisor decides when workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(
-        level=config.settings().log_level.value.upper(), format=f"%(asctime)s {config.name} %(levelname)s %(message)s"
+        level=config.settings.log_level.value.upper(), format=f"%(asctime)s {config.name} %(levelname)s %(message)s"
     )
     # A lane or scatter thread never ends by itself; one that does would leave its slab hanging for ever.
     threading.excepthook = _end_process

@@ -62,7 +62,7 @@ class Mover:
         self.failure = ""  # of the device: see `fail`
         self.counters: Counter[str] = Counter()
         self._drains: dict[tuple[PeerId, int], Drain] = {}
-        self._gives_directly = config.gives_directly(settings)
+        self._gives_directly = config.gives_directly()
         self.parts = Parts(config, settings, self.ends, metrics, spans)
         self._runner, self._copier = self.parts.runner, self.parts.copier
         self._is_source = Half.SOURCE in config.roles
