@@ -10,13 +10,17 @@ import math
 import re
 from enum import Enum, IntEnum, StrEnum
 from types import NoneType, UnionType
-from typing import get_args
+from typing import Any, get_args
 
 from longshore_agent.transports.base import Wire
 from longshore_wire.quantity import QuantityError, format_quantity, parse_quantity
 
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
+# What Kubernetes injects for a Service whose name begins with `longshore`; nobody set these on purpose.
+_SERVICE_LINK = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
 _TRUTHS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+# Units of time, as settings' names have them.
+_UNITS_NS = {"s": 10**9, "ms": 10**6}
 # How an optional choice says that nothing is chosen.
 _NOTHING = "Auto"
 
@@ -33,13 +37,26 @@ class LogLevel(StrEnum):
 class Nanoseconds:
     """A time of the settings in nanoseconds."""
 
-    def __init__(self, name: str, unit_ns: int) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._unit_ns = unit_ns
+        self._unit_ns = _UNITS_NS[unit_of(name)]
 
     def __get__(self, settings: object, owner: type | None = None) -> int:
         value: float = getattr(settings, self._name)
         return round(value * self._unit_ns)
+
+
+def unit_of(name: str) -> str:
+    """Return the unit of a setting, which is a part of its name: bytes, s or ms; empty: none that its text depends on."""
+    return next((part for part in name.split("_") if part == "bytes" or part in _UNITS_NS), "")
+
+
+def in_nanoseconds(name: str, value: Any) -> tuple[str, Any]:
+    """Return name and value of a time in nanoseconds; those of another setting as they are."""
+    unit = unit_of(name)
+    if unit not in _UNITS_NS:
+        return name, value
+    return f"{name.removesuffix(unit)}ns", round(value * _UNITS_NS[unit])
 
 
 def parse_bytes(text: str) -> int:
@@ -94,6 +111,11 @@ def format_value(value: object, unit: str) -> str:
     return str(value)
 
 
+def shown(value: object) -> str:
+    """Return `value` as messages on it have it."""
+    return str(value.value if isinstance(value, Enum) else value) or "empty"
+
+
 def choices(kind: object) -> list[str]:
     """Return all values that a setting of type `kind` may have, in words; empty: they cannot be listed."""
     if kind is bool:
@@ -146,6 +168,11 @@ def _members(kind: object) -> list[tuple[str, object]]:
     if isinstance(kind, type) and issubclass(kind, Enum):
         return [(format_value(member, ""), member) for member in kind]
     return []
+
+
+def is_service_link(variable: str) -> bool:
+    """Whether Kubernetes made this variable of a Service."""
+    return _SERVICE_LINK.fullmatch(variable) is not None
 
 
 def bind_faults(name: str, host: str) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """The one table of the agent's settings: names, defaults, units and meanings.
 
 Each field of `Settings` is a row; from it come the names of the environment variables (`LONGSHORE_` and the
-field's name in capitals), what they may hold, and the reference page (`python -m longshore_agent.settings`).
+field's name in capitals), what they may hold, the field of the config file that says the same, whether the
+protocol core gets the value, and the reference page (`python -m longshore_agent.settings`).
 Read once, by the supervisor; workers get the finished value. Touches no file and no network.
 """
 
@@ -9,15 +10,24 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import re
+import functools
+import operator
 import sys
 from collections.abc import Mapping
-from enum import Enum, StrEnum
+from enum import StrEnum
 from typing import Any, TypeVar, get_type_hints
 
 from longshore_agent import setting_values
 from longshore_agent.memory.cuda import Allocation
-from longshore_agent.setting_values import LogLevel, Nanoseconds, check_range, choices, format_value, parse_value
+from longshore_agent.setting_values import (
+    LogLevel,
+    Nanoseconds,
+    check_range,
+    choices,
+    format_value,
+    parse_value,
+    unit_of,
+)
 from longshore_agent.transports.base import Wire
 from longshore_wire import names
 from longshore_wire.agent_config import AgentConfig, Backend, is_loopback, opens_data_ports
@@ -27,9 +37,6 @@ from longshore_wire.plan import Staging, Way
 from longshore_wire.slabs import region_bytes
 
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
-_MS_NS, _S_NS = 10**6, 10**9
-# What Kubernetes injects for a Service whose name begins with `longshore`; nobody set these on purpose.
-_SERVICE_LINK = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
 
 _OPEN_DATA_PATH = (
     "data ports know no authentication, and everyone who reaches that address reaches them; bind a loopback address, run in a pod's "
@@ -52,16 +59,32 @@ class Role(StrEnum):
 
 
 def _setting(
-    default: T, unit: str, role: Role, meaning: str, *, low: float | None = None, high: float | None = None
+    default: T,
+    role: Role,
+    meaning: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    file: str = "",
+    core: bool = False,
 ) -> T:
-    """One row. `unit` is empty for what has none; `low` and `high` are the smallest and largest values allowed."""
-    row = {"unit": unit, "role": role, "meaning": meaning, "low": low, "high": high}
+    """One row.
+
+    Args:
+        low, high: the smallest and largest values allowed.
+        file: the path of attributes in an AgentConfig that say the same; empty: none do.
+        core: the protocol core gets it, too, by the same name; a time in nanoseconds, by a name with `_ns`.
+    """
+    row = {"role": role, "meaning": meaning, "low": low, "high": high, "file": file, "core": core}
     return dataclasses.field(default=default, metadata=row)
+
+
+_core = functools.partial(_setting, core=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Settings:
-    """What one agent was told, checked. Units are last in the names.
+    """What one agent was told, checked. Units are in the names; `setting_values.unit_of` finds them there.
 
     Each default is one frozen row that `_setting` makes, whatever its type; hence the rule that is off on some rows.
 
@@ -70,166 +93,169 @@ class Settings:
     """
 
     config_file: str = _setting(
-        "", "", Role.AGENT, "The deployment's config file. Variables that are set count more than what it says."
+        "", Role.AGENT, "The deployment's config file. Variables that are set count more than what it says."
     )
-    deployment: str = _setting(
-        "", "", Role.AGENT, "Name of the deployment; agents and engines of other names are refused."
-    )
-    node: str = _setting("", "", Role.AGENT, "Name of the node, as status and metrics show it.")
-    run_directory: str = _setting(names.RUN_DIRECTORY, "", Role.AGENT, "Directory of the engine socket.")
-    keys_directory: str = _setting(
+    deployment: str = _core(
         "",
+        Role.AGENT,
+        "Name of the deployment; agents and engines of other names are refused.",
+        file="deployment.full_name",
+    )
+    node: str = _setting("", Role.AGENT, "Name of the node, as status and metrics show it.")
+    run_directory: str = _setting(
+        names.RUN_DIRECTORY, Role.AGENT, "Directory of the engine socket.", file="run_directory"
+    )
+    keys_directory: str = _setting(
         "",
         Role.AGENT,
         "Directory of the CURVE keys: curve.json, and previous.json of the revision before. Empty: on a loopback address only.",
+        file="control.keys_directory",
     )
-    bind_host: str = _setting("127.0.0.1", "", Role.AGENT, "IPv4 address on which workers and HTTP listen: the pod's.")
+    bind_host: str = _setting(
+        "127.0.0.1",
+        Role.AGENT,
+        "IPv4 address on which workers and HTTP listen: the pod's.",
+        file="control.bind_address",
+    )
     http_port: int = _setting(
-        0, "", Role.AGENT, "Port of health, status and metrics; 0 takes a free one.", low=0, high=65535
+        0,
+        Role.AGENT,
+        "Port of health, status and metrics; 0 takes a free one.",
+        low=0,
+        high=65535,
+        file="control.http_port",
     )
     http_token_file: str = _setting(
-        "",
-        "",
-        Role.AGENT,
-        "File with the bearer token that HTTP asks for; /healthz and /readyz stay open. Empty: none.",
+        "", Role.AGENT, "File with the bearer token that HTTP asks for; /healthz and /readyz stay open. Empty: none."
     )
-    http_certificate_file: str = _setting("", "", Role.AGENT, "PEM chain for HTTPS. Empty: plain HTTP.")
-    http_key_file: str = _setting("", "", Role.AGENT, "PEM key that belongs to the certificate.")
+    http_certificate_file: str = _setting("", Role.AGENT, "PEM chain for HTTPS. Empty: plain HTTP.")
+    http_key_file: str = _setting("", Role.AGENT, "PEM key that belongs to the certificate.")
     worker_port: int = _setting(
-        0, "", Role.AGENT, "Worker i listens for peers on this port plus i; 0: on free ones.", low=0, high=65535
+        0,
+        Role.AGENT,
+        "Worker i listens for peers on this port plus i; 0: on free ones.",
+        low=0,
+        high=65535,
+        file="control.worker_port",
     )
     host_network: bool = _setting(
-        False,
-        "",
-        Role.AGENT,
-        "The agent runs in its node's network.",
+        False, Role.AGENT, "The agent runs in its node's network.", file="control.host_network"
     )
     network_policy: bool = _setting(
         False,
-        "",
         Role.AGENT,
         "A NetworkPolicy of the operator admits only this deployment's agents to the data ports.",
+        file="control.network_policy",
     )
     allow_open_data_path: bool = _setting(
         False,
-        "",
         Role.AGENT,
         "Accept data ports without authentication, if others reach them and no such policy holds.",
+        file="control.allow_open_data_path",
     )
-    log_level: LogLevel = _setting(LogLevel.INFO, "", Role.AGENT, "Least important line that is logged.")  # noqa: RUF009
+    log_level: LogLevel = _setting(LogLevel.INFO, Role.AGENT, "Least important line that is logged.")  # noqa: RUF009
 
-    backend: Backend = _setting(Backend.NIXL, "", Role.BOTH, "Library that moves the bytes.")  # noqa: RUF009
+    backend: Backend = _setting(  # noqa: RUF009
+        Backend.NIXL, Role.BOTH, "Library that moves the bytes.", file="transfer.backend"
+    )
     gpu_staging_memory: Allocation = _setting(  # noqa: RUF009
         Allocation.CUDA_MALLOC,
-        "",
         Role.BOTH,
         "How a GPU's worker allocates lanes, ring and probe memory. cuMemCreate needs NIXL and an IMEX channel of the host.",
     )
     wires: tuple[Wire, ...] = _setting(
         (),
-        "",
         Role.BOTH,
         "Wires that may carry bytes between peers, separated by commas. Empty: any. CudaIPC allows NVLink too.",
+        file="transfer.wires",
     )
-    staging: Staging = _setting(  # noqa: RUF009
+    staging: Staging = _core(  # noqa: RUF009
         Staging.AUTO,
-        "",
         Role.BOTH,
         "Whether pages travel through staging buffers: as the crossover table says, always, or never. Between GPUs of two agents Auto means always, and Never is refused.",
+        file="transfer.staging",
     )
     crossover_file: str = _setting(
-        "",
         "",
         Role.DECODE,
         "File of the table by which staging Auto chooses, as `longshore bench crossover` writes it. Empty: the shipped one.",
     )
-    ring_bytes: int = _setting(
+    ring_bytes: int = _core(
         4 * _GIB,
-        "bytes",
         Role.DECODE,
         "Staging ring of one decode rank. 0: the rank takes no staged bytes.",
         low=0,
         high=1 << 44,
+        file="decode.staging.pool_size",
     )
     ring_extent_bytes: int = _setting(
-        64 * _MIB,
-        "bytes",
-        Role.DECODE,
-        "Size of the extents in which a CPU's ring is registered.",
-        low=_MIB,
-        high=1 << 40,
+        64 * _MIB, Role.DECODE, "Size of the extents in which a CPU's ring is registered.", low=_MIB, high=1 << 40
     )
-    ring_share_divisor: int = _setting(
+    ring_share_divisor: int = _core(
         4,
-        "",
         Role.DECODE,
         "A room holds at most the ring divided by this, or one ready slab beside what it was granted ahead.",
         low=1,
         high=1024,
     )
-    grant_window: int = _setting(
-        4, "slabs", Role.DECODE, "Slabs that one writer of one room may hold at once.", low=1, high=1024
-    )
+    grant_window: int = _core(4, Role.DECODE, "Slabs that one writer of one room may hold at once.", low=1, high=1024)
     gpu_grant_window: int = _setting(
-        16,
-        "slabs",
-        Role.DECODE,
-        "The same on a GPU, where a slab ends sooner than the next grant can come.",
-        low=1,
-        high=1024,
+        16, Role.DECODE, "The same on a GPU, where a slab ends sooner than the next grant can come.", low=1, high=1024
     )
-    scatter_threads: int = _setting(2, "threads", Role.DECODE, "Threads that scatter on a CPU worker.", low=1, high=64)
-    lane_count: int = _setting(4, "lanes", Role.PREFILL, "Transfer threads of one prefill rank.", low=1, high=64)
+    scatter_threads: int = _setting(2, Role.DECODE, "Threads that scatter on a CPU worker.", low=1, high=64)
+    lane_count: int = _core(
+        4, Role.PREFILL, "Transfer threads of one prefill rank.", low=1, high=64, file="prefill.staging.lanes"
+    )
     lane_bytes: int = _setting(
-        64 * _MIB, "bytes", Role.PREFILL, "Staging buffer of one lane.", low=4 * _KIB, high=1 << 40
-    )
-    slab_bytes_min: int = _setting(
-        8 * _MIB,
-        "bytes",
+        64 * _MIB,
         Role.PREFILL,
-        "Slabs are not cut smaller than this to overlap their stages.",
-        low=_KIB,
-        high=1 << 32,
+        "Staging buffer of one lane.",
+        low=4 * _KIB,
+        high=1 << 40,
+        file="prefill.staging.buffer_size",
+    )
+    slab_bytes_min: int = _core(
+        8 * _MIB, Role.PREFILL, "Slabs are not cut smaller than this to overlap their stages.", low=_KIB, high=1 << 32
     )
     gpu_slab_bytes_min: int = _setting(
         96 * _MIB,
-        "bytes",
         Role.PREFILL,
         "The same on a GPU, where a slab's control work takes 130 us or more. Half of all lanes' buffers limits it.",
         low=_KIB,
         high=1 << 32,
     )
     slices_batch: int = _setting(
-        1000, "slices", Role.PREFILL, "Slices in one write of a CPU's worker, if slices travel alone.", low=1, high=1000
+        1000, Role.PREFILL, "Slices in one write of a CPU's worker, if slices travel alone.", low=1, high=1000
     )
     chunk_tokens: int = _setting(
-        8192, "tokens", Role.PREFILL, "Tokens of one prefill chunk, for planning.", low=1, high=1 << 24
+        8192,
+        Role.PREFILL,
+        "Tokens of one prefill chunk, for planning.",
+        low=1,
+        high=1 << 24,
+        file="transfer.chunk_tokens",
     )
     direct: bool = _setting(
-        True, "", Role.BOTH, "Ranks of one agent copy into each other's pages, without staging and transport."
+        True, Role.BOTH, "Ranks of one agent copy into each other's pages, without staging and transport."
     )
 
-    lease_s: float = _setting(
-        60.0, "seconds", Role.BOTH, "An offer or claim that is not renewed for so long ends.", low=0.1, high=86400
+    lease_s: float = _core(
+        60.0, Role.BOTH, "An offer or claim that is not renewed for so long ends.", low=0.1, high=86400
     )
-    heartbeat_s: float = _setting(1.0, "seconds", Role.BOTH, "Time between two pings of a peer.", low=0.01, high=3600)
-    peer_timeout_s: float = _setting(
+    heartbeat_s: float = _core(1.0, Role.BOTH, "Time between two pings of a peer.", low=0.01, high=3600)
+    peer_timeout_s: float = _core(
         5.0,
-        "seconds",
         Role.BOTH,
         "A peer that is silent for so long is lost. Up to 4 times as long if it did not run lately or its host confirms that it exists.",
         low=0.05,
         high=3600,
     )
-    retry_ms: int = _setting(
-        200, "milliseconds", Role.BOTH, "An unanswered message is sent again after this.", low=1, high=60000
-    )
+    retry_ms: int = _core(200, Role.BOTH, "An unanswered message is sent again after this.", low=1, high=60000)
     trailer_deadline_ms: int = _setting(
-        2000, "milliseconds", Role.DECODE, "A trailer that is wrong for so long fails its room.", low=1, high=60000
+        2000, Role.DECODE, "A trailer that is wrong for so long fails its room.", low=1, high=60000
     )
-    write_timeout_s: float = _setting(
+    write_timeout_s: float = _core(
         120.0,
-        "seconds",
         Role.BOTH,
         "A room fails when a prefill rank has tokens ready and memory to write them to, but writes none for so long. A prefill worker is "
         "replaced when a write has not ended so long after its room failed; a decode worker, when a lost prefill rank may still write "
@@ -237,23 +263,19 @@ class Settings:
         low=1,
         high=86400,
     )
-    room_timeout_s: float = _setting(
+    room_timeout_s: float = _core(
         600.0,
-        "seconds",
         Role.BOTH,
         "An open room fails when no offer, claim or slab comes for so long. Give more than a prompt may wait in a queue.",
         low=1,
         high=86400,
     )
-    rooms_max: int = _setting(
-        16384, "rooms", Role.BOTH, "Open rooms of one worker; more are answered with Busy.", low=1, high=1 << 20
+    rooms_max: int = _core(
+        16384, Role.BOTH, "Open rooms of one worker; more are answered with Busy.", low=1, high=1 << 20
     )
-    ended_rooms_max: int = _setting(
-        65536, "rooms", Role.BOTH, "Ended rooms that one worker remembers.", low=64, high=1 << 22
-    )
+    ended_rooms_max: int = _core(65536, Role.BOTH, "Ended rooms that one worker remembers.", low=64, high=1 << 22)
     process_workers_max: int = _setting(
         8,
-        "workers",
         Role.AGENT,
         "Workers of one engine process, one a rank; each takes 190 MiB beside its staging.",
         low=1,
@@ -261,7 +283,6 @@ class Settings:
     )
     user_workers_max: int = _setting(
         64,
-        "workers",
         Role.AGENT,
         "Workers of all engine processes of one user; the only such limit if the kernel does not identify processes.",
         low=1,
@@ -269,49 +290,45 @@ class Settings:
     )
     quarantine_percent: int = _setting(
         25,
-        "percent",
         Role.DECODE,
         "A worker drains and restarts when more of its ring is in quarantine, for longer than LONGSHORE_PEER_TIMEOUT_S.",
         low=1,
         high=100,
     )
     spans_max: int = _setting(
-        65536, "spans", Role.BOTH, "Spans of stages that one worker keeps, newest first.", low=1, high=1 << 22
+        65536, Role.BOTH, "Spans of stages that one worker keeps, newest first.", low=1, high=1 << 22
     )
 
     self_test_bytes: int = _setting(
-        _MIB, "bytes", Role.AGENT, "Bytes that must have moved before the agent is ready.", low=1, high=_GIB
+        _MIB, Role.AGENT, "Bytes that must have moved before the agent is ready.", low=1, high=_GIB
     )
     start_limit_s: float = _setting(
-        60.0, "seconds", Role.AGENT, "A worker that starts for longer makes the agent unready.", low=1, high=3600
+        60.0, Role.AGENT, "A worker that starts for longer makes the agent unready.", low=1, high=3600
     )
     drain_s: float = _setting(
-        10.0, "seconds", Role.AGENT, "Time that open rooms get to finish when the agent stops.", low=0, high=3600
+        10.0, Role.AGENT, "Time that open rooms get to finish when the agent stops.", low=0, high=3600
     )
     restart_backoff_min_s: float = _setting(
         0.2,
-        "seconds",
         Role.AGENT,
         "Wait before the next worker when one cannot start, or dies within 10 s of service; it doubles each further time. The first is "
         "started again at once.",
         low=0.01,
         high=3600,
     )
-    restart_backoff_max_s: float = _setting(10.0, "seconds", Role.AGENT, "Longest such wait.", low=0.01, high=3600)
+    restart_backoff_max_s: float = _setting(10.0, Role.AGENT, "Longest such wait.", low=0.01, high=3600)
 
-    force_way: Way | None = _setting(  # noqa: RUF009
-        None, "", Role.TEST, "One way for every pair, for benchmarks; Auto follows the plan."
+    force_way: Way | None = _core(  # noqa: RUF009
+        None, Role.TEST, "One way for every pair, for benchmarks; Auto follows the plan."
     )
-    loopback_faults: str = _setting("", "", Role.TEST, "Faults that the loopback transport makes; see its reference.")
+    loopback_faults: str = _setting("", Role.TEST, "Faults that the loopback transport makes; see its reference.")
 
     # The same in nanoseconds, as clocks count.
-    lease_ns = Nanoseconds("lease_s", _S_NS)
-    heartbeat_ns = Nanoseconds("heartbeat_s", _S_NS)
-    peer_timeout_ns = Nanoseconds("peer_timeout_s", _S_NS)
-    retry_ns = Nanoseconds("retry_ms", _MS_NS)
-    write_timeout_ns = Nanoseconds("write_timeout_s", _S_NS)
-    room_timeout_ns = Nanoseconds("room_timeout_s", _S_NS)
-    trailer_deadline_ns = Nanoseconds("trailer_deadline_ms", _MS_NS)
+    lease_ns = Nanoseconds("lease_s")
+    peer_timeout_ns = Nanoseconds("peer_timeout_s")
+    retry_ns = Nanoseconds("retry_ms")
+    write_timeout_ns = Nanoseconds("write_timeout_s")
+    trailer_deadline_ns = Nanoseconds("trailer_deadline_ms")
 
     @property
     def allowed_wires(self) -> AllowedWires:
@@ -334,13 +351,13 @@ class Settings:
         for name in sorted(name for name in env if name.startswith(names.ENVIRONMENT_PREFIX)):
             row = rows.get(name)
             if row is None:
-                if not _SERVICE_LINK.fullmatch(name):
+                if not setting_values.is_service_link(name):
                     nearest = difflib.get_close_matches(name, rows, n=1, cutoff=0.0)[0]
                     faults[name] = f"there is no such setting; the nearest is {nearest}"
             elif text := env[name].strip():
                 try:
-                    value = parse_value(text, hints[row.name], row.metadata["unit"])
-                    check_range(value, row.metadata["unit"], row.metadata["low"], row.metadata["high"])
+                    value = parse_value(text, hints[row.name], unit_of(row.name))
+                    check_range(value, unit_of(row.name), row.metadata["low"], row.metadata["high"])
                     values[row.name] = value
                 except ValueError as error:
                     faults[name] = str(error)
@@ -351,35 +368,23 @@ class Settings:
     @classmethod
     def from_config(cls, config: AgentConfig) -> Settings:
         """Return the settings that a deployment's config file makes; not checked, as the environment may add to them."""
-        transfer, control = config.transfer, config.control
-        lane_bytes, ring_bytes = config.prefill.staging.buffer_size, config.decode.staging.pool_size
-        return cls(
-            deployment=f"{config.deployment.namespace}/{config.deployment.name}",
-            run_directory=config.run_directory,
-            keys_directory=control.keys_directory or "",
-            bind_host=control.bind_address or cls().bind_host,
-            http_port=control.http_port,
-            worker_port=control.worker_port,
-            host_network=control.host_network,
-            network_policy=control.network_policy is True,
-            allow_open_data_path=control.allow_open_data_path,
-            backend=transfer.backend,
-            wires=tuple(Wire(wire.value) for wire in transfer.wires),
-            staging=Staging[transfer.staging.name],
-            ring_bytes=ring_bytes,
-            lane_count=config.prefill.staging.lanes,
-            lane_bytes=lane_bytes,
-            # Small buffers need small slabs: several of them overlap in each.
-            slab_bytes_min=min(cls().slab_bytes_min, lane_bytes // 4, ring_bytes // 8 or lane_bytes),
-            chunk_tokens=transfer.chunk_tokens,
-        )
+        hints = get_type_hints(cls)
+        values: dict[str, Any] = {}
+        for row in dataclasses.fields(cls):
+            path, unit = row.metadata["file"], unit_of(row.name)
+            if path and (said := operator.attrgetter(path)(config)) is not None:
+                values[row.name] = parse_value(format_value(said, unit), hints[row.name], unit)
+        made = cls(**values)
+        # Small buffers need small slabs: several of them overlap in each.
+        slab_bytes = min(made.slab_bytes_min, made.lane_bytes // 4, made.ring_bytes // 8 or made.lane_bytes)
+        return dataclasses.replace(made, slab_bytes_min=slab_bytes)
 
     def check(self) -> None:
         """Raise ConfigError if a value is out of its range or contradicts another; for settings made in code."""
         faults: dict[str, str] = {}
         for row in dataclasses.fields(self):
             try:
-                check_range(getattr(self, row.name), row.metadata["unit"], row.metadata["low"], row.metadata["high"])
+                check_range(getattr(self, row.name), unit_of(row.name), row.metadata["low"], row.metadata["high"])
             except ValueError as error:
                 faults[variable(row.name)] = str(error)
         _raise(self, faults)
@@ -387,11 +392,16 @@ class Settings:
     def environment(self) -> dict[str, str]:
         """Return the variables that give these settings to another process; defaults are left out."""
         changed = (row for row in dataclasses.fields(self) if getattr(self, row.name) != row.default)
-        return {variable(row.name): format_value(getattr(self, row.name), row.metadata["unit"]) for row in changed}
+        return {variable(row.name): format_value(getattr(self, row.name), unit_of(row.name)) for row in changed}
+
+    def for_core(self) -> dict[str, Any]:
+        """Return what the protocol core gets, by the names of `SessionConfig`."""
+        rows = (row.name for row in dataclasses.fields(self) if row.metadata["core"])
+        return dict(setting_values.in_nanoseconds(name, getattr(self, name)) for name in rows)
 
     def contradictions(self) -> list[tuple[str, str, str]]:
         """Return (setting, other setting, what is wrong and what would be right) for each broken rule."""
-        slab_region_bytes = region_bytes(self.slab_bytes_min)
+        slab_bytes = region_bytes(self.slab_bytes_min)
         is_alone = is_loopback(self.bind_host)
         is_open = not (is_alone or self.allow_open_data_path or (self.network_policy and not self.host_network))
         fabric = self.gpu_staging_memory is Allocation.CU_MEM_CREATE
@@ -401,13 +411,8 @@ class Settings:
             self.staging is Staging.ALWAYS and self.force_way in in_place
         )
         rules = (
-            (self.lane_bytes < slab_region_bytes, "lane_bytes", "slab_bytes_min", _too_small(slab_region_bytes)),
-            (
-                0 < self.ring_bytes < 2 * slab_region_bytes,
-                "ring_bytes",
-                "slab_bytes_min",
-                _too_small(2 * slab_region_bytes),
-            ),
+            (self.lane_bytes < slab_bytes, "lane_bytes", "slab_bytes_min", _too_small(slab_bytes)),
+            (0 < self.ring_bytes < 2 * slab_bytes, "ring_bytes", "slab_bytes_min", _too_small(2 * slab_bytes)),
             (self.peer_timeout_s <= self.heartbeat_s, "peer_timeout_s", "heartbeat_s", "make the first one longer"),
             (self.lease_ns <= self.retry_ns, "lease_s", "retry_ms", "make the lease longer than a repetition takes"),
             (
@@ -451,14 +456,12 @@ def _raise(settings: Settings, faults: Mapping[str, str]) -> None:
     lines = [f"{name}: {fault}" for name, fault in faults.items()]
     for name, other, fault in settings.contradictions():
         if not {variable(name), variable(other)} & faults.keys():
-            one, two = (f"{variable(each)} is {_shown(getattr(settings, each))}" for each in (name, other))
+            one, two = (
+                f"{variable(each)} is {setting_values.shown(getattr(settings, each))}" for each in (name, other)
+            )
             lines.append(f"{variable(name)}: {one} and {two}: {fault}")
     if lines:
         raise ConfigError(lines)
-
-
-def _shown(value: object) -> str:
-    return str(value.value if isinstance(value, Enum) else value) or "empty"
 
 
 def _too_small(needed_bytes: int) -> str:
@@ -482,7 +485,7 @@ def reference() -> str:
         "|---|---|---|---|---|",
     ]
     for row in dataclasses.fields(Settings):
-        unit, low, high = row.metadata["unit"], row.metadata["low"], row.metadata["high"]
+        unit, low, high = unit_of(row.name), row.metadata["low"], row.metadata["high"]
         default = format_value(row.default, unit) or "(empty)"
         span = f"{format_value(low, unit)} to {format_value(high, unit)}" if low is not None else ""
         allowed = span or ", ".join(choices(hints[row.name])) or "text"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from longshore_agent import settings as module
-from longshore_agent.setting_values import format_bytes, format_value, parse_bytes
+from longshore_agent.setting_values import format_bytes, format_value, parse_bytes, unit_of
 from longshore_agent.settings import Settings, variable
 from longshore_agent.transports.base import Wire
 from longshore_agent.worker.config import WorkerConfig
@@ -42,10 +42,10 @@ def test_an_empty_environment_gives_the_defaults_of_the_design() -> None:
 
 
 def test_the_defaults_are_those_of_the_protocol_core() -> None:
-    settings, core = Settings(), {field.name: field.default for field in dataclasses.fields(SessionConfig)}
-    shared = [name for name in core if hasattr(settings, name) and name not in {"backend", "deployment", "staging"}]
-    assert {"ring_bytes", "lease_ns", "retry_ns", "rooms_max", "grant_window", "force_way"} <= set(shared)
-    assert {name: getattr(settings, name) for name in shared} == {name: core[name] for name in shared}
+    core = {field.name: field.default for field in dataclasses.fields(SessionConfig)}
+    given = Settings().for_core()
+    assert {"ring_bytes", "lease_ns", "retry_ns", "rooms_max", "grant_window", "force_way"} <= set(given)
+    assert given == {name: core[name] for name in given} | {"deployment": ""}
 
 
 def test_each_type_of_value_is_read() -> None:
@@ -195,7 +195,7 @@ def test_an_environment_made_of_settings_gives_them_back() -> None:
     assert Settings().environment() == {}
     for row in dataclasses.fields(Settings):
         name, value = variable(row.name), getattr(Settings(), row.name)
-        text = format_value(value, row.metadata["unit"])
+        text = format_value(value, unit_of(row.name))
         assert getattr(Settings.from_environment({name: text}), row.name) == value
 
 
@@ -230,6 +230,19 @@ def test_a_config_file_that_says_nothing_gives_the_defaults_of_the_table() -> No
         http_port=9470,
     )
     assert made == expected
+
+
+def test_every_field_of_the_config_file_on_staging_transfer_and_control_is_in_the_table() -> None:
+    parts = {
+        "prefill.staging": agent_config.PrefillStaging,
+        "decode.staging": agent_config.DecodeStaging,
+        "transfer": agent_config.Transfer,
+        "control": agent_config.Control,
+    }
+    declared = {f"{path}.{name}" for path, part in parts.items() for name in part.__struct_fields__}
+    linked = {row.metadata["file"] for row in dataclasses.fields(Settings)} - {""}
+    # An agent finds its socket's folder where the file names none, too.
+    assert linked == declared - {"control.run_directory"} | {"run_directory", "deployment.full_name"}
 
 
 @pytest.mark.parametrize(("buffer_bytes", "pool_bytes"), [(8 << 20, 16 << 20), (64 << 20, 0), (1 << 40, 16 << 20)])
@@ -268,15 +281,15 @@ def test_sizes_keep_every_byte() -> None:
             parse_bytes(text)
 
 
-def test_every_setting_has_a_meaning_and_its_unit_last_in_its_name() -> None:
-    suffixes = {"bytes": "_bytes", "seconds": "_s", "milliseconds": "_ms", "percent": "_percent", "tokens": "_tokens"}
+def test_every_setting_has_a_meaning_and_every_number_its_bounds_and_its_unit_last_in_its_name() -> None:
     for row in dataclasses.fields(Settings):
         assert row.metadata["meaning"].endswith("."), row.name
-        if row.metadata["unit"] in suffixes:
-            suffix = suffixes[row.metadata["unit"]]
-            assert row.name.removesuffix("_min").removesuffix("_max").endswith(suffix) or suffix + "_m" in row.name
-            if isinstance(row.default, int | float):
-                assert row.metadata["low"] is not None
+        if type(row.default) in (int, float):
+            assert row.metadata["low"] is not None
+            assert row.metadata["high"] is not None
+        if unit := unit_of(row.name):
+            assert isinstance(row.default, float if unit == "s" else int), row.name
+            assert row.name.removesuffix("_min").removesuffix("_max").endswith(f"_{unit}"), row.name
 
 
 def test_the_reference_page_is_what_the_table_says() -> None:

@@ -132,6 +132,11 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     namespace: NamespaceName
     name: DeploymentName
 
+    @property
+    def full_name(self) -> str:
+        """Its name among the deployments of all namespaces."""
+        return f"{self.namespace}/{self.name}"
+
 
 class Model(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """The shape of the cache, the same on both sides. MLA: kvHeads is 1 and headDim the length of the latent."""
@@ -247,8 +252,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     @property
     def run_directory(self) -> str:
         """Where the engine socket lies."""
-        folder = f"{names.RUN_DIRECTORY}/{self.deployment.namespace}/{self.deployment.name}"
-        return self.control.run_directory or folder
+        return self.control.run_directory or f"{names.RUN_DIRECTORY}/{self.deployment.full_name}"
 
     def plan(self) -> Plan:
         """Return the plan between the declared layouts. Raises LayoutError if there is none."""

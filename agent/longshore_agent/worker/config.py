@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import msgspec
 
 from longshore_agent import crossover_file
@@ -48,41 +50,34 @@ class WorkerConfig(msgspec.Struct, frozen=True):
 
     def session_config(self) -> SessionConfig:
         """Return what the protocol core must know. Raises ConfigError if the crossover table cannot be read."""
-        settings, on_gpu = self.settings, self.device != "cpu"
-        return SessionConfig(
-            deployment=settings.deployment,
+        settings = self.settings
+        core = SessionConfig(
+            **settings.for_core(),
             instance=self.instance,
             epoch=self.epoch,
             layout=self.layout,
             backend=settings.backend.value,
-            lane_count=settings.lane_count,
+            slab_bytes_max=settings.lane_bytes,
+            near_staging=settings.staging,
+            wires=settings.allowed_wires.names,
+            crossover=crossover_file.load(settings.crossover_file),
+            agent=self.agent,
+            engine=self.engine,
+        )
+        if self.device == "cpu":
+            return core
+        return dataclasses.replace(
+            core,
             # A GPU's lanes are one buffer: two slabs in it keep gather and wire busy.
-            slab_bytes_max=max(settings.lane_bytes, settings.lane_count * settings.lane_bytes // 2)
-            if on_gpu
-            else settings.lane_bytes,
-            slab_bytes_min=settings.gpu_slab_bytes_min if on_gpu else settings.slab_bytes_min,
-            ring_bytes=settings.ring_bytes,
-            grant_window=settings.gpu_grant_window if on_gpu else settings.grant_window,
-            ring_share_divisor=settings.ring_share_divisor,
-            lease_ns=settings.lease_ns,
-            retry_ns=settings.retry_ns,
-            heartbeat_ns=settings.heartbeat_ns,
-            peer_timeout_ns=settings.peer_timeout_ns,
-            write_timeout_ns=settings.write_timeout_ns,
-            room_timeout_ns=settings.room_timeout_ns,
-            rooms_max=settings.rooms_max,
-            ended_rooms_max=settings.ended_rooms_max,
-            force_way=settings.force_way,
+            slab_bytes_max=max(settings.lane_bytes, settings.lane_count * settings.lane_bytes // 2),
+            slab_bytes_min=settings.gpu_slab_bytes_min,
+            grant_window=settings.gpu_grant_window,
             # Engines' memory on a GPU is mapped for our kernels only: no transport writes it in place. If staging is
             # forbidden, the room must be refused.
-            staging=staged_unless_forbidden(settings.staging) if on_gpu else settings.staging,
-            near_staging=settings.staging,
-            in_place=not on_gpu,
-            wires=settings.allowed_wires.names,
-            direct_slab_bytes=_DIRECT_SLAB_LANES * settings.lane_bytes if on_gpu else 0,
-            crossover=crossover_file.load(settings.crossover_file),
-            agent=self.agent if not on_gpu or reached_by_all(self.device) else "",
-            engine=self.engine,
+            staging=staged_unless_forbidden(settings.staging),
+            in_place=False,
+            direct_slab_bytes=_DIRECT_SLAB_LANES * settings.lane_bytes,
+            agent=self.agent if reached_by_all(self.device) else "",
         )
 
     def gives_directly(self) -> bool:

@@ -88,7 +88,7 @@ def shown(fleet: Fleet, members: list[Member]) -> str:
     """Return where everything listens, and what engines must say to be let in."""
     config = fleet.config
     lines = [
-        f"{config.deployment.namespace}/{config.deployment.name}: {len(members)} agents, all ready",
+        f"{config.deployment.full_name}: {len(members)} agents, all ready",
         _plan(config),
         "",
     ]
