@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 import switch_table as table
 import yaml
-from tree_of_files import ROOT, functions_by_file
+from tree_of_files import ROOT, file_paths, functions_by_file
 
 import longshore_client
 from longshore_agent.settings import Settings as AgentSettings
 from longshore_client import ArgumentError, Client, cuda
 from longshore_engines.vllm_checks import setting
 from longshore_operator.settings import Settings as OperatorSettings
+from longshore_wire.names import ENVIRONMENT_PREFIX
 
+VARIABLE = re.compile(rf"\b{ENVIRONMENT_PREFIX}[A-Z0-9_]*[A-Z0-9]\b")
 NAMED = re.compile(r"((?:tests|e2e)/[\w/]+\.py)::(test_\w+)")
 
 
@@ -143,6 +145,17 @@ def test_every_field_that_names_a_test_of_many_cases_is_one_of_them(name: str, m
         path for path, tests in table.RESOURCE_FIELDS.items() if any(found.endswith(f"::{shown_by}") for found in tests)
     }
     assert {path for path in claimed if not any(path.startswith(case) for case in cases)} == set()
+
+
+def test_every_variable_that_a_program_or_a_page_names_is_a_setting() -> None:
+    known = {f"{ENVIRONMENT_PREFIX}{name.upper()}" for kind in (AgentSettings, OperatorSettings) for name in rows(kind)}
+    unknown = [
+        (str(path), name)
+        for path in file_paths()
+        if path.suffix in {".json", ".md", ".py", ".yaml"} and path.parts[0] not in {"CHANGELOG.md", "tests"}
+        for name in sorted(set(VARIABLE.findall((ROOT / path).read_text(encoding="utf-8"))) - known)
+    ]
+    assert unknown == []
 
 
 def test_a_switch_without_an_entry_and_a_test_that_does_not_exist_are_found() -> None:

@@ -7,6 +7,7 @@ its siblings; its engine connects again by itself and gets a new one, at the old
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import selectors
@@ -61,7 +62,7 @@ from longshore_wire.agent_config import AgentConfig
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Endpoint, Hello
 from longshore_wire.errors import LongshoreError, Reason
-from longshore_wire.names import ENVIRONMENT_PREFIX, UNKNOWN_WIRE
+from longshore_wire.names import UNKNOWN_WIRE
 
 _log = logging.getLogger(__name__)
 
@@ -370,9 +371,8 @@ class Supervisor:
     # -- the self-test ---------------------------------------------------------------------------------------------
 
     def _start_self_test(self) -> None:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
-        environment |= self.settings.environment() | {"OMP_NUM_THREADS": "1"}
-        environment.pop("LONGSHORE_LOOPBACK_FAULTS", None)
+        settings = dataclasses.replace(self.settings, loopback_faults="")
+        environment = slots.process_environment() | settings.environment()
         self._self_test = subprocess.Popen(
             [sys.executable, "-m", "longshore_agent.self_test"], stdout=subprocess.PIPE, env=environment
         )

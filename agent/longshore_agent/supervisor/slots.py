@@ -110,6 +110,13 @@ def worker_name(peer: PeerId) -> str:
     return f"{peer.instance}/{peer.dp_rank}/{peer.rank}"
 
 
+def process_environment() -> dict[str, str]:
+    """Return the variables of a process that the supervisor starts, without settings: those it is told."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
+    # One thread a process: numeric libraries would otherwise start one a core in each.
+    return environment | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
 def start(
     key: PeerId,
     hello: Hello,
@@ -134,13 +141,12 @@ def start(
         device=hello.device,
         engine=hello.engine,
     )
-    # One thread a process: numeric libraries would otherwise start one a core in every worker.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
-    environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "longshore_agent.worker.main", config.name, str(theirs.fileno())]
     try:
         ours.sendall(config.to_bytes())
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], env=process_environment(), stdin=subprocess.DEVNULL
+        )
         try:
             pidfd = os.pidfd_open(process.pid)
         except OSError:
