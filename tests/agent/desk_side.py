@@ -61,7 +61,7 @@ class Side:
         self.core = self.source or self.target
         assert self.core is not None
         self.metrics = Metrics()
-        self.mover = Mover(self.config, found, self.metrics, SpanRecorder(100), lambda *_: None)
+        self.mover = Mover(self.config, self.metrics, SpanRecorder(100), lambda *_: None)
         self.requests = EngineRequests(layout, self.mover.parts.transport, self.source, self.target)
         self.geometry = pool_geometry(layout, PAGE_COUNT)
         self.descriptor, memory = create_region(self.geometry.region_bytes[0])

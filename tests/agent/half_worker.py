@@ -64,7 +64,7 @@ class HalfWorker:
             SourceSession(made, now_ns=now_ns) if half is Half.SOURCE else TargetSession(made, now_ns=now_ns)
         )
         self.metrics = Metrics()
-        self.mover = Mover(config, settings, self.metrics, SpanRecorder(1), lambda *_: None)
+        self.mover = Mover(config, self.metrics, SpanRecorder(1), lambda *_: None)
         # Nobody here attaches over ZeroMQ.
         self.mover.parts.ports.admit([settings.bind_host])
         self.requests = EngineRequests(layout, self.mover.parts.transport, self._source, self._target)

@@ -118,7 +118,7 @@ def moving_parts(
     for name, value in played.items():
         monkeypatch.setattr(parts, name, value)
     config = WorkerConfig("p/0/0", "p", 1, NEAR.layout, roles, settings, port=0, agent=agent, device=device)
-    return Mover(config, settings, Metrics(), SpanRecorder(1), lambda *_: None), kinds
+    return Mover(config, Metrics(), SpanRecorder(1), lambda *_: None), kinds
 
 
 def prepared(monkeypatch: pytest.MonkeyPatch, device: str, roles: tuple[Half, ...], agent: str, **changes: Any) -> bool:

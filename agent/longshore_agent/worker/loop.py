@@ -98,7 +98,7 @@ class Worker:
         self.source, self.target = source, target
         halves = ((Half.SOURCE, source), (Half.TARGET, target))
         self.sessions: dict[Half, Session] = {half: session for half, session in halves if session is not None}
-        self.mover = Mover(config, settings, self.metrics, self.spans, self._ask_pool)
+        self.mover = Mover(config, self.metrics, self.spans, self._ask_pool)
         self._pace = WorkerPace(self.mover, self.sessions, time.monotonic_ns())
         self._health = WorkerHealth(settings, self.mover, target)
         self._heap = WorkerHeap(now_ns)

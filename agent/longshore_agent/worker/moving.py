@@ -20,7 +20,6 @@ from longshore_agent.pipeline.slabs import (
     PageTable,
     WireProbe,
 )
-from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.transports.base import Wire
@@ -50,7 +49,6 @@ class Mover:
     def __init__(
         self,
         config: WorkerConfig,
-        settings: Settings,
         metrics: Metrics,
         spans: SpanRecorder,
         ask_pool: Callable[[PeerId, int], None],
@@ -63,7 +61,7 @@ class Mover:
         self.counters: Counter[str] = Counter()
         self._drains: dict[tuple[PeerId, int], Drain] = {}
         self._gives_directly = config.gives_directly()
-        self.parts = Parts(config, settings, self.ends, metrics, spans)
+        self.parts = Parts(config, self.ends, metrics, spans)
         self._runner, self._copier = self.parts.runner, self.parts.copier
         self._is_source = Half.SOURCE in config.roles
         self.peers = PeerBook()

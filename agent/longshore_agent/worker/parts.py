@@ -24,7 +24,6 @@ from longshore_agent.pipeline.runners import (
 from longshore_agent.pipeline.slabs import Ends
 from longshore_agent.pipeline.stage_log import StageLog
 from longshore_agent.pipeline.waits import Gate, StagingMemory
-from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.transport_choice import make_ports, make_transport
@@ -58,13 +57,12 @@ class Parts:
     copier: Copier
     runner: Runner
 
-    def __init__(
-        self, config: WorkerConfig, settings: Settings, ends: Ends, metrics: Metrics, spans: SpanRecorder
-    ) -> None:
+    def __init__(self, config: WorkerConfig, ends: Ends, metrics: Metrics, spans: SpanRecorder) -> None:
         """Raises TransportError, DeviceError or PoolError."""
         # Of this life; sources get it when they attach, over connections that are encrypted where there are keys.
         self._trailer_key = os.urandom(TRAILER_KEY_BYTES)
-        self._settings, self._ends = settings, ends
+        self._settings = settings = config.settings
+        self._ends = ends
         self.device = None if config.device == "cpu" else open_device(config.device)
         if self.device is not None:
             # The transport's library takes the device that is current in the thread that calls it.
