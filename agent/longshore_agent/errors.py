@@ -29,18 +29,6 @@ class TransportError(LongshoreError):
     reason = Reason.TRANSFER_FAILED
 
 
-class WriteFailedError(TransportError):
-    """A write that had begun failed.
-
-    Attributes:
-        settled: False: bytes of it may still land at the target.
-    """
-
-    def __init__(self, message: str, *, settled: bool) -> None:
-        super().__init__(message)
-        self.settled = settled
-
-
 class PeerMetadataError(TransportError):
     """What a peer sent as its transport metadata cannot be used."""
 

@@ -54,7 +54,7 @@ class Scene(EventScene):
             said = Attach(1, "test", owner.instance, 9, SHAPE.layout, "Loopback", b"", None, (info,), 1 << 20)
             self.attached[Half.SOURCE, owner] = said
             region = create_memfd("longshore-test", SHAPE.geometry.region_bytes[0])
-            self.near.pool_given(owner, number, 1, region)
+            self.near.pool_given(owner, number, 0, 1, region)
         self.asked.clear()
 
     def put(self, *slabs: int, name: str = "decode", comes: bool = True, room: int = 1) -> list[Any]:
@@ -294,6 +294,15 @@ def test_a_room_that_is_given_up_does_not_wait_for_its_kernel(scene: Scene) -> N
     scene.turn()
     assert scene.outcomes() == [(0, "", True), (1, "", True), (2, "", True)]
     assert not scene.device.directs
+
+
+def test_a_room_that_is_given_up_does_not_wait_for_the_kernel_of_an_older_one(scene: Scene) -> None:
+    scene.device.compiling |= {7, 8}
+    scene.put(0, room=7)
+    (doomed,) = scene.put(1, room=8)
+    doomed.cancelled = True
+    scene.turn()
+    assert scene.outcomes() == [(1, "", True)]
 
 
 def test_a_kernel_that_cannot_be_compiled_fails_the_slab_that_waits_for_it(scene: Scene) -> None:

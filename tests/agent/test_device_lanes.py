@@ -299,3 +299,23 @@ def test_jobs_whose_writes_are_open_are_held_until_they_end_also_those_given_up(
     assert scene.runner.writing() == (jobs[0],)
     scene.wrote(0)
     assert scene.runner.writing() == ()
+
+
+def test_writes_begin_in_the_order_of_their_copies_though_both_are_over_between_two_looks() -> None:
+    scene = Scene()
+    scene.put(0, 1)
+    asked: list[int] = []
+    for copy in scene.device.gathers:
+        copy.done = True
+    first = scene.device.gathers[0]
+    passed = first.passed
+
+    def passed_the_second_time() -> bool:
+        asked.append(0)
+        return len(asked) > 1 and passed()
+
+    first.passed = passed_the_second_time  # type: ignore[method-assign]
+    for _ in range(3):
+        scene.runner.hurry()
+        scene.turn()
+    assert scene.transport.begun == scene.transport.drafts[:2]

@@ -104,3 +104,14 @@ def test_spans_are_written_down_when_nothing_waits_and_then_the_scatters_are_idl
         scene.turn()
     assert not scene.runner.busy
     assert [span.stage for span in scene.spans.of_room(1, limit=10)] == ["scatter"]
+
+
+def test_a_runner_that_is_stopped_copies_no_slab_again_whose_trailer_was_refused() -> None:
+    scene = Scene([WRONG] * 1000)
+    scene.put(0)
+    scene.passed()
+    assert scene.runner.busy
+    scene.runner.stop()
+    wait_for(scene.turn, what="the end of the slab")
+    assert scene.reasons() == [(0, Reason.NONE, True)]
+    assert len(scene.device.scatters) == 1

@@ -66,7 +66,7 @@ def test_a_pool_that_comes_in_parts_is_mapped_whole_and_in_order() -> None:
     job = scene.put(0)
     for fill in (1, 2):
         assert scene.lanes == []
-        scene.near.pool_given(OWNER, 0, 2, region(fill))
+        scene.near.pool_given(OWNER, 0, fill - 1, 2, region(fill))
     assert scene.lanes == [job]
     assert [int(job.neighbour.region(index)[0]) for index in range(2)] == [1, 2]
 
@@ -75,17 +75,37 @@ def test_a_part_that_comes_after_its_owner_was_lost_is_closed_and_no_part_of_wha
     scene = Scene()
     scene.put(0)
     parts = [region(1), region(2)]
-    scene.near.pool_given(OWNER, 0, 2, parts[0])
+    scene.near.pool_given(OWNER, 0, 0, 2, parts[0])
     scene.near.pool_gone(OWNER)
     found = scene.ends.take()
     assert [type(result) for result in found] == [OutboundEnd]
-    scene.near.pool_given(OWNER, 0, 2, parts[1])
+    scene.near.pool_given(OWNER, 0, 1, 2, parts[1])
     assert not any(map(is_open, parts))
     job = scene.put(1)
     for fill in (3, 4):
-        scene.near.pool_given(OWNER, 0, 2, region(fill))
+        scene.near.pool_given(OWNER, 0, fill - 3, 2, region(fill))
     assert scene.lanes == [job]
     assert [int(job.neighbour.region(index)[0]) for index in range(2)] == [3, 4]
+
+
+def test_a_part_of_an_answer_that_was_refused_is_no_part_of_the_next() -> None:
+    scene = Scene()
+    scene.put(0)
+    first = region(1)
+    scene.near.pool_given(OWNER, 0, 0, 2, first)
+    # The second descriptor was lost on its way.
+    scene.near.pool_given(OWNER, 0, 1, 2, None)
+    assert [type(end) for end in scene.ends.take()] == [OutboundEnd]
+    assert not is_open(first)
+    slab = scene.put(1)
+    late = region(9)
+    scene.near.pool_given(OWNER, 0, 1, 2, late)
+    for index, fill in ((1, 4), (0, 3)):
+        assert scene.lanes == []
+        scene.near.pool_given(OWNER, 0, index, 2, region(fill))
+    assert not is_open(late)
+    assert scene.lanes == [slab]
+    assert [int(slab.neighbour.region(index)[0]) for index in range(2)] == [3, 4]
 
 
 def test_descriptors_are_closed_also_where_they_come_to_a_worker_on_a_gpu() -> None:

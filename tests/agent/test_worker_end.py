@@ -50,7 +50,8 @@ from types import SimpleNamespace
 from longshore_agent.worker.loop import Worker
 
 closed = SimpleNamespace(close=lambda: None)
-parts = SimpleNamespace(held=lambda: ["a write that never ends"], close=threading.Event().wait)
+runner = SimpleNamespace(writing=lambda: ["a write that never ends"])
+parts = SimpleNamespace(runner=runner, close=threading.Event().wait)
 mover = SimpleNamespace(finish_copies=lambda: None, parts=parts)
 requests = SimpleNamespace(pools={})
 Worker._close(SimpleNamespace(mover=mover, requests=requests, engine=closed, net=closed, _knocker=closed, _link=closed))

@@ -119,7 +119,7 @@ class DrainWriter:
 
 @dataclass(frozen=True, slots=True)
 class StartWrite:
-    """Bring one slab to its target; answer with `write_done`, `write_failed`, or `write_dropped`."""
+    """Bring one slab to its target; answer with `write_done` (of 0 bytes if it was dropped) or `write_failed`."""
 
     peer: PeerId
     pair: PairKey

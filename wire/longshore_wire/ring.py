@@ -1,6 +1,6 @@
-"""The ring allocator of a decode rank's staging memory: arithmetic only, no memory.
+"""The ring allocator of staging memory: arithmetic only, no memory.
 
-Called by the target's flow control, which grants regions to writers. Regions are cut in first-in-first-out order
+Called by the target's flow control, which grants regions to writers, and by a source for its own staging memory. Regions are cut in first-in-first-out order
 from a head that wraps, stepping over whatever is still occupied or held: one region that is never freed costs
 its own bytes and nothing else.
 """

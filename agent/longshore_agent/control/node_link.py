@@ -77,6 +77,7 @@ class PoolPart(msgspec.Struct, tag=8):
 
     Attributes:
         count: 0: the pool is not registered, or its owner is not there.
+        index: which region it is.
         region: of a GPU's memory; None: the region's descriptor comes beside.
     """
 
@@ -84,6 +85,7 @@ class PoolPart(msgspec.Struct, tag=8):
     asker: PeerId
     pool: int
     count: int
+    index: int = 0
     region: DeviceRegion | None = None
 
 

@@ -74,9 +74,8 @@ class DeviceCopy:
     def end(self) -> bool:
         """Let everything go, once; the device must have passed it. Returns as `copier.Ticket.end`."""
         trailer = b"" if self._place is None else self._place.read()
-        for held in self._held:
-            held.pool.let_go()
         self._copier.take_back(self._mark, self._place)
+        _let_go(self._held)
         return self._accepts is None or self._accepts(trailer)
 
 
@@ -238,8 +237,11 @@ class DeviceCopier:
         found = self._tables.get(pool)
         if found is None:
             self._forget_closed()
-            found = DevicePages(pool, [address for address, _ in pool.regions], self._device)
-            torch.cuda.current_stream(self._device).synchronize()
+            try:
+                found = DevicePages(pool, [address for address, _ in pool.regions], self._device)
+                torch.cuda.current_stream(self._device).synchronize()
+            except RuntimeError as error:
+                raise DeviceError(f"a pool's table cannot be copied to {self._device}: {error}") from error
             self._tables[pool] = found
         return found
 
@@ -252,5 +254,12 @@ class DeviceCopier:
 
 
 def _let_go(held: list[HeldPages]) -> None:
+    """Let go of all pools. Raises DeviceError, after that, if one could not be unmapped."""
+    failed: DeviceError | None = None
     for side in held:
-        side.pool.let_go()
+        try:
+            side.pool.let_go()
+        except DeviceError as error:
+            failed = error
+    if failed is not None:
+        raise failed

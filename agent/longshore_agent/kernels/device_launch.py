@@ -71,7 +71,7 @@ class BoundCopy:
 
         Args:
             source, target: at most one of them a slab; as many layers and heads on both, of one model.
-            tokens: as of `cpu_copy.copy`.
+            tokens: as of `cpu_copy.copy_rows`.
             stream: of the device where the tables are; it reaches all addresses.
             tuning: None: that of `TUNINGS`.
         Raises:

@@ -1,6 +1,6 @@
 """Copies rows of planes on a CPU: one call for all of them, compiled for this processor when it is first used.
 
-Called by `slab` and `direct` with addresses that they have checked; knows no pools, pages or tokens.
+Called by `cpu_copy` with addresses that it has checked; knows no pools, pages or tokens.
 
 Why a compiled loop and not a tensor library: rows are short (one head is 64 to 512 bytes) and lie apart, and what
 limits their copy is that an ordinary store first reads the line that it overwrites. Streaming stores do not. Neither

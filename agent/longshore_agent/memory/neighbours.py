@@ -32,7 +32,7 @@ class Neighbours:
 
     device: Device | None = None
     _pools: dict[tuple[PeerId, int], KVPool] = field(default_factory=dict)
-    _parts: dict[tuple[PeerId, int], list[Part]] = field(default_factory=dict)
+    _parts: dict[tuple[PeerId, int], dict[int, Part]] = field(default_factory=dict)
     _leaving: dict[tuple[PeerId, int], list[KVPool]] = field(default_factory=dict)
     _owed: list[tuple[PeerId, int]] = field(default_factory=list)
 
@@ -40,13 +40,20 @@ class Neighbours:
         """Return a mapped pool; None: ask its owner for it."""
         return self._pools.get((owner, number))
 
-    def take(self, owner: PeerId, number: int, count: int, part: Part) -> list[Part] | None:
-        """Keep one region's part; return all `count` of them, the caller's now, once they are there."""
-        parts = self._parts.setdefault((owner, number), [])
-        parts.append(part)
-        if len(parts) < count:
+    def take(self, owner: PeerId, number: int, index: int, count: int, part: Part) -> list[Part] | None:
+        """Keep one region's part, in place of an older one; return all `count` of them, the caller's now, once they are there."""
+        parts = self._parts.setdefault((owner, number), {})
+        if index in parts:
+            close_parts([parts[index]])
+        parts[index] = part
+        if set(parts) != set(range(count)):
             return None
-        return self._parts.pop((owner, number))
+        del self._parts[owner, number]
+        return [parts[each] for each in range(count)]
+
+    def drop_parts(self, owner: PeerId, number: int) -> None:
+        """Close the parts of an answer that was refused: they are no parts of the next."""
+        close_parts(list(self._parts.pop((owner, number), {}).values()))
 
     def map(self, owner: PeerId, number: int, layout: KVLayout, geometry: PoolGeometry, parts: list[Part]) -> KVPool:
         """Map a pool in place of an older one; closes the descriptors.
@@ -86,7 +93,7 @@ class Neighbours:
             if not pool.close():
                 self._leaving.setdefault(key, []).append(pool)
         for key in [key for key in self._parts if key[0] == owner and number in (ALL_POOLS, key[1])]:
-            close_parts(self._parts.pop(key))
+            self.drop_parts(*key)
 
     def release(self, owner: PeerId, number: int) -> None:
         """Unmap a pool whose owner waits for that: `take_unmapped` names it once it is done."""

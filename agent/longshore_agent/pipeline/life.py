@@ -1,8 +1,14 @@
 """The life of a slab: `outbound` at its source, `inbound` at its target. Read from top to bottom.
 
 A life is a generator: it yields what it waits for, and returns how it ended. `runners` resume it once that has passed: a
-thread on a CPU, events on a GPU. A life never blocks and does not know who runs it. An abandoned life lets nothing go: a
-device or a peer may still use its memory.
+thread on a CPU, events on a GPU. A life never blocks and does not know who runs it. A staged or direct life that is abandoned
+lets nothing go: a device or a peer may still use its memory.
+
+Before it: the engine's Offer, decode's Claim, our Demand and decode's Grant lead to StartWrite (`source_session`), from which
+`moving` makes the slab. After it: `moving` tells the core (`write_done`), and the target hears of it by the transport's notice
+or by SlabReady. A staged slab has landed then: StartScatter begins its inbound life, and `scatter_done` acknowledges it
+(`target_session`). A slab that was written directly or in place has arrived, and has no inbound life. When all slabs of a
+room have arrived, both cores say RoomEnded.
 """
 
 from __future__ import annotations
@@ -113,10 +119,11 @@ def _staged(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
     effect, memory, transport = slab.effect, tools.memory, tools.transport
     assert memory is not None
     assert slab.ring is not None
-    room = memory.take(slab)
+    space = memory.take(slab)
+    # The runner begins no more lives than may enter.
     tools.copies.enter()
-    yield room
-    region = room.region
+    yield space
+    region = space.region
     if region is None:
         tools.copies.leave()
         return dropped(slab)
@@ -130,30 +137,34 @@ def _staged(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
         tools.copies.leave()
         raise
     assert ticket is not None, "only direct copies wait for their kernel"
-    # The transport looks the write up while the copy runs; older slabs go first.
+    # The transport looks the write up while a GPU copies; older slabs go first.
     yield Now()
     write: Write | None = None
     error = ""
     try:
-        pieces = cut(memory.buffer, region.offset_bytes, slab.ring, effect.offset_bytes, room.length_bytes)
+        pieces = cut(memory.buffer, region.offset_bytes, slab.ring, effect.offset_bytes, space.length_bytes)
         write = transport.draft(slab.peer_name, pieces, slab.notice())
         tools.log.count("longshore_write_pieces_total", len(pieces.lengths), way="staged")
     except TransportError as refused:
         error = str(refused)
     yield Copied(ticket)
-    ticket.end()
-    if write is not None:
+    copied_ns = time.monotonic_ns()
+    try:
+        ticket.end()
+    except LongshoreError as failed:
+        error = error or str(failed)
+    if not error:
         yield tools.writes.turn(slab)
     tools.copies.leave()
-    if write is None or slab.cancelled:
+    if write is None or error or slab.cancelled:
         if write is not None:
             transport.release(write)
         memory.free(region)
         return dropped(slab) if slab.cancelled else OutboundEnd(slab, error)
     tools.writes.enter()
     slab.stage = Stage.WRITING
+    begun_ns = time.monotonic_ns()
     transport.start(write)
-    copied_ns = time.monotonic_ns()
     tools.log.stage("gather", effect, slab.lane, start_ns, copied_ns)
     tools.log.count("longshore_writes_total", 1, way="staged")
     written = Written(transport, write)
@@ -161,7 +172,7 @@ def _staged(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
     error, settled = written.release()
     tools.writes.leave()
     memory.free(region)
-    return _arrived(slab, tools, copied_ns, error, settled=settled)
+    return _written(slab, tools, begun_ns, error, settled=settled)
 
 
 def _direct(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
@@ -179,12 +190,12 @@ def _direct(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
     tools.copies.enter()
     slab.stage = Stage.COPYING
     yield Copied(ticket)
-    ticket.end()
     tools.copies.leave()
+    ticket.end()
     tools.log.count("longshore_writes_total", 1, way="direct")
     # A device begins a copy when it is done with the one before.
     start_ns = max(start_ns, tools.passed_ns)
-    end = _arrived(slab, tools, start_ns)
+    end = _written(slab, tools, start_ns)
     tools.passed_ns = time.monotonic_ns()
     return end
 
@@ -194,42 +205,46 @@ def _in_place(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
     transport, way = tools.transport, slab.effect.way.name.lower()
     slab.stage = Stage.WRITING
     start_ns = time.monotonic_ns()
-    with slab.pool.in_use():
-        pieces = runs(slab.source(), slab.remote_target(), slab.effect.tokens)
-        count = len(pieces.lengths)
-        tools.log.count("longshore_write_pieces_total", count, way=way)
-        prepared = transport.prepare(slab.peer_name, *pieces)
-        open_writes: deque[Written] = deque()
-        posted_count = 0
-        error, settled = "", True
-        while True:
-            if posted_count < count and len(open_writes) < _OPEN_BATCHES_MAX and not slab.cancelled and not error:
-                end = min(posted_count + tools.batch_count, count)
-                indices: npt.NDArray[np.int32] = np.arange(posted_count, end, dtype=np.int32)
-                try:
-                    write = transport.draft(slab.peer_name, Part(prepared, indices), b"")
-                except TransportError as refused:
-                    error = str(refused)
-                    continue
-                transport.start(write)
-                open_writes.append(Written(transport, write))
-                posted_count = end
-                tools.log.count("longshore_writes_total", 1, way=way)
-            elif open_writes:
-                # Also after a failure: the pages stay in use until every write has ended.
-                written = open_writes.popleft()
-                yield written
-                failure, is_settled = written.release()
-                error, settled = error or failure, settled and is_settled
-            else:
-                break
-        transport.release_prepared(prepared)
-    if not posted_count and not error:
-        return dropped(slab)
-    return _arrived(slab, tools, start_ns, error, settled=settled)
+    posted_count = 0
+    error, settled = "", True
+    try:
+        with slab.pool.in_use():
+            pieces = runs(slab.source(), slab.remote_target(), slab.effect.tokens)
+            count = len(pieces.lengths)
+            tools.log.count("longshore_write_pieces_total", count, way=way)
+            prepared = transport.prepare(slab.peer_name, *pieces)
+            open_writes: deque[Written] = deque()
+            while True:
+                if posted_count < count and len(open_writes) < _OPEN_BATCHES_MAX and not slab.cancelled and not error:
+                    end = min(posted_count + tools.batch_count, count)
+                    indices: npt.NDArray[np.int32] = np.arange(posted_count, end, dtype=np.int32)
+                    try:
+                        write = transport.draft(slab.peer_name, Part(prepared, indices), b"")
+                    except TransportError as refused:
+                        error = str(refused)
+                        continue
+                    transport.start(write)
+                    open_writes.append(Written(transport, write))
+                    posted_count = end
+                    tools.log.count("longshore_writes_total", 1, way=way)
+                elif open_writes:
+                    # Also after a failure: the pages stay in use until every write has ended.
+                    written = open_writes.popleft()
+                    yield written
+                    failure, is_settled = written.release()
+                    error, settled = error or failure, settled and is_settled
+                else:
+                    break
+            transport.release_prepared(prepared)
+    except LongshoreError as failed:
+        # Whether bytes may still land is known by now.
+        error = error or str(failed)
+    if not posted_count:
+        return OutboundEnd(slab, error) if error else dropped(slab)
+    return _written(slab, tools, start_ns, error, settled=settled)
 
 
-def _arrived(
+def _written(
     slab: OutboundSlab, tools: OutboundTools, start_ns: int, error: str = "", *, settled: bool = True
 ) -> OutboundEnd:
     """Return how a slab ended whose last write or direct copy is over."""

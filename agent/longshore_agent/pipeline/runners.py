@@ -6,6 +6,7 @@ lives: no thread waits for another, and the wire never waits for a thread.
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
@@ -336,6 +337,9 @@ class EventRunner:
         for track in (self._direct, self._staged):
             for slab in (*track.waiting, *(life.slab for life in track.open)):
                 slab.cancelled = slab.cancelled or slab.stage is not Stage.WRITING
+        for life in self._inbound.open:
+            # A slab whose trailer was refused would be copied again.
+            life.slab.cancelled = True
 
     def close(self) -> None:
         """See `Runner`."""
@@ -386,7 +390,8 @@ class _Track(Generic[AnySlab]):
         copying = compiling = False
         for life in list(self.open):
             # One stream does copies in their order, and kernels come in the order in which they were asked for.
-            if (copying and isinstance(life.wait, Copied)) or (compiling and isinstance(life.wait, Compiled)):
+            waits_for_older = compiling and isinstance(life.wait, Compiled) and not life.slab.cancelled
+            if waits_for_older or (copying and isinstance(life.wait, Copied)):
                 continue
             self._resume(life)
             if not life.over:
@@ -419,7 +424,7 @@ class _Track(Generic[AnySlab]):
         for life in list(self.open):
             if life is youngest:
                 break
-            if life.over or (looked and isinstance(life.wait, Written)):
+            if life.over or (looked and isinstance(life.wait, Written)) or self._follows_copy(life):
                 continue
             if isinstance(life.wait, Written):
                 self._resume(life)
@@ -428,6 +433,13 @@ class _Track(Generic[AnySlab]):
             else:
                 self._resume(life)
         return ended
+
+    def _follows_copy(self, life: _Life[AnySlab]) -> bool:
+        """Whether a life waits for a copy that its stream does after an older life's."""
+        if not isinstance(life.wait, Copied):
+            return False
+        older = itertools.takewhile(lambda each: each is not life, self.open)
+        return any(isinstance(each.wait, Copied) for each in older)
 
     def _resume(self, life: _Life[AnySlab]) -> None:
         """Let a life go on until it waits."""
@@ -439,7 +451,7 @@ class _Track(Generic[AnySlab]):
                 self.open.remove(life)
                 self._done.append(stop.value)
                 return
-            if isinstance(life.wait, Compiled):
+            if isinstance(life.wait, Compiled) or self._follows_copy(life):
                 return
             if isinstance(life.wait, Now):
                 # The wire stands still meanwhile.

@@ -152,29 +152,29 @@ class StagingMemory:
         self._lanes = lanes
         self._lane_bytes = buffer.length_bytes // len(lanes)
         self._ring = Ring(buffer.length_bytes)
-        self._waiting: deque[Room] = deque()
+        self._waiting: deque[Space] = deque()
 
-    def take(self, slab: OutboundSlab) -> Room:
+    def take(self, slab: OutboundSlab) -> Space:
         """Return the wait for the memory of a slab and its trailer. Raises RingError if there never will be enough."""
-        room = Room(self, slab, region_bytes(slab.effect.payload_bytes))
-        if room.length_bytes > self._ring.capacity_bytes:
-            text = f"a slab takes {room.length_bytes} bytes, and staging memory has {self._ring.capacity_bytes}"
+        space = Space(self, slab, region_bytes(slab.effect.payload_bytes))
+        if space.length_bytes > self._ring.capacity_bytes:
+            text = f"a slab takes {space.length_bytes} bytes, and staging memory has {self._ring.capacity_bytes}"
             raise RingError(text)
-        self._waiting.append(room)
-        return room
+        self._waiting.append(space)
+        return space
 
-    def allocate(self, room: Room) -> Region | None:
+    def allocate(self, space: Space) -> Region | None:
         """Return memory for the oldest wait, if there is enough."""
-        if self._waiting[0] is not room:
+        if self._waiting[0] is not space:
             return None
         if not self._ring.region_count:
             # The same bytes again: a processor has them in its cache.
             self._ring = Ring(self.buffer.length_bytes)
-        return self._ring.allocate(room.length_bytes)
+        return self._ring.allocate(space.length_bytes)
 
-    def end_wait(self, room: Room) -> None:
+    def end_wait(self, space: Space) -> None:
         """A wait is over."""
-        self._waiting.remove(room)
+        self._waiting.remove(space)
 
     def free(self, region: Region) -> None:
         """Give memory back."""
@@ -185,7 +185,7 @@ class StagingMemory:
         return self._lanes[min(region.offset_bytes // self._lane_bytes, len(self._lanes) - 1)]
 
 
-class Room:
+class Space:
     """Memory for a slab, or the end of the slab's room.
 
     Attributes:

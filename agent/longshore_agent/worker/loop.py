@@ -1,6 +1,6 @@
 """A worker's control thread: it runs the protocol cores and talks to peers, engine and supervisor.
 
-Made and run by `main`. Lanes and scatter threads, which `moving` holds, move the bytes. It ends when its engine is gone.
+Made and run by `main`. The pipeline, which `moving` holds, moves the bytes. It ends when its engine is gone.
 """
 
 from __future__ import annotations
@@ -403,7 +403,7 @@ class Worker:
             self._show_pool(message)
         elif isinstance(message, PoolPart):
             given = message.region if descriptor is None else descriptor
-            self.mover.neighbours.pool_given(message.owner, message.pool, message.count, given)
+            self.mover.neighbours.pool_given(message.owner, message.pool, message.index, message.count, given)
         elif isinstance(message, PoolGone):
             self.mover.neighbours.pool_gone(message.owner, message.pool)
         elif isinstance(message, PoolUnmapped):
@@ -477,8 +477,13 @@ class Worker:
     def _close(self) -> None:
         # An engine takes the end of its connection as proof that nobody touches its pages: they are unmapped first.
         self.mover.finish_copies()
-        for pool in list(self.requests.pools):
-            self.requests.let_go(pool)
+        pools = [pool.pages for pool in self.requests.pools.values()]
+        for number in list(self.requests.pools):
+            self.requests.let_go(number)
+        # A thread may be copying into them still, if this worker ends before its rooms do.
+        deadline_s = time.monotonic() + ending.COPIES_LIMIT_S
+        for pages in pools:
+            pages.wait_closed(max(0.0, deadline_s - time.monotonic()))
         ending.call_off()
         if self.engine is not None:
             self.engine.close()

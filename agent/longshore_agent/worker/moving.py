@@ -248,7 +248,7 @@ class Mover:
         for end in taken:
             if isinstance(end, InboundEnd):
                 assert isinstance(session, TargetSession)
-                self._landed(end, session, now_ns)
+                self._scattered(end, session, now_ns)
                 continue
             assert isinstance(session, SourceSession)
             if isinstance(end, OutboundEnd):
@@ -292,7 +292,7 @@ class Mover:
         notify = end.notify and not end.dropped
         session.write_done(effect.peer, effect.pair, effect.slab, payload_bytes, now_ns, notify=notify)
 
-    def _landed(self, end: InboundEnd, session: TargetSession, now_ns: int) -> None:
+    def _scattered(self, end: InboundEnd, session: TargetSession, now_ns: int) -> None:
         slab, effect = end.slab, end.slab.effect
         self._untrack(Half.TARGET, slab)
         if end.reason is not Reason.NONE and not end.dropped:

@@ -35,9 +35,9 @@ def shown_parts(pool: Pool | None, wanted: PoolWanted) -> Iterator[tuple[PoolPar
         yield PoolPart(wanted.owner, wanted.asker, wanted.pool, 0), None
         return
     pool.shown = True
-    for part in pool.parts:
+    for index, part in enumerate(pool.parts):
         region, descriptor = (None, part) if isinstance(part, int) else (part, None)
-        yield PoolPart(wanted.owner, wanted.asker, wanted.pool, len(pool.parts), region), descriptor
+        yield PoolPart(wanted.owner, wanted.asker, wanted.pool, len(pool.parts), index, region), descriptor
 
 
 class NeighbourPools:
@@ -73,7 +73,7 @@ class NeighbourPools:
         self._expected: dict[tuple[PeerId, int], list[tuple[bytes, int]]] = {}
 
     def put(self, slab: OutboundSlab) -> None:
-        """Queue a slab for the lanes once the target's pages are mapped here."""
+        """Begin the life of a slab once the target's pages are mapped here."""
         owner, number = slab.effect.peer, slab.effect.pair.key.pool
         mapped = self._neighbours.pool(owner, number)
         if mapped is not None:
@@ -96,8 +96,8 @@ class NeighbourPools:
             return
         self._admit_pages(mapped, pages, first_token)
 
-    def pool_given(self, owner: PeerId, number: int, count: int, part: Part | None) -> None:
-        """A region of a neighbour's pool has come (`count` 0: it has none): map the pool when it is the last one."""
+    def pool_given(self, owner: PeerId, number: int, index: int, count: int, part: Part | None) -> None:
+        """Region `index` of a neighbour's pool has come (`count` 0: it has none): map the pool once all are there."""
         if count == 0 or part is None:
             self._refuse(owner, number, f"no worker of this node has pool {number} of {owner.instance} now")
             return
@@ -105,7 +105,7 @@ class NeighbourPools:
             # Its owner was lost after it was asked: a part of that answer must not become one of the next.
             close_parts([part])
             return
-        parts = self._neighbours.take(owner, number, count, part)
+        parts = self._neighbours.take(owner, number, index, count, part)
         if parts is None:
             return
         attach = self._attached.get((Half.SOURCE, owner))
@@ -169,6 +169,7 @@ class NeighbourPools:
         self._send(slab)
 
     def _refuse(self, owner: PeerId, number: int, text: str) -> None:
+        self._neighbours.drop_parts(owner, number)
         self._expected.pop((owner, number), None)
         for slab in self._waiting.pop((owner, number), []):
             self._ends.put(OutboundEnd(slab, text))
