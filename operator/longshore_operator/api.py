@@ -1,6 +1,6 @@
-"""The one door to the API server for what the operator reads by itself and writes. Called by `apply`, `lease`, `resync`.
+"""Calls the API server for all writes and for all reads except watches. Called by `reconcile`, `apply` and others.
 
-Each call has a time limit and raises one of our errors. Watches are kopf's. Nothing here decides anything.
+Each call has a time limit and raises a type of `errors`. kopf runs the watches. This module makes no decisions.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Body = dict[str, Any]
 _JSON = "application/json"
 _APPLY = "application/apply-patch+yaml"
 _METADATA_ONLY = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,application/json"
-# Objects of one page of a list: bounds what one answer takes.
+# Objects in one page of a list. Bounds the memory that one response takes.
 _PAGE_COUNT = 500
-# More at once would only queue at the server; the lease has a thread of its own.
+# More concurrent requests would only queue at the server. The lease has a thread of its own.
 _THREADS = 16
 _TOO_MANY = 429
 _SERVER_FAULT = 500
-# They say more than the reason of the whole answer.
+# These causes are more specific than the reason of the whole response.
 _TELLING_CAUSES = frozenset({"NamespaceTerminating", "FieldManagerConflict"})
 _STATUS_CLASSES: Mapping[int, type[ApiError]] = {404: NotFoundError, 409: ConflictError, 410: NotFoundError}
 
@@ -50,7 +50,7 @@ class Api:
 
     @classmethod
     def connect(cls, timeout_s: float) -> Api:
-        """Return an Api by the pod's ServiceAccount or, outside a cluster, the kubeconfig. Raises ConfigError: there is neither."""
+        """Use the pod's ServiceAccount or, outside a cluster, the kubeconfig. Raises ConfigError without either."""
         configuration = Configuration()
         try:
             config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
@@ -60,7 +60,7 @@ class Api:
             except config.ConfigException as error:
                 way_out = "run it in a pod with a ServiceAccount, or name a kubeconfig"
                 raise ConfigError([f"KUBECONFIG: no cluster is known here: {error} {way_out}"]) from error
-        # Retries are the queue's, which knows when one is still wanted.
+        # The work queue retries, since it knows whether the call is still wanted.
         configuration.retries = False
         configuration.connection_pool_maxsize = _THREADS
         return cls(ApiClient(configuration), timeout_s)
@@ -70,7 +70,7 @@ class Api:
         return await self._call("GET", kind, kinds.path(kind, namespace, name))
 
     async def metadata(self, kind: Kind, namespace: str, label: str = "") -> Iterator[Body]:
-        """Return the metadata of all objects of a kind in `namespace`, which is all namespaces if empty."""
+        """Return the metadata of all objects of a kind in `namespace`; an empty one selects all namespaces."""
         found: list[Body] = []
         query: dict[str, str] = {"limit": str(_PAGE_COUNT)} | ({"labelSelector": label} if label else {})
         while True:
@@ -83,25 +83,25 @@ class Api:
             query["continue"] = token
 
     async def apply(self, kind: Kind, body: Body, *, force: bool, subresource: str = "") -> Body:
-        """Return what server-side apply of `body` by our field manager makes of the object."""
+        """Apply `body` server-side as our field manager; return the resulting object."""
         metadata = body["metadata"]
         path = kinds.path(kind, metadata["namespace"], metadata["name"], subresource)
         query = urlencode({"fieldManager": names.FIELD_MANAGER, "force": str(force).lower()})
         return await self._call("APPLY", kind, f"{path}?{query}", body, _APPLY)
 
     async def create(self, kind: Kind, body: Body, *, dry_run: bool = False) -> Body:
-        """Return the new object. Raises ConflictError if it is there already."""
+        """Create an object and return it. Raises ConflictError if it exists."""
         query = f"?{urlencode({'dryRun': 'All'})}" if dry_run else ""
         path = f"{kinds.path(kind, body['metadata']['namespace'])}{query}"
         return await self._call("DRYRUN" if dry_run else "CREATE", kind, path, body)
 
     async def replace(self, kind: Kind, body: Body) -> Body:
-        """Return the object after replacing it; its resourceVersion must be the newest, else ConflictError."""
+        """Replace an object and return it. Raises ConflictError if `body` does not have the newest resourceVersion."""
         metadata = body["metadata"]
         return await self._call("UPDATE", kind, kinds.path(kind, metadata["namespace"], metadata["name"]), body)
 
     async def delete(self, kind: Kind, namespace: str, name: str) -> None:
-        """Delete an object; one that is gone already is fine."""
+        """Delete an object; do nothing if it does not exist."""
         try:
             await self._call("DELETE", kind, kinds.path(kind, namespace, name))
         except NotFoundError:
@@ -117,7 +117,7 @@ class Api:
     def _send(self, verb: str, path: str, body: Body | None, content: str, accept: str) -> Body:
         methods = {"LIST": "GET", "APPLY": "PATCH", "CREATE": "POST", "DRYRUN": "POST", "UPDATE": "PUT"}
         headers = {"Accept": accept, "Content-Type": content, "User-Agent": names.COMPONENT}
-        # Asked for each time: the token of a pod is replaced while it runs.
+        # Read at each call, since the kubelet rotates the pod's token.
         settings: dict[str, Any] = dict(self._configuration.auth_settings())
         headers |= {str(entry["key"]): str(entry["value"]) for entry in settings.values()}
         what = f"{verb} {path.partition('?')[0]}"
@@ -134,7 +134,7 @@ class Api:
         return _read(what, answer.status, data)
 
     def close(self) -> None:
-        """Let the threads go."""
+        """Stop the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 

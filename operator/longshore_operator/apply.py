@@ -1,7 +1,7 @@
 """Carries out a decision: keys, children, status, events, in that order. Called by `reconcile` alone.
 
-Everything is server-side apply by one field manager. Where somebody else owns a field of ours, an event says who, and
-the field is taken back.
+Every write is a server-side apply by one field manager. If another manager owns one of our fields, an event names it
+and we take the field back.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ from longshore_wire import names as wire_names
 
 Body = dict[str, Any]
 _log = logging.getLogger(__name__)
-# What the API server takes of an event's message.
+# The API server limits an event's message to 1,024 characters.
 _EVENT_CHARACTERS_MAX = 1000
 
 
 class GoneError(Exception):
-    """The deployment or its namespace goes away while we work: there is nothing more to do."""
+    """The deployment or its namespace is being deleted: nothing is left to do."""
 
 
 class ChangedError(Exception):
-    """The deployment is not any more what the decision was made on: look at it again."""
+    """The deployment changed after the decision was made: reconcile it again."""
 
 
 class Applier:
     """Writes for one operator.
 
     Args:
-        guard: raises if this replica may not write (any more); called before each write.
+        guard: called before each write; raises if this replica may not write.
     """
 
     def __init__(self, api: Api, world: World, guard: Callable[[], None]) -> None:
         self._api = api
         self._world = world
         self._guard = guard
-        # Deployments of which something was written since their look began.
+        # Deployments of which an object was written since their reconcile began.
         self.written: set[Key] = set()
-        # Keys whose Secret or status is not written yet: repeated as they are, or each try would leave a Secret behind.
+        # Keys whose Secret or status is not yet written. Retries reuse them, as new ones would leave a Secret behind.
         self._unwritten: dict[Key, tuple[tuple[str, NewKeys], keys.Keys]] = {}
 
     def forget(self, key: Key) -> None:
-        """A deployment is gone."""
+        """Drop the state of a deleted deployment."""
         self.written.discard(key)
         self._unwritten.pop(key, None)
 
     async def make_keys(self, observed: Observed, new: NewKeys) -> None:
-        """Make a Secret with new keys and put their public half into the status, by which children find it."""
+        """Create a Secret with new keys and record their public half in the status, where children look it up."""
         wanted = (observed.uid, new)
         unwritten = self._unwritten.get(observed.key)
         if unwritten is None or unwritten[0] != wanted:
@@ -73,7 +73,7 @@ class Applier:
         except ConflictError as error:
             if error.cause != "AlreadyExists":
                 raise
-            # A try before this one did it though no answer came: nobody else knows keys of this name.
+            # An earlier attempt created it but its response was lost. Only this operator knows keys of this name.
             _log.info("%s/%s: keys: %s", *observed.key, error)
         entry = {"revision": new.revision, "secret": name, "accepted": list(made.accepted)}
         entry |= {"previous": new.previous} if new.previous else {}
@@ -81,7 +81,7 @@ class Applier:
         del self._unwritten[observed.key]
 
     async def secret_is_missing(self, observed: Observed) -> bool:
-        """Whether the Secret that the status names is gone. We may create Secrets, not read them: so we try, dry."""
+        """Whether the Secret that the status names is gone. Uses a dry-run create, since we may not read Secrets."""
         name = (observed.status.get("keys") or {}).get("secret")
         if not name:
             return False
@@ -97,7 +97,7 @@ class Applier:
         return True
 
     async def look_for_monitor(self, observed: Observed) -> None:
-        """Read the PodMonitor, which is not watched because not every cluster knows its kind."""
+        """Read the PodMonitor. It is not watched, as some clusters lack its kind."""
         try:
             name = names.agent(observed.key.name)
             self._world.take_child(
@@ -107,12 +107,12 @@ class Applier:
             return
 
     async def apply_children(self, observed: Observed, children: tuple[tuple[Kind, Body], ...]) -> Refusal | None:
-        """Apply children in order; return the first that the API server refuses, after which nothing more is applied."""
+        """Apply children in order. Stop at the first that the API server refuses, and return it."""
         for kind, body in children:
             try:
                 await self._apply_child(observed, kind, body)
             except (RefusedError, NotFoundError) as error:
-                # Not found: its kind is not installed, as PodMonitor's may be.
+                # NotFound also means that the kind is not installed, which is possible for PodMonitor.
                 _raise_if_gone(error)
                 name = f"{kind.name} {body['metadata']['name']}"
                 return Refusal(name, str(error), observed.generation)
@@ -134,7 +134,7 @@ class Applier:
         _log.info("%s/%s: applied %s %s", *observed.key, kind.name, child.name)
         self._world.take_child(kind, found)
         if before is not None and before["metadata"]["resourceVersion"] == found["metadata"]["resourceVersion"]:
-            # It looks different and applying changes nothing: the server writes some value its own way.
+            # It differs, yet applying changes nothing: the server normalises some value.
             self._world.settled[observed.key, child] = found["metadata"]["resourceVersion"]
 
     async def delete_children(self, observed: Observed, children: tuple[ChildKey, ...]) -> None:
@@ -145,11 +145,11 @@ class Applier:
             self._world.children.get(observed.key, {}).pop(child, None)
 
     async def write_status(self, observed: Observed, status: Body) -> None:
-        """Write the whole status over the one that was observed.
+        """Replace the observed status.
 
         Raises:
-            GoneError: the deployment was replaced by one of the same name.
-            ChangedError: somebody changed it since. That may be another operator: keys that it made must stay.
+            GoneError: the deployment was deleted, or recreated under the same name.
+            ChangedError: it changed since. If another operator changed it, keys that it made must stay.
         """
         seen = observed.body["metadata"]
         metadata = {name: seen[name] for name in ("name", "namespace", "uid", "resourceVersion")}
@@ -164,11 +164,11 @@ class Applier:
         self._world.take_status(observed.key, await self._writing(observed.key, writing))
 
     async def tell(self, observed: Observed, transitions: tuple[Transition, ...]) -> None:
-        """Post an event for each transition that people want to hear of."""
+        """Post an event for each transition that a user should see."""
         for transition in transitions:
             entry = transition.verdict
             row = reason(entry.condition, entry.reason)
-            # Why Ready is False is told by the condition that it follows from.
+            # The condition that makes Ready False has its own event with the cause.
             bad = row.truth is Truth.FALSE and bool(row.remedy) and entry.condition is not ConditionType.READY
             if bad or (row.truth is Truth.TRUE and not row.remedy and entry.reason != "RollingOut"):
                 text = f"{entry.condition.value}: {entry.message}"
@@ -202,7 +202,7 @@ class Applier:
         try:
             await self._api.create(kinds.EVENT, body)
         except ApiError as error:
-            # Events are for people; the status says the same.
+            # A lost event is harmless: the status has the same text.
             _log.warning("%s/%s: no event: %s", *observed.key, error)
 
     async def _writing(self, key: Key, call: Any) -> Body:

@@ -1,4 +1,4 @@
-"""Errors of the operator, by what the caller does about them. Raised by `api`, counted by `metrics`."""
+"""Errors of API calls, one class for each reaction of the caller. Raised by `api`, counted by `metrics`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ class ApiError(LongshoreError):
     """The API server refused or did not answer.
 
     Attributes:
-        status: HTTP status; 0: no answer.
+        status: HTTP status; 0 if there was no response.
         cause: the `reason` of its Status object, for example `NotFound`.
-        error_class: one word for metrics.
+        error_class: the label in metrics.
     """
 
     error_class = "api"
@@ -23,24 +23,24 @@ class ApiError(LongshoreError):
 
 
 class NotFoundError(ApiError):
-    """The object, its namespace or its kind is not there."""
+    """The object, its namespace or its kind does not exist."""
 
     error_class = "not_found"
 
 
 class ConflictError(ApiError):
-    """The object is there already, was changed meanwhile, or another field manager owns a field."""
+    """The object exists, has changed meanwhile, or has a field of another field manager."""
 
     error_class = "conflict"
 
 
 class RefusedError(ApiError):
-    """The request is wrong or not allowed: repeating it unchanged cannot help."""
+    """The request is invalid or forbidden: a retry cannot succeed."""
 
     error_class = "refused"
 
 
 class UnavailableError(ApiError):
-    """No answer, too many requests or a fault of the server: repeating it may help."""
+    """No response, too many requests or a server error: a retry may succeed."""
 
     error_class = "unavailable"

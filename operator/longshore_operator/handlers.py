@@ -1,6 +1,6 @@
-"""What kopf calls: every event of every watch goes into the world, and what it concerns into the queue.
+"""Handlers for kopf: put each watch event into the world and queue the deployments that it concerns. Called by `main`.
 
-No finalizers, no annotations, no state of kopf's on any object: only its low-level event handlers are used.
+Only kopf's low-level event handlers are used, so it adds no finalizers, annotations or state to any object.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from longshore_operator.watches import watched
 from longshore_operator.work_queue import WorkQueue
 from longshore_operator.world import World
 
-# kopf kills a process that hangs while it ends; below the grace period of the operator's pod.
+# kopf kills the process if its exit takes longer. Must be shorter than the pod's grace period.
 _EXIT_LIMIT_S = 20.0
-# A watch request ends after this and begins anew; with bookmarks that costs nothing. The API server takes whole numbers.
+# A watch request is renewed after this; with bookmarks that costs nothing. The API server takes whole seconds.
 _WATCH_S = 300
 _CONNECT_S = 10.0
-# kopf has a task for each object that something happened to, which holds the whole object until it ends: soon, or a
-# rollout over a thousand nodes keeps thousands of them.
+# kopf runs a task for each changed object and holds the whole object until the task ends. It must end soon, or a
+# rollout over a thousand nodes would hold thousands of objects.
 _IDLE_S = 0.2
 
 
 def register(world: World, queue: WorkQueue, settings: Settings) -> kopf.OperatorRegistry:
     """Return the handlers of one operator."""
     registry = kopf.OperatorRegistry()
-    # As `api` does: the pod's ServiceAccount or, outside a cluster, the kubeconfig.
+    # The same login as in `api`: the pod's ServiceAccount or, outside a cluster, the kubeconfig.
     kopf.on.login(id="service-account", registry=registry)(log_in_with_service_account)
     kopf.on.login(id="kubeconfig", registry=registry)(kopf.login_with_kubeconfig)
     for kind in watched(settings):
@@ -46,9 +46,10 @@ def register(world: World, queue: WorkQueue, settings: Settings) -> kopf.Operato
 
 
 def log_in_with_service_account(**arguments: Any) -> kopf.ConnectionInfo | None:
-    """Return how the pod reaches the API server; None outside a cluster.
+    """Return the address and credentials for the API server; None outside a cluster.
 
-    kopf takes the server's name, which a pod without the cluster's DNS cannot resolve; every pod is told the address.
+    kopf's own login uses the server's DNS name, which a pod without the cluster's DNS cannot resolve. Each pod's
+    environment has the address.
     """
     found = kopf.login_with_service_account(**arguments)
     if found is None:
@@ -60,12 +61,12 @@ def log_in_with_service_account(**arguments: Any) -> kopf.ConnectionInfo | None:
 
 
 def configure(settings: Settings) -> kopf.OperatorSettings:
-    """Return how kopf is to work."""
+    """Return kopf's settings."""
     found = kopf.OperatorSettings()
     found.posting.enabled = False
     found.persistence.diffbase_storage = NoDiffBase()
     found.persistence.progress_storage = NoProgress()
-    # What is served is known beforehand: no rights to list namespaces and definitions are needed.
+    # The watched kinds are fixed, so kopf needs no permission to list namespaces and CRDs.
     found.scanning.disabled = True
     found.queueing.idle_timeout = _IDLE_S
     found.watching.server_timeout = _WATCH_S
@@ -80,9 +81,9 @@ def configure(settings: Settings) -> kopf.OperatorSettings:
 
 
 async def watch(registry: kopf.OperatorRegistry, settings: Settings) -> None:
-    """Run all watches until the process is told to end."""
+    """Run all watches until the process receives SIGTERM or SIGINT."""
     everywhere = not settings.watch_namespace
-    # Only kopf's peering, which is off, would use it; kopf's own choice needs a name for the user id, which a pod may lack.
+    # Only peering, which is off, would use it. kopf's default looks up the user's name, which a pod may lack.
     identity: Any = names.COMPONENT
     await kopf.operator(
         registry=registry,
@@ -97,7 +98,7 @@ async def watch(registry: kopf.OperatorRegistry, settings: Settings) -> None:
 def _handler(world: World, queue: WorkQueue, kind: Kind) -> Callable[..., Coroutine[Any, Any, None]]:
     async def take(event: Any, **_: Any) -> None:
         body, deleted = event["object"], event["type"] == "DELETED"
-        # Counts can wait until more of them have changed; a new spec, or a child that is gone, cannot.
+        # Changed counts can be batched. A new spec or a deleted child is handled at once.
         urgent = (deleted and kind not in {kinds.POD, kinds.NODE}) or (kind is kinds.DEPLOYMENT and world.is_new(body))
         queue.add(world.take(kind, body, deleted=deleted), urgent=urgent)
 

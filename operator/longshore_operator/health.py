@@ -1,4 +1,4 @@
-"""The operator's HTTP pages: liveness, readiness and metrics. Called by `main`."""
+"""Serves liveness, readiness and metrics over HTTP. Called by `main`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def faults(lags_s: dict[str, float], ended: list[str], limit_s: float) -> list[str]:
-    """Return why the operator is to be restarted: each watch that is dead."""
+    """Return a reason to restart the operator for each dead watch."""
     return [f"{name}: it has ended by itself" for name in ended] + [
         f"the watch of {kind} has missed something for {lag_s:.0f} s, the limit is {limit_s:g} s"
         for kind, lag_s in sorted(lags_s.items())
@@ -24,11 +24,11 @@ def faults(lags_s: dict[str, float], ended: list[str], limit_s: float) -> list[s
 async def serve(
     settings: Settings, check: WatchCheck, is_ready: Callable[[], bool], show: Callable[[], bytes]
 ) -> web.AppRunner:
-    """Return the running server.
+    """Start the server and return it.
 
     Args:
-        is_ready: whether watches have delivered what was there; a waiting replica is ready, too.
-        show: all metrics.
+        is_ready: whether the watches have delivered the existing objects. A standby replica is ready, too.
+        show: returns all metrics.
     """
 
     async def healthz(_request: web.Request) -> web.Response:

@@ -1,6 +1,6 @@
 """Makes the CURVE keys of one deployment, as `longshore_agent.control.curve` reads them. Called by `reconcile`.
 
-A CURVE key pair is one of X25519, written in Z85. Nothing here logs, and what holds secrets does not show them.
+A CURVE key pair is an X25519 pair encoded in Z85. Nothing here logs, and the repr of `Keys` omits the secrets.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
-# The key before, so that agents of two revisions let each other's clients in while they are replaced.
+# The current and the previous key, so that agents of two revisions accept each other during a rollout.
 ACCEPTED_MAX = 2
 _Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
 _NAME_CHARACTERS = 8
@@ -28,7 +28,7 @@ class Keys:
 
     @property
     def fingerprint(self) -> str:
-        """A short name of these keys, made from their public half."""
+        """A short name derived from the public half."""
         return fingerprint(self.accepted[0])
 
 
@@ -47,7 +47,7 @@ def make(previously_accepted: Sequence[str] = ()) -> Keys:
 
 
 def fingerprint(public_key: str) -> str:
-    """Return a short name of a public key that objects can be called by."""
+    """Return a short name of a public key, valid in names of objects."""
     return hashlib.sha256(public_key.encode()).hexdigest()[:_NAME_CHARACTERS]
 
 

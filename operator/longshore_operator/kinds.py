@@ -1,4 +1,4 @@
-"""The kinds of objects that the operator reads or writes, and their paths at the API server. Constants only."""
+"""Kinds of objects that the operator reads or writes, and their API paths. Constants and pure functions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from longshore_wire import names
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of object. `group` is empty for the core's."""
+    """One kind of object. `group` is empty for the core group."""
 
     name: str
     group: str
@@ -19,7 +19,7 @@ class Kind:
 
     @property
     def api_version(self) -> str:
-        """As manifests spell it."""
+        """The apiVersion in manifests."""
         return f"{self.group}/{self.version}" if self.group else self.version
 
 
@@ -36,10 +36,10 @@ NODE = Kind("Node", "", "v1", "nodes", namespaced=False)
 EVENT = Kind("Event", "", "v1", "events")
 LEASE = Kind("Lease", "coordination.k8s.io", "v1", "leases")
 
-# In the order in which they are applied: agents start when what they mount is there, and whether or not the kind of the
-# PodMonitor is installed.
+# In the order in which they are applied. Objects that agents mount come before the DaemonSet; the PodMonitor comes
+# last, as its kind may not be installed.
 CHILDREN = (SERVICE_ACCOUNT, CONFIG_MAP, NETWORK_POLICY, SERVICE, DAEMON_SET, POD_MONITOR)
-# What is watched, selected by our label. Secrets are not: the operator may create them and not read them.
+# Watched by our label. Secrets are missing because the operator may not read them.
 WATCHED_CHILDREN = (SERVICE_ACCOUNT, CONFIG_MAP, NETWORK_POLICY, SERVICE, DAEMON_SET)
 _BY_NAME = {kind.name: kind for kind in (DEPLOYMENT, *CHILDREN, SECRET, POD, NODE, EVENT, LEASE)}
 
@@ -50,7 +50,7 @@ def of(name: str) -> Kind:
 
 
 def path(kind: Kind, namespace: str, name: str = "", subresource: str = "") -> str:
-    """Return the path of an object, or of the list of a namespace or (if that is empty) of all."""
+    """Return the path of an object, or of a list; an empty namespace selects all."""
     parts = ["apis", kind.group, kind.version] if kind.group else ["api", kind.version]
     if kind.namespaced and namespace:
         parts += ["namespaces", namespace]

@@ -1,6 +1,6 @@
-"""A `coordination.k8s.io` Lease as a mutex: of several replicas one works, the others wait. Called by `main`.
+"""Leader election by a `coordination.k8s.io` Lease: one replica is active, the others wait. Called by `main`.
 
-As usual, nobody trusts another machine's clock: a Lease is expired once *we* have seen it unchanged for its duration.
+Clocks of other machines are not trusted. A Lease is expired when this replica has seen it unchanged for its duration.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from longshore_operator.settings import Settings
 
 Body = dict[str, Any]
 _log = logging.getLogger(__name__)
-# How soon a waiting replica looks again.
+# Polling interval of a waiting replica.
 RETRY_S = 2.0
 
 
 class LostLeaseError(Exception):
-    """This replica is not the active one: it must not write."""
+    """This replica is not active and must not write."""
 
 
 class Mutex:
-    """Whether this replica may write. `run` keeps it true or waits for its turn."""
+    """Holds or waits for the Lease. Only the holder may write."""
 
     def __init__(self, api: Api, settings: Settings, identity: str) -> None:
         self._api = api
@@ -48,13 +48,13 @@ class Mutex:
             raise LostLeaseError("another replica may be the active one")
 
     async def held(self) -> None:
-        """Return as soon as this replica is the active one."""
+        """Return as soon as this replica is active."""
         while not self.is_held:
             self._event.clear()
             await self._event.wait()
 
     async def run(self) -> None:
-        """Take the Lease when it is free, renew it in time; for ever."""
+        """Take the Lease when it is free and renew it in time. Never returns."""
         while True:
             mine = await self.turn()
             await asyncio.sleep(self._settings.lease_renew_s if mine else min(RETRY_S, self._settings.lease_renew_s))
@@ -70,13 +70,13 @@ class Mutex:
         if mine:
             if not self.is_held:
                 _log.info("lease: %s is the active replica", self.identity)
-            # From before the request: at the server it counts from later, so we stop first.
+            # Counted from before the request. The server counts from later, so we stop before another replica starts.
             self._until_s = started_s + self._settings.lease_s
             self._event.set()
         return mine
 
     async def release(self) -> None:
-        """Let the next replica begin at once. Call it when nothing of ours writes any more."""
+        """Release the Lease, so that the next replica starts at once. Call it after the last write."""
         if not self.is_held:
             return
         self._until_s = float("-inf")
@@ -106,7 +106,7 @@ class Mutex:
         try:
             await self._api.replace(kinds.LEASE, found)
         except ConflictError:
-            return False  # somebody else was faster
+            return False  # another replica took it first
         return True
 
     async def _create(self) -> bool:

@@ -1,6 +1,6 @@
-"""`longshore-operator`: one operator, from its environment, until SIGTERM or SIGINT.
+"""Runs one operator, configured by its environment, until SIGTERM or SIGINT: the command `longshore-operator`.
 
-Ends with an error as soon as any of its parts does: a part that has ended by itself must not look like one that works.
+If any part ends by itself, the process exits with an error.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from longshore_wire.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 _EXIT_BAD_CONFIG = 2
-# Statuses are not written before agents were asked once, or they would all be called silent after a restart; an
-# agent that hangs must not keep that up.
+# After a start, no status is written until every agent was polled once: all would be reported silent. The limit
+# bounds the delay by an agent that hangs.
 _FIRST_SWEEP_LIMIT_S = 15.0
-# New objects between two collections. The default, 700, goes through the whole world many times a second while watches
-# deliver; what we hold has few cycles, and this many are a few MiB.
+# New objects between two garbage collections. The default of 700 would traverse the world many times a second while
+# watches deliver. Cycles are rare here, and this many objects take a few MiB.
 _GARBAGE_COUNT = 20_000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the operator; return its exit status: 1 if a part of it failed, 2 for a wrong configuration."""
+    """Run the operator; return the exit status: 1 if a part failed, 2 for an invalid configuration."""
     parser = argparse.ArgumentParser(
         prog="longshore-operator",
         description=__doc__,
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _served(settings: Settings) -> int:
     level = settings.log_level.upper()
     logging.basicConfig(level=level, format="%(asctime)s operator %(levelname)s %(message)s", stream=sys.stderr)
-    # kopf tells of every event that it hands over.
+    # At INFO kopf logs every event.
     logging.getLogger("kopf").setLevel(logging.WARNING)
     gc.set_threshold(_GARBAGE_COUNT)
     return asyncio.run(_run(settings))
@@ -66,7 +66,7 @@ def _served(settings: Settings) -> int:
 async def _run(settings: Settings) -> int:
     world, queue, metrics = World(), WorkQueue(), Metrics()
     api = Api.connect(settings.request_timeout_s)
-    # The Lease has a connection and a thread of its own: a flood of writes must not keep it waiting.
+    # The Lease has its own connection and thread, so that many writes cannot delay a renewal.
     lease_api = Api.connect(min(settings.request_timeout_s, settings.lease_renew_s))
     mutex = Mutex(lease_api, settings, settings.identity or f"{socket.gethostname()}-{os.getpid()}")
     poller = Poller(world, queue, mutex, settings)
@@ -116,7 +116,7 @@ async def _work(reconciler: Reconciler, poller: Poller) -> None:
 
 
 def _judge(done: set[asyncio.Task[None]], watching: asyncio.Task[None]) -> int:
-    """Return the exit status: watches end by themselves on a signal, everything else never."""
+    """Return the exit status. Watches end on a signal; every other task that ends is a fault."""
     failed = [task for task in done if task is not watching or task.exception() is not None]
     for task in failed:
         _log.error("%s ended", task.get_name(), exc_info=task.exception())

@@ -1,10 +1,10 @@
-"""The operator's own metrics: one table, shown by `health`. Called by everything that counts."""
+"""Defines the operator's metrics. `health` serves them."""
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-# A look without writes takes under a millisecond; one that waits for a slow API server up to its time limit.
+# A reconcile without writes takes less than 1 ms. One that waits for the API server takes up to its time limit.
 _BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
@@ -15,19 +15,19 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._seconds = Histogram(
             "longshore_operator_reconcile_seconds",
-            "Time of one look at a deployment, with its writes.",
+            "Duration of one reconcile of a deployment, with its writes.",
             buckets=_BUCKETS_S,
             registry=self.registry,
         )
         self._errors = Counter(
             "longshore_operator_reconcile_errors",
-            "Looks that failed, by class: api, conflict, not_found, refused, unavailable, internal.",
+            "Failed reconciles by class: api, conflict, not_found, refused, unavailable, internal.",
             ["error"],
             registry=self.registry,
         )
         self._lag = Gauge(
             "longshore_operator_watch_lag_seconds",
-            "For how long a watch has missed what a list shows; 0: it misses nothing.",
+            "How long a watch has missed an object that a list shows; 0: none is missing.",
             ["kind"],
             registry=self.registry,
         )
@@ -36,23 +36,23 @@ class Metrics:
         )
         self._calls = Gauge(
             "longshore_operator_api_calls",
-            "Requests to the API server since the start, by verb and kind; watches are not counted.",
+            "Requests to the API server since the start, by verb and kind, without watches.",
             ["verb", "kind"],
             registry=self.registry,
         )
         self._queue = Gauge(
-            "longshore_operator_queue_length", "Deployments that wait for a look.", registry=self.registry
+            "longshore_operator_queue_length", "Deployments that wait to be reconciled.", registry=self.registry
         )
         self._silent = Gauge(
             "longshore_operator_silent_agents", "Agents that did not answer when last asked.", registry=self.registry
         )
 
     def reconciled(self, seconds: float) -> None:
-        """Count one look."""
+        """Count one reconcile."""
         self._seconds.observe(seconds)
 
     def failed(self, error: str) -> None:
-        """Count a look that failed."""
+        """Count a failed reconcile."""
         self._errors.labels(error).inc()
 
     def show(
@@ -64,7 +64,7 @@ class Metrics:
         lags_s: dict[str, float],
         calls: dict[tuple[str, str], int],
     ) -> bytes:
-        """Return all metrics as Prometheus reads them."""
+        """Return all metrics in Prometheus text format."""
         self._leader.set(int(leader))
         self._queue.set(queue_length)
         self._silent.set(silent_count)

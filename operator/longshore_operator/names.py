@@ -1,4 +1,4 @@
-"""How the operator spells labels, annotations, children and itself. Constants and pure functions."""
+"""Names of labels, annotations, children and the operator itself. Constants and pure functions."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from longshore_wire import names
 FIELD_MANAGER = "longshore-operator"
 COMPONENT = "longshore-operator"
 
-# On every child and agent pod: the deployment's name; watches select by it.
+# Holds the deployment's name, on every child and agent pod. Watches select by it.
 DEPLOYMENT_LABEL = "longshore.dev/deployment"
-# On children: digest of what was applied, so that a difference is seen without rendering defaults as the server does.
+# Digest of the applied object, on children. Detects drift without knowing the server's defaults.
 RENDERED_ANNOTATION = "longshore.dev/rendered"
-# On agent pods: digests whose change has to replace the pod.
+# Digests on agent pods. A change replaces the pod.
 CONFIG_ANNOTATION = "longshore.dev/config"
 KEYS_ANNOTATION = "longshore.dev/keys"
 
@@ -26,7 +26,7 @@ PLURAL = names.PLURAL
 
 
 def agent(deployment: str) -> str:
-    """Return the name that all children of a deployment but its keys share."""
+    """Return the name of all children of a deployment except its keys."""
     return f"{deployment}-agent"
 
 
@@ -43,5 +43,5 @@ def labels(deployment: str) -> dict[str, str]:
 
 
 def selector(deployment: str) -> dict[str, str]:
-    """Return the labels by which pods are selected; they can never change for a DaemonSet."""
+    """Return the labels that select agent pods. A DaemonSet's selector is immutable."""
     return {DEPLOYMENT_LABEL: deployment}

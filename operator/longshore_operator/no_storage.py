@@ -1,6 +1,6 @@
-"""Storages for kopf that hold nothing: only its low-level event handlers are used, and they need no state.
+"""Empty storages for kopf. Its low-level event handlers, the only ones that we use, need no state. Used by `handlers`.
 
-kopf's own ones copy each object of each event several times to compare it with what a handler saw last. Used by `handlers`.
+kopf's own storages copy each object several times per event to compare it with the last handled version.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import kopf
 
 
 class NoDiffBase(kopf.DiffBaseStorage):
-    """Knows no last handled state and makes none."""
+    """Has no last handled state."""
 
     def build(self, **_: Any) -> Any:
-        """Return nothing of the object."""
+        """Return an empty essence."""
         return {}
 
     def fetch(self, **_: Any) -> Any:
-        """Return that nothing was handled yet."""
+        """Return None: nothing was handled."""
         return None
 
     def store(self, **_: Any) -> None:
@@ -26,21 +26,21 @@ class NoDiffBase(kopf.DiffBaseStorage):
 
 
 class NoProgress(kopf.ProgressStorage):
-    """Knows no progress of handlers."""
+    """Has no progress of handlers."""
 
     def fetch(self, **_: Any) -> Any:
-        """Return that no handler has begun."""
+        """Return None: no handler has started."""
         return None
 
     def store(self, **_: Any) -> None:
         """Store nothing."""
 
     def purge(self, **_: Any) -> None:
-        """There is nothing to remove."""
+        """Remove nothing."""
 
     def touch(self, **_: Any) -> None:
-        """Nothing waits for a touch."""
+        """Change nothing."""
 
     def clear(self, *, essence: Any) -> Any:
-        """Return it as it is: nothing of ours is in it."""
+        """Return the essence unchanged."""
         return essence

@@ -1,4 +1,4 @@
-"""Everything that a decision on one deployment is made from, taken out of the world in one piece. Pure."""
+"""Takes the input of one decision, a consistent snapshot of one deployment, out of the world. Pure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """One agent: its pod, and what it said of itself.
+    """One agent: its pod and its last report.
 
     Attributes:
-        report: None: nothing, or too long ago.
-        silent: it has been asked for so long in vain that this is a fact about it.
+        report: None if there is none or it is too old.
+        silent: it has not answered for `LONGSHORE_POLL_STALE_S`.
     """
 
     pod: AgentPod
@@ -37,7 +37,7 @@ class Neighbour:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A child that the API server refused, and its answer; for the generation that was tried."""
+    """A child that the API server refused, its response, and the generation that was applied."""
 
     child: str
     message: str
@@ -46,13 +46,13 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What was seen of one deployment.
+    """The observed state of one deployment.
 
     Attributes:
-        body: the DisaggDeployment as the API server gives it.
-        settled: versions of children that apply has left as they were, though they look different.
-        nodes: labels by name; None: the operator may not look at nodes.
-        now: RFC 3339, in seconds, for conditions whose status changes.
+        body: the DisaggDeployment as the API server returns it.
+        settled: versions of children that differ from their rendering although an apply leaves them unchanged.
+        nodes: labels by node name; None if the operator may not read nodes.
+        now: RFC 3339 with whole seconds, for conditions whose status changes.
         keys_missing: the Secret that the status names is gone.
     """
 
@@ -69,23 +69,23 @@ class Observed:
 
     @property
     def uid(self) -> str:
-        """The deployment's own."""
+        """The deployment's uid."""
         return str(self.body["metadata"]["uid"])
 
     @property
     def generation(self) -> int:
-        """Of the spec that is observed."""
+        """Generation of the observed spec."""
         return int(self.body["metadata"]["generation"])
 
     @property
     def status(self) -> Body:
-        """What was written last."""
+        """The status that was written last."""
         return self.body.get("status") or {}
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """When one looks: monotonic seconds, the same as text, and how old a report may be."""
+    """The time of an observation: monotonic seconds, the same as text, and the maximum age of a report."""
 
     monotonic_s: float
     text: str
@@ -101,7 +101,7 @@ def observe(
     refusal: Refusal | None = None,
     keys_missing: bool = False,
 ) -> Observed | None:
-    """Return what is known of a deployment, or None if it is gone or going."""
+    """Return the state of a deployment, or None if it is deleted or being deleted."""
     body = world.deployments.get(key)
     if body is None or body["metadata"].get("deletionTimestamp"):
         return None

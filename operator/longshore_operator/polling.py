@@ -1,4 +1,4 @@
-"""Asks agents for their status, many at once and each within a time limit. Called by `main`; changes nothing at agents."""
+"""Polls the agents' status pages concurrently, each with a time limit. Called by `main`. Never changes an agent."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from longshore_operator.settings import Settings
 from longshore_operator.work_queue import WorkQueue
 from longshore_operator.world import AgentPod, Poll, World
 
-# A status page of an agent with many workers takes some 100 KiB; more is not read.
+# A status page of an agent with many workers takes about 100 KiB. A longer one is refused.
 ANSWER_BYTES_MAX = 8 << 20
 
 
 class Poller:
-    """Keeps what agents said last. `swept` is set once every agent was asked since this replica became active."""
+    """Keeps the agents' last reports. `swept` is set once every agent was polled since this replica became active."""
 
     def __init__(self, world: World, queue: WorkQueue, mutex: Mutex, settings: Settings) -> None:
         self._world = world
@@ -30,11 +30,11 @@ class Poller:
 
     @property
     def silent_count(self) -> int:
-        """Agents that did not answer when last asked."""
+        """Number of agents that did not answer the last poll."""
         return len(self._silent)
 
     async def run(self) -> None:
-        """Ask every agent now and then, while this replica is the active one; for ever."""
+        """Poll every agent periodically while this replica is active. Never returns."""
         timeout = aiohttp.ClientTimeout(total=self._settings.poll_timeout_s)
         connector = aiohttp.TCPConnector(limit=self._settings.poll_count_max, force_close=True)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
@@ -46,7 +46,7 @@ class Poller:
                 await asyncio.sleep(max(0.0, self._settings.poll_s - (time.monotonic() - started_s)))
 
     async def sweep(self, session: aiohttp.ClientSession) -> None:
-        """Ask every agent once."""
+        """Poll every agent once."""
         pods = [pod for pod in self._world.pods.values() if pod.address and pod.http_port and not pod.ending]
         self._silent &= {pod.uid for pod in pods}
         line = iter(pods)
@@ -67,18 +67,18 @@ class Poller:
             self._missed(pod)
             return
         changed = self._world.answered(pod.uid, Poll(time.monotonic(), report))
-        # What it says may be what it said before its silence, and its deployment has to hear of that, too.
+        # An agent that answers again may report the same as before. The end of its silence is a change, too.
         if changed is not None or pod.uid in self._silent:
             self._queue.add([pod.key])
         self._silent.discard(pod.uid)
 
     def _missed(self, pod: AgentPod) -> None:
-        """Take note of an agent that did not answer; once that is too long ago, its deployment is looked at."""
+        """Record a missed answer. If the last answer is too old, queue the agent's deployment."""
         self._silent.add(pod.uid)
         now_s = time.monotonic()
         poll = self._world.polls.setdefault(pod.uid, Poll(now_s, None))
         if poll.report is None and not pod.ready:
-            # It starts: nobody can call it silent before it has once been ready to speak.
+            # It is still starting: an agent is silent only after it was ready once.
             poll = self._world.polls[pod.uid] = Poll(now_s, None)
         age_s = now_s - poll.answered_s
         if self._settings.poll_stale_s < age_s <= self._settings.poll_stale_s + 2 * self._settings.poll_s:

@@ -1,6 +1,6 @@
-"""The one table of conditions and reasons: what each says and what to do about it.
+"""The table of conditions and reasons: the meaning and remedy of each.
 
-`decide` takes reasons from here and from nowhere else; the reference page is made from it.
+`decide` uses no other reasons. The reference page is generated from this table.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ConditionType(StrEnum):
 
 
 class Truth(StrEnum):
-    """What a condition can be."""
+    """The status of a condition."""
 
     TRUE = "True"
     FALSE = "False"
@@ -33,7 +33,7 @@ class Truth(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """One row. `meaning` says what was seen, `remedy` what to do; empty: nothing has to be done."""
+    """One row. An empty `remedy` means that there is nothing to do."""
 
     condition: ConditionType
     name: str
@@ -43,34 +43,34 @@ class Reason:
 
 
 MEANINGS = {
-    ConditionType.READY: "Engines may be sent here: Compatible and AgentsReady hold for the current generation.",
+    ConditionType.READY: "Engines may use it: Compatible and AgentsReady are True for the current generation.",
     ConditionType.COMPATIBLE: "The declared layouts can exchange pages, and their plan is in the status.",
     ConditionType.AGENTS_READY: "Every node that a selector picks runs a ready agent of the current generation.",
     ConditionType.ENGINES_CONNECTED: "As many engine instances as expected have registered all of their ranks.",
-    ConditionType.PEERS_CONNECTED: "Workers that know of each other have attached.",
-    ConditionType.TRANSPORT_VERIFIED: "The wire of the bytes is known and allowed.",
-    ConditionType.NODES_SHARED: "Agents of another deployment run on the same nodes and take memory beside ours.",
-    ConditionType.PROGRESSING: "The operator or the cluster is still at work on the current generation.",
+    ConditionType.PEERS_CONNECTED: "All peers that workers know are attached.",
+    ConditionType.TRANSPORT_VERIFIED: "The wire that carries the bytes is known and allowed.",
+    ConditionType.NODES_SHARED: "Agents of another deployment run on the same nodes and take memory there.",
+    ConditionType.PROGRESSING: "The operator or the cluster is still applying the current generation.",
 }
 
 _T, _F, _U = Truth.TRUE, Truth.FALSE, Truth.UNKNOWN
 _C = ConditionType
-_SILENT = "An agent that was ready has not answered for 30 s, and the others' answers do not suffice."
+_SILENT = "An agent that was ready has not responded for 30 s. This condition cannot be determined."
 _SEE_NETWORK = (
-    "Look at the agents on the nodes that the message names, and at NetworkPolicies and routes to their HTTP port."
+    "Check the agents on the nodes that the message names, and NetworkPolicies and routes to their HTTP port."
 )
 
 TABLE = (
-    Reason(_C.READY, "Ready", _T, "Everything that Ready asks for holds."),
+    Reason(_C.READY, "Ready", _T, "Compatible and AgentsReady are True."),
     Reason(_C.READY, "Incompatible", _F, "Compatible is False.", "See the reason and message of Compatible."),
     Reason(_C.READY, "AgentsNotReady", _F, "AgentsReady is not True.", "See the reason and message of AgentsReady."),
-    Reason(_C.COMPATIBLE, "PlanMade", _T, "The planner made a plan of the two layouts."),
+    Reason(_C.COMPATIBLE, "PlanMade", _T, "The two layouts have a plan."),
     Reason(
         _C.COMPATIBLE,
         "InvalidSpec",
         _F,
-        "The spec contradicts itself in a way that the API server could not see. Agents stay as they were.",
-        "The message names each field and what would be right.",
+        "The spec has a contradiction that the API server cannot detect. Agents are not changed.",
+        "The message names each field and its valid values.",
     ),
     Reason(_C.AGENTS_READY, "AllAgentsReady", _T, "Every agent is ready and runs the current spec."),
     Reason(_C.AGENTS_READY, "AgentsUpdating", _F, "Agents are being started or replaced, one at a time."),
@@ -78,21 +78,21 @@ TABLE = (
         _C.AGENTS_READY,
         "AgentsNotReady",
         _F,
-        "Agents run and are not ready, or do not start.",
-        "The message names up to five nodes and why; `kubectl logs` and `/readyz` of the pod say more.",
+        "Agents do not start, or run and are not ready.",
+        "The message names up to five nodes and the cause; see also `kubectl logs` and `/readyz` of the pod.",
     ),
     Reason(
         _C.AGENTS_READY,
         "NoNodes",
         _F,
         "No node has the labels of a selector.",
-        "Label nodes as nodeSelector says, or change it; check taints and agents.tolerations.",
+        "Label nodes to match nodeSelector, or change it; check taints and agents.tolerations.",
     ),
     Reason(
         _C.AGENTS_READY,
         "SpecNotApplied",
         _F,
-        "The spec is incompatible: agents run an older one, or none was started.",
+        "The spec is incompatible: agents run an older spec, or none was started.",
         "See Compatible.",
     ),
     Reason(
@@ -100,22 +100,22 @@ TABLE = (
         "ChildRefused",
         _F,
         "The API server refused an object that the agents need.",
-        "The message has its answer: mostly a quota, an admission policy or Pod Security.",
+        "The message has its response; common causes are a quota, an admission policy or Pod Security.",
     ),
-    Reason(_C.ENGINES_CONNECTED, "EnginesConnected", _T, "The engine instances that are expected have registered."),
+    Reason(_C.ENGINES_CONNECTED, "EnginesConnected", _T, "All expected engine instances have registered."),
     Reason(
         _C.ENGINES_CONNECTED,
         "EnginesMissing",
         _F,
         "Fewer engine instances have registered than `instances` says.",
-        "Look at the engines' logs: one that declares another layout is refused by name.",
+        "Check the engines' logs: an engine that declares another layout is refused, and the error names the field.",
     ),
     Reason(
         _C.ENGINES_CONNECTED,
         "RanksMissing",
         _F,
-        "An instance registered some of its ranks only.",
-        "Wait for it, or look at the logs of the missing ranks.",
+        "An instance has registered only some of its ranks.",
+        "Wait for it, or check the logs of the missing ranks.",
     ),
     Reason(_C.ENGINES_CONNECTED, "NoEngines", _U, "No engine has registered yet."),
     Reason(_C.ENGINES_CONNECTED, "AgentSilent", _U, _SILENT, _SEE_NETWORK),
@@ -126,27 +126,27 @@ TABLE = (
         "PeersLost",
         _F,
         "A worker has lost or refused a peer.",
-        "The message names both; `/v1/status` of the agent has the peer's error.",
+        "The message names the worker and the peer; `/v1/status` of the agent has the peer's error.",
     ),
-    Reason(_C.PEERS_CONNECTED, "NoPeers", _U, "Engines are there and no worker knows of a peer yet: nothing was sent."),
+    Reason(
+        _C.PEERS_CONNECTED, "NoPeers", _U, "Engines have registered, but no worker has a peer yet: nothing was sent."
+    ),
     Reason(_C.PEERS_CONNECTED, "NoEngines", _U, "No engine has registered yet."),
     Reason(_C.PEERS_CONNECTED, "AgentSilent", _U, _SILENT, _SEE_NETWORK),
     Reason(
         _C.TRANSPORT_VERIFIED,
         "WireVerified",
         _T,
-        "The wire of every attached peer that needs one was found out and is allowed.",
+        "The wire of every attached peer that needs one is known and allowed.",
     ),
     Reason(
         _C.TRANSPORT_VERIFIED,
         "WireNotAllowed",
         _F,
-        "The wire of peers is not on transfer.wires: their rooms fail, and no byte travels.",
-        "Make an allowed wire reachable for both agents (its NIC or GPUs), or allow what was found.",
+        "The wire of peers is not in transfer.wires: their rooms fail before any byte is sent.",
+        "Make an allowed wire reachable for both agents (its NIC or GPUs), or allow the wire in the message.",
     ),
-    Reason(
-        _C.TRANSPORT_VERIFIED, "WireUnknown", _U, "A peer is attached and what its bytes travel over is not known yet."
-    ),
+    Reason(_C.TRANSPORT_VERIFIED, "WireUnknown", _U, "A peer is attached, but the wire of its bytes is not known yet."),
     Reason(_C.TRANSPORT_VERIFIED, "NoPeers", _U, "No peer is attached yet."),
     Reason(_C.TRANSPORT_VERIFIED, "NoEngines", _U, "No engine has registered yet."),
     Reason(_C.TRANSPORT_VERIFIED, "AgentSilent", _U, _SILENT, _SEE_NETWORK),
@@ -155,11 +155,11 @@ TABLE = (
         "NodesShared",
         _T,
         "Agents of another deployment run on the same nodes.",
-        "The message has their summed staging per rank: see that the GPUs have room for it.",
+        "The message has their total staging per rank: check that the GPUs have memory for it.",
     ),
     Reason(_C.NODES_SHARED, "NodesOwn", _F, "No other deployment's agents run on these nodes."),
     Reason(_C.PROGRESSING, "RollingOut", _T, "Agents are being started, replaced or removed."),
-    Reason(_C.PROGRESSING, "Settled", _F, "The cluster is as the spec says."),
+    Reason(_C.PROGRESSING, "Settled", _F, "The cluster matches the spec."),
     Reason(
         _C.PROGRESSING,
         "Blocked",
@@ -170,17 +170,17 @@ TABLE = (
 )
 
 _BY_NAME = {(row.condition, row.name): row for row in TABLE}
-assert len(_BY_NAME) == len(TABLE), "a reason is there twice"
+assert len(_BY_NAME) == len(TABLE), "duplicate reason"
 
 
 def reason(condition: ConditionType, name: str) -> Reason:
-    """Return the row. A name that is not in the table is a mistake of ours."""
+    """Return the row of a reason. Asserts that the table has it."""
     assert (condition, name) in _BY_NAME, (condition, name)
     return _BY_NAME[condition, name]
 
 
 def reference() -> str:
-    """Return the reference page's tables as Markdown. A row that several conditions share comes once, at the end."""
+    """Return the tables of the reference page as Markdown. Rows that conditions share come once, at the end."""
     rows = [(row, f"| `{row.name}` | {row.truth.value} | {row.meaning} | {row.remedy} |") for row in TABLE]
     shared = {text for text, count in Counter(text for _, text in rows).items() if count > 1}
     head = ["", "| reason | status | meaning | what to do |", "|---|---|---|---|"]
@@ -189,5 +189,5 @@ def reference() -> str:
         own = [text for row, text in rows if row.condition is condition and text not in shared]
         parts += [f"## {condition.value}", "", MEANINGS[condition], *head, *own, ""]
     named = dict.fromkeys(row.condition.value for row, text in rows if text in shared)
-    parts += [f"## {', '.join(named)}", "", "Each of these has these reasons too.", *head]
+    parts += [f"## {', '.join(named)}", "", "Each of these conditions also has these reasons.", *head]
     return "\n".join([*parts, *dict.fromkeys(text for _, text in rows if text in shared)])

@@ -1,6 +1,6 @@
-"""The one function for every event and for the timer: observe, decide, apply. Level-based: it asks what is, not what came.
+"""Reconciles one deployment: observe, decide, apply. Level-based: it uses the current state, not the event.
 
-`Reconciler.work` runs in several tasks. Called by `main`; knows no kopf.
+`main` runs `Reconciler.work` in several tasks. This module does not import kopf.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from longshore_operator.work_queue import WorkQueue
 from longshore_operator.world import Key, World
 
 _log = logging.getLogger(__name__)
-# A child that was refused is tried again after this: a quota may have been raised.
+# A refused child is retried after this, since its quota may have been raised.
 REFUSED_AGAIN_S = 30.0
-# While agents do not become ready, one looks this often whether their keys are still there.
+# While agents are not ready, the existence of their keys is checked at this interval.
 PROBE_EVERY_S = 30.0
 
 
 class Reconciler:
-    """What is remembered between two looks is only what spares work: losing it costs nothing but that."""
+    """Reconciles queued deployments. Its state is only a cache: a restart loses nothing else."""
 
     def __init__(
         self, world: World, api: Api, queue: WorkQueue, mutex: Mutex, settings: Settings, metrics: Metrics
@@ -49,11 +49,11 @@ class Reconciler:
         )
         self._refusals: dict[Key, Refusal] = {}
         self._probed_s: dict[Key, float] = {}
-        # Deployments that were looked at since this process began, by uid.
+        # Deployments that this process has reconciled, with their uids.
         self._known: dict[Key, str] = {}
 
     async def work(self) -> None:
-        """Look at deployments as they come, while this replica is the active one."""
+        """Reconcile deployments from the queue while this replica is active. Never returns."""
         while True:
             key = await self._queue.take()
             await self._mutex.held()
@@ -72,16 +72,16 @@ class Reconciler:
                 self._metrics.failed(error.error_class)
                 _log.warning("%s/%s: %s", *key, error)
             except Exception:  # noqa: BLE001 - see below
-                # A mistake of ours in one deployment must not end the work on others; it is counted and logged whole.
+                # A bug must not stop the reconciles of other deployments. It is counted and logged with its traceback.
                 failed = True
                 self._metrics.failed("internal")
-                _log.exception("%s/%s: a mistake of the operator", *key)
+                _log.exception("%s/%s: internal error of the operator", *key)
             again_s = REFUSED_AGAIN_S if key in self._refusals else None
             self._queue.done(key, failed=failed, progress=key in self._applier.written, again_s=again_s)
             self._metrics.reconciled(time.monotonic() - started_s)
 
     async def reconcile(self, key: Key) -> None:
-        """Bring one deployment and its status to what its spec says."""
+        """Make one deployment and its status match its spec."""
         observed = self._observe(key)
         if observed is None:
             self._refusals.pop(key, None)
@@ -115,7 +115,7 @@ class Reconciler:
             self._metrics.failed("refused")
 
     def _again(self, key: Key) -> tuple[Observed, Decision]:
-        """Look and decide again, with what was just written."""
+        """Observe and decide again, after a write."""
         observed = self._observe(key)
         if observed is None:
             raise GoneError(f"{key.namespace}/{key.name} was deleted meanwhile")
@@ -133,7 +133,7 @@ class Reconciler:
         )
 
     async def _keys_are_missing(self, observed: Observed) -> bool:
-        """Whether the Secret is gone; asked only while agents stay unready, which is what its loss leads to."""
+        """Whether the Secret is gone. Checked only while agents are not ready, since its loss makes them unready."""
         conditions = {entry["type"]: entry for entry in observed.status.get("conditions") or ()}
         agents = conditions.get("AgentsReady")
         waiting = any(not agent.pod.ready for agent in observed.agents)
@@ -147,7 +147,7 @@ class Reconciler:
 
 
 async def look_at_all(world: World, queue: WorkQueue, every_s: float) -> None:
-    """The timer: have every deployment looked at now and then, whatever happened."""
+    """Queue every deployment each `every_s` seconds. Never returns."""
     while True:
         queue.add(world.deployments)
         await asyncio.sleep(every_s)

@@ -1,6 +1,6 @@
-"""`python -m longshore_operator.reference`, in the tree's root: writes the pages and copies that are made from tables.
+"""Generates the reference pages and copies from tables: `python -m longshore_operator.reference` in the tree's root.
 
-A test holds what is written to what this makes.
+A test compares the files in the tree with its output.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Schema = dict[str, Any]
 
 
 def pages(definition: str) -> dict[Path, str]:
-    """Return every file that is made, by its path below the root.
+    """Return every generated file by its path below the root.
 
     Args:
         definition: the text of the CRD.
@@ -41,7 +41,7 @@ def pages(definition: str) -> dict[Path, str]:
         ),
         folder / "operator.md": _page(
             "The operator's settings and metrics",
-            "Environment variables of the operator; the chart sets them from its values. An unknown `LONGSHORE_` variable is an error.",
+            "Environment variables of the operator. The chart sets them from its values. An unknown `LONGSHORE_` variable is an error.",
             f"{settings.reference()}\n\n## Metrics\n\n{metrics.reference()}\n",
         ),
     }
@@ -87,7 +87,7 @@ def _rows(schema: Schema, path: str, *, is_spec: bool) -> Iterator[str]:
 
 
 def _shared(schema: Schema) -> dict[str, Schema]:
-    """Return the properties of `schema`; those that prefill and decode have alike come once, as of both."""
+    """Return the properties of `schema`. Those that prefill and decode share come once, under a common entry."""
     found: dict[str, Schema] = dict(schema.get("properties", {}))
     if not found.keys() >= _BOTH:
         return found

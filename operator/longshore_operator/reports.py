@@ -1,6 +1,6 @@
-"""What the operator reads of an agent's `/v1/status`: the part of it that conditions are decided from. Pure values.
+"""Types of the part of an agent's `/v1/status` that the operator reads. Pure values.
 
-The agent's own type has more; a test holds the two to each other.
+The agent's own type has more fields. A test checks that the two agree.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import msgspec
 
 
 class Instance(msgspec.Struct, frozen=True):
-    """One replica of an engine instance that is registered with an agent. `roles` are source and target."""
+    """One replica of an engine instance, as registered with an agent. `roles` holds source, target or both."""
 
     instance: str
     roles: tuple[str, ...] = ()
@@ -25,7 +25,7 @@ class Engine(msgspec.Struct, frozen=True):
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """A worker of another engine rank, as one of the agent's sees it."""
+    """A worker of another engine rank, as one of the agent's workers reports it."""
 
     instance: str
     dp_rank: int
@@ -37,7 +37,7 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 class Worker(msgspec.Struct, frozen=True):
-    """One worker of an agent. `data_path` is one of `names.PROTECTIONS`; empty: it has not said yet."""
+    """One worker of an agent. `data_path` is one of `names.PROTECTIONS`; empty until the worker reports it."""
 
     worker: str
     engines: tuple[Engine, ...] = ()
@@ -46,7 +46,7 @@ class Worker(msgspec.Struct, frozen=True):
 
 
 class AgentReport(msgspec.Struct, frozen=True):
-    """What one agent said last. `unready` is why it is not ready, a reason and a message each."""
+    """The last report of one agent. `unready` holds a (reason, message) for each cause."""
 
     deployment: str
     node: str
@@ -57,10 +57,10 @@ class AgentReport(msgspec.Struct, frozen=True):
 
 
 def read(data: bytes) -> AgentReport:
-    """Return the report in an answer.
+    """Parse the report in a response.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the bytes are no report.
     """
     try:
         return msgspec.json.decode(data, type=AgentReport)

@@ -1,6 +1,6 @@
-"""The one table of the operator's settings: names, defaults, units and meanings, as `longshore_agent.settings`.
+"""The table of the operator's settings: names, defaults, units and meanings. `main` reads it once.
 
-Each field is a row; the variable is `LONGSHORE_` and the field's name in capitals. Read once, by `main`.
+Each field is a row. Its environment variable is `LONGSHORE_` and the field's name in capitals.
 """
 
 from __future__ import annotations
@@ -22,40 +22,42 @@ def _row(default: Any, unit: str, meaning: str) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Settings:
-    """What one operator was told, checked.
+    """The checked settings of one operator.
 
     Raises:
-        ConfigError: from `from_environment`, with every fault at once, each beginning with its variable.
+        ConfigError: from `from_environment`, with all faults; each begins with its variable.
     """
 
     namespace: str = _row("longshore-system", "", "Namespace of the operator itself, where its Lease is.")
     watch_namespace: str = _row("", "", "The one namespace whose deployments are served. Empty: all.")
     identity: str = _row("", "", "Name of this replica in the Lease: the pod's. Empty: host name and process id.")
     lease_name: str = _row("longshore-operator", "", "The Lease that makes one replica the active one.")
-    watch_nodes: bool = _row(True, "", "Count nodes by their labels, which needs to read nodes of the whole cluster.")
+    watch_nodes: bool = _row(
+        True, "", "Count nodes by their labels. Needs permission to read nodes of the whole cluster."
+    )
     agent_image: str = _row(DEFAULT_IMAGE, "", "Image of agents whose deployment names none.")
     agent_image_pull_policy: str = _row("IfNotPresent", "", "Image pull policy of agents.")
     agent_image_pull_secrets: str = _row("", "", "Names of image pull Secrets of agents, separated by commas.")
     agent_runtime_class: str = _row("", "", "RuntimeClass of agents whose deployment names none. Empty: the cluster's.")
-    http_host: str = _row("127.0.0.1", "", "Address of health and metrics: the pod's own.")
+    http_host: str = _row("127.0.0.1", "", "Address that serves health and metrics: the pod's own.")
     http_port: int = _row(8080, "", "Port of health and metrics.")
-    lease_s: float = _row(15.0, "seconds", "A Lease that was not renewed for so long is anybody's.")
+    lease_s: float = _row(15.0, "seconds", "A Lease that was not renewed for this long has expired.")
     lease_renew_s: float = _row(5.0, "seconds", "Time between two renewals.")
-    resync_s: float = _row(60.0, "seconds", "Everything is listed and looked at again after this.")
+    resync_s: float = _row(60.0, "seconds", "Time between two listings and reconciles of everything.")
     watch_lag_limit_s: float = _row(
-        90.0, "seconds", "A watch that misses for so long what a list shows is dead: the operator is not live."
+        90.0, "seconds", "A watch that misses an object for this long is dead, and the liveness probe fails."
     )
-    poll_s: float = _row(10.0, "seconds", "Time between two looks at an agent's status.")
-    poll_timeout_s: float = _row(1.0, "seconds", "An agent that does not answer within this is silent for now.")
-    poll_stale_s: float = _row(30.0, "seconds", "An answer older than this counts as none.")
-    poll_count_max: int = _row(64, "agents", "Agents that are asked at once.")
-    request_timeout_s: float = _row(10.0, "seconds", "A request to the API server ends after this.")
-    worker_count: int = _row(8, "deployments", "Deployments that are reconciled at once.")
-    log_level: str = _row("info", "", "Least important line that is logged: debug, info, warning or error.")
+    poll_s: float = _row(10.0, "seconds", "Time between two polls of an agent's status.")
+    poll_timeout_s: float = _row(1.0, "seconds", "Time limit of one poll.")
+    poll_stale_s: float = _row(30.0, "seconds", "A report older than this is ignored, and its agent is silent.")
+    poll_count_max: int = _row(64, "agents", "Agents that are polled concurrently.")
+    request_timeout_s: float = _row(10.0, "seconds", "Time limit of a request to the API server.")
+    worker_count: int = _row(8, "deployments", "Deployments that are reconciled concurrently.")
+    log_level: str = _row("info", "", "Log level: debug, info, warning or error.")
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str]) -> Settings:
-        """Return the settings that `env` holds; other programs' variables are ignored."""
+        """Return the settings in `env`; variables of other programs are ignored."""
         rows = {variable(row.name): row for row in dataclasses.fields(cls)}
         faults: list[str] = []
         values: dict[str, Any] = {}
@@ -100,7 +102,7 @@ def variable(name: str) -> str:
 
 
 def _is_service_link(name: str) -> bool:
-    """Whether Kubernetes injected this for a Service whose name begins with `longshore`."""
+    """Whether Kubernetes injected this variable for a Service whose name begins with `longshore`."""
     return any(part in name for part in ("_SERVICE_HOST", "_SERVICE_PORT", "_PORT_")) or name.endswith("_PORT")
 
 

@@ -1,4 +1,4 @@
-"""What `helm test` runs: a small deployment is made, its agents become ready, it is deleted."""
+"""Runs `helm test`: creates a small deployment, waits until its agents are ready and deletes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from longshore_wire import names
 
 _REQUEST_LIMIT_S = 10.0
 _LOOK_EVERY_S = 2.0
-# Ranks so small that staging, were an engine to come, takes 8 MiB a lane.
+# Small ranks: if an engine registered, staging would take 8 MiB a lane.
 _SPEC: dict[str, Any] = {
     "model": {"attention": "GQA", "layers": 2, "kvHeads": 2, "headDim": 64, "dtype": "bfloat16"},
     "prefill": {"tensorParallel": 2, "pageSize": 16, "staging": {"bufferSize": "8Mi", "lanes": 1}},
@@ -24,12 +24,12 @@ _SPEC: dict[str, Any] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0 once the agents were ready, 1 with the last conditions if they were not in time."""
+    """Return 0 when the agents are ready. At the time limit, print the last conditions and return 1."""
     parser = argparse.ArgumentParser(prog="python -m longshore_operator.try_out", description=__doc__)
     parser.add_argument("--namespace", required=True)
     parser.add_argument("--limit-s", type=float, default=240.0, help="give up after this")
     parser.add_argument("--role", action="append", default=[], metavar="KEY=VALUE", help="nodes to use; none: all")
-    parser.add_argument("--http-port", type=int, default=names.HTTP_PORT, help="of the agents")
+    parser.add_argument("--http-port", type=int, default=names.HTTP_PORT, help="HTTP port of the agents")
     chosen = parser.parse_args(arguments)
     return asyncio.run(_try(chosen))
 
@@ -59,7 +59,7 @@ async def _try(chosen: argparse.Namespace) -> int:
 
 
 async def _wait(api: Api, namespace: str, name: str, limit_s: float) -> list[dict[str, Any]]:
-    """Return the conditions as soon as Ready is True, or the last ones."""
+    """Return the conditions when Ready is True or the time limit has passed."""
     conditions: list[dict[str, Any]] = []
     for _ in range(max(1, round(limit_s / _LOOK_EVERY_S))):
         found = await api.get(kinds.DEPLOYMENT, namespace, name)

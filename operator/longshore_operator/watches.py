@@ -1,6 +1,6 @@
-"""Whether watches are alive: what they delivered, held against lists. Called by `main`, shown by `health`.
+"""Detects dead watches by comparing their deliveries with lists. Called by `main`, shown by `health`.
 
-A watch whose task has ended or whose stream hangs looks like one on a quiet cluster. Only a list tells them apart.
+A watch with an ended task or a stuck stream looks like a watch on a quiet cluster. Only a list tells them apart.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from longshore_operator.settings import Settings
 from longshore_operator.world import World
 
 _log = logging.getLogger(__name__)
-# How kopf names the tasks of its watches. Should it call them otherwise one day, only the lists are left to tell.
+# kopf's name for the tasks of its watches. If kopf renames them, ended tasks are detected by the lists alone.
 _TASK_PREFIX = "watcher for "
 
 
 class WatchLag:
-    """For how long each watch has missed something. Pure: time is an argument."""
+    """Computes how long each watch has missed an object. Pure: time is an argument."""
 
     def __init__(self, delivered: Mapping[str, Mapping[str, str]]) -> None:
         self._delivered = delivered
-        # Kind -> uid -> (version that a list showed, or None: it was not listed; since when, monotonic).
+        # Kind -> uid -> (listed version, or None if a list did not show it; missed since, monotonic seconds).
         self._missed: dict[str, dict[str, tuple[int | None, float]]] = {}
 
     def listed(self, kind: str, versions: Mapping[str, str], before: Mapping[str, str], now_s: float) -> None:
-        """Take what a list shows.
+        """Compare a list with the watch's deliveries.
 
         Args:
             versions: uid -> resourceVersion of each object that was listed.
-            before: what the watch had delivered when the list was asked for: what came later cannot be held against it.
+            before: uid -> resourceVersion, as the watch had delivered when the list was requested.
         """
         delivered = self._delivered.get(kind, {})
         missed = self._missed.setdefault(kind, {})
@@ -49,7 +49,7 @@ class WatchLag:
                 missed.setdefault(uid, (None, now_s))
 
     def lags_s(self, now_s: float) -> dict[str, float]:
-        """Return, by kind, since when the oldest thing has been missed; 0: nothing is."""
+        """Return, by kind, for how long the oldest missed object has been missed; 0 if none is."""
         found: dict[str, float] = {}
         for kind, missed in self._missed.items():
             delivered = self._delivered.get(kind, {})
@@ -62,7 +62,7 @@ class WatchLag:
 
 
 class WatchCheck:
-    """Lists what is watched, now and then."""
+    """Lists the watched kinds periodically."""
 
     def __init__(self, api: Api, world: World, settings: Settings) -> None:
         self._api = api
@@ -72,17 +72,17 @@ class WatchCheck:
         self._tasks: set[str] = set()
 
     def lags_s(self) -> dict[str, float]:
-        """Return for how long each watch has missed something."""
+        """Return, by kind, how long each watch has missed an object, in seconds."""
         return self._lag.lags_s(time.monotonic())
 
     def ended(self) -> list[str]:
-        """Return the watches whose task has ended by itself: kopf goes on without them, and nothing would be seen."""
+        """Return the watches whose task has ended. kopf keeps running without them and reports nothing."""
         alive = {task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith(_TASK_PREFIX)}
         self._tasks |= alive
         return sorted(self._tasks - alive)
 
     async def run(self) -> None:
-        """Check every watch now and then, for ever."""
+        """Check every watch periodically. Never returns."""
         while True:
             await asyncio.sleep(self._settings.resync_s)
             self.ended()
@@ -96,11 +96,11 @@ class WatchCheck:
         try:
             found: Iterator[dict[str, Any]] = await self._api.metadata(kind, namespace, label)
         except ApiError as error:
-            # No list, no knowledge: an API server that is away is no fault of the watch.
+            # Without a list nothing is known. An unavailable API server is no fault of the watch.
             _log.warning("watches: %s", error)
             return
         versions = {metadata["uid"]: metadata["resourceVersion"] for metadata in found}
-        # An object that was deleted and whose deletion was delivered while the list was on its way is fine.
+        # An object whose deletion was delivered during the list request is not missed.
         self._lag.listed(kind.name, versions, before, time.monotonic())
 
 

@@ -1,6 +1,6 @@
-"""Which deployments are to be looked at, each at most once at a time and as often as something happened. No I/O.
+"""Queues deployments for reconciles, with at most one reconcile of each at a time. No I/O.
 
-What is urgent, such as a change of a spec, comes before everything else, which is mostly counts of a rollout.
+Urgent keys, such as those of a changed spec, come before all others, which are mostly counts of a rollout.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from collections.abc import Iterable
 
 from longshore_operator.world import Key
 
-# After a fault: soon, then more and more seldom, and never less often than a resync comes by.
+# Backoff after failures, in seconds. The maximum is below the resync interval.
 BACKOFFS_S = (0.2, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0)
-# A rollout over many nodes changes counts many times a second: one look after a while covers all that happened meanwhile.
+# A rollout over many nodes changes counts many times a second. One reconcile after this pause covers all of them.
 PAUSE_S = 1.0
 
 
 class WorkQueue:
-    """Keys in the order in which they came, urgent ones first.
+    """A FIFO queue of keys, urgent ones first.
 
-    After a look a key rests for a while: what happens meanwhile makes one more look when that is over. An urgent one,
-    such as a change of the spec, does not wait for it.
+    After a reconcile a key pauses for `PAUSE_S`. Events in that time cause one more reconcile when it ends. An urgent
+    key, such as that of a changed spec, does not wait.
     """
 
     def __init__(self) -> None:
         self._urgent: deque[Key] = deque()
         self._others: deque[Key] = deque()
-        # As many as keys wait in the two.
+        # Counts the keys in both queues.
         self._count = asyncio.Semaphore(0)
         self._waiting: set[Key] = set()
-        # Keys that are worked on, and whether they come again at once.
+        # Keys that are being reconciled, and whether to reconcile them again at once.
         self._working: dict[Key, bool] = {}
         self._again: set[Key] = set()
         self._resting: dict[Key, asyncio.TimerHandle] = {}
@@ -40,7 +40,7 @@ class WorkQueue:
         return len(self._waiting) + len(self._again)
 
     def add(self, keys: Iterable[Key], *, urgent: bool = False) -> None:
-        """Have these looked at."""
+        """Queue these keys."""
         for key in keys:
             if key in self._working:
                 self._again.add(key)
@@ -54,7 +54,7 @@ class WorkQueue:
                 self._urgent.append(key)
 
     async def take(self) -> Key:
-        """Return the next key; the caller must hand it to `done`."""
+        """Wait for the next key and return it. The caller must pass it to `done`."""
         await self._count.acquire()
         key = (self._urgent or self._others).popleft()
         self._waiting.discard(key)
@@ -62,11 +62,11 @@ class WorkQueue:
         return key
 
     def done(self, key: Key, *, failed: bool = False, progress: bool = False, again_s: float | None = None) -> None:
-        """Let go of a key. A failed one comes back after a rest that grows from fault to fault.
+        """Finish a key. A failed key is queued again after a backoff that grows with each failure.
 
         Args:
-            progress: it failed and yet did something: what it met next is a fault of its own.
-            again_s: also look again after this.
+            progress: it made progress before it failed, so the backoff starts anew.
+            again_s: queue it again after this many seconds.
         """
         urgent = self._working.pop(key)
         if progress:

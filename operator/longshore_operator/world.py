@@ -1,6 +1,6 @@
-"""What watches and polls have told the operator: the cache that `observe` reads. No I/O; one thread (the loop's).
+"""Caches the objects and reports from watches and polls, for `observe`. No I/O; used by the loop's thread only.
 
-Objects come in any order and may be older than what is here already; the newer one stays.
+Objects arrive in any order. An object older than the cached one is ignored.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class ChildKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AgentPod:
-    """What is kept of an agent's pod.
+    """The cached part of an agent's pod.
 
     Attributes:
-        config, keys: which config and which keys it was started with.
-        trouble: why it is not ready, if the kubelet or scheduler said so.
-        starting: it is not ready because its containers are on their first way up, and nothing went wrong yet.
+        config, keys: digests of the config and keys that it was started with.
+        trouble: why it is not ready, if the kubelet or scheduler reports a cause.
+        starting: its containers are starting for the first time, without a failure so far.
     """
 
     key: Key
@@ -57,7 +57,7 @@ class AgentPod:
 
 @dataclass(frozen=True, slots=True)
 class Poll:
-    """The last answer of an agent and when it came (monotonic). Without a report: when it was first asked in vain."""
+    """An agent's last report and its time (monotonic seconds). Without a report, the time of the first failed poll."""
 
     answered_s: float
     report: AgentReport | None
@@ -65,7 +65,7 @@ class Poll:
 
 @dataclass(slots=True)
 class World:
-    """Everything that was observed; `settled` names versions of children that apply left as they were."""
+    """All observed state. `settled` holds versions of children that an apply leaves unchanged."""
 
     deployments: dict[Key, Body] = field(default_factory=dict)
     children: dict[Key, dict[ChildKey, Body]] = field(default_factory=lambda: defaultdict(dict))
@@ -73,13 +73,13 @@ class World:
     nodes: dict[str, Mapping[str, str]] = field(default_factory=dict)
     polls: dict[str, Poll] = field(default_factory=dict)
     settled: dict[tuple[Key, ChildKey], str] = field(default_factory=dict)
-    # What watches delivered, by kind and uid: held against lists to see that a watch is alive.
+    # Versions that watches delivered, by kind and uid. `watches` compares them with lists.
     delivered: dict[str, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
     _pods_of: dict[Key, set[str]] = field(default_factory=lambda: defaultdict(set))
     _pods_on: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
 
     def take(self, kind: Kind, body: Body, *, deleted: bool) -> set[Key]:
-        """Take an object from a watch; return the deployments that it concerns."""
+        """Store an object from a watch; return the deployments that it concerns."""
         metadata = body["metadata"]
         if deleted:
             self.delivered[kind.name].pop(metadata["uid"], None)
@@ -94,14 +94,14 @@ class World:
         return self.take_child(kind, body, deleted=deleted)
 
     def is_new(self, body: Body) -> bool:
-        """Whether a deployment's spec is another than the one that is known."""
+        """Whether a deployment's spec differs from the cached one."""
         known = self.deployments.get(Key(body["metadata"]["namespace"], body["metadata"]["name"]))
         one = body["metadata"]
         other = None if known is None else known["metadata"]
         return other is None or (one["uid"], one["generation"]) != (other["uid"], other["generation"])
 
     def take_child(self, kind: Kind, body: Body, *, deleted: bool = False) -> set[Key]:
-        """Take a child from a watch or from the answer to a write."""
+        """Store a child from a watch or from the response to a write."""
         metadata = body["metadata"]
         deployment = metadata.get("labels", {}).get(names.DEPLOYMENT_LABEL)
         if deployment is None:
@@ -121,17 +121,17 @@ class World:
         return {key}
 
     def take_status(self, key: Key, body: Body) -> None:
-        """Take a deployment from the answer to a write of its status."""
+        """Store a deployment from the response to a write of its status."""
         known = self.deployments.get(key)
         if known is not None and not is_older(body, known):
             self.deployments[key] = body
 
     def pods_of(self, key: Key) -> list[AgentPod]:
-        """Return the agents' pods of a deployment, by name."""
+        """Return the agents' pods of a deployment, sorted by name."""
         return sorted((self.pods[uid] for uid in self._pods_of.get(key, ())), key=lambda pod: pod.name)
 
     def neighbours(self, key: Key) -> dict[Key, set[str]]:
-        """Return the other deployments that have agents on the same nodes, with those nodes."""
+        """Return the other deployments with agents on the same nodes, and those nodes."""
         found: dict[Key, set[str]] = defaultdict(set)
         for pod in self.pods_of(key):
             for uid in self._pods_on.get(pod.node, ()):
@@ -141,7 +141,7 @@ class World:
         return dict(found)
 
     def answered(self, uid: str, poll: Poll) -> Key | None:
-        """Take an agent's answer; return the deployment if anything of it is new."""
+        """Store an agent's answer; return the deployment if the answer is new."""
         pod, before = self.pods.get(uid), self.polls.get(uid)
         if pod is None:
             return None
@@ -195,7 +195,7 @@ class World:
 
 
 def is_older(body: Body, than: Body) -> bool:
-    """Whether `body` is an older version of the same object. Versions of one object are numbers that grow."""
+    """Whether `body` is an older version of the same object. Versions of one object are increasing numbers."""
     one, other = body["metadata"], than["metadata"]
     if one["uid"] != other["uid"]:
         return str(one.get("creationTimestamp", "")) < str(other.get("creationTimestamp", ""))
@@ -203,7 +203,7 @@ def is_older(body: Body, than: Body) -> bool:
 
 
 def read_pod(body: Body) -> AgentPod | None:
-    """Return what is kept of a pod, or None if it is no agent's."""
+    """Return the cached part of a pod, or None if it is no agent's."""
     metadata, status = body["metadata"], body.get("status") or {}
     deployment = metadata.get("labels", {}).get(names.DEPLOYMENT_LABEL)
     if deployment is None:
@@ -226,7 +226,7 @@ def read_pod(body: Body) -> AgentPod | None:
 
 
 def _wanted_node(body: Body) -> str:
-    """Return the node that the DaemonSet controller wants a pod on that is not scheduled yet."""
+    """Return the node that the DaemonSet controller chose for a pod that is not scheduled yet."""
     affinity = ((body.get("spec") or {}).get("affinity") or {}).get("nodeAffinity") or {}
     terms = (affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}).get("nodeSelectorTerms") or []
     for field_ in (field_ for term in terms for field_ in term.get("matchFields") or []):
@@ -246,7 +246,7 @@ def _http_port(body: Body) -> int:
 
 
 def _is_starting(status: Body) -> bool:
-    """Whether a container is on its first way up: not begun, or not past its startup probe, and never restarted."""
+    """Whether a container starts for the first time: not started or before its startup probe, and never restarted."""
     states = status.get("containerStatuses") or ()
     if any(state.get("restartCount") for state in states):
         return False
@@ -256,7 +256,7 @@ def _is_starting(status: Body) -> bool:
 
 
 def _trouble(status: Body) -> str:
-    """Return why a pod is not ready: what its containers wait for, else what its conditions say."""
+    """Return why a pod is not ready: the cause that its containers wait for, else its conditions' messages."""
     waits: Iterable[Body] = (
         state["state"]["waiting"]
         for group in ("initContainerStatuses", "containerStatuses")

@@ -1,1 +1,1 @@
-"""From what was observed to what is to be done and said. Pure: no clock, no I/O, no kopf, no kubernetes."""
+"""Decides which objects to write and which conditions to report. Pure: no clock, I/O, kopf or kubernetes."""

@@ -1,4 +1,4 @@
-"""`decide`: what is to be done about one deployment, and what its status says. Called by `reconcile` alone."""
+"""Decides which objects of one deployment to write and what its status says. Called by `reconcile` alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class NewKeys:
-    """Keys are to be made for this revision, that still let these clients in; `previous` is the Secret before, if any."""
+    """A request for keys of `revision` that still accept these clients. `previous` names the Secret before, if any."""
 
     revision: int
     accepted: tuple[str, ...]
@@ -40,13 +40,13 @@ class Transition:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What is to be done, in this order: keys, children, status, events.
+    """The writes to make, in this order: keys, children, status, events.
 
     Attributes:
-        keys: None: the ones that the status names are good. Else nothing below is final: decide again with the new ones.
+        keys: None if the keys in the status are valid. Otherwise make these and decide again; the rest is provisional.
         apply: children that differ from what the spec renders to.
         delete: children that were switched off.
-        status: the whole status; None: what is written already says the same.
+        status: the whole status; None if it is unchanged.
     """
 
     keys: NewKeys | None = None
@@ -57,12 +57,12 @@ class Decision:
 
     @property
     def at_rest(self) -> bool:
-        """Whether nothing is to be written."""
+        """Whether there is nothing to write."""
         return self.keys is None and not self.apply and not self.delete and self.status is None
 
 
 def decide(observed: Observed, images: ImageChoice) -> Decision:
-    """Return what is to be done about a deployment."""
+    """Return the decision on one deployment."""
     judged = spec.judge(observed.body)
     keys = observed.status.get("keys") or {}
     if judged.config is not None and judged.manifest is not None:
@@ -98,13 +98,13 @@ def _fingerprint(secret: str) -> str:
 
 
 def _older_keys(observed: Observed, keys: Body) -> list[str]:
-    """Return where agents still have older keys: those know the current ones, and would not know the next."""
+    """Return the nodes whose agents have older keys. Those accept the current keys and would refuse the next."""
     pods = [agent.pod for agent in observed.agents]
     return [pod.node or pod.name for pod in pods if pod.keys and pod.keys != _fingerprint(keys["secret"])]
 
 
 def _keys_wait(observed: Observed, manifest: DisaggDeployment | None, keys: Body) -> str:
-    """Return for whom new keys wait; empty: they do not."""
+    """Return why new keys must wait; empty if they need not."""
     if manifest is None or not keys or keys.get("revision") == manifest.spec.agents.keys_revision:
         return ""
     revision, older = manifest.spec.agents.keys_revision, some(_older_keys(observed, keys))
@@ -117,7 +117,7 @@ def _render(observed: Observed, judged: spec.Judged, images: ImageChoice, keys: 
     return _rendered(spec.text_of(observed.body), observed.uid, images, keys["secret"], keys.get("previous") or "")
 
 
-# As `judge_text`. What it returns is shared by all looks: it is compared and sent, never changed.
+# Cached like `spec.judge_text`. All callers share the result, so it must not be modified.
 @functools.lru_cache(maxsize=spec.KEPT_COUNT_MAX)
 def _rendered(
     text: str, uid: str, images: ImageChoice, secret: str, previous_secret: str
@@ -149,7 +149,7 @@ def _is_due(observed: Observed, kind: Kind, body: Body) -> bool:
 
 
 def _unwanted(observed: Observed, children: tuple[tuple[Kind, Body], ...]) -> tuple[ChildKey, ...]:
-    """Return our children that are rendered no more. What somebody else made is left alone, whatever its name."""
+    """Return our children that are no longer rendered. Objects of other owners are ignored, even under our names."""
     wanted = {ChildKey(kind.name, body["metadata"]["name"]) for kind, body in children}
     return tuple(
         child for child, body in observed.children.items() if child not in wanted and is_ours(body, observed.uid)
@@ -157,7 +157,7 @@ def _unwanted(observed: Observed, children: tuple[tuple[Kind, Body], ...]) -> tu
 
 
 def _judge(observed: Observed, judged: spec.Judged, children: dict[str, Body]) -> tuple[list[Verdict], Body]:
-    """Return all verdicts and the status that they make."""
+    """Return all verdicts and the resulting status."""
     seen = rollout.look(observed, children.get(kinds.DAEMON_SET.name))
     found = engines.connections(observed.agents)
     compatible = _compatible(judged)
@@ -260,7 +260,7 @@ def _before(observed: Observed, condition: ConditionType) -> Body | None:
 
 
 def _transitions(observed: Observed, verdicts: list[Verdict]) -> tuple[Transition, ...]:
-    """Return the conditions whose status or reason is another than before; on first sight those that are not Unknown."""
+    """Return the conditions whose status or reason changed. A new condition counts unless it is Unknown."""
     found = []
     for entry in verdicts:
         before = _before(observed, entry.condition)

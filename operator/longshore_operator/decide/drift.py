@@ -1,4 +1,4 @@
-"""Whether a child is as it was rendered. The server adds defaults and others add fields: both are no difference."""
+"""Detects drift: whether a child differs from its rendering. Server defaults and fields of others do not count."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Body = dict[str, Any]
 def differs(wanted: Body, found: Body) -> bool:
     """Whether applying `wanted` would change `found`.
 
-    The digest among the annotations tells of what was rendered once and is not any more; the rest is compared field by
-    field, so that a change by somebody else is seen.
+    The digest annotation detects fields that are no longer rendered. The field-by-field comparison detects changes by
+    others.
     """
     if _rendered(found) != _rendered(wanted):
         return True
@@ -27,7 +27,7 @@ def _rendered(body: Body) -> str | None:
 
 
 def _holds(found: object, wanted: object) -> bool:
-    """Whether `found` has everything that `wanted` has."""
+    """Whether `found` contains `wanted`."""
     if isinstance(wanted, Mapping):
         if not isinstance(found, Mapping):
             return not wanted and found is None
@@ -36,5 +36,5 @@ def _holds(found: object, wanted: object) -> bool:
         if not isinstance(found, Sequence) or isinstance(found, str):
             return not wanted and found is None
         return len(found) == len(wanted) and all(map(_holds, found, wanted))
-    # False and 0 are what the server leaves out.
+    # The server omits False and 0.
     return found == wanted or (found is None and not wanted)

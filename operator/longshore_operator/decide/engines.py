@@ -1,6 +1,6 @@
-"""What agents say of engines, peers and wires: EnginesConnected, PeersConnected and TransportVerified.
+"""Decides EnginesConnected, PeersConnected and TransportVerified from the agents' reports.
 
-An agent that does not answer is a reason, never a guess: what the others say holds only where it suffices by itself.
+If an agent is silent, a condition is Unknown unless the reports of the others decide it.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from longshore_wire.names import PROTECTIONS
 _ENGINES = ConditionType.ENGINES_CONNECTED
 _PEERS = ConditionType.PEERS_CONNECTED
 _WIRES = ConditionType.TRANSPORT_VERIFIED
-# How agents call the two halves, and what people call the engines on them.
+# The roles as agents report them, and their engines' names in messages.
 PREFILL, DECODE = "source", "target"
 _ROLE_NAMES = {PREFILL: "prefill", DECODE: "decode"}
-# What an agent calls a wire that it has not found out.
+# An agent reports one of these while it does not know the wire.
 _WIRES_NOT_FOUND = frozenset({"", "Unknown", "unknown"})
 
 
 @dataclass(frozen=True, slots=True)
 class Connections:
-    """What the reports add up to.
+    """The agents' reports, combined.
 
     Attributes:
         instances: complete instances by half, each counted once however many nodes it spans.
-        partial: instances of which ranks are missing.
-        silent: nodes of agents that were there and do not answer, whether their pods are still called ready or not.
-        answering: agents that do.
+        partial: instances with missing ranks.
+        silent: nodes whose agents answered before and do not answer now, whether or not their pods are ready.
+        answering: agents that answer.
     """
 
     instances: dict[str, frozenset[str]]
@@ -50,7 +50,7 @@ class Connections:
         return bool(self.partial or any(self.instances.values()))
 
     def wires(self, half: str) -> str:
-        """Return what bytes of the workers of one half travel over, joined by commas."""
+        """Return the wires that workers of one half use, joined by commas."""
         found = {
             peer.wire
             for _, worker, peer in self.peers
@@ -59,13 +59,13 @@ class Connections:
         return ", ".join(sorted(found))
 
     def data_paths(self, half: str) -> str:
-        """Return what protects the data ports of the workers of one half, the best first, joined by commas."""
+        """Return the protection of the data ports of one half's workers, strongest first, joined by commas."""
         found = {worker.data_path for worker in self.workers if any(half in engine.roles for engine in worker.engines)}
         return ", ".join(name for name in PROTECTIONS if name in found)
 
 
 def connections(agents: tuple[Agent, ...]) -> Connections:
-    """Return what the agents' reports add up to."""
+    """Combine the agents' reports."""
     answering = [agent for agent in agents if agent.report is not None]
     complete: dict[str, set[str]] = {PREFILL: set(), DECODE: set()}
     seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""Whether agents run where and as the spec says: AgentsReady and Progressing, and the counts of the status."""
+"""Decides AgentsReady and Progressing, and counts the agents for the status."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from longshore_operator.reasons import ConditionType
 from longshore_operator.world import ChildKey
 
 Body = dict[str, Any]
-# Of one agent in a condition's message, which may name five; `/readyz` has all of it.
+# Of one agent's reasons in a condition's message, which may name five agents. `/readyz` has the whole text.
 _OWN_WORDS_CHARACTERS_MAX = 400
 _READY, _PROGRESSING = ConditionType.AGENTS_READY, ConditionType.PROGRESSING
 
@@ -28,7 +28,7 @@ class Counts:
     updated: int = 0
 
     def status(self) -> Body:
-        """Return the status's part."""
+        """Return these counts as a part of the status."""
         return {
             "desired": self.desired,
             "ready": self.ready,
@@ -39,7 +39,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """How far the DaemonSet is. `known` is false until its controller has seen the newest version."""
+    """Progress of the DaemonSet. `known` is false until its controller has observed the newest generation."""
 
     counts: Counts
     exists: bool
@@ -48,10 +48,10 @@ class Rollout:
 
 
 def look(observed: Observed, wanted: Body | None) -> Rollout:
-    """Return how far the agents are.
+    """Return the progress of the agents' rollout.
 
     Args:
-        wanted: the DaemonSet that the current spec renders to; None: there is none, as the spec cannot work.
+        wanted: the DaemonSet of the current spec; None if the spec is invalid.
     """
     name = names.agent(observed.key.name)
     found = observed.children.get(ChildKey(kinds.DAEMON_SET.name, name))
@@ -77,7 +77,7 @@ def _same(observed: Observed, wanted: Body, found: Body) -> bool:
 def judge_agents(
     observed: Observed, rollout: Rollout, selectors: str, *, can_work: bool, keys_wait: str = ""
 ) -> Verdict:
-    """Return AgentsReady. `keys_wait`: for whom keys that the spec asks for wait; empty: nobody has to wait."""
+    """Return AgentsReady. `keys_wait`: why new keys wait; empty if they do not."""
     counts = rollout.counts
     if not can_work:
         return verdict(_READY, "SpecNotApplied", f"{counts.ready} agents are ready, by an older spec or none")
@@ -99,7 +99,7 @@ def judge_agents(
 
 
 def _unwell(observed: Observed) -> list[str]:
-    """Return the agents that are not ready for another reason than that they are starting or ending."""
+    """Return the agents that are not ready although they are neither starting nor ending."""
     return [
         f"{agent.pod.node or agent.pod.name} ({agent.pod.trouble or _own_words(agent) or 'not ready'})"
         for agent in observed.agents
@@ -108,7 +108,7 @@ def _unwell(observed: Observed) -> list[str]:
 
 
 def _own_words(agent: Agent) -> str:
-    """Return why an agent says that it is not ready; empty: it says nothing of it."""
+    """Return the agent's own reasons for not being ready; empty if it gives none."""
     said = "; ".join(agent.report.unready) if agent.report is not None else ""
     return said if len(said) <= _OWN_WORDS_CHARACTERS_MAX else f"{said[:_OWN_WORDS_CHARACTERS_MAX]}…"
 
@@ -125,7 +125,7 @@ def judge_progress(rollout: Rollout, compatible: Verdict, agents: Verdict) -> Ve
 def role_counts(
     agents: tuple[Agent, ...], nodes: Mapping[str, Mapping[str, str]] | None, selector: Mapping[str, str], config: str
 ) -> Body:
-    """Return nodes, readyAgents and updatedAgents of one role; what cannot be known without nodes is left out.
+    """Return nodes, readyAgents and updatedAgents of one role, without the counts that need unreadable nodes.
 
     Args:
         config: the digest that current agents carry.

@@ -1,4 +1,4 @@
-"""Whether agents of other deployments take memory on the same nodes: NodesShared."""
+"""Decides NodesShared: whether agents of other deployments take memory on the same nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a deployment can work: its manifest read, checked and planned by the types that agents use, too."""
+"""Reads, checks and plans a manifest with the same types that agents use."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from longshore_wire.errors import ConfigError
 from longshore_wire.plan import Summary
 from longshore_wire.slabs import slab_limit_bytes
 
-# What a status may hold, with room to spare.
+# Faults in one status message; well below the message's limit.
 FAULTS_SHOWN_MAX = 8
-# Specs whose judgement is kept: several times the deployments of a large cluster. One takes a few KiB.
+# Cached results: several times the deployments of a large cluster. One takes a few KiB.
 KEPT_COUNT_MAX = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A spec that can work (`config` and `plan` are there), or its faults."""
+    """A valid spec with `config` and `plan`, or its faults."""
 
     manifest: manifest.DisaggDeployment | None
     config: AgentConfig | None
@@ -30,21 +30,21 @@ class Judged:
 
 
 def judge(body: dict[str, Any]) -> Judged:
-    """Return what becomes of a DisaggDeployment as the API server gives it."""
+    """Check a DisaggDeployment as the API server returns it."""
     return judge_text(text_of(body))
 
 
 def text_of(body: dict[str, Any]) -> str:
-    """Return all that a judgement depends on; equal texts are judged alike."""
+    """Return the cache key: every field that the check depends on."""
     metadata = {key: body["metadata"][key] for key in ("name", "namespace") if key in body["metadata"]}
     parts = {key: body[key] for key in ("apiVersion", "kind", "spec") if key in body}
     return json.dumps({**parts, "metadata": metadata}, sort_keys=True)
 
 
-# During a rollout a deployment is looked at each second while its spec stays as it is.
+# Cached because a rollout reconciles a deployment each second while its spec stays the same.
 @functools.lru_cache(maxsize=KEPT_COUNT_MAX)
 def judge_text(text: str) -> Judged:
-    """Return what becomes of a DisaggDeployment of this text."""
+    """Check a DisaggDeployment given as `text_of` writes it."""
     read = None
     try:
         read = manifest.read(json.loads(text))
@@ -58,7 +58,7 @@ def judge_text(text: str) -> Judged:
 
 
 def _summary(config: AgentConfig) -> Summary:
-    """Return the plan in numbers. A slab is as large as the lane's buffer and the ring's share allow."""
+    """Return the plan's numbers. The lane's buffer and the ring's share limit the size of a slab."""
     plan = config.plan()
     writers = max(len(plan.of_target(rank)) for rank in {pair.target_rank for pair in plan.pairs})
     lane_bytes = config.prefill.staging.buffer_size

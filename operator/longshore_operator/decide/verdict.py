@@ -1,4 +1,4 @@
-"""One condition as `decide` judges it, before it is compared with what the status says already."""
+"""The type of one decided condition, before the comparison with the current status."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from longshore_operator.reasons import ConditionType, Truth, reason
 
-# Names in one message: enough to begin with, few enough to read.
+# Names in one message. More would be hard to read.
 NAMES_SHOWN_MAX = 5
-# What the CRD allows.
+# The CRD's limit.
 MESSAGE_CHARACTERS_MAX = 4096
 
 
@@ -33,12 +33,12 @@ class Verdict:
 
 
 def verdict(condition: ConditionType, name: str, message: str) -> Verdict:
-    """Return a verdict; the reason must be one of the table."""
+    """Return a verdict whose reason is in the table."""
     return Verdict(condition, reason(condition, name).name, message[:MESSAGE_CHARACTERS_MAX])
 
 
 def some(entries: Iterable[str]) -> str:
-    """Return the first entries in order, and how many more there are."""
+    """Return the first entries in sorted order and the count of the rest."""
     found: Sequence[str] = sorted(set(entries))
     shown = ", ".join(found[:NAMES_SHOWN_MAX])
     return f"{shown} and {len(found) - NAMES_SHOWN_MAX} more" if len(found) > NAMES_SHOWN_MAX else shown

@@ -1,1 +1,1 @@
-"""From a checked spec to the objects that a deployment consists of. Pure: equal input, equal output, byte by byte."""
+"""Renders the objects of a deployment from its checked spec. Pure: equal input gives equal bytes."""

@@ -1,4 +1,4 @@
-"""The DaemonSet of the agents and their ServiceAccount, with the least privilege that works."""
+"""Renders the agents' DaemonSet and ServiceAccount, with the least privilege that works."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from longshore_operator.render.config import config_text
 from longshore_operator.render.wanted import Body, Wanted, child, digest
 from longshore_wire import names as wire_names
 
-# As the agent's image makes it.
+# The user id in the agent's image.
 _USER = 10001
-# The agent drains its rooms for so long on SIGTERM; the kubelet waits longer, or it would cut that short.
+# On SIGTERM the agent drains its rooms for this long. The kubelet's grace period must be longer.
 DRAIN_S = 20
 GRACE_S = 45
 _CONFIG_FOLDER = wire_names.CONFIG_PATH.rpartition("/")[0]
-# The first answer of a worker with GPU staging takes tens of seconds.
+# A worker with GPU staging takes tens of seconds to start.
 _START_TRIES = 60
 
 
 def service_account(wanted: Wanted) -> Body:
-    """Return the agents' ServiceAccount: agents do not talk to the API server, so it comes without a token."""
+    """Return the agents' ServiceAccount. It mounts no token, as agents do not call the API server."""
     return child(wanted, kinds.SERVICE_ACCOUNT, {"automountServiceAccountToken": False})
 
 
@@ -80,7 +80,7 @@ def _toleration(entry: msgspec.Struct) -> Body:
 
 
 def _affinity(wanted: Wanted) -> Body:
-    """Return an affinity to nodes that either selector picks; none if one of them picks every node."""
+    """Return an affinity to nodes that either selector matches; none if one of them matches every node."""
     spec = wanted.manifest.spec
     selectors = [spec.prefill.node_selector, spec.decode.node_selector]
     if not all(selectors):
@@ -96,7 +96,7 @@ def _expression(key: str, value: str) -> Body:
 
 
 def _prepare(wanted: Wanted) -> Body:
-    """Return what gives the sockets' folder to the agent: the kubelet makes it as root, and no volume option helps."""
+    """Return the container that makes the agent own its sockets' folder. The kubelet creates the folder as root."""
     return {
         "name": "own-run-directory",
         "image": wanted.agents.image or wanted.images.image,
@@ -153,7 +153,7 @@ def _environment() -> list[Body]:
 
 
 def _ports(wanted: Wanted) -> list[Body]:
-    """Return the declared ports. In the node's network the first worker's is declared too, so that clashes show."""
+    """Return the declared ports. In the host network the first worker's port is included, so that conflicts show."""
     control = wanted.config.control
     ports = [("http", control.http_port)]
     if control.worker_port:
@@ -180,10 +180,10 @@ def _volumes(wanted: Wanted) -> list[Body]:
 
 
 def _keys(wanted: Wanted) -> list[Body]:
-    """Return the keys and those before them: agents of two revisions work together while they are replaced."""
+    """Return the current and previous keys: agents of two revisions work together during a rollout."""
     sources: list[Body] = [_secret(wanted.keys_secret, names.KEYS_FILE)]
     if wanted.previous_keys_secret:
-        # Where it is gone, nobody can have it any more but agents that are to be replaced.
+        # Optional: if the Secret is gone, only agents that are about to be replaced have its keys.
         sources.append(_secret(wanted.previous_keys_secret, names.PREVIOUS_KEYS_FILE, optional=True))
     return sources
 

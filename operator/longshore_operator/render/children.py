@@ -1,4 +1,4 @@
-"""All children of a deployment, in the order in which they are applied. Called by `decide`."""
+"""Renders all children of a deployment, in the order in which they are applied. Called by `decide`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RENDER = {
 
 
 def render(wanted: Wanted) -> list[tuple[Kind, Body]]:
-    """Return every child that is wanted; what the deployment switched off is not among them."""
+    """Return every child that the deployment has switched on."""
     off = {
         kinds.NETWORK_POLICY: not wanted.agents.network_policy,
         kinds.POD_MONITOR: not wanted.agents.pod_monitor,
@@ -29,7 +29,7 @@ def render(wanted: Wanted) -> list[tuple[Kind, Body]]:
 
 
 def keys_secret(namespace: str, deployment: str, uid: str, name: str, text: str) -> Body:
-    """Return the Secret of the keys; `text` is the file with their secret halves."""
+    """Return the Secret of the keys. `text` is the file with their secret halves."""
     body = owned(namespace, deployment, uid, kinds.SECRET, name, {"type": "Opaque", "immutable": True})
-    # Added last: the digest that `owned` makes must tell nothing of the secret halves.
+    # Added last, so that the digest of `owned` does not depend on the secrets.
     return body | {"stringData": {names.KEYS_FILE: text}}

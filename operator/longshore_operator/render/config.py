@@ -1,4 +1,4 @@
-"""The agents' config file and the ConfigMap that holds it."""
+"""Renders the agents' config file and its ConfigMap."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from longshore_wire.agent_config import dump
 
 
 def config_text(wanted: Wanted) -> str:
-    """Return the file. How many instances are expected is the status's business: it must not replace agents."""
+    """Return the config file without the instance counts: a change of these must not replace agents."""
     prefill = msgspec.structs.replace(wanted.config.prefill, instances=None)
     decode = msgspec.structs.replace(wanted.config.decode, instances=None)
     return dump(msgspec.structs.replace(wanted.config, prefill=prefill, decode=decode))

@@ -1,4 +1,4 @@
-"""What others reach of the agents: a headless Service, a NetworkPolicy, and a PodMonitor where one is wanted."""
+"""Renders the agents' headless Service, NetworkPolicy and, if switched on, PodMonitor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from longshore_operator.render.wanted import Body, Wanted, child
 
 
 def service(wanted: Wanted) -> Body:
-    """Return the headless Service: a name for each agent, ready or not, as each of them reports about itself."""
+    """Return the headless Service. It gives each agent a DNS name, also while it is not ready."""
     port = {"name": "http", "port": wanted.agents.http_port, "targetPort": "http", "protocol": "TCP"}
     spec = {
         "clusterIP": "None",
@@ -19,7 +19,7 @@ def service(wanted: Wanted) -> Body:
 
 
 def network_policy(wanted: Wanted) -> Body:
-    """Return the NetworkPolicy: agents of this deployment reach each other, everybody reaches health and metrics."""
+    """Return the NetworkPolicy. Agents of this deployment reach each other; all pods reach health and metrics."""
     pods = {"matchLabels": names.selector(wanted.name)}
     status = [{"protocol": "TCP", "port": wanted.agents.http_port}]
     spec = {
@@ -31,7 +31,7 @@ def network_policy(wanted: Wanted) -> Body:
 
 
 def pod_monitor(wanted: Wanted) -> Body:
-    """Return the PodMonitor, whose kind the Prometheus operator brings."""
+    """Return the PodMonitor, a kind of the Prometheus operator."""
     spec = {
         "selector": {"matchLabels": names.selector(wanted.name)},
         "podMetricsEndpoints": [{"port": "http", "path": "/metrics"}],

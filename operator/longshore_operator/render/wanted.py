@@ -1,4 +1,4 @@
-"""What a deployment's objects are rendered from. Made by `decide.spec`, read by everything in `render`."""
+"""The input of rendering: one checked deployment. Made by `decide.decision`, read by all of `render`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ImageChoice:
-    """What the operator was told of agents' images, for deployments that say nothing."""
+    """The operator's defaults for agents' images."""
 
     image: str
     pull_policy: str
@@ -31,9 +31,9 @@ class Wanted:
     """One deployment, checked.
 
     Attributes:
-        uid: of the DisaggDeployment, which owns every child.
-        keys_secret, keys_fingerprint: the Secret with the keys, and which keys they are.
-        previous_keys_secret: the Secret before it, which agents need to know agents that still have it; empty: none.
+        uid: uid of the DisaggDeployment, the owner of every child.
+        keys_secret, keys_fingerprint: the Secret with the keys, and their fingerprint.
+        previous_keys_secret: the Secret before it, so that agents accept agents that still use it; empty if none.
     """
 
     manifest: DisaggDeployment
@@ -46,7 +46,7 @@ class Wanted:
 
     @property
     def agents(self) -> Agents:
-        """How its agents run."""
+        """The spec's section on agents."""
         return self.manifest.spec.agents
 
     @property
@@ -61,12 +61,12 @@ class Wanted:
 
 
 def child(wanted: Wanted, kind: Kind, content: Body) -> Body:
-    """Return the whole object of a child whose own part is `content`; its digest is among its annotations."""
+    """Return a child with this content, plus metadata with its digest."""
     return owned(wanted.namespace, wanted.manifest.deployment.name, wanted.uid, kind, names.agent(wanted.name), content)
 
 
 def owned(namespace: str, deployment: str, uid: str, kind: Kind, name: str, content: Body) -> Body:
-    """Return an object that is deleted with its deployment, with labels and the digest of what it holds."""
+    """Return an object that the deployment owns, with our labels and the digest of its content."""
     owner = {
         "apiVersion": wire_names.API_GROUP_VERSION,
         "kind": wire_names.KIND,
