@@ -1,1 +1,1 @@
-"""The `longshore` command: agents of one machine (`up`), keys, and the way into the laboratory (`demo`, `bench`)."""
+"""The `longshore` command: runs agents on one machine (`up`), makes keys, and starts the laboratory (`demo`, `bench`)."""

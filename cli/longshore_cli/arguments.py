@@ -1,7 +1,7 @@
-"""What several commands read from their command lines, as types for argparse; each fault says what to give.
+"""Argument types for argparse that several commands share. Each error message names the valid values.
 
-Called by `bench`, `demo` and `up` when they declare their arguments. Nothing is started before all of them were read: a
-measurement of minutes must not end at a file that cannot be written.
+Called by `bench`, `demo` and `up` when they declare their arguments. All arguments are checked before anything starts,
+so that a long measurement cannot fail at a file that is not writable.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BACKENDS = tuple(backend.value for backend in Backend)
 
 
 def whole(low: int) -> Callable[[str], int]:
-    """Return what reads a whole number from `low` on."""
+    """Return a parser of whole numbers from `low` on."""
 
     def read(text: str) -> int:
         try:
@@ -32,7 +32,7 @@ def whole(low: int) -> Callable[[str], int]:
 
 
 def wholes(text: str) -> list[int]:
-    """Read whole numbers from 1 on, separated by commas; return them in order, each once."""
+    """Parse comma-separated whole numbers from 1 on; return them sorted and without duplicates."""
     try:
         found = sorted({int(part) for part in text.split(",")})
     except ValueError:
@@ -43,7 +43,7 @@ def wholes(text: str) -> list[int]:
 
 
 def tp_pair(text: str, heads: int) -> tuple[int, int]:
-    """Read `4:1`, the TPs of prefill and decode for a model with so many KV heads."""
+    """Parse the TPs of prefill and decode, such as `4:1`; both must divide the number of KV heads."""
     prefill, _, decode = text.partition(":")
     try:
         found = int(prefill), int(decode)
@@ -55,7 +55,7 @@ def tp_pair(text: str, heads: int) -> tuple[int, int]:
 
 
 def seconds(text: str) -> float:
-    """Read how long something takes, in seconds from 0 on."""
+    """Parse a duration in seconds, 0 or more."""
     try:
         found = float(text)
     except ValueError:
@@ -66,7 +66,7 @@ def seconds(text: str) -> float:
 
 
 def new_file(text: str) -> Path:
-    """Read the path of a file that is written in the end; its directory is there."""
+    """Parse the path of an output file; its directory must exist."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a directory: name a file in it")

@@ -1,7 +1,7 @@
-"""Hands `longshore demo` and `longshore bench` over to the laboratory, which needs an extra of its own.
+"""Runs `longshore demo` and `longshore bench` from the laboratory, which needs the extra `lab`.
 
-Called by `main`. No other module outside `lab/` imports `longshore_lab`, and this one only when one of the two commands
-is run: the other commands work without it.
+Called by `main`. No other module outside `lab/` imports `longshore_lab`. This one imports it only when one of the two
+commands runs, so that the other commands work without it.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from importlib.util import find_spec
 
 from longshore_wire.errors import LongshoreError, Reason
 
-# With what the command line shows of each.
+# Each command with its help text.
 COMMANDS = {
     "demo": "move KV between unequal layouts on this machine and compare every byte and token",
     "bench": "measure transfers on this machine",
 }
-# The laboratory, what it imports itself, and what the agents need that it starts. A missing one would otherwise be
-# noticed late: matplotlib, for one, only when everything was measured.
+# Imports of the laboratory and of the agents that it starts. They are checked first: matplotlib, for example, would
+# otherwise be missed only after the whole measurement.
 _MODULES = ("longshore_lab", "fastapi", "matplotlib", "numpy", "torch", "uvicorn", "zmq")
 _EXIT_NOT_INSTALLED = 2
 
 
 class LaboratoryMissingError(LongshoreError):
-    """The laboratory, or something that it needs, is not installed; names that and the extras to install."""
+    """The laboratory or one of its requirements is not installed; names it and the extras to install."""
 
     reason = Reason.UNSUPPORTED
 
 
 def run(command: str, words: Sequence[str]) -> int:
-    """Run one of COMMANDS with its arguments; return its exit status, which is 2 where the laboratory is not installed."""
+    """Run one of COMMANDS with its arguments; return its exit status: 2 if the laboratory is not installed."""
     try:
         add_arguments, run_it = _parts(command)
     except LaboratoryMissingError as error:
@@ -43,7 +43,7 @@ def run(command: str, words: Sequence[str]) -> int:
 
 
 def _parts(command: str) -> tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]:
-    """Return what declares a command's arguments and what runs it. Raises LaboratoryMissingError."""
+    """Return a command's functions (declare arguments, run). Raises LaboratoryMissingError."""
     missing = [name for name in _MODULES if find_spec(name) is None]
     if missing:
         raise LaboratoryMissingError(

@@ -1,6 +1,6 @@
-"""Leaves nothing behind: an interrupt, or the death of a part, unwinds a command in order; a last sweep ends what is left.
+"""Cleans up a command's processes. A signal or the end of a needed process unwinds the command; the rest is killed last.
 
-Called by `bench`, `demo` and `up` around everything else. Knows processes only.
+Called by `bench`, `demo` and `up` around all of their work. Handles processes only.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from types import FrameType
 from longshore_wire.errors import LongshoreError, Reason
 
 _PR_SET_CHILD_SUBREAPER = 36
-# A killed process is gone within milliseconds, unless the kernel holds it.
+# A killed process ends within milliseconds unless it is stuck in the kernel.
 _SWEEP_LIMIT_S = 10.0
 _LOOK_S = 0.01
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# A thread of this process sends it to the main thread, whatever that waits for.
+# A thread of this process sends this signal to interrupt any wait of the main thread.
 _PART_ENDED = signal.SIGUSR1
-# As shells do.
+# Shells use the same base for the exit status after a signal.
 _SIGNAL_STATUS = 128
 
 
 class InterruptedBySignal(BaseException):
-    """The user asked for the end. As KeyboardInterrupt no error, so that no handler of errors takes it.
+    """The user ended the command by a signal. Like KeyboardInterrupt not an Exception, so that no error handler catches it.
 
     Attributes:
-        number: of the signal.
+        number: the signal's number.
     """
 
     def __init__(self, number: int) -> None:
@@ -48,14 +48,14 @@ class InterruptedBySignal(BaseException):
 
 
 class PartEndedError(LongshoreError):
-    """A process that a command needs to its end has ended; names it."""
+    """A process that a command needs until its end has ended; names the process."""
 
     reason = Reason.WORKER_LOST
 
 
 @contextlib.contextmanager
 def interrupts_raised() -> Iterator[None]:
-    """Turn the first SIGINT, SIGTERM or SIGHUP into InterruptedBySignal; later ones do not disturb the cleaning up."""
+    """Raise InterruptedBySignal at the first SIGINT, SIGTERM or SIGHUP. Later ones are ignored during the cleanup."""
 
     def raise_once(number: int, _frame: FrameType | None) -> None:
         _ignore_more()
@@ -70,14 +70,14 @@ def interrupts_raised() -> Iterator[None]:
 
 
 def _ignore_more() -> None:
-    """Let nothing disturb the cleaning up."""
+    """Ignore further signals during the cleanup."""
     for each in (*_SIGNALS, _PART_ENDED):
         signal.signal(each, signal.SIG_IGN)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A process under watch: `name` is what messages call it, `log` returns its last words, `status` how it ended, if that is known."""
+    """A watched process. `name` is for messages; `log` returns the end of its log, `status` its exit status if known."""
 
     pid: int
     name: str
@@ -90,10 +90,10 @@ def _unknown() -> int | None:
 
 
 class Watch:
-    """Processes that must not end; made by `parts_watched`, and used by the main thread.
+    """Watches processes that must not end. Made by `parts_watched`, used by the main thread.
 
     Attributes:
-        lost: that the first of them has ended; None: none has.
+        lost: the error of the first process that ended; None if none has.
     """
 
     def __init__(self) -> None:
@@ -109,12 +109,12 @@ class Watch:
     def add(
         self, pid: int, name: str, log: Callable[[], str] = str, status: Callable[[], int | None] = _unknown
     ) -> Callable[[], None]:
-        """Watch a process; return what ends that, to be called before the process is asked to end.
+        """Watch a process; return a function that ends the watch. Call it before you end the process.
 
         Args:
-            status: of a child that somebody else may wait for first.
+            status: returns the exit status of a child that other code may reap first.
         Raises:
-            PartEndedError: it is gone already.
+            PartEndedError: the process has already ended.
         """
         part = _Part(pid, name, log, status)
         try:
@@ -127,7 +127,7 @@ class Watch:
         return lambda: self._forget(pidfd)
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         os.eventfd_write(self._end, 1)
         self._thread.join()
         for pidfd in list(self._parts):
@@ -136,7 +136,7 @@ class Watch:
         os.close(self._end)
 
     def _forget(self, pidfd: int) -> None:
-        # Its end may have come a moment ago, and the thread may not have run since.
+        # It may have just ended, before the thread noticed.
         if select.select([pidfd], [], [], 0)[0]:
             self._note(pidfd)
         self._poller.unregister(pidfd)
@@ -145,7 +145,7 @@ class Watch:
             os.close(pidfd)
 
     def _note(self, pidfd: int) -> bool:
-        """Keep the first end; return whether this was one of a part under watch."""
+        """Record the first end of a watched process; return whether the process was still watched."""
         with self._lock:
             part = self._parts.get(pidfd)
             if part is not None and self.lost is None:
@@ -165,10 +165,10 @@ class Watch:
 
 @contextlib.contextmanager
 def parts_watched() -> Iterator[Watch]:
-    """Raise PartEndedError in the main thread, in whatever it waits, when a process under watch ends.
+    """Raise PartEndedError in the main thread, during any wait, when a watched process ends.
 
-    It also takes the place of an error that such an end has caused. Used inside `interrupts_raised`, whose signals it
-    makes harmless when it raises.
+    It also replaces an error that such an end has caused. Use it inside `interrupts_raised`; after it raises, that one's
+    signals are ignored.
     """
     watch = Watch()
 
@@ -193,9 +193,9 @@ def parts_watched() -> Iterator[Watch]:
 
 
 def _status(pidfd: int) -> int | None:
-    """Return how a child ended, negative for a signal, and leave it to be waited for; None: it is no child.
+    """Return a child's exit status, negative for a signal, without reaping it; None if it is no child.
 
-    Its descriptor has said that it ended. The kernel may let it be waited for a moment later.
+    Its pidfd is already readable, but the kernel may make it waitable slightly later.
     """
     try:
         found = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
@@ -212,9 +212,9 @@ def _said(part: _Part, status: int | None) -> str:
 
 @contextlib.contextmanager
 def descendants_ended() -> Iterator[list[int]]:
-    """End what still runs of this process's descendants when the block is left; yields a list that then holds their PIDs.
+    """Kill all running descendants at the end of the block; yield a list that then holds their PIDs.
 
-    Children whose parents died come to this process meanwhile, so that none of them can hide.
+    During the block this process adopts orphaned descendants, so that all of them are found.
     """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     before, ended = _descendants(), list[int]()
@@ -245,7 +245,7 @@ def _descendants() -> set[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
-                # The name in parentheses may hold anything; the parent is the second field after it.
+                # The name in parentheses may contain any character. The parent is the second field after it.
                 parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
                 children.setdefault(parent, []).append(int(entry.name))
     found: set[int] = set()

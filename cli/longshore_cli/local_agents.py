@@ -1,7 +1,7 @@
-"""Real agents as processes of this machine, for the demo, benchmarks and tests.
+"""Runs real agents as processes of this machine, for `up`, the demo, benchmarks and tests.
 
-An agent lives in a process group of its own, so that an interrupt from the terminal reaches only who started it, and
-is tied to its parent, so that nothing of it outlives a parent that was killed. Knows agents by their command only.
+An agent has its own process group, so that an interrupt from the terminal reaches only its parent. It is tethered to
+that parent, so that it ends even if the parent is killed. Uses agents by their command only.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from longshore_cli.metrics_page import MetricsPage
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.names import ENVIRONMENT_PREFIX
 
-# Includes the self-test; on a busy machine with few cores loading the libraries takes most of it.
+# Includes the self-test. On a busy machine with few cores, loading the libraries takes most of the time.
 READY_TIMEOUT_S = 120.0
-# How often a starting agent is looked at.
+# Polling interval while an agent starts.
 _LOOK_S = 0.05
-# Above an agent's own limits for draining and for ending its workers; after this its whole group is killed.
+# Above an agent's own limits for draining and for ending its workers. Afterwards its whole group is killed.
 STOP_TIMEOUT_S = 20.0
 HTTP_TIMEOUT_S = 10.0
 LOG_TAIL_LINES = 25
-# sun_path is 108 bytes with its closing zero.
+# sun_path has 108 bytes with its terminating zero.
 SOCKET_PATH_BYTES_MAX = 107
 _OK = 200
 
@@ -45,7 +45,7 @@ class LocalAgentError(LongshoreError):
 
 
 class AgentState(msgspec.Struct, frozen=True):
-    """What an agent writes into its directory when it serves."""
+    """The state file that an agent writes when it starts to serve."""
 
     pid: int
     socket: str
@@ -53,15 +53,15 @@ class AgentState(msgspec.Struct, frozen=True):
 
 
 class LocalAgent:
-    """One agent; use as a context manager, or call `start`, `wait_ready` and `stop`. After its end it may be started again.
+    """One agent. Use it as a context manager, or call `start`, `wait_ready` and `stop`. It can be restarted after its end.
 
     Start it from a thread that outlives it: the agent ends with that thread.
 
     Args:
-        settings: by name without prefix, in lower case, as docs/reference/settings.md has them; numbers as text or int.
-        directory: its own; made if missing. Holds the socket, the state file and `agent.log`.
+        settings: names of docs/reference/settings.md in lower case without prefix; numbers as text or int.
+        directory: the agent's own, created if missing. Holds the socket, the state file and `agent.log`.
     Attributes:
-        socket_path: where engines connect; they may do so before the agent is there.
+        socket_path: the socket for engines, which may connect before the agent runs.
     """
 
     def __init__(self, settings: Mapping[str, str | int | float], directory: Path) -> None:
@@ -98,14 +98,16 @@ class LocalAgent:
         return self._process is not None and self._process.poll() is None
 
     def watched_by(self, watch: Watch) -> Callable[[], None]:
-        """Have the running agent watched; return what ends that."""
+        """Watch the running agent; return a function that ends the watch."""
         process = self._process
         assert process is not None, "the agent was not started"
         return watch.add(process.pid, f"the agent in {self.directory}", self.log_tail, lambda: process.returncode)
 
     def workers_watched_by(self, watch: Watch, instances: Collection[str]) -> Callable[[], None]:
-        """Have the workers of these engine instances watched: of one that is replaced nothing counts; return what ends that.
+        """Watch the workers of these engine instances, since a measurement with a replaced worker is invalid.
 
+        Returns:
+            A function that ends the watch.
         Raises:
             LocalAgentError: the agent does not answer.
             PartEndedError: a worker has just ended.
@@ -126,7 +128,7 @@ class LocalAgent:
 
     @property
     def http(self) -> str:
-        """The address of its pages, `http://host:port`; known once it serves."""
+        """The address of its HTTP pages, `http://host:port`, known once it serves."""
         if not self._http:
             self._http = msgspec.json.decode((self.directory / "agent.json").read_bytes(), type=AgentState).http
         return self._http
@@ -135,10 +137,10 @@ class LocalAgent:
         """Start the process and return at once."""
         assert not self.running, "the agent was started already"
         self.directory.mkdir(parents=True, exist_ok=True)
-        # They say where its predecessor served.
+        # The old state file has its predecessor's address.
         self._http = ""
         (self.directory / "agent.json").unlink(missing_ok=True)
-        # An agent refuses variables of the product that it does not know, and none of the caller's are meant for it.
+        # The caller's variables with our prefix are not for the agent, which refuses unknown ones.
         environment = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
         environment |= {ENVIRONMENT_PREFIX + name: value for name, value in self._settings.items()}
         environment[f"{ENVIRONMENT_PREFIX}RUN_DIRECTORY"] = str(self.directory)
@@ -149,10 +151,10 @@ class LocalAgent:
             )
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Return once `/readyz` says yes.
+        """Return once `/readyz` reports ready.
 
         Raises:
-            LocalAgentError: it ended, or is not ready in time; says which checks fail.
+            LocalAgentError: it ended, or was not ready in time; names the failed checks.
         """
         assert self._process is not None, "start it first"
         deadline_s = time.monotonic() + timeout_s
@@ -172,7 +174,7 @@ class LocalAgent:
         raise LocalAgentError(f"{where} is not ready after {timeout_s:.0f} s: {said}\n{self.log_tail()}")
 
     def _ended(self) -> str:
-        """Say where and how the agent ended, and its last words."""
+        """Return a message with the directory, exit status and end of the log."""
         assert self._process is not None
         return f"the agent in {self.directory} ended with {self._process.returncode}:\n{self.log_tail()}"
 
@@ -180,7 +182,7 @@ class LocalAgent:
         """Return the decoded JSON of a page.
 
         Raises:
-            LocalAgentError: the agent does not answer, or with an error.
+            LocalAgentError: the agent does not answer, or answers with an error.
         """
         return msgspec.json.decode(self._page(path))
 
@@ -206,13 +208,13 @@ class LocalAgent:
             return f"{self.log_path}: {error.strerror}"
 
     def terminate(self) -> None:
-        """Ask the agent to end and return at once, so that several end side by side; `stop` waits for it."""
+        """Send SIGTERM and return at once, so that several agents end concurrently; `stop` waits for the end."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
 
     def kill(self) -> None:
-        """End the agent and its workers by SIGKILL, at one moment; returns when the agent is gone."""
-        # It has not been waited for, so its number is still its own, and so is the group's.
+        """Send SIGKILL to the agent and its workers at once; return when the agent has ended."""
+        # It has not been reaped, so no other process or group can have its PID.
         if self._process is not None and self._process.returncode is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -249,10 +251,10 @@ class LocalAgent:
 
 
 def make_keys(directory: Path) -> None:
-    """Write the CURVE keys of a new deployment into `directory`, which is made if missing.
+    """Write the CURVE keys of a new deployment into `directory`, which is created if missing.
 
     Raises:
-        LocalAgentError: they cannot be written; says why. Keys that are there already are kept.
+        LocalAgentError: the keys cannot be written, or exist: existing keys are never overwritten.
     """
     command = [sys.executable, "-m", "longshore_agent.control.curve", str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""The `longshore` command: reads its arguments and hands over to the part that they name."""
+"""Runs the `longshore` command: parses the arguments and calls the named subcommand."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 from longshore_cli import laboratory, up
 from longshore_cli.local_agents import LocalAgentError, make_keys
 
-# `up` and `keys` start agents, or a program of theirs; a plain installation is for engines and has none of these.
+# `up` and `keys` start an agent's programs. A plain installation, which is for engines, lacks these modules.
 _AGENT_MODULES = ("fastapi", "numpy", "uvicorn", "zmq")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit status: 1 where it failed, 2 for wrong arguments."""
+    """Run one command; return its exit status: 1 if it failed, 2 for invalid arguments."""
     parser = argparse.ArgumentParser(
         prog="longshore", description="Moves the KV cache of language models between GPUs of unequal layouts."
     )

@@ -1,4 +1,4 @@
-"""Reads an agent's `/metrics` page: the text format of Prometheus, as far as agents write it. Pure."""
+"""Parses an agent's `/metrics` page: the subset of Prometheus's text format that agents write. Pure."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Sample(NamedTuple):
 
 
 class MetricsPage:
-    """All samples of one page; agents count from their start, so a period is the difference of two pages."""
+    """All samples of one page. Agents count from their start, so a period is the difference of two pages."""
 
     def __init__(self, text: str) -> None:
         self.samples = tuple(_samples(text))
 
     def total(self, name: str, **labels: str) -> float:
-        """Return the sum over all series of `name` that have these labels; 0 without any."""
+        """Return the sum over all series of `name` with these labels; 0 if there is none."""
         return sum(sample.value for sample in self._matching(name, labels))
 
     def by(self, label: str, name: str, **labels: str) -> dict[str, float]:

@@ -1,1 +1,1 @@
-"""Shows and measures Longshore: the demo, the benchmarks, and the reference engine that both run. Needs the extra `lab`."""
+"""The laboratory: the demo, the benchmarks and the reference engine that both run. Needs the extra `lab`."""

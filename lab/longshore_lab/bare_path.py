@@ -1,9 +1,9 @@
-"""Measures what the gathers, writes and scatters of a staged transfer take when nobody asks and nobody grants.
+"""Measures the gathers, writes and scatters of a staged transfer alone, without messages between the peers.
 
-Run as `python -m longshore_lab.bare_path` by `longshore bench transfer`, which divides by it. One process a rank, as in
-the product, with the product's own kernels, staging buffers, transport, lanes and slabs; but every slab's place is
-agreed before the clock starts, nothing can fail, wait for credit, be cancelled or be repeated, and one datagram
-tells of a slab that has landed. Reads a `Request` a line from standard input and answers each with an `Answer`.
+`longshore bench transfer` runs it as `python -m longshore_lab.bare_path` and divides by its rates. One process a rank, as
+in the product, with the product's own kernels, staging buffers, transport, lanes and slabs. But every slab's place is
+agreed before the clock starts, nothing can fail, wait for credit, be cancelled or be repeated, and one datagram reports
+each slab that has landed. Reads a `Request` a line from standard input and answers each with an `Answer`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _T = TypeVar("_T")
 
 
 class Scene(msgspec.Struct, frozen=True):
-    """What is moved between whom; the same for every process of a run."""
+    """The layouts and sizes of a run; the same for all of its processes."""
 
     backend: str
     model: ModelShape
@@ -65,11 +65,11 @@ class Scene(msgspec.Struct, frozen=True):
         return KVLayout(self.model, Parallel(tp=tp, tp_rank=rank), self.page_size)
 
     def pairs(self) -> tuple[Pair, ...]:
-        """Return who sends what to whom."""
+        """Return all pairs of ranks with the slices that they move."""
         return plan(self.layout(self.source_tp, 0), self.layout(self.target_tp, 0), staging=Staging.ALWAYS).pairs
 
     def grid(self, pair: Pair, tokens: int) -> SlabGrid:
-        """Return the slabs of one pair, cut as the product does."""
+        """Return the slabs of one pair, cut as in the product."""
         limit = slab_limit_bytes(_SIZES.lane_bytes, self.ring_bytes, self.source_tp)
         return SlabGrid(
             0, tokens, slab_units(pair.unit_bytes, tokens, limit, _SIZES.slab_bytes_min, 2 * _SIZES.lane_count)
@@ -77,7 +77,7 @@ class Scene(msgspec.Struct, frozen=True):
 
     @property
     def ring_bytes(self) -> int:
-        """Bytes of a target rank's ring: every slab has a place of its own in it."""
+        """Size of a target rank's ring in bytes: every slab has its own place."""
         token_bytes = self.model.kinds * self.model.layers * self.model.kv_heads * self.model.head_bytes
         return self.tokens_max * token_bytes + self.source_tp * (_SIZES.lane_bytes + (1 << 20))
 
@@ -89,7 +89,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What it took. `core_s` is the processor time of all ranks; `equal`: what arrived has the sum of what was sent."""
+    """The times of a request. `core_s` is the processor time of all ranks; `equal`: sent and received checksums agree."""
 
     seconds: float
     core_s: float
@@ -99,7 +99,7 @@ class Answer(msgspec.Struct, frozen=True):
 class _Hello(msgspec.Struct, frozen=True):
     metadata: bytes
     address: int = 0  # of the ring
-    door: bytes = b""  # where a target hears of landed slabs
+    door: bytes = b""  # where a target receives notices of landed slabs
 
 
 class _Sum(msgspec.Struct, frozen=True):
@@ -107,7 +107,7 @@ class _Sum(msgspec.Struct, frozen=True):
 
 
 class Rank:
-    """One process: its pages, in random order, its transport, and what its conductor says."""
+    """One process: its pages, in random order, its transport, and its conductor's commands."""
 
     def __init__(self, scene: Scene, tp: int, rank: int, name: str) -> None:
         self.scene = scene
@@ -154,7 +154,7 @@ class Source(Rank):
         while (line := sys.stdin.buffer.readline()) != b"":
             tokens = msgspec.json.decode(line, type=Request).tokens
             grids = [self.scene.grid(pair, tokens) for pair in self.pairs]
-            # Slabs of all pairs in turns, as grants come.
+            # Slabs of all pairs in turns, in the order of the product's grants.
             for slab in range(max((grid.count for grid in grids), default=0)):
                 for pair, grid in zip(self.pairs, grids, strict=True):
                     if slab < grid.count:
@@ -167,7 +167,7 @@ class Source(Rank):
             say(out, _Sum(sum(self._sent(pair, tokens) for pair in self.pairs)))
 
     def _sent(self, pair: Pair, tokens: int) -> int:
-        """Return the wrapped sum of the words of what a pair moves."""
+        """Return the wrapped sum of all words that a pair moves."""
         layout, heads = self.layout, pair.local_heads(self.layout)
         shape = (layout.plane_count, len(self.table), layout.page_size, len(layout.heads), -1)
         words = self.memory.view(np.uint64).reshape(shape)[:, :, :, heads.start : heads.stop]
@@ -210,7 +210,7 @@ class Target(Rank):
         self.memory[:] = 0
         self.pairs = {pair.source_rank: pair for pair in scene.pairs() if pair.target_rank == rank}
         self._ring = StagingBuffer(scene.ring_bytes)
-        # In one extent: no slab is cut.
+        # In one extent, so that no slab is cut.
         self.transport.register(self._ring.address, self._ring.length_bytes)
         self._door = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._door.bind(b"")
@@ -291,7 +291,7 @@ class Conductor:
         for process in self._sources:
             _heard(_out(process), _Sum)
         core_s = self._core_s() - core_s
-        # Tokens and heads change their places, which a sum of words does not see; the product's own tests compare bytes.
+        # A sum of words does not depend on the order of tokens and heads. The product's own tests compare bytes.
         sent, arrived = (self._sum(processes, request) for processes in (self._sources, self._targets))
         return Answer(seconds, core_s, sent == arrived)
 
@@ -318,7 +318,7 @@ class Conductor:
 
 
 def _geometry(layout: KVLayout, page_count: int) -> PoolGeometry:
-    """Return planes one after another, pages in order, tokens of all heads."""
+    """Return a geometry of consecutive planes, each with its pages in order and all heads of a token together."""
     token_bytes = len(layout.heads) * layout.model.head_bytes
     page_bytes = layout.page_size * token_bytes
     planes = tuple(
@@ -353,11 +353,11 @@ def _heard(stream: IO[bytes], kind: type[_T]) -> _T:
 
 
 def main() -> int:
-    """Be a rank, or the conductor of all."""
+    """Run a rank or the conductor, as the arguments say."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scene", required=True, help="JSON of a Scene; its backend is one of " + ", ".join(BACKENDS))
-    parser.add_argument("--source", type=int, help="be this prefill rank")
-    parser.add_argument("--target", type=int, help="be this decode rank")
+    parser.add_argument("--source", type=int, help="run this prefill rank")
+    parser.add_argument("--target", type=int, help="run this decode rank")
     options = parser.parse_args()
     out = own_output()
     scene = msgspec.json.decode(options.scene, type=Scene)

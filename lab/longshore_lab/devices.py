@@ -1,7 +1,7 @@
-"""GPUs on which the demo and the benchmarks hold KV: as the command line names them, what is there, and who gets which.
+"""Parses and checks the GPUs for KV on the command line, and assigns them to ranks.
 
-Called by `demo`, `bench` and the reference engine's options, before anything is started. Loads no tensor library: the
-driver is asked how many GPUs there are, and nothing is made on them.
+Called by `demo`, `bench` and the reference engine's options before anything starts. Loads no tensor library. Queries the
+driver for the number of GPUs, and allocates nothing on them.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from typing import NamedTuple
 from longshore_wire.errors import LongshoreError, Reason
 
 CPU = "cpu"
-# Transports that move memory of GPUs, and the one that does unless another is named. An engine's pages on a GPU are never
-# registered with a transport, so nobody writes them in place.
+# Transports that move GPU memory, and the default one. An engine's pages on a GPU are never registered with a transport,
+# so that no transport writes them in place.
 BACKENDS = ("NIXL", "Mooncake")
 BACKENDS_DEFAULT = ("NIXL",)
 WAYS_LEFT_OUT = (
     "contiguous and slices (pages on a GPU are not registered with a transport, which could write them in place)"
 )
 _NAME = re.compile(r"cuda:(0|[1-9][0-9]?)")
-# The driver's answer where it has nothing to drive.
+# CUDA_ERROR_NO_DEVICE.
 _NO_DEVICE = 100
 _GPU_NAME_BYTES = 256
 
 
 class DevicesError(LongshoreError):
-    """KV cannot be held where it was asked for; says what is there and the way out."""
+    """The requested devices cannot hold KV; names the available ones and the remedy."""
 
     reason = Reason.UNSUPPORTED
 
 
 class Placement(NamedTuple):
-    """GPUs of prefill's and of decode's ranks; none: both hold KV in the host's memory."""
+    """GPUs of prefill's and of decode's ranks. Both are empty if KV is in host memory."""
 
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
@@ -65,7 +65,7 @@ def add_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def parse(text: str) -> tuple[str, ...]:
-    """Read `cuda:0,cuda:1`. Raises ArgumentTypeError, which argparse reports with the argument's name."""
+    """Parse GPUs such as `cuda:0,cuda:1`. Raises ArgumentTypeError, which argparse reports with the argument's name."""
     found = tuple(text.split(","))
     wrong = [name for name in found if not _NAME.fullmatch(name)]
     if wrong:
@@ -76,21 +76,21 @@ def parse(text: str) -> tuple[str, ...]:
 
 
 def place(devices: Sequence[str]) -> Placement:
-    """Give prefill the first half of the devices and decode the others; a single one is for both."""
+    """Assign the first half of the devices to prefill and the others to decode; a single one to both."""
     half = -(-len(devices) // 2)
     return Placement(tuple(devices[:half]), tuple(devices[half:] or devices))
 
 
 def device_of(devices: Sequence[str], rank: int) -> str:
-    """Return the device of a rank: they are dealt in order, again and again; no device is the CPU."""
+    """Return the device of a rank, assigned round-robin; the CPU if there are no devices."""
     return devices[rank % len(devices)] if devices else CPU
 
 
 def check(devices: Sequence[str], backends: Sequence[str]) -> Placement:
-    """Return who holds KV where.
+    """Check the devices and return their placement.
 
     Raises:
-        DevicesError: a transport moves no memory of GPUs, there is no driver, or there are fewer GPUs.
+        DevicesError: a transport does not move GPU memory, there is no driver, or there are fewer GPUs.
     """
     if not devices:
         return HOST
@@ -110,7 +110,7 @@ def check(devices: Sequence[str], backends: Sequence[str]) -> Placement:
 
 
 def describe(placement: Placement) -> str:
-    """Return where KV is, with the GPUs' names. Raises DevicesError."""
+    """Return a text on where KV is, with the GPUs' names. Raises DevicesError."""
     there = gpu_names()
     names = dict.fromkeys(there[_index(device)] for device in (*placement.prefill, *placement.decode))
     return f"KV in GPU memory: {placement} ({', '.join(names)})"
@@ -118,7 +118,7 @@ def describe(placement: Placement) -> str:
 
 @functools.cache
 def gpu_names() -> tuple[str, ...]:
-    """Return the names of the GPUs that this process sees, in the driver's order. Raises DevicesError: there is no driver."""
+    """Return the names of the visible GPUs in the driver's order. Raises DevicesError if there is no driver."""
     way_out = "leave --devices out to hold KV in host memory"
     try:
         driver = ctypes.CDLL("libcuda.so.1")

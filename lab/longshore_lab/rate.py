@@ -1,9 +1,9 @@
-"""Measures a transport's own speed between two processes, without an agent: benchmarks divide by it.
+"""Measures the speed of a bare transport between two processes, without an agent.
 
-Run as `python -m longshore_lab.rate --backend NIXL --bytes-max N` by benchmarks. Reads requests from standard input, a
-JSON object a line, and answers each with one: so a benchmark can alternate between this and its own measurements. Ends
-with its input. Requests (`Request`): `write` (one descriptor), `slices` (a prepared list, written in batches) and `copy`
-(a plain copy on one thread, in one process). Progress is driven as an agent's lanes drive it.
+Benchmarks run it as `python -m longshore_lab.rate --backend NIXL --bytes-max N` and divide by its rates. Reads requests
+from standard input, one JSON object a line, and answers each with one, so that a benchmark can alternate between this and
+its own measurements. Ends with its input. Requests (`Request`): `write` (one descriptor), `slices` (a prepared list,
+written in batches) and `copy` (a plain copy on one thread, in one process). Drives progress as an agent's lanes do.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from longshore_agent.transports import BACKENDS, create
 from longshore_agent.transports.answers import own_output, say
 from longshore_agent.transports.base import Part, Pieces, Transport, Wire, Write, WriteState
 
-# As an agent's lanes have: see longshore_agent.pipeline.life.
+# The same limit as in an agent's lanes: see longshore_agent.pipeline.life.
 OPEN_BATCHES_MAX = 4
-# The target looks for notices this often, as a worker that expects bytes does; all the time where bytes need it.
+# The target's polling interval for notices, as in a worker that expects bytes. It polls without pause if bytes need it.
 _LOOK_PAUSE_S = 0.001
-# As a lane's first pause.
+# The same as a lane's first pause.
 _WRITE_PAUSE_S = 0.00005
 _PROBE_BYTES = 1 << 20
 
@@ -44,8 +44,8 @@ class Request(msgspec.Struct, frozen=True):
 
     Attributes:
         what: `write`, `slices` or `copy`.
-        length_bytes: to move, at most `--bytes-max`.
-        slice_bytes, batch: of `slices`: bytes of one slice, slices of one write.
+        length_bytes: bytes to move, at most `--bytes-max`.
+        slice_bytes, batch: for `slices` only: bytes of one slice, slices of one write.
     """
 
     what: str
@@ -55,7 +55,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What a request took. `core_s` is the processor time of both processes."""
+    """The times of a request. `core_s` is the processor time of both processes."""
 
     seconds: float
     core_s: float
@@ -69,14 +69,14 @@ class _Hello(msgspec.Struct, frozen=True):
 
 
 class _Order(msgspec.Struct, frozen=True):
-    """What the measuring process tells the target: drive the transport, rest, or give (and wipe) its bytes' sum."""
+    """A command to the target: drive the transport, rest, or return the checksum of its bytes and wipe them."""
 
     what: str
     length_bytes: int = 0
 
 
 class Target:
-    """The process that is written to."""
+    """The process that receives the writes."""
 
     def __init__(self, backend: str, length_bytes: int, out: IO[bytes]) -> None:
         self._transport = create(backend, "rate-target")
@@ -85,7 +85,7 @@ class Target:
         self._out = out
 
     def serve(self) -> None:
-        """Obey orders until the input ends."""
+        """Execute orders until the input ends."""
         source = sys.stdin.buffer
         say(self._out, _Hello(self._transport.metadata(), self._buffer.address))
         self._transport.connect(msgspec.json.decode(source.readline(), type=_Hello).metadata)
@@ -127,7 +127,7 @@ class Meter:
         self._rest()
 
     def measure(self, request: Request) -> Answer:
-        """Carry out one request. Raises TransportError."""
+        """Execute one request. Raises TransportError."""
         if not 1 <= request.length_bytes <= self._length_bytes:
             raise TransportError(f"length_bytes is {request.length_bytes}: give 1 to {self._length_bytes}")
         if request.what == "copy":
@@ -140,7 +140,7 @@ class Meter:
         self._rest()
         self._tell(_Order("sum", length_bytes))
         found = self._heard(_Order).length_bytes
-        # Slices change their places, which a sum of words does not see: the order is the transport's own affair.
+        # A sum of words does not depend on the order of the slices, which this does not check.
         return Answer(seconds, core_s, self._wire.value, found == checksum(self._source.view(0, length_bytes)))
 
     def close(self) -> None:
@@ -151,7 +151,7 @@ class Meter:
         self._transport.close()
 
     def _prepared(self, request: Request) -> tuple[Callable[[], None], int]:
-        """Return what runs under the clock and how many bytes it moves; a list is looked up before the clock starts."""
+        """Return the function to time and the bytes that it moves. A list is prepared before the clock starts."""
         if request.what == "write":
             pieces = Pieces.one(self._source.address, self._remote, request.length_bytes)
             return lambda: self._finish(self._begun(pieces)), request.length_bytes
@@ -159,7 +159,7 @@ class Meter:
             raise TransportError(f"{request}: ask for write, slices (of 8 bytes or a multiple) or copy")
         count = max(1, request.length_bytes // request.slice_bytes)
         places = np.arange(count, dtype=np.uint64)
-        # Neighbours do not stay neighbours, so that nothing can join them.
+        # Adjacent slices become separated, so that the transport cannot merge them.
         mixed = np.concatenate([places[::2], places[1::2]])
         step = np.uint64(request.slice_bytes)
         prepared = self._transport.prepare(
@@ -197,7 +197,7 @@ class Meter:
     def _finish(self, write: Write) -> None:
         while (state := self._transport.state(write)) is WriteState.OPEN:
             if not self._transport.notifies:
-                # A thread of the library moves the bytes; looking all the time would take its core.
+                # A thread of the library moves the bytes. Polling without pause would take its core.
                 time.sleep(_WRITE_PAUSE_S)
         self._transport.release(write)
         if state is WriteState.FAILED:
@@ -226,7 +226,7 @@ class Meter:
 
 
 def process_clock(pid: int) -> int:
-    """Return the id of the kernel's clock of another process's processor time (clock_getcpuclockid of the C library)."""
+    """Return the clock id of another process's processor time, as clock_getcpuclockid of the C library computes it."""
     return (~pid << 3) | 2
 
 
@@ -241,7 +241,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", choices=BACKENDS, default="NIXL")
     parser.add_argument("--bytes-max", type=int, required=True, help="bytes of each buffer")
-    parser.add_argument("--target", action="store_true", help="be the process that is written to")
+    parser.add_argument("--target", action="store_true", help="run the process that receives the writes")
     options = parser.parse_args()
     out = own_output()
     if options.target:

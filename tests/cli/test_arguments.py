@@ -46,7 +46,9 @@ def test_a_directory_that_cannot_be_made_is_told_and_nothing_starts(tmp_path, ca
     taken = tmp_path / "file"
     taken.touch()
     assert main(["up", "-f", MANIFEST, "--directory", str(taken)]) == 1
-    assert capsys.readouterr().err == (f"longshore up: --directory {taken}: File exists: name one that can be made\n")
+    assert capsys.readouterr().err == (
+        f"longshore up: --directory {taken}: File exists: name one that can be created\n"
+    )
 
 
 def test_the_version_is_told(capsys) -> None:

@@ -1,6 +1,6 @@
-"""`longshore up`: the agents that a DisaggDeployment asks for, on this machine, without Kubernetes.
+"""Runs the agents of a DisaggDeployment on this machine, without Kubernetes: `longshore up`.
 
-`command` reads the arguments and owns the life of everything; `fleet` sizes and starts the agents; `view` shows them.
+`command` parses the arguments, starts and ends everything; `fleet` sizes and starts the agents; `view` shows them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads the command line of `longshore up`, starts the agents, shows them until it is interrupted, and ends them."""
+"""The command `longshore up`: starts the agents, shows them until it is interrupted, and ends them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from longshore_wire import manifest
 from longshore_wire.errors import ConfigError
 
 _EXIT_BAD_MANIFEST = 2
-# One machine: more agents than this are a mistake in a manifest for a cluster.
+# On one machine. A manifest with more agents is meant for a cluster.
 AGENTS_MAX = 32
 
 
@@ -35,15 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P:D",
         help="prefill and decode agents, one for each instance's node (what the manifest says, or 1:1)",
     )
-    parser.add_argument("--directory", type=Path, help="where sockets, keys and logs lie (a folder of its own in /tmp)")
-    parser.add_argument("--backend", choices=BACKENDS, help="instead of the manifest's")
-    parser.add_argument(
-        "--seconds", type=seconds, default=0.0, help="end by itself after so long (0: when interrupted)"
-    )
+    parser.add_argument("--directory", type=Path, help="directory of sockets, keys and logs (a new one in /tmp)")
+    parser.add_argument("--backend", choices=BACKENDS, help="transport, instead of the manifest's")
+    parser.add_argument("--seconds", type=seconds, default=0.0, help="end after this time (0: when interrupted)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the agents; return 0 after an orderly end, 1 if an agent failed, 2 for a wrong manifest."""
+    """Run the agents; return 0 after an orderly end, 1 if an agent failed, 2 for an invalid manifest."""
     try:
         found = manifest.load(arguments.file.read_bytes())
         config = scaled(found.agent_config(), arguments.scale, arguments.backend)
@@ -75,7 +73,7 @@ def _serve(fleet: Fleet, members: list[Member], limit_s: float) -> int:
 
 
 class _directory:  # noqa: N801 - reads as the context manager that it is
-    """The folder of a fleet: the user's, which stays, or one of our own, which goes."""
+    """The directory of a fleet: the user's, which is kept, or a temporary one, which is removed."""
 
     def __init__(self, chosen: Path | None, deployment: str) -> None:
         self._temporary = None if chosen else tempfile.TemporaryDirectory(prefix=f"longshore-{deployment}-")
@@ -88,7 +86,9 @@ class _directory:  # noqa: N801 - reads as the context manager that it is
         try:
             self._chosen.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise LocalAgentError(f"--directory {self._chosen}: {error.strerror}: name one that can be made") from error
+            raise LocalAgentError(
+                f"--directory {self._chosen}: {error.strerror}: name one that can be created"
+            ) from error
         return str(self._chosen.resolve())
 
     def __exit__(self, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""The agents of one deployment on this machine: how many, how large, and their processes."""
+"""Sizes and starts the agents of one deployment on this machine. Called by `command`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import msgspec
 from longshore_cli.local_agents import LocalAgent, make_keys
 from longshore_wire.agent_config import AgentConfig, Backend, Control, dump
 
-# Sizes are cut to whole pages of memory, and stay large enough for slabs that are worth a message.
+# Sizes are rounded down to whole memory pages, and stay large enough for slabs of a useful size.
 _PAGE_BYTES = 4096
 _BUFFER_BYTES_MIN = 256 << 10
 
 
 @dataclass(frozen=True)
 class Member:
-    """One agent: what it is called and for engines of which role it stands here."""
+    """One agent: its name and the role of its engines."""
 
     name: str
     role: str
@@ -31,14 +31,14 @@ def scaled(config: AgentConfig, factor: Fraction, backend: str | None) -> AgentC
     """Return `config` for this machine: staging sizes times `factor`, free ports on the loopback address.
 
     Raises:
-        ConfigError: sizes that fit each other only unscaled.
+        ConfigError: the sizes do not fit each other when scaled.
     """
     replace = msgspec.structs.replace
     prefill = replace(config.prefill.staging, buffer_size=_sized(config.prefill.staging.buffer_size, factor))
     writers = config.prefill.tensor_parallel * config.prefill.pipeline_parallel
     pool_bytes = _sized(config.decode.staging.pool_size, factor)
     if factor != 1:
-        # A ring holds two slabs of each writer at least, however small it is made.
+        # A ring must hold at least two slabs of each writer.
         pool_bytes = max(pool_bytes, 2 * writers * prefill.buffer_size)
     found = replace(
         config,
@@ -53,7 +53,7 @@ def scaled(config: AgentConfig, factor: Fraction, backend: str | None) -> AgentC
 
 
 def members_of(config: AgentConfig, instances: tuple[int, int] | None) -> list[Member]:
-    """Return the agents: one for the node of each instance that is expected."""
+    """Return the agents: one for the node of each expected instance."""
     counts = instances or (config.prefill.instances or 1, config.decode.instances or 1)
     return [
         Member(f"{role}-{index}", role)
@@ -63,7 +63,7 @@ def members_of(config: AgentConfig, instances: tuple[int, int] | None) -> list[M
 
 
 class Fleet:
-    """The running agents; a context manager, which returns when all are ready and leaves when all have ended."""
+    """The running agents. A context manager: entering waits until all are ready, leaving until all have ended."""
 
     def __init__(self, config: AgentConfig, members: list[Member], directory: Path) -> None:
         self.config = config

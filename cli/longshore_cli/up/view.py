@@ -1,4 +1,4 @@
-"""What `longshore up` shows: where agents listen, then who is connected, what moves and how fast. Starts nothing."""
+"""Shows the agents of `longshore up`: their addresses, connections, rooms and rates. Starts nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from longshore_cli.up.fleet import Fleet, Member
 from longshore_wire.agent_config import AgentConfig
 from longshore_wire.errors import LongshoreError
 
-# How often a terminal is drawn anew, and how often a line is written where there is none.
+# Interval between two drawings on a terminal, and between two lines without one.
 _DRAW_S = 1.0
 _LINE_S = 5.0
 SILENT = "does not answer"
@@ -19,10 +19,10 @@ SILENT = "does not answer"
 
 @dataclass(frozen=True)
 class Row:
-    """One agent at one moment. Rates are of the time since the last look.
+    """One agent at one moment. Rates cover the time since the last query.
 
     Attributes:
-        refusals: why rooms with a peer fail, as the agent says: it is lost, refused, or reached over a wire that is not allowed.
+        refusals: the agent's reasons why rooms with a peer fail: the peer is lost, refused, or uses a wire that is not allowed.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Row:
     refusals: tuple[str, ...] = ()
 
     def cells(self) -> list[str]:
-        """Return what the table shows."""
+        """Return the cells of the table."""
         counts = (self.peers, self.rooms_open, self.rooms_done, self.rooms_failed)
         return [self.name, self.engines or "none yet", *map(str, counts), f"{self.sent_gb_per_s:.2f}"]
 
@@ -44,14 +44,14 @@ HEADER = ("agent", "engines", "peers", "rooms open", "done", "failed", "GB/s sen
 
 
 class Looker:
-    """Asks all agents, and remembers what they had sent at the last look."""
+    """Queries all agents, and keeps their last byte counts to compute rates."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._sent: dict[str, tuple[float, float]] = {}
 
     def rows(self) -> list[Row]:
-        """Return the state of now. Raises LocalAgentError if an agent has ended."""
+        """Return the current state. Raises LocalAgentError if an agent has ended."""
         return [self._row(name) for name in self._fleet.agents]
 
     def _row(self, name: str) -> Row:
@@ -59,7 +59,7 @@ class Looker:
         try:
             status, page = agent.status(), agent.metrics()
         except LocalAgentError:
-            # On a busy machine a page may take longer than a viewer waits; what moves must not end with that.
+            # On a busy machine a page may exceed the time limit. The agents must keep running.
             if agent.running:
                 return Row(name, SILENT, 0, 0, 0, 0, 0.0)
             raise
@@ -85,7 +85,7 @@ class Looker:
 
 
 def shown(fleet: Fleet, members: list[Member]) -> str:
-    """Return where everything listens, and what engines must say to be let in."""
+    """Return all addresses, and the layouts that engines must declare."""
     config = fleet.config
     lines = [
         f"{config.deployment.full_name}: {len(members)} agents, all ready",
@@ -145,7 +145,7 @@ def watch(looker: Looker, until_s: float | None) -> None:
 
 
 def refusals(rows: list[Row]) -> list[str]:
-    """Return what rows say of peers whose rooms fail: both ends of a pair say the same, it stands there once."""
+    """Return the refusals of all rows, without duplicates: both ends of a pair report the same."""
     return sorted({text for row in rows for text in row.refusals})
 
 

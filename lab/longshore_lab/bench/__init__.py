@@ -1,8 +1,8 @@
-"""`longshore bench`: measurements that a user runs on his own machine; each counts a time only if the bytes are right.
+"""Benchmarks that users run on their own machines: `longshore bench`. A time counts only if all bytes are right.
 
-Called by the command line. `transfer` moves the KV of one request through real agents, by every way, beside the
-transport's own rate in the same run; `rooms` moves many requests at once; `crossover` finds out from where on pages are
-better written in place than staged.
+Called by the command line. `transfer` moves the KV of one request through real agents, by every way, and measures the
+bare transport in the same run; `rooms` moves many requests concurrently; `crossover` finds the sizes from which pages are
+faster written in place than staged.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     )
     rooms.add_arguments(
-        questions.add_parser("rooms", help="how long requests take when many move at once", description=rooms.__doc__)
+        questions.add_parser(
+            "rooms", help="how long requests take when many move concurrently", description=rooms.__doc__
+        )
     )
     crossover.add_arguments(
         questions.add_parser(
-            "crossover", help="from where on pages are better written in place", description=crossover.__doc__
+            "crossover", help="from which sizes on pages are faster written in place", description=crossover.__doc__
         )
     )
 

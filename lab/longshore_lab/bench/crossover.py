@@ -1,12 +1,12 @@
-"""From which length of runs and how many bytes on are pages better written in place than staged?
+"""Finds the run lengths and request sizes from which pages are faster written in place than staged.
 
-Moves requests between equal layouts through real agents, with pages of growing size, once gathered, sent and scattered and
-once run by run (a page is one run; slices are the same with shorter runs). Counts a time only if every byte was compared
-and is right. With `--write` the numbers go into the file by which agents choose the way: by `LONGSHORE_CROSSOVER_FILE`, or
-shipped. Measure on an idle machine of the kind that will serve.
+Moves requests between equal layouts through real agents, with pages of growing size: once gathered, sent and scattered,
+and once run by run (a page is one run; slices are shorter runs). A time counts only if all bytes were compared and are
+right. `--write` puts the numbers into the file from which agents choose the way: that of `LONGSHORE_CROSSOVER_FILE`, or the
+shipped one. Measure on an idle machine of the kind that will serve.
 
-On GPUs (`--devices`) no transport writes pages in place: there the other way is `direct`, between engines of one agent, and
-`--write` is refused, because agents have nothing to choose there.
+On GPUs (`--devices`) no transport writes pages in place. There the other way is `direct`, between engines of one agent, and
+`--write` is refused, because agents have no choice there.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Point:
 
     @property
     def fastest(self) -> tuple[float, float]:
-        """Seconds of (staged, in place): of the fastest repetition, as whatever else runs on the machine only adds."""
+        """Seconds of (staged, in place) of the fastest repetition, since other load on the machine only adds time."""
         return min(self.staged_s), min(self.in_place_s)
 
     @property
     def ratio(self) -> float:
-        """How many times faster staged is; below 1: in place is."""
+        """Time in place / time staged; below 1, in place is faster."""
         staged_s, in_place_s = self.fastest
         return in_place_s / staged_s
 
@@ -77,7 +77,7 @@ class Report:
 
     @property
     def other(self) -> str:
-        """The way beside staged."""
+        """The way that is compared with staged."""
         return DIRECT.name if self.placement.on_gpus else IN_PLACE.name
 
     def entry(self) -> Measured:
@@ -101,15 +101,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=whole(1), default=5, help="repetitions of each point and way (5)")
     parser.add_argument("--backend", choices=BACKENDS, default="NIXL", help="what moves the bytes (NIXL)")
     devices.add_argument(parser)
-    parser.add_argument(
-        "--write", type=new_file, help="put the numbers into this crossover file, beside what it has of others"
-    )
+    parser.add_argument("--write", type=new_file, help="add the numbers to this crossover file")
     parser.add_argument("--json", type=new_file, help="write all numbers to this file")
     parser.add_argument("--plot", type=new_file, help="draw the ratios into this PNG file")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the table, write what was asked for; return 0. Raises BenchError."""
+    """Measure, print the table, write the requested files; return 0. Raises BenchError."""
     if arguments.devices and arguments.write:
         raise BenchError(
             "--write with --devices: agents choose by that file between staged and in place, and on GPUs nothing moves in place: leave --write out"
@@ -127,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(arguments: argparse.Namespace, say: Callable[[str], object]) -> Report:
-    """Run everything; `say` is told of progress. Raises BenchError."""
+    """Measure all points; report progress by `say`. Raises BenchError."""
     _check(arguments)
     placement = devices.check(arguments.devices, [arguments.backend])
     settings = {"backend": arguments.backend, "deployment": "bench/crossover", "log_level": "warning"}
@@ -152,7 +150,7 @@ def measure(arguments: argparse.Namespace, say: Callable[[str], object]) -> Repo
                 scenes = _scenes(stage.beside(stack), prefill, decodes, run_bytes, totals[-1], placement)
                 points += [_point(scenes, run_bytes, total, arguments.repeats) for total in totals]
                 check_direct(scenes)
-                # Between engines of one agent nothing goes over a transport's wire.
+                # Engines of one agent use no transport's wire.
                 wires |= {scene.wire() for scene in scenes if scene.course.way != DIRECT.way}
     if len(wires) != 1 or UNKNOWN_WIRE in wires:
         raise BenchError(
@@ -162,7 +160,7 @@ def measure(arguments: argparse.Namespace, say: Callable[[str], object]) -> Repo
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse what cannot be measured. Raises BenchError."""
+    """Raise BenchError for arguments that cannot be measured."""
     for run_bytes in arguments.runs:
         tokens, rest = divmod(run_bytes, _TOKEN_RUN_BYTES)
         if rest or not 1 <= tokens <= PAGE_SIZE_MAX or run_bytes & (run_bytes - 1):
@@ -199,7 +197,7 @@ def _scenes(
 
 
 def _point(scenes: Sequence[Scene], run_bytes: int, total_bytes: int, repeats: int) -> Point:
-    """Measure both ways in turns; the first time does not count."""
+    """Measure both ways in turns; drop the first repetition."""
     tokens = total_bytes // (_PLANES * _TOKEN_RUN_BYTES)
     found: dict[str, list[float]] = {scene.course.name: [] for scene in scenes}
     for repetition in range(repeats + 1):
@@ -212,7 +210,7 @@ def _point(scenes: Sequence[Scene], run_bytes: int, total_bytes: int, repeats: i
 
 
 def table(found: Report) -> str:
-    """Return an aligned table: milliseconds of both ways and their ratio, a line a point."""
+    """Return an aligned table with one line a point: milliseconds of both ways and their ratio."""
     other = found.other
     rows = [["run B", "runs", "total KiB", "staged ms", f"{other} ms", f"{other}/staged", "cheaper"]]
     for point in found.points:
@@ -263,7 +261,7 @@ def as_json(found: Report) -> str:
 
 
 def plot(found: Report, path: Path) -> None:
-    """Draw the ratios over the bytes, a line for each length of runs; below 1 pages are better written in place."""
+    """Draw the ratios over the bytes, one line for each run length. Below 1, in place is faster."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -300,7 +298,7 @@ def plot(found: Report, path: Path) -> None:
 
 
 def _table_at(path: Path | None) -> Crossover:
-    """Return the table that is to be written anew; one without measurements where the file is not there yet."""
+    """Return the table to update; an empty one if the file does not exist."""
     if path is None or not path.exists():
         return WHOLE_PAGES
     try:

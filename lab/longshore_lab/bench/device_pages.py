@@ -1,6 +1,6 @@
-"""Engines' pages on a GPU with known bytes: made and compared on the host, as other pages are, and copied as a whole.
+"""Engines' pages on a GPU with known bytes. They are filled and compared in a host image, which is copied as a whole.
 
-Called by `scene` for KV that is on GPUs. What it asks of a GPU is in `engine.device_memory`.
+Called by `scene` for KV on GPUs. All GPU calls are in `engine.device_memory`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class DevicePages(Pages):
 
     @property
     def regions(self) -> list[int] | list[DeviceRegion]:
-        """As `Client.register_pool` takes them."""
+        """The regions, in the form that `Client.register_pool` takes."""
         return [self._on_device.region]
 
     def fill(self, content: Content, token_count: int) -> None:
-        """Write what an engine would have computed."""
+        """Write the known bytes of the first tokens."""
         super().fill(content, token_count)
         self._on_device.put(self._memory)
 
@@ -43,6 +43,6 @@ class DevicePages(Pages):
         self._on_device.put(self._memory)
 
     def check(self, content: Content, token_count: int) -> None:
-        """As `Pages.check`, of what is on the GPU."""
+        """Copy the GPU's bytes to the host and check them as `Pages.check` does."""
         self._on_device.get(self._memory)
         super().check(content, token_count)

@@ -1,7 +1,7 @@
-"""Engines' pages with known bytes: fills source pages, wipes target pages, and compares what a transfer has left there.
+"""Engines' pages with known bytes: fills source pages, wipes target pages, and checks them after a transfer.
 
-Called by `scene`. Works without a tensor library: what a token holds is a slice of one random tile, so that every
-plane, token and head has bytes of its own.
+Called by `scene`. Uses no tensor library: the bytes of a token are a slice of one random tile, so that every plane,
+token and head has different bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from longshore_lab.devices import CPU
 from longshore_wire.engine_messages import DeviceRegion
 from longshore_wire.layout import KVLayout, PageOrder
 
-# Not a multiple of anything that a layout has, so that neighbours in any direction differ.
+# Not a multiple of any size in a layout, so that neighbours in any direction differ.
 _TILE_BYTES = (8 << 20) + 4099
 
 
@@ -31,7 +31,7 @@ class Content:
         self._tile = tile + tile[:row_bytes]
 
     def row(self, plane: int, token: int) -> int:
-        """Return where the row of all heads of a token begins in `tile`."""
+        """Return the offset in `tile` of a token's row of all heads."""
         return (plane * self._tokens + token) * self._row_bytes % _TILE_BYTES
 
     def slice(self, plane: int, token: int, begin: int, end: int) -> bytes:
@@ -44,9 +44,9 @@ class Pages:
     """One rank's pool in shared memory and the pages in it that hold the sequence, in random order.
 
     Attributes:
-        region_fd: of the pool; the caller of `close` gives it back.
+        region_fd: file descriptor of the pool; `close` closes it.
         table: page ids of the sequence.
-        device: that holds the pages, as `connect` takes it.
+        device: the device of the pages, in the form that `connect` takes.
     """
 
     device = CPU
@@ -63,11 +63,11 @@ class Pages:
 
     @property
     def regions(self) -> list[int] | list[DeviceRegion]:
-        """As `Client.register_pool` takes them."""
+        """The regions, in the form that `Client.register_pool` takes."""
         return [self.region_fd]
 
     def fill(self, content: Content, token_count: int) -> None:
-        """Write what an engine would have computed."""
+        """Write the known bytes of the first tokens."""
         width = self._end - self._begin
         for plane in range(len(self.geometry.planes)):
             for token in range(token_count):
@@ -83,7 +83,7 @@ class Pages:
                 self._memory[place : place + len(blank)] = blank
 
     def check(self, content: Content, token_count: int) -> None:
-        """Raise BenchError unless the first tokens are there, every byte of them, and the rest of their pages is untouched."""
+        """Raise BenchError unless all bytes of the first tokens are right and the rest of their pages is untouched."""
         width = self._end - self._begin
         size = self.layout.page_size
         for plane in range(len(self.geometry.planes)):
@@ -99,7 +99,7 @@ class Pages:
         return self.table[: math.ceil(token_count / self.layout.page_size)]
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._memory.close()
         os.close(self.region_fd)
 
@@ -110,5 +110,5 @@ class Pages:
 
 
 def available_bytes() -> int:
-    """Return the memory that this machine can still give out."""
+    """Return the available memory of this machine in bytes."""
     return os.sysconf("SC_AVPHYS_PAGES") * mmap.PAGESIZE

@@ -1,6 +1,6 @@
-"""Runs the programs that measure a transport, and the stages of a transfer, by themselves, and asks them for numbers.
+"""Runs the programs that measure a bare transport and the bare stages of a transfer, and requests numbers from them.
 
-Called by `transfer`, between its own measurements, so that both see the same machine.
+Called by `transfer` between its own measurements, so that both run under the same conditions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Program:
     def __init__(self, program: str, *arguments: str) -> None:
         self._program = program
         command = [sys.executable, "-m", program, *arguments]
-        # A group of its own: an interrupt from the terminal is for the benchmark, which then ends it.
+        # Its own process group: the benchmark handles an interrupt from the terminal and then ends this process.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
 
     def __enter__(self) -> Self:
@@ -51,9 +51,9 @@ class _Program:
     ) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        # It has not been waited for, so its number is still its own, and so is the group's.
+        # It has not been reaped, so no other process or group can have its PID.
         if kind is not None and self._process.returncode is None:
-            # Nobody waits for what it measures. It and its children end at one moment, so that none complains of another.
+            # Its result is no longer needed. Killing the whole group at once avoids errors about lost processes.
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -100,7 +100,7 @@ class TransportRate(_Program):
 
 
 class BarePath(_Program):
-    """A process for each rank that gathers, writes and scatters, and does nothing else."""
+    """One process for each rank that only gathers, writes and scatters."""
 
     def __init__(
         self, backend: str, model: ModelShape, page_size: int, tokens_max: int, source_tp: int, target_tp: int

@@ -1,4 +1,4 @@
-"""A run's numbers as a table, as JSON and as a picture. Called by `transfer`; measures nothing."""
+"""Shows a run's numbers as a table, as JSON and as a plot. Called by `transfer`; measures nothing."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def table(report: Report) -> str:
 
 
 def _table_on_gpus(report: Report) -> str:
-    """The rates, and their shares of a plain copy; no bound of the processor means anything there."""
+    """Return rates and their shares of a plain copy. The processor's bound does not apply on GPUs."""
     names = [course.name for course in report.courses]
     over = f"{report.backend} over {report.wire}; pages of {report.page_size} tokens; medians of {report.repeats}"
     rows = [["MiB", *names, "plain copy", *(f"{name}/copy" for name in names)]]
@@ -146,7 +146,7 @@ def plot(report: Report, path: Path) -> None:
 
 
 def machine() -> str:
-    """Return what the numbers were measured on."""
+    """Return a description of this machine."""
     model = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):

@@ -1,6 +1,6 @@
-"""What a run of `transfer` has measured: samples of every line at every size, and the rates that follow from them.
+"""The results of a run of `transfer`: samples of every line at every size, and the rates computed from them.
 
-Filled by `transfer`, shown by `report`. Holds numbers; measures and prints nothing.
+Filled by `transfer`, shown by `report`. Measures and prints nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 @dataclass
 class Series:
-    """What was measured of one line at one size: seconds and processor seconds of every repetition."""
+    """Samples of one line at one size: seconds and processor seconds of every repetition."""
 
     seconds: list[float] = field(default_factory=list)
     core_s: list[float] = field(default_factory=list)
@@ -32,7 +32,7 @@ class Series:
         return statistics.median(self.seconds)
 
     def rate(self, length_bytes: int) -> float:
-        """GB/s (10^9 bytes) at the median."""
+        """Median rate in GB/s (10^9 bytes)."""
         return length_bytes / self.median_s / 1e9
 
     def core_s_per_gb(self, length_bytes: int) -> float:
@@ -50,12 +50,12 @@ class SizeResult:
 
     @property
     def bound(self) -> float:
-        """GB/s that the processor allows; see `transfer`."""
+        """Bound of the processor in GB/s; `transfer` defines it."""
         transport, copy = (self.lines[name].core_s_per_gb(self.length_bytes) for name in ("transport", "copy"))
         return self.cores / (transport + 2 * copy)
 
     def rate(self, name: str) -> float | None:
-        """GB/s of a line; None: it was not measured at this size."""
+        """Rate of a line in GB/s; None if it was not measured at this size."""
         series = self.lines.get(name)
         return series.rate(self.length_bytes) if series is not None and series.seconds else None
 

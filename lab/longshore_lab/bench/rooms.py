@@ -1,10 +1,10 @@
-"""How long does a request's KV take when many requests move at once: staged between unequal layouts, beside the same
-bytes between equal layouts, whole pages in place, and beside slice by slice? On GPUs (`--devices`): staged and direct, each
-beside the same way between equal layouts.
+"""Measures how long a request's KV takes when many requests move concurrently. Staged rooms between unequal layouts are
+compared with the same bytes between equal layouts (whole pages in place) and slice by slice. On GPUs (`--devices`) staged
+and direct are each compared with the same way between equal layouts.
 
-Every time is of a room through real agents between engines' pages in shared memory or on GPUs, from `send` to the last byte in
-decode's pages, and counts only if every byte of all rooms was compared and is right. The ways take turns; percentiles
-are over all rooms of all repetitions.
+Each time is that of a room through real agents between engines' pages in shared memory or on GPUs, from `send` to the
+last byte in decode's pages. It counts only if all bytes of all rooms were compared and are right. The ways alternate;
+percentiles cover all rooms of all repetitions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from longshore_lab.bench.scene import Course, check_direct, open_scenes
 from longshore_lab.bench.transfer import MODEL
 from longshore_lab.devices import HOST, Placement
 
-# The first run of each way loads code and connects, the first of a count touches memory: they are not counted.
+# Dropped runs: the first run of each way loads code and connects, the first of each count touches memory.
 _WARM_UPS = 1
 STAGED = Course("staged 2→1", "Staged", 2, 1)
 EQUAL = Course("contiguous 1→1", "Contiguous", 1, 1)
@@ -36,7 +36,7 @@ DIRECT = Course("direct 2→1", "Direct", 2, 1)
 DIRECT_EQUAL = Course("direct 1→1", "Direct", 1, 1)
 ON_HOST = (STAGED, EQUAL, SLICES)
 ON_GPUS = (STAGED, STAGED_EQUAL, DIRECT, DIRECT_EQUAL)
-# What the last columns of the table divide by on GPUs: the same way between equal layouts.
+# Divisors of the table's last columns on GPUs: the same way between equal layouts.
 _BESIDE = {
     STAGED.name: STAGED_EQUAL.name,
     STAGED_EQUAL.name: STAGED_EQUAL.name,
@@ -56,7 +56,7 @@ class Load:
     whole_s: list[float]
 
     def percentile(self, percent: int) -> float:
-        """Seconds that `percent` of the rooms stay below."""
+        """Return this percentile of the rooms' times in seconds."""
         return (
             statistics.quantiles(self.seconds, n=100, method="inclusive")[percent - 1]
             if self.rooms > 1
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the table, write what was asked for; return 0. Raises BenchError."""
+    """Measure, print the table, write the requested files; return 0. Raises BenchError."""
     if arguments.tokens % arguments.page_size:
         raise BenchError(f"--tokens is {arguments.tokens}: give a multiple of the page size, {arguments.page_size}")
     placement = devices.check(arguments.devices, [arguments.backend])
@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(arguments: argparse.Namespace, placement: Placement) -> tuple[list[Load], str]:
-    """Run everything; return the numbers and the wire. Says on standard error how far it is. Raises BenchError."""
+    """Measure all loads; return them and the wire. Reports progress on standard error. Raises BenchError."""
     room_bytes = arguments.tokens * 2 * MODEL.layers * MODEL.kv_heads * MODEL.head_bytes
     settings = {"backend": arguments.backend, "deployment": "bench/rooms", "log_level": "warning"}
     tokens = max(arguments.rooms) * arguments.tokens

@@ -1,7 +1,8 @@
-"""Real agents and real engine clients between which one request's KV moves, by one way.
+"""Sets up real agents and real engine clients, and moves one request's KV between them by one way.
 
-Called by `transfer`. Every way has a decode agent of its own, because the way is a setting of the decode side (`Direct`
-is what engines of one agent do: its decode engine registers at the prefill agent); they share one prefill agent, the pages of the decode side, and the prefill engines of equal layout.
+Called by `transfer`, `rooms` and `crossover`. Every way has its own decode agent, because the way is a setting of the
+decode side. For `Direct`, the decode engine registers with the prefill agent. All ways share one prefill agent, the decode
+pages, and the prefill engines of equal layout.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from longshore_wire.engine_messages import RoomEvent, RoomEventKind
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 
-# A worker touches all its staging memory before it answers.
+# A worker touches all of its staging memory before it answers.
 _START_S = 120.0
 _ROOM_S = 120.0
 _LOOK_PAUSE_S = 0.002
-# How often a decode engine looks for events; the error of every time of `move_many`. A room between GPUs takes less than the first.
+# Polling interval of a decode engine for events, and so the error of every time of `move_many`. A room between GPUs takes less.
 _EVENT_PAUSE_S = 0.0005
 _GPU_EVENT_PAUSE_S = 0.00005
 _PREFETCH_S = 10.0
@@ -51,7 +52,7 @@ class Course:
 
     @property
     def ring(self) -> str:
-        """The decode agent's ring: a room may hold a quarter of it, and that must be several of the largest slabs."""
+        """Size of the decode agent's ring. A room may hold a quarter of it, which must fit several of the largest slabs."""
         return "2Gi" if self.way == "Staged" else "64Mi"
 
 
@@ -77,7 +78,7 @@ class Scene:
     """One course with its engines, ready to move tokens again and again.
 
     Attributes:
-        clocks: of the workers' processor time, those of the source first.
+        clocks: ids of the clocks of the workers' processor time, sources first.
     """
 
     _rooms = itertools.count(1)
@@ -93,7 +94,7 @@ class Scene:
         self._event_pause_s = _EVENT_PAUSE_S if target.pages[0].device == CPU else _GPU_EVENT_PAUSE_S
 
     def move(self, token_count: int) -> Moved:
-        """Move tokens [0, n) of the sequence once and compare every byte; the claim is there before the offer.
+        """Move tokens [0, n) of the sequence once and compare every byte. The claim is made before the offer.
 
         The clock runs from the call of `send` (the first rank's) to the last target rank's DONE.
 
@@ -122,16 +123,16 @@ class Scene:
         return Moved(seconds, core_s)
 
     def move_many(self, count: int, token_count: int) -> list[float]:
-        """Move `count` rooms of `token_count` tokens at once and compare every byte; all claims are there before the offers.
+        """Move `count` rooms of `token_count` tokens concurrently and compare every byte. All claims precede the offers.
 
-        Room i holds tokens [i * token_count, (i + 1) * token_count) of the scene's sequence as a sequence of its own.
+        Room i moves tokens [i * token_count, (i + 1) * token_count) of the scene's sequence.
 
         Args:
             token_count: a multiple of the page size.
         Returns:
             Seconds of each room, from the call of its `send` (the first rank's) to the last target rank's DONE.
         Raises:
-            BenchError: a room failed, none ended for long, or bytes are wrong.
+            BenchError: a room failed, rooms did not end in time, or bytes are wrong.
         """
         pages_each = token_count // self.target.pages[0].layout.page_size
         rooms = [next(self._rooms) for _ in range(count)]
@@ -156,7 +157,7 @@ class Scene:
         return [ended_s[room] - begun_s[room] for room in rooms]
 
     def _take_ends(self, rooms: Sequence[int]) -> dict[int, float]:
-        """Return when each room was done at the last target rank."""
+        """Wait for all rooms; return the time at which each was done at its last target rank."""
         open_ranks = {room: len(self.target.clients) for room in rooms}
         ended_s: dict[int, float] = {}
         deadline_s = time.perf_counter() + _ROOM_S
@@ -175,7 +176,7 @@ class Scene:
         return ended_s
 
     def wire(self) -> str:
-        """Return what bytes travel over, as the prefill worker found out; UNKNOWN_WIRE: it did not."""
+        """Return the wire that the prefill worker's probe found; UNKNOWN_WIRE if it found none."""
         deadline_s = time.monotonic() + _WIRE_S
         while time.monotonic() < deadline_s:
             for worker in self.source.agent.status()["workers"]:
@@ -186,7 +187,7 @@ class Scene:
         return UNKNOWN_WIRE
 
     def spans(self, room: int) -> list[dict[str, Any]]:
-        """Return the spans of a room from both agents, by their start."""
+        """Return the spans of a room from both agents, sorted by start."""
         found = [span for engine in (self.source, self.target) for span in engine.agent.room(room)["spans"]]
         return sorted(found, key=lambda span: int(span["start_ns"]))
 
@@ -239,7 +240,7 @@ class Stage:
         return Stage(stack, self._settings, self._directory, self._watch)
 
     def scene(self, course: Course, source: Engine, target: Engine, content: Content) -> Scene:
-        """Set up a course between registered engines. From now on their workers must not end."""
+        """Set up a course between registered engines and watch their workers, which must not end."""
         for engine in (source, target):
             if engine.name not in self._engines_watched:
                 self._engines_watched.add(engine.name)
@@ -284,7 +285,7 @@ class Stage:
 
 @contextmanager
 def open_stage(settings: Mapping[str, str], directory: Path) -> Iterator[Stage]:
-    """Let everything go at the end: clients, then agents, then pages."""
+    """Yield a stage; at the end close clients, then agents, then pages."""
     with parts_watched() as watch, ExitStack() as stack:
         yield Stage(stack, settings, directory, watch)
 
@@ -302,9 +303,9 @@ def open_scenes(
     """Start agents and engines for all courses, with the sequence's KV in every prefill engine's pages.
 
     Args:
-        settings: of all agents, by name, as docs/reference/settings.md has them.
-        directory: an empty one, for the agents' sockets.
-        placement: of the pages.
+        settings: settings of all agents, by their names in docs/reference/settings.md.
+        directory: an empty directory for the agents' sockets.
+        placement: the devices of the pages.
     """
     row_bytes = model.kv_heads * model.head_bytes
     content = Content(row_bytes, token_count)
@@ -333,14 +334,14 @@ def open_scenes(
         for index, (course, agent) in enumerate(zip(courses, decodes, strict=True)):
             target = stage.engine(f"decode-{index}", agent, target_pages[course.target_tp], Half.TARGET)
             scenes.append(stage.scene(course, sources[course.source_tp], target, content))
-        # A look through all that is loaded, for garbage in cycles, takes 100 ms with torch: no room should wait for one.
+        # With torch loaded, a garbage collection takes 100 ms, which must not delay a room.
         gc.collect()
         gc.freeze()
         yield scenes
 
 
 def check_direct(scenes: Sequence[Scene]) -> None:
-    """Raise BenchError unless what is called direct was: agents stage between GPUs that do not reach each other."""
+    """Raise BenchError if a direct course was staged, as agents do between GPUs without peer access."""
     for scene in scenes:
         by_worker = scene.source.agent.metrics().by("worker", "longshore_writes_total", way="direct")
         mine = sum(count for worker, count in by_worker.items() if worker.startswith(f"{scene.source.name}/"))
@@ -377,14 +378,14 @@ def _side_by_side(register: Callable[[Pages], Client], pages: Sequence[Pages]) -
 def _open_pages(layout: KVLayout, token_count: int, seed: int, device: str) -> Pages:
     if device == CPU:
         return Pages(layout, token_count, seed)
-    # It loads torch, which a run on the host's memory does without.
+    # Imported here because it loads torch, which a run in host memory does not need.
     from longshore_lab.bench.device_pages import DevicePages
 
     return DevicePages(layout, token_count, seed, device)
 
 
 def _forget_events(client: Client, half: Half, rooms: Sequence[int]) -> None:
-    """Take the last events of rooms that are over, so that they do not wait for the next run."""
+    """Drop the last events of finished rooms, so that the next run does not receive them."""
     if half is Half.SOURCE:
         for room in rooms:
             client.wait(room, half, timeout_s=_ROOM_S)
@@ -392,7 +393,7 @@ def _forget_events(client: Client, half: Half, rooms: Sequence[int]) -> None:
 
 
 def _process_clock(pid: int) -> int:
-    """Return the id of the kernel's clock of a process's processor time; /proc counts in steps of 10 ms only."""
+    """Return the id of the clock of a process's processor time. /proc has a resolution of only 10 ms."""
     return (~pid << 3) | 2
 
 

@@ -1,8 +1,8 @@
-"""The timeline of transfers: when each slab was gathered, on the wire and scattered, in Chrome's trace format.
+"""Writes a timeline of transfers in Chrome's trace format: when each slab was gathered, on the wire and scattered.
 
-Called by `transfer` and by the GPU benchmarks with the spans that workers keep anyway, read from their agents' pages after
-the transfer: nothing is recorded for a timeline, and a run without one pays nothing. Knows no agents. Perfetto
-(ui.perfetto.dev) and chrome://tracing open the file.
+Called by `transfer` and by the GPU benchmarks after the transfer, with the spans that workers always keep. A run without
+a timeline has no extra cost. Does not read the agents' pages itself. Perfetto (ui.perfetto.dev) and chrome://tracing open
+the file.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 from longshore_lab.bench.errors import BenchError
 
-# The stages of a slab in their order. A slab that is written in place, or copied from pages to pages, has the second only.
+# The stages of a slab in order. A slab that is written in place or copied directly has only the second.
 GATHER, WIRE, SCATTER = "gather", "wire", "scatter"
 STAGES = (GATHER, WIRE, SCATTER)
 _OF_SPAN = {"gather": GATHER, "write": WIRE, "scatter": SCATTER}
-# Threads of one worker in the file: each takes this many rows at most, for spans of one lane that overlap.
+# Rows of one thread in the file, for overlapping spans of one lane.
 _ROWS_MAX = 16
 _NS_PER_US = 1000
 
@@ -35,11 +35,11 @@ class Slab(NamedTuple):
 
 @dataclass
 class Timeline:
-    """Transfers that were added, one after another on the clock of their host."""
+    """Collects transfers, which follow each other on their host's clock."""
 
     _events: list[dict[str, Any]] = field(default_factory=list)
     _workers: dict[str, int] = field(default_factory=dict)
-    _rows: dict[tuple[int, str], list[int]] = field(default_factory=dict)  # when each row was used last
+    _rows: dict[tuple[int, str], list[int]] = field(default_factory=dict)  # end of the last span in each row
     _row_ids: dict[tuple[int, str, int], int] = field(default_factory=dict)
     _slab_count: int = 0
 
@@ -47,11 +47,11 @@ class Timeline:
         """Add one transfer.
 
         Args:
-            transfer: its name; each worker of it becomes a process of that name in the file.
-            spans: as `/v1/rooms/{room}` of both agents have them.
-            staged: each slab must have all three stages; otherwise the wire alone.
+            transfer: its name; each of its workers becomes a process of that name in the file.
+            spans: the spans of `/v1/rooms/{room}` of both agents.
+            staged: whether each slab must have all three stages instead of the wire alone.
         Raises:
-            BenchError: spans of a slab are missing: the workers keep the newest, and have forgotten some.
+            BenchError: spans of a slab are missing, because the workers keep only the newest.
         """
         slabs: dict[Slab, dict[str, Mapping[str, Any]]] = {}
         for span in sorted(spans, key=lambda each: int(each["start_ns"])):
@@ -100,13 +100,13 @@ class Timeline:
         length = {"dur": (end_ns - start_ns) / _NS_PER_US}
         self._events.append({"ph": "X", "cat": stage, "name": name, "args": arguments} | known | length)
         if len(stages) > 1:
-            # An arrow from stage to stage of one slab; it binds to the span that it begins or ends in.
+            # An arrow between two stages of a slab. It binds to the enclosing spans.
             phase = {GATHER: "s", WIRE: "t", SCATTER: "f"}[stage]
             arrow = {"ph": phase, "cat": "slab", "name": "slab", "id": number, "bp": "e"}
             self._events.append(arrow | known)
 
     def _row(self, process: int, thread: str, start_ns: int, end_ns: int) -> int:
-        """Return the row of a span: viewers draw what overlaps in one row as if it were nested, so it gets another."""
+        """Return a free row for a span. Viewers draw overlapping spans of one row as nested, so each needs its own."""
         rows = self._rows.setdefault((process, thread), [])
         index = next((number for number, used_ns in enumerate(rows) if used_ns <= start_ns), len(rows))
         if index == len(rows):

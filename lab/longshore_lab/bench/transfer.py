@@ -1,15 +1,14 @@
-"""How fast does one request's KV move from prefill to decode, by every way, beside what the transport does by itself?
+"""Measures how fast one request's KV moves from prefill to decode by every way, and how fast the bare transport is.
 
-Every time is of a transfer through real agents between engines' pages in shared memory, and counts only if every byte
-was compared and is right. Repetitions alternate between the ways and the bare transport; medians are shown.
+Each time is that of a transfer through real agents between engines' pages in shared memory. It counts only if all bytes
+were compared and are right. Repetitions alternate between the ways and the bare transport; the table shows medians.
 
-Two lines say what a staged transfer could be at best. The bare path does the same gathers, writes and scatters with the
-same processes, threads and slabs, and nothing else: what is lost to it is what asking, granting and telling cost. The
-bound is lower arithmetic: cores / (the transport's processor time for a gigabyte, plus that of two plain copies), each
-measured alone.
+Two lines bound a staged transfer. The bare path does the same gathers, writes and scatters with the same processes,
+threads and slabs, and nothing else: the difference is the cost of the protocol's messages. The other bound is computed:
+cores / (the transport's processor time for a gigabyte, plus that of two plain copies), each measured alone.
 
-On GPUs (`--devices`) the ways are staged and direct, each also between equal layouts, beside torch's plain copy between the
-two sides' first GPUs.
+On GPUs (`--devices`) the ways are staged and direct, each also between equal layouts, compared with torch's plain copy
+between the first GPUs of the two sides.
 """
 
 from __future__ import annotations
@@ -72,12 +71,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace",
         type=new_file,
-        help="write a timeline of one more transfer by each way, of the largest size, to this file: Perfetto opens it",
+        help="after all samples, write a timeline of one transfer of the largest size by each way to this file, for Perfetto",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the table, write what was asked for; return 0."""
+    """Measure, print the table, write the requested files; return 0."""
     found = measure(arguments, lambda text: sys.stderr.write(f"{text}\n"))
     print(report.table(found))
     if arguments.json:
@@ -88,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def measure(arguments: argparse.Namespace, say: Callable[[str], object]) -> Report:
-    """Run everything; `say` is told of progress. Raises BenchError."""
+    """Measure all sizes; report progress by `say`. Raises BenchError."""
     placement = devices.check(arguments.devices, [arguments.backend])
     courses = _courses(arguments.ways, placement, *arguments.pair)
     if placement.on_gpus:
@@ -119,8 +118,8 @@ def measure(arguments: argparse.Namespace, say: Callable[[str], object]) -> Repo
 def _measure_on_gpus(
     arguments: argparse.Namespace, placement: Placement, courses: list[Course], say: Callable[[str], object]
 ) -> Report:
-    """As `measure`, with pages on GPUs; beside the ways there is a plain copy only."""
-    # It loads torch, which a run on the host's memory does without.
+    """Measure with pages on GPUs, compared with a plain copy only."""
+    # Imported here because it loads torch, which a run in host memory does not need.
     from longshore_lab.engine.device_memory import PlainCopy
 
     sizes = sorted({size * MIB for size in arguments.sizes})
@@ -161,7 +160,7 @@ def _copied(copy: Callable[[int], float], length_bytes: int) -> tuple[float, flo
 
 
 def _sampled(jobs: Mapping[str, Callable[[], tuple[float, float]]], length_bytes: int, repeats: int) -> SizeResult:
-    """Take one sample of everything that does not count, then `repeats` in turns."""
+    """Run every job once as a warm-up, then `repeats` times in turns."""
     lines: dict[str, Series] = {}
     for repetition in range(repeats + 1):
         for name, job in jobs.items():
@@ -172,7 +171,7 @@ def _sampled(jobs: Mapping[str, Callable[[], tuple[float, float]]], length_bytes
 
 
 def _trace(scenes: list[Scene], tokens: int, path: Path) -> None:
-    """Move once more by every way and write what its workers remember of it: after all samples, which it so leaves alone."""
+    """Move once more by every way and write the workers' spans. Called after all samples, so that it cannot affect them."""
     timeline = Timeline()
     for scene in scenes:
         scene.move(tokens)
@@ -248,7 +247,7 @@ def _courses(ways: list[str] | None, placement: Placement, source_tp: int, targe
 
 
 def _choose_batch(rate: TransportRate, length_bytes: int, slice_bytes: int) -> tuple[str, int]:
-    """Return the wire and the batch size with which slices are fastest by the bare transport: its best setting."""
+    """Return the wire and the batch size that makes slices fastest over the bare transport."""
     wire = rate.write(length_bytes).wire
     times = {batch: min(rate.slices(length_bytes, slice_bytes, batch).seconds for _ in range(3)) for batch in _BATCHES}
     return wire, min(times, key=lambda batch: times[batch])

@@ -1,7 +1,7 @@
-"""`longshore demo`: real agents and real engines on this machine move KV between unequal layouts, and all is compared.
+"""Moves KV between unequal layouts with real agents and engines on this machine, and compares all of it: `longshore demo`.
 
-`command` reads the arguments and owns the life of everything; `cluster` starts processes; `prompts` are what is asked;
-`pair` runs one pair of layouts; `compare` judges; `table` prints.
+`command` parses the arguments, starts and ends everything; `cluster` runs processes; `prompts` makes requests; `pair` runs
+one pair of layouts; `compare` checks bytes and tokens; `table` prints.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The processes of the demo: two or three agents a transport for all pairs, and the engines of one pair at a time.
+"""Runs the processes of the demo: two or three agents a transport for all pairs, and the engines of one pair at a time.
 
-For each transport the decode engines are registered with two agents, so that the same pages can be moved both ways, and
-by every transport, in one run: one is told to take staged slabs, the other to take slices. Where KV is on GPUs, which
-slices do not reach, the other is prefill's own agent, whose engines exchange pages directly.
+For each transport the decode engines are registered with two agents, so that one run can move the same pages by both ways
+and by every transport. One agent is configured for staged slabs, the other for slices. Slices do not reach KV on GPUs:
+there the other agent is prefill's own, whose engines exchange pages directly.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from longshore_wire.engine_messages import Half
 
 STAGED, SLICES, DIRECT = "staged", "slices", "direct"
 PAGE_SIZE = 16
-# Small against a prompt, so that the ring wraps many times; each lane's buffer still holds a slab of 1 MiB or more.
+# Small compared with a prompt, so that the ring wraps many times. Each lane's buffer still holds a slab of 1 MiB or more.
 _RING_BYTES = 12 << 20
 _LANE_BYTES = 2 << 20
 _SLAB_BYTES_MIN = 256 << 10
 
 
 class Agents:
-    """One agent for prefill and one for each way of decode, of one transport; use as a context manager.
+    """The agents of one transport: one for prefill and one for each way of decode. Use as a context manager.
 
     Attributes:
-        decode: the agent that takes each way; `direct` is taken by prefill's own.
-        other_way: beside staged.
+        decode: the agent of each way; that of `direct` is prefill's own.
+        other_way: the way that is compared with staged.
     """
 
     def __init__(self, backend: str, directory: Path, placement: Placement) -> None:
@@ -68,7 +68,7 @@ class Agents:
         return list(dict.fromkeys([self.prefill, *self.decode.values()]))
 
     def registration(self, way: str) -> str:
-        """What engines call their registration for this way; prefill has one, for staged."""
+        """Return the engines' name of their registration for this way. Prefill has only the one for staged."""
         return f"{self.backend} {way}"
 
     def __enter__(self) -> Self:
@@ -100,8 +100,8 @@ class Engines:
     """A prefill and a decode instance, registered with their agents; use as a context manager.
 
     Attributes:
-        name: of the pair, such as `TP4 -> TP1`.
-        prefill_instance, decode_instances: what they are called, the latter by the way that its agent takes.
+        name: the pair's name, such as `TP4 -> TP1`.
+        prefill_instance, decode_instances: names of the instances, the latter by the way of its agent.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Engines:
 
     @contextlib.contextmanager
     def watched_by(self, watch: Watch) -> Iterator[None]:
-        """Have the ranks watched while the block runs, and the agents' workers that serve them."""
+        """Watch the ranks, and the agents' workers that serve them, during the block."""
         names = [self.prefill_instance, *self.decode_instances.values()]
         with contextlib.ExitStack() as stack:
             for role, engine in (("prefill", self.prefill), ("decode", self.decode)):
@@ -162,7 +162,7 @@ class Engines:
             yield
 
     def close(self) -> None:
-        """End every rank at once: there is nothing to save, and agents let go of an engine that is gone."""
+        """Kill every rank at once. There is nothing to save, and agents release an engine that has ended."""
         for engine in self._started:
             engine.close(stop_timeout_s=0.0)
 

@@ -1,7 +1,7 @@
-"""The `demo` command: its arguments, the order of its steps, and its exit status.
+"""The command `longshore demo`: its arguments, the order of its steps, and its exit status.
 
-0: everything is equal. 1: something differs or failed; says what. 2: it cannot run with these arguments. 130 or 143: interrupted. In every case nothing is left:
-no process, no socket, no shared memory, no file.
+Exit status 0: everything is equal. 1: something differs or failed, as the message says. 2: invalid arguments. 130 or 143:
+interrupted. In every case no process, socket, shared memory or file is left.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"on GPUs {','.join(devices.BACKENDS_DEFAULT)})",
     )
     devices.add_argument(parser)
-    parser.add_argument("--seed", type=int, default=0, help="of prompts and page ids (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of prompts and page ids (default: 0)")
     parser.add_argument(
         "--quick", action="store_true", help=f"fewer prompts, and {_PAIRS_QUICK} where no pairs are given"
     )
-    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the results there too")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="also write the results to this file")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -97,7 +97,7 @@ def _judged(arguments: argparse.Namespace, placement: Placement, directory: Path
                 place = agent.directory.relative_to(directory)
                 print(f"--- {agent.log_path.name} of {place}\n{agent.log_tail()}", file=sys.stderr)
             raise
-        # All of them end side by side.
+        # Signalled first, so that all of them end concurrently.
         for agent in (agent for agents in transports for agent in agents.all):
             agent.terminate()
     print(f"\n{rendered(results)}\n")
@@ -155,7 +155,7 @@ def _all_pairs(
 
 
 def _reference(arguments: argparse.Namespace, progress: Progress, starter: RankStarter) -> list[Request]:
-    """Have one engine, without agents, answer every prompt by itself."""
+    """Compute the expected tokens of every prompt with one engine, without agents."""
     options = RankOptions(page_count=pages_for(total_tokens(quick=arguments.quick), PAGE_SIZE))
     with EngineProcesses(options, wait=False, starter=starter) as engine:
         engine.wait_ready()
@@ -173,7 +173,7 @@ def _reference(arguments: argparse.Namespace, progress: Progress, starter: RankS
 
 @contextlib.contextmanager
 def _directory() -> Iterator[Path]:
-    """A directory for everything that the demo and its processes write, which goes with it."""
+    """Yield a temporary directory for all files of the demo and its processes."""
     with tempfile.TemporaryDirectory(prefix="longshore-", ignore_cleanup_errors=True) as name:
         before = os.environ.get("TMPDIR"), tempfile.tempdir
         os.environ["TMPDIR"], tempfile.tempdir = name, name
@@ -197,7 +197,7 @@ def _backends(text: str) -> list[str]:
 
 
 def _pairs(text: str) -> list[tuple[int, int]]:
-    """Read `4:1,1:4`."""
+    """Parse pairs of TPs such as `4:1,1:4`."""
     heads = ModelConfig().kv_heads
     found = []
     for pair in text.split(","):

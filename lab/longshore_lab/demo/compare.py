@@ -1,4 +1,4 @@
-"""Judges what a transfer left in decode's pages and what decode generates from it. Raises where anything differs."""
+"""Checks decode's pages after a transfer, and the tokens that decode generates from them. Raises at any difference."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from longshore_lab.engine.processes import EngineProcesses
 
 
 class Fingerprint:
-    """What decode's pages hold around the tokens that are to arrive: nothing of it may change."""
+    """The content of decode's pages around the tokens that are to arrive. It must not change."""
 
     def __init__(self, decode: EngineProcesses, pages: Sequence[int], first: int, end: int) -> None:
         self._decode, self._pages = decode, pages
-        # The last page is written up to `end` only, so its rest is watched too.
+        # The last page is written only up to `end`, so its rest is checked, too.
         page_size = decode.options.page_size
         self._ranges = [(0, first), (end, -(-end // page_size) * page_size)]
         self._before = self._digests()
 
     def check(self, room: int) -> None:
-        """Raise DifferenceError if tokens outside of what was claimed were written."""
+        """Raise DifferenceError if tokens outside of the claim were written."""
         for (first, end), before, now in zip(self._ranges, self._before, self._digests(), strict=True):
             if before != now:
                 raise DifferenceError(f"room {room}: tokens [{first}, {end}) were written, and nobody claimed them")
@@ -70,7 +70,7 @@ def check_bytes(
 
 
 def whole_rows(dumps: Sequence[Dumped]) -> bytes:
-    """Put the ranks' dumps together: [2 * layers, tokens, all heads, head_dim], the same for every TP."""
+    """Combine the ranks' dumps into [2 * layers, tokens, all heads, head_dim], the same for every TP."""
     planes, tokens = dumps[0].shape[:2]
     contents = [memoryview(dump.content) for dump in dumps]
     rows_bytes = [len(content) // (planes * tokens) for content in contents]
@@ -82,7 +82,7 @@ def whole_rows(dumps: Sequence[Dumped]) -> bytes:
 
 
 def check_tokens(room: int, generated: Sequence[int], expected: Sequence[int]) -> None:
-    """Raise DifferenceError unless the tokens are those of one engine that did prefill and decode itself."""
+    """Raise DifferenceError unless the tokens are those of one engine that did both prefill and decode."""
     if list(generated) != list(expected):
         raise DifferenceError(
             f"room {room}: decode generated {list(generated)}, and one engine alone generates {list(expected)}"
@@ -90,7 +90,7 @@ def check_tokens(room: int, generated: Sequence[int], expected: Sequence[int]) -
 
 
 def check_control(room: int, generated: Sequence[int], expected: Sequence[int]) -> None:
-    """Raise DifferenceError if tokens are the same although the transferred KV was set to zero."""
+    """Raise DifferenceError if the tokens stay the same when the transferred KV is set to zero."""
     if list(generated) == list(expected):
         raise DifferenceError(
             f"room {room}: tokens are the same with the transferred KV set to zero: the comparison proves nothing"

@@ -1,4 +1,4 @@
-"""What the agents counted for one pair, and the results that are made of it."""
+"""Reads the agents' counters for one pair and computes its results from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Counts:
 
     @classmethod
     def of(cls, page: MetricsPage, instance: str, way: str) -> Counts:
-        """Read them from the prefill agent's metrics."""
+        """Return the counters in the prefill agent's metrics."""
         return cls(
             round(of_instance(page, instance, "longshore_slabs_total", way=way, half="source")),
             round(of_instance(page, instance, "longshore_writes_total", way=way)),
@@ -29,17 +29,17 @@ class Counts:
         )
 
     def since(self, before: Counts) -> Counts:
-        """Return what was added."""
+        """Return the difference to an earlier state."""
         return Counts(self.slabs - before.slabs, self.writes - before.writes, self.pieces - before.pieces)
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """All rooms of a pair moved one way, several times over; counts are of one time.
+    """All rooms of a pair, moved one way several times. Counts are those of one time.
 
     Attributes:
-        seconds: from the first accepted send to the last DONE, of each time.
-        wires: what the bytes travelled over, as the agents found out; empty: none, as one agent's engines copied directly.
+        seconds: from the first accepted send to the last DONE, for each time.
+        wires: the wires that carried the bytes, as the agents found; empty if one agent's engines copied directly.
     """
 
     way: str
@@ -51,23 +51,23 @@ class Transfer:
 
     @property
     def median_s(self) -> float:
-        """The middle one of the times."""
+        """Median time in seconds."""
         return statistics.median(self.seconds)
 
     @property
     def rate(self) -> float:
-        """GB/s, by the middle one of the times."""
+        """Rate in GB/s at the median time."""
         return self.payload_bytes / self.median_s / 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class PairResult:
-    """What became of one pair by one transport.
+    """The result of one pair with one transport.
 
     Attributes:
-        name: of the pair.
+        name: the pair's name.
         ring_rounds: how often the ring of each decode rank wrapped.
-        lane_shares: for each prefill rank, the least part of its bytes that a lane wrote.
+        lane_shares: for each prefill rank, the smallest share of its bytes that one lane wrote.
     """
 
     name: str
@@ -80,10 +80,10 @@ class PairResult:
 
 
 def wires_of(workers: Sequence[dict[str, Any]], instance: str) -> tuple[str, ...]:
-    """Return the wires of an instance's workers to peers that a transport serves; of the others a probe may know one, which nothing used.
+    """Return the wires of an instance's workers to peers that a transport serves. Wires to other peers are unused.
 
     Args:
-        workers: as `/v1/status` lists them.
+        workers: the workers in `/v1/status`.
     """
     mine = [worker for worker in workers if worker["worker"].startswith(f"{instance}/")]
     return tuple(sorted({peer["wire"] for worker in mine for peer in worker["peers"] if needs_wire(peer["ways"])}))

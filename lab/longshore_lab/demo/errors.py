@@ -6,6 +6,6 @@ from longshore_wire.errors import LongshoreError, Reason
 
 
 class DifferenceError(LongshoreError):
-    """Something is not as it must be: names the room and what differs."""
+    """A check failed; names the room and the difference."""
 
     reason = Reason.DIGEST_MISMATCH

@@ -1,8 +1,8 @@
-"""One pair of layouts: prompts go through prefill while their KV moves, decode goes on, and the transfer is measured.
+"""Runs one pair of layouts: prefill computes prompts while their KV moves, decode continues, and transfers are measured.
 
-Called by `command` with running processes. The rounds: one with computation, whose pages and tokens are judged, then
-rounds of transfer alone, staged and slice by slice (on GPUs: directly), whose pages are judged too. For a further transport the prompts are
-not computed again: prefill sends the pages that it has, chunk by chunk, and a part of the rooms is enough.
+Called by `command` with running processes. The first round computes; its pages and tokens are checked. The next rounds
+only transfer, staged and slice by slice (on GPUs: directly); their pages are checked, too. For a further transport the
+prompts are not computed again: prefill sends the pages of some rooms once more, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from longshore_wire.engine_messages import Endpoint
 
 # A transfer of the demo takes a second; slices on a busy machine take longer.
 TRANSFER_TIMEOUT_S = 120.0
-# How often the agent is asked whether a chunk has arrived.
+# Polling interval for the arrival of a chunk.
 _LOOK_S = 0.02
-# Slabs of each chunk of the long prompt, between each pair of ranks, and times that each ring wraps.
+# Minimum slabs of each chunk of the long prompt between each pair of ranks, and minimum wraps of each ring.
 CHUNK_SLABS_MIN = 2
 RING_ROUNDS_MIN = 3
 ROUNDS = 3
-# What a further transport moves: the first rooms, which are the longest, and slices once.
+# A further transport moves only the first rooms, which are the longest, and slices once.
 FURTHER_ROOMS = 2
 FURTHER_SLICES_ROUNDS = 1
 _IN_WORDS = {SLICES: "slice by slice", DIRECT: "directly"}
@@ -45,7 +45,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """One request under way, with the pages that hold it on both sides."""
+    """One request, with its pages on both sides."""
 
     number: int
     request: Request
@@ -54,23 +54,23 @@ class Room:
 
     @property
     def interval(self) -> tuple[int, int]:
-        """Tokens that travel."""
+        """The interval of tokens that are moved."""
         return self.request.prefix, self.request.total
 
     def offered(self, first: int, end: int) -> Part:
-        """Tokens [first, end) as prefill offers them."""
+        """Return prefill's offer of tokens [first, end)."""
         return _part(self.number, self.prefill_pages, first, end, last=end == self.request.total)
 
     def claimed(self) -> Part:
-        """What decode claims."""
+        """Return decode's claim."""
         return _part(self.number, self.decode_pages, *self.interval, last=True)
 
 
 class PairRun:
-    """See the module. Raises DifferenceError where anything is not as it must be.
+    """Runs the rounds of one pair. Raises DifferenceError if a check fails.
 
     Args:
-        agents: of the transport by which the KV moves.
+        agents: the agents of one transport.
         earlier: the same pair's run by another transport, whose prefill pages are sent again.
     """
 
@@ -90,7 +90,7 @@ class PairRun:
         self._rooms: list[Room] = []
         self._first_tokens: list[int] = []
         self._numbers = itertools.count(1)
-        # Room ids are unique for a prefill instance at its agent; each pair and transport has its own.
+        # Room ids start at 1: they must be unique per prefill instance and agent, and no other run shares both.
         self._endpoint = self._find_endpoint()
 
     def run(self) -> PairResult:
@@ -133,7 +133,7 @@ class PairRun:
         ]
 
     def _compute(self, rooms: Sequence[Room]) -> list[int]:
-        """Let decode claim every room, then prefill and send chunk by chunk; return each prompt's first token."""
+        """Claim every room at decode, then prefill and send chunk by chunk; return each prompt's first token."""
         for room in rooms:
             if room.request.prefix:
                 self._decode.prefill(room.request.tokens, room.decode_pages, 0, room.request.prefix)
@@ -166,7 +166,7 @@ class PairRun:
             halves = self._agents.decode[STAGED].room(room.number)["halves"]
             pairs = [pair for half in halves for pair in half["room"]["pairs"]]
             sent_tokens = sent_end - room.request.prefix
-            # A slab that the next chunk completes is not due yet.
+            # A slab that also needs tokens of the next chunk cannot have arrived yet.
             if pairs and all(pair["slabs_done"] >= sent_tokens // _slab_tokens_max(pair, room) > 0 for pair in pairs):
                 break
             if time.monotonic() > deadline_s:
@@ -223,8 +223,8 @@ class PairRun:
     # -- rounds of transfer alone ----------------------------------------------------------------------------------
 
     def _measure(self, rooms: Sequence[Room], way: str, rounds: int) -> Transfer:
-        """Move all rooms at once, several times, each time into other pages; judge the pages after each."""
-        # The first transfer of two workers attaches them and finds the wire; it is not what is measured.
+        """Move all rooms concurrently, several times, each time into other pages; check the pages each time."""
+        # Not measured: the first transfer of two workers attaches them and probes the wire.
         self._move(rooms[-1:], way)
         seconds, moved = [], []
         before = self._counted(way)
@@ -290,7 +290,7 @@ class PairRun:
         )
 
     def _offer(self, parts: list[Part]) -> int:
-        """Offer parts on every rank; return when the first was accepted."""
+        """Offer parts on every rank; return the time at which the first was accepted."""
         return min(
             one.first_ns
             for one in _decoded(self._extra(self._prefill, Offer(self._agents.registration(STAGED), parts)), Offered)
@@ -315,7 +315,7 @@ def _part(room: int, pages: Sequence[int], first: int, end: int, *, last: bool) 
 
 
 def _slab_tokens_max(pair: dict[str, int], room: Room) -> int:
-    """The most tokens that a slab of this pair can have, from the number of slabs alone."""
+    """Return an upper bound of the tokens in a slab of this pair, computed from the number of slabs."""
     tokens = room.request.total - room.request.prefix
     return tokens if pair["slabs_total"] < 2 else (tokens - 1) // (pair["slabs_total"] - 1)  # noqa: PLR2004
 

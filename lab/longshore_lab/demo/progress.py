@@ -1,4 +1,4 @@
-"""Says what happens, a line a step, with the seconds since the start."""
+"""Prints one line for each step, with the seconds since the start."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 
 class Progress:
-    """Prints lines at once, also into a pipe."""
+    """Prints lines and flushes each, also into a pipe."""
 
     def __init__(self) -> None:
         self._started_s = time.monotonic()

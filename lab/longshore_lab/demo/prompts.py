@@ -1,6 +1,6 @@
-"""What the demo asks of the engines: prompts, how they are cut into chunks, and what decode holds already.
+"""Makes the demo's requests: prompts, their chunks, and the prefixes that decode already has.
 
-The tokens that a single engine gives are computed once and kept with the request.
+Each request has the expected tokens, which a single engine computes once.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from longshore_lab.engine.config import ModelConfig
 from longshore_lab.engine.processes import EngineProcesses
 
-# Two ways of computing one logit differ by up to 5e-5; a greedy choice twenty times clearer is the same in all of them.
+# Different orders of computation change a logit by up to 5e-5. A margin twenty times larger gives the same token in all.
 MARGIN_MIN = 1e-3
-# Random prompts rarely hold a choice that is as unclear as that.
+# Random prompts rarely have a token with a smaller margin.
 DRAWS_MAX = 20
 TOKENS_GENERATED = 8
 
@@ -32,7 +32,7 @@ class Request:
         tokens: the prompt.
         prefix: how many leading tokens decode computes itself.
         chunk_tokens: prefill's chunk; the last one may be shorter.
-        expected: greedy tokens of one engine that did both; empty before they are known.
+        expected: greedy tokens of one engine that did both prefill and decode; empty before they are known.
     """
 
     tokens: tuple[int, ...]
@@ -58,9 +58,9 @@ def total_tokens(*, quick: bool) -> int:
 
 
 def answered_requests(engine: EngineProcesses, seed: int, *, quick: bool) -> list[Request]:
-    """Draw prompts and have one engine answer them; a prompt with an unclear choice is drawn again.
+    """Draw prompts and compute their tokens with one engine; draw a prompt again if a margin is too small.
 
-    Which tokens an engine gives where two logits differ by less than float32's rounding is nobody's promise.
+    If two logits differ by less than float32's rounding error, the token depends on the order of computation.
     """
     draw = random.Random(seed)
     found = []

@@ -1,4 +1,4 @@
-"""The demo's last words: a table for people, and the same as JSON for programs. Pure."""
+"""Renders the demo's results as a table and as JSON. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LEFT = {"pair", "backend", "way", "wire"}
 
 
 def rendered(results: Sequence[PairResult]) -> str:
-    """Return the table, one line a pair, transport and way; `vs slices` is how many times faster than the same rooms slice by slice, if these were."""
+    """Return the table, one line a pair, transport and way. `vs slices` is the speedup over the same rooms slice by slice."""
     rows: list[tuple[str, ...]] = [_HEADINGS]
     for result in results:
         slices_s = [transfer.median_s for transfer in result.transfers if transfer.way == "slices"]

@@ -1,4 +1,4 @@
-"""Rotary positions and causal attention of a chunk of queries over its whole context.
+"""Computes rotary positions and causal attention of a chunk of queries over its whole context.
 
 Called by the decoder with K and V already gathered through the page table. Plain functions on tensors.
 """
@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# Queries handled at once: a block skips the keys after its last query, so smaller blocks waste less on masked
-# keys, while larger ones keep the products efficient.
+# Queries in one block. A block skips the keys after its last query, so smaller blocks compute fewer masked keys,
+# while larger ones make the matrix products efficient.
 QUERY_BLOCK_TOKENS = 256
 
 
 def rotary_table(positions_max: int, head_dim: int, base: float) -> Tensor:
-    """Cosines and sines of every position, [2, positions_max, head_dim // 2], float32."""
+    """Return cosines and sines of every position, [2, positions_max, head_dim // 2], float32."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     angles = torch.arange(positions_max, dtype=torch.float64)[:, None] * base**-exponents
     return torch.stack([angles.cos(), angles.sin()]).float()
 
 
 def rotate(rows: Tensor, table: Tensor, first: int) -> Tensor:
-    """Turn `rows` [tokens, heads, head_dim] by their positions, which begin at `first`; halves form the pairs."""
+    """Rotate `rows` [tokens, heads, head_dim] by their positions, which begin at `first`; halves form the pairs."""
     cosine, sine = table[:, first : first + rows.shape[0], None]
     low, high = rows.chunk(2, dim=-1)
     return torch.cat([low * cosine - high * sine, high * cosine + low * sine], dim=-1)
@@ -34,7 +34,7 @@ def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, first: int) 
     Args:
         queries: [tokens, query_heads, head_dim]; query head i reads KV head i // (query_heads // kv_heads).
         keys: [kv_heads, first + tokens, head_dim].
-        values: as keys.
+        values: [kv_heads, first + tokens, head_dim].
         first: position of the first query.
     Returns:
         [tokens, query_heads * head_dim].
@@ -47,7 +47,7 @@ def causal_attention(queries: Tensor, keys: Tensor, values: Tensor, first: int) 
         block = queries[begin : begin + QUERY_BLOCK_TOKENS]
         rows = block.shape[0]
         end = first + begin + rows
-        # The query heads of a group become rows of one product, so K and V are never repeated in memory.
+        # The query heads of a group become rows of one product, so that K and V are not copied for each head.
         stacked = block.view(rows, kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
         mask = None
         if rows > 1:

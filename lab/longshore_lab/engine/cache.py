@@ -1,7 +1,7 @@
-"""One rank's paged KV in one memory region that another process can map: shared memory, or a GPU's.
+"""Holds one rank's paged KV in one memory region that other processes can map: shared memory or GPU memory.
 
-Called by the decoder (write, read), which computes on the CPU wherever the pages lie, and by whoever checks a transfer
-(dump, digest, zero). Knows pages and bytes; nothing of models or of who else maps the region.
+Called by the decoder (write, read), which always computes on the CPU, and by checks of a transfer (dump, digest, zero).
+Knows pages and bytes, but neither models nor the processes that map the region.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from longshore_lab.engine.errors import EngineError
 from longshore_lab.engine.pages import pages_for
 from longshore_wire.layout import KVLayout, PageOrder, PlaneGeometry, PoolGeometry
 
-# A quiet NaN that no arithmetic makes, so that a dump shows which bytes nobody wrote.
+# A quiet NaN that arithmetic does not produce, so that a dump shows which bytes were never written.
 POISON_PATTERN = 0x7FC0DEAD
 DIGEST_BYTES = 16
 
@@ -30,14 +30,14 @@ DIGEST_BYTES = 16
 class PagePool:
     """K and V pages of a rank's layers and heads, float32, in one memfd or one tensor on a GPU.
 
-    Whatever writes pages here returns when they are written: an agent's process may read or write them then.
+    Methods that write pages return when the write is complete, so that an agent's process may access them.
 
     Attributes:
         layout: the rank's share of the cache.
         page_count: pages in the pool.
-        geometry: where each plane lies in the region: K of each local layer, then V of each.
-        region_fd: file descriptor of the region; owned by the pool until `close`. -1: it is on a GPU.
-        device_memory: the region on a GPU; None: it is in shared memory.
+        geometry: the position of each plane in the region: K of each local layer, then V of each.
+        region_fd: file descriptor of the region, owned by the pool until `close`; -1 if it is on a GPU.
+        device_memory: the region on a GPU; None if it is in shared memory.
         planes: [2 * layers, page_count, page_size, heads, head_dim], a view with the page order's strides.
     """
 
@@ -52,7 +52,7 @@ class PagePool:
         self.device_memory: DeviceMemory | None = None
         if device == CPU:
             self.region_fd = _sealed_region(self.geometry.region_bytes[0])
-            # The mapping lives as long as a tensor refers to it, so nothing can read unmapped memory after `close`.
+            # The mapping lives as long as a tensor refers to it, so that no access after `close` reads unmapped memory.
             mapping = mmap.mmap(self.region_fd, self.geometry.region_bytes[0])
             flat = torch.frombuffer(mapping, dtype=torch.float32)
         else:
@@ -70,7 +70,7 @@ class PagePool:
         self._settle()
 
     def close(self) -> None:
-        """Close the region's file descriptor; views that are still held stay valid. A second call does nothing."""
+        """Close the region's file descriptor; existing views stay valid. A second call does nothing."""
         if self.region_fd >= 0:
             os.close(self.region_fd)
             self.region_fd = -1
@@ -136,7 +136,7 @@ class PagePool:
         return entries
 
     def _gather(self, plane: int, pages: Sequence[int], end: int) -> Tensor:
-        """Whole pages are copied and the tail is cut off, which is faster than an index for each token."""
+        """Copy whole pages and cut the tail off, which is faster than an index for each token."""
         needed = pages_for(end, self.layout.page_size)
         if needed > len(pages):
             raise EngineError(f"{len(pages)} pages of {self.layout.page_size} tokens do not hold {end} tokens")
@@ -144,7 +144,7 @@ class PagePool:
         return taken.flatten(0, 1)[:end].transpose(0, 1).contiguous().cpu()
 
     def _locate(self, pages: Sequence[int], first: int, end: int) -> tuple[Tensor, Tensor]:
-        """Page id and slot of each token in [first, end)."""
+        """Return page id and slot of each token in [first, end)."""
         page_size = self.layout.page_size
         if not 0 <= first <= end <= len(pages) * page_size:
             raise EngineError(f"tokens [{first}, {end}) are not held by {len(pages)} pages of {page_size} tokens")
@@ -160,7 +160,7 @@ class PagePool:
         return torch.tensor(pages, dtype=torch.int64, device=self.planes.device)
 
     def _settle(self) -> None:
-        """On a GPU what was called is only queued; return when it is done."""
+        """Wait for queued work if the pages are on a GPU."""
         if self.device_memory is not None:
             self.device_memory.settle()
 
@@ -181,7 +181,7 @@ def _geometry(layout: KVLayout, page_count: int) -> PoolGeometry:
 
 
 def _sealed_region(region_bytes: int) -> int:
-    """A memfd that nobody can shrink: a process that maps it is never killed by SIGBUS."""
+    """Return a memfd that cannot shrink, so that a process that maps it never gets SIGBUS."""
     region_fd = os.memfd_create("longshore-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(region_fd, region_bytes)

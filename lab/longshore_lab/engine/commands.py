@@ -1,7 +1,7 @@
-"""What the driver of a tensor-parallel engine and its rank processes say to each other.
+"""Messages between the driver of a tensor-parallel engine and its rank processes.
 
-msgpack over a socket pair, one reply a command; both ends are this tree, so there is no version. At the end what the
-process that starts the ranks answers.
+msgpack over a socket pair, one reply to each command. Both ends are of this tree, so there is no version. The last types
+are answers of the process that starts the ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class HeadDigest(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 
 class Prefill(msgspec.Struct, frozen=True, tag=True):
-    """Compute KV of prompt tokens [first, end); `pages` hold [0, first) already. Answered by `Tokens`."""
+    """Compute KV of prompt tokens [first, end). `pages` must hold [0, first). Answered by `Tokens`."""
 
     prompt: list[int]
     pages: list[int]
@@ -39,7 +39,7 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
 
 
 class Dump(msgspec.Struct, frozen=True, tag=True):
-    """Answered by `Dumped`: the bytes of tokens [first, end)."""
+    """Copy the bytes of tokens [first, end). Answered by `Dumped`."""
 
     pages: list[int]
     first: int
@@ -47,7 +47,7 @@ class Dump(msgspec.Struct, frozen=True, tag=True):
 
 
 class Digest(msgspec.Struct, frozen=True, tag=True):
-    """Answered by `Digests` of tokens [first, end)."""
+    """Compute the digests of tokens [first, end). Answered by `Digests`."""
 
     pages: list[int]
     first: int
@@ -86,7 +86,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):
-    """The greedy tokens, and for each how far its logit was above the next best one."""
+    """The greedy tokens, and for each the margin of its logit over the next best one."""
 
     tokens: list[int]
     margins: list[float]
@@ -110,7 +110,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class ExtraReply(msgspec.Struct, frozen=True, tag=True):
-    """What the extension returned."""
+    """The result of the extension."""
 
     body: bytes
 
@@ -127,13 +127,13 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """It has started a rank, for the next connection that it was given; the rank's pidfd comes beside this."""
+    """The starter has started a rank for its next connection; the rank's pidfd is attached to this message."""
 
     pid: int
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """A rank has ended; `status` as subprocess has it, negative for a signal."""
+    """A rank has ended; `status` is negative for a signal, as in subprocess."""
 
     pid: int
     status: int

@@ -1,4 +1,4 @@
-"""What a rank of the reference engine is told at its start: the model's sizes and the rank's place.
+"""Options of the reference engine's ranks: the model's sizes and the rank's place in the instance.
 
 Read by every module of the engine and sent to rank processes. Pure values; loads no torch.
 """
@@ -37,12 +37,12 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
     @property
     def shape(self) -> ModelShape:
-        """The cache's shape as both sides of a transfer state it."""
+        """The cache's shape, which both sides of a transfer declare."""
         return ModelShape(self.layers, self.kv_heads, self.head_dim, FLOAT32_BYTES)
 
     @property
     def query_group(self) -> int:
-        """How many query heads read each KV head."""
+        """Number of query heads that read each KV head."""
         return self.query_heads // self.kv_heads
 
     def check(self, tp: int) -> None:
@@ -63,15 +63,15 @@ class RankOptions(msgspec.Struct, frozen=True, kw_only=True):
     """One rank of an engine instance.
 
     Attributes:
-        seed: the weights' seed; ranks of one instance, and instances to be compared, share it.
+        seed: the weights' seed, equal for all ranks of an instance and for instances that are compared.
         page_size: tokens in a page.
         page_count: pages in this rank's pool.
-        poison: fill pages that nobody wrote with NaN, so that attention over missing KV is noticed.
-        shuffle_seed: hand pages out in an order shuffled by this seed; None hands them out ascending.
-        devices: GPUs whose memory holds the pages, dealt to the ranks in order; none: shared memory does. All compute on the CPU.
+        poison: fill unwritten pages with NaN, so that attention over missing KV is detected.
+        shuffle_seed: allocate pages in an order shuffled by this seed; None means ascending.
+        devices: GPUs for the pages, assigned to the ranks round-robin; empty means shared memory. All ranks compute on the CPU.
         init_method: `file://` or `tcp://` rendezvous of the ranks, unused with tp 1.
         extension: `module:factory` that a rank process loads (see `rank_main`), or empty.
-        extension_options: bytes handed to that factory as they are.
+        extension_options: bytes for that factory.
     """
 
     model: ModelConfig = ModelConfig()
@@ -90,16 +90,16 @@ class RankOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layout(self) -> KVLayout:
-        """This rank's share of the cache in the terms of a transfer."""
+        """This rank's share of the cache, as a transfer's layout."""
         return KVLayout(self.model.shape, Parallel(tp=self.tp, tp_rank=self.tp_rank), self.page_size, self.order)
 
     @property
     def device(self) -> str:
-        """Where this rank's pages are: "cpu", or a GPU as torch names it."""
+        """The device of this rank's pages: "cpu", or torch's name of a GPU."""
         return device_of(self.devices, self.tp_rank)
 
     def check(self) -> None:
-        """Raise EngineError or LayoutError, naming the field, if this rank cannot exist."""
+        """Raise EngineError or LayoutError, naming the field, if the options are invalid."""
         self.model.check(self.tp)
         self.layout.check()
         if self.order is PageOrder.OPAQUE:
@@ -111,7 +111,7 @@ class RankOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_request(prompt: Sequence[int], count: int, chunk_tokens: int) -> None:
-    """Raise EngineError if a request has no prompt, asks for no token, or its chunks are empty."""
+    """Raise EngineError if the prompt is empty, or `count` or `chunk_tokens` is below 1."""
     if not prompt or count < 1 or chunk_tokens < 1:
         raise EngineError(
             f"the prompt has {len(prompt)} tokens, count is {count}, chunk_tokens is {chunk_tokens}: give at least 1"

@@ -1,7 +1,7 @@
-"""The connector of the reference engine: an extension of its rank processes that moves KV through Longshore.
+"""Moves the reference engine's KV through Longshore: an extension of its rank processes.
 
-Loaded by `rank_main`; the demo's driver sends it the commands below by `EngineProcesses.extra`. It is what vLLM's or
-SGLang's connector is to them: it shares the rank's pool, offers and claims pages, and hears what became of them.
+Loaded by `rank_main`. The demo's driver sends it the commands below by `EngineProcesses.extra`. It corresponds to the
+connectors of vLLM and SGLang: it registers the rank's pool, offers and claims pages, and receives their events.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from longshore_lab.engine.errors import EngineError
 from longshore_wire.errors import Reason
 
 if TYPE_CHECKING:
-    # The driver reads the commands below and must not load torch for it.
+    # The driver imports the commands below and must not load torch.
     from longshore_lab.engine.rank import EngineRank
 
-# What `RankOptions.extension` says to load this.
+# The value of `RankOptions.extension` that loads this module.
 EXTENSION = "longshore_lab.engine.connector:Connector"
-# The agent may still be starting, with a self-test before it and other processes on the same cores.
+# The agent may still be starting and running its self-test, on cores that it shares with other processes.
 CONNECT_TIMEOUT_S = 120.0
 ENDPOINT_TIMEOUT_S = 120.0
-# A call that meets a full queue, or an agent that is being restarted, is made again until this is over.
+# A call that fails because of a full queue or a restarting agent is retried for this long.
 CALL_TIMEOUT_S = 30.0
 _AGENT_LOST_RETRY_S = 0.1
 
 
 class Registration(msgspec.Struct, frozen=True):
-    """With which agent a rank registers.
+    """A rank's registration with one agent.
 
     Attributes:
-        instance: name of the engine instance there, the same for all its ranks. Peers know a rank by it: an instance
-            that registers with two agents has two names.
+        instance: name of the engine instance there, the same for all of its ranks. Peers identify a rank by it: an
+            instance that registers with two agents has two names.
         socket: the agent's engine socket.
     """
 
@@ -56,11 +56,11 @@ class Registration(msgspec.Struct, frozen=True):
 
 
 class ConnectorOptions(msgspec.Struct, frozen=True):
-    """What the connector is told at its start.
+    """Options of the connector.
 
     Attributes:
         half: SOURCE for prefill, TARGET for decode.
-        agents: by the names that commands use for them.
+        agents: registrations by the names that commands use.
     """
 
     half: Half
@@ -68,7 +68,7 @@ class ConnectorOptions(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens [first, end) of a room and the pages of the sequence that hold them, beginning with that of `first`."""
+    """Tokens [first, end) of a room and the pages that hold them, beginning with the page of `first`."""
 
     room: int
     pages: list[int]
@@ -78,7 +78,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GetEndpoint(msgspec.Struct, frozen=True, tag=True):
-    """Answered by the encoded Endpoint of this instance."""
+    """Ask for the encoded Endpoint of this instance."""
 
     agent: str
 
@@ -99,7 +99,7 @@ class Claim(msgspec.Struct, frozen=True, tag=True):
 
 
 class Await(msgspec.Struct, frozen=True, tag=True):
-    """Wait until every one of these rooms is done and its pages are released. Answered by `Arrived`."""
+    """Wait until all of these rooms are done and their pages are released. Answered by `Arrived`."""
 
     agent: str
     rooms: list[int]
@@ -107,13 +107,13 @@ class Await(msgspec.Struct, frozen=True, tag=True):
 
 
 class Offered(msgspec.Struct, frozen=True):
-    """When the agent had accepted the first part; clock as `Arrived`."""
+    """The time at which the agent accepted the first part, by the clock of `Arrived`."""
 
     first_ns: int
 
 
 class Arrived(msgspec.Struct, frozen=True):
-    """When the last room was done, on this machine's monotonic clock, and the bytes that all of them moved."""
+    """The time at which the last room was done, on this machine's monotonic clock, and the bytes of all rooms."""
 
     done_ns: int
     bytes_moved: int
@@ -123,13 +123,13 @@ Command = GetEndpoint | Offer | Claim | Await
 
 
 class TransferFailedError(EngineError):
-    """A room failed; carries the reason that the agent gave."""
+    """A room failed; carries the agent's reason."""
 
     reason = Reason.TRANSFER_FAILED
 
 
 class Connector:
-    """See the module. One for each rank process."""
+    """The extension of one rank process."""
 
     def __init__(self, engine: EngineRank, options: bytes) -> None:
         self._options = msgspec.msgpack.decode(options, type=ConnectorOptions)
@@ -150,7 +150,7 @@ class Connector:
                     )
                 )
                 regions = [pool.region_fd] if memory is None else [memory.region]
-                # On a GPU the worker compiles the kernels of this layout now, so that no room waits for them.
+                # On a GPU this compiles the kernels of this layout, so that no room waits for them.
                 client.register_pool(0, pool.geometry, regions, timeout_s=CONNECT_TIMEOUT_S)
                 self._clients[name] = client
         except BaseException:
@@ -180,7 +180,7 @@ class Connector:
                 return msgspec.msgpack.encode(self._await(client, rooms, timeout_s))
 
     def close(self) -> None:
-        """Leave the agents, which let go of the pool at once."""
+        """Disconnect from the agents, which unmap the pool at once."""
         self._open.close()
 
     @staticmethod
@@ -209,7 +209,7 @@ class Connector:
 
 
 def _insistently(call: Callable[[], None]) -> None:
-    """Make a call again while it meets full queues or an agent that is away; the last error propagates in the end."""
+    """Retry a call while queues are full or the agent is away. The last error propagates after CALL_TIMEOUT_S."""
     deadline_s = time.monotonic() + CALL_TIMEOUT_S
     while True:
         try:

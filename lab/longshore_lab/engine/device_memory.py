@@ -1,7 +1,7 @@
-"""Memory on a GPU for engines' pages, as an engine takes it from torch, and how its agent finds it.
+"""Allocates GPU memory for engines' pages through torch, and exports it to the agent.
 
-Called by `cache` and by the benchmarks' pages. The only file of the laboratory that calls CUDA, so that all others can
-be tried without a GPU; knows neither pages nor agents.
+Called by `cache` and by the benchmarks' pages. The only file of the laboratory that calls CUDA, so that all others can be
+tested without a GPU. Knows neither pages nor agents.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from longshore_lab.engine.errors import EngineError
 
 
 class DeviceMemory:
-    """Bytes on one GPU, with nothing written to them.
+    """Uninitialised bytes on one GPU.
 
     Attributes:
-        tensor: [length_bytes] uint8 there.
-        name: the GPU's UUID, as `connect` takes it.
-        region: how an agent finds the first byte, as `Client.register_pool` takes it.
+        tensor: [length_bytes] uint8 on the GPU.
+        name: the GPU's UUID, in the form that `connect` takes.
+        region: the exported region, in the form that `Client.register_pool` takes.
     Raises:
         EngineError: torch cannot use the device, or it has too little memory.
-        ArgumentError: its memory has no handle; says which setting of torch is in the way.
+        ArgumentError: the memory has no handle; names the setting of torch that prevents it.
     """
 
     def __init__(self, length_bytes: int, device: str) -> None:
         try:
-            # The driver answers for the context that is current in this thread: that of this device.
+            # The driver uses this thread's current context, which must be that of this device.
             with torch.cuda.device(device):
                 self.tensor = torch.empty(length_bytes, dtype=torch.uint8, device=device)
                 self.name, self.region = device_name(self.tensor), device_region(self.tensor)
@@ -40,32 +40,32 @@ class DeviceMemory:
             ) from error
 
     def put(self, image: mmap.mmap) -> None:
-        """Copy all bytes from memory of the host."""
-        # The tensor lives for one copy: one that stayed would see the mapping after its end.
+        """Copy all bytes from host memory."""
+        # The tensor lives for one copy only, so that it cannot outlive the mapping.
         self.tensor.copy_(torch.frombuffer(image, dtype=torch.uint8))
         self.settle()
 
     def get(self, image: mmap.mmap) -> None:
-        """Copy all bytes to memory of the host."""
+        """Copy all bytes to host memory."""
         self.settle()
         torch.frombuffer(image, dtype=torch.uint8).copy_(self.tensor)
 
     def settle(self) -> None:
-        """Return when all that was queued on the device is done: an agent sees what was written, and nothing comes later."""
+        """Wait for all queued work on the device, so that an agent sees every write and none follows."""
         torch.cuda.synchronize(self.tensor.device)
 
 
 class PlainCopy:
-    """Two pieces of memory, on one GPU or on two, and the copy between them that torch makes."""
+    """Two pieces of memory, on one GPU or on two, and torch's copy between them."""
 
     def __init__(self, length_bytes: int, source: str, target: str) -> None:
-        """Take the memory; raises as `DeviceMemory`."""
+        """Allocate the memory. Raises the errors of `DeviceMemory`."""
         self._near, self._far = DeviceMemory(length_bytes, source), DeviceMemory(length_bytes, target)
         self._near.tensor.random_(0, 256)
         self._settle()
 
     def seconds(self, length_bytes: int) -> float:
-        """Copy the first bytes and compare them; return how long the copy took. Raises EngineError: they differ."""
+        """Copy the first bytes and compare them; return the seconds of the copy. Raises EngineError if they differ."""
         near, far = self._near.tensor[:length_bytes], self._far.tensor[:length_bytes]
         far.zero_()
         self._settle()

@@ -6,24 +6,24 @@ from longshore_wire.errors import LongshoreError, Reason
 
 
 class EngineError(LongshoreError):
-    """The engine cannot do what it was asked; names the argument and what would be allowed."""
+    """A request to the engine is invalid; names the argument and the valid values."""
 
     reason = Reason.UNSUPPORTED
 
 
 class PagesExhaustedError(EngineError):
-    """The page pool has fewer free pages than were asked for; names both numbers."""
+    """The page pool has fewer free pages than requested; names both numbers."""
 
     reason = Reason.BUSY
 
 
 class MissingKVError(EngineError):
-    """Attention met KV that nobody wrote: the logits are not finite. Names the token interval that was read."""
+    """Attention read unwritten KV: the logits are not finite. Names the token interval that was read."""
 
     reason = Reason.TOKENS_MISSING
 
 
 class RankLostError(EngineError):
-    """A rank's process ended or went silent; names the rank and its exit status."""
+    """A rank's process ended or does not answer; names the rank and its exit status."""
 
     reason = Reason.ENGINE_LOST

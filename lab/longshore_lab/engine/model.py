@@ -1,6 +1,6 @@
-"""The decoder: one rank's share of a forward pass over a chunk of tokens, KV in a paged pool.
+"""Computes one rank's share of a forward pass over a chunk of tokens, with KV in a paged pool.
 
-Called by `rank.EngineRank`. Grouped-query attention, RMSNorm, rotary positions, SwiGLU, as in Llama
+Called by `rank.EngineRank`. Uses grouped-query attention, RMSNorm, rotary positions and SwiGLU, as in Llama
 (arXiv 2302.13971 and 2307.09288), split over ranks as Megatron does (arXiv 1909.08053).
 """
 
@@ -40,11 +40,11 @@ class Decoder:
 
         Args:
             tokens: at least one, each in [0, vocabulary); positions stay below positions_max.
-            first: tokens before these whose KV `pages` hold already.
+            first: number of tokens before these; `pages` must hold their KV.
             pool: this rank's pages.
             pages: the sequence's page ids, in order, with room for all tokens.
         Returns:
-            [vocabulary] logits that follow the last token, the same bits on every rank.
+            [vocabulary] logits after the last token, bit-identical on every rank.
         """
         hidden = self._edge.embedding[torch.tensor(tokens)]
         for index, layer in enumerate(self._layers):
@@ -53,7 +53,7 @@ class Decoder:
             rows = rms_norm(hidden, layer.mlp_norm)
             gated = functional.silu(rows @ layer.gate) * (rows @ layer.up)
             hidden = hidden + self._group.add(gated @ layer.down)
-        # One rank decides for all, so that no two of them can continue with different tokens.
+        # Rank 0 decides for all, so that ranks cannot continue with different tokens.
         return self._group.from_first(rms_norm(hidden[-1], self._edge.final_norm) @ self._edge.head)
 
     def _attend(

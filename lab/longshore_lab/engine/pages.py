@@ -1,4 +1,4 @@
-"""Which pages of a pool are free: the engine's page allocator.
+"""Allocates pages of a pool by a free list.
 
 Called by an in-process rank and by the driver of rank processes. Pure; knows no memory.
 """
@@ -15,8 +15,8 @@ from longshore_lab.engine.errors import EngineError, PagesExhaustedError
 class PageAllocator:
     """A free list of page ids.
 
-    Freed pages go to the end of the list, so that a stale id is not given out again at once. With a
-    `shuffle_seed` the ids of one sequence are not contiguous and not ascending, as in an engine that ran for a while.
+    Freed pages go to the end of the list, so that a stale id is not reused at once. With a
+    `shuffle_seed` the ids of one sequence are neither contiguous nor ascending, as in a long-running engine.
     """
 
     def __init__(self, page_count: int, shuffle_seed: int | None = None) -> None:
@@ -29,14 +29,14 @@ class PageAllocator:
 
     @property
     def free_count(self) -> int:
-        """How many pages are free."""
+        """Number of free pages."""
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` pages.
 
         Raises:
-            PagesExhaustedError: fewer are free; nothing was taken.
+            PagesExhaustedError: fewer are free; none was allocated.
         """
         if count > len(self._free):
             raise PagesExhaustedError(f"{count} pages were asked for and {len(self._free)} are free: free some first")
@@ -45,10 +45,10 @@ class PageAllocator:
         return taken
 
     def free(self, pages: Sequence[int]) -> None:
-        """Give pages back.
+        """Free pages.
 
         Raises:
-            EngineError: a page is not in use, or is named twice; nothing was freed.
+            EngineError: a page is not in use or is repeated; none was freed.
         """
         wrong = sorted(set(pages) - self._used)
         if wrong or len(set(pages)) != len(pages):
@@ -58,5 +58,5 @@ class PageAllocator:
 
 
 def pages_for(tokens: int, page_size: int) -> int:
-    """How many pages hold `tokens` tokens."""
+    """Return the number of pages for `tokens` tokens."""
     return -(-tokens // page_size)

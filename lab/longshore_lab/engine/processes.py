@@ -1,7 +1,7 @@
-"""The driver of an engine instance whose ranks are processes: starts them, commands them, ends them.
+"""Drives an engine instance whose ranks are processes: starts them, sends them commands and ends them.
 
-Called by the demo and tests, from one thread at a time. Owns the page allocator, as an engine's scheduler does, so
-that all ranks use the same page ids. Loads no torch.
+Called by the demo and tests, from one thread at a time. Owns the page allocator, as an engine's scheduler does, so that
+all ranks use the same page ids. Does not load torch.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from longshore_lab.engine.pages import PageAllocator, pages_for
 from longshore_lab.engine.starter import RankProcess, RankStarter
 from longshore_wire.errors import Reason
 
-# Weights, pools and what an extension registers, on hosts with few cores one rank after the other.
+# Time for weights, pools and registrations. On hosts with few cores the ranks start one after the other.
 START_TIMEOUT_S = 300.0
-# Above the collectives' timeout, so that a rank that waits for a lost sibling reports it itself.
+# Above the collectives' timeout, so that a rank itself reports a lost sibling.
 REPLY_TIMEOUT_S = 180.0
-# A rank that got Stop closes its pool and leaves; after this it is killed.
+# A rank that does not end within this after Stop is killed.
 STOP_TIMEOUT_S = 10.0
 
 ReplyType = TypeVar("ReplyType", bound=commands.Reply)
@@ -39,17 +39,17 @@ class EngineProcesses:
     """An engine instance of `options.tp` rank processes; use as a context manager, or call `close`.
 
     Args:
-        options: of every rank; tp_rank and, when it is empty, init_method are filled in here.
-        extension_options: what each rank's extension gets, by rank; None gives all of them the options' own.
-        wait: return only when every rank is ready; otherwise call `wait_ready`, so that instances start side by side.
-        starter: where the ranks come from, if several instances share one; it must outlive them.
+        options: options of every rank. tp_rank and an empty init_method are filled in here.
+        extension_options: options of each rank's extension, by rank; None uses those of `options` for all.
+        wait: return only when every rank is ready. Otherwise call `wait_ready`, so that instances start concurrently.
+        starter: a starter that several instances share; it must outlive them. None makes one.
     Attributes:
-        options: as given, with the init_method that is used.
+        options: the given options with the effective init_method.
         pids: process ids by rank, once they are ready.
         ready: each rank's layout and pool geometry; empty before they are ready.
         allocator: free pages, the same ids on every rank.
     Raises:
-        EngineError: the options cannot work, or a rank failed to start; nothing is left running.
+        EngineError: the options are invalid, or a rank failed to start; no process is left.
     """
 
     def __init__(
@@ -91,14 +91,14 @@ class EngineProcesses:
             self.wait_ready()
 
     def wait_ready(self) -> None:
-        """Return when every rank holds its weights and its pool; raises as the constructor. A second call does nothing."""
+        """Wait until every rank has its weights and pool. Raises the constructor's errors. A second call does nothing."""
         if self.ready:
             return
         try:
             self._starter.wait_started()
             self.ready = self.collect(commands.Ready, START_TIMEOUT_S)
         except BaseException:
-            # Ranks that wait for each other at the rendezvous would not see a Stop.
+            # Ranks that wait for each other at the rendezvous do not read a Stop.
             self.close(stop_timeout_s=0.0)
             raise
 
@@ -114,7 +114,7 @@ class EngineProcesses:
         self.close()
 
     def close(self, stop_timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """End every rank, by SIGKILL after `stop_timeout_s`, and wait for it; a second call does nothing."""
+        """Stop every rank, by SIGKILL after `stop_timeout_s`, and wait for its end. A second call does nothing."""
         for connection in self._connections:
             try:
                 connection.send_bytes(msgspec.msgpack.encode(commands.Stop()))
@@ -135,7 +135,7 @@ class EngineProcesses:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def kill(self, rank: int) -> None:
-        """End one rank by SIGKILL, in whatever it does; the next command raises RankLostError."""
+        """Kill one rank by SIGKILL; the next command raises RankLostError."""
         self._processes[rank].kill()
         self._processes[rank].wait()
 
@@ -162,7 +162,7 @@ class EngineProcesses:
         return tokens
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give pages back to the allocator, poisoned on every rank if the options say so."""
+        """Free pages; poison them on every rank if the options say so."""
         if self.options.poison:
             self.call(commands.Poison(list(pages)), commands.Done)
         self.allocator.free(pages)
@@ -172,21 +172,21 @@ class EngineProcesses:
         self.call(commands.Zero(list(pages), first, end), commands.Done)
 
     def digest(self, pages: Sequence[int], first: int, end: int) -> list[commands.HeadDigest]:
-        """Digests of tokens [first, end) over all ranks, sorted: equal between layouts that hold the same bytes."""
+        """Return sorted digests of tokens [first, end) over all ranks. Layouts with the same bytes have equal digests."""
         replies = self.call(commands.Digest(list(pages), first, end), commands.Digests)
         return sorted(entry for reply in replies for entry in reply.entries)
 
     def dump(self, pages: Sequence[int], first: int, end: int) -> list[commands.Dumped]:
-        """Bytes of tokens [first, end) by rank."""
+        """Return the bytes of tokens [first, end) by rank."""
         return self.call(commands.Dump(list(pages), first, end), commands.Dumped)
 
     def extra(self, bodies: Sequence[bytes]) -> list[bytes]:
-        """Hand each rank's extension its bytes, by rank, and return what they answered."""
+        """Send each rank's extension its bytes, by rank, and return the answers."""
         self._post([msgspec.msgpack.encode(commands.Extra(body)) for body in bodies])
         return [reply.body for reply in self.collect(commands.ExtraReply)]
 
     def call(self, command: commands.Command, expected: type[ReplyType]) -> list[ReplyType]:
-        """Have every rank carry `command` out and return the replies by rank; raises as `collect`."""
+        """Run `command` on every rank and return the replies by rank. Raises the errors of `collect`."""
         self.post(command)
         return self.collect(expected)
 
@@ -237,8 +237,8 @@ class EngineProcesses:
         """Send each rank its bytes.
 
         Raises:
-            EngineError: a command was not collected, as after an interrupt: its replies would be taken for this one's.
-            RankLostError: a rank is gone.
+            EngineError: the last command was not collected, as after an interrupt, so replies could be confused.
+            RankLostError: a rank has ended.
         """
         if self._unanswered:
             raise EngineError("the last command was not collected: collect it, or close the instance")
@@ -254,7 +254,7 @@ class EngineProcesses:
         try:
             status = process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            # It closed its end and hangs on its way out; nothing of it is needed any more.
+            # It closed its end but hangs during its exit. Nothing of it is needed any more.
             process.kill()
             status = process.wait()
         return RankLostError(

@@ -1,7 +1,7 @@
-"""One rank of an engine instance: weights, paged KV, prefill by chunks and greedy decoding.
+"""Runs one rank of an engine instance: weights, paged KV, prefill by chunks and greedy decoding.
 
-Used directly for TP 1, and by `rank_main` as one process of several. Prefill computes the whole prompt and samples
-the first token; a decode rank whose pages somebody filled continues from that token with `decode`.
+Used directly for TP 1, and by `rank_main` as one process of several. Prefill computes the prompt and samples the first
+token. A decode rank continues from that token with `decode` once its pages are filled.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from longshore_lab.engine.tensor_parallel import join_group
 
 
 class Sampled(NamedTuple):
-    """A greedy token, and how far its logit is above the next best one (logits deviate by about 4)."""
+    """A greedy token, and its logit's margin over the next best one (the logits' standard deviation is about 4)."""
 
     token: int
     margin: float
 
 
 class EngineRank:
-    """A rank; with tp above 1 every rank must get the same calls in the same order.
+    """One rank. With tp above 1, every rank must get the same calls in the same order.
 
     Attributes:
-        options: what it was made from.
-        pool: its paged KV; `pool.region_fd` (or `pool.device_memory`), `pool.geometry` and `options.layout` are what an agent maps.
-        allocator: free pages of the pool, for use in process. A driver of several ranks has its own.
+        options: the rank's options.
+        pool: its paged KV. An agent needs `pool.region_fd` (or `pool.device_memory`), `pool.geometry` and `options.layout`.
+        allocator: free pages of the pool, for in-process use. A driver of several ranks has its own.
     Raises:
-        EngineError, LayoutError: the options cannot work; names the field.
+        EngineError, LayoutError: the options are invalid; names the field.
     """
 
     def __init__(self, options: RankOptions) -> None:
@@ -51,36 +51,36 @@ class EngineRank:
         self.pool.close()
 
     def prefill(self, prompt: Sequence[int], pages: Sequence[int], first: int, end: int) -> Sampled:
-        """Compute and store KV of prompt tokens [first, end); pages hold [0, first) already.
+        """Compute and store KV of prompt tokens [first, end); pages must hold [0, first).
 
         Returns:
             the token that follows prompt[:end]; the request's first token when `end` is the prompt's length.
         Raises:
             EngineError: the interval is empty or not in the prompt, or an argument is out of range.
-            MissingKVError: KV of [0, first) is not there.
+            MissingKVError: KV of [0, first) is missing.
         """
         if not 0 <= first < end <= len(prompt):
             raise EngineError(f"chunk [{first}, {end}) is empty or not within the prompt of {len(prompt)} tokens")
         return self._step(prompt[first:end], first, pages)
 
     def decode(self, pages: Sequence[int], position: int, token: int) -> Sampled:
-        """Store KV of `token` at `position` and return its successor; pages hold [0, position) already.
+        """Store KV of `token` at `position` and return its successor; pages must hold [0, position).
 
         Raises:
             EngineError: an argument is out of range.
-            MissingKVError: KV of [0, position) is not there.
+            MissingKVError: KV of [0, position) is missing.
         """
         return self._step([token], position, pages)
 
     def decode_many(self, pages: Sequence[int], position: int, token: int, count: int) -> list[Sampled]:
-        """Call `decode` `count` times, each with the token before; raises as `decode`."""
+        """Call `decode` `count` times, each with the previous token. Raises the errors of `decode`."""
         steps: list[Sampled] = []
         for index in range(count):
             steps.append(self.decode(pages, position + index, steps[-1].token if steps else token))
         return steps
 
     def generate(self, prompt: Sequence[int], count: int, chunk_tokens: int = 512) -> list[Sampled]:
-        """Prefill by chunks and decode `count` tokens on pages of this rank's own allocator, which get them back.
+        """Prefill by chunks and decode `count` tokens on pages of this rank's own allocator; free them at the end.
 
         Raises:
             EngineError: an argument is out of range.
@@ -96,7 +96,7 @@ class EngineRank:
             self.release(pages)
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give pages back to the allocator, poisoned if the options say so."""
+        """Free pages; poison them if the options say so."""
         self.allocator.free(pages)
         if self.options.poison:
             self.pool.poison(pages)
@@ -110,7 +110,7 @@ class EngineRank:
         if end > len(pages) * self.options.page_size:
             raise EngineError(f"{len(pages)} pages of {self.options.page_size} tokens do not hold {end} tokens")
         logits = self._decoder.last_logits(tokens, first, self.pool, pages)
-        # Every rank has the same bits here, so all of them raise or none does, and no rank waits for another.
+        # Logits are bit-identical on all ranks, so either all of them raise or none, and no rank waits for another.
         if not bool(torch.isfinite(logits).all()):
             raise MissingKVError(f"logits at position {end - 1} are not finite: KV of tokens [0, {first}) is missing")
         best = logits.topk(2) if model.vocabulary > 1 else logits.topk(1)

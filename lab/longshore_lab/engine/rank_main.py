@@ -1,9 +1,9 @@
-"""The processes of ranks: `python -m longshore_lab.engine.rank_main <fd>`, started by `starter.RankStarter`.
+"""Main program of the rank processes: `python -m longshore_lab.engine.rank_main <fd>`, run by `starter.RankStarter`.
 
-This process loads torch and then forks one for each connection that comes through `fd`. A rank reads its options from its
-connection, answers `Ready`, and then carries out one command after the other until `Stop` or the driver's end closes.
-An extension, named in the options, runs in the same process beside the engine: that is where a connector that shares the
-pool's region with somebody else belongs.
+This process loads torch and then forks a rank for each connection that comes through `fd`. A rank reads its options from
+its connection, answers `Ready`, and executes commands until `Stop` or until the driver closes the connection. An
+extension, named in the options, runs in the same process: a connector that registers the pool elsewhere is such an
+extension.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from longshore_lab.engine.errors import EngineError
 from longshore_lab.engine.rank import EngineRank, Sampled
 from longshore_wire.errors import LongshoreError, Reason
 
-# A start is one datagram of one word, and a connection beside it.
+# A request to start is one short datagram with an attached connection.
 _REQUEST_BYTES_MAX = 16
 
 
 class Extension(Protocol):
-    """What `RankOptions.extension` names: a callable `(engine, extension_options) -> Extension`."""
+    """An extension of a rank. `RankOptions.extension` names a factory `(engine, extension_options) -> Extension`."""
 
     def handle(self, body: bytes) -> bytes:
         """Answer one `Extra`; a LongshoreError is reported to the driver, anything else ends the process."""
 
     def close(self) -> None:
-        """Let go of the engine's pool; the engine is closed next."""
+        """Release the engine's pool; the engine closes next."""
 
 
 class NoExtension:
-    """Stands where no extension is named."""
+    """The extension of a rank whose options name none."""
 
     def handle(self, body: bytes) -> bytes:
-        """Refuse: there is nobody to answer.
+        """Refuse the request.
 
         Raises:
             EngineError: always.
@@ -57,7 +57,7 @@ class NoExtension:
 
 def main() -> None:
     """Start a rank for each connection that the driver passes; each serves the driver at its other end."""
-    # A terminal's interrupt goes to the whole process group; the driver decides when its ranks end.
+    # An interrupt from the terminal reaches the whole process group, but the driver decides when its ranks end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     with socket.socket(fileno=int(sys.argv[1])) as link:
@@ -81,7 +81,7 @@ def main() -> None:
             finally:
                 engine.close()
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            # The driver is gone, so there is nobody to report to.
+            # The driver has ended, so the error cannot be reported.
             return
         except Exception as error:
             answer(connection, failure(error))
@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def next_rank(link: socket.socket) -> int | None:
-    """Fork a rank for each connection; return its descriptor in the rank, and None here, once the driver has gone."""
+    """Fork a rank for each connection. Return its descriptor in the rank, and None here when the driver has ended."""
     send(link, commands.Loaded())
     pids: dict[int, int] = {}  # by pidfd
     while True:
@@ -105,7 +105,7 @@ def next_rank(link: socket.socket) -> int | None:
             data, connections, *_ = socket.recv_fds(link, _REQUEST_BYTES_MAX, 1)
             if not data:
                 return None
-            # Nothing has run yet that starts a thread or a GPU's context, so a fork is a whole process.
+            # No thread or GPU context exists yet, so a fork is safe.
             pid = os.fork()
             if pid == 0:
                 os.setpgid(0, 0)
@@ -119,12 +119,12 @@ def next_rank(link: socket.socket) -> int | None:
 
 
 def send(link: socket.socket, answer: commands.StarterAnswer, *descriptors: int) -> None:
-    """Tell the driver something of its ranks."""
+    """Send the driver an answer on its ranks."""
     socket.send_fds(link, [msgspec.msgpack.encode(answer)], descriptors)
 
 
 def load_extension(engine: EngineRank) -> Extension:
-    """Make the extension that the engine's options name."""
+    """Create the extension that the engine's options name."""
     if not engine.options.extension:
         return NoExtension()
     module, _, factory = engine.options.extension.partition(":")
@@ -133,7 +133,7 @@ def load_extension(engine: EngineRank) -> Extension:
 
 
 def serve(connection: Connection, engine: EngineRank, extension: Extension) -> None:
-    """Answer commands until `Stop`; a typed error is an answer too, any other one propagates."""
+    """Answer commands until `Stop`. A typed error becomes an answer; any other propagates."""
     decoder = msgspec.msgpack.Decoder(commands.Command)
     while True:
         command = decoder.decode(connection.recv_bytes())
@@ -147,7 +147,7 @@ def serve(connection: Connection, engine: EngineRank, extension: Extension) -> N
 
 
 def execute(engine: EngineRank, extension: Extension, command: commands.Command) -> commands.Reply:
-    """Carry one command out."""
+    """Execute one command."""
     match command:
         case commands.Prefill(prompt, pages, first, end):
             return sampled([engine.prefill(prompt, pages, first, end)])
@@ -170,12 +170,12 @@ def execute(engine: EngineRank, extension: Extension, command: commands.Command)
 
 
 def sampled(steps: list[Sampled]) -> commands.Tokens:
-    """The reply that carries these tokens."""
+    """Return the reply with these tokens."""
     return commands.Tokens([step.token for step in steps], [step.margin for step in steps])
 
 
 def failure(error: Exception) -> commands.Failed:
-    """The reply that reports `error`."""
+    """Return the reply that reports `error`."""
     reason = error.reason if isinstance(error, LongshoreError) else Reason.INTERNAL
     return commands.Failed(int(reason), f"{type(error).__name__}: {error}")
 

@@ -1,7 +1,7 @@
-"""Where an engine's rank processes come from: one process loads torch, once, and every rank is a fork of it.
+"""Starts an engine's rank processes: one process loads torch once, and every rank is a fork of it.
 
-Called by `processes` and by whoever starts several instances, from one thread at a time. Loading torch takes seconds of a
-core, and a fork milliseconds. Knows processes only; what they do is in `rank_main`. Loads no torch itself.
+Called by `processes` and by code that starts several instances, from one thread at a time. Loading torch takes seconds of
+a core, a fork milliseconds. `rank_main` is the program of these processes. This module does not load torch.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ import msgspec
 from longshore_lab.engine import commands
 from longshore_lab.engine.errors import EngineError
 
-# Loading torch on a busy host with few cores.
+# Time to load torch on a busy host with few cores.
 LOAD_TIMEOUT_S = 300.0
-# A fork, or word of a process that is gone already; the starter does nothing else meanwhile.
+# Time limit of one answer: the starter only forks and reports ends.
 _ANSWER_TIMEOUT_S = 30.0
 _ANSWER_BYTES_MAX = 4096
 
 
 class RankProcess:
-    """A rank's process, a child of the starter; made by `RankStarter.start`.
+    """A rank's process, a child of the starter. Made by `RankStarter.start`.
 
     Attributes:
         pid: 0 before it runs.
-        status: how it ended, negative for a signal; None while it runs, or is still to run.
+        status: exit status, negative for a signal; None before its end.
     """
 
     def __init__(self, starter: RankStarter) -> None:
@@ -44,7 +44,7 @@ class RankProcess:
         self.status: int | None = None
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Return its status; one that does not run yet never will, and has ended with 0.
+        """Wait for its end and return its status. A process that was not started yet is dropped and returns 0.
 
         Raises:
             subprocess.TimeoutExpired: it still runs.
@@ -58,19 +58,19 @@ class RankProcess:
                 assert timeout_s is not None
                 raise subprocess.TimeoutExpired(f"rank process {self.pid}", timeout_s)
         while self.status is None:
-            # A starter that is lost takes its ranks along.
+            # If the starter is lost, its ranks end with it.
             with contextlib.suppress(EngineError):
                 self._starter.hear(_ANSWER_TIMEOUT_S)
         return self.status
 
     def kill(self) -> None:
-        """End it by SIGKILL; one that does not run stays as it is."""
+        """Send SIGKILL if it runs."""
         if self._pidfd >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def take_along(self) -> None:
-        """End it by SIGKILL and see that it has ended, without the starter."""
+        """Kill it by SIGKILL and wait for its end without the starter."""
         if self._pidfd >= 0:
             self.kill()
             poller = select.poll()
@@ -79,11 +79,11 @@ class RankProcess:
         self.has_ended(-signal.SIGKILL)
 
     def has_started(self, pid: int, pidfd: int) -> None:
-        """Take what the starter says of it."""
+        """Record the start that the starter reports."""
         self.pid, self._pidfd = pid, pidfd
 
     def has_ended(self, status: int) -> None:
-        """Take what the starter says of its end."""
+        """Record the end that the starter reports."""
         self.status = status
         if self._pidfd >= 0:
             os.close(self._pidfd)
@@ -91,7 +91,7 @@ class RankProcess:
 
 
 class RankStarter:
-    """The process that has loaded torch; use as a context manager, or call `close` when its ranks have ended."""
+    """The process that has loaded torch. Use as a context manager, or call `close` when its ranks have ended."""
 
     def __init__(self) -> None:
         self._link, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -102,10 +102,10 @@ class RankStarter:
         self._decoder = msgspec.msgpack.Decoder(commands.StarterAnswer)
         with other:
             command = [sys.executable, "-m", "longshore_lab.engine.rank_main", str(other.fileno())]
-            # Torch reads the thread count as it loads; more threads than one a rank fight over the cores, and only a
-            # process of one thread may fork.
+            # Torch reads the thread count when it loads. More than one thread a rank would oversubscribe the cores, and only
+            # a single-threaded process may fork.
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-            # A group of its own: an interrupt from the terminal is for the driver, which then ends its ranks.
+            # Its own process group: the driver handles an interrupt from the terminal and then ends its ranks.
             self._process = subprocess.Popen(command, pass_fds=[other.fileno()], env=environment, process_group=0)
 
     def __enter__(self) -> Self:
@@ -116,17 +116,17 @@ class RankStarter:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """PID of the starter's process."""
         return self._process.pid
 
     def start(self, connection: socket.socket) -> RankProcess:
-        """Return a rank that serves `connection`, which is taken over. It runs when `wait_started` returns."""
+        """Return a rank that takes over and serves `connection`. It runs when `wait_started` returns."""
         process = RankProcess(self)
         self._waiting.append((process, connection))
         return process
 
     def wait_started(self, timeout_s: float = LOAD_TIMEOUT_S) -> None:
-        """Return when torch is loaded and every rank that was asked for runs, those of all instances.
+        """Wait until torch is loaded and every requested rank of all instances runs.
 
         Raises:
             EngineError: not in time, or the process ended.
@@ -146,7 +146,7 @@ class RankStarter:
             self.hear(_ANSWER_TIMEOUT_S)
 
     def drop(self, process: RankProcess) -> None:
-        """Never start a rank that does not run yet; one that is just being started runs when this returns."""
+        """Cancel the start of a rank. If its start is in progress, it runs when this returns."""
         for waiting, connection in self._waiting:
             if waiting is process:
                 connection.close()
@@ -157,10 +157,10 @@ class RankStarter:
                 self.hear(_ANSWER_TIMEOUT_S)
 
     def hear(self, timeout_s: float) -> None:
-        """Take one answer of the process.
+        """Receive one answer of the process.
 
         Raises:
-            EngineError: there is none in time, or the process ended.
+            EngineError: no answer in time, or the process ended.
         """
         self._link.settimeout(max(0.001, timeout_s))
         try:
@@ -183,7 +183,7 @@ class RankStarter:
                 self._running.pop(pid).has_ended(status)
 
     def close(self) -> None:
-        """End the process. Its ranks have ended before, or do now: it takes them along."""
+        """End the process and all ranks that still run."""
         self._link.close()
         self._end()
 
@@ -192,7 +192,7 @@ class RankStarter:
         return EngineError(f"the process that starts ranks ended with status {status}: start the instance again")
 
     def _end(self) -> int:
-        """End the process, if it has not, and its ranks; return its status."""
+        """End the process and its ranks, if they run; return its status."""
         for process in [*self._running.values(), *self._forking]:
             process.take_along()
         self._running.clear()

@@ -1,6 +1,6 @@
-"""How the ranks of one engine instance add their partial results: alone, or by gloo.
+"""Sums the partial results of the ranks of one engine instance, by gloo if there are several.
 
-Called by the decoder twice a layer. The only file of the engine that touches torch.distributed.
+Called by the decoder twice a layer. The only file of the engine that imports torch.distributed.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from longshore_lab.engine.errors import EngineError
 
-# A rank waits for its siblings only inside one command that all of them got at once; this is far above the longest
-# prefill chunk, and ends a rank whose sibling hangs.
+# A rank waits for its siblings only within a command that all of them got at once. The limit is far above the longest
+# prefill chunk and ends a rank whose sibling hangs.
 COLLECTIVE_TIMEOUT_S = 120
 
 
@@ -23,10 +23,10 @@ class RankGroup(Protocol):
     """The collectives that a decoder needs."""
 
     def add(self, partial: Tensor) -> Tensor:
-        """The sum of every rank's `partial`; may reuse its memory."""
+        """Return the sum of every rank's `partial`; may reuse its memory."""
 
     def from_first(self, rows: Tensor) -> Tensor:
-        """Rank 0's `rows`, bit for bit, on every rank; may reuse their memory."""
+        """Return rank 0's `rows`, bit-identical on every rank; may reuse their memory."""
 
     def close(self) -> None:
         """Leave the group."""
@@ -48,12 +48,12 @@ class SoloGroup:
 
 
 class GlooGroup:
-    """Ranks as processes of one host; a process belongs to one group at a time.
+    """A group of processes on one host. A process belongs to one group at a time.
 
     Args:
         init_method: `file:///path` of a file that does not exist yet, or `tcp://127.0.0.1:port`.
     Raises:
-        EngineError: the ranks did not meet.
+        EngineError: the rendezvous failed.
     """
 
     def __init__(self, init_method: str, tp: int, tp_rank: int) -> None:
@@ -70,10 +70,10 @@ class GlooGroup:
             raise EngineError(f"rank {tp_rank} of {tp} did not meet the others at {init_method}: {error}") from error
 
     def add(self, partial: Tensor) -> Tensor:
-        """Sum in place, in the order of the ranks, so that the same inputs give the same bits on every rank.
+        """Sum in place, in the order of the ranks, so that equal inputs give equal bits on every rank.
 
-        Rank 0 adds and sends the sum back: for one token and TP 4 on 2 cores this takes 1.7 ms, and gloo's
-        all_reduce 5.5 ms, whose ring makes each rank wait for its turn 2 * (tp - 1) times.
+        Rank 0 adds and sends the sum back. For one token and TP 4 on 2 cores this takes 1.7 ms, and gloo's
+        all_reduce takes 5.5 ms, as each rank of its ring waits 2 * (tp - 1) times.
         """
         if self._tp_rank == 0:
             shares = list(torch.empty(self._tp, *partial.shape).unbind())
@@ -96,5 +96,5 @@ class GlooGroup:
 
 
 def join_group(init_method: str, tp: int, tp_rank: int) -> RankGroup:
-    """The group of `tp` ranks; returns when all of them are there."""
+    """Join the group of `tp` ranks; return when all of them have joined."""
     return SoloGroup() if tp == 1 else GlooGroup(init_method, tp, tp_rank)

@@ -1,4 +1,4 @@
-"""The model's weights from a seed: the same numbers whatever the TP, then one rank's share of them.
+"""Makes the model's weights from a seed, and one rank's share of them. The weights do not depend on TP.
 
 Called by the decoder at its start, and by tests that check the decoder against a plain forward pass.
 """
@@ -12,16 +12,16 @@ from torch import Tensor
 
 from longshore_lab.engine.config import ModelConfig
 
-# Standard deviation of attention scores. Near 0 attention is an average and forgets the context; far above 3 it
-# picks single tokens and blows rounding noise up. At 2 a long prompt still weighs a handful of tokens.
+# Standard deviation of attention scores. Near 0, attention is an average and ignores the context. Far above 3, it
+# selects single tokens and amplifies rounding errors. At 2, it still weighs several tokens of a long prompt.
 SCORE_DEVIATION = 2.0
-# Size of what attention and the MLP add to the residual stream, per layer, relative to the embedding. Attention
-# leads, so that the next token depends on the prompt's KV more than on the last token.
+# Size of the sums of attention and the MLP in the residual stream, per layer, relative to the embedding. Attention
+# dominates, so that the next token depends more on the prompt's KV than on the last token.
 ATTENTION_GAIN = 1.5
 MLP_GAIN = 0.7
-# Deviation of the logits; only their order matters to greedy decoding.
+# Standard deviation of the logits. Greedy decoding depends only on their order.
 LOGIT_DEVIATION = 4.0
-# Streams of one seed: each tensor has its own, so that adding a layer changes no other one.
+# Random streams of one seed. Each tensor has its own, so that a further layer changes no other tensor.
 STREAMS_PER_LAYER = 16
 LAYER_STREAMS_FIRST = 16
 
@@ -46,7 +46,7 @@ class LayerWeights(NamedTuple):
 
 
 class EdgeWeights(NamedTuple):
-    """What every rank holds in full: embedding [vocabulary, hidden], final_norm [hidden], head [hidden, vocabulary]."""
+    """Weights that every rank has in full: embedding [vocabulary, hidden], final_norm [hidden], head [hidden, vocabulary]."""
 
     embedding: Tensor
     final_norm: Tensor
@@ -54,7 +54,7 @@ class EdgeWeights(NamedTuple):
 
 
 def full_layer(config: ModelConfig, seed: int, layer: int) -> LayerWeights:
-    """All heads and columns of one layer."""
+    """Return all heads and columns of one layer."""
     hidden, mlp = config.hidden, config.mlp
     query, key = config.query_heads * config.head_dim, config.kv_heads * config.head_dim
     stream = LAYER_STREAMS_FIRST + layer * STREAMS_PER_LAYER
@@ -73,7 +73,7 @@ def full_layer(config: ModelConfig, seed: int, layer: int) -> LayerWeights:
 
 
 def rank_layer(config: ModelConfig, seed: int, layer: int, tp: int, tp_rank: int) -> LayerWeights:
-    """One rank's heads and columns of one layer: a slice of the full layer, contiguous."""
+    """Return one rank's heads and columns of one layer: a contiguous slice of the full layer."""
     full = full_layer(config, seed, layer)
     key = _share(config.kv_heads * config.head_dim, tp, tp_rank)
     query = _share(config.query_heads * config.head_dim, tp, tp_rank)
@@ -92,7 +92,7 @@ def rank_layer(config: ModelConfig, seed: int, layer: int, tp: int, tp_rank: int
 
 
 def edge_weights(config: ModelConfig, seed: int) -> EdgeWeights:
-    """The embedding, the last norm and the output head."""
+    """Return the embedding, the last norm and the output head."""
     return EdgeWeights(
         embedding=torch.randn(config.vocabulary, config.hidden, generator=_generator(seed, 0)),
         final_norm=_norm(seed, 1, config.hidden),
@@ -109,7 +109,7 @@ def _generator(seed: int, stream: int) -> torch.Generator:
 
 
 def _matrix(seed: int, stream: int, rows: int, columns: int, gain: float) -> Tensor:
-    """Rows of deviation 1 come out with a deviation of `gain`."""
+    """Return a matrix that maps rows of standard deviation 1 to rows of standard deviation `gain`."""
     scaled: Tensor = torch.randn(rows, columns, generator=_generator(seed, stream)) * (gain / rows**0.5)
     return scaled
 
