@@ -1,4 +1,4 @@
-"""What two Longshore processes must agree on: layouts, plans, messages, and the cores that obey them.
+"""The protocol between Longshore processes: layouts, plans, messages, and the protocol cores.
 
 Imported by the client, the agent, the operator and the command line. Pure: no I/O, no clock, no torch.
 """

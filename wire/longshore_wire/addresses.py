@@ -1,7 +1,7 @@
-"""Reads and writes a worker's address: one `host:port#key` for each server key that it listens with, joined by commas.
+"""Parses and formats a worker's address: comma-separated `host:port#key`, one for each server key of its listeners.
 
-Used by the supervisor, the protocol cores, the peer net and the liveness probes. `key` is a fingerprint: it selects one of the
-keys that an agent holds, and never carries one. The address of a worker without keys is `host:port`.
+Used by the supervisor, the protocol cores, the peer net and the liveness probes. `key` is a fingerprint that selects one
+of the keys that an agent holds; it is never a key itself. The address of a worker without keys is `host:port`.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-# Two revisions of keys at once; further listeners of an address are ignored.
+# Two revisions of keys during a rotation. Further listeners of an address are ignored.
 LISTENERS_MAX = 2
 
 
 class Listener(NamedTuple):
-    """One place where a worker listens, and the fingerprint of its server key; empty: no key."""
+    """One endpoint of a worker, and the fingerprint of its server key; empty if it has no key."""
 
     address: str
     key: str = ""
 
 
 def join(listeners: Iterable[Listener]) -> str:
-    """Return the address of these listeners, the newest key first."""
+    """Return the address of these listeners, which are in order of their keys, newest first."""
     return ",".join(f"{each.address}#{each.key}" if each.key else each.address for each in listeners)
 
 
@@ -32,5 +32,5 @@ def split(text: str) -> tuple[Listener, ...]:
 
 
 def main_address(text: str) -> str:
-    """Return `host:port` of the first listener. It stays the same while keys change, and a host gives it to one process at a time."""
+    """Return `host:port` of the first listener. It does not change with the keys, and only one process can own it."""
     return split(text)[0].address

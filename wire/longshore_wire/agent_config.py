@@ -1,8 +1,8 @@
-"""The agent's config file: the operator writes it with `dump`, the agent reads it with `load`.
+"""Types of the agent's config file. The operator writes it with `dump`; the agent reads it with `load`.
 
-One file describes one deployment. Its keys are those of the DisaggDeployment where the two say the same. Reading is
-strict and complete: unknown keys are faults, and every fault is reported at once with its path. Pure: text in, a
-value out; the caller opens the file.
+One file describes one deployment. Fields that the DisaggDeployment also has keep their names. Reading is strict: unknown
+keys are faults, and all faults are reported together with their paths. Pure: text in, a value out; the caller opens the
+file.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ DeploymentName = Annotated[
     str, msgspec.Meta(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=names.DEPLOYMENT_NAME_MAX)
 ]
 AbsolutePath = Annotated[str, msgspec.Meta(pattern=r"^/", max_length=4096)]
-# Wires for which NIXL listens, and wires that reach other nodes if GPU memory is allocated for that.
+# Wires for which NIXL opens a port, and wires that reach other nodes if GPU memory is allocated as fabric memory.
 _NETWORK_WIRES = frozenset({"TCP", "RDMA"})
 _GPU_WIRES = frozenset({"CudaIPC", "NVLink"})
-# How layouts call their fields, and how the file does.
+# Names of fields in layouts' messages, and in the file.
 _FILE_TERMS = (
     ("parallel.tp", "tensorParallel"),
     ("parallel.pp", "pipelineParallel"),
@@ -59,7 +59,7 @@ _FILE_TERMS = (
 
 
 class Attention(Enum):
-    """Kinds of attention, as people name them."""
+    """Kinds of attention."""
 
     MHA = "MHA"
     GQA = "GQA"
@@ -68,7 +68,7 @@ class Attention(Enum):
 
 
 class Dtype(Enum):
-    """Element types of a KV cache, as engines name them."""
+    """Element types of a KV cache, by the engines' names."""
 
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
@@ -93,14 +93,14 @@ class Order(Enum):
 
 
 class Target(Enum):
-    """Where decode wants the bytes. HOST is not built yet, and `check` refuses it."""
+    """The memory for decode's pages. HOST is not implemented, and `check` refuses it."""
 
     DEVICE = "Device"
     HOST = "Host"
 
 
 class Backend(Enum):
-    """Which library moves the bytes."""
+    """The library that moves the bytes."""
 
     NIXL = "NIXL"
     MOONCAKE = "Mooncake"
@@ -116,7 +116,7 @@ class StagingMode(Enum):
 
 
 class WireName(Enum):
-    """What bytes may be found to travel over, as status and metrics spell it."""
+    """Names of wires in status and metrics."""
 
     LOOPBACK = "Loopback"
     SHARED_MEMORY = "SharedMemory"
@@ -127,7 +127,7 @@ class WireName(Enum):
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """Whose agent this is."""
+    """The deployment that the agent serves."""
 
     namespace: NamespaceName
     name: DeploymentName
@@ -139,7 +139,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """The shape of the cache, the same on both sides. MLA: kvHeads is 1 and headDim the length of the latent."""
+    """The shape of the cache, equal on both sides. With MLA, kvHeads is 1 and headDim is the length of the latent."""
 
     attention: Attention
     layers: Annotated[int, msgspec.Meta(ge=1, le=LAYERS_MAX)]
@@ -149,13 +149,13 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
     @property
     def shape(self) -> ModelShape:
-        """The same as the planner and the messages say it."""
+        """Return it as the type of the planner and the messages."""
         entries = Entries.LATENT if self.attention is Attention.MLA else Entries.HEADS
         return ModelShape(self.layers, self.kv_heads, self.head_dim, self.dtype.element_bytes, entries)
 
 
 class PrefillStaging(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """Staging memory of one prefill rank: a buffer for each lane."""
+    """Staging memory of one prefill rank: one buffer a lane."""
 
     buffer_size: Quantity = 64 << 20  # bytes
     lanes: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
@@ -168,7 +168,7 @@ class DecodeStaging(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class Role(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """What both roles declare of their engines. `instances` is how many are expected, where anyone said so."""
+    """Fields of both roles. `instances` is the expected number of engine instances; None if it is not declared."""
 
     instances: Instances | None = None
     tensor_parallel: Annotated[int, msgspec.Meta(ge=1, le=TP_MAX)]
@@ -197,7 +197,7 @@ class Decode(Role, frozen=True, kw_only=True, rename="camel"):
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """How bytes travel. `wires` are the allowed ones; empty: any."""
+    """Settings of the transfer. `wires` are the allowed ones; empty allows any."""
 
     backend: Backend = Backend.NIXL
     staging: StagingMode = StagingMode.AUTO
@@ -206,18 +206,18 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class Control(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """Where the agent listens and finds its keys.
+    """The agent's addresses, ports and keys.
 
     Attributes:
-        keys_directory: the CURVE keys; None: none, which agents accept on a loopback address only.
-        run_directory: holds the engine socket; None: the deployment's folder under names.RUN_DIRECTORY.
-        bind_address: None: the agent's environment says, as one file serves agents on many nodes.
-        http_port: of health, status and metrics; 0: any free one.
-        worker_port: worker i listens for peers on worker_port + i; 0: any free ones.
-        host_network: the agent runs in its node's network, where everyone who reaches the node reaches its ports.
-        network_policy: in a pod's network, a NetworkPolicy lets the deployment's agents alone reach its ports; None: not said.
-        allow_open_data_path: accept data ports, which know no authentication, where neither the loopback interface nor such a
-            policy keeps others from them.
+        keys_directory: directory of the CURVE keys; None for no keys, which agents accept only on a loopback address.
+        run_directory: directory of the engine socket; None for the deployment's directory under names.RUN_DIRECTORY.
+        bind_address: None if the agent's environment sets it, since one file serves agents on many nodes.
+        http_port: port of health, status and metrics; 0 for any free one.
+        worker_port: worker i listens for peers on worker_port + i; 0 for any free ports.
+        host_network: the agent runs in its node's network, where every host that reaches the node reaches its ports.
+        network_policy: a NetworkPolicy admits only the deployment's agents to its ports in a pod's network; None if unknown.
+        allow_open_data_path: accept data ports, which have no authentication, although neither the loopback interface nor such
+            a policy protects them.
     """
 
     keys_directory: AbsolutePath | None = names.KEYS_DIRECTORY
@@ -231,13 +231,13 @@ class Control(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class Integrity(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """Whether both sides digest each room's bytes and compare: not built yet, and `check` refuses it."""
+    """Whether both sides compare digests of each room's bytes. Not implemented, and `check` refuses it."""
 
     digest: bool = False
 
 
 class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """The whole file. Build it, or `load` it; `check` holds what no single field can."""
+    """The whole file. `load` reads it; `check` tests the rules that concern several fields."""
 
     api_version: str = names.API_GROUP_VERSION
     kind: str = names.AGENT_CONFIG_KIND
@@ -260,7 +260,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
         return plan(source, target, staging=Staging[self.transfer.staging.name])
 
     def check(self) -> None:
-        """Raise ConfigError, with every fault, if fields that are each allowed contradict each other."""
+        """Raise ConfigError with all faults if valid fields contradict each other."""
         faults = [*_identity_faults(self.api_version, self.kind), *_transfer_faults(self.transfer)]
         faults += _network_faults(self.transfer, self.control)
         faults += _unbuilt_faults(self.decode, self.integrity)
@@ -275,12 +275,12 @@ def load(text: str | bytes) -> AgentConfig:
     """Return the config in `text`, JSON or (where PyYAML is installed) YAML.
 
     Raises:
-        ConfigError: every fault at once, each beginning with its path, for example `prefill.staging.lanes`.
+        ConfigError: all faults; each begins with its path, for example `prefill.staging.lanes`.
     """
     document = parse(text)
     kind = document.get("kind", names.AGENT_CONFIG_KIND) if isinstance(document, Mapping) else names.AGENT_CONFIG_KIND
     if kind == names.KIND:
-        # Every other field would be a fault, too, and say nothing.
+        # All other fields would be faults as well, which would not help the user.
         raise ConfigError(
             [f"kind: {kind} is for the operator and `longshore up`: this agent reads {names.AGENT_CONFIG_KIND}"]
         )
@@ -293,7 +293,7 @@ def load(text: str | bytes) -> AgentConfig:
 
 
 def dump(config: AgentConfig) -> str:
-    """Return `config` as JSON text (which is YAML, too) that `load` reads back to an equal value."""
+    """Return `config` as JSON text, from which `load` returns an equal value."""
     return to_text(config)
 
 
@@ -314,11 +314,11 @@ def _transfer_faults(transfer: Transfer) -> list[str]:
 
 
 def opens_data_ports(backend: Backend, wires: Collection[str], *, fabric: bool = False) -> bool:
-    """Return whether agents listen for bytes, on ports that know no authentication.
+    """Return whether agents open data ports, which have no authentication.
 
     Args:
-        wires: the allowed ones as people name them; empty: any.
-        fabric: GPUs' staging memory can be reached over NVLink from other nodes, which needs TCP beside it.
+        wires: names of the allowed wires; empty allows any.
+        fabric: GPU staging memory can be reached over NVLink from other nodes, which also needs TCP.
     """
     if backend is not Backend.NIXL:
         return backend is Backend.MOONCAKE
@@ -327,7 +327,7 @@ def opens_data_ports(backend: Backend, wires: Collection[str], *, fabric: bool =
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine, or this pod, reaches `host`."""
+    """Return whether only this machine or pod can reach `host`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -381,7 +381,7 @@ def _layout_faults(model: Model, prefill: Prefill, decode: Decode) -> list[str]:
 
 
 def _in_file_terms(error: LayoutError) -> str:
-    """Return the message with its fields named as the file names them."""
+    """Return the message with the file's names of fields."""
     text = str(error)
     for ours, theirs in _FILE_TERMS:
         text = text.replace(ours, theirs)
@@ -389,7 +389,7 @@ def _in_file_terms(error: LayoutError) -> str:
 
 
 def _plan_faults(config: AgentConfig) -> list[str]:
-    """Return what is wrong between the two roles, each of which is sound in itself."""
+    """Return the faults between the two roles, each of which is valid by itself."""
     try:
         made = config.plan()
     except LayoutError as error:

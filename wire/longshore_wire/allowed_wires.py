@@ -1,8 +1,8 @@
-"""Which wires may carry bytes between peers (`transfer.wires`), and what is said of one that may not. Pure.
+"""Checks wires against the list of allowed ones (`transfer.wires`), and words the errors. Pure.
 
-Called by both sides of a pair: the source holds every write of a transport to it, a target what it claims; by readiness and by status.
-Way DIRECT needs no wire: a worker copies into pages of its own node that it has mapped, and no transport takes part. So the list is
-not asked there.
+Called by both sides of a pair, by readiness and by status. The source checks every write of a transport, the target every
+claim. The list does not apply to way DIRECT, which needs no wire: a worker copies into pages of its own node that it has
+mapped, without a transport.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from longshore_wire.names import ENVIRONMENT_PREFIX, UNKNOWN_WIRE, WIDER_WIRES
 from longshore_wire.plan import Way
 
 _TCP = "TCP"
-# Only memory of GPUs travels over these; a self-test, which moves the host's, never shows them.
+# Only GPU memory uses these. A self-test, which moves host memory, never finds them.
 _GPU_WIRES = frozenset({"CudaIPC", "NVLink"})
 _MAKE_THERE = "give the agents what such a wire needs (its NIC or GPUs)"
 _LIST = f"transfer.wires ({ENVIRONMENT_PREFIX}WIRES)"
@@ -23,23 +23,23 @@ _LIST = f"transfer.wires ({ENVIRONMENT_PREFIX}WIRES)"
 
 @dataclass(frozen=True, slots=True)
 class AllowedWires:
-    """The list as names; empty: any wire."""
+    """The list of names; empty allows any wire."""
 
     names: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether there is a list at all."""
+        """Whether there is a list."""
         return bool(self.names)
 
     def holds(self, wire: str) -> bool:
-        """Whether bytes may travel over a wire. One that was not found out is on no list; CudaIPC allows NVLink, one kind of it."""
+        """Whether a wire is allowed. An unknown wire is on no list; CudaIPC includes NVLink."""
         return not self.names or wire in self.names or WIDER_WIRES.get(wire) in self.names
 
     def fault(self, wire: str, source: PeerId, target: PeerId, failure: str = "") -> str:
-        """Return why no transport may write from `source` to `target` over `wire`; empty: it may.
+        """Return why no transport may write from `source` to `target` over `wire`; empty if it may.
 
         Args:
-            failure: why the probe failed, if it did: nobody knows the wire then.
+            failure: why the probe failed; empty if it did not. The wire is unknown after a failure.
         """
         if self.holds(wire):
             return ""
@@ -53,10 +53,10 @@ class AllowedWires:
         return f"{found}, and {_LIST} allows only {self}: {_MAKE_THERE}, {way_out}"
 
     def self_test_fault(self, wire: str) -> str:
-        """Return why no peer can be reached over an allowed wire, as far as the wire of a self-test proves that; or nothing.
+        """Return why no peer can be reached over an allowed wire, if the wire of a self-test proves it; else an empty text.
 
-        It moves the host's memory inside one host, where a transport takes shared memory though it would take RDMA to another
-        host, and says nothing of GPUs. Only TCP tells: it is the last that a transport takes, inside a host and between hosts.
+        A self-test moves host memory within one host, where a transport uses shared memory even if it would use RDMA
+        to another host. Only TCP is proof: a transport uses it as its last choice, within a host and between hosts.
         """
         if self.holds(wire) or wire != _TCP or _GPU_WIRES.intersection(self.names):
             return ""
@@ -66,12 +66,12 @@ class AllowedWires:
         )
 
     def __str__(self) -> str:
-        """Return the names for people."""
+        """Return the names for messages."""
         return ", ".join(sorted(self.names))
 
 
 def needs_wire(ways: Collection[str]) -> bool:
-    """Whether a transport serves a peer with which rooms have gone these ways so far, as status names them; none yet: it may."""
+    """Whether a peer needs a transport, by the ways of its rooms so far (status names). Without rooms it may need one."""
     return set(ways) != {Way.DIRECT.name.lower()}
 
 

@@ -1,4 +1,4 @@
-"""What a claim means: which pairs it opens at either side, how each is cut, and page lists that come in parts. Pure."""
+"""Interprets claims: rank pairs, slab sizes, reassembly of page lists. Called by both sessions. Pure."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from longshore_wire.room import TargetPair
 from longshore_wire.slabs import SlabGrid, slab_limit_bytes, slab_units
 
 IN_PLACE = frozenset({Way.CONTIGUOUS, Way.SLICES, Way.DIRECT})
-# Slabs that a peer may make us keep for one claim.
+# Limit of the slabs that a peer can make us track for one claim.
 SLABS_MAX = 1 << 18
-# Bytes of all incomplete page lists of all peers: some hundred of the longest prompts.
+# Bytes of all incomplete page lists of all peers: enough for about a hundred of the longest prompts.
 PARTS_BYTES_MAX = 64 << 20
 
 K = TypeVar("K", bound=Hashable)
@@ -27,7 +27,7 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What an engine asks for: tokens [first, end) of a room into these pages; end is the total."""
+    """An engine's request: tokens [first, end) of a room into these pages; end is the total."""
 
     key: RoomKey
     endpoint: Endpoint
@@ -39,10 +39,10 @@ class Wanted:
 
 
 class PageParts(Generic[K]):
-    """Page lists that come in several messages, in any order and repeated.
+    """Reassembles page lists from several messages, which may be reordered and repeated.
 
-    Each message but the last of a list holds PAGES_PER_MESSAGE_MAX pages, so that what a list takes is known from its first message,
-    and a message costs the same whatever came before it.
+    Each message of a list except the last holds PAGES_PER_MESSAGE_MAX pages. So the size of a list is known from its first
+    message, and the cost of a message does not depend on earlier ones.
     """
 
     def __init__(self, bytes_max: int = PARTS_BYTES_MAX) -> None:
@@ -54,10 +54,10 @@ class PageParts(Generic[K]):
         return len(self._lists)
 
     def add(self, name: K, page_offset: int, page_count: int, pages: bytes) -> bytes | None:
-        """Return the whole list `name` of `page_count` pages once every part is there, else None.
+        """Add a part; return the whole list `name` of `page_count` pages once it is complete, else None.
 
         Raises:
-            RoomError: the part is none of such a list, or too many lists lack parts (BUSY); nothing of this list is kept.
+            RoomError: the part does not fit the list, or too many lists are incomplete (BUSY). This list is dropped.
         """
         if page_offset == 0 and len(pages) == 4 * page_count:
             self.drop(name)
@@ -86,13 +86,13 @@ class PageParts(Generic[K]):
         return bytes(found.pages)
 
     def drop(self, name: K) -> None:
-        """Forget the parts of a list."""
+        """Drop the parts of a list."""
         found = self._lists.pop(name, None)
         if found is not None:
             self.bytes_kept -= len(found.pages)
 
     def forget(self, is_gone: Callable[[K], bool]) -> None:
-        """Forget the parts of all lists whose names are gone."""
+        """Drop the parts of all lists whose names satisfy `is_gone`."""
         for name in [name for name in self._lists if is_gone(name)]:
             self.drop(name)
 
@@ -105,10 +105,10 @@ class _PartialList:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What one claim means at its source.
+    """The meaning of one claim at its source.
 
     Attributes:
-        pair: what moves; None: nothing, the source is only told so.
+        pair: the slices that move; None if nothing moves and the source only needs to know that.
         expected: target ranks that must claim from this source.
         writer_count: source ranks that write to that target.
     """
@@ -119,7 +119,7 @@ class Route:
 
 
 def route(planned: Plan, source_rank: int, target_rank: int) -> Route:
-    """Return what a claim of `target_rank` means at `source_rank`. Raises LayoutError if it means nothing."""
+    """Return the meaning of a claim of `target_rank` at `source_rank`. Raises LayoutError if the ranks have no pair."""
     expected = frozenset(pair.target_rank for pair in planned.pairs if pair.source_rank == source_rank)
     writers = sum(pair.target_rank == target_rank for pair in planned.pairs)
     for pair in planned.pairs:
@@ -131,15 +131,15 @@ def route(planned: Plan, source_rank: int, target_rank: int) -> Route:
 
 
 def grid(config: SessionConfig, attach: Attach, claim: Claim, found: Route, sound: dict[int, PoolInfo]) -> SlabGrid:
-    """Return how a claim is cut at its source.
+    """Return the slabs of a claim at its source.
 
     Args:
-        sound: pools of `attach` that fit its layout, by their numbers, as far as claims have found out; this one adds its own.
+        sound: by number, pools of `attach` that earlier claims found to fit its layout. This call adds the claim's pool.
     Raises:
         RingError: the target has no ring, or its ring is too small for one token (or opaque page) of each writer twice.
         LayoutError: the target's pool cannot hold its layout.
-        RoomError: the tokens are no range or split an opaque page, or the way writes in place and our pages cannot be read
-            so, or the target's pool or pages are not known here.
+        RoomError: the tokens are no range or split an opaque page; or the way writes in place, and our pages cannot be read
+            in place or the target's pool or pages are unknown.
     """
     if not 0 <= claim.first_token <= claim.end_token <= TOKENS_MAX:
         raise RoomError(
@@ -152,7 +152,7 @@ def grid(config: SessionConfig, attach: Attach, claim: Claim, found: Route, soun
     check_place(claim.way, f"prefill {config.instance}", in_place=config.in_place)
     if claim.way in IN_PLACE:
         _check_in_place(attach, claim, sound)
-        # No buffer holds it: only the time of one write speaks against a large one.
+        # It needs no buffer. Only the duration of one write limits it.
         limit = max(config.slab_bytes_max, found.pair.unit_bytes)
     elif attach.ring is None:
         raise RingError(f"decode {attach.instance} has no ring: it cannot take staged slabs")
@@ -166,7 +166,7 @@ def grid(config: SessionConfig, attach: Attach, claim: Claim, found: Route, soun
     tokens, tokens_max = units * unit, limit // found.pair.unit_bytes * unit
     page = max(config.layout.page_size, attach.layout.page_size)
     if claim.way in IN_PLACE and tokens < count:
-        # Whole pages of both sides where possible: runs stay long.
+        # Whole pages of both sides if possible, which keeps runs long.
         tokens = max(tokens // page, 1) * page
     elif page <= tokens < count:
         tokens = even_tokens(count, tokens, tokens_max, page)
@@ -180,11 +180,11 @@ def grid(config: SessionConfig, attach: Attach, claim: Claim, found: Route, soun
 
 
 def demanded_grid(config: SessionConfig, pair: TargetPair, tokens: tuple[int, int], demand: Demand) -> SlabGrid:
-    """Return how a source cuts what its target has claimed of it, tokens [first, end) of a room.
+    """Return the slabs that a source's demand defines for the claimed tokens [first, end) of a room.
 
     Raises:
-        RoomError: MALFORMED_MESSAGE: they are not cut so, within opaque pages, into more slabs than any source cuts, or into
-            slabs of which the ring does not hold two.
+        RoomError: MALFORMED_MESSAGE: the demand contradicts itself, splits opaque pages, has too many slabs, or
+            has slabs of which the ring cannot hold two.
     """
     first, end = tokens
     if pair.route is None:
@@ -215,15 +215,15 @@ def demanded_grid(config: SessionConfig, pair: TargetPair, tokens: tuple[int, in
 
 
 def even_tokens(count: int, tokens_min: int, tokens_max: int, page: int) -> int:
-    """Return the tokens of a slab: whole pages, as many slabs as stay above `tokens_min`, all as long as the last if pages allow.
+    """Return the tokens of a slab: whole pages, above `tokens_min`, of equal length if pages allow.
 
-    Slabs that begin with a page have one shape, for which a GPU's launch is bound once; and a short last one costs as much control
-    as any, and overlaps with little.
+    Slabs that begin at a page have the same shape, for which a GPU launch is prepared once. A short last slab costs as much
+    control as any other and overlaps little.
 
     Args:
-        count: of the claim, more than `tokens_min`.
+        count: tokens of the claim, more than `tokens_min`.
         tokens_min: at least `page`.
-        tokens_max: that a slab may have; at least `tokens_min`.
+        tokens_max: limit of a slab; at least `tokens_min`.
     """
     slab_count = max(count // tokens_min, -(-count // tokens_max))
     share = -(-count // slab_count)
@@ -231,12 +231,12 @@ def even_tokens(count: int, tokens_min: int, tokens_max: int, page: int) -> int:
 
 
 def staged_unless_forbidden(asked: Staging) -> Staging:
-    """Return what a setting means for pages that no transport reads or writes in place: staged always, or refused."""
+    """Return the setting for pages that no transport accesses in place: ALWAYS, or NEVER if staging is forbidden."""
     return asked if asked is Staging.NEVER else Staging.ALWAYS
 
 
 def check_place(way: Way, engine: str, *, in_place: bool) -> None:
-    """Raise RoomError if a way has a transport read or write pages of an `engine` in place, and none can there."""
+    """Raise RoomError if a way needs a transport to access pages of `engine` in place, and none can."""
     if way in IN_PLACE and way is not Way.DIRECT and not in_place:
         raise RoomError(
             f"way {way.name} has a transport read and write pages where they lie, and those of {engine} are on a GPU: "
@@ -246,7 +246,7 @@ def check_place(way: Way, engine: str, *, in_place: bool) -> None:
 
 
 def check_prefix(first_token: int, pair: Pair) -> None:
-    """Raise RoomError if what the target has already ends within an opaque page."""
+    """Raise RoomError if the target's prefix ends within an opaque page."""
     if first_token % pair.unit_tokens:
         raise RoomError(
             f"tokens from {first_token} on are wanted, within a page of {pair.unit_tokens} tokens whose content is opaque: "
@@ -265,7 +265,7 @@ def _check_in_place(attach: Attach, claim: Claim, sound: dict[int, PoolInfo]) ->
             reason=Reason.UNKNOWN_POOL,
         )
     if sound.get(number) is not pool:
-        # Some hundred planes: half a millisecond, that no later room of this pool waits for.
+        # With several hundred planes this takes 0.5 ms, once for each pool.
         pool.geometry.check(attach.layout)
         if not all(0 <= address < 2**63 for address in pool.region_addresses):
             raise RoomError(
@@ -281,10 +281,10 @@ def _check_in_place(attach: Attach, claim: Claim, sound: dict[int, PoolInfo]) ->
 
 
 def target_pairs(config: SessionConfig, wanted: Wanted, planned: Plan) -> list[TargetPair]:
-    """Return the pairs that a claim opens at its target: its sources, and those it tells that nothing is wanted.
+    """Return the pairs that a claim opens at its target: its sources, and those of which it needs nothing.
 
     Raises:
-        RoomError: the endpoint lacks a rank, a prefix ends within an opaque page, or our pages cannot be written in place.
+        RoomError: the endpoint lacks a rank, the prefix ends within an opaque page, or our pages cannot be written in place.
         RingError: the ring could never hold two slabs of one token (or opaque page) for each source rank.
     """
     rank, place = config.layout.rank, config.layout.parallel
@@ -304,7 +304,7 @@ def target_pairs(config: SessionConfig, wanted: Wanted, planned: Plan) -> list[T
             check_prefix(wanted.first_token, pair)
             if why is not Why.UNDECIDED:
                 check_place(way, f"decode {config.instance}", in_place=config.in_place)
-            # No ring at all is a choice, too small a ring a mistake.
+            # No ring is a valid choice; a ring that is too small is a mistake.
             if way is Way.STAGED and (why is not Why.UNDECIDED or config.ring_bytes):
                 _check_ring(config, pair, len(mine))
         elif why is Why.UNDECIDED:
@@ -319,7 +319,7 @@ def target_pairs(config: SessionConfig, wanted: Wanted, planned: Plan) -> list[T
 
 
 def _given_way(config: SessionConfig, pair: Pair) -> tuple[Way, Why]:
-    """Return a pair's way and why; UNDECIDED: the crossover table chooses, and the way is what the plan says without."""
+    """Return a pair's way and its reason. With UNDECIDED the crossover table chooses, and the way is the plan's default."""
     if config.force_way is not None:
         return config.force_way, Why.FORCED
     if pair.way is Way.DIRECT:
@@ -332,7 +332,7 @@ def _given_way(config: SessionConfig, pair: Pair) -> tuple[Way, Why]:
 
 
 def chosen_way(config: SessionConfig, attach: Attach, found: TargetPair, tokens: tuple[int, int], wire: str) -> Choice:
-    """Return the way of a pair that was left open, for tokens [first, end), now that its source and wire are known."""
+    """Choose the way of an undecided pair for tokens [first, end), once its source and wire are known."""
     assert found.open is not None
     assert found.route is not None
     if not attach.in_place:
@@ -340,13 +340,13 @@ def chosen_way(config: SessionConfig, attach: Attach, found: TargetPair, tokens:
     left_open = found.open
     fits = found.route.unit_bytes <= slab_limit_bytes(attach.slab_bytes_max, config.ring_bytes, 1)
     if not fits and found.way is not Way.STAGED:
-        # Whole pages go in place then. Parts of pages are claimed all the same: the source refuses them by its buffer's name.
+        # Whole pages are written in place. Parts of pages are claimed anyway: the source's refusal names its buffer.
         left_open = left_open._replace(can_stage=False)
     return choose(left_open, found.route, tokens, config.crossover, config.backend, wire)
 
 
 def _ring_limit_bytes(config: SessionConfig, source_count: int) -> int:
-    # A lane's limit is the source's business: here it is as if there were none.
+    # The limit of a lane is unknown here; the source applies it.
     return slab_limit_bytes(1 << 62, config.ring_bytes, source_count)
 
 

@@ -1,7 +1,7 @@
-"""Which way is the cheapest: a table of measured seconds by backend and wire, and the choice that follows from it.
+"""Chooses the fastest way by a table of measured seconds for each backend and wire.
 
-Called by the decode side's core, which chooses each pair's way and says it in its claim, and by `/v1/plan`. The file is
-written by `longshore bench crossover`; who reads it hands its bytes to `read`. Pure: a plan and numbers in, a way out.
+Called by the decode side's core, which chooses each pair's way and sends it in its claim, and by `/v1/plan`.
+`longshore bench crossover` writes the file; callers pass its bytes to `read`. Pure: a plan and numbers in, a way out.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from longshore_wire.names import WIDER_WIRES
 from longshore_wire.plan import Pair, Plan, RunRule, Way
 
 VERSION = 1
-# A table is a few KiB; far above what any number of backends and wires takes.
+# A table takes a few KiB. The limit is far above any number of backends and wires.
 FILE_BYTES_MAX = 1 << 20
 _NUMBERS = re.compile(r"\[\s+([-+.,e0-9\s]+?)\s+\]")
 
 
 class Why(IntEnum):
-    """Why a pair goes the way it goes; the numbers travel in claims."""
+    """The reason for a pair's way; claims carry the number."""
 
     UNDECIDED = 0  # the wire is not known yet
-    FORCED = 1  # the setting that names one way
+    FORCED = 1  # a setting names the way
     STAGING = 2  # transfer.staging is Always or Never, or pages of either side are on a GPU, where they must be staged
     NEAR = 3  # both ranks belong to one agent
-    LATENT = 4  # MLA: nothing to gather
+    LATENT = 4  # MLA: there is nothing to gather
     NO_RING = 5  # the target takes no staged bytes, or no slab of this pair
     MEASURED = 6  # the table has this backend and wire
-    DEFAULT = 7  # it has not
+    DEFAULT = 7  # the table has no such entry
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was measured with runs of one length.
+    """Measurements with one run length.
 
     Attributes:
-        run_bytes: of one run, contiguous on both sides.
-        total_bytes: of all runs of a transfer, growing.
-        staged_s, in_place_s: seconds for as many bytes, gathered and scattered, and run by run.
+        run_bytes: length of one run, which is contiguous on both sides.
+        total_bytes: sizes of whole transfers, ascending.
+        staged_s, in_place_s: seconds for each size, gathered and scattered, and run by run.
     """
 
     run_bytes: int
@@ -55,7 +55,7 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One backend over one wire. `rows` by growing length; `machine` and `date` say where the numbers are from."""
+    """Measurements of one backend over one wire. `rows` ascend by run length; `machine` and `date` are their origin."""
 
     backend: str
     wire: str
@@ -64,9 +64,9 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     date: str = ""
 
     def seconds(self, run_bytes: float, total_bytes: int) -> tuple[float, float]:
-        """Return the seconds of (staged, in place): interpolated on logarithms, beyond the table as at its edge.
+        """Return the seconds of (staged, in place), interpolated on logarithms; run lengths are clamped to the table.
 
-        Above the largest total both grow with the bytes, below the smallest they stay: transfers have a fixed cost.
+        Above the largest total both grow with the bytes. Below the smallest they are constant: transfers have a fixed cost.
         """
         place, total = math.log(run_bytes), math.log(max(total_bytes, 1))
         rows = self.rows
@@ -80,11 +80,11 @@ class Measured(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Default(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The rule where nothing was measured, by its name: what is written in place has runs of at least so many bytes.
+    """The rule without measurements: pairs are written in place if their runs have at least these lengths.
 
     Attributes:
-        contiguous_run_bytes_min: whole pages; smaller ones are staged.
-        slices_run_bytes_min: parts of pages; smaller ones are staged. None: all of them.
+        contiguous_run_bytes_min: for whole pages; shorter ones are staged.
+        slices_run_bytes_min: for parts of pages; shorter ones are staged. None stages all of them.
     """
 
     name: str
@@ -100,28 +100,28 @@ class Crossover(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     measured: tuple[Measured, ...] = ()
 
     def entry(self, backend: str, wire: str) -> Measured | None:
-        """Return what was measured of a backend over a wire, or else over the wire that it is one kind of."""
+        """Return the entry of a backend and wire, or of the wider wire that includes it (see names.WIDER_WIRES)."""
         measured = {found.wire: found for found in self.measured if found.backend == backend}
         return measured.get(wire) or measured.get(WIDER_WIRES.get(wire, ""))
 
     def needs_wire(self, backend: str) -> bool:
-        """Whether a choice by this backend depends on the wire."""
+        """Whether a choice for this backend depends on the wire."""
         return any(found.backend == backend for found in self.measured)
 
     def put(self, entry: Measured) -> Crossover:
-        """Return this table with `entry` in the place of an older one of its backend and wire, if there is one."""
+        """Return this table with `entry`, which replaces one of the same backend and wire."""
         key = (entry.backend, entry.wire)
         kept = [found for found in self.measured if (found.backend, found.wire) != key]
         ordered = sorted([*kept, entry], key=lambda found: (found.backend, found.wire))
         return msgspec.structs.replace(self, measured=tuple(ordered))
 
 
-# A table of nothing but the default.
+# A table with only the default.
 WHOLE_PAGES = Crossover()
 
 
 class Choice(NamedTuple):
-    """A pair's way, why, and the seconds that the table gives both; None where it gives none."""
+    """A pair's way, its reason, and the table's seconds of both ways; None without an entry."""
 
     way: Way
     why: Why
@@ -130,7 +130,7 @@ class Choice(NamedTuple):
 
 
 class Open(NamedTuple):
-    """A pair whose way the table is to choose: the way in place that its pages allow, and how its runs are counted."""
+    """The input of a choice: the in-place way that the pages allow, and the rule that counts runs."""
 
     in_place: Way
     runs: RunRule
@@ -138,14 +138,14 @@ class Open(NamedTuple):
 
 
 def opened(planned: Plan, *, can_stage: bool) -> Open:
-    """Return what `choose` must know of any pair of `planned`."""
+    """Return the input of `choose` for any pair of `planned`."""
     return Open(planned.in_place, planned.runs, can_stage)
 
 
 def choose(open_pair: Open, pair: Pair, tokens: tuple[int, int], table: Crossover, backend: str, wire: str) -> Choice:
-    """Return the cheaper of staged and in place for tokens [first, end), not empty, of one pair.
+    """Return the faster of staged and in place for tokens [first, end), not empty, of one pair.
 
-    The runs are counted as if the tokens began at a page: a prefix within a page makes one or two more.
+    Runs are counted as if the tokens began at a page. A prefix that ends within a page adds one or two.
     """
     total_bytes = pair.payload_bytes(*tokens)
     run_bytes = total_bytes / open_pair.runs.count(pair, tokens[1] - tokens[0])
@@ -165,10 +165,10 @@ def choose(open_pair: Open, pair: Pair, tokens: tuple[int, int], table: Crossove
 
 
 def read(data: bytes, name: str) -> Crossover:
-    """Return the table in `data`, a JSON document; `name` is what errors call it.
+    """Parse the table in `data`, a JSON document. Errors call it `name`.
 
     Raises:
-        ConfigError: it is none, of another version, or its numbers are no measurements; all such faults at once.
+        ConfigError: it is no table, has another version, or its numbers are invalid; with all faults.
     """
     if len(data) > FILE_BYTES_MAX:
         raise ConfigError([f"{name}: {len(data)} bytes: a crossover table has at most {FILE_BYTES_MAX}"])
@@ -183,7 +183,7 @@ def read(data: bytes, name: str) -> Crossover:
 
 
 def write(table: Crossover) -> bytes:
-    """Return `table` as `read` takes it, for people: each list of numbers on one line."""
+    """Return `table` as JSON for `read`, with each list of numbers on one line."""
     text = msgspec.json.format(msgspec.json.encode(table), indent=1).decode()
     return _NUMBERS.sub(lambda found: f"[{', '.join(found[1].split())}]".replace(",,", ","), text).encode() + b"\n"
 
@@ -223,13 +223,13 @@ def _in_place(row: Row) -> tuple[float, ...]:
 
 
 def _at(total: float, totals: Sequence[int], times: Sequence[float]) -> float:
-    """Return the logarithm of the seconds at `total`, a logarithm of bytes."""
+    """Return log(seconds) at `total`, a logarithm of bytes."""
     value = _between(total, [math.log(each) for each in totals], [math.log(each) for each in times])
     return value + max(0.0, total - math.log(totals[-1]))
 
 
 def _between(place: float, places: Sequence[float], values: Sequence[float]) -> float:
-    """Return the value at `place`: on the line between its neighbours, at an end beyond it."""
+    """Return the value at `place`, interpolated linearly between its neighbours and clamped at the ends."""
     upper = bisect_right(places, place)
     if upper == 0:
         return values[0]

@@ -1,6 +1,6 @@
-"""What the cores ask of the world, as data, in the order in which it must happen; and their settings.
+"""Effects that the cores return as data, in the order in which the worker must execute them; and the cores' settings.
 
-The worker carries effects out and tells the core of the result. A core never calls anybody.
+The worker executes effects and reports the results to the core. A core performs no I/O.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SECOND_NS = 1_000_000_000
 
 
 class PeerId(NamedTuple):
-    """A worker of another engine rank, over all its lives."""
+    """The identity of a worker of another engine rank, over all of its lives."""
 
     instance: str
     dp_rank: int
@@ -28,7 +28,7 @@ class PeerId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SessionConfig:
-    """What a core knows of its own worker and of its limits. Times in ns, sizes in bytes."""
+    """A core's settings: its own worker and the limits. Times in ns, sizes in bytes."""
 
     deployment: str
     instance: str
@@ -45,24 +45,26 @@ class SessionConfig:
     retry_ns: int = SECOND_NS // 5
     heartbeat_ns: int = SECOND_NS
     peer_timeout_ns: int = 5 * SECOND_NS
-    write_timeout_ns: int = 120 * SECOND_NS  # ring memory that is granted for ready tokens waits so long for bytes
-    room_timeout_ns: int = 600 * SECOND_NS  # an open room in which nothing happens for so long fails
+    write_timeout_ns: int = (
+        120 * SECOND_NS
+    )  # limit of the wait for bytes in ring memory that is granted for ready tokens
+    room_timeout_ns: int = 600 * SECOND_NS  # an open room without progress for this long fails
     rooms_max: int = 16_384
     ended_rooms_max: int = 65_536
-    force_way: Way | None = None  # for benchmarks and tests; None: what the plan says
+    force_way: Way | None = None  # for benchmarks and tests; None: the plan's way
     staging: Staging = Staging.AUTO
     crossover: Crossover = WHOLE_PAGES  # chooses the way where `staging` is AUTO
-    agent: str = ""  # of the worker, for way DIRECT; empty: it takes no part in that
+    agent: str = ""  # the worker's agent, for way DIRECT; empty: DIRECT is not used
     engine: int = 0  # the life of the worker's engine
     near_staging: Staging | None = None  # between ranks of one agent, where it differs from `staging`
-    in_place: bool = True  # a transport can read and write this worker's pages where they lie; False: they are on a GPU
-    wires: tuple[str, ...] = ()  # over which a transport may bring bytes, by name; empty: any
-    direct_slab_bytes: int = 0  # of way DIRECT, where one slab at a time keeps the device busy; 0: cut as in other ways
+    in_place: bool = True  # a transport can access this worker's pages in place; False: they are on a GPU
+    wires: tuple[str, ...] = ()  # names of the wires that a transport may use; empty: any
+    direct_slab_bytes: int = 0  # slab size of way DIRECT, where one slab keeps the device busy; 0: as in other ways
 
 
 @dataclass(frozen=True, slots=True)
 class PeerAttached:
-    """A peer's newest Attach: connect the transport to it before any later effect."""
+    """A peer has attached: connect the transport with its newest Attach before any later effect."""
 
     peer: PeerId
     attach: Attach
@@ -70,7 +72,7 @@ class PeerAttached:
 
 @dataclass(frozen=True, slots=True)
 class PeerGone:
-    """A peer is lost or replaced: forget its transport metadata."""
+    """A peer is lost or replaced: drop its transport metadata."""
 
     peer: PeerId
     epoch: int
@@ -81,7 +83,7 @@ class Dial:
     """Open a connection to a source worker.
 
     Attributes:
-        admits: its host may reach our data ports at once; False: not before it attaches, which may never be.
+        admits: admit its host to our data ports at once; False: only when it attaches.
     """
 
     peer: PeerId
@@ -91,14 +93,14 @@ class Dial:
 
 @dataclass(frozen=True, slots=True)
 class HangUp:
-    """Close the connection to a source worker that is gone and of which no room is left."""
+    """Close the connection to a source worker that is gone and has no rooms left."""
 
     peer: PeerId
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeLiveness:
-    """Ask a peer's host whether a life of its worker still listens; answer with `peer_dead` or `peer_listens`."""
+    """Probe whether a life of a peer's worker still listens; answer with `peer_dead` or `peer_listens`."""
 
     peer: PeerId
     epoch: int
@@ -107,9 +109,9 @@ class ProbeLiveness:
 
 @dataclass(frozen=True, slots=True)
 class DrainWriter:
-    """A life of a source has ended: read all that its host still delivers, then answer with `writer_drained`.
+    """A life of a source has ended: read all of its remaining data, then answer with `writer_drained`.
 
-    A kernel delivers what a process has sent after that process was killed, and it waits in our sockets until it is read.
+    A kernel still delivers data of a killed process, and the data stays in our sockets until we read it.
     """
 
     peer: PeerId
@@ -128,10 +130,10 @@ class StartWrite:
     route: Pair
     way: Way
     payload_bytes: int
-    offset_bytes: int  # in the target's ring; 0 where pages are written in place
+    offset_bytes: int  # in the target's ring; 0 if pages are written in place
     generation: int
     total_tokens: int  # -1: the engine has not said `last` yet
-    target_pages: bytes  # int32, little endian, from page number first claimed token // page size; empty where staged
+    target_pages: bytes  # int32, little endian, from page number first claimed token // page size on; empty if staged
     first_claimed_token: int
 
 
@@ -151,7 +153,7 @@ class StartScatter:
 
 @dataclass(frozen=True, slots=True)
 class RoomEnded:
-    """A half of a room is done (Reason.NONE) or has failed: tell its engine."""
+    """A half of a room is done (Reason.NONE) or has failed: notify its engine."""
 
     half: Half
     key: RoomKey
@@ -162,7 +164,7 @@ class RoomEnded:
 
 @dataclass(frozen=True, slots=True)
 class RoomReleased:
-    """Nothing of ours, and no peer, touches the room's pages any more: tell its engine, forget the pages."""
+    """No peer and no part of this worker accesses the room's pages any more: notify its engine, drop the page list."""
 
     half: Half
     key: RoomKey
@@ -170,7 +172,7 @@ class RoomReleased:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a message to a peer, now or not at all."""
+    """Send a message to a peer now, or drop it: the core repeats messages itself."""
 
     peer: PeerId
     message: PeerMessage
@@ -178,7 +180,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Stale:
-    """A message was refused because it belongs to another life, another grant or no room: count it."""
+    """A message was ignored because it belongs to another life, another grant or no room: count it."""
 
     message: str
 

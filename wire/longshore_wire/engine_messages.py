@@ -1,7 +1,7 @@
-"""Messages between an engine's client and its agent, over a UNIX socket, with their frozen numbers.
+"""Messages between an engine's client and its agent over a UNIX socket. Their numbers are frozen.
 
-One message a datagram (SOCK_SEQPACKET) of at most 64 KiB; memory handles travel beside RegisterPool.
-Lists of pages are packed int32, little endian; long ones go in several messages.
+One message a datagram (SOCK_SEQPACKET) of at most 64 KiB. File descriptors of memory are attached to RegisterPool.
+Lists of pages are packed int32, little endian; long ones are split over several messages.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from longshore_wire.layout import KVLayout, PoolGeometry
 ENGINE_PROTOCOL_VERSION = 1
 # Pages in one message: 8192 * 4 bytes stays well below the 64 KiB of a datagram.
 PAGES_PER_MESSAGE_MAX = 8192
-# Tokens of a sequence, far above any: a longer one could be offered and never claimed.
+# Tokens of a sequence, far above any real one. Offers have the same limit as claims.
 TOKENS_MAX = 1 << 30
 
 
 class Half(IntEnum):
-    """Which half of a room an engine holds."""
+    """The half of a room that an engine holds."""
 
     SOURCE = 0  # it offers pages: prefill
     TARGET = 1  # it claims them: decode
 
 
 class RoomEventKind(IntEnum):
-    """What became of an engine's half of a room."""
+    """A change of an engine's half of a room."""
 
-    DONE = 1  # source: everything claimed has arrived; target: every token wanted is in the pages
-    FAILED = 2  # the reason says why; pages are still leased until RELEASED
-    RELEASED = 3  # no writer and no reader of ours touches the room's pages any more
+    DONE = 1  # source: all claimed tokens have arrived; target: all claimed tokens are in the pages
+    FAILED = 2  # see the reason; the pages stay leased until RELEASED
+    RELEASED = 3  # no writer or reader of ours accesses the room's pages any more
 
 
 class TargetMemory(IntEnum):
-    """Where the decode side wants a room's bytes."""
+    """The memory in which the decode side wants a room's bytes."""
 
     DEVICE = 0
     HOST = 1
 
 
 class RankAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Where the worker of one rank listens for peers."""
+    """The address at which one rank's worker listens for peers."""
 
     rank: int
     address: str  # "host:port"
@@ -51,10 +51,10 @@ class RankAddress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Endpoint(msgspec.Struct, frozen=True, array_like=True):
-    """How to reach all ranks of one engine instance; travels through the engines' own channel."""
+    """Addresses of all ranks of one engine instance. Engines pass it on by their own channel."""
 
     instance: str
-    layout: KVLayout  # of any one rank: the model and the parallel sizes are what counts
+    layout: KVLayout  # of any one rank: only the model and the parallel sizes matter
     ranks: tuple[RankAddress, ...]
     agent: str = ""  # the agent that serves all ranks; ranks of one agent may copy into each other's pages
 
@@ -65,11 +65,11 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=64):
-    """Engine to agent, first: who I am.
+    """Engine to agent, first message: the engine's identity and layout.
 
     Attributes:
         device: "cpu" or a GPU's UUID, never an index.
-        engine: a random number for the life of this engine, the same whenever it connects again; 0: not known.
+        engine: a random number for the life of this engine, the same at each reconnect; 0 if unknown.
     """
 
     version: int
@@ -81,7 +81,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=64):
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=65):
-    """Agent to engine: this connection now leads to your worker. `resumed_epoch` differs after a restart."""
+    """Agent to engine: the connection is assigned to its worker. `resumed_epoch` differs after a restart."""
 
     version: int
     epoch: int
@@ -90,7 +90,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=65):
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=66):
-    """Agent to engine: the request (0: the Hello) was not accepted. BUSY comes with a hint when to try again."""
+    """Agent to engine: the request (0: the Hello) was refused. BUSY has a hint when to retry."""
 
     request: int
     reason: Reason
@@ -99,20 +99,20 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=66):
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True, tag=67):
-    """Agent to engine: the request was accepted and will not be lost while this worker lives."""
+    """Agent to engine: the request was accepted and is kept while this worker lives."""
 
     request: int
 
 
 class DeviceRegion(msgspec.Struct, frozen=True, array_like=True):
-    """One region in a GPU's memory: the CUDA IPC handle of the allocation that holds it, and where in it it begins."""
+    """One region in GPU memory: the CUDA IPC handle of its allocation, and its offset there."""
 
     handle: bytes
     offset_bytes: int
 
 
 class RegisterPool(msgspec.Struct, frozen=True, array_like=True, tag=68):
-    """Engine to agent: map these pages. The regions' file descriptors come beside it, in order; those on a GPU in it."""
+    """Engine to agent: map these pages. File descriptors of regions are attached, in order; GPU regions are inline."""
 
     request: int
     pool: int
@@ -122,7 +122,7 @@ class RegisterPool(msgspec.Struct, frozen=True, array_like=True, tag=68):
 
 
 class UnregisterPool(msgspec.Struct, frozen=True, array_like=True, tag=69):
-    """Engine to agent: let these pages go. Accepted only once nobody touches them; rooms on it fail."""
+    """Engine to agent: unmap these pages. Their rooms fail. Accepted once no access to the pages is left."""
 
     request: int
     pool: int
@@ -144,10 +144,10 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag=70):
 
 
 class Receive(msgspec.Struct, frozen=True, array_like=True, tag=71):
-    """Decode engine to agent: bring tokens [first, end) of a room into these pages; `end_token` is the total.
+    """Decode engine to agent: write tokens [first, end) of a room into these pages; `end_token` is the total.
 
-    A long list of pages comes in several messages that differ in `page_offset` and `pages` only; the last
-    one completes the request and is the one that is answered.
+    A long list of pages is split over several messages that differ only in `page_offset` and `pages`. The last
+    one completes the request and is answered.
     """
 
     request: int
@@ -164,7 +164,7 @@ class Receive(msgspec.Struct, frozen=True, array_like=True, tag=71):
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=72):
-    """Engine to agent: I no longer want this half of a room. Only asks; RELEASED says that it is over."""
+    """Engine to agent: cancel this half of a room. RELEASED follows when its pages are no longer accessed."""
 
     request: int
     half: Half
@@ -174,11 +174,11 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=72):
 
 
 class Renew(msgspec.Struct, frozen=True, array_like=True, tag=73):
-    """Engine to agent: I live; all my rooms keep their lease. Not answered."""
+    """Engine to agent: the engine lives; renew the leases of all of its rooms. Not answered."""
 
 
 class RoomEvent(msgspec.Struct, frozen=True, array_like=True, tag=74):
-    """Agent to engine: what became of a half of a room."""
+    """Agent to engine: a half of a room has changed."""
 
     half: Half
     instance: str
@@ -191,7 +191,7 @@ class RoomEvent(msgspec.Struct, frozen=True, array_like=True, tag=74):
 
 
 class EndpointUpdate(msgspec.Struct, frozen=True, array_like=True, tag=75):
-    """Agent to engine: the ranks of your instance that are registered so far."""
+    """Agent to engine: the ranks of its instance that have registered so far."""
 
     endpoint: Endpoint
 

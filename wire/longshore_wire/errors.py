@@ -1,7 +1,7 @@
-"""Typed errors that every Longshore process shares, and the codes by which they travel between processes.
+"""Typed errors that all Longshore processes share, and their codes in messages.
 
-Each error names the field or the peer that is at fault and the way out. A code, once released, never
-changes its meaning: engines and peers of other versions read it.
+Each error names the faulty field or peer and the remedy. A released code never changes its meaning,
+since engines and peers of other versions read it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from enum import IntEnum
 
 
 class Reason(IntEnum):
-    """Why a room, a registration or a message was refused or failed; travels on the wire as its number."""
+    """Why a room, a registration or a message was refused or failed. Messages carry the number."""
 
     NONE = 0
     UNKNOWN_VERSION = 1
@@ -45,10 +45,10 @@ class Reason(IntEnum):
 
 
 class LongshoreError(Exception):
-    """Base of every error that Longshore raises on purpose.
+    """Base class of all of Longshore's typed errors.
 
     Attributes:
-        reason: the code that travels to engines and peers.
+        reason: the code in messages to engines and peers.
     """
 
     reason: Reason = Reason.INTERNAL
@@ -60,32 +60,32 @@ class LongshoreError(Exception):
 
 
 class LayoutError(LongshoreError):
-    """A layout cannot exist, or two layouts cannot exchange pages; names the field and both values."""
+    """A layout is invalid, or two layouts cannot exchange pages; names the field and both values."""
 
     reason = Reason.LAYOUT_MISMATCH
 
 
 class CodecError(LongshoreError):
-    """Bytes from a peer are not a message of a version that we speak."""
+    """Bytes from a peer are not a message of a supported version."""
 
     reason = Reason.MALFORMED_MESSAGE
 
 
 class RoomError(LongshoreError):
-    """An offer or a claim breaks the rules of its room; names the room and what to send instead."""
+    """An offer or a claim breaks the rules of its room; names the room and the remedy."""
 
 
 class RingError(LongshoreError):
-    """A ring cannot serve what it is asked for, ever; names both sizes."""
+    """A ring can never serve a request; names both sizes."""
 
     reason = Reason.RING_TOO_SMALL
 
 
 class ConfigError(LongshoreError):
-    """A configuration is wrong; lists every fault with its path.
+    """A configuration is invalid; lists all faults with their paths.
 
     Attributes:
-        faults: one line a fault, each begins with the path of the field.
+        faults: one line for each fault, which begins with the path of the field.
     """
 
     reason = Reason.UNSUPPORTED

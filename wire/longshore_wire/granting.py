@@ -1,13 +1,13 @@
-"""Who gets ring memory next: in turns over peers, and over the rooms of each; never more than is free.
+"""Allocates ring memory round-robin over peers, then over each peer's rooms.
 
-Held by the target session. A grant is one slab's region. A claim of tokens reserves nothing: slabs whose tokens are
-ready come first, and a room whose tokens are still being computed holds one window or half its share at most, and only of
-a ring of which half stays free.
+Used by the target session. A grant is the region of one slab. A claim reserves no memory. Slabs whose tokens are ready
+come first. A room whose tokens are still being computed holds at most one window or half of its share, and only while
+half of the ring stays free.
 
-What is ready is a source's word, and costs others no more than time: of a room it is worth one share of the ring, and where
-nothing lands for `write_timeout_ns` in memory that was granted on it, the session fails the room. A source that then does
-not confirm keeps the memory in quarantine, above a quarter of the ring until the worker is replaced. One that is slow, however
-slow, keeps its rooms until their engine gives them up: docs/design/2026-11-21-late-writes.md says why no rate is demanded.
+Only the source claims that tokens are ready. A lying source wastes time and at most one share of the ring a room: if
+nothing lands for `write_timeout_ns` in memory that was granted for ready tokens, the session fails the room. If the source
+then does not confirm, the memory stays in quarantine; above a quarter of the ring, the worker is replaced. A slow source
+keeps its rooms until their engine cancels them; docs/design/2026-11-21-late-writes.md says why no rate is required.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from longshore_wire.trailer import ALIGNMENT_BYTES
 
 
 class Granter:
-    """The ring of one decode rank and the queue of those who want of it."""
+    """The ring of one decode rank and the queue of pairs that wait for its memory."""
 
     def __init__(self, config: SessionConfig) -> None:
         self._window = config.grant_window
@@ -46,15 +46,15 @@ class Granter:
 
     @property
     def blocked(self) -> bool:
-        """Whether somebody waits for ring memory now."""
+        """Whether a pair waits for ring memory."""
         return self._blocked
 
     def expect(self, slab_bytes_max: int) -> None:
-        """A source has said how long its slabs may be: what is granted ahead leaves a place for one, at most half of the ring."""
+        """Note the longest slab of a source. Grants ahead leave room for one such slab, at most half of the ring."""
         self._slab_bytes_max = max(self._slab_bytes_max, min(slab_bytes_max, self.ring.capacity_bytes // 2))
 
     def want(self, pair: TargetPair) -> None:
-        """Queue a pair that may be granted something; harmless if it may not."""
+        """Queue a pair that may need a grant; harmless if it does not."""
         if pair.queued or pair.grid is None or pair.next_grant >= pair.grid.count or pair.way is not Way.STAGED:
             return
         pair.queued = True
@@ -65,7 +65,7 @@ class Granter:
         queue.append(pair)
 
     def grants(self, rooms: Mapping[RoomKey, TargetRoom]) -> Iterator[tuple[RoomKey, TargetPair, Grant]]:
-        """Yield the grants that can be given now, in turns; stop at the first that does not fit."""
+        """Yield the grants that are possible now, round-robin; stop at the first that does not fit."""
         self._blocked, was_blocked = False, self._blocked
         while self._turns:
             peer = self._turns[0]
@@ -78,7 +78,7 @@ class Granter:
             slab = pair.next_grant
             region = self.ring.allocate(self._slab_bytes(pair, slab))
             if slab >= pair.ready_count and (region is None or self.ring.largest_free_bytes < self._slab_bytes_max):
-                # What is ready must not wait for it, now or later: its demand puts it here again.
+                # Ready slabs must not wait behind this pair. Its next Demand queues it again.
                 if region is not None:
                     self.ring.free(region)
                 self._leave_queue()
@@ -99,7 +99,7 @@ class Granter:
             yield room.key, pair, self.grant(pair, slab)
 
     def _leave_queue(self) -> None:
-        """Take the pair whose turn it is out of the queue, until it is wanted again."""
+        """Remove the current pair from the queue until `want` adds it again."""
         queue = self._queues[self._turns[0]]
         queue.popleft().queued = False
         if not queue:
@@ -111,7 +111,7 @@ class Granter:
         return Grant(pair.pair, slab, region.offset_bytes, region.length_bytes, region.generation)
 
     def take_hopeless(self, now_ns: int) -> list[RoomKey]:
-        """Return rooms that wait for memory which stays in quarantine; that of writers that still answer comes back soon."""
+        """Return rooms that wait for memory in lasting quarantine. Memory of writers that still answer is freed soon."""
         waiting, self._hopeless = self._hopeless, []
         if not waiting:
             self._hopeless_since_ns = None
@@ -121,21 +121,21 @@ class Granter:
         return waiting if now_ns - self._hopeless_since_ns >= self._hopeless_patience_ns else []
 
     def was_absent(self, late_ns: int) -> None:
-        """Nobody listened for `late_ns`: no writer has been slow for that long."""
+        """Do not count `late_ns`, in which this worker did not run, as slowness of writers."""
         self._absent_ns += late_ns
 
     def owes(self, pair: TargetPair, now_ns: int, *, landed: bool = False) -> None:
-        """Note since when a pair's writer owes bytes: after a grant, after more is ready, and after a slab has `landed`."""
+        """Note since when a pair's bytes are due: after a grant, after more is ready, and after a slab has `landed`."""
         if landed or pair.owed_since_ns is None:
             pair.owed_since_ns = now_ns - self._absent_ns if pair.owes_bytes else None
 
     def overdue(self, pair: TargetPair, now_ns: int) -> bool:
-        """Whether a pair's writer has owed bytes for too long."""
+        """Whether the bytes of a pair's writer are overdue."""
         since_ns = pair.owed_since_ns
         return since_ns is not None and now_ns - self._absent_ns - since_ns >= self._write_timeout_ns
 
     def free(self, room: TargetRoom, pair: TargetPair, slab: int) -> None:
-        """A slab has been scattered, or dropped after it had landed."""
+        """Free the region of a slab that was scattered, or dropped after it had landed."""
         region = pair.regions.pop(slab)
         self.ring.free(region)
         room.ring_bytes -= region.length_bytes
@@ -144,13 +144,13 @@ class Granter:
                 self.want(sibling)
 
     def quarantine(self, pair: TargetPair) -> None:
-        """Give a pair up: what its writer may still write is held, what is being scattered drains."""
+        """Abort a pair: hold the regions that its writer may still write, drain those that are being scattered."""
         for slab, state in enumerate(pair.states):
             if pair.step_slab(slab, TargetEvent.ABORT) is TargetSlab.QUARANTINED and state is TargetSlab.GRANTED:
                 self.ring.hold(pair.regions[slab])
 
     def release(self, room: TargetRoom, pair: TargetPair) -> None:
-        """The pair's writer will not write any more: free what was held for it."""
+        """Free the held regions of a pair whose writer will not write any more."""
         for slab in list(pair.regions):
             if pair.states[slab] is TargetSlab.QUARANTINED:
                 pair.step_slab(slab, TargetEvent.CONFIRM)
@@ -169,11 +169,11 @@ class Granter:
         needed = self._slab_bytes(pair, pair.next_grant)
         room_bytes = room.ring_bytes + needed
         if pair.next_grant < pair.ready_count:
-            # One ready slab fits beside whatever was granted ahead: nothing else may ever free that.
+            # One ready slab is granted in addition to grants ahead, since nothing else may ever free those.
             return room_bytes <= self._share_bytes or room.ring_bytes == _ahead_bytes(room)
         if room.ring_bytes and 2 * room_bytes > self._share_bytes:
             return False
-        # Tokens of this room may be computed only once others' pages are sent: half of the ring stays for what is ready.
+        # This room's tokens may depend on other rooms being sent first, so half of the ring stays free for ready slabs.
         return pair.next_grant < self._window and 2 * (self.ring.free_bytes - needed) >= self.ring.capacity_bytes
 
 

@@ -1,6 +1,6 @@
-"""Which tokens of a sequence are there: disjoint half-open intervals of integers.
+"""Tracks sets of tokens as disjoint half-open intervals of integers.
 
-Called by the room's core to know what has been offered, sent and scattered. Pure.
+Called by `room` to track offered, sent and scattered tokens. Pure.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from longshore_wire.errors import Reason, RoomError
 
 
 class Coverage:
-    """A set of integers kept as disjoint intervals; neighbours are merged, so that in-order growth stays one interval."""
+    """A set of integers as disjoint intervals. Neighbours are merged, so that in-order growth stays one interval."""
 
     def __init__(self) -> None:
         self._firsts: list[int] = []
@@ -20,7 +20,7 @@ class Coverage:
 
     @property
     def total(self) -> int:
-        """How many integers are covered."""
+        """Number of covered integers."""
         return self._total
 
     @property
@@ -32,7 +32,7 @@ class Coverage:
         """Cover [first, end), which is not empty.
 
         Raises:
-            RoomError: some of it is covered already (TOKENS_OVERLAP, names the overlap); nothing was added.
+            RoomError: a part is covered already (TOKENS_OVERLAP; names the overlap). Nothing was added.
         """
         assert first < end, (first, end)
         at = bisect_right(self._ends, first)
@@ -84,7 +84,7 @@ class Coverage:
         return self.covers(token, token + 1)
 
     def end_of_prefix(self, first: int) -> int:
-        """Return the end of the covered interval that holds `first`, or `first` where it is not covered."""
+        """Return the end of the covered interval that holds `first`, or `first` if it is not covered."""
         at = bisect_left(self._ends, first + 1)
         if at < len(self._firsts) and self._firsts[at] <= first:
             return self._ends[at]

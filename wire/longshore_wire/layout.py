@@ -1,4 +1,4 @@
-"""How the KV cache of one model lies over the ranks of one engine instance, and in one rank's memory.
+"""Layouts: how a model's KV cache is distributed over an engine's ranks, and placed in one rank's memory.
 
 Used by engines (through the client), agents and the operator. Pure values; knows no tensor library.
 Head and layer indexes are global (of the model) unless a name says `local`.
@@ -13,7 +13,7 @@ import msgspec
 
 from longshore_wire.errors import LayoutError
 
-# Limits of what a peer may declare; the largest known models stay below a tenth of each.
+# Limits on a peer's declarations. The largest known models stay below a tenth of each.
 LAYERS_MAX = 4096
 HEADS_MAX = 4096
 HEAD_DIM_MAX = 65536
@@ -21,9 +21,9 @@ PAGE_SIZE_MAX = 65536
 TP_MAX = 1024
 PP_MAX = 128
 DP_MAX = 1024
-# Ranks of one replica: bounds the pairs of a plan (about ranks times stages) that a peer can make us compute.
+# Ranks of one replica. Limits the pairs of a plan (about ranks times stages) that a peer can make us compute.
 RANKS_MAX = 2048
-# Page ids travel as int32.
+# Messages carry page ids as int32.
 PAGE_COUNT_MAX = 2**31 - 1
 ELEMENT_BYTES = (1, 2, 4)
 BLOB_BYTES_MAX = 1 << 32
@@ -38,14 +38,14 @@ class PageOrder(IntEnum):
 
 
 class Attention(IntEnum):
-    """What one entry of the cache is."""
+    """The kind of one entry of the cache."""
 
     HEADS = 0  # MHA, GQA and MQA: K and V per head
     LATENT = 1  # MLA: one latent per token, no heads to split
 
 
 class ModelShape(msgspec.Struct, frozen=True, array_like=True):
-    """The part of a layout that both sides of a transfer must share, bit for bit.
+    """The part of a layout that must be equal on both sides of a transfer.
 
     With Attention.LATENT `kv_heads` is 1 and `head_dim` is the length of the latent with its rotary part.
     """
@@ -68,7 +68,7 @@ class ModelShape(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Parallel(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's place in its engine instance. `tp` is the attention TP: ranks that share a replica's heads."""
+    """One rank's place in its engine instance. `tp` is the attention TP: the ranks that share a replica's heads."""
 
     tp: int = 1
     tp_rank: int = 0
@@ -81,24 +81,24 @@ class Parallel(msgspec.Struct, frozen=True, array_like=True):
 class KVLayout(msgspec.Struct, frozen=True, array_like=True):
     """One rank's share of the cache: which layers and heads it holds, and how a page is ordered.
 
-    Stages of a pipeline whose layers are not an even split say so by `stage_layers`, the same on every rank: then
-    each side knows all ranks of the other from one. `layer_range` says it of one rank only.
+    If the pipeline stages do not split the layers evenly, `stage_layers` declares the split, equal on every rank, so
+    that one rank's layout determines all others. `layer_range` declares the layers of one rank only.
 
     Raises:
-        LayoutError: from `check`, naming the field, its value and what would be allowed.
+        LayoutError: from `check`; names the field, its value and the valid values.
     """
 
     model: ModelShape
     parallel: Parallel
     page_size: int  # tokens
     order: PageOrder = PageOrder.NHD
-    layer_range: tuple[int, int] | None = None  # (first, end); None: as `stage_layers` says
-    stage_layers: tuple[int, ...] | None = None  # how many each stage holds, in order; None: an even split
-    blob_bytes: int = 0  # OPAQUE: size of a blob; 0: that of its K and V without anything else, see `opaque_bytes`
+    layer_range: tuple[int, int] | None = None  # (first, end); None: `stage_layers` applies
+    stage_layers: tuple[int, ...] | None = None  # layers of each stage, in order; None: an even split
+    blob_bytes: int = 0  # OPAQUE: size of a blob; 0: that of its K and V alone, see `opaque_bytes`
 
     @property
     def layers(self) -> range:
-        """Global layer indexes that this rank holds: in an even split the first stages take the remainder."""
+        """Global indexes of this rank's layers. In an even split the first stages take the remainder."""
         if self.layer_range is not None:
             return range(*self.layer_range)
         if self.stage_layers is not None:
@@ -111,7 +111,7 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def heads(self) -> range:
-        """Global KV head indexes that this rank holds; ranks above the number of heads hold replicas."""
+        """Global indexes of this rank's KV heads. With more ranks than heads, ranks hold replicas."""
         heads, tp, rank = self.model.kv_heads, self.parallel.tp, self.parallel.tp_rank
         if heads % tp == 0:
             share = heads // tp
@@ -121,12 +121,12 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def replicas(self) -> int:
-        """How many ranks of a TP group hold each head."""
+        """Number of ranks of a TP group that hold each head."""
         return max(1, self.parallel.tp // self.model.kv_heads)
 
     @property
     def shared_head_counts(self) -> tuple[int, ...]:
-        """How many of this rank's heads a rank of any TP size can hold: each number once, the greatest first."""
+        """The possible numbers of heads that this rank shares with a rank of any TP size, descending, without repeats."""
         own, total = self.heads, self.model.kv_heads
         counts = {
             min(own.stop, first + share) - max(own.start, first)
@@ -138,12 +138,12 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def plane_count(self) -> int:
-        """How many planes of pages this rank's pool has; see PoolGeometry.planes for their order."""
+        """Number of planes in this rank's pool; PoolGeometry defines their order."""
         return len(self.layers) * (1 if self.order is PageOrder.OPAQUE else self.model.kinds)
 
     @property
     def unit_tokens(self) -> int:
-        """Tokens that cannot be told apart: one, or those of a page where its content is opaque."""
+        """Tokens of one indivisible unit: one, or a whole page if its content is opaque."""
         return self.page_size if self.order is PageOrder.OPAQUE else 1
 
     @property
@@ -160,7 +160,7 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token in this rank, of all its layers and heads; of an opaque page the token's part, rounded up."""
+        """Bytes of one token in all layers and heads of this rank; for opaque pages its share of the page, rounded up."""
         return -(-len(self.layers) * len(self.heads) * self.unit_bytes // self.unit_tokens)
 
     @property
@@ -170,7 +170,7 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def rank_count(self) -> int:
-        """How many ranks one DP replica of this instance has."""
+        """Number of ranks in one DP replica of this instance."""
         return self.parallel.tp * self.parallel.pp
 
     def at(self, rank: int) -> KVLayout:
@@ -179,7 +179,7 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
         Args:
             rank: in [0, rank_count).
         Raises:
-            LayoutError: this rank's layers were set by `layer_range`, so those of other stages are unknown.
+            LayoutError: `layer_range` sets this rank's layers, so those of other stages are unknown.
         """
         assert 0 <= rank < self.rank_count, (rank, self.rank_count)
         pp_rank, tp_rank = divmod(rank, self.parallel.tp)
@@ -192,7 +192,7 @@ class KVLayout(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.structs.replace(self, parallel=parallel)
 
     def check(self) -> None:
-        """Raise LayoutError if this layout cannot exist."""
+        """Raise LayoutError if this layout is invalid."""
         _check_model(self.model)
         _check_parallel(self.parallel, self.model)
         _between("page_size", self.page_size, 1, PAGE_SIZE_MAX)
@@ -250,7 +250,7 @@ def _between(field: str, value: int, low: int, high: int) -> None:
 
 
 class PlaneGeometry(msgspec.Struct, frozen=True, array_like=True):
-    """Where one layer's K (or V, or K and V together) lies in a pool: one plane of pages.
+    """The place of one plane of pages in a pool: one layer's K, V, or both together.
 
     The bytes of local head h of token t of page p begin at
     `offset + p * page_stride + t * token_stride + h * head_stride`; head_dim elements follow without gaps.
@@ -265,7 +265,7 @@ class PlaneGeometry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PoolGeometry(msgspec.Struct, frozen=True, array_like=True):
-    """Where all pages of one rank lie in the memory regions that its engine shares with the agent.
+    """The places of all pages of one rank in the memory regions that its engine shares with the agent.
 
     Planes: K of each local layer, then V of each local layer. With Attention.LATENT or PageOrder.OPAQUE there
     is one plane a layer.
@@ -276,10 +276,10 @@ class PoolGeometry(msgspec.Struct, frozen=True, array_like=True):
     planes: tuple[PlaneGeometry, ...]
 
     def check(self, layout: KVLayout) -> None:
-        """Raise LayoutError, naming the field, if pages would leave their region or overlap within a plane.
+        """Raise LayoutError, naming the field, if pages exceed their region or overlap within a plane.
 
         Args:
-            layout: of the rank that has these pages; itself already checked.
+            layout: the checked layout of the rank that has these pages.
         """
         _between("page_count", self.page_count, 1, PAGE_COUNT_MAX)
         if len(self.planes) != layout.plane_count:
@@ -317,7 +317,7 @@ def _plane_span(index: int, plane: PlaneGeometry, page_count: int, layout: KVLay
 
 
 def _dimensions(plane: PlaneGeometry, page_count: int, layout: KVLayout) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, stride in bytes, entries) of each dimension that is walked by a stride."""
+    """Yield (name, stride in bytes, entries) of each strided dimension."""
     yield "page_stride", plane.page_stride, page_count
     yield "head_stride", plane.head_stride, len(layout.heads)
     if layout.order is not PageOrder.OPAQUE:

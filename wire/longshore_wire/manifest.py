@@ -1,7 +1,7 @@
-"""A DisaggDeployment as people write it, read into the config that its agents get.
+"""Reads a DisaggDeployment manifest and converts it into its agents' config.
 
-Called by the command line and the operator, so that both take the same manifest. Strict below `spec`: every fault is
-reported at once with its path. Of `metadata` only the names count; the rest, and `status`, are the API server's.
+Called by the command line and the operator, so that both accept the same manifests. Strict below `spec`: all faults are
+reported together with their paths. Only the names in `metadata` are read; the rest, and `status`, are ignored.
 Pure: text in, a value out.
 """
 
@@ -44,7 +44,7 @@ class DecodeSpec(Decode, frozen=True, kw_only=True, rename="camel"):
 
 
 class Toleration(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """A taint that agents tolerate; what is None is left out."""
+    """A taint that agents tolerate; fields that are None are omitted."""
 
     key: str | None = None
     operator: str | None = None
@@ -54,20 +54,20 @@ class Toleration(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forb
 
 
 class Resources(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """Compute resources of an agent, as pods have them."""
+    """Compute resources of an agent's pod."""
 
     requests: dict[str, str | int] = msgspec.field(default_factory=dict)
     limits: dict[str, str | int] = msgspec.field(default_factory=dict)
 
 
 class Agents(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """How a cluster runs the agents; one machine takes no notice of it.
+    """Settings of the agents' pods. `longshore up` ignores them.
 
     Attributes:
-        image, runtime_class_name: None: the operator's.
-        allow_open_data_path: under hostNetwork, or without a NetworkPolicy, accept data ports, which know no authentication.
-        worker_port: 0: free ones, but under hostNetwork those that follow the HTTP port.
-        keys_revision: raised by whoever wants new keys.
+        image, runtime_class_name: None for the operator's default.
+        allow_open_data_path: accept data ports, which have no authentication, with hostNetwork or without a NetworkPolicy.
+        worker_port: 0 for free ports; with hostNetwork, 0 selects the ports after the HTTP port.
+        keys_revision: increase it to get new keys.
     """
 
     image: str | None = None
@@ -85,7 +85,7 @@ class Agents(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
     @property
     def control(self) -> Control:
-        """Where agents listen: under hostNetwork on ports that are known beforehand, because they are the node's."""
+        """Ports of the agents. With hostNetwork they are fixed, because they are ports of the node."""
         worker_port = self.worker_port or (self.http_port + 1 if self.host_network else 0)
         return Control(
             http_port=self.http_port,
@@ -114,10 +114,10 @@ class DisaggDeployment(msgspec.Struct, frozen=True, kw_only=True):
     spec: Spec
 
     def agent_config(self) -> AgentConfig:
-        """Return what its agents read; paths and ports are the defaults of a cluster.
+        """Return the config of its agents. Paths and ports are the defaults of a cluster.
 
         Raises:
-            ConfigError: fields that are each allowed contradict each other; names both.
+            ConfigError: valid fields contradict each other; names both.
         """
         spec = self.spec
         prefill = {name: getattr(spec.prefill, name) for name in Prefill.__struct_fields__}
@@ -134,7 +134,7 @@ class DisaggDeployment(msgspec.Struct, frozen=True, kw_only=True):
         try:
             config.check()
         except ConfigError as error:
-            # What the file for agents has under `control` people write under `agents`.
+            # The manifest's name for `control` is `agents`.
             raise ConfigError([f"spec.{fault}".replace("control.", "agents.") for fault in error.faults]) from error
         return config
 
@@ -143,13 +143,13 @@ def load(text: str | bytes) -> DisaggDeployment:
     """Return the manifest in `text`, JSON or (where PyYAML is installed) YAML.
 
     Raises:
-        ConfigError: every fault at once, each beginning with its path, for example `spec.prefill.staging.lanes`.
+        ConfigError: all faults; each begins with its path, for example `spec.prefill.staging.lanes`.
     """
     return read(parse(text))
 
 
 def read(document: object) -> DisaggDeployment:
-    """Return a manifest that was parsed already, as the API server gives it. Raises ConfigError as `load`."""
+    """Return the manifest in a parsed document, such as the API server's. Raises the errors of `load`."""
     if not isinstance(document, Mapping):
         raise ConfigError([f"(document): give one {names.KIND} as a mapping"])
     faults = [

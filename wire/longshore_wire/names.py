@@ -1,4 +1,4 @@
-"""Names and numbers that the operator, the agent, the client and the command line must spell alike. Constants only."""
+"""Names and numbers that the operator, the agent, the client and the command line share. Constants only."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ KIND = "DisaggDeployment"
 PLURAL = "disaggdeployments"
 SHORT_NAME = "dgdep"
 CATEGORY = "disagg"
-# Children's labels are the deployment's name with a suffix; labels end at 63 characters.
+# Labels of children are the deployment's name with a suffix; a label has at most 63 characters.
 DEPLOYMENT_NAME_MAX = 40
 NAMESPACE_NAME_MAX = 63
 
 AGENT_CONFIG_KIND = "AgentConfig"
-# Every environment variable of the product begins so; an unknown one that does is an error.
+# Prefix of all of the product's environment variables. An unknown variable with this prefix is an error.
 ENVIRONMENT_PREFIX = "LONGSHORE_"
 
-# Where the operator mounts the agent's config file and the keys of the control protocol.
+# Mount paths of the agent's config file and of the control protocol's keys.
 CONFIG_PATH = "/etc/longshore/agent.json"
 KEYS_DIRECTORY = "/etc/longshore/keys"
-# Engine sockets lie in <RUN_DIRECTORY>/<namespace>/<deployment>/.
+# The engine socket is in <RUN_DIRECTORY>/<namespace>/<deployment>/.
 RUN_DIRECTORY = "/run/longshore"
 HTTP_PORT = 9470
-# Protections of a worker's data ports, the best first. Absent: there are none. Loopback: only this machine, or pod, reaches them.
+# Protections of a worker's data ports, strongest first. Absent: no ports. Loopback: only this machine or pod has access.
 # Filtered: the kernel admits only addresses of attached peers. Bound: every host that reaches the agent's address reaches them.
-# Open: every host that reaches any address of its network namespace does.
+# Open: every host that reaches any address of the agent's network namespace reaches them.
 PROTECTIONS = ("Absent", "Loopback", "Filtered", "Bound", "Open")
-# What stands in a wire's place where no probe has found it out.
+# The name of a wire that no probe has found.
 UNKNOWN_WIRE = "Unknown"
-# A wire that is one kind of another: what allows or measures CUDA IPC does so for NVLink, over which it may go.
+# Wires that another one includes: CUDA IPC may use NVLink, so its permissions and measurements also apply to NVLink.
 WIDER_WIRES = {"NVLink": "CudaIPC"}

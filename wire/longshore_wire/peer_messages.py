@@ -1,8 +1,8 @@
-"""Messages between the workers of two agents, with their frozen numbers.
+"""Messages between the workers of two agents. Their numbers are frozen.
 
-A number, once released, never changes its meaning; fields are only ever added at the end, with a default.
-The decode worker dials; both ends speak over that one connection. Nothing here is trusted before `codec`
-has checked sizes and types, and nothing is obeyed before the session has checked epochs.
+A released number never changes its meaning. New fields are added at the end, with a default.
+The decode worker dials; both ends use that one connection. `codec` checks sizes and types of every message, and
+the session checks epochs before it acts on one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RoomKey(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PairKey(msgspec.Struct, frozen=True, array_like=True):
-    """One room between one pair of ranks, in one life of each worker. Every room message begins with it."""
+    """One room between one pair of ranks, in one life of each worker. Every message on a room begins with it."""
 
     key: RoomKey
     source_rank: int
@@ -41,32 +41,34 @@ class PairKey(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RegionInfo(msgspec.Struct, frozen=True, array_like=True):
-    """Memory that the sender of an Attach has registered with its transport, as it sees it."""
+    """Memory that the sender of an Attach has registered with its transport; addresses are the sender's."""
 
     address: int
     length_bytes: int
-    extent_bytes: int = 0  # registered in pieces of this size: no piece of a write may cross their ends; 0: one piece
-    # Of a ring: with it a source seals the trailers of its slabs, see `trailer`.
+    extent_bytes: int = 0  # size of the separately registered pieces, which no part of a write may cross; 0: one piece
+    # For a ring: the key with which a source seals the trailers of its slabs, see `trailer`.
     trailer_key: Annotated[bytes, msgspec.Meta(max_length=TRAILER_KEY_BYTES_MAX)] = b""
 
     def __repr__(self) -> str:
-        """Leave the key out: messages may be shown to people."""
+        """Omit the key, since messages may be logged."""
         return f"RegionInfo(address={self.address}, length_bytes={self.length_bytes}, extent_bytes={self.extent_bytes})"
 
 
 class PoolInfo(msgspec.Struct, frozen=True, array_like=True):
-    """One pool of the sender, so that a peer may write its pages in place (`contiguous`, `slices`, `direct`)."""
+    """One pool of the sender, for peers that write its pages in place (`contiguous`, `slices`, `direct`)."""
 
     pool: int
     geometry: PoolGeometry
-    region_addresses: tuple[int, ...]  # one a region; empty: pages are not registered, staged writes only
+    region_addresses: tuple[
+        int, ...
+    ]  # one for each region; empty: pages are not registered, so only staged writes are possible
 
 
 class Attach(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """First message of either side: who I am and how to write to me. Sent again when something of it changes.
+    """First message of either side: its identity and its memory. Sent again after each change.
 
-    A target numbers those that it sends (`attempt`). A source answers with its own Attach or with a Refuse, each of which repeats
-    the newest number that it has read: an answer that comes late is told from the newest one.
+    A target numbers its Attaches (`attempt`). A source answers with its own Attach or a Refuse, which repeats the newest
+    number that it has read, so that the target recognises late answers.
     """
 
     version: int
@@ -76,12 +78,12 @@ class Attach(msgspec.Struct, frozen=True, array_like=True, tag=1):
     layout: KVLayout
     backend: str
     metadata: bytes  # the transport's, opaque
-    ring: RegionInfo | None  # None: this worker takes no staged bytes
+    ring: RegionInfo | None  # None: this worker accepts no staged bytes
     pools: tuple[PoolInfo, ...]
     slab_bytes_max: int  # the longest slab, payload and trailer, that the sender's lanes hold
     generation: int = 0  # counts changes of this message within one epoch
-    probe: RegionInfo | None = None  # scratch memory into which a peer may write to find out the wire
-    # A transport can read this worker's pages where they lie; False: it stages them, or copies them directly.
+    probe: RegionInfo | None = None  # scratch memory for a peer's probe of the wire
+    # A transport can read this worker's pages in place; False: it stages them, or copies them directly.
     in_place: bool = True
     address: str = ""  # of the sender's own worker, see `addresses`
     engine: int = 0  # the life of the sender's engine; 0: not known
@@ -89,7 +91,7 @@ class Attach(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """The answer to an Attach that cannot be: it will not be accepted before something changes."""
+    """The answer to an unacceptable Attach: a retry helps only after a change."""
 
     reason: Reason
     text: str
@@ -98,15 +100,15 @@ class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """A target lives. Answered by a Pong; silence of either side for the peer timeout means that it is lost."""
+    """A target's heartbeat, answered by a Pong. A side that is silent for the peer timeout counts as lost."""
 
     epoch: int  # the target's
     number: int
-    absent_ns: int = 0  # the time that this worker's loop did not run, over its whole life
+    absent_ns: int = 0  # total time in which this worker's loop did not run
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """The answer to a Ping, whose epoch and number it repeats."""
+    """The answer to a Ping; repeats its epoch and number."""
 
     epoch: int  # the source's; 0: it does not know the target
     ping_epoch: int
@@ -117,8 +119,9 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag=4):
 class Claim(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """The target wants tokens [first, end) of a room from this source. Repeated until a Demand answers it.
 
-    The target chooses the way and never changes it; the source obeys. The pages' ids follow only where the way writes pages in place: int32, little endian, from page number
-    `first_token // page_size` on, in as many Claims as needed, each with its offset in the list.
+    The target chooses the way and never changes it; the source follows it. Page ids are present only if the way
+    writes pages in place: int32, little endian, from page number `first_token // page_size` on, in as many Claims as
+    needed, each with its offset in the list.
     """
 
     pair: PairKey
@@ -129,11 +132,11 @@ class Claim(msgspec.Struct, frozen=True, array_like=True, tag=5):
     page_count: int = 0  # of the whole list
     pages: bytes = b""
     why: Why = Why.UNDECIDED  # of the way, for people
-    serial: int = 0  # counts the claims of the target's life to this source, from 1 on
+    serial: int = 0  # number of the claim, counted from 1 within the target's life and this source
 
 
 class Demand(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """How the source cuts what was claimed, and how much of it is ready. Reserves nothing; idempotent.
+    """How the source cuts the claimed tokens into slabs, and how many are ready. Reserves nothing; idempotent.
 
     Slab k holds tokens [first + k * slab_tokens, first + (k + 1) * slab_tokens), cut at the end.
     """
@@ -142,7 +145,7 @@ class Demand(msgspec.Struct, frozen=True, array_like=True, tag=6):
     slab_tokens: int
     slab_count: int
     ready_count: int  # slabs 0..ready_count-1 have all their tokens offered
-    total_tokens: int = -1  # of the whole sequence, as the prefill engine said with `last`; -1: not said yet
+    total_tokens: int = -1  # of the whole sequence, known once the prefill engine has set `last`; -1: unknown
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True, tag=7):
@@ -156,11 +159,11 @@ class Grant(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
 
 class SlabReady(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """All bytes of one slab have landed. Also the notice that travels with a write."""
+    """All bytes of one slab have landed. Also used as the notice of a write."""
 
     pair: PairKey
     slab: int
-    generation: int  # of the grant; 0 where pages were written in place
+    generation: int  # of the grant; 0 if pages were written in place
     payload_bytes: int
     total_tokens: int = -1
 
@@ -174,22 +177,22 @@ class SlabAck(msgspec.Struct, frozen=True, array_like=True, tag=9):
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=11):
-    """The sender gives this pair's room up. Repeated until an EndAck answers it."""
+    """The sender has aborted this pair's room. Repeated until an EndAck answers it."""
 
     pair: PairKey
     reason: Reason
     text: str = ""
-    serial: int = 0  # from a target: of the claim that it gives up; 0: it has claimed nothing
+    serial: int = 0  # from a target: the claim that it aborts; 0: it has not claimed
 
 
 class EndAck(msgspec.Struct, frozen=True, array_like=True, tag=12):
-    """The answer to an Abort or a Complete. From a source, also: no write of this pair is open and none will begin."""
+    """The answer to an Abort or a Complete. A source's also confirms that no write of this pair is open or will begin."""
 
     pair: PairKey
 
 
 class WireFound(msgspec.Struct, frozen=True, array_like=True, tag=13):
-    """What the source's probe write to this target travelled over."""
+    """The wire that the source's probe write to this target used."""
 
     source_epoch: int
     target_epoch: int
@@ -197,7 +200,7 @@ class WireFound(msgspec.Struct, frozen=True, array_like=True, tag=13):
 
 
 class Complete(msgspec.Struct, frozen=True, array_like=True, tag=14):
-    """A target has everything that it wanted of this pair from an earlier life of the source. Repeated until an EndAck answers it."""
+    """A target got all of this pair from an earlier life of the source. Repeated until an EndAck answers it."""
 
     pair: PairKey
 

@@ -1,6 +1,6 @@
-"""The values that a session keeps of a worker of another instance, and of rooms with it that have ended.
+"""State that a session keeps on each peer, and on ended rooms with it.
 
-Held by the sessions. These are values only: `source_peers` and `target_peers` decide.
+Used by the sessions. These types hold values only; `source_peers` and `target_peers` make the decisions.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from longshore_wire.names import UNKNOWN_WIRE
 from longshore_wire.peer_messages import Attach, PairKey, PoolInfo, RoomKey
 from longshore_wire.plan import Way
 
-# Claims that were used while an older one is still on its way: more than a worker has open rooms.
+# Claims that may overtake an older one: more than the open rooms of a worker.
 SERIALS_MAX = 65_536
 
 
 class PeerState(Enum):
-    """The life of a peer as this side knows it."""
+    """The state of a peer as this side knows it."""
 
     DIALING = "dialing"
     ATTACHED = "attached"
@@ -32,16 +32,16 @@ class Life(NamedTuple):
     """One life of a source worker with which a room was opened."""
 
     peer: PeerId
-    epoch: int  # 0: none of its lives has heard of the room
+    epoch: int  # 0: none of its lives knows the room
     engine: int  # the life of its engine; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a room ended, remembered for two leases and some more.
+    """How a room ended. Kept for two leases and some time.
 
     Attributes:
-        lives: at a target, the lives of the sources of this room.
+        lives: at a target only: the lives of the sources of this room.
     """
 
     reason: Reason
@@ -52,7 +52,7 @@ class Ended:
 
 @dataclass(slots=True)
 class Outcome:
-    """The end of a pair, which its source has not acknowledged yet. `reason` NONE: the pair is complete."""
+    """The end of a pair, not yet acknowledged by its source. `reason` NONE: the pair is complete."""
 
     pair: PairKey
     reason: Reason
@@ -64,7 +64,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class UsedSerials:
-    """The claims of a target's life that its source has opened or given up, and never opens again, however late a copy comes.
+    """The used claims of a target's life. Its source has opened or aborted them, and ignores late copies.
 
     A target numbers its claims to each source from 1 on, so nearly all used numbers lie below `floor`.
     """
@@ -82,7 +82,7 @@ class UsedSerials:
         if serial not in self:
             self.above.add(serial)
         if len(self.above) > SERIALS_MAX:
-            # The claims below the lowest one that is known are too old to be answered.
+            # Claims below the lowest known one are too old to be answered.
             self.floor = min(self.above) - 1
         while self.floor + 1 in self.above:
             self.floor += 1
@@ -91,7 +91,7 @@ class UsedSerials:
 
 @dataclass(slots=True)
 class Writer:
-    """A life of a source that may still write memory of ours for pairs that were given up."""
+    """A life of a source that may still write our memory for aborted pairs."""
 
     address: str
     pair_count: int = 0
@@ -107,31 +107,31 @@ class Peer:
     state: PeerState = PeerState.DIALING
     attach: Attach | None = None
     heard_ns: int = 0
-    listens_ns: int = -1  # when its host last confirmed that its process exists; -1: never
-    absent_ns: int = -1  # the time that its current life reports it did not run, in total; -1: not reported
-    absence_ns: int = 0  # the longest absence that it has reported lately
+    listens_ns: int = -1  # when a probe last confirmed that its process exists; -1: never
+    absent_ns: int = -1  # total time in which its current life did not run, as it reports; -1: not reported
+    absence_ns: int = 0  # the longest absence in its recent reports
     absence_reported_ns: int = 0
-    # Number of the newest heartbeat of its current life. A source answers our numbers: those before it attached are no heartbeats of it.
+    # Number of the newest heartbeat of its current life. A source repeats our numbers; those before its Attach do not count.
     beat_number: int = 0
     dialled_ns: int = 0
     wire: str = UNKNOWN_WIRE
-    wire_epoch: int = 0  # the life to which `wire` was found out; 0: to none
-    wire_failure: str = ""  # why a probe could not find it out
-    wire_due_ns: int = 0  # a target waits for it until then
+    wire_epoch: int = 0  # the life for which `wire` was found; 0: none
+    wire_failure: str = ""  # why the probe failed
+    wire_due_ns: int = 0  # a target waits for the wire until then
     rooms: dict[RoomKey, None] = field(default_factory=dict)  # in the order in which they were opened
-    trouble: str = ""  # why it was refused or lost the last time, if so
-    # Pools of `attach` whose geometry was found to fit its layout; those of another attachment are other objects.
+    trouble: str = ""  # why it was last refused or lost; else empty
+    # Pools of `attach` whose geometry fits its layout. Pools of another Attach are different objects.
     sound_pools: dict[int, PoolInfo] = field(default_factory=dict)
-    ways: set[Way] = field(default_factory=set)  # of the pairs that were claimed, since this side knows the peer
+    ways: set[Way] = field(default_factory=set)  # of all pairs claimed so far
 
-    # Of a source, at its target.
+    # The following fields are used at a target, for its sources.
     attempt: int = 0  # number of our newest Attach to it
-    answered: int = 0  # number of our newest Attach that it has answered
+    answered: int = 0  # number of the newest Attach that it has answered
     outcomes: dict[RoomKey, Outcome] = field(default_factory=dict)
-    told_epoch: int = 0  # the life that was told of the rooms that ended with earlier ones
-    owed_until_ns: int = 0  # a later life must be told of rooms that have ended until then
+    told_epoch: int = 0  # the life for which outcomes of earlier lives' rooms were queued
+    owed_until_ns: int = 0  # until then a later life must be sent the outcomes of ended rooms
     writers: dict[int, Writer] = field(default_factory=dict)  # by epoch
-    rival_since_ns: int | None = None  # since when a room names another address than `address`, where this one answers
+    rival_since_ns: int | None = None  # since when a room names another address although the peer answers at `address`
 
     @property
     def epoch(self) -> int:
@@ -139,13 +139,13 @@ class Peer:
         return self.attach.epoch if self.attach else 0
 
     def claimed(self, key: RoomKey, way: Way | None) -> None:
-        """Note a room with this peer, and the way of its slabs; None: no bytes move."""
+        """Record a room with this peer, and the way of its slabs; None if no bytes move."""
         self.rooms[key] = None
         if way is not None:
             self.ways.add(way)
 
     def beat(self, number: int, absent_ns: int, lease_ns: int, now_ns: int) -> None:
-        """Note the newest heartbeat of the current life; `absent_ns` is the time that it reports it did not run, in total."""
+        """Record a heartbeat of the current life. `absent_ns` is its reported total time of not running."""
         self.beat_number, self.heard_ns = number, now_ns
         growth_ns = max(0, absent_ns - self.absent_ns) if self.absent_ns >= 0 else 0
         self.absent_ns = absent_ns
@@ -153,17 +153,17 @@ class Peer:
             self.absence_ns, self.absence_reported_ns = growth_ns, now_ns
 
     def address_of_writer(self, since_ns: int) -> str:
-        """Return where a lost source may be found instead: since then somebody listens where an earlier life of it may still write from.
+        """Return the address of an earlier life that may still write and has listened since then: the source may be there.
 
-        It is that life, or a later one, or another worker; the last two are proof that the writer has ended.
+        The listener is that life, a later one or another worker. The last two prove that the writer has ended.
         """
         return next((each.address for each in self.writers.values() if each.listens_ns >= since_ns), "")
 
     def silence_limit_ns(self, timeout_ns: int, heartbeat_ns: int, now_ns: int) -> int:
         """Return how long this peer may be silent before it counts as lost.
 
-        A peer that was absent lately may be absent again: that time is added, up to the timeout itself. The limit doubles while its
-        host confirms that its process exists: it is starved or stopped, and not gone.
+        A peer that was absent recently may be absent again, so that time is added, up to the timeout. The limit doubles
+        while probes confirm that its process exists, since it is then starved or stopped, but not gone.
         """
         limit_ns = timeout_ns + min(self.absence_ns, timeout_ns)
         listens = self.listens_ns >= 0 and now_ns - self.listens_ns <= 2 * heartbeat_ns

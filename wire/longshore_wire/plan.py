@@ -1,8 +1,8 @@
-"""Which rank of one instance sends which layers and heads to which rank of another, and by which way.
+"""Plans which rank of one instance sends which layers and heads to which rank of another, and by which way.
 
-Called by workers (both sides), the operator and the command line. Pure: two layouts in, a value out that one
-can print; the same layouts always give the same plan, so both sides may compute it on their own. It works by
-intersecting intervals of layers and heads: nothing in it assumes that one side's split divides the other's.
+Called by workers (both sides), the operator and the command line. Pure: two layouts in, a printable value out. Equal
+layouts give equal plans, so both sides compute it independently. The plan intersects intervals of layers and heads, and
+does not assume that one side's split divides the other's.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import msgspec
 from longshore_wire.errors import LayoutError
 from longshore_wire.layout import Attention, KVLayout, ModelShape, PageOrder
 
-# A worker meets few kinds of peers: each pair of layouts is planned once for each of its replicas, then looked up for
-# every room.
+# A worker has few kinds of peers. Each pair of layouts is planned once for each replica, then looked up for every
+# room.
 _PLANS_KEPT_MAX = 256
 # Knuth's multiplier, 2**64 divided by the golden ratio: multiples of it, modulo 2**64, lie evenly apart, by
 # whatever step the ids of rooms grow. Steps of 2**32 and more are brought down first.
 _GOLDEN = 0x9E3779B97F4A7C15
-# What the way of a plan is called whose pairs go several.
+# Name for a plan that mixes several ways.
 MIXED = "Mixed"
 
 
 class Way(IntEnum):
-    """How the bytes of a pair travel; the numbers travel in messages."""
+    """How the bytes of a pair are moved. Messages carry the number."""
 
     CONTIGUOUS = 0  # whole pages, written in place
     DIRECT = 1  # one kernel reads local pages and writes remote pages
@@ -47,9 +47,9 @@ class Staging(IntEnum):
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """What one source rank sends to one target rank. Layers and heads are global, half-open intervals.
+    """The slices that one source rank sends to one target rank. Layers and heads are global, half-open intervals.
 
-    A unit is what cannot be told apart: a token, or all tokens of a page whose content is opaque.
+    A unit is indivisible: a token, or all tokens of a page whose content is opaque.
     """
 
     source_rank: int
@@ -62,11 +62,11 @@ class Pair(msgspec.Struct, frozen=True):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token in this pair; of an opaque page the token's part, rounded up."""
+        """Bytes of one token in this pair; for opaque pages its share of the page, rounded up."""
         return -(-self.unit_bytes // self.unit_tokens)
 
     def payload_bytes(self, first_token: int, end_token: int) -> int:
-        """Return the bytes of the units in which tokens [first, end) lie."""
+        """Return the bytes of the units that contain tokens [first, end)."""
         return (-(-end_token // self.unit_tokens) - first_token // self.unit_tokens) * self.unit_bytes
 
     def local_layers(self, layout: KVLayout) -> range:
@@ -79,7 +79,7 @@ class Pair(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True, rename="camel"):
-    """A plan in five numbers, as the operator puts it into a status. Counts are for one chunk, all pairs."""
+    """A plan's numbers for the operator's status. Counts are for one chunk and all pairs."""
 
     way: str
     pairs: int
@@ -89,15 +89,15 @@ class Summary(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Who sends what to whom, for one replica of each side.
+    """All pairs of ranks between one replica of each side.
 
     Attributes:
         pairs: ordered by target rank, then source rank; two ranks have at most one pair.
-        idle_sources: (source rank, target rank) for every source rank without a pair; that target rank tells
-            it so, and the source completes its half at once.
+        idle_sources: (source rank, target rank) for every source rank without a pair. That target rank informs
+            the source rank, which then completes its half at once.
         idle_targets: target ranks without a pair, which complete at once.
-        runs: how the contiguous runs of a pair are counted.
-        in_place: what a pair's way is called where it is neither staged nor direct: CONTIGUOUS or SLICES.
+        runs: the rule that counts the contiguous runs of a pair.
+        in_place: the way of pairs that are neither staged nor direct: CONTIGUOUS or SLICES.
     """
 
     pairs: tuple[Pair, ...]
@@ -108,18 +108,18 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token over all pairs; replicated target heads count once a replica."""
+        """Bytes of one token over all pairs; replicated target heads count once for each replica."""
         return sum(pair.token_bytes for pair in self.pairs)
 
     @property
     def way(self) -> Way:
-        """The way of all pairs: even splits make all pairs whole or none, so that they never differ in a plan."""
+        """The way of all pairs. They never differ in a plan, since with even splits either all pairs are whole or none."""
         ways = {pair.way for pair in self.pairs}
         assert len(ways) == 1, ways
         return ways.pop()
 
     def with_ways(self, ways: Sequence[Way]) -> Plan:
-        """Return this plan with other ways, one for each pair: what was chosen for a number of tokens and a wire."""
+        """Return this plan with other ways, one for each pair, chosen for a number of tokens and a wire."""
         pairs = (msgspec.structs.replace(pair, way=way) for pair, way in zip(self.pairs, ways, strict=True))
         return msgspec.structs.replace(self, pairs=tuple(pairs))
 
@@ -128,18 +128,18 @@ class Plan(msgspec.Struct, frozen=True):
         return tuple(pair for pair in self.pairs if pair.source_rank == rank)
 
     def of_target(self, rank: int) -> tuple[Pair, ...]:
-        """Return the pairs that target rank `rank` is written by, by source rank."""
+        """Return the pairs that write to target rank `rank`, by source rank."""
         return tuple(pair for pair in self.pairs if pair.target_rank == rank)
 
     def summary(self, chunk_tokens: int, slab_bytes: int) -> Summary:
-        """Return what an operator wants to know of this plan.
+        """Return the numbers of this plan for a status.
 
         Args:
             chunk_tokens: tokens of one chunk of a prompt, which begins at a page.
-            slab_bytes: payload that one staged write carries.
-        `writes_per_chunk` takes slabs as filled to the last byte; as slabs are cut between tokens, a pair whose
-        tokens do not divide a slab makes a write or so more.
-        `slices_per_chunk` is what the same chunk would take run by run, whatever the way.
+            slab_bytes: payload of one staged write.
+        `writes_per_chunk` assumes that slabs are filled completely. Slabs are cut between tokens, so a pair whose
+        tokens do not divide a slab makes about one more write.
+        `slices_per_chunk` is the number of runs in the same chunk, for any way.
         """
         assert min(chunk_tokens, slab_bytes) > 0, (chunk_tokens, slab_bytes)
         writes = slices = 0
@@ -156,13 +156,13 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class RunRule(msgspec.Struct, frozen=True):
-    """How many runs of bytes, contiguous on both sides, a pair's tokens consist of.
+    """Counts the runs of bytes, contiguous on both sides, in a pair's tokens.
 
     Attributes:
-        planes_per_layer: K and V apart, or one plane.
+        planes_per_layer: 2 if K and V are separate, else 1.
         source_page_size, target_page_size: tokens.
-        tokens_joined: neighbouring tokens of a page are contiguous on both sides.
-        heads_joined: neighbouring heads are contiguous on both sides.
+        tokens_joined: adjacent tokens of a page are contiguous on both sides.
+        heads_joined: adjacent heads are contiguous on both sides.
     """
 
     planes_per_layer: int
@@ -172,7 +172,7 @@ class RunRule(msgspec.Struct, frozen=True):
     heads_joined: bool
 
     def count(self, pair: Pair, tokens: int) -> int:
-        """Return the runs of `tokens` tokens that begin at a page on both sides and fill pages that stay whole."""
+        """Return the number of runs in `tokens` tokens that begin at a page on both sides and fill whole pages."""
         heads = 1 if self.heads_joined else pair.heads[1] - pair.heads[0]
         pieces = tokens
         if self.tokens_joined:
@@ -189,21 +189,21 @@ def plan(
     direct: bool = False,
     room: int = 0,
 ) -> Plan:
-    """Return who sends what to whom so that every target rank gets each of its layers and heads exactly once.
+    """Return the plan in which every target rank gets each of its layers and heads exactly once.
 
     With Staging.AUTO whole pages are CONTIGUOUS and the rest is STAGED; `crossover` may choose otherwise for a transfer.
-    Of replicated source heads each target rank reads one replica; readers are dealt to replicas in turn, beginning at
-    one that the room and the target's DP rank name: replicas differ by at most one pair within a plan, and rooms
-    are dealt to them evenly.
+    Each target rank reads replicated source heads from one replica. Readers are assigned to replicas round-robin, beginning
+    at one that the room and the target's DP rank determine. Replicas differ by at most one pair within a plan, and rooms
+    are distributed evenly.
 
     Args:
-        source, target: the layout of any rank of each side, or of all ranks of one replica in any order, which
-            is needed where pipeline stages were given their layers by `layer_range`.
-        staging: may, must or must not slabs be used.
-        direct: with Staging.AUTO, whether both sides' devices reach each other's memory.
-        room: the id of the room that is planned for.
+        source, target: the layout of any rank of each side, or of all ranks of one replica in any order. The latter
+            is needed if `layer_range` sets the layers of pipeline stages.
+        staging: whether slabs may, must or must not be used.
+        direct: whether both sides' devices reach each other's memory; used with Staging.AUTO only.
+        room: the id of the room.
     Raises:
-        LayoutError: a layout cannot exist or the two cannot exchange pages; names the side, the field and both values.
+        LayoutError: a layout is invalid or the two cannot exchange pages; names the side, the field and both values.
     """
     sources = (source,) if isinstance(source, KVLayout) else tuple(source)
     targets = (target,) if isinstance(target, KVLayout) else tuple(target)
@@ -211,7 +211,7 @@ def plan(
 
 
 def _first_replica(sources: Sequence[KVLayout], targets: Sequence[KVLayout], room: int) -> int:
-    """Return which replica the first reader of a room reads. The layouts are not checked yet, and may be none."""
+    """Return the replica for the first reader of a room. The layouts are not checked yet and may be empty."""
     if not sources or not targets:
         return 0
     replicas = max(1, sources[0].parallel.tp // max(1, sources[0].model.kv_heads))
@@ -248,10 +248,10 @@ def all_ranks(side: str, layouts: Sequence[KVLayout]) -> tuple[KVLayout, ...]:
     """Return the layouts of every rank of one replica, ordered by rank.
 
     Args:
-        side: what to call these layouts in errors, for example `source`.
-        layouts: of one rank, from which the others follow, or of all ranks in any order.
+        side: the name of these layouts in errors, for example `source`.
+        layouts: that of one rank, which determines the others, or those of all ranks in any order.
     Raises:
-        LayoutError: ranks disagree, are missing or given twice, or their layers leave gaps or overlap.
+        LayoutError: ranks disagree, are missing or repeated, or their layers leave gaps or overlap.
     """
     if not layouts:
         raise LayoutError(f"{side}: no layout is given: give one of any rank or those of all ranks")
@@ -271,7 +271,7 @@ def all_ranks(side: str, layouts: Sequence[KVLayout]) -> tuple[KVLayout, ...]:
 
 
 def _check_same_instance(layouts: Sequence[KVLayout]) -> None:
-    """Refuse layouts that are not all ranks of one replica, each once."""
+    """Raise LayoutError unless the layouts are all ranks of one replica, each once."""
     first = layouts[0]
     for layout in layouts:
         for name in ("model", "page_size", "order"):
@@ -293,7 +293,7 @@ def _check_same_instance(layouts: Sequence[KVLayout]) -> None:
 
 
 def _check_layers(ranks: tuple[KVLayout, ...]) -> None:
-    """Refuse stages whose TP ranks hold different layers, or that leave gaps or overlap."""
+    """Raise LayoutError if TP ranks of a stage hold different layers, or stages leave gaps or overlap."""
     for layout in ranks:
         leader = ranks[layout.parallel.pp_rank * layout.parallel.tp]
         if layout.layers != leader.layers:
@@ -311,7 +311,7 @@ def _check_layers(ranks: tuple[KVLayout, ...]) -> None:
 
 
 def _check_exchange(source: tuple[KVLayout, ...], target: tuple[KVLayout, ...], staging: Staging) -> None:
-    """Refuse two sides, each sound in itself, that cannot exchange pages."""
+    """Raise LayoutError if two valid sides cannot exchange pages."""
     one, other = source[0], target[0]
     for name in ModelShape.__struct_fields__:
         _check_equal(f"model.{name}", getattr(one.model, name), getattr(other.model, name), "both hold one model")
@@ -338,7 +338,7 @@ def _check_equal(field: str, source: object, target: object, why: str) -> None:
 
 
 def _choose_way(source: KVLayout, in_place: Way, staging: Staging, direct: bool) -> Way:
-    """Choose the way of every pair; even splits make pages whole for all pairs or for none."""
+    """Choose the way of every pair. With even splits, pages are whole for all pairs or for none."""
     if staging is Staging.ALWAYS:
         return Way.STAGED
     if direct:
@@ -364,10 +364,10 @@ def _same_order(source: KVLayout, target: KVLayout) -> bool:
 
 
 def _run_rule(source: KVLayout, target: KVLayout) -> RunRule:
-    """Return which neighbours are contiguous on both sides."""
+    """Return the rule that counts runs: which neighbours are contiguous on both sides."""
     opaque = source.order is PageOrder.OPAQUE
     whole = len(source.heads) == len(target.heads) and _same_order(source, target)
-    # In a page of one token, or with one head, a side's neighbours are the same in either order.
+    # With one token a page or one head, both orders are the same.
     by_head = [side.order is PageOrder.HND or len(side.heads) == 1 or side.page_size == 1 for side in (source, target)]
     by_token = [side.order is PageOrder.NHD or side.page_size == 1 for side in (source, target)]
     same_pages = source.page_size == target.page_size
@@ -406,7 +406,7 @@ def _overlaps(
 ) -> Iterator[Pair]:
     first, replicas, tp = source[0], source[0].replicas, source[0].parallel.tp
     share = len(first.heads)
-    # Readers dealt so far to the replicas of each (source stage, group of heads).
+    # Readers assigned so far to the replicas of each (source stage, group of heads).
     turns: Counter[tuple[int, int]] = Counter()
     for reader in target:
         for leader in _stage_leaders(source):

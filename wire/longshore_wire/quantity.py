@@ -1,4 +1,4 @@
-"""Sizes as people write them in Kubernetes: `64Mi`, `1.5Gi`, `4G`, `1048576`. Pure."""
+"""Parses and formats sizes in Kubernetes notation: `64Mi`, `1.5Gi`, `4G`, `1048576`. Pure."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import msgspec
 
 from longshore_wire.errors import LongshoreError, Reason
 
-# Bytes; in a file an integer or a text such as "64Mi". `strict_document` knows the type by this mark.
+# Bytes; in a file an integer or a text such as "64Mi". `strict_document` recognises the type by `extra`.
 Quantity = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1, extra={"quantity": True})]
 QUANTITY_MAX_BYTES = 2**63 - 1
 
 _BINARY = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40, "Pi": 1 << 50}
 _DECIMAL = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _FACTORS = _BINARY | _DECIMAL
-# Digits are bounded so that no text makes a number of unbounded size.
+# The number of digits is limited, so that no text gives a huge number.
 _PATTERN = re.compile(r"([0-9]{1,19})(?:\.([0-9]{1,9}))?([A-Za-z]{0,2})")
 
 
 class QuantityError(LongshoreError):
-    """A text is not a size; says what would be."""
+    """A text is not a size; names the valid forms."""
 
     reason = Reason.UNSUPPORTED
 
 
 def parse_quantity(value: object) -> int:
-    """Return the bytes that `value` says: a positive integer, or a text of a number and a suffix.
+    """Return the bytes of `value`: a positive integer, or a text with a number and a suffix.
 
     Raises:
         QuantityError: it is neither, it has an unknown suffix, or it is not a whole number of bytes from 1 to 2**63 - 1.
@@ -54,7 +54,7 @@ def _parse_text(text: str) -> Fraction:
 
 
 def format_quantity(size_bytes: int) -> str:
-    """Return the shortest exact text with a binary suffix, for example `64Mi`; `parse_quantity` reads it back."""
+    """Return the shortest exact text with a binary suffix, for example `64Mi`: the inverse of `parse_quantity`."""
     for suffix, factor in sorted(_BINARY.items(), key=lambda entry: -entry[1]):
         if size_bytes % factor == 0:
             return f"{size_bytes // factor}{suffix}"

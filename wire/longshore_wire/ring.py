@@ -23,18 +23,18 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ring:
-    """Cuts regions out of [0, capacity_bytes). Used + held + free bytes are always the capacity.
+    """Allocates regions in [0, capacity_bytes). Used + held + free bytes always equal the capacity.
 
-    A region is live from `allocate` until `free` or `hold`; a held region (one that a writer of an ended room
-    may still write) occupies its bytes until `release_held`.
+    A region is live from `allocate` until `free` or `hold`. A held region, which a writer of an ended room
+    may still write, occupies its bytes until `release_held`.
     Cost: O(log n) in the number of free gaps, plus the gaps that are too small for the request.
     """
 
     def __init__(self, capacity_bytes: int, alignment_bytes: int = 64) -> None:
-        """Begin with everything free.
+        """Create a ring that is free.
 
         Args:
-            capacity_bytes: the ring's memory; what does not fill an alignment at its end is not used.
+            capacity_bytes: size of the ring's memory, rounded down to the alignment.
             alignment_bytes: offsets and lengths of regions are multiples of this.
         Raises:
             RingError: the capacity is less than one alignment.
@@ -77,16 +77,16 @@ class Ring:
 
     @property
     def rounds(self) -> int:
-        """How many times the head has wrapped."""
+        """Number of times that the head has wrapped."""
         return self._round
 
     @property
     def region_count(self) -> int:
-        """How many regions are live or held."""
+        """Number of live and held regions."""
         return len(self._live) + len(self._held)
 
     def allocate(self, length_bytes: int) -> Region | None:
-        """Cut the next region of at least `length_bytes`, or return None while no gap is long enough.
+        """Allocate the next region of at least `length_bytes`; return None if no gap is long enough now.
 
         Raises:
             RingError: the ring could never hold it.
@@ -111,7 +111,7 @@ class Ring:
         return region
 
     def free(self, region: Region) -> None:
-        """Give a live region back. Raises RingError if it is not live: freed twice, held, or not of this ring."""
+        """Free a live region. Raises RingError if it is not live: freed twice, held, or of another ring."""
         self._take(self._live, region, "live")
         self._used_bytes -= region.length_bytes
         self._add_gap(region.offset_bytes, region.offset_bytes + region.length_bytes)
@@ -124,7 +124,7 @@ class Ring:
         self._held_bytes += region.length_bytes
 
     def release_held(self, region: Region) -> None:
-        """Give a held region back. Raises RingError if it is not held."""
+        """Free a held region. Raises RingError if it is not held."""
         self._take(self._held, region, "held")
         self._held_bytes -= region.length_bytes
         self._add_gap(region.offset_bytes, region.offset_bytes + region.length_bytes)
@@ -136,7 +136,7 @@ class Ring:
         del regions[region.generation]
 
     def _cut_after_head(self, length_bytes: int) -> int | None:
-        """Cut from the first gap at or behind the head that fits; return the offset."""
+        """Allocate from the first sufficient gap at or after the head; return the offset."""
         for index in range(bisect_right(self._gap_ends, self._head_bytes), len(self._gap_firsts)):
             first = max(self._gap_firsts[index], self._head_bytes)
             if first + length_bytes <= self._gap_ends[index]:
@@ -145,7 +145,7 @@ class Ring:
         return None
 
     def _cut_before_head(self, length_bytes: int) -> int | None:
-        """Cut from the first gap that begins before the head, which may reach across it; return the offset."""
+        """Allocate from the first sufficient gap that begins before the head and may reach across it; return the offset."""
         for index in range(bisect_left(self._gap_firsts, self._head_bytes)):
             first = self._gap_firsts[index]
             if first + length_bytes <= self._gap_ends[index]:
@@ -154,7 +154,7 @@ class Ring:
         return None
 
     def _cut(self, index: int, first: int, end: int) -> None:
-        """Take [first, end) out of gap `index`, leaving what is before and behind it."""
+        """Remove [first, end) from gap `index`; keep the parts before and after it."""
         gap_first, gap_end = self._gap_firsts[index], self._gap_ends[index]
         if gap_first < first and end < gap_end:
             self._gap_ends[index] = first
@@ -168,7 +168,7 @@ class Ring:
             del self._gap_firsts[index], self._gap_ends[index]
 
     def _add_gap(self, first: int, end: int) -> None:
-        """Make [first, end) free, merging it with the gaps that it touches."""
+        """Add the gap [first, end) and merge it with adjacent gaps."""
         index = bisect_left(self._gap_firsts, first)
         assert index == 0 or self._gap_ends[index - 1] <= first
         assert index == len(self._gap_firsts) or end <= self._gap_firsts[index]

@@ -1,6 +1,6 @@
-"""One room's bookkeeping at either end: pairs of ranks and the states of their slabs. Obeys `states`.
+"""The state of one room at either end: its pairs of ranks and their slabs, by the tables of `states`.
 
-Held by the sessions only. Decides nothing about peers, rings or time.
+Used by the sessions only. Makes no decisions on peers, rings or time.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from longshore_wire.states import (
     step,
 )
 
-# A region in one of these states may be written by its source.
+# In these states the source may write the region.
 _WRITABLE = frozenset({TargetSlab.GRANTED, TargetSlab.QUARANTINED})
 
 
 @dataclass(slots=True)
 class SourcePair:
-    """What one target rank claims of a room from this source."""
+    """One target rank's claim on a room at this source."""
 
     pair: PairKey
     peer: PeerId
-    route: Pair | None  # None: this source has nothing for the room and is only told so
+    route: Pair | None  # None: this source has nothing to send for the room
     way: Way
     grid: SlabGrid
     states: list[SourceSlab]
@@ -56,18 +56,18 @@ class SourcePair:
     why: Why = Why.UNDECIDED
     grants: dict[int, Grant] = field(default_factory=dict)
     ready_count: int = 0
-    next_slab: int = 0  # of a way that needs no grants
+    next_slab: int = 0  # for ways without grants
     busy_count: int = 0
     acked_count: int = 0
     attempts: int = 0
     state: SourcePairState = SourcePairState.OPEN
 
     def step(self, event: SourcePairEvent) -> None:
-        """Move the pair."""
+        """Change the pair's state."""
         self.state = step(SOURCE_PAIR, self.state, event)
 
     def step_slab(self, slab: int, event: SourceEvent) -> SourceSlab:
-        """Move one slab and keep the counts."""
+        """Change one slab's state and update the counts."""
         before = self.states[slab]
         after = self.states[slab] = step(SOURCE_SLAB, before, event)
         self.busy_count += (after in SOURCE_BUSY) - (before in SOURCE_BUSY)
@@ -80,7 +80,7 @@ class SourcePair:
         return self.acked_count == len(self.states)
 
     def abort(self) -> None:
-        """Drop the slabs that have not begun; those that a lane holds drain."""
+        """Drop the slabs that have not started; drain those that a lane holds."""
         self.grants.clear()
         for slab, state in enumerate(self.states):
             if state is not SourceSlab.DROPPED and state is not SourceSlab.DRAINING:
@@ -89,13 +89,13 @@ class SourcePair:
 
 @dataclass(slots=True)
 class SourceRoom:
-    """A request at its prefill rank: what the engine offers, and what decode ranks claim."""
+    """A room at its prefill rank: the engine's offers and the decode ranks' claims."""
 
     key: RoomKey
     state: SourceRoomState = SourceRoomState.CLAIMED
-    first_token: int = -1  # of what is offered; -1: nothing yet
+    first_token: int = -1  # of the offers; -1: none yet
     end_token: int = -1
-    total_tokens: int = -1  # -1: `last` not said yet
+    total_tokens: int = -1  # -1: unknown before `last`
     pairs: dict[PeerId, SourcePair] = field(default_factory=dict)
     expected: frozenset[int] | None = None  # target ranks that must claim; None before the first claim
     claimer: tuple[str, int] | None = None  # (instance, dp rank)
@@ -106,11 +106,11 @@ class SourceRoom:
     progress_ns: int = -1  # see `Session`
 
     def step(self, event: SourceRoomEvent) -> None:
-        """Move the room."""
+        """Change the room's state."""
         self.state = step(SOURCE_ROOM, self.state, event)
 
     def add_offer(self, first_token: int, end_token: int, *, last: bool) -> None:
-        """Extend what is offered. Raises RoomError; then nothing has changed."""
+        """Extend the offered tokens. Raises RoomError without a change if they do not follow."""
         name = f"room {self.key.room}"
         if self.total_tokens >= 0:
             raise RoomError(
@@ -138,17 +138,17 @@ class SourceRoom:
 
     @property
     def failed(self) -> bool:
-        """Whether it was given up."""
+        """Whether the room has failed."""
         return self.reason is not Reason.NONE
 
     @property
     def unfinished(self) -> bool:
-        """Whether the engine has offered it and waits for its end."""
+        """Whether the engine has offered the room and waits for its end."""
         return self.state is SourceRoomState.OFFERED
 
     @property
     def missing(self) -> str:
-        """What the room waits for, in words."""
+        """Describe the message that the room waits for."""
         if self.state is SourceRoomState.CLAIMED:
             return "the prefill engine has not offered it"
         if self.expected is None:
@@ -168,7 +168,7 @@ class SourceRoom:
 
     @property
     def done(self) -> bool:
-        """Whether `last` was said and every expected rank has everything it claimed."""
+        """Whether `last` is set and every expected rank has all tokens of its claim."""
         if self.total_tokens < 0 or self.expected is None:
             return False
         ranks = {peer.rank for peer, pair in self.pairs.items() if pair.done}
@@ -177,12 +177,12 @@ class SourceRoom:
 
 @dataclass(slots=True)
 class TargetPair:
-    """What this target wants of a room from one source rank."""
+    """This target's claim on a room at one source rank."""
 
     pair: PairKey
     peer: PeerId
-    route: Pair | None  # None: the source is only told that nothing is wanted from it
-    way: Way  # where `why` is UNDECIDED, what it is if nothing was measured
+    route: Pair | None  # None: the source only learns that this target needs nothing from it
+    way: Way  # if `why` is UNDECIDED, the way without measurements
     why: Why = Why.DEFAULT
     open: Open | None = None  # None once the way is chosen
     grid: SlabGrid | None = None  # None before the Demand
@@ -194,20 +194,20 @@ class TargetPair:
     done_count: int = 0
     draining_count: int = 0
     total_tokens: int = -1
-    owed_since_ns: int | None = None  # nothing has landed since then in memory that was granted for ready tokens
+    owed_since_ns: int | None = None  # since when nothing has landed in memory granted for ready tokens
     queued: bool = False
     attempts: int = 0
     state: TargetPairState = TargetPairState.WAITING
-    address: str = ""  # of the source, as the engine named it
+    address: str = ""  # of the source, as the engine gave it
     engine: int = 0  # the life of the source's engine; 0: not claimed yet
     serial: int = 0  # of the claim; 0: not claimed yet
 
     def step(self, event: TargetPairEvent) -> None:
-        """Move the pair."""
+        """Change the pair's state."""
         self.state = step(TARGET_PAIR, self.state, event)
 
     def step_slab(self, slab: int, event: TargetEvent) -> TargetSlab:
-        """Move one slab and keep the counts."""
+        """Change one slab's state and update the counts."""
         before = self.states[slab]
         after = self.states[slab] = step(TARGET_SLAB, before, event)
         self.done_count += (after is TargetSlab.DONE) - (before is TargetSlab.DONE)
@@ -216,26 +216,26 @@ class TargetPair:
 
     @property
     def exposed(self) -> bool:
-        """Whether the source may write memory of ours: pages, where it writes them in place, or regions of the ring."""
+        """Whether the source may write our memory: pages (if written in place) or regions of the ring."""
         if self.route is None or self.state not in (TargetPairState.CLAIMED, TargetPairState.OPEN):
             return False
         return self.way is not Way.STAGED or any(self.states[slab] in _WRITABLE for slab in self.regions)
 
     @property
     def owes_bytes(self) -> bool:
-        """Whether its writer has memory of ours for tokens that are ready, and they have not come."""
+        """Whether its writer has granted memory for ready tokens whose bytes have not landed."""
         if self.way is not Way.STAGED:
             return self.done_count < self.ready_count
         return any(slab < self.ready_count and self.states[slab] is TargetSlab.GRANTED for slab in self.regions)
 
     @property
     def expects_bytes(self) -> bool:
-        """Whether bytes may come outside the ring: pages written in place, or the probe that finds the wire out."""
+        """Whether bytes may land outside the ring: pages written in place, or a probe of the wire."""
         return self.way is not Way.STAGED or self.open is not None
 
     @property
     def covered(self) -> bool:
-        """Whether the scattered intervals cover exactly what was claimed."""
+        """Whether the scattered intervals cover exactly the claim."""
         if self.grid is None or self.done_count != len(self.states):
             return False
         return self.coverage.covers(self.grid.first_token, self.grid.end_token)
@@ -243,7 +243,7 @@ class TargetPair:
 
 @dataclass(slots=True)
 class TargetRoom:
-    """A request at its decode rank."""
+    """A room at its decode rank."""
 
     key: RoomKey
     first_token: int
@@ -260,12 +260,12 @@ class TargetRoom:
     progress_ns: int = -1  # see `Session`
 
     def step(self, event: TargetRoomEvent) -> None:
-        """Move the room."""
+        """Change the room's state."""
         self.state = step(TARGET_ROOM, self.state, event)
 
     @property
     def failed(self) -> bool:
-        """Whether it was given up."""
+        """Whether the room has failed."""
         return self.reason is not Reason.NONE
 
     @property
@@ -275,7 +275,7 @@ class TargetRoom:
 
     @property
     def missing(self) -> str:
-        """What the room waits for, in words."""
+        """Describe the message that the room waits for."""
         waiting = [pair for pair in self.pairs.values() if pair.state is not TargetPairState.COMPLETE]
         unanswered = sorted(pair.peer.rank for pair in waiting if pair.grid is None)
         if unanswered:
@@ -284,7 +284,7 @@ class TargetRoom:
 
     @property
     def done(self) -> bool:
-        """Whether every pair that is to send something is complete."""
+        """Whether every pair with something to send is complete."""
         wants_nothing = self.first_token == self.end_token
         return wants_nothing or all(
             pair.route is None or pair.state is TargetPairState.COMPLETE for pair in self.pairs.values()
@@ -292,13 +292,13 @@ class TargetRoom:
 
     @property
     def answered(self) -> bool:
-        """Whether no source has still to answer its claim."""
+        """Whether every source has answered its claim."""
         pending = (TargetPairState.WAITING, TargetPairState.CLAIMED)
         return not any(pair.state in pending for pair in self.pairs.values())
 
     @property
     def exposed(self) -> bool:
-        """Whether a writer may still write the room's pages, after it has failed."""
+        """Whether a writer may still write the pages of the failed room."""
         return any(
             pair.draining_count or (pair.state is TargetPairState.ABORTING and pair.way is not Way.STAGED)
             for pair in self.pairs.values()

@@ -1,4 +1,4 @@
-"""What both halves of a worker's protocol core share: who I am, what is to be sent, which rooms have ended.
+"""Base of both halves of a worker's protocol core: its identity, effects, leases, and ended rooms.
 
 `SourceSession` (prefill) and `TargetSession` (decode) build on it. No socket, loop, clock or log: messages and
 time are arguments; effects, messages to send among them, are returned as data, in the order in which they must happen.
@@ -21,11 +21,11 @@ from longshore_wire.plan import Plan, plan
 from longshore_wire.room import SourceRoom, TargetRoom
 from longshore_wire.timers import Timers
 
-# Repeats slow down to this many times the first interval: a peer that is busy for seconds is not helped by more.
+# Maximum backoff of repeats, as a multiple of the first interval. More repeats do not help a busy peer.
 BACKOFF_MAX = 16
-# A write is cut where extents end; smaller ones would cut it into too many pieces.
+# A write is split at ends of extents. Smaller extents would split it into too many pieces.
 EXTENT_BYTES_MIN = 4096
-# A peer whose heartbeats stay away for so many intervals may be dead: its host is asked.
+# After this many intervals without a heartbeat, a probe asks whether the peer still listens.
 PROBE_AFTER = 2
 
 
@@ -61,7 +61,7 @@ class Session:
 
     @property
     def identity(self) -> PeerId:
-        """By which name peers know this worker."""
+        """The identity by which peers know this worker."""
         return PeerId(self.config.instance, self.config.layout.parallel.dp_rank, self.rank)
 
     def wire_fault(self, known: Peer) -> str:
@@ -85,10 +85,10 @@ class Session:
         probe: RegionInfo | None = None,
         address: str = "",
     ) -> None:
-        """Set what peers must know to write to this worker; attached peers hear of the change.
+        """Set the data that peers need to write to this worker; send it to attached peers if it changed.
 
         Args:
-            address: where this worker listens for peers, see `addresses`.
+            address: this worker's address for peers, see `addresses`.
         """
         self._metadata, self._ring_region, self._pools, self._probe = metadata, ring, dict(pools), probe
         self._address = address
@@ -98,11 +98,11 @@ class Session:
                 self._send_attach(peer)
 
     def renew(self, now_ns: int) -> None:
-        """The engine lives: all its rooms keep their lease."""
+        """Renew the leases of all rooms: the engine lives."""
         self.lease_until_ns = now_ns + self.config.lease_ns
 
     def was_absent(self, late_ns: int, now_ns: int) -> None:
-        """This side did not listen for `late_ns`: that time counts for nobody's silence, nor for its engine's lease."""
+        """Do not count `late_ns`, in which this side did not run, as silence of peers or for its engine's lease."""
         self.absent_ns += late_ns
         for peer in self.peers.values():
             peer.heard_ns = min(now_ns, peer.heard_ns + late_ns)
@@ -112,15 +112,15 @@ class Session:
 
     @property
     def unfinished(self) -> bool:
-        """Whether this side's engine waits for the end of a room."""
+        """Whether the engine waits for the end of a room."""
         return any(room.unfinished for room in self.rooms.values())
 
     def cancel(self, key: RoomKey, reason: Reason, text: str, now_ns: int) -> None:
-        """Give a room up; unknown rooms are ignored."""
+        """Fail a room; unknown rooms are ignored."""
         raise NotImplementedError
 
     def fail_claimed(self, reason: Reason, text: str, now_ns: int) -> None:
-        """Give up every room that has pieces on sibling ranks."""
+        """Fail every room that has pieces on sibling ranks."""
         raise NotImplementedError
 
     def refuse(self, peer: PeerId, reason: Reason, text: str, now_ns: int) -> None:
@@ -128,41 +128,41 @@ class Session:
         raise NotImplementedError
 
     def peer_lost(self, peer: PeerId, text: str, now_ns: int) -> None:
-        """A peer is silent or gone: its rooms fail."""
+        """Fail the rooms of a peer that is silent or gone."""
         raise NotImplementedError
 
     def peer_dead(self, peer: PeerId, epoch: int, now_ns: int) -> None:
-        """The answer to ProbeLiveness: nobody listens any more where that life of a peer did. Its process has ended."""
+        """The answer to ProbeLiveness: that life's address refuses connections, so its process has ended."""
         raise NotImplementedError
 
     def peer_listens(self, peer: PeerId, epoch: int, now_ns: int) -> None:
-        """The answer to ProbeLiveness: that life of a peer exists, whatever keeps it from speaking."""
+        """The answer to ProbeLiveness: the process of that life exists, although it is silent."""
         known = self.peers.get(peer)
         if known is not None and known.epoch == epoch:
             known.listens_ns = now_ns
 
     def receive(self, peer: PeerId, message: PeerMessage, now_ns: int) -> None:
-        """Obey one message of a peer."""
+        """Handle one message of a peer."""
         raise NotImplementedError
 
     def tick(self, now_ns: int) -> None:
-        """Let time pass."""
+        """Handle all deadlines up to `now_ns`."""
         raise NotImplementedError
 
     def sibling_failed(self, key: RoomKey, reason: Reason, text: str, now_ns: int) -> None:
-        """A sibling rank has failed this room: so must this one, also if its engine comes with it only later."""
+        """Fail a room that a sibling rank has failed, even if this rank's engine asks for it only later."""
         if key in self.rooms:
             self.cancel(key, reason, text, now_ns)
         elif key not in self.ended:
             self._remember(key, reason, text, self._remembered_until_ns(now_ns))
 
     def fail_pool(self, pool: int, reason: Reason, text: str, now_ns: int) -> None:
-        """Give up every room of a pool."""
+        """Fail every room of a pool."""
         for key in [key for key in self.rooms if key.pool == pool]:
             self.cancel(key, reason, text, now_ns)
 
     def fail_all(self, reason: Reason, text: str, now_ns: int) -> None:
-        """Give up every room."""
+        """Fail every room."""
         for key in list(self.rooms):
             self.cancel(key, reason, text, now_ns)
 
@@ -171,14 +171,14 @@ class Session:
         timers = (self._timers, self._peer_timers, self._room_timers)
         dues = [due for each in timers if (due := each.next_ns()) is not None]
         if self.ended:
-            # In steps, so that many rooms that ended one after another are forgotten together.
+            # Rounded up, so that many ended rooms are dropped together.
             dues.append(-(-next(iter(self.ended.values())).until_ns // SECOND_NS) * SECOND_NS)
         if self.rooms:
             dues.append(self.lease_until_ns)
         return min(dues, default=None)
 
     def ended_outcome(self, key: RoomKey) -> Ended | None:
-        """Return how a room ended, if that is still remembered."""
+        """Return how a room ended, or None if that is no longer kept."""
         return self.ended.get(key)
 
     def _attach(self, attempt: int) -> Attach:
@@ -223,18 +223,18 @@ class Session:
             self.ended.popitem(last=False)
 
     def _remembered_until_ns(self, now_ns: int) -> int:
-        """Return how long a room that ends now is remembered."""
+        """Return until when the outcome of a room that ends now is kept."""
         return now_ns + 2 * self.config.lease_ns
 
     def _progress(self, room: SourceRoom | TargetRoom, now_ns: int) -> None:
-        """Note that something has happened in a room: its timeout begins anew."""
+        """Restart a room's timeout after progress."""
         if room.progress_ns < 0:
             self._room_timers.set(room.key, now_ns + self.config.room_timeout_ns)
-        # Time in which this side did not run is nobody's slowness.
+        # Time in which this side did not run does not count.
         room.progress_ns = now_ns - self.absent_ns
 
     def _end_idle_rooms(self, now_ns: int) -> None:
-        """Fail rooms in which nothing has happened for the room timeout."""
+        """Fail rooms without progress for the room timeout."""
         for key in self._room_timers.pop(now_ns):
             room = self.rooms.get(key)
             if room is None or room.failed:
@@ -247,7 +247,7 @@ class Session:
             self.cancel(key, Reason.TIMED_OUT, text, now_ns)
 
     def _check_silence(self, known: Peer, name: str, now_ns: int) -> bool:
-        """Declare a peer lost that has been silent for too long, and have a silent one's host asked; return whether it is lost."""
+        """Probe a silent peer; declare it lost if it was silent for too long. Return whether it is lost."""
         silence_ns = now_ns - known.heard_ns
         if silence_ns >= known.silence_limit_ns(self.config.peer_timeout_ns, self.config.heartbeat_ns, now_ns):
             self.peer_lost(known.peer, f"{name} was silent for {silence_ns / 1e9:.1f} s", now_ns)
@@ -265,7 +265,7 @@ class Session:
             self.ended.popitem(last=False)
 
     def _check_attach(self, attach: Attach) -> tuple[Reason, str] | None:
-        """Return why this peer cannot be, and count it; or None."""
+        """Return why this peer is refused, and count it; None if it is accepted."""
         wrong = self._fault_of(attach)
         if wrong is not None:
             self.counters[f"refused.{wrong[0].name}"] += 1
@@ -309,5 +309,5 @@ def _check_region(name: str, region: RegionInfo | None) -> None:
 
 
 def backoff_ns(retry_ns: int, attempts: int) -> int:
-    """Return the wait before repeat number `attempts`: doubling up to BACKOFF_MAX times the first."""
+    """Return the wait before repeat number `attempts`; it doubles up to BACKOFF_MAX times the first."""
     return int(retry_ns * min(1 << min(attempts, 30), BACKOFF_MAX))

@@ -1,4 +1,4 @@
-"""How a claimed range of tokens is cut into slabs. Both sides compute the same from a Demand. Pure arithmetic."""
+"""Cuts a claimed range of tokens into slabs. Both sides compute the same from a Demand. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from longshore_wire.trailer import ALIGNMENT_BYTES, TRAILER_BYTES, aligned
 
 @dataclass(frozen=True, slots=True)
 class SlabGrid:
-    """Tokens [first, end) in pieces of `slab_tokens`, the last one cut at the end."""
+    """Tokens [first, end) in slabs of `slab_tokens`; the last one may be shorter."""
 
     first_token: int
     end_token: int
@@ -27,32 +27,32 @@ class SlabGrid:
         return first, min(first + self.slab_tokens, self.end_token)
 
     def ready(self, contiguous_end: int) -> int:
-        """Return how many leading slabs lie wholly before token `contiguous_end`."""
+        """Return the number of leading slabs that end at or before token `contiguous_end`."""
         if contiguous_end >= self.end_token:
             return self.count
         return max(0, contiguous_end - self.first_token) // self.slab_tokens
 
 
 def region_bytes(payload_bytes: int) -> int:
-    """Return what a slab takes in a staging buffer: payload, padding and trailer."""
+    """Return the bytes of a slab in a staging buffer: payload, padding and trailer."""
     return aligned(payload_bytes) + TRAILER_BYTES
 
 
 def slab_limit_bytes(lane_bytes: int, ring_bytes: int, source_count: int) -> int:
-    """Return the largest payload that fits a lane's buffer, and twice for each source rank into the ring."""
+    """Return the largest payload that fits a lane's buffer and of which the ring holds two for each source rank."""
     room_bytes = min(lane_bytes, ring_bytes // (2 * source_count))
     return (room_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES - TRAILER_BYTES
 
 
 def slab_units(unit_bytes: int, unit_count: int, limit_bytes: int, minimum_bytes: int, pieces: int) -> int:
-    """Return the units of a slab: about `pieces` slabs a claim, so that its stages overlap, within the limits.
+    """Return the units of a slab: about `pieces` slabs a claim, so that their stages overlap, within the limits.
 
     Args:
-        unit_bytes: of one unit between this pair of ranks: a token, or a page whose content is opaque.
-        unit_count: of the claim.
+        unit_bytes: bytes of one unit between this pair of ranks: a token, or a page whose content is opaque.
+        unit_count: units in the claim.
         limit_bytes: see `slab_limit_bytes`.
-        minimum_bytes: smaller slabs cost more in control than they gain in overlap.
-        pieces: how many slabs a claim is cut into at least, if they stay above the minimum.
+        minimum_bytes: smaller slabs would cost more control than they gain by overlap.
+        pieces: minimum number of slabs in a claim, if they stay above `minimum_bytes`.
     Raises:
         RingError: not even one unit fits.
     """

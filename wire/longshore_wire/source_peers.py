@@ -1,7 +1,7 @@
-"""Keeps a prefill rank's target workers: attaches them, finds dead ones, refuses twins, and ends the rooms that they had with an
-earlier life of this rank.
+"""Manages a prefill rank's target workers: attaches them, finds dead ones, refuses two with one name, and ends their rooms
+with an earlier life of this rank.
 
-Base of `source_session`, which adds the rooms. See `session`; the mirror of `target_peers`.
+Base of `source_session`, which adds the rooms. The mirror of `target_peers`.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from longshore_wire.session import PROBE_AFTER, Session
 from longshore_wire.slabs import SlabGrid
 from longshore_wire.states import SourcePairEvent
 
-# Targets whose claims are remembered: above the decode ranks that a prefill rank ever serves.
+# Targets whose used claims are kept: more than the decode ranks of any prefill rank.
 TARGETS_MAX = 4096
 
 
 class Completed(NamedTuple):
-    """A Complete of a target: it has everything of a pair that it had claimed from an earlier life of this worker."""
+    """A target's Complete: it has all of a pair that it had claimed from an earlier life of this worker."""
 
     pair: PairKey
     expected: frozenset[int]  # target ranks that must claim from this source
@@ -45,17 +45,17 @@ class Completed(NamedTuple):
 
 
 class SourcePeers(Session):
-    """A session that targets dial. The subclass manages `rooms`."""
+    """A session to which targets connect. The subclass manages `rooms`."""
 
     half = Half.SOURCE
     rooms: dict[RoomKey, SourceRoom]
 
     def __init__(self, config: SessionConfig, *, now_ns: int) -> None:
         super().__init__(config, now_ns=now_ns)
-        # Pairs that are complete at their targets, of rooms that our engine has not offered to this life yet.
+        # Pairs that are complete at their targets, in rooms that our engine has not yet offered to this life.
         self._completed: OrderedDict[RoomKey, dict[PeerId, Completed]] = OrderedDict()
         self._parts: PageParts[tuple[RoomKey, PeerId]] = PageParts()
-        # By target, also while it is lost: it may attach again in the same life.
+        # By target. Kept while a target is lost, since it may attach again in the same life.
         self._serials: OrderedDict[PeerId, UsedSerials] = OrderedDict()
 
     def refuse(self, peer: PeerId, reason: Reason, text: str, now_ns: int) -> None:
@@ -65,7 +65,7 @@ class SourcePeers(Session):
             self.cancel(key, reason, text, now_ns)
 
     def peer_lost(self, peer: PeerId, text: str, now_ns: int) -> None:
-        """Fail every room that a lost target has claimed."""
+        """Fail every room that the lost target has claimed."""
         known = self.peers.get(peer)
         if known is None:
             return
@@ -83,7 +83,7 @@ class SourcePeers(Session):
         del self.peers[peer]
 
     def peer_dead(self, peer: PeerId, epoch: int, now_ns: int) -> None:
-        """That life of a target has ended: no process listens at its address."""
+        """Handle the end of a target's life: its address refuses connections."""
         known = self.peers.get(peer)
         if known is not None and known.epoch == epoch:
             self.peer_lost(peer, f"{decode_name(peer)} at {known.address} has ended", now_ns)
@@ -92,7 +92,7 @@ class SourcePeers(Session):
         wrong = self._check_attach(attach)
         known = self.peers.get(peer)
         if wrong is None and known is not None and attach.epoch < known.epoch:
-            # Clocks of two nodes may differ: the one that is attached is asked whether it lives.
+            # Clocks of two nodes may differ, so a probe asks whether the attached one lives.
             self._effect(ProbeLiveness(peer, known.epoch, known.address))
             wrong = (
                 Reason.STALE_EPOCH,
@@ -147,7 +147,7 @@ class SourcePeers(Session):
         return not fault
 
     def _used_serials(self, known: Peer) -> UsedSerials:
-        """Return the claims of a target's current life that were opened or given up here."""
+        """Return the used claims of a target's current life."""
         used = self._serials.get(known.peer)
         if used is None or used.epoch != known.epoch:
             used = self._serials[known.peer] = UsedSerials(known.epoch)
@@ -165,11 +165,11 @@ class SourcePeers(Session):
                 return
             known.beat(ping.number, ping.absent_ns, self.config.lease_ns, now_ns)
             epoch = self.config.epoch
-        # Epoch 0: a target that is not known here attaches again.
+        # Epoch 0 makes an unknown target attach again.
         self._send(peer, Pong(epoch, ping.epoch, ping.number, self.absent_ns))
 
     def _on_complete(self, known: Peer, message: Complete, now_ns: int) -> None:
-        """A target has everything of a pair with our last life, which did not get all acknowledgements."""
+        """Handle a target's Complete: it has all of a pair with our last life, which lacked acknowledgements."""
         key, peer = message.pair.key, known.peer
         self._send(peer, EndAck(message.pair))
         if key in self.ended or key.instance != self.config.instance:
@@ -184,7 +184,7 @@ class SourcePeers(Session):
         completed = Completed(message.pair, expected, self._remembered_until_ns(now_ns))
         room = self.rooms.get(key)
         if room is None:
-            # An engine offers all of its open rooms to a new life; one that has ended for it never comes.
+            # An engine offers all of its open rooms to a new life. Rooms that have ended for it are not offered.
             self._completed.setdefault(key, {})[peer] = completed
             self._completed.move_to_end(key)
             while len(self._completed) > self.config.ended_rooms_max:
@@ -195,7 +195,7 @@ class SourcePeers(Session):
             self._finish(room, now_ns)
 
     def _open_complete(self, room: SourceRoom, peer: PeerId, completed: Completed) -> None:
-        """Note a pair that has nothing left to send."""
+        """Add a pair with nothing left to send to the room."""
         known, claimer = self.peers.get(peer), (peer.instance, peer.dp_rank)
         if peer in room.pairs or room.claimer not in (None, claimer):
             return
@@ -212,7 +212,7 @@ class SourcePeers(Session):
             self._open_complete(room, peer, completed)
 
     def next_due_ns(self) -> int | None:
-        """See `Session`."""
+        """Return when `tick` must be called at the latest, or None."""
         dues = [super().next_due_ns()]
         if self._completed:
             dues.append(max(each.until_ns for each in next(iter(self._completed.values())).values()))
@@ -225,12 +225,12 @@ class SourcePeers(Session):
             self._completed.popitem(last=False)
 
     def _give_up_unclaimed(self, peer: PeerId, abort: Abort, now_ns: int) -> None:
-        """End a room that failed at its target before its claim came here, or after a claim that only our last life knew.
+        """Fail a room that failed at its target before its claim arrived here, or after a claim to our last life.
 
-        Our engine may offer the room now, or has done so, and no target will claim it.
+        Our engine may offer the room later or has offered it, but no target will claim it.
         """
         key = abort.pair.key
-        # An engine takes BUSY as advice to try again, which is of no use for a room that has ended.
+        # BUSY would make the engine retry, which is useless for an ended room.
         reason = Reason.CANCELLED if abort.reason is Reason.BUSY else abort.reason or Reason.MALFORMED_MESSAGE
         room = self.rooms.get(key)
         if room is not None and room.claimer in (None, (peer.instance, peer.dp_rank)):
@@ -240,7 +240,7 @@ class SourcePeers(Session):
             self._remember(key, reason, abort.text, self._remembered_until_ns(now_ns))
 
     def _watch_peers(self, now_ns: int) -> None:
-        """Find targets that are silent."""
+        """Check targets for silence."""
         for peer in self._peer_timers.pop(now_ns):
             known = self.peers.get(peer)
             if known is None or self._check_silence(known, decode_name(peer), now_ns):
@@ -265,5 +265,5 @@ class SourcePeers(Session):
 
 
 def decode_name(peer: PeerId) -> str:
-    """Return a target's name in texts for people."""
+    """Return a target's name for messages."""
     return f"decode {peer.instance} rank {peer.rank}"

@@ -1,6 +1,6 @@
 """The prefill half of a worker's protocol core: offers of its engine, claims of decode ranks, writes in between.
 
-Driven by the worker: engine verbs (`offer`, `cancel`, `renew`), messages (`receive`), results of lanes
+The worker calls it with engine requests (`offer`, `cancel`, `renew`), messages (`receive`), results of lanes
 (`write_done`, `write_failed`) and time (`tick`). Answers by `take_effects`. See `session`.
 """
 
@@ -42,7 +42,7 @@ from longshore_wire.states import (
 
 
 class SourceSession(SourcePeers):
-    """See the module. One per engine registration that prefills."""
+    """The prefill half of the core, one for each engine registration that prefills."""
 
     def __init__(self, config: SessionConfig, *, now_ns: int) -> None:
         super().__init__(config, now_ns=now_ns)
@@ -51,7 +51,7 @@ class SourceSession(SourcePeers):
     # -- the engine ------------------------------------------------------------------------------------------------
 
     def offer(self, room: int, pool: int, first_token: int, end_token: int, *, last: bool, now_ns: int) -> RoomKey:
-        """Take tokens [first, end) of a room; returns the room's key.
+        """Add an offer of tokens [first, end) to a room; return the room's key.
 
         Raises:
             RoomError: the offer breaks the room's rules, the room has ended, or there are too many (BUSY).
@@ -82,9 +82,9 @@ class SourceSession(SourcePeers):
         return key
 
     def cancel(self, key: RoomKey, reason: Reason, text: str, now_ns: int) -> None:
-        """Give a room up. RoomEnded and, once no lane reads its pages, RoomReleased follow.
+        """Fail a room. RoomEnded follows, and RoomReleased once no lane reads its pages.
 
-        A room that is not open here is remembered as ended, so that a claim that comes later is refused.
+        A room that is not open here is recorded as ended, so that a later claim is refused.
         """
         room = self.rooms.get(key)
         if room is not None:
@@ -94,7 +94,7 @@ class SourceSession(SourcePeers):
             self._remember(key, reason, text, self._remembered_until_ns(now_ns))
 
     def fail_claimed(self, reason: Reason, text: str, now_ns: int) -> None:
-        """Give up every room that a target has claimed: it has pieces on sibling ranks."""
+        """Fail every room that a target has claimed, since it has pieces on sibling ranks."""
         for room in list(self.rooms.values()):
             if room.pairs:
                 self._fail(room, reason, text, now_ns)
@@ -104,10 +104,10 @@ class SourceSession(SourcePeers):
     def write_done(
         self, peer: PeerId, pair_key: PairKey, slab: int, payload_bytes: int, now_ns: int, *, notify: bool = False
     ) -> None:
-        """The slab's bytes are at the target, or the lane has dropped it after an abort.
+        """Note that a slab's bytes are at the target, or that the lane has dropped it after an abort.
 
         Args:
-            notify: nobody has told the target yet.
+            notify: the target has no notice of it yet.
         """
         room, pair = self._find(peer, pair_key)
         if room is None or pair is None:
@@ -129,8 +129,8 @@ class SourceSession(SourcePeers):
     def write_failed(
         self, peer: PeerId, pair_key: PairKey, slab: int, text: str, now_ns: int, *, settled: bool = True
     ) -> None:
-        """The lane could not bring the slab over. Not settled: bytes may still land, so the target never hears
-        that it may use the memory; only the end of this worker's life says so.
+        """Fail the room of a slab that the lane could not write. If not `settled`, bytes may still land: the target
+        then gets no confirmation, and may use the memory only after the end of this worker's life.
         """
         room, pair = self._find(peer, pair_key)
         if room is None or pair is None:
@@ -143,7 +143,7 @@ class SourceSession(SourcePeers):
     # -- peers -----------------------------------------------------------------------------------------------------
 
     def receive(self, peer: PeerId, message: PeerMessage, now_ns: int) -> None:
-        """Obey one message of a peer; a stale one is counted and has no other effect."""
+        """Handle one message of a peer; count and ignore stale ones."""
         if isinstance(message, Attach):
             self._on_attach(peer, message, now_ns)
             return
@@ -174,13 +174,13 @@ class SourceSession(SourcePeers):
             self._on_end_ack(peer, message)
 
     def _speaks_for(self, known: Peer, pair: PairKey) -> bool:
-        """Whether a pair is one of this rank and of the current life of that target."""
+        """Whether a pair belongs to this rank and to the current life of that target."""
         peer = known.peer
         theirs = (pair.target_instance, pair.dp_rank, pair.target_rank, pair.target_epoch)
         return theirs == (peer.instance, peer.dp_rank, peer.rank, known.epoch) and pair.source_rank == self.rank
 
     def tick(self, now_ns: int) -> None:
-        """Repeat what has not been answered, let leases end. Call it by `next_due_ns` at the latest."""
+        """Repeat unanswered messages and end expired leases. Call it at `next_due_ns` at the latest."""
         for key, peer in self._timers.pop(now_ns):
             self._repeat(key, peer, now_ns)
         self._watch_peers(now_ns)
@@ -208,12 +208,12 @@ class SourceSession(SourcePeers):
             room = SourceRoom(key, opened_ns=now_ns)
         pair = room.pairs.get(peer)
         if room.failed:
-            # A pair of this life of the target has been told already.
+            # A pair of this life of the target already has its abort.
             if pair is None or pair.pair.target_epoch != claim.pair.target_epoch:
                 self._send(peer, Abort(claim.pair, room.reason, room.text))
             return
         if pair is None and claim.serial in self._used_serials(known):
-            # A late copy of a claim whose room is forgotten here: the pages that it names may be another room's now.
+            # A late copy of a claim on a dropped room. Its pages may belong to another room by now.
             self._stale(claim)
             self._send(peer, Abort(claim.pair, Reason.ROOM_REUSED, f"room {key.room} has ended"))
             return
@@ -222,7 +222,7 @@ class SourceSession(SourcePeers):
             if pair is None:
                 return
             if room.failed:
-                # Its halves contradict each other.
+                # Failed: its halves contradict each other.
                 return
             self._progress(room, now_ns)
         self._send_demand(room, pair)
@@ -271,7 +271,7 @@ class SourceSession(SourcePeers):
             self._stale(grant)
             ended = self.ended.get(grant.pair.key)
             if room is None and (ended is None or ended.reason is not Reason.NONE):
-                # The target holds memory for us that we shall never write: tell it, so that it may free it.
+                # The target holds memory that will never be written. The Abort lets it free the memory.
                 self._send(peer, Abort(grant.pair, Reason.STALE_EPOCH, "the room is not open here"))
                 self._send(peer, EndAck(grant.pair))
             return
@@ -303,17 +303,17 @@ class SourceSession(SourcePeers):
         if abort.serial:
             self._used_serials(known).add(abort.serial)
         if abort.pair.source_epoch != self.config.epoch:
-            # An earlier life of this name may still write, from another node: each life speaks for itself alone.
+            # Each life may confirm only its own writes: an earlier life of this name may still write from another node.
             self._stale(abort)
             return
         room, pair = self._find(peer, abort.pair)
         if room is None or pair is None:
-            # A pair that is not open has no write.
+            # A pair that is not open has no open write.
             self._send(peer, EndAck(abort.pair))
             self._parts.drop((abort.pair.key, peer))
             self._give_up_unclaimed(peer, abort, now_ns)
             return
-        # Its abort answers ours.
+        # The target's abort also answers ours.
         pair.step(SourcePairEvent.ABORT)
         self._fail(room, abort.reason or Reason.MALFORMED_MESSAGE, abort.text, now_ns)
         self._settle(room)
@@ -345,12 +345,12 @@ class SourceSession(SourcePeers):
             self._fail(room, Reason.TOKENS_MISSING, text, now_ns)
 
     def _advance(self, room: SourceRoom, pair: SourcePair, now_ns: int) -> None:
-        """Begin every slab that has its tokens, its grant and a wire."""
+        """Start every slab that has its tokens, its grant and a wire."""
         if room.failed:
             return
         ready = pair.grid.ready(room.end_token)
         if room.total_tokens < 0:
-            # The last slab goes only when both halves have stated the same total.
+            # The last slab starts only when both halves have the same total.
             ready = min(ready, pair.grid.count - 1) if pair.grid.count else 0
         if ready > pair.ready_count:
             pair.ready_count = ready
@@ -431,7 +431,7 @@ class SourceSession(SourcePeers):
         self._timers.set((key, peer), now_ns + backoff_ns(self.config.retry_ns, pair.attempts))
 
     def _finish(self, room: SourceRoom, now_ns: int) -> None:
-        """End a room that has delivered everything."""
+        """End a room whose slabs are all acknowledged."""
         if room.state is not SourceRoomState.OFFERED or not room.done:
             return
         self._effect(RoomEnded(Half.SOURCE, room.key, Reason.NONE, "", room.bytes_moved))
@@ -440,7 +440,7 @@ class SourceSession(SourcePeers):
         self._drop(room)
 
     def _fail(self, room: SourceRoom, reason: Reason, text: str, now_ns: int) -> None:
-        """Give a room up on this side and tell its targets."""
+        """Fail a room and abort it at its targets."""
         if room.failed:
             return
         assert reason is not Reason.NONE, "a failed room needs a reason"
@@ -458,7 +458,7 @@ class SourceSession(SourcePeers):
         self._settle(room)
 
     def _settle(self, room: SourceRoom) -> None:
-        """Once no lane holds a slab: release the pages, confirm to targets; then forget the room."""
+        """Release the pages and confirm to targets once no lane holds a slab; then drop the room."""
         if not room.failed or self.rooms.get(room.key) is not room:
             return
         for peer, pair in room.pairs.items():
@@ -485,7 +485,7 @@ class SourceSession(SourcePeers):
 
 
 def _fits(grant: Grant, pair: SourcePair, attach: Attach | None) -> bool:
-    """Whether a grant names a slab of the pair and memory of the target's ring."""
+    """Whether a grant names a slab of the pair and memory in the target's ring."""
     if attach is None or attach.ring is None or not 0 <= grant.slab < len(pair.states):
         return False
     return 0 <= grant.offset_bytes <= grant.offset_bytes + grant.length_bytes <= attach.ring.length_bytes

@@ -1,7 +1,7 @@
-"""The transition tables of slabs, pairs and rooms. `room` obeys them; a missing key is an error of ours.
+"""The transition tables of slabs, pairs and rooms. `room` applies them; a missing key is a bug.
 
-A room is one request's transfer. A pair is one room between one source rank and one target rank. A slab is one piece of a
-pair. Both workers keep a state of their own for each of the three.
+A room is the transfer of one request. A pair is the part of a room between one source rank and one target rank. A slab is
+one piece of a pair. Each of the two workers keeps its own state of all three.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ class SourceSlab(Enum):
 
     WAITING = "waiting"  # for tokens, or for a grant
     WRITING = "writing"  # a lane has it
-    CONFIRMED = "confirmed"  # the target has acknowledged it before our own completion came
-    WRITTEN = "written"  # complete here, the acknowledgement is open
+    CONFIRMED = "confirmed"  # the target has acknowledged it before our own completion
+    WRITTEN = "written"  # complete here; not acknowledged yet
     ACKED = "acked"
-    DRAINING = "draining"  # given up while a lane had it
+    DRAINING = "draining"  # aborted while a lane had it
     DROPPED = "dropped"
 
 
@@ -46,7 +46,7 @@ SOURCE_SLAB: Mapping[tuple[SourceSlab, SourceEvent], SourceSlab] = {
     (SourceSlab.DRAINING, SourceEvent.WROTE): SourceSlab.DROPPED,
 }
 
-# A lane holds the slab's bytes or the engine's pages: neither may be taken away.
+# A lane uses the slab's bytes or the engine's pages, so neither may be freed.
 SOURCE_BUSY = frozenset({SourceSlab.WRITING, SourceSlab.CONFIRMED, SourceSlab.DRAINING})
 
 
@@ -55,10 +55,10 @@ class TargetSlab(Enum):
 
     WANTED = "wanted"
     GRANTED = "granted"  # a writer may write our ring
-    LANDED = "landed"  # its scatter is queued or runs
+    LANDED = "landed"  # its scatter is queued or running
     DONE = "done"
-    QUARANTINED = "quarantined"  # given up, but a writer may still write
-    DRAINING = "draining"  # given up while its scatter runs
+    QUARANTINED = "quarantined"  # aborted, but a writer may still write
+    DRAINING = "draining"  # aborted while its scatter runs
     FREED = "freed"
 
 
@@ -67,7 +67,7 @@ class TargetEvent(Enum):
 
     GRANT = "grant"
     LAND = "land"
-    PLACE = "place"  # written straight into the pages
+    PLACE = "place"  # written directly into the pages
     SCATTERED = "scattered"
     ABORT = "abort"
     CONFIRM = "confirm"  # its writer will not write any more
@@ -91,17 +91,17 @@ class SourcePairState(Enum):
     """A pair as its source sees it."""
 
     OPEN = "open"
-    TELLING = "telling"  # given up here; the target has not answered yet
-    TOLD = "told"  # given up here; the target knows
-    DRAINING = "draining"  # given up by the target; a lane may still hold a slab
-    CLOSED = "closed"  # the target has our word that no write is open, or is gone
+    TELLING = "telling"  # aborted here; the target has not answered yet
+    TOLD = "told"  # aborted here; the target has answered
+    DRAINING = "draining"  # aborted by the target; a lane may still hold a slab
+    CLOSED = "closed"  # the target has our confirmation that no write is open, or is gone
 
 
 class SourcePairEvent(Enum):
     """What happens to a pair at its source."""
 
     GIVE_UP = "give up"  # this side fails the room
-    ANSWER = "answer"  # the target has heard of it
+    ANSWER = "answer"  # the target has acknowledged the abort
     ABORT = "abort"  # the target fails the room
     QUIET = "quiet"  # no lane holds a slab
     LOSE = "lose"  # the target is gone
@@ -115,7 +115,7 @@ SOURCE_PAIR: Mapping[tuple[SourcePairState, SourcePairEvent], SourcePairState] =
     (SourcePairState.TOLD, SourcePairEvent.ABORT): SourcePairState.DRAINING,
     (SourcePairState.DRAINING, SourcePairEvent.ABORT): SourcePairState.DRAINING,
     (SourcePairState.DRAINING, SourcePairEvent.QUIET): SourcePairState.CLOSED,
-    # The target repeats its abort until it has our word, which may get lost.
+    # The target repeats its abort until it receives our confirmation, which may get lost.
     (SourcePairState.CLOSED, SourcePairEvent.ABORT): SourcePairState.DRAINING,
     **{(state, SourcePairEvent.LOSE): SourcePairState.CLOSED for state in SourcePairState},
 }
@@ -124,12 +124,12 @@ SOURCE_PAIR: Mapping[tuple[SourcePairState, SourcePairEvent], SourcePairState] =
 class TargetPairState(Enum):
     """A pair as its target sees it."""
 
-    WAITING = "waiting"  # not claimed yet: the source or the wire to it is not known
+    WAITING = "waiting"  # not claimed yet: the source or its wire is unknown
     CLAIMED = "claimed"  # the source has not answered the claim yet
-    OPEN = "open"  # the source has said how it cuts
+    OPEN = "open"  # the source has sent its Demand
     COMPLETE = "complete"  # every slab is in the pages
-    ABORTING = "aborting"  # given up; its writer may still write memory of ours
-    CLOSED = "closed"  # given up; its writer will not write any more
+    ABORTING = "aborting"  # aborted; its writer may still write our memory
+    CLOSED = "closed"  # aborted; its writer will not write any more
 
 
 class TargetPairEvent(Enum):
@@ -138,8 +138,8 @@ class TargetPairEvent(Enum):
     CLAIM = "claim"
     CUT = "cut"  # the source answers the claim
     FINISH = "finish"  # the last slab is in the pages
-    ABORT = "abort"  # the room has failed, and the writer has memory of ours
-    CLOSE = "close"  # the room has failed or does not need this source, and the writer has no memory of ours
+    ABORT = "abort"  # the room has failed, and the writer has memory here
+    CLOSE = "close"  # the room has failed or does not need this source, and the writer has no memory here
     CONFIRM = "confirm"  # the writer will not write any more
 
 
@@ -161,10 +161,10 @@ TARGET_PAIR: Mapping[tuple[TargetPairState, TargetPairEvent], TargetPairState] =
 class SourceRoomState(Enum):
     """A room as its prefill rank sees it."""
 
-    CLAIMED = "claimed"  # by a target; our engine has not offered it
+    CLAIMED = "claimed"  # claimed by a target; our engine has not offered it
     OFFERED = "offered"  # our engine waits for its end
-    FAILED = "failed"  # the engine was told; a lane still reads its pages
-    RELEASED = "released"  # the pages are the engine's again; a target has still to hear of it
+    FAILED = "failed"  # the engine is notified; a lane still reads its pages
+    RELEASED = "released"  # the pages are released; a target has not answered yet
     ENDED = "ended"
 
 
@@ -192,9 +192,9 @@ class TargetRoomState(Enum):
     """A room as its decode rank sees it."""
 
     OPEN = "open"  # our engine waits for its end
-    DONE = "done"  # the engine was told; a source that sends nothing has not answered yet
-    FAILED = "failed"  # the engine was told; a writer may still write its pages
-    RELEASED = "released"  # the pages are the engine's again; a writer may still write ring memory
+    DONE = "done"  # the engine is notified; a source that sends nothing has not answered yet
+    FAILED = "failed"  # the engine is notified; a writer may still write its pages
+    RELEASED = "released"  # the pages are released; a writer may still write ring memory
     ENDED = "ended"
 
 
@@ -220,7 +220,7 @@ V = TypeVar("V")
 
 
 def step(table: Mapping[tuple[S, V], S], state: S, event: V) -> S:
-    """Return the state after `event`. A missing key is a mistake of ours: it asserts."""
+    """Return the state after `event`. Asserts that the table has the transition."""
     following = table.get((state, event))
     assert following is not None, f"{event} cannot happen in {state}"
     return following

@@ -1,7 +1,7 @@
-"""Read a JSON or YAML document into msgspec structs and report every fault at once, each with its path.
+"""Reads a JSON or YAML document into msgspec structs and reports all faults together, each with its path.
 
-Called by `agent_config`. msgspec itself stops at the first fault; this walks the structs field by field and lets
-msgspec judge one leaf at a time. Pure.
+Called by `agent_config` and `manifest`. msgspec itself stops at the first fault. This module walks the structs field by
+field and lets msgspec check one leaf at a time. Pure.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import msgspec
 from longshore_wire.errors import ConfigError
 from longshore_wire.quantity import QuantityError, format_quantity, parse_quantity
 
-# A config with every field takes 2 KiB; more than this is not a config, and would make long lists of faults.
+# A config with all fields takes 2 KiB. A much larger document is no config and would give long lists of faults.
 DOCUMENT_BYTES_MAX = 64 << 10
 SHOWN_CHARACTERS_MAX = 60
 
 S = TypeVar("S", bound=msgspec.Struct)
-# What PyYAML says of a file with several documents, which is YAML.
+# PyYAML's error for a file with several documents, which is valid YAML.
 _SEVERAL = "expected a single document in the stream"
 
 
 class Mapping(dict[Any, Any]):
-    """A mapping of the document that remembers which of its keys were given more than once."""
+    """A mapping of the document that records repeated keys."""
 
     def __init__(self, entries: list[tuple[Any, Any]]) -> None:
         super().__init__(entries)
@@ -36,10 +36,10 @@ class Mapping(dict[Any, Any]):
 
 
 def parse(text: str | bytes) -> object:
-    """Return the document in `text`: JSON if it begins with a brace, else YAML. Mappings come as `Mapping`.
+    """Parse the document in `text`: JSON if it begins with a brace, else YAML. Mappings become `Mapping`.
 
     Raises:
-        ConfigError: it is too large or not a document, with the line.
+        ConfigError: the text is too large or no document; names the line.
     """
     data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
     if len(data) > DOCUMENT_BYTES_MAX:
@@ -57,17 +57,17 @@ def parse(text: str | bytes) -> object:
 
 
 def _parse_yaml(text: str) -> object:
-    # PyYAML is imported here alone: the client, which never reads YAML, stays light.
+    # PyYAML is imported only here, so that the client, which never reads YAML, stays light.
     try:
         import yaml  # type: ignore[import-untyped, unused-ignore]
     except ImportError as error:
         raise ConfigError(["(document): it is YAML and PyYAML is not installed: write JSON or install it"]) from error
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc, unused-ignore]
-        """Safe loading without aliases and merges, and with mappings that remember repeated keys."""
+        """A safe loader without aliases and merges, whose mappings record repeated keys."""
 
         def compose_node(self, parent: Any, index: Any) -> Any:
-            # A few aliases of aliases stand for more values than memory holds.
+            # A few nested aliases can expand to more values than fit into memory.
             if self.check_event(yaml.events.AliasEvent):
                 raise yaml.composer.ComposerError(None, None, "aliases are not allowed", self.peek_event().start_mark)
             return super().compose_node(parent, index)
@@ -78,7 +78,7 @@ def _parse_yaml(text: str) -> object:
 
     Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, construct)
     try:
-        # The loader is a SafeLoader: it builds plain values only.
+        # The loader is a SafeLoader, which builds only plain values.
         return yaml.load(text, Loader=Loader)  # noqa: S506
     except yaml.composer.ComposerError as error:
         if error.context == _SEVERAL:
@@ -86,12 +86,12 @@ def _parse_yaml(text: str) -> object:
             raise ConfigError([f"(document): a second document begins at line {line}: give one a file"]) from error
         raise ConfigError([f"(document): not YAML: {' '.join(str(error).split())}"]) from error
     except (yaml.YAMLError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        # PyYAML lets errors of Python through for odd scalars, such as a month 13 or an empty !!int.
+        # PyYAML passes on Python's errors for invalid scalars, such as month 13 or an empty !!int.
         raise ConfigError([f"(document): not YAML: {' '.join(str(error).split())}"]) from error
 
 
 def read_struct(kind: type[S], raw: object, path: str, faults: list[str]) -> S | None:
-    """Return `raw` as a `kind`, or None after appending every fault below `path` to `faults`."""
+    """Return `raw` as a `kind`, or None after adding all faults below `path` to `faults`."""
     if not isinstance(raw, dict):
         faults.append(f"{path or '(document)'}: give a mapping, not {_shown(raw)}")
         return None
@@ -120,7 +120,7 @@ def _read_value(kind: Any, raw: object, path: str, faults: list[str]) -> object:
     except QuantityError as error:
         faults.append(f"{path}: {error}")
     except msgspec.ValidationError as error:
-        # msgspec ends its message with the place below this value, if there is one: "... - at `$[0]`".
+        # msgspec appends the path below this value, if there is one: "... - at `$[0]`".
         text, _, place = str(error).partition(" - at `$")
         allowed = ", ".join(str(value.value) for value in _choices(kind))
         hint = f"; use one of {allowed}" if allowed else ""
@@ -144,19 +144,19 @@ def _join(path: str, key: object) -> str:
 
 
 def _nearest(key: str, known: list[str]) -> str:
-    """Return a hint: the key that was probably meant, or those that there are."""
+    """Return a hint: the nearest known key, or all known keys."""
     close = difflib.get_close_matches(key, known, n=1)
     return f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
 
 
 def _shown(raw: object) -> str:
-    """Return a value as a fault may show it: short."""
+    """Return a short text of a value for a fault."""
     text = repr(raw)
     return text if len(text) <= SHOWN_CHARACTERS_MAX else f"{text[: SHOWN_CHARACTERS_MAX - 3]}..."
 
 
 def to_text(value: msgspec.Struct) -> str:
-    """Return a struct as indented JSON, sizes as quantities, what is None left out."""
+    """Return a struct as indented JSON, with sizes as quantities and without fields that are None."""
     return json.dumps(_plain(value), indent=2) + "\n"
 
 

@@ -1,7 +1,7 @@
-"""The source workers that a decode rank has dialled: attaching, keeping alive, finding dead, coming back.
+"""Manages a decode rank's source workers: dials and attaches them, checks heartbeats, finds dead ones and new lives.
 
-Base of `target_session`, which adds the rooms. See `session`; the mirror of `source_peers`. Memory that was given up comes back
-only when its source confirms, or when `_writer_dead` holds proof that the life of the source that may write it has ended.
+Base of `target_session`, which adds the rooms. The mirror of `source_peers`. Quarantined memory is freed only when its
+source confirms, or when `_writer_dead` has proof that the life of the source that may write it has ended.
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ from longshore_wire.room import TargetPair, TargetRoom
 from longshore_wire.session import Session, backoff_ns
 from longshore_wire.states import TargetPairEvent, TargetPairState
 
-# A worker that died is back by then, also on a host with little to spare; its engine offers again what was open.
+# Within this time a dead worker is restarted, even on a busy host, and its engine offers open rooms again.
 _RESTART_NS = 60_000_000_000
-# A source finds its wire out within 5 s (`Transport.probe_wire`) or says Unknown; its message may get lost.
+# A source finds its wire within 5 s (`Transport.probe_wire`) or reports Unknown. Its message may get lost.
 WIRE_WAIT_NS = 6_000_000_000
 
 _LIVES_KEPT_MAX = 1024
 
 
 class TargetPeers(Session):
-    """A session that dials. `rooms` and their life are the subclass's."""
+    """A session that dials sources. The subclass manages `rooms`."""
 
     half = Half.TARGET
     rooms: dict[RoomKey, TargetRoom]
 
     def __init__(self, config: SessionConfig, *, now_ns: int) -> None:
         super().__init__(config, now_ns=now_ns)
-        # Numbers of Attaches and Pings, over all peers and lives: no answer to an older one is taken for the newest.
+        # Numbers Attaches and Pings over all peers and lives, so that late answers are recognised.
         self._asked_count = config.epoch
-        self.in_place_count = 0  # pairs whose bytes may come outside the ring
+        self.in_place_count = 0  # pairs whose bytes may land outside the ring
         self._claim_counts: Counter[PeerId] = Counter()
         self._lives: dict[tuple[Life, ...], tuple[Life, ...]] = {}
 
     # -- losing a peer -----------------------------------------------------------------------------------------------
 
     def refuse(self, peer: PeerId, reason: Reason, text: str, now_ns: int) -> None:
-        """A source turned out to be none that may write here: its rooms fail."""
+        """Fail the rooms of a source that must not write here."""
         known = self.peers.get(peer)
         if known is not None:
             self._refused(known, reason, text, now_ns)
 
     def peer_lost(self, peer: PeerId, text: str, now_ns: int) -> None:
-        """A source is silent or gone: its rooms fail, and the memory that it may still write stays quarantined."""
+        """Fail the rooms of a silent or lost source; memory that it may still write stays quarantined."""
         known = self.peers.get(peer)
         if known is None or known.state is PeerState.LOST:
             return
@@ -71,54 +71,54 @@ class TargetPeers(Session):
             self._effect(PeerGone(peer, known.epoch))
         known.state, known.attach, known.trouble = PeerState.LOST, None, text
         for room, pair in self._rooms_of(known):
-            # A room that names another address has nothing to do with this life.
+            # A room that names another address does not concern this life.
             if pair.state is not TargetPairState.WAITING or self._is_here(known, pair):
                 self._give_up(room, pair, Reason.PEER_LOST, text, now_ns)
         self._turn_to_rival(known, now_ns)
         self._pump(now_ns)
 
     def peer_dead(self, peer: PeerId, epoch: int, now_ns: int) -> None:
-        """Nobody listens any more where that life of a source did: its process has ended, and with it every write of it."""
+        """Handle the end of a source's life: its address refuses connections, so its writes have ended, too."""
         known = self.peers.get(peer)
         if known is None:
             return
         is_current = known.epoch == epoch and known.state in (PeerState.ATTACHED, PeerState.DIALING)
-        # A life that was never attached has epoch 0: it may be starting, unless a room knows another address.
+        # A life that never attached has epoch 0. It may be starting, unless a room names another address.
         if is_current and (epoch or known.rival_since_ns is not None):
             self.peer_lost(peer, f"{prefill_name(peer)} at {known.address} has ended", now_ns)
         self._drain(known, epoch)
 
     def writer_drained(self, peer: PeerId, epoch: int, now_ns: int) -> None:
-        """The answer to DrainWriter: no byte of that life of a source will land any more."""
+        """The answer to DrainWriter: no byte of that life will land any more."""
         if (known := self.peers.get(peer)) is not None:
             self._writer_dead(known, epoch, now_ns)
 
     def peer_listens(self, peer: PeerId, epoch: int, now_ns: int) -> None:
-        """See `Session`."""
+        """Note that the process of that life exists."""
         super().peer_listens(peer, epoch, now_ns)
         known = self.peers.get(peer)
         if known is not None and epoch in known.writers:
             known.writers[epoch].listens_ns = now_ns
 
     def peer_revoked(self, peer: PeerId, now_ns: int) -> None:
-        """The transport has taken a lost source's access to our memory away, whether it lives or not."""
+        """The transport has revoked a lost source's access to our memory, whether or not the source lives."""
         known = self.peers.get(peer)
         if known is not None and known.state is PeerState.LOST:
             for epoch in list(known.writers):
                 self._writer_dead(known, epoch, now_ns, revoked=True)
 
     def _drain(self, known: Peer, epoch: int) -> None:
-        """Ask for the bytes of a life that has ended to be read, if it may have written anything of ours."""
+        """Request a drain of an ended life's bytes, if it may have written our memory."""
         if epoch in known.writers:
             self._effect(DrainWriter(known.peer, epoch, known.writers[epoch].address))
 
     def _writer_dead(self, known: Peer, epoch: int, now_ns: int, *, revoked: bool = False) -> None:
-        """Free the memory that one life of a source may have written. The only place where a writer is taken for dead.
+        """Free the memory that one life of a source may have written. The only place that treats a writer as dead.
 
-        The caller holds one of three proofs. Its address refuses connections (`peer_dead`), or another life or worker is attached
-        there, as a host gives an address to one process at a time (`_on_attach`); both count once all that it had sent has been
-        read. Or the transport has taken its access away (`revoked`), which says nothing of pages that a worker of this node has
-        mapped. A newer epoch at another address is no proof: two engines may have one name.
+        The caller has one of three proofs. The life's address refuses connections (`peer_dead`). Or another life or worker is
+        attached there, since only one process can own an address (`_on_attach`). Both count once all data of the life has been
+        read. Or the transport has revoked its access (`revoked`), which does not cover pages that a worker of this node has
+        mapped. A newer epoch at another address is no proof, since two engines may have the same name.
         """
         for room, pair in self._rooms_of(known):
             is_writer = pair.state is TargetPairState.ABORTING and pair.pair.source_epoch == epoch
@@ -127,7 +127,7 @@ class TargetPeers(Session):
         self._pump(now_ns)
 
     def _refused(self, known: Peer, reason: Reason, text: str, now_ns: int) -> None:
-        """A source serves this worker no more. It may still write what it had begun, so nothing of that is freed here."""
+        """Handle a source's refusal. It may still complete open writes, so their memory is not freed here."""
         if known.attach is not None:
             self._effect(PeerGone(known.peer, known.epoch))
         known.state, known.attach, known.trouble = PeerState.REFUSED, None, text
@@ -140,12 +140,12 @@ class TargetPeers(Session):
     # -- attaching -----------------------------------------------------------------------------------------------------
 
     def _on_attach(self, known: Peer, attach: Attach, now_ns: int) -> bool:
-        """Take a source's word of itself; return whether it is attached now."""
+        """Handle a source's Attach; return whether it is attached now."""
         again = attach.attempt == known.answered and attach.epoch == known.epoch
         answers = known.answered < attach.attempt <= known.attempt or again
         is_here = main_address(attach.address) == main_address(known.address)
         if not answers or not is_here or attach.epoch < known.epoch:
-            # A late message, or one of a life that this side does not talk to any more.
+            # A late message, or one of a life that this side has left.
             self._stale(attach)
             return False
         known.answered = attach.attempt
@@ -183,7 +183,7 @@ class TargetPeers(Session):
         known.answered = refuse.attempt
         waits = known.state is PeerState.DIALING and now_ns - known.dialled_ns < self.config.peer_timeout_ns
         if refuse.reason is Reason.STALE_EPOCH and (waits or known.state is PeerState.LOST):
-            # The source finds out whether our other life or twin still lives, and is asked again: LOST, to tell it outcomes.
+            # The source first probes our other life or namesake, so ask again. LOST makes the next Attach send it outcomes.
             known.heard_ns = now_ns
             return
         self._refused(known, refuse.reason or Reason.MALFORMED_MESSAGE, refuse.text, now_ns)
@@ -198,19 +198,19 @@ class TargetPeers(Session):
             self.peer_lost(known.peer, f"{prefill_name(known.peer)} was restarted", now_ns)
 
     def _dial(self, peer: PeerId, endpoint: Endpoint, now_ns: int) -> Peer:
-        """Make sure that a room's source is dialled at the address that its engine names."""
+        """Dial a room's source at the address that the engine gave, unless that is done."""
         named = next(entry for entry in endpoint.ranks if entry.rank == peer.rank)
         known = self.peers.get(peer)
         if known is None:
             known = self.peers[peer] = Peer(peer, answered=self._asked_count)
         is_here = main_address(known.address) == main_address(named.address)
         if known.attach is not None and is_here and known.epoch < named.epoch:
-            # One process has this address at a time, so the life that was attached has ended. The new one will prove it.
+            # Only one process can own this address, so the attached life has ended. The new one's Attach is the proof.
             self.peer_lost(peer, f"{prefill_name(peer)} was restarted", now_ns)
         if known.state in (PeerState.LOST, PeerState.REFUSED) or not known.address:
             self._dial_at(known, named.address, now_ns)
         elif main_address(known.address) != main_address(named.address) and known.rival_since_ns is None:
-            # Two addresses for one name: the one that is dialled is asked whether it lives before the other one is.
+            # Two addresses for one name: probe the dialled one before the other is dialled.
             known.rival_since_ns = now_ns
             self._beat(peer, now_ns)
         return known
@@ -226,7 +226,7 @@ class TargetPeers(Session):
         self._peer_timers.set(known.peer, now_ns + self.config.retry_ns)
 
     def _turn_to_rival(self, known: Peer, now_ns: int) -> None:
-        """The life at the address that was dialled is lost: dial the address that waiting rooms name."""
+        """Dial the address that waiting rooms name, after the life at the dialled address was lost."""
         known.rival_since_ns = None
         for _, pair in self._rooms_of(known):
             if pair.state is TargetPairState.WAITING and not self._is_here(known, pair):
@@ -234,7 +234,7 @@ class TargetPeers(Session):
                 return
 
     def _refuse_rivals(self, known: Peer, now_ns: int) -> None:
-        """The life that is attached goes on living: rooms that name another address fail."""
+        """Fail rooms that name another address, since the attached life is alive."""
         known.rival_since_ns = None
         for room, pair in self._rooms_of(known):
             if pair.state is TargetPairState.WAITING and not self._is_here(known, pair):
@@ -248,7 +248,7 @@ class TargetPeers(Session):
     # -- keeping alive -------------------------------------------------------------------------------------------------
 
     def _beat(self, peer: PeerId, now_ns: int) -> None:
-        """Keep a connection alive, or find it dead."""
+        """Send a heartbeat, or redial a dead connection."""
         known = self.peers.get(peer)
         if known is None:
             return
@@ -265,7 +265,7 @@ class TargetPeers(Session):
             if epoch != known.epoch:
                 self._effect(ProbeLiveness(peer, epoch, writer.address))
         if known.state is PeerState.LOST and now_ns - known.dialled_ns >= self.config.peer_timeout_ns:
-            # The connection may have died without a word on our side.
+            # The connection may have died without an error on our side.
             known.dialled_ns = now_ns
             known.address = known.address_of_writer(now_ns - 2 * self.config.heartbeat_ns) or known.address
             self._effect(Dial(peer, known.address, admits=False))
@@ -277,7 +277,7 @@ class TargetPeers(Session):
         self._peer_timers.set(peer, self._next_beat_ns(now_ns))
 
     def _judge_rival(self, known: Peer, now_ns: int) -> None:
-        """While rooms name another address: find out whether the life at this one goes on."""
+        """Decide between two addresses of one name: is the life at the dialled one alive?"""
         if known.rival_since_ns is None or known.state not in (PeerState.ATTACHED, PeerState.DIALING):
             return
         answers = known.attach is not None and known.heard_ns > known.rival_since_ns
@@ -287,7 +287,7 @@ class TargetPeers(Session):
             self._effect(ProbeLiveness(known.peer, known.epoch, known.address))
 
     def _next_beat_ns(self, now_ns: int) -> int:
-        """Return when peers are pinged next: all at one time, so that an idle worker wakes up once for all of them."""
+        """Return the next time to ping all peers. They share one time, so that an idle worker wakes up once."""
         return (now_ns // self.config.heartbeat_ns + 1) * self.config.heartbeat_ns
 
     def _send_attach(self, known: Peer) -> None:
@@ -298,7 +298,7 @@ class TargetPeers(Session):
     # -- how rooms ended -----------------------------------------------------------------------------------------------
 
     def _remember_room(self, room: TargetRoom, reason: Reason, text: str, now_ns: int) -> None:
-        """Remember how a room ended, and with which lives of sources: later lives of them are told."""
+        """Record how a room ended and its sources' lives, so that later lives can be informed."""
         until_ns = self._remembered_until_ns(now_ns) + _RESTART_NS
         lives = []
         for pair in room.pairs.values():
@@ -306,18 +306,18 @@ class TargetPeers(Session):
             known.owed_until_ns = max(known.owed_until_ns, until_ns)
             if self._concerns(known, pair):
                 lives.append(Life(pair.peer, pair.pair.source_epoch, pair.engine))
-        # Most rooms are had with the same lives: they share one tuple.
+        # Most rooms have the same lives, so they share one tuple.
         if len(self._lives) > _LIVES_KEPT_MAX:
             self._lives.clear()
         shared = self._lives.setdefault(tuple(lives), tuple(lives))
         self._remember(room.key, reason, text, until_ns, shared)
 
     def _owe_outcomes(self, known: Peer, now_ns: int) -> None:
-        """A life of a source has attached: note what it must be told of rooms that earlier lives of it had, once a life."""
+        """Queue the outcomes of earlier lives' rooms for a source that has attached, once for each life."""
         attach = known.attach
         assert attach is not None
         for room, pair in self._rooms_of(known):
-            # It must confirm these itself, although another life of its name may have heard of them meanwhile.
+            # This life must confirm these itself, even if another life of its name was informed meanwhile.
             is_writer = pair.state is TargetPairState.ABORTING and pair.pair.source_epoch == attach.epoch
             if is_writer and room.key not in known.outcomes:
                 ended = Ended(room.reason, room.text, self._remembered_until_ns(now_ns))
@@ -327,7 +327,7 @@ class TargetPeers(Session):
         known.told_epoch = attach.epoch
         for key, ended in self.ended.items():
             for life in ended.lives:
-                # Another engine of that name never had the room.
+                # Another engine of the same name never had the room.
                 if life.peer == known.peer and life.epoch != attach.epoch and life.engine in (0, attach.engine):
                     self._note_outcome(known, key, ended)
         done = Ended(Reason.NONE, "", self._remembered_until_ns(now_ns))
@@ -336,7 +336,7 @@ class TargetPeers(Session):
                 self._note_outcome(known, room.key, done)
 
     def _owe(self, pair: TargetPair, key: RoomKey, ended: Ended, now_ns: int) -> None:
-        """A room has ended: tell the source of a pair how, unless the room was meant for another worker of its name."""
+        """Queue the outcome of an ended room for a pair's source, unless the room was for another worker of its name."""
         known = self.peers[pair.peer]
         if self._concerns(known, pair):
             self._note_outcome(known, key, ended, pair.serial)
@@ -348,7 +348,7 @@ class TargetPeers(Session):
         known.outcomes[key] = Outcome(pair, ended.reason, ended.text, ended.until_ns, serial)
 
     def _tell_outcome(self, known: Peer, key: RoomKey, now_ns: int) -> None:
-        """Tell an attached source how a pair ended, and again until it answers; later once it is attached."""
+        """Send a pair's outcome to its source and repeat until it answers; wait if it is not attached."""
         outcome = known.outcomes.get(key)
         if outcome is None or known.state is not PeerState.ATTACHED:
             return
@@ -367,7 +367,7 @@ class TargetPeers(Session):
     # -- claims --------------------------------------------------------------------------------------------------------
 
     def _choose_way(self, room: TargetRoom, pair: TargetPair, known: Peer, now_ns: int) -> bool:
-        """Choose the way of a pair for good; False: the wire, on which it depends, is still being found out."""
+        """Choose the final way of a pair; return False while the wire, on which it depends, is unknown."""
         assert known.attach is not None
         found = known.wire_epoch == known.epoch
         comes = self._probe is not None and now_ns < known.wire_due_ns
@@ -410,9 +410,9 @@ class TargetPeers(Session):
         self._timers.set((room.key, pair.peer), now_ns + backoff_ns(self.config.retry_ns, pair.attempts))
 
     def _wire_allows(self, room: TargetRoom, pair: TargetPair, now_ns: int) -> bool:
-        """Whether a pair may be claimed as far as the wire to its source goes.
+        """Whether the wire to a pair's source permits its claim.
 
-        Not before the wire is found out; and if it is not on the list, the room fails.
+        False while the wire is unknown. If the wire is not on the list, the room fails.
         """
         known = self.peers[pair.peer]
         if not self.config.wires or pair.route is None or pair.way is Way.DIRECT:
@@ -439,7 +439,7 @@ class TargetPeers(Session):
     # -- rooms ---------------------------------------------------------------------------------------------------------
 
     def _rooms_of(self, known: Peer) -> list[tuple[TargetRoom, TargetPair]]:
-        """Return the open rooms of a peer and its pairs in them, in the order in which they were opened."""
+        """Return a peer's open rooms with its pairs in them, in the order in which they were opened."""
         return [(room, room.pairs[known.peer]) for key in known.rooms if (room := self.rooms.get(key)) is not None]
 
     @staticmethod
@@ -452,7 +452,7 @@ class TargetPeers(Session):
         return bool(pair.pair.source_epoch) or self._is_here(known, pair)
 
     def _abort_pair(self, pair: TargetPair) -> None:
-        """A room has failed: its writer is quarantined if it may write memory of ours."""
+        """Abort the pair of a failed room; quarantine the memory that its writer may write."""
         if not pair.exposed:
             pair.step(TargetPairEvent.CLOSE)
             return
@@ -461,7 +461,7 @@ class TargetPeers(Session):
         writers.setdefault(pair.pair.source_epoch, Writer(pair.address)).pair_count += 1
 
     def _confirm_pair(self, pair: TargetPair) -> None:
-        """The pair's writer will not write any more."""
+        """Note that the pair's writer will not write any more."""
         pair.step(TargetPairEvent.CONFIRM)
         writers = self.peers[pair.peer].writers
         writer = writers[pair.pair.source_epoch]
@@ -483,7 +483,7 @@ class TargetPeers(Session):
 
 
 def _check_name(peer: PeerId, attach: Attach) -> tuple[Reason, str] | None:
-    """Return why the worker that answers is not the one that was dialled, or None. A free port may be given to another worker."""
+    """Return why the answering worker is not the dialled one, or None. Another worker may get a port that became free."""
     place = attach.layout.parallel
     found = PeerId(attach.instance, place.dp_rank, attach.layout.rank)
     if found == peer:
@@ -495,5 +495,5 @@ def _check_name(peer: PeerId, attach: Attach) -> tuple[Reason, str] | None:
 
 
 def prefill_name(peer: PeerId) -> str:
-    """Return a source's name in texts for people."""
+    """Return a source's name for messages."""
     return f"prefill {peer.instance} rank {peer.rank}"

@@ -1,7 +1,7 @@
 """The decode half of a worker's protocol core: claims of its engine, grants of ring memory, scatters, done or failed.
 
-Driven by the worker: engine verbs (`claim`, `cancel`, `renew`), messages and notices (`receive`), results of
-scatters (`scatter_done`, `scatter_failed`) and time (`tick`). Who is granted what is decided in `granting`.
+The worker calls it with engine requests (`claim`, `cancel`, `renew`), messages and notices (`receive`), results of
+scatters (`scatter_done`, `scatter_failed`) and time (`tick`). `granting` decides on grants.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from longshore_wire.states import (
 )
 from longshore_wire.target_peers import TargetPeers, prefill_name
 
-# A source that is asked in one of these states cuts what was claimed, or says that more of it is ready.
+# In these states a source may send a Demand: the first one, or one with more ready slabs.
 _ANSWERABLE = (TargetPairState.CLAIMED, TargetPairState.OPEN)
 
 
 class TargetSession(TargetPeers):
-    """See the module. One per engine registration that decodes."""
+    """The decode half of the core, one for each engine registration that decodes."""
 
     def __init__(self, config: SessionConfig, *, now_ns: int) -> None:
         super().__init__(config, now_ns=now_ns)
         self.rooms: dict[RoomKey, TargetRoom] = {}
         self.granter = Granter(config)
-        # Rooms that have failed while a writer may still write their pages, and since when; the oldest first.
+        # Failed rooms whose pages a writer may still write, and since when; oldest first.
         self.exposed_since_ns: dict[RoomKey, int] = {}
 
     # -- the engine ------------------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ class TargetSession(TargetPeers):
         """Open a room. RoomEnded and RoomReleased follow.
 
         Raises:
-            RoomError: the room is known already, there are too many (BUSY), or the range is none.
+            RoomError: the room is known already, there are too many (BUSY), or the tokens are no range.
             LayoutError: the two instances cannot exchange pages.
             RingError: the ring could never hold two slabs for each source rank.
         """
@@ -105,24 +105,24 @@ class TargetSession(TargetPeers):
         self._finish(room, now_ns)
 
     def cancel(self, key: RoomKey, reason: Reason, text: str, now_ns: int) -> None:
-        """Give a room up. RoomEnded, and RoomReleased once nobody can write its pages, follow."""
+        """Fail a room. RoomEnded follows, and RoomReleased once no writer can write its pages."""
         room = self.rooms.get(key)
         if room is not None:
             self._fail(room, reason, text, now_ns)
 
     def was_absent(self, late_ns: int, now_ns: int) -> None:
-        """See `Session`: nor for a writer's slowness."""
+        """Do not count `late_ns` as silence or slowness of peers, or for the engine's lease."""
         super().was_absent(late_ns, now_ns)
         self.granter.was_absent(late_ns)
 
     def fail_claimed(self, reason: Reason, text: str, now_ns: int) -> None:
-        """Give up every room: each has pieces on sibling ranks."""
+        """Fail every room, since each has pieces on sibling ranks."""
         self.fail_all(reason, text, now_ns)
 
     # -- scatters --------------------------------------------------------------------------------------------------
 
     def scatter_done(self, peer: PeerId, pair_key: PairKey, slab: int, payload_bytes: int, now_ns: int) -> None:
-        """The slab is in the pages, or its scatter was dropped after an abort."""
+        """Note that a slab is in the pages, or that its scatter was dropped after an abort."""
         room, pair = self._find(peer, pair_key)
         if room is None or pair is None:
             return
@@ -140,7 +140,7 @@ class TargetSession(TargetPeers):
     def scatter_failed(
         self, peer: PeerId, pair_key: PairKey, slab: int, reason: Reason, text: str, now_ns: int
     ) -> None:
-        """The slab cannot be scattered; its room fails and nothing of it counts."""
+        """Fail the room of a slab that cannot be scattered."""
         room, pair = self._find(peer, pair_key)
         if room is None or pair is None:
             return
@@ -153,7 +153,7 @@ class TargetSession(TargetPeers):
     # -- peers -----------------------------------------------------------------------------------------------------
 
     def receive(self, peer: PeerId, message: PeerMessage, now_ns: int) -> None:
-        """Obey one message or notice of a peer; what is stale is counted and otherwise ignored."""
+        """Handle one message or notice of a peer; count and ignore stale ones."""
         known = self.peers.get(peer)
         if known is None:
             self._stale(message)
@@ -184,19 +184,19 @@ class TargetSession(TargetPeers):
                 self._heed_end_ack(known, message, now_ns)
 
     def _hear_parting(self, known: Peer, message: PeerMessage, now_ns: int) -> None:
-        """A source that is not attached may still confirm that it writes no more, and may give a room up."""
+        """Handle a message of a source that is not attached: it may confirm the end of its writes, or abort a room."""
         if not isinstance(message, Abort | EndAck) or not self._is_between(known, message.pair):
             self._stale(message)
         elif isinstance(message, EndAck):
             self._heed_end_ack(known, message, now_ns)
         elif known.state is PeerState.REFUSED:
-            # Its rooms have failed here.
+            # Its rooms have already failed here.
             self._send(known.peer, EndAck(message.pair))
         else:
             self._stale(message)
 
     def _is_between(self, known: Peer, pair: PairKey) -> bool:
-        """Whether a pair is one of this rank and life, and of any life of that source."""
+        """Whether a pair belongs to this rank and life, and to any life of that source."""
         ours = (self.config.instance, self.config.layout.parallel.dp_rank, self.rank, self.config.epoch)
         return (pair.target_instance, pair.dp_rank, pair.target_rank, pair.target_epoch) == ours and (
             pair.key.instance,
@@ -204,11 +204,11 @@ class TargetSession(TargetPeers):
         ) == (known.peer.instance, known.peer.rank)
 
     def _speaks_for(self, known: Peer, pair: PairKey) -> bool:
-        """Whether a pair is one of this rank and life, and of the current life of that source."""
+        """Whether a pair belongs to this rank and life, and to the current life of that source."""
         return pair.source_epoch == known.epoch and self._is_between(known, pair)
 
     def tick(self, now_ns: int) -> None:
-        """Repeat what has not been answered, let leases end. Call it by `next_due_ns` at the latest."""
+        """Repeat unanswered messages and end expired leases. Call it at `next_due_ns` at the latest."""
         for key, peer in self._timers.pop(now_ns):
             self._repeat(key, peer, now_ns)
         for peer in self._peer_timers.pop(now_ns):
@@ -219,7 +219,7 @@ class TargetSession(TargetPeers):
 
     @property
     def expects_bytes(self) -> bool:
-        """Whether a peer may be writing to this worker now, so that notices should be looked for."""
+        """Whether a peer may be writing to this worker now, so that the worker must poll for notices."""
         return bool(self.granter.ring.region_count) or self.in_place_count > 0
 
     # -- messages --------------------------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ class TargetSession(TargetPeers):
             self._give_up(room, pair, abort.reason or Reason.MALFORMED_MESSAGE, abort.text, now_ns)
 
     def _heed_end_ack(self, known: Peer, ack: EndAck, now_ns: int) -> None:
-        """A source writes no more for a pair."""
+        """Handle a source's confirmation that it writes no more for a pair."""
         room, pair = self._find(known.peer, ack.pair)
         if room is None or pair is None or pair.state is not TargetPairState.ABORTING:
             return
@@ -347,7 +347,7 @@ class TargetSession(TargetPeers):
         return room, (room.pairs.get(peer) if room is not None else None)
 
     def _arrived(self, room: TargetRoom, pair: TargetPair, slab: int, payload_bytes: int, now_ns: int) -> None:
-        """A slab is in the pages."""
+        """Record a slab that is in the pages."""
         assert pair.grid is not None
         pair.coverage.add(*pair.grid.tokens(slab))
         room.bytes_moved += payload_bytes
@@ -357,7 +357,7 @@ class TargetSession(TargetPeers):
         self._send(pair.peer, SlabAck(pair.pair, slab, generation))
 
     def _pump(self, now_ns: int) -> None:
-        """Send the grants that free memory allows, and watch for their answers."""
+        """Send the grants that free memory permits, and set the deadlines of their answers."""
         for room_key, pair, grant in self.granter.grants(self.rooms):
             self._send(pair.peer, grant)
             self.granter.owes(pair, now_ns)
@@ -373,7 +373,7 @@ class TargetSession(TargetPeers):
             self._timers.set((room.key, pair.peer), now_ns + backoff_ns(self.config.retry_ns, pair.attempts))
 
     def _overdue(self, room: TargetRoom, pair: TargetPair, now_ns: int) -> bool:
-        """Fail a room whose writer has had memory for too long; return whether it has."""
+        """Fail a room whose writer's bytes are overdue; return whether it did."""
         overdue = self.granter.overdue(pair, now_ns)
         if overdue:
             text = (
@@ -409,9 +409,9 @@ class TargetSession(TargetPeers):
         self._timers.set((key, peer), now_ns + backoff_ns(self.config.retry_ns, pair.attempts))
 
     def _finish(self, room: TargetRoom, now_ns: int) -> None:
-        """Tell the engine once everything is there; forget the room once every source knows its part."""
+        """Notify the engine once all tokens are there; drop the room once every source has answered."""
         for pair in room.pairs.values():
-            # Where nothing is wanted of a source, it may not know the total yet.
+            # A source with nothing to send may not know the total yet.
             knows_total = not pair.states or pair.total_tokens == room.end_token
             if pair.state is TargetPairState.OPEN and pair.covered and knows_total:
                 pair.step(TargetPairEvent.FINISH)
@@ -427,7 +427,7 @@ class TargetSession(TargetPeers):
             self._drop(room)
 
     def _give_up(self, room: TargetRoom, pair: TargetPair, reason: Reason, text: str, now_ns: int) -> None:
-        """A source serves a pair no more: its room fails, unless it needs nothing more of this source."""
+        """Fail the room of a pair that its source aborts, unless the room needs nothing more of this source."""
         if room.failed or pair.state in (TargetPairState.COMPLETE, TargetPairState.CLOSED):
             return
         if pair.route is None or room.state is TargetRoomState.DONE:
@@ -437,7 +437,7 @@ class TargetSession(TargetPeers):
             self._fail(room, reason, text, now_ns)
 
     def _fail(self, room: TargetRoom, reason: Reason, text: str, now_ns: int) -> None:
-        """Give a room up on this side and tell its sources; the memory that they may still write is quarantined."""
+        """Fail a room and abort it at its sources; quarantine the memory that they may still write."""
         if room.state is not TargetRoomState.OPEN:
             return
         assert reason is not Reason.NONE, "a failed room needs a reason"
@@ -456,13 +456,13 @@ class TargetSession(TargetPeers):
         self._settle(room)
 
     def _confirm(self, room: TargetRoom, pair: TargetPair) -> None:
-        """The pair's writer will not write any more: the memory that was quarantined for it is free."""
+        """Free a pair's quarantined memory: its writer will not write any more."""
         self._confirm_pair(pair)
         self.granter.release(room, pair)
         self._settle(room)
 
     def _settle(self, room: TargetRoom) -> None:
-        """Release the pages once nobody can write them; forget the room once every writer has confirmed."""
+        """Release the pages once no writer can write them; drop the room once every writer has confirmed."""
         if not room.failed or self.rooms.get(room.key) is not room:
             return
         if room.state is TargetRoomState.FAILED and not room.exposed:

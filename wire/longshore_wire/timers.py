@@ -1,4 +1,4 @@
-"""Deadlines for the cores: which key is due when. Time is an argument; nothing here reads a clock."""
+"""Deadlines by key, for the cores. Time is an argument; nothing here reads a clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Timers(Generic[K]):
-    """At most one deadline a key; setting it again replaces it."""
+    """Holds at most one deadline for each key; a new one replaces it."""
 
     def __init__(self) -> None:
         self._due_ns: dict[K, int] = {}
@@ -21,7 +21,7 @@ class Timers(Generic[K]):
         return len(self._due_ns)
 
     def set(self, key: K, due_ns: int) -> None:
-        """Let `key` come due at `due_ns`."""
+        """Set the deadline of `key` to `due_ns`."""
         self._due_ns[key] = due_ns
         self._sequence += 1
         heapq.heappush(self._heap, (due_ns, self._sequence, key))
@@ -31,11 +31,11 @@ class Timers(Generic[K]):
             heapq.heapify(self._heap)
 
     def clear(self, key: K) -> None:
-        """Forget the deadline of `key`, if any."""
+        """Remove the deadline of `key`, if any."""
         self._due_ns.pop(key, None)
 
     def pop(self, now_ns: int) -> list[K]:
-        """Return the keys that are due, earliest first, and forget their deadlines."""
+        """Return the due keys, earliest first, and remove their deadlines."""
         due: list[K] = []
         while self._heap and self._heap[0][0] <= now_ns:
             due_ns, _, key = heapq.heappop(self._heap)

@@ -1,7 +1,7 @@
-"""The 64 bytes behind every staged slab, by which the target knows that the bytes before it are the ones it granted.
+"""Seals and checks trailers: 64 bytes after every staged slab that prove to the target which slab lies before them.
 
-Written by the source's gather, checked by the target before its scatter. Pure bytes. A trailer ends with a MAC of its fields, whose key the
-target makes for one life of its own and gives to its sources when they attach: others cannot write a trailer that it takes for one.
+The source's gather writes it, and the target checks it before its scatter. Pure bytes. A trailer ends with a MAC of its
+fields. The target makes the key for one life of its own and sends it to attached sources, so others cannot forge a trailer.
 The MAC does not cover the slab's payload.
 """
 
@@ -16,32 +16,32 @@ from typing import NamedTuple
 import msgspec
 
 TRAILER_BYTES = 64
-# Slabs and their trailers begin at multiples of this, so that kernels may use 16-byte accesses and trailers never straddle a cache line.
+# Slabs and trailers begin at multiples of this, so that kernels can use 16-byte accesses and a trailer is one cache line.
 ALIGNMENT_BYTES = 64
-# What BLAKE2s takes.
+# The limit of BLAKE2s.
 TRAILER_KEY_BYTES_MAX = 32
-# What a target makes: nobody guesses so many.
+# The key length that a target uses: 128 bits cannot be guessed.
 TRAILER_KEY_BYTES = 16
 
 _FIELDS = struct.Struct("<QIIIIQQQI")
 _WIDE = frozenset({"room", "source_epoch", "target_epoch", "generation"})
 _MAC_BYTES = TRAILER_BYTES - _FIELDS.size
-# Keeps this MAC apart from any other use of such a key, and from trailers of other forms.
+# Separates this MAC from other uses of such a key, and from trailers of other formats.
 _PURPOSE = b"trailer2"
-# A worker has a key for each of its peers at a time.
+# A worker uses one key for each of its peers.
 _KEYS_MAX = 4096
 assert _MAC_BYTES == 12  # noqa: PLR2004 - 96 bits
 
 
 class SealedTrailer(NamedTuple):
-    """A trailer as it lies in memory. `payload_bytes` is the length of the slab before it."""
+    """A trailer's bytes. `payload_bytes` is the length of the slab before it."""
 
     payload_bytes: int
     data: bytes
 
 
 class Trailer(msgspec.Struct, frozen=True):
-    """What a slab is: its room, its place in the room, the lives of both workers, and its grant's generation."""
+    """The identity of a slab: its room, its place there, the lives of both workers, and its grant's generation."""
 
     room: int
     pool: int
@@ -54,10 +54,10 @@ class Trailer(msgspec.Struct, frozen=True):
     payload_bytes: int
 
     def seal(self, key: bytes) -> SealedTrailer:
-        """Return the 64 bytes. Room, epochs and generation are below 2**64, all others below 2**32; ours to keep.
+        """Return the 64 bytes. Asserts that room, epochs and generation are below 2**64, and all others below 2**32.
 
         Args:
-            key: of the target's life, at most TRAILER_KEY_BYTES_MAX.
+            key: the key of the target's life, at most TRAILER_KEY_BYTES_MAX bytes.
         """
         try:
             fields = _FIELDS.pack(
@@ -79,7 +79,7 @@ class Trailer(msgspec.Struct, frozen=True):
 
 
 def unseal(data: bytes, key: bytes) -> Trailer | None:
-    """Return the trailer in `data` (64 bytes), or None if these bytes are not a whole trailer (yet), or one of another key."""
+    """Return the trailer in `data` (64 bytes), or None if the bytes are no complete trailer of this key (yet)."""
     fields, mac = data[: _FIELDS.size], data[_FIELDS.size :]
     if len(data) != TRAILER_BYTES or not hmac.compare_digest(mac, _mac(fields, key)):
         return None
@@ -95,7 +95,7 @@ def _mac(fields: bytes, key: bytes) -> bytes:
 
 @functools.lru_cache(_KEYS_MAX)
 def _keyed(key: bytes) -> hashlib.blake2s:
-    """Return the MAC of nothing, which is copied for each trailer: making it costs more than all the rest."""
+    """Return an empty keyed MAC. It is cached and copied, since creating it costs more than the rest of a seal."""
     return hashlib.blake2s(digest_size=_MAC_BYTES, key=key, person=_PURPOSE)
 
 
@@ -105,5 +105,5 @@ def aligned(length_bytes: int) -> int:
 
 
 def slab_bytes(payload_bytes: int) -> int:
-    """Return what a slab takes in staging memory: its payload, rounded up, and its trailer."""
+    """Return the bytes of a slab in staging memory: its payload, rounded up, and its trailer."""
     return aligned(payload_bytes) + TRAILER_BYTES
