@@ -1,1 +1,1 @@
-"""The node's data plane: staging memory, gather and scatter, transfers, health."""
+"""The data plane of a node: staging memory, gather and scatter, transfers, health."""

@@ -1,6 +1,6 @@
-"""The crossover table's file: the one that ships with the agent, or another that a setting names.
+"""Reads the crossover table from the shipped file or from one that a setting names.
 
-Read by the supervisor, which refuses a faulty one, and by each worker. Knows where the table is, not what it says.
+Called by the supervisor, which refuses an invalid one, and by each worker. Does not interpret the table.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ SHIPPED = "crossover.json"
 
 
 def load(path: str) -> Crossover:
-    """Return the table in the file at `path`; empty: the shipped one.
+    """Return the table in the file at `path`; an empty path selects the shipped one.
 
     Raises:
-        ConfigError: the file cannot be read, or is no table; names it.
+        ConfigError: the file cannot be read or is no table; names the file.
     """
     if not path:
         return crossover.read(resources.files("longshore_agent").joinpath(SHIPPED).read_bytes(), SHIPPED)

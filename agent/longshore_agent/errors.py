@@ -1,4 +1,4 @@
-"""Errors of the agent's own parts; each maps to one Reason that engines and peers see."""
+"""Typed errors of the agent. Each has one Reason, which engines and peers receive."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ class PoolError(LongshoreError):
 
 
 class MemoryLostError(LongshoreError):
-    """An engine has truncated the memory that it shares; names the region. Bytes copied from or to it are worthless."""
+    """An engine has truncated its shared memory; names the region. Bytes copied from or to it are invalid."""
 
     reason = Reason.MEMORY_LOST
 
 
 class TransportError(LongshoreError):
-    """A transport refused or lost an operation; names the backend, the peer and what it said."""
+    """A transport refused or lost an operation; names the backend, the peer and the cause."""
 
     reason = Reason.TRANSFER_FAILED
 
 
 class PeerMetadataError(TransportError):
-    """What a peer sent as its transport metadata cannot be used."""
+    """A peer's transport metadata is invalid."""
 
     reason = Reason.MALFORMED_MESSAGE
 
 
 class DeviceError(LongshoreError):
-    """The CUDA driver is not there or refused a call; names the call, and the device or memory it was about."""
+    """The CUDA driver is missing or refused a call; names the call, and the device or memory."""
 
     reason = Reason.INTERNAL

@@ -1,4 +1,4 @@
-"""`longshore-agent`: one agent on this node, from its config file and its environment, until SIGTERM or SIGINT."""
+"""Runs one agent, configured by its file and environment, until SIGTERM or SIGINT: the command `longshore-agent`."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from longshore_wire.agent_config import AgentConfig, load
 from longshore_wire.crossover import WHOLE_PAGES, Crossover
 from longshore_wire.errors import ConfigError, LongshoreError
 
-# Where others on this machine learn of a running agent: its addresses, as JSON.
+# The file with a running agent's addresses, as JSON, for other programs on this machine.
 STATE_FILE = "agent.json"
 _EXIT_BAD_CONFIG = 2
 
 
 class AgentState(msgspec.Struct):
-    """What STATE_FILE holds."""
+    """The content of STATE_FILE."""
 
     pid: int
     socket: str
@@ -43,16 +43,16 @@ class AgentState(msgspec.Struct):
 
 @dataclass(slots=True)
 class _Named:
-    """What is in files that settings name, read once: a file may be a pipe, or change."""
+    """The contents of files that settings name, read once, since a file may be a pipe or change."""
 
     token: str = ""
     crossover: Crossover = WHOLE_PAGES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the agent; return its exit status: 2 for a wrong configuration."""
+    """Run the agent; return its exit status: 2 for an invalid configuration."""
     parser = argparse.ArgumentParser(prog="longshore-agent", description=__doc__)
-    parser.add_argument("--config", type=Path, help="the deployment's config file; the environment counts more")
+    parser.add_argument("--config", type=Path, help="the deployment's config file; environment variables override it")
     chosen = parser.parse_args(arguments)
     _raise_descriptor_limit()
     try:
@@ -67,13 +67,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _raise_descriptor_limit() -> None:
-    """Raise the limit of descriptors, often a soft 1,024, to the hard limit, for this process and its workers."""
+    """Raise the soft limit of descriptors, often 1,024, to the hard limit, for this process and its workers."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _read(path: Path | None) -> tuple[Settings, AgentConfig | None]:
-    """Return what the file and the environment say. Raises ConfigError with the faults of both."""
+    """Return the settings of the file and the environment. Raises ConfigError with the faults of both."""
     named = path or (Path(os.environ[variable("config_file")]) if os.environ.get(variable("config_file")) else None)
     config, faults = None, []
     if named is not None:
@@ -95,10 +95,10 @@ def _read(path: Path | None) -> tuple[Settings, AgentConfig | None]:
 
 
 def _read_named(settings: Settings) -> _Named:
-    """Return what is in the files that settings name.
+    """Read the files that settings name.
 
     Raises:
-        ConfigError: with every fault of them: an agent must not be ready that can serve no engine.
+        ConfigError: with all faults. An agent that can serve no engine must not become ready.
     """
     named = _Named()
 
@@ -137,7 +137,7 @@ def _read_named(settings: Settings) -> _Named:
 
 
 def _token(settings: Settings) -> str:
-    """Return the token that HTTP asks for; empty: none. Raises OSError, or ConfigError: an empty file would ask for none."""
+    """Return the bearer token of HTTP; empty if none is required. Raises OSError; ConfigError if the file is empty."""
     if not settings.http_token_file:
         return ""
     found = read_secret(Path(settings.http_token_file)).decode().strip()
@@ -147,7 +147,7 @@ def _token(settings: Settings) -> str:
 
 
 def write_state(state: AgentState, directory: Path) -> Path:
-    """Write the file by which others find this agent, and return its path. Who reads it meanwhile sees all of it or none."""
+    """Write STATE_FILE atomically and return its path."""
     path = directory / STATE_FILE
     write_whole(path, msgspec.json.encode(state))
     return path
@@ -171,10 +171,10 @@ def _serve(settings: Settings, config: AgentConfig | None, named: _Named) -> int
 
 
 class _Pages:
-    """Serves HTTP beside the supervisor's loop. A thread loads its libraries, which takes a second, while the loop takes engines in.
+    """Serves HTTP beside the supervisor's loop. A thread loads the libraries, which takes 1 s, while the loop accepts engines.
 
     Attributes:
-        error: why it serves nothing; the supervisor stops then. None: no error.
+        error: why it cannot serve, after which the supervisor stops; None without an error.
     """
 
     def __init__(self, settings: Settings, named: _Named, supervisor: Supervisor) -> None:
@@ -183,18 +183,18 @@ class _Pages:
         self._stack = contextlib.ExitStack()
         self._lock = threading.Lock()
         self._closed = False
-        # A daemon: an agent that stops at once does not wait for libraries.
+        # A daemon thread, so that an agent that stops at once does not wait for the libraries.
         threading.Thread(target=self._start, name="http-start", daemon=True).start()
 
     def close(self) -> None:
-        """End HTTP, or keep it from starting."""
+        """Stop HTTP, or prevent its start."""
         with self._lock:
             self._closed = True
             self._stack.close()
 
     def _start(self) -> None:
         try:
-            # fastapi, pydantic and uvicorn: nothing that an engine needs.
+            # Loads fastapi, pydantic and uvicorn, which no engine waits for.
             from longshore_agent.status.app import create_app
             from longshore_agent.status.plans import PlanDefaults
             from longshore_agent.status.server import serve

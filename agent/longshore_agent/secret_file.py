@@ -1,6 +1,6 @@
-"""Reads a file that holds a secret; refuses one that every user of the machine can read.
+"""Reads files with secrets; refuses a file that every user of the machine can read.
 
-Called by `main` and `control.curve`. Knows nothing of the content.
+Called by `main` and `control.curve`. Does not interpret the content.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from longshore_wire.errors import ConfigError
 def read_secret(path: Path) -> bytes:
     """Return the content of the file, which may be a pipe.
 
-    A group may read it: with an fsGroup, Kubernetes gives the files of a Secret volume to the pod's group.
+    Its group may read it, since with an fsGroup Kubernetes makes the pod's group own the files of a Secret volume.
 
     Raises:
-        OSError: it cannot be read.
-        ConfigError: all users can read it. Symlinks, which a Secret volume is made of, are followed.
+        OSError: the file cannot be read.
+        ConfigError: all users can read it. Symlinks, as in a Secret volume, are followed.
     """
     with path.open("rb") as file:
         mode = os.fstat(file.fileno()).st_mode

@@ -1,8 +1,8 @@
-"""The self-test of an agent without engines: two processes of it move bytes by the configured backend and compare them.
+"""Runs an agent's self-test: two processes move bytes by the configured backend and compare them.
 
-Started by the supervisor as a process of its own; prints one JSON line, a `SelfTest`. The receiving process is a fork of
-it, made before anything is loaded that a fork would break, and they talk over a socket pair in msgpack. Its memory is
-numpy's: loading a tensor library, or anything twice, would cost an agent that starts more than all the rest.
+The supervisor starts it as a process; it prints one JSON line, a `SelfTest`. The receiving process is a fork, made before
+any library is loaded that a fork would break. The two exchange msgpack over a socket pair. The memory is numpy's, because
+loading a tensor library would take longer than the rest of an agent's start.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from longshore_agent.transports.base import Pieces, Transport, WriteState
 from longshore_wire.errors import LongshoreError
 from longshore_wire.names import UNKNOWN_WIRE
 
-# The whole test on a busy machine; a backend that needs longer for a few bytes does not work.
+# Limit of the whole test on a busy machine. A backend that needs longer for a few bytes does not work.
 LIMIT_S = 30.0
 _DATAGRAM_BYTES_MAX = 1 << 20
 _PAUSE_S = 0.0005
-# The receiver has nothing to do any more but to close its transport.
+# The receiver only has to close its transport.
 _END_LIMIT_S = 2.0
 
 
@@ -40,11 +40,11 @@ class _Card(msgspec.Struct):
 
 
 def run(settings: Settings, out: IO[bytes]) -> SelfTest:
-    """Move `settings.self_test_bytes` to a second process; report what was seen, also if it failed.
+    """Move `settings.self_test_bytes` to a second process; write the result, also after a failure.
 
     Args:
-        settings: of the agent.
-        out: where the answer goes; the second process lets it go, so that who reads waits for this one alone.
+        settings: the agent's settings.
+        out: receives the answer. The second process closes it, so that its reader waits for this process only.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.settimeout(LIMIT_S)
@@ -68,7 +68,7 @@ def run(settings: Settings, out: IO[bytes]) -> SelfTest:
 
 
 def _send(settings: Settings, link: socket.socket) -> tuple[str, str]:
-    """Return what the bytes travelled over, and what is wrong with those that arrived."""
+    """Return the wire, and what is wrong with the bytes that arrived; empty if they are right."""
     length_bytes = settings.self_test_bytes
     transport = _transport(settings, "sender")
     try:
@@ -88,7 +88,7 @@ def _send(settings: Settings, link: socket.socket) -> tuple[str, str]:
             raise TransportError(write.error)
         transport.release(write)
         link.send(b"sent")
-        # While the receiver connects to us, too, this transport must be there.
+        # The receiver also connects to us, so this transport must stay open until then.
         same = link.recv(16) == b"same"
         return wire.value, "" if same else "the bytes that arrived are not those that were sent"
     finally:
@@ -101,7 +101,7 @@ def _receive(settings: Settings, link: socket.socket, others: tuple[socket.socke
     length_bytes = settings.self_test_bytes
     transport = _transport(settings, "receiver")
     try:
-        # Touched before anybody writes to it: reading alone would map the shared zero page.
+        # Written once before the transfer, since reading would map only the shared zero page.
         buffer = np.full(length_bytes, 0xA5, dtype=np.uint8)
         transport.register(buffer.ctypes.data, length_bytes)
         link.send(msgspec.msgpack.encode(_Card(transport.metadata(), buffer.ctypes.data)))
@@ -115,7 +115,7 @@ def _receive(settings: Settings, link: socket.socket, others: tuple[socket.socke
 
 
 def _transport(settings: Settings, role: str) -> Transport:
-    """Return a transport that lets in this machine alone, where the kernel can see to that."""
+    """Return a transport whose ports admit only this machine, if the kernel supports the filter."""
     ports = make_ports(settings)
     transport = make_transport(settings, f"self-test-{role}-{os.getpid()}", ports)
     ports.admit([str(ports.address)])

@@ -1,7 +1,7 @@
-"""Values of settings as people write them, and back: `64Mi`, `2.5`, `true`, `NIXL`, `TCP,RDMA`.
+"""Parses and formats values of settings: `64Mi`, `2.5`, `true`, `NIXL`, `TCP,RDMA`.
 
-Used by `settings` only; knows types, units and ranges, and no setting by name. Each fault is a ValueError
-whose text says what would be right; `settings` puts the variable's name before it.
+Used by `settings` only. Knows types, units and ranges, but no setting by name. Each fault is a ValueError
+that names the valid values; `settings` adds the variable's name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NOTHING = "Auto"
 
 
 class LogLevel(StrEnum):
-    """The least important line that is logged."""
+    """The log level."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -60,7 +60,7 @@ def in_nanoseconds(name: str, value: Any) -> tuple[str, Any]:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes that `text` says; unlike a quantity of a CR it may be 0. Raises ValueError."""
+    """Return the bytes that `text` states, which may be 0, unlike a quantity in a manifest. Raises ValueError."""
     if text == "0":
         return 0
     try:
@@ -75,7 +75,7 @@ def format_bytes(size_bytes: int) -> str:
 
 
 def parse_value(text: str, kind: object, unit: str) -> object:
-    """Return what `text` says for a setting of type `kind`. Raises ValueError."""
+    """Parse `text` for a setting of type `kind`. Raises ValueError."""
     if kind is bool:
         if text.lower() not in _TRUTHS:
             raise ValueError(f"{text!r} is neither true nor false")
@@ -93,7 +93,7 @@ def parse_value(text: str, kind: object, unit: str) -> object:
 
 
 def format_value(value: object, unit: str) -> str:
-    """Return `value` as the environment holds it; `parse_value` gives it back."""
+    """Return the text of `value` for the environment: the inverse of `parse_value`."""
     if value is None:
         return _NOTHING
     if isinstance(value, bool):
@@ -117,14 +117,14 @@ def shown(value: object) -> str:
 
 
 def choices(kind: object) -> list[str]:
-    """Return all values that a setting of type `kind` may have, in words; empty: they cannot be listed."""
+    """Return the texts of all values of type `kind`; empty if they cannot be listed."""
     if kind is bool:
         return ["true", "false"]
     return [text for text, _ in _members(kind)]
 
 
 def check_range(value: object, unit: str, low: float | None, high: float | None) -> None:
-    """Raise ValueError if `value` is not within [low, high]; None: there is no bound."""
+    """Raise ValueError if `value` is not within [low, high]. None means no bound."""
     if low is None or high is None:
         return
     assert isinstance(value, int | float), value
@@ -158,12 +158,12 @@ def _parse_choice(text: str, kind: object) -> object:
 
 
 def _members(kind: object) -> list[tuple[str, object]]:
-    """Return (text, value) of each member of an Enum, of an Enum or nothing, or of a tuple of wires."""
+    """Return (text, value) of each member of an Enum, an optional Enum, or a tuple of wires."""
     if isinstance(kind, UnionType):
         (enumeration,) = (part for part in get_args(kind) if part is not NoneType)
         return [(_NOTHING, None), *_members(enumeration)]
     if kind == tuple[Wire, ...]:
-        # A wire that was not found out cannot be allowed on purpose.
+        # An unknown wire cannot be allowed.
         return [(wire.value, wire) for wire in Wire if wire is not Wire.UNKNOWN]
     if isinstance(kind, type) and issubclass(kind, Enum):
         return [(format_value(member, ""), member) for member in kind]
@@ -176,7 +176,7 @@ def is_service_link(variable: str) -> bool:
 
 
 def bind_faults(name: str, host: str) -> dict[str, str]:
-    """Return by its variable why an agent cannot listen at `host`, and the way out; empty: it can, or only the network knows."""
+    """Return, by variable, why an agent cannot listen at `host`; empty if no fault is known without the network."""
     if ":" not in host:
         return {}
     return {name: f"{host} is an IPv6 address, and agents reach each other over IPv4 only: give the pod's IPv4 address"}

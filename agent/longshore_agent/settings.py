@@ -1,4 +1,4 @@
-"""The one table of the agent's settings: names, defaults, units and meanings.
+"""The table of the agent's settings: names, defaults, units and meanings.
 
 Each field of `Settings` is a row; from it come the names of the environment variables (`LONGSHORE_` and the
 field's name in capitals), what they may hold, the field of the config file that says the same, whether the
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class Role(StrEnum):
-    """Whose behaviour a setting changes."""
+    """The role whose behaviour a setting changes."""
 
     AGENT = "agent"
     PREFILL = "prefill"
@@ -86,10 +86,10 @@ _core = functools.partial(_setting, core=True)
 class Settings:
     """What one agent was told, checked. Units are in the names; `setting_values.unit_of` finds them there.
 
-    Each default is one frozen row that `_setting` makes, whatever its type; hence the rule that is off on some rows.
+    RUF009 is off on some rows because every default is a call of `_setting`, which makes a frozen row.
 
     Raises:
-        ConfigError: from `check` and `from_environment`, with every fault at once, each beginning with its variable.
+        ConfigError: from `check` and `from_environment`, with all faults; each begins with its variable.
     """
 
     config_file: str = _setting(
@@ -161,7 +161,7 @@ class Settings:
     gpu_staging_memory: Allocation = _setting(  # noqa: RUF009
         Allocation.CUDA_MALLOC,
         Role.BOTH,
-        "How a GPU's worker allocates lanes, ring and probe memory. cuMemCreate needs NIXL and an IMEX channel of the host.",
+        "How a GPU worker allocates lanes, ring and probe memory. cuMemCreate needs NIXL and an IMEX channel of the host.",
     )
     wires: tuple[Wire, ...] = _setting(
         (),
@@ -178,12 +178,12 @@ class Settings:
     crossover_file: str = _setting(
         "",
         Role.DECODE,
-        "File of the table by which staging Auto chooses, as `longshore bench crossover` writes it. Empty: the shipped one.",
+        "Crossover table for staging Auto, written by `longshore bench crossover`. Empty: the shipped one.",
     )
     ring_bytes: int = _core(
         4 * _GIB,
         Role.DECODE,
-        "Staging ring of one decode rank. 0: the rank takes no staged bytes.",
+        "Size of the staging ring of one decode rank. 0: the rank accepts no staged bytes.",
         low=0,
         high=1 << 44,
         file="decode.staging.pool_size",
@@ -194,7 +194,7 @@ class Settings:
     ring_share_divisor: int = _core(
         4,
         Role.DECODE,
-        "A room holds at most the ring divided by this, or one ready slab beside what it was granted ahead.",
+        "A room holds at most the ring divided by this, or one ready slab in addition to its grants ahead.",
         low=1,
         high=1024,
     )
@@ -220,7 +220,7 @@ class Settings:
     gpu_slab_bytes_min: int = _setting(
         96 * _MIB,
         Role.PREFILL,
-        "The same on a GPU, where a slab's control work takes 130 us or more. Half of all lanes' buffers limits it.",
+        "LONGSHORE_SLAB_BYTES_MIN of a GPU worker, where control of a slab takes 130 us or more. Limited to half of all lanes' buffers.",
         low=_KIB,
         high=1 << 32,
     )
@@ -246,7 +246,7 @@ class Settings:
     peer_timeout_s: float = _core(
         5.0,
         Role.BOTH,
-        "A peer that is silent for so long is lost. Up to 4 times as long if it did not run lately or its host confirms that it exists.",
+        "A peer that is silent for this long is lost; up to 4 times as long if it did not run recently or a probe finds its process.",
         low=0.05,
         high=3600,
     )
@@ -257,16 +257,16 @@ class Settings:
     write_timeout_s: float = _core(
         120.0,
         Role.BOTH,
-        "A room fails when a prefill rank has tokens ready and memory to write them to, but writes none for so long. A prefill worker is "
-        "replaced when a write has not ended so long after its room failed; a decode worker, when a lost prefill rank may still write "
-        "an engine's pages so long after that.",
+        "A room fails when a prefill rank has ready tokens and granted memory, but writes none for this long. A prefill worker is "
+        "replaced when a write has not ended this long after its room failed; a decode worker, when a lost prefill rank may still write "
+        "an engine's pages this long after that.",
         low=1,
         high=86400,
     )
     room_timeout_s: float = _core(
         600.0,
         Role.BOTH,
-        "An open room fails when no offer, claim or slab comes for so long. Give more than a prompt may wait in a queue.",
+        "An open room fails without an offer, claim or slab for this long. Must exceed the time that a prompt may wait in a queue.",
         low=1,
         high=86400,
     )
@@ -277,7 +277,7 @@ class Settings:
     process_workers_max: int = _setting(
         8,
         Role.AGENT,
-        "Workers of one engine process, one a rank; each takes 190 MiB beside its staging.",
+        "Workers of one engine process, one a rank. Each takes 190 MiB in addition to its staging.",
         low=1,
         high=4096,
     )
@@ -291,7 +291,7 @@ class Settings:
     quarantine_percent: int = _setting(
         25,
         Role.DECODE,
-        "A worker drains and restarts when more of its ring is in quarantine, for longer than LONGSHORE_PEER_TIMEOUT_S.",
+        "A worker drains and is replaced when more of its ring is in quarantine for longer than LONGSHORE_PEER_TIMEOUT_S.",
         low=1,
         high=100,
     )
@@ -311,8 +311,8 @@ class Settings:
     restart_backoff_min_s: float = _setting(
         0.2,
         Role.AGENT,
-        "Wait before the next worker when one cannot start, or dies within 10 s of service; it doubles each further time. The first is "
-        "started again at once.",
+        "Wait before the next worker when one cannot start, or dies within 10 s of service. It doubles each further time. The first is "
+        "restarted at once.",
         low=0.01,
         high=3600,
     )
@@ -332,17 +332,17 @@ class Settings:
 
     @property
     def allowed_wires(self) -> AllowedWires:
-        """`wires` as the protocol cores judge by them."""
+        """`wires` as the type of the protocol cores."""
         return AllowedWires(tuple(wire.value for wire in self.wires))
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str], base: Settings | None = None) -> Settings:
-        """Return the settings that `env` holds; other programs' variables are ignored.
+        """Return the settings in `env`; variables of other programs are ignored.
 
         Args:
-            base: what counts where a variable is not set or empty, for example `from_config`; None: the defaults.
+            base: values for unset or empty variables, for example from `from_config`; None for the defaults.
         Raises:
-            ConfigError: unknown `LONGSHORE_` variables (with the nearest known name) and wrong values, all at once.
+            ConfigError: unknown `LONGSHORE_` variables (with the nearest known name) and invalid values, all together.
         """
         rows = {variable(row.name): row for row in dataclasses.fields(cls)}
         hints = get_type_hints(cls)
@@ -380,7 +380,7 @@ class Settings:
         return dataclasses.replace(made, slab_bytes_min=slab_bytes)
 
     def check(self) -> None:
-        """Raise ConfigError if a value is out of its range or contradicts another; for settings made in code."""
+        """Raise ConfigError if a value is out of range or contradicts another. For settings made in code."""
         faults: dict[str, str] = {}
         for row in dataclasses.fields(self):
             try:
@@ -390,7 +390,7 @@ class Settings:
         _raise(self, faults)
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that give these settings to another process; defaults are left out."""
+        """Return the variables that pass these settings to another process, without defaults."""
         changed = (row for row in dataclasses.fields(self) if getattr(self, row.name) != row.default)
         return {variable(row.name): format_value(getattr(self, row.name), unit_of(row.name)) for row in changed}
 
@@ -451,7 +451,7 @@ def variable(name: str) -> str:
 
 
 def _raise(settings: Settings, faults: Mapping[str, str]) -> None:
-    """Raise ConfigError with `faults` (by variable) and the contradictions between values sound in themselves."""
+    """Raise ConfigError with `faults` (by variable) and the contradictions between valid values."""
     faults = {**faults, **setting_values.bind_faults(variable("bind_host"), settings.bind_host)}
     lines = [f"{name}: {fault}" for name, fault in faults.items()]
     for name, other, fault in settings.contradictions():
@@ -474,12 +474,12 @@ def reference() -> str:
     lines = [
         "# Settings of the agent",
         "",
-        "Made from the table in `longshore_agent.settings` by `python -m longshore_agent.settings`; do not edit.",
+        "Generated from the table in `longshore_agent.settings` by `python -m longshore_agent.settings`; do not edit.",
         "",
-        "The agent reads these environment variables once, when it starts. A variable that begins with `LONGSHORE_`",
-        "and is not listed here is an error, as is any wrong value; all faults are reported at once. `_S` is seconds,",
+        "The agent reads these environment variables once, at its start. A variable that begins with `LONGSHORE_`",
+        "and is not listed here is an error, as is an invalid value. All faults are reported together. `_S` is seconds,",
         "`_MS` milliseconds. Sizes are bytes and may carry `Ki`, `Mi`, `Gi`, `Ti`, `k`, `M`, `G` or `T`. An empty value",
-        "means the default. *Role* says whose behaviour a setting changes.",
+        "means the default. *Role* is the side whose behaviour a setting changes.",
         "",
         "| variable | default | allowed | role | meaning |",
         "|---|---|---|---|---|",

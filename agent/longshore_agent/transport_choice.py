@@ -1,4 +1,4 @@
-"""Makes the transport that an agent's settings name. Called by workers, for memory of their device, and by the self-test."""
+"""Creates the transport of an agent's settings. Called by workers, for memory of their device, and by the self-test."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from longshore_wire.errors import Reason
 
 
 def make_ports(settings: Settings) -> DataPorts:
-    """Return the guard of the ports that a transport of these settings opens; it admits no peer yet. Raises TransportError."""
+    """Return the guard of a transport's ports, which does not admit peers yet. Raises TransportError."""
     ports = DataPorts(settings.bind_host, allow_open=settings.allow_open_data_path)
     ports.admit(())
     return ports
 
 
 def make_transport(settings: Settings, name: str, ports: DataPorts, device: Device | None = None) -> Transport:
-    """Make the transport that the settings ask for, for memory of `device`; `ports` takes over what it opens. Raises TransportError."""
+    """Create the configured transport for memory of `device`; `ports` guards its ports. Raises TransportError."""
     backend = settings.backend
     options: dict[str, Any] = {}
     if device is not None:

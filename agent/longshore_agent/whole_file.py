@@ -1,4 +1,4 @@
-"""Files that others read at any instant, or that must outlive a kill: written whole or not at all."""
+"""Writes files atomically, for concurrent readers and for processes that may be killed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replace a file of ours atomically: a reader sees the new content or the old one, never a part.
+    """Replace a file atomically: a reader sees either the old or the new content.
 
     Raises:
-        OSError: it cannot be written (a full disk); what was there before still is.
+        OSError: the file cannot be written (for example on a full disk); the old content is kept.
     """
     fresh = path.with_suffix(".new")
     try:

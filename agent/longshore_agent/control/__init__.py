@@ -1,1 +1,1 @@
-"""Links to peers over ZeroMQ, and the socket on which engines of this node connect. The only place that knows zmq."""
+"""Links to peers over ZeroMQ, and the socket for engines of this node. The only package that imports zmq."""

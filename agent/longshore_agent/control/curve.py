@@ -1,8 +1,8 @@
-"""CURVE keys of the control protocol, and the ZAP handler that knows which client keys belong to the deployment.
+"""Reads and writes CURVE keys of the control protocol, and runs the ZAP handler that checks client keys.
 
-A CURVE server without such a handler lets every client key in. Keys are Z85 text in one JSON file, `curve.json`,
-that the operator keeps in a Secret. While keys are rotated, the file `previous.json` beside it holds those of the revision
-before: agents of both revisions then know each other's server keys and have clients that the others let in.
+A CURVE server without such a handler accepts every client key. Keys are Z85 text in one JSON file, `curve.json`,
+which the operator keeps in a Secret. During a rotation of keys, `previous.json` beside it holds those of the previous
+revision, so that agents of both revisions know each other's server keys and accept each other's clients.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FINGERPRINT_CHARACTERS = 16
 
 
 class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One deployment's keys: every worker is a server to its peers and a client of theirs."""
+    """One deployment's keys. Every worker is a server for its peers and a client of them."""
 
     server_public: str
     server_secret: str
@@ -35,11 +35,11 @@ class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     accepted: tuple[str, ...]
 
     def __repr__(self) -> str:
-        """Name the public half only: keys never reach a log."""
+        """Show only the public half, so that keys never reach a log."""
         return f"CurveKeys(server_public={self.server_public!r}, accepted={len(self.accepted)})"
 
     def check(self) -> None:
-        """Raise ConfigError naming every key that is none."""
+        """Raise ConfigError naming every invalid key."""
         names = ("server_public", "server_secret", "client_public", "client_secret")
         faults = [f"{KEYS_FILE}: {name} is not a key of 40 Z85 characters" for name in names if not _is_key(self, name)]
         faults += [
@@ -52,12 +52,12 @@ class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def fingerprint(self) -> str:
-        """A short name of the server key, by which peers tell revisions apart."""
+        """A short name of the server key, which distinguishes revisions."""
         return hashlib.sha256(self.server_public.encode()).hexdigest()[:_FINGERPRINT_CHARACTERS]
 
 
 class KeyRing(msgspec.Struct, frozen=True):
-    """The keys of one agent: those of its revision, and those of the one before while agents of it may still be there."""
+    """The keys of one agent: those of its revision, and during a rotation those of the previous one."""
 
     current: CurveKeys
     previous: CurveKeys | None = None
@@ -69,12 +69,12 @@ class KeyRing(msgspec.Struct, frozen=True):
 
     @property
     def accepted(self) -> frozenset[bytes]:
-        """Client keys that are let in. Whom the previous revision still let in is out."""
+        """Accepted client keys: those that the newest revision accepts, and the clients of both revisions."""
         clients = {*self.current.accepted, *(keys.client_public for keys in self.revisions)}
         return frozenset(key.encode() for key in clients)
 
     def named(self, fingerprint: str) -> CurveKeys | None:
-        """Return the keys of the revision whose server key has this fingerprint, if it is one of ours."""
+        """Return the keys whose server key has this fingerprint, or None."""
         return next((keys for keys in self.revisions if keys.fingerprint == fingerprint), None)
 
 
@@ -91,19 +91,19 @@ def generate() -> CurveKeys:
 
 
 def write(keys: CurveKeys, directory: Path) -> None:
-    """Write the keys for one deployment into `directory`, readable by its owner only."""
+    """Write the keys of one deployment into `directory`, readable only by their owner."""
     path = directory / KEYS_FILE
     path.touch(mode=0o600)
     path.write_bytes(msgspec.json.encode(keys))
 
 
 def read(directory: Path) -> CurveKeys:
-    """Return the keys in `directory`. Raises ConfigError naming the file and what is wrong with it."""
+    """Return the keys in `directory`. Raises ConfigError naming the file and its fault."""
     return _read(directory, KEYS_FILE)
 
 
 def read_ring(directory: Path) -> KeyRing:
-    """Return the keys in `directory` and those of the revision before, if they are there. Raises ConfigError as `read`."""
+    """Return the keys in `directory`, with those of the previous revision if present. Raises the errors of `read`."""
     has_previous = (directory / PREVIOUS_FILE).exists()
     return KeyRing(read(directory), _read(directory, PREVIOUS_FILE) if has_previous else None)
 
@@ -121,7 +121,7 @@ def _read(directory: Path, name: str) -> CurveKeys:
 
 
 class Gatekeeper:
-    """The ZAP handler of one ZeroMQ context, in a thread of its own."""
+    """The ZAP handler of one ZeroMQ context, with its own thread."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: KeyRing) -> None:
         self._accepted = keys.accepted
@@ -133,12 +133,12 @@ class Gatekeeper:
 
     @property
     def refused_count(self) -> int:
-        """Connections refused so far because their client key is not of this deployment."""
+        """Number of connections refused because their client key is not of this deployment."""
         with self._lock:
             return self._refused_count
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Decide on one connection; called by the handler's thread."""
+        """Return whether to accept one connection. Called by the handler's thread."""
         del domain
         accepted = key in self._accepted
         if not accepted:
@@ -147,12 +147,12 @@ class Gatekeeper:
         return accepted
 
     def stop(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._thread.stop()
 
 
 def main() -> int:
-    """Write new keys into the directory that the first argument names; keys that are there already are kept."""
+    """Write new keys into the directory of the first argument; refuse to overwrite existing keys."""
     if len(sys.argv) != 2:  # noqa: PLR2004
         sys.stderr.write("usage: python -m longshore_agent.control.curve DIRECTORY\n")
         return 2

@@ -1,7 +1,7 @@
-"""The agent's end of the engine link: sockets, framing, descriptors and the engine's identity. Holds no rule.
+"""The agent's end of the engine link: sockets, framing, descriptors and the engine's identity.
 
-Used by the supervisor (listener, first message, handing connections on) and by workers (`EngineLink`). Nothing here
-blocks; its owner polls `fileno` and `pidfd`. What a message means, and whether it may be said now, is for others.
+Used by the supervisor (listener, first message, passing connections) and by workers (`EngineLink`). Nothing here blocks;
+the owner polls `fileno` and `pidfd`. This module does not interpret messages or check their order.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from longshore_wire.engine_codec import ENGINE_MESSAGE_BYTES_MAX, TO_AGENT, TO_E
 from longshore_wire.engine_messages import RegisterPool, ToAgent, ToEngine
 from longshore_wire.errors import CodecError, LongshoreError, Reason
 
-# Messages that an engine has not read: events of some thousand rooms. One that reads none of them is stuck.
+# Unread messages of an engine: events of several thousand rooms. An engine that reads none of them is stuck.
 OUTBOX_MESSAGES_MAX = 16_384
-# Messages taken from one engine before others get their turn.
+# Messages read from one engine before others get their turn.
 RECEIVE_BATCH_MAX = 64
-# Descriptors that the kernel passes in one message (SCM_MAX_FD).
+# The kernel's limit of descriptors in one message (SCM_MAX_FD).
 DESCRIPTORS_MAX = 253
-# Engines that connect while the supervisor is busy starting a worker.
+# Pending connections while the supervisor is busy starting a worker.
 BACKLOG = 128
 SOCKET_MODE = 0o660
-# Linux 6.5 and later: a pidfd of the peer, also of one in another PID namespace, and free of races on reused PIDs.
+# Linux 6.5 and later: a pidfd of the peer, also in another PID namespace, without races on reused PIDs.
 SO_PEERPIDFD = 77
 _CREDENTIALS = struct.Struct("3i")
 _DESCRIPTOR_BYTES = array.array("i").itemsize
@@ -46,13 +46,13 @@ class EngineClosedError(LongshoreError):
 
 
 class EngineStuckError(LongshoreError):
-    """An engine does not read what it is sent; its owner lets it go."""
+    """An engine does not read its messages; the owner closes the link."""
 
     reason = Reason.ENGINE_LOST
 
 
 class ListenError(LongshoreError):
-    """The engine socket cannot be made at its path; names the path and the way out."""
+    """The engine socket cannot be created at its path; names the path and the remedy."""
 
     reason = Reason.UNSUPPORTED
 
@@ -62,8 +62,8 @@ class PeerProcess(NamedTuple):
 
     Attributes:
         pid: 0 for a process that our PID namespace cannot see, such as one in another pod.
-        life: a number that no other live process has, also in another PID namespace; 0: the kernel (before Linux 6.9) does
-            not give one.
+        life: a number unique among live processes, also in other PID namespaces; 0 if the kernel (before Linux 6.9) has
+            none.
     """
 
     pid: int
@@ -72,21 +72,21 @@ class PeerProcess(NamedTuple):
     life: int = 0
 
     def same_as(self, other: PeerProcess) -> bool:
-        """Whether both are known to be one process."""
+        """Whether both are known to be the same process."""
         return (self.life or self.pid) > 0 and (self.life, self.pid) == (other.life, other.pid)
 
 
 class EngineLink:
-    """One engine's connection. Not thread-safe; takes the socket over.
+    """One engine's connection. Owns the socket. Not thread-safe.
 
     Attributes:
         peer: the process that connected.
-        pidfd: readable once that process is dead, even if a forked child of it holds the socket; None where the
-            kernel cannot say (an older one, and the process in another PID namespace).
+        pidfd: readable once that process is dead, even if a forked child of it holds the socket; None if the
+            kernel cannot provide it (an older kernel and a process in another PID namespace).
     """
 
     def __init__(self, connected: socket.socket, first: bytes = b"") -> None:
-        """Take over a connection; `first` is a message that was read from it already (see `read_message`).
+        """Take over a connection; `first` is a message that was already read from it (see `read_message`).
 
         Raises:
             EngineClosedError: the process that connected is dead; the socket is closed.
@@ -109,17 +109,17 @@ class EngineLink:
 
     @property
     def outbox_count(self) -> int:
-        """How many messages wait for room in the socket; `flush` sends them."""
+        """Number of messages that wait for space in the socket; `flush` sends them."""
         return len(self._outbox)
 
     def receive(self) -> list[tuple[ToAgent, list[int]]]:
-        """Return messages that are there, at most RECEIVE_BATCH_MAX, each with the descriptors beside it.
+        """Return available messages, at most RECEIVE_BATCH_MAX, each with its attached descriptors.
 
-        The caller owns the descriptors. Only RegisterPool comes with any.
+        The caller owns the descriptors. Only RegisterPool may have any.
 
         Raises:
-            CodecError: the engine broke the framing; every descriptor of this call is closed. Close the link.
-            EngineClosedError: the engine's end is closed, and all that came before it was returned.
+            CodecError: the framing is invalid; all descriptors of this call are closed. Close the link.
+            EngineClosedError: the engine's end is closed, and all earlier messages were returned.
         """
         messages: list[tuple[ToAgent, list[int]]] = []
         if self._first:
@@ -147,7 +147,7 @@ class EngineLink:
         """Send a message, or keep it for `flush`.
 
         Raises:
-            EngineStuckError: OUTBOX_MESSAGES_MAX wait already; the message was not taken.
+            EngineStuckError: OUTBOX_MESSAGES_MAX already wait; the message was not queued.
             EngineClosedError: the engine's end is closed.
         """
         if len(self._outbox) >= OUTBOX_MESSAGES_MAX:
@@ -158,7 +158,7 @@ class EngineLink:
         self.flush()
 
     def flush(self) -> bool:
-        """Send what the socket takes; return whether nothing is left. Raises EngineClosedError."""
+        """Send as much as the socket accepts; return whether nothing is left. Raises EngineClosedError."""
         while self._outbox:
             try:
                 self._socket.send(self._outbox[0], socket.MSG_NOSIGNAL)
@@ -181,23 +181,23 @@ class EngineLink:
 
 
 class EngineListener:
-    """The engine socket of a node: a path that engines connect to. Not thread-safe."""
+    """The engine socket of a node, at a path to which engines connect. Not thread-safe."""
 
     def __init__(self, path: str) -> None:
-        """Bind and listen. A socket that nobody answers on, left by an agent that was killed, is replaced.
+        """Bind and listen. Replace a stale socket of a killed agent.
 
         Raises:
-            ListenError: an agent answers there, or something else is in the way; nothing was changed.
+            ListenError: another agent listens there, or the path is no socket; nothing was changed.
         """
         self.path = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
             folder = os.open(Path(path).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                # Two agents that start at once must not each remove the other's socket; the lock ends with `folder`.
+                # Prevents two starting agents from removing each other's socket. Closing `folder` releases the lock.
                 fcntl.flock(folder, fcntl.LOCK_EX)
                 _remove_stale(path)
-                # Linux gives a socket's own mode to the file that bind makes: it is never open to all.
+                # Linux gives the socket's mode to the file that bind creates, so that it is never open to all users.
                 os.fchmod(self._socket.fileno(), SOCKET_MODE)
                 self._socket.bind(path)
                 Path(path).chmod(SOCKET_MODE)
@@ -217,7 +217,7 @@ class EngineListener:
         return self._socket.fileno()
 
     def accept(self) -> socket.socket | None:
-        """Return a new connection that does not block, or None. Raises ListenError when descriptors have run out."""
+        """Return a new non-blocking connection, or None. Raises ListenError if no descriptor is left."""
         try:
             connected, _ = self._socket.accept()
         except (BlockingIOError, ConnectionAbortedError):
@@ -228,7 +228,7 @@ class EngineListener:
         return connected
 
     def close(self) -> None:
-        """Stop listening and remove the path, unless another agent has put its own there. Idempotent."""
+        """Stop listening and remove the path, unless another agent has replaced it. Idempotent."""
         if self._socket.fileno() < 0:
             return
         try:
@@ -244,7 +244,7 @@ def read_message(connected: socket.socket) -> bytes | None:
     """Return the next message of a connection undecoded (for `EngineLink(first=)`), or None if there is none yet.
 
     Raises:
-        CodecError: it is too long, or descriptors came with it.
+        CodecError: it is too long, or has descriptors attached.
         EngineClosedError: the other end is closed.
     """
     found = _receive(connected, _CONTROL_BYTES)
@@ -263,9 +263,9 @@ def send_connection(link: socket.socket, descriptor: int, payload: bytes) -> Non
     """Pass a connection to another process over a SOCK_SEQPACKET pair; the caller still closes its own `descriptor`.
 
     Args:
-        payload: bytes that go with it, at least 1; the engine's first message.
+        payload: the engine's first message, at least 1 byte.
     Raises:
-        EngineClosedError: the other process is gone.
+        EngineClosedError: the other process has ended.
         BlockingIOError: `link` does not block and is full; nothing was sent.
     """
     assert payload
@@ -281,7 +281,7 @@ def receive_connection(link: socket.socket) -> tuple[socket.socket, bytes] | Non
 
     Raises:
         CodecError: there was not exactly one descriptor, or the payload was too long.
-        EngineClosedError: the other process is gone.
+        EngineClosedError: the other process has ended.
     """
     found = _receive(link, _CONTROL_BYTES)
     if found is None:
@@ -297,7 +297,7 @@ def receive_connection(link: socket.socket) -> tuple[socket.socket, bytes] | Non
 
 
 def close_all(descriptors: list[int]) -> None:
-    """Close descriptors that nobody will use."""
+    """Close unused descriptors."""
     for descriptor in descriptors:
         os.close(descriptor)
 
@@ -313,7 +313,7 @@ def _receive(link: socket.socket, control_bytes: int) -> tuple[bytes, list[int]]
     descriptors = array.array("i")
     for level, kind, content in control:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            # A truncated list may end within a number.
+            # A truncated list may end within a descriptor.
             descriptors.frombytes(content[: len(content) - len(content) % _DESCRIPTOR_BYTES])
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         close_all(descriptors.tolist())
@@ -343,19 +343,19 @@ def process_of(connected: socket.socket) -> PeerProcess:
     except ProcessLookupError as error:
         raise EngineClosedError(f"the engine with PID {peer.pid} died before it was served") from error
     except OSError:
-        # No descriptor is left: its worker will not start either.
+        # No descriptor is left, so its worker cannot start either.
         return peer
     if pidfd is None:
         return peer
     found = os.fstat(pidfd)
     os.close(pidfd)
-    # Before pidfds had a filesystem of their own, all of them were one inode, as eventfds and others still are.
+    # Older kernels, where pidfds have no filesystem of their own, use one inode for all of them, as for eventfds.
     return peer._replace(life=found.st_ino if found.st_dev != _anonymous_device() else 0)
 
 
 @functools.cache
 def _anonymous_device() -> int:
-    """Return the device of descriptors that have no inode of their own."""
+    """Return the device number of descriptors without their own inode."""
     descriptor = os.eventfd(0, os.EFD_CLOEXEC)
     try:
         return os.fstat(descriptor).st_dev
@@ -386,7 +386,7 @@ def _identity(path: str) -> tuple[int, int]:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove a socket that nobody answers on. Raises ListenError if somebody does, or if it is no socket."""
+    """Remove a socket without a listener. Raises ListenError if a process listens on it, or if it is no socket."""
     try:
         if not stat.S_ISSOCK(Path(path).lstat().st_mode):
             raise ListenError(f"{path} is no socket: give another path, or move it away")
@@ -399,7 +399,7 @@ def _remove_stale(path: str) -> None:
             Path(path).unlink()
             return
         except BlockingIOError:
-            pass  # its queue of connections is full: somebody owns it
+            pass  # its queue of connections is full, so it has a listener
         except OSError as error:
             raise ListenError(f"{path} cannot be probed: {error}") from error
     raise ListenError(f"an agent answers at {path} already: stop it first, or give this one another path")

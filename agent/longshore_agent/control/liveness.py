@@ -1,7 +1,7 @@
-"""Liveness probes: does a silent peer's process still listen at its address?
+"""Probes whether a silent peer's port still accepts connections.
 
-Called by the worker's control thread; never blocks. The peer's kernel answers, not the peer: a refused connection proves that the
-process has ended, an accepted one only that it exists. It may hang or be stopped.
+Called by the worker's control thread; never blocks. The peer's kernel answers, not the peer itself. ECONNREFUSED proves that
+the process has ended. An accepted connection proves only that it exists: it may hang or be stopped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from longshore_wire.engine_messages import Half
 
 
 class Probed(NamedTuple):
-    """A life of a peer that was probed, and the half of ours that asked."""
+    """A probed life of a peer, and our half that requested the probe."""
 
     half: Half
     peer: PeerId
@@ -25,26 +25,26 @@ class Probed(NamedTuple):
 
 
 class LivenessProbes:
-    """Open probes, at most one for each life of a peer and each half of ours."""
+    """Open probes, at most one for each life of a peer and each of our halves."""
 
     def __init__(self) -> None:
         self._open: dict[Probed, socket.socket] = {}
         self._answers: list[tuple[Probed, bool]] = []
 
     def start(self, probed: Probed, address: str) -> None:
-        """Try to connect to a peer's address. Replaces an older probe that has no answer yet."""
+        """Start a connection to a peer's address. Replaces an older unanswered probe."""
         self._forget(probed)
         host, _, port = main_address(address).rpartition(":")
         try:
             tried = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         except OSError:
-            # No descriptor is left, which says nothing of the peer. The core asks again at the next heartbeat.
+            # No descriptor is left. The core probes again at the next heartbeat.
             return
         self._open[probed] = tried
         try:
             code = tried.connect_ex((host, int(port)))
         except (OSError, ValueError, OverflowError):
-            # An address that is malformed says nothing of the peer.
+            # A malformed address proves nothing about the peer.
             self._forget(probed)
             return
         if code != errno.EINPROGRESS:
@@ -52,11 +52,11 @@ class LivenessProbes:
 
     @property
     def waits(self) -> bool:
-        """Whether a probe has no answer yet, or `answers` has not returned one."""
+        """Whether a probe is open, or `answers` has not yet returned its answer."""
         return bool(self._open or self._answers)
 
     def answers(self) -> list[tuple[Probed, bool]]:
-        """Return each probe's answer once; False: no process listens there any more."""
+        """Return the answer of each finished probe once; False: no process listens there any more."""
         if self._open:
             watched = select.poll()
             for tried in self._open.values():
@@ -74,7 +74,7 @@ class LivenessProbes:
             self._forget(probed)
 
     def _judge(self, probed: Probed, code: int) -> None:
-        # Other errors (no route, a timeout) come from the network and say nothing of the process.
+        # Other errors (no route, a timeout) come from the network and prove nothing about the process.
         if code in (0, errno.ECONNREFUSED):
             self._answers.append((probed, code == 0))
         self._forget(probed)

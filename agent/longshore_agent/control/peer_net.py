@@ -1,7 +1,7 @@
-"""ZeroMQ between workers: one ROUTER to which decode workers dial, one DEALER for each source that this worker dials.
+"""Connects workers over ZeroMQ: one ROUTER for dialling decode workers, one DEALER for each source that this worker dials.
 
-Moves encoded messages only; knows who is at the other end of a route once an Attach has said so. A message that
-cannot be sent at once is dropped and counted: the protocol core repeats what is not answered.
+Called by the worker's control thread. Moves encoded messages only, and learns the peer of a route from its Attach. A message
+that cannot be sent at once is dropped and counted: the protocol core repeats unanswered messages.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from longshore_wire.engine_messages import Half
 from longshore_wire.errors import CodecError, Reason
 from longshore_wire.peer_messages import Attach, PeerMessage, Ping, Pong, Refuse
 
-# Messages that wait in ZeroMQ for one peer; beyond it the peer is slow and repeats would only pile up.
+# Messages that ZeroMQ queues for one peer. More would only be repeats for a slow peer.
 QUEUE_MESSAGES_MAX = 10_000
-# What one turn of the loop takes from one socket, so that lanes and engines get their turn.
+# Messages that one turn of the loop reads from one socket, so that lanes and engines get their turn.
 MESSAGES_PER_TURN_MAX = 512
 
-# Refused peers whose last route is kept: they ask once a second, and there are a few of them at most.
+# Refused peers whose last route is kept. They retry once a second, and normally there are few.
 _REFUSED_MAX = 1024
-# A message somewhat beyond the codec's limit is counted there; a longer one costs its sender the connection.
+# The codec counts messages up to this size that exceed its limit. For longer ones ZeroMQ closes the connection.
 _RECEIVED_BYTES_MAX = 2 * PEER_MESSAGE_BYTES_MAX
 
 
 def nobody(addresses: Collection[str]) -> None:
-    """Let in no address: this worker has no ports but those of ZeroMQ."""
+    """Admit no address, for a worker without data ports."""
     del addresses
 
 
 class Received(NamedTuple):
-    """One message; `half` is the half of ours that it is for."""
+    """One message; `half` is our half that receives it."""
 
     half: Half
     peer: PeerId
@@ -46,7 +46,7 @@ class Received(NamedTuple):
 
 
 class Dialled(NamedTuple):
-    """A source worker to which a socket leads, and its host."""
+    """The source worker of a socket, and its host."""
 
     peer: PeerId
     host: str
@@ -58,14 +58,14 @@ class PeerNet:
     def __init__(
         self, host: str, port: int, route: str, keys: KeyRing | None, admit: Callable[[Collection[str]], None] = nobody
     ) -> None:
-        """Listen at once.
+        """Bind the listeners.
 
         Args:
-            host, port: where peers dial; port 0 takes a free one. Peers that know the previous keys only find a port beside.
+            host, port: the address for peers; port 0 selects a free one. The previous keys have a separate port.
             route: unique name of this worker's life, at most 240 bytes.
-            keys: None: no encryption, for loopback addresses only.
-            admit: told the addresses of all peers, those that have attached and those that are dialled to attach, when they
-                change: before a peer hears from us, and before `receive` returns what it says.
+            keys: None for no encryption, on loopback addresses only.
+            admit: called with the addresses of all attached and dialled peers when they
+                change: before we send to a new peer, and before `receive` returns its messages.
         Raises:
             TransportError: the address cannot be bound.
         """
@@ -74,7 +74,7 @@ class PeerNet:
         self._host = host
         self._route = route
         self._admit = admit
-        # Admitted hosts of peers, by the socket that dialled the peer or the route of its Attach.
+        # Hosts of admitted peers, by the socket that dialled the peer or by the route of its Attach.
         self._addresses: dict[zmq.Socket[bytes] | bytes, str] = {}
         self._dial_count = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -82,7 +82,7 @@ class PeerNet:
         self._router = self._socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        # The port that was asked for is the newest keys'.
+        # The configured port uses the newest keys.
         self.address = join(
             self._listen(host, port if number == 0 else 0, revision)
             for number, revision in enumerate(keys.revisions if keys is not None else (None,))
@@ -92,7 +92,7 @@ class PeerNet:
         self._routes: dict[PeerId, bytes] = {}
         self._peers: dict[bytes, PeerId] = {}
         self._epochs: dict[PeerId, int] = {}
-        # Where the last Attach of a life came from that is not served, so that refusals find it.
+        # Routes of the last Attach of refused lives, for their Refuse.
         self._refused: dict[PeerId, bytes] = {}
         self.poller = zmq.Poller()
         self.poller.register(self._router, zmq.POLLIN)
@@ -102,16 +102,16 @@ class PeerNet:
 
     @property
     def refused_count(self) -> int:
-        """Connections refused because of their key, or because they did not shake hands as peers do."""
+        """Number of connections refused because of their key or an invalid handshake."""
         return self._stranger_count + (self._gatekeeper.refused_count if self._gatekeeper is not None else 0)
 
     def dial(self, peer: PeerId, address: str, *, admits: bool = True) -> None:
-        """Open a connection to a source worker, in place of an older one.
+        """Open a connection to a source worker; replace an older one.
 
         Args:
-            admits: admit the worker's host at once, and not only when it attaches.
+            admits: admit the worker's host at once instead of at its Attach.
         Raises:
-            TransportError: the address cannot be dialled, no socket is left, or no key there is one of ours.
+            TransportError: the address cannot be dialled, no socket is left, or no key of the address is ours.
         """
         self.hang_up(peer)
         place, keys = self._choose(peer, address)
@@ -119,8 +119,8 @@ class PeerNet:
             dealer = self._socket(zmq.DEALER)
         except zmq.ZMQError as error:
             raise TransportError(f"cannot dial {peer.instance} rank {peer.rank}: {error}") from error
-        # A name for each connection: where an old one lingers, or comes back late, a shared name would be taken over by
-        # it, and what the new one says would be lost for good.
+        # Each connection has its own name. If an old one lingered or returned late under the same name, it would take over
+        # the route, and messages of the new one would be lost.
         self._dial_count += 1
         dealer.setsockopt(zmq.ROUTING_ID, f"{self._route}/{self._dial_count}".encode())
         if keys is not None:
@@ -131,7 +131,7 @@ class PeerNet:
         if admits:
             self._let_in(dealer, host)
         try:
-            # From the address that our own ports have: the peer lets its data ports be reached from where we attach.
+            # Connect from the address of our own ports, because the peer admits the address of our Attach to its data ports.
             dealer.connect(f"tcp://{self._host}:0;{place}")
         except zmq.ZMQError as error:
             dealer.close()
@@ -142,22 +142,22 @@ class PeerNet:
         self.poller.register(dealer, zmq.POLLIN)
 
     def hang_up(self, peer: PeerId) -> None:
-        """Close the connection to a source worker, if there is one."""
+        """Close the connection to a source worker, if any."""
         dealer = self._dealers.pop(peer, None)
         if dealer is not None:
             self._dialled.pop(dealer)
             self.poller.unregister(dealer)
-            # Nobody is to hear what is still unsent: it was meant for a life that is over.
+            # Unsent messages were for a life that has ended.
             dealer.close(linger=0)
             self._part(dealer)
 
     def shut_out(self, peer: PeerId) -> None:
-        """Stop admitting the host of a lost source worker, until the worker is dialled to attach or attaches."""
+        """Stop admitting the host of a lost source worker until it is dialled again or attaches."""
         if peer in self._dealers:
             self._part(self._dealers[peer])
 
     def forget(self, peer: PeerId, epoch: int) -> None:
-        """Forget the route to a life of a target worker that is gone. Its next life may have said Attach already."""
+        """Drop the route to an ended life of a target worker. Its next life may have attached already."""
         if peer in self._routes and self._epochs[peer] == epoch:
             route = self._routes.pop(peer)
             self._peers.pop(route, None)
@@ -165,7 +165,7 @@ class PeerNet:
             self._part(route)
 
     def send(self, half: Half, peer: PeerId, message: PeerMessage) -> None:
-        """Send now or not at all: as the target that dialled `peer`, or as the source that was dialled by it."""
+        """Send now or drop: as the target that dialled `peer`, or as the source that `peer` dialled."""
         try:
             data = PEER.encode(message)
             if half is Half.TARGET and peer in self._dealers:
@@ -180,7 +180,7 @@ class PeerNet:
             self.counters["unsent"] += 1
 
     def receive(self, ready: Container[object]) -> list[Received]:
-        """Return what has come on the sockets that are `ready`, decoded; what is no message is counted and dropped."""
+        """Return decoded messages of the sockets that are `ready`; count and drop invalid ones."""
         received: list[Received] = []
         if self._strangers in ready:
             self._count_strangers()
@@ -191,7 +191,7 @@ class PeerNet:
                 break
             frame = self._router.recv(copy=False)
             if frame.more:
-                # One frame is a message of ours; the rest of these is there already.
+                # Our messages have one frame. Read the other frames of this invalid one, which are available.
                 self._router.recv_multipart()
                 self.counters["refused.MALFORMED_MESSAGE"] += 1
                 continue
@@ -206,7 +206,7 @@ class PeerNet:
         return received
 
     def close(self) -> None:
-        """Close every connection; what is not sent yet is given a moment."""
+        """Close all connections after a short time for unsent messages."""
         for dealer in getattr(self, "_dealers", {}).values():
             dealer.close()
         if not self._router.closed:
@@ -219,7 +219,7 @@ class PeerNet:
         self._context.term()
 
     def _listen(self, host: str, port: int, keys: CurveKeys | None) -> Listener:
-        """Bind one more address, whose server key is that of `keys`: ZeroMQ takes a socket's keys when it binds."""
+        """Bind one more address with the server key of `keys`. ZeroMQ reads a socket's keys at the bind."""
         if keys is not None:
             self._router.curve_server = True
             self._router.curve_secretkey = keys.server_secret.encode()
@@ -233,7 +233,7 @@ class PeerNet:
         return Listener(endpoint.removeprefix("tcp://"), keys.fingerprint if keys is not None else "")
 
     def _choose(self, peer: PeerId, address: str) -> tuple[str, CurveKeys | None]:
-        """Return where to dial a peer and with which of our keys: the newest ones that both sides have."""
+        """Return the address to dial and our keys for it: the newest ones that both sides have."""
         listeners = split(address)
         if self._keys is None or not any(each.key for each in listeners):
             return listeners[0].address, self._keys.current if self._keys is not None else None
@@ -255,7 +255,7 @@ class PeerNet:
             return None
 
     def _take_answer(self, dealer: zmq.Socket[bytes], dialled: Dialled, data: bytes, received: list[Received]) -> None:
-        """Take what a source worker says."""
+        """Handle a message of a source worker."""
         message = self._decode(data)
         if message is None:
             return
@@ -264,7 +264,7 @@ class PeerNet:
         received.append(Received(Half.TARGET, dialled.peer, message))
 
     def _take(self, route: bytes, data: bytes, received: list[Received], address: str) -> None:
-        """Take what a target worker says."""
+        """Handle a message of a target worker."""
         message = self._decode(data)
         if message is None:
             return
@@ -274,20 +274,20 @@ class PeerNet:
         if peer is None:
             self.counters["stale.Unattached"] += 1
             if isinstance(message, Ping):
-                # It knew an earlier life of this worker: epoch 0 tells it to attach again.
+                # It was attached to an earlier life of this worker. Epoch 0 makes it attach again.
                 self._answer(route, PEER.encode(Pong(0, message.epoch, message.number)))
             return
         received.append(Received(Half.SOURCE, peer, message))
 
     def _answer(self, route: bytes, data: bytes) -> None:
-        """Answer at once or not at all: who asked may have hung up before we came to read it."""
+        """Answer at once or drop: the peer may have disconnected already."""
         try:
             self._router.send_multipart([route, data], zmq.NOBLOCK)
         except zmq.ZMQError:
             self.counters["unsent"] += 1
 
     def _refuse(self, peer: PeerId, refusal: Refuse, data: bytes) -> None:
-        """Answer the life that was refused; it has no route any more, so that another life may have it."""
+        """Send a Refuse to a refused life and drop its route, so that another life can have it."""
         if self._epochs.get(peer) == refusal.epoch:
             self._note_refused(peer, self._routes[peer])
             self.forget(peer, refusal.epoch)
@@ -303,7 +303,7 @@ class PeerNet:
             self._refused.pop(next(iter(self._refused)))
 
     def _learn_route(self, route: bytes, attach: Attach, address: str) -> PeerId:
-        """Note where a life of a target is; one older than the known one takes nothing from it."""
+        """Record the route of a target's life, unless a newer life has one."""
         peer = PeerId(attach.instance, attach.layout.parallel.dp_rank, attach.layout.rank)
         old = self._routes.get(peer)
         if old is not None and self._epochs[peer] > attach.epoch:
@@ -331,7 +331,7 @@ class PeerNet:
             self._admit(frozenset(self._addresses.values()))
 
     def _part(self, way: zmq.Socket[bytes] | bytes) -> None:
-        """A peer is not reached that way any more."""
+        """Stop admitting a peer's host for a closed route."""
         if self._addresses.pop(way, None) is not None:
             self._admit(frozenset(self._addresses.values()))
 

@@ -1,1 +1,1 @@
-"""The memory that a worker maps: engines' pages (`pools`), its own staging buffers (`staging`) and how both are mapped (`ipc`)."""
+"""A worker's memory: engines' pages (`pools`), its own staging buffers (`staging`), and the mapping of both (`ipc`)."""

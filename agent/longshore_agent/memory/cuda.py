@@ -1,7 +1,7 @@
-"""The CUDA driver, called through ctypes: contexts, plain device memory, memory of other processes, and launches.
+"""Calls the CUDA driver through ctypes: contexts, plain device memory, memory of other processes, and launches.
 
-Called by `device_memory`, `cuda_virtual` and the device kernels; nothing else here calls the driver. Loads no tensor library, and the
-driver itself only when a device is opened: a worker on a CPU never does. The errors of the driver become ours here.
+Called by `device_memory`, `cuda_virtual` and the device kernels. No other module calls the driver. Loads no tensor library,
+and the driver only when a device is opened, so never on a CPU worker. The driver's errors become ours here.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from longshore_wire.errors import Reason
 
 IPC_HANDLE_BYTES = 64
 _UUID_BYTES = 16
-# The driver's CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag it knows.
+# The driver's CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag that it supports.
 _IPC_LAZY_PEER_ACCESS = 1
 _SUCCESS = 0
-# Errors that callers tell from others.
+# Errors that callers distinguish.
 NOT_PERMITTED = 800
 NOT_SUPPORTED = 801
 _NOT_READY = 600
-# Of an event: nobody asks it for a time, and so it costs less.
+# A flag of events. Events without timing cost less.
 _EVENT_DISABLE_TIMING = 2
 
 
 class Allocation(StrEnum):
-    """How memory of a device comes about, as people name it."""
+    """How device memory is allocated."""
 
     CUDA_MALLOC = "cudaMalloc"
     CU_MEM_CREATE = "cuMemCreate"
@@ -39,7 +39,7 @@ class DriverError(DeviceError):
     """The driver refused a call.
 
     Attributes:
-        code: its CUresult.
+        code: the driver's CUresult.
     """
 
     def __init__(self, message: str, code: int) -> None:
@@ -48,7 +48,7 @@ class DriverError(DeviceError):
 
 
 class _IpcHandle(ctypes.Structure):
-    """64 opaque bytes; a type of its own because the driver takes it by value."""
+    """64 opaque bytes. A structure, because the driver takes it by value."""
 
     _fields_ = (("reserved", ctypes.c_char * IPC_HANDLE_BYTES),)
 
@@ -58,7 +58,7 @@ class _Uuid(ctypes.Structure):
 
 
 class Arguments(NamedTuple):
-    """A kernel's arguments as the driver reads them: an array of addresses, each of one argument."""
+    """A kernel's arguments in the driver's form: an array of addresses, one for each argument."""
 
     pointers: ctypes.Array[ctypes.c_void_p]
 
@@ -82,7 +82,7 @@ _SIGNATURES = {
         ctypes.c_uint64,
     ],
     "cuDeviceGetAttribute": [ctypes.POINTER(ctypes.c_int), ctypes.c_int, ctypes.c_int],
-    # Structures by their addresses; `cuda_virtual` has them.
+    # These take addresses of structures that `cuda_virtual` defines.
     "cuMemGetAllocationGranularity": [ctypes.POINTER(ctypes.c_size_t), ctypes.c_void_p, ctypes.c_int],
     "cuMemAddressReserve": [
         ctypes.POINTER(ctypes.c_uint64),
@@ -107,12 +107,12 @@ _SIGNATURES = {
 
 
 class Device:
-    """One GPU, through its primary context, which torch uses too.
+    """One GPU with its primary context, which torch also uses.
 
     Attributes:
-        index: as the driver counts in this process.
-        name: its UUID, as nvidia-smi writes it.
-        context: as the driver knows it.
+        index: the driver's index in this process.
+        name: its UUID in nvidia-smi's form.
+        context: the driver's handle of the context.
     """
 
     def __init__(self, index: int) -> None:
@@ -123,24 +123,24 @@ class Device:
         self.context = context
 
     def ordinal(self) -> int:
-        """Return the driver's own number of the device. Raises DeviceError."""
+        """Return the driver's CUdevice of this GPU. Raises DeviceError."""
         handle = ctypes.c_int()
         call("cuDeviceGet", ctypes.byref(handle), self.index)
         return handle.value
 
     def enter(self) -> None:
-        """Make the device current for this thread: every thread that calls CUDA, or a library that does, begins so."""
+        """Make the context current for this thread. Every thread must call it before it uses CUDA or a library that does."""
         call("cuCtxSetCurrent", self.context)
 
     def allocate(self, length_bytes: int) -> int:
-        """Return the address of new memory, as `cudaMalloc` gives it. Raises DeviceError."""
+        """Allocate memory as `cudaMalloc` does and return its address. Raises DeviceError."""
         self.enter()
         address = ctypes.c_uint64()
         call("cuMemAlloc_v2", ctypes.byref(address), length_bytes)
         return address.value
 
     def free(self, address: int) -> None:
-        """Give `allocate`'s memory back; waits for the device."""
+        """Free memory of `allocate`; waits for the device."""
         self.enter()
         call("cuMemFree_v2", address)
 
@@ -160,7 +160,7 @@ class Device:
         """Map another process's allocation; return its first byte's address here.
 
         Raises:
-            DeviceError: the driver refuses the handle: its process is dead, is this one, or is on a device out of reach.
+            DeviceError: the driver refuses the handle: its process is dead or this one, or its device is out of reach.
         """
         self.enter()
         address = ctypes.c_uint64()
@@ -169,20 +169,20 @@ class Device:
         return address.value
 
     def allocation_of(self, address: int) -> tuple[int, int]:
-        """Return (first address, bytes) of the allocation, own or shared, that `address` lies in."""
+        """Return (first address, bytes) of the allocation, own or shared, that contains `address`."""
         self.enter()
         base, length_bytes = ctypes.c_uint64(), ctypes.c_size_t()
         call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(length_bytes), address)
         return base.value, length_bytes.value
 
     def close_shared(self, address: int) -> None:
-        """Unmap what `open_shared` mapped."""
+        """Unmap memory of `open_shared`."""
         self.enter()
         call("cuIpcCloseMemHandle", address)
 
 
 class Event:
-    """A point of a stream that can be asked whether the device has passed it; may be used again and again."""
+    """A point in a stream that can be polled. Reusable."""
 
     def __init__(self, device: Device) -> None:
         device.enter()
@@ -192,13 +192,13 @@ class Event:
         self._query, self._record = _quick("cuEventQuery"), _quick("cuEventRecord")
 
     def record(self, stream: int) -> None:
-        """Mark what is queued on `stream` (the driver's handle) so far. Raises DeviceError."""
+        """Mark the work queued on `stream` (the driver's handle) so far. Raises DeviceError."""
         error = self._record(self._handle, stream)
         if error != _SUCCESS:
             raise DeviceError(f"cuEventRecord: {_error_name(error)}")
 
     def passed(self) -> bool:
-        """Whether the device has done all that was marked. Raises DeviceError if something of it failed."""
+        """Whether the device has finished the marked work. Raises DeviceError if some of it failed."""
         error = self._query(self._handle)
         if error not in {_SUCCESS, _NOT_READY}:
             raise DeviceError(f"cuEventQuery: {_error_name(error)}")
@@ -206,7 +206,7 @@ class Event:
 
 
 class HostBytes:
-    """A few bytes of the host's memory that the device writes by itself, kept for the life of the process."""
+    """A few bytes of host memory to which the device can copy, kept for the life of the process."""
 
     def __init__(self, device: Device, length_bytes: int) -> None:
         device.enter()
@@ -217,13 +217,13 @@ class HostBytes:
         self._copy = _quick("cuMemcpyDtoHAsync_v2")
 
     def fill(self, source: int, stream: int) -> None:
-        """Queue on `stream` a copy from the device's memory at `source`. Raises DeviceError."""
+        """Queue a copy from device memory at `source` on `stream`. Raises DeviceError."""
         error = self._copy(self._address, source, self._length_bytes, stream)
         if error != _SUCCESS:
             raise DeviceError(f"cuMemcpyDtoHAsync: {_error_name(error)}")
 
     def read(self) -> bytes:
-        """Return what is there."""
+        """Return the bytes."""
         return ctypes.string_at(self._address, self._length_bytes)
 
 
@@ -244,7 +244,7 @@ def launch(
 
 
 def copy_to_device(device: Device, target: int, source: int, length_bytes: int, stream: int) -> None:
-    """Queue on `stream` a copy of a few bytes of the host's ordinary memory, which may be changed at once. Raises DeviceError."""
+    """Queue a copy of a few bytes of pageable host memory, which may change after the call, on `stream`. Raises DeviceError."""
     _quick("cuCtxSetCurrent")(device.context)
     error = _quick("cuMemcpyHtoDAsync_v2")(target, source, length_bytes, stream)
     if error != _SUCCESS:
@@ -253,10 +253,10 @@ def copy_to_device(device: Device, target: int, source: int, length_bytes: int, 
 
 @functools.cache
 def open_device(name: str) -> Device:
-    """Return the device of a UUID, as engines name theirs.
+    """Return the device with a UUID, which is the engines' name for it.
 
     Raises:
-        DeviceError: UNSUPPORTED: this process does not see it.
+        DeviceError: UNSUPPORTED if this process does not see it.
     """
     count = ctypes.c_int()
     try:
@@ -274,13 +274,13 @@ def open_device(name: str) -> Device:
 
 @functools.cache
 def device_at(index: int) -> Device:
-    """Return the device of an index. Raises DeviceError."""
+    """Return the device with an index. Raises DeviceError."""
     return Device(index)
 
 
 @functools.cache
 def reached_by_all(name: str) -> bool:
-    """Return whether every other device that this process sees can write the memory of the one of this UUID. Raises DeviceError."""
+    """Return whether all other visible devices can write the memory of the one with this UUID. Raises DeviceError."""
     target, count = open_device(name).index, ctypes.c_int()
     call("cuDeviceGetCount", ctypes.byref(count))
     for index in range(count.value):
@@ -296,7 +296,7 @@ def reached_by_all(name: str) -> bool:
 
 
 def device_uuid(index: int) -> str:
-    """Return `GPU-` and the UUID of a device, as nvidia-smi writes it. Raises DeviceError."""
+    """Return `GPU-` and the UUID of a device, in nvidia-smi's form. Raises DeviceError."""
     handle, found = ctypes.c_int(), _Uuid()
     call("cuDeviceGet", ctypes.byref(handle), index)
     call("cuDeviceGetUuid_v2", ctypes.byref(found), handle.value)
@@ -330,9 +330,9 @@ _QUICK_SIGNATURES: dict[str, list[Any]] = {
 
 @functools.cache
 def _quick(name: str) -> Any:
-    """Return a function of the driver that does not wait, called without letting Python's lock go.
+    """Return a non-blocking function of the driver that is called without releasing the GIL.
 
-    Such a call takes 1 to 3 us, and getting the lock back may take a thousand times as long.
+    Such a call takes 1 to 3 us. Getting the GIL back could take a thousand times as long.
     """
     _driver()
     function = getattr(ctypes.PyDLL("libcuda.so.1"), name)
@@ -341,7 +341,7 @@ def _quick(name: str) -> Any:
 
 
 def call(name: str, *arguments: object) -> None:
-    """Call a function of the driver, of those in the table. Raises DriverError."""
+    """Call a function of the driver that is in the table. Raises DriverError."""
     error = getattr(_driver(), name)(*arguments)
     if error != _SUCCESS:
         raise DriverError(f"{name}: {_error_name(error)}", error)

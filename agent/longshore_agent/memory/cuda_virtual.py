@@ -1,7 +1,7 @@
-"""Memory of a GPU from `cuMemCreate`, which other processes map by fabric handles: an address range, and what backs it.
+"""Allocates GPU memory by `cuMemCreate`, which other processes map by fabric handles.
 
-Called by `device_memory`; every call of the driver goes through `cuda`. A fabric handle is the only one by which the NIXL that we
-pin (its UCX) lets a peer reach such memory, so memory without one is refused here rather than moved slowly later.
+Called by `device_memory`; all calls of the driver go through `cuda`. Our pinned NIXL (its UCX) needs a fabric handle to let a
+peer reach such memory. So memory without one is refused here instead of being moved slowly later.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _FABRIC = 8
 _ON_DEVICE = 1
 _READ_WRITE = 3
 _MINIMUM = 0
-# Bytes of a CUmemFabricHandle.
+# Size of a CUmemFabricHandle in bytes.
 _FABRIC_HANDLE_BYTES = 64
-# What the driver says where this process, or the host, may not make such handles.
+# The driver's errors if this process or the host may not create such handles.
 _NO_FABRIC = frozenset({cuda.NOT_PERMITTED, cuda.NOT_SUPPORTED})
 _WAY_OUT = (
     f"{ENVIRONMENT_PREFIX}GPU_STAGING_MEMORY=cuMemCreate needs them: give the agent an IMEX channel of its host "
@@ -68,18 +68,18 @@ class AccessDescription(ctypes.Structure):
 
 
 class VirtualMemory:
-    """One allocation, mapped for its own device; who imports its handle maps it for another.
+    """One allocation, mapped for its own device. Importers of its handle map it for their devices.
 
     Attributes:
-        address: of the first byte, as the device counts.
-        length_bytes: of the whole range: what was asked for, rounded up to what the device allocates at least.
+        address: the device address of the first byte.
+        length_bytes: the requested size, rounded up to the device's allocation granularity.
     """
 
     def __init__(self, device: cuda.Device, length_bytes: int) -> None:
-        """Allocate and map at least `length_bytes`; what has failed leaves nothing behind.
+        """Allocate and map at least `length_bytes`. A failure leaves no allocation behind.
 
         Raises:
-            DeviceError: UNSUPPORTED: the device or the host gives no fabric handles; else the memory is not there.
+            DeviceError: UNSUPPORTED if the device or host provides no fabric handles; otherwise out of memory.
         """
         device.enter()
         ordinal = device.ordinal()
@@ -88,7 +88,7 @@ class VirtualMemory:
         properties = AllocationProperties(
             type=_PINNED, requested_handle_types=_FABRIC, location=_Location(_ON_DEVICE, ordinal)
         )
-        # Memory of cudaMalloc is always so: an InfiniBand card may read and write it.
+        # Memory of cudaMalloc always has this property: an InfiniBand card may access it.
         properties.flags.gpu_direct_rdma_capable = int(_attribute(ordinal, _GPU_DIRECT_RDMA_SUPPORTED))
         self._device = device
         with ExitStack() as undo:
@@ -101,12 +101,12 @@ class VirtualMemory:
             self._undo = undo.pop_all()
 
     def free(self) -> None:
-        """Unmap the memory and give it back. Nothing may run on it. Idempotent."""
+        """Unmap and free the memory. No device work may use it. Idempotent."""
         self._device.enter()
         self._undo.close()
 
     def _allocate(self, undo: ExitStack, properties: AllocationProperties, length_bytes: int) -> None:
-        """Take one thing after the other; `undo` gives them back: the mapping, then the memory, then the addresses."""
+        """Reserve addresses, create the memory and map it; `undo` reverts them in reverse order."""
         granularity = ctypes.c_size_t()
         cuda.call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(properties), _MINIMUM)
         self.length_bytes = -(-length_bytes // granularity.value) * granularity.value
@@ -116,7 +116,7 @@ class VirtualMemory:
         undo.callback(cuda.call, "cuMemAddressFree", self.address, self.length_bytes)
         cuda.call("cuMemCreate", ctypes.byref(handle), self.length_bytes, ctypes.byref(properties), 0)
         undo.callback(cuda.call, "cuMemRelease", handle.value)
-        # The transport's library exports it when it registers the memory, and says so in a log only if that fails.
+        # The transport's library exports it at registration, and only logs a failure. So we test the export here.
         exported = ctypes.create_string_buffer(_FABRIC_HANDLE_BYTES)
         cuda.call("cuMemExportToShareableHandle", exported, handle.value, _FABRIC, 0)
         cuda.call("cuMemMap", self.address, self.length_bytes, 0, handle.value, 0)
@@ -130,7 +130,7 @@ def _attribute(ordinal: int, attribute: int) -> bool:
     try:
         cuda.call("cuDeviceGetAttribute", ctypes.byref(found), attribute, ordinal)
     except cuda.DriverError:
-        # The driver is older than the attribute, and so has not what it is about.
+        # A driver that does not know the attribute lacks the feature.
         return False
     return bool(found.value)
 

@@ -1,7 +1,7 @@
-"""Memory of a GPU that crosses a process border or is a worker's own: engines' regions mapped by handle, and staging.
+"""Maps engines' GPU regions by handle, and allocates a worker's GPU staging memory.
 
-Called by `pools` and by the worker's moving parts; the counterpart of `ipc` and `staging`, which serve the CPU. What
-the driver says becomes our errors in `cuda`.
+Called by `pools` and by the worker; the GPU counterpart of `ipc` and `staging`. `cuda` converts the driver's errors to
+ours.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from longshore_agent.memory.cuda_virtual import VirtualMemory
 from longshore_agent.memory.staging import EXTENT_BYTES, StagingPieces
 from longshore_wire.engine_messages import DeviceRegion
 
-# Allocations of engines that are mapped here: (device, handle) -> [address, users]. An allocator cuts many tensors out of
-# one allocation, and the driver maps each once in a process.
+# Engines' allocations that are mapped here: (device, handle) -> [address, users]. One allocation may hold many tensors,
+# and the driver maps it only once in a process.
 _mapped: dict[tuple[int, bytes], list[int]] = {}
 _lock = threading.Lock()
 
 
 class DeviceMapping:
-    """One region of an engine's GPU memory, mapped into this process; the counterpart of `ipc.Mapping`.
+    """One region of an engine's GPU memory, mapped into this process. The counterpart of `ipc.Mapping`.
 
     Attributes:
-        device: for which it is mapped; the memory itself may be another's that this one reaches.
-        address: of its first byte, as the device counts.
-        length_bytes: as declared.
+        device: the device for which it is mapped. The memory may be on another device that this one reaches.
+        address: the device address of its first byte.
+        length_bytes: the declared size.
     """
 
     def __init__(self, device: cuda.Device, region: DeviceRegion, length_bytes: int) -> None:
         """Map the allocation that holds the region.
 
         Raises:
-            PoolError: the handle is none, or the region does not lie in the allocation.
+            PoolError: the handle is invalid, or the region exceeds the allocation.
         """
         if len(region.handle) != cuda.IPC_HANDLE_BYTES:
             raise PoolError(f"a handle of {len(region.handle)} bytes: CUDA's have {cuda.IPC_HANDLE_BYTES}")
@@ -56,7 +56,7 @@ class DeviceMapping:
         self.length_bytes = length_bytes
 
     def unmap(self) -> None:
-        """Let the region go; its allocation too when no other region lies in it. Nothing may run on it. Idempotent."""
+        """Release the region, and unmap its allocation with the last region. No device work may use it. Idempotent."""
         if not self._is_mapped:
             return
         self._is_mapped = False
@@ -78,11 +78,11 @@ class DeviceMapping:
 
 
 class DeviceStagingBuffer(StagingPieces):
-    """Staging memory of a GPU's worker, as `cudaMalloc` or `cuMemCreate` gives it; the counterpart of `staging.StagingBuffer`.
+    """Staging memory of a GPU worker, from `cudaMalloc` or `cuMemCreate`. The counterpart of `staging.StagingBuffer`.
 
     Attributes:
-        address: of the first byte, as the device counts.
-        length_bytes: as asked for.
+        address: the device address of the first byte.
+        length_bytes: the requested size.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class DeviceStagingBuffer(StagingPieces):
 
         Raises:
             ShapeError: a length is below 1.
-            DeviceError: the memory is not there, or (UNSUPPORTED) the device has none of that allocation for its peers.
+            DeviceError: out of memory, or (UNSUPPORTED) the device cannot share memory of that allocation with peers.
         """
         if length_bytes < 1 or extent_bytes < 1:
             raise ShapeError(f"length_bytes is {length_bytes} and extent_bytes is {extent_bytes}: give at least 1")
@@ -115,7 +115,7 @@ class DeviceStagingBuffer(StagingPieces):
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
-        """All bytes, as tensor libraries take foreign memory."""
+        """The whole buffer, in the form in which tensor libraries import memory."""
         return {"shape": (self.length_bytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
 
     def bytes_at(self, offset_bytes: int, length_bytes: int) -> bytes:
@@ -125,7 +125,7 @@ class DeviceStagingBuffer(StagingPieces):
         return self._device.read(self.address + offset_bytes, length_bytes)
 
     def close(self) -> None:
-        """Give the memory back. No registration may be alive and nothing run on it. Idempotent."""
+        """Free the memory. No registration and no device work may use it. Idempotent."""
         if self._is_open:
             self._is_open = False
             if self._virtual is None:

@@ -23,17 +23,17 @@ import numpy.typing as npt
 from longshore_agent.errors import PoolError
 from longshore_wire.errors import Reason
 
-# Mappings of files in one worker: its engine's regions and those of neighbours, with their names in the handler's table.
+# Mapped files in one worker, its engine's and neighbours' regions: the rows of the handler's table.
 MAPPINGS_MAX = 16_384
-# The cause of a SIGBUS: there is no memory behind the address. A broken memory module has another code, and ends the process.
+# The code of a SIGBUS without memory behind the address. A memory error has another code and ends the process.
 _BUS_ADRERR = 2
-# Private zeros at just that address; as many as there were, whatever the machine has left.
+# Map private zeros at exactly that address, even if little memory is left.
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _PRIVATE_ZEROS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
 _SA_SIGINFO, _SA_NODEFER = 4, 0x40000000
 _PAGE_BYTES = mmap.PAGESIZE
 
-# A row: first address, end (0: the row is free), whether it is torn. Words of 8 bytes are read and written whole.
+# A row: first address, end (0: the row is free), whether it is torn. Accesses of 8 bytes are atomic.
 _FIRST, _END, _TORN = range(3)
 
 # A signal handler may call only async-signal-safe functions: mmap and sigaction, by address.
@@ -92,16 +92,16 @@ class _Action(ctypes.Structure):
 
 
 class Guarded:
-    """One guarded range, until `end`; call `end` before you unmap it."""
+    """One guarded range. Call `end` before you unmap it."""
 
     def __init__(self, address: int, length_bytes: int) -> None:
-        """Guard from now on. Raises PoolError: too many ranges are guarded."""
+        """Start to guard the range. Raises PoolError if too many ranges are guarded."""
         self._handler = _handler()
         self._row: int | None = self._handler.enter(address, address + length_bytes)
 
     @property
     def torn(self) -> bool:
-        """Whether a part of it was found missing: bytes copied from or to it since may be worthless."""
+        """Whether a part was found missing. Bytes copied from or to it since then may be invalid."""
         return self._row is not None and self._handler.torn(self._row)
 
     def end(self) -> None:
@@ -112,7 +112,7 @@ class Guarded:
 
 
 def torn_count() -> int:
-    """Return how often a range of this process was found torn. Cheap, for callers that poll."""
+    """Return the number of faults in ranges of this process. Cheap, for callers that poll."""
     return _torn_count[0]
 
 
@@ -139,7 +139,7 @@ class _Handler:
                 text = f"{MAPPINGS_MAX} regions are mapped in this worker: register pools of fewer regions"
                 raise PoolError(text, reason=Reason.UNSUPPORTED)
             row = self._free.pop()
-            # The end comes last: a row counts from then on.
+            # The end is written last, because it makes the row valid.
             self._table[row, _FIRST], self._table[row, _TORN] = first, 0
             self._table[row, _END] = end
             return row
@@ -173,7 +173,7 @@ class _Handler:
         return int(self._engine.get_function_address("guard"))
 
 
-# Written by the handler; one number, so that it never moves.
+# Written by the handler. The array never grows, so its address is fixed.
 _torn_count = array.array("q", [0])
 _libc: Callable[[], ctypes.CDLL] = functools.cache(lambda: ctypes.CDLL(None, use_errno=True))
 

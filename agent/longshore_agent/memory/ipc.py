@@ -1,8 +1,8 @@
-"""Memory that crosses a process border: file descriptors received, created and mapped. The one place that calls mmap.
+"""Receives, creates and maps file descriptors of shared memory. The only module that calls mmap.
 
-Called by `pools` and `staging`, and by the engine link for descriptors beside a message. Knows no layouts.
-Mappings are made through libc, not through Python's `mmap`: that one keeps a duplicate of every descriptor
-and refuses to unmap while a buffer of it is exported, so an engine's memory would outlive its registration.
+Called by `pools` and `staging`, and by the engine link for descriptors attached to a message. Knows no layouts.
+Mappings use libc instead of Python's `mmap`, because the latter keeps a duplicate of every descriptor
+and refuses to unmap while a buffer is exported. An engine's memory would then outlive its registration.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Mapping:
     """One mapped range of this process.
 
     Attributes:
-        address: of its first byte, a multiple of the system's page size.
-        length_bytes: as asked for; the mapping itself ends at the next multiple of the system's page size.
-        sealed: no process can cut the file short that is mapped: whoever touches the mapping finds memory there.
+        address: address of its first byte, a multiple of the system's page size.
+        length_bytes: the requested size. The mapping ends at the next multiple of the system's page size.
+        sealed: no process can truncate the mapped file, so accesses to the mapping never fault.
     """
 
     def __init__(self, descriptor: int | None, length_bytes: int) -> None:
@@ -62,21 +62,21 @@ class Mapping:
 
     @property
     def torn(self) -> bool:
-        """Whether the file was found truncated: bytes copied from or to it since may be worthless."""
+        """Whether the file was found truncated. Bytes copied from or to it since then may be invalid."""
         return self._guarded is not None and self._guarded.torn
 
     def bytes_view(self) -> npt.NDArray[np.uint8]:
-        """Return [length_bytes] over the mapping. Touching it after `unmap` ends the process: drop it before."""
+        """Return a view, [length_bytes]. Drop it before `unmap`: an access after that ends the process."""
         assert self._mapped, "a view of an unmapped range"
         memory = (ctypes.c_uint8 * self.length_bytes).from_address(self.address)
         return np.frombuffer(memoryview(memory), dtype=np.uint8)
 
     def advise_huge_pages(self) -> bool:
-        """Ask for huge pages behind an anonymous mapping; return whether the kernel takes the advice."""
+        """Request huge pages for an anonymous mapping; return whether the kernel accepts the advice."""
         return bool(_LIBC.madvise(self.address, self.length_bytes, mmap.MADV_HUGEPAGE) == 0)
 
     def unmap(self) -> None:
-        """Give the range back at once, whatever views exist. Idempotent."""
+        """Unmap the range at once, even if views exist. Idempotent."""
         if self._mapped:
             self._mapped = False
             if self._guarded is not None:
@@ -90,17 +90,17 @@ def _is_sealed(descriptor: int) -> bool:
     try:
         return bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
     except OSError:
-        # Only memory of memfd_create has seals, and no file of a disk, a network or /dev/shm.
+        # Only memory of memfd_create has seals; files on a disk, a network or /dev/shm have none.
         return False
 
 
 def map_shared(descriptor: int, length_bytes: int) -> Mapping:
-    """Map the first `length_bytes` of a file read and write, shared with its other users.
+    """Map the first `length_bytes` of a file for reading and writing, shared with its other users.
 
     The descriptor stays the caller's and may be closed right after.
 
     Raises:
-        PoolError: the file is shorter than `length_bytes` (touching it would end this process), or cannot be mapped.
+        PoolError: the file is shorter than `length_bytes` (an access would end this process), or cannot be mapped.
     """
     try:
         size_bytes = os.fstat(descriptor).st_size
@@ -112,19 +112,19 @@ def map_shared(descriptor: int, length_bytes: int) -> Mapping:
 
 
 def create_memfd(name: str, length_bytes: int) -> int:
-    """Return a new descriptor of zeroed shared memory, closed on exec; its name shows in /proc only."""
+    """Return a new descriptor of zeroed shared memory, closed on exec. Its name appears only in /proc."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
     os.ftruncate(descriptor, length_bytes)
     return descriptor
 
 
 def receive_descriptors(link: socket.socket, message_bytes_max: int, count_max: int) -> tuple[bytes, list[int]]:
-    """Receive one message of a SOCK_SEQPACKET link with the descriptors beside it. The descriptors are the caller's.
+    """Receive one message of a SOCK_SEQPACKET link with its attached descriptors, which the caller owns.
 
     Returns:
-        (b"", []) when the other end has closed.
+        The message and descriptors; (b"", []) if the other end has closed.
     Raises:
-        PoolError: the message or its descriptors exceed the limits; those that arrived are closed.
+        PoolError: the message or its descriptors exceed the limits; received descriptors are closed.
         OSError: from the socket, BlockingIOError included.
     """
     space = socket.CMSG_SPACE(count_max * array.array("i").itemsize)
@@ -134,7 +134,7 @@ def receive_descriptors(link: socket.socket, message_bytes_max: int, count_max: 
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
     descriptors = received.tolist()
-    # The buffer's alignment may leave room for one descriptor more than the limit.
+    # The buffer's alignment may leave space for one descriptor above the limit.
     if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC) or len(descriptors) > count_max:
         for descriptor in descriptors:
             os.close(descriptor)

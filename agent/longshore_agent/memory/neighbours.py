@@ -1,7 +1,7 @@
-"""Pools of other ranks of this node, mapped into this worker so that it may write their pages: way DIRECT.
+"""Maps pools of other ranks of this node, so that this worker can write their pages by way DIRECT.
 
-Held by the worker's `Mover`. Their owners give file descriptors, or handles of a GPU's memory, through the supervisor, and
-say when a pool is gone; they are told when it is unmapped here.
+Used by the worker's `Mover`. Owners send file descriptors, or handles of GPU memory, through the supervisor, and
+announce when a pool is unregistered. The worker confirms when it is unmapped here.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Part = int | DeviceRegion  # of a pool: a region's descriptor, ours to close, or
 
 @dataclass(slots=True)
 class Neighbours:
-    """What is mapped, the parts of pools that have come in part, and what is to be unmapped when its last job ends.
+    """Mapped pools, incomplete pools, and pools to unmap when their last job ends.
 
     Attributes:
-        device: our engine's GPU; a neighbour's pages must lie where it reaches them.
+        device: our engine's GPU, which must reach the neighbours' pages.
     """
 
     device: Device | None = None
@@ -37,7 +37,7 @@ class Neighbours:
     _owed: list[tuple[PeerId, int]] = field(default_factory=list)
 
     def pool(self, owner: PeerId, number: int) -> KVPool | None:
-        """Return a mapped pool; None: ask its owner for it."""
+        """Return a mapped pool, or None if the owner must be asked for it."""
         return self._pools.get((owner, number))
 
     def take(self, owner: PeerId, number: int, index: int, count: int, part: Part) -> list[Part] | None:
@@ -56,10 +56,10 @@ class Neighbours:
         close_parts(list(self._parts.pop((owner, number), {}).values()))
 
     def map(self, owner: PeerId, number: int, layout: KVLayout, geometry: PoolGeometry, parts: list[Part]) -> KVPool:
-        """Map a pool in place of an older one; closes the descriptors.
+        """Map a pool and replace an older one. Closes the descriptors.
 
         Raises:
-            PoolError: the memory is not what the owner declared, or is out of reach.
+            PoolError: the memory does not match the owner's declaration, or is out of reach.
         """
         regions = [part for part in parts if isinstance(part, DeviceRegion)]
         try:
@@ -87,7 +87,7 @@ class Neighbours:
             raise
 
     def forget(self, owner: PeerId, number: int = ALL_POOLS) -> None:
-        """Unmap a pool, or all of an owner, at once or when the job that runs on it ends."""
+        """Unmap a pool, or all pools of an owner, at once or when the last job on it ends."""
         for key in [key for key in self._pools if key[0] == owner and number in (ALL_POOLS, key[1])]:
             pool = self._pools.pop(key)
             if not pool.close():
@@ -96,12 +96,12 @@ class Neighbours:
             self.drop_parts(*key)
 
     def release(self, owner: PeerId, number: int) -> None:
-        """Unmap a pool whose owner waits for that: `take_unmapped` names it once it is done."""
+        """Unmap a pool whose owner waits for that; `take_unmapped` returns it when it is unmapped."""
         self.forget(owner, number)
         self._owed.append((owner, number))
 
     def take_unmapped(self) -> list[tuple[PeerId, int]]:
-        """Return the pools of `release` on which no job runs any more; to be asked after each job's end."""
+        """Return the pools of `release` that are unmapped now. Call it after each job's end."""
         for key, pools in list(self._leaving.items()):
             if all(pool.wait_closed(0) for pool in pools):
                 del self._leaving[key]
@@ -111,7 +111,7 @@ class Neighbours:
 
 
 def close_parts(parts: list[Part]) -> None:
-    """Close the descriptors among them."""
+    """Close the descriptors among the parts."""
     for descriptor in _descriptors(parts):
         os.close(descriptor)
 

@@ -1,7 +1,7 @@
-"""An engine's pages, mapped into this worker: checks of what the engine declared, views for kernels, leases for jobs.
+"""Maps an engine's pages into this worker: checks the engine's declaration, gives views to kernels and leases to jobs.
 
-Called by the worker (register, unregister) and by kernels. The engine's geometry is untrusted input: nothing is mapped
-before every address that it implies is known to lie inside its region.
+Called by the worker (register, unregister) and by kernels. The engine's geometry is untrusted input. Nothing is mapped
+before all of its addresses are checked against their regions.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _ELEMENT_DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
 class PlaneRun(NamedTuple):
-    """Consecutive planes, from number `first` in the pool's order on, that have the same strides (bytes).
+    """Consecutive planes with equal strides (bytes), from number `first` in the pool's order on.
 
-    `addresses` are those of their first pages in this process, [planes] int64.
+    `addresses` are the addresses of their first pages in this process, [planes] int64.
     """
 
     first: int
@@ -43,7 +43,7 @@ class PlaneRun(NamedTuple):
 class KVPool:
     """The pages of one engine rank.
 
-    With PageOrder.OPAQUE a row is a whole blob and a page counts as one token: `page_tokens` is 1.
+    With PageOrder.OPAQUE a row is a whole blob, and a page counts as one token: `page_tokens` is 1.
 
     Attributes:
         layout, geometry: as registered.
@@ -52,11 +52,11 @@ class KVPool:
         head_count: local heads.
         row_bytes: bytes of one head of one token (of one page with PageOrder.OPAQUE), without gaps.
         page_tokens: rows of one head in a page.
-        device: the GPU for which the pages are mapped, in its memory or where it reaches them; None: they are on the CPU.
-        on_device: the pages are in a GPU's memory: no byte of them can be seen from here.
-        sealed: the engine cannot cut its memory short, so that other engines' workers may map it.
-        closed_s: when `close` was called, as `time.monotonic` counts; None: it was not.
-        plane_runs: all planes in their order; mostly one run. Their addresses are valid inside `in_use` only.
+        device: the GPU for which the pages are mapped, in its memory or within its reach; None if they are on the CPU.
+        on_device: the pages are in GPU memory, so the host cannot read them.
+        sealed: the engine cannot truncate its memory, so that other engines' workers may map it.
+        closed_s: time of `close` by `time.monotonic`; None before it.
+        plane_runs: all planes in order, mostly one run. Their addresses are valid only inside `in_use`.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class KVPool:
         descriptors: Sequence[int],
         device_mappings: Sequence[DeviceMapping] = (),
     ) -> None:
-        """Check the geometry and map its regions. The descriptors stay the caller's and may be closed after.
+        """Check the geometry and map its regions. The caller keeps the descriptors and may close them afterwards.
 
         Args:
-            descriptors: one for each region; empty where they are on a GPU.
-            device_mappings: of the regions on a GPU; the pool's from now on, but the caller's if this raises.
+            descriptors: one for each region; empty if they are on a GPU.
+            device_mappings: mappings of the regions on a GPU. The pool takes them over, except if this raises.
         Raises:
             PoolError: the geometry does not fit the layout, or its regions; names the region, or the plane and field.
         """
@@ -107,7 +107,7 @@ class KVPool:
 
     @property
     def busy(self) -> bool:
-        """Whether a job holds the mapping."""
+        """Whether a job uses the mapping."""
         with self._lock:
             return self._jobs_count > 0
 
@@ -117,17 +117,17 @@ class KVPool:
         return [(mapping.address, mapping.length_bytes) for mapping in self._mappings]
 
     def region(self, index: int) -> npt.NDArray[np.uint8]:
-        """Return the bytes of one region. Valid inside `in_use` only."""
+        """Return the bytes of one region. Valid only inside `in_use`."""
         return self._regions[index]
 
     def plane(self, index: int) -> npt.NDArray[np.unsignedinteger[Any]]:
-        """Return one plane, [pages, page_tokens, heads, head_dim], in the pool's element size. Valid inside `in_use` only.
+        """Return one plane, [pages, page_tokens, heads, head_dim], in the pool's element size. Valid only inside `in_use`.
 
         With PageOrder.OPAQUE: [pages, 1, heads, bytes of a blob].
         """
         unit = 1 if self.layout.order is PageOrder.OPAQUE else self.layout.model.element_bytes
         plane = self.geometry.planes[index]
-        # OPAQUE declares no token stride; a dimension of one needs none.
+        # OPAQUE has no token stride, and a dimension of size 1 needs none.
         return np.ndarray(
             (self.page_count, self.page_tokens, self.head_count, self.row_bytes // unit),
             _ELEMENT_DTYPES[unit],
@@ -140,7 +140,7 @@ class KVPool:
         """Raise LongshoreError unless each page id is in [0, page_count); names the first wrong index.
 
         Args:
-            unique: also refuse a page that is listed twice: a scatter would write two tokens to one place.
+            unique: also refuse repeated pages, since a scatter would write two tokens to one place.
         """
         if pages.size == 0:
             return
@@ -173,7 +173,7 @@ class KVPool:
             self._jobs_count += 1
 
     def let_go(self) -> None:
-        """End what `hold` began; the last job that ends after `close` unmaps."""
+        """Release a `hold`. After `close`, the last release unmaps the pool."""
         with self._lock:
             self._jobs_count -= 1
             last = self._closing and self._jobs_count == 0
@@ -182,7 +182,7 @@ class KVPool:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Hold the mapping for one job; may be nested. Raises PoolError as `hold`, and at its end as `check_whole`."""
+        """Hold the mapping for one job; may be nested. Raises the errors of `hold` and, at its end, of `check_whole`."""
         self.hold()
         try:
             yield
@@ -191,11 +191,11 @@ class KVPool:
             self.let_go()
 
     def check_whole(self, *, touch: bool = False) -> None:
-        """Raise MemoryLostError if a part of the pages was found missing: bytes copied since may be worthless.
+        """Raise MemoryLostError if a part of the pages was found missing: bytes copied since then may be invalid.
 
         Args:
-            touch: look at the end of each region first: the kernel, which copies for some transports, finds what is gone and
-                does not tell.
+            touch: first access the end of each region, since the kernel, which copies for some transports, does not report
+                missing memory.
         """
         for region in self._regions if touch else ():
             int(region[-1])
@@ -209,10 +209,10 @@ class KVPool:
                 )
 
     def close(self) -> bool:
-        """Refuse new jobs and unmap at once, or, where jobs still run, when the last of them ends. Idempotent; never blocks.
+        """Refuse new jobs and unmap at once or, if jobs run, when the last one ends. Idempotent; never blocks.
 
         Returns:
-            True if the memory is given back; False if jobs still hold it: see `wait_closed`.
+            True if the memory is unmapped; False if jobs still use it, see `wait_closed`.
         """
         with self._lock:
             if self._closing:
@@ -225,11 +225,11 @@ class KVPool:
         return idle
 
     def wait_closed(self, timeout_s: float) -> bool:
-        """Wait until the memory is given back after `close`; return whether it is."""
+        """Wait until the memory is unmapped after `close`; return whether it is."""
         return self._closed.wait(timeout_s)
 
     def _unmap(self) -> None:
-        # Views go first, so that nothing which this pool handed to itself points into memory that is gone.
+        # Drop this pool's own views first, so that none points to unmapped memory.
         self._regions.clear()
         for mapping in self._mappings:
             mapping.unmap()
@@ -237,14 +237,14 @@ class KVPool:
 
 
 def row_bytes(layout: KVLayout) -> int:
-    """Bytes of one head of one token, or of one blob."""
+    """Return the bytes of one head of one token, or of one blob."""
     return layout.opaque_bytes if layout.order is PageOrder.OPAQUE else layout.model.head_bytes
 
 
 def check_geometry(layout: KVLayout, geometry: PoolGeometry) -> None:
-    """Raise PoolError unless `geometry` can hold `layout`, with every byte inside its region and none used twice by a plane.
+    """Raise PoolError unless `geometry` fits `layout`, all bytes are in their regions, and no plane uses a byte twice.
 
-    Pure: numbers of any size and sign are safe, nothing is mapped.
+    Pure: maps nothing, and accepts numbers of any size and sign.
     """
     for index, length_bytes in enumerate(geometry.region_bytes):
         if not 1 <= length_bytes < 2**63:

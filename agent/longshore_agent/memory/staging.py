@@ -1,7 +1,7 @@
-"""Staging memory of one worker: a lane's buffer or a rank's ring. Allocated when the worker starts, never grown.
+"""Staging memory of one CPU worker: a lane's buffer or a rank's ring. Allocated at the worker's start; never grows.
 
-Called by the worker and the data path. Hands out addresses for transports and views for kernels; what lies
-where is the ring's business.
+Called by the worker and the data path. Gives addresses to transports and views to kernels. The ring decides on the use
+of the bytes.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import numpy.typing as npt
 from longshore_agent.errors import ShapeError
 from longshore_agent.memory.ipc import Mapping
 
-# One registration a piece of this size: a transport's limits on a single registration are met, and a fault names a small range.
+# Size of one registration: below the transports' limits, and small enough for useful error messages.
 EXTENT_BYTES = 64 << 20
 
 
 class StagingPieces:
-    """Where a buffer lies and how it is cut for registration; all that transports and the ring's arithmetic need.
+    """The address range of a buffer and its extents for registration, without its memory.
 
     Attributes:
         address: of the first byte.
-        length_bytes: as asked for.
+        length_bytes: the requested size.
     """
 
     def __init__(self, address: int, length_bytes: int, extent_bytes: int) -> None:
@@ -32,11 +32,11 @@ class StagingPieces:
         self._extent_bytes = extent_bytes
 
     def extents(self) -> list[tuple[int, int]]:
-        """Return (address, length in bytes) of each piece to register, in order and without gaps; the last may be smaller."""
+        """Return (address, length in bytes) of each extent to register, in order and without gaps; the last may be smaller."""
         return self.pieces(0, self.length_bytes)
 
     def pieces(self, offset_bytes: int, length_bytes: int) -> list[tuple[int, int]]:
-        """Cut a range where extents end: (address, length in bytes) each, for transports that write within one registration."""
+        """Split a range at the ends of extents, for transports that write within one registration: (address, bytes) each."""
         self._check(offset_bytes, length_bytes)
         cuts = []
         end = offset_bytes + length_bytes
@@ -59,12 +59,12 @@ class StagingPieces:
 
 
 class StagingBuffer(StagingPieces):
-    """Private memory whose every page exists before the first transfer, so that none faults inside one.
+    """Private memory whose pages are all touched before the first transfer, so that none faults during one.
 
     Attributes:
         address: of the first byte, a multiple of the system's page size.
-        length_bytes: as asked for.
-        huge_pages: whether the kernel took the advice to use huge pages. They do not speed up copies, but
+        length_bytes: the requested size.
+        huge_pages: whether the kernel accepted the advice to use huge pages. They do not speed up copies, but
             allocation: see benchmarks/gather_scatter_cpu.py.
     """
 
@@ -73,7 +73,7 @@ class StagingBuffer(StagingPieces):
 
         Raises:
             ShapeError: a length is below 1.
-            OSError: the memory is not there.
+            OSError: out of memory.
         """
         if length_bytes < 1 or extent_bytes < 1:
             raise ShapeError(f"length_bytes is {length_bytes} and extent_bytes is {extent_bytes}: give at least 1")
@@ -81,7 +81,7 @@ class StagingBuffer(StagingPieces):
         super().__init__(self._mapping.address, length_bytes, extent_bytes)
         self.huge_pages = huge_pages and self._mapping.advise_huge_pages()
         self._bytes: npt.NDArray[np.uint8] | None = self._mapping.bytes_view()
-        # Reading would map the shared zero page: only a write makes the page exist.
+        # Only a write allocates a page; a read would map the shared zero page.
         self._bytes[:] = 0
 
     def view(self, offset_bytes: int, length_bytes: int) -> npt.NDArray[np.uint8]:
@@ -97,6 +97,6 @@ class StagingBuffer(StagingPieces):
         return ctypes.string_at(self.address + offset_bytes, length_bytes)
 
     def close(self) -> None:
-        """Give the memory back. No view may be used and no registration be alive. Idempotent."""
+        """Free the memory. No view and no registration may be in use. Idempotent."""
         self._bytes = None
         self._mapping.unmap()

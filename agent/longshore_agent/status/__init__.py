@@ -1,1 +1,1 @@
-"""What an agent says of itself: metrics, spans, snapshots, checks, and the HTTP that shows them."""
+"""Status of an agent: metrics, spans, snapshots, checks, and the HTTP pages that show them."""

@@ -1,7 +1,7 @@
-"""The agent's HTTP pages: health, metrics, status, rooms, plans and what is registered. Called by the supervisor.
+"""The agent's HTTP pages: health, metrics, status, rooms, plans and registered instances. Created by `main`.
 
-Every answer is made from one snapshot that a `StatusSource` gives; nothing here changes anything, and nothing
-here sees a token or a byte of the cache.
+Every response uses one snapshot of a `StatusSource`. All pages are read-only, and no page shows a token or
+a byte of the cache.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from longshore_agent.status.snapshot import AgentSnapshot, AgentStatus, Instance
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.names import UNKNOWN_WIRE
 
-# The name under which the supervisor's own metrics appear.
+# The label `worker` of the supervisor's own metrics.
 SUPERVISOR = "supervisor"
 
 
 class StatusSource(Protocol):
-    """Where the pages get their snapshots: the supervisor."""
+    """The source of the pages' snapshots: the supervisor."""
 
     def snapshot(self, room: int | None = None) -> AgentSnapshot:
-        """Return the state of now; called from HTTP's threads, several at once.
+        """Return the current state. Called from several HTTP threads concurrently.
 
-        A worker that does not answer in time appears with what is known of it and `silent_s`.
+        A worker that does not answer in time appears with its last known state and `silent_s`.
 
         Args:
-            room: workers put this room into their lists, and its spans.
+            room: workers include this room and its spans.
         Raises:
-            LongshoreError: there is no state to tell any more: SHUTTING_DOWN, or another reason if it does not answer.
+            LongshoreError: SHUTTING_DOWN, or another reason if the supervisor does not answer.
         """
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """Why a request was not answered. `faults`: one line a fault, each begins with the parameter's name."""
+    """Why a request failed. `faults` has one line for each fault, which begins with the parameter's name."""
 
     reason: str
     text: str
@@ -53,7 +53,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class InstanceList(msgspec.Struct, frozen=True):
-    """The engine instances that are registered with this agent; they are listed, not routed to."""
+    """The engine instances that are registered with this agent. The agent lists them and does not route requests."""
 
     deployment: str
     node: str
@@ -61,7 +61,7 @@ class InstanceList(msgspec.Struct, frozen=True):
 
 
 class _RefusalError(Exception):
-    """Ends a request with a body of ours."""
+    """Ends a request with one of our error bodies."""
 
     def __init__(self, status: int, body: ErrorBody) -> None:
         super().__init__(body.text)
@@ -72,7 +72,7 @@ class _RefusalError(Exception):
 _SCHEMA_REFERENCE = "#/components/schemas/{name}"
 _BODIES = (AgentStatus, Verdict, rooms.RoomList, rooms.RoomDetail, PlanView, InstanceList, ErrorBody)
 _JSON = "application/json"
-# Of a path that somebody made up, in the answer that there is no such page.
+# Characters of an unknown path in its 404 response.
 _SHOWN_CHARACTERS_MAX = 100
 
 
@@ -80,8 +80,8 @@ def create_app(source: StatusSource, rules: Rules | None = None, plan_defaults: 
     """Return the application.
 
     Args:
-        rules: what readiness asks for; None: what default settings ask for.
-        plan_defaults: what plans use that a query leaves out.
+        rules: the requirements of readiness; None for those of the default settings.
+        plan_defaults: values for fields that a query of a plan omits.
     """
     app = FastAPI(title="Longshore agent", docs_url=None, redoc_url=None, openapi_url=None)
     rules = rules or Rules.of(Settings())
@@ -97,13 +97,13 @@ def create_app(source: StatusSource, rules: Rules | None = None, plan_defaults: 
 def _add_health(app: FastAPI, source: StatusSource, rules: Rules) -> None:
     @app.get("/healthz", **_answers(Verdict, 503, Verdict))
     def healthz() -> Response:
-        """Whether the supervisor works; if not, the agent is to be restarted."""
+        """Whether the supervisor works. If not, the agent must be restarted."""
         verdict = _judged(source, liveness)
         return _json(verdict, 200 if verdict.ok else 503)
 
     @app.get("/readyz", **_answers(Verdict, 503, Verdict))
     def readyz() -> Response:
-        """Whether engines may be sent to this agent, with every check and its reason."""
+        """Whether engines may use this agent, with every check and its reason."""
         verdict = _judged(source, lambda snapshot: readiness(snapshot, rules))
         return _json(verdict, 200 if verdict.ok else 503)
 
@@ -119,7 +119,7 @@ def _add_health(app: FastAPI, source: StatusSource, rules: Rules) -> None:
 def _add_status(app: FastAPI, source: StatusSource, rules: Rules) -> None:
     @app.get("/v1/status", **_answers(AgentStatus))
     def status() -> Response:
-        """The agent, its workers, engines, peers, rings and lanes; rooms and metrics have pages of their own."""
+        """The agent, its workers, engines, peers, rings and lanes. Rooms and metrics have their own pages."""
         snapshot = _asked(source)
         return _json(msgspec.structs.replace(snapshot.status(), unready=unready(snapshot, rules)))
 
@@ -133,12 +133,14 @@ def _add_status(app: FastAPI, source: StatusSource, rules: Rules) -> None:
 def _add_rooms(app: FastAPI, source: StatusSource) -> None:
     @app.get("/v1/rooms", **_answers(rooms.RoomList, 422, ErrorBody))
     def room_list(
-        limit: Annotated[int, Query(ge=1, le=rooms.PAGE_MAX, description="Most rooms in the answer.")] = 100,
-        after: Annotated[str, Query(description="`next` of the page before.")] = "",
-        half: Annotated[Literal["source", "target"] | None, Query(description="Only this half.")] = None,
-        ended: Annotated[bool | None, Query(description="Only rooms that are over, or that are not.")] = None,
+        limit: Annotated[
+            int, Query(ge=1, le=rooms.PAGE_MAX, description="Maximum number of rooms in the response.")
+        ] = 100,
+        after: Annotated[str, Query(description="`next` of the previous page.")] = "",
+        half: Annotated[Literal["source", "target"] | None, Query(description="Show only this half.")] = None,
+        ended: Annotated[bool | None, Query(description="Show only ended rooms, or only open ones.")] = None,
     ) -> Response:
-        """The rooms of all workers by id: the oldest open ones, and the newest of those that are over."""
+        """The rooms of all workers by id: the oldest open ones and the newest ended ones."""
         try:
             return _json(rooms.page(_asked(source), limit=limit, after=after, half=half, ended=ended))
         except ValueError as error:
@@ -147,9 +149,9 @@ def _add_rooms(app: FastAPI, source: StatusSource) -> None:
     @app.get("/v1/rooms/{room}", **_answers(rooms.RoomDetail, 404, ErrorBody))
     def room_detail(
         room: Annotated[int, Path(ge=0, le=rooms.ROOM_MAX, description="The room's id.")],
-        instance: Annotated[str | None, Query(description="Only of this prefill instance.")] = None,
+        instance: Annotated[str | None, Query(description="Show only rooms of this prefill instance.")] = None,
     ) -> Response:
-        """One room: each half that this agent has, its pairs of ranks, and the spans of its slabs."""
+        """One room: each of its halves at this agent, its pairs of ranks, and the spans of its slabs."""
         found = rooms.detail(_asked(source, room), room, instance)
         if found is None:
             raise _RefusalError(404, ErrorBody("UnknownRoom", f"no worker of this agent knows room {room}"))
@@ -159,7 +161,7 @@ def _add_rooms(app: FastAPI, source: StatusSource) -> None:
 def _add_plans(app: FastAPI, source: StatusSource, defaults: PlanDefaults) -> None:
     @app.get("/v1/plan", **_answers(PlanView, 422, ErrorBody))
     def plan(query: Annotated[PlanQuery, Query()]) -> Response:
-        """Who would send what to whom between two layouts, or between two instances that are registered here."""
+        """The plan between two layouts, or between two instances that are registered here."""
         snapshot = _asked(source)
         wire = snapshot.self_test.wire if snapshot.self_test is not None else UNKNOWN_WIRE
         try:
@@ -171,7 +173,7 @@ def _add_plans(app: FastAPI, source: StatusSource, defaults: PlanDefaults) -> No
 
 
 def _asked(source: StatusSource, room: int | None = None) -> AgentSnapshot:
-    """Return a snapshot; end the request with 503 where there is none."""
+    """Return a snapshot; end the request with 503 if there is none."""
     try:
         return source.snapshot(room)
     except LongshoreError as error:
@@ -179,7 +181,7 @@ def _asked(source: StatusSource, room: int | None = None) -> AgentSnapshot:
 
 
 def _judged(source: StatusSource, judge: Callable[[AgentSnapshot], Verdict]) -> Verdict:
-    """Return a verdict also where there is no snapshot: who probes wants yes or no and why."""
+    """Return a verdict. A missing snapshot gives a failed one, since probes need yes or no with a reason."""
     try:
         return judge(source.snapshot())
     except LongshoreError as error:
@@ -195,7 +197,7 @@ def _json(value: msgspec.Struct, status: int = 200) -> Response:
 
 
 def _answers(body: type[msgspec.Struct], status: int = 0, other: type[msgspec.Struct] | None = None) -> dict[str, Any]:
-    """Return the arguments by which a route documents its bodies; FastAPI is to make none of its own."""
+    """Return a route's arguments that document its bodies in place of FastAPI's own."""
     found: dict[int, type[msgspec.Struct]] = {200: body, 503: ErrorBody}
     if other is not None:
         found[status] = other

@@ -1,4 +1,4 @@
-"""Whether an agent lives and is ready, decided from a snapshot. Pure; HTTP and the operator show its answer."""
+"""Decides liveness and readiness from a snapshot. Pure. HTTP and the operator show the result."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from longshore_agent.settings import Settings
 from longshore_agent.status.snapshot import AgentSnapshot, SelfTest, WorkerSnapshot, WorkerState
 from longshore_wire.allowed_wires import AllowedWires
 
-# The supervisor's loop turns at least every second; one that has not for so long hangs and is to be restarted.
+# The supervisor's loop turns at least every second. If it has not for this long, it hangs and must be restarted.
 LOOP_AGE_LIMIT_S = 30.0
-# A worker answers within milliseconds, between two slabs; one that is silent for so long moves nothing.
+# A worker answers within milliseconds, between two slabs. If it is silent for this long, it moves nothing.
 SILENCE_LIMIT_S = 10.0
 
 
 class Check(msgspec.Struct, frozen=True):
-    """One thing that must hold. `reason` is one CamelCase word, `message` says what was seen and what to do."""
+    """One check. `reason` is a CamelCase word; `message` states the observation and the remedy."""
 
     name: str
     ok: bool
@@ -26,20 +26,20 @@ class Check(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """All checks; `ok` if each of them is."""
+    """All checks. `ok` if all of them are."""
 
     ok: bool
     checks: tuple[Check, ...]
 
     @classmethod
     def of(cls, checks: Iterable[Check]) -> Verdict:
-        """Return the verdict that `checks` make together."""
+        """Return the combined verdict of `checks`."""
         found = tuple(checks)
         return cls(all(check.ok for check in found), found)
 
 
 class Rules(msgspec.Struct, frozen=True):
-    """What readiness asks for. `wires` are those of `transfer.wires`."""
+    """The requirements of readiness. `wires` are those of `transfer.wires`."""
 
     backend: str
     self_test_bytes: int
@@ -48,7 +48,7 @@ class Rules(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, settings: Settings) -> Rules:
-        """Return the rules that `settings` make."""
+        """Return the rules of these settings."""
         return cls(
             backend=settings.backend.value,
             self_test_bytes=settings.self_test_bytes,
@@ -58,7 +58,7 @@ class Rules(msgspec.Struct, frozen=True):
 
 
 def liveness(snapshot: AgentSnapshot) -> Verdict:
-    """Return whether the supervisor works. Dead workers are its own business and do not end it."""
+    """Return whether the supervisor works. Dead workers do not count: the supervisor replaces them."""
     hangs = snapshot.loop_age_s > LOOP_AGE_LIMIT_S
     if hangs:
         text = f"the supervisor's loop has not turned for more than {LOOP_AGE_LIMIT_S:g} s"
@@ -68,14 +68,14 @@ def liveness(snapshot: AgentSnapshot) -> Verdict:
 
 
 def readiness(snapshot: AgentSnapshot, rules: Rules) -> Verdict:
-    """Return whether engines may be sent to this agent, with a check for each thing that it depends on."""
+    """Return whether engines may use this agent, with all checks."""
     return Verdict.of(
         [*liveness(snapshot).checks, _accepting(snapshot), _self_test(snapshot, rules), _workers(snapshot, rules)]
     )
 
 
 def unready(snapshot: AgentSnapshot, rules: Rules) -> tuple[str, ...]:
-    """Return what keeps this agent from being ready, as "reason: message"; nothing: it is ready."""
+    """Return each failed check of readiness as "reason: message"; empty if the agent is ready."""
     return tuple(f"{check.reason}: {check.message}" for check in readiness(snapshot, rules).checks if not check.ok)
 
 
@@ -86,7 +86,7 @@ def _accepting(snapshot: AgentSnapshot) -> Check:
 
 
 def _self_test(snapshot: AgentSnapshot, rules: Rules) -> Check:
-    """Pass if any self-test did; else say what is wrong with the one that came furthest."""
+    """Pass if any self-test passed; else return the fault of the one that came furthest."""
     found = [test for test in (snapshot.self_test, *(w.self_test for w in snapshot.workers)) if test is not None]
     if not found:
         text = f"no self-test has ended yet; it moves {rules.self_test_bytes} bytes by {rules.backend}"
@@ -95,12 +95,12 @@ def _self_test(snapshot: AgentSnapshot, rules: Rules) -> Check:
     return next((check for check in verdicts if check.ok), max(verdicts, key=lambda check: _PROGRESS[check.reason]))
 
 
-# How far a self-test came, by what is wrong with it.
+# Progress of a self-test, by its fault.
 _PROGRESS = {"OtherBackend": 0, "SelfTestFailed": 1, "SelfTestTooSmall": 2, "WireNotAllowed": 3, "SelfTestPassed": 4}
 
 
 def judge(test: SelfTest, rules: Rules) -> Check:
-    """Return what one self-test says. The supervisor logs it."""
+    """Return the check of one self-test. The supervisor logs it."""
     if test.backend != rules.backend:
         text = f"the self-test moved bytes by {test.backend}, the backend is {rules.backend}"
         return Check("SelfTest", False, "OtherBackend", text)
@@ -126,7 +126,7 @@ def _workers(snapshot: AgentSnapshot, rules: Rules) -> Check:
 
 
 def _worker_faults(worker: WorkerSnapshot, rules: Rules) -> Iterator[tuple[str, str]]:
-    """Yield (reason, text) for what makes this worker unfit. A worker between two lives gets the start limit."""
+    """Yield (reason, text) for each fault of this worker. A worker between two lives has the start limit."""
     if worker.state is WorkerState.FAILED:
         yield "WorkerFailed", f"worker {worker.worker} failed: {worker.error or 'no reason was given'}"
     elif worker.state in (WorkerState.STARTING, WorkerState.SELF_TESTING):

@@ -1,6 +1,6 @@
-"""The one table of the agent's metrics: names, kinds, units, labels and meanings.
+"""The table of the agent's metrics: names, kinds, units, labels and meanings.
 
-`metrics` counts by it, dashboards and the reference page (`python -m longshore_agent.status.metrics`) follow it.
+`metrics` counts by it. Dashboards and the reference page (`python -m longshore_agent.status.metrics`) use its names.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from longshore_wire.names import PROTECTIONS, UNKNOWN_WIRE
 
 
 class Kind(StrEnum):
-    """What Prometheus may do with a metric."""
+    """The Prometheus type of a metric."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -31,7 +31,7 @@ OUTCOMES = ("done", "failed", "cancelled")
 WIRES = (*(wire.value for wire in WireName), UNKNOWN_WIRE)
 PEER_STATES = ("connecting", "attached", "refused", "lost")
 REASONS = tuple(reason.name.lower() for reason in Reason)
-# 10 us to 10 s: one CPU gather of a small slab is about the first, a peer that is nearly lost the last.
+# 10 us to 10 s: from one CPU gather of a small slab to a peer that is nearly lost.
 SECONDS_BUCKETS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 _DOMAINS: Mapping[str, tuple[str, ...]] = {
@@ -49,7 +49,7 @@ _DOMAINS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One row. A label without a domain holds a small number or a type's name, never what a peer or user chose."""
+    """One row. A label without a domain holds a small number or a type's name, never a value of a peer or user."""
 
     name: str
     kind: Kind
@@ -60,7 +60,7 @@ class Metric:
 
     @property
     def domains(self) -> tuple[tuple[str, ...], ...]:
-        """The values that each label may have, in the order of `labels`; empty: any."""
+        """The valid values of each label, in the order of `labels`; empty means any."""
         return tuple(_DOMAINS.get(label, ()) for label in self.labels)
 
 
@@ -78,33 +78,31 @@ TABLE: tuple[Metric, ...] = (
         Kind.HISTOGRAM,
         "seconds",
         ("stage",),
-        "Time that one slab spends in a stage of the data path.",
+        "Time of one slab in a stage of the data path.",
         SECONDS_BUCKETS,
     ),
     _counter("stage_bytes", "bytes", ("stage",), "Bytes that went through a stage."),
     _counter("slabs", "slabs", ("half", "way"), "Slabs finished."),
     _counter("writes", "writes", ("way",), "Writes posted to the transport."),
-    _counter("write_pieces", "pieces", ("way",), "Pieces of memory in those writes."),
-    _counter(
-        "overtaken_writes", "writes", ("way",), "Writes of slabs that were under way when their room was given up."
-    ),
+    _counter("write_pieces", "pieces", ("way",), "Pieces of memory in these writes."),
+    _counter("overtaken_writes", "writes", ("way",), "Writes of slabs that were in progress when their room failed."),
     _counter("lane_bytes", "bytes", ("lane",), "Bytes that a lane wrote."),
     _counter("lane_slabs", "slabs", ("lane",), "Slabs that a lane wrote."),
     _gauge("ring_capacity_bytes", "bytes", (), "Size of the staging ring."),
     _gauge("ring_used_bytes", "bytes", (), "Bytes of the ring that are granted or hold slabs."),
     _gauge("ring_held_bytes", "bytes", (), "Bytes of the ring in quarantine: a writer may still write them."),
-    _counter("ring_rounds", "rounds", (), "Times that the ring wrapped."),
-    _counter("credit_waits", "waits", (), "Times that a slab was ready and waited for a grant."),
+    _counter("ring_rounds", "rounds", (), "Wraps of the ring."),
+    _counter("credit_waits", "waits", (), "Ready slabs that had to wait for a grant."),
     _counter("credit_wait_seconds", "seconds", (), "Time that ready slabs waited for grants."),
-    _gauge("rooms_open", "rooms", ("half",), "Rooms that are not over."),
+    _gauge("rooms_open", "rooms", ("half",), "Open rooms."),
     _counter(
-        "claims", "pairs", ("way", "why"), "Pairs of ranks that a decode rank claimed, by the way it chose and why."
+        "claims", "pairs", ("way", "why"), "Pairs of ranks that a decode rank claimed, by their way and its reason."
     ),
-    _counter("rooms", "rooms", ("half", "outcome", "reason"), "Rooms that are over."),
+    _counter("rooms", "rooms", ("half", "outcome", "reason"), "Ended rooms."),
     _counter("stale_messages", "messages", ("message",), "Messages of another life, another grant or no room."),
     _counter("refused_messages", "messages", ("reason",), "Messages of peers and engines that were refused."),
-    _counter("retries", "messages", ("message",), "Messages that were sent again."),
-    _counter("notices", "notices", (), "Notices of arrival that the transport gave."),
+    _counter("retries", "messages", ("message",), "Messages that were repeated."),
+    _counter("notices", "notices", (), "Notices of arrival from the transport."),
     _counter(
         "authentication_failures",
         "connections",
@@ -115,13 +113,13 @@ TABLE: tuple[Metric, ...] = (
         "http_refusals",
         "requests",
         (),
-        "HTTP requests that were malformed, had no valid token, or came while too many were in progress.",
+        "HTTP requests that were malformed, had no valid token, or exceeded the limit of requests in progress.",
     ),
     _counter(
         "starved_accepts",
         "tries",
         (),
-        "Failed attempts to accept an engine's connection: no descriptor or memory was left.",
+        "Failed attempts to accept an engine's connection, for lack of descriptors or memory.",
     ),
     _gauge("engines", "engines", ("half",), "Engine ranks that are registered."),
     _gauge("peers", "peers", ("state",), "Workers of other agents."),
@@ -129,29 +127,31 @@ TABLE: tuple[Metric, ...] = (
         "peer_wires",
         "peers",
         ("wire",),
-        "Attached peers that a transport serves, by the wire that a probe found to them.",
+        "Attached peers that a transport serves, by the wire that a probe found.",
     ),
-    _gauge("barred_peers", "peers", (), "Those whose wire transfer.wires does not allow: rooms with them fail."),
-    _gauge("data_ports", "ports", ("protection",), "Ports on which transports listen, by protection."),
+    _gauge(
+        "barred_peers", "peers", (), "Attached peers whose wire transfer.wires does not allow: rooms with them fail."
+    ),
+    _gauge("data_ports", "ports", ("protection",), "Data ports of transports, by protection."),
     _counter(
         "data_port_refusals",
         "connections",
         (),
-        "Attempts to connect to data ports that the kernel's filter has dropped.",
+        "Attempts to connect to data ports that the kernel's filter dropped.",
     ),
-    _gauge("self_test_bytes", "bytes", (), "Bytes that the self-test has moved by the configured backend."),
+    _gauge("self_test_bytes", "bytes", (), "Bytes that the self-test moved by the configured backend."),
     _counter(
         "worker_replacements",
         "workers",
         (),
-        "Workers that took no new rooms and ended after the open ones, because only their end proves memory free.",
+        "Workers that drained and ended because only their end proves that memory is free.",
     ),
-    _counter("worker_restarts", "restarts", (), "Workers that were started again after they died."),
+    _counter("worker_restarts", "restarts", (), "Workers that were restarted after they died."),
     _counter(
         "absent_seconds",
         "seconds",
         (),
-        "Time in which a worker should have run and did not: its machine was busy or stood still.",
+        "Time in which a worker should have run and did not, because its machine was busy or suspended.",
     ),
-    _counter("process_cpu_seconds", "seconds", (), "Processor time that this process used."),
+    _counter("process_cpu_seconds", "seconds", (), "Processor time of this process."),
 )

@@ -1,7 +1,7 @@
-"""Counts by the metric table in one process, and writes the counts of all processes for Prometheus.
+"""Counts the metrics of one process, and renders those of all processes for Prometheus.
 
-Each worker and the supervisor hold one `Metrics`; any thread of theirs may use it. A worker answers the
-supervisor with `snapshot()`, the supervisor turns all snapshots into one page with `render`. No I/O.
+Each worker and the supervisor has one `Metrics`, which is thread-safe. A worker sends its `snapshot()` to the
+supervisor, and the supervisor makes one page of all snapshots with `render`. No I/O.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import msgspec
 
 from longshore_agent.status.metric_table import TABLE, Kind, Metric
 
-# What `render` writes; HTTP announces it.
+# The content type of `render`'s text.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# Labels are bounded by the table; a metric with more series than this has a label that it must not have.
+# The table bounds the labels. A metric with more series than this has an unbounded label.
 SERIES_MAX = 1024
-# Metrics with at most so many combinations of labels show all of them from the start, so that rates begin at 0.
+# Metrics with at most this many combinations of labels show all of them from the start, so that rates begin at 0.
 _SERIES_SHOWN_AT_ONCE = 8
 
 _ROWS: Mapping[str, Metric] = {row.name: row for row in TABLE}
@@ -40,8 +40,8 @@ class Series(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         labels: values in the order of the table's labels.
-        value: of a counter or gauge; the sum of a histogram.
-        buckets: observations in each bucket (not cumulative), the last one is beyond all bounds; histograms only.
+        value: the value of a counter or gauge; the sum of a histogram.
+        buckets: observations in each bucket (not cumulative); the last one is above all bounds. Histograms only.
     """
 
     name: str
@@ -56,14 +56,14 @@ class MetricsSnapshot(msgspec.Struct, frozen=True, array_like=True):
     series: tuple[Series, ...] = ()
 
     def value(self, name: str, **labels: str) -> float:
-        """Return a counter's or gauge's value, or a histogram's sum; 0 if it was never touched.
+        """Return a counter's or gauge's value, or a histogram's sum; 0 if it was never changed.
 
-        Labels that are left out are summed over.
+        The sum covers all values of labels that are not given.
         """
         return sum(series.value for series in self._matching(name, labels))
 
     def count(self, name: str, **labels: str) -> int:
-        """Return how many observations a histogram has; labels that are left out are summed over."""
+        """Return a histogram's number of observations over all values of labels that are not given."""
         return sum(sum(series.buckets) for series in self._matching(name, labels))
 
     def _matching(self, name: str, labels: Mapping[str, str]) -> Iterable[Series]:
@@ -76,7 +76,7 @@ class MetricsSnapshot(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Metrics:
-    """The counts of one process. An unknown metric, label or label's value is a mistake of ours and asserts."""
+    """The counts of one process. Asserts that metrics, labels and their values are in the table."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -106,7 +106,7 @@ class Metrics:
             values[self._key(row, values, labels)] = value
 
     def advance(self, name: str, value: float, **labels: str | int) -> None:
-        """Raise a counter to `value`, which somebody else counts: the ring its rounds, the system our CPU time."""
+        """Raise a counter to `value`, which is counted elsewhere: the ring's rounds, our CPU time."""
         row = _row(name, Kind.COUNTER)
         with self._lock:
             values = self._values[name]
@@ -126,7 +126,7 @@ class Metrics:
             buckets[bisect_left(row.buckets, value)] += 1
 
     def snapshot(self) -> MetricsSnapshot:
-        """Return all counts of this moment, with this process' CPU time."""
+        """Return all current counts, with this process' CPU time."""
         self.advance(_PROCESS_CPU, time.process_time())
         with self._lock:
             return MetricsSnapshot(
@@ -140,7 +140,7 @@ class Metrics:
     def _key(
         self, row: Metric, values: Mapping[tuple[str, ...], float], labels: Mapping[str, str | int]
     ) -> tuple[str, ...]:
-        """Return the values of `labels` in the table's order; only a new combination is checked in full."""
+        """Return the values of `labels` in the table's order. Only a new combination is checked completely."""
         assert len(labels) == len(row.labels), f"{row.name} has the labels {row.labels}, not {tuple(labels)}"
         key = tuple([str(labels[label]) for label in row.labels]) if labels else ()
         if key not in values:
@@ -154,7 +154,7 @@ def render(snapshots: Mapping[str, MetricsSnapshot]) -> str:
     """Return the Prometheus text (format 0.0.4) of all processes.
 
     Args:
-        snapshots: by the process' name, which becomes the label `worker`.
+        snapshots: by process name, which becomes the label `worker`.
     """
     by_name: dict[str, list[tuple[str, Series]]] = {}
     for worker, snapshot in snapshots.items():
@@ -201,11 +201,11 @@ def reference() -> str:
     lines = [
         "# Metrics of the agent",
         "",
-        "Made from the table in `longshore_agent.status.metric_table` by `python -m longshore_agent.status.metrics`;",
+        "Generated from the table in `longshore_agent.status.metric_table` by `python -m longshore_agent.status.metrics`;",
         "do not edit.",
         "",
-        "`GET /metrics` answers in Prometheus' text format 0.0.4. Each series has the label `worker` besides those",
-        "below: the name of the worker, or `supervisor`. Counters begin at 0 again when a worker starts again.",
+        "`GET /metrics` returns Prometheus' text format 0.0.4. Each series has the label `worker` in addition to those",
+        "below: the name of the worker, or `supervisor`. Counters restart at 0 with their worker.",
         "",
         "| metric | kind | labels | meaning |",
         "|---|---|---|---|",
@@ -220,7 +220,7 @@ def reference() -> str:
     return "\n".join(lines) + "\n"
 
 
-# What stands in the labels whose values the table does not list.
+# Descriptions of labels whose values the table does not list.
 _OPEN_LABELS: Mapping[str, str] = {"lane": "the lane's index", "message": "the message's type"}
 
 

@@ -1,4 +1,4 @@
-"""What `/v1/plan` answers: the plan between two layouts, given in a query or by two registered instances. Pure."""
+"""Answers `/v1/plan`: the plan between two layouts, given in the query or by two registered instances. Pure."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ from longshore_wire.layout import (
 from longshore_wire.plan import Pair, Plan, Staging, Summary, Way, plan
 from longshore_wire.slabs import slab_limit_bytes
 
-# A plan names every rank; one request must not keep the agent busy with more than a large cluster has.
+# A plan lists every rank. The limit is that of a large cluster, so that one request cannot block the agent.
 RANKS_MAX = 4096
 
 
 def _number(value: object) -> object:
-    """Return the number that a query's text means: a choice of numbers does not read text by itself."""
+    """Return the number of a query's text, since pydantic does not convert text for a Literal of numbers."""
     return int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
 
 
 class PlanQuery(BaseModel):
-    """The query of `/v1/plan`: `source` and `target` name registered instances, or other fields give two layouts."""
+    """The query of `/v1/plan`. `source` and `target` name registered instances, or the other fields give two layouts."""
 
     model_config = ConfigDict(extra="forbid")
 
-    source: str = Field("", description="A registered prefill instance; then `target` must be given too.")
+    source: str = Field("", description="A registered prefill instance; requires `target`.")
     target: str = Field("", description="A registered decode instance.")
     layers: int = Field(80, ge=1, le=LAYERS_MAX)
     kv_heads: int = Field(8, ge=1, le=HEADS_MAX)
     head_dim: int = Field(128, ge=1, le=HEAD_DIM_MAX)
     element_bytes: Annotated[Literal[1, 2, 4], BeforeValidator(_number)] = Field(
-        2, description="Bytes of one number of the cache."
+        2, description="Bytes of one element of the cache."
     )
     attention: Literal["HEADS", "LATENT"] = Field("HEADS", description="LATENT: MLA, one latent a token.")
     prefill_tp: int = Field(1, ge=1, le=TP_MAX)
@@ -70,7 +70,7 @@ class PlanQuery(BaseModel):
 
 
 class PlanDefaults(msgspec.Struct, frozen=True):
-    """What a query that leaves it out means: the agent's own settings."""
+    """Values for fields that a query omits: the agent's own settings."""
 
     staging: Staging = Staging.AUTO
     chunk_tokens: int = 8192
@@ -82,7 +82,7 @@ class PlanDefaults(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, settings: Settings, crossover: Crossover = WHOLE_PAGES) -> PlanDefaults:
-        """Return what an agent with these settings and this table does."""
+        """Return the defaults of an agent with these settings and this table."""
         return cls(
             settings.staging,
             settings.chunk_tokens,
@@ -95,11 +95,11 @@ class PlanDefaults(msgspec.Struct, frozen=True):
 
 
 class PairView(msgspec.Struct, frozen=True):
-    """What one source rank sends to one target rank; `end` is exclusive.
+    """The slices that one source rank sends to one target rank; `end` is exclusive.
 
     Attributes:
-        way, why: for a request of `chunk_tokens` tokens; `why` is how it was chosen, in the words of the metrics.
-        staged_s, in_place_s: the seconds that the crossover table expects either way; none: it does not know.
+        way, why: for a request of `chunk_tokens` tokens; `why` is the reason of the way, as in the metrics.
+        staged_s, in_place_s: seconds of either way by the crossover table; none without an entry.
     """
 
     source_rank: int
@@ -116,12 +116,12 @@ class PairView(msgspec.Struct, frozen=True):
 
 
 class PlanView(msgspec.Struct, frozen=True):
-    """Who sends what to whom. `writes_per_chunk` and `slices_per_chunk` count all pairs, slices as if sent alone.
+    """A plan. `writes_per_chunk` and `slices_per_chunk` count all pairs; the latter as if each slice were one write.
 
     Attributes:
-        way: of all pairs, or `Mixed`.
-        backend, wire: what the ways were chosen for.
-        rule: the named rule that holds where `why` is `default`.
+        way: the way of all pairs, or `Mixed`.
+        backend, wire: the backend and wire for which the ways were chosen.
+        rule: the name of the rule if `why` is `default`.
     """
 
     way: str
@@ -140,14 +140,14 @@ class PlanView(msgspec.Struct, frozen=True):
 def answer(
     query: PlanQuery, instances: tuple[InstanceStatus, ...], defaults: PlanDefaults, wire: str = Wire.UNKNOWN.value
 ) -> PlanView:
-    """Return the plan that `query` asks for.
+    """Return the plan for `query`.
 
     Args:
-        wire: what a query means that names none.
+        wire: the wire of a query that names none.
     Raises:
-        LayoutError: the layouts cannot exist or exchange pages.
-        RoomError: a way would be chosen that the source refuses.
-        LongshoreError: reason UNKNOWN_INSTANCE, an instance is not registered here, or only one of two is named.
+        LayoutError: the layouts are invalid or cannot exchange pages.
+        RoomError: the source would refuse the chosen way.
+        LongshoreError: reason UNKNOWN_INSTANCE; an instance is not registered here, or only one of two is named.
     """
     staging = defaults.staging if query.staging is None else Staging[query.staging.upper()]
     if query.source or query.target:
@@ -163,11 +163,11 @@ def answer(
     slab_bytes = query.slab_bytes or defaults.slab_bytes
     over = (query.backend or defaults.backend, wire if query.wire is None else query.wire)
     attention = source.model.attention
-    # Ranks of one target may lie on several devices: each chooses the way of its own pairs.
+    # Ranks of one target may use different devices. Each chooses the way of its own pairs.
     reaches = [_reach(named, rank, staging) for rank in range(target.rank_count)]
     plans = [plan(source, target, staging=reach.staging, direct=reach.near) for reach in reaches]
     ways = []
-    # The pairs of these plans differ in nothing but their ways.
+    # The pairs of these plans differ only in their ways.
     for index, rank in enumerate(pair.target_rank for pair in plans[0].pairs):
         found, reach = plans[rank], reaches[rank]
         choice = _choice(found, found.pairs[index], attention, reach, chunk_tokens, slab_bytes, defaults, over)
@@ -179,11 +179,11 @@ def answer(
 
 
 class _Reach(NamedTuple):
-    """What one target rank knows of a source before it chooses.
+    """One target rank's knowledge of a source when it chooses the way.
 
     Attributes:
-        staging, near: as its worker's `SessionConfig` says it.
-        in_place, target_in_place: as the source's and the target's say of their pages.
+        staging, near: as in its worker's `SessionConfig`.
+        in_place, target_in_place: `in_place` of the source's and the target's worker.
     """
 
     staging: Staging
@@ -193,9 +193,9 @@ class _Reach(NamedTuple):
 
 
 def _reach(named: tuple[InstanceStatus, InstanceStatus] | None, rank: int, staging: Staging) -> _Reach:
-    """Return what rank `rank` of a target knows of its source; None: of layouts that nobody has, it is on a CPU elsewhere.
+    """Return the knowledge of target rank `rank`. Without named instances, both are on CPUs of different agents.
 
-    A rank that has not registered is taken to lie where the first one does.
+    A rank that has not registered is assumed to be on the device of the first one.
     """
     if named is None or not named[1].ranks:
         return _Reach(staging, near=False, in_place=True)
@@ -219,7 +219,7 @@ def _choice(
     defaults: PlanDefaults,
     over: tuple[str, str],
 ) -> Choice:
-    """Return the way that the decode side would choose for `tokens` tokens of a pair over (backend, wire)."""
+    """Return the choice of the decode side for `tokens` tokens of a pair over (backend, wire)."""
     if defaults.force_way is not None:
         return Choice(defaults.force_way, Why.FORCED)
     if pair.way is Way.DIRECT:
@@ -246,7 +246,7 @@ def _registered(side: str, name: str, instances: tuple[InstanceStatus, ...]) -> 
 
 
 def _layout(query: PlanQuery, side: Literal["prefill", "decode"]) -> KVLayout:
-    """Return the layout of rank 0 of one side; the planner makes the other ranks of it."""
+    """Return the layout of rank 0 of one side, from which the planner derives the other ranks."""
     model = ModelShape(query.layers, query.kv_heads, query.head_dim, query.element_bytes, Attention[query.attention])
     if side == "prefill":
         parallel = Parallel(tp=query.prefill_tp, pp=query.prefill_pp)

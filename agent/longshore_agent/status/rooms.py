@@ -1,4 +1,4 @@
-"""What `/v1/rooms` and `/v1/rooms/{id}` answer from a snapshot: bounded pages, one room in full. Pure."""
+"""Answers `/v1/rooms` (bounded pages) and `/v1/rooms/{id}` (one room in full) from a snapshot. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from longshore_agent.status.spans import Span
 
 PAGE_MAX = 1000
 ROOM_MAX = 2**64 - 1
-# The cursor of a page is a room's key; instances are short names, so anything longer is not ours.
+# A page's cursor is a room's key. Instances have short names, so a longer cursor is not ours.
 _CURSOR_CHARACTERS_MAX = 4096
 
 _Key = tuple[int, str, int, str, str, bool]
@@ -23,7 +23,7 @@ _CURSOR: msgspec.msgpack.Decoder[_Key] = msgspec.msgpack.Decoder(_Key)
 
 
 class RoomEntry(msgspec.Struct, frozen=True):
-    """One half of a room and the worker that has it; `ended`: it is over and only remembered."""
+    """One half of a room and its worker. `ended`: only its outcome is kept."""
 
     worker: str
     ended: bool
@@ -34,8 +34,8 @@ class RoomList(msgspec.Struct, frozen=True):
     """A page of rooms, by id.
 
     Attributes:
-        open_count, ended_count: of all workers, true even where the lists of a worker are cut.
-        next: give it as `after` to get the next page; empty: there is none.
+        open_count, ended_count: exact counts over all workers, even if lists of a worker are cut.
+        next: the value of `after` for the next page; empty if there is none.
     """
 
     rooms: tuple[RoomEntry, ...]
@@ -45,7 +45,7 @@ class RoomList(msgspec.Struct, frozen=True):
 
 
 class RoomDetail(msgspec.Struct, frozen=True):
-    """All halves of a room that this agent has, with the spans of its slabs by their start."""
+    """All halves of a room at this agent, with the spans of its slabs sorted by start."""
 
     room: str
     halves: tuple[RoomEntry, ...]
@@ -53,12 +53,12 @@ class RoomDetail(msgspec.Struct, frozen=True):
 
 
 def page(snapshot: AgentSnapshot, *, limit: int, after: str, half: str | None, ended: bool | None) -> RoomList:
-    """Return at most `limit` rooms behind the cursor `after`, without their pairs.
+    """Return at most `limit` rooms after the cursor `after`, without their pairs.
 
     Args:
-        half, ended: only such rooms; None: all.
+        half, ended: filters; None for all rooms.
     Raises:
-        ValueError: `after` is no cursor that a page gave.
+        ValueError: `after` is not a cursor of an earlier page.
     """
     assert 0 < limit <= PAGE_MAX, limit
     start = _decode(after) if after else None
@@ -84,7 +84,7 @@ def page(snapshot: AgentSnapshot, *, limit: int, after: str, half: str | None, e
 
 
 def detail(snapshot: AgentSnapshot, room: int, instance: str | None) -> RoomDetail | None:
-    """Return a room in full, of any prefill instance or of `instance`; None: no worker knows it."""
+    """Return a room in full, of any prefill instance or of `instance`; None if no worker knows it."""
     text = str(room)
     halves = tuple(
         sorted((e for e in _entries(snapshot) if e.room.room == text and instance in (None, e.room.instance)), key=_key)

@@ -1,4 +1,4 @@
-"""Serves an ASGI application by uvicorn in a thread of its own: tokens, TLS, and limits that keep probes answered."""
+"""Serves an ASGI application by uvicorn in its own thread, with tokens, TLS, and limits that keep probes answered."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from longshore_agent.settings import variable
 from longshore_agent.status.app import ErrorBody
 from longshore_wire.errors import ConfigError
 
-# Descriptors that HTTP may hold, of the 1,024 that a process often has. A connection beyond them closes the oldest idle
-# ones: probes come on new connections, and are answered whatever the others do.
+# Descriptors for HTTP, of the usual limit of 1,024 for a process. A further connection closes the oldest idle ones.
+# So probes, which use new connections, are always answered.
 CONNECTIONS_MAX = 512
-# Accepted in one turn of the server's loop, and closed in one go: connections of this turn are never among the oldest.
+# Connections accepted in one turn of the server's loop, and closed together. New ones are never among the oldest.
 ACCEPTS_PER_TURN_MAX = 64
-# A longer queue is served within milliseconds; one that is full would let a probe wait for a second.
+# A long queue is served within milliseconds. If the queue were full, a probe would wait for a second.
 BACKLOG = 4096
-# Requests in progress, probes excepted; more are answered with 503. 40 threads make answers: some are left for probes.
+# Requests in progress, without probes; more get 503. There are 40 threads, so some are left for probes.
 REQUESTS_MAX = 32
 KEEP_ALIVE_S = 30
-# From a connection's beginning, or from the end of its keep-alive time, until an answer is on its way; then it is cut.
+# Time limit from a connection's start, or from the end of its keep-alive time, to its response. Then it is closed.
 EXCHANGE_LIMIT_S = 10.0
-# Answers take milliseconds; whoever has not got one when the agent stops gets none.
+# Time for open requests when the agent stops. Responses take milliseconds.
 SHUTDOWN_S = 2
 START_LIMIT_S = 10.0
-# The kubelet probes without a token, and learns nothing from these but yes or no and why.
+# Paths without a token, for the kubelet's probes. They reveal only the health and its reasons.
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 _STARVED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
@@ -50,11 +50,11 @@ class StatusServer:
 
     @property
     def port(self) -> int:
-        """The port that it listens on, found out if 0 was asked for."""
+        """The port on which it listens, also if 0 was requested."""
         return int(self._listener.getsockname()[1])
 
     def stop(self) -> None:
-        """End it and wait for its thread: at most a few seconds. Idempotent."""
+        """Stop it and wait for its thread, at most a few seconds. Idempotent."""
         self._server.should_exit = True
         self._thread.join(SHUTDOWN_S + 1)
         if self._thread.is_alive():
@@ -73,15 +73,15 @@ def serve(
     key_file: str = "",
     refused: Callable[[], None] = lambda: None,
 ) -> StatusServer:
-    """Begin to serve `app`; return once it accepts connections.
+    """Start to serve `app`; return once it accepts connections.
 
     Args:
-        port: 0 takes a free one.
-        token: asked for as `Authorization: Bearer` on all paths but `OPEN_PATHS`; empty: none is.
-        certificate_file, key_file: PEM files for TLS; empty: plain HTTP.
-        refused: called, in the server's thread, for each request that is no HTTP, has no token, or is one too many.
+        port: 0 selects a free one.
+        token: required as `Authorization: Bearer` on all paths except `OPEN_PATHS`; empty for none.
+        certificate_file, key_file: PEM files for TLS; empty for plain HTTP.
+        refused: called in the server's thread for each request that is malformed, has no valid token, or exceeds the limit.
     Raises:
-        ConfigError: the address is taken or not ours, or the certificate cannot be read.
+        ConfigError: the address is in use or not ours, or the certificate cannot be read.
     """
     config = _Config(
         _Door(app, token, refused),
@@ -123,7 +123,7 @@ def _listen(host: str, port: int, busy: Callable[[], set[int]]) -> _Listener:
 
 
 class _Listener(socket.socket):
-    """Limits the connections at `accept`, which also sees those that have sent no byte of TLS yet."""
+    """Limits connections at `accept`, which includes those before their TLS handshake."""
 
     def __init__(self, listening: socket.socket, busy: Callable[[], set[int]]) -> None:
         super().__init__(fileno=listening.detach())
@@ -131,7 +131,7 @@ class _Listener(socket.socket):
         self._taken: dict[int, socket.socket] = {}  # by descriptor, oldest first
 
     def listen(self, backlog: int = BACKLOG, /) -> None:
-        """Listen with `BACKLOG`: the loop gives the number of connections that it takes in a turn."""
+        """Listen with `BACKLOG`. The loop's argument is its number of accepts in a turn."""
         super().listen(max(backlog, BACKLOG))
 
     def accept(self) -> tuple[socket.socket, Any]:
@@ -140,36 +140,36 @@ class _Listener(socket.socket):
             taken, address = super().accept()
         except OSError as error:
             if error.errno in _STARVED and self._close_oldest():
-                # Their descriptors are free in the loop's next turn.
+                # The closed descriptors are free in the loop's next turn.
                 raise BlockingIOError(errno.EAGAIN, "no descriptor is left") from error
             raise
         if len(self._taken) >= CONNECTIONS_MAX:
             self._close_oldest()
-        # A number that is used again is one that was closed.
+        # A descriptor number is reused only after it was closed.
         self._taken.pop(taken.fileno(), None)
         self._taken[taken.fileno()] = taken
         return taken, address
 
     def _close_oldest(self) -> bool:
-        """End the oldest idle connections, or the oldest of all if none is idle; return whether there were any."""
+        """Close the oldest idle connections, or the oldest of all if none is idle; return whether there were any."""
         self._taken = {number: taken for number, taken in self._taken.items() if taken.fileno() == number}
         busy = self._busy()
         oldest = [number for number in self._taken if number not in busy] or list(self._taken)
         for number in oldest[:ACCEPTS_PER_TURN_MAX]:
             with contextlib.suppress(OSError):
-                # The loop sees its end and closes it: the descriptor is the loop's.
+                # The loop owns the descriptor. It sees the end of the connection and closes it.
                 self._taken.pop(number).shutdown(socket.SHUT_RDWR)
         return bool(oldest)
 
 
 class _Config(uvicorn.Config):
-    """Also holds the callback for refused requests."""
+    """A configuration with the callback for refused requests."""
 
     refused: Callable[[], None]
 
 
 class _Connection(H11Protocol):
-    """One connection; uvicorn has a time limit for those that are kept alive, and for no others."""
+    """One connection with a time limit. uvicorn limits only the keep-alive time."""
 
     _deadline: asyncio.TimerHandle | None = None
 
@@ -194,12 +194,12 @@ class _Connection(H11Protocol):
     def _allow(self, limit_s: float) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
-        # Not `close`, which waits until the other end has read all of an answer.
+        # `close` would wait until the client has read the whole response.
         self._deadline = self.loop.call_later(limit_s, self.transport.abort)
 
 
 class _Server(uvicorn.Server):
-    """Reports when it accepts connections, and which of them it is answering."""
+    """Reports when it accepts connections, and which of them have a request in progress."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -222,7 +222,7 @@ class _Server(uvicorn.Server):
 
 
 class _Door:
-    """Asks for the token before the application sees a request, and bounds the requests under way."""
+    """ASGI middleware that checks the token and limits the requests in progress."""
 
     def __init__(self, app: ASGIApp, token: str, refused: Callable[[], None]) -> None:
         self._app = app

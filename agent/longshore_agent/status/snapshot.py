@@ -1,8 +1,8 @@
-"""What an agent knows of itself at one moment: the values that workers hand to the supervisor, and HTTP to people.
+"""Types of an agent's state at one moment. Workers send them to the supervisor, and HTTP shows them.
 
-Pure msgspec structs, msgpack between processes and JSON over HTTP; their docstrings become the OpenAPI page.
-Ids and epochs of 64 bits are decimal text, because JSON readers lose digits of numbers above 2^53.
-Nothing here holds a token or a byte of anybody's cache.
+Pure msgspec structs, msgpack between processes and JSON over HTTP. Their docstrings are part of the OpenAPI page.
+Ids and epochs of 64 bits are decimal text, because many JSON parsers lose digits of numbers above 2^53.
+No field holds a token or a byte of a cache.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from longshore_agent.status.spans import Span
 from longshore_wire.engine_messages import Endpoint, RankAddress
 from longshore_wire.layout import Attention, KVLayout, ModelShape, PageOrder, Parallel
 
-# What one worker puts into a snapshot; counts are true beyond them. The oldest open rooms are the ones to
-# look at, so those are listed; of the ended ones the newest. The room that was asked for is always there.
+# Limits of one worker's lists in a snapshot; the counts are exact. The oldest open rooms are the interesting
+# ones, so these are listed, and the newest ended ones. A requested room is always included.
 OPEN_ROOMS_LISTED_MAX = 1024
 ENDED_ROOMS_LISTED_MAX = 256
 SPANS_LISTED_MAX = 4096
 
 
 class WorkerState(Enum):
-    """Where a worker is in its life."""
+    """The state of a worker."""
 
     STARTING = "starting"
     SELF_TESTING = "self-testing"
@@ -35,11 +35,11 @@ class WorkerState(Enum):
 
 
 class SelfTest(msgspec.Struct, frozen=True):
-    """Bytes that a worker moved by the configured backend before any engine came.
+    """The result of a self-test, which moves bytes by the configured backend.
 
     Attributes:
-        wire: what they travelled over, as a probe found it.
-        error: why it failed; empty: it did not.
+        wire: the wire that the bytes used, as a probe found it.
+        error: why it failed; empty if it passed.
     """
 
     backend: str
@@ -75,7 +75,7 @@ class LayoutStatus(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, layout: KVLayout) -> LayoutStatus:
-        """Return `layout` in words."""
+        """Return the status of `layout`."""
         model, parallel = layout.model, layout.parallel
         return cls(
             layers=model.layers,
@@ -101,7 +101,7 @@ class LayoutStatus(msgspec.Struct, frozen=True):
         )
 
     def layout(self) -> KVLayout:
-        """Return the layout that `of` was given."""
+        """Return the layout: the inverse of `of`."""
         return KVLayout(
             model=ModelShape(self.layers, self.kv_heads, self.head_dim, self.element_bytes, Attention[self.attention]),
             parallel=Parallel(self.tp, self.tp_rank, self.pp, self.pp_rank, self.dp, self.dp_rank),
@@ -114,11 +114,11 @@ class LayoutStatus(msgspec.Struct, frozen=True):
 
 
 class RankStatus(msgspec.Struct, frozen=True):
-    """Where the worker of one rank listens for peers.
+    """The address at which one rank's worker listens for peers.
 
     Attributes:
         device: "cpu", or the UUID of the GPU that holds its pages.
-        near: engines whose `agent` is the same write its pages by way DIRECT; empty: nobody does.
+        near: engines with the same `agent` write its pages by way DIRECT; empty if none does.
     """
 
     rank: int
@@ -132,8 +132,8 @@ class InstanceStatus(msgspec.Struct, frozen=True):
     """One replica of an engine instance that is registered with this agent.
 
     Attributes:
-        complete: every rank of the replica is known, so peers may be sent here.
-        agent: as its endpoint names the agent's life and the kind of its devices, which ranks compare with their `near`.
+        complete: every rank of the replica is known, so peers may use it.
+        agent: the endpoint's name for the agent's life and kind of devices, which ranks compare with their `near`.
     """
 
     instance: str
@@ -147,11 +147,11 @@ class InstanceStatus(msgspec.Struct, frozen=True):
     def of(
         cls, endpoint: Endpoint, roles: tuple[str, ...] = (), places: Mapping[int, tuple[str, str]] | None = None
     ) -> InstanceStatus:
-        """Return `endpoint` in words.
+        """Return the status of `endpoint`.
 
         Args:
             roles: names of `Half` in lower case.
-            places: (`device`, `near`) of ranks; a rank that is not there is on a CPU, and nobody is near.
+            places: (`device`, `near`) by rank; the default is a CPU without `near`.
         """
         known = places or {}
         return cls(
@@ -167,7 +167,7 @@ class InstanceStatus(msgspec.Struct, frozen=True):
         )
 
     def endpoint(self) -> Endpoint:
-        """Return the endpoint that `of` was given."""
+        """Return the endpoint: the inverse of `of`."""
         ranks = tuple(RankAddress(rank.rank, rank.address, int(rank.epoch)) for rank in self.ranks)
         return Endpoint(self.instance, self.layout.layout(), ranks, self.agent)
 
@@ -192,14 +192,14 @@ class EngineStatus(msgspec.Struct, frozen=True):
 
 
 class PeerStatus(msgspec.Struct, frozen=True):
-    """A worker of another engine rank, as one of ours sees it.
+    """A worker of another engine rank, as one of our workers sees it.
 
     Attributes:
         state: one of `metric_table.PEER_STATES`.
-        wire: what a transport's bytes between the two travel over, as a probe found it.
-        error: why it was refused or lost, or why no transport may carry bytes between the two: both, the wire, the allowed
-            ones and the way out.
-        ways: of the rooms so far; with `direct` alone, no transport is used and the wire does not matter.
+        wire: the wire between the two, as a probe found it.
+        error: why it was refused or lost, or why no transport may carry bytes between the two, with the wire, the allowed
+            wires and the remedy.
+        ways: the ways of its rooms so far. If it has only `direct`, no transport is used and the wire is irrelevant.
     """
 
     instance: str
@@ -213,7 +213,7 @@ class PeerStatus(msgspec.Struct, frozen=True):
 
 
 class RingStatus(msgspec.Struct, frozen=True):
-    """The staging ring of a decode rank. `held_bytes` are in quarantine and no part of `used_bytes`."""
+    """The staging ring of a decode rank. `held_bytes` are in quarantine and not included in `used_bytes`."""
 
     capacity_bytes: int
     used_bytes: int
@@ -231,11 +231,11 @@ class LaneStatus(msgspec.Struct, frozen=True):
 
 
 class DataPortStatus(msgspec.Struct, frozen=True):
-    """A port on which the transport's library listens for bytes; whoever reaches it may write memory of the worker.
+    """A port on which the transport's library receives bytes. Every host that reaches it can write memory of the worker.
 
     Attributes:
-        protection: what keeps strangers from it, one of `names.PROTECTIONS`.
-        refused: attempts to connect that the kernel has dropped there.
+        protection: its protection, one of `names.PROTECTIONS`.
+        refused: attempts to connect that the kernel's filter dropped.
     """
 
     address: str
@@ -248,9 +248,9 @@ class PairStatus(msgspec.Struct, frozen=True):
     """A room between one pair of ranks.
 
     Attributes:
-        way: `none`: nothing is to move, the source is only told so.
-        why: how the way was chosen, in the words of the metrics; `undecided`: the wire is still being found out.
-        slabs_total: 0 before the source has said how it cuts what is claimed.
+        way: `none` if nothing is moved and the source only needs to know that.
+        why: the reason of the way, as in the metrics; `undecided` while the wire is unknown.
+        slabs_total: 0 before the source's Demand.
         busy: slabs that a lane or a scatter holds.
     """
 
@@ -267,14 +267,14 @@ class PairStatus(msgspec.Struct, frozen=True):
 
 
 class RoomStatus(msgspec.Struct, frozen=True):
-    """One half of a room at one worker: what an engine offers, or claims.
+    """One half of a room at one worker: an engine's offers, or its claim.
 
     Attributes:
-        room, instance, pool: the room's key; `instance` is the prefill's.
-        ways, why: of its pairs, each once; why each was chosen.
-        tokens_total: of the sequence; -1: not known yet.
-        tokens_done: source: acknowledged by every target; target: in the pages.
-        reason, text: why it failed, if it did.
+        room, instance, pool: the room's key; `instance` is the prefill instance.
+        ways, why: the distinct ways of its pairs, and their reasons.
+        tokens_total: tokens of the sequence; -1 if unknown.
+        tokens_done: at a source, tokens that every target has acknowledged; at a target, tokens in the pages.
+        reason, text: why it failed; empty if it did not.
     """
 
     room: str
@@ -297,16 +297,16 @@ class RoomStatus(msgspec.Struct, frozen=True):
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker, as the status page shows it.
+    """One worker on the status page.
 
     Attributes:
-        worker: its name in metrics, unique in its agent: the engine's instance and rank, or the GPU.
-        state_age_s: how long it has been in `state`.
-        silent_s: how long it has not answered; set by the supervisor.
-        restarts: how often it was started again.
-        error: why it failed, if it did.
-        data_path: what protects the least protected of `data_ports`, one of `names.PROTECTIONS`; empty: it has not answered yet.
-        rooms_open, rooms_ended: true counts, where lists are bounded.
+        worker: its name in metrics, unique within its agent: the engine's instance and rank, or the GPU.
+        state_age_s: seconds since it entered `state`.
+        silent_s: seconds without an answer; set by the supervisor.
+        restarts: number of its restarts.
+        error: why it failed; empty if it did not.
+        data_path: the weakest protection of its `data_ports`, one of `names.PROTECTIONS`; empty until its first answer.
+        rooms_open, rooms_ended: exact counts; the lists are bounded.
     """
 
     worker: str
@@ -330,12 +330,12 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerSnapshot(WorkerStatus, frozen=True, kw_only=True):
-    """What a worker answers to its supervisor; the supervisor makes one for a worker that is dead or starts.
+    """A worker's answer to the supervisor. The supervisor creates it for a worker that is dead or starting.
 
     Attributes:
-        rooms: the oldest open ones, at most OPEN_ROOMS_LISTED_MAX, and the one that was asked for.
-        ended: the newest, at most ENDED_ROOMS_LISTED_MAX, and the one that was asked for.
-        spans: of the room that was asked for, at most SPANS_LISTED_MAX.
+        rooms: the oldest open ones, at most OPEN_ROOMS_LISTED_MAX, and a requested one.
+        ended: the newest ended ones, at most ENDED_ROOMS_LISTED_MAX, and a requested one.
+        spans: spans of the requested room, at most SPANS_LISTED_MAX.
     """
 
     rooms: tuple[RoomStatus, ...] = ()
@@ -349,18 +349,18 @@ class WorkerSnapshot(WorkerStatus, frozen=True, kw_only=True):
 
 
 class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One agent with all its workers, as the status page shows it.
+    """One agent with all of its workers on the status page.
 
     Attributes:
-        started_unix_s: when the supervisor started, seconds since 1970.
-        loop_age_s: how long ago the supervisor's loop last turned; beyond a limit the agent is not live.
-        restarts: workers that were started again.
-        config_generation: of the configuration that is in force; 0: none was given.
-        draining: the agent stops and takes nothing new.
-        dying: of each rank whose worker dies again and again, what is to be said of it.
-        self_test: kept from the worker that made it, which may be gone.
-        unready: each check of readiness that does not hold, as "reason: message". They name no age, so that they stay the same
-            while nothing happens.
+        started_unix_s: start of the supervisor, in seconds since 1970.
+        loop_age_s: seconds since the last turn of the supervisor's loop; above a limit the agent is not live.
+        restarts: number of restarted workers.
+        config_generation: generation of the active configuration; 0 if there is none.
+        draining: the agent is stopping and accepts nothing new.
+        dying: one message for each rank whose worker dies repeatedly.
+        self_test: the result of the last self-test.
+        unready: each failed check of readiness as "reason: message". The texts contain no age, so that they stay the same
+            while nothing changes.
     """
 
     deployment: str
@@ -381,7 +381,7 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentSnapshot(AgentStatus, frozen=True, kw_only=True):
-    """One agent with all that its workers answered; `metrics` are the supervisor's own."""
+    """One agent with all of its workers' answers. `metrics` are the supervisor's own."""
 
     workers: tuple[WorkerSnapshot, ...] = ()
     metrics: MetricsSnapshot = MetricsSnapshot()

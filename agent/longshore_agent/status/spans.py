@@ -1,6 +1,6 @@
-"""The newest spans of the data path's stages in one worker: what ran from when to when, for one room or for all.
+"""Records the newest spans of the data path's stages in one worker.
 
-Lanes, scatter threads and the control thread record; the status page and tests ask. Holds no bytes of anybody.
+Lanes, scatter threads and the control thread record spans; the status page and tests read them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from longshore_wire.peer_messages import PairKey
 
 
 class Span(msgspec.Struct, frozen=True):
-    """One slab in one stage. Times are of the host's monotonic clock, which all its processes share.
+    """One slab in one stage. Times are of the host's monotonic clock, which all processes share.
 
     Attributes:
-        room: the room's id in decimal, because JSON readers lose digits of large numbers.
-        lane: index of the lane or thread that did it; -1: none.
+        room: the room's id as decimal text, because many JSON parsers lose digits of large numbers.
+        lane: index of the lane or thread; -1 if none.
     """
 
     stage: str
@@ -33,7 +33,7 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class SpanRecorder:
-    """Keeps the newest `capacity` spans; recording one never waits and never grows memory once it is full."""
+    """Keeps the newest `capacity` spans. `record` never blocks, and allocates nothing once it is full."""
 
     def __init__(self, capacity: int) -> None:
         assert capacity > 0, capacity
@@ -46,7 +46,7 @@ class SpanRecorder:
         return len(self._spans)
 
     def record(self, stage: str, pair: PairKey, slab: int, lane: int, start_ns: int, end_ns: int) -> None:
-        """Remember that `slab` of `pair` was in `stage` from `start_ns` to `end_ns` (time.monotonic_ns)."""
+        """Record that `slab` of `pair` was in `stage` from `start_ns` to `end_ns` (time.monotonic_ns)."""
         assert start_ns <= end_ns, (stage, start_ns, end_ns)
         span = (stage, pair, slab, lane, start_ns, end_ns)
         with self._lock:
@@ -57,7 +57,7 @@ class SpanRecorder:
             self._next = (self._next + 1) % self._capacity
 
     def of_room(self, room: int, *, limit: int, instance: str | None = None) -> tuple[Span, ...]:
-        """Return the newest `limit` spans of a room of any prefill instance, or of `instance`, by their start."""
+        """Return the newest `limit` spans of a room of any prefill instance, or of `instance`, sorted by start."""
         found = [
             span
             for span in self._copy()
@@ -66,11 +66,11 @@ class SpanRecorder:
         return _ordered(found, limit)
 
     def newest(self, *, limit: int) -> tuple[Span, ...]:
-        """Return the newest `limit` spans of all rooms, by their start."""
+        """Return the newest `limit` spans of all rooms, sorted by start."""
         return _ordered(self._copy(), limit)
 
     def _copy(self) -> list[tuple[str, PairKey, int, int, int, int]]:
-        """Return all spans; recorders wait for the copy only, not for the search in it."""
+        """Return a copy of all spans, so that recorders do not wait for a search."""
         with self._lock:
             return list(self._spans)
 
