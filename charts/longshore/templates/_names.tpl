@@ -41,7 +41,7 @@ capabilities: {drop: [ALL]}
 - apiGroups: [longshore.dev]
   resources: [disaggdeployments/status]
   verbs: [get, patch]
-# Children name their deployment as an owner that waits for them.
+# Owner references of children with blockOwnerDeletion need this right.
 - apiGroups: [longshore.dev]
   resources: [disaggdeployments/finalizers]
   verbs: [update]
@@ -60,7 +60,7 @@ capabilities: {drop: [ALL]}
 - apiGroups: [""]
   resources: [pods]
   verbs: [get, list, watch]
-# Keys are made and never read.
+# Keys are created and never read.
 - apiGroups: [""]
   resources: [secrets]
   verbs: [create]
