@@ -1,5 +1,5 @@
-# What one types. `make demo` and `make test` install what they need first, into .venv, and touch nothing outside it
-# but the package cache of uv.
+# Commands for development. `make demo` and `make test` first install their requirements into .venv, and write nothing else
+# except uv's package cache.
 #
 #   make install                    everything, pinned by requirements.lock
 #   make install TORCH_INDEX=<url>  the same with torch from that package index, such as one of CPU builds
@@ -23,25 +23,25 @@ TORCH_INDEX ?=
 help: ## show the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 22
 
-# The stamp is older than its inputs after a change of them only, so that a second install does nothing.
+# The stamp is older than its inputs only after a change, so that a second install does nothing.
 $(STAMP): pyproject.toml requirements.lock .ci/install $(if $(TORCH_INDEX),FORCE)
 	PYTHON='$(PYTHON)' TORCH_INDEX='$(TORCH_INDEX)' EXTRAS='$(EXTRAS)' .ci/install $(VENV)
 	touch $@
 
-install: $(STAMP) ## create .venv with everything that the other targets need
+install: $(STAMP) ## create .venv with the requirements of all other targets
 
-# KV in GPUs' memory: make demo DEVICES=cuda:0,cuda:1, also with GPU_PYTHON and PYTHONPATH as at `gpu`.
+# With KV in GPU memory: make demo DEVICES=cuda:0,cuda:1, also with GPU_PYTHON and PYTHONPATH as for `gpu`.
 demo: $(if $(GPU_PYTHON),,install) ## move KV between unequal layouts on this machine and compare every byte and token
 	$(if $(GPU_PYTHON),$(GPU_PYTHON) -m longshore_cli.main,$(BIN)/longshore) demo$(if $(DEVICES), --devices $(DEVICES))
 
 test: install ## run all tests
 	.ci/test $(BIN)/python
 
-layouts: install ## every pair of layouts over every transport, of which `make test` runs a few
+layouts: install ## test all pairs of layouts over every transport; `make test` runs only a few
 	LAYOUTS=all $(BIN)/python -m pytest tests/agent/test_agent_layouts.py
 
-# make sim SEEDS=200 MIX='tiny rings', make sim MINUTES=30, and a run again, made small: make sim SEED='tiny rings:17'
-sim: install ## play the protocol cores through mixes of faults in a simulated world
+# make sim SEEDS=200 MIX='tiny rings'; make sim MINUTES=30; to repeat and reduce one run: make sim SEED='tiny rings:17'
+sim: install ## run the protocol cores with mixes of faults in a simulator
 	$(BIN)/python tests/sim/simulate.py $(if $(SEED),--seed '$(SEED)') $(if $(PLANT),--plant '$(PLANT)') $(if $(MIX),--mix '$(MIX)') \
 	  $(if $(SEEDS),--seeds $(SEEDS)) $(if $(FIRST),--first $(FIRST)) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(JOBS),--jobs $(JOBS))
 
@@ -50,8 +50,8 @@ soak: install ## kill, stop and restart real agents, workers and engines under l
 	PYTHONPATH=tests/agent $(BIN)/python tests/soak/soak.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED)) \
 	  $(if $(JSON),--json $(JSON)) $(if $(DIRECTORY),--directory $(DIRECTORY))
 
-# make fuzz RUNS=10000000 FUZZ_SEED=7 GROW=1 adds what is new to the corpus; make fuzz INPUT=0199 tries one input again
-fuzz: install ## search for bytes with which a decoder of messages does what it must not
+# make fuzz RUNS=10000000 FUZZ_SEED=7 GROW=1 adds new inputs to the corpus; make fuzz INPUT=0199 repeats one input
+fuzz: install ## search for bytes that break a decoder of messages
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraints requirements.lock --editable '.[fuzz]'
 	$(BIN)/python tests/wire/fuzz_codec.py $(if $(RUNS),--runs $(RUNS)) $(if $(FUZZ_SEED),--seed $(FUZZ_SEED)) \
 	  $(if $(GROW),--grow) $(if $(INPUT),--input $(INPUT))
@@ -63,37 +63,37 @@ controlplane: install ## build the programs of a Kubernetes control plane, once 
 e2e: controlplane ## run the tests of the operator against a real Kubernetes control plane
 	export PATH="$(CURDIR)/$(BIN):$$PATH"; $(BIN)/python -m pytest e2e --ignore=e2e/vllm
 
-e2e-vllm: install ## run the tests with a real vLLM, which is installed once into the cache; VLLM_TESTS='-m shortest' runs one pair
+e2e-vllm: install ## run the tests with a real vLLM, installed once into the cache; VLLM_TESTS='-m shortest' runs one pair
 	E2E_VLLM_VENV="$$(.ci/install-vllm $(VENV))" $(BIN)/python -m pytest e2e/vllm $(VLLM_TESTS)
 
-check: install ## format, lint, types, import walls and the quick tests: what a commit needs
+check: install ## check format, lint, types and import walls, and run the quick tests; required before a commit
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q -m 'not slow'
 
-fix: install ## format, and repair what the linter can repair
+fix: install ## format, and apply the linter's fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# By another interpreter, such as a GPU machine's own: make gpu GPU_PYTHON=python3 PYTHONPATH=wire:agent:client:cli:lab
-# A part of it: make gpu GPU_OPTIONS="--quick --steps tests,demo"
-gpu: $(if $(GPU_PYTHON),,install) ## tests and benchmarks of everything that needs a GPU; says why where there is none
+# With another interpreter, such as a GPU machine's own: make gpu GPU_PYTHON=python3 PYTHONPATH=wire:agent:client:cli:lab
+# To run a part: make gpu GPU_OPTIONS="--quick --steps tests,demo"
+gpu: $(if $(GPU_PYTHON),,install) ## run all tests and benchmarks that need a GPU; without a GPU, print the reason
 	$(or $(GPU_PYTHON),$(BIN)/python) benchmarks/everything_gpu.py $(GPU_OPTIONS)
 
 bench: install ## measure staged, contiguous and slice-by-slice transfers in one run
 	$(BIN)/longshore bench transfer
 
-bench-vllm: install ## measure Longshore's connector beside vLLM's NixlConnector in one run
+bench-vllm: install ## compare Longshore's connector with vLLM's NixlConnector in one run
 	E2E_VLLM_VENV="$$(.ci/install-vllm $(VENV))" PYTHONPATH=e2e:e2e/vllm $(BIN)/python benchmarks/vllm_connectors.py
 
-reference: install ## make the reference pages of settings, metrics and faults again from their tables
+reference: install ## regenerate the reference pages of settings, metrics and faults from their tables
 	$(BIN)/python -m longshore_agent.settings >docs/reference/settings.md
 	$(BIN)/python -m longshore_agent.status.metrics >docs/reference/metrics.md
 	$(BIN)/python tests/agent/fault_table.py >docs/reference/faults.md
 
-lock: install ## choose the newest versions that pyproject.toml allows and pin them
+lock: install ## pin the newest versions that pyproject.toml permits
 	{ sed '/^[^#]/,$$d' requirements.lock; \
 	  $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --upgrade $(LOCKED:%=--extra %) \
 	    --no-emit-index-url --no-annotate --no-header pyproject.toml; } > requirements.lock.new
