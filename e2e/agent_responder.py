@@ -1,4 +1,4 @@
-"""One HTTP server that plays the status page of every agent: KWOK's pods have addresses of loopback, and no process."""
+"""Simulates the status pages of all agents by one HTTP server, since KWOK's pods have loopback addresses and no process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BACKLOG = 512
 
 
 class AgentResponder:
-    """Answers on every address of loopback. `answers` are by address; `silent` addresses take what is said and say nothing."""
+    """Answers on every loopback address. `answers` are by address; `silent` addresses read requests and never answer."""
 
     def __init__(self, port: int) -> None:
         self.answers: dict[str, Body] = {}
@@ -27,7 +27,7 @@ class AgentResponder:
         self._thread.start()
 
     def answer(self, address: str) -> bytes | None:
-        """What the agent at `address` answers; None: nothing."""
+        """Return the answer of the agent at `address`; None for no answer."""
         self.asked.add(address)
         if address in self.silent:
             return None
@@ -35,7 +35,7 @@ class AgentResponder:
         return b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(data) + data
 
     def stop(self) -> None:
-        """End it."""
+        """Stop the server."""
 
         def end() -> None:
             self._server.close()
@@ -47,7 +47,7 @@ class AgentResponder:
 
 
 class _Connection(asyncio.Protocol):
-    """One request after the other on one connection."""
+    """One connection with sequential requests."""
 
     def __init__(self, responder: AgentResponder) -> None:
         self._responder = responder
@@ -67,7 +67,7 @@ class _Connection(asyncio.Protocol):
 
 
 def report(*instances: Body, peers: tuple[Body, ...] = (), roles: tuple[str, ...] = ()) -> Body:
-    """What an agent says: these instances, and one worker with these peers if there are any."""
+    """Return an agent's report with these instances, and one worker with these peers if there are any."""
     engines = [{"instance": entry["instance"], "rank": 0, "roles": entry["roles"]} for entry in instances]
     worker = {"worker": "w/0/0", "engines": engines, "peers": list(peers)}
     return {
@@ -79,12 +79,12 @@ def report(*instances: Body, peers: tuple[Body, ...] = (), roles: tuple[str, ...
 
 
 def instance(name: str, role: str, *, complete: bool = True) -> Body:
-    """One instance as an agent lists it; `role` is source or target."""
+    """Return one instance of a report; `role` is source or target."""
     return {"instance": name, "roles": [role], "complete": complete}
 
 
 def peer(name: str, wire: str, state: str = "attached") -> Body:
-    """One peer as a worker lists it."""
+    """Return one peer of a report's worker."""
     return {"instance": name, "dp_rank": 0, "rank": 0, "state": state, "wire": wire}
 
 

@@ -1,4 +1,4 @@
-"""One control plane for the whole run, and what tests ask of it. Every wait has a limit, everything ends by its id."""
+"""Fixtures: one control plane for the whole run. Every wait has a limit; every process is ended by its id."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from controlplane.ports import free_port
 from deployments import Deployments, install_definition
 from operator_process import OperatorProcess
 
-# Engines of the agents' own tests are those of the real agents here.
+# The engines for real agents here are those of the agents' own tests.
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "agent"))
 
-# Pods of KWOK get addresses of loopback, so that one responder on this machine can play all agents.
+# KWOK's pods get loopback addresses, so that one responder on this machine can simulate all agents.
 POD_NETWORK = "127.128.0.0/10"
 
 
@@ -33,7 +33,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
 
 @pytest.fixture
 def namespace(plane: ControlPlane) -> Iterator[str]:
-    """A namespace of the test's own, gone afterwards with all that is in it."""
+    """A namespace for one test, deleted afterwards with its content."""
     name = f"test-{uuid.uuid4().hex[:8]}"
     plane.kubectl("create", "namespace", name)
     yield name
@@ -50,7 +50,7 @@ def nodes(plane: ControlPlane) -> list[str]:
 
 @pytest.fixture(scope="session")
 def responder() -> Iterator[AgentResponder]:
-    """What plays all agents; they have to be told its port."""
+    """The simulation of all agents. Deployments must use its port."""
     responder = AgentResponder(free_port())
     yield responder
     responder.stop()
@@ -58,7 +58,7 @@ def responder() -> Iterator[AgentResponder]:
 
 @pytest.fixture(scope="module")
 def operator(plane: ControlPlane, nodes: list[str]) -> Iterator[OperatorProcess]:
-    """The operator that serves most tests. It serves all namespaces, so it must not outlive the module that wants it."""
+    """The operator for most tests. It serves all namespaces, so it must not outlive the module that uses it."""
     plane.try_kubectl("create", "namespace", "longshore-system")
     with OperatorProcess(plane, "longshore-system") as running:
         yield running
@@ -66,5 +66,5 @@ def operator(plane: ControlPlane, nodes: list[str]) -> Iterator[OperatorProcess]
 
 @pytest.fixture
 def deployments(plane: ControlPlane, namespace: str, responder: AgentResponder) -> Deployments:
-    """The deployments of the test's namespace, whose agents the responder plays."""
+    """The deployments of the test's namespace. The responder simulates their agents."""
     return Deployments(plane, namespace, responder.port)

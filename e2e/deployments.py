@@ -1,4 +1,4 @@
-"""Where the tree's manifests are, and deployments that tests make of them."""
+"""Paths of the tree's manifests, and deployments for tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Body = dict[str, Any]
 
 
 def manifest(namespace: str, name: str = "llama", **spec: object) -> Body:
-    """A deployment that works; `spec` replaces whole parts of it."""
+    """Return a valid deployment; `spec` replaces whole sections."""
     base: Body = {
         "model": {"attention": "GQA", "layers": 80, "kvHeads": 8, "headDim": 128, "dtype": "bfloat16"},
         "prefill": {"tensorParallel": 4, "pageSize": 64, "nodeSelector": {"longshore.dev/role": "prefill"}},
@@ -32,7 +32,7 @@ def manifest(namespace: str, name: str = "llama", **spec: object) -> Body:
 
 
 def to_text(document: object) -> str:
-    """As kubectl reads it."""
+    """Return the text of a document for kubectl."""
     return json.dumps(document)
 
 
@@ -45,7 +45,7 @@ def install_definition(plane: ControlPlane) -> None:
 
 
 class Deployments:
-    """The deployments of one namespace, as a person with kubectl sees and changes them."""
+    """The deployments of one namespace, read and changed by kubectl."""
 
     def __init__(self, plane: ControlPlane, namespace: str, http_port: int) -> None:
         self.plane = plane
@@ -53,13 +53,13 @@ class Deployments:
         self.http_port = http_port
 
     def apply(self, name: str = "llama", **spec: object) -> None:
-        """Apply a deployment that works, with parts of its spec replaced."""
+        """Apply a valid deployment with some sections of its spec replaced."""
         agents: Any = spec.pop("agents", {})
         body = manifest(self.namespace, name, agents={"httpPort": self.http_port, **agents}, **spec)
         self.plane.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=to_text(body))
 
     def get(self, kind: str, name: str) -> Body:
-        """Return an object. Raises AssertionError if it is not there."""
+        """Return an object. Raises AssertionError if it does not exist."""
         return dict(json.loads(self.plane.kubectl("get", kind, name, "-n", self.namespace, "-o", "json")))
 
     def list(self, kind: str, *arguments: str) -> list[Body]:
@@ -69,12 +69,12 @@ class Deployments:
         )
 
     def names(self, kinds: str = "ds,cm,svc,sa,netpol,secret,pod") -> set[str]:
-        """Return what is there of these kinds but for what every namespace has, as kind/name."""
+        """Return the objects of these kinds as kind/name, without those that every namespace has."""
         found = self.plane.kubectl("get", kinds, "-n", self.namespace, "-o", "name").split()
         return {name for name in found if not name.endswith(("/default", "/kube-root-ca.crt"))}
 
     def condition(self, kind: str, name: str = "llama") -> Body:
-        """Return a condition of a deployment; empty: it is not there yet."""
+        """Return a condition of a deployment; empty if there is none yet."""
         listed = self.get("dgdep", name).get("status", {}).get("conditions", [])
         return next((entry for entry in listed if entry["type"] == kind), {})
 
@@ -91,7 +91,7 @@ class Deployments:
         return until(look, f"{kind} of {name} is {reason}", limit_s)
 
     def pods(self, name: str = "llama") -> Sequence[Body]:
-        """Return the agents' pods that are not going."""
+        """Return the agents' pods that are not being deleted."""
         found = self.list("pods", "-l", f"longshore.dev/deployment={name}")
         return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
 

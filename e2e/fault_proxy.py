@@ -1,4 +1,4 @@
-"""A proxy between the operator and the API server that refuses requests on demand. Plain HTTP in front, TLS behind."""
+"""Runs a proxy between the operator (plain HTTP) and the API server (TLS) that refuses requests on demand."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from controlplane.certificates import write_kubeconfig
 from controlplane.cluster import ControlPlane
 from controlplane.ports import HOST, free_port
 
-# A watch is quiet for as long as nothing happens.
+# A watch is silent while nothing changes.
 _UPSTREAM_LIMIT_S = 600.0
 _CHUNK_BYTES = 65536
 
-# Given method and path: the status to answer with instead of asking the API server, or None.
+# (method, path) -> the HTTP status of a refusal, or None to pass the request on.
 Refuse = Callable[[str, str], int | None]
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Passes requests on, or refuses them; made once a connection."""
+    """Forwards or refuses the requests of one connection."""
 
     proxy: FaultProxy
     context: ssl.SSLContext
@@ -90,7 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
             connection.close()
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 class _Server(ThreadingHTTPServer):
@@ -99,7 +99,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class FaultProxy:
-    """`refuse` decides on each request; `requests` are those that came, `refused` those that were not passed on."""
+    """The proxy. `refuse` decides on each request; `requests` lists all of them, `refused` those not forwarded."""
 
     def __init__(self, plane: ControlPlane) -> None:
         self.refuse: Refuse = lambda _method, _path: None
@@ -121,13 +121,13 @@ class FaultProxy:
         self._thread.start()
 
     def drop_streams(self) -> None:
-        """Cut every watch that is open; clients begin anew."""
+        """Close all open watches; clients start new ones."""
         for stream in list(self._streams):
             with suppress(OSError):
                 stream.shutdown(socket.SHUT_RDWR)
 
     def stop(self) -> None:
-        """End it. Streams that are open end with their clients."""
+        """Stop the proxy. Open streams end with their clients."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

@@ -1,4 +1,4 @@
-"""The operator as a process of its own, as tests and the benchmark start it."""
+"""Runs the operator as a process, for tests and the benchmark."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class OperatorProcess:
     """One replica; `pages` reads its HTTP pages.
 
     Args:
-        kubeconfig: by which it reaches the API server; None: the administrator's.
-        namespace: of its Lease, which is what replicas share.
-        settings: more variables, without their prefix.
+        kubeconfig: its kubeconfig; None for the administrator's.
+        namespace: namespace of its Lease, which replicas share.
+        settings: further settings, by variable without prefix.
     """
 
     def __init__(self, plane: ControlPlane, namespace: str, kubeconfig: Path | None = None, **settings: object) -> None:
@@ -35,7 +35,7 @@ class OperatorProcess:
             "identity": self.identity,
             "http_host": HOST,
             "http_port": self.port,
-            # Soon, so that what watches do not tell of is looked at within a test's patience.
+            # Short, so that changes without a watch are found within a test's time limit.
             "resync_s": 5,
             "poll_s": 1,
             "lease_s": 6,
@@ -56,15 +56,15 @@ class OperatorProcess:
         self.process.stop()
 
     def status(self, path: str) -> int:
-        """The HTTP status of a page; 0: no answer."""
+        """Return the HTTP status of a page; 0 for no answer."""
         return self._get(path)[0]
 
     def page(self, path: str) -> str:
-        """A page's text."""
+        """Return a page's text."""
         return self._get(path)[1]
 
     def metric(self, line: str) -> float:
-        """The value of the metric whose name and labels are `line`; 0 if it is not there."""
+        """Return the value of the metric whose name and labels are `line`; 0 if there is none."""
         for entry in self.page("/metrics").splitlines():
             name, _, value = entry.rpartition(" ")
             if name == line:

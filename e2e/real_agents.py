@@ -1,6 +1,6 @@
-"""Agents as real processes on process nodes, and engines that connect to them as client code does. Used by tests.
+"""Runs agents as real processes on process nodes, and engines that connect to them by the client. Used by tests.
 
-What agents are started with is what the operator rendered and the API server gave to their node; nothing is made here.
+Agents run exactly the pods that the operator rendered and the API server gave to their node.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from longshore_wire.names import RUN_DIRECTORY
 AGENT_IMAGE = "longshore-agent:0.1.0"
 OPERATOR_IMAGE = "longshore-operator:0.1.0"
 _ROOM_LIMIT_S = 60.0
-# As the Dockerfiles have them; `python` and our programs are those of this environment.
+# The same as in the Dockerfiles. `python` and our programs are those of this environment.
 _ENVIRONMENT = {
     "PATH": os.pathsep.join([str(ROOT / ".venv" / "bin"), f"{sys.prefix}/bin", "/usr/bin", "/bin"]),
     "OMP_NUM_THREADS": "1",
@@ -36,20 +36,20 @@ IMAGES = {
     AGENT_IMAGE: Image(("longshore-agent",), _ENVIRONMENT),
     OPERATOR_IMAGE: Image(("python", "-m", "longshore_operator.main"), _ENVIRONMENT),
 }
-# The model of the tests' engines, as a deployment declares it.
+# The model of the tests' engines, in a deployment's form.
 MODEL = {"attention": "GQA", "layers": 4, "kvHeads": 12, "headDim": 32, "dtype": "float32"}
 PAGE_SIZE = 16
 
 
 def process_node(plane: ControlPlane, name: str, role: str) -> ProcessNode:
-    """Return a node, not started, for what is selected by `role`."""
+    """Return a node, not started, with the label of `role`."""
     if reason := missing_rights():
         pytest.skip(reason)
     return ProcessNode(plane, name, {"longshore.dev/role": role}, IMAGES)
 
 
 class PodAgent:
-    """The agent of a deployment on one process node, as engines of that node and people find it."""
+    """The agent of a deployment on one process node."""
 
     def __init__(self, node: ProcessNode, namespace: str, name: str = "llama") -> None:
         self._node = node
@@ -58,24 +58,24 @@ class PodAgent:
 
     @property
     def container(self) -> Container:
-        """Its container of now."""
+        """Its current container."""
         return self._node.container(self._namespace, f"{self._name}-agent-")
 
     @property
     def socket(self) -> str:
-        """Where engines of its node connect."""
+        """Path of its engine socket on this machine."""
         return str(self._node.path(f"{RUN_DIRECTORY}/{self._namespace}/{self._name}/agent.sock"))
 
     @property
     def http(self) -> str:
-        """Where its pages are."""
+        """Address of its HTTP pages."""
         pod = self._node.pod(self._namespace, f"{self._name}-agent-")
         port = next(port["containerPort"] for port in pod.containers[0].spec["ports"] if port["name"] == "http")
         return f"http://{pod.address}:{port}"
 
     @property
     def life(self) -> tuple[str, str]:
-        """Its pod's uid and which keys it has; empty while it is being replaced."""
+        """Its pod's uid and the fingerprint of its keys; empty while it is being replaced."""
         try:
             metadata = self._node.pod(self._namespace, f"{self._name}-agent-").body["metadata"]
         except AssertionError:
@@ -83,14 +83,14 @@ class PodAgent:
         return metadata["uid"], metadata["annotations"]["longshore.dev/keys"]
 
     def metric(self, name: str) -> float:
-        """The sum of a metric's series."""
+        """Return the sum of a metric's series."""
         with urllib.request.urlopen(f"{self.http}/metrics", timeout=START_LIMIT_S) as answer:
             lines = answer.read().decode().splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{"))
 
     @property
     def ask(self) -> Callable[[], dict[str, Any]]:
-        """What asks the agent of now what it says of itself; it asks the same one when its pod is ending."""
+        """Return a function that gets the status of the current agent, also while its pod is ending."""
         url = f"{self.http}/v1/status"
 
         def status() -> dict[str, Any]:
@@ -100,16 +100,16 @@ class PodAgent:
         return status
 
     def status(self) -> dict[str, Any]:
-        """What it says of itself."""
+        """Return its status page."""
         return self.ask()
 
     def log(self) -> str:
-        """The end of what it wrote."""
+        """Return the end of its log."""
         process = self.container.process
         return process.log() if process is not None else ""
 
     def wires(self, half: str) -> set[str]:
-        """What its workers of one half found that bytes to their attached peers travel over."""
+        """Return the wires that its workers of one half found to their attached peers."""
         return {
             peer["wire"]
             for worker in self.status()["workers"]
@@ -120,13 +120,13 @@ class PodAgent:
 
 
 def move(source: EngineProcess, target: Any, room: int, tokens: int) -> list[RoomEvent]:
-    """Send a request's pages from an engine of one process to all ranks of `target`; return how the target's ranks ended."""
+    """Move a request from a single-rank engine to all ranks of `target`; return the target ranks' events."""
     begin(source, target, room, tokens)
     return finish(source, target, room)
 
 
 def begin(source: EngineProcess, target: Any, room: int, tokens: int) -> None:
-    """Claim a room and offer it whole."""
+    """Claim a room and offer all of it."""
     endpoint = source.endpoint()
     pages = list(range(-(-tokens // PAGE_SIZE)))
     for rank in target.ranks:
@@ -136,7 +136,7 @@ def begin(source: EngineProcess, target: Any, room: int, tokens: int) -> None:
 
 
 def finish(source: EngineProcess, target: Any, room: int) -> list[RoomEvent]:
-    """Return how a room ended at the target's ranks, once its pages are theirs again."""
+    """Wait until a room's pages are released at the target's ranks; return how it ended there."""
     return [_ended(rank.client, room, Half.TARGET, source.instance) for rank in target.ranks]
 
 
@@ -147,10 +147,10 @@ def _ended(client: Client, room: int, half: Half, instance: str) -> RoomEvent:
 
 
 def move_through(request: Request) -> list[RoomEvent]:
-    """Move a request while agents may be replaced under it, as engines do, and return how it ended.
+    """Move a request while agents may be replaced, as engines do, and return how it ended.
 
-    Calls that find no agent are made again. Where decode's claim has failed, prefill gives its offer up: an agent that came
-    after the failure knows nothing of it, and waits for a claim. A rank is refused where the room has failed already.
+    Calls without an agent are retried. If decode's claim has failed, prefill cancels its offer: an agent that started
+    after the failure does not know it and waits for a claim. A rank is refused if the room has already failed.
     """
     room, instance = request.room, request.source.instance
     endpoint = request.source.endpoint()
@@ -183,7 +183,7 @@ def _refused(room: int, half: Half, instance: str, error: RoomError) -> RoomEven
 
 
 def again(call: Callable[[], None]) -> None:
-    """Call until an agent answers."""
+    """Repeat a call until an agent answers."""
 
     def answered() -> bool:
         try:

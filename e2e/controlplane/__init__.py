@@ -1,4 +1,4 @@
-"""A real Kubernetes control plane on loopback: etcd, API server, controller-manager, scheduler and, on demand, KWOK nodes.
+"""Runs a real Kubernetes control plane on loopback: etcd, API server, controller-manager, scheduler, and KWOK nodes on demand.
 
-Used by the fixtures of `e2e/conftest.py`, by `benchmarks/operator_scale.py` and by people: `python -m controlplane`.
+Used by the fixtures of `e2e/conftest.py`, by `benchmarks/operator_scale.py` and by the command `python -m controlplane`.
 """

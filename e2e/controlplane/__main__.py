@@ -1,4 +1,4 @@
-"""`python -m controlplane build` makes every program; `python -m controlplane up [nodes]` runs a cluster until interrupted."""
+"""Builds all programs (`python -m controlplane build`), or runs a cluster until interrupted (`python -m controlplane up`)."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 KUBERNETES_VERSION = "v1.34.4"
 MODULES = Path(__file__).parent / "go"
-# The longest build took 3 minutes on two idle cores; a shared or slower machine gets ten times as much.
+# The longest build took 3 minutes on two idle cores. The limit allows ten times as much for a slower machine.
 BUILD_LIMIT_S = 1800.0
 _KUBERNETES_FLAGS = " ".join(
     [
@@ -24,17 +24,17 @@ _KUBERNETES_FLAGS = " ".join(
         f"-X k8s.io/client-go/pkg/version.gitVersion={KUBERNETES_VERSION}",
     ]
 )
-# What the PATH of a machine often holds in some other version: only the pinned one is of use here.
+# Programs of which the PATH often has another version. Only the pinned version is valid here.
 _NEVER_FROM_PATH = frozenset({"kubectl", "helm", "kwok"})
 
 
 class MissingProgramError(RuntimeError):
-    """A program is neither here nor can it be built; says what to install or set."""
+    """A program was not found and cannot be built; names what to install or set."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """One program: the module folder below `go/` that pins it, and the Go package that is built."""
+    """One program: the module folder below `go/` that pins it, and the Go package to build."""
 
     name: str
     module: str
@@ -57,10 +57,10 @@ PROGRAMS = {
 
 
 def find(name: str) -> Path:
-    """Return the path of a program, building it if it is nowhere.
+    """Return the path of a program; build it if it is not found.
 
     Raises:
-        MissingProgramError: it is not here and Go is not, or the build failed.
+        MissingProgramError: the program and Go were not found, or the build failed.
     """
     program = PROGRAMS[name]
     cached = cache_folder(program.module) / name
@@ -76,7 +76,7 @@ def find(name: str) -> Path:
 
 
 def cache_folder(module: str) -> Path:
-    """Return where the programs of a module are kept: the folder's name changes with anything that the module pins."""
+    """Return the cache folder of a module's programs. Its name depends on everything that the module pins."""
     digest = hashlib.sha256()
     folder = MODULES / module
     for path in [folder / "go.mod", folder / "go.sum", *sorted(folder.glob("*.go"))]:
@@ -86,7 +86,7 @@ def cache_folder(module: str) -> Path:
 
 
 def module_folder(module: str, package: str) -> Path:
-    """Return the folder of a module's source in Go's cache, for files that it ships beside code."""
+    """Return the folder of a module's source in Go's cache, for its files that are no code."""
     go = _go(package)
     done = subprocess.run(
         [go, "list", "-mod=readonly", "-m", "-f", "{{.Dir}}", package],
@@ -116,7 +116,7 @@ def _build(program: Program, target: Path) -> Path:
     go = _go(program.name)
     target.parent.mkdir(parents=True, exist_ok=True)
     sys.stderr.write(f"controlplane: building {program.name}; it is kept in {target.parent}\n")
-    # Built beside its place and renamed: two runs at once, or one that is ended, leave no half program.
+    # Built under a temporary name and renamed, so that concurrent or interrupted runs leave no partial program.
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     command = [go, "build", "-mod=readonly", "-trimpath", f"-ldflags=-s -w {program.linker_flags}", "-o", str(partial)]
     try:

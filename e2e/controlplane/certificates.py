@@ -34,7 +34,7 @@ class Authority:
         self.certificate_path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
     def issue(self, name: str, *hosts: str, user: str, group: str | None = None) -> tuple[Path, Path]:
-        """Return certificate and key files for `user`, a member of `group`, that answers under `hosts`."""
+        """Return certificate and key files for `user`, a member of `group`, valid for the server names `hosts`."""
         key = ec.generate_private_key(ec.SECP256R1())
         attributes = [x509.NameAttribute(NameOID.COMMON_NAME, user)]
         if group is not None:
@@ -55,7 +55,7 @@ class Authority:
         return certificate_path, key_path
 
     def kubeconfig(self, name: str, server: str, user: str, group: str | None = None) -> Path:
-        """Return a kubeconfig by which `user` reaches the API server at `server`."""
+        """Return a kubeconfig for `user` at the API server `server`."""
         certificate, key = self.issue(name, user=user, group=group)
         path = self.folder / f"{name}.kubeconfig"
         cluster = {"server": server, "certificate-authority-data": _base64(self.certificate_path)}
@@ -75,7 +75,7 @@ class Authority:
 
 
 def write_kubeconfig(path: Path, cluster: dict[str, str], user: dict[str, str], namespace: str = "default") -> Path:
-    """Write a kubeconfig of one context, as JSON, which is YAML, too."""
+    """Write a kubeconfig with one context as JSON, which is valid YAML."""
     path.write_text(
         json.dumps(
             {
@@ -100,7 +100,7 @@ def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicK
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        # A clock that was set back a little must not make it invalid.
+        # Stays valid if the clock is set back a little.
         .not_valid_before(now - dt.timedelta(hours=1))
         .not_valid_after(now + _VALID)
     )

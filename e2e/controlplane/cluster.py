@@ -1,4 +1,4 @@
-"""One control plane on loopback. Used by the fixtures, the benchmark and `python -m controlplane up`."""
+"""Starts and stops one control plane on loopback. Used by the fixtures, the benchmark and `python -m controlplane up`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from controlplane.ports import HOST, free_port
 from controlplane.processes import Process
 from controlplane.waiting import until
 
-# Three seconds on idle cores; a loaded machine gets a minute for each.
+# The start takes 3 s on idle cores. The limit is 40 times as much, for a loaded machine.
 READY_LIMIT_S = 120.0
 KUBECTL_LIMIT_S = 120.0
 _ETCD_QUOTA_BYTES = 4 << 30
@@ -23,7 +23,7 @@ _ETCD_QUOTA_BYTES = 4 << 30
 class ControlPlane:
     """etcd, kube-apiserver, kube-controller-manager and kube-scheduler, with their files in `folder`.
 
-    `start` returns when the API server is ready and the controllers work; `stop` ends what was started, by its id.
+    `start` returns when the API server is ready and the controllers work; `stop` ends all started programs by their ids.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -42,7 +42,7 @@ class ControlPlane:
         self.stop()
 
     def start(self) -> None:
-        """Start the programs in the order in which they need each other."""
+        """Start the programs in the order of their dependencies."""
         etcd = self._start_etcd()
         api = self._start_api_server(etcd)
         until(
@@ -66,17 +66,17 @@ class ControlPlane:
         return process
 
     def kubectl(self, *arguments: str, stdin: str | None = None) -> str:
-        """Return what kubectl says, as the cluster's administrator.
+        """Run kubectl as the cluster's administrator and return its output.
 
         Raises:
-            AssertionError: it failed; with its error.
+            AssertionError: kubectl failed; has its error output.
         """
         done = self.try_kubectl(*arguments, stdin=stdin)
         assert done.returncode == 0, f"kubectl {' '.join(arguments)}: {done.stderr.strip()}"
         return done.stdout.strip()
 
     def try_kubectl(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-        """Return how a call of kubectl ended."""
+        """Run kubectl and return its completed process."""
         return subprocess.run(
             [binaries.find("kubectl"), f"--kubeconfig={self.kubeconfig}", *arguments],
             check=False,

@@ -1,9 +1,9 @@
-"""Runs one container's command with a file system of its own, as a container runtime would; a program by itself.
+"""Runs one container's command with its own file system, like a container runtime. A separate program.
 
-`process_pod` starts it as root: `python -I container.py SPEC.json`. It makes mount, PID and IPC namespaces, puts a root
-together from the folders that the specification names, lets go of every right that it does not grant, and runs the
-command below a PID 1 that passes SIGTERM on and reaps, as the agent's image has one. There is no image and no network of
-its own, and nothing limits memory or processors. It ends as the command ended: with its status, or 128 and the signal.
+`process_pod` starts it as root: `python -I container.py SPEC.json`. It creates mount, PID and IPC namespaces, builds a root
+from the folders in the specification, drops every right that it does not grant, and runs the
+command below a PID 1 that forwards SIGTERM and reaps, as in the agent's image. It uses no image and no separate
+network, and does not limit memory or processors. It exits with the command's status, or with 128 plus the signal.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _EXIT_NO_COMMAND = 127
 
 
 def main() -> NoReturn:
-    """Run what the first argument describes."""
+    """Run the specification in the first argument."""
     spec = json.loads(Path(sys.argv[1]).read_text())
     _call("unshare", _LIBC.unshare(_NEW_MOUNTS | _NEW_IPC | _NEW_PIDS))
-    # Signals wait until there is somebody to pass them on to.
+    # Signals stay blocked until there is a process to which they can be forwarded.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     first = os.fork()
     if first == 0:
@@ -40,7 +40,7 @@ def main() -> NoReturn:
 
 
 def _be_first(spec: dict[str, Any]) -> NoReturn:
-    """Be PID 1: when this process ends, the kernel ends everything else in the container."""
+    """Run as PID 1. When this process ends, the kernel ends all other processes of the container."""
     _call("prctl", _LIBC.prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0))
     _build_root(spec)
     command = os.fork()
@@ -75,7 +75,7 @@ def _build_root(spec: dict[str, Any]) -> None:
         _bind(f"/dev/{name}", f"{root}/dev/{name}")
     for link, goal in (("fd", "/proc/self/fd"), ("stdout", "/proc/self/fd/1"), ("stderr", "/proc/self/fd/2")):
         Path(root, "dev", link).symlink_to(goal)
-    # The tree itself may lie below a path where the pod has a volume, such as /tmp: it comes after that, on top.
+    # The tree may be below a path on which the pod has a volume, such as /tmp, so it is mounted after that.
     targets = tuple(f"{mount['target'].rstrip('/')}/" for mount in spec["mounts"])
     covered = [source for source in spec["system"] if source.startswith(targets)]
     for source in spec["system"]:
@@ -97,7 +97,7 @@ def _build_root(spec: dict[str, Any]) -> None:
 
 
 def _copy_link_or_bind(source: str, root: str) -> None:
-    """Show a part of this machine's own system, such as /usr; /lib is a link on most."""
+    """Bind a part of this machine's system, such as /usr, into the root. /lib is a link on most machines."""
     target = Path(f"{root}{source}")
     if Path(source).is_symlink():
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ def _bind(source: str, target: str, *, read_only: bool = False) -> None:
 
 
 def _become(spec: dict[str, Any]) -> NoReturn:
-    """Turn into the command, with its user and no more rights than it was given."""
+    """Execute the command with its user and only the granted rights."""
     _call("prctl", _LIBC.prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0))
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

@@ -1,7 +1,7 @@
-"""A network of a process's own, in which every address of a pod network is this machine. Called by the benchmark.
+"""Creates a network namespace in which every address of a pod network is this machine. Called by the benchmark.
 
-Pods that nothing runs have addresses all the same; where those lead to this machine, one server can play all agents.
-They are no addresses of loopback: the API server refuses those as endpoints, and its controllers would try for ever.
+KWOK's pods have addresses, although no process runs. If these lead to this machine, one server can simulate all agents.
+They are not loopback addresses, because the API server refuses those as endpoints and its controllers would keep retrying.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _IFF_UP = 0x1
 
 
 class NoNetworkError(RuntimeError):
-    """The machine does not let this process have a network of its own; says what would."""
+    """The machine does not permit a network namespace; names the remedy."""
 
 
 def enter_own_network(pods: str) -> None:
-    """Move this thread, and what it starts, into a new network with loopback alone, to which `pods` belongs, too.
+    """Move this thread and its children into a new network that has only loopback, to which `pods` also belongs.
 
     Call it before other threads are started.
 
     Raises:
-        NoNetworkError: neither root nor a user namespace is to be had.
+        NoNetworkError: the process is not root, and user namespaces are not permitted.
     """
     uid, gid = os.getuid(), os.getgid()
     libc = ctypes.CDLL(None, use_errno=True)
@@ -46,7 +46,7 @@ def enter_own_network(pods: str) -> None:
     network = ipaddress.IPv4Network(pods)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
-        # On loopback the kernel takes the whole network of an address for local.
+        # On loopback the kernel treats the whole network of an address as local.
         _set(control, _SIOCSIFADDR, network.network_address + 1)
         _set(control, _SIOCSIFNETMASK, network.netmask)
 

@@ -1,4 +1,4 @@
-"""A process node's way to the API server: its own certificate, so that the server allows what it allows a kubelet."""
+"""Calls the API server for a process node with the node's own certificate, so that it has a kubelet's rights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ANSWER_LIMIT_S = 30.0
 
 
 class NodeApiError(OSError):
-    """The API server refused a request; `status` is HTTP's."""
+    """The API server refused a request; `status` is the HTTP status."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(f"{status}: {text}")
@@ -22,7 +22,7 @@ class NodeApiError(OSError):
 
 
 class NodeApi:
-    """Requests of one node, each over a connection of its own: several threads use it."""
+    """Requests of one node. Thread-safe: each request has its own connection."""
 
     def __init__(self, server: str, authority: Path, certificate: Path, key: Path) -> None:
         parts = urllib.parse.urlsplit(server)
@@ -39,7 +39,7 @@ class NodeApi:
         return self._ask("POST", path, body)
 
     def merge(self, path: str, body: Body) -> Body:
-        """Change what `body` names."""
+        """Merge `body` into an object."""
         return self._ask("PATCH", path, body, kind="application/merge-patch+json")
 
     def delete(self, path: str, body: Body) -> None:

@@ -1,4 +1,4 @@
-"""Nodes that KWOK plays: pods on them become Running and Ready, and no process runs. Called by fixtures and the benchmark."""
+"""Simulates nodes by KWOK: their pods become Running and Ready without a process. Called by fixtures and the benchmark."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from controlplane.ports import HOST, free_port
 from controlplane.processes import Process
 from controlplane.waiting import until
 
-# KWOK ships no stages in its program: these files of its module make nodes Ready and let pods come and go.
+# KWOK's program contains no stages. These files of its module make nodes Ready, and start and end pods.
 _STAGES = ("node/fast/node-initialize", "pod/fast/pod-ready", "pod/fast/pod-complete", "pod/fast/pod-delete")
-# Without leases nodes turn NotReady; KWOK renews after a quarter of it, well below the grace period in `cluster`.
+# Without leases nodes become NotReady. KWOK renews after a quarter of this, well below the grace period in `cluster`.
 _LEASE_S = 120
 NODES_READY_LIMIT_S = 300.0
 _ALLOCATABLE = {"cpu": "192", "memory": "2Ti", "pods": "110", "nvidia.com/gpu": "8"}
 
 
 def start_kwok(plane: ControlPlane, pod_network: str = "10.128.0.0/10") -> Process:
-    """Start KWOK; nodes made by `add_nodes` and pods on them are played from now on. Pods get addresses of `pod_network`."""
+    """Start KWOK, which simulates nodes of `add_nodes` and their pods. Pods get addresses of `pod_network`."""
     folder = binaries.module_folder("kwok", "sigs.k8s.io/kwok") / "kustomize" / "stage"
     stages = plane.folder / "kwok-stages.yaml"
     stages.write_text("\n---\n".join((folder / f"{stage}.yaml").read_text() for stage in _STAGES))
@@ -41,14 +41,14 @@ def start_kwok(plane: ControlPlane, pod_network: str = "10.128.0.0/10") -> Proce
 
 
 def add_nodes(plane: ControlPlane, labels_by_name: Mapping[str, Mapping[str, str]]) -> None:
-    """Make nodes with these labels and wait until all of them are Ready."""
+    """Create nodes with these labels and wait until all of them are Ready."""
     nodes = [_node(name, labels) for name, labels in labels_by_name.items()]
     plane.kubectl("create", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": nodes}))
     until(lambda: set(labels_by_name) <= ready_nodes(plane), f"{len(nodes)} nodes Ready", limit_s=NODES_READY_LIMIT_S)
 
 
 def remove_node(plane: ControlPlane, name: str) -> None:
-    """Delete a node; its pods are collected by the controller-manager."""
+    """Delete a node. The controller-manager deletes its pods."""
     plane.kubectl("delete", "node", name, "--wait=true")
 
 

@@ -1,7 +1,7 @@
-"""What a pod finds in its file system and environment: volumes and variables made from the API server's objects.
+"""Creates a pod's volumes and environment variables from the API server's objects.
 
-Called by `process_pod` with the node's own rights: a Secret that the API server does not show to the node is not mounted.
-Files are as of the pod's start; a kubelet would follow changes of ConfigMaps.
+Called by `process_pod` with the node's rights: a Secret that the API server does not show to the node is not mounted.
+Files are those of the pod's start; a kubelet would follow changes of ConfigMaps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NOT_THERE = (403, 404)
 
 
 class PodFiles:
-    """The volumes of one pod, in `folder`; host paths are below `host`, which plays the node's own root."""
+    """The volumes of one pod, in `folder`. Host paths are below `host`, which stands for the node's root."""
 
     def __init__(self, api: NodeApi, pod: Body, folder: Path, host: Path) -> None:
         self._api = api
@@ -28,11 +28,11 @@ class PodFiles:
         self._folder = folder
         self._host = host
         self._group = (pod["spec"].get("securityContext") or {}).get("fsGroup")
-        # Folder by volume; None: memory.
+        # Folder by volume; None for memory.
         self.volumes: dict[str, Path | None] = {}
 
     def make(self) -> None:
-        """Make every volume. Raises NodeApiError while an object that is needed is not there."""
+        """Create all volumes. Raises NodeApiError while a required object does not exist."""
         for volume in self._pod["spec"].get("volumes") or ():
             self.volumes[volume["name"]] = self._volume(volume)
 
@@ -49,19 +49,19 @@ class PodFiles:
         found.sort(key=lambda mount: str(mount["target"]))
         for outer, inner in itertools.permutations(found, 2):
             if inner["target"].startswith(f"{outer['target']}/") and outer["source"] is not None:
-                # As a kubelet does: the outer one may be read-only by the time the inner one needs its place.
+                # Created first, as by a kubelet: the outer mount may be read-only when the inner one needs its directory.
                 Path(outer["source"], inner["target"][len(outer["target"]) + 1 :]).mkdir(parents=True, exist_ok=True)
         return found
 
     def field(self, path: str) -> str:
-        """Return a field of the pod as the downward API gives it."""
+        """Return a field of the pod in the form of the downward API."""
         value: object = self._pod
         for part in path.split("."):
             value = value.get(part) if isinstance(value, dict) else None
         return "" if value is None else str(value)
 
     def environment(self, container: Body) -> dict[str, str]:
-        """Return the variables that a container's specification gives."""
+        """Return the variables of a container's specification."""
         found = {}
         for entry in container.get("env") or ():
             source = entry.get("valueFrom")
@@ -116,11 +116,11 @@ class PodFiles:
         return {path: base64.b64decode(text) for path, text in data.items()}
 
     def _data(self, kind: str, source: Body, name: str) -> dict[str, str]:
-        """Return what a ConfigMap or Secret holds, by path."""
+        """Return the content of a ConfigMap or Secret, by path."""
         try:
             data = self._api.get(f"{self._namespace}/{kind}/{name}").get("data") or {}
         except NodeApiError as error:
-            # A node is not shown whether there is one that none of its pods names; an optional one may be gone.
+            # The API server hides objects that no pod of the node names, so an optional one may not exist.
             if source.get("optional") and error.status in _NOT_THERE:
                 return {}
             raise
@@ -128,7 +128,7 @@ class PodFiles:
         return {entry["path"]: data[entry["key"]] for entry in entries}
 
     def _token(self, source: Body) -> bytes:
-        """Ask for a token of the pod's ServiceAccount that is bound to this pod."""
+        """Request a token of the pod's ServiceAccount that is bound to this pod."""
         metadata = self._pod["metadata"]
         reference = {"apiVersion": "v1", "kind": "Pod", "name": metadata["name"], "uid": metadata["uid"]}
         spec = {"expirationSeconds": source.get("expirationSeconds", _TOKEN_S), "boundObjectRef": reference}

@@ -1,4 +1,4 @@
-"""Ports of loopback for servers that tests start. Used by the control plane, and by whatever stands beside it."""
+"""Finds free loopback ports for servers of tests. Used by the control plane and other servers in `e2e`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import random
 import socket
 
 HOST = "127.0.0.1"
-# Below those that Linux gives to whoever asks for any, and below those of Services.
+# Below Linux's ephemeral ports and below the ports of Services.
 _PORTS = range(20_000, 30_000)
 _TRIES = 100
 
 
 def free_port() -> int:
-    """Return a port of loopback that nobody listens on now, and that the kernel gives to nobody who asks for any.
+    """Return a free loopback port that is not an ephemeral port.
 
-    A server begins to listen some time later, and one that was killed listens there again: meanwhile it must not become
-    another process's port.
+    A server starts to listen some time later, and a killed one listens there again. The kernel must not assign the port to
+    another process meanwhile.
     """
     for port in random.sample(_PORTS, _TRIES):
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -1,10 +1,10 @@
-"""A node whose pods are real processes of this machine. It is no kubelet: no images, no cgroups, no network of a pod's own.
+"""Simulates a node whose pods are real processes of this machine, without images, cgroups and pod networks.
 
-It does with pods what a kubelet does, with a kubelet's certificate and rights (user `system:node:<name>`): it takes pods
-that are bound to it, makes their volumes and variables from what the API server gives *it*, runs init containers and
-containers with their users, rights and read-only roots, probes, restarts, ends them by their grace period, and reports
-their status. Pods get addresses of loopback. Every image is played by the tree itself; `images` says what each runs.
-NetworkPolicies, resource limits, live updates of ConfigMaps, and probes and hooks other than those over HTTP are not there.
+It handles pods like a kubelet, with a kubelet's certificate and rights (user `system:node:<name>`): it accepts pods
+that are bound to it, creates their volumes and variables from the objects that the node may read, runs init containers and
+containers with their users, rights and read-only roots, probes, restarts, ends them within their grace period, and reports
+their status. Pods get loopback addresses. Every image is replaced by the tree itself; `images` maps each to its command.
+NetworkPolicies, resource limits, live updates of ConfigMaps, and probes and hooks other than HTTP are not implemented.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _numbers = itertools.count()
 
 
 def missing_rights() -> str:
-    """Return what this machine does not let us do that a process node needs; empty: nothing."""
+    """Return which right of a process node this machine does not grant; empty if none is missing."""
     if os.geteuid() != 0:
         return "a process node needs root, for the namespaces and users of its pods"
     command = ["unshare", "--mount", "--pid", "--ipc", "--fork", "mount", "-t", "tmpfs", "none", "/mnt"]
@@ -49,7 +49,7 @@ def missing_rights() -> str:
 
 
 class ProcessNode:
-    """One node, from `start` to `stop`. `host` is what pods take for its root: host paths are below it."""
+    """One node, from `start` to `stop`. `host` stands for its root: host paths are below it."""
 
     def __init__(self, plane: ControlPlane, name: str, labels: Mapping[str, str], images: Mapping[str, Image]) -> None:
         self.name = name
@@ -60,7 +60,7 @@ class ProcessNode:
         self._plane = plane
         certificate, key = plane.authority.issue(f"node-{name}", user=f"system:node:{name}", group="system:nodes")
         self._api = NodeApi(plane.server, plane.authority.certificate_path, certificate, key)
-        # Short, as paths of UNIX sockets have to be.
+        # Short, because paths of UNIX sockets are limited.
         self.folder = Path(tempfile.mkdtemp(prefix="node-"))
         self.host = self.folder / "h"
         self._number = next(_numbers)
@@ -69,7 +69,7 @@ class ProcessNode:
         self._renewed_s = 0.0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        # For people: a node goes on, whatever the API server answers.
+        # For debugging: the node keeps running after errors of the API server.
         self.errors: deque[str] = deque(maxlen=_ERRORS_MAX)
 
     def __enter__(self) -> Self:
@@ -88,7 +88,7 @@ class ProcessNode:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def pod(self, namespace: str, prefix: str) -> ProcessPod:
-        """Return the pod whose name begins so and that is not ending. Raises AssertionError if there is not one."""
+        """Return the one pod with this prefix that is not ending. Raises AssertionError unless there is exactly one."""
         found = [
             pod
             for pod in list(self._pods.values())
@@ -101,7 +101,7 @@ class ProcessNode:
         return found[0]
 
     def pods(self) -> list[ProcessPod]:
-        """Return the pods that are there."""
+        """Return all pods."""
         return list(self._pods.values())
 
     def container(self, namespace: str, prefix: str) -> Container:
@@ -109,7 +109,7 @@ class ProcessNode:
         return self.pod(namespace, prefix).containers[0]
 
     def path(self, host_path: str) -> Path:
-        """Return where a path of the node is on this machine."""
+        """Return the path on this machine of a path of the node."""
         return self.host / host_path.lstrip("/")
 
     # -- the thread ------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class ProcessNode:
                 self.errors.append(str(error))
 
     def _look(self) -> None:
-        """Take new pods, tell known ones of changes, forget those that are gone."""
+        """Start new pods, update known ones, drop deleted ones."""
         listed = self._api.get("/api/v1/pods", fieldSelector=f"spec.nodeName={self.name}")["items"]
         by_uid = {body["metadata"]["uid"]: body for body in listed}
         for uid, body in by_uid.items():
@@ -135,7 +135,7 @@ class ProcessNode:
                 folder = self.folder / f"p{count}"
                 self._pods[uid] = ProcessPod(self._api, body, address, folder, self.host, self._images, self._cluster)
         for uid in [uid for uid, pod in self._pods.items() if uid not in by_uid]:
-            # Deleted by force: nobody waits for it any more.
+            # Force-deleted, so it gets no grace period.
             self._pods.pop(uid).stop()
 
     def _register(self) -> None:
@@ -145,7 +145,7 @@ class ProcessNode:
         self._renew()
 
     def _renew(self) -> None:
-        """Say that this node lives, as its Lease and its condition."""
+        """Renew the node's Lease and its condition."""
         if time.monotonic() - self._renewed_s < _RENEW_EVERY_S:
             return
         now = dt.datetime.now(dt.UTC)

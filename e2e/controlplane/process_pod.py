@@ -1,7 +1,7 @@
-"""One pod on a process node: its containers are processes of this machine, and its status is reported as they are.
+"""Runs one pod of a process node: its containers are processes of this machine, and it reports their status.
 
-Called by `process_node`, in a thread for each pod. Init containers, probes over HTTP, restarts, preStop, SIGTERM and the
-grace period are as a kubelet has them; pauses between restarts are shorter.
+Called by `process_node`, with a thread for each pod. Init containers, HTTP probes, restarts, preStop, SIGTERM and the
+grace period are those of a kubelet; pauses between restarts are shorter.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from controlplane.pod_files import PodFiles
 from controlplane.processes import Process
 
 _TURN_S = 0.2
-# A kubelet begins with ten seconds; tests have less patience.
+# A kubelet starts with 10 s, which is too long for tests.
 _RESTART_PAUSE_MIN_S, _RESTART_PAUSE_MAX_S = 1.0, 10.0
 _CONTAINER = Path(__file__).with_name("container.py")
-# What of this machine stands for an image; the tree and its interpreter are the rest of it.
+# The parts of this machine that replace an image, with the tree and its interpreter.
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/sys", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ssl")
 _TREE = Path(__file__).resolve().parents[2]
 _NOT_FOUND = 404
@@ -37,7 +37,7 @@ _NOT_FOUND = 404
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """What stands for an image: what it runs where the pod does not say so, and its variables."""
+    """The replacement of an image: its default command and its variables."""
 
     command: tuple[str, ...]
     environment: dict[str, str]
@@ -45,7 +45,7 @@ class Image:
 
 @dataclass(slots=True)
 class Probe:
-    """One probe of a container: what it found, and when it is due again."""
+    """One probe of a container: its results, and when it is due again."""
 
     spec: Body
     due_s: float
@@ -53,7 +53,7 @@ class Probe:
     failures: int = 0
 
     def look(self, address: str, port: int) -> None:
-        """Ask if it is time to; count what was found."""
+        """Probe if it is due; count the result."""
         if time.monotonic() < self.due_s:
             return
         try:
@@ -66,7 +66,7 @@ class Probe:
 
     @property
     def failed(self) -> bool:
-        """Whether it failed so often in a row that this counts."""
+        """Whether its consecutive failures have reached the threshold."""
         return self.failures >= int(self.spec.get("failureThreshold", 3))
 
 
@@ -87,7 +87,7 @@ class Container:
         self.probes: dict[str, Probe] = {}
 
     def begin(self, process: Process) -> None:
-        """Take note of a start."""
+        """Record a start."""
         self.process, self.exit_code, self.began = process, None, _now()
         self.probes = {
             kind: Probe(self.spec[kind], time.monotonic() + self.spec[kind].get("initialDelaySeconds", 0))
@@ -99,13 +99,13 @@ class Container:
 
     @property
     def main_pid(self) -> int:
-        """The PID, on this machine, of the command itself."""
+        """The command's own PID on this machine."""
         assert self.process is not None
         first = _only_child(self.process.pid)
         return _only_child(first)
 
     def look(self, address: str) -> bool:
-        """Probe; return whether it is to be restarted."""
+        """Run due probes; return whether the container must be restarted."""
         startup = self.probes.get("startupProbe")
         if not self.started and startup is not None:
             startup.look(address, self.port(startup))
@@ -128,7 +128,7 @@ class Container:
         return next(int(port["containerPort"]) for port in self.spec["ports"] if port.get("name") == wanted)
 
     def status(self) -> Body:
-        """Return what the pod's status says of it."""
+        """Return its part of the pod's status."""
         if self.exit_code is not None:
             reason = "Completed" if self.exit_code == 0 else "Error"
             ended = {"exitCode": self.exit_code, "reason": reason, "startedAt": self.began, "finishedAt": _now()}
@@ -153,7 +153,7 @@ class Container:
 
 
 class ProcessPod:
-    """See the module. `body` is the pod as it was first seen; `update` tells of changes, `stop` ends it without a report."""
+    """One pod. `body` is its first version; `update` takes newer ones; `stop` ends it without a report."""
 
     def __init__(
         self, api: NodeApi, body: Body, address: str, folder: Path, host: Path, images: dict[str, Image], cluster: Body
@@ -178,11 +178,11 @@ class ProcessPod:
 
     @property
     def over(self) -> bool:
-        """Whether its thread has ended: the pod is gone, or nothing more happens to it."""
+        """Whether its thread has ended: the pod is deleted or finished."""
         return not self._thread.is_alive()
 
     def update(self, body: Body) -> None:
-        """Take a newer version of the pod."""
+        """Store a newer version of the pod."""
         metadata = self.body["metadata"]
         for name in ("deletionTimestamp", "deletionGracePeriodSeconds"):
             if name in body["metadata"]:
@@ -190,7 +190,7 @@ class ProcessPod:
         self._pause.set()
 
     def stop(self) -> None:
-        """End its processes at once."""
+        """Kill its processes at once."""
         self._abandoned = True
         self._pause.set()
         self._thread.join()
@@ -215,13 +215,13 @@ class ProcessPod:
         return "deletionTimestamp" in self.body["metadata"]
 
     def _wait(self, limit_s: float = _TURN_S) -> bool:
-        """Wait for a turn; return whether to go on."""
+        """Wait for the next turn; return whether to continue."""
         self._pause.wait(limit_s)
         self._pause.clear()
         return not (self._abandoned or self._ending)
 
     def _prepare(self) -> bool:
-        """Make the volumes, as soon as what they are made of is there. An image that nothing stands for never is."""
+        """Create the volumes once their objects exist. An image without a replacement is never ready."""
         for container in (*self._inits, *self.containers):
             if container.spec["image"] not in self._images:
                 container.waits_for = "ErrImagePull"
@@ -270,7 +270,7 @@ class ProcessPod:
             going = self._wait()
 
     def _look_at_end(self, container: Container) -> int | None:
-        """Return how a container ended; None: it has not."""
+        """Return a container's exit status; None if it runs."""
         if container.exit_code is None and container.process is not None and not container.process.alive:
             container.exit_code = container.process.stop()
             container.ready = container.started = False
@@ -296,7 +296,7 @@ class ProcessPod:
         return Process(name, [sys.executable, "-I", str(_CONTAINER), str(path)], self.folder)
 
     def _runtime(self, spec: Body) -> Body:
-        """Return what `container` needs to know."""
+        """Return the specification for the program `container`."""
         image = self._images[spec["image"]]
         pod, own = self.body["spec"].get("securityContext") or {}, spec.get("securityContext") or {}
         user, group = (own.get(name, pod.get(name, 0)) for name in ("runAsUser", "runAsGroup"))
@@ -328,13 +328,13 @@ class ProcessPod:
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
-        """End as a kubelet does: preStop and SIGTERM within the grace period, then SIGKILL."""
+        """End the pod as a kubelet does: preStop and SIGTERM within the grace period, then SIGKILL."""
         for container in self.containers:
             self._kill(container, _grace_s(self.body))
         self._report("Running")
 
     def _kill(self, container: Container, grace_s: float) -> None:
-        """Ask a container to end; wait; kill what is left of it."""
+        """Send SIGTERM to a container, wait, then kill its remaining processes."""
         process = container.process
         if process is None or not process.alive:
             return
@@ -367,7 +367,7 @@ class ProcessPod:
     # -- the report ------------------------------------------------------------------------------------------------
 
     def _report(self, phase: str) -> None:
-        """Write the status where it is another than was written last."""
+        """Write the status if it has changed."""
         initialized = all(container.ready for container in self._inits)
         ready = initialized and all(container.ready for container in self.containers)
         found: dict[str, Any] = {
@@ -394,7 +394,7 @@ class ProcessPod:
         try:
             self._api.merge(f"{self._path}/status", {"status": found})
         except NodeApiError:
-            # The pod is gone, or it is tried again in the next turn.
+            # The pod is deleted, or the next turn retries.
             return
         self._reported = text
 
@@ -421,7 +421,7 @@ def _now() -> str:
 
 
 def free_address(number: int, count: int) -> str:
-    """Return an address of loopback for the pod `count` of the node `number`; nobody listens on it."""
+    """Return an unused loopback address for the pod `count` of the node `number`."""
     assert 0 <= number < 200, number
     address = f"127.{200 + number // 100}.{number % 100}.{count % 250 + 1}"
     with socket.socket() as probe:

@@ -1,4 +1,4 @@
-"""Starts the control plane's programs in the background and ends them by their ids. Called by `cluster` and `nodes`."""
+"""Starts programs in the background and ends them by their ids. Called by `cluster`, `nodes` and others."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-# etcd and the API server end within a second; one that does not is killed.
+# etcd and the API server end within a second. After this limit a program is killed.
 STOP_LIMIT_S = 15.0
 LOG_TAIL_CHARACTERS = 3000
 
 
 class Process:
-    """One program with a log file of its own.
+    """One program with its own log file.
 
     Args:
-        folder: where `<name>.log` is written.
-        environment: all of it; None: ours.
+        folder: directory of `<name>.log`.
+        environment: the whole environment; None for ours.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class Process:
     ) -> None:
         self.name = name
         self.log_path = folder / f"{name}.log"
-        # If this process is killed, nobody else would end its children.
+        # Ends the child if this process is killed.
         guard = [tool, "--pdeathsig", "KILL", "--"] if (tool := shutil.which("setpriv")) else []
         with self.log_path.open("ab") as log:
             self._child = subprocess.Popen(
@@ -40,26 +40,26 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id."""
         return self._child.pid
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the program runs."""
         return self._child.poll() is None
 
     def check(self) -> bool:
-        """Return True. Raises RuntimeError, with the end of its log, if it has ended by itself."""
+        """Return True. Raises RuntimeError with the end of its log if the program has ended by itself."""
         if not self.alive:
             raise RuntimeError(f"{self.name} ended with status {self._child.returncode}:\n{self.log()}")
         return True
 
     def log(self) -> str:
-        """Return the end of its log."""
+        """Return the end of the log."""
         return self.log_path.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL_CHARACTERS:]
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """End it; return its exit status."""
+        """End the program; return its exit status."""
         if self.alive:
             self._child.send_signal(number)
         try:

@@ -1,4 +1,4 @@
-"""Waits for states of the world, each with a limit. Used by everything in `e2e`; nothing there sleeps by itself."""
+"""Waits for conditions, each with a limit. All of `e2e` uses it instead of sleeping."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# Between two looks: short beside what is waited for, and cheap for an API server on loopback.
+# Polling interval: short compared with the waits, and cheap for an API server on loopback.
 LOOK_EVERY_S = 0.1
 _never = threading.Event()
 
 
 class TooLateError(AssertionError):
-    """A state did not come within its limit; says what was seen last."""
+    """A condition was not met within its limit; has the last result."""
 
 
 def until(look: Callable[[], T], what: str, limit_s: float = 150.0) -> T:
-    """Return what `look` returns as soon as it is true.
+    """Call `look` until its result is true, and return the result.
 
     Args:
-        look: called again and again; an AssertionError or OSError of it counts as not yet.
-        what: what is waited for, for the message.
+        look: called repeatedly; its AssertionError or OSError counts as not yet.
+        what: the name of the condition in the message.
     Raises:
         TooLateError: after `limit_s`, with the last result or error.
     """
