@@ -1,7 +1,7 @@
-"""The agent's main process: it takes engines in, starts a worker for each rank, and tells workers and people of each other.
+"""The agent's main process: accepts engines, starts a worker for each rank, and passes messages between workers and HTTP.
 
-`loop` is its one thread beside HTTP's, and says what is done when somebody connects, speaks or dies. It asks `reception`
-who may register, `ports` where a worker listens, `slots` to start one and to remember what is known of it, and
-`pool_holders` which worker has been given whose pages; `snapshots` carries HTTP's questions to it. It moves no bytes and
-knows no rooms: that is the workers' business, in `worker`, to which it speaks by `control.node_link`.
+`loop` is its only thread besides HTTP's, and handles connections, messages and ends of processes. `callers` holds
+connections before their Hello, `reception` checks each Hello, `lives` keeps ports and epochs, `slots` starts workers and
+keeps their state, `pool_holders` tracks pools that workers share, and `snapshots` passes HTTP's requests to the loop. The
+supervisor moves no bytes. Workers, in `worker`, handle rooms; the link to them is `control.node_link`.
 """

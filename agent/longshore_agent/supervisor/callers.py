@@ -1,7 +1,7 @@
-"""Holds connections of engines that have not sent Hello yet, and limits their number and time.
+"""Holds connections that have not sent Hello yet, and limits their number and time.
 
-Called by the supervisor's loop, which gets each Hello with its connection. A silent connection cannot keep others out: it is
-closed after `HELLO_LIMIT_S`, or at once when a new connection needs its place.
+Called by the supervisor's loop, which gets each Hello with its connection. A silent connection cannot block others: it is
+closed after `HELLO_LIMIT_S`, or at once if a new connection needs its place.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from longshore_wire.errors import CodecError, LongshoreError, Reason
 
 _log = logging.getLogger(__name__)
 
-# Connections that have not sent Hello yet. An engine sends it at once, so the oldest of them is no engine.
+# Connections without a Hello. An engine sends it at once, so the oldest of them is no engine.
 WAITING_MAX = 256
 HELLO_LIMIT_S = 5.0
-# Engines wait in the socket's backlog while no descriptor is left; one comes free when a connection or a worker ends.
+# Pause while no descriptor is left. Engines wait in the socket's backlog until a connection or worker ends.
 _ACCEPT_PAUSE_S = 1.0
-# When a refused engine should send Hello again, if the cause passes within moments.
+# Hint for a refused engine to retry, if the cause is short-lived.
 _RETRY_AFTER_S = 0.1
 
 
 class Callers:
-    """See the module. `heard` takes a Hello and its connection; the engine is refused with the LongshoreError that it raises."""
+    """Connections before their Hello. `heard` gets a Hello and its connection; its LongshoreError refuses the engine."""
 
     def __init__(
         self,
@@ -44,12 +44,12 @@ class Callers:
         self._selector = selector
         self._metrics = metrics
         self._heard = heard
-        self._since_s: dict[socket.socket, float] = {}  # the oldest first
+        self._since_s: dict[socket.socket, float] = {}  # oldest first
         self._accept_again_s: float | None = None
         selector.register(listener, selectors.EVENT_READ, self._on_accept)
 
     def turn(self, now_s: float) -> None:
-        """Close connections that were silent for too long, and accept again after a pause. Call it at least once a second."""
+        """Close connections that were silent for too long; resume accepting after a pause. Call it at least once a second."""
         for connection, since_s in list(self._since_s.items()):
             if now_s - since_s < HELLO_LIMIT_S:
                 break
@@ -61,7 +61,7 @@ class Callers:
     def turn_away(
         self, connection: socket.socket, reason: Reason, text: str, retry_after_s: float = _RETRY_AFTER_S
     ) -> None:
-        """Tell an engine why it is not served, and close its connection."""
+        """Send an engine the reason of its refusal, and close its connection."""
         self._metrics.add("longshore_refused_messages_total", 1, reason=reason.name.lower())
         with contextlib.suppress(OSError):
             connection.send(TO_ENGINE.encode(Refused(0, reason, text, round(retry_after_s * 1e9))))
@@ -80,7 +80,7 @@ class Callers:
         except ListenError as error:
             _log.warning("%s: engines that connect wait", error)
             self._metrics.add("longshore_starved_accepts_total")
-            # Waiting connections would wake the loop all the time.
+            # Otherwise waiting connections would wake the loop continuously.
             self._selector.unregister(self._listener)
             self._accept_again_s = time.monotonic() + _ACCEPT_PAUSE_S
             return

@@ -1,6 +1,6 @@
-"""Remembers the rooms that workers of an instance have failed, for workers of sibling ranks that start later.
+"""Keeps the rooms that workers of an instance have failed, for workers of sibling ranks that start later.
 
-Called by the supervisor, which tells a starting worker of them before the worker serves its engine. So the worker refuses a
+Called by the supervisor, which sends them to a starting worker before that serves its engine. The worker then refuses a
 repeated offer or claim of its engine with the first failure's reason.
 """
 
@@ -12,24 +12,24 @@ from longshore_agent.control.node_link import SiblingFailed
 from longshore_wire.engine_messages import Half
 from longshore_wire.peer_messages import RoomKey
 
-# Remembered rooms of one instance, the newest: more than an engine has open at once.
+# Rooms kept for one instance, the newest ones: more than an engine has open concurrently.
 FAILED_ROOMS_MAX = 16_384
 
 Family = tuple[str, int]  # instance, DP rank
 
 
 class FailedRooms:
-    """See the module. Time is an argument."""
+    """Failed rooms by family. Time is an argument."""
 
     def __init__(self, kept_s: float) -> None:
-        """Remember each failure for `kept_s` seconds."""
+        """Keep each failure for `kept_s` seconds."""
         self._kept_s = kept_s
         self._families: dict[Family, OrderedDict[tuple[Half, RoomKey], tuple[SiblingFailed, float]]] = {}
 
     def add(self, family: Family, message: SiblingFailed, now_s: float) -> bool:
-        """Note that a worker of a family has failed a room; return whether this is news to its siblings.
+        """Record that a worker of a family has failed a room; return whether its siblings must be notified.
 
-        Siblings that fail the room for that reason report it as well; the first message stays.
+        Siblings that fail the room for this reason also report it; the first message is kept.
         """
         rooms = self._families.setdefault(family, OrderedDict())
         if (message.half, message.key) in rooms:
@@ -40,12 +40,12 @@ class FailedRooms:
         return True
 
     def of(self, family: Family, now_s: float) -> list[SiblingFailed]:
-        """Return the failures that a new worker of a family must hear."""
+        """Return the failures to send to a new worker of a family."""
         rooms = self._families.get(family, OrderedDict())
         while rooms and next(iter(rooms.values()))[1] <= now_s:
             rooms.popitem(last=False)
         return [message for message, _ in rooms.values()]
 
     def forget(self, family: Family) -> None:
-        """Forget a family without workers: its next engine may use the same room ids."""
+        """Drop a family without workers, since its next engine may use the same room ids."""
         self._families.pop(family, None)

@@ -20,7 +20,7 @@ from longshore_wire.effects import PeerId
 
 _log = logging.getLogger(__name__)
 
-# Ports of ranks that have left, kept so that a rank that comes back is found where it was.
+# Ports of ranks that have left, kept so that a rank gets its old port when it returns.
 PORTS_MAX = 4096
 PORT_MAX = 65535
 FILE_NAME = "lives.json"
@@ -82,7 +82,7 @@ class Lives:
         try:
             return msgspec.json.decode(self._path.read_bytes(), type=_Kept)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
-            # An agent works without it; only, its workers do not hear how rooms of their last lives ended.
+            # The agent works without it, but its workers do not learn how rooms of their last lives ended.
             return _Kept()
 
     def _write(self) -> None:

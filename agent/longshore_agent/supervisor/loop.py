@@ -1,7 +1,7 @@
-"""The agent's main process: takes engines in, starts a worker for each rank, and tells workers and people of each other.
+"""Runs the agent's main loop: accepts engines, starts a worker for each rank, and passes messages between them and HTTP.
 
-Holds the engine socket and HTTP's snapshots; moves no bytes and knows no rooms. A worker that dies is reported to
-its siblings; its engine connects again by itself and gets a new one, at the old address.
+Owns the engine socket and HTTP's snapshots; moves no bytes and knows no rooms. The death of a worker is reported to
+its siblings. Its engine reconnects by itself and gets a new worker at the old address.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ from longshore_wire.names import UNKNOWN_WIRE
 
 _log = logging.getLogger(__name__)
 
-# The loop turns at least this often, so that liveness can be told from its age.
+# The loop turns at least this often, so that its age shows its liveness.
 _TURN_S = 1.0
 
 
 class Supervisor:
-    """See the module. `run` serves until `stop` was called from a signal handler or another thread."""
+    """The agent's main loop. `run` serves until a signal handler or another thread calls `stop`."""
 
     def __init__(self, settings: Settings, config: AgentConfig | None = None) -> None:
         self.settings = settings
@@ -101,7 +101,7 @@ class Supervisor:
         self._stopping_s: float | None = None
 
     def run(self) -> None:
-        """Serve; on return every worker has ended and the socket is gone."""
+        """Serve until `stop`; on return all workers have ended and the socket is removed."""
         self._start_self_test()
         try:
             while not self._over():
@@ -115,20 +115,20 @@ class Supervisor:
             self._close()
 
     def stop(self) -> None:
-        """Begin to drain; safe in a signal handler."""
+        """Start to drain. Safe in a signal handler."""
         if self._stopping_s is None:
             self._stopping_s = time.monotonic()
             # Once: a later signal may come when the loop has ended and its descriptor is closed.
             self._wake_up()
 
     def snapshot(self, room: int | None = None) -> AgentSnapshot:
-        """Return the state of now; called from HTTP's threads. A silent worker appears with what is known of it."""
+        """Return the current state. Called from HTTP's threads. A silent worker appears with its last known state."""
         return self.snapshots.ask(room)
 
     # -- engines ---------------------------------------------------------------------------------------------------
 
     def _on_hello(self, hello: Hello, connection: socket.socket) -> None:
-        """Take an engine in. Raises LongshoreError, with which it is turned away."""
+        """Accept an engine. Raises LongshoreError, which refuses it."""
         if self._stopping_s is not None:
             raise LongshoreError("the agent stops and takes no engine now: try again", reason=Reason.SHUTTING_DOWN)
         family = (hello.instance, hello.layout.parallel.dp_rank)
@@ -200,7 +200,7 @@ class Supervisor:
                 for failed in self._failed_rooms.of(slot.key[:2], time.monotonic()):
                     slot.link.send(failed)
                 slot.link.send(AdoptEngine(slot.hello), slot.connection.fileno())
-                # The worker has a copy; while ours is open the engine would not see that worker die.
+                # The worker has a copy. While ours is open, the engine would not see the worker's death.
                 slot.connection.close()
                 slot.connection = None
         elif isinstance(message, EngineAdopted):
@@ -227,7 +227,7 @@ class Supervisor:
             _log.error("worker %s has failed: %s", slot.config.name, message.text)
         elif isinstance(message, EngineLeft) and slot.state is not WorkerState.FAILED:
             slot.become(WorkerState.DRAINING)
-            # One that is replaced has told of each room that it failed; what it had finished may go on at its siblings.
+            # A replaced worker has reported each room that it failed. Rooms that it finished may continue at its siblings.
             if not (slot.error and message.reason is Reason.WORKER_LOST):
                 self._tell_siblings(slot.key, SiblingLost(message.reason, message.text))
         elif isinstance(message, RoomFailed):
@@ -267,7 +267,7 @@ class Supervisor:
             slot.link.send(PoolUnmapped(owner, pool))
 
     def _on_exit(self, slot: Slot) -> None:
-        """A worker's process has ended: expected after its engine left, a failure otherwise."""
+        """Handle the end of a worker's process: expected after its engine left, a failure otherwise."""
         code = slot.process.wait()
         self._selector.unregister(slot.pidfd)
         if not slot.link.closed:
@@ -422,7 +422,7 @@ class Supervisor:
         return not self._slots or time.monotonic() - self._stopping_s > self.settings.drain_s + slots.KILL_AFTER_S
 
     def _close(self) -> None:
-        # First: nobody turns the loop for who asks now, and ending workers may take seconds.
+        # First, because the loop no longer answers requests, and ending the workers may take seconds.
         self.snapshots.close()
         self._callers.close()
         if self._self_test is not None:

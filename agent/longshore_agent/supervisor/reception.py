@@ -1,6 +1,6 @@
 """Checks an engine's Hello against the limits of names and numbers, and against the layouts that the deployment declares.
 
-Called by the supervisor. Looks at nothing of the machine but whether it has a GPU's driver.
+Called by the supervisor. Of the machine, it checks only whether a GPU driver exists.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Half, Hello
 from longshore_wire.errors import CodecError, LayoutError, LongshoreError, Reason
 from longshore_wire.layout import KVLayout, ModelShape
 
-# What CUDA opens first; the driver itself is loaded by workers only.
+# The first file that CUDA opens. Only workers load the driver itself.
 _DRIVER_FILE = Path("/dev/nvidiactl")
 _GPU = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-# Names become parts of metrics, routes and transport names.
+# Names are used in metrics, routes and transport names.
 _INSTANCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _MODEL = ModelShape.__struct_fields__
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 from longshore_wire.effects import PeerId
 
-# A worker that served its engine for so long is no part of a crash loop: it spent far longer serving than starting.
+# A worker that served its engine for this long is not in a crash loop: it served far longer than it started.
 STEADY_S = 10.0
-# So many deaths within a minute are no accident: the agent is unready until the last is a minute old.
+# After this many deaths within a minute, the agent is unready until the last death is a minute old.
 DEATHS_MAX = 3
 DYING_S = 60.0
-# Remembered ranks; the rank whose worker died first is forgotten first.
+# Ranks kept; the rank whose worker died first is dropped first.
 RANKS_MAX = 4096
 
 

@@ -1,4 +1,4 @@
-"""Questions of HTTP's threads to the supervisor's loop, and the loop's answers."""
+"""Passes requests for snapshots from HTTP's threads to the supervisor's loop, and the answers back."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from longshore_agent.status.snapshot import AgentSnapshot
 from longshore_wire.effects import PeerId
 from longshore_wire.errors import LongshoreError, Reason
 
-# A worker answers within milliseconds; one that does not is shown as silent.
+# A worker answers within milliseconds. After this limit it is shown as silent.
 _ANSWER_LIMIT_S = 0.7
-# The loop itself may be busy starting a worker.
+# Above the time in which the loop may be busy with the start of a worker.
 _LOOP_LIMIT_S = 5.0
 
 
