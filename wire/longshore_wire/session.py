@@ -30,7 +30,7 @@ PROBE_AFTER = 2
 
 
 class Session:
-    """State and verbs common to both halves. `half`, `rooms` and `cancel` are theirs."""
+    """State and methods of both halves. The subclasses define `half`, `rooms` and `cancel`."""
 
     half: ClassVar[Half]
     rooms: Mapping[RoomKey, SourceRoom | TargetRoom]
@@ -65,7 +65,7 @@ class Session:
         return PeerId(self.config.instance, self.config.layout.parallel.dp_rank, self.rank)
 
     def wire_fault(self, known: Peer) -> str:
-        """Return why no transport may carry bytes between a peer and this worker; empty: one may, or nothing is known yet."""
+        """Return why no transport may connect a peer with this worker; empty if one may or the wire is unknown."""
         return self._wire_fault(known, known.wire) if known.wire_epoch == known.epoch else ""
 
     def _wire_fault(self, known: Peer, wire: str) -> str:
