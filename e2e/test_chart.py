@@ -1,4 +1,4 @@
-"""The chart on a real API server: both modes install, and the rights that they give are enough for the operator and no more."""
+"""The chart on a real API server: both modes install, with exactly the rights that the operator needs."""
 
 from __future__ import annotations
 

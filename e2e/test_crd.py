@@ -1,4 +1,4 @@
-"""The definition on a real API server: what it refuses and how, what it fills in, and what kubectl shows of it."""
+"""The CRD on a real API server: its refusals, its defaults, and kubectl's output."""
 
 from __future__ import annotations
 

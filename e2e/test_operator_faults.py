@@ -1,4 +1,4 @@
-"""What the operator does when things go wrong: it was away, there are two, others write, agents are unwell, requests fail."""
+"""The operator under faults: downtime, two replicas, other writers, unready agents, failing requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a protocol core asks for, messages apart from the rest: tests look at one of them and leave the other."""
+"""Splits a protocol core's outputs into messages and other effects, for tests that check only one of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stand-in for the CUDA driver's library: it keeps account of what is reserved, created and mapped, and fails where told to."""
+"""A fake of the CUDA driver's library: it records reservations, allocations and mappings, and fails on demand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stand-in for NVML's library: C functions, as ctypes finds them in the real one, that answer from a table of links."""
+"""A fake of NVML's library: C functions for ctypes that answer from a table of links."""
 
 from __future__ import annotations
 

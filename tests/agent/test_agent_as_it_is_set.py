@@ -1,4 +1,4 @@
-"""A real agent with no variable at its default, beside one with all defaults: the differences that others see."""
+"""Compares a real agent whose settings all differ from the defaults with one that has only defaults, as others see them."""
 
 from __future__ import annotations
 

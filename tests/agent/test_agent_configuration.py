@@ -1,4 +1,4 @@
-"""What an agent says of a configuration that cannot work: all of it at once, by the names that one sets, and no start."""
+"""An agent with an invalid configuration reports all faults at once, by the names of the settings, and does not start."""
 
 from __future__ import annotations
 

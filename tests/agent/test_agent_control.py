@@ -1,4 +1,4 @@
-"""What real agents say over HTTP, whom they let in, and what they answer to what is wrong."""
+"""Real agents over HTTP: their answers, their access checks, and their responses to invalid requests."""
 
 from __future__ import annotations
 

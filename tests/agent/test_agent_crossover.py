@@ -1,4 +1,4 @@
-"""Real agents that choose the way by a crossover table made up for these tests: the bytes are right whatever it says."""
+"""Real agents that choose the way by crossover tables of these tests: the bytes are right for every choice."""
 
 from __future__ import annotations
 

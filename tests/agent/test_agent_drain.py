@@ -1,4 +1,4 @@
-"""An agent that is asked to end lets open rooms finish and leaves nothing; before that, requests with very many pages."""
+"""An agent that receives SIGTERM lets open rooms finish and leaves nothing; before that, requests with very many pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real agents with memory that a writer may still write: others go round it, and above a quarter the worker is replaced."""
+"""Real agents with memory in quarantine: other rooms avoid it, and above a quarter of the ring the worker is replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real agents and a transport whose writes never end: what decode gives up is given back by the end of the writer's worker, and by nothing before."""
+"""Real agents and writes that never end: only the end of the writer's worker frees the memory that decode has quarantined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two engines that use one instance name at two agents: one is told so by that name, the other is served."""
+"""Two engines use one instance name at two agents: one is refused with that name, the other is served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device that hangs is told from one that has much to do, sooner where an engine waits for its pages."""
+"""A device that hangs is distinguished from a busy one, sooner if an engine waits for its pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where transports' libraries listen, and who gets through: real sockets, in networks of their own where it takes one."""
+"""The ports on which transports' libraries listen, and the hosts that reach them: real sockets, in separate networks if needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a killed writer had sent: it lands when its target reads its sockets, and memory is free after that alone."""
+"""Data of a killed writer lands when its target reads its sockets; only after that is the memory free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which order a GPU's lanes gather and write: events decide, nothing waits, and no memory is given away too early."""
+"""The order in which a GPU's lanes gather and write: events decide, nothing blocks, and no memory is freed too early."""
 
 from __future__ import annotations
 

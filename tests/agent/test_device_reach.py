@@ -1,4 +1,4 @@
-"""A GPU takes part in way DIRECT only where every other GPU that its worker sees can write its memory. The driver is played."""
+"""A GPU takes part in way DIRECT only if every other visible GPU can write its memory. The driver is simulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Staging memory of a GPU by cudaMalloc and by cuMemCreate: what is taken, what comes back, and what is refused. The driver is played."""
+"""GPU staging memory by cudaMalloc and by cuMemCreate: allocation, release and refusals. The driver is simulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wire between two GPUs is told by the speed of a write: fast enough, or nothing is said."""
+"""The wire between two GPUs is inferred from the speed of a write; a slow one is reported as unknown."""
 
 from __future__ import annotations
 

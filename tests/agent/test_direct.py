@@ -1,4 +1,4 @@
-"""Two engines of one agent: bytes go from pages to pages by one copy, without staging, and memory is let go all the same."""
+"""Two engines of one agent: one copy moves bytes from pages to pages without staging, and the memory is released as usual."""
 
 from __future__ import annotations
 

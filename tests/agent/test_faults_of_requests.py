@@ -1,4 +1,4 @@
-"""What nobody should do, said to real agents: each ends as `fault_table` says, is counted, and harms no other room."""
+"""Invalid requests to real agents: each ends as `fault_table` says, is counted, and harms no other room."""
 
 from __future__ import annotations
 

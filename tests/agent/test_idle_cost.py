@@ -1,4 +1,4 @@
-"""What agents cost while nothing moves: workers with engines, attached peers and offers that nobody has claimed."""
+"""The cost of idle agents: workers with engines, attached peers and unclaimed offers."""
 
 from __future__ import annotations
 

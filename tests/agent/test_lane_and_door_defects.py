@@ -1,4 +1,4 @@
-"""What the best known implementation gets wrong beside its protocol, and ours must not: lanes, doors, arrivals, page lists."""
+"""Defects of the best known implementation outside its protocol, which ours must not have: lanes, listeners, arrivals, page lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether NVLink joins two GPUs is what NVML says of the two, and no if it says nothing. NVML itself is played."""
+"""NVLink joins two GPUs only if NVML reports it for the two. NVML is simulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a worker's control thread sleeps while bytes are due, by the wire that they come over, or while a GPU copies directly."""
+"""Whether a worker's control thread sleeps while bytes are due, by their wire, or while a GPU copies directly."""
 
 from __future__ import annotations
 

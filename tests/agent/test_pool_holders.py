@@ -1,4 +1,4 @@
-"""An owner that unregisters a pool hears that it is free when the last worker that was given it has unmapped it, or ended."""
+"""An owner that unregisters a pool gets PoolFree when the last worker that maps it has unmapped it or ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Obeys commands by lines: how a test has something done in a process of its own. Run by the scripts beside it."""
+"""Executes commands by lines, so that a test can act in a separate process. Run by the scripts beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`longshore bench crossover`: what it measured is the file by which agents choose, and other measurements in it stay."""
+"""`longshore bench crossover`: it writes the file from which agents choose, and keeps other measurements in it."""
 
 from __future__ import annotations
 

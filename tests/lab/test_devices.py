@@ -1,4 +1,4 @@
-"""`--devices`: what is no GPU, or is not there, is refused with the way out, and ranks are dealt to what is there in order."""
+"""`--devices`: invalid or missing GPUs are refused with the remedy, and ranks are assigned round-robin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines' pages on a GPU, as far as it can be seen on a CPU: the same bytes, and nothing under way when a call returns."""
+"""Engines' pages on a simulated GPU: the same bytes, and no queued work when a call returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is decided from what is seen: every reason of the table is reached, and a steady state asks for nothing."""
+"""The operator's decisions: every reason of the table is reached, and a steady state needs no write."""
 
 from __future__ import annotations
 

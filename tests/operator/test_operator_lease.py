@@ -1,4 +1,4 @@
-"""The Lease as a mutex: never two that write, and the next one begins when the first is gone."""
+"""Leader election by the Lease: never two writers, and the next replica starts when the first has ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How agents are asked, over real sockets: who is called silent, from when on, and that an answer ends it."""
+"""Polling of agents over real sockets: when an agent counts as silent, and that an answer ends it."""
 
 from __future__ import annotations
 

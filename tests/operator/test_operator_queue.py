@@ -1,4 +1,4 @@
-"""The order of looks: one at a time for each deployment, soon after a change, seldom while counts change."""
+"""The order of reconciles: one at a time for each deployment, soon after a change, seldom while counts change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What children are rendered to: least privilege, the config that agents read, and nothing that depends on the moment."""
+"""The rendered children: least privilege, the config that agents read, and no dependence on time."""
 
 from __future__ import annotations
 

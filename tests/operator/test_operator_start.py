@@ -1,4 +1,4 @@
-"""What the operator says where it cannot begin: one line with the way out, and no stack."""
+"""The operator's message if it cannot start: one line with the remedy, without a stack trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache of what watches tell: order, age and whom an object concerns; and whether watches are alive."""
+"""The operator's cache: order and age of objects, the deployments that they concern, and dead watches."""
 
 from __future__ import annotations
 

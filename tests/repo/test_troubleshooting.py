@@ -1,4 +1,4 @@
-"""What pages quote in tables of what one sees is said by the code: a message that was reworded is found again by who sees it."""
+"""Messages that documentation pages quote must be in the code, so that users find a reworded message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A room with several readers: one that has no memory for it holds up itself alone, and nothing is sent twice to the others."""
+"""A room with several readers: a reader without memory delays only itself, and nothing is sent twice to the others."""
 
 from __future__ import annotations
 

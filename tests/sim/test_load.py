@@ -1,4 +1,4 @@
-"""Many rooms: nothing of them stays, memory is bounded while they wait, and no instance waits for another."""
+"""Many rooms: none leaves state, memory is bounded while they wait, and no instance waits for another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The crossover table: what it says between and beyond its points, what it refuses, and when a core makes its choice."""
+"""The crossover table: its values between and beyond its points, its refusals, and when a core chooses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the best known implementation gets wrong in its protocol, and our cores must not: see docs/design of that name."""
+"""Defects of the best known implementation's protocol, which our cores must not have: see docs/design of that name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a source says of its slabs is believed only as far as it costs nobody else: neither the worker nor other rooms."""
+"""A source's claims about its slabs may cost only that source: neither the worker nor other rooms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who gets ring memory: in turns, only what is free, and no stalled room stops another."""
+"""Allocation of ring memory: round-robin, only free memory, and no stalled room blocks another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A target's pools are looked at when its claims come: once for each that it describes, and again when it describes another."""
+"""A target's pools are checked with its claims: once for each description, and again after a change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ring memory of a room that was given up: it comes back when no writer can write it any more, and not a message earlier."""
+"""Ring memory of an aborted room is freed exactly when no writer can write it any more."""
 
 from __future__ import annotations
 

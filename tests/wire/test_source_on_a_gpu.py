@@ -1,4 +1,4 @@
-"""A prefill rank whose pages no transport can read where they lie, as on a GPU: decode stages, and what cannot be is refused."""
+"""A prefill rank whose pages no transport can read in place, as on a GPU: decode stages, and impossible ways are refused."""
 
 from __future__ import annotations
 

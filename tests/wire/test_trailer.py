@@ -1,4 +1,4 @@
-"""The 64 bytes behind a slab."""
+"""Trailers: the 64 bytes after a slab."""
 
 from __future__ import annotations
 

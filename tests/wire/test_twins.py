@@ -1,4 +1,4 @@
-"""Two workers of one name, both alive: one is served, the other is told why it is not, and no memory changes hands."""
+"""Two live workers with one name: one is served, the other gets the reason, and no memory changes its owner."""
 
 from __future__ import annotations
 
