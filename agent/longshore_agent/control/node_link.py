@@ -1,6 +1,6 @@
-"""The supervisor and its workers: messages over a socket pair, with file descriptors beside them.
+"""Messages between the supervisor and its workers over a socket pair, with attached file descriptors.
 
-Datagrams of at most 64 KiB; longer bodies (snapshots) go in parts. Both ends are one release: no version.
+Datagrams of at most 64 KiB; longer bodies (snapshots) are split. Both ends are of one release, so there is no version.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from longshore_wire.errors import Reason
 from longshore_wire.peer_messages import RoomKey
 
 DATAGRAM_BYTES_MAX = 64 << 10
-# A snapshot with all its limits used stays below 8 MiB.
+# Size of one part. A snapshot at all of its limits stays below 8 MiB.
 PART_BYTES = 48 << 10
 
 
 class AdoptEngine(msgspec.Struct, tag=1):
-    """To a worker: this connection is your engine's; its descriptor comes beside. `hello` was read already."""
+    """To a worker: the connection of its engine, as an attached descriptor. `hello` was already read."""
 
     hello: Hello
 
@@ -36,14 +36,14 @@ class EndpointKnown(msgspec.Struct, tag=2):
 
 
 class SnapshotWanted(msgspec.Struct, tag=3):
-    """To a worker: answer with SnapshotParts. `room`: whose spans are wanted."""
+    """To a worker: answer with SnapshotParts. `room`: include its spans."""
 
     number: int
     room: int | None
 
 
 class SiblingFailed(msgspec.Struct, tag=4):
-    """To a worker: a sibling rank has failed this room; so must you."""
+    """To a worker: a sibling rank has failed this room; fail it, too."""
 
     half: Half
     key: RoomKey
@@ -52,14 +52,14 @@ class SiblingFailed(msgspec.Struct, tag=4):
 
 
 class SiblingLost(msgspec.Struct, tag=5):
-    """To a worker: a sibling rank's worker or engine is gone; every claimed room has a piece on it."""
+    """To a worker: a sibling rank's worker or engine is gone; fail every claimed room, since each has a piece on it."""
 
     reason: Reason
     text: str
 
 
 class Drain(msgspec.Struct, tag=6):
-    """To a worker: end open rooms within the limit, then stop."""
+    """To a worker: finish open rooms within the limit, then stop."""
 
     limit_s: float
 
@@ -111,7 +111,7 @@ class Started(msgspec.Struct, tag=16):
     """From a worker: staging is allocated and registered, peers may dial.
 
     Attributes:
-        near: the agent, as endpoints name it, whose engines may write its pages by way DIRECT; empty: none may.
+        near: the endpoints' name of the agent whose engines may write its pages by way DIRECT; empty if none may.
     """
 
     address: str
@@ -120,14 +120,14 @@ class Started(msgspec.Struct, tag=16):
 
 
 class NotStarted(msgspec.Struct, tag=26):
-    """From a worker, its only message: it cannot serve its engine, which is to be told so."""
+    """From a worker, its only message: it cannot serve its engine, for this reason."""
 
     reason: Reason
     text: str
 
 
 class EngineAdopted(msgspec.Struct, tag=17):
-    """From a worker: the engine was welcomed."""
+    """From a worker: its engine has received Welcome."""
 
 
 class EngineLeft(msgspec.Struct, tag=18):
@@ -138,19 +138,19 @@ class EngineLeft(msgspec.Struct, tag=18):
 
 
 class Retiring(msgspec.Struct, tag=25):
-    """From a worker: its memory cannot be proven free but by its end. It takes no new rooms and leaves after the open ones."""
+    """From a worker: only its end proves its memory free. It accepts no new rooms and ends after the open ones."""
 
     text: str
 
 
 class Failed(msgspec.Struct, tag=28):
-    """From a worker: its device has failed or hangs. It says so to all whom it serves, and ends at once."""
+    """From a worker: its device has failed or hangs. It notifies its engine and peers, and ends at once."""
 
     text: str
 
 
 class RoomFailed(msgspec.Struct, tag=19):
-    """From a worker: tell the sibling ranks."""
+    """From a worker: it has failed a room; notify the sibling ranks."""
 
     half: Half
     key: RoomKey
@@ -167,7 +167,7 @@ class SnapshotPart(msgspec.Struct, tag=20):
 
 
 class SelfTested(msgspec.Struct, tag=21):
-    """From a self-test: what it moved."""
+    """From a self-test: its result."""
 
     result: SelfTest
 
@@ -194,7 +194,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 class NodeLink:
-    """One end of the socket pair; non-blocking."""
+    """One end of the socket pair. Non-blocking."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -208,25 +208,25 @@ class NodeLink:
 
     @property
     def wants_write(self) -> bool:
-        """Whether something waits to be sent: call `flush`."""
+        """Whether messages wait to be sent by `flush`."""
         return bool(self._outbox)
 
     def send(self, message: NodeMessage, descriptor: int | None = None) -> None:
-        """Send, or keep for `flush`. The descriptor stays the caller's and may be closed right after."""
+        """Send, or keep for `flush`. The caller keeps the descriptor and may close it afterwards."""
         data = _ENCODER.encode(message)
         assert len(data) <= DATAGRAM_BYTES_MAX, f"{type(message).__name__} of {len(data)} bytes"
         if self._outbox or not self._transmit(data, descriptor):
             self._outbox.append((data, _kept(descriptor)))
 
     def flush(self) -> None:
-        """Send what waits."""
+        """Send waiting messages."""
         while self._outbox and self._transmit(*self._outbox[0]):
             _, descriptor = self._outbox.popleft()
             if descriptor is not None:
                 os.close(descriptor)
 
     def _transmit(self, data: bytes, descriptor: int | None) -> bool:
-        """Send one message; return False where it has to wait, or where nobody will read it."""
+        """Send one message; return False if it must wait, or if the other end is closed."""
         held = [] if descriptor is None else [descriptor]
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", held))] if held else []
         try:
@@ -239,7 +239,7 @@ class NodeLink:
         return True
 
     def receive(self) -> list[tuple[NodeMessage, int | None]]:
-        """Return what has come, each with the descriptor beside it, if any; sets `closed` at the end."""
+        """Return received messages, each with its descriptor, if any. Sets `closed` at the end of the connection."""
         received: list[tuple[NodeMessage, int | None]] = []
         while True:
             try:
@@ -269,7 +269,7 @@ class NodeLink:
 
 
 def _kept(descriptor: int | None) -> int | None:
-    """Return a duplicate; None where no descriptor is left: the message goes alone, and its reader refuses the pool."""
+    """Return a duplicate, or None if no descriptor is left. The message is then sent alone, and its reader refuses the pool."""
     if descriptor is None:
         return None
     try:
@@ -279,7 +279,7 @@ def _kept(descriptor: int | None) -> int | None:
 
 
 def snapshot_parts(number: int, body: bytes) -> list[SnapshotPart]:
-    """Cut an encoded snapshot into messages."""
+    """Split an encoded snapshot into messages."""
     offsets = range(0, max(len(body), 1), PART_BYTES)
     return [
         SnapshotPart(number, offset + PART_BYTES >= len(body), body[offset : offset + PART_BYTES]) for offset in offsets

@@ -1,4 +1,4 @@
-"""Which workers of a node have been given the pool of another one, for way DIRECT, and who waits until they have unmapped it.
+"""Tracks which workers of a node map another worker's pool, for way DIRECT, and which owners wait until it is unmapped.
 
 Held by the supervisor, through which pools are given. Maps nothing and sends nothing.
 """
@@ -24,14 +24,14 @@ class PoolHolders:
         self._given.setdefault((owner, pool), set()).add(holder)
 
     def take(self, owner: PeerId, pool: int) -> bool:
-        """An owner's pool is not registered any more; return whether nobody has it, else wait for `unmapped`."""
+        """Unregister an owner's pool; return whether no worker maps it. Otherwise the owner waits for `unmapped`."""
         holders = self._given.pop((owner, pool), set())
         if holders:
             self._awaited.setdefault((owner, pool), set()).update(holders)
         return (owner, pool) not in self._awaited
 
     def take_all(self, owner: PeerId) -> list[int]:
-        """An owner's worker has ended; return its pools that others still have mapped."""
+        """Unregister all pools of an ended worker; return those that others still map."""
         for _, pool in [key for key in self._given if key[0] == owner]:
             self.take(owner, pool)
         return [pool for peer, pool in self._awaited if peer == owner]

@@ -1,4 +1,4 @@
-"""One slot an engine rank: its worker's process, the link to it, and what the supervisor knows of it."""
+"""Slots, one for each engine rank: its worker's process, the link to it, and its known state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Hello, RankAddress
 from longshore_wire.names import ENVIRONMENT_PREFIX
 
-# A worker that ignores its end for so long is killed.
+# A worker that does not end within this time is killed.
 KILL_AFTER_S = 5.0
 
 
@@ -56,16 +56,16 @@ class Slot:
 
     @property
     def rank_address(self) -> RankAddress:
-        """Where its peers find it."""
+        """The rank's address for peers."""
         return RankAddress(self.key.rank, self.address, self.config.epoch)
 
     @property
     def lives(self) -> bool:
-        """Whether its engine is there, or is being taken in."""
+        """Whether its engine is connected or being accepted."""
         return self.state is not WorkerState.DRAINING
 
     def take_part(self, part: SnapshotPart) -> bool:
-        """Keep one part of an answer; return whether the answer is whole now."""
+        """Keep one part of an answer; return whether the answer is complete."""
         parts = self._parts.setdefault(part.number, [])
         parts.append(part.data)
         if not part.last:
@@ -76,7 +76,7 @@ class Slot:
         return True
 
     def described(self, restarts: int) -> WorkerSnapshot:
-        """Return its newest answer, with what only the supervisor knows."""
+        """Return its newest answer, completed with the supervisor's own values."""
         now_s = time.monotonic()
         base = self.snapshot or WorkerSnapshot(
             worker=self.config.name, pid=self.process.pid, epoch=str(self.config.epoch), state=self.state
@@ -92,7 +92,7 @@ class Slot:
         )
 
     def close(self) -> None:
-        """End the process if it still runs, and close everything."""
+        """Kill the process if it runs, and close all descriptors."""
         if self.connection is not None:
             self.connection.close()
             self.connection = None
@@ -127,7 +127,7 @@ def start(
     port: int,
     agent: str,
 ) -> Slot:
-    """Start the worker of an engine rank. Raises OSError where descriptors, processes or memory have run out."""
+    """Start the worker of an engine rank. Raises OSError if descriptors, processes or memory have run out."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     config = WorkerConfig(
         name=worker_name(key),

@@ -18,7 +18,7 @@ _LOOP_LIMIT_S = 5.0
 
 
 class Call:
-    """One question."""
+    """One request for a snapshot."""
 
     def __init__(self, number: int, room: int | None) -> None:
         self.number = number
@@ -37,16 +37,16 @@ class Call:
 
     @property
     def done(self) -> bool:
-        """Whether all have answered, or had their time."""
+        """Whether all have answered or the limit has passed."""
         return not self._missing or time.monotonic() - self._asked_s > _ANSWER_LIMIT_S
 
     def answer(self, snapshot: AgentSnapshot) -> None:
-        """Answer the thread that waits."""
+        """Give the snapshot to the waiting thread."""
         self.future.set_result(snapshot)
 
 
 class Snapshots:
-    """All open questions. `ask` is for any thread, the rest for the loop."""
+    """All open requests. Any thread may call `ask`; the loop calls the rest."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -58,18 +58,18 @@ class Snapshots:
 
     @property
     def waiting(self) -> bool:
-        """Whether a question is open."""
+        """Whether a request is open."""
         return bool(self._open or self._new)
 
     def ask(self, room: int | None) -> AgentSnapshot:
-        """Ask and wait. Raises LongshoreError if the loop hangs or has ended."""
+        """Request a snapshot and wait for it. Raises LongshoreError if the loop hangs or has ended."""
         with self._lock:
             if self._closed:
                 raise LongshoreError("the agent is stopping", reason=Reason.SHUTTING_DOWN)
             self._number += 1
             call = Call(self._number, room)
             self._new.append(call)
-            # Not after `close`, which the loop lets its descriptor of waking follow.
+            # Never after `close`, since the loop then closes the descriptor that wakes it.
             self._wake()
         try:
             return call.future.result(_LOOP_LIMIT_S)
@@ -77,7 +77,7 @@ class Snapshots:
             raise LongshoreError("the supervisor's loop does not turn", reason=Reason.INTERNAL) from error
 
     def take_new(self) -> list[Call]:
-        """Return questions that nobody has passed on yet."""
+        """Return requests that were not yet sent to workers."""
         with self._lock:
             new, self._new = self._new, []
         self._open.update((call.number, call) for call in new)
@@ -90,14 +90,14 @@ class Snapshots:
             call.heard(key)
 
     def take_done(self) -> list[Call]:
-        """Return questions that can be answered now, and forget them."""
+        """Remove and return the requests that can be answered now."""
         done = [call for call in self._open.values() if call.done]
         for call in done:
             del self._open[call.number]
         return done
 
     def close(self) -> None:
-        """Refuse every question, old and new."""
+        """Refuse all open and future requests."""
         with self._lock:
             self._closed = True
             calls, self._new = self._new, []
