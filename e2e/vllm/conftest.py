@@ -1,4 +1,4 @@
-"""The nursery, the models and the oracle, made once for a run of `make e2e-vllm`. No test needs a cluster here."""
+"""Fixtures: the nursery, the models and the oracle, created once for a run of `make e2e-vllm`. No test needs a cluster."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from engines import Nursery
 from prompts import Oracle
 from tiny_model import TinyModel
 
-# Where .ci/install-vllm has put vLLM.
+# Names the environment into which .ci/install-vllm installed vLLM.
 VENV_VARIABLE = "E2E_VLLM_VENV"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Name our mark."""
+    """Register our mark."""
     config.addinivalue_line("markers", "shortest: the pair that .ci/run tests")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _ends_in_order() -> Iterator[None]:
-    """Unwind fixtures at SIGTERM, too: as an interrupt, which pytest knows."""
+    """Turn SIGTERM into an interrupt, so that pytest also unwinds fixtures then."""
 
     def interrupt(*_ignored: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -37,7 +37,7 @@ def _ends_in_order() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    """What starts engines."""
+    """The process that starts engines."""
     assert os.environ.get(VENV_VARIABLE), f"{VENV_VARIABLE} is not set: run `make e2e-vllm`"
     with Nursery(Path(os.environ[VENV_VARIABLE]), tmp_path_factory.mktemp("engines")) as running:
         running.wait_ready()
@@ -58,11 +58,11 @@ def narrow_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 @pytest.fixture(scope="session")
 def alone(nursery: Nursery, model: TinyModel) -> Oracle:
-    """What one engine alone answers."""
+    """The answers of a single engine."""
     return Oracle(nursery, model)
 
 
 @pytest.fixture(scope="session")
 def narrow_alone(nursery: Nursery, narrow_model: TinyModel) -> Oracle:
-    """The same for 2 KV heads."""
+    """The answers of a single engine with 2 KV heads."""
     return Oracle(nursery, narrow_model)

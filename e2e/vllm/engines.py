@@ -1,4 +1,4 @@
-"""vLLM engines as processes: started from a nursery, spoken to over HTTP, killed whole. Called by tests and `benchmarks/vllm_connectors.py`."""
+"""Runs vLLM engines as processes, forked from a nursery and used over HTTP. Called by tests and `benchmarks/vllm_connectors.py`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from longshore_cli.metrics_page import MetricsPage
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
-# Importing vLLM takes ten seconds of an idle core the first time, and minutes on a cold disk that others use too.
+# The first import of vLLM takes 10 s of an idle core, and minutes on a cold and busy disk.
 READY_LIMIT_S = 290.0
-# The first forward pass of an engine takes seconds, with many processes on few cores tens of them.
+# The first forward pass of an engine takes seconds, or tens of seconds with many processes on few cores.
 REQUEST_LIMIT_S = 180.0
 KILL_LIMIT_S = 60.0
 # An engine lends a prompt's blocks until decode has them, at most for a connector's limit of 120 s.
@@ -37,19 +37,19 @@ MODEL_NAME = "tiny"
 
 
 class EngineError(AssertionError):
-    """An engine did not start, or ended; carries the end of its log."""
+    """An engine did not start, or ended; has the end of its log."""
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What one engine is.
+    """Options of one engine.
 
     Attributes:
-        name: of its log, and of its instance.
-        transfer: --kv-transfer-config; None: an engine that moves nothing.
-        environment: of the engine's processes, beside ours.
-        extra: more arguments of `vllm serve`.
-        is_spawned: start the program `vllm` as a user does; it takes longer than a fork by ten seconds of a core a process.
+        name: name of its log and of its instance.
+        transfer: --kv-transfer-config; None for an engine that moves nothing.
+        environment: variables of the engine's processes in addition to ours.
+        extra: further arguments of `vllm serve`.
+        is_spawned: start the program `vllm` as a user does. Takes 10 s of a core a process longer than a fork.
     """
 
     name: str
@@ -98,7 +98,7 @@ class EngineOptions:
 
 
 class Nursery:
-    """The process that engines are forked from, and the only one that knows how to end them; a context manager.
+    """The process from which engines are forked and which ends them. A context manager.
 
     Start it from a thread that outlives it: it ends with that thread, and every engine with it.
     """
@@ -111,7 +111,7 @@ class Nursery:
 
     def __enter__(self) -> Self:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("LONGSHORE_")}
-        # Compiled modules are kept in the engine's environment, which saves half of every later start.
+        # Bytecode is cached in the engine's environment, which saves half of every later start.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         environment |= {
             "OMP_NUM_THREADS": "1",
@@ -183,7 +183,7 @@ class Engine:
 
     @property
     def url(self) -> str:
-        """Where it serves."""
+        """Its base URL."""
         return f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> Self:
@@ -207,7 +207,7 @@ class Engine:
         self._keeper = self._nursery.ask(start=order)["pid"]
 
     def wait_ready(self) -> None:
-        """Return when it serves and has computed something, which takes long the first time."""
+        """Wait until it serves and has finished its first computation, which takes long."""
 
         def serves() -> bool:
             if not self.processes():
@@ -221,14 +221,14 @@ class Engine:
         self.complete(Prompt([1, 2]), 2)
 
     def processes(self) -> list[int]:
-        """Return the ids of its processes; none when it has ended."""
+        """Return the ids of its processes; empty if it has ended."""
         if self._keeper is None:
             return []
         found: list[int] = self._nursery.ask(look=self._keeper)["processes"]
         return found
 
     def kill(self) -> None:
-        """End all its processes by SIGKILL; returns when they are gone. A second call does nothing."""
+        """Kill all of its processes by SIGKILL and wait for their end. A second call does nothing."""
         if self._keeper is not None:
             self._nursery.ask(kill=self._keeper)
             self._keeper = None
@@ -236,7 +236,7 @@ class Engine:
     def complete(
         self, prompt: Prompt, max_tokens: int, transfer: Mapping[str, Any] | None = None, **more: Any
     ) -> dict[str, Any]:
-        """Return the answer to a completion. Raises httpx.HTTPError for any but a success."""
+        """Return the response to a completion. Raises httpx.HTTPError unless it succeeds."""
         response = self.http.post("/v1/completions", json=body(prompt, max_tokens, transfer, **more))
         if response.is_error:
             raise httpx.HTTPStatusError(response.text, request=response.request, response=response)
@@ -246,7 +246,7 @@ class Engine:
     def stream(
         self, prompt: Prompt, max_tokens: int, transfer: Mapping[str, Any] | None = None
     ) -> Iterator[dict[str, Any]]:
-        """Yield the parts of an answer as they come."""
+        """Yield the parts of a response as they arrive."""
         with self.http.stream(
             "POST", "/v1/completions", json=body(prompt, max_tokens, transfer, stream=True)
         ) as response:

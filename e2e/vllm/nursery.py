@@ -1,10 +1,10 @@
-"""Starts vLLM engines quickly and ends them wholly: run by vLLM's interpreter, commands on standard input, one a line.
+"""Starts vLLM engines by fork and ends all of their processes. Run by vLLM's interpreter; reads one command a line from stdin.
 
 Importing vLLM takes ten seconds of a core in every process of an engine. This process imports it once; an engine is a fork
-of it, runs the command line of `vllm`, and forks its own processes where vLLM would spawn them. All else is vLLM's.
+of it, runs the command line of `vllm`, and forks its own processes where vLLM would spawn them. Nothing else is changed.
 
-Each engine has a keeper between it and this process, who adopts its orphans, so that nothing of an engine can outlive the
-order to end it, or the death of who gave the orders. Called by `engines`; knows no test.
+Each engine has a keeper, a process that adopts the engine's orphans. So no process of an engine outlives the command to
+end it, or the death of the process that sends commands. Called by `engines`.
 
     {"start": {"arguments": ["serve", ...], "environment": {...}, "log": path}}   answered by {"pid": of the keeper};
                        with "program": path, that is run instead of a fork
@@ -29,23 +29,23 @@ SHARED_MEMORY = Path("/dev/shm")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LOOK_S = 0.02
-# Killed processes are gone at once, unless the kernel writes their memory somewhere.
+# Killed processes end at once, unless the kernel must first write their memory out.
 _END_LIMIT_S = 30.0
-# How far an engine stands back from what is not an engine: the most there is.
+# Niceness of engines relative to other processes: the maximum.
 _STAND_BACK = 19
 _SESSION_NICENESS = Path("/proc/self/autogroup")
 
 
 def main() -> None:
-    """Import vLLM, say so, and serve commands until the input ends."""
+    """Import vLLM, report that, and execute commands until the input ends."""
     answers = os.dup(1)
-    os.dup2(2, 1)  # What vLLM prints must not be taken for an answer.
+    os.dup2(2, 1)  # Output of vLLM must not be read as an answer.
     _tie_to_parent(signal.SIGTERM)
     _import_engine()
     multiprocessing.get_context = _fork_instead_of_spawn  # type: ignore[assignment]
     keepers: set[int] = set()
     signal.signal(signal.SIGTERM, _leave)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who gives the orders; our input ends then.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles Ctrl-C and then closes our input.
     try:
         _answer(answers, {"ready": True})
         for line in sys.stdin:
@@ -77,7 +77,7 @@ def _obey(command: dict[str, Any], keepers: set[int]) -> dict[str, Any]:
 
 
 def _keep(order: dict[str, Any]) -> NoReturn:
-    """Be the keeper of one engine: run it, adopt its orphans, end what is left when it ends or SIGTERM comes."""
+    """Run one engine as its keeper: adopt its orphans, and kill the rest when it ends or SIGTERM arrives."""
     _tie_to_parent(signal.SIGTERM)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     os.setsid()
@@ -112,13 +112,13 @@ def _keep(order: dict[str, Any]) -> NoReturn:
 
 
 def _stand_back() -> None:
-    """Let agents and tests run when they want to, whatever this session's engine does.
+    """Lower this session's priority, so that its engine cannot starve agents and tests.
 
     Ranks of one engine wait for each other by yielding the processor again and again. On two processors Linux 6.18 then
     let other sessions wait for up to 37 s, agents among them.
     """
     os.nice(_STAND_BACK)
-    # Where the scheduler divides the processors between sessions first, each has a niceness of its own.
+    # If the scheduler first divides the processors between sessions, each session has its own niceness.
     if _SESSION_NICENESS.exists():
         _SESSION_NICENESS.write_text(str(_STAND_BACK))
 
@@ -148,7 +148,7 @@ def _be_engine(order: dict[str, Any]) -> NoReturn:
 
 
 def _import_engine() -> None:
-    """Import what every process of an engine needs, without starting a thread."""
+    """Import the modules that all processes of an engine need, without starting a thread."""
     import vllm.distributed.kv_transfer.kv_connector.v1
     import vllm.entrypoints.cli.main
     import vllm.entrypoints.cli.serve
@@ -172,12 +172,12 @@ def _tie_to_parent(number: signal.Signals) -> None:
 
 
 def _leave(*_ignored: object) -> NoReturn:
-    # As an error it unwinds through whatever runs; what must be ended is ended in `finally`.
+    # An exception unwinds the running code, whose `finally` blocks end all processes.
     raise SystemExit(0)
 
 
 def _end_keepers(pids: set[int]) -> None:
-    """Let them end their engines side by side: giving memory back takes seconds on a busy machine."""
+    """End all keepers with their engines concurrently, since freeing memory takes seconds on a busy machine."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
@@ -193,7 +193,7 @@ def _answer(descriptor: int, value: dict[str, Any]) -> None:
 def _shared_memory(pid: int) -> set[int]:
     """Return the inodes in shared memory that a process maps; vLLM's are left behind by a kill.
 
-    Not their paths: a semaphore is made under another name than the one that it keeps.
+    Paths would not work, because a semaphore is created under a temporary name.
     """
     found = set()
     with contextlib.suppress(OSError):
@@ -216,7 +216,7 @@ def _descendants(root: int) -> set[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
-                # The name in parentheses may hold anything; state and parent are the fields after it.
+                # The name in parentheses may contain any character. State and parent are the next fields.
                 state, parent = (entry / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[:2]
                 if state != "Z":
                     children.setdefault(int(parent), []).append(int(entry.name))

@@ -1,4 +1,4 @@
-"""The prompts of the tests, from fixed seeds, and what one vLLM alone answers to them. Called by `conftest`."""
+"""Makes the tests' prompts from fixed seeds, and the answers of a single vLLM to them. Called by `conftest`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHARED_TOKENS = 200
 NEW_TOKENS = 16
 # A prompt whose KV is zeroed shows it from here on: the last token is always computed by decode itself.
 TELLING_TOKENS_MIN = 32
-# As many as an engine runs at once.
+# The number of requests that an engine runs concurrently.
 AT_ONCE = 8
 
 
@@ -32,7 +32,7 @@ EVERY_PROMPT = (*PROMPTS, SHARES_A_PREFIX)
 
 
 class Oracle:
-    """What one engine alone answers, by the prompt."""
+    """The answers of a single engine, by prompt."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A prefill and a decode engine with an agent each, in either direction; and the same with vLLM's own NixlConnector.
+"""Runs a prefill and a decode engine with an agent each, in either direction, or with vLLM's own NixlConnector instead.
 
 Called by tests and `benchmarks/vllm_connectors.py`. Every engine may do both (`kv_both`), so that a pair is tested from both ends.
 """
@@ -24,14 +24,14 @@ from tiny_model import TinyModel
 
 from longshore_cli.local_agents import LocalAgent, make_keys
 
-# Small beside a machine's memory, large beside a prompt's KV: 700 tokens are 2.9 MB.
+# Small compared with a machine's memory, large compared with a prompt's KV: 700 tokens are 2.9 MB.
 RING_BYTES = 64 << 20
 LANE_BYTES = 4 << 20
 SLAB_BYTES_MIN = 1 << 20
 # A loaded machine must not look like a dead peer.
 PEER_TIMEOUT_S = 60
 TRANSFER_LIMIT_S = 120.0
-# What a router asks a prefill engine for.
+# A router's transfer parameters for a prefill engine.
 TO_PREFILL: Mapping[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -57,7 +57,7 @@ class Scene:
     """Agents and engines of two sides; a context manager, which returns when all are ready.
 
     Attributes:
-        zero: while this file exists, what arrives is zeroed; see `zeroing`.
+        zero: while this file exists, received KV is zeroed; see `zeroing`.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class NixlScene:
                 "kv_buffer_device": "cpu",
                 "kv_load_failure_policy": side.policy,
             }
-            # Each rank takes the port behind the one before it.
+            # Each rank uses the next port.
             environment = {
                 "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
                 "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
@@ -174,7 +174,7 @@ class NixlScene:
 
 
 def prefill(engine: Engine, prompt: Prompt) -> dict[str, Any]:
-    """Let an engine compute a prompt; return what the decode engine must be told."""
+    """Compute a prompt at an engine; return the transfer parameters for the decode engine."""
     found: dict[str, Any] = engine.complete(prompt, 1, TO_PREFILL)["kv_transfer_params"]
     return found
 
@@ -186,7 +186,7 @@ def generate(source: Engine, target: Engine, prompt: Prompt, max_tokens: int) ->
 
 @contextmanager
 def held(scene: Scene, side: str) -> Iterator[None]:
-    """The workers of an agent stand still."""
+    """Stop the workers of an agent during the block."""
     workers = [int(worker["pid"]) for worker in scene.agents[side].status()["workers"] if worker.get("pid")]
     for pid in workers:
         os.kill(pid, signal.SIGSTOP)
@@ -205,7 +205,7 @@ def rooms_open(scene: Scene, side: str) -> float:
 
 def has_no_block_in_use(engine: Engine) -> bool:
     """Whether all blocks of an engine that has nothing to do are its own and free."""
-    engine.complete(Prompt([1, 2]), 2)  # The gauge is renewed by work alone.
+    engine.complete(Prompt([1, 2]), 2)  # Only work updates the gauge.
     return engine.metrics().total("vllm:kv_cache_usage_perc") == 0
 
 

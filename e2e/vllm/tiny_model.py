@@ -1,7 +1,7 @@
-"""A Qwen3 model small enough for two cores, with random weights from a fixed seed, as files that vLLM loads.
+"""Writes a Qwen3 model small enough for two cores, with random weights from a fixed seed, as files for vLLM.
 
 Called by `conftest` and `benchmarks/vllm_connectors.py`. Needs numpy alone, so that making one takes no engine. Its weights are large for
-their kind: with smaller ones the most likely next token would be the same whatever stands before it.
+such a model: with smaller ones the most likely next token would not depend on the prompt.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ELEMENT_BYTES = 4
 
 @dataclass(frozen=True)
 class TinyModel:
-    """Where the model lies, and what of its shape decides on the KV cache."""
+    """The path of the model, and the part of its shape that determines the KV cache."""
 
     path: Path
     kv_heads: int

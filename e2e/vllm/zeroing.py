@@ -1,7 +1,7 @@
-"""The connector with a switch for negative controls; loaded by vLLM in every process of an engine under test.
+"""The connector with a switch for negative controls. vLLM loads it in every process of an engine under test.
 
-While the file that E2E_VLLM_ZERO names exists, a rank overwrites with zeros what has just arrived for a request. The tokens
-must then differ from those of one engine alone: if they did not, the tests would prove nothing about what was moved.
+While the file that E2E_VLLM_ZERO names exists, a rank overwrites the received KV of a request with zeros. The tokens
+must then differ from those of a single engine. Otherwise the tests would prove nothing about the transfer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SWITCH = "E2E_VLLM_ZERO"
 
 
 class ZeroingConnector(LongshoreConnector):
-    """See the module."""
+    """The connector under test with the switch."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -26,19 +26,19 @@ class ZeroingConnector(LongshoreConnector):
         self._claimed: dict[str, list[int]] = {}
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Remember where the blocks are."""
+        """Keep the addresses of the blocks."""
         super().register_kv_caches(kv_caches)
         self._caches = list(kv_caches.values())
 
     def start_load_kv(self, forward_context: Any, **named: Any) -> None:
-        """Remember which blocks a request's KV goes to."""
+        """Keep the target blocks of each request."""
         for order in self._get_connector_metadata().orders:
             if isinstance(order, Claim):
                 self._claimed[order.request_id] = list(order.pages)
         super().start_load_kv(forward_context, **named)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Zero what has arrived, if told to."""
+        """Zero received blocks if the file exists."""
         results = super().get_transfer_results(finished_req_ids)
         for request_id in results.finished_recving or ():
             pages = self._claimed.pop(request_id, [])

@@ -131,7 +131,7 @@ class Claim(msgspec.Struct, frozen=True, array_like=True, tag=5):
     page_offset: int = 0
     page_count: int = 0  # of the whole list
     pages: bytes = b""
-    why: Why = Why.UNDECIDED  # of the way, for people
+    why: Why = Why.UNDECIDED  # of the way, for status only
     serial: int = 0  # number of the claim, counted from 1 within the target's life and this source
 
 

@@ -24,7 +24,7 @@ class SourceSlab(Enum):
 
 
 class SourceEvent(Enum):
-    """What happens to a slab at its source."""
+    """Events of a slab at its source."""
 
     BEGIN = "begin"
     WROTE = "wrote"
@@ -63,7 +63,7 @@ class TargetSlab(Enum):
 
 
 class TargetEvent(Enum):
-    """What happens to a slab at its target."""
+    """Events of a slab at its target."""
 
     GRANT = "grant"
     LAND = "land"
@@ -98,7 +98,7 @@ class SourcePairState(Enum):
 
 
 class SourcePairEvent(Enum):
-    """What happens to a pair at its source."""
+    """Events of a pair at its source."""
 
     GIVE_UP = "give up"  # this side fails the room
     ANSWER = "answer"  # the target has acknowledged the abort
@@ -133,7 +133,7 @@ class TargetPairState(Enum):
 
 
 class TargetPairEvent(Enum):
-    """What happens to a pair at its target."""
+    """Events of a pair at its target."""
 
     CLAIM = "claim"
     CUT = "cut"  # the source answers the claim
@@ -169,7 +169,7 @@ class SourceRoomState(Enum):
 
 
 class SourceRoomEvent(Enum):
-    """What happens to a room at its prefill rank."""
+    """Events of a room at its prefill rank."""
 
     OFFER = "offer"
     FAIL = "fail"
@@ -199,7 +199,7 @@ class TargetRoomState(Enum):
 
 
 class TargetRoomEvent(Enum):
-    """What happens to a room at its decode rank."""
+    """Events of a room at its decode rank."""
 
     FINISH = "finish"
     FAIL = "fail"
