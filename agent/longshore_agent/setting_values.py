@@ -21,7 +21,7 @@ _SERVICE_LINK = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_[0-9]+_(T
 _TRUTHS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 # Units of time, as settings' names have them.
 _UNITS_NS = {"s": 10**9, "ms": 10**6}
-# How an optional choice says that nothing is chosen.
+# The text of an optional choice that is not set.
 _NOTHING = "Auto"
 
 

@@ -1,9 +1,9 @@
 """The table of the agent's settings: names, defaults, units and meanings.
 
-Each field of `Settings` is a row; from it come the names of the environment variables (`LONGSHORE_` and the
+Each field of `Settings` is a row. It defines the environment variable (`LONGSHORE_` and the
 field's name in capitals), what they may hold, the field of the config file that says the same, whether the
 protocol core gets the value, and the reference page (`python -m longshore_agent.settings`).
-Read once, by the supervisor; workers get the finished value. Touches no file and no network.
+The supervisor reads the settings once and passes them to workers. This module reads no file.
 """
 
 from __future__ import annotations
@@ -92,48 +92,46 @@ class Settings:
         ConfigError: from `check` and `from_environment`, with all faults; each begins with its variable.
     """
 
-    config_file: str = _setting(
-        "", Role.AGENT, "The deployment's config file. Variables that are set count more than what it says."
-    )
+    config_file: str = _setting("", Role.AGENT, "The deployment's config file. Variables that are set override it.")
     deployment: str = _core(
         "",
         Role.AGENT,
-        "Name of the deployment; agents and engines of other names are refused.",
+        "Name of the deployment. Agents and engines of other deployments are refused.",
         file="deployment.full_name",
     )
-    node: str = _setting("", Role.AGENT, "Name of the node, as status and metrics show it.")
+    node: str = _setting("", Role.AGENT, "Name of the node, shown in status and metrics.")
     run_directory: str = _setting(
         names.RUN_DIRECTORY, Role.AGENT, "Directory of the engine socket.", file="run_directory"
     )
     keys_directory: str = _setting(
         "",
         Role.AGENT,
-        "Directory of the CURVE keys: curve.json, and previous.json of the revision before. Empty: on a loopback address only.",
+        "Directory of the CURVE keys: curve.json, and previous.json of the previous revision. Empty: only on a loopback address.",
         file="control.keys_directory",
     )
     bind_host: str = _setting(
         "127.0.0.1",
         Role.AGENT,
-        "IPv4 address on which workers and HTTP listen: the pod's.",
+        "IPv4 address of workers and HTTP: the pod's.",
         file="control.bind_address",
     )
     http_port: int = _setting(
         0,
         Role.AGENT,
-        "Port of health, status and metrics; 0 takes a free one.",
+        "Port of health, status and metrics; 0: a free one.",
         low=0,
         high=65535,
         file="control.http_port",
     )
     http_token_file: str = _setting(
-        "", Role.AGENT, "File with the bearer token that HTTP asks for; /healthz and /readyz stay open. Empty: none."
+        "", Role.AGENT, "File with the bearer token that HTTP requires, except for /healthz and /readyz. Empty: none."
     )
     http_certificate_file: str = _setting("", Role.AGENT, "PEM chain for HTTPS. Empty: plain HTTP.")
-    http_key_file: str = _setting("", Role.AGENT, "PEM key that belongs to the certificate.")
+    http_key_file: str = _setting("", Role.AGENT, "PEM key of the certificate.")
     worker_port: int = _setting(
         0,
         Role.AGENT,
-        "Worker i listens for peers on this port plus i; 0: on free ones.",
+        "Worker i listens for peers on this port plus i; 0: on a free one.",
         low=0,
         high=65535,
         file="control.worker_port",
@@ -150,10 +148,10 @@ class Settings:
     allow_open_data_path: bool = _setting(
         False,
         Role.AGENT,
-        "Accept data ports without authentication, if others reach them and no such policy holds.",
+        "Accept data ports, which have no authentication, although other hosts reach them without such a policy.",
         file="control.allow_open_data_path",
     )
-    log_level: LogLevel = _setting(LogLevel.INFO, Role.AGENT, "Least important line that is logged.")  # noqa: RUF009
+    log_level: LogLevel = _setting(LogLevel.INFO, Role.AGENT, "Log level.")  # noqa: RUF009
 
     backend: Backend = _setting(  # noqa: RUF009
         Backend.NIXL, Role.BOTH, "Library that moves the bytes.", file="transfer.backend"
@@ -166,13 +164,13 @@ class Settings:
     wires: tuple[Wire, ...] = _setting(
         (),
         Role.BOTH,
-        "Wires that may carry bytes between peers, separated by commas. Empty: any. CudaIPC allows NVLink too.",
+        "Wires that may carry bytes between peers, separated by commas. Empty: any. CudaIPC includes NVLink.",
         file="transfer.wires",
     )
     staging: Staging = _core(  # noqa: RUF009
         Staging.AUTO,
         Role.BOTH,
-        "Whether pages travel through staging buffers: as the crossover table says, always, or never. Between GPUs of two agents Auto means always, and Never is refused.",
+        "Whether pages are moved through staging buffers: by the crossover table, always, or never. Between GPUs of two agents, Auto means always and Never is refused.",
         file="transfer.staging",
     )
     crossover_file: str = _setting(
@@ -189,7 +187,7 @@ class Settings:
         file="decode.staging.pool_size",
     )
     ring_extent_bytes: int = _setting(
-        64 * _MIB, Role.DECODE, "Size of the extents in which a CPU's ring is registered.", low=_MIB, high=1 << 40
+        64 * _MIB, Role.DECODE, "Size of the extents in which a CPU worker registers its ring.", low=_MIB, high=1 << 40
     )
     ring_share_divisor: int = _core(
         4,
@@ -198,9 +196,13 @@ class Settings:
         low=1,
         high=1024,
     )
-    grant_window: int = _core(4, Role.DECODE, "Slabs that one writer of one room may hold at once.", low=1, high=1024)
+    grant_window: int = _core(4, Role.DECODE, "Grants that one writer of one room may hold.", low=1, high=1024)
     gpu_grant_window: int = _setting(
-        16, Role.DECODE, "The same on a GPU, where a slab ends sooner than the next grant can come.", low=1, high=1024
+        16,
+        Role.DECODE,
+        "LONGSHORE_GRANT_WINDOW of a GPU worker, where a slab ends before the next grant can arrive.",
+        low=1,
+        high=1024,
     )
     scatter_threads: int = _setting(2, Role.DECODE, "Threads that scatter on a CPU worker.", low=1, high=64)
     lane_count: int = _core(
@@ -215,7 +217,11 @@ class Settings:
         file="prefill.staging.buffer_size",
     )
     slab_bytes_min: int = _core(
-        8 * _MIB, Role.PREFILL, "Slabs are not cut smaller than this to overlap their stages.", low=_KIB, high=1 << 32
+        8 * _MIB,
+        Role.PREFILL,
+        "Minimum size of slabs that are cut so that their stages overlap.",
+        low=_KIB,
+        high=1 << 32,
     )
     gpu_slab_bytes_min: int = _setting(
         96 * _MIB,
@@ -225,7 +231,7 @@ class Settings:
         high=1 << 32,
     )
     slices_batch: int = _setting(
-        1000, Role.PREFILL, "Slices in one write of a CPU's worker, if slices travel alone.", low=1, high=1000
+        1000, Role.PREFILL, "Slices in one write of a CPU worker, if slices are not staged.", low=1, high=1000
     )
     chunk_tokens: int = _setting(
         8192,
@@ -236,11 +242,11 @@ class Settings:
         file="transfer.chunk_tokens",
     )
     direct: bool = _setting(
-        True, Role.BOTH, "Ranks of one agent copy into each other's pages, without staging and transport."
+        True, Role.BOTH, "Ranks of one agent copy directly into each other's pages, without staging and transport."
     )
 
     lease_s: float = _core(
-        60.0, Role.BOTH, "An offer or claim that is not renewed for so long ends.", low=0.1, high=86400
+        60.0, Role.BOTH, "A room whose engine does not renew it for this long fails.", low=0.1, high=86400
     )
     heartbeat_s: float = _core(1.0, Role.BOTH, "Time between two pings of a peer.", low=0.01, high=3600)
     peer_timeout_s: float = _core(
@@ -250,9 +256,9 @@ class Settings:
         low=0.05,
         high=3600,
     )
-    retry_ms: int = _core(200, Role.BOTH, "An unanswered message is sent again after this.", low=1, high=60000)
+    retry_ms: int = _core(200, Role.BOTH, "Time until an unanswered message is repeated.", low=1, high=60000)
     trailer_deadline_ms: int = _setting(
-        2000, Role.DECODE, "A trailer that is wrong for so long fails its room.", low=1, high=60000
+        2000, Role.DECODE, "A trailer that is wrong for this long fails its room.", low=1, high=60000
     )
     write_timeout_s: float = _core(
         120.0,
@@ -271,9 +277,9 @@ class Settings:
         high=86400,
     )
     rooms_max: int = _core(
-        16384, Role.BOTH, "Open rooms of one worker; more are answered with Busy.", low=1, high=1 << 20
+        16384, Role.BOTH, "Open rooms of one worker; more are refused with BUSY.", low=1, high=1 << 20
     )
-    ended_rooms_max: int = _core(65536, Role.BOTH, "Ended rooms that one worker remembers.", low=64, high=1 << 22)
+    ended_rooms_max: int = _core(65536, Role.BOTH, "Ended rooms whose outcome one worker keeps.", low=64, high=1 << 22)
     process_workers_max: int = _setting(
         8,
         Role.AGENT,
@@ -296,18 +302,16 @@ class Settings:
         high=100,
     )
     spans_max: int = _setting(
-        65536, Role.BOTH, "Spans of stages that one worker keeps, newest first.", low=1, high=1 << 22
+        65536, Role.BOTH, "Spans of stages that one worker keeps: the newest ones.", low=1, high=1 << 22
     )
 
     self_test_bytes: int = _setting(
-        _MIB, Role.AGENT, "Bytes that must have moved before the agent is ready.", low=1, high=_GIB
+        _MIB, Role.AGENT, "Bytes that the self-test must move before the agent is ready.", low=1, high=_GIB
     )
     start_limit_s: float = _setting(
-        60.0, Role.AGENT, "A worker that starts for longer makes the agent unready.", low=1, high=3600
+        60.0, Role.AGENT, "If a worker takes longer to start, the agent is unready.", low=1, high=3600
     )
-    drain_s: float = _setting(
-        10.0, Role.AGENT, "Time that open rooms get to finish when the agent stops.", low=0, high=3600
-    )
+    drain_s: float = _setting(10.0, Role.AGENT, "Time for open rooms to finish when the agent stops.", low=0, high=3600)
     restart_backoff_min_s: float = _setting(
         0.2,
         Role.AGENT,
@@ -316,14 +320,14 @@ class Settings:
         low=0.01,
         high=3600,
     )
-    restart_backoff_max_s: float = _setting(10.0, Role.AGENT, "Longest such wait.", low=0.01, high=3600)
+    restart_backoff_max_s: float = _setting(10.0, Role.AGENT, "Maximum of that wait.", low=0.01, high=3600)
 
     force_way: Way | None = _core(  # noqa: RUF009
-        None, Role.TEST, "One way for every pair, for benchmarks; Auto follows the plan."
+        None, Role.TEST, "One way for all pairs, for benchmarks. Auto follows the plan."
     )
-    loopback_faults: str = _setting("", Role.TEST, "Faults that the loopback transport makes; see its reference.")
+    loopback_faults: str = _setting("", Role.TEST, "Faults that the loopback transport injects; see its reference.")
 
-    # The same in nanoseconds, as clocks count.
+    # The same times in nanoseconds.
     lease_ns = Nanoseconds("lease_s")
     peer_timeout_ns = Nanoseconds("peer_timeout_s")
     retry_ns = Nanoseconds("retry_ms")
@@ -367,7 +371,7 @@ class Settings:
 
     @classmethod
     def from_config(cls, config: AgentConfig) -> Settings:
-        """Return the settings that a deployment's config file makes; not checked, as the environment may add to them."""
+        """Return the settings of a deployment's config file, unchecked, since the environment may override them."""
         hints = get_type_hints(cls)
         values: dict[str, Any] = {}
         for row in dataclasses.fields(cls):
@@ -375,7 +379,7 @@ class Settings:
             if path and (said := operator.attrgetter(path)(config)) is not None:
                 values[row.name] = parse_value(format_value(said, unit), hints[row.name], unit)
         made = cls(**values)
-        # Small buffers need small slabs: several of them overlap in each.
+        # Small buffers need small slabs, so that each buffer fits several.
         slab_bytes = min(made.slab_bytes_min, made.lane_bytes // 4, made.ring_bytes // 8 or made.lane_bytes)
         return dataclasses.replace(made, slab_bytes_min=slab_bytes)
 
@@ -400,7 +404,7 @@ class Settings:
         return dict(setting_values.in_nanoseconds(name, getattr(self, name)) for name in rows)
 
     def contradictions(self) -> list[tuple[str, str, str]]:
-        """Return (setting, other setting, what is wrong and what would be right) for each broken rule."""
+        """Return (setting, other setting, remedy) for each contradiction."""
         slab_bytes = region_bytes(self.slab_bytes_min)
         is_alone = is_loopback(self.bind_host)
         is_open = not (is_alone or self.allow_open_data_path or (self.network_policy and not self.host_network))

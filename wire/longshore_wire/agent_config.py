@@ -251,7 +251,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
     @property
     def run_directory(self) -> str:
-        """Where the engine socket lies."""
+        """Directory of the engine socket."""
         return self.control.run_directory or f"{names.RUN_DIRECTORY}/{self.deployment.full_name}"
 
     def plan(self) -> Plan:

@@ -65,7 +65,7 @@ class Lives:
         return next(port for port in range(self._first_port, PORT_MAX + 1) if port not in used)
 
     def note_port(self, key: PeerId, port: int) -> None:
-        """Note the port at which a rank's worker listens."""
+        """Record the port at which a rank's worker listens."""
         if self._ports.get(key) == port:
             return
         self._ports[key] = port
@@ -74,7 +74,7 @@ class Lives:
         self._write()
 
     def forget_port(self, key: PeerId) -> None:
-        """Forget the port at which a rank's worker could not listen: another process may have it now."""
+        """Drop a port at which a rank's worker could not listen, since another process may have it."""
         if self._ports.pop(key, None) is not None:
             self._write()
 

@@ -311,7 +311,7 @@ class Supervisor:
                 slot.link.send(message)
 
     def _publish(self, key: PeerId) -> None:
-        """Tell every rank of an instance which ranks are there."""
+        """Send every rank of an instance the ranks that have registered."""
         family = [self._slots[key], *self._siblings(key)]
         endpoint = self._endpoint([slot for slot in family if slot.state is WorkerState.READY])
         for slot in family:

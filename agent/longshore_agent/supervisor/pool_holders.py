@@ -20,7 +20,7 @@ class PoolHolders:
     _awaited: dict[_Pool, set[PeerId]] = field(default_factory=dict)
 
     def give(self, owner: PeerId, pool: int, holder: PeerId) -> None:
-        """A worker is given a pool, or a region of it."""
+        """Record that a worker gets a pool, or a region of it."""
         self._given.setdefault((owner, pool), set()).add(holder)
 
     def take(self, owner: PeerId, pool: int) -> bool:
@@ -37,11 +37,11 @@ class PoolHolders:
         return [pool for peer, pool in self._awaited if peer == owner]
 
     def holders(self, owner: PeerId) -> list[PeerId]:
-        """Return the workers that still have a pool mapped which its owner does not register any more."""
+        """Return the workers that still map a pool which its owner has unregistered."""
         return sorted({holder for key, holders in self._awaited.items() if key[0] == owner for holder in holders})
 
     def unmapped(self, owner: PeerId, pool: int, holder: PeerId) -> bool:
-        """A worker has unmapped a pool; return whether it was the last one that its owner waits for."""
+        """Record that a worker has unmapped a pool; return whether it was the last one that the owner waits for."""
         awaited = self._awaited.get((owner, pool))
         if awaited is None:
             return False
@@ -51,7 +51,7 @@ class PoolHolders:
         return not awaited
 
     def left(self, worker: PeerId) -> list[_Pool]:
-        """A worker has ended, and with it all its mappings; return the pools that nobody has any more."""
+        """Remove an ended worker with all of its mappings; return the pools that no worker maps any more."""
         for holders in self._given.values():
             holders.discard(worker)
         return [pool for pool in list(self._awaited) if self.unmapped(*pool, worker)]

@@ -28,11 +28,11 @@ class Call:
         self._asked_s = time.monotonic()
 
     def ask(self, asked: set[PeerId]) -> None:
-        """Remember who must answer."""
+        """Record the workers that must answer."""
         self._missing = asked
 
     def heard(self, key: PeerId) -> None:
-        """One worker has answered."""
+        """Record one worker's answer."""
         self._missing.discard(key)
 
     @property
@@ -84,7 +84,7 @@ class Snapshots:
         return new
 
     def answered(self, number: int, key: PeerId) -> None:
-        """One worker has answered one question."""
+        """Record one worker's answer to one request."""
         call = self._open.get(number)
         if call is not None:
             call.heard(key)
