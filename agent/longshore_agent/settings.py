@@ -198,11 +198,7 @@ class Settings:
     )
     grant_window: int = _core(4, Role.DECODE, "Grants that one writer of one room may hold.", low=1, high=1024)
     gpu_grant_window: int = _setting(
-        16,
-        Role.DECODE,
-        "LONGSHORE_GRANT_WINDOW of a GPU worker, where a slab ends before the next grant can arrive.",
-        low=1,
-        high=1024,
+        16, Role.DECODE, "Grant window on a GPU, where a slab ends before the next grant can arrive.", low=1, high=1024
     )
     scatter_threads: int = _setting(2, Role.DECODE, "Threads that scatter on a CPU worker.", low=1, high=64)
     lane_count: int = _core(
@@ -217,11 +213,7 @@ class Settings:
         file="prefill.staging.buffer_size",
     )
     slab_bytes_min: int = _core(
-        8 * _MIB,
-        Role.PREFILL,
-        "Minimum size of slabs that are cut so that their stages overlap.",
-        low=_KIB,
-        high=1 << 32,
+        8 * _MIB, Role.PREFILL, "Minimum size of slabs that are cut to overlap their stages.", low=_KIB, high=1 << 32
     )
     gpu_slab_bytes_min: int = _setting(
         96 * _MIB,
