@@ -17,13 +17,13 @@ from pathlib import Path
 import msgspec
 
 from longshore_agent import crossover_file
+from longshore_agent.atomic_write import write_whole
 from longshore_agent.control import curve
 from longshore_agent.secret_file import read_secret
 from longshore_agent.settings import Settings, variable
 from longshore_agent.status.checks import Rules
 from longshore_agent.supervisor.loop import Supervisor
 from longshore_agent.transports.loopback_faults import parse_faults
-from longshore_agent.whole_file import write_whole
 from longshore_wire.agent_config import AgentConfig, load
 from longshore_wire.crossover import WHOLE_PAGES, Crossover
 from longshore_wire.errors import ConfigError, LongshoreError

@@ -204,7 +204,7 @@ class Meter:
             raise TransportError(write.error)
 
     def _drive(self) -> None:
-        self._tell(_Order("drive", int(self._wire in self._transport.told)))
+        self._tell(_Order("drive", int(self._wire in self._transport.announced_by_message)))
         self._heard(_Order)
 
     def _rest(self) -> None:

@@ -65,7 +65,7 @@ class PlayedInbound(InboundSlab):
 def outbound_slab(slab: int, payload_bytes: int = 1 << 20, room: int = 1, pool: Any = None) -> OutboundSlab:
     effect = effect_of(slab, payload_bytes, room)
     nothing: Any = None
-    return PlayedOutbound(effect, pool, nothing, "decode", RING, None, nothing, noticed=True)
+    return PlayedOutbound(effect, pool, nothing, "decode", RING, None, nothing, transport_announces=True)
 
 
 def inbound_slab(slab: int, payload_bytes: int = 1 << 20) -> InboundSlab:
@@ -180,7 +180,7 @@ class FakeTransport:
     begun: list[FakeWrite] = field(default_factory=list)
     refuses: bool = False
     probing: Any = None  # an Event that a probe waits for
-    told: frozenset[Wire] = frozenset()
+    announced_by_message: frozenset[Wire] = frozenset()
 
     def draft(self, peer: str, pieces: Pieces, notice: bytes) -> FakeWrite:
         if self.refuses:

@@ -104,7 +104,7 @@ def test_all_slabs_of_an_offer_are_queued_at_once_and_each_is_told_of_when_its_e
     assert scene.outcomes() == [(0, "", False)]
     scene.passes(1, 2)
     assert scene.outcomes() == [(0, "", False), (1, "", False), (2, "", False)]
-    assert all(result.notify and result.settled for result in scene.ended)
+    assert all(result.must_announce and result.settled for result in scene.ended)
     assert not scene.runner.copying
     assert not scene.pool.busy
 
@@ -143,7 +143,7 @@ def test_a_slab_that_is_given_up_before_the_device_has_it_is_dropped_and_another
     assert scene.pool.busy
     scene.passes(*range(given))
     assert sorted(scene.outcomes()) == [(slab, "", True) for slab in range(40)]
-    assert not any(result.notify for result in scene.ended)
+    assert not any(result.must_announce for result in scene.ended)
     assert scene.value("longshore_overtaken_writes_total", way="direct") == given
     assert scene.value("longshore_writes_total", way="direct") == given
     assert sum(lane.slabs for lane in scene.runner.lanes()) == 0
@@ -229,7 +229,7 @@ def test_a_launch_that_fails_fails_its_slab_alone(scene: Scene) -> None:
     scene.put(1)
     scene.passes(1)
     assert scene.outcomes() == [(0, "the driver refuses", False), (1, "", False)]
-    assert [result.notify for result in scene.ended] == [False, True]
+    assert [result.must_announce for result in scene.ended] == [False, True]
     assert not scene.pool.busy
 
 

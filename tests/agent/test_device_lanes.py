@@ -274,16 +274,16 @@ def test_what_was_done_is_written_down_when_nothing_waits_and_then_the_lanes_are
     assert scene.metrics.snapshot().value("longshore_writes_total", way="staged") == 2
 
 
-@pytest.mark.parametrize("noticed", [True, False])
-def test_a_control_message_is_asked_for_exactly_where_the_transport_tells_nothing(noticed: bool) -> None:
+@pytest.mark.parametrize("transport_announces", [True, False])
+def test_a_control_message_is_asked_for_exactly_where_the_transport_tells_nothing(transport_announces: bool) -> None:
     scene = Scene()
     job = outbound_slab(0, SLAB_BYTES)
-    job.noticed = noticed
+    job.transport_announces = transport_announces
     scene.runner.send(job)
     scene.gathered(0)
     scene.wrote(0)
-    assert bool(scene.transport.begun[0].notice) is noticed
-    assert scene.ended[0].notify is not noticed
+    assert bool(scene.transport.begun[0].notice) is transport_announces
+    assert scene.ended[0].must_announce is not transport_announces
 
 
 def test_jobs_whose_writes_are_open_are_held_until_they_end_also_those_given_up() -> None:

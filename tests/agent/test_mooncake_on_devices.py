@@ -271,7 +271,7 @@ def test_lanes_go_on_although_writes_of_one_stream_end_together_and_their_target
     scene.copy = lambda *piece: scene.stream.append(piece)
     for number in range(slabs):
         slab = outbound_slab(number, slab_bytes)
-        slab.peer_name, slab.noticed = scene.peer, False
+        slab.peer_name, slab.transport_announces = scene.peer, False
         slab.ring = RegionInfo(scene.target.ctypes.data, SIZE)
         events.runner.send(slab)
     peak_count = 0
@@ -288,7 +288,7 @@ def test_lanes_go_on_although_writes_of_one_stream_end_together_and_their_target
             scene.stream.clear()
         events.turn()
     assert sorted(events.outcomes()) == [(number, "", False) for number in range(slabs)]
-    assert all(end.notify for end in events.ended)
+    assert all(end.must_announce for end in events.ended)
     assert 1 < peak_count < 4
     assert not events.runner.busy
     for slab in range(slabs):

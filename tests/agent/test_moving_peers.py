@@ -36,7 +36,7 @@ class PlayedTransport:
     """Connects anybody; a probe takes until the test lets it end."""
 
     revocable: frozenset[Wire] = frozenset()
-    told: frozenset[Wire] = frozenset()
+    announced_by_message: frozenset[Wire] = frozenset()
 
     def __init__(self) -> None:
         self.found = threading.Event()

@@ -223,8 +223,8 @@ def test_a_transport_that_notifies_of_nothing_leaves_all_to_messages_and_others_
     pair: Pair,
 ) -> None:
     transport = pair.transport
-    assert transport.notifies or transport.told == set(Wire)
-    assert not transport.told & (transport.swift | transport.driven)
+    assert transport.notifies or transport.announced_by_message == set(Wire)
+    assert not transport.announced_by_message & (transport.swift | transport.driven)
 
 
 def test_the_probe_names_the_wire_that_carried_it(pair: Pair) -> None:

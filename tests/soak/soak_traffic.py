@@ -53,18 +53,18 @@ class Timers:
     """Calls that are due later, on the thread that calls `run`."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._gc_policy: list[tuple[float, int, Callable[[], None]]] = []
         self._number = itertools.count()
 
     def after(self, delay_s: float, call: Callable[[], None]) -> None:
         """Call something after a while."""
-        heapq.heappush(self._heap, (now_s() + delay_s, next(self._number), call))
+        heapq.heappush(self._gc_policy, (now_s() + delay_s, next(self._number), call))
 
     def run(self) -> float:
         """Make the calls that are due; return the seconds until the next one, at most 1."""
-        while self._heap and self._heap[0][0] <= now_s():
-            heapq.heappop(self._heap)[2]()
-        return min(1.0, max(0.0, self._heap[0][0] - now_s())) if self._heap else 1.0
+        while self._gc_policy and self._gc_policy[0][0] <= now_s():
+            heapq.heappop(self._gc_policy)[2]()
+        return min(1.0, max(0.0, self._gc_policy[0][0] - now_s())) if self._gc_policy else 1.0
 
 
 @dataclass

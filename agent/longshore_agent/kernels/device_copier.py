@@ -20,7 +20,7 @@ from longshore_agent.kernels.copy_progress import CopyProgress
 from longshore_agent.kernels.copy_stream import CopyStream
 from longshore_agent.kernels.device_launch import BoundCopy, Paged, Place, Side, shape_of
 from longshore_agent.kernels.device_pages import DevicePages, HeldPages
-from longshore_agent.kernels.kept import Kept
+from longshore_agent.kernels.identity_cache import IdentityCache
 from longshore_agent.kernels.view import Pages, View, pool_view
 from longshore_agent.memory import cuda
 from longshore_agent.memory.pools import KVPool
@@ -97,7 +97,7 @@ class DeviceCopier:
         self._tables: dict[KVPool, DevicePages] = {}
         self._copies: dict[_Pools, dict[tuple[int, ...], BoundCopy]] = {}
         # A room has one array of ids, and a new one when it grows.
-        self._lists: Kept[HeldPages] = Kept(_HELD_LISTS_MAX)
+        self._lists: IdentityCache[HeldPages] = IdentityCache(_HELD_LISTS_MAX)
         self._events: list[cuda.Event] = []
         self._places: list[cuda.HostBytes] = []
 

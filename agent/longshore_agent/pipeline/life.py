@@ -260,7 +260,7 @@ def _written(
     tools.lanes.payload_bytes[lane] += effect.payload_bytes
     log.count("longshore_lane_slabs_total", 1, lane=lane)
     log.count("longshore_lane_bytes_total", effect.payload_bytes, lane=lane)
-    return OutboundEnd(slab, notify=effect.way is not Way.STAGED or not slab.noticed)
+    return OutboundEnd(slab, must_announce=effect.way is not Way.STAGED or not slab.transport_announces)
 
 
 def inbound(slab: InboundSlab, tools: InboundTools) -> InboundLife:

@@ -60,7 +60,7 @@ class OutboundSlab:
         peer_name: of the target, at the transport.
         ring: the target's; None: it has none.
         target_pool, target_layout: of the target; the pool is None if it has not attached it.
-        noticed: the transport tells the target that a staged slab has landed. False: a control message does.
+        transport_announces: the transport tells the target that a staged slab has landed. False: a control message does.
         neighbour, neighbour_pages: the target's pool and pages, where they are mapped here: way DIRECT.
         cancelled: set by the control thread. The slab's life looks at it before each step.
         lane: which lane's memory it takes.
@@ -73,7 +73,7 @@ class OutboundSlab:
     ring: RegionInfo | None
     target_pool: PoolInfo | None
     target_layout: KVLayout
-    noticed: bool
+    transport_announces: bool
     neighbour: KVPool | None = None
     neighbour_pages: PageTable | None = None
     cancelled: bool = False
@@ -116,7 +116,7 @@ class OutboundSlab:
 
     def notice(self) -> bytes:
         """Return what the transport hands to the target once the slab has landed; empty: nothing."""
-        return PEER.encode(self.ready_message()) if self.noticed else b""
+        return PEER.encode(self.ready_message()) if self.transport_announces else b""
 
 
 @dataclass(slots=True, eq=False)
@@ -167,14 +167,14 @@ class OutboundEnd:
     Attributes:
         error: empty if all bytes are there.
         dropped: nobody waits for the slab; nobody is told of what was written.
-        notify: the transport gave no notice: send a control message.
+        must_announce: the transport gave no notice: send a control message.
         settled: False: bytes of a failed write may still land.
     """
 
     slab: OutboundSlab
     error: str = ""
     dropped: bool = False
-    notify: bool = False
+    must_announce: bool = False
     settled: bool = True
 
 

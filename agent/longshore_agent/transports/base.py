@@ -100,16 +100,16 @@ class Transport(Protocol):
         revocable: the wires over which `disconnect` takes a peer's access away: no byte of it lands here afterwards, also
             of a write that had begun. Proven by the contract suite, which writes after revocation; a wire that it has not
             seen is not among them. Where it is not, only the peer's word, its end or ours proves memory free.
-        told: the wires over which the worker's control message announces a slab: all of them where `notifies` is False.
-        swift: the wires, not among `told`, over which a slab takes microseconds: a target polls for notices, and does not sleep.
-        driven: the wires, not among `told`, over which bytes move only while their target calls `notices`.
+        announced_by_message: the wires over which the worker's control message announces a slab: all of them where `notifies` is False.
+        swift: the wires, not among `announced_by_message`, over which a slab takes microseconds: a target polls for notices, and does not sleep.
+        driven: the wires, not among `announced_by_message`, over which bytes move only while their target calls `notices`.
     """
 
     backend: str
     notifies: bool
     fences: bool
     revocable: frozenset[Wire]
-    told: frozenset[Wire]
+    announced_by_message: frozenset[Wire]
     swift: frozenset[Wire]
     driven: frozenset[Wire]
 

@@ -139,7 +139,7 @@ class LoopbackTransport(Checked[_Peer]):
     # A peer that knows the memory still writes after deregistration, as over NIXL's shared memory.
     fences = False
     revocable: frozenset[Wire] = frozenset()
-    told: frozenset[Wire] = frozenset()
+    announced_by_message: frozenset[Wire] = frozenset()
     swift: frozenset[Wire] = frozenset()
     driven: frozenset[Wire] = frozenset()
 

@@ -81,7 +81,7 @@ class MooncakeTransport(Checked[Peer]):
     notifies = False
     # It asks nobody who sent it, and a request that had begun goes on to its end.
     revocable: frozenset[Wire] = frozenset()
-    told = frozenset(Wire)
+    announced_by_message = frozenset(Wire)
     swift: frozenset[Wire] = frozenset()
     driven: frozenset[Wire] = frozenset()
 

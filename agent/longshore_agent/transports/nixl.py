@@ -71,7 +71,7 @@ class NixlTransport(Connected[NixlPeer]):
     revocable: frozenset[Wire] = frozenset()
     # A write over shared memory ends only when the target has taken the notice of the write before it: a lane would wait for
     # the target's next look, 1 ms and more.
-    told = frozenset({Wire.SHARED_MEMORY})
+    announced_by_message = frozenset({Wire.SHARED_MEMORY})
     swift = frozenset({Wire.CUDA_IPC, Wire.NVLINK})
     driven = frozenset({Wire.TCP})
 

@@ -41,11 +41,11 @@ from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.worker import ending
 from longshore_agent.worker.config import WorkerConfig
 from longshore_agent.worker.engine_requests import EngineRequests
+from longshore_agent.worker.gc_policy import GCPolicy
 from longshore_agent.worker.health import WorkerHealth
-from longshore_agent.worker.heap import WorkerHeap
 from longshore_agent.worker.moving import Mover
 from longshore_agent.worker.neighbour_pools import shown_parts
-from longshore_agent.worker.pace import WorkerPace
+from longshore_agent.worker.polling import Polling
 from longshore_agent.worker.room_events import count_ended, ended_event, released_event
 from longshore_agent.worker.status import WorkerParts, encode_snapshot
 from longshore_wire.effects import (
@@ -99,9 +99,9 @@ class Worker:
         halves = ((Half.SOURCE, source), (Half.TARGET, target))
         self.sessions: dict[Half, Session] = {half: session for half, session in halves if session is not None}
         self.mover = Mover(config, self.metrics, self.spans, self._ask_pool)
-        self._pace = WorkerPace(self.mover, self.sessions, time.monotonic_ns())
+        self._polling = Polling(self.mover, self.sessions, time.monotonic_ns())
         self._health = WorkerHealth(settings, self.mover, target)
-        self._heap = WorkerHeap(now_ns)
+        self._gc_policy = GCPolicy(now_ns)
         self.requests = EngineRequests(
             config.layout, self.mover.parts.transport, source, target, device=self.mover.parts.device
         )
@@ -130,10 +130,10 @@ class Worker:
 
     def _turn(self, ready: frozenset[object], now_ns: int) -> None:
         """Deal with what is readable, with results and with time."""
-        self._pace.woken(now_ns)
+        self._polling.woken(now_ns)
         ended = self.mover.drive()
         if ready or ended:
-            self._pace.news()
+            self._polling.news()
         if self._take_notices(now_ns):
             # What has landed waits for its scatter: before anybody hears of others.
             self._flush(now_ns)
@@ -171,7 +171,7 @@ class Worker:
         self._flush(now_ns)
         if self._engine_error:
             self._engine_lost(self._engine_error, now_ns)
-        self._heap.rest(now_ns, busy=any(session.rooms for session in self.sessions.values()))
+        self._gc_policy.rest(now_ns, busy=any(session.rooms for session in self.sessions.values()))
 
     def _owes_words(self) -> bool:
         """Whether a message to the engine or the supervisor is unsent, a liveness probe has no answer, or a writer is drained."""
@@ -279,7 +279,7 @@ class Worker:
 
     def _take_notices(self, now_ns: int) -> bool:
         """Take what the transport tells of bytes; return whether it told of any."""
-        taken = self._pace.notices(now_ns)
+        taken = self._polling.notices(now_ns)
         for peer, message in taken:
             assert self.target is not None
             self.target.receive(peer, message, now_ns)
@@ -297,7 +297,7 @@ class Worker:
             dues.append(stop_ns)
         self._due_ns = min(dues, default=now_ns + _IDLE_POLL_MS * 1_000_000)
         wait_ms = max(0, (self._due_ns - now_ns) // 1_000_000 + 1)
-        return self._pace.wait_ms(min(wait_ms, _IDLE_POLL_MS), now_ns)
+        return self._polling.wait_ms(min(wait_ms, _IDLE_POLL_MS), now_ns)
 
     # -- the engine ------------------------------------------------------------------------------------------------
 
@@ -458,7 +458,7 @@ class Worker:
         for session in self.sessions.values():
             session.describe(parts.transport.metadata(), parts.ring_region, pools, parts.probe_region, self.net.address)
         # Transport, kernels and their libraries are loaded by now.
-        self._heap.settle()
+        self._gc_policy.settle()
 
     def _parts(self) -> WorkerParts:
         return WorkerParts(

@@ -208,7 +208,7 @@ class Mover:
             attach.ring,
             next((pool for pool in attach.pools if pool.pool == effect.pair.key.pool), None),
             attach.layout,
-            noticed=wire not in self.parts.transport.told,
+            transport_announces=wire not in self.parts.transport.announced_by_message,
         )
         self._track(Half.SOURCE, slab)
         if effect.way is Way.DIRECT:
@@ -289,7 +289,7 @@ class Mover:
         if not end.dropped:
             self.metrics.add("longshore_slabs_total", 1, half="source", way=effect.way.name.lower())
         payload_bytes = 0 if end.dropped else effect.payload_bytes
-        notify = end.notify and not end.dropped
+        notify = end.must_announce and not end.dropped
         session.write_done(effect.peer, effect.pair, effect.slab, payload_bytes, now_ns, notify=notify)
 
     def _scattered(self, end: InboundEnd, session: TargetSession, now_ns: int) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from longshore_agent.control.node_link import PoolPart, PoolWanted
 from longshore_agent.errors import PoolError
 from longshore_agent.kernels.copier import Copier
-from longshore_agent.kernels.kept import Kept
+from longshore_agent.kernels.identity_cache import IdentityCache
 from longshore_agent.memory.cuda import Device
 from longshore_agent.memory.neighbours import ALL_POOLS, Neighbours, Part, close_parts
 from longshore_agent.memory.pools import KVPool
@@ -67,7 +67,7 @@ class NeighbourPools:
         self._send = send
         self._copier = copier
         # A room's slabs bring its claim's page ids as one object.
-        self._tables: Kept[PageTable] = Kept(_TABLES_MAX)
+        self._tables: IdentityCache[PageTable] = IdentityCache(_TABLES_MAX)
         self._waiting: dict[tuple[PeerId, int], list[OutboundSlab]] = {}
         # Packed page ids and their first token, of claims on pools that are not mapped yet.
         self._expected: dict[tuple[PeerId, int], list[tuple[bytes, int]]] = {}

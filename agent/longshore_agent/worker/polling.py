@@ -33,7 +33,7 @@ _ABSENT_NS = 250_000_000
 _WARN_ABSENT_NS = 1_000_000_000
 
 
-class WorkerPace:
+class Polling:
     """See the module."""
 
     def __init__(self, mover: Mover, sessions: Mapping[Half, Session], now_ns: int) -> None:
@@ -75,7 +75,7 @@ class WorkerPace:
             return []
         if now_ns < self._look_again_ns:
             return []
-        if all(peer.wire in self._mover.parts.transport.told for peer in self._target.peers.values()):
+        if all(peer.wire in self._mover.parts.transport.announced_by_message for peer in self._target.peers.values()):
             # Nothing is told this way, but the transport wants to be driven now and then.
             self._look_again_ns = now_ns + _TOLD_DRIVE_NS
         taken = self._mover.notices()

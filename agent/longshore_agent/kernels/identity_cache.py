@@ -1,7 +1,6 @@
-"""What was made of some objects, such as a page list's copy on a device, kept for the next slab that comes with the same ones.
+"""A cache of values by the identity of the objects that they were made of, such as a page list's copy on a device.
 
-Used by whoever copies page ids to a device, in one thread or under a lock. Objects are known by their identity: comparing
-lists would take as long as what is saved. Knows nothing of pages and devices.
+Used in one thread or under a lock. Comparing lists would take as long as what is saved, so equal objects are not one.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Generic, TypeVar
 Made = TypeVar("Made")
 
 
-class Kept(Generic[Made]):
+class IdentityCache(Generic[Made]):
     """The values that were asked for last, at most `count_max`."""
 
     def __init__(self, count_max: int) -> None:

@@ -16,7 +16,7 @@ _LOOKS_MAX = 1000
 _REST_NS = 1_000_000_000
 
 
-class WorkerHeap:
+class GCPolicy:
     """See the module. One in a process."""
 
     def __init__(self, now_ns: int) -> None:

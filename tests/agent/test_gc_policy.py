@@ -11,7 +11,7 @@ import agent_world
 import pytest
 from agent_world import Agent, Engine, Request, wait_for
 
-from longshore_agent.worker.heap import WorkerHeap
+from longshore_agent.worker.gc_policy import GCPolicy
 
 SECOND_NS = 1_000_000_000
 # Imported by every interpreter that starts: a worker writes down how many objects each look leaves out.
@@ -31,11 +31,11 @@ class Ring:
 
 
 @pytest.fixture
-def heap() -> Iterator[WorkerHeap]:
+def heap() -> Iterator[GCPolicy]:
     """The heap of this process, which is as it was afterwards."""
     thresholds = gc.get_threshold()
     gc.collect()
-    yield WorkerHeap(0)
+    yield GCPolicy(0)
     gc.unfreeze()
     gc.set_threshold(*thresholds)
 
@@ -46,13 +46,13 @@ def age() -> None:
         gc.collect(1)
 
 
-def test_what_was_loaded_is_not_looked_through_again(heap: WorkerHeap) -> None:
+def test_what_was_loaded_is_not_looked_through_again(heap: GCPolicy) -> None:
     before = len(gc.get_objects())
     heap.settle()
     assert len(gc.get_objects()) < before // 10
 
 
-def test_garbage_is_found_once_no_room_has_been_open_for_a_while(heap: WorkerHeap) -> None:
+def test_garbage_is_found_once_no_room_has_been_open_for_a_while(heap: GCPolicy) -> None:
     heap.settle()
     ring = Ring()
     garbage = weakref.ref(ring)
@@ -65,7 +65,7 @@ def test_garbage_is_found_once_no_room_has_been_open_for_a_while(heap: WorkerHea
     assert garbage() is None
 
 
-def test_a_worker_that_rests_looks_only_when_something_may_have_come(heap: WorkerHeap) -> None:
+def test_a_worker_that_rests_looks_only_when_something_may_have_come(heap: GCPolicy) -> None:
     heap.settle()
     gc.collect()
     garbage = weakref.ref(Ring())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from longshore_agent.transports.nixl import NixlTransport
-from longshore_agent.worker.pace import WorkerPace
+from longshore_agent.worker.polling import Polling
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Half
 from longshore_wire.target_session import TargetSession
@@ -39,7 +39,7 @@ def test_a_slab_that_takes_microseconds_finds_its_target_awake_and_one_of_anothe
 ) -> None:
     parts = SimpleNamespace(runner=SimpleNamespace(busy=False), device=None, transport=NixlTransport)
     mover: Any = SimpleNamespace(parts=parts)
-    pace = WorkerPace(mover, {Half.TARGET: Expecting(wire)}, NOW_NS)
+    pace = Polling(mover, {Half.TARGET: Expecting(wire)}, NOW_NS)
     pace.news()
     assert pace.wait_ms(100, NOW_NS) == hot_ms
     # Nothing has happened for two milliseconds and more.
@@ -50,7 +50,7 @@ def slept(mover: Any, quiet_ms: list[int], *, in_place_count: int = 0) -> list[i
     """What the thread may sleep so long after something has happened."""
     target = object.__new__(TargetSession)
     target.in_place_count, target.peers = in_place_count, {}
-    pace = WorkerPace(mover, {Half.TARGET: target}, 0)
+    pace = Polling(mover, {Half.TARGET: target}, 0)
     pace.news()
     pace.wait_ms(LONG_MS, 0)
     return [pace.wait_ms(LONG_MS, each * MS) for each in quiet_ms]
