@@ -6,11 +6,10 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from longshore_wire.crossover import Choice, Why, choose, opened
+from longshore_wire.crossover import Choice, Why, choose, given_way, opened
 from longshore_wire.effects import PeerId, SessionConfig
 from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX, TOKENS_MAX, Endpoint
 from longshore_wire.errors import LayoutError, Reason, RingError, RoomError
-from longshore_wire.layout import Attention
 from longshore_wire.peer_messages import Attach, Claim, Demand, PairKey, PoolInfo, RoomKey
 from longshore_wire.plan import Pair, Plan, Staging, Way
 from longshore_wire.room import TargetPair
@@ -319,16 +318,7 @@ def target_pairs(config: SessionConfig, wanted: Wanted, planned: Plan) -> list[T
 
 
 def _given_way(config: SessionConfig, pair: Pair) -> tuple[Way, Why]:
-    """Return a pair's way and its reason. With UNDECIDED the crossover table chooses, and the way is the plan's default."""
-    if config.force_way is not None:
-        return config.force_way, Why.FORCED
-    if pair.way is Way.DIRECT:
-        return pair.way, Why.NEAR
-    if config.staging is not Staging.AUTO:
-        return pair.way, Why.STAGING
-    if config.layout.model.attention is Attention.LATENT:
-        return pair.way, Why.LATENT
-    return pair.way, Why.UNDECIDED
+    return given_way(pair, config.force_way, config.staging, config.layout.model.attention)
 
 
 def chosen_way(config: SessionConfig, attach: Attach, found: TargetPair, tokens: tuple[int, int], wire: str) -> Choice:

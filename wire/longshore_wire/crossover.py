@@ -17,8 +17,9 @@ from typing import NamedTuple
 import msgspec
 
 from longshore_wire.errors import ConfigError
+from longshore_wire.layout import Attention
 from longshore_wire.names import WIDER_WIRES
-from longshore_wire.plan import Pair, Plan, RunRule, Way
+from longshore_wire.plan import Pair, Plan, RunRule, Staging, Way
 
 VERSION = 1
 # A table takes a few KiB. The limit is far above any number of backends and wires.
@@ -140,6 +141,19 @@ class Open(NamedTuple):
 def opened(planned: Plan, *, can_stage: bool) -> Open:
     """Return the input of `choose` for any pair of `planned`."""
     return Open(planned.in_place, planned.runs, can_stage)
+
+
+def given_way(pair: Pair, force_way: Way | None, staging: Staging, attention: Attention) -> tuple[Way, Why]:
+    """Return a pair's way and its reason. With UNDECIDED `choose` decides, and the way is the plan's default."""
+    if force_way is not None:
+        return force_way, Why.FORCED
+    if pair.way is Way.DIRECT:
+        return pair.way, Why.NEAR
+    if staging is not Staging.AUTO:
+        return pair.way, Why.STAGING
+    if attention is Attention.LATENT:
+        return pair.way, Why.LATENT
+    return pair.way, Why.UNDECIDED
 
 
 def choose(open_pair: Open, pair: Pair, tokens: tuple[int, int], table: Crossover, backend: str, wire: str) -> Choice:

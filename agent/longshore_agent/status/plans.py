@@ -11,7 +11,7 @@ from longshore_agent.settings import Settings
 from longshore_agent.status.snapshot import InstanceStatus
 from longshore_agent.transports.base import Wire
 from longshore_wire.claims import check_place, staged_unless_forbidden
-from longshore_wire.crossover import WHOLE_PAGES, Choice, Crossover, Why, choose, opened
+from longshore_wire.crossover import WHOLE_PAGES, Choice, Crossover, Why, choose, given_way, opened
 from longshore_wire.errors import LayoutError, LongshoreError, Reason
 from longshore_wire.layout import (
     HEAD_DIM_MAX,
@@ -220,14 +220,9 @@ def _choice(
     over: tuple[str, str],
 ) -> Choice:
     """Return the choice of the decode side for `tokens` tokens of a pair over (backend, wire)."""
-    if defaults.force_way is not None:
-        return Choice(defaults.force_way, Why.FORCED)
-    if pair.way is Way.DIRECT:
-        return Choice(pair.way, Why.NEAR)
-    if reach.staging is not Staging.AUTO:
-        return Choice(pair.way, Why.STAGING)
-    if attention is Attention.LATENT:
-        return Choice(pair.way, Why.LATENT)
+    way, why = given_way(pair, defaults.force_way, reach.staging, attention)
+    if why is not Why.UNDECIDED:
+        return Choice(way, why)
     if not reach.in_place:
         return Choice(Way.STAGED, Why.STAGING)
     writers = len(found.of_target(pair.target_rank))
