@@ -81,7 +81,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=64):
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=65):
-    """Agent to engine: the connection is assigned to its worker. `resumed_epoch` differs after a restart."""
+    """Agent to engine: the connection is assigned to its worker. `epoch` differs after a restart."""
 
     version: int
     epoch: int

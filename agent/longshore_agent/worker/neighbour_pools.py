@@ -132,7 +132,8 @@ class NeighbourPools:
             self._neighbours.release(owner, number)
         for waited, pool in list(self._waiting):
             if waited == owner and number in (ALL_POOLS, pool):
-                self._refuse(owner, pool, f"pool {pool} of {owner.instance} was unregistered")
+                why = "was unregistered" if number == pool else f"is gone: rank {owner.rank} has left"
+                self._refuse(owner, pool, f"pool {pool} of {owner.instance} {why}")
 
     def drop_cancelled(self) -> None:
         """Slabs have been cancelled: those that wait for a pool end, and the pool is still awaited."""
