@@ -1,1 +1,1 @@
-"""The life of a slab in a worker, and who runs it. Begin with `life`."""
+"""Moves slabs: `life` says what happens to one slab, `runners` runs the lives of all. Start reading at `life`."""

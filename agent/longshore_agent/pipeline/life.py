@@ -1,14 +1,15 @@
-"""The life of a slab: `outbound` at its source, `inbound` at its target. Read from top to bottom.
+"""Moves one slab: `outbound` at its source, `inbound` at its target. Read from top to bottom.
 
-A life is a generator: it yields what it waits for, and returns how it ended. `runners` resume it once that has passed: a
-thread on a CPU, events on a GPU. A life never blocks and does not know who runs it. A staged or direct life that is abandoned
-lets nothing go: a device or a peer may still use its memory.
+A life is a generator: it yields each `Wait` and returns how it ended. `runners` resumes a life after its wait has
+passed: a lane thread on a CPU, the control thread on a GPU. A life must not block and must not know which runner
+resumes it. Do not assume that an abandoned life cleans up: a staged or direct one keeps its memory, which a device or a
+peer may still use.
 
-Before it: the engine's Offer, decode's Claim, our Demand and decode's Grant lead to StartWrite (`source_session`), from which
-`moving` makes the slab. After it: `moving` tells the core (`write_done`), and the target hears of it by the transport's notice
-or by SlabReady. A staged slab has landed then: StartScatter begins its inbound life, and `scatter_done` acknowledges it
-(`target_session`). A slab that was written directly or in place has arrived, and has no inbound life. When all slabs of a
-room have arrived, both cores say RoomEnded.
+Before a life: the engine's Offer, decode's Claim, our Demand and decode's Grant lead to StartWrite (`source_session`),
+and `worker.moving` makes a slab of it. After a life: `moving` calls `write_done` of the core, and the target is
+notified by the transport or by a SlabReady message. A staged slab has then landed in the ring: StartScatter begins its
+inbound life, and `scatter_done` acknowledges it (`target_session`). A slab that was copied directly or written in place
+has then arrived and has no inbound life. When all slabs of a room have arrived, both cores emit RoomEnded.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.plan import Way
 from longshore_wire.trailer import Trailer, unseal
 
-# Batches of pieces in flight: enough to keep the transport busy, few enough to stay fair to other lanes.
+# Open writes of one slab in place: enough to keep the transport busy, few enough to stay fair to other lanes.
 _OPEN_BATCHES_MAX = 4
-# A trailer that is not there yet is looked for again after this; it only ever happens with a broken transport.
+# Pause before a slab with a wrong trailer is copied again. Only a broken transport announces a slab before its trailer.
 _TRAILER_PAUSE_NS = 1_000_000
 
 OutboundLife = Generator[Wait, None, OutboundEnd]
@@ -52,7 +53,7 @@ InboundLife = Generator[Wait, None, InboundEnd]
 
 @dataclass(slots=True)
 class LaneCounts:
-    """How many slabs and bytes each lane has brought to their targets."""
+    """Slabs and payload bytes that have reached their targets, by lane."""
 
     slabs: list[int]
     payload_bytes: list[int]
@@ -60,14 +61,15 @@ class LaneCounts:
 
 @dataclass(slots=True)
 class OutboundTools:
-    """The things that lives at a source work with.
+    """The tools that all lives of one kind share at a source.
 
     Attributes:
-        memory: None: no slab is staged here.
-        copies: limits slabs from their begin to the begin of their write.
+        memory: staging memory; None: these lives stage no slab.
+        batch_count: most pieces in one write in place.
+        copies: limits copies. A staged slab holds a place until its write starts, a direct one until its copy has
+            ended.
         writes: limits open writes of staged slabs.
-        batch_count: pieces of one write in place.
-        passed_ns: when the last direct copy had passed.
+        passed_ns: time.monotonic_ns when the last direct copy had ended.
     """
 
     copier: Copier
@@ -83,13 +85,13 @@ class OutboundTools:
 
 @dataclass(slots=True)
 class InboundTools:
-    """The things that lives at a target work with.
+    """The tools that all lives share at a target.
 
     Attributes:
         ring: staging memory that sources write to.
-        trailer_key: of this ring.
-        trailer_deadline_ns: how long a slab waits for its trailer.
-        thread: index of the thread, for spans.
+        trailer_key: authenticates the trailers of this ring's slabs.
+        trailer_deadline_ns: how long a life waits for a correct trailer.
+        thread: index of the thread that runs these lives, for spans.
     """
 
     copier: Copier
@@ -101,7 +103,7 @@ class InboundTools:
 
 
 def outbound(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
-    """Bring a slab to its target: staged, by a direct copy, or by writes in place."""
+    """Bring a slab to its target by its way: staged, by a direct copy, or by writes in place."""
     if slab.cancelled:
         return dropped(slab)
     try:
@@ -115,12 +117,12 @@ def outbound(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
 
 
 def _staged(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
-    """Copy pages into staging memory, write it to the target's ring, and give it back."""
+    """Copy pages into staging memory, write that to the target's ring, and free it."""
     effect, memory, transport = slab.effect, tools.memory, tools.transport
     assert memory is not None
     assert slab.ring is not None
     space = memory.take(slab)
-    # The runner begins no more lives than may enter.
+    # No wait for a place: the runner begins a life only while the gate has one.
     tools.copies.enter()
     yield space
     region = space.region
@@ -137,7 +139,7 @@ def _staged(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
         tools.copies.leave()
         raise
     assert ticket is not None, "only direct copies wait for their kernel"
-    # The transport looks the write up while a GPU copies; older slabs go first.
+    # Older slabs go first. The transport then looks this write up while the GPU copies.
     yield Now()
     write: Write | None = None
     error = ""
@@ -176,7 +178,7 @@ def _staged(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
 
 
 def _direct(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
-    """Copy pages into the target's pages, which are mapped here."""
+    """Copy pages into the target's pages, which are mapped into this process."""
     copy = Copy(slab.source(), slab.neighbour_target(), slab.effect.tokens)
     while True:
         yield tools.copies.turn(slab)
@@ -193,7 +195,7 @@ def _direct(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
     tools.copies.leave()
     ticket.end()
     tools.log.count("longshore_writes_total", 1, way="direct")
-    # A device begins a copy when it is done with the one before.
+    # A device begins a copy after the previous one has ended.
     start_ns = max(start_ns, tools.passed_ns)
     end = _written(slab, tools, start_ns)
     tools.passed_ns = time.monotonic_ns()
@@ -201,7 +203,7 @@ def _direct(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
 
 
 def _in_place(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
-    """Write runs of pages straight into the target's pages, in batches. A cancelled slab stops after a batch."""
+    """Write runs of pages into the target's pages, in batches. A cancelled slab starts no further batch."""
     transport, way = tools.transport, slab.effect.way.name.lower()
     slab.stage = Stage.WRITING
     start_ns = time.monotonic_ns()
@@ -228,7 +230,7 @@ def _in_place(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
                     posted_count = end
                     tools.log.count("longshore_writes_total", 1, way=way)
                 elif open_writes:
-                    # Also after a failure: the pages stay in use until every write has ended.
+                    # After a failure, too, the pages stay in use until every write has ended.
                     written = open_writes.popleft()
                     yield written
                     failure, is_settled = written.release()
@@ -237,7 +239,7 @@ def _in_place(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
                     break
             transport.release_prepared(prepared)
     except LongshoreError as failed:
-        # Whether bytes may still land is known by now.
+        # No write is open here, so `settled` is final.
         error = error or str(failed)
     if not posted_count:
         return OutboundEnd(slab, error) if error else dropped(slab)
@@ -247,7 +249,7 @@ def _in_place(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
 def _written(
     slab: OutboundSlab, tools: OutboundTools, start_ns: int, error: str = "", *, settled: bool = True
 ) -> OutboundEnd:
-    """Return how a slab ended whose last write or direct copy is over."""
+    """Return the end of a slab after its last write or its direct copy, and record it."""
     effect, lane, log = slab.effect, slab.lane, tools.log
     if slab.cancelled:
         log.count("longshore_overtaken_writes_total", 1, way=effect.way.name.lower())
@@ -264,9 +266,10 @@ def _written(
 
 
 def inbound(slab: InboundSlab, tools: InboundTools) -> InboundLife:
-    """Copy a landed slab into pages, and count it only if the trailer behind it was right before the copy.
+    """Copy a landed slab into pages. The slab counts only if its trailer was correct before the copy.
 
-    A GPU copies also a slab with a wrong trailer: its room's pages are the room's own until it ends.
+    A GPU copies a slab even if its trailer is wrong. That is safe: until its room ends, nothing else uses the room's
+    pages.
     """
     effect, wanted = slab.effect, trailer_of(slab.effect)
     found: Trailer | None = None

@@ -1,7 +1,8 @@
-"""Run the lives of slabs: `ThreadRunner` by threads that wait, `EventRunner` by the control thread, which polls.
+"""Runs the lives of slabs: `ThreadRunner` in threads that block, `EventRunner` in the control thread, which polls.
 
-Made by the worker. A CPU copies in a thread, so threads run its lives. A GPU copies by itself, so the control thread runs its
-lives: no thread waits for another, and the wire never waits for a thread.
+Made by `worker.parts`, called by `worker.moving` in the control thread. A CPU's copy occupies a thread, so each lane is
+one. A GPU copies by itself, so the control thread runs all lives: no thread and no write waits for another thread. A
+runner must not assume that a life ends: if a device hangs, it does not.
 """
 
 from __future__ import annotations
@@ -34,16 +35,17 @@ from longshore_agent.status.snapshot import LaneStatus
 from longshore_wire.names import UNKNOWN_WIRE
 from longshore_wire.plan import Way
 
-# Copies that a GPU is given before the wire is ready for them: the next slab and the one after it. More would only put off
-# the first write, since each takes the control thread as long to queue as it takes the device to do.
+# Staged copies that a GPU has before the wire is ready for them: the next slab and the one after it. More would delay
+# the first write, since the control thread takes as long to queue a copy as the device takes to do it.
 COPIES_AHEAD_MAX = 2
-# Staged writes in flight: the wire never waits for this thread to begin the next, and the first to begin is the first to land.
+# Open staged writes: with three, the wire never waits for this thread to start the next one. Writes land in their
+# order.
 WRITES_OPEN_MAX = 3
-# Direct copies that a GPU is given: all that one pair may have under way by default, so that the device never waits for this
-# thread. Alone each takes 0.7 ms, after which a room that was given up, or an engine that left, waits no longer.
+# Submitted direct copies: as many as one pair may have open by default, so that the device never waits for this thread.
+# A copy takes 0.7 ms if it runs alone; a cancelled room or an engine that leaves waits for those that are submitted.
 DIRECT_COPIES_MAX = 16
 
-# A thread waits so long for a write without a pause: most are over by then, and a pause costs more than it saves.
+# A thread polls a write for this long without a pause: most have ended by then, and a pause costs more than it saves.
 _TIGHT_NS = 2_000_000
 _PAUSE_MIN_S = 0.00005
 _PAUSE_MAX_S = 0.002
@@ -56,11 +58,11 @@ class Runner(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether `turn` has something to do."""
+        """Whether `turn` has work."""
 
     @property
     def copying(self) -> bool:
-        """Whether direct copies are under way whose end only `turn` notices."""
+        """Whether direct copies run whose end only `turn` notices."""
 
     def send(self, slab: OutboundSlab) -> None:
         """Begin the life of a slab at its source, or queue it."""
@@ -69,35 +71,35 @@ class Runner(Protocol):
         """Begin the life of a slab at its target, or queue it."""
 
     def probe(self, probe: WireProbe) -> None:
-        """Begin to find out a wire; the end comes through `Ends`."""
+        """Begin a probe. Its result arrives through `Ends`."""
 
     def probed(self, probe: WireProbe) -> None:
-        """A probe's end has been taken."""
+        """Finish a probe whose result the caller has taken from `Ends`."""
 
     def turn(self) -> list[End]:
-        """Resume what can go on; return the lives that have ended since the last turn. Raises DeviceError."""
+        """Resume the lives whose waits have passed; return the ends since the last turn. Raises DeviceError."""
 
     def hurry(self) -> None:
-        """Between two other things that the thread does: end the oldest write if it is over, and begin the next."""
+        """Poll the oldest write; if it has ended, start the next. The control thread calls this between other work."""
 
     def drop_cancelled(self) -> None:
-        """Slabs have been cancelled: end those that wait for others before them."""
+        """End cancelled slabs whose lives have not begun."""
 
     def writing(self) -> tuple[OutboundSlab, ...]:
         """Return the slabs whose writes are open."""
 
     def lanes(self) -> tuple[LaneStatus, ...]:
-        """Return what each lane has done."""
+        """Return the status of each lane."""
 
     def stop(self) -> None:
-        """Begin no copy and no write on a device any more."""
+        """Let no life begin another copy or write on a device. Open writes continue."""
 
     def close(self) -> None:
-        """Let threads end once they have nothing to do."""
+        """Let each thread end after the slabs in its queue."""
 
 
 def probe_wire(tools: OutboundTools, probe: WireProbe, source_address: int) -> ProbeEnd:
-    """Find out what bytes to a peer travel over. Blocks for some seconds at most."""
+    """Find out over which wire bytes reach a peer. Blocks for at most 5 s."""
     region = probe.region
     try:
         wire = tools.transport.probe_wire(probe.peer_name, source_address, region.address, region.length_bytes)
@@ -107,10 +109,10 @@ def probe_wire(tools: OutboundTools, probe: WireProbe, source_address: int) -> P
 
 
 class ThreadRunner:
-    """Lanes and scatter threads. Each lane has staging memory of its own and takes slabs from one queue.
+    """Runs each life in a lane thread or a scatter thread. Each lane has its own staging memory; all share one queue.
 
-    So all lanes work for a single pair when there is only one, and one lane's write overlaps another's copy. Grants and
-    the window of writes in place bound the queues.
+    All lanes therefore serve one pair if there is only one, and one lane's write overlaps another lane's copy. Grants
+    and the window of writes in place limit the queues.
     """
 
     busy = False
@@ -119,7 +121,7 @@ class ThreadRunner:
     def __init__(
         self, sources: Sequence[OutboundTools], targets: Sequence[InboundTools], ends: Ends, *, probe_address: int
     ) -> None:
-        """Start a thread for each tools.
+        """Start one thread for each element of `sources` and `targets`.
 
         Args:
             probe_address: registered memory that probes read.
@@ -146,21 +148,21 @@ class ThreadRunner:
         self._inbound.put(slab)
 
     def probe(self, probe: WireProbe) -> None:
-        """See `Runner`. A lane does it."""
+        """See `Runner`. A lane runs it."""
         self._outbound.put(probe)
 
     def probed(self, probe: WireProbe) -> None:
         """See `Runner`."""
 
     def turn(self) -> list[End]:
-        """See `Runner`. Threads need nothing."""
+        """See `Runner`. Threads put all ends into `Ends`."""
         return []
 
     def hurry(self) -> None:
         """See `Runner`."""
 
     def drop_cancelled(self) -> None:
-        """See `Runner`. Lanes look by themselves."""
+        """See `Runner`. A lane drops a cancelled slab when it takes it from the queue."""
 
     def writing(self) -> tuple[OutboundSlab, ...]:
         """See `Runner`."""
@@ -171,10 +173,10 @@ class ThreadRunner:
         return _lane_status(self._counts, {index for index, slab in enumerate(self._open) if slab is not None})
 
     def stop(self) -> None:
-        """See `Runner`. No device copies here."""
+        """See `Runner`. No device is used here."""
 
     def close(self) -> None:
-        """See `Runner`. Threads that still write end with the process."""
+        """See `Runner`. A thread that still writes ends with the process."""
         for _ in range(self._thread_counts[0]):
             self._outbound.put(None)
         for _ in range(self._thread_counts[1]):
@@ -212,7 +214,7 @@ def lived(life: Generator[Wait, None, SlabEnd]) -> SlabEnd:
 
 
 def sleep_until(wait: Wait) -> None:
-    """Return when the wait has passed: ask tightly at first, then with pauses."""
+    """Return when the wait has passed. Polls without a pause at first, then with growing pauses."""
     if wait.passed():
         return
     deadline_ns = time.monotonic_ns() + _TIGHT_NS
@@ -222,12 +224,12 @@ def sleep_until(wait: Wait) -> None:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _PAUSE_MAX_S)
         else:
-            # Other lanes copy meanwhile, and want Python's lock.
+            # Let other lanes, which may copy, have Python's lock.
             time.sleep(0)
 
 
 class EventRunner:
-    """Lives that the control thread resumes: in each track the oldest slab first, so that the wire never stands still."""
+    """Runs all lives in the control thread, in three tracks: direct, staged, inbound. Resumes the oldest slab first."""
 
     def __init__(
         self,
@@ -243,11 +245,12 @@ class EventRunner:
         """Begin with no slab.
 
         Args:
-            direct, staged: of a source.
-            target: None: no slab lands here.
-            ends: where the ends of probes go, each of which has a thread of its own.
-            log: of all tools.
-            enter: makes the device current for such a thread.
+            direct, staged: of a source; None: this worker is no source.
+            target: of a target; None: no slab lands here.
+            ends: receives the results of probes. Each probe runs in its own thread.
+            log: the log of all tools.
+            probe_address: registered memory that probes read.
+            enter: makes the device current in a probe's thread.
         """
         self._staged_tools = staged
         self._done: list[End] = []
@@ -276,7 +279,7 @@ class EventRunner:
         return any(isinstance(life.wait, Copied) for life in self._direct.open)
 
     def send(self, slab: OutboundSlab) -> None:
-        """See `Runner`. The device and the wire begin at once what they can."""
+        """See `Runner`. If the gates allow it, the slab's copy begins before this returns."""
         assert slab.effect.way in (Way.DIRECT, Way.STAGED), slab.effect.way
         (self._direct if slab.effect.way is Way.DIRECT else self._staged).put(slab)
 
@@ -285,7 +288,7 @@ class EventRunner:
         self._inbound.put(slab)
 
     def probe(self, probe: WireProbe) -> None:
-        """See `Runner`. No write begins meanwhile."""
+        """See `Runner`. No staged write starts until all probes have ended."""
         tools = _known(self._staged_tools)
         self._probes_open.add(id(probe))
         tools.writes.closed = True
@@ -297,7 +300,7 @@ class EventRunner:
         threading.Thread(target=run, name="probe", daemon=True).start()
 
     def probed(self, probe: WireProbe) -> None:
-        """See `Runner`. Writes may begin again."""
+        """See `Runner`. After the last open probe, writes may start again."""
         self._probes_open.discard(id(probe))
         _known(self._staged_tools).writes.closed = bool(self._probes_open)
 
@@ -307,7 +310,7 @@ class EventRunner:
             if track.busy:
                 track.advance()
         if not self._done and not self._staged.busy and not self._inbound.busy:
-            # The device needs nothing of this thread meanwhile.
+            # Neither the wire nor a scatter needs this thread now.
             self._log.write_one()
         done = list(self._done)
         self._done.clear()
@@ -328,7 +331,7 @@ class EventRunner:
         return tuple(life.slab for life in self._staged.open if life.slab.stage is Stage.WRITING)
 
     def lanes(self) -> tuple[LaneStatus, ...]:
-        """See `Runner`. A slab counts for the lane in whose part of the memory it began; direct copies for the first."""
+        """See `Runner`. A slab counts for the lane in whose part of the memory it begins, a direct one for lane 0."""
         begun = [life.slab for life in (*self._direct.open, *self._staged.open)]
         return _lane_status(self._counts, {slab.lane for slab in begun if slab.stage is not Stage.WAITING})
 
@@ -338,7 +341,7 @@ class EventRunner:
             for slab in (*track.waiting, *(life.slab for life in track.open)):
                 slab.cancelled = slab.cancelled or slab.stage is not Stage.WRITING
         for life in self._inbound.open:
-            # A slab whose trailer was refused would be copied again.
+            # Otherwise a slab whose trailer was wrong would be copied again.
             life.slab.cancelled = True
 
     def close(self) -> None:
@@ -349,7 +352,7 @@ AnySlab = TypeVar("AnySlab", bound=OutboundSlab | InboundSlab)
 
 
 class _Life(Generic[AnySlab]):
-    """One life and what it waits for."""
+    """A life that has begun, and its current wait."""
 
     __slots__ = ("over", "run", "slab", "wait")
 
@@ -361,11 +364,11 @@ class _Life(Generic[AnySlab]):
 
 
 class _Track(Generic[AnySlab]):
-    """Slabs that go one after the other.
+    """Runs the lives of one kind of slab, in the order in which they arrive.
 
     Attributes:
         waiting: slabs whose lives have not begun.
-        open: lives that have begun, the oldest first.
+        open: lives that have begun and not ended, the oldest first.
     """
 
     def __init__(self, begin: Callable[[AnySlab], Generator[Wait, None, End]], done: list[End], gate: Gate) -> None:
@@ -377,19 +380,19 @@ class _Track(Generic[AnySlab]):
 
     @property
     def busy(self) -> bool:
-        """Whether a slab is here."""
+        """Whether the track has a slab."""
         return bool(self.waiting or self.open)
 
     def put(self, slab: AnySlab) -> None:
-        """Queue a slab, and begin what can begin: an offer brings many slabs at once."""
+        """Queue a slab and advance the track: the first of an offer's many slabs need not wait for the last."""
         self.waiting.append(slab)
         self.advance()
 
     def advance(self) -> None:
-        """Resume all lives that can go on, the oldest first: its write leaves before younger copies begin."""
+        """Resume the lives whose waits have passed, oldest first: its write starts before younger copies begin."""
         copying = compiling = False
         for life in list(self.open):
-            # One stream does copies in their order, and kernels come in the order in which they were asked for.
+            # Copies of one stream end in their order. Compiled kernels arrive in the order of their requests.
             waits_for_older = compiling and isinstance(life.wait, Compiled) and not life.slab.cancelled
             if waits_for_older or (copying and isinstance(life.wait, Copied)):
                 continue
@@ -400,12 +403,12 @@ class _Track(Generic[AnySlab]):
         self._begin_next()
 
     def hurry(self) -> None:
-        """Look at the oldest write alone; where it is over, begin what can begin."""
+        """Poll the oldest write. If it has ended, start the next write and begin the lives that now may."""
         if self._hurry(None):
             self._begin_next()
 
     def drop_cancelled(self) -> None:
-        """End cancelled slabs that have not begun, whatever waits before them."""
+        """End the cancelled slabs in `waiting`, wherever they are in the queue."""
         for slab in [slab for slab in self.waiting if slab.cancelled]:
             self.waiting.remove(slab)
             assert isinstance(slab, OutboundSlab)
@@ -419,7 +422,7 @@ class _Track(Generic[AnySlab]):
             self._resume(life)
 
     def _hurry(self, youngest: _Life[AnySlab] | None) -> bool:
-        """Resume the oldest write, and older lives than `youngest` that may begin theirs; return whether a write ended."""
+        """Resume the oldest write and each life that can start one, up to `youngest`; return whether a write ended."""
         ended = looked = False
         for life in list(self.open):
             if life is youngest:
@@ -435,14 +438,14 @@ class _Track(Generic[AnySlab]):
         return ended
 
     def _follows_copy(self, life: _Life[AnySlab]) -> bool:
-        """Whether a life waits for a copy that its stream does after an older life's."""
+        """Whether a life waits for a copy that follows an older life's copy in the stream."""
         if not isinstance(life.wait, Copied):
             return False
         older = itertools.takewhile(lambda each: each is not life, self.open)
         return any(isinstance(each.wait, Copied) for each in older)
 
     def _resume(self, life: _Life[AnySlab]) -> None:
-        """Let a life go on until it waits."""
+        """Run a life until it waits for something that has not passed."""
         while not life.over and life.wait.passed():
             try:
                 life.wait = next(life.run)
@@ -454,7 +457,7 @@ class _Track(Generic[AnySlab]):
             if isinstance(life.wait, Compiled) or self._follows_copy(life):
                 return
             if isinstance(life.wait, Now):
-                # The wire stands still meanwhile.
+                # The submit just now took time in which a write may have ended.
                 self._hurry(life)
 
 

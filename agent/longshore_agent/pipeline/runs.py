@@ -1,7 +1,8 @@
-"""Cuts what a write moves into pieces that are contiguous on both sides: pages in place, or a staged slab.
+"""Cuts the bytes of a write into pieces that are contiguous on both sides, for pages in place and for a staged slab.
 
-Pure arithmetic on addresses; called by `life`. Whole pages become one run each where both sides hold the same
-heads in the same order; otherwise a run is one head slice of one token, or less.
+Called by `life`; pure arithmetic on addresses. If both sides hold the same heads in the same order, each page is one
+piece; otherwise a piece is one head slice of one token, or less. Adjacent pieces are merged, so do not count on one
+piece a page.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ Addresses = npt.NDArray[np.uint64]
 
 
 def runs(source: View, target: View, tokens: tuple[int, int]) -> Pieces:
-    """Return all that must be copied, [n] pieces.
+    """Return the pieces that bring `tokens` from the source's pages to the target's.
 
     Args:
-        source, target: both sides; as many layers and heads on each.
-        tokens: global [first, end), inside the pages of both.
+        source, target: pages of either side, with equally many layers and heads.
+        tokens: (first, end) in the sequence, inside the pages of both sides.
     """
     found = segments(source, target, source.rows(tokens))
     parts = [
@@ -38,7 +39,7 @@ def runs(source: View, target: View, tokens: tuple[int, int]) -> Pieces:
 def _plane_runs(
     source: View, target: View, near: PlaneRun, far: PlaneRun, found: Numbers
 ) -> list[tuple[Addresses, Addresses, Addresses]]:
-    """Return the runs of each plane that both have."""
+    """Return the runs of each plane that both sides have."""
     first = max(near.first, far.first)
     end = min(near.first + len(near.addresses), far.first + len(far.addresses))
     if first >= end:
@@ -74,7 +75,7 @@ def _plane_runs(
 
 
 def _merge(near: Addresses, far: Addresses, lengths: Addresses) -> tuple[Addresses, Addresses, Addresses]:
-    """Join neighbours that follow each other on both sides."""
+    """Merge runs that follow each other on both sides."""
     if not len(near):
         return near, far, lengths
     follows = (near[1:] == near[:-1] + lengths[:-1]) & (far[1:] == far[:-1] + lengths[:-1])
@@ -83,11 +84,13 @@ def _merge(near: Addresses, far: Addresses, lengths: Addresses) -> tuple[Address
 
 
 def cut(buffer: StagingPieces, begin_bytes: int, ring: RegionInfo, offset_bytes: int, length_bytes: int) -> Pieces:
-    """Cut a write where registrations of either side end: mostly one piece.
+    """Cut the write of a staged slab where a registration of either side ends. Mostly returns one piece.
 
     Args:
-        begin_bytes: of the slab in `buffer`.
-        offset_bytes: of the slab in the target's ring.
+        buffer: staging memory of the source.
+        begin_bytes: offset of the slab in `buffer`.
+        offset_bytes: offset of the slab in the target's ring.
+        length_bytes: of payload and trailer.
     """
     pieces = buffer.pieces(begin_bytes, length_bytes)
     if len(pieces) == 1 and not ring.extent_bytes:

@@ -1,4 +1,7 @@
-"""The slabs of a worker: what the control thread hands to the pipeline, and what it gets back. Values only."""
+"""Defines slabs and their ends: the values that the control thread gives to the pipeline and gets back.
+
+Used by `worker.moving`, `life` and `runners`. Only the control thread sets `cancelled`, and it may do so at any time.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,14 @@ def page_ids(packed: bytes) -> Pages:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageTable:
-    """Pages of one room: `pages[i]` holds page number `first_page + i` of the sequence."""
+    """The pages of one room: `pages[i]` is the id of page `first_page + i` of the sequence."""
 
     first_page: int
     pages: Pages
     _views: dict[tuple[KVPool, range, range], View] = field(default_factory=dict)
 
     def view(self, pool: KVPool, route: Pair) -> View:
-        """Return the view of the layers and heads that a pair of ranks moves: the same one for each slab."""
+        """Return the view of the layers and heads that a pair of ranks moves. All slabs of a pair share one view."""
         layers, heads = route.local_layers(pool.layout), route.local_heads(pool.layout)
         found = self._views.get((pool, layers, heads))
         if found is None:
@@ -45,7 +48,7 @@ class PageTable:
 
 
 class Stage(Enum):
-    """How far the life of an outbound slab is."""
+    """The progress of an outbound slab."""
 
     WAITING = auto()
     COPYING = auto()
@@ -57,13 +60,15 @@ class OutboundSlab:
     """One slab to bring to its target.
 
     Attributes:
-        peer_name: of the target, at the transport.
-        ring: the target's; None: it has none.
-        target_pool, target_layout: of the target; the pool is None if it has not attached it.
-        transport_announces: the transport tells the target that a staged slab has landed. False: a control message does.
-        neighbour, neighbour_pages: the target's pool and pages, where they are mapped here: way DIRECT.
-        cancelled: set by the control thread. The slab's life looks at it before each step.
-        lane: which lane's memory it takes.
+        pool, pages: of our engine.
+        peer_name: the target's name at the transport.
+        ring: the target's ring; None: it has none.
+        target_pool, target_layout: of the target; the pool is None if the target has not attached it.
+        transport_announces: True: the transport notifies the target that a staged slab has landed; False: a message
+            does.
+        neighbour, neighbour_pages: for way DIRECT, the target's pool and pages, mapped into this process.
+        cancelled: the life checks it before it starts a copy or a write.
+        lane: index of the lane that status and metrics count the slab for.
     """
 
     effect: StartWrite
@@ -85,13 +90,13 @@ class OutboundSlab:
         return self.pages.view(self.pool, self.effect.route)
 
     def neighbour_target(self) -> View:
-        """Return the view of the target's pages that are mapped here."""
+        """Return the view of the target's pages at their addresses in this process."""
         assert self.neighbour is not None
         assert self.neighbour_pages is not None
         return self.neighbour_pages.view(self.neighbour, self.effect.route)
 
     def remote_target(self) -> View:
-        """Return the view of the target's pages where its process has them."""
+        """Return the view of the target's pages at their addresses in the target's process."""
         assert self.target_pool is not None
         route, layout = self.effect.route, self.target_layout
         return remote_view(
@@ -105,23 +110,27 @@ class OutboundSlab:
         )
 
     def sealed_trailer(self) -> SealedTrailer:
-        """Return the trailer that is written behind a staged slab."""
+        """Return the trailer to write behind a staged slab, sealed with the key of the target's ring."""
         assert self.ring is not None
         return trailer_of(self.effect).seal(self.ring.trailer_key)
 
     def ready_message(self) -> SlabReady:
-        """Return the message that says that the slab has landed."""
+        """Return the message that announces the slab to the target."""
         effect = self.effect
         return SlabReady(effect.pair, effect.slab, effect.generation, effect.payload_bytes, effect.total_tokens)
 
     def notice(self) -> bytes:
-        """Return what the transport hands to the target once the slab has landed; empty: nothing."""
+        """Return the notice that the transport delivers after the slab's bytes; empty: none."""
         return PEER.encode(self.ready_message()) if self.transport_announces else b""
 
 
 @dataclass(slots=True, eq=False)
 class InboundSlab:
-    """One landed slab to copy into pages. `landed_ns`: when the control thread heard of it."""
+    """One landed slab to copy into pages.
+
+    Attributes:
+        landed_ns: time.monotonic_ns when the control thread started the scatter.
+    """
 
     effect: StartScatter
     pool: KVPool
@@ -135,7 +144,7 @@ class InboundSlab:
 
 
 def trailer_of(effect: StartWrite | StartScatter) -> Trailer:
-    """Return the trailer that a slab must have."""
+    """Return the trailer that identifies a slab."""
     pair = effect.pair
     return Trailer(
         room=pair.key.room,
@@ -152,7 +161,12 @@ def trailer_of(effect: StartWrite | StartScatter) -> Trailer:
 
 @dataclass(slots=True, eq=False)
 class WireProbe:
-    """Find out what bytes to a peer travel over."""
+    """A request to find out over which wire bytes reach a peer.
+
+    Attributes:
+        region: memory of the peer that the probe may write to.
+        epoch: of the peer.
+    """
 
     peer: PeerId
     peer_name: str
@@ -162,12 +176,12 @@ class WireProbe:
 
 @dataclass(frozen=True, slots=True)
 class OutboundEnd:
-    """How the life of an outbound slab ended.
+    """How the life of an outbound slab ended. Without `error` and `dropped`, all bytes are in the target's memory.
 
     Attributes:
-        error: empty if all bytes are there.
-        dropped: nobody waits for the slab; nobody is told of what was written.
-        must_announce: the transport gave no notice: send a control message.
+        error: why the slab failed; empty: it did not.
+        dropped: True: the slab was cancelled, and the target is not notified even if bytes were written.
+        must_announce: True: the transport has not notified the target; send a control message.
         settled: False: bytes of a failed write may still land.
     """
 
@@ -180,7 +194,12 @@ class OutboundEnd:
 
 @dataclass(frozen=True, slots=True)
 class InboundEnd:
-    """How the life of an inbound slab ended. `dropped`: nobody waits for it."""
+    """How the life of an inbound slab ended.
+
+    Attributes:
+        reason, error: why the slab failed; NONE and empty: it did not.
+        dropped: True: the slab was cancelled or its engine has unregistered the pages. This is no failure.
+    """
 
     slab: InboundSlab
     reason: Reason = Reason.NONE
@@ -190,7 +209,12 @@ class InboundEnd:
 
 @dataclass(frozen=True, slots=True)
 class ProbeEnd:
-    """What a probe found; `error` if it failed."""
+    """The result of a probe.
+
+    Attributes:
+        wire: value of a `transports.base.Wire`.
+        error: why the probe failed; empty: it did not.
+    """
 
     probe: WireProbe
     wire: str
@@ -201,24 +225,28 @@ End = OutboundEnd | InboundEnd | ProbeEnd
 
 
 def dropped(slab: OutboundSlab) -> OutboundEnd:
-    """Return the end of a slab that nobody waits for."""
+    """Return the end of a cancelled slab."""
     return OutboundEnd(slab, dropped=True)
 
 
 @dataclass(slots=True)
 class Ends:
-    """Ends on their way from threads to the control thread, and the descriptor that wakes it."""
+    """A queue of ends from other threads to the control thread.
+
+    Attributes:
+        wake: an eventfd, readable while an end is in the queue.
+    """
 
     wake: int = field(default_factory=lambda: os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
     _queue: deque[End] = field(default_factory=deque)
 
     def put(self, end: End) -> None:
-        """Hand one over; any thread."""
+        """Add an end. Called by any thread."""
         self._queue.append(end)
         os.eventfd_write(self.wake, 1)
 
     def take(self) -> list[End]:
-        """Return all that are there; the control thread."""
+        """Remove and return all ends. Called by the control thread."""
         try:
             os.eventfd_read(self.wake)
         except BlockingIOError:
@@ -230,7 +258,7 @@ class Ends:
 
 
 def still_wanted(slabs: Iterable[OutboundSlab], ends: Ends) -> list[OutboundSlab]:
-    """End the cancelled ones of waiting slabs; return the others in their order."""
+    """Drop the cancelled slabs into `ends`; return the others in their order."""
     kept: list[OutboundSlab] = []
     for slab in slabs:
         if slab.cancelled:

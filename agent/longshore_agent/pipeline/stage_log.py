@@ -1,6 +1,8 @@
-"""Records what slabs did in each stage: spans and metrics. A control thread that has slabs to move records later.
+"""Records spans and metrics for each stage of a slab.
 
-Called by the life of slabs. A slab has ten records; on a GPU, writing them takes as long as the slab takes the wire.
+`life` adds records; the control thread of a GPU's worker writes them when it has no slab to move. A slab has ten
+records, and writing them takes as long as a GPU's slab takes on the wire. Do not assume that a record is visible at
+once.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
 from longshore_wire.effects import StartScatter, StartWrite
 
-# A worker that is busy for so long records as it goes.
+# When so many records are pending, each new one first writes the oldest.
 _PENDING_MAX = 4096
 
 
@@ -34,7 +36,8 @@ class StageLog:
     """See the module.
 
     Args:
-        deferred: keep records until `write_one`; for one thread. Else each is recorded at once, by any thread.
+        deferred: True: keep records until `write_one`; one thread may use the log. False: write each at once, from any
+            thread.
     """
 
     def __init__(self, metrics: Metrics, spans: SpanRecorder, *, deferred: bool) -> None:
@@ -47,15 +50,15 @@ class StageLog:
         return len(self._pending)
 
     def stage(self, stage: str, effect: StartWrite | StartScatter, lane: int, start_ns: int, end_ns: int) -> None:
-        """A slab was in `stage` from `start_ns` to `end_ns` (time.monotonic_ns)."""
+        """Record that a slab was in `stage` from `start_ns` to `end_ns` (time.monotonic_ns)."""
         self._keep(_Span(stage, effect, lane, start_ns, end_ns))
 
     def count(self, name: str, value: int = 1, **labels: str | int) -> None:
-        """Add to a counter."""
+        """Add `value` to a counter."""
         self._keep(_Count(name, value, labels))
 
     def write_one(self) -> None:
-        """Record the oldest that is pending: a thread that becomes busy meanwhile waits for no more."""
+        """Write the oldest pending record. It writes only one, so that a thread can check for new work in between."""
         if self._pending:
             self._write(self._pending.popleft())
 

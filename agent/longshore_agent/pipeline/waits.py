@@ -1,6 +1,6 @@
-"""The things that the life of a slab waits for, and the limits that it keeps to.
+"""Defines the waits of a slab's life, and the limits that make it wait: gates and staging memory.
 
-Yielded by `life`, asked by `runners`. Each wait says whether it has passed; none blocks.
+`life` yields waits and `runners` polls them. A wait never blocks, and only a poll of `passed` makes it pass.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from longshore_wire.slabs import region_bytes
 
 
 class Wait(Protocol):
-    """One thing that a life waits for."""
+    """A condition that a life waits for."""
 
     def passed(self) -> bool:
-        """Whether the life may go on. Raises DeviceError if a device has failed or hangs."""
+        """Whether the life may resume. Raises DeviceError if a device has failed or hangs."""
 
 
 class Now:
-    """Nothing: the life lets older slabs go first."""
+    """No condition: the life yields to older slabs."""
 
     def passed(self) -> bool:
         """Return True."""
@@ -34,28 +34,28 @@ class Now:
 
 
 class Copied(NamedTuple):
-    """The end of a copy. A device ends the copies of one stream in the order in which they began."""
+    """The end of a copy. A device ends the copies of one stream in the order of their submission."""
 
     ticket: Ticket
 
     def passed(self) -> bool:
-        """Whether the copy is over; see `Ticket.passed`."""
+        """Whether the copy has ended; see `Ticket.passed`."""
         return self.ticket.passed()
 
 
 class Compiled:
-    """A kernel that is being compiled: the copy is submitted again."""
+    """The compilation of a kernel. The life submits its copy again to find out whether it has ended."""
 
     def passed(self) -> bool:
-        """Return True: only the copier knows."""
+        """Return True: only the copier knows whether the kernel is compiled."""
         return True
 
 
 class Written:
-    """The end of a write. Asking drives the transport.
+    """The end of a write. Each poll drives the transport.
 
     Attributes:
-        state: as it was when it was asked last.
+        state: of the write at the last poll.
     """
 
     __slots__ = ("_transport", "_write", "state")
@@ -66,15 +66,16 @@ class Written:
         self._write = write
 
     def passed(self) -> bool:
-        """Whether the write is done or has failed."""
+        """Whether the write is DONE or FAILED."""
         self.state = self._transport.state(self._write)
         return self.state is not WriteState.OPEN
 
     def release(self) -> tuple[str, bool]:
-        """Give the write back after it has passed.
+        """Release the write after it has passed.
 
         Returns:
-            Why it failed, or an empty text; and whether none of its bytes can land any more.
+            The error, empty if the write is DONE; and whether the write is settled: none of its bytes can land any
+            more.
         """
         settled = self._transport.release(self._write)
         if self.state is WriteState.FAILED:
@@ -83,7 +84,7 @@ class Written:
 
 
 class Until(NamedTuple):
-    """A time, of `time.monotonic_ns`."""
+    """A point in time, by `time.monotonic_ns`."""
 
     at_ns: int
 
@@ -93,29 +94,33 @@ class Until(NamedTuple):
 
 
 class Gate:
-    """Lets a number of slabs through at a time. A cancelled slab passes, and then leaves without entering.
+    """Limits how many slabs hold a place at once. The wait of a cancelled slab passes, but the slab takes no place.
 
     Attributes:
-        closed: nobody may enter.
+        closed: True: no slab may take a place.
     """
 
     def __init__(self, count_max: int | None = None) -> None:
-        """Begin open and empty. None: no limit."""
+        """Begin open and empty.
+
+        Args:
+            count_max: number of places; None: no limit.
+        """
         self.closed = False
         self._count_max = count_max
         self._count = 0
 
     @property
     def is_free(self) -> bool:
-        """Whether one more may enter."""
+        """Whether a slab may take a place."""
         return not self.closed and (self._count_max is None or self._count < self._count_max)
 
     def turn(self, slab: OutboundSlab) -> Turn:
-        """Return the wait for a place."""
+        """Return the wait for a place. It does not take the place: call `enter` when it has passed."""
         return Turn(self, slab)
 
     def enter(self) -> None:
-        """Take a place."""
+        """Take a place. Does not check the limit."""
         self._count += 1
 
     def leave(self) -> None:
@@ -125,28 +130,29 @@ class Gate:
 
 
 class Turn(NamedTuple):
-    """A place at a gate, or the end of the slab's room."""
+    """A free place at a gate, or the slab's cancellation."""
 
     gate: Gate
     slab: OutboundSlab
 
     def passed(self) -> bool:
-        """Whether there is a place, or nobody waits for the slab any more."""
+        """Whether the gate has a place or the slab is cancelled."""
         return self.gate.is_free or self.slab.cancelled
 
 
 class StagingMemory:
-    """Staging memory of a source. A slab takes as much as it needs, from its copy to the end of its write, in turn.
+    """Allocates a source's staging memory in the order of requests. A slab holds a region until its write has ended.
 
     Attributes:
-        buffer: where it lies.
+        buffer: the memory.
     """
 
     def __init__(self, buffer: StagingPieces, lanes: range) -> None:
         """Begin with everything free.
 
         Args:
-            lanes: those that share the buffer in equal parts, for status and metrics.
+            buffer: registered with the transport.
+            lanes: indices of the lanes; status and metrics count an equal part of the buffer as each lane's.
         """
         self.buffer = buffer
         self._lanes = lanes
@@ -155,7 +161,7 @@ class StagingMemory:
         self._waiting: deque[Space] = deque()
 
     def take(self, slab: OutboundSlab) -> Space:
-        """Return the wait for the memory of a slab and its trailer. Raises RingError if there never will be enough."""
+        """Return the wait for a region for a slab and its trailer. Raises RingError if the buffer is too small."""
         space = Space(self, slab, region_bytes(slab.effect.payload_bytes))
         if space.length_bytes > self._ring.capacity_bytes:
             text = f"a slab takes {space.length_bytes} bytes, and staging memory has {self._ring.capacity_bytes}"
@@ -164,32 +170,32 @@ class StagingMemory:
         return space
 
     def allocate(self, space: Space) -> Region | None:
-        """Return memory for the oldest wait, if there is enough."""
+        """Return a region; None: an older wait comes first, or too little memory is free."""
         if self._waiting[0] is not space:
             return None
         if not self._ring.region_count:
-            # The same bytes again: a processor has them in its cache.
+            # Start over at the same bytes, which a CPU still has in its cache.
             self._ring = Ring(self.buffer.length_bytes)
         return self._ring.allocate(space.length_bytes)
 
     def end_wait(self, space: Space) -> None:
-        """A wait is over."""
+        """Remove a wait that has passed."""
         self._waiting.remove(space)
 
     def free(self, region: Region) -> None:
-        """Give memory back."""
+        """Free a region whose write has ended."""
         self._ring.free(region)
 
     def lane(self, region: Region) -> int:
-        """Return in which lane's part the region begins."""
+        """Return the index of the lane in whose part the region begins."""
         return self._lanes[min(region.offset_bytes // self._lane_bytes, len(self._lanes) - 1)]
 
 
 class Space:
-    """Memory for a slab, or the end of the slab's room.
+    """Staging memory for a slab, or the slab's cancellation.
 
     Attributes:
-        region: None: nobody waits for the slab any more.
+        region: the memory, once the wait has passed; None: the slab was cancelled.
     """
 
     __slots__ = ("_memory", "_over", "_slab", "length_bytes", "region")
@@ -202,7 +208,7 @@ class Space:
         self._over = False
 
     def passed(self) -> bool:
-        """Take the memory if there is enough. Return whether it was taken, or nobody waits for the slab any more."""
+        """Take the memory if enough is free. Return whether it was taken or the slab is cancelled."""
         if self._over:
             return True
         if not self._slab.cancelled:
