@@ -1,9 +1,8 @@
 """A worker's process: it owns the staging memory of one engine rank (on GPUs: of one GPU) and moves its bytes.
 
-The supervisor starts it as `main`. `loop` is its control thread: it holds the protocol cores and carries out what they ask
-for. `engine_requests` answers the engine. `moving` makes slabs of the cores' effects, and the pipeline runs their lives with
-what `parts` has made: transport, staging memory, copier and runner. `peer_book` knows peers, `neighbour_pools` maps the pools
-of other ranks of this node. `polling` says how soon the loop looks again, `gc_policy` when Python collects garbage, `health` when this
-process must be replaced, `status` reports its state. `config` holds its orders, which is all that its supervisor knows of this
-package.
+The supervisor starts it as `main`. `loop` is its control thread: it holds the protocol cores and applies their effects.
+`engine_requests` answers the engine. `moving` makes slabs of effects, and the pipeline moves them with the transport,
+staging memory, copier and runner that `parts` has made. `peer_book` keeps peers' names, `neighbour_pools` maps pools of
+other ranks of this node. `polling` sets the loop's sleep, `gc_policy` times garbage collection, `health` decides when
+this process must be replaced, and `status` reports its state. The supervisor imports only `config`, a worker's orders.
 """

@@ -1,4 +1,4 @@
-"""A worker's orders: what its supervisor tells it when it starts it, as the first datagram of their link."""
+"""Defines a worker's orders, which the supervisor sends as the first datagram of their link."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from longshore_wire.engine_messages import Half
 from longshore_wire.layout import KVLayout
 from longshore_wire.plan import Staging, Way
 
-# A slab of way DIRECT on a GPU is as large as so many staged ones: no buffer holds it, and one kernel copies 256 MiB between
-# two GPUs in less than a millisecond, longer than the messages around it take and short enough for other rooms' turns.
+# Size of a direct slab on a GPU, in lanes. No buffer holds it. One kernel copies 256 MiB between two GPUs in less than
+# a millisecond: longer than the messages for it take, and short enough for other rooms' turns.
 _DIRECT_SLAB_LANES = 4
 
 
@@ -24,12 +24,12 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """One worker's orders.
 
     Attributes:
-        agent: identity of the agent's life, for way DIRECT; empty: this worker takes no part in that.
+        agent: identity of the agent's life, for way DIRECT; empty: this worker does not use that way.
         name: in metrics and logs, unique within the agent.
         settings: the agent's.
-        port: where peers dial; 0 takes a free one.
+        port: for peers to dial; 0: a free one.
         device: "cpu", or the UUID of the GPU that holds the engine's pages.
-        engine: the life of the engine, as its Hello says.
+        engine: the engine's life, from its Hello.
     """
 
     name: str
@@ -45,11 +45,11 @@ class WorkerConfig(msgspec.Struct, frozen=True):
 
     @property
     def peer(self) -> PeerId:
-        """Its worker, as peers name it."""
+        """The name of this worker for peers."""
         return PeerId(self.instance, self.layout.parallel.dp_rank, self.layout.rank)
 
     def session_config(self) -> SessionConfig:
-        """Return what the protocol core must know. Raises ConfigError if the crossover table cannot be read."""
+        """Return the configuration of the protocol cores. Raises ConfigError if the crossover table is unreadable."""
         settings = self.settings
         core = SessionConfig(
             **settings.for_core(),
@@ -72,8 +72,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
             slab_bytes_max=max(settings.lane_bytes, settings.lane_count * settings.lane_bytes // 2),
             slab_bytes_min=settings.gpu_slab_bytes_min,
             grant_window=settings.gpu_grant_window,
-            # Engines' memory on a GPU is mapped for our kernels only: no transport writes it in place. If staging is
-            # forbidden, the room must be refused.
+            # An engine's GPU memory is mapped for our kernels only, so no transport can write it in place. If staging
+            # is forbidden, the room must be refused.
             staging=staged_unless_forbidden(settings.staging),
             in_place=False,
             direct_slab_bytes=_DIRECT_SLAB_LANES * settings.lane_bytes,
@@ -81,7 +81,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
         )
 
     def gives_directly(self) -> bool:
-        """Whether its engine's pages may ever be copied into a neighbour's by way DIRECT: a target decides, in its claim."""
+        """Whether this worker, as a source, may use way DIRECT. The target decides for each room, in its claim."""
         settings = self.settings
         allowed = (
             settings.staging is not Staging.ALWAYS if settings.force_way is None else settings.force_way is Way.DIRECT
@@ -89,10 +89,10 @@ class WorkerConfig(msgspec.Struct, frozen=True):
         return Half.SOURCE in self.roles and self.agent != "" and allowed
 
     def to_bytes(self) -> bytes:
-        """Return this as one datagram."""
+        """Encode the orders as one datagram."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> WorkerConfig:
-        """Return what `to_bytes` was called on."""
+        """Decode the result of `to_bytes`."""
         return msgspec.msgpack.decode(data, type=cls)

@@ -1,7 +1,7 @@
-"""Where an engine's requests enter the data path: pools are mapped, page lists checked, offers and claims handed to the cores.
+"""Handles an engine's requests: maps its pools, checks its page lists, and passes offers and claims to the cores.
 
-Called by the worker's control thread with decoded messages. Every request is answered: Accepted, or Refused with
-a reason; nothing accepted is lost while this worker lives.
+Called by the worker's control thread with decoded messages. Each request except Renew is answered with Accepted, or
+with Refused and a reason. The answer may come after the call. An accepted request is kept while this worker lives.
 """
 
 from __future__ import annotations
@@ -47,40 +47,40 @@ from longshore_wire.plan import Way
 from longshore_wire.source_session import SourceSession
 from longshore_wire.target_session import TargetSession
 
-# A hint for an engine that was told Busy: about the time in which a few rooms end.
+# Retry hint of a Busy answer: about the time in which a few rooms end.
 BUSY_RETRY_NS = 50_000_000
-# Claims whose pages come in parts and whose last part has not come; an engine sends them one after another.
+# Claims that lack the last part of their page list. An engine sends the parts of a claim one after another.
 PARTIAL_CLAIMS_MAX = 1024
 
 
-# Pools of one engine rank: one for each kind of cache of a model, which has a few. Each maps memory and holds
-# descriptors in the worker, and every peer hears of it.
+# Pools of one engine rank: one for each kind of cache of a model, which has a few. Each maps memory, holds descriptors
+# in the worker, and is described to every peer.
 POOLS_MAX = 64
 
 
 def _nothing(*_: object) -> None:
-    """What a worker does that has nothing to prepare."""
+    """Prepare nothing."""
 
 
 @dataclass(slots=True)
 class Pool:
-    """One registered pool: the mapping, and what peers need to write to it."""
+    """One registered pool: its mapping, and the registrations that peers need to write to it."""
 
     pages: KVPool
     tokens: list[int]  # of the transport's registrations
-    parts: list[Part]  # its regions, for workers of this node that write its pages themselves
+    parts: list[Part]  # its regions, for workers of this node that write its pages by way DIRECT
     claimed: npt.NDArray[np.bool_]  # by page: an open room writes it
-    shown: bool = False  # to a neighbour
+    shown: bool = False  # was sent to a neighbour, which may have it mapped
 
     def info(self, pool: int) -> PoolInfo:
-        """Return what peers are told."""
+        """Return the pool's description for peers."""
         addresses = tuple(address for address, _ in self.pages.regions)
         return PoolInfo(pool, self.pages.geometry, addresses)
 
 
 @dataclass(slots=True)
 class EngineRequests:
-    """One engine's registrations at its worker."""
+    """The pools and rooms that one engine has registered at its worker."""
 
     layout: KVLayout
     transport: Transport
@@ -88,21 +88,21 @@ class EngineRequests:
     target: TargetSession | None
     pools: dict[int, Pool] = field(default_factory=dict)
     tables: dict[tuple[Half, RoomKey], PageTable] = field(default_factory=dict)
-    leaving: dict[int, int] = field(default_factory=dict)  # pool: request that waits for its rooms to be released
+    leaving: dict[int, int] = field(default_factory=dict)  # pool: request that waits until its rooms are released
     pools_changed: bool = False
-    taken: list[int] = field(default_factory=list)  # pools that were let go and of which others must hear
+    taken: list[int] = field(default_factory=list)  # unmapped pools that neighbours must still be told to unmap
     parting: dict[int, int] = field(default_factory=dict)  # pool: request that waits until no neighbour has it mapped
     device: Device | None = None  # the engine's GPU
-    prepare: Callable[[KVPool], None] = _nothing  # before a pool is registered
-    # Before a core hears of a room's pages, with the ways that were claimed so far.
+    prepare: Callable[[KVPool], None] = _nothing  # called before a pool is registered
+    # Called before a core gets a room's pages, with the ways that were claimed so far.
     admit: Callable[[KVPool, PageTable, Half, frozenset[Way]], None] = _nothing
-    closing: str = ""  # why no new room is taken; empty: they are
+    closing: str = ""  # why new rooms are refused; empty: they are accepted
     finishes_claimed: bool = False  # while closing, a room that decode has claimed may still be offered
     _parts: dict[tuple[str, int, int], bytearray] = field(default_factory=dict)
     _torn_count: int = 0  # as of the last `fail_torn`
 
     def handle(self, message: ToAgent, descriptors: list[int], now_ns: int) -> ToEngine | None:
-        """Obey one request; return its answer, or None where none is due yet."""
+        """Handle one request; return its answer, or None if the answer comes later or is not due."""
         request = getattr(message, "request", 0)
         try:
             return self._dispatch(message, descriptors, now_ns)
@@ -149,7 +149,7 @@ class EngineRequests:
         pages = self._map(message, descriptors)
         tokens: list[int] = []
         try:
-            # Pages on a GPU are ours alone to read and write: a transport would keep them mapped after their engine's end.
+            # Pages on a GPU are not registered: a transport would keep them mapped after their engine's end.
             self.prepare(pages)
             if not pages.on_device:
                 tokens.extend(self.transport.register(address, length_bytes) for address, length_bytes in pages.regions)
@@ -189,7 +189,7 @@ class EngineRequests:
         return None
 
     def take_left(self) -> list[ToEngine]:
-        """Unmap pools whose rooms are all released; return the answers that were owed."""
+        """Unmap leaving pools whose rooms are all released; return the pending answers that are now due."""
         answers: list[ToEngine] = []
         for pool, request in list(self.leaving.items()):
             if any(key.pool == pool for _, key in self.tables):
@@ -198,21 +198,21 @@ class EngineRequests:
             self.let_go(pool)
             del self.leaving[pool]
             if shown:
-                # The engine may free its memory once it is answered, and must not while a neighbour has it mapped.
+                # The answer lets the engine free the memory, so it waits until no neighbour has the pool mapped.
                 self.parting[pool] = request
             else:
                 answers.append(Accepted(request))
         return answers
 
     def free(self, pool: int) -> list[ToEngine]:
-        """No neighbour has a pool mapped any more: return the answer that was owed for it, if any."""
+        """Return the answer that is pending for a pool, if any, now that no neighbour has it mapped."""
         request = self.parting.pop(pool, None)
         return [] if request is None else [Accepted(request)]
 
     def let_go(self, pool: int) -> bool:
-        """Unmap a pool at once, or when the job that runs on it ends; return whether it is unmapped now."""
+        """Unmap a pool now, or when the copy or write that uses it ends; return whether it is unmapped now."""
         found = self.pools.pop(pool)
-        # A transport must not lose memory that a write of ours still reads; then it goes with the process.
+        # Memory that a write of ours still reads must stay registered; then it is released with the process.
         if not found.pages.busy:
             self._deregister(found.tokens)
         close_parts(found.parts)
@@ -221,7 +221,7 @@ class EngineRequests:
         return found.pages.close()
 
     def fail_torn(self, now_ns: int) -> None:
-        """Fail the rooms of pools whose memory was cut short since the last call; new ones are refused."""
+        """Fail the rooms of pools whose memory was truncated since the last call. New rooms in them are refused."""
         if torn_count() == self._torn_count:
             return
         self._torn_count = torn_count()
@@ -234,7 +234,7 @@ class EngineRequests:
                         session.fail_pool(number, error.reason, f"pool {number}: {error}", now_ns)
 
     def explained(self, effect: RoomEnded) -> RoomEnded:
-        """Return how a room ended; MEMORY_LOST if a transfer failed because our engine's memory is gone."""
+        """Return a room's end with its real reason: MEMORY_LOST if it failed because our engine's memory is gone."""
         pool = self.pools.get(effect.key.pool)
         if effect.reason is not Reason.TRANSFER_FAILED or pool is None:
             return effect
@@ -255,7 +255,7 @@ class EngineRequests:
         return found
 
     def _whole_pool(self, number: int) -> Pool:
-        """Return a pool for a new room. Raises MemoryLostError where its memory was cut short."""
+        """Return a pool for a new room. Raises MemoryLostError if its memory was truncated."""
         pool = self._pool(number)
         pool.pages.check_whole(touch=not pool.pages.sealed)
         return pool
@@ -275,7 +275,7 @@ class EngineRequests:
             self._check_open()
         table = self._extended(old, message, pages)
         self.admit(pool.pages, table, Half.SOURCE, self._claimed_ways(key))
-        # The core may begin to write at once: the pages must be known by then.
+        # The core may begin to write at once, which needs the pages.
         self.tables[Half.SOURCE, key] = table
         try:
             self.source.offer(
@@ -299,7 +299,7 @@ class EngineRequests:
             return PageTable(first_page, pages)
         kept = first_page - old.first_page
         if not 0 <= kept <= len(old.pages):
-            return old  # The core refuses this offer and says what would be right.
+            return old  # The core refuses this offer with the right numbers.
         if kept < len(old.pages) and len(pages) and old.pages[kept] != pages[0]:
             raise RoomError(
                 f"room {message.room}: page number {first_page} was {old.pages[kept]} in the last chunk and is "
@@ -354,7 +354,7 @@ class EngineRequests:
         return table is not None
 
     def _check_unclaimed(self, pool: Pool, number: int, pages: npt.NDArray[np.int32]) -> None:
-        """Raise RoomError for a page that another open room writes: both would be told DONE, and one would hold wrong bytes."""
+        """Raise RoomError for a page that another open room writes: both would be DONE, one with wrong bytes."""
         taken = np.flatnonzero(pool.claimed[pages])
         if not taken.size:
             return
@@ -368,7 +368,7 @@ class EngineRequests:
         )
 
     def _joined(self, message: Receive) -> bytes | None:
-        """Return the whole page list, or None until its last part has come."""
+        """Return the whole page list, or None until its last part has arrived."""
         if message.page_offset == 0 and len(message.pages) == 4 * message.page_count:
             return message.pages
         name = (message.endpoint.instance, message.room, message.pool)
@@ -433,7 +433,7 @@ def _check_memory(memory: TargetMemory) -> None:
 
 
 def _page_ids(data: bytes) -> npt.NDArray[np.int32]:
-    """Return packed page ids as numbers. Raises RoomError for bytes that are none."""
+    """Return packed page ids as [n] int32. Raises RoomError if the bytes are no such list."""
     if len(data) % 4:
         raise RoomError(f"{len(data)} bytes of pages: give int32 ids of 4 bytes each", reason=Reason.MALFORMED_MESSAGE)
     return np.frombuffer(data, dtype="<i4")

@@ -1,18 +1,18 @@
-"""When Python looks through a worker's objects for garbage in cycles: not while rooms wait.
+"""Runs Python's full cyclic garbage collection only while no room is open.
 
-Such a look stops every thread of the process. With torch loaded it goes through 200,000 objects and takes 100 ms or more,
-which all rooms under way then take longer. Called by the worker's control thread; knows nothing of rooms but whether there are any.
+Called by the worker's control thread. A full collection stops every thread of the process: with torch loaded it visits
+200,000 objects, takes 100 ms or more, and delays every open room by that.
 """
 
 from __future__ import annotations
 
 import gc
 
-# Looks through what is young come first: after so many of the middle ones a look through everything would be worth it.
+# A full collection is due after this many collections of the middle generation.
 _LOOKS_DUE = 10
-# The same where a worker never rests. What rooms leave is freed by counting references: garbage in cycles hardly grows.
+# If a worker never rests, Python collects after this many. Reference counts free a room's objects: cycles hardly grow.
 _LOOKS_MAX = 1000
-# So long without a room, the next is not likely to come while we look.
+# After this long without a room, the next one is unlikely to come during a collection.
 _REST_NS = 1_000_000_000
 
 
@@ -23,9 +23,9 @@ class GCPolicy:
         self._busy_ns = now_ns
 
     def settle(self) -> None:
-        """What has been loaded up to now stays for the process's life: no look goes through it any more.
+        """Exclude all objects that exist now from later collections.
 
-        Takes as long as a look the first time, when no room is there, and then microseconds.
+        The first call, when no room is open, takes as long as a full collection; later calls take microseconds.
         """
         if not gc.get_freeze_count():
             gc.collect()
@@ -34,7 +34,7 @@ class GCPolicy:
         gc.set_threshold(young, middle, _LOOKS_MAX)
 
     def rest(self, now_ns: int, *, busy: bool) -> None:
-        """Look through everything that has come since, if that is due and no room has been open for a while."""
+        """Collect if a full collection is due and no room has been open for `_REST_NS`."""
         if busy:
             self._busy_ns = now_ns
         elif now_ns - self._busy_ns >= _REST_NS and gc.get_count()[2] >= _LOOKS_DUE:

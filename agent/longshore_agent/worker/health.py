@@ -1,6 +1,6 @@
-"""When a worker must be replaced: where only its end, or the next one's fresh memory, can help.
+"""Decides when a worker must be replaced, because only the end of its process or fresh memory can help.
 
-Asked by the worker's control thread; says why, and when to ask again. Ends nothing by itself.
+Called by the worker's control thread. Returns the reason and when to ask again; it ends nothing itself.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from longshore_agent.worker.moving import Mover
 from longshore_wire.peer_messages import RoomKey
 from longshore_wire.target_session import TargetSession
 
-# The rest is for the rooms that end before the next worker takes over.
+# Share of the descriptors in use at which a worker is replaced. The rest serves its open rooms until then.
 DESCRIPTORS_SHARE = 0.75
-# Between two looks at the data ports: peers that cannot connect meanwhile try again.
+# Time between two checks of the data ports. Peers that cannot connect in between try again.
 _PORTS_LOOK_NS = 1_000_000_000
 
 
 class WorkerHealth:
-    """What one worker knows of its own illness."""
+    """The health of one worker."""
 
     def __init__(self, settings: Settings, mover: Mover, target: TargetSession | None) -> None:
         self._settings = settings
@@ -30,12 +30,12 @@ class WorkerHealth:
         self._held_since_ns: int | None = None
         self._disconnected_count = 0
         self._ports_look_ns = 0
-        # Writes that outlive their rooms, and since when; a lane has one each, a GPU a few.
+        # Open writes of cancelled slabs, and since when. A lane has at most one, a GPU a few.
         self._overtaken: list[tuple[OutboundSlab, int]] = []
 
     @property
     def due_ns(self) -> int | None:
-        """When `illness` may say something new at the latest without anything else happening; None: never."""
+        """When `illness` must be asked again if nothing else happens; None: never."""
         dues = [since_ns + self._settings.write_timeout_ns for _, since_ns in self._overtaken]
         if self._held_since_ns is not None:
             dues.append(self._held_since_ns + self._settings.peer_timeout_ns)
@@ -44,7 +44,7 @@ class WorkerHealth:
         return min(dues, default=None)
 
     def illness(self, now_ns: int) -> str:
-        """Return why this worker must be replaced; empty: it need not."""
+        """Return the reason to replace this worker; empty: none."""
         if self._mover.unsettled:
             # Only the end of this process proves that those bytes will not land any more.
             return "a failed write could not be settled"
@@ -57,9 +57,9 @@ class WorkerHealth:
         )
 
     def _endless_write(self, now_ns: int) -> str:
-        """Say which write has not ended long after its room was given up: what it reads, and its lane, are lost to this worker.
+        """Name a write that has not ended long after its slab was cancelled. Its lane and source memory stay occupied.
 
-        One that somebody waits for is not judged here: decode fails its room when nothing lands, and an engine by its own limit.
+        Other writes need no limit here: decode fails a room in which nothing lands, and an engine has its own limit.
         """
         known = {id(slab): since_ns for slab, since_ns in self._overtaken}
         writing = self._mover.parts.runner.writing()
@@ -74,7 +74,7 @@ class WorkerHealth:
         return ""
 
     def _kept_descriptors(self) -> str:
-        """Say that few descriptors are left. Mooncake keeps its connections to each peer that has ended."""
+        """Report that few descriptors are left. Mooncake keeps its connections to each peer that has ended."""
         if self._mover.disconnected_count == self._disconnected_count:
             return ""
         self._disconnected_count = self._mover.disconnected_count
@@ -82,14 +82,14 @@ class WorkerHealth:
         try:
             open_count = sum(1 for _ in Path("/proc/self/fd").iterdir())
         except OSError:
-            # Counting takes one.
+            # Counting needs a descriptor.
             open_count = limit
         if open_count <= DESCRIPTORS_SHARE * limit:
             return ""
         return f"{open_count} of {limit} descriptors are open: the transport keeps those of peers that have ended"
 
     def _lost_port(self, now_ns: int) -> str:
-        """Say which data port is closed although this worker lives."""
+        """Name a data port that is closed although this worker lives."""
         if now_ns < self._ports_look_ns:
             return ""
         self._ports_look_ns = now_ns + _PORTS_LOOK_NS
@@ -97,11 +97,11 @@ class WorkerHealth:
 
     @property
     def _exposed(self) -> tuple[RoomKey, int] | None:
-        """The oldest failed room whose pages a source may still write, and since when."""
+        """Return the oldest failed room whose pages a source may still write, and since when."""
         return next(iter(self._target.exposed_since_ns.items()), None) if self._target is not None else None
 
     def _exposed_pages(self, now_ns: int) -> str:
-        """Say which room's pages its engine does not get back: no proof has come that a source has stopped writing them."""
+        """Name a failed room that keeps its pages from its engine, since a source may still write them."""
         if self._exposed is None or now_ns - self._exposed[1] < self._settings.write_timeout_ns:
             return ""
         return (
@@ -114,7 +114,7 @@ class WorkerHealth:
         if ring is None or 100 * ring.held_bytes <= self._settings.quarantine_percent * ring.capacity_bytes:
             self._held_since_ns = None
             return ""
-        # Writers that live confirm when their writes end: only memory that stays in quarantine is lost.
+        # A live source confirms when its writes have ended. Only memory that stays in quarantine is lost.
         if self._held_since_ns is None:
             self._held_since_ns = now_ns
         if now_ns - self._held_since_ns < self._settings.peer_timeout_ns:

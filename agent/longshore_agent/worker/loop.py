@@ -1,6 +1,6 @@
-"""A worker's control thread: it runs the protocol cores and talks to peers, engine and supervisor.
+"""Runs a worker's control thread: drives the protocol cores and exchanges messages with peers, engine and supervisor.
 
-Made and run by `main`. The pipeline, which `moving` holds, moves the bytes. It ends when its engine is gone.
+Made and run by `main`. `moving` and its pipeline move the bytes. A worker serves one engine and ends when that is gone.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ from longshore_wire.target_session import TargetSession
 
 _log = logging.getLogger(__name__)
 
-# The longest sleep of an idle control thread; everything that matters wakes it earlier.
+# The longest sleep of an idle control thread. Messages, ends of lives and due times wake it earlier.
 _IDLE_POLL_MS = 5000
 
 
@@ -115,7 +115,7 @@ class Worker:
         link.send(Started(self.net.address, config.epoch, session_config.agent))
 
     def run(self) -> None:
-        """Serve until engine or supervisor is gone, or a drain has ended. Raises DeviceError: only the process' end frees a GPU."""
+        """Serve until engine or supervisor is gone or a drain ends. Raises DeviceError if a GPU still uses pages."""
         try:
             while not self._over():
                 ready = frozenset(socket for socket, _ in self.net.poller.poll(self._timeout_ms()))
@@ -129,24 +129,24 @@ class Worker:
     # -- the loop --------------------------------------------------------------------------------------------------
 
     def _turn(self, ready: frozenset[object], now_ns: int) -> None:
-        """Deal with what is readable, with results and with time."""
+        """Handle readable descriptors, ends of lives and due times."""
         self._polling.woken(now_ns)
         ended = self.mover.drive()
         if ready or ended:
             self._polling.news()
         if self._take_notices(now_ns):
-            # What has landed waits for its scatter: before anybody hears of others.
+            # Begin the scatters of landed slabs before anything else.
             self._flush(now_ns)
         if not ready and not ended and now_ns < self._due_ns and not self._owes_words():
-            # Nobody has said anything and nothing is due: this turn is for bytes alone, many times a second.
+            # No message and nothing due: this turn only polls the transport, which it does many times a second.
             return
         if ended:
-            # Who waits for those bytes, perhaps at another GPU, is told before anything else is done here.
+            # Notify waiting peers first.
             self._take_results(now_ns)
             self._flush(now_ns)
         for message, descriptor in self._link.receive() if self._link.fileno() in ready else ():
             self._obey(message, descriptor, now_ns)
-        # Before a peer says that it has written where nothing is.
+        # Before a peer reports a write into memory that is gone.
         self.requests.fail_torn(now_ns)
         for half, peer, peer_message in self.net.receive(ready):
             if half in self.sessions:
@@ -174,13 +174,13 @@ class Worker:
         self._gc_policy.rest(now_ns, busy=any(session.rooms for session in self.sessions.values()))
 
     def _owes_words(self) -> bool:
-        """Whether a message to the engine or the supervisor is unsent, a liveness probe has no answer, or a writer is drained."""
+        """Whether a message to the engine or supervisor is unsent, a liveness probe is open, or a writer is drained."""
         engine_waits = self.engine is not None and self.engine.outbox_count > 0
         waits = self._probes.waits or self.mover.drain_due_ns is not None
         return engine_waits or self._link.wants_write or bool(self._engine_error) or waits
 
     def _flush(self, now_ns: int) -> None:
-        """Carry out what the cores ask for, until they ask for nothing more."""
+        """Apply the cores' effects until there are none, then send pending answers."""
         if self.requests.pools_changed:
             self._describe()
         asked = True
@@ -252,7 +252,7 @@ class Worker:
         effect = self.requests.explained(effect)
         count_ended(self.metrics, effect)
         if (effect.half, effect.key) in self.requests.tables:
-            # An engine that has not come with the room yet is refused when it does: it must not be told twice.
+            # An engine that has not opened the room yet is refused when it does, so it needs no event.
             self._tell(ended_event(effect))
         if effect.reason is not Reason.NONE:
             _log.warning("room %d failed: %s: %s", effect.key.room, effect.reason.name, effect.text)
@@ -265,7 +265,7 @@ class Worker:
             self.mover.take_results(half, session, now_ns)
 
     def _check_health(self, now_ns: int) -> None:
-        """End this life where only its end, or the next one's fresh memory, can help: after the rooms that are open."""
+        """End an unhealthy worker after its open rooms, so that a new one replaces it."""
         if self._retire_ns is None:
             text = self._health.illness(now_ns)
             if not text:
@@ -278,7 +278,7 @@ class Worker:
             self._leave(Reason.WORKER_LOST, self.requests.closing, now_ns)
 
     def _take_notices(self, now_ns: int) -> bool:
-        """Take what the transport tells of bytes; return whether it told of any."""
+        """Pass the transport's notices to the target's core; return whether there were any."""
         taken = self._polling.notices(now_ns)
         for peer, message in taken:
             assert self.target is not None
@@ -327,11 +327,11 @@ class Worker:
         try:
             self.engine.send(message)
         except (EngineClosedError, EngineStuckError) as error:
-            # Its end is dealt with between two turns, when no effect is under way.
+            # The loss is handled at the end of a turn, when no effect is being applied.
             self._engine_error = str(error)
 
     def _engine_lost(self, text: str, now_ns: int) -> None:
-        """Fail its rooms, let its memory go at once, tell its siblings, and end soon."""
+        """Fail the engine's rooms, unmap its memory at once, report the loss, and end soon."""
         self._engine_error = ""
         if self.engine is None:
             return
@@ -353,7 +353,7 @@ class Worker:
             ending.call_off()
 
     def _device_failed(self, text: str, now_ns: int) -> None:
-        """Fail all rooms, say why, and end soon: jobs of the device never end, so that nothing of theirs is released."""
+        """Fail all rooms, report the reason, and end soon. The device's copies never end, so their rooms stay open."""
         if not self.mover.failure:
             _log.critical("the device of this worker has failed: %s", text)
             self.mover.fail(text)
@@ -457,7 +457,7 @@ class Worker:
         parts = self.mover.parts
         for session in self.sessions.values():
             session.describe(parts.transport.metadata(), parts.ring_region, pools, parts.probe_region, self.net.address)
-        # Transport, kernels and their libraries are loaded by now.
+        # The transport, the kernels and their libraries are loaded at this point.
         self._gc_policy.settle()
 
     def _parts(self) -> WorkerParts:
@@ -475,12 +475,12 @@ class Worker:
         )
 
     def _close(self) -> None:
-        # An engine takes the end of its connection as proof that nobody touches its pages: they are unmapped first.
+        # A closed connection proves to an engine that no process touches its pages, so unmap them first.
         self.mover.finish_copies()
         pools = [pool.pages for pool in self.requests.pools.values()]
         for number in list(self.requests.pools):
             self.requests.let_go(number)
-        # A thread may be copying into them still, if this worker ends before its rooms do.
+        # If this worker ends before its rooms, a thread may still copy into the pages.
         deadline_s = time.monotonic() + ending.COPIES_LIMIT_S
         for pages in pools:
             pages.wait_closed(max(0.0, deadline_s - time.monotonic()))
@@ -488,9 +488,9 @@ class Worker:
         if self.engine is not None:
             self.engine.close()
         if self.mover.parts.runner.writing():
-            # A transport that does not end a write may not close either.
+            # If a transport does not end a write, its close may not return either.
             ending.end_at_the_latest()
-        # Peers take a port on which nobody listens as proof that no write of ours can land: the transport goes first.
+        # A closed port proves to peers that no write of ours can land, so close the transport first.
         self.mover.parts.close()
         self._probes.close()
         self.net.close()

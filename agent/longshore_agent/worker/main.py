@@ -1,7 +1,7 @@
-"""Runs a worker as a program: `python -m longshore_agent.worker.main NAME DESCRIPTOR`, which the supervisor starts.
+"""Runs a worker as a program: `python -m longshore_agent.worker.main NAME DESCRIPTOR`.
 
-The descriptor is that of their link, whose first datagram holds the worker's orders. The name is for people who list
-processes. The process ends if the worker cannot go on, whatever hangs in it.
+Started by the supervisor. DESCRIPTOR is the worker's end of their link, whose first datagram holds the orders. NAME is
+for people who list processes. If the worker cannot continue, the process ends even if a thread hangs.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _log = logging.getLogger(__name__)
 
 _EXIT_NOT_STARTED = 69
 _EXIT_THREAD_DIED = 70
-# How long a thread may keep Python's lock from others. In a GPU's worker one thread does all, but while a wire is probed.
+# Switch interval of Python's lock. In a GPU's worker, one thread does everything except probing and compiling.
 _GPU_SWITCH_S = 0.0001
 
 
 def _end_process(failure: threading.ExceptHookArgs) -> None:
-    """A thread died of a mistake of ours: end the worker, so that its rooms fail at once and a new one takes over."""
+    """End the worker after a bug has ended a thread, so that its rooms fail at once and a new worker replaces it."""
     thread = failure.thread.name if failure.thread is not None else "a thread"
     error = failure.exc_value or failure.exc_type()
     _log.critical("%s died", thread, exc_info=(failure.exc_type, error, failure.exc_traceback))
@@ -37,15 +37,15 @@ def _end_process(failure: threading.ExceptHookArgs) -> None:
 
 
 def main() -> NoReturn:
-    """Run the worker that the supervisor orders; the process ends here."""
+    """Run the worker, then end the process."""
     end = socket.socket(fileno=int(sys.argv[2]))
     config = WorkerConfig.from_bytes(end.recv(DATAGRAM_BYTES_MAX))
-    # A terminal's interrupt goes to the whole group; the supervisor decides when workers end.
+    # A terminal interrupts the whole process group, but the supervisor decides when workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(
         level=config.settings.log_level.value.upper(), format=f"%(asctime)s {config.name} %(levelname)s %(message)s"
     )
-    # A lane or scatter thread never ends by itself; one that does would leave its slab hanging for ever.
+    # If a lane or scatter thread ended while this process lived, its slab would never end.
     threading.excepthook = _end_process
     sys.excepthook = lambda *error: _end_process(threading.ExceptHookArgs((*error, threading.current_thread())))
     if config.device != "cpu":
@@ -56,12 +56,12 @@ def main() -> NoReturn:
     except (DeviceError, TransportError) as error:
         if isinstance(error, TransportError) and error.reason is not Reason.UNSUPPORTED:
             raise
-        # Another start would end the same way: its engine hears of it.
+        # Another start would fail the same way, so the engine is refused.
         link.send(NotStarted(error.reason, f"this agent cannot serve the engine's device: {error}"))
         os._exit(_EXIT_NOT_STARTED)
     worker.run()
     logging.shutdown()
-    # Lanes may still be inside native code, which the interpreter's own way out would tear down under them.
+    # Lanes may still run native code, which the interpreter's normal exit would tear down under them.
     os._exit(0)
 
 

@@ -1,6 +1,7 @@
-"""Turns the cores' effects into slabs whose lives begin, and the ends of lives into answers to the cores.
+"""Turns the cores' effects into slabs for the pipeline, and the ends of their lives into calls of the cores.
 
-Used by the worker's control thread only. The runner of `parts` runs the lives.
+Called by the worker's control thread only. The runner that `parts` has made runs the lives, in this thread or in
+others.
 """
 
 from __future__ import annotations
@@ -74,11 +75,11 @@ class Mover:
     # -- the runner ------------------------------------------------------------------------------------------------
 
     def fail(self, text: str) -> None:
-        """The device has failed or hangs: it is asked for nothing and given nothing any more, and its lives do not end."""
+        """Stop using a device that has failed or hangs. Lives that are open then do not end."""
         self.failure = text
 
     def drive(self) -> bool:
-        """Resume lives that can go on; return whether some have ended."""
+        """Resume the lives whose waits have passed; return whether ends wait for `take_results`."""
         if self.failure:
             return False
         if self._runner.busy:
@@ -86,19 +87,19 @@ class Mover:
         return bool(self._taken[Half.SOURCE] or self._taken[Half.TARGET])
 
     def hurry(self) -> None:
-        """Between two other things that the thread does: let the wire go on."""
+        """Start the next write if the oldest has ended. Called between other work of the thread."""
         if not self.failure:
             self._runner.hurry()
 
     def prepare(self, pool: KVPool) -> None:
-        """A pool is about to be registered: do what no slab of it should wait for."""
+        """Prepare a pool before its registration, so that no slab of it waits for that."""
         self._copier.prepare(pool, direct=self._gives_directly)
 
     def admit(self, pool: KVPool, table: PageTable, half: Half, ways: frozenset[Way] = frozenset()) -> None:
-        """The pages of a half of a room, or more of them, are known.
+        """Prepare the pages of a half of a room, or pages that were added to it.
 
         Args:
-            ways: that a source's slabs will go, as far as they were claimed.
+            ways: the ways of a source's slabs, as far as they were claimed.
         """
         if not len(table.pages):
             return
@@ -111,7 +112,7 @@ class Mover:
     # -- peers -----------------------------------------------------------------------------------------------------
 
     def connect(self, half: Half, effect: PeerAttached) -> None:
-        """Let the transport learn a peer, and (as a source) find out the wire to it. Raises TransportError."""
+        """Connect the transport to a peer; as a source, also probe the wire to a new one. Raises TransportError."""
         try:
             name = self.parts.transport.connect(effect.attach.metadata)
         except TransportError as error:
@@ -123,12 +124,12 @@ class Mover:
             self._runner.probe(WireProbe(effect.peer, name, probe, effect.attach.epoch))
 
     def disconnect(self, half: Half, peer: PeerId, wire: str = Wire.UNKNOWN.value) -> bool:
-        """Forget a peer; the other half may still need it.
+        """Forget a peer of one half. If no half uses the peer, disconnect the transport from it.
 
         Args:
-            wire: what its bytes travel over to this worker, as far as it is known.
+            wire: the wire of its writes to this worker, as far as it is known.
         Returns:
-            Whether that took its access away: no write of it can land here any more.
+            Whether its access was revoked, so that none of its writes can land here any more.
         """
         name = self.peers.remove(half, peer)
         if half is Half.SOURCE:
@@ -140,7 +141,7 @@ class Mover:
         return any(each.value == wire for each in self.parts.transport.revocable)
 
     def notices(self) -> list[tuple[PeerId, PeerMessage]]:
-        """Return the notices of arrival that the transport has; what is none is counted and dropped."""
+        """Return the transport's notices of arrival. Count and drop invalid ones, and drop those of unknown peers."""
         found: list[tuple[PeerId, PeerMessage]] = []
         for name, data in self.parts.transport.notices():
             peer = self.peers.named(name)
@@ -154,7 +155,7 @@ class Mover:
         return found
 
     def drain(self, effect: DrainWriter, now_ns: int) -> None:
-        """A life of a source has ended: see to it that all it had sent is read before `drained` returns it."""
+        """Begin to read all bytes that an ended life of a source had sent. `drained` returns that life afterwards."""
         key = (effect.peer, effect.epoch)
         if key not in self._drains:
             host = main_address(effect.address).rpartition(":")[0]
@@ -162,18 +163,18 @@ class Mover:
 
     @property
     def drain_due_ns(self) -> int | None:
-        """When `drained` may return something new; None: nobody is drained."""
+        """When to call `drained`; None: no writer is being drained."""
         return min((drain.due_ns for drain in self._drains.values()), default=None)
 
     def drained(self, now_ns: int) -> list[tuple[PeerId, int]]:
-        """Return the lives of sources of which no byte will land any more, each once."""
+        """Return each drained life of a source once. None of its bytes will land any more."""
         over = [key for key, drain in self._drains.items() if drain.is_over(now_ns)]
         for key in over:
             del self._drains[key]
         return over
 
     def claimed(self, source: SourceSession, peer: PeerId, key: RoomKey) -> None:
-        """A claim has come whose tokens may come later: what its slabs will need is made ready meanwhile."""
+        """Prepare the neighbour's pool and pages of a direct claim, whose tokens may be offered later."""
         room = source.rooms.get(key)
         pair = room.pairs.get(peer) if room is not None and not room.failed else None
         if pair is not None and pair.way is Way.DIRECT and pair.target_pages:
@@ -226,7 +227,7 @@ class Mover:
         self._runner.receive(slab)
 
     def cancel(self, half: Half, key: RoomKey) -> None:
-        """Let slabs of a room that have not begun be dropped: at once those that wait for a pool to be mapped."""
+        """Cancel a room's slabs. At a source, those whose copies have not begun are dropped at once."""
         for slab in self._slabs.get((half, key), {}).values():
             slab.cancelled = True
         if half is not Half.SOURCE:
@@ -235,15 +236,15 @@ class Mover:
         self._runner.drop_cancelled()
 
     def forget(self, half: Half, key: RoomKey) -> None:
-        """A room is released: no slab of it is left."""
+        """Forget a released room, which has no slab left."""
         self._slabs.pop((half, key), None)
 
     def collect(self) -> None:
-        """Take what threads have handed over since the last time: when their descriptor is readable."""
+        """Take the ends that threads have put into `ends`. Called when `ends.wake` is readable."""
         self._take(self.ends.take())
 
     def take_results(self, half: Half, session: Session, now_ns: int) -> None:
-        """Tell a core how its slabs ended that were collected."""
+        """Report the collected ends to the core of one half."""
         taken, self._taken[half] = self._taken[half], []
         for end in taken:
             if isinstance(end, InboundEnd):
@@ -258,10 +259,10 @@ class Mover:
                 session.wire_found(end.probe.peer, end.probe.epoch, end.wire, end.error, now_ns)
 
     def finish_copies(self) -> None:
-        """Wait until a GPU touches no pages any more: some copies of a millisecond, where nothing is wrong with it.
+        """Wait until a GPU touches no pages any more. A healthy GPU needs some milliseconds.
 
         Raises:
-            DeviceError: it hangs, or has failed before. Only the end of this process takes the pages from it.
+            DeviceError: it hangs or has failed. Only the end of this process takes the pages from it.
         """
         if self.failure:
             raise DeviceError(self.failure)

@@ -1,6 +1,6 @@
-"""The pools of neighbours, which are ranks of this node, that a worker has mapped, and the slabs that wait for one.
+"""Maps the pools of neighbours (other ranks of this node) for way DIRECT, and holds the slabs that wait for one.
 
-Used by `moving` and by the worker, in the control thread, for way DIRECT. Copies nothing itself.
+Called by `moving` and by `loop`, in the control thread. Copies nothing itself. Each slab's `neighbour` is set here.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from longshore_wire.engine_messages import Half
 from longshore_wire.errors import LongshoreError
 from longshore_wire.peer_messages import Attach
 
-# Claims whose pages are remembered until their pool is mapped; pages of more than these are copied with their first slab.
+# Claims whose pages are kept until their pool is mapped. The pages of further claims are prepared with their first
+# slab.
 _EXPECTED_MAX = 64
-# Claims whose page tables are kept from slab to slab; as many as a GPU's copier keeps page ids of.
+# Claims whose page tables are kept from slab to slab.
 _TABLES_MAX = 2048
 
 
 def shown_parts(pool: Pool | None, wanted: PoolWanted) -> Iterator[tuple[PoolPart, int | None]]:
-    """Give the regions of a pool, each with its file descriptor if it has one, to a worker of this node that will write its pages."""
+    """Yield the regions of a pool, each with its file descriptor if any, for a worker that will write its pages."""
     if pool is None or not pool.pages.sealed:
-        # What its engine can take away would end the asker, too.
+        # If the engine could truncate the memory, that would end the asking worker, too.
         yield PoolPart(wanted.owner, wanted.asker, wanted.pool, 0), None
         return
     pool.shown = True
@@ -55,10 +56,10 @@ class NeighbourPools:
         """Map nothing yet.
 
         Args:
-            attached: what peers said of themselves, kept by the caller.
-            ask_pool: asks the owner of a pool for it.
+            attached: the peers' Attach messages, kept up to date by the caller.
+            ask_pool: requests a pool from its owner.
             send: begins the life of a slab whose target's pages are mapped.
-            copier: told of pages that slabs will be copied to, before they come.
+            copier: prepares pages before their slabs come.
         """
         self._neighbours = Neighbours(device)
         self._attached = attached
@@ -66,7 +67,7 @@ class NeighbourPools:
         self._ask_pool = ask_pool
         self._send = send
         self._copier = copier
-        # A room's slabs bring its claim's page ids as one object.
+        # All slabs of a claim carry its page ids as the same object.
         self._tables: IdentityCache[PageTable] = IdentityCache(_TABLES_MAX)
         self._waiting: dict[tuple[PeerId, int], list[OutboundSlab]] = {}
         # Packed page ids and their first token, of claims on pools that are not mapped yet.
@@ -82,10 +83,10 @@ class NeighbourPools:
         self._sought(owner, number).append(slab)
 
     def expect(self, owner: PeerId, number: int, pages: bytes, first_token: int) -> None:
-        """A claim of this way has come, perhaps before its tokens: let no slab wait for what can be done now.
+        """Map the pool and prepare the pages of a claim, before its slabs need them.
 
         Args:
-            pages, first_token: of the claim, as its slabs will bring them.
+            pages, first_token: of the claim; its slabs carry the same `pages` object.
         """
         mapped = self._neighbours.pool(owner, number)
         if mapped is None:
@@ -97,12 +98,12 @@ class NeighbourPools:
         self._admit_pages(mapped, pages, first_token)
 
     def pool_given(self, owner: PeerId, number: int, index: int, count: int, part: Part | None) -> None:
-        """Region `index` of a neighbour's pool has come (`count` 0: it has none): map the pool once all are there."""
+        """Take region `index` of a neighbour's pool (`count` 0: it has none). Map the pool when all have arrived."""
         if count == 0 or part is None:
             self._refuse(owner, number, f"no worker of this node has pool {number} of {owner.instance} now")
             return
         if (owner, number) not in self._waiting:
-            # Its owner was lost after it was asked: a part of that answer must not become one of the next.
+            # The owner was lost after the request. Its late part must not be taken for one of the next answer.
             close_parts([part])
             return
         parts = self._neighbours.take(owner, number, index, count, part)
@@ -125,7 +126,7 @@ class NeighbourPools:
             self._begin(slab, mapped)
 
     def pool_gone(self, owner: PeerId, number: int = ALL_POOLS) -> None:
-        """A neighbour's pool is not registered any more: unmap it."""
+        """Unmap a neighbour's pool, which is not registered any more."""
         if number == ALL_POOLS:
             self._neighbours.forget(owner)
         else:
@@ -136,29 +137,29 @@ class NeighbourPools:
                 self._refuse(owner, pool, f"pool {pool} of {owner.instance} {why}")
 
     def drop_cancelled(self) -> None:
-        """Slabs have been cancelled: those that wait for a pool end, and the pool is still awaited."""
+        """Drop cancelled slabs that wait for a pool. The pool is still expected."""
         for sought, waiting in self._waiting.items():
             self._waiting[sought] = still_wanted(waiting, self._ends)
 
     def take_unmapped(self) -> list[tuple[PeerId, int]]:
-        """Return the pools whose owners said that they are gone, and which are unmapped here since the last call."""
+        """Return the gone pools that were unmapped here since the last call."""
         return self._neighbours.take_unmapped()
 
     def _sought(self, owner: PeerId, number: int) -> list[OutboundSlab]:
-        """Ask for a pool once; return what waits for it."""
+        """Request a pool once; return the list of slabs that wait for it."""
         if (owner, number) not in self._waiting:
             self._waiting[owner, number] = []
             self._ask_pool(owner, number)
         return self._waiting[owner, number]
 
     def _table(self, mapped: KVPool, pages: bytes, first_token: int) -> PageTable:
-        """Return the page table of a claim: the same one for the same object."""
+        """Return the page table of a claim; the same `pages` object gives the same table."""
         first_page = first_token // mapped.layout.page_size
         return self._tables.get(lambda: PageTable(first_page, page_ids(pages)), pages)
 
     def _admit_pages(self, mapped: KVPool, pages: bytes, first_token: int) -> None:
         table = self._table(mapped, pages, first_token)
-        # Its slabs will fail with the same, if they ever come.
+        # The claim's slabs will fail with the same error, if any come.
         with contextlib.suppress(LongshoreError):
             if len(table.pages):
                 self._copier.admit(mapped, table.pages, table.first_page, to_write=True, direct=True)

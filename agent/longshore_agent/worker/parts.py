@@ -1,6 +1,6 @@
-"""Make what a worker moves bytes with: transport, staging memory, copier and runner, on a CPU or on a GPU.
+"""Makes a worker's transport, staging memory, copier and runner, for a CPU or a GPU.
 
-Made once by `moving`. This is the one place of the worker that asks which of the two it is.
+Called once by `moving`. This module chooses between the two kinds of device; other modules use the same interfaces.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from longshore_wire.peer_messages import RegionInfo
 from longshore_wire.slabs import region_bytes
 from longshore_wire.trailer import TRAILER_KEY_BYTES
 
-# Large enough that a wire's counters show it, small enough to cost nothing.
+# Large enough to show in a wire's counters, small enough to cost nothing.
 PROBE_BYTES = 1 << 20
 
 
@@ -49,9 +49,9 @@ class Parts:
 
     Attributes:
         device: None: a CPU.
-        ports: where the transport listens for bytes.
-        probe_region: where peers may write to find out their wire to this worker.
-        ring_region: None: this worker is no target, or has no staging.
+        ports: the ports at which the transport listens for bytes.
+        probe_region: memory that peers may write to find out their wire to this worker.
+        ring_region: None: this worker is no target, or its ring has no memory.
     """
 
     copier: Copier
@@ -59,13 +59,13 @@ class Parts:
 
     def __init__(self, config: WorkerConfig, ends: Ends, metrics: Metrics, spans: SpanRecorder) -> None:
         """Raises TransportError, DeviceError or PoolError."""
-        # Of this life; sources get it when they attach, over connections that are encrypted where there are keys.
+        # New for each life. Sources get it in the Attach, which is encrypted if the deployment has keys.
         self._trailer_key = os.urandom(TRAILER_KEY_BYTES)
         self._settings = settings = config.settings
         self._ends = ends
         self.device = None if config.device == "cpu" else open_device(config.device)
         if self.device is not None:
-            # The transport's library takes the device that is current in the thread that calls it.
+            # The transport's library uses the device that is current in the calling thread.
             self.device.enter()
         layout = config.layout
         name = f"{config.instance}.{layout.parallel.dp_rank}.{layout.rank}"
@@ -103,7 +103,7 @@ class Parts:
         self.runner = ThreadRunner(sources, targets, self._ends, probe_address=self._probe_address)
 
     def _start_events(self, device: Device, lane_count: int, ring_bytes: int, log: StageLog) -> None:
-        """Begin to poll events. All lanes share one buffer; each buffer is one registration, so that no write is cut."""
+        """Make a runner that polls. All lanes share one buffer. Each buffer is one registration, so no write is cut."""
         settings = self._settings
         buffer = self._registered(lanes_bytes(lane_count, settings.lane_bytes)) if lane_count else None
         ring = self._registered(ring_bytes) if ring_bytes else None
@@ -140,7 +140,7 @@ class Parts:
         """Return memory of this worker, registered with the transport. It lives as long as the worker.
 
         Args:
-            extent_bytes: of each registration; 0: as the kind of memory has it.
+            extent_bytes: of each registration on a CPU; 0: the default. On a GPU, the buffer is one registration.
         """
         buffer: StagingPieces
         if self.device is None:
@@ -153,13 +153,13 @@ class Parts:
         return buffer
 
     def close(self) -> None:
-        """Stop threads that wait and let the transport go; threads that still write end with the process."""
+        """Stop idle threads and close the transport. Threads that still write end with the process."""
         self.runner.close()
         self.transport.close()
 
 
 def lanes_bytes(lane_count: int, lane_bytes: int) -> int:
-    """Return the memory of all lanes together: as many slabs of `lane_bytes` as there are lanes, with their trailers."""
+    """Return the size of all lanes' memory: for each lane, a slab of `lane_bytes` and its trailer."""
     return lane_count * region_bytes(lane_bytes)
 
 

@@ -1,6 +1,6 @@
-"""What a worker knows of its peers for its transport's sake: their names there, and what they attached.
+"""Keeps each peer's name at the transport and its Attach message.
 
-Used by `moving`. Asks no transport; of two halves of one peer each has its own entry.
+Called by `moving`. Calls no transport. The two halves of a peer have separate entries under one name.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ class PeerBook:
     """See the module.
 
     Attributes:
-        attached: what peers said of themselves.
+        attached: the newest Attach of each half of a peer.
     """
 
     def __init__(self) -> None:
-        """Know nobody."""
+        """Begin with no peer."""
         self.attached: dict[Address, Attach] = {}
         self._names: dict[Address, str] = {}
         self._peers: dict[str, PeerId] = {}
         self._unreached: dict[Address, TransportError] = {}
 
     def add(self, half: Half, peer: PeerId, name: str, attach: Attach) -> bool:
-        """Note a peer by its name at the transport; return whether it is new."""
+        """Record a peer's name at the transport; return whether it is new."""
         address = (half, peer)
         self._unreached.pop(address, None)
         first = address not in self.attached
@@ -37,7 +37,7 @@ class PeerBook:
         return first
 
     def remove(self, half: Half, peer: PeerId) -> str | None:
-        """Forget a half of a peer. Return the name that nobody has any more; None: there was none, or the other half has it."""
+        """Forget a half of a peer. Return the name to disconnect; None: it had none, or the other half uses it."""
         address = (half, peer)
         self.attached.pop(address, None)
         self._unreached.pop(address, None)
@@ -48,18 +48,18 @@ class PeerBook:
         return name
 
     def unreached(self, half: Half, peer: PeerId, error: TransportError) -> None:
-        """The transport cannot serve a peer that has attached: rooms that come later must hear why."""
+        """Record why the transport cannot serve an attached peer, for the failures of later rooms."""
         self._unreached[half, peer] = error
 
     def why_unreached(self, peer: PeerId) -> TransportError:
-        """Return why the transport does not know a peer to which this source is to write."""
+        """Return the error for a slab whose target has no name at the transport."""
         text = f"the transport does not know rank {peer.rank} of {peer.instance}"
         return self._unreached.get((Half.SOURCE, peer)) or TransportError(text)
 
     def name(self, half: Half, peer: PeerId) -> str | None:
-        """Return a peer's name at the transport; None: it does not know it."""
+        """Return a peer's name at the transport; None: it has none."""
         return self._names.get((half, peer))
 
     def named(self, name: str) -> PeerId | None:
-        """Return who has a name at the transport."""
+        """Return the peer with this name at the transport; None: no peer has it."""
         return self._peers.get(name)

@@ -1,7 +1,7 @@
-"""How soon a worker's control thread looks again: at once while bytes are on their way, asleep otherwise.
+"""Decides how long a worker's control thread sleeps: not at all while bytes are expected, otherwise until it is woken.
 
-Asked by the worker before and after each sleep. Drives the transport where it tells of arrivals; decides nothing about
-rooms, but tells the cores of time in which nobody listened.
+Called by `loop` before and after each sleep. Polls the transport for notices. Decides nothing about rooms, but reports
+to the cores the time in which this thread did not run.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from longshore_wire.target_session import TargetSession
 
 _log = logging.getLogger(__name__)
 
-# How often a worker that expects bytes looks for notices: at first at once, then slower while nothing comes.
+# Longest poll interval while bytes are expected. It is 1 ms until `_NOTICE_SLOWER_AFTER` polls have found nothing.
 _NOTICE_POLL_MS_MAX = 5
 _NOTICE_SLOWER_AFTER = 64
 _TOLD_DRIVE_NS = 1_000_000
-# While bytes are due over a swift wire, the thread does not sleep until nothing has happened for so long: some ten slabs.
+# While bytes are due over a swift wire, the thread sleeps only after this long without news: the time of ten slabs.
 _HOT_NS = 2_000_000
-# The same while a GPU copies from pages to pages, whose end nobody tells: a slab takes 0.7 ms, and as many times as long
-# as ranks write to one GPU.
+# The limit while direct copies run, whose end only polling shows. A slab takes 0.7 ms, times the ranks that write to
+# one GPU.
 _HOT_COPYING_NS = 10_000_000
-# A look that comes this much late was not only waiting for its turn on a busy processor.
+# A turn that is this late has missed more than its share of a busy CPU.
 _ABSENT_NS = 250_000_000
 _WARN_ABSENT_NS = 1_000_000_000
 
@@ -51,7 +51,7 @@ class Polling:
         self._news_ns = 0
 
     def woken(self, now_ns: int) -> None:
-        """A turn begins. The time by which it is late is nobody's silence: its words wait where we did not look."""
+        """Begin a turn. If it is late, report that to the cores, which must not count it as the silence of peers."""
         late_ns = self._idle_ns + max(0, now_ns - self._due_ns)
         self._woken_ns, self._worked_ns = now_ns, time.thread_time_ns()
         if late_ns < _ABSENT_NS:
@@ -65,18 +65,18 @@ class Polling:
             session.was_absent(late_ns, now_ns)
 
     def news(self) -> None:
-        """Something has happened in this turn: more may follow at once."""
+        """Record that something has happened in this turn, since more may follow at once."""
         self._is_news = True
 
     def notices(self, now_ns: int) -> list[tuple[PeerId, PeerMessage]]:
-        """Drive the transport where bytes are due; return what it tells of."""
+        """Drive the transport if bytes are due; return its notices."""
         if self._target is None or not self._looks_for_notices(self._target, now_ns):
             self._quiet_turns = 0
             return []
         if now_ns < self._look_again_ns:
             return []
         if all(peer.wire in self._mover.parts.transport.announced_by_message for peer in self._target.peers.values()):
-            # Nothing is told this way, but the transport wants to be driven now and then.
+            # No peer's slabs are announced by notices, but the transport must still be driven.
             self._look_again_ns = now_ns + _TOLD_DRIVE_NS
         taken = self._mover.notices()
         self._quiet_turns = 0 if taken else self._quiet_turns + 1
@@ -84,16 +84,16 @@ class Polling:
         return taken
 
     def wait_ms(self, wait_ms: int, now_ns: int) -> int:
-        """Return how long the thread may sleep that nobody else wakes before `wait_ms`. It begins to sleep at once."""
+        """Return how long the thread may sleep, at most `wait_ms`. The caller must sleep at once."""
         wait_ms = self._shortened(wait_ms, now_ns)
-        # A turn may be long because there is much to do, or because others had the processor.
+        # Time of the turn in which other threads or processes had the CPU.
         self._idle_ns = now_ns - self._woken_ns - (time.thread_time_ns() - self._worked_ns)
         self._due_ns = now_ns + wait_ms * 1_000_000
         return wait_ms
 
     def _shortened(self, wait_ms: int, now_ns: int) -> int:
         if self._is_news:
-            # Counted from the end of the turn, which may have been a long one.
+            # Counted from the end of the turn, which may be long after the news.
             self._is_news, self._news_ns = False, now_ns
         quiet_ns = now_ns - self._news_ns
         hot = quiet_ns < _HOT_NS
@@ -102,7 +102,8 @@ class Polling:
             soon = hot or (runner.copying and quiet_ns < _HOT_COPYING_NS)
             wait_ms = 0 if soon else min(wait_ms, 1)
         if hot and self._mover.parts.device is not None and self._target is not None and self._target.in_place_count:
-            # A neighbour's copy: its message wakes this thread, but who is awake reads it sooner.
+            # A neighbour copies into our pages. Its message would wake this thread, but an awake thread reads it
+            # sooner.
             return 0
         if self._target is not None and self._looks_for_notices(self._target, now_ns):
             transport, wires = self._mover.parts.transport, {peer.wire for peer in self._target.peers.values()}
@@ -112,9 +113,9 @@ class Polling:
         return wait_ms
 
     def _looks_for_notices(self, target: TargetSession, now_ns: int) -> bool:
-        """Whether bytes are due that the transport itself tells of; elsewhere a control message wakes this thread.
+        """Whether bytes are due whose arrival only the transport shows; otherwise a control message wakes this thread.
 
-        So are those of a source's probe, also where no room needs the wire: until it ends, nothing else leaves that source.
+        A source's probe counts even without a room: until it ends, no staged write leaves that source.
         """
         return self._mover.parts.transport.notifies and (
             target.expects_bytes

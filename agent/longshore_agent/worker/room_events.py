@@ -1,4 +1,4 @@
-"""The last stage: what became of rooms, slabs and messages, as events for the engine and as metrics."""
+"""Makes events for the engine, and metrics, from ends of rooms and states of cores. Called by `loop` and `status`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PEER_STATES = {
 
 
 def ended_event(effect: RoomEnded) -> RoomEvent:
-    """Return what the engine is told of a room that is done or has failed."""
+    """Return the engine's event for a room that is done or has failed."""
     kind = RoomEventKind.DONE if effect.reason is Reason.NONE else RoomEventKind.FAILED
     key = effect.key
     return RoomEvent(
@@ -30,13 +30,13 @@ def ended_event(effect: RoomEnded) -> RoomEvent:
 
 
 def released_event(effect: RoomReleased) -> RoomEvent:
-    """Return what the engine is told once its pages are its own again."""
+    """Return the engine's event for a room whose pages are no longer used."""
     key = effect.key
     return RoomEvent(effect.half, key.instance, key.room, key.pool, RoomEventKind.RELEASED)
 
 
 def count_ended(metrics: Metrics, effect: RoomEnded) -> None:
-    """Count one room's end."""
+    """Count the end of one room."""
     outcome = "done" if effect.reason is Reason.NONE else "failed"
     if effect.reason is Reason.CANCELLED:
         outcome = "cancelled"
@@ -45,7 +45,7 @@ def count_ended(metrics: Metrics, effect: RoomEnded) -> None:
 
 
 def count_session(metrics: Metrics, half: Half, session: Session, rooms_open: int) -> None:
-    """Bring gauges and counters of one core up to date."""
+    """Update the gauges and counters of one core."""
     metrics.set("longshore_rooms_open", rooms_open, half=half.name.lower())
     metrics.advance("longshore_retries_total", session.counters["retries"], message="all")
     for name, count in session.counters.items():
@@ -56,7 +56,7 @@ def count_session(metrics: Metrics, half: Half, session: Session, rooms_open: in
 
 
 def count_peers(metrics: Metrics, sessions: list[Session]) -> None:
-    """Bring the gauge of peers up to date."""
+    """Update the gauge of peers."""
     counts = dict.fromkeys(_PEER_STATES.values(), 0)
     for session in sessions:
         for peer in session.peers.values():
@@ -66,7 +66,7 @@ def count_peers(metrics: Metrics, sessions: list[Session]) -> None:
 
 
 def count_ring(metrics: Metrics, granter: Granter) -> None:
-    """Bring the ring's gauges and counters up to date."""
+    """Update the gauges and counters of the ring."""
     ring = granter.ring
     metrics.set("longshore_ring_capacity_bytes", ring.capacity_bytes)
     metrics.set("longshore_ring_used_bytes", ring.used_bytes + ring.held_bytes)
@@ -76,7 +76,7 @@ def count_ring(metrics: Metrics, granter: Granter) -> None:
 
 
 def count_refused(metrics: Metrics, counters: Mapping[str, int]) -> None:
-    """Bring the counts of messages that the door refused up to date."""
+    """Update the counters of refused messages."""
     for name, count in counters.items():
         kind, _, what = name.partition(".")
         if kind == "refused":
@@ -84,5 +84,5 @@ def count_refused(metrics: Metrics, counters: Mapping[str, int]) -> None:
 
 
 def peer_state(state: PeerState) -> str:
-    """Return a peer's state in the words of metrics and status."""
+    """Return the name of a peer's state in metrics and status."""
     return _PEER_STATES[state]

@@ -1,6 +1,6 @@
-"""What a worker answers when its supervisor asks how it is: its cores' rooms and peers in the words of `status.snapshot`.
+"""Builds a worker's snapshot for its supervisor: the cores' rooms and peers as the types of `status.snapshot`.
 
-Called by the worker's control thread, which gathers its parts for it. Changes nothing but the metrics, which it brings up to date.
+Called by the worker's control thread. It updates the metrics and changes nothing else.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from longshore_wire.session import Session
 from longshore_wire.states import SourcePairState, TargetPairState
 from longshore_wire.target_session import TargetSession
 
-# The way of a pair of ranks between which nothing is to move.
+# The way of a pair of ranks that has nothing to move.
 _NO_WAY = "none"
-# A pair's state in the words of status.
+# Names of a pair's states in the status.
 _TARGET_PAIR_STATES = {
     TargetPairState.WAITING: "claimed",
     TargetPairState.CLAIMED: "claimed",
@@ -63,11 +63,11 @@ _TARGET_PAIR_STATES = {
 
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
-    """A worker at the moment it is asked, as far as its answer tells of it.
+    """The parts of a worker that its snapshot describes.
 
     Attributes:
-        target: its core of the target's half, if it has one; `sessions` has it too.
-        engine: None: it is not there yet, or not any more.
+        target: the core of the target's half, if any; also in `sessions`.
+        engine: None: not connected yet, or gone.
     """
 
     config: WorkerConfig
@@ -83,7 +83,7 @@ class WorkerParts:
 
 
 def encode_snapshot(worker: WorkerParts, room: int | None, now_ns: int) -> bytes:
-    """Return an encoded WorkerSnapshot; `room` is the one whose spans are wanted."""
+    """Return an encoded WorkerSnapshot, with the spans of `room`."""
     _count(worker)
     config = worker.config
     peers = tuple(_peers(worker))
@@ -172,7 +172,7 @@ def _peers(worker: WorkerParts) -> Iterable[PeerStatus]:
 def _count_wires(metrics: Metrics, peers: Sequence[PeerStatus]) -> None:
     attached = peer_state(PeerState.ATTACHED)
     served = [peer for peer in peers if peer.state == attached and needs_wire(peer.ways)]
-    # A wire's name that a peer has told may be any text.
+    # A peer may report any text as a wire's name.
     counts = Counter(peer.wire if peer.wire in WIRES else UNKNOWN_WIRE for peer in served)
     for wire in WIRES:
         metrics.set("longshore_peer_wires", counts[wire], wire=wire)
