@@ -1,1 +1,1 @@
-"""Copies between an engine's pages and staging memory, or the pages of another rank: on a CPU, and on a GPU."""
+"""Copies between an engine's pages and staging memory, or between the pages of two ranks, on a CPU or a GPU."""

@@ -1,7 +1,8 @@
-"""The one seam for copies: a copier takes a copy between two sides and returns a ticket for it.
+"""Defines the interface of all copies: a copier takes a copy between two sides and returns a ticket for it.
 
-Called by the pipeline. `cpu_copy` and `device_copier` implement it. Gather, scatter and direct copy differ in their sides
-alone: an engine's pages (`View`) or staging memory (`Slab`).
+Called by the pipeline; `cpu_copy` and `device_copier` implement it. Gather, scatter and direct copy differ only in
+their sides: an engine's pages (`View`) or staging memory (`Slab`). A submitted copy has not ended until its ticket has
+passed.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from longshore_wire.trailer import SealedTrailer
 
 
 class Slab(NamedTuple):
-    """A packed side in staging memory: [planes, rows, heads, row bytes] of the other side's choice, without gaps.
+    """A packed side in staging memory: [planes, rows, heads, row bytes] as the other side chooses, without gaps.
 
     Attributes:
         memory: the staging buffer.
         offset_bytes: of the first row in `memory`, a multiple of 64.
-        payload_bytes: of all rows; the trailer stands at the next multiple of 64.
+        payload_bytes: of all rows; the trailer begins at the next multiple of 64.
     """
 
     memory: StagingPieces
@@ -33,10 +34,10 @@ class Copy(NamedTuple):
     """Tokens [first, end) of a sequence, from one side to the other. At most one side is packed.
 
     Attributes:
-        source, target: as many layers and heads on both, of one model.
+        source, target: of one model, with equally many layers and heads.
         tokens: (first, end); see `cpu_copy.copy_rows`.
-        trailer: written behind a packed target, after its payload.
-        accepts: judges the 64 bytes behind a packed source, as they were before its payload was read.
+        trailer: to be written behind a packed target, after its payload.
+        accepts: checks the 64 bytes behind a packed source, as they were before its payload was read.
     """
 
     source: View | Slab
@@ -47,13 +48,13 @@ class Copy(NamedTuple):
 
 
 class Ticket(Protocol):
-    """One copy that was submitted. Its memory stays held until `end`."""
+    """One submitted copy. Its memory stays held until `end`."""
 
     def passed(self) -> bool:
-        """Whether the copy is over. Raises DeviceError if the device has failed or hangs."""
+        """Whether the copy has ended. Raises DeviceError if the device has failed or hangs."""
 
     def end(self) -> bool:
-        """Let the memory go, once, after the copy has passed.
+        """Release the memory. Call it once, after the copy has passed.
 
         Returns:
             False: `accepts` has refused the trailer. A GPU has copied the payload nevertheless, a CPU has not.
@@ -64,35 +65,35 @@ class Copier(Protocol):
     """Copies between an engine's pages and staging memory, or between the pages of two ranks."""
 
     def prepare(self, pool: KVPool, *, direct: bool) -> None:
-        """Do once what no slab of a pool should wait for: it is about to be registered. Takes seconds on a GPU.
+        """Prepare a pool before its registration, so that its slabs need not wait. Takes seconds on a GPU.
 
         Args:
             direct: its pages may also be copied to those of other ranks.
         """
 
     def admit(self, pool: KVPool, pages: Pages, first_page: int, *, to_write: bool, direct: bool) -> None:
-        """The pages of a room are known: do what none of its slabs should wait for.
+        """Prepare the pages of a room, so that its slabs need not wait.
 
         Args:
-            pages: [n] int32, the very array that the room's views will have.
-            first_page: which page of the sequence the first one is.
-            to_write: copies write to them, else read from them.
-            direct: from pages to pages.
+            pages: [n] int32, the same array object as in the room's views.
+            first_page: number of the first of them in the sequence.
+            to_write: True: copies write these pages; False: copies read them.
+            direct: for copies from pages to pages.
         Raises:
             LongshoreError: they are not pages of that pool.
         """
 
     def wait(self, limit_s: float) -> None:
-        """Wait until no copy runs any more. Raises DeviceError if some still do after `limit_s`."""
+        """Wait until no copy runs. Raises DeviceError if one still runs after `limit_s`."""
 
     def submit(self, copy: Copy) -> Ticket | None:
         """Begin a copy.
 
         Returns:
-            None: nothing has begun, since a kernel is being compiled beside this thread. Submit it again later.
+            None: nothing has begun, since another thread compiles the kernel. Submit the copy again later.
         Raises:
             PoolError: an engine has unregistered its pages.
-            MemoryLostError: an engine has cut its memory short.
+            MemoryLostError: an engine has truncated its memory.
             ShapeError, LongshoreError: the sides do not fit each other; names the argument. Nothing has begun.
             DeviceError: the device refuses it.
         """

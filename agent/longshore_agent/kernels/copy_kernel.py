@@ -1,35 +1,33 @@
-"""The one copy on a device: rows of heads between two sides, each of which is pages or a packed slab, in one launch.
+"""Copies rows of heads between two sides on a device, each of them pages or a packed slab, in one launch.
 
-Called by `device_launch`, which checks everything; a wrong argument reads or writes memory of somebody else. `device_grid`
-chooses the tiles. Nothing is fenced inside: the bytes are there once the stream has passed the launch.
+Called by `device_launch`, which checks all arguments; a wrong one reads or writes another owner's memory. `device_grid`
+chooses the tiles. The kernel has no fence: the bytes are in place only after the stream has passed the launch.
 
-A program moves one tile, [rows, columns] words, of one head of one plane; or one after another, where few programs are
-allowed. A row is one token; its columns are the words of its heads that lie side by side. The tile lies in one page of
-either side wherever pages are long enough, so that each page id is one scalar; only for short or odd pages each row of the
+A program moves one tile, [rows, columns] words, of one head of one plane; if the number of programs is limited, it
+moves several, one after another. A row is one token; its columns are the words of its adjacent heads. If pages are long
+enough, a tile lies in one page of either side, and each page id is one scalar; for short or odd pages, each row of the
 tile loads its own. A packed side, [planes, rows, heads, row bytes] without gaps, has no pages: its `page_tokens` is 0.
 
-The grid is (tiles, heads of a row's own, planes), tiles of one row of tiles side by side; where `persistent`, it is any
+The grid is (tiles, heads of a row's own, planes), tiles of one row of tiles side by side. If `persistent`, it is any
 number of programs, which share the tiles in that order. The arguments, of which near is the source and far the target:
 
-    near, far: address of a table of planes, [plane, PLANE_FIELDS] int64 from the first chosen layer on: address, page stride,
-        token stride, head stride; of the first byte where the side is packed.
-    near_pages, far_pages: address of int32 page ids, from that of the first wanted row on; not read where the side is packed.
-    near_token, far_token: of the first row of the first tile, counted from the beginning of the first page, or from the first
-        wanted row where the side is packed.
-    near_gap, far_gap: layers of the pool that are not chosen: between the planes of K and of V; not read where it is packed.
-    near_head, far_head: the first chosen head; not read where the side is packed.
-    layer_count: chosen layers.
-    row_first, row_end: the wanted rows, counted from the first row of the first tile.
-    row_units: units of a row.
-    tile_count, own_heads, plane_count: tiles of one head, heads of a row's own, chosen planes.
-    tail_bytes: zeros and trailer behind a packed far side, below 128; 0: none are written.
-    word_0 to word_7: the trailer, 64-bit numbers in its order.
-    unit_bytes: of a unit, 16, 8, 4, 2 or 1: all addresses and strides are multiples of it.
-    word: the type of a number of as many, but of 8 where units have 16: a thread moves two that lie side by side.
-    rows, columns: of a tile; columns are words.
-    near_page_tokens, far_page_tokens: tokens of a page, 0: packed; `rows` divides both where `one_page`.
-    whole_rows: `columns` are all of a row.
-    step: the type that holds every offset inside a tile, in words.
+    near, far: address of a table of planes, [plane, PLANE_FIELDS] int64 from the first chosen layer on: address, page
+    stride,
+        token stride, head stride. If the side is packed: address of its first byte.
+    near_pages, far_pages: address of int32 page ids, the first one for the first wanted row; not read if the side is
+    packed. near_token, far_token: of the first row of the first tile, counted from the beginning of the first page, or
+    from the first
+        wanted row if the side is packed.
+    near_gap, far_gap: the pool's layers that are not chosen, between the planes of K and V; not read if the side is
+    packed. near_head, far_head: the first chosen head; not read if the side is packed. layer_count: chosen layers.
+    row_first, row_end: the wanted rows, counted from the first row of the first tile. row_units: units of a row.
+    tile_count, own_heads, plane_count: tiles of one head, heads of a row's own, chosen planes. tail_bytes: zeros and
+    trailer behind a packed far side, below 128; 0: none are written. word_0 to word_7: the trailer, 64-bit numbers in
+    its order. unit_bytes: of a unit, 16, 8, 4, 2 or 1: all addresses and strides are multiples of it. word: integer
+    type of a unit's size, at most 8 bytes: of a unit of 16 bytes, a thread moves two adjacent words. rows, columns: of
+    a tile; columns are words. near_page_tokens, far_page_tokens: tokens of a page, 0: packed; if `one_page`, `rows`
+    divides both. whole_rows: `columns` are all of a row. step: the type that holds every offset inside a tile, in
+    words.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ import triton.language as tl
 
 from longshore_agent.kernels.device_grid import PLANE_FIELDS, Tile, Tuning
 
-# How many addresses, 32-bit numbers and 64-bit words the kernel takes before its constants, in this order.
+# Number of the kernel's addresses, 32-bit numbers and 64-bit words, in this order, before its constants.
 ARGUMENTS = (4, 13, 9)
 _PLANE_FIELDS = tl.constexpr(PLANE_FIELDS)
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
@@ -65,7 +63,7 @@ def constants(tile: Tile, tuning: Tuning) -> dict[str, object]:
 def _tile_of(
     index: tl.tensor, tile_count: tl.tensor, own_heads: tl.tensor, persistent: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return which tile of which head of a row's own, of which plane."""
+    """Return the indices of the tile, of its head among a row's own heads, and of its plane."""
     tile, own_head, plane = index, tl.program_id(1), tl.program_id(2)
     if persistent:
         tile, own_head, plane = index % tile_count, index // tile_count % own_heads, index // tile_count // own_heads
@@ -76,7 +74,7 @@ def _tile_of(
 def _columns_of(
     tile: tl.tensor, row_words: tl.tensor, columns: tl.constexpr, whole_rows: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return which tile of rows it is, tiles of one row of tiles being side by side, and its columns in words."""
+    """Return the tile's index along the rows, and its columns in words. Tiles of one row of tiles are side by side."""
     column = tl.arange(0, columns)
     if not whole_rows:
         column_tiles = (row_words + columns - 1) // columns
@@ -100,13 +98,13 @@ def _locate(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return a pointer for the tile on one side, and the offset of each row from it in words.
 
-    What all rows share is one number of 64 bits: a product of 64 bits for each row would cost more than its copy.
+    All rows share one base of 64 bits, since a 64-bit product for each row would cost more than its copy.
 
     Args: the kernel's, and
         side: (near, near_pages, near_token, near_gap, near_head), or those of the other side.
         chosen: (plane, own_head, own_heads, layer_count, row_count, row_words).
         at: of the tile's first row, counted from the first row of the first tile.
-        meant: which rows are; the others are in no page.
+        meant: mask of the wanted rows; the others are in no page.
     """
     memory, pages, token, gap, head = side
     plane, own_head, own_heads, layer_count, row_count, row_words = chosen
@@ -120,9 +118,9 @@ def _locate(
         base += (plane.to(tl.int64) * row_count + token) * token_words + own_head * row_words
         offset = row.to(step) * token_words
     else:
-        # There are K and V at most, so that no division is needed to find the kind.
+        # There are at most two kinds, K and V, so no division is needed to find the kind.
         pool_plane = plane + (plane >= layer_count).to(tl.int32) * gap
-        # What is loaded has no known alignment: the compiler is told, or it would move single words.
+        # The compiler does not know the alignment of loaded addresses. Without this hint it would move single words.
         fields = memory.to(tl.int64).to(tl.pointer_type(tl.int64)) + pool_plane * _PLANE_FIELDS
         base = tl.multiple_of(tl.load(fields).to(tl.pointer_type(word)), unit_bytes)
         page_stride = tl.multiple_of(tl.load(fields + 1) // word_bytes, units)
@@ -142,10 +140,10 @@ def _locate(
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
 def _write_tail(end: tl.tensor, tail_bytes: tl.tensor, words: tl.tuple) -> None:
-    """Write the zeros and the trailer of `words` behind the payload, whose end is the address `end`."""
+    """Write zeros and the trailer `words` behind the payload, which ends at the address `end`."""
     place = tl.arange(0, 128)
     at = place - (tail_bytes.to(tl.int64) - 64)
-    # Bytes of the gap have a negative place in the trailer, and are zero.
+    # Bytes of the gap have a negative index in the trailer, and are zero.
     number = words[0].to(tl.int64)
     for index in tl.static_range(1, 8):
         number = tl.where(at >= 8 * index, words[index].to(tl.int64), number)
@@ -153,7 +151,7 @@ def _write_tail(end: tl.tensor, tail_bytes: tl.tensor, words: tl.tuple) -> None:
     tl.store(end.to(tl.pointer_type(tl.int8)) + place, tail, mask=place < tail_bytes)
 
 
-# Values that differ from call to call must not make a kernel of their own: compiling one takes a second.
+# No value that differs from call to call may specialize the kernel: compiling one takes a second.
 @triton.jit(do_not_specialize=tuple(range(sum(ARGUMENTS))))  # type: ignore[untyped-decorator]  # Triton has no types
 def copy_kernel(
     near: tl.int64,
@@ -193,7 +191,7 @@ def copy_kernel(
     step: tl.constexpr,
     persistent: tl.constexpr,
 ) -> None:
-    """Copy this program's tiles; the first program also writes what follows a packed payload. Args: see the module."""
+    """Copy this program's tiles. The first program also writes the tail of a packed target. Args: see the module."""
     row_words = row_units * (unit_bytes // (word.primitive_bitwidth // 8))
     row_count = row_end - row_first
     first, count, stride = tl.program_id(0), tl.program_id(0) + 1, 1

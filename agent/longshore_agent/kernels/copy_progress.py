@@ -1,6 +1,6 @@
-"""Whether a device still brings copies to their ends, by the times at which it was seen to. Pure: no device, no clock.
+"""Detects a device that hangs, from the times at which copies have ended. Pure: no device, no clock.
 
-Asked by `device_copier` for each copy that is not over yet. A device that hangs is mended by the end of its process alone.
+Called by `device_copier` for each copy that has not ended. Only a new process recovers from a device that hangs.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from collections.abc import Iterable
 from longshore_agent.errors import DeviceError
 from longshore_agent.memory.pools import KVPool
 
-# A copy takes some milliseconds, also beside an engine that computes without pause, and one that waits for others sees them
-# end. Hundreds of times as long is no load any more.
+# A copy takes some milliseconds even beside an engine that computes without pause, and a queued one sees others end. A
+# device that ends no copy for hundreds of times as long is not just busy.
 QUIET_LIMIT_S = 5.0
-# The same while an engine waits for its pages. Those of one that was killed are to be free 2 s later: what is left of that is
-# for the worker to hear of it, to say why it ends, and for the driver to take its memory.
+# The limit while an engine waits for its pages. A killed engine's pages must be free after 2 s. The rest of that is for
+# the worker to notice, for its last messages, and for the driver to free the memory.
 LEAVING_LIMIT_S = 0.8
 
 
 class CopyProgress:
-    """That of one stream."""
+    """The progress of one stream."""
 
     __slots__ = ("_ended_s", "_name")
 
@@ -28,17 +28,17 @@ class CopyProgress:
         self._ended_s = 0.0
 
     def ended(self, now_s: float) -> None:
-        """A copy is over."""
+        """Record that a copy has ended."""
         self._ended_s = now_s
 
     def check(self, now_s: float, queued_s: float, pools: Iterable[KVPool]) -> None:
-        """A copy is not over yet.
+        """Check a copy that has not ended.
 
         Args:
             now_s, queued_s: of one monotonic clock.
-            pools: that the copy holds.
+            pools: the pools that the copy holds.
         Raises:
-            DeviceError: no copy of this stream has ended for so long that none will.
+            DeviceError: no copy of this stream has ended within the limit.
         """
         since_s = max(queued_s, self._ended_s)
         if now_s - since_s < LEAVING_LIMIT_S:

@@ -1,6 +1,7 @@
-"""A stream of a device: what is queued there is done in its order.
+"""Wraps a stream of a device, which executes queued work in order.
 
-Called by `device_copier`, which has one for each kind of copy, and by `device_launch`.
+Called by `device_copier`, which has one for each kind of copy, and by `device_launch`. Streams are not ordered with
+each other.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ class CopyStream:
     Attributes:
         device: of the stream, with its index; "cpu" runs kernels in Triton's interpreter, at once.
         stream: None on a CPU.
-        handle: of the stream, as the driver knows it; 0 on a CPU.
-        context: the device as the driver knows it; None on a CPU.
+        handle: the driver's handle of the stream; 0 on a CPU.
+        context: the driver's view of the device; None on a CPU.
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
@@ -42,7 +43,7 @@ class CopyStream:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def passed(self) -> bool:
-        """Whether the device has done what was queued here. Raises DeviceError if something of it failed."""
+        """Whether the device has done all work queued here. Raises DeviceError if some of it failed."""
         if self.stream is None:
             return True
         try:
@@ -51,6 +52,6 @@ class CopyStream:
             raise DeviceError(f"the stream's copies on {self.device} failed: {error}") from error
 
     def synchronize(self) -> None:
-        """Wait until the device has done what was queued here."""
+        """Wait until the device has done all work queued here."""
         if self.stream is not None:
             self.stream.synchronize()

@@ -1,7 +1,7 @@
-"""Copies rows from one view to another on a CPU: gather, scatter and pages to pages are this one operation.
+"""Copies rows from one view to another on a CPU. Gather, scatter and direct copy are this one operation.
 
-Called by the pipeline's threads. `rows` is the compiled loop; here its arguments are checked and what lies side by side on
-both sides is joined.
+Called by the pipeline's threads. This module checks the arguments and joins rows that are adjacent on both sides;
+`rows` is the compiled loop, which checks nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from longshore_wire.trailer import TRAILER_BYTES, SealedTrailer, aligned, slab_b
 
 
 class _Over:
-    """The ticket of a copy that was over when it was submitted."""
+    """The ticket of a copy that ended inside `submit`."""
 
     def __init__(self, *, accepted: bool) -> None:
         self._accepted = accepted
@@ -28,7 +28,7 @@ class _Over:
         return True
 
     def end(self) -> bool:
-        """Return whether the trailer was accepted. The memory was let go already."""
+        """Return whether the trailer was accepted. The memory is already released."""
         return self._accepted
 
 
@@ -36,7 +36,7 @@ _DONE, _REFUSED = _Over(accepted=True), _Over(accepted=False)
 
 
 class CpuCopier:
-    """Copies in the thread that submits; see `copier.Copier`. Used by any number of threads."""
+    """Copies in the submitting thread; see `copier.Copier`. Used by any number of threads."""
 
     def __init__(self) -> None:
         """Compile the loop. Raises as `rows.prepare`."""
@@ -46,13 +46,13 @@ class CpuCopier:
         """Do nothing: one compiled loop serves all pools."""
 
     def admit(self, pool: KVPool, pages: Pages, first_page: int, *, to_write: bool, direct: bool) -> None:
-        """Do nothing: page ids are read where they are."""
+        """Do nothing: page ids are read from the host's memory."""
 
     def wait(self, limit_s: float) -> None:
-        """Return: a copy is over when `submit` returns."""
+        """Return: a copy has ended when `submit` returns."""
 
     def submit(self, copy: Copy) -> Ticket:
-        """Copy; see `copier.Copier.submit`. A packed source with a trailer that is refused is not copied."""
+        """Copy; see `copier.Copier.submit`. If `accepts` refuses the trailer of a packed source, nothing is copied."""
         source, target = copy.source, copy.target
         if isinstance(source, Slab):
             if copy.accepts is not None:
@@ -73,27 +73,28 @@ def _packed(slab: Slab, like: View, tokens: tuple[int, int], length_bytes: int) 
     return slab_view(slab.memory.view(slab.offset_bytes, length_bytes), like, tokens)
 
 
-# A slab of at most this size is still in the second-level cache when the transport reads it. A larger one is written past it.
+# A slab of at most this size is still in the L2 cache when the transport reads it. A larger one bypasses the cache.
 _CACHED_BYTES_MAX = 2 << 20
 
 
 def copy_rows(source: View, target: View, tokens: tuple[int, int], trailer: SealedTrailer | None = None) -> int:
     """Copy tokens [first, end) of a sequence. Releases the GIL.
 
-    Page sizes and orders may differ; opaque pages are copied whole, and both sides must have them alike. Other tokens, heads
-    and layers of the target keep their bytes.
+    Page sizes and orders may differ; opaque pages are copied whole, and both sides must have the same ones. Other
+    tokens, heads and layers of the target keep their bytes.
 
     Args:
-        source, target: as many layers and heads on both, of one model; pages of all the tokens. The target's may not repeat.
+        source, target: of one model, with equally many layers and heads, and with pages for all tokens. No page of the
+            target may repeat.
         tokens: (first, end), unaligned at both ends; with PageOrder.OPAQUE the first is aligned.
         trailer: written behind a slab, at the aligned end of its payload; the gap is zeroed.
     Returns:
-        The payload's bytes.
+        The size of the payload in bytes.
     Raises:
         ShapeError: the arguments do not fit each other; names one; nothing was written.
         LongshoreError: a page is out of range or repeated; names its index; nothing was written.
         PoolError: a pool is unregistered.
-        MemoryLostError: an engine has cut its memory short; bytes may be missing.
+        MemoryLostError: an engine has truncated its memory; bytes may be missing.
     """
     with source.in_use(), target.in_use():
         check_fit(source, target, tokens)
@@ -102,7 +103,7 @@ def copy_rows(source: View, target: View, tokens: tuple[int, int], trailer: Seal
         target.check_pages(chosen, unique=True)
         payload = source.payload_bytes(tokens)
         tail = b"" if trailer is None else _tail(trailer, target, payload)
-        # Nothing is gained by having pages in our cache: an engine reads them, in another process and later.
+        # Pages need not be in our cache: an engine reads them, in another process and later.
         stream = target.slab is None or payload > _CACHED_BYTES_MAX
         found = segments(source, target, chosen)
         for near in source.planes:
@@ -115,7 +116,7 @@ def copy_rows(source: View, target: View, tokens: tuple[int, int], trailer: Seal
 
 
 def _tail(trailer: SealedTrailer, target: View, payload: int) -> bytes:
-    """Return what stands behind the payload. The gap is zeros, so that no byte of an older slab travels with this one."""
+    """Return gap and trailer to write behind the payload. A zeroed gap sends no byte of an older slab."""
     if trailer.payload_bytes != payload:
         raise ShapeError(f"trailer.payload_bytes is {trailer.payload_bytes}: the payload has {payload} bytes")
     if target.slab is None or target.slab.size < slab_bytes(payload):

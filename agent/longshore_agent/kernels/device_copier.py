@@ -1,8 +1,7 @@
-"""The copies of a GPU's worker: gathers into its lanes' memory, scatters out of its ring and direct ones into another
-rank's pages, queued and never waited for.
+"""Queues the copies of a GPU's worker: gathers into the lanes' memory, scatters from the ring, and direct copies.
 
-Made and called in the worker's control thread; see `copier` for the seam. Tables of pools and page lists stay on the device
-from one slab to the next.
+Made and called in the worker's control thread, which polls each copy's ticket; see `copier`. Tables of pools and page
+lists stay on the device between slabs. A kernel that is not compiled yet blocks a gather or scatter for about a second.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ from longshore_wire.trailer import TRAILER_BYTES, aligned
 
 _log = logging.getLogger(__name__)
 
-# Page ids that stay on the device, half a kilobyte and more each: of more rooms than are moved at once, on both sides. Some
-# that were forgotten are copied again, while their slab waits.
+# Page lists that stay on the device, half a kilobyte and more each: more than the rooms that move at once, on both
+# sides. A dropped list is copied again while its slab waits.
 _HELD_LISTS_MAX = 4096
-# Shapes of slabs between two sides: a room has two, that of all its slabs and that of the last.
+# Shapes of slabs between two sides. A room has two: one for its last slab, one for all others.
 _SHAPES_MAX = 1024
-# Between two looks at a device that is waited for: some copies of microseconds, when a worker ends.
+# Poll interval of `wait`, which a worker calls when it ends.
 _WAIT_PAUSE_S = 0.0002
 
-# What tells that the device has done a copy: an event behind it or, where the driver has refused that, all of its stream.
+# Shows that the device has done a copy: an event behind it or, if the driver refused the event, the end of its stream.
 Mark = cuda.Event | CopyStream
 # The pools of a copy's sides; None: a slab.
 _Pools = tuple[KVPool | None, KVPool | None]
 
 
 class DeviceCopy:
-    """One queued copy; see `copier.Ticket`. Its pools stay mapped, and its page ids stay, until `end`."""
+    """One queued copy; see `copier.Ticket`. Its pools stay mapped and its page ids stay on the device until `end`."""
 
     __slots__ = ("_accepts", "_copier", "_held", "_mark", "_place", "_progress", "_queued_s")
 
@@ -63,7 +62,7 @@ class DeviceCopy:
         self._queued_s = time.monotonic()
 
     def passed(self) -> bool:
-        """Whether the device has done it. Raises DeviceError if the device has failed or hangs: only a new process mends that."""
+        """Whether the device has done it. Raises DeviceError if the device failed or hangs; the process must end."""
         passed, now_s = self._mark.passed(), time.monotonic()
         if passed:
             self._progress.ended(now_s)
@@ -72,7 +71,7 @@ class DeviceCopy:
         return passed
 
     def end(self) -> bool:
-        """Let everything go, once; the device must have passed it. Returns as `copier.Ticket.end`."""
+        """Release pools, page ids and event, once, after `passed` returned True. Returns as `copier.Ticket.end`."""
         trailer = b"" if self._place is None else self._place.read()
         self._copier.take_back(self._mark, self._place)
         _let_go(self._held)
@@ -83,12 +82,16 @@ class DeviceCopier:
     """See the module. Used by one thread, in which it must be made."""
 
     def __init__(self, device: cuda.Device, lanes: StagingPieces | None, ring: StagingPieces | None) -> None:
-        """Take the staging memory of gathers and of scatters; None: there will be none."""
+        """Open the streams.
+
+        Args:
+            lanes, ring: staging memory of gathers and of scatters; None: this worker has none.
+        """
         device.enter()
         self._driver = device
         self._device = torch.device("cuda", device.index)
         torch.cuda.set_device(self._device)
-        # Streams of their own, so that none waits for one of another kind that was queued before it.
+        # One stream for each kind, so that no copy waits for one of another kind.
         self._gathers, self._scatters, self._directs = (CopyStream(self._device) for _ in range(3))
         self._progress = {
             stream: CopyProgress(f"device {device.name}") for stream in (self._gathers, self._scatters, self._directs)
@@ -96,16 +99,16 @@ class DeviceCopier:
         self._lanes, self._ring = lanes, ring
         self._tables: dict[KVPool, DevicePages] = {}
         self._copies: dict[_Pools, dict[tuple[int, ...], BoundCopy]] = {}
-        # A room has one array of ids, and a new one when it grows.
+        # A room has one array of ids, and a new array after it has grown.
         self._lists: IdentityCache[HeldPages] = IdentityCache(_HELD_LISTS_MAX)
         self._events: list[cuda.Event] = []
         self._places: list[cuda.HostBytes] = []
 
     def prepare(self, pool: KVPool, *, direct: bool) -> None:
-        """See `copier.Copier`: put a pool's table on the device and compile the kernels for it, a second each.
+        """See `copier.Copier`: copy a pool's table to the device and compile its kernels, a second each.
 
-        The shape of a kernel depends on how many heads a peer takes: here are those for every TP size. Direct copies to pools
-        of other page sizes, orders or alignments are compiled when they come.
+        A kernel's shape depends on the number of heads that a peer takes, so there is one for every TP size. Kernels of
+        direct copies to pools of other page sizes, orders or alignments are compiled at the first such copy.
 
         Raises:
             DeviceError: a kernel cannot be compiled.
@@ -120,7 +123,7 @@ class DeviceCopier:
                 BoundCopy(paged, paged, tokens, self._directs).prepare()
 
     def admit(self, pool: KVPool, pages: Pages, first_page: int, *, to_write: bool, direct: bool) -> None:
-        """See `copier.Copier`: queue a copy of page ids to the device, unless they are there, before all that reads them.
+        """See `copier.Copier`: queue a copy of the page ids to the device, if they are not there, before their readers.
 
         Raises:
             ShapeError, LongshoreError, DeviceError: as `HeldPages`.
@@ -129,9 +132,9 @@ class DeviceCopier:
         self._held(pool, pages, first_page, stream, to_write=to_write)
 
     def submit(self, copy: Copy) -> DeviceCopy | None:
-        """See `copier.Copier`. Gathers and scatters are compiled at once, direct copies beside this thread.
+        """See `copier.Copier`. Compiles gathers and scatters in this thread, direct copies in another one.
 
-        Once a direct copy has passed, its bytes are in the target's memory for every later reader: it may be told of them.
+        When a direct copy has passed, every later reader of the target's memory sees its bytes.
         """
         source, target, tokens, trailer, accepts = copy
         if isinstance(source, Slab):
@@ -148,7 +151,7 @@ class DeviceCopier:
                     held.append(side)
             bound = self._bound(source, target, tokens, stream)
             if stream is not self._directs or bound.ready():
-                # Taken before anything is queued: where there is none, nothing may run of which nobody would learn the end.
+                # Take the event before the launch: without one, no launch may run, since its end could not be seen.
                 event = self._events.pop() if self._events else cuda.Event(self._driver)
                 place = None if accepts is None else self._read_trailer(near)
                 bound.queue(near, far, tokens, trailer)
@@ -161,14 +164,14 @@ class DeviceCopier:
         return None
 
     def take_back(self, mark: Mark, place: cuda.HostBytes | None) -> None:
-        """Keep what a copy that has ended used for the next one."""
+        """Keep the event and host memory of an ended copy for the next one."""
         if isinstance(mark, cuda.Event):
             self._events.append(mark)
         if place is not None:
             self._places.append(place)
 
     def wait(self, limit_s: float) -> None:
-        """Wait until the device has done all that was queued here. Raises DeviceError if it has not within `limit_s`."""
+        """Wait until the device has done all queued copies. Raises DeviceError if it has not within `limit_s`."""
         deadline_s = time.monotonic() + limit_s
         while not all(stream.passed() for stream in (self._gathers, self._scatters, self._directs)):
             if time.monotonic() > deadline_s:
@@ -176,7 +179,7 @@ class DeviceCopier:
             time.sleep(_WAIT_PAUSE_S)
 
     def _peers(self, pool: KVPool) -> list[tuple[Paged, tuple[int, int]]]:
-        """Return one page of as many heads as peers of every TP size take, and its tokens."""
+        """Return, for each TP size of a peer, one page with the heads that it takes, and the page's tokens."""
         ids, layers, tokens = np.zeros(1, dtype=np.int32), range(pool.layer_count), (0, pool.layout.page_size)
         views = [pool_view(pool, ids, 0, layers, range(count)) for count in pool.layout.shared_head_counts]
         return [(Paged(view, self._table(pool)), tokens) for view in views]
@@ -190,7 +193,7 @@ class DeviceCopier:
         )
 
     def _read_trailer(self, slab: Place) -> cuda.HostBytes:
-        """Queue a copy of the 64 bytes behind a slab that is to be scattered; return where they will be."""
+        """Queue a copy of the 64 bytes behind a landed slab to the host; return the host memory."""
         assert isinstance(slab, Slab), "only a slab has a trailer"
         begin = slab.offset_bytes + aligned(slab.payload_bytes)
         if begin + TRAILER_BYTES > slab.memory.length_bytes:
@@ -200,7 +203,7 @@ class DeviceCopier:
         return place
 
     def _marked(self, event: cuda.Event, stream: CopyStream) -> Mark:
-        """Return the mark of what was launched on `stream` just now. It runs: nothing may fail here, whatever the driver says."""
+        """Return the mark of the last launch on `stream`. Must not fail, even if the driver does: the launch runs."""
         try:
             event.record(stream.handle)
         except DeviceError as error:
@@ -211,7 +214,7 @@ class DeviceCopier:
     def _bound(
         self, source: View | Slab, target: View | Slab, tokens: tuple[int, int], stream: CopyStream
     ) -> BoundCopy:
-        """Return the copy for all slabs of this shape between two pools, or between one and staging memory."""
+        """Return the copy that serves all slabs of this shape between two pools, or a pool and staging memory."""
         pools = (
             None if isinstance(source, Slab) else source.pool,
             None if isinstance(target, Slab) else target.pool,
@@ -246,7 +249,7 @@ class DeviceCopier:
         return found
 
     def _forget_closed(self) -> None:
-        """Let go of what was made for pools that are unmapped: neighbours' come and go with their engines."""
+        """Drop tables and copies of unmapped pools: neighbours' pools come and go with their engines."""
         closed = {pool for pool in self._tables if pool.wait_closed(0)}
         self._tables = {pool: table for pool, table in self._tables.items() if pool not in closed}
         for pools in [pools for pools in self._copies if not closed.isdisjoint(pools)]:
@@ -254,7 +257,7 @@ class DeviceCopier:
 
 
 def _let_go(held: list[HeldPages]) -> None:
-    """Let go of all pools. Raises DeviceError, after that, if one could not be unmapped."""
+    """Release all pools. Raises DeviceError afterwards if one could not be unmapped."""
     failed: DeviceError | None = None
     for side in held:
         try:

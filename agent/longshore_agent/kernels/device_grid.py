@@ -1,6 +1,6 @@
-"""The grid, the tile and the numbers of one launch of the copy kernel. Pure arithmetic, no tensor library.
+"""Computes grid, tile and counts of one launch of the copy kernel. Pure arithmetic, no tensor library.
 
-Called by `device_launch`; `copy_kernel` says what the kernel makes of the same numbers.
+Called by `device_launch`; `copy_kernel` documents how the kernel uses these numbers.
 """
 
 from __future__ import annotations
@@ -12,35 +12,35 @@ from dataclasses import dataclass
 
 from longshore_agent.errors import ShapeError
 
-# Of one plane's line in the table of planes: its address, then the strides of pages, tokens and heads.
+# Fields of a plane's line in the table of planes: its address, then the strides of pages, tokens and heads.
 PLANE_FIELDS = 4
-# The widest access of a thread. Addresses that are no multiples of it are accessed by a half of it, and so on.
+# The widest access of a thread. Addresses that are not multiples of it use half of it, and so on.
 UNIT_BYTES_MAX = 16
-# The longest number that a kernel can load. Two side by side make a unit of 16 bytes, moved by one access.
+# The longest number that a kernel can load. Two adjacent ones are a unit of 16 bytes, moved by one access.
 _WORD_BYTES_MAX = 8
-# Kernels count tokens in 32 bits, and the last tile may reach beyond the last token.
+# Kernels count tokens in 32 bits, and the last tile may extend beyond the last token.
 _TOKEN_COUNT_MAX = 2**31 - 2**20
-# Kernels count the words of one token's heads in 32 bits, and the last column may reach beyond its end.
+# Kernels count the words of one token's heads in 32 bits, and the last column may extend beyond them.
 TOKEN_BYTES_MAX = 2**30
 # The hardware's limits of a grid.
 _GRID_MAX = (2**31 - 1, 65535, 65535)
 # Offsets inside a tile have 32 bits up to here, and 64 beyond.
 _NARROW_BYTES_MAX = 2**31
-# A tile in one page needs this many bytes to be worth it: below, a program loads the ids of many short pages instead.
+# A tile in one page must have this many bytes. If pages are shorter, a program loads the ids of several instead.
 _ONE_PAGE_BYTES_MIN = 4096
-# A row is cut into columns of a power of two; more columns are used as long as less than this share of them stays idle.
+# Columns are a power of two: the largest one that covers at most this share more words than the best choice does.
 _IDLE_COLUMNS_SHARE_MAX = 1 / 8
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """What may be tried for speed; every choice gives the same bytes.
+    """Parameters that change only the speed of a copy, not its bytes.
 
     Attributes:
         tile_bytes: moved by one program, a power of two from 512 to 65536.
         warps: of one program, a power of two.
-        programs_max: programs of one launch, each of which moves tiles one after another; a program never runs on more
-            than one of the device's processors, so that this also limits how many an engine loses. 0: one for each tile.
+        programs_max: programs of one launch, each of which moves tiles one after another. A program uses one of the
+            device's processors, so this also limits how many an engine loses. 0: one program for each tile.
     """
 
     tile_bytes: int = 16384
@@ -50,7 +50,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Tile:
-    """The shape of what one program moves; see `copy_kernel` for the fields."""
+    """The shape of one program's tile; see `copy_kernel` for the fields."""
 
     unit_bytes: int
     word_bytes: int
@@ -90,10 +90,10 @@ def choose_tile(
     """Choose columns that fit the row and rows that fit the pages.
 
     Args:
-        unit_bytes: of `unit_of`; divides `row_bytes`.
-        row_bytes: of the heads of one token that lie side by side.
+        unit_bytes: from `unit_of`; divides `row_bytes`.
+        row_bytes: of the adjacent heads of one token.
         row_step_bytes: the longest step from one row of a tile to the next, on either side.
-        page_tokens: rows of a page of the source and of the target; 0 for one that is packed.
+        page_tokens: rows of a page of the source and of the target; 0: packed.
         tile_bytes: of `Tuning`.
     """
     word_bytes = min(unit_bytes, _WORD_BYTES_MAX)
@@ -103,12 +103,12 @@ def choose_tile(
     limit = min(covered.values()) * (1 + _IDLE_COLUMNS_SHARE_MAX)
     columns = next(columns for columns in candidates if covered[columns] <= limit)
     rows = tile_words // columns
-    # Pages of both sides can be cut into pieces of so many rows.
+    # Pages of both sides can be cut into pieces of this many rows.
     piece_rows = math.gcd(*page_tokens)
     page_rows = min(rows, piece_rows & -piece_rows)
     one_page = page_rows == rows or page_rows * columns * word_bytes >= _ONE_PAGE_BYTES_MIN
     rows = page_rows if one_page else rows
-    # Products of 64 bits for each row would cost more instructions than the copy itself.
+    # A 64-bit product for each row would cost more instructions than the copy itself.
     narrow = rows * row_step_bytes + tile_bytes < _NARROW_BYTES_MAX
     return Tile(unit_bytes, word_bytes, rows, columns, *page_tokens, one_page, columns >= row_words, narrow)
 
@@ -116,15 +116,15 @@ def choose_tile(
 def choose_grid(
     tile: Tile, row_bytes: int, own_heads: int, plane_count: int, slot: int, row_count: int, programs_max: int
 ) -> Grid:
-    """Return the launch for so many rows of each head.
+    """Return the launch for this many rows of each head.
 
     Args:
-        slot: where the first row lies in its page; where both sides have pages, in the one where it lies later.
+        slot: index of the first row in its page; if both sides have pages, the larger index.
         programs_max: of `Tuning`.
     Raises:
-        ShapeError: more than one launch can copy.
+        ShapeError: one launch cannot copy so much.
     """
-    # Where a tile lies in one page, the first one begins where a page may be cut into such.
+    # If tiles lie in one page, the first tile begins at a multiple of its rows in the page.
     skipped = slot % tile.rows if tile.one_page else 0
     column_tiles = -(-row_bytes // (tile.word_bytes * tile.columns))
     tiles = -(-(skipped + row_count) // tile.rows) * column_tiles

@@ -1,8 +1,9 @@
-"""A Triton kernel, compiled once for each shape of tile and launched through the driver.
+"""Compiles a Triton kernel once for each shape of tile, and launches it through the driver.
 
-Called by `device_launch`. Triton's public launch looks every argument up in Python and takes 30 us and more; here the
-compiled function is kept, and a launch writes its numbers and makes one call. Only this file knows how Triton names that
-function and orders its arguments, which is Triton's own affair: with a version that was not tried, the public launch is used.
+Called by `device_launch`. Triton's public launch inspects each argument in Python and takes 30 us or more. This module
+keeps the compiled function, so that a launch writes its numbers and makes one call. The function's name and the order
+of its arguments are internals of Triton, which only this file uses; with an untested version, it uses the public
+launch.
 """
 
 from __future__ import annotations
@@ -27,36 +28,36 @@ from longshore_wire.errors import Reason
 
 _log = logging.getLogger(__name__)
 
-# Kernels of 3.6 were launched so on H200s; those of 3.9 were compiled, and take the same arguments
-# (tests/agent/test_copy_kernel.py).
+# Kernels of 3.6 were launched through the driver on H200s. Kernels of 3.9 were only compiled; they take the same
+# arguments (tests/agent/test_copy_kernel.py).
 _TRIED_VERSIONS = ("3.6", "3.9")
 _WARP_THREADS = 32
-# Examples of a kernel's values: none makes a kernel of its own, as all have a type and none specializes.
+# Example of a value, for compilation. Every value has a type and none specializes, so one example serves all.
 _ANY_VALUE = 3
-# Every argument has a place of as many bytes, whatever its type.
+# Bytes of each argument's place, for every type.
 _PLACE_BYTES = 8
-# Two addresses of scratch memory stand behind a kernel's own arguments; ours use none.
+# Triton adds two addresses of scratch memory behind a kernel's own arguments; ours use none.
 _SCRATCH_COUNT = 2
-# Triton does not promise to be safe for several threads.
+# Triton does not promise thread safety.
 _TRITON = threading.Lock()
 
 
 class Launch(Protocol):
-    """A launch of which all is known but the values of its arguments."""
+    """A launch that lacks only the values of its arguments."""
 
     def queue(self, *values: int) -> None:
-        """Queue it with these addresses, numbers and words. Raises DeviceError: nothing was queued."""
+        """Queue the launch with these addresses, numbers and words. Raises DeviceError: nothing was queued."""
 
 
 class _Compiled(NamedTuple):
     function: int
     threads: int
     shared_bytes: int
-    kept: Any  # the module goes when this does
+    kept: Any  # keeps the kernel's module loaded
 
 
 class _DriverLaunch:
-    """A launch by one call of the driver."""
+    """A launch through one call of the driver."""
 
     def __init__(
         self, stream: CopyStream, compiled: _Compiled, programs: tuple[int, int, int], block: ArgumentBlock
@@ -80,7 +81,7 @@ class _DriverLaunch:
 
 
 class _PublicLaunch:
-    """A launch as Triton offers it: on a GPU with a version that was not tried, and in the interpreter."""
+    """Triton's public launch, for an untested version of Triton and for its interpreter."""
 
     def __init__(
         self, kernel: Any, stream: CopyStream, programs: tuple[int, int, int], options: dict[str, object]
@@ -97,7 +98,7 @@ class _PublicLaunch:
 
 
 class DeviceKernel:
-    """A kernel whose arguments are values that never specialize, then constants."""
+    """A kernel that takes values, which never specialize, and then constants."""
 
     def __init__(
         self, kernel: Any, constants: Callable[[Tile, Tuning], dict[str, object]], arguments: tuple[int, int, int]
@@ -105,8 +106,8 @@ class DeviceKernel:
         """Compile nothing.
 
         Args:
-            constants: what the kernel takes by name at compile time.
-            arguments: how many addresses, 32-bit numbers and 64-bit words it takes before, in this order.
+            constants: returns the arguments that the kernel takes by name at compile time.
+            arguments: number of addresses, 32-bit numbers and 64-bit words that it takes before them, in this order.
         """
         self._kernel = kernel
         self._constants = constants
@@ -114,10 +115,10 @@ class DeviceKernel:
         self._compiled: dict[tuple[object, ...], _Compiled] = {}
 
     def ready(self, stream: CopyStream, tile: Tile, tuning: Tuning) -> bool:
-        """Whether the kernel of a tile is compiled; if it is not, it is compiled beside this thread from now on.
+        """Whether the kernel of a tile is compiled. If it is not, begin to compile it in another thread.
 
         Raises:
-            DeviceError: it could not be compiled; the next question tries again.
+            DeviceError: the compilation failed; the next call tries again.
         """
         key = _key(stream, tile, tuning)
         if stream.context is None or key in self._compiled:
@@ -125,7 +126,7 @@ class DeviceKernel:
         return _COMPILING.ended((self, key), lambda: self._compile(stream, tile, tuning))
 
     def bind(self, stream: CopyStream, grid: Grid, tuning: Tuning) -> Launch:
-        """Return a launch on `stream`; compile its kernel unless it is there. Raises DeviceError: it could not be compiled."""
+        """Return a launch on `stream`; compile its kernel if necessary. Raises DeviceError if that fails."""
         if stream.context is not None:
             compiled = self._compiled.get(_key(stream, grid.tile, tuning)) or self._compile(stream, grid.tile, tuning)
             if _is_tried(triton.__version__):
@@ -148,7 +149,7 @@ class DeviceKernel:
                     made._init_handles()  # noqa: SLF001 - loads the code; Triton does it at its own first launch otherwise
                     found = _Compiled(made.function, _WARP_THREADS * tuning.warps, made.metadata.shared, made)
             except Exception as error:
-                # Triton has no class of error of its own: a missing C compiler is a RuntimeError, as is much else.
+                # Triton has no error class of its own: a missing C compiler is a RuntimeError, like many other errors.
                 raise DeviceError(
                     f"Triton cannot compile a kernel for {stream.device}: {error}; it needs a C compiler and a directory "
                     "that it may write",
@@ -159,7 +160,7 @@ class DeviceKernel:
 
 
 class ArgumentBlock:
-    """Memory of one kernel's arguments, all in places of 8 bytes."""
+    """Memory for the arguments of one kernel, 8 bytes each."""
 
     def __init__(self, address_count: int, number_count: int, word_count: int) -> None:
         self._struct = struct.Struct(f"<{address_count}Q{'i4x' * number_count}{word_count}q")
@@ -170,27 +171,27 @@ class ArgumentBlock:
         self._arguments = cuda.Arguments((ctypes.c_void_p * place_count)(*places))
 
     def fill(self, *values: int) -> cuda.Arguments:
-        """Write all values; return where they are."""
+        """Write all values; return their addresses for the driver."""
         self._struct.pack_into(self._memory, 0, *values)
         return self._arguments
 
 
 class Compiling:
-    """What is compiled beside the thread that launches it, a second each; asked by that thread.
+    """Compiles kernels, a second each, in a thread of its own. Called by the thread that launches them.
 
-    One thread does this and nothing else; it asks no stream and touches no pages.
+    The compiling thread does nothing else: it uses no stream and touches no pages.
     """
 
     def __init__(self) -> None:
-        # It is started when it is needed.
+        # The executor starts its thread at the first use.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="compile")
         self._under_way: dict[Hashable, Future[object]] = {}
 
     def ended(self, key: Hashable, compile_it: Callable[[], object]) -> bool:
-        """Whether `compile_it` has been called for `key`, beside this thread; begin it if nobody has. True once.
+        """Whether `compile_it` has returned for `key`. If it was not begun, begin it. Returns True once for each run.
 
         Raises:
-            Exception: whatever it raised, once; the next question begins anew.
+            Exception: from `compile_it`, once; the next call begins again.
         """
         found = self._under_way.get(key)
         if found is None:
@@ -207,13 +208,13 @@ _COMPILING = Compiling()
 
 
 def _key(stream: CopyStream, tile: Tile, tuning: Tuning) -> tuple[object, ...]:
-    """Return what launches have in common that one compiled kernel serves."""
+    """Return the key of the launches that one compiled kernel serves."""
     return (stream.context and stream.context.index, tile, tuning)
 
 
 @functools.cache
 def _is_tried(version: str) -> bool:
-    """Whether kernels of this version of Triton may be launched through the driver; says once if they may not."""
+    """Whether kernels of this version of Triton may be launched through the driver. Logs once if they may not."""
     tried = ".".join(version.split(".")[:2]) in _TRIED_VERSIONS
     if not tried:
         _log.warning(

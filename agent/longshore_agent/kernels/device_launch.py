@@ -1,8 +1,8 @@
-"""Copies on a device that have one shape: their checks, their grid, and the launch that serves all of them.
+"""Checks the copies of one shape on a device, chooses their grid once, and queues each of them by one launch.
 
-Called by `device_copier`. A side is an engine's pages, which may lie on another GPU whose memory is mapped for this one, or a
-slab of staging memory. What differs between the copies of one shape is written anew for each: addresses of page ids and
-slabs, the first page, and the trailer. That takes some microseconds of the host.
+Called by `device_copier`. A side is a slab of staging memory or an engine's pages, which may lie on another GPU whose
+memory is mapped for this one. Each copy gets its own addresses of page ids and slabs, first page and trailer, which
+takes the host some microseconds. A copy has not ended when `queue` returns.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from longshore_agent.kernels.view import View, check_fit, check_tokens
 from longshore_wire.trailer import SealedTrailer, slab_bytes
 
 _KERNEL = DeviceKernel(copy_kernel, constants, ARGUMENTS)
-# By whether source and target are slabs: gather, scatter and direct copy. The best of sweeps on H200s:
+# Keys: whether source and target are slabs, for gather, scatter and direct copy. Values: the best of sweeps on H200s:
 # benchmarks/gather_scatter_gpu.py --sweep and benchmarks/direct_gpu.py --sweep.
 TUNINGS = {
     (False, True): Tuning(tile_bytes=8192),
@@ -42,27 +42,27 @@ _NO_TAIL = (0,) * 9
 
 
 class Paged(NamedTuple):
-    """A side in an engine's pages, whose table of planes is on the device."""
+    """A side in an engine's pages, with the table of planes on the device."""
 
     view: View
     table: DevicePages
 
 
 Side = Paged | Slab
-# Where one copy of a shape begins and ends.
+# A side of one copy of a shape.
 Place = HeldPages | Slab
 
 
 class _BoundSide(NamedTuple):
-    """What all copies of one shape have in common on one side: nothing but its name where it is a slab."""
+    """The values that all copies of one shape share on one side. A slab has only a name."""
 
     name: str
     table: DevicePages | None = None
-    planes: int = 0  # address of the first chosen layer's line in the table
+    planes: int = 0  # address of the table's line for the first chosen layer
 
 
 class BoundCopy:
-    """Copies of as many tokens, from the same places of pages to such, of the same layers and heads of two sides."""
+    """All copies of one shape: equally many tokens, at the same places in pages, of the same layers and heads."""
 
     def __init__(
         self, source: Side, target: Side, tokens: tuple[int, int], stream: CopyStream, tuning: Tuning | None = None
@@ -70,10 +70,10 @@ class BoundCopy:
         """Check the first of these copies and choose their grid; queue and compile nothing.
 
         Args:
-            source, target: at most one of them a slab; as many layers and heads on both, of one model.
-            tokens: as of `cpu_copy.copy_rows`.
-            stream: of the device where the tables are; it reaches all addresses.
-            tuning: None: that of `TUNINGS`.
+            source, target: at most one of them a slab; of one model, with equally many layers and heads.
+            tokens: see `cpu_copy.copy_rows`.
+            stream: of the device that holds the tables; it can access all addresses.
+            tuning: None: use `TUNINGS`.
         Raises:
             ShapeError: the two sides do not fit each other, or one launch cannot copy so much; names the argument.
         """
@@ -103,15 +103,15 @@ class BoundCopy:
         self._launch: Launch | None = None
 
     def ready(self) -> bool:
-        """Whether the kernel is compiled; if it is not, it is compiled beside this thread from now on.
+        """Whether the kernel is compiled. If it is not, begin to compile it in another thread.
 
         Raises:
-            DeviceError: it could not be compiled; the next question tries again.
+            DeviceError: the compilation failed; the next call tries again.
         """
         return self._launch is not None or _KERNEL.ready(self._stream, self._grid.tile, self._tuning)
 
     def prepare(self) -> Launch:
-        """Compile the kernel unless that was done, which takes a second. Raises DeviceError."""
+        """Compile the kernel if necessary, which takes a second. Raises DeviceError."""
         if self._launch is None:
             self._launch = _KERNEL.bind(self._stream, self._grid, self._tuning)
         return self._launch
@@ -119,18 +119,20 @@ class BoundCopy:
     def queue(
         self, source: Place, target: Place, tokens: tuple[int, int], trailer: SealedTrailer | None = None
     ) -> None:
-        """Queue the copy of tokens [first, end) by one launch; return when that is queued.
+        """Queue the copy of tokens [first, end) by one launch; return when it is queued.
 
-        The bytes are where they belong, for every later reader on any device, once the stream has passed it: whoever tells of
-        them waits for that first. Pages, lists and slab are in use until then.
+        After the stream has passed the launch, every later reader on any device sees the bytes; announce them only
+        then. Until then, pages, lists and slab are in use.
 
         Args:
-            source, target: page ids of the same pools; slabs as aligned as the first one. A target's pages may not repeat.
-            tokens: as many as the first copy's, and as far from the beginning of their page on either side.
+            source, target: page ids of the same pools, or slabs with the first slab's alignment. A target's pages may
+                not repeat.
+            tokens: equally many as in the first copy, and at the same distance from the beginning of their page on
+                either side.
             trailer: written behind a target that is a slab, after a gap of zeros; nothing behind it is touched.
         Raises:
             ShapeError: an argument breaks the above, named in the message; nothing was launched.
-            LongshoreError: TOKENS_OVERLAP for a target page that stands in its list twice; nothing was launched.
+            LongshoreError: TOKENS_OVERLAP if a target page is in its list twice; nothing was launched.
             DeviceError: the driver refuses the launch, or the kernel cannot be compiled.
         """
         assert tokens[1] - tokens[0] == self._token_count, (tokens, self._token_count)
@@ -147,7 +149,7 @@ class BoundCopy:
         launch.queue(near, near_ids, far, far_ids, *self._same, *tail)
 
     def _placed(self, side: _BoundSide, place: Place, tokens: tuple[int, int], tail_bytes: int) -> tuple[int, int]:
-        """Return the address of a side's planes or slab, and that of the first page id."""
+        """Return the addresses of a side's planes or slab, and of its first page id."""
         if side.table is not None:
             assert isinstance(place, HeldPages), f"{side.name} was pages"
             assert place.pool is side.table.pool, "page ids of another pool"
@@ -162,7 +164,7 @@ class BoundCopy:
             )
         address = memory.address + offset_bytes
         assert address % self._grid.tile.unit_bytes == 0, (address, self._grid.tile)
-        # There are no page ids: nothing reads the second address.
+        # A slab has no page ids, so the second address is not read.
         return address, address
 
 
@@ -176,7 +178,7 @@ def _place_in_pages(side: Side, tokens: tuple[int, int], skipped: int) -> tuple[
     """Return token, gap and head of one side, as `copy_kernel` counts them.
 
     Args:
-        skipped: kernels count rows from the first one of the first tile, which a copy may begin within.
+        skipped: rows of the first tile before the copy's first row; kernels count from the tile's first row.
     """
     if isinstance(side, Slab):
         return -skipped, 0, 0
@@ -186,7 +188,7 @@ def _place_in_pages(side: Side, tokens: tuple[int, int], skipped: int) -> tuple[
 
 
 def shape_of(view: View, tokens: tuple[int, int]) -> tuple[int, ...]:
-    """Return what copies have in common on a side with pages that one `BoundCopy` can queue."""
+    """Return the shape of a side with pages. One `BoundCopy` can queue all copies of equal shapes."""
     layers, heads = view.layers, view.heads
     place = tokens[0] % (view.page_rows * view.row_tokens)
     return tokens[1] - tokens[0], place, layers.start, layers.stop, heads.start, heads.stop
@@ -203,11 +205,11 @@ def _grid(sides: tuple[Side, Side], tokens: tuple[int, int], tuning: Tuning) -> 
         raise ShapeError(f"heads is {view.heads}: {row_bytes * own_heads} bytes a token are above {TOKEN_BYTES_MAX}")
     addresses = [slab.memory.address + slab.offset_bytes for slab in slabs]
     unit_bytes = unit_of(functools.reduce(operator.or_, [*(table.bits for _, table in paged), *addresses]))
-    # From one token to the next: in pages their stride, in a slab all its heads.
+    # Bytes from one token to the next: the stride in pages, all heads of a token in a slab.
     steps = [*(table.token_stride_max for _, table in paged), *(row_bytes * own_heads for _ in slabs)]
     near, far = (0 if isinstance(side, Slab) else side.view.page_rows for side in sides)
     tile = choose_tile(unit_bytes, row_bytes, max(steps), (near, far), tuning.tile_bytes)
     first, end = view.rows(tokens)
-    # Where tiles lie in one page, they begin at the same rows of pages on both sides.
+    # If tiles lie in one page, they begin at the same rows of pages on both sides.
     slot = max(first % side.view.page_rows for side in paged)
     return choose_grid(tile, row_bytes, own_heads, view.plane_count, slot, end - first, tuning.programs_max)

@@ -1,8 +1,8 @@
-"""An engine's pages as a device's kernels see them: a table of planes for the pool, and the page ids of each sequence.
+"""Keeps an engine's pages in the form that kernels read: a pool's table of planes, and the page ids of each sequence.
 
-Called by `device_copier` and `device_launch`. Page ids are a peer's or an engine's: they are checked here, before a kernel
-can turn one into an address. Maps and owns no memory: the regions must stay mapped until every stream has passed the last
-launch on them.
+Called by `device_copier` and `device_launch`. Page ids come from a peer or an engine, so this module checks them before
+a kernel turns one into an address. It does not keep the pages mapped: the caller does, until every stream has passed
+the last launch on them.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ class DevicePages:
     """The pages of one pool in the memory of one device.
 
     Attributes:
-        pool: their layout and geometry, already checked; its own mapping is not looked at.
-        device: where the pages are, with its index; "cpu" for Triton's interpreter.
-        bits: bitwise or of all addresses, and of their steps.
-        token_stride_max: of any plane, in bytes.
-        heads_adjoin: heads of a token lie side by side in every plane.
+        pool: layout and geometry of the pages, already checked. Its own mapping is not used.
+        device: the device of the pages, with its index; "cpu" for Triton's interpreter.
+        bits: bitwise or of all addresses and strides, in bytes.
+        token_stride_max: the longest token stride of a plane, in bytes.
+        heads_adjoin: True: the heads of a token are adjacent in every plane.
     """
 
     def __init__(self, pool: KVPool, region_addresses: Sequence[int], device: torch.device) -> None:
         """Put the table of planes on the device.
 
         Args:
-            region_addresses: of the first byte of each of the pool's regions, in the device's address space.
+            region_addresses: one for each of the pool's regions, of its first byte in the device's address space.
         Raises:
-            PoolError: there are not as many addresses as regions.
+            PoolError: the number of addresses is not the number of regions.
             DeviceError: the device has no memory for the table.
         """
         geometry = pool.geometry
@@ -63,7 +63,7 @@ class DevicePages:
                 "engine takes"
             ) from error
         self.device, self._address = self._planes.device, self._planes.data_ptr()
-        # A step that is never made does not spoil the alignment. An address is always used.
+        # A stride that no index uses does not limit the alignment. The address of a plane is always used.
         counts = (2, pool.page_count, pool.page_tokens, pool.head_count)
         steps = [step for line in lines for step, count in zip(line, counts, strict=True) if count > 1]
         self.bits = functools.reduce(operator.or_, steps, pool.row_bytes)
@@ -79,10 +79,10 @@ class DevicePages:
 
 
 class HeldPages:
-    """Page ids of a sequence in a device's memory, copied there once; keep it until every stream has passed the last launch on it.
+    """The page ids of a sequence, in a device's memory. Keep it until every stream has passed the last launch on it.
 
     Attributes:
-        pool: whose pages they are.
+        pool: the pool of the pages.
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class HeldPages:
         *,
         to_write: bool = False,
     ) -> None:
-        """Check `pages` ([ids] int32, in the host's memory) and copy them; they may be changed after.
+        """Check `pages` ([ids] int32, in the host's memory) and copy them. The caller may change them afterwards.
 
         Args:
-            first_page: which page of the sequence the first id is.
-            stream: of all launches that will read them: the copy is queued there. None: waits for the copy.
-            to_write: see now whether a page stands there twice, which `index_of` would look for first otherwise.
+            first_page: number of the first id's page in the sequence.
+            stream: the stream of all launches that will read them, where the copy is queued. None: wait for the copy.
+            to_write: True: check now for repeated pages; False: `address_of` checks when it is first asked to.
         Raises:
-            ShapeError: `pages` is no such list.
+            ShapeError: `pages` is not such an array.
             LongshoreError: PAGE_OUT_OF_RANGE, names the index.
             DeviceError: the device has no memory for them, or refuses the copy.
         """
@@ -125,19 +125,19 @@ class HeldPages:
         else:
             self._table = torch.tensor(pages, dtype=torch.int32, device=device)
             if self._table.is_cuda:
-                # Launches on other streams read it: none of them waits for this copy by itself.
+                # Launches on other streams read the ids and would not wait for this copy.
                 torch.cuda.current_stream(device).synchronize()
         self._address = self._table.data_ptr()
         self._count = pages.size
-        # Sorting them takes as long as copying them, and a source's may repeat.
+        # The check sorts the ids, which takes as long as the copy. A source's pages may repeat.
         self._is_unique = to_write and _are_unique(pool, self._ids)
 
     def address_of(self, tokens: tuple[int, int], *, unique: bool) -> int:
-        """Return where on the device the id of the first token's page stands, int32, with those of the others behind it.
+        """Return the device address of the id (int32) of the first token's page; the other pages' ids follow it.
 
         Args:
-            tokens: global [first, end), not empty.
-            unique: refuse a list with a page that stands in it twice: two tokens would be written to one place.
+            tokens: [first, end) in the sequence, not empty.
+            unique: refuse a list with a repeated page, since two tokens would be written to one place.
         Raises:
             ShapeError: a token lies in no page of the list.
             LongshoreError: TOKENS_OVERLAP.

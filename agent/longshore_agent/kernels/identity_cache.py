@@ -1,6 +1,7 @@
-"""A cache of values by the identity of the objects that they were made of, such as a page list's copy on a device.
+"""Caches values by the identity of the objects that they were made of, such as a page list's copy on a device.
 
-Used in one thread or under a lock. Comparing lists would take as long as what is saved, so equal objects are not one.
+Used by the copiers and `neighbour_pools`, in one thread or under a lock. Equal objects are different keys: comparing
+lists would take as long as the cache saves.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ Made = TypeVar("Made")
 
 
 class IdentityCache(Generic[Made]):
-    """The values that were asked for last, at most `count_max`."""
+    """The most recently used values, at most `count_max`."""
 
     def __init__(self, count_max: int) -> None:
         self._count_max = count_max
-        # The objects are kept beside what was made of them: no other one gets their identity meanwhile.
+        # The cache keeps the objects, too, so that no other object gets their identity.
         self._values: OrderedDict[tuple[int, ...], tuple[tuple[object, ...], Made]] = OrderedDict()
 
     def get(self, make: Callable[[], Made], *origins: object) -> Made:
-        """Return what `make` returned for these very objects, by calling it if that is not kept; passes its errors on."""
+        """Return the value of these objects. If it is not cached, call `make` and pass on its errors."""
         key = tuple(map(id, origins))
         found = self._values.get(key)
         if found is None:

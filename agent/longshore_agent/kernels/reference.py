@@ -1,4 +1,4 @@
-"""What a copy means, as a loop over rows. Tests and benchmarks hold the CPU's and the GPU's copies to it; nothing else calls it."""
+"""Defines a copy as a loop over rows: the reference for all copiers. Only tests and benchmarks call it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from longshore_wire.trailer import SealedTrailer, aligned
 
 
 def copy(source: View, target: View, tokens: tuple[int, int], trailer: SealedTrailer | None = None) -> int:
-    """See `cpu_copy.copy_rows`; arguments are taken as right, and both sides are pools or slabs of this process."""
+    """See `cpu_copy.copy_rows`. Checks no argument; both sides must be pools or slabs of this process."""
     first, end = source.rows(tokens)
     for plane in range(source.plane_count):
         for row in range(first, end):

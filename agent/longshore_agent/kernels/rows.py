@@ -1,9 +1,9 @@
-"""Copies rows of planes on a CPU: one call for all of them, compiled for this processor when it is first used.
+"""Copies rows of planes on a CPU in one call, by a loop that is compiled for this processor at its first use.
 
 Called by `cpu_copy` with addresses that it has checked; knows no pools, pages or tokens.
 
-Why a compiled loop and not a tensor library: rows are short (one head is 64 to 512 bytes) and lie apart, and what
-limits their copy is that an ordinary store first reads the line that it overwrites. Streaming stores do not. Neither
+Why a compiled loop and not a tensor library: rows are short (one head is 64 to 512 bytes) and not adjacent, and their
+copy is limited by ordinary stores, which first read the line that they overwrite. Streaming stores do not. Neither
 torch nor numpy has them for strided copies. Measured in docs/design/2026-11-23-copies.md.
 """
 
@@ -17,22 +17,22 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-# What a streaming store writes at once: a line of the cache. Rows and strides of other sizes are copied by memcpy.
+# A streaming store writes one cache line. Rows and strides of other sizes are copied by memcpy.
 LINE_BYTES = 64
 
 Numbers = npt.NDArray[np.int64]
 
-# Rows that are copied at once, a line of each in turn: a processor fetches ahead within a page, and so in four at a time.
+# Rows that are copied together, a line of each in turn. A CPU prefetches within a page, and so in four pages at a time.
 _STREAMS = 4
 
 
 def _each(template: str) -> str:
-    """Return the lines of `template` for each of the rows that are copied at once."""
+    """Return the lines of `template` for each of the rows that are copied together."""
     return "".join(template.replace("#", str(row)) for row in range(_STREAMS))
 
 
-# A long run is cut into rows of at most a page of memory, so that they can be copied at once; shorter ones cost more than
-# they gain.
+# A long run is cut into rows of at most a memory page, which can be copied together. Shorter rows cost more than they
+# gain.
 _RUN_UNIT_BYTES_MAX = 4096
 _RUN_UNIT_BYTES_MIN = 512
 
@@ -49,8 +49,8 @@ _STEPS = _each(
 )
 
 # Loops: plane, segment, token, head. A segment is four numbers: its offset from the source's plane, its offset from the
-# target's plane, its tokens, and the bytes of a row. Where streaming stores are used, the tokens of a segment are dealt
-# to _STREAMS groups of neighbours (`group` tokens each, the loops named `many`), and those that are left come last.
+# target's plane, its tokens, and the bytes of a row. With streaming stores, the tokens of a segment are divided among
+# _STREAMS groups of adjacent tokens (`group` tokens each, the loops named `many`); the remaining tokens come last.
 _MODULE = (
     """
 declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
@@ -201,10 +201,10 @@ def copy(
     *,
     stream: bool,
 ) -> None:
-    """Copy all rows of all planes. Nothing is checked: a wrong address ends the process. Releases the GIL.
+    """Copy all rows of all planes. Checks nothing: a wrong address ends the process. Releases the GIL.
 
     Args:
-        source_planes, target_planes: [p], p >= 1, addresses from which offsets count.
+        source_planes, target_planes: [p], p >= 1, addresses to which offsets are added.
         segments: [s, 4], s >= 1, C-contiguous: offset at the source, offset at the target, tokens (>= 1), bytes of a
             row (>= 1).
         source, target: strides on either side.
@@ -228,7 +228,7 @@ def copy(
 
 
 def _run_unit(segments: Numbers) -> int:
-    """Return the bytes of the rows into which segments of one long row each are best cut; 0: leave them as they are."""
+    """Return the best row size in bytes for cutting segments of one long row each; 0: do not cut them."""
     if int(segments[:, 2].max()) > 1:
         return 0
     lengths = int(np.bitwise_or.reduce(segments[:, 3]))
@@ -237,7 +237,7 @@ def _run_unit(segments: Numbers) -> int:
 
 
 def prepare() -> None:
-    """Compile now (some 50 ms) and not in the first transfer."""
+    """Compile the loop now (some 50 ms) instead of in the first transfer."""
     _compiled()
 
 
@@ -252,7 +252,7 @@ def _compiled() -> Callable[..., None]:
     )
     engine = binding.create_mcjit_compiler(binding.parse_assembly(_MODULE), machine)
     engine.finalize_object()
-    # The engine owns the code; it lives as long as this cache, which is as long as the process.
+    # The engine owns the code, so keep it as long as the process.
     _ENGINES.append(engine)
     return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 11)(engine.get_function_address("copy"))
 

@@ -1,8 +1,8 @@
-"""Where KV lies that is to be copied: chosen heads of chosen layers, in an engine's pages or packed into a slab.
+"""Describes the KV of a copy: chosen heads of chosen layers, in an engine's pages or packed into a slab.
 
-Values, checks and arithmetic; copies nothing. A row is one head of one token (with PageOrder.OPAQUE, one blob of one page):
-the longest piece that every layout keeps whole. A slab is a pool with one page: [planes, rows, heads, row bytes] without
-gaps, K of each chosen layer, then V of each.
+Used by the copiers and the pipeline; values, checks and arithmetic, no copies. A row is one head of one token (with
+PageOrder.OPAQUE, one blob of one page): the longest piece that every layout keeps whole. A slab is a pool with one
+page: [planes, rows, heads, row bytes] without gaps, K of each chosen layer, then V of each.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ class View:
     """One side of a copy. Made by `pool_view`, `remote_view` or `slab_view`.
 
     Attributes:
-        pages: [n] int32; `pages[i]` holds rows [first_row + i * page_rows, first_row + (i + 1) * page_rows) of the sequence.
+        pages: [n] int32; `pages[i]` holds rows [first_row + i * page_rows, first_row + (i + 1) * page_rows) of the
+            sequence.
         page_rows: rows of one head in a page.
         first_row: of the sequence, where `pages` begins.
         row_tokens: tokens of a row: 1, or those of a page with PageOrder.OPAQUE.
         row_bytes: bytes of a row.
         layers, heads: chosen ones, counted from the first local one.
-        planes: runs of the chosen planes. `first` counts from the first chosen plane; addresses are those of the first local
+        planes: runs of the chosen planes. `first` counts from the first chosen plane; addresses are of the first local
             head at page 0.
         plane_count: of the chosen layers.
-        pool: whose pages they are; None: a slab, or another process's pages.
-        slab: the memory of a slab; None: these are pages.
+        pool: the pool of the pages; None: a slab, or another process's pages.
+        slab: the memory of a slab; None: pages.
     """
 
     pages: Pages
@@ -55,7 +56,7 @@ class View:
 
     @property
     def first_page(self) -> int:
-        """Which page of the sequence `pages[0]` is."""
+        """The number of page `pages[0]` in the sequence."""
         return self.first_row // self.page_rows
 
     @property
@@ -75,7 +76,7 @@ class View:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Hold the memory while it is copied. Raises as `KVPool.in_use`."""
+        """Hold the memory during a copy. Raises as `KVPool.in_use`."""
         if self.pool is None:
             yield
         else:
@@ -93,7 +94,7 @@ def pool_view(pool: KVPool, pages: Pages, first_page: int, layers: range, heads:
     """Return the view of a pool's pages; `pages[0]` is page number `first_page` of the sequence.
 
     Raises:
-        ShapeError: the layers or heads are not the pool's, or the page ids are no list; names the argument.
+        ShapeError: the pool lacks some of the layers or heads, or `pages` is not [n] int32; names the argument.
     """
     return _pages_view(pool.layout, pool.plane_runs, pages, first_page, layers, heads, pool)
 
@@ -107,7 +108,7 @@ def remote_view(
     layers: range,
     heads: range,
 ) -> View:
-    """Return the view of pages that another process has at these addresses. As `pool_view`; page ids are not checked."""
+    """Return the view of pages at addresses of another process. See `pool_view`; page ids are not checked."""
     return _pages_view(layout, plane_runs(geometry, region_addresses), pages, first_page, layers, heads, None)
 
 
@@ -163,7 +164,7 @@ def check_fit(source: View, target: View, tokens: tuple[int, int]) -> None:
 
 
 def segments(source: View, target: View, rows: tuple[int, int]) -> Numbers:
-    """Cut rows [first, end) where either side's page ends: [m, 5] of source page, slot, target page, slot, row count."""
+    """Cut rows where a page of either side ends. Returns [m, 5]: source page, slot, target page, slot, row count."""
     first, end = rows
     near, far = _page_ends(source, rows), _page_ends(target, rows)
     inner = np.union1d(near, far) if near.size and far.size else near if near.size else far
@@ -178,14 +179,14 @@ def segments(source: View, target: View, rows: tuple[int, int]) -> Numbers:
 
 
 def _page_ends(view: View, rows: tuple[int, int]) -> Numbers:
-    """Return the rows between `rows` where a page begins."""
+    """Return the rows inside `rows` at which a page begins."""
     first, end = rows
     next_page = first - (first - view.first_row) % view.page_rows + view.page_rows
     return np.arange(next_page, end, view.page_rows, dtype=np.int64)
 
 
 def check_tokens(tokens: tuple[int, int], row_tokens: int) -> None:
-    """Raise ShapeError unless tokens [first, end) are some, and begin where a row does."""
+    """Raise ShapeError unless tokens [first, end) are not empty and begin at a row."""
     if not 0 <= tokens[0] < tokens[1]:
         raise ShapeError(f"tokens is {tokens}: give 0 <= first < end")
     if tokens[0] % row_tokens:
