@@ -1,4 +1,4 @@
-"""What an engine imports to move its KV pages through Longshore: msgspec and the standard library only."""
+"""Lets an engine move its KV pages through Longshore. Imports msgspec and the standard library only."""
 
 from __future__ import annotations
 

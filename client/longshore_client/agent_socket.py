@@ -1,6 +1,6 @@
-"""Messages to and from the agent over one socket: framing and descriptors, nothing else.
+"""Sends and receives messages and descriptors over one socket to the agent.
 
-Used by `connection.Connection` only.
+Used by `connection.Connection` only. It does not interpret messages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from longshore_wire.engine_codec import ENGINE_MESSAGE_BYTES_MAX, TO_ENGINE
 from longshore_wire.engine_messages import ToEngine
 from longshore_wire.errors import CodecError
 
-# Messages taken before callers get the lock again.
+# Messages read before callers get the lock again.
 RECEIVE_BATCH_MAX = 64
 _STARVED = frozenset({errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS})
 
@@ -25,10 +25,10 @@ class ConnectionEndedError(ConnectionError):
 
 
 class AgentSocket:
-    """A connected SOCK_SEQPACKET socket that never blocks. Not thread-safe: its owner locks.
+    """A connected, non-blocking SOCK_SEQPACKET socket. Not thread-safe: its owner locks.
 
     Attributes:
-        starved: the kernel had no memory for the message at the head of the outbox: try again in a while.
+        starved: the kernel had no memory for the first message of the outbox; try again after a pause.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -53,7 +53,7 @@ class AgentSocket:
         return self._socket.fileno()
 
     def flush(self, outbox: deque[Outgoing]) -> None:
-        """Send what the socket takes, and remove it from `outbox`. Raises OSError if the connection is gone."""
+        """Send as many messages as the socket accepts and remove them from `outbox`. Raises OSError if it is closed."""
         self.starved = False
         while outbox:
             data, descriptors = outbox[0]
@@ -70,16 +70,16 @@ class AgentSocket:
             outbox.popleft()
 
     def receive(self) -> list[ToEngine]:
-        """Return messages that are there, at most RECEIVE_BATCH_MAX.
+        """Return available messages, at most RECEIVE_BATCH_MAX.
 
         Raises:
-            ConnectionEndedError, OSError: the connection is gone.
-            CodecError: the agent sent something that is no message.
+            ConnectionEndedError, OSError: the connection is closed.
+            CodecError: the agent sent an invalid message.
         """
         messages: list[ToEngine] = []
         while len(messages) < RECEIVE_BATCH_MAX:
             try:
-                # Without room for control data the kernel closes descriptors that an agent should never send.
+                # With no space for control data, the kernel closes descriptors, which an agent must not send.
                 data, _, flags, _ = self._socket.recvmsg(ENGINE_MESSAGE_BYTES_MAX)
             except BlockingIOError:
                 break
@@ -87,7 +87,7 @@ class AgentSocket:
                 raise CodecError(f"a message above {ENGINE_MESSAGE_BYTES_MAX} bytes")
             if not data:
                 if messages:
-                    break  # the end stays readable: the next call finds it again
+                    break  # the end stays readable, so the next call reports it
                 raise ConnectionEndedError("the agent closed the connection")
             messages.append(TO_ENGINE.decode(data))
         return messages

@@ -1,7 +1,7 @@
 """Checks the arguments of the client's calls, before anything is sent.
 
-Called by `client` and `memory`. A check returns the value in the form that messages carry: a number of any integer type becomes an
-int. Each failure is an ArgumentError that names the argument, its value and what is allowed.
+Called by `client` and `memory`. A check returns the value in the form of messages: a number of any integer type becomes
+an int. Each failure is an ArgumentError that names the argument, its value and the allowed values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from longshore_wire.engine_messages import TOKENS_MAX, DeviceRegion, Half, RoomE
 ROOM_MAX = 2**64 - 1
 POOL_MAX = 2**31 - 1
 DESCRIPTOR_MAX = 2**31 - 1
-# Characters of a value that an error shows: more would bury the rest of its text.
+# Characters of a value that an error shows. More would hide the rest of its text.
 SHOWN_MAX = 80
 _SHOWN_AS_POWER_MIN = 1 << 16
 
@@ -31,7 +31,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 def whole_number(name: str, value: object, low: int, high: int) -> int:
-    """Return a number of any integer type as an int in [low, high]; a bool is none."""
+    """Return a number of any integer type as an int in [low, high]. A bool is refused."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -63,7 +63,7 @@ def token_range(first_token: object, end_token: object) -> tuple[int, int]:
 
 
 def text(name: str, value: object) -> str:
-    """Return a text that is not empty, has no NUL and can be encoded."""
+    """Return a text that is not empty, has no NUL and can be encoded as UTF-8."""
     if not isinstance(value, str) or not value or "\0" in value:
         raise ArgumentError(f"{name} is {_shown(value)}: give a text that is not empty and has no NUL")
     try:
@@ -90,7 +90,7 @@ def flag(name: str, value: object) -> bool:
 
 
 def timeout(value: object) -> float:
-    """Return a time to wait, in seconds."""
+    """Return a timeout in seconds."""
     number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     if not 0 <= number <= threading.TIMEOUT_MAX:
         raise ArgumentError(
@@ -100,12 +100,12 @@ def timeout(value: object) -> float:
 
 
 def timeout_or_none(value: object) -> float | None:
-    """Return a time to wait, or None for a wait without a limit."""
+    """Return a timeout in seconds; None: no limit."""
     return None if value is None else timeout(value)
 
 
 def half_of(half: object) -> Half:
-    """Return a half. A string in its place would match no event, and a wait would never end."""
+    """Return a half. A string is refused: it would match no event, so a wait would never end."""
     if not isinstance(half, Half):
         raise ArgumentError(f"half is {_shown(half)}: give Half.SOURCE or Half.TARGET")
     return half
@@ -137,7 +137,7 @@ def device_memory(memory: object) -> TargetMemory:
 
 
 def region_lists(regions: object, count: int, count_max: int) -> tuple[tuple[int, ...], tuple[DeviceRegion, ...]]:
-    """Return descriptors, and regions on a GPU; one of the two is empty.
+    """Return descriptors and regions on a GPU; one of the two tuples is empty.
 
     Args:
         count: number of regions in the pool's geometry.
@@ -163,7 +163,7 @@ def region_lists(regions: object, count: int, count_max: int) -> tuple[tuple[int
 
 
 def struct(name: str, value: object, kind: type[S]) -> S:
-    """Return a struct of ours after a check that each field has its declared type, as an agent will decode it."""
+    """Return a struct of ours if each field has its declared type, since an agent would refuse it otherwise."""
     if not isinstance(value, kind):
         raise ArgumentError(f"{name} is {_shown(value)}: give a {kind.__name__}")
     try:
@@ -183,7 +183,7 @@ def _decoder(kind: type[S]) -> msgspec.msgpack.Decoder[S]:
 
 
 def _place(value: Any, path: str) -> tuple[str, object]:
-    """Return the name of a place within a value, whose structs are arrays in messages, and the value there."""
+    """Return the name and the value of a place within a value. Structs are arrays in messages."""
     place = ""
     for index in map(int, re.findall(r"\[(\d+)\]", path)):
         if isinstance(value, msgspec.Struct):

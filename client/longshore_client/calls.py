@@ -1,6 +1,6 @@
-"""A call to the agent on its way: what it says, and its answer. Pure: no I/O, no clock.
+"""Holds one call to the agent: its messages, and its answer. Pure: no I/O, no clock.
 
-Made by `client.Client`, carried by `core.Core`.
+Made by `client.Client`, sent and settled by `core.Core`.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ CallMessages = tuple[Offer | Receive | RegisterPool | UnregisterPool | Cancel, .
 
 
 class Outgoing(NamedTuple):
-    """One message for the agent's socket; the descriptors travel with it and stay open."""
+    """One message for the agent's socket. Its descriptors are sent with it and stay open."""
 
     data: bytes
     descriptors: tuple[int, ...] = ()
 
 
 class Call:
-    """One call to the agent: what it says, and the answer once there is one.
+    """One call to the agent: its messages, and the answer when it has arrived.
 
     Attributes:
-        number: unique in the client's life, so it may be said again to a new agent.
-        message: the first of its messages; the others are further parts of the same.
+        number: unique in the client's life, so the call can be repeated to a new agent.
+        message: the first of its messages; the others are further parts of the same request.
         outgoing: its messages as bytes; empty once it is settled.
-        key: the half that an offer or a claim speaks of.
-        again: what an earlier agent accepted, said to a new one; nobody waits for it.
+        key: the half of an offer or a claim.
+        again: True: repeats to a new agent what an earlier one accepted; no caller waits for it.
         given_up: the caller no longer waits.
-        done: its half was reported as done before the answer came.
-        answer: None also where there never is one.
+        done: its half was reported as done before the answer arrived.
+        answer: None: not yet, or never.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Call:
         descriptors: tuple[int, ...] = (),
         again: bool = False,
     ) -> None:
-        """Encode the messages. Raises CodecError: one is too long."""
+        """Encode the messages. Raises CodecError if one is too long."""
         self.message = messages[0]
         self.messages = messages
         self.number = self.message.request
@@ -68,5 +68,5 @@ class Call:
 
     @property
     def outlives_agent(self) -> bool:
-        """Whether a new agent has to hear it; otherwise it has succeeded once the worker is dead."""
+        """Whether it must be repeated to a new agent. Otherwise the death of the worker fulfils it."""
         return not isinstance(self.message, UnregisterPool | Cancel)

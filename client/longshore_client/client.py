@@ -1,7 +1,7 @@
-"""The engine's side of Longshore: share pools, offer pages, claim pages, hear what became of them.
+"""Offers an engine the calls of Longshore: share pools, offer pages, claim pages, and get events of their rooms.
 
-Called by engines and connectors, from any thread. Blocking calls wait for the agent's answer only, never for a
-transfer. It checks arguments, locks and waits: `core` decides everything, and `connection` holds the socket.
+Called by engines and connectors, from any thread. A blocking call waits only for the agent's answer, never for a
+transfer. This module checks arguments, locks and waits; `core` decides everything, and `connection` holds the socket.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from longshore_wire.engine_messages import (
 from longshore_wire.errors import LongshoreError, RoomError
 from longshore_wire.layout import KVLayout, PoolGeometry
 
-# An agent answers in well under a millisecond; a worker's restart takes seconds and a call may outlive it.
+# An agent answers in well under a millisecond. A worker's restart takes seconds, and a call may outlast it.
 CALL_TIMEOUT_S = 30.0
-# Descriptors that the kernel passes in one message (SCM_MAX_FD).
+# The kernel's limit of descriptors in one message (SCM_MAX_FD).
 REGIONS_PER_POOL_MAX = 253
 ENDED = frozenset({RoomEventKind.DONE, RoomEventKind.FAILED})
 
@@ -64,7 +64,7 @@ def connect(
     roles: Collection[Half] = (Half.SOURCE, Half.TARGET),
     timeout_s: float = 60.0,
 ) -> Client:
-    """Register this engine rank at its node's agent; tries until an agent welcomes it or `timeout_s` is over.
+    """Register this engine rank at its node's agent. Retries until an agent accepts it or `timeout_s` is over.
 
     Args:
         path: the agent's engine socket.
@@ -75,9 +75,9 @@ def connect(
     Raises:
         ArgumentError: an argument is of another type, or out of range.
         LayoutError: the layout cannot exist.
-        HelloRefused: the agent refuses this engine, at once, or still when `timeout_s` is over where that may pass (BUSY: an
-            engine rank of this name is there); `reason` says why.
-        CodecError: what listens there does not speak this protocol.
+        HelloRefused: the agent refuses this engine; `reason` says why. If the cause may pass (BUSY: an engine rank of
+            this name is registered), this is raised only when `timeout_s` is over.
+        CodecError: the process that listens there does not speak this protocol.
         ConnectError: no agent answered in time.
     """
     hello = Hello(
@@ -98,8 +98,8 @@ def connect(
 class Client:
     """One engine rank's connection to its agent; made by `connect`. Every method may be called from any thread.
 
-    When the agent's worker dies, the client finds the new one by itself and tells it of every pool, open offer and
-    open claim; calls in flight are made again. Nothing that was reported is reported twice.
+    When the agent's worker dies, the client connects to the new one by itself and repeats every pool, open offer, open
+    claim and unanswered call. No event is reported twice.
     """
 
     def __init__(self, hello: Hello, connection: Connection) -> None:
@@ -119,7 +119,7 @@ class Client:
 
     @property
     def epoch(self) -> int:
-        """The life of the worker that serves this engine; another number after it was restarted."""
+        """The number of the worker's life that serves this engine; another number after a restart."""
         return self._core.welcome.epoch if self._core.welcome is not None else 0
 
     @property
@@ -129,19 +129,19 @@ class Client:
 
     @property
     def connected(self) -> bool:
-        """Whether a worker serves this engine now and knows all that is open."""
+        """Whether a worker serves this engine now and has been told of everything that is open."""
         return self._core.state is State.READY
 
     @property
     def open_count(self) -> int:
-        """How many halves of rooms are open: offered or claimed, and not RELEASED."""
+        """The number of open halves of rooms: offered or claimed, and not RELEASED."""
         with self._changed:
             return len(self._core.ledger)
 
     def is_open(self, room: int, half: Half, instance: str, *, pool: int = 0) -> bool:
         """Whether a half is open: a part of it was, or may have been, accepted, and it is not RELEASED.
 
-        Tells what became of a call that met CallTimeout or AgentLost: once this is False nobody has its pages.
+        Ask this after a CallTimeout or AgentLost: when it is False, no process uses the half's pages.
         """
         key = HalfKey(
             arguments.half_of(half),
@@ -154,14 +154,14 @@ class Client:
 
     @property
     def dropped_event_count(self) -> int:
-        """How many events were forgotten because nobody took them."""
+        """The number of events that were dropped because no call took them."""
         return self._core.dropped_event_count
 
     def endpoint(self, timeout_s: float) -> Endpoint:
-        """Return how decode reaches all ranks of this instance; waits until all of them are registered.
+        """Return the endpoint by which decode reaches all ranks of this instance. Waits until all are registered.
 
         Raises:
-            WaitTimeout: they were not in time; names how many are there.
+            WaitTimeout: some were not registered in time; says how many were.
             ClientClosed: the client was closed.
         """
         timeout_s = arguments.timeout(timeout_s)
@@ -192,13 +192,14 @@ class Client:
     ) -> None:
         """Share a pool of pages with the agent.
 
-        A page that an open room writes is refused to other rooms of its pool. Pools must not overlap: nobody looks across them.
+        While an open room writes a page, other rooms of the pool cannot claim it. Pools must not overlap: no check
+        covers that.
 
         Args:
             pool: any number, by which `send` and `receive` name it.
             geometry: where the pages lie; see `memory.pool_geometry`.
-            regions: one file descriptor for each of `geometry.region_bytes`, of which the client keeps duplicates; or one
-                of `cuda.device_region` for each, whose memory must stay allocated until the pool is unregistered.
+            regions: for each of `geometry.region_bytes`, a file descriptor, which the client duplicates; or a
+                `cuda.device_region`, whose memory must stay allocated until the pool is unregistered.
         Raises:
             ArgumentError: the pool is registered already, or the regions do not fit the geometry.
             PoolRefused: the agent cannot map it.
@@ -218,7 +219,7 @@ class Client:
         self._wait_answer(call, f"register_pool {pool}", timeout_s, PoolRefused)
 
     def unregister_pool(self, pool: int, *, timeout_s: float | None = None) -> None:
-        """Take a pool back; its open rooms fail. Returns once nobody touches its pages: only then free them.
+        """Withdraw a pool; its open rooms fail. When this returns, no process uses its pages: free them only then.
 
         Raises:
             PoolRefused: there is no such pool.
@@ -243,18 +244,18 @@ class Client:
     ) -> None:
         """Offer tokens [first_token, end_token) of a room, computed and visible in `pages`. Never waits for a transfer.
 
-        Chunks come in order without gaps. The pages belong to the room until its RELEASED event.
+        Offer chunks in order, without gaps. The pages belong to the room until its RELEASED event.
 
         Args:
             room: 0 to 2**64 - 1, unique in this instance.
-            pages: [page_count] ids, or the same as packed int32, little endian; the first is page number
-                `first_token // page_size` of the sequence, the last holds token `end_token - 1`.
-            last: `end_token` is the sequence's length. Such a chunk may be empty.
+            pages: [page_count] ids, or packed int32, little endian; the first is page number `first_token // page_size`
+                of the sequence, the last holds token `end_token - 1`.
+            last: True: `end_token` is the sequence's length. Such a chunk may be empty.
         Raises:
             ArgumentError: pages and tokens do not fit together; nothing was sent.
-            Busy: make the same call again after the hint; a part that was taken is not sent twice.
-            RoomError: the room does not take this chunk; `reason` says why.
-            AgentLost: the agent is away: make the same call again; a part that was taken is not sent twice.
+            Busy: make the same call again after the hint; an accepted part is not sent twice.
+            RoomError: the room refuses this chunk; `reason` says why.
+            AgentLost: the agent is away. Make the same call again; an accepted part is not sent twice.
             CallTimeout: the agent did not answer; cancel the room.
             ClientClosed: the client was closed.
         """
@@ -295,12 +296,12 @@ class Client:
         """Claim tokens [first_token, end_token) of a room into `pages`. Never waits for a transfer.
 
         Args:
-            room: as the prefill engine named it.
-            endpoint: what `endpoint()` returned at the prefill engine.
-            pages: as `send`; those before `first_token` (a prefix that is here already) are left out.
+            room: the prefill engine's number of the room.
+            endpoint: the result of `endpoint()` at the prefill engine.
+            pages: see `send`; without the pages before `first_token` (a prefix that is here already).
             end_token: the sequence's length; equal to `first_token` for a full hit.
-            memory: DEVICE. HOST is refused: it is not built yet.
-            digest: False. True is refused: it is not built yet.
+            memory: DEVICE. HOST is refused: it is not implemented.
+            digest: False. True is refused: it is not implemented.
         Raises:
             ArgumentError, Busy, RoomError, AgentLost, CallTimeout, ClientClosed: as `send`.
         """
@@ -331,14 +332,16 @@ class Client:
     def cancel(
         self, room: int, half: Half, *, instance: str | None = None, pool: int = 0, timeout_s: float = CALL_TIMEOUT_S
     ) -> None:
-        """Ask for the end of a half. FAILED and RELEASED follow; before RELEASED its pages are not yours.
+        """Cancel a half. FAILED and RELEASED follow; do not use its pages before RELEASED.
 
-        If it is not open here, no event follows. For a SOURCE half the agent still hears it, and refuses later claims.
+        If the half is not open here, no event follows. A SOURCE half is still cancelled at the agent, which refuses
+        later claims.
 
         Args:
-            instance: the prefill instance; None: whichever has this room open.
+            instance: the prefill instance; None: each instance that has this room open.
         Raises:
-            AgentLost, CallTimeout, ClientClosed: as `send`; for an open half the wish is kept for a new agent.
+            AgentLost, CallTimeout, ClientClosed: as `send`; the cancellation of an open half is repeated to a new
+                agent.
         """
         room, half, pool = arguments.room_number(room), arguments.half_of(half), arguments.pool_number(pool)
         instance = None if instance is None else arguments.text("instance", instance)
@@ -353,12 +356,12 @@ class Client:
             self._tell(Call((message,)), what, timeout_s)
 
     def poll(self, timeout_s: float = 0.0) -> list[RoomEvent]:
-        """Return the events since the last call, in order. An event goes to `poll` or to one `wait`.
+        """Return the events since the last call, in order. Each event is returned once, by `poll` or by one `wait`.
 
         Args:
-            timeout_s: how long to wait if there is none; 0: never block.
+            timeout_s: how long to wait if there is none; 0: do not block.
         Raises:
-            ClientClosed: the client was closed, and every event was taken.
+            ClientClosed: the client was closed, and all events were returned.
         """
         timeout_s = arguments.timeout(timeout_s)
         with self._changed:
@@ -380,10 +383,10 @@ class Client:
         *,
         pool: int = 0,
     ) -> RoomEvent:
-        """Take and return the first event of a half that is one of `kinds`; other events stay for others.
+        """Wait for the first event of a half that is one of `kinds`, and return it. Other events stay for other calls.
 
         Raises:
-            WaitTimeout: there was none in time (None: no limit).
+            WaitTimeout: no such event came within `timeout_s` (None: no limit).
             ClientClosed: the client was closed.
         """
         room, half, pool = arguments.room_number(room), arguments.half_of(half), arguments.pool_number(pool)
@@ -405,7 +408,7 @@ class Client:
             return event
 
     def close(self) -> None:
-        """Leave the agent: it lets everything of this engine go at once. Waits in other threads end. Idempotent."""
+        """Leave the agent, which then releases all of this engine's memory. Waits in other threads end. Idempotent."""
         self._connection.close()
 
     # -- calls -----------------------------------------------------------------------------------------------------
@@ -426,7 +429,7 @@ class Client:
             self._connection.carry_out()
 
     def _wait_answer(self, call: Call, what: str, timeout_s: float | None, refused: type[LongshoreError]) -> None:
-        """Wait until an agent, whichever it is by then, has accepted a call that was entered."""
+        """Wait until the agent, or a later one, has accepted an entered call."""
         if not self._connection.wait(call, timeout_s):
             with self._changed:
                 if not call.settled:

@@ -1,6 +1,6 @@
-"""The connection of a client to its agent: the socket, the thread that keeps it alive, and descriptors.
+"""Keeps a client connected to its agent: owns the socket, its thread, and the descriptors.
 
-Used by `client.Client` only. It tells the core of messages and of time and carries out its effects; it decides nothing
+Used by `client.Client` only. It passes messages and time to the core and applies the core's effects. It decides nothing
 and knows nothing of rooms, pools or calls.
 """
 
@@ -17,7 +17,7 @@ from longshore_client.core import Core, State
 from longshore_client.errors import ArgumentError
 from longshore_wire.errors import CodecError
 
-# The kernel had no memory for a message: ask again after this.
+# Pause after the kernel had no memory for a message.
 STARVED_WAIT_S = 0.01
 
 
@@ -30,18 +30,18 @@ class Connection:
         self._path = path
         self._process_id = os.getpid()
         self._socket: AgentSocket | None = None
-        self._waiting: dict[int, threading.Event] = {}  # by the number of the call
+        self._waiting: dict[int, threading.Event] = {}  # by number of the call
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # A daemon: an engine that ends without `close` must not be kept alive by us.
+        # A daemon thread does not keep an engine alive that ends without `close`.
         self._thread = threading.Thread(target=self._run, name="longshore-link", daemon=True)
 
     # -- callers' threads ------------------------------------------------------------------------------------------
 
     def start(self, timeout_s: float) -> None:
-        """Connect; return once an agent has said Welcome.
+        """Connect; return when an agent has sent Welcome.
 
         Raises:
-            HelloRefused, CodecError, ConnectError: it never did; the connection is closed.
+            HelloRefused, CodecError, ConnectError: no agent has; the connection is closed.
         """
         self._thread.start()
         with self.changed:
@@ -53,24 +53,24 @@ class Connection:
         raise error
 
     def check_process(self, what: str) -> None:
-        """Raise ArgumentError in a forked child: threads do not survive a fork."""
+        """Raise ArgumentError in a forked child, which does not have the thread."""
         if os.getpid() != self._process_id:
             raise ArgumentError(f"{what}: this client belongs to process {self._process_id}: connect in this one")
 
     def carry_out(self) -> None:
-        """Do what the core wants after it was told of something. Called under the lock."""
+        """Apply the core's effects. Called under the lock, after each change of the core."""
         self._carry_out()
         if self.core.outbox:
             os.eventfd_write(self._wake, 1)
 
     def expect(self, call: Call) -> None:
-        """Prepare to wait for a call that was entered. Called under the lock, before `carry_out`."""
+        """Prepare to wait for an entered call. Called under the lock, before `carry_out`."""
         self._waiting[call.number] = threading.Event()
 
     def wait(self, call: Call, timeout_s: float | None) -> bool:
-        """Wait until a call is settled and its effects are carried out, at most `timeout_s` (None: no limit).
+        """Wait until a call is settled and its effects are applied, at most `timeout_s` (None: no limit).
 
-        Returns whether it is; it was expected before.
+        Call `expect` first. Returns whether the call is settled.
         """
         event = self._waiting.get(call.number)
         return event is None or event.wait(timeout_s)
@@ -78,7 +78,7 @@ class Connection:
     def close(self) -> None:
         """End the thread and the connection; calls and waits in other threads end. Idempotent.
 
-        Does nothing in a forked child, which has no thread of ours: the connection is its parent's.
+        Does nothing in a forked child: the connection belongs to its parent.
         """
         if os.getpid() != self._process_id:
             return
@@ -97,7 +97,7 @@ class Connection:
             while self.core.state is not State.CLOSED:
                 self._turn()
         finally:
-            # Also after a mistake of ours: whoever waits must learn that nobody will answer.
+            # Also after a bug of ours: waiting callers must learn that no answer will come.
             with self.changed:
                 self.core.close()
                 self._carry_out()
@@ -122,7 +122,7 @@ class Connection:
                 self._exchange(connected, time.monotonic())
 
     def _advance(self, now_s: float) -> float:
-        """Dial and do what is due; return how long nothing else is, in seconds."""
+        """Connect if necessary and do all due work; return the time until more is due, in seconds."""
         if self.core.should_dial(now_s):
             try:
                 self._socket = AgentSocket.dial(self._path)
@@ -136,7 +136,7 @@ class Connection:
         return wait_s
 
     def _exchange(self, connected: AgentSocket, now_s: float) -> None:
-        """Send and read what there is."""
+        """Send and receive available messages."""
         try:
             connected.flush(self.core.outbox)
             for message in connected.receive():
@@ -151,10 +151,10 @@ class Connection:
             try:
                 self._socket.flush(self.core.outbox)
             except OSError as error:
-                # The thread meets the broken connection too, and then sends what has no answer to the next agent.
+                # The thread will also see the broken connection, and then repeats unanswered calls to the next agent.
                 self.core.last_error = str(error)
         effects = self.core.take_effects()
-        # Before callers are woken: a pool that was refused or taken back leaves nothing open when its call returns.
+        # Close before waking callers: when the call of a refused or withdrawn pool returns, no descriptor is open.
         for descriptor in effects.unused:
             os.close(descriptor)
         for call in effects.settled:
@@ -165,7 +165,7 @@ class Connection:
             self.changed.notify_all()
 
     def _hang_up(self) -> None:
-        """Close the socket if the core has no use for it any more. Called by the thread, which may be polling it else."""
+        """Close the socket if the core no longer needs it. Called by the thread only, which may be polling it."""
         if self._socket is not None and self.core.state in (State.DOWN, State.CLOSED):
             self._socket.close()
             self._socket = None

@@ -1,7 +1,7 @@
-"""What a client has open, and what it says to its agent: a state machine without socket, thread, lock or clock.
+"""Decides a client's messages and events: a state machine without socket, thread, lock or clock.
 
-Made by `client.connect`; told by `connection.Connection` of messages and of time, and by `client.Client` of calls. It
-answers with messages in `outbox`, room events in `events`, and `take_effects`; the order of messages is the order in `outbox`.
+Made by `client.connect`. `connection.Connection` passes messages and time to it, `client.Client` passes calls. It puts
+messages into `outbox`, in their order, and room events into `events`; `take_effects` returns all other effects.
 """
 
 from __future__ import annotations
@@ -45,48 +45,49 @@ from longshore_wire.engine_messages import (
 )
 from longshore_wire.errors import CodecError, LongshoreError, Reason
 
-# Messages that wait for room in the socket: a claim of a million pages is 123, and each thread has one call open.
+# Messages that wait for space in the socket. A claim of a million pages is 123 messages, and each thread has one open
+# call.
 OUTBOX_MESSAGES_MAX = 4096
-# Events that nobody has taken: three a half of 65,536 halves would be a caller who never polls. The oldest go first.
+# Events that no call has taken: three for each of 65,536 halves. Beyond that the caller never polls; drop the oldest.
 EVENTS_MAX = 196_608
-# Tries to reach the agent: at once after a worker's restart, at least four times a second while it is away.
+# Pause between attempts to connect: at once after a worker's restart, then at least four attempts a second.
 RECONNECT_WAIT_MIN_S = 0.02
 RECONNECT_WAIT_MAX_S = 0.25
-# A connection that lived this long was no failure to connect: the next tries start fast again.
+# After a connection that lasted this long, the pauses start small again.
 RECONNECT_WAIT_RESET_S = 5.0
-# A worker may have to be started before it can answer Hello: imports, staging memory, transport.
+# Limit for Welcome. The agent may first start a worker: imports, staging memory, transport.
 WELCOME_WAIT_MAX_S = 120.0
-# A slow agent may have read something after this: the hint of Busy.
+# Hint of Busy for a full outbox, in which time a slow agent may have read a message.
 SLOW_AGENT_WAIT_S = 0.01
-# A lease of less would keep the thread busy with renewing.
+# A shorter lease would keep the thread busy with renewals.
 RENEW_WAIT_MIN_S = 0.01
-# What may pass: the same Hello can be accepted a moment later.
+# Refusals that may pass: the same Hello can be accepted a moment later.
 PASSING = frozenset({Reason.BUSY, Reason.SHUTTING_DOWN, Reason.WORKER_LOST, Reason.INTERNAL})
 
 
 class State(Enum):
-    """The life of the connection."""
+    """The state of the connection."""
 
     DOWN = "down"
-    GREETING = "greeting"  # Hello is said, Welcome is open
-    TELLING = "telling"  # the new agent hears what is open
+    GREETING = "greeting"  # Hello is sent, Welcome is pending
+    TELLING = "telling"  # everything that is open is repeated to the new agent
     READY = "ready"
     CLOSED = "closed"
 
 
 class Pool(NamedTuple):
-    """A pool as it was registered; the descriptors are ours, duplicated from the caller's."""
+    """A registered pool. Its descriptors are our duplicates of the caller's."""
 
     message: RegisterPool
     descriptors: tuple[int, ...]
 
 
 class Effects(NamedTuple):
-    """What has to be done outside, beside sending the outbox."""
+    """Work for the connection, besides sending the outbox."""
 
-    settled: Sequence[Call] = ()  # whose callers must be woken
+    settled: Sequence[Call] = ()  # wake their callers
     unused: Sequence[int] = ()  # descriptors to close
-    news: bool = False  # whoever waits for an event, an endpoint or a state must look again
+    news: bool = False  # wake all callers that wait for an event, an endpoint or a state
 
 
 _NO_EFFECTS = Effects()
@@ -96,7 +97,7 @@ class Core:
     """Pools, open halves, calls and events of one client, through all connections of its life. Not thread-safe.
 
     Args:
-        path: where the agent is, for messages only.
+        path: of the agent's socket, for error texts only.
     """
 
     def __init__(self, hello: Hello, path: str) -> None:
@@ -111,17 +112,17 @@ class Core:
         self.last_error = "no agent was tried yet"
         self._path = path
         self._hello = Outgoing(TO_AGENT.encode(hello))
-        self._refusal: LongshoreError | None = None  # of the first Hello: there is no use in going on
-        self._turned_away: HelloRefused | None = None  # by the last agent that was reached, for something that may pass
+        self._refusal: LongshoreError | None = None  # of the first Hello, for good: stop trying
+        self._turned_away: HelloRefused | None = None  # by the last agent that was reached, for a cause that may pass
         self._numbers = itertools.count(1)
         self._calls: dict[int, Call] = {}
         self._telling: deque[Call] = deque()
-        self._told_again: dict[HalfKey, list[Call]] = {}  # to the agent that is connected
+        self._told_again: dict[HalfKey, list[Call]] = {}  # calls repeated to the connected agent
         self._telling_sent = False
         self._dial_at_s = 0.0
         self._dial_wait_s = RECONNECT_WAIT_MIN_S
         self._up_since_s = 0.0
-        self._due_s = 0.0  # of the state: GREETING gives up, TELLING says it again
+        self._due_s = 0.0  # when GREETING gives up, and when TELLING repeats a call
         self._renew_every_s = 1.0
         self._renew_at_s = 0.0
         self._settled: list[Call] = []
@@ -129,7 +130,7 @@ class Core:
         self._news = False
 
     def take_effects(self) -> Effects:
-        """Return what has to be done outside since the last call."""
+        """Return the effects since the last call."""
         if not (self._settled or self._unused or self._news):
             return _NO_EFFECTS
         effects = Effects(self._settled, self._unused, self._news)
@@ -139,7 +140,7 @@ class Core:
     # -- calls -----------------------------------------------------------------------------------------------------
 
     def next_number(self) -> int:
-        """Return a request number that was never used."""
+        """Return an unused request number."""
         return next(self._numbers)
 
     def check_open(self, what: str) -> None:
@@ -148,12 +149,12 @@ class Core:
             raise ClientClosed(f"{what}: the client is closed: connect again")
 
     def enter(self, call: Call, what: str) -> None:
-        """Take a call; it is sent at once if an agent is there. Its descriptors are the core's from then on.
+        """Accept a call, and send it at once if an agent is connected. The core then owns its descriptors.
 
         Raises:
-            ClientClosed, Busy: it was not taken.
-            ArgumentError, PoolRefused: its pool is registered already, or is not.
-            RoomError: its half has ended or was cancelled, or it is a claim that is open already.
+            ClientClosed, Busy: the call was not accepted.
+            ArgumentError, PoolRefused: its pool is already registered, or is not registered.
+            RoomError: its half has ended or was cancelled, or it is a claim that is already open.
         """
         self.check_open(what)
         if len(self.outbox) + len(call.outgoing) > OUTBOX_MESSAGES_MAX:
@@ -171,16 +172,16 @@ class Core:
             self.outbox += call.outgoing
 
     def cancel(self, half: Half, instance: str | None, room: int, pool: int) -> list[HalfKey]:
-        """Note that open halves are to end, and return them; None fits every instance."""
+        """Mark open halves as cancelled and return them. `instance` None matches every instance."""
         keys = self.ledger.find(half, instance, room, pool)
         for key in keys:
             self.ledger.cancelled(key)
         return keys
 
     def give_up(self, call: Call) -> None:
-        """Note that the caller of a call without an answer no longer waits."""
+        """Record that the caller of an unanswered call no longer waits."""
         if self.state is not State.READY and call.outlives_agent:
-            # No agent that lives has heard of it, and none will.
+            # No living agent has received it, and none will.
             self._answer(call, Refused(call.number, Reason.WORKER_LOST, "withdrawn"))
             return
         call.given_up = True
@@ -188,7 +189,7 @@ class Core:
             self.ledger.gave_up(call.number)
 
     def no_answer(self, what: str, timeout_s: float | None) -> LongshoreError:
-        """Return the error of a call that has no answer in time."""
+        """Return the error of a call that got no answer in time."""
         if self.state is State.READY:
             return CallTimeout(
                 f"{what}: the agent has not answered within {timeout_s} s and may still accept it: cancel the room "
@@ -200,7 +201,7 @@ class Core:
         )
 
     def connect_error(self, timeout_s: float) -> LongshoreError:
-        """Return why no agent has said Welcome in time."""
+        """Return the error if no agent has sent Welcome in time."""
         if self._refusal is not None:
             return self._refusal
         if self._turned_away is not None:
@@ -213,7 +214,7 @@ class Core:
     def find_event(
         self, half: Half, instance: str | None, room: int, pool: int, kinds: Collection[RoomEventKind]
     ) -> RoomEvent | None:
-        """Return the first event of a half that is one of `kinds`; None as `instance` fits all."""
+        """Return the first event of a half that is one of `kinds`. `instance` None matches every instance."""
         for event in self.events:
             same = event.room == room and event.half is half and event.pool == pool and event.kind in kinds
             if same and instance in (None, event.instance):
@@ -221,7 +222,7 @@ class Core:
         return None
 
     def close(self) -> None:
-        """End everything: calls never get an answer, descriptors are given back. Idempotent."""
+        """End everything: calls get no answer, and all descriptors are to be closed. Idempotent."""
         if self.state is State.CLOSED:
             return
         self.state = State.CLOSED
@@ -238,7 +239,7 @@ class Core:
     # -- the connection and time -------------------------------------------------------------------------------------
 
     def should_dial(self, now_s: float) -> bool:
-        """Return whether to try to reach the agent now; each try makes the wait until the next one longer."""
+        """Return whether to connect now. Each attempt lengthens the pause before the next one."""
         if self.state is not State.DOWN or now_s < self._dial_at_s:
             return False
         self._dial_at_s = now_s + self._dial_wait_s
@@ -246,12 +247,12 @@ class Core:
         return True
 
     def connected(self, now_s: float) -> None:
-        """The socket is connected: say Hello."""
+        """Send Hello over a new connection."""
         self.state, self._due_s, self._up_since_s = State.GREETING, now_s + WELCOME_WAIT_MAX_S, now_s
         self.outbox.append(self._hello)
 
     def disconnected(self, error: Exception, now_s: float) -> None:
-        """The connection is gone, could not be made, or is of no use; another one follows after a while."""
+        """Handle a connection that is lost, failed or useless. Another one follows after a pause."""
         if self.state is State.CLOSED:
             return
         self.last_error = str(error)
@@ -271,7 +272,7 @@ class Core:
             self.close()
 
     def advance(self, now_s: float) -> float:
-        """Do what is due; return how long nothing else is, in seconds."""
+        """Do all due work; return the time until more is due, in seconds."""
         if self.state is State.GREETING and now_s >= self._due_s:
             self.disconnected(ConnectionError(f"no Welcome within {WELCOME_WAIT_MAX_S:g} s"), now_s)
         match self.state:
@@ -283,7 +284,7 @@ class Core:
                 return self._due_s - now_s
         if now_s >= self._renew_at_s:
             self._renew_at_s = now_s + self._renew_every_s
-            # Whatever waits in the outbox tells the agent as well that we live.
+            # A message in the outbox also shows the agent that we live.
             if not self.outbox:
                 self.outbox.append(Outgoing(TO_AGENT.encode(Renew())))
         wait_s = self._renew_at_s - now_s
@@ -294,9 +295,9 @@ class Core:
         return wait_s
 
     def take(self, message: ToEngine, now_s: float) -> None:
-        """Take a message of the agent; afterwards the connection may be of no use (state DOWN or CLOSED)."""
+        """Handle a message of the agent. Afterwards the connection may be useless (state DOWN or CLOSED)."""
         if self.state is State.DOWN or self.state is State.CLOSED:
-            return  # of a connection that is given up
+            return  # from a connection that is already given up
         if self.state is State.GREETING:
             self._take_greeting(message, now_s)
             return
@@ -350,7 +351,7 @@ class Core:
         self._tell(now_s)
 
     def _settle_ended(self) -> None:
-        """Answer calls in flight whose half is over: a new worker must not hear of it."""
+        """Answer open calls whose half has ended, so that they are not repeated to a new worker."""
         for call in list(self._calls.values()):
             if call.key is None:
                 continue
@@ -374,7 +375,7 @@ class Core:
             yield call
 
     def _tell(self, now_s: float) -> None:
-        """Tell a new agent the next of what is open, one at a time, so that order holds and no queue overflows."""
+        """Repeat the next open item to a new agent. One at a time keeps the order and overflows no queue."""
         while self._telling and self._telling[0].settled:
             self._telling.popleft()
             self._telling_sent = False
@@ -398,7 +399,7 @@ class Core:
             self._settle(self._telling[0], answer)
             self._tell(now_s)
             return
-        # An answer to nobody is one to a call that an event has settled before.
+        # An answer without a call belongs to one that an event has settled before.
         call = self._calls.get(answer.request)
         if call is not None:
             self._answer(call, answer)
@@ -408,12 +409,12 @@ class Core:
             return
         self._report([event])
         if event.kind is RoomEventKind.DONE:
-            # Only a room that was taken whole can be done: its answer is known if the worker dies before giving it.
+            # Only an accepted room can be done, so its calls are accepted even if the worker dies before it answers.
             for call in self._calls_of(HalfKey(event.half, event.instance, event.room, event.pool)):
                 call.done = True
 
     def _answer(self, call: Call, answer: Accepted | Refused | None) -> None:
-        """Give a call of a caller its answer; None: there never is one."""
+        """Settle a caller's call. `answer` None: it never gets one."""
         self._calls.pop(call.number, None)
         self._settle(call, answer)
 
@@ -444,17 +445,18 @@ class Core:
                 self._pool_gone(number)
 
     def _pool_gone(self, number: int) -> None:
-        """Forget a pool that nobody touches any more, and end what is still open on it."""
+        """Forget a pool that no process uses any more, and end the halves that are still open on it."""
         gone = self.pools.pop(number, None)
         if gone is not None:
             self._unused.extend(gone.descriptors)
-        # The agent has reported these rooms before it answered; what is left, a dead one could not report.
+        # An agent reports a pool's rooms before it answers. The remaining halves are those that a dead agent did not
+        # report.
         for found in self.ledger:
             if found.key.pool == number:
                 self._report(self.ledger.end(found.key, Reason.CANCELLED, f"pool {number} was unregistered"))
 
     def _half_lost(self, key: HalfKey, refused: Refused) -> None:
-        """A new worker refuses what the old one had: the half has failed, and the worker that held it is dead."""
+        """Fail a half that a new worker refuses; the worker that had accepted it is dead."""
         self._report(self.ledger.end(key, refused.reason, f"refused after the worker was lost: {refused.text}"))
         for call in self._told_again.get(key, []):
             self._settle(call, None)
@@ -465,7 +467,7 @@ class Core:
         return [call for call in self._calls.values() if call.key == key]
 
     def _report(self, events: Sequence[RoomEvent]) -> None:
-        """Keep events until they are taken."""
+        """Queue events for `poll` and `wait`."""
         for event in events:
             if len(self.events) >= EVENTS_MAX:
                 self.events.popleft()

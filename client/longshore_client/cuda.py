@@ -1,7 +1,7 @@
-"""Memory of a GPU that an engine shares with its agent: handles of CUDA tensors, and the name of their device.
+"""Makes the handles by which an engine shares CUDA tensors with its agent, and names their device.
 
-Called by engines before `connect` and `Client.register_pool`. Imports no tensor library: a tensor is used by its
-methods only, and the driver is called through ctypes.
+Called by engines before `connect` and `Client.register_pool`. Imports no tensor library: it uses only methods of a
+tensor, and calls the driver through ctypes.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class CUDATensor(Protocol):
 
 
 def device_region(tensor: CUDATensor) -> DeviceRegion:
-    """Return how an agent finds a torch CUDA tensor's memory, from its first byte on; pass it to `register_pool`.
+    """Return the region of a torch CUDA tensor's memory, from its first byte on, for `register_pool`.
 
-    What the agent reads must be computed before `send`: synchronize the stream, or poll an event of it. The memory must
-    stay allocated until `unregister_pool` has returned, or the client is closed.
+    Before `send`, the pages must be computed: synchronize the stream, or poll an event of it. The memory must stay
+    allocated until `unregister_pool` has returned or the client is closed.
 
     Raises:
-        ArgumentError: this is no tensor in a GPU's memory, or its memory cannot be shared by handle.
+        ArgumentError: the argument is not a tensor in a GPU's memory, or its memory cannot be shared by handle.
     """
     address = _address(tensor)
     if not _attribute(_HAS_IPC_HANDLE, address):
@@ -51,7 +51,7 @@ def device_region(tensor: CUDATensor) -> DeviceRegion:
 
 
 def device_name(tensor: CUDATensor) -> str:
-    """Return the UUID of the GPU that holds a tensor, as `connect` takes it. Raises ArgumentError as `device_region`."""
+    """Return the UUID of the GPU that holds a tensor, for `connect`. Raises ArgumentError as `device_region`."""
     device, found = ctypes.c_int(), ctypes.create_string_buffer(_UUID_BYTES)
     _call("cuDeviceGet", ctypes.byref(device), _attribute(_DEVICE_ORDINAL, _address(tensor)))
     _call("cuDeviceGetUuid_v2", found, device)

@@ -1,9 +1,9 @@
-"""Errors that an engine sees from the client; each message says what happened and the way out.
+"""Defines the client's errors. Each message states the problem and the remedy.
 
-Raised by `client` and `core`; made from the agent's refusals by `from_refusal`. Knows no sockets.
+Raised by `client` and `core`; `from_refusal` makes them from the agent's refusals. Knows no sockets.
 """
 
-# These names say what happened, as an engine reads them in `except`; the suffix would add nothing.
+# An engine reads these names in `except`, where the suffix Error would add nothing.
 # ruff: noqa: N818
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ class ClientError(LongshoreError):
 
 
 class ArgumentError(ClientError, ValueError):
-    """An argument of a call cannot be right; names it and what to give. Nothing was sent."""
+    """An argument of a call is invalid; names it and the allowed values. Nothing was sent."""
 
     reason = Reason.MALFORMED_MESSAGE
 
 
 class ConnectError(ClientError, ConnectionError):
-    """No agent answered at the path in time, or what answered does not speak our protocol."""
+    """No agent answered at the path in time, or the process there does not speak our protocol."""
 
     reason = Reason.WORKER_LOST
 
 
 class HelloRefused(ClientError):
-    """The agent answered, and refused this engine; `reason` and the text say why."""
+    """The agent refused this engine; `reason` and the text say why."""
 
 
 class AgentLost(ClientError, ConnectionError):
-    """A call could not be answered because the agent is away; the client goes on trying to reach it."""
+    """A call got no answer because the agent is away. The client keeps trying to reach it."""
 
     reason = Reason.WORKER_LOST
 
 
 class CallTimeout(ClientError, TimeoutError):
-    """The agent is there and did not answer a call in time: whether it took the call is not known."""
+    """The agent is connected but did not answer a call in time. It may or may not have accepted the call."""
 
     reason = Reason.BUSY
 
 
 class WaitTimeout(ClientError, TimeoutError):
-    """The event that was waited for has not come; the room goes on."""
+    """The expected event or state did not come in time. The room continues."""
 
     reason = Reason.BUSY
 
 
 class ClientClosed(ClientError):
-    """The client was closed, before the call or while it waited."""
+    """The client was closed before or during the call."""
 
     reason = Reason.SHUTTING_DOWN
 
@@ -64,7 +64,7 @@ class Busy(ClientError):
     """A queue is full. Nothing of this call was lost: make the same call again after the hint.
 
     Attributes:
-        retry_after_s: when it is worth trying again, in seconds from now.
+        retry_after_s: time to wait before the next attempt, in seconds.
     """
 
     reason = Reason.BUSY
@@ -74,7 +74,7 @@ class Busy(ClientError):
         self.retry_after_s = retry_after_s
 
 
-# Used where an agent says BUSY without a hint: long enough not to spin, short against a transfer.
+# Hint if an agent sends BUSY without one: long enough not to spin, shorter than a transfer.
 BUSY_HINT_S = 0.01
 
 
@@ -84,7 +84,7 @@ def busy_hint_s(refused: Refused) -> float:
 
 
 def from_refusal(refused: Refused, what: str, kind: type[LongshoreError] = RoomError) -> LongshoreError:
-    """Return the error of a refused call: Busy for BUSY, else a `kind` with the agent's reason."""
+    """Return the error of a refused call: Busy for BUSY, otherwise a `kind` with the agent's reason."""
     text = f"{what}: {refused.text or refused.reason.name}"
     if refused.reason is Reason.BUSY:
         return Busy(text, retry_after_s=busy_hint_s(refused))

@@ -1,4 +1,4 @@
-"""What an engine has open at its agent, so that a new agent can be told all of it again. Pure: no I/O, no clock.
+"""Records all that an engine has open at its agent, so that it can be repeated to a new agent. Pure: no I/O, no clock.
 
 Held by `core.Core`. A half of a room is open from its first offer or its claim until RELEASED.
 """
@@ -13,7 +13,7 @@ from longshore_client.errors import BUSY_HINT_S, Busy
 from longshore_wire.engine_messages import Half, Offer, Receive, RoomEvent, RoomEventKind
 from longshore_wire.errors import Reason, RoomError
 
-# Halves open at once: far above what an agent takes, so that the agent's own limit answers first.
+# Open halves: far more than an agent accepts, so that the agent's own limit applies first.
 HALVES_MAX = 65_536
 
 
@@ -27,7 +27,7 @@ class HalfKey(NamedTuple):
 
 
 class Resume(NamedTuple):
-    """A `send` of several offers that was not taken whole: which call it was, and how far it came."""
+    """A `send` of several offers of which the agent accepted only the first ones."""
 
     first_token: int
     end_token: int
@@ -40,12 +40,12 @@ Messages = tuple[Offer, ...] | tuple[Receive, ...]
 
 @dataclass(slots=True)
 class OpenHalf:
-    """One half and everything that must be said again of it, in the order in which it was said."""
+    """One half, with the messages to repeat to a new agent, in their original order."""
 
     key: HalfKey
     accepted: list[Messages] = field(default_factory=list)
-    waiting: dict[int, Messages] = field(default_factory=dict)  # by request; sent and not answered
-    unknown: dict[int, Messages] = field(default_factory=dict)  # by request; the caller gave up waiting
+    waiting: dict[int, Messages] = field(default_factory=dict)  # by request; sent and unanswered
+    unknown: dict[int, Messages] = field(default_factory=dict)  # by request; unanswered, the caller no longer waits
     cancelled: bool = False
     ended: RoomEvent | None = None
     resume: Resume | None = None
@@ -70,17 +70,17 @@ class Ledger:
         return self._halves.get(key)
 
     def find(self, half: Half, instance: str | None, room: int, pool: int) -> list[HalfKey]:
-        """Return the keys of open halves that fit; `instance` None fits all."""
+        """Return the keys of matching open halves. `instance` None matches every instance."""
         if instance is not None:
             key = HalfKey(half, instance, room, pool)
             return [key] if key in self._halves else []
         return [key for key in self._halves if (key.half, key.room, key.pool) == (half, room, pool)]
 
     def sent(self, key: HalfKey, request: int, messages: Messages) -> None:
-        """Note what is about to be sent as `request`.
+        """Record the messages of `request` before they are sent.
 
         Raises:
-            RoomError: the half has ended or was cancelled, or it is a claim that is open already.
+            RoomError: the half has ended or was cancelled, or it is a claim that is already open.
             Busy: too many halves are open.
         """
         found = self._halves.get(key)
@@ -94,34 +94,34 @@ class Ledger:
         self._requests[request] = key
 
     def answered(self, request: int, *, accepted: bool) -> None:
-        """Note the agent's answer. A refused one is forgotten, with its half if nothing else is of it."""
+        """Record the agent's answer. A refused request is dropped, and its half too if that has no other request."""
         key = self._requests.pop(request, None)
         found = self._halves.get(key) if key is not None else None
         if found is None:
             return
         messages = found.waiting.pop(request, None) or found.unknown.pop(request, None)
         if accepted:
-            # What has ended is never sent again, so its pages need not be kept.
+            # An ended half is never repeated, so its pages need not be kept.
             if messages is not None and found.ended is None:
                 found.accepted.append(messages)
         elif not (found.accepted or found.waiting or found.unknown or found.ended):
             del self._halves[found.key]
 
     def gave_up(self, request: int) -> None:
-        """Note that the caller no longer waits: the agent may or may not have it, until it answers or is gone."""
+        """Record that the caller no longer waits. Until the agent answers or is gone, it may have the request."""
         key = self._requests.get(request)
         found = self._halves.get(key) if key is not None else None
         if found is not None and request in found.waiting:
             found.unknown[request] = found.waiting.pop(request)
 
     def stopped(self, key: HalfKey, resume: Resume) -> None:
-        """Note how far a `send` came that the agent did not take whole, if its half is open."""
+        """Record the accepted part of a `send` that the agent did not accept whole, if its half is open."""
         found = self._halves.get(key)
         if found is not None and resume.accepted_end_token > resume.first_token:
             found.resume = resume
 
     def resumed(self, key: HalfKey, first_token: int, end_token: int, *, last: bool) -> int | None:
-        """Return up to which token an earlier, equal `send` was accepted; it is forgotten then, equal or not."""
+        """Return the token up to which an equal earlier `send` was accepted. Drops the record, equal or not."""
         found = self._halves.get(key)
         if found is None or found.resume is None:
             return None
@@ -129,11 +129,11 @@ class Ledger:
         return resume.accepted_end_token if resume[:3] == (first_token, end_token, last) else None
 
     def cancelled(self, key: HalfKey) -> None:
-        """Note that the engine asked for the end of a half."""
+        """Record that the engine cancelled a half."""
         self._halves[key].cancelled = True
 
     def take_event(self, event: RoomEvent) -> bool:
-        """Note what the agent says of a half; return whether the engine has to hear of it: once, and of its own."""
+        """Record the agent's event; return whether to report it to the engine: only once, and only for an open half."""
         found = self._halves.get(HalfKey(event.half, event.instance, event.room, event.pool))
         if found is None or (found.ended is not None and event.kind is not RoomEventKind.RELEASED):
             self.stale_event_count += 1
@@ -146,7 +146,7 @@ class Ledger:
         return True
 
     def end(self, key: HalfKey, reason: Reason, text: str) -> list[RoomEvent]:
-        """Close a half that no agent knows any more; return the events that the engine has to hear, in order."""
+        """Close a half that no agent knows any more; return the events to report to the engine, in order."""
         found = self._halves.get(key)
         if found is None:
             return []
@@ -157,7 +157,7 @@ class Ledger:
         return [RoomEvent(*key, RoomEventKind.FAILED, reason, text), released]
 
     def agent_replaced(self) -> list[RoomEvent]:
-        """The worker that knew all this is dead; close what a new one must not be told. Returns the engine's events."""
+        """Close the halves not to repeat to a new worker, after the old one has died. Returns the engine's events."""
         events: list[RoomEvent] = []
         for found in self:
             for request in found.unknown:
@@ -170,7 +170,7 @@ class Ledger:
         return events
 
     def replay(self) -> list[tuple[HalfKey, Messages]]:
-        """Return what a new agent has to be told, in order: everything that was accepted of each open half."""
+        """Return the messages for a new agent, in order: all accepted ones of each open half."""
         return [(found.key, messages) for found in self if found.ended is None for messages in found.accepted]
 
     def _forget(self, found: OpenHalf) -> None:

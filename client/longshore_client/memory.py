@@ -1,6 +1,6 @@
-"""Memory that an engine shares with its agent: file descriptors, and where the pages lie in them.
+"""Makes the memory that an engine shares with its agent, and describes the pages in it.
 
-Called by engines before `Client.register_pool`. Imports no tensor library: a tensor is used by its methods only.
+Called by engines before `Client.register_pool`. Imports no tensor library: it uses only methods of a tensor.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from longshore_client import arguments
 from longshore_client.errors import ArgumentError
 from longshore_wire.layout import PAGE_COUNT_MAX, KVLayout, PageOrder, PlaneGeometry, PoolGeometry
 
-# What offsets in messages hold.
+# The largest offset that a message can hold.
 LENGTH_BYTES_MAX = 2**63 - 1
-# No process can shrink the memory or add seals: an agent also maps it into workers of other engines of its node, which would die
-# at a touch of truncated memory.
+# No process can shrink the memory or add seals. An agent also maps it into workers of other engines of its node, which
+# would die if they accessed truncated memory.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 _MAP_FIXED = 0x10
 
@@ -53,13 +53,13 @@ class CPUTensor(Protocol):
 
 
 def create_region(length_bytes: int, name: str = "longshore-pages") -> tuple[int, mmap.mmap]:
-    """Make anonymous shared memory of zeros; return (file descriptor, its mapping here).
+    """Make zeroed anonymous shared memory; return (file descriptor, its mapping in this process).
 
-    It cannot be made smaller. It lives while a descriptor or a mapping of it does, in any process; no file is left behind.
-    The caller closes both. `name` only shows up in /proc.
+    It cannot be shrunk. It exists while any process has a descriptor or a mapping of it; no file is left behind. The
+    caller closes both. `name` appears only in /proc.
 
     Raises:
-        ArgumentError: an argument is of another type or out of range, or there is no such memory.
+        ArgumentError: an argument is of another type or out of range, or there is not enough memory.
     """
     length_bytes = arguments.whole_number("length_bytes", length_bytes, 1, LENGTH_BYTES_MAX)
     descriptor = -1
@@ -77,14 +77,15 @@ def create_region(length_bytes: int, name: str = "longshore-pages") -> tuple[int
 def torch_region(tensor: CPUTensor) -> tuple[int, int, int]:
     """Move a torch CPU tensor's storage to shared memory in place; return (descriptor, offset, length) in bytes.
 
-    The tensor and all its views keep working and see the same bytes; raw pointers taken before do not. It costs two
-    copies of the storage, none if the storage is shared already. The memory cannot be made smaller then, unless it was
-    shared before: between engines of one agent such bytes go through its staging. `offset` is where this tensor's first
-    element lies in the region, `length` the size of the whole region (for `PoolGeometry.region_bytes`). The caller closes
-    the descriptor; the tensor keeps its own. Call it before the engine hands out pointers, once a storage.
+    The tensor and all its views keep working and see the same bytes; raw pointers taken before do not. The call copies
+    the storage twice, or never if it is already shared. The new memory cannot be shrunk. A storage that was already
+    shared can; between engines of one agent its bytes then go through staging. `offset` is the place of this tensor's
+    first element in the region, `length` the size of the whole region (for `PoolGeometry.region_bytes`). The caller
+    closes the descriptor; the tensor keeps its own. Call it once for each storage, before the engine hands out
+    pointers.
 
     Raises:
-        ArgumentError: this is no tensor in CPU memory, or there is no memory for it.
+        ArgumentError: the argument is not a tensor in CPU memory, or there is not enough memory.
     """
     device = getattr(getattr(tensor, "device", None), "type", None)
     if device != "cpu":
@@ -117,7 +118,8 @@ def _sealed_memory(length_bytes: int, name: str) -> int:
 def _seal(address: int, descriptor: int, length_bytes: int) -> None:
     """Replace the file behind a whole mapping, and behind its descriptor, with memory that keeps its size.
 
-    torch shares by a file of /dev/shm, which cannot be sealed. Nothing may write the mapping meanwhile. Raises OSError.
+    torch shares by a file of /dev/shm, which cannot be sealed. No thread may write the mapping during the call. Raises
+    OSError.
     """
     fresh = _sealed_memory(length_bytes, "longshore-pages")
     try:
@@ -131,7 +133,7 @@ def _seal(address: int, descriptor: int, length_bytes: int) -> None:
         if libc.mmap(address, length_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fresh, 0) != address:
             number = ctypes.get_errno()
             raise OSError(number, f"mmap of {length_bytes} bytes: {os.strerror(number)}")
-        # torch knows the memory by this number, and gives it to processes with which it shares the tensor.
+        # torch identifies the memory by this number, and passes it to processes with which it shares the tensor.
         os.dup2(fresh, descriptor, inheritable=False)
     finally:
         os.close(fresh)
@@ -152,8 +154,8 @@ def pool_geometry(
 
     Args:
         page_count: pages of a plane; at least 1.
-        offset: where plane 0 begins in the region, in bytes.
-        order: None: the layout's own.
+        offset: beginning of plane 0 in the region, in bytes.
+        order: None: the layout's order.
         region_bytes: size of the whole region; None: it ends with the last plane.
     Raises:
         LayoutError: the layout cannot exist.

@@ -1,4 +1,4 @@
-"""Lists of pages as messages carry them: packed, and cut so that each part fits one message. Pure.
+"""Packs lists of pages for messages, and cuts them so that each part fits one message. Pure.
 
 Called by `client.Client` only. A page id is an int32, little endian.
 """
@@ -21,7 +21,7 @@ _SIGN_BIT = 0x80  # of an id's highest byte
 
 
 def packed_pages(pages: Sequence[int] | bytes) -> bytes:
-    """Return page ids as packed int32, little endian; bytes are taken as such. Raises ArgumentError."""
+    """Return page ids as packed int32, little endian. Bytes must be packed already. Raises ArgumentError."""
     if isinstance(pages, bytes | bytearray | memoryview):
         packed = bytes(pages)
         if len(packed) % PAGE_BYTES:
@@ -46,14 +46,14 @@ def packed_pages(pages: Sequence[int] | bytes) -> bytes:
 
 
 def page_count(first_token: int, end_token: int, page_size: int) -> int:
-    """Return how many pages hold tokens [first_token, end_token)."""
+    """Return the number of pages that hold tokens [first_token, end_token)."""
     return -(-end_token // page_size) - first_token // page_size if end_token > first_token else 0
 
 
 def split_offer(
     room: int, pool: int, packed: bytes, first_token: int, end_token: int, *, last: bool, page_size: int
 ) -> Iterator[Offer]:
-    """Yield offers of at most PAGES_PER_MESSAGE_MAX pages each, cut between pages; only the final one may be `last`."""
+    """Yield offers of at most PAGES_PER_MESSAGE_MAX pages each, cut between pages. Only the final one may be `last`."""
     begin_token = first_token
     while True:
         stop_token = min(end_token, (begin_token // page_size + PAGES_PER_MESSAGE_MAX) * page_size)
@@ -66,8 +66,8 @@ def split_offer(
 
 
 def split_claim(whole: Receive, packed: bytes) -> Iterator[Receive]:
-    """Yield parts of a claim whose `pages` are empty, each with as many of `packed` as fit one message."""
-    # An endpoint of a thousand ranks leaves less room; 32 bytes cover the growth of lengths and offsets.
+    """Yield the parts of claim `whole`, which has no pages, each with as many of `packed` as fit one message."""
+    # An endpoint of a thousand ranks leaves less space. 32 bytes cover the growth of lengths and offsets.
     free_bytes = ENGINE_MESSAGE_BYTES_MAX - len(TO_AGENT.encode(whole)) - 32
     step = max(1, min(PAGES_PER_MESSAGE_MAX, free_bytes // PAGE_BYTES))
     for offset in range(0, max(1, whole.page_count), step):
