@@ -1,4 +1,4 @@
-"""Connectors: what makes an inference engine a user of the client.
+"""Connects inference engines to the client.
 
-`vllm` and `vllm_stats` import vLLM and are imported by it alone; the other modules know no engine.
+`vllm` and `vllm_stats` import vLLM, and only vLLM imports them. The other modules know no engine.
 """

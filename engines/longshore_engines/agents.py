@@ -1,4 +1,4 @@
-"""Registers a rank at its agent for as many of its roles as the deployment declares its layout for.
+"""Registers a rank at its agent for those of its roles whose declared layout matches the rank's.
 
 Called by an engine's connector once, in each rank's process. Knows no engine.
 """
@@ -22,8 +22,8 @@ def registered(
 ) -> tuple[Client, tuple[Half, ...]]:
     """Return a client and the roles that it is registered for.
 
-    An engine that may do both (kv_role kv_both) has the layout of one side of its deployment only, unless both are
-    alike: then it is registered for that side.
+    If the layouts of a deployment's two sides differ, an engine with both roles (kv_role kv_both) has only one of them,
+    and is registered for that side.
 
     Raises:
         HelloRefused, ConnectError, LayoutError: as `connect`; the first refusal if the agent refuses every role.

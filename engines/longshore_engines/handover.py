@@ -1,7 +1,8 @@
-"""What the two sides of an engine's connector tell each other: prefill to decode, and scheduler to ranks. Pure.
+"""Defines the messages of a connector: handovers from prefill to decode, and orders from scheduler to ranks. Pure.
 
-A handover travels with the request from the prefill engine to the decode engine, through a router that must not read
-it. Orders travel from an engine's scheduler to each of its ranks. Knows no engine.
+Used by `requests`, `rooms` and the connectors. A handover travels with its request from the prefill engine to the
+decode engine, through a router that must not read it. Orders go from an engine's scheduler to each of its ranks. Knows
+no engine.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from longshore_wire.errors import LongshoreError
 HANDOVER_VERSION = 1
 # The key of a request's `kv_transfer_params` that holds the handover.
 KEY = "longshore"
-# The flags by which routers for vLLM drive prefill and decode.
+# The flags with which routers for vLLM control prefill and decode.
 WANTS_DECODE, WANTS_PREFILL = "do_remote_decode", "do_remote_prefill"
-# An endpoint of 2,048 ranks is about 130 kB; a router must not make an engine decode more.
+# An endpoint of 2,048 ranks is about 130 kB. A router must not make an engine decode much more.
 HANDOVER_CHARACTERS_MAX = 1 << 20
 
 
 class Handover(msgspec.Struct, frozen=True, array_like=True):
-    """Where a prompt's KV is: `tokens` of it, in room `room` of the instance behind `endpoint`."""
+    """The place of a prompt's KV: its first `tokens` tokens, in room `room` of the instance at `endpoint`."""
 
     version: int
     room: int
     tokens: int
     endpoint: Endpoint
-    content: str  # what the bytes of a page mean, beyond the layout; equal on both sides
+    content: str  # meaning of a page's bytes, beyond the layout; equal on both sides
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -41,7 +42,7 @@ _DECODER = msgspec.msgpack.Decoder(Handover)
 
 
 def packed_handover(handover: Handover) -> str:
-    """Return a handover as text; numbers above 2**53 survive every router that way."""
+    """Return a handover as text, in which every router keeps numbers above 2**53 intact."""
     return base64.b64encode(_ENCODER.encode(handover)).decode()
 
 
@@ -49,7 +50,7 @@ def handover_of(parameters: Mapping[str, Any]) -> Handover:
     """Return the handover in a request's parameters.
 
     Raises:
-        ArgumentError: there is none, or it is not one that this version reads; says what to look at.
+        ArgumentError: there is none, or this version cannot read it; names the likely cause.
     """
     text = parameters.get(KEY)
     if not isinstance(text, str) or len(text) > HANDOVER_CHARACTERS_MAX:
@@ -73,7 +74,7 @@ def handover_of(parameters: Mapping[str, Any]) -> Handover:
 
 
 class Offer(NamedTuple):
-    """To a prefill rank: the whole prompt of a request is in these pages; hand it out as `room`."""
+    """To a prefill rank: offer these pages, which hold the whole prompt of a request, as `room`."""
 
     request_id: str
     room: int
@@ -82,7 +83,7 @@ class Offer(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """To a decode rank: bring tokens [first_token, end_token) into these pages. Both equal: nothing is wanted."""
+    """To a decode rank: claim tokens [first_token, end_token) into these pages. If both are equal, claim nothing."""
 
     request_id: str
     room: int
@@ -93,13 +94,13 @@ class Claim(NamedTuple):
 
 
 class Withdraw(NamedTuple):
-    """To a decode rank: this request's claim is not wanted any more."""
+    """To a decode rank: cancel this request's claim, which is no longer needed."""
 
     request_id: str
 
 
 class Fail(NamedTuple):
-    """To a decode rank: this request's claim cannot be made; report it as failed."""
+    """To a decode rank: report this request's claim as failed, since it cannot be made."""
 
     request_id: str
     text: str

@@ -1,7 +1,7 @@
-"""The scheduler's side of a connector: which request wants its KV handed out or brought in, and what ranks must do.
+"""Decides, in an engine's scheduler, which requests offer or claim KV, and gives orders to the ranks.
 
-Called by an engine's connector in its scheduler's process, by one thread. Decides only: touches no socket, knows no
-engine and holds no page; its orders are carried out by `rooms.RankRooms` in every rank.
+Called by an engine's connector in its scheduler's process, by one thread. It uses no socket, knows no engine and holds
+no pages; `rooms.RankRooms` in every rank carries out its orders.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from longshore_wire.engine_messages import Endpoint, Half
 
 _log = logging.getLogger("vllm.longshore")
 
-# Ranks speak of their agent in every step. What they said longer ago may be of an agent that is gone, so that a
-# prompt is not computed for it before they have said it again: that takes one empty step.
+# Ranks report their agent in every step. An older report may be of an agent that is gone. A prompt then waits for the
+# next report, which takes one empty step, before it is computed.
 ENDPOINT_AGE_MAX_S = 1.0
-# An agent that is restarted is back in seconds. A prompt waits for it so long, and then is computed and not handed out.
+# A restarted agent is back in seconds. A prompt waits this long for it, and is then computed without an offer.
 AGENT_AWAY_MAX_S = 30.0
 
 
 class RequestBook:
-    """What an engine's scheduler knows of its requests' transfers.
+    """The transfers of one engine's requests, as its scheduler knows them.
 
     Args:
         page_size: tokens of a page.
-        roles: SOURCE if this engine may hand KV out, TARGET if it may bring it in; until the ranks have said more.
-        first_room: where the numbers of its rooms begin; a number is not used twice in an instance's name.
+        roles: SOURCE if this engine may offer KV, TARGET if it may claim KV; until the ranks have reported theirs.
+        first_room: number of its first room. An instance must not use a number twice.
     """
 
     def __init__(self, page_size: int, roles: Collection[Half], first_room: int) -> None:
@@ -57,15 +57,15 @@ class RequestBook:
         self._loading: set[str] = set()
 
     def introduced(self, roles: Collection[Half], content: str) -> None:
-        """Note how a rank is registered, and what its pages hold; `content` is equal on ranks that can exchange pages."""
+        """Record a rank's roles and the content of its pages; `content` is equal on ranks that can exchange pages."""
         self._roles &= frozenset(roles)
         self._content = content
 
     def heard(self, endpoint: Endpoint | None, now_s: float, *, away: bool = False) -> None:
-        """Note what a rank said of this instance's endpoint; None: it is as it was.
+        """Record a rank's report of this instance's endpoint; None: unchanged.
 
         Args:
-            away: it is not whole now, because an agent or a rank is being restarted.
+            away: True: the endpoint is incomplete, because an agent or a rank is being restarted.
         """
         self._heard_s = now_s
         if endpoint is not None:
@@ -78,7 +78,7 @@ class RequestBook:
     def matched(
         self, parameters: Mapping[str, Any] | None, prompt_tokens: int, computed_tokens: int, now_s: float
     ) -> int | None:
-        """Return how many tokens behind `computed_tokens` come from elsewhere; None: ask again in the next step."""
+        """Return the number of tokens after `computed_tokens` to claim; None: ask again in the next step."""
         if not parameters:
             return 0
         if parameters.get(WANTS_DECODE) and Half.SOURCE in self._roles:
@@ -92,7 +92,7 @@ class RequestBook:
             self._check(found, prompt_tokens)
             tokens = found.tokens
         except ArgumentError:
-            # It ends as a load that failed, so that the engine's policy decides.
+            # Let the load fail, so that the engine's policy for that applies.
             tokens = prompt_tokens
         return max(0, tokens - computed_tokens)
 
@@ -104,7 +104,7 @@ class RequestBook:
         prompt_tokens: int,
         external_tokens: int,
     ) -> None:
-        """Note the pages of a request of which `external_tokens` come from elsewhere; orders their claim, once."""
+        """Record the pages of a request that claims `external_tokens`, and order the claim once."""
         if not parameters or not parameters.get(WANTS_PREFILL):
             return
         parameters[WANTS_PREFILL] = False
@@ -136,18 +136,18 @@ class RequestBook:
         *,
         complete: bool,
     ) -> dict[str, Any] | None:
-        """Note the end of a request; return what decode must be told if its pages are handed out, which keeps them.
+        """Record the end of a request. If its pages are offered, keep them and return the parameters for decode.
 
         Args:
-            pages: those of its computed tokens, in order.
-            complete: it ended by itself, so that its whole prompt is computed; not by an abort or an error.
+            pages: of its computed tokens, in order.
+            complete: True: it ended normally, so its whole prompt is computed; False: by an abort or an error.
         """
         if request_id in self._loading:
             self._orders.append(Withdraw(request_id))
         if not parameters:
             return None
         if parameters.get(WANTS_PREFILL):
-            # It ended before it got pages. The prefill engine waits with its own for a claim: make an empty one.
+            # It ended before it got pages. Make an empty claim, since the prefill engine keeps its pages for one.
             parameters[WANTS_PREFILL] = False
             self._decline(request_id, parameters)
             return None
@@ -167,21 +167,21 @@ class RequestBook:
         return {WANTS_PREFILL: True, WANTS_DECODE: False, KEY: packed_handover(handover)}
 
     def received(self, request_ids: Collection[str]) -> None:
-        """Note that every rank has reported these requests' claims as over."""
+        """Record that every rank has reported the end of these requests' claims."""
         self._loading.difference_update(request_ids)
 
     @property
     def has_orders(self) -> bool:
-        """Whether ranks must be told something."""
+        """Whether there are orders for the ranks."""
         return bool(self._orders)
 
     def take_orders(self) -> tuple[Order, ...]:
-        """Return what the ranks must do that they were not told yet."""
+        """Return the orders since the last call."""
         orders, self._orders = tuple(self._orders), []
         return orders
 
     def _decline(self, request_id: str, parameters: Mapping[str, Any]) -> None:
-        """Tell prefill, if its handover can be read, that nobody will take its pages."""
+        """Order an empty claim, so that prefill releases its pages, if its handover can be read."""
         if Half.TARGET not in self._roles:
             return
         try:

@@ -1,7 +1,7 @@
-"""A rank's side of a connector: carries out the scheduler's orders through the client, and reports what ended.
+"""Carries out the scheduler's orders in a rank, through the client, and reports the requests that have ended.
 
-Called by an engine's connector in each rank's process, by the model's thread, which never waits: calls to the agent
-are made by a thread of their own, and what became of rooms is read from memory. Knows no engine and no tensors.
+Called by an engine's connector in each rank's process, by the model's thread. That thread never waits for the agent:
+another thread makes the calls, and events are read from memory. Knows no engine and no tensors.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from longshore_wire.errors import LongshoreError
 
 _log = logging.getLogger("vllm.longshore")
 
-# A worker's restart takes seconds; a call that waits for longer holds up those behind it.
+# A worker's restart takes seconds. A call that waits for longer delays those behind it.
 CALL_TIMEOUT_S = 30.0
-# The least that a call gets, if calls before it have used up its time.
+# The shortest timeout of a call, even if earlier calls have used up its time.
 CALL_TIMEOUT_MIN_S = 0.1
 
 _RoomKey = tuple[Half, str, int]
 
 
 class Transfer(NamedTuple):
-    """One half of a room that is over, for statistics. `failure` is empty if it went well."""
+    """One half of a room that has ended, for statistics. `failure` is empty if it succeeded."""
 
     half: Half
     duration_s: float
@@ -42,23 +42,23 @@ class Transfer(NamedTuple):
 
 @dataclass(slots=True)
 class Ended:
-    """What has ended since the last look: requests whose pages are the engine's own again."""
+    """The requests that have ended since the last `poll`. Their pages belong to the engine again."""
 
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)  # of `received`: their pages do not hold what was claimed
+    failed: set[str] = field(default_factory=set)  # those of `received` whose pages lack the claimed tokens
     transfers: list[Transfer] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Open:
-    """A half of a room from its order until nobody touches its pages any more."""
+    """A half of a room, from its order until no process uses its pages."""
 
     order: Offer | Claim
     since_s: float
     done: bool = False
     withdrawn: bool = False
-    unwanted: bool = False  # withdrawn because the engine has no use for it any more: no failure
+    unwanted: bool = False  # withdrawn because the engine no longer needs it: no failure
     unclear: bool = False  # a call has failed, so the agent may or may not have it
     failure: str = ""
     bytes_moved: int = 0
@@ -69,18 +69,18 @@ class _Open:
 
 
 class _Answer(NamedTuple):
-    """The calling thread to the model's: the call for this room has failed."""
+    """From the calling thread to the model's: the call for this room has failed."""
 
     key: _RoomKey
     text: str
 
 
 class RankRooms:
-    """The open rooms of one rank. All methods but none other are for the model's thread.
+    """The open rooms of one rank. Only the model's thread may call its public methods.
 
     Args:
         client: connected, with its pool registered.
-        limit_s: a room that is not done after so long is given up; its pages come back once nobody touches them.
+        limit_s: a room that is not done after this time is cancelled. Its pages return when no process uses them.
     """
 
     def __init__(self, client: Client, limit_s: float, clock_s: Callable[[], float] = time.monotonic) -> None:
@@ -97,14 +97,14 @@ class RankRooms:
 
     @property
     def open_count(self) -> int:
-        """How many halves of rooms are not over."""
+        """The number of halves of rooms that have not ended."""
         return len(self._open)
 
     def carry_out(self, orders: Sequence[Order], fence: Callable[[], None] | None = None) -> None:
-        """Begin what the scheduler ordered; returns at once.
+        """Begin the scheduler's orders; return at once.
 
         Args:
-            fence: returns once the device has done all that it was told before; called by the thread that makes calls.
+            fence: returns after the device has done all earlier work; called in the thread that makes calls.
         """
         for order in orders:
             match order:
@@ -122,10 +122,10 @@ class RankRooms:
                     self._ended.transfers.append(Transfer(Half.TARGET, 0.0, 0, order.text))
 
     def poll(self, pause_s: float = 0.0) -> Ended:
-        """Return what has ended since the last call.
+        """Return the requests that have ended since the last call.
 
         Args:
-            pause_s: how long to wait for something to end, if rooms are open; 0: never wait.
+            pause_s: how long to wait for an end if rooms are open; 0: do not wait.
         """
         now_s = self._clock_s()
         while self._answers:
@@ -138,7 +138,7 @@ class RankRooms:
             for event in self._client.poll(pause_s if self._open else 0.0):
                 self._take(event, now_s)
         except ClientClosed:
-            # The agent has let go of everything of this rank when its connection closed.
+            # When the connection closed, the agent released everything of this rank.
             for key, found in list(self._open.items()):
                 found.failure = found.failure or "the connection to the agent was closed"
                 self._end(key, found, now_s)
@@ -147,7 +147,7 @@ class RankRooms:
         return ended
 
     def close(self) -> None:
-        """Leave the agent; it lets every room and the pages go at once."""
+        """Leave the agent, which then releases all rooms and pages."""
         self._calls.put(None)
         self._client.close()
         self._thread.join()
@@ -160,7 +160,7 @@ class RankRooms:
         else:
             key = (Half.TARGET, order.endpoint.instance, order.room)
         if key in self._open:
-            # A router that sends one handover to this engine twice: the second request cannot have the room.
+            # A router has sent one handover to this engine twice. The second request cannot have the room.
             self._fail_twin(order)
             return
         found = self._open[key] = _Open(order, self._clock_s())
@@ -206,7 +206,7 @@ class RankRooms:
             if found.unclear and not self._client.is_open(key[2], key[0], key[1]):
                 self._end(key, found, now_s)
         for key, found in self._open.items():
-            # They were opened in this order, so the first that has time left ends the search.
+            # Rooms are in the order of opening, so the first one with time left ends the search.
             if now_s - found.since_s < self._limit_s:
                 break
             if not (found.done or found.withdrawn):
@@ -216,7 +216,7 @@ class RankRooms:
     def _end(self, key: _RoomKey, found: _Open, now_s: float) -> None:
         del self._open[key]
         order, failure = found.order, "" if found.done else found.failure or "it ended without a reason"
-        # A claim of nothing only tells prefill that it need not wait: vLLM has it made also for rooms that were claimed.
+        # An empty claim only tells prefill not to wait. vLLM requests one even for rooms that were claimed.
         unwanted = found.unwanted or not order.pages
         if order.pages and not (failure and unwanted):
             self._ended.transfers.append(Transfer(found.half, now_s - found.since_s, found.bytes_moved, failure))
@@ -244,7 +244,7 @@ class RankRooms:
             call()
 
     def _insist(self, key: _RoomKey, found: _Open, deadline_s: float) -> None:
-        """Make the call of a room, again while the agent is busy or away; say so if it fails for good."""
+        """Make the call of a room, and repeat it while the agent is busy or away. Report a final failure."""
         while True:
             left_s = max(CALL_TIMEOUT_MIN_S, deadline_s - time.monotonic())
             try:
@@ -267,7 +267,7 @@ class RankRooms:
             )
 
     def _call_failed(self, key: _RoomKey, text: str) -> None:
-        # A part of it may have been taken: then its end follows as events, else the room is not open at the client.
+        # If a part of the call was accepted, events of its end follow; otherwise the room is not open at the client.
         self._cancel(key)
         self._answers.append(_Answer(key, text))
 
@@ -276,7 +276,7 @@ class RankRooms:
         try:
             self._client.cancel(room, half, instance=instance, timeout_s=CALL_TIMEOUT_MIN_S)
         except (AgentLost, CallTimeout):
-            # The client keeps the wish and tells the next agent.
+            # The client repeats the cancellation to the next agent.
             return
         except ClientClosed:
             return

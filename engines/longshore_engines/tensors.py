@@ -1,7 +1,7 @@
-"""How an engine's KV tensors lie in memory, said as a layout and a pool, and their memory shared with the agent.
+"""Describes an engine's KV tensors as a layout and a pool, and shares their memory with the agent.
 
-Called by an engine's connector once, when its cache is there. Imports no tensor library: a tensor is used by its
-methods only.
+Called by an engine's connector once, after it has allocated its cache. Imports no tensor library: it uses only methods
+of a tensor. Sharing moves a CPU tensor's bytes, so raw pointers that were taken before are invalid.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class KVTensor(Protocol):
 
     @property
     def device(self) -> Device:
-        """Return where the memory is."""
+        """Return the device that holds the memory."""
 
     def stride(self) -> Sequence[int]:
         """Return the stride of each dimension, in elements."""
@@ -74,7 +74,7 @@ class KVTensor(Protocol):
 
 
 class CacheShape(NamedTuple):
-    """What the engine knows of its cache and a tensor does not say."""
+    """The properties of an engine's cache that its tensors do not show."""
 
     layers: int  # of the whole model
     kv_heads: int  # of the whole model
@@ -84,7 +84,7 @@ class CacheShape(NamedTuple):
 
 
 class SharedCache(NamedTuple):
-    """What `connect` and `Client.register_pool` need; descriptors are the caller's to close."""
+    """Arguments for `connect` and `Client.register_pool`. The caller closes the descriptors."""
 
     layout: KVLayout
     geometry: PoolGeometry
@@ -108,9 +108,9 @@ def opaque_layout(tensors: Mapping[str, KVTensor], cache: CacheShape) -> KVLayou
     """Return the layout of a rank whose (block, head) entries are opaque: heads can be split, tokens of a block cannot.
 
     Args:
-        tensors: by layer name; each [blocks, heads, tokens, content], a (block, head) without gaps.
+        tensors: by layer name; each [blocks, heads, tokens, content], without gaps inside a (block, head).
     Raises:
-        LayoutError, ArgumentError: the cache is none that can be shared so; names the layer and what it has.
+        LayoutError, ArgumentError: this layout cannot describe the cache; names the layer and its property.
     """
     names = sorted(tensors, key=layer_number)
     if not names:
@@ -142,7 +142,7 @@ def opaque_layout(tensors: Mapping[str, KVTensor], cache: CacheShape) -> KVLayou
 
 
 def share(tensors: Mapping[str, KVTensor], cache: CacheShape) -> SharedCache:
-    """Move tensors in CPU memory to shared memory in place, or take the handles of a GPU's; once, before they are used.
+    """Move CPU tensors to shared memory in place, or get the handles of a GPU's. Call it once, before their first use.
 
     Raises:
         LayoutError, ArgumentError: as `opaque_layout`, or the memory cannot be shared.
@@ -161,7 +161,7 @@ def share(tensors: Mapping[str, KVTensor], cache: CacheShape) -> SharedCache:
                 descriptor, _, length_bytes = torch_region(tensor)
                 regions.append(descriptor)
                 region_bytes.append(length_bytes)
-                # Sharing has moved the bytes: the address is the new one.
+                # Sharing has moved the bytes to this new address.
                 found[tensor.untyped_storage().data_ptr()] = len(region_bytes) - 1
             elif not on_cpu and tensor.untyped_storage().data_ptr() not in found:
                 regions.append(device_region(_whole(tensor)))
@@ -180,7 +180,7 @@ def share(tensors: Mapping[str, KVTensor], cache: CacheShape) -> SharedCache:
 
 
 class _whole:  # noqa: N801 - reads as the tensor's storage, seen as a tensor
-    """A storage, as far as `device_region` looks at a tensor."""
+    """A storage with the tensor methods that `device_region` uses."""
 
     def __init__(self, tensor: KVTensor) -> None:
         self.device = tensor.device

@@ -1,7 +1,7 @@
-"""The connector for vLLM: KV of a prompt goes from a prefill engine to a decode engine through Longshore.
+"""Connects vLLM to Longshore, which moves a prompt's KV from a prefill engine to a decode engine.
 
-Loaded by vLLM in its scheduler's process and in each worker's (`kv_connector_module_path`). It translates between
-vLLM's calls and `requests.RequestBook` (scheduler) or `rooms.RankRooms` (worker), and decides nothing itself.
+vLLM loads it in its scheduler's process and in each worker's (`kv_connector_module_path`). It translates between vLLM's
+calls and `requests.RequestBook` (scheduler) or `rooms.RankRooms` (worker), and decides nothing itself.
 """
 
 from __future__ import annotations
@@ -46,36 +46,36 @@ if TYPE_CHECKING:
 
 check_version(vllm_version)
 
-# All ranks of an engine register in the same moment; the slowest may still be moving its cache to shared memory.
+# All ranks of an engine register at about the same time; the slowest may still be moving its cache to shared memory.
 SIBLINGS_TIMEOUT_S = 120.0
-# A step without a model's work is over at once, and vLLM makes the next while blocks are lent: without a pause the
-# engine's processes would take the cores from the agent. A request that comes in the meantime waits no longer.
+# Pause of a step without model work. While blocks are lent, vLLM makes step after step; without the pause its processes
+# would take the cores from the agent. A request that comes during the pause waits at most that long.
 EMPTY_STEP_PAUSE_S = 0.001
 _DONE_STATUS = frozenset({RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED})
 
 
 @dataclass
 class StepOrders(KVConnectorMetadata):  # type: ignore[misc] # vLLM is not installed where types are checked
-    """Scheduler to workers, in every step."""
+    """From the scheduler to the workers, in every step."""
 
     orders: tuple[Order, ...]
 
 
 @dataclass
 class RankReport(KVConnectorWorkerMetadata):  # type: ignore[misc] # as above
-    """Worker to scheduler, in every step: the endpoint if it has changed, and whether a rank of it is away."""
+    """From a worker to the scheduler, in every step: the endpoint if it has changed, and whether a rank is away."""
 
     endpoint: Endpoint | None
     away: bool
 
     def aggregate(self, other: RankReport) -> RankReport:
-        """Return what both know."""
+        """Return both reports as one."""
         return RankReport(other.endpoint or self.endpoint, self.away or other.away)
 
 
 @dataclass
 class RankHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc] # as above
-    """Worker to scheduler, once: how this rank is registered."""
+    """From a worker to the scheduler, once: this rank's registration."""
 
     endpoint: Endpoint | None
     roles: tuple[Half, ...]
@@ -83,10 +83,10 @@ class RankHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc] # as ab
 
 
 class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
-    """See the module; options are read from `kv_connector_extra_config`, see docs/how-to/vllm.md.
+    """See the module. Options come from `kv_connector_extra_config`, see docs/how-to/vllm.md.
 
     Raises:
-        ArgumentError: from the constructor, naming what this engine has that cannot be moved.
+        ArgumentError: from the constructor: this engine has a property that cannot be served; names it.
     """
 
     _cache_hit_source = CacheHitSource.P2P
@@ -105,13 +105,13 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
         self._content = ""
         self._step_is_empty = False
         if role is KVConnectorRole.SCHEDULER:
-            # Half of the numbers above this are left: an engine that keeps its name over a restart repeats none.
+            # A random start, so that an engine that keeps its name over a restart repeats no number.
             self._book = RequestBook(vllm_config.cache_config.block_size, self._roles, secrets.randbits(62))
 
     # -- scheduler -------------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many tokens behind `num_computed_tokens` will be loaded; None: ask again."""
+        """Return the number of tokens after `num_computed_tokens` that will be loaded; None: ask again."""
         assert self._book is not None
         found = self._book.matched(
             request.kv_transfer_params, request.num_prompt_tokens, num_computed_tokens, time.monotonic()
@@ -130,12 +130,12 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
         )
 
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders:  # noqa: ARG002
-        """Return what the workers must do."""
+        """Return the orders for the workers."""
         assert self._book is not None
         return StepOrders(self._book.take_orders())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Return whether a request's blocks are handed out, and what decode must be told then."""
+        """Return whether a request's blocks are offered, and if so the parameters for decode."""
         assert self._book is not None
         told = self._book.finished(
             request.request_id,
@@ -147,11 +147,11 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
         return told is not None, told
 
     def has_pending_push_work(self) -> bool:
-        """Return whether there must be a step although no request is there: workers hear of orders in steps alone."""
+        """Return whether a step is needed without a request, since workers get orders only in steps."""
         return self._book is not None and self._book.has_orders
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take what the workers said."""
+        """Pass the workers' reports to the request book."""
         assert self._book is not None
         report = connector_output.kv_connector_worker_meta
         if report is not None:
@@ -159,7 +159,7 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
         self._book.received(connector_output.finished_recving or ())
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], RankHandshake]) -> None:
-        """Take the endpoint that the workers know when all of them are registered."""
+        """Take the roles and the endpoint from the workers' registrations."""
         assert self._book is not None
         for handshake in metadata.values():
             self._book.introduced(handshake.roles, handshake.content)
@@ -184,7 +184,7 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
         self._rooms = RankRooms(self._client, self._limit_s)
 
     def get_handshake_metadata(self) -> RankHandshake | None:
-        """Return how this rank is registered; if it hands KV out, once all ranks of this engine are."""
+        """Return this rank's registration. If it offers KV, wait until all ranks of this engine are registered."""
         if self._client is None:
             return None
         if Half.SOURCE in self._roles:
@@ -192,7 +192,7 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
         return RankHandshake(self._endpoint, self._roles, self._content)
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
-        """Begin what the scheduler ordered."""
+        """Begin the scheduler's orders."""
         self._step_is_empty = forward_context.attn_metadata is None
         orders = self._get_connector_metadata().orders
         if orders and self._rooms is not None:
@@ -202,13 +202,13 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
         """Do nothing: a request is scheduled after its load."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:
-        """Do nothing: blocks are handed out where they are."""
+        """Do nothing: blocks are offered in place."""
 
     def wait_for_save(self) -> None:
-        """Do nothing: blocks stay until they are handed out."""
+        """Do nothing: blocks stay until their transfer has ended."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
-        """Return the requests whose blocks are the engine's own again."""
+        """Return the requests whose blocks belong to the engine again."""
         results = KVConnectorTransferResults()
         if self._rooms is not None:
             ended = self._rooms.poll(EMPTY_STEP_PAUSE_S if self._step_is_empty else 0.0)
@@ -220,7 +220,7 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
         return results
 
     def build_connector_worker_meta(self) -> RankReport | None:
-        """Return what the scheduler must know of this rank's agent."""
+        """Return this step's report on this rank's agent for the scheduler."""
         if self._client is None:
             return None
         try:
@@ -232,7 +232,7 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
         return RankReport(changed, away=False)
 
     def get_kv_connector_stats(self) -> LongshoreStats | None:
-        """Return what was counted since the last call."""
+        """Return the counts since the last call."""
         return None if self._stats.is_empty() else self._stats.take()
 
     def shutdown(self) -> None:
@@ -254,19 +254,19 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:  # noqa: ARG003
-        """Return the layout in which a head of a block lies together."""
+        """Return the layout in which the bytes of a block's head are adjacent."""
         return "LBHNC"
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> LongshoreStats:
-        """Return counts that were sent as plain data."""
+        """Return counts from their plain data."""
         return LongshoreStats(data)
 
     @classmethod
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> LongshoreMetrics:
-        """Return the counts on vLLM's Prometheus page."""
+        """Return the object that puts the counts on vLLM's Prometheus page."""
         return LongshoreMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
@@ -291,7 +291,7 @@ def _cache_shape(vllm_config: Any) -> CacheShape:
 
 
 def _content(vllm_config: Any, layer_name: str) -> str:
-    """Return the name of what writes pages, and of the instructions it does that with where they change the order."""
+    """Return the attention backend that writes pages, and its instruction set if that changes their order."""
     layer = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, [layer_name])[layer_name]
     return f"{layer.get_attn_backend().get_name()} {getattr(layer, 'isa', '')}".strip()
 

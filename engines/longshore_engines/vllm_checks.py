@@ -1,6 +1,6 @@
-"""Which vLLM and which of its configurations the connector can serve, and the options that it takes. Pure.
+"""Checks that the connector can serve this vLLM and its configuration, and reads the connector's options. Pure.
 
-Called by `vllm.LongshoreConnector`; reads vLLM's configuration by its attributes and imports none of it.
+Called by `vllm.LongshoreConnector`. It reads attributes of vLLM's configuration and does not import vLLM.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from longshore_client.errors import ArgumentError
 from longshore_wire.engine_messages import Half
 from longshore_wire.names import RUN_DIRECTORY
 
-# vLLM calls its connector API experimental and changes it from release to release: each is tested before it is let in.
+# vLLM calls its connector API experimental and changes it between releases, so each release is tested before it is
+# allowed.
 VERSION_MIN, VERSION_END = (0, 32), (0, 33)
-# A decode engine with a long queue claims late; vLLM's own connectors wait for minutes too.
+# A decode engine with a long queue claims late. vLLM's own connectors also wait for minutes.
 LIMIT_S, LIMIT_MIN_S, LIMIT_MAX_S = 120.0, 1.0, 86_400.0
 CONNECT_S = 120.0
 
 
 class Setting(NamedTuple):
-    """What `kv_connector_extra_config` says."""
+    """The options in `kv_connector_extra_config`."""
 
     socket: str
     limit_s: float
@@ -29,7 +30,7 @@ class Setting(NamedTuple):
 
 
 def check_version(version: str) -> None:
-    """Raise ArgumentError if this vLLM is none that the connector was tested with."""
+    """Raise ArgumentError if the connector was not tested with this version of vLLM."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None or not VERSION_MIN <= (int(found[1]), int(found[2])) < VERSION_END:
         low, end = (".".join(map(str, bound)) for bound in (VERSION_MIN, VERSION_END))
@@ -40,7 +41,7 @@ def check_version(version: str) -> None:
 
 
 def roles_of(transfer_config: Any) -> tuple[Half, ...]:
-    """Return what `kv_role` lets this engine do."""
+    """Return the roles that `kv_role` gives this engine."""
     roles = []
     if transfer_config.is_kv_producer:
         roles.append(Half.SOURCE)
@@ -73,7 +74,7 @@ def setting(extra: Mapping[str, Any]) -> Setting:
 
 
 def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raise ArgumentError if this engine's cache is of a kind that cannot be moved; names the kind."""
+    """Raise ArgumentError if the connector cannot move this kind of cache; names the kind."""
     groups = len(kv_cache_config.kv_cache_groups)
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     if groups > 1:

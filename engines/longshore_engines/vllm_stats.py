@@ -1,6 +1,6 @@
-"""Counts of finished transfers on vLLM's own way: from ranks over the scheduler to its log and Prometheus page.
+"""Counts ended transfers in vLLM's own statistics: from the ranks through the scheduler to its log and Prometheus page.
 
-Made by `vllm.LongshoreConnector`. The names on the page begin with `vllm:longshore_`.
+Made by `vllm.LongshoreConnector`. The metrics' names begin with `vllm:longshore_`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BYTES = tuple(2**exponent for exponent in range(12, 37, 2))
 
 
 class LongshoreStats(KVConnectorStats):  # type: ignore[misc] # vLLM is not installed where types are checked
-    """Transfers of one interval. A list holds one number a transfer and rank, so that sums over ranks are lists joined."""
+    """Transfers of one interval. A list has a number for each transfer and rank; concatenate lists to add ranks."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         super().__init__(data=data or {})
@@ -27,7 +27,7 @@ class LongshoreStats(KVConnectorStats):  # type: ignore[misc] # vLLM is not inst
             self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Set all counts to zero."""
         self.data: dict[str, Any] = {
             "load_seconds": [],
             "load_bytes": [],
@@ -37,7 +37,7 @@ class LongshoreStats(KVConnectorStats):  # type: ignore[misc] # vLLM is not inst
         }
 
     def add(self, transfer: Transfer) -> None:
-        """Count one transfer that is over."""
+        """Count one ended transfer."""
         target = transfer.half is Half.TARGET
         if transfer.failure:
             self.data["failed_loads" if target else "failed_hand_outs"] += 1
@@ -48,7 +48,7 @@ class LongshoreStats(KVConnectorStats):  # type: ignore[misc] # vLLM is not inst
             self.data["hand_out_seconds"].append(transfer.duration_s)
 
     def take(self) -> LongshoreStats:
-        """Return what was counted, and begin anew."""
+        """Return the counts and reset them."""
         taken = copy.copy(self)
         self.reset()
         return taken
@@ -58,13 +58,13 @@ class LongshoreStats(KVConnectorStats):  # type: ignore[misc] # vLLM is not inst
         return not any(self.data.values())
 
     def aggregate(self, other: KVConnectorStats) -> LongshoreStats:
-        """Add another rank's counts to these, and return these."""
+        """Add another rank's counts to these; return these."""
         for name, value in other.data.items():
             self.data[name] = self.data[name] + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return what vLLM writes into its log for an interval."""
+        """Return the values that vLLM logs for an interval."""
         seconds = self.data["load_seconds"]
         return {
             "Loads": len(seconds),
@@ -97,7 +97,7 @@ class LongshoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc] # as above
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Put one interval's counts on the page."""
+        """Add one interval's counts to the page."""
         for name, metric in (
             ("load_seconds", self._load_seconds),
             ("load_bytes", self._load_bytes),
