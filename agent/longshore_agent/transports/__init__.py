@@ -1,6 +1,6 @@
-"""Transports between workers, one file a backend; `create` loads only the one that is asked for.
+"""Makes transports between workers. Each backend has a file of its own, and `create` loads only the requested one.
 
-Called by the worker. Nothing here imports a library before a transport of it is made.
+Called by the worker. No module here imports a backend's library before a transport of that backend is made.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def create(backend: str, name: str, **options: Any) -> Transport:
 
     Args:
         backend: one of BACKENDS, spelled as in the CR.
-        name: by which peers know this worker, unique among the workers that may meet, at most 200 bytes of UTF-8.
-        options: of that backend's class, for example `faults` of the loopback or `host` of Mooncake.
+        name: this worker's name for peers, unique among the workers that may meet, at most 200 bytes of UTF-8.
+        options: of that backend's class, for example `faults` of the loopback or `ports` of Mooncake.
     Raises:
-        TransportError: an unknown backend, one that is not installed, or one that does not start.
+        TransportError: the backend is unknown, not installed, or does not start.
     """
     if backend == "NIXL":
         from longshore_agent.transports.nixl import NixlTransport

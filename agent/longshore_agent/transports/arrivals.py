@@ -1,6 +1,6 @@
-"""Notices that have landed at a transport: which may be handed over, which wait for their sender, and which are dropped.
+"""Sorts the notices that have landed at a transport: to hand over, to keep until their sender connects, to drop.
 
-Called by nixl.py and loopback.py, which guard it by their locks. Knows senders by an identity of one life each.
+Called by nixl.py and loopback.py under their locks. A sender is identified by one of its lives.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable
 
-# Notices of workers that are not connected yet: both sides attach at about the same time, and a peer that is ready first may
-# write first. More than this many are lost, which the protocol above repairs.
+# Kept notices of workers that are not connected yet: both sides attach at about the same time, and a peer that is ready
+# first may write first. If more wait, the oldest are lost, which the protocol above repairs.
 _UNCLAIMED_COUNT_MAX = 256
 
 
@@ -23,7 +23,7 @@ class Arrivals:
         self._forgotten: deque[Hashable] = deque(maxlen=_UNCLAIMED_COUNT_MAX)
 
     def meet(self, sender: Hashable, peer: str) -> None:
-        """A peer is connected: notices of `sender` are its own, also those that wait."""
+        """Assign the notices of `sender`, kept ones included, to a connected peer."""
         self._senders[sender] = peer
         if sender in self._forgotten:
             self._forgotten.remove(sender)
@@ -33,16 +33,16 @@ class Arrivals:
             self.land(other, notice)
 
     def part(self, sender: Hashable) -> None:
-        """A life of a peer has gone: drop what comes of it from now on."""
+        """Drop all later notices of an ended life of a peer."""
         self._senders.pop(sender, None)
         self._forgotten.append(sender)
 
     def drop(self, peer: str) -> None:
-        """Drop what has landed of a peer and was not taken."""
+        """Drop the landed notices of a peer that were not taken."""
         self._arrived = [item for item in self._arrived if item[0] != peer]
 
     def land(self, sender: Hashable, notice: bytes) -> None:
-        """A notice has come."""
+        """Add a notice that has landed."""
         peer = self._senders.get(sender)
         if peer is not None:
             self._arrived.append((peer, notice))
@@ -50,6 +50,6 @@ class Arrivals:
             self._unclaimed.append((sender, notice))
 
     def take(self) -> list[tuple[str, bytes]]:
-        """Return (peer, notice) of all that may be handed over, in their order, each once."""
+        """Remove and return (peer, notice) of all notices of connected peers, in their order."""
         arrived, self._arrived = self._arrived, []
         return arrived

@@ -1,4 +1,4 @@
-"""The one interface that every transport implements; the contract suite in tests/agent holds each to it.
+"""Defines the interface that every transport implements. The contract suite in tests/agent checks each of them.
 
 Called by the worker's control thread and its lane threads: every method may be called from any thread.
 A transport knows addresses, lengths and opaque notices; it knows no rooms and no layouts.
@@ -14,16 +14,16 @@ import numpy.typing as npt
 
 from longshore_wire.names import UNKNOWN_WIRE
 
-# What `draft` takes as a notice at most; both transports that notify carry it in one small message.
+# The longest notice of a `draft`. Both transports that notify carry it in one small message.
 NOTICE_BYTES_MAX = 1024
-# What `connect` reads at most: room for some 20,000 registered regions.
+# The longest metadata that `connect` accepts: some 20,000 registered regions.
 METADATA_BYTES_MAX = 1 << 20
 
 Addresses = npt.NDArray[np.uint64]
 
 
 class Wire(StrEnum):
-    """What the bytes between two workers really travel over, found by a probe write."""
+    """The wire that really carries bytes between two workers, found by a probe write."""
 
     UNKNOWN = UNKNOWN_WIRE
     LOOPBACK = "Loopback"
@@ -35,7 +35,7 @@ class Wire(StrEnum):
 
 
 class WriteState(Enum):
-    """The life of one write. FAILED says nothing on which bytes landed: ask `release`."""
+    """The state of one write. FAILED does not tell which bytes have landed; see `release`."""
 
     DRAFT = "draft"  # looked up, not begun
     OPEN = "open"
@@ -48,19 +48,19 @@ class Write(Protocol):
 
     @property
     def error(self) -> str:
-        """What the transport said when the write failed, else empty."""
+        """The transport's error if the write failed, otherwise empty."""
 
 
 class Prepared(Protocol):
-    """A list of pieces that a transport has looked up once, to be written in parts and repeatedly."""
+    """A list of pieces that a transport has looked up once, for repeated writes of its parts."""
 
     @property
     def count(self) -> int:
-        """How many pieces it holds."""
+        """The number of its pieces."""
 
 
 class Pieces(NamedTuple):
-    """n >= 1 pieces, each from a local to a remote address, inside registered memory of either side.
+    """n >= 1 pieces, each from a local to a remote address, inside registered memory on both sides.
 
     Attributes:
         sources, targets, lengths: [n] addresses and bytes.
@@ -81,7 +81,7 @@ class Pieces(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Pieces of a list that was looked up before: those at `indices` ([m], m >= 1, each in [0, prepared.count))."""
+    """The pieces of a prepared list at `indices` ([m], m >= 1, each in [0, prepared.count))."""
 
     prepared: Prepared
     indices: npt.NDArray[np.int32]
@@ -92,17 +92,18 @@ class Transport(Protocol):
 
     Attributes:
         backend: the name in the CR and in metrics, for example `NIXL`.
-        notifies: a notice drafted with a write reaches the target by the transport itself, after the bytes.
-            Where it is False, `draft` ignores `notice`, the worker sends a control message after DONE, and bytes arrive
-            without anybody calling `notices`.
-        fences: a peer's write that begins after `deregister` of that memory is refused. A fact proven by the contract
-            suite. One that had begun may still land, whatever the transport.
-        revocable: the wires over which `disconnect` takes a peer's access away: no byte of it lands here afterwards, also
-            of a write that had begun. Proven by the contract suite, which writes after revocation; a wire that it has not
-            seen is not among them. Where it is not, only the peer's word, its end or ours proves memory free.
-        announced_by_message: the wires over which the worker's control message announces a slab: all of them where `notifies` is False.
-        swift: the wires, not among `announced_by_message`, over which a slab takes microseconds: a target polls for notices, and does not sleep.
-        driven: the wires, not among `announced_by_message`, over which bytes move only while their target calls `notices`.
+        notifies: True: the transport itself delivers a write's notice to the target, after the bytes. False: `draft`
+            ignores `notice`, the worker sends a control message after DONE, and bytes arrive without a call of
+            `notices`.
+        fences: True: a peer's write that begins after `deregister` of that memory is refused, which the contract suite
+            proves. With any transport, a write that had begun may still land.
+        revocable: the wires over which `disconnect` revokes a peer's access: no byte of it lands here afterwards, not
+            even of a write that had begun. The contract suite proves it by writes after revocation, for these wires
+            only. Over other wires, only the peer's confirmation, its end or ours proves memory free.
+        announced_by_message: the wires over which the worker's control message announces a slab; all if `notifies` is
+            False.
+        swift: the other wires over which a slab takes microseconds: a target then polls for notices without sleeping.
+        driven: the other wires over which bytes move only while their target calls `notices`.
     """
 
     backend: str
@@ -117,62 +118,65 @@ class Transport(Protocol):
         """Register memory of this process; return a token for `deregister`. Raises TransportError."""
 
     def deregister(self, token: int) -> None:
-        """Let go of registered memory. No write of ours may be open on it."""
+        """Deregister memory. No write of ours may be open on it."""
 
     def metadata(self) -> bytes:
-        """Everything a peer needs for `connect`, with all memory registered so far. Opaque, at most 1 MiB."""
+        """Return the argument of a peer's `connect`, with all memory registered so far. Opaque, at most 1 MiB."""
 
     def connect(self, metadata: bytes) -> str:
-        """Learn a peer, or its newer metadata; return the peer's name. Raises PeerMetadataError on junk."""
+        """Learn a peer, or its newer metadata; return the peer's name. Raises PeerMetadataError if it is invalid."""
 
     def disconnect(self, peer: str) -> None:
         """Forget a peer; its notices are dropped from now on. Unknown names are ignored."""
 
     def prepare(self, peer: str, sources: Addresses, targets: Addresses, lengths: Addresses) -> Prepared:
-        """Look up n pieces once, as `Pieces` has them, for writes of parts of them. Raises TransportError."""
+        """Look up n pieces (see `Pieces`) once, for writes of parts of them. Raises TransportError."""
 
     def release_prepared(self, prepared: Prepared) -> None:
-        """Let go of the list; no write of it may be open. Idempotent."""
+        """Release the list. No write of it may be open. Idempotent."""
 
     def draft(self, peer: str, pieces: Pieces | Part, notice: bytes) -> Write:
-        """Look up one write without beginning it, so that beginning it costs little. The bytes need not be there yet.
+        """Look up one write without beginning it, so that `start` costs little. The source bytes need not be ready.
 
         Args:
             peer: a name that `connect` returned.
-            pieces: what to write. A part is of a list that was prepared for this life of the peer.
-            notice: at most 1 KiB, handed to the peer's `notices` once every byte has landed; empty: none.
+            pieces: the pieces to write. A part is of a list that was prepared for this life of the peer.
+            notice: at most 1 KiB, returned by the peer's `notices` after every byte has landed; empty: none.
         Raises:
             TransportError: nothing was begun, and there is nothing to release.
         """
 
     def start(self, write: Write) -> None:
-        """Begin a drafted write, once; may copy before it returns. Waits while a probe runs.
+        """Begin a drafted write, once. May copy before it returns. Waits while a probe runs.
 
-        A write that fails at once is FAILED then, with its `error`. So is one whose peer was disconnected after the draft, or
-        whose transport was closed: nothing of it was begun.
+        Raises nothing: a write that fails at once is FAILED, with its `error`. If the peer was disconnected after the
+            draft, or
+        the transport was closed, the write is FAILED and nothing of it was begun.
         """
 
     def state(self, write: Write) -> WriteState:
         """Drive progress and return the state of `write`. Cheap; callers poll it while a write is open."""
 
     def release(self, write: Write) -> bool:
-        """Give a write back. True: it is settled, no byte of it will move any more, on either side.
+        """Release a write. May be called again at any time.
 
-        A draft that was never started is settled, and cannot be started any more.
-        False for an OPEN write: nothing was cancelled (no backend can), the write stays the caller's and so does
-        its source memory; ask again. False for a FAILED one: the write is given back and its source is free,
-        but bytes on their way may still land, so the target memory counts as written until the peer confirms.
-        Asking again is allowed at any time.
+        Returns:
+            True: the write is settled, so none of its bytes will move any more on either side. A draft is settled, too,
+                and cannot be started any more.
+            False for an OPEN write: nothing was cancelled (no backend can); the write and its source memory stay in
+                use. Call again.
+            False for a FAILED write: it is released and its source memory is free, but bytes on the wire may still
+                land. The target memory counts as written until the peer confirms.
         """
 
     def notices(self) -> list[tuple[str, bytes]]:
         """Drive progress and return (peer, notice) of writes that have landed here since the last call.
 
-        Only of peers that are connected here too: earlier notices (256 at least are kept) wait for `connect`.
+        Notices of peers that are not connected here wait for `connect`; at least 256 are kept.
         """
 
     def probe_wire(self, peer: str, source: int, target: int, length_bytes: int) -> Wire:
-        """Write `length_bytes` to a peer and find out what they travelled over. Blocking, at most 5 s."""
+        """Write `length_bytes` to a peer and return the wire that carried them. Blocks for at most 5 s."""
 
     def close(self) -> None:
-        """Let go of everything. Idempotent."""
+        """Release everything. Idempotent."""

@@ -1,12 +1,14 @@
-"""The ports on which a transport's library listens: what protects each of them, and whom they let in.
+"""Protects the ports on which a transport's library listens: binds them, or admits only attached peers.
 
-Made by the worker, who tells it whom to admit and asks it for its status; told by the transports when their library opens ports.
-Neither UCX nor Mooncake knows authentication: whoever reaches such a port writes memory of the process. So each port is
+Made by the worker, which sets the admitted addresses and asks for the status. Transports report when their library
+opens ports. Neither UCX nor Mooncake has authentication: a process that reaches such a port can write memory of this
+one. So each port is
 
-- bound to the agent's own address where the library can be told so;
-- given to the loopback interface alone where it cannot, and the agent is to be reached there alone;
-- closed to all but the addresses of attached peers, where the kernel lets us attach a filter to it. Linux asked for no privilege
-  until June 2026 ("tcp: restrict SO_ATTACH_FILTER to priv users", in stable kernels, too), and asks for CAP_NET_ADMIN since.
+- bound to the agent's own address, if the library can be told to; - otherwise restricted to the loopback interface, if
+the agent is to be reached only there; - closed to all but the addresses of attached peers, if the kernel lets us attach
+a filter. Linux required no privilege for that
+  until June 2026 ("tcp: restrict SO_ATTACH_FILTER to priv users", in stable kernels, too), and requires CAP_NET_ADMIN
+  since.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ _LOAD_WORD, _LOAD_BYTE, _LOAD_KEPT, _KEEP, _AND, _IF_EQUAL, _SKIP, _RETURN = (
 )
 _INSTRUCTION = struct.Struct("HBBI")
 _PROGRAM = struct.Struct("HL")
-# Loads of these places read the packet's IP header, and what the kernel knows of the packet.
+# Loads from these offsets read the packet's IP header, and the kernel's metadata of the packet.
 _NETWORK_HEADER = -0x100000 & 0xFFFFFFFF
 _PROTOCOL = -0x1000 & 0xFFFFFFFF
 _FLAGS_OFFSET, _SYN, _SYN_ACK = 13, 0x02, 0x12
@@ -57,12 +59,12 @@ Instruction = tuple[int, int, int, int]
 
 
 class Protection(Enum):
-    """What keeps strangers from a port; the first that holds."""
+    """The protection of a port against strangers: the first that applies."""
 
-    LOOPBACK = "Loopback"  # this machine, or this pod, alone reaches it
-    FILTERED = "Filtered"  # the kernel admits addresses of attached peers alone
-    BOUND = "Bound"  # whoever reaches the agent's own address
-    OPEN = "Open"  # whoever reaches any address of this network namespace
+    LOOPBACK = "Loopback"  # only this machine, or this pod, can reach it
+    FILTERED = "Filtered"  # the kernel admits only addresses of attached peers
+    BOUND = "Bound"  # open to all that reach the agent's own address
+    OPEN = "Open"  # open to all that reach any address of this network namespace
 
 
 class DataPort(NamedTuple):
@@ -76,7 +78,7 @@ class DataPort(NamedTuple):
 
 @dataclass
 class _Opened:
-    """A port that the library has opened, by its descriptor; `inode` tells whether that is still the same socket."""
+    """A port that the library has opened, by its descriptor; `inode` shows whether that is still the same socket."""
 
     number: int
     inode: int
@@ -88,11 +90,11 @@ class _Opened:
 class DataPorts:
     """The data ports of one transport; every method may be called from any thread.
 
-    Once a port is open, watching it opens nothing: a worker that has no descriptor left goes on.
+    Checking an open port needs no descriptor, so it works in a worker that has none left.
 
     Args:
-        host: the agent's own address, at which alone the library should listen.
-        allow_open: a port that is open wider than that is accepted.
+        host: the agent's own address, the only one at which the library should listen.
+        allow_open: True: accept a port that other addresses can reach.
     Raises:
         TransportError: there is no such address.
     """
@@ -102,21 +104,21 @@ class DataPorts:
         self._allow_open = allow_open
         self._lock = threading.Lock()
         self._opened: list[_Opened] = []
-        # None: nobody has said who may come, so that everybody may.
+        # None: `admit` was not called yet, so every address may connect.
         self._admitted: frozenset[Address] | None = None
         self._may_filter = True
         self._lost = ""
-        # Addresses of this machine, as they were when they could be listed last.
+        # Addresses of this machine, as last listed.
         self._own = frozenset(place.address for place in places())
 
     @contextlib.contextmanager
     def opening(self, *, is_lasting: bool = False) -> Iterator[None]:
-        """Take over the ports that the library opens meanwhile.
+        """Take over the ports that the library opens inside this context.
 
         Args:
-            is_lasting: the library keeps them until it is closed itself: see `lost`.
+            is_lasting: True: the library keeps them open until it is closed; see `lost`.
         Raises:
-            TransportError: one is open wider than it may be, or no descriptor is left to look for them.
+            TransportError: more addresses can reach one than allowed, or no descriptor is left to find them.
         """
         before = set(_listening())
         yield
@@ -131,15 +133,16 @@ class DataPorts:
                         self._close_to_strangers(opened, port)
 
     def admit(self, hosts: Collection[str]) -> None:
-        """Let exactly these addresses connect from now on, as far as the kernel lets us; connections that stand go on.
+        """Let only these addresses connect from now on, if the kernel allows a filter. Existing connections stay.
 
         Args:
-            hosts: numbers; names are left out. Empty: nobody. Before the first call everybody may connect.
+            hosts: numeric addresses; names are ignored. Empty: admit none. Before the first call every address may
+                connect.
         """
         with self._lock:
             admitted = frozenset(address for host in hosts if (address := number_of(host)) is not None)
             if not admitted.isdisjoint(self._own_addresses()):
-                # To an address of its own machine a socket connects from that very address, unless it is told otherwise.
+                # By default, a socket connects to an address of its own machine from that same address.
                 admitted |= {self.address}
             if admitted == self._admitted:
                 return
@@ -156,7 +159,7 @@ class DataPorts:
             )
 
     def lost(self) -> str:
-        """Say which lasting port the library has closed, so that no new peer can write; empty: none.
+        """Name a lasting port that the library has closed, so that no new peer can write; empty: none.
 
         UCX closes a listening socket when it cannot accept a connection, for example without a free descriptor.
         """
@@ -166,13 +169,13 @@ class DataPorts:
             return self._lost
 
     def _own_addresses(self) -> frozenset[Address]:
-        # Listing them takes a descriptor.
+        # Listing them needs a descriptor.
         with contextlib.suppress(TransportError):
             self._own = frozenset(place.address for place in places())
         return self._own
 
     def _ports(self) -> Iterator[tuple[_Opened, socket.socket]]:
-        """Yield the ports that are still open, each borrowed until the next one is asked for; forget the others."""
+        """Yield the ports that are still open, each borrowed until the next step; forget the others."""
         for opened in tuple(self._opened):
             with borrowed(opened.number, opened.inode) as port:
                 if port is None:
@@ -191,7 +194,8 @@ class DataPorts:
         if self._admitted is not None:
             self._filter(opened, port, self._admitted)
         if bound.is_unspecified and not host.is_loopback and host != (first := _first_beside(host)):
-            # Nobody can accept that: filters of peers admit the address that control comes from, and drop all of its data.
+            # This cannot be allowed: peers' filters admit the address of the control connection, and would drop our
+            # data.
             raise TransportError(
                 f"the transport's library connects from {first}, which is not the address that this agent was told: give the pod's own "
                 "address, the first of its interface, to LONGSHORE_BIND_HOST",
@@ -221,7 +225,7 @@ class DataPorts:
         return Protection.OPEN if bound.is_unspecified else Protection.BOUND
 
     def _filter(self, opened: _Opened, port: socket.socket, admitted: frozenset[Address]) -> None:
-        """Attach a filter. Where that cannot be, the port has none: one that is older would keep new peers out."""
+        """Attach a filter. If that fails, remove the old one, which would keep new peers out."""
         if not self._may_filter:
             return
         try:
@@ -236,7 +240,7 @@ class DataPorts:
 
 
 def _listening() -> dict[int, int]:
-    """Return descriptors by inode of the sockets of this process that listen. Raises TransportError: none is left to look with."""
+    """Return descriptors of this process's listening sockets by inode. Raises TransportError: no descriptor is left."""
     try:
         return descriptors_of({inode for inode, _ in listening_sockets()})
     except OSError as error:
@@ -246,7 +250,7 @@ def _listening() -> dict[int, int]:
 
 
 def filter_program(admitted: Collection[Address]) -> list[Instruction]:
-    """Return a program of classic BPF that drops attempts to connect from all but these addresses, and nothing else."""
+    """Return a classic BPF program that drops only connection attempts from addresses other than these."""
     fourth = [
         step
         for address in sorted(admitted, key=int)
@@ -259,7 +263,7 @@ def filter_program(admitted: Collection[Address]) -> list[Instruction]:
         for word in range(4)
         for step in ((_LOAD_WORD, 0, 0, _NETWORK_HEADER + _IPV6_SOURCE_OFFSET + 4 * word), (_KEEP, 0, 0, word))
     ]
-    # An attempt is a SYN without ACK. Connections inherit the program, and what follows on them costs four instructions.
+    # An attempt is a SYN without ACK. Connections inherit the program, and each later packet costs four instructions.
     return [
         (_LOAD_BYTE, 0, 0, _FLAGS_OFFSET),
         (_AND, 0, 0, _SYN_ACK),
@@ -278,22 +282,22 @@ def filter_program(admitted: Collection[Address]) -> list[Instruction]:
 
 
 def attach(port: socket.socket, program: list[Instruction]) -> None:
-    """Give a socket a program in place of the one that it has. Raises OSError."""
+    """Attach a program to a socket, in place of its current one. Raises OSError."""
     memory = ctypes.create_string_buffer(b"".join(_INSTRUCTION.pack(*each) for each in program))
     port.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, _PROGRAM.pack(len(program), ctypes.addressof(memory)))
 
 
 def _if_from(address: Address) -> list[Instruction]:
-    """Return what passes a packet from one IPv6 address, whose words are kept, and goes on otherwise."""
+    """Return instructions that pass a packet from one IPv6 address, whose words are loaded, and otherwise continue."""
     program: list[Instruction] = []
     for word, expected in enumerate(struct.unpack(">4I", address.packed)):
-        # Past the words that follow, two instructions each, and the return.
+        # Jump past the remaining words, two instructions each, and the return.
         program += [(_LOAD_KEPT, 0, 0, word), (_IF_EQUAL, 0, 2 * (3 - word) + 1, expected)]
     return [*program, (_RETURN, 0, 0, _PASS)]
 
 
 def _reached_from(host: Address) -> str:
-    """Return from which networks a port of every address can be reached beside that of `host`; empty: from none."""
+    """Name the networks besides that of `host` from which a port on every address can be reached; empty: none."""
     interface = interface_of(host)
     others = [
         f"{place.address} ({place.interface})"
@@ -306,7 +310,7 @@ def _reached_from(host: Address) -> str:
 
 
 def _first_beside(host: Address) -> Address:
-    """Return the first address of the interface of `host`, of the same version: the kernel connects from it to neighbours."""
+    """Return the first address of `host`'s interface and version, from which the kernel connects to neighbours."""
     interface = interface_of(host)
     return next(
         place.address for place in places() if place.interface == interface and place.address.version == host.version

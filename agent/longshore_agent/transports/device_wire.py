@@ -1,8 +1,8 @@
-"""The wire between two GPUs of one host, told by its speed: no counter of the kernel sees what a GPU copies by itself.
+"""Finds the wire between two GPUs of one host by its speed, since no counter of the kernel sees a GPU's own copies.
 
-What was fast went by CUDA IPC; whether NVLink carried it or PCIe, NVML says.
+A fast write used CUDA IPC. NVML tells whether NVLink or PCIe carried it.
 
-Called by probe.py once counters have shown that nothing went over a network. Knows no backend.
+Called by probe.py after counters have shown that nothing went over a network. Knows no backend.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Callable
 from longshore_agent.transports import nvml
 from longshore_agent.transports.base import Transport, Wire, Write, WriteState
 
-# Bytes that pass through the host's memory reach 3 GB/s here, those that a GPU writes to its peer by itself 30 and more.
+# Writes through the host's memory reach 3 GB/s here, direct writes of a GPU to its peer 30 GB/s and more.
 _DIRECT_BYTES_PER_S_MIN = 10e9
-# The first writes map memory; one fast write proves the wire, as many slow ones as these disprove it.
+# The first writes map memory. One fast write proves the wire; this many slow ones disprove it.
 _TRIES = 8
 _TRY_LIMIT_NS = 500_000_000
 
@@ -23,11 +23,12 @@ _TRY_LIMIT_NS = 500_000_000
 def find_device_wire(
     transport: Transport, begin: Callable[[], Write], length_bytes: int, devices: tuple[str, str]
 ) -> Wire:
-    """Write a few times; if one write was faster than the host's memory allows, return NVLINK or CUDA_IPC, else UNKNOWN.
+    """Write a few times. Return NVLINK or CUDA_IPC if one write is faster than host memory allows, otherwise UNKNOWN.
 
     Args:
         begin: drafts and starts the write of `length_bytes`, a megabyte or more.
-        devices: UUIDs of the GPU here and of the peer's; empty: not known. NVLINK only if NVML says that it joins the two.
+        devices: UUIDs of the GPU here and of the peer's; empty: unknown. NVLINK only if NVML reports it between the
+            two.
     """
     for _ in range(_TRIES):
         start_ns = time.perf_counter_ns()

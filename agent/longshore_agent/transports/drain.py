@@ -1,7 +1,7 @@
-"""Tells when everything has been read that a process which has ended had sent to this one.
+"""Detects when this process has read everything that an ended process had sent to it.
 
-Called by `worker.moving` before memory that the process could write goes to another room. Reads no bytes itself: the transport
-must be driven meanwhile.
+Called by `worker.moving` before memory that the ended process could write goes to another room. It reads no bytes
+itself: the caller must keep driving the transport.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ _log = logging.getLogger(__name__)
 
 # A state of <net/tcp_states.h>.
 _CLOSED = 7
-# On their way from an ended process: longer than a lost packet takes to be sent again for the first time.
+# Time for packets of an ended process to arrive: longer than until the first retransmission of a lost packet.
 _FLIGHT_NS = 300_000_000
-# Between two looks.
+# Time between two checks.
 _LOOK_NS = 20_000_000
-# More than a kernel keeps of what one process has sent and its peer has not read.
+# More than a kernel buffers of bytes that one process has sent and its peer has not read.
 _KEPT_BYTES_MAX = 128 << 20
-# Looks in a row, 2 s and more, in which a library that was driven between them has read nothing of what waits.
+# Checks in a row (2 s or more) in which a driven library has read nothing of the waiting bytes.
 _IDLE_LOOKS_MAX = 100
 
 
 class Unread(NamedTuple):
-    """What waits to be read of one connection, and what has come on it in all."""
+    """Bytes of one connection that wait to be read, and bytes received in all."""
 
     waiting_bytes: int
     received_bytes: int
 
 
 def unread_of(host: str) -> dict[int, Unread]:
-    """Return the connections of this process with a host, by their inodes; with every host if it is a name.
+    """Return the connections of this process with a host, by inode. If `host` is a name: with every host.
 
     Raises:
-        OSError: no descriptor is left to look with.
+        OSError: no descriptor is left for the check.
         TransportError: the addresses of this machine cannot be listed.
     """
     there, here = number_of(host), {place.address for place in places()}
@@ -55,9 +55,9 @@ def unread_of(host: str) -> dict[int, Unread]:
         counts = tcp_counts(own)
         if counts is None:
             continue
-        # It is closed meanwhile, or listens.
+        # The socket was closed since, or listens.
         with contextlib.suppress(OSError):
-            # The kernel has forgotten where one came from that was reset.
+            # The kernel does not keep the peer's address of a reset connection.
             if there is not None and counts.state != _CLOSED and read_address(own.getpeername()[0]) not in hosts:
                 continue
             found[inode] = Unread(_waiting_bytes(own), counts.received_bytes)
@@ -79,7 +79,7 @@ class _Connection:
         self._idle_looks = 0
 
     def is_drained(self, now: Unread) -> bool:
-        """Whether nothing of an ended process will be read from it any more."""
+        """Whether no further byte of an ended process will be read from it."""
         read_bytes = now.received_bytes - now.waiting_bytes
         self._idle_looks = self._idle_looks + 1 if read_bytes == self._read_bytes else 0
         self._read_bytes = read_bytes
@@ -94,10 +94,10 @@ class _Connection:
 class Drain:
     """Watches the connections with the host of a process that has ended.
 
-    Its kernel goes on sending for as long as we read. A connection counts as drained in three cases: nothing of it waits; more has
-    come on it than a kernel keeps, so that its sender lives; or nothing was read in `_IDLE_LOOKS_MAX` looks, as a library does
-    with a connection that has failed. Bytes that the network delivers more than `_FLIGHT_NS` after the beginning, on a connection
-    of which nothing waited, are not seen.
+    The ended process's kernel keeps sending while we read. A connection counts as drained in three cases: no bytes
+    wait; more bytes have come than a kernel buffers, so its sender lives; or nothing was read in `_IDLE_LOOKS_MAX`
+    checks, because the library has dropped a failed connection. If no bytes wait, bytes that arrive later than
+    `_FLIGHT_NS` after the beginning are not seen.
     """
 
     def __init__(self, host: str, now_ns: int, look: Callable[[str], dict[int, Unread]] = unread_of) -> None:
@@ -107,7 +107,7 @@ class Drain:
         self.due_ns = now_ns
 
     def is_over(self, now_ns: int) -> bool:
-        """Whether all of them are drained; looks at most once in `_LOOK_NS`. The transport must be driven between two looks."""
+        """Whether all are drained. Checks at most once in `_LOOK_NS`; the transport must be driven between checks."""
         if now_ns < self.due_ns:
             return False
         self.due_ns = now_ns + _LOOK_NS

@@ -1,7 +1,7 @@
-"""The sealed envelope in which a transport's metadata travels between workers.
+"""Seals a transport's metadata with a digest for its way between workers.
 
-Called by the transports; pure. Libraries crash on metadata with a few wrong bytes, so nothing reaches them whose digest is
-wrong. The digest finds damage; who sent it is the control protocol's matter.
+Called by the transports; pure. Libraries crash on metadata with a few wrong bytes, so metadata with a wrong digest is
+refused before it reaches them. The digest detects damage only; the control protocol authenticates the sender.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def seal(magic: bytes, content: msgspec.Struct) -> bytes:
 
 
 def unseal(magic: bytes, data: bytes, kind: type[_T]) -> _T:
-    """Return what a peer sealed. Raises PeerMetadataError: another library or version, too long, or damaged."""
+    """Return a peer's sealed content. Raises PeerMetadataError: another library or version, too long, or damaged."""
     head = len(magic) + _DIGEST_BYTES
     if not head < len(data) <= METADATA_BYTES_MAX or not data.startswith(magic):
         raise PeerMetadataError(
@@ -43,5 +43,5 @@ def unseal(magic: bytes, data: bytes, kind: type[_T]) -> _T:
 
 
 def is_name(name: str) -> bool:
-    """Whether a worker may be called so."""
+    """Whether a worker may have this name."""
     return 1 <= len(name.encode()) <= NAME_BYTES_MAX

@@ -1,16 +1,16 @@
-"""Transport between processes of one host (or objects of one process) that needs no library, with faults on demand.
+"""Moves bytes between processes of one host (or objects of one process) without a library, with faults on demand.
 
-Made by `transports.create`. It ships, so that anyone can try Longshore, and what it does when a wire fails, on any
-Linux. Bytes are copied by the kernel from process to process, inside `start`; notices are datagrams on a UNIX socket.
-Both processes must share a pid and a network namespace, and be allowed to ptrace each other (same user).
+Made by `transports.create`. It is part of the product, so that anyone can try Longshore and its handling of failed
+wires on any Linux. The kernel copies bytes from process to process, inside `start`; notices are datagrams on a UNIX
+socket. Both processes must share a pid and a network namespace, and be allowed to ptrace each other (same user).
 
 Faults are rules, see `loopback_faults.Fault`: set `transport.faults`, or start a worker with the environment variable
-`LONGSHORE_LOOPBACK_FAULTS`. To hold a worker's write open from outside and let it go later:
+`LONGSHORE_LOOPBACK_FAULTS`. To hold a worker's write open from outside and release it later:
 
     LONGSHORE_LOOPBACK_FAULTS='[{"kind": "hold", "first": 0, "count": 1, "until": "/tmp/t/go", "mark": "/tmp/t/held"}]'
 
-The first write stays open; `/tmp/t/held` appears when it begins; `touch /tmp/t/go` lets it go. Held, delayed and
-late writes move on when their transport is driven (`state`, `release`, `notices`), as everything here.
+The first write stays open; `/tmp/t/held` appears when it begins; `touch /tmp/t/go` releases it. Held, delayed and late
+writes progress only when their transport is driven (`state`, `release`, `notices`).
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from longshore_agent.transports.process_memory import ProcessMemory, start_time
 from longshore_agent.transports.regions import Regions
 from longshore_agent.transports.writes import Checked, OneWrite, check_notice
 
-# What reading somebody's bytes raises: texts that are none, and nesting without end, have errors of Python's.
+# Errors that decoding untrusted bytes can raise.
 _NOT_OURS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _FORMAT = 1
-# A datagram is one notice with its sender's name; larger ones are not ours.
+# A datagram is one notice with its sender's name. A larger one is not ours.
 _DATAGRAM_BYTES_MAX = 2048
-# Datagrams read by one call of `notices`, so that a flood cannot hold its caller.
+# Datagrams read by one call of `notices`, so that a flood cannot block the caller.
 _DATAGRAMS_A_CALL = 1024
 
 
@@ -68,7 +68,7 @@ class _Peer(msgspec.Struct):
 
 
 class LoopbackWrite(OneWrite[_Peer]):
-    """One write. `number` is what fault rules count by, from its start on. Guarded by the transport's lock."""
+    """One write. Fault rules use `number`, which it gets in `start`. Guarded by the transport's lock."""
 
     __slots__ = ("_pieces", "due_ns", "fault", "notices", "number")
 
@@ -82,16 +82,16 @@ class LoopbackWrite(OneWrite[_Peer]):
 
     @property
     def title(self) -> str:
-        """What errors call it."""
+        """The write's description in errors."""
         return f"Loopback {super().title}"
 
     @property
     def has_landed(self) -> bool:
-        """Whether its bytes are where they belong, or never will be."""
+        """Whether its bytes have landed or never will."""
         return self._pieces is None
 
     def keep_copy(self) -> list[np.ndarray[tuple[int], np.dtype[np.uint8]]]:
-        """Copy the sources and write from the copies later; return them, to be kept alive."""
+        """Copy the sources, to write from the copies later. Return the copies, which the caller keeps alive."""
         assert self._pieces is not None
         sources, targets, lengths = self._pieces
         copies = [np.empty(int(length), dtype=np.uint8) for length in lengths]
@@ -128,10 +128,10 @@ class LoopbackTransport(Checked[_Peer]):
     """Copies between processes of one host, see the module.
 
     Args:
-        name: by which peers know this worker.
-        faults: what goes wrong; by default what the environment says. Assign `faults` to change it for writes to come.
+        name: this worker's name for peers.
+        faults: fault rules; by default those of the environment. Assign `faults` to change them for later writes.
     Raises:
-        TransportError: a name that cannot be, or faults that cannot be read.
+        TransportError: the name or the faults are invalid.
     """
 
     backend = "Loopback"
@@ -155,7 +155,7 @@ class LoopbackTransport(Checked[_Peer]):
         self._arrivals = Arrivals()
 
     def register(self, address: int, length_bytes: int) -> int:
-        """Note a range of this process's memory; see `Transport.register`."""
+        """Record a range of this process's memory; see `Transport.register`."""
         with self._lock:
             self._check_open()
             return self._add_memory(address, length_bytes)
@@ -199,7 +199,7 @@ class LoopbackTransport(Checked[_Peer]):
         with self._lock:
             known = self._peers.pop(peer, None)
             if known is not None:
-                # What it sent before now is still in the socket; it must not wait there for the next connect.
+                # Notices that it has sent are still in the socket. They must not wait there for the next connect.
                 self._read_datagrams()
                 self._arrivals.drop(peer)
                 self._forget(known)
@@ -211,7 +211,7 @@ class LoopbackTransport(Checked[_Peer]):
         return LoopbackWrite(known, self._looked_up(known, pieces), notice)
 
     def start(self, write: Write) -> None:
-        """Begin a write, which has landed when this returns unless a fault befalls it; see `Transport.start`."""
+        """Begin a write; unless a fault hits it, it has landed when this returns. See `Transport.start`."""
         assert isinstance(write, LoopbackWrite)
         with self._lock:
             write.begin()
@@ -224,7 +224,7 @@ class LoopbackTransport(Checked[_Peer]):
             if write.fault is not None:
                 self._befall(write, write.fault)
         if write.fault is None or write.fault.kind in (FaultKind.DROP, FaultKind.REPEAT):
-            # Outside the lock: a copy takes milliseconds, and nobody else knows this write yet.
+            # Outside the lock: a copy takes milliseconds, and no other thread knows this write yet.
             self._finish(write)
         if write.state is WriteState.OPEN or not write.has_landed:
             with self._lock:
@@ -238,7 +238,7 @@ class LoopbackTransport(Checked[_Peer]):
             return write.state
 
     def release(self, write: Write) -> bool:
-        """Give a write back; see `Transport.release`. A late or held one goes on until it is let go."""
+        """Release a write; see `Transport.release`. A late or held one continues until `let_go`."""
         assert isinstance(write, LoopbackWrite)
         with self._lock:
             write.withdraw()
@@ -246,7 +246,7 @@ class LoopbackTransport(Checked[_Peer]):
             return write.settled
 
     def let_go(self, number: int | None = None) -> int:
-        """Let go of held and late writes, or of the one with this number; return how many bytes-bearing ones there were."""
+        """Release held and late writes, or the one with this number; return the number of those that carried bytes."""
         with self._lock:
             chosen = [write for write in self._waiting if not write.has_landed and number in (None, write.number)]
             for write in chosen:
@@ -263,14 +263,14 @@ class LoopbackTransport(Checked[_Peer]):
             return self._arrivals.take()
 
     def probe_wire(self, peer: str, source: int, target: int, length_bytes: int) -> Wire:
-        """Write once, without faults, and return LOOPBACK: there is no other way here; see `Transport.probe_wire`."""
+        """Write once, without faults, and return LOOPBACK, the only wire here; see `Transport.probe_wire`."""
         pieces = Pieces.one(source, target, length_bytes)
         known = self._peer(peer)
         known.memory.write(*self._looked_up(known, pieces))
         return Wire.LOOPBACK
 
     def close(self) -> None:
-        """Let go of everything; writes that wait never land. Idempotent."""
+        """Release everything. Waiting writes never land. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -320,7 +320,7 @@ class LoopbackTransport(Checked[_Peer]):
             elif write.has_landed and self._may_tell(write) and write.peer.life not in blocked:
                 self._notify(write)
                 if write.state is WriteState.OPEN:
-                    # Its target reads no notices now; trying those of the others would only cost time.
+                    # The target reads no notices now, so trying its other notices would only cost time.
                     blocked.add(write.peer.life)
         self._waiting = [write for write in self._waiting if not write.settled]
 
@@ -334,7 +334,7 @@ class LoopbackTransport(Checked[_Peer]):
             return True
         if fault.until is not None and Path(fault.until).exists():
             return True
-        # A delay of 0 is no delay; a hold of 0 is one without end.
+        # A delay of 0 is no delay; a hold of 0 has no end.
         if fault.kind is FaultKind.DELAY and write.due_ns == 0:
             return True
         return write.due_ns != 0 and time.monotonic_ns() >= write.due_ns
@@ -353,7 +353,7 @@ class LoopbackTransport(Checked[_Peer]):
             self._notify(write)
 
     def _notify(self, write: LoopbackWrite) -> None:
-        """Send the notices that are left; a full queue at the target leaves the write open, to be tried again."""
+        """Send the remaining notices. If the target's queue is full, the write stays open and is tried again."""
         while write.notices:
             packed = msgspec.msgpack.encode(_Datagram(self.name, self._life, write.notices[0]))
             try:
@@ -375,7 +375,7 @@ class LoopbackTransport(Checked[_Peer]):
             try:
                 datagram = msgspec.msgpack.decode(data, type=_Datagram)
             except _NOT_OURS:
-                # Anyone on this host can send to the socket; what is no notice of ours is nothing.
+                # Any process on this host can send to the socket. Ignore all but our notices.
                 continue
             self._arrivals.land((datagram.name, datagram.life), datagram.notice)
 

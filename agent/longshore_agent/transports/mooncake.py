@@ -1,25 +1,32 @@
-"""Transport over Mooncake's transfer engine; its engines are made in mooncake_engine.
+"""Moves bytes over Mooncake's transfer engine; mooncake_engine makes its engines.
 
-Made by `transports.create`. It moves host memory over TCP, or a GPU's inside one host over CUDA IPC; peers find each other
-without a metadata server (P2PHANDSHAKE). What was measured, with mooncake-transfer-engine 0.3.13, and why this file is as it is:
+Made by `transports.create`. It moves host memory over TCP, or a GPU's inside one host over CUDA IPC; peers find each
+other without a metadata server (P2PHANDSHAKE). Measured with mooncake-transfer-engine 0.3.13, and the reasons for this
+design:
 
-- A thread of the library copies; a write is complete once the target has acknowledged every byte in its memory. The target
-  need not do anything for that. Nobody is told there, so the worker sends a control message.
-- The synchronous calls spin on a core, and the status of a batch says FAILED while its other requests still read our memory.
-  So each piece is a request of its own, submitted and looked at without blocking (4 us each, like a batch's).
-- Above 2,048 requests under way to one peer the library fails some of them. So at most 1,000 are, and the rest waits here.
-- The first request to a peer shakes hands under a lock of the whole library, for a minute if the peer is stopped. So a
+- A thread of the library copies; a write is complete once the target has acknowledged every byte in its memory. The
+target
+  need not do anything for that. The target gets no notice, so the worker sends a control message.
+- The synchronous calls spin on a core, and the status of a batch says FAILED while its other requests still read our
+memory.
+  So each piece is a request of its own, submitted and polled without blocking (4 us each, like a batch's).
+- Above 2,048 requests under way to one peer the library fails some of them. So at most 1,000 are, and the rest waits
+here. - The first request to a peer shakes hands under a lock of the whole library, for a minute if the peer is stopped.
+So a
   thread of ours asks the peer for an answer first, which takes no lock.
-- The library remembers a peer by its address for good. A later worker at an old address is written with another spelling.
-- It says -1 and no more; why is in the lines that it logs. Only what failed, and where to, is known here.
+- The library never forgets a peer's address. A later worker at an old address gets another spelling of it.
+- It returns -1 without a reason, which is only in its log lines. Here only the call and its target are known.
 
 And of GPUs' memory, with the CUDA 13 wheel 0.3.14 (see docs/design/2026-11-21-mooncake.md):
 
-- A peer's memory stays mapped until the engine that wrote to it goes. So each life of a peer has an engine of its own there,
+- A peer's memory stays mapped until the engine that wrote to it goes. So each life of a peer has an engine of its own
+there,
   which is dropped with the peer, once no copy runs any more.
-- An engine keeps what it first learned of a peer's memory. So a peer that has registered more gets another engine.
-- Copies run on a stream of the thread that starts them, and are over for the library when all of that stream is. The stream goes
-  with the thread, and then nobody may ask after its copies: that thread outlives the write, and a probe forgets what it left.
+- An engine keeps what it first learned of a peer's memory. So a peer that has registered more gets another engine. -
+Copies run on a stream of the thread that starts them, and are over for the library when all of that stream is. The
+stream goes
+  with the thread, and then nobody may ask after its copies: that thread outlives the write, and a probe forgets what it
+  left.
 """
 
 from __future__ import annotations
@@ -44,20 +51,21 @@ from longshore_agent.transports.writes import Checked, check_notice
 _MAGIC = b"LSMOON01"
 # Requests under way to one peer. The library holds 1,024 and lets 1,024 more wait, for a second.
 _UNDER_WAY_COUNT_MAX = 1000
-# Requests end nearly in order; so many open ones in a row mean that those behind them are open too.
+# Requests end nearly in order. This many open ones in a row mean that those behind them are open, too.
 _LOOK_AHEAD_COUNT = 16
-# Workers that may have had one address before, in the life of this one; a port of 2,000 is drawn for each at random.
+# Workers that may have had one address before, during this worker's life. Each draws one of 2,000 ports at random.
 _LIVES_COUNT_MAX = 1000
 _POLL_PAUSE_S = 0.0001
-# A GPU's copies take milliseconds; what runs for longer hangs, and its memory stays mapped until the process ends.
+# A GPU's copies take milliseconds. One that runs longer than this hangs; its memory stays mapped until the process
+# ends.
 _COPIES_END_LIMIT_S = 5.0
-# For the engine of a peer that went to be dropped: its copies' end, and the library's listener.
+# Limit for dropping the engine of a lost peer: the end of its copies, and of the library's listener.
 _UNMAP_LIMIT_S = 10.0
-# What `transfer_check_status` says.
+# Results of `transfer_check_status`.
 _OPEN, _DONE = 0, 1
-# What the library's own exceptions become in Python; an answer of a peer that makes no sense raises them in our thread.
+# Python's types of the library's own exceptions. A peer's invalid answer raises them in our thread.
 _LIBRARY_ERRORS = (RuntimeError, ValueError, IndexError)
-# What `transfer_submit_write` says when it cannot find the peer, in two of its versions.
+# Results of `transfer_submit_write` if it cannot find the peer, in two of its versions.
 _NO_REQUEST = (0, (1 << 64) - 1)
 
 
@@ -65,21 +73,22 @@ class MooncakeTransport(Checked[Peer]):
     """Moves host memory between workers over TCP (the library's own thread copies), or a GPU's over CUDA IPC.
 
     Args:
-        name: by which peers know this worker.
-        ports: takes over the ports on which the library listens, on every address whatever it is told; None: of the loopback
+        name: this worker's name for peers.
+        ports: takes over the ports on which the library listens, always on every address; None: of the loopback
             interface alone.
-        device_index: of the GPU that all memory here is on, which must be current in every calling thread; -1: the host's.
-            There a thread that starts a write lives until it has ended. Each range that is registered is an allocation of
-            its own, of which peers then reach all.
+        device_index: of the GPU that all memory here is on, which must be current in every calling thread; -1: the
+            host's. There a thread that starts a write lives until it has ended. Each range that is registered is an
+            allocation of its own, of which peers then reach all.
         device: its UUID, by which NVLink is told from CUDA IPC over PCIe; empty: not known.
         enter: makes that GPU current for a thread of ours.
     Raises:
-        TransportError: Mooncake is not installed, has no transport for that memory, does not start, or is open where it may not be.
+        TransportError: Mooncake is not installed, has no transport for that memory, does not start, or is open where it
+            may not be.
     """
 
     backend = "Mooncake"
     notifies = False
-    # It asks nobody who sent it, and a request that had begun goes on to its end.
+    # The target does not check the sender, and a request that has begun continues to its end.
     revocable: frozenset[Wire] = frozenset()
     announced_by_message = frozenset(Wire)
     swift: frozenset[Wire] = frozenset()
@@ -97,12 +106,13 @@ class MooncakeTransport(Checked[Peer]):
         super().__init__(name)
         self._ports = ports or DataPorts()
         self._device_index, self._device, self._enter = device_index, device, enter
-        # Over TCP the target checks every request against what it has registered; a GPU that has mapped memory asks nobody.
+        # Over TCP the target checks every request against its registered memory. A GPU writes mapped memory unchecked.
         self.fences = device_index < 0
         start = mooncake_engine.start_on_host if device_index < 0 else mooncake_engine.start_on_device
         self._engine: Any = start(self._ports)
         self._port = int(self._engine.get_rpc_port())
-        # The gate keeps writes out of a probe. The lock guards what is below it and is never held while the library writes.
+        # The gate keeps writes out of a probe. The lock guards the fields below it and is not held while the library
+        # writes.
         self._gate = threading.Lock()
         self._lock = threading.Lock()
         self._lives: dict[tuple[str, int], list[str]] = {}
@@ -121,7 +131,7 @@ class MooncakeTransport(Checked[Peer]):
             return token
 
     def deregister(self, token: int) -> None:
-        """Let go of registered memory; see `Transport.deregister`. Writes of peers that begin later are refused."""
+        """Deregister memory; see `Transport.deregister`. Over TCP, writes of peers that begin later are refused."""
         with self._lock:
             self._check_open()
             address, length_bytes = self._remove_memory(token)
@@ -157,7 +167,7 @@ class MooncakeTransport(Checked[Peer]):
         with self._lock:
             self._check_open()
             known = self._peers.get(fresh.name)
-            # A GPU's engine would not find what was registered since it first asked.
+            # A GPU's engine would not find memory that was registered since its first request.
             is_whole = self._device_index < 0 or (known is not None and known.regions.ranges == regions.ranges)
             if known is not None and known.life == fresh.life and is_whole:
                 known.regions = regions
@@ -189,13 +199,13 @@ class MooncakeTransport(Checked[Peer]):
         return MooncakeWrite(known, self._looked_up(known, pieces))
 
     def start(self, write: Write) -> None:
-        """Hand the library as many pieces as it takes; see `Transport.start`."""
+        """Submit as many pieces as the library accepts; see `Transport.start`."""
         assert isinstance(write, MooncakeWrite)
         with self._gate:
             self._begin(write)
 
     def state(self, write: Write) -> WriteState:
-        """Look at what is under way, submit what waits, and return the state of `write`; see `Transport.state`."""
+        """Poll open requests, submit waiting pieces, and return the state of `write`; see `Transport.state`."""
         assert isinstance(write, MooncakeWrite)
         if write.state is WriteState.OPEN:
             with write.peer.lock:
@@ -203,10 +213,11 @@ class MooncakeTransport(Checked[Peer]):
         return write.state
 
     def release(self, write: Write) -> bool:
-        """Give a write back; see `Transport.release`.
+        """Release a write; see `Transport.release`.
 
-        A FAILED write is settled only if none of it was submitted: bytes that the kernel took may land after a failure. After
-        a disconnect the library goes on reading what was submitted, so what lands late may be later bytes of that memory.
+        A FAILED write is settled only if none of it was submitted: bytes in the kernel's buffers may land after a
+        failure. After a disconnect the library still reads the submitted memory, so late bytes may be newer ones of
+        that memory.
         """
         assert isinstance(write, MooncakeWrite)
         write.withdraw()
@@ -214,7 +225,7 @@ class MooncakeTransport(Checked[Peer]):
         return write.settled
 
     def notices(self) -> list[tuple[str, bytes]]:
-        """Return nothing: Mooncake tells the target of nothing."""
+        """Return nothing: Mooncake delivers no notices."""
         self._check_open()
         return []
 
@@ -240,7 +251,7 @@ class MooncakeTransport(Checked[Peer]):
                     forget_open(known, begun)
 
     def close(self) -> None:
-        """Stop the library; open writes are given up. Takes up to a second, which the library's listener sleeps."""
+        """Stop the library and abandon open writes. Takes up to a second, the sleep of the library's listener."""
         with self._lock:
             if self._closed:
                 return
@@ -248,7 +259,7 @@ class MooncakeTransport(Checked[Peer]):
             for peer in self._peers.values():
                 self._part(peer)
             self._peers.clear()
-            # The library stops when its last reference goes; a thread that is in the middle of a call still has one.
+            # The library stops with its last reference; a thread inside a call still has one.
             self._engine = None
             unmappers = self._unmappers
         for unmapper in unmappers:
@@ -262,7 +273,7 @@ class MooncakeTransport(Checked[Peer]):
             self._drive(write.peer)
 
     def _drive(self, peer: Peer) -> None:
-        """Look at the peer's requests and submit what waits. Called with the peer's lock."""
+        """Poll the peer's requests and submit waiting pieces. Called with the peer's lock."""
         engine = self._engine_for(peer)
         for write in peer.writes:
             if engine is not None:
@@ -278,7 +289,7 @@ class MooncakeTransport(Checked[Peer]):
         peer.writes = deque(write for write in peer.writes if write.state is WriteState.OPEN)
 
     def _look(self, engine: Any, write: MooncakeWrite) -> None:
-        """Ask after requests of a write, the oldest first, and judge it when none is left."""
+        """Poll a write's requests, the oldest first, and set its state when none is open."""
         still: list[tuple[int, int]] = []
         while write.open and len(still) < _LOOK_AHEAD_COUNT:
             request, length_bytes = write.open.popleft()
@@ -292,7 +303,7 @@ class MooncakeTransport(Checked[Peer]):
                 write.failed_bytes += length_bytes
         write.open.extendleft(reversed(still))
         if write.failed_count:
-            # Those that are under way go on; there is no use in sending more.
+            # Submitted requests continue, but further ones would be useless.
             write.waiting.clear()
         if write.open or write.waiting:
             return
@@ -303,7 +314,7 @@ class MooncakeTransport(Checked[Peer]):
             write.complete()
 
     def _submit(self, engine: Any, write: MooncakeWrite) -> None:
-        """Hand waiting pieces to the library, as many as it takes."""
+        """Submit as many waiting pieces as the library accepts."""
         peer = write.peer
         while write.waiting and peer.under_way_count < _UNDER_WAY_COUNT_MAX and not peer.gone:
             source, target, length_bytes = write.waiting.popleft()
@@ -328,14 +339,15 @@ class MooncakeTransport(Checked[Peer]):
             write.open.append((request, length_bytes))
 
     def _has_answered(self, peer: Peer, write: MooncakeWrite) -> bool:
-        """Whether the peer is known to answer; begin to ask it, or fail the write if it does not."""
+        """Whether the peer is known to answer. If unknown, begin to ask it; if it does not answer, fail the write."""
         if peer.answers:
             return True
         if peer.greeter is None:
             peer.greeter = threading.Thread(target=self._greet, args=(peer,), name="mooncake-greeter", daemon=True)
             peer.greeter.start()
         elif not peer.greeter.is_alive() and not peer.answers:
-            # It has ended without an answer (looked at in this order: it may end just now); the next write asks again.
+            # The thread has ended without an answer, so the next write asks again. `answers` is checked after the
+            # thread's end, since the thread may set it and end just now.
             peer.greeter = None
             write.fail("the peer cannot be reached", settled=not write.open)
         return peer.answers
@@ -348,11 +360,11 @@ class MooncakeTransport(Checked[Peer]):
             engine = self._engine_for(peer)
             peer.answers = engine is not None and int(engine.send_probe(peer.address)) == 0
         except (*_LIBRARY_ERRORS, TransportError):
-            # What answers is no Mooncake, or no engine starts; the write that waits is told that nobody can be reached.
+            # The answer is not Mooncake's, or no engine starts. The waiting write fails as unreachable.
             return
 
     def _part(self, peer: Peer) -> None:
-        """Begin no write to a peer any more, and let its memory go. Called with the lock."""
+        """Begin no more writes to a peer, and release its memory. Called with the lock."""
         peer.gone = True
         if self._device_index < 0:
             return
@@ -363,7 +375,7 @@ class MooncakeTransport(Checked[Peer]):
         self._unmappers[-1].start()
 
     def _unmap(self, peer: Peer) -> None:
-        """Drop the engine that wrote to a peer, after the end of its copies: under them nothing may be unmapped."""
+        """Drop the engine that wrote to a peer, but only after its copies, which need the mapping, have ended."""
         self._enter()
         with peer.lock:
             self._drive(peer)

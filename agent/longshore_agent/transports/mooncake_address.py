@@ -1,4 +1,4 @@
-"""Addresses as Mooncake writes them: our own, and those of peers, which are not to be trusted.
+"""Formats addresses for Mooncake: our own, and those of peers, which are not trusted.
 
 Called by mooncake.py only. A peer's address must be a number, so nothing is looked up for it.
 """
@@ -14,12 +14,12 @@ _PORT_MAX = 65535
 
 
 def remote_address(host: str, port: int, earlier_lives: int) -> str:
-    """Return how a peer is named to Mooncake. Raises PeerMetadataError.
+    """Return a peer's address for Mooncake. Raises PeerMetadataError.
 
     Args:
         host, port: from the peer's metadata.
-        earlier_lives: how many other workers had this address before. Mooncake never asks an address again that it knows,
-            and the zeros before the port make it another one.
+        earlier_lives: number of other workers that had this address before. Mooncake never contacts a known address
+            anew; leading zeros of the port make it another one.
     """
     try:
         address = ipaddress.ip_address(host.strip("[]"))
@@ -31,5 +31,5 @@ def remote_address(host: str, port: int, earlier_lives: int) -> str:
 
 
 def in_brackets(address: Address) -> str:
-    """Return an address as Mooncake takes it before a port."""
+    """Return an address in the form that Mooncake expects before a port."""
     return f"[{address}]" if address.version == 6 else str(address)  # noqa: PLR2004

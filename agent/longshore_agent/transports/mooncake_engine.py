@@ -1,8 +1,8 @@
-"""Mooncake's engines, for the host's memory or a GPU's: the only file that imports mooncake, and that knows its environment.
+"""Starts Mooncake's engines, for host or GPU memory. Only this file imports mooncake and sets its environment.
 
-Called by mooncake.py. The library chooses its transport by what is in the environment when an engine is made, and by nothing
-else: what it is asked for in words it forgets, and then writes over TCP. So the environment is set here, and what would
-lead elsewhere is refused by name. How that was found: docs/design/2026-11-21-mooncake.md.
+Called by mooncake.py. The library chooses its transport only by the environment at the time when an engine is made. It
+ignores the protocol argument and then writes over TCP. So this module sets the environment, and refuses by name the
+variables that would select another transport. How that was found: docs/design/2026-11-21-mooncake.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from longshore_agent.transports.mooncake_address import in_brackets
 from longshore_agent.transports.own_sockets import listening_sockets
 from longshore_wire.errors import Reason
 
-# What must not be set for memory of a GPU, and what the library would do then, without a word.
+# Variables that must not be set for GPU memory, and the library's silent behaviour if they are.
 _REFUSED = {
     "MC_FORCE_TCP": "move it over TCP",
     "MC_FORCE_SHM": "look for the host's shared memory",
@@ -32,13 +32,13 @@ _REFUSED = {
 }
 # Where pip puts CUDA's runtime, in the folders of the package `nvidia`.
 _RUNTIME = Path("cu13", "lib", "libcudart.so.13")
-# How long the listener of an engine that only writes sleeps: an engine that ends waits for it, with Python's lock held.
+# Sleep of the listener of an engine that only writes. An engine that ends waits for it, with Python's lock held.
 _LISTENER_SLEEP_US = 50_000
 
 
 def start_on_host(ports: DataPorts) -> Any:
-    """Return an engine that moves the host's memory over TCP; `ports` takes over what it opens. Raises TransportError."""
-    # What mooncake.py promises was proven over TCP alone; where a machine has RDMA devices the library would take those.
+    """Return an engine that moves host memory over TCP; `ports` takes over its ports. Raises TransportError."""
+    # The promises of mooncake.py are proven over TCP only. With RDMA devices the library would use those.
     os.environ.setdefault("MC_FORCE_TCP", "1")
     if os.environ.get("MC_TCP_PROTO"):
         raise TransportError(
@@ -76,14 +76,14 @@ def start_on_device(ports: DataPorts) -> Any:
 
 
 def start_writer(ports: DataPorts) -> Any:
-    """Return an engine of `start_on_device` that serves nobody: it writes to one peer, and unmaps its memory when it goes."""
+    """Return an engine as `start_on_device` that serves no peer. It writes to one peer, whose memory its end unmaps."""
     engine = start_on_device(ports)
     _hasten(int(engine.get_rpc_port()))
     return engine
 
 
 def _load(way_out: str) -> Any:
-    # Read when the library loads: its INFO lines, several for each write, belong in nobody's log.
+    # The library reads it when it loads. It would log several INFO lines for each write.
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     try:
         import mooncake.engine
@@ -94,7 +94,7 @@ def _load(way_out: str) -> Any:
 
 def _start(library: Any, protocol: str, ports: DataPorts) -> Any:
     host = in_brackets(ports.address)
-    # It listens on every address, whatever it is told.
+    # It always listens on every address.
     with ports.opening():
         engine = library.TransferEngine()
         said = engine.initialize(host, "P2PHANDSHAKE", protocol, "")
@@ -104,7 +104,7 @@ def _start(library: Any, protocol: str, ports: DataPorts) -> Any:
 
 
 def _preload_runtime() -> None:
-    """Load CUDA's runtime from pip's folders: the library asks the loader for it by a name that no search path leads to."""
+    """Load CUDA's runtime from pip's folders, since the library asks for it by a name that no search path has."""
     found = importlib.util.find_spec("nvidia")
     for folder in (found.submodule_search_locations if found is not None else None) or ():
         path = Path(folder) / _RUNTIME
@@ -114,7 +114,7 @@ def _preload_runtime() -> None:
 
 
 def _hasten(port: int) -> None:
-    """Let the listener on a port of this process wake often. If it cannot be found, its end takes up to a second."""
+    """Let the listener on a port of this process wake often. If the port is not found, its end takes up to a second."""
     with contextlib.suppress(OSError):
         for _, listener in listening_sockets():
             if listener.getsockname()[1] == port:

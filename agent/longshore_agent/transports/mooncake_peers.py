@@ -1,4 +1,4 @@
-"""What the transport over Mooncake keeps of peers and writes. Calls no library; made and guarded by mooncake.py."""
+"""Holds the Mooncake transport's peers and writes. Calls no library; made and guarded by mooncake.py."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from longshore_agent.transports.writes import OneWrite
 
 
 class Metadata(msgspec.Struct, frozen=True, array_like=True):
-    """What a peer needs to write here. `device_index` is that of the GPU whose memory is registered, `device` its UUID.
+    """A worker's metadata for peers that write to it.
 
-    -1 and empty: it is the host's memory.
+    Attributes:
+        device_index, device: index and UUID of the GPU whose memory is registered; -1 and empty: host memory.
     """
 
     name: str
@@ -35,8 +36,8 @@ class Peer:
     """One life of a peer. All but `gone` is guarded by `lock`, which only threads that write take.
 
     Attributes:
-        engine: of a GPU's memory, the library's engine that writes to it; None: not yet, or not any more.
-        left: requests that were under way when the peer went; nobody else asks after them.
+        engine: for GPU memory, the library's engine that writes to this peer; None: not yet, or no more.
+        left: requests that were open when the peer went; only this list still tracks them.
     """
 
     def __init__(self, metadata: Metadata, regions: Regions, address: str) -> None:
@@ -70,11 +71,11 @@ class MooncakeWrite(OneWrite[Peer]):
 
     @property
     def title(self) -> str:
-        """What errors call it."""
+        """The write's description in errors."""
         return f"Mooncake write of {self.count} pieces to peer {self.peer.name!r} at {self.peer.address}"
 
     def fail(self, why: str, *, settled: bool) -> None:
-        """End it; what was not submitted never will be."""
+        """End it; pieces that were not submitted never will be."""
         self.waiting.clear()
         super().fail(why, settled=settled)
 
@@ -93,12 +94,12 @@ def check_reach(peer: Metadata, device_index: int) -> None:
 
 
 def left(write: MooncakeWrite) -> str:
-    """Say how much of an open write had not ended."""
+    """Return a text on the part of an open write that has not ended."""
     return f"{len(write.open) + len(write.waiting)} of its pieces had ended"
 
 
 def forget_open(peer: Peer, begun: list[MooncakeWrite]) -> None:
-    """Ask no more after what a probe leaves open: the stream on which it is ends with the probe's thread."""
+    """Stop tracking a probe's open requests, since their stream ends with the probe's thread."""
     with peer.lock:
         for write in begun:
             if write.state is WriteState.OPEN:

@@ -1,13 +1,13 @@
-"""Transport over NIXL with its UCX backend: the only file that knows NIXL's errors and names.
+"""Moves bytes over NIXL with its UCX backend. Only this file knows NIXL's errors and names.
 
-Made by `transports.create`. What was measured here, with NIXL 1.5.1, and why this file is as it is:
+Made by `transports.create`. Measured here with NIXL 1.5.1, and the reasons for this design:
 
 - A write over shared memory is copied inside the call that starts it (64 MiB: 6 ms), and one over TCP mostly so. No
   thread sync mode of NIXL lets another thread poll the same agent meanwhile (STRICT: 12 ms, RW: 6 ms between two
   polls). So a transport is two NIXL agents: `inbox`, which peers know and which receives, and `outbox`, which writes.
   Each has a lock of its own, and polling for notices takes 0.7 ms at most while another thread writes 64 MiB.
-- NIXL crashes on metadata with a few wrong bytes, and metadata that fails to load makes the name in it unusable for
-  good. So metadata travels in an envelope with a digest, and each life of a transport has NIXL names of its own.
+- NIXL crashes on metadata with a few wrong bytes, and metadata that fails to load makes its name permanently unusable.
+  So metadata travels in an envelope with a digest, and each life of a transport has its own NIXL names.
 - Releasing an open write does not stop it: over TCP its bytes landed later. So `release` never cancels.
 - UCX aborts the process if an agent is closed right after a write to a dead peer failed; driving progress first helps.
 - `deserialize_descs` of NIXL is pickle and is never called; addresses travel in our own messages.
@@ -48,17 +48,18 @@ _POLL_PAUSE_S = 0.0001
 
 
 class NixlTransport(Connected[NixlPeer]):
-    """Moves host memory between workers over UCX, progress driven by its callers; no thread of its own copies.
+    """Moves host memory or a GPU's between workers over UCX. Its callers drive progress; it has no thread of its own.
 
-    Over TCP a write moves on only while its target calls `notices` too.
+    Over TCP a write progresses only while its target calls `notices`, too.
 
     Args:
-        name: by which peers know this worker.
+        name: this worker's name for peers.
         ports: takes over the ports on which UCX listens; None: UCX listens on the loopback interface.
-        wires: those that may carry bytes; empty: any. UCX opens no port that none of them needs.
-        device_index: of the GPU that all memory here is on, which must be current in every calling thread; -1: the host's.
-        device: its UUID, by which NVLink is told from CUDA IPC over PCIe; empty: not known.
-        fabric: that memory can be reached over NVLink from other nodes.
+        wires: the allowed wires; empty: any. UCX opens no port that none of them needs.
+        device_index: of the GPU that holds all memory here and must be current in every calling thread; -1: host
+            memory.
+        device: the GPU's UUID, to distinguish NVLink from CUDA IPC over PCIe; empty: unknown.
+        fabric: True: other nodes can reach that memory over NVLink.
     Raises:
         TransportError: NIXL is not installed or does not start, or it listens where it should not.
     """
@@ -67,10 +68,10 @@ class NixlTransport(Connected[NixlPeer]):
     notifies = True
     # After deregistration a write still reports DONE and lands, over shared memory and over TCP.
     fences = False
-    # Nor does forgetting the peer stop it.
+    # A peer's write lands even after `disconnect`.
     revocable: frozenset[Wire] = frozenset()
-    # A write over shared memory ends only when the target has taken the notice of the write before it: a lane would wait for
-    # the target's next look, 1 ms and more.
+    # A write over shared memory ends only after the target has taken the previous write's notice: a lane would wait for
+    # the target's next poll, 1 ms or more.
     announced_by_message = frozenset({Wire.SHARED_MEMORY})
     swift = frozenset({Wire.CUDA_IPC, Wire.NVLINK})
     driven = frozenset({Wire.TCP})
@@ -93,11 +94,11 @@ class NixlTransport(Connected[NixlPeer]):
         self._inbox, self._outbox, self._errors, self._alone = nixl_library.start(
             inbox, outbox_name(inbox), ports or DataPorts(), wires, fabric=fabric
         )
-        # Where both are needed, the inbox's is taken first. The gate is taken before either: it keeps writes out of a probe.
+        # Lock order: gate, inbox, outbox. The gate keeps writes out of a probe.
         self._gate = threading.Lock()
         self._inbox_lock = threading.Lock()
         self._outbox_lock = threading.Lock()
-        # Drafts too: their handles keep an agent alive.
+        # Includes drafts, whose handles keep an agent alive.
         self._writes: set[NixlWrite] = set()
         self._arrivals = Arrivals()
         self._regions: dict[int, tuple[Any, Any]] = {}
@@ -123,7 +124,7 @@ class NixlTransport(Connected[NixlPeer]):
             return token
 
     def deregister(self, token: int) -> None:
-        """Let go of registered memory; see `Transport.deregister`. It does not stop a peer that knows the memory."""
+        """Deregister memory; see `Transport.deregister`. It does not stop a peer that knows the memory."""
         with self._inbox_lock, self._outbox_lock:
             self._check_open()
             lists = self._regions.pop(token, None)
@@ -197,7 +198,7 @@ class NixlTransport(Connected[NixlPeer]):
             return PreparedList(known.life, len(sources), lists)
 
     def release_prepared(self, prepared: Prepared) -> None:
-        """Let go of a prepared list; see `Transport.release_prepared`."""
+        """Release a prepared list; see `Transport.release_prepared`."""
         assert isinstance(prepared, PreparedList)
         with self._outbox_lock:
             lists, prepared.content = prepared.content, None
@@ -206,7 +207,7 @@ class NixlTransport(Connected[NixlPeer]):
                     descriptors.release()
 
     def draft(self, peer: str, pieces: Pieces | Part, notice: bytes) -> NixlWrite:
-        """Let NIXL look up all of one write; see `Transport.draft`."""
+        """Let NIXL look up one write; see `Transport.draft`."""
         check_notice(notice)
         with self._outbox_lock:
             known = self._peer(peer)
@@ -215,7 +216,7 @@ class NixlTransport(Connected[NixlPeer]):
             return write
 
     def start(self, write: Write) -> None:
-        """Begin a drafted write; see `Transport.start`. Over shared memory it has copied when this returns."""
+        """Begin a drafted write; see `Transport.start`. Over shared memory, the bytes are copied when this returns."""
         assert isinstance(write, NixlWrite)
         with self._gate:
             self._begin(write)
@@ -228,10 +229,10 @@ class NixlTransport(Connected[NixlPeer]):
             return write.state
 
     def release(self, write: Write) -> bool:
-        """Give a write back; see `Transport.release`.
+        """Release a write; see `Transport.release`.
 
-        A FAILED write is settled only towards a peer whose wire is known to be shared memory, where bytes move
-        inside our own calls. Over a network, bytes that the kernel took may land after the failure.
+        A FAILED write is settled only if the wire to its peer is known to be shared memory, where bytes move inside our
+        own calls. Over a network, bytes in the kernel's buffers may land after the failure.
         """
         assert isinstance(write, NixlWrite)
         with self._outbox_lock:
@@ -258,9 +259,9 @@ class NixlTransport(Connected[NixlPeer]):
     def probe_wire(self, peer: str, source: int, target: int, length_bytes: int) -> Wire:
         """Write once and read the kernel's counters; see `Transport.probe_wire`.
 
-        Other writes do not begin meanwhile, and those that are open are brought to their end first, so that the counters
-        show the probe alone. Both inboxes are driven, so that two workers may probe each other at once.
-        Unknown if that takes too long, and for anything that these counters cannot prove.
+        No other write begins during the probe, and open ones end first, so that the counters show the probe alone. Both
+        inboxes are driven, so that two workers can probe each other at the same time. Returns UNKNOWN if that takes too
+        long, or if the counters prove nothing.
         """
         with self._gate:
             known = self._peer(peer)
@@ -277,7 +278,7 @@ class NixlTransport(Connected[NixlPeer]):
             return known.wire
 
     def close(self) -> None:
-        """Let go of everything; open writes are given up and may still land. Idempotent."""
+        """Release everything. Open writes are abandoned and may still land. Idempotent."""
         with self._gate, self._inbox_lock, self._outbox_lock:
             if self._closed:
                 return
@@ -291,7 +292,7 @@ class NixlTransport(Connected[NixlPeer]):
                 self._remove(peer)
             self._peers.clear()
             self._regions.clear()
-            # NIXL agents close when their last reference goes; registered memory goes with them.
+            # NIXL agents close with their last reference, and deregister their memory.
             self._inbox = self._outbox = None
 
     def _handle(self, peer: NixlPeer, pieces: Pieces | Part, notice: bytes) -> Any:
@@ -320,7 +321,7 @@ class NixlTransport(Connected[NixlPeer]):
             try:
                 said = self._outbox.transfer(write.handle, write.notice)
             except self._errors as error:
-                # NIXL does not say whether a part of it left, so this is a write that failed, not one that never began.
+                # NIXL does not say whether a part of it was sent, so the write has failed, as if it had begun.
                 self._fail(write, str(error))
                 return
             self._judge(write, said)
@@ -376,7 +377,7 @@ class NixlTransport(Connected[NixlPeer]):
             time.sleep(_POLL_PAUSE_S)
 
     def _give_up(self, write: NixlWrite) -> None:
-        """Let go of a write at the end; a draft may still be started, and fails then."""
+        """Abandon a write at `close`. A draft may still be started, and then fails."""
         if write.state is WriteState.OPEN:
             write.fail("the transport was closed", settled=False)
         try:
@@ -389,15 +390,15 @@ class NixlTransport(Connected[NixlPeer]):
         self._arrivals.part(outbox_name(peer.nixl_name))
         try:
             self._outbox.remove_remote_agent(peer.nixl_name)
-            # Nobody drives the outbox of a worker that writes nothing: it would keep a connection to each peer that was.
+            # The outbox of a worker that writes nothing is never driven, and would keep a connection to each old peer.
             self._outbox.get_new_notifs()
         except self._errors as error:
-            # Forgotten on our side all the same; NIXL raises for a peer that it dropped by itself when it died.
+            # The peer is forgotten here anyway. NIXL raises for a dead peer that it has dropped by itself.
             logging.getLogger(__name__).debug("NIXL on removing peer %s: %s", peer.name, error)
 
     @contextmanager
     def _ours(self, what: str) -> Iterator[None]:
-        """Turn NIXL's errors into ours, which say what NIXL did not do."""
+        """Turn NIXL's errors into ours, which name the failed operation."""
         try:
             yield
         except self._errors as error:

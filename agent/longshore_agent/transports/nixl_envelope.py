@@ -1,6 +1,6 @@
-"""What NIXL metadata travels with between workers, and the names of NIXL agents in it.
+"""Packs NIXL metadata for peers, and names the NIXL agents in it.
 
-Called by nixl.py only; pure. See `envelope` for why it is sealed.
+Called by nixl.py only; pure. See `envelope` for the reason of the seal.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _NIXL_HEAD = b"nixlSerDes|Agent"
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """A worker's name, which of its lives this is, the kernel that it runs on, and what NIXL wants its peers to know.
+    """A worker's name, life, host kernel and NIXL metadata.
 
-    `device_index` is that of the GPU whose memory it has registered, `device` its UUID; -1 and empty: it is the host's.
-    `alone`: it writes inside its host only, and opens no port for others.
+    `device_index` and `device` are index and UUID of the GPU whose memory is registered; -1 and empty: host memory.
+    `alone`: the worker writes only inside its host and opens no port for others.
     """
 
     name: str
@@ -34,12 +34,12 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 
 def inbox_name(name: str, life: str) -> str:
-    """Return the name of the NIXL agent that receives. A life of its own, because NIXL never forgets a name fully."""
+    """Return the name of the NIXL agent that receives. It is new for each life: NIXL never forgets a name fully."""
     return f"{name}~{life}"
 
 
 def outbox_name(inbox: str) -> str:
-    """Return the name of the NIXL agent that writes, by which its notices arrive."""
+    """Return the name of the NIXL agent that writes, which is the sender of its notices."""
     return f"{inbox}~o"
 
 
@@ -49,7 +49,7 @@ def pack(envelope: Envelope) -> bytes:
 
 
 def unpack(data: bytes) -> Envelope:
-    """Return what a peer sent, or raise PeerMetadataError."""
+    """Return a peer's envelope. Raises PeerMetadataError."""
     envelope = unseal(_MAGIC, data, Envelope)
     name = inbox_name(envelope.name, envelope.life).encode()
     head_of_blob = _NIXL_HEAD + struct.pack("<Q", len(name)) + name + b"|"
@@ -59,7 +59,7 @@ def unpack(data: bytes) -> Envelope:
 
 
 def check_reach(peer: Envelope, host: str, *, alone: bool) -> None:
-    """Raise TransportError if a peer and a worker on `host` have no way to each other; `alone` as of `Envelope`."""
+    """Raise TransportError if a peer and a worker on `host` cannot reach each other; see `Envelope` for `alone`."""
     if peer.alone != alone:
         fault = (
             f"one of peer {peer.name!r} and this worker may use wires inside its host alone, and the other may not: give both "

@@ -1,4 +1,4 @@
-"""What the transport over NIXL keeps of peers and writes. Values only; made and guarded by nixl.py."""
+"""Holds the NIXL transport's peers and writes. Values only; made and guarded by nixl.py."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ class NixlWrite(OneWrite[NixlPeer]):
 
     @property
     def title(self) -> str:
-        """What errors call it."""
+        """The write's description in errors."""
         return f"NIXL {super().title}"

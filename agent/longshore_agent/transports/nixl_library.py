@@ -1,6 +1,6 @@
-"""Loads NIXL and starts its agents: the only file that imports nixl.
+"""Loads NIXL and starts its agents. Only this file imports nixl.
 
-Called by nixl.py. How UCX under it is set up is said in `ucx`.
+Called by nixl.py; `ucx` sets up UCX, which NIXL uses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from longshore_wire.errors import Reason
 
 
 class Started(NamedTuple):
-    """Two agents of NIXL, what its calls raise, and whether they serve peers of this host alone."""
+    """Two agents of NIXL, the errors of its calls, and whether the agents serve only peers of this host."""
 
     inbox: Any
     outbox: Any
@@ -34,7 +34,7 @@ def start(
     Raises:
         TransportError: NIXL is not installed or does not start, or it listens where it should not.
     """
-    # Read when the library loads: its INFO lines, several for each agent, belong in nobody's log.
+    # The library reads it when it loads. It would log several INFO lines for each agent.
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     try:
         import nixl
@@ -44,7 +44,7 @@ def start(
     logging.getLogger("nixl").setLevel(logging.WARNING)
     kinds = vars(bindings).values()
     theirs = tuple(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Exception))
-    # RuntimeError: no plugin is there, or none starts.
+    # RuntimeError: there is no plugin, or it does not start.
     errors: tuple[type[Exception], ...] = (*theirs, RuntimeError)
     rdma_devices = ucx.find_rdma_devices(ports.address)
     setup = ucx.setup_for(wires, rdma_devices=rdma_devices, fabric=fabric)

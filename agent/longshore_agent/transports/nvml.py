@@ -1,7 +1,7 @@
-"""Which GPUs of this host are joined by NVLink, as NVIDIA's management library (NVML) says; called through ctypes.
+"""Asks NVIDIA's management library (NVML), through ctypes, which GPUs of this host are joined by NVLink.
 
-Called by `device_wire` once a write between two GPUs has gone by CUDA IPC, and by nobody else: a worker on a CPU never loads it.
-Knows GPUs by their UUIDs alone. Nothing here raises: who gets no answer knows of no NVLink.
+Called only by `device_wire`, after a write between two GPUs has used CUDA IPC: a worker on a CPU never loads NVML.
+Identifies GPUs by UUID. Raises nothing: without an answer, it reports no NVLink.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SUCCESS = 0
 # NVML_P2P_CAPS_INDEX_NVLINK of nvmlGpuP2PCapsIndex_t, and NVML_P2P_STATUS_OK of nvmlGpuP2PStatus_t.
 _CAPS_INDEX_NVLINK = 2
 _STATUS_OK = 0
-# What a peer calls its GPU comes from outside; NVML's own UUIDs look so.
+# The form of NVML's UUIDs. A peer's UUID is untrusted.
 _UUID = re.compile(r"GPU-[0-9a-fA-F-]{36}")
 
 _log = logging.getLogger(__name__)
@@ -30,16 +30,16 @@ _SIGNATURES = {
 
 
 class _NoAnswerError(Exception):
-    """NVML is not there, or refused a call; says which."""
+    """NVML is not installed, or refused a call; says which."""
 
 
 def joined_by_nvlink(one: str, other: str) -> bool:
     """Whether two different GPUs write to each other over NVLink.
 
     Args:
-        one, other: UUIDs as `nvidia-smi -L` writes them; empty: not known.
+        one, other: UUIDs in the form of `nvidia-smi -L`; empty: unknown.
     Returns:
-        False too where that cannot be found out; a line in the log then says why.
+        False also if NVML gives no answer; the log then has the reason.
     """
     if one == other or not (_UUID.fullmatch(one) and _UUID.fullmatch(other)):
         return False
@@ -62,7 +62,7 @@ def _handle(library: Any, name: str) -> ctypes.c_void_p:
 
 @functools.cache
 def _library() -> Any:
-    """Load and start NVML, which then stays for the life of the process; a failure is not remembered."""
+    """Load and start NVML for the life of the process. A failure is not cached."""
     try:
         library = ctypes.CDLL(_LIBRARY)
         for name, arguments in _SIGNATURES.items():

@@ -1,7 +1,7 @@
-"""Addresses and network interfaces of this machine, or of the pod's network, and addresses as sockets and peers write them.
+"""Lists addresses and interfaces of this machine (or the pod's network), and parses addresses of sockets and peers.
 
-Called by the transports, to tell a library where to listen, and by `data_ports` and `drain`. Looks up our own name alone: what a
-peer sends must be a number.
+Called by the transports, to choose where a library listens, and by `data_ports` and `drain`. It resolves only our own
+name; a peer's address must be numeric.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class _IfAddrs(ctypes.Structure):
     """`struct ifaddrs` of the C library, up to the address."""
 
 
-# Only now: it points to itself.
+# Set after the class, since the struct points to itself.
 _IfAddrs._fields_ = [
     ("next", ctypes.POINTER(_IfAddrs)),
     ("name", ctypes.c_char_p),
     ("flags", ctypes.c_uint),
     ("address", ctypes.c_void_p),
 ]
-# Where `struct sockaddr_in` and `struct sockaddr_in6` keep their address, and its bytes.
+# Offset and size of the address in `struct sockaddr_in` and `struct sockaddr_in6`, in bytes.
 _ADDRESS_AT = {int(socket.AF_INET): (4, 4), int(socket.AF_INET6): (8, 16)}
 
 
 def numeric(host: str) -> Address:
-    """Return the address that `host` names. Raises TransportError: it names none, or every address of the machine."""
+    """Return the address of `host`. Raises TransportError: it has none, or it means every address of the machine."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         address = ipaddress.ip_address(str(found[0][4][0]))
@@ -58,14 +58,14 @@ def numeric(host: str) -> Address:
 
 
 def read_address(text: str) -> Address:
-    """Return the address that `text` is. Raises ValueError: it is a name."""
+    """Parse a numeric address. Raises ValueError for a name."""
     address = ipaddress.ip_address(text.strip("[]").partition("%")[0])
-    # A socket of both families shows an IPv4 peer so.
+    # A socket of both families shows an IPv4 peer as a mapped address.
     return getattr(address, "ipv4_mapped", None) or address
 
 
 def number_of(host: str) -> Address | None:
-    """Return the address that `host` is; None: it is a name."""
+    """Return `host` as an address; None: it is a name."""
     with contextlib.suppress(ValueError):
         return read_address(host)
     return None
@@ -74,7 +74,7 @@ def number_of(host: str) -> Address | None:
 def interface_of(address: Address) -> str:
     """Return the name of the interface that has `address`. Raises TransportError: none has."""
     for place in places():
-        # Each of 127.0.0.0/8 is an address of the loopback interface, which names one of them.
+        # Every address of 127.0.0.0/8 belongs to the loopback interface, which lists only one.
         if place.address == address or (address.is_loopback and place.address.is_loopback):
             return place.interface
     found = ", ".join(str(place.address) for place in places())
@@ -97,7 +97,7 @@ def _listed(entry: Any) -> Iterator[Place]:
     while entry:
         found = entry.contents
         if found.address:
-            # The first field is two bytes in the machine's order.
+            # The first field is two bytes in native byte order.
             family = ctypes.c_uint16.from_address(found.address).value
             if family in _ADDRESS_AT:
                 offset, length_bytes = _ADDRESS_AT[family]

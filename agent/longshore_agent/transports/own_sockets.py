@@ -1,8 +1,7 @@
-"""The network sockets of this process, also those that a library has opened.
+"""Finds the network sockets of this process, including those that a library has opened.
 
-Called by `wires`, which counts what they carry, by `drain`, which counts what waits in them, and by `data_ports`, which watches those that
-listen. Reads /proc only. Finding sockets
-takes two free descriptors; looking again at one that was found takes none.
+Called by `wires` to count sent bytes, by `drain` to count unread bytes, and by `data_ports` to watch listening sockets.
+Reads /proc only. Finding sockets needs two free descriptors; checking one that was found needs none.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ _LINK = "socket:["
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 
-# Of Linux's struct tcp_info: the state is its first byte, and `tcpi_bytes_acked` and `tcpi_bytes_received` come after 8 single bytes,
-# 24 words and two rates.
+# Of Linux's struct tcp_info: the state is its first byte, and `tcpi_bytes_acked` and `tcpi_bytes_received` come after 8
+# single bytes, 24 words and two rates.
 _TCP_INFO_BYTES = 232
 _TCP_TOTALS, _TCP_TOTALS_OFFSET = struct.Struct("<QQ"), 120
 
 
 class TcpCounts(NamedTuple):
-    """What the kernel says of one TCP socket: its state, as a number of <net/tcp_states.h>, and bytes in all."""
+    """The kernel's data on one TCP socket: its state, a number of <net/tcp_states.h>, and its total bytes."""
 
     state: int
     acked_bytes: int
@@ -36,7 +35,7 @@ class TcpCounts(NamedTuple):
 
 
 def tcp_counts(own: socket.socket) -> TcpCounts | None:
-    """Return the counts of one socket; None: a kind that has none (SCTP, MPTCP)."""
+    """Return the counts of one socket; None: its kind has none (SCTP, MPTCP)."""
     try:
         info = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     except OSError:
@@ -47,19 +46,19 @@ def tcp_counts(own: socket.socket) -> TcpCounts | None:
 
 
 def own_sockets() -> Iterator[tuple[int, socket.socket]]:
-    """Yield each stream socket over IP with its inode, borrowed: it is valid until the next one is asked for.
+    """Yield each stream socket over IP with its inode. The socket is borrowed: it is valid until the next step.
 
-    One that is closed meanwhile is left out.
+    A socket that is closed during the search is left out.
 
     Raises:
-        OSError: no descriptor is left to look with.
+        OSError: no descriptor is left for the search.
     """
     for entry in _FD_DIRECTORY.iterdir():
         try:
             link = str(entry.readlink())
             if not link.startswith(_LINK):
                 continue
-            # A duplicate stays valid when its owner closes the socket, and closing it leaves the owner's alone.
+            # A duplicate stays valid when the owner closes the socket, and closing it does not close the owner's.
             number = os.dup(int(entry.name))
         except OSError as error:
             if error.errno in _NO_DESCRIPTOR:
@@ -76,16 +75,16 @@ def own_sockets() -> Iterator[tuple[int, socket.socket]]:
 
 
 def listening_sockets() -> Iterator[tuple[int, socket.socket]]:
-    """Yield those of `own_sockets` that listen, in the same way. Raises OSError as that does."""
+    """Yield the listening ones of `own_sockets`, borrowed in the same way. Raises OSError as `own_sockets`."""
     for inode, own in own_sockets():
-        # Some kinds of socket have no such option.
+        # Some kinds of socket lack this option.
         with contextlib.suppress(OSError):
             if own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 yield inode, own
 
 
 def descriptors_of(inodes: Collection[int]) -> dict[int, int]:
-    """Return by inode a descriptor of each of these sockets that this process has. Raises OSError: no descriptor is left to look with."""
+    """Return, by inode, this process's descriptor of each of these sockets. Raises OSError: no descriptor is left."""
     found: dict[int, int] = {}
     for entry in _FD_DIRECTORY.iterdir():
         with contextlib.suppress(OSError):
@@ -97,9 +96,9 @@ def descriptors_of(inodes: Collection[int]) -> dict[int, int]:
 
 @contextlib.contextmanager
 def borrowed(number: int, inode: int) -> Iterator[socket.socket | None]:
-    """Lend the socket of a descriptor, which takes no other one; None: its owner has closed it.
+    """Lend the socket of a descriptor without another descriptor; None: its owner has closed it.
 
-    A duplicate that lives as long as the port would keep it open when the library has closed it.
+    A duplicate would keep the port open after the library has closed it.
     """
     try:
         own = socket.socket(fileno=number) if os.fstat(number).st_ino == inode else None

@@ -1,7 +1,7 @@
-"""The probe write that finds out a wire.
+"""Finds a wire by a probe write and the kernel's counters.
 
-Called by the transports that go through the kernel's counters; knows no library. While it runs, its caller keeps all
-other writes from beginning.
+Called by the transports whose bytes the kernel counts; knows no library. The caller must not begin other writes during
+the probe.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from longshore_agent.transports import wires
 from longshore_agent.transports.base import Transport, Wire, Write, WriteState
 from longshore_agent.transports.device_wire import find_device_wire
 
-# What `Transport.probe_wire` may take.
+# The limit of `Transport.probe_wire`.
 _LIMIT_NS = 5_000_000_000
 _POLL_PAUSE_S = 0.0001
 
@@ -28,18 +28,19 @@ def find_wire(
     same_host: bool,
     devices: tuple[str, str] | None,
 ) -> Wire:
-    """Bring open writes to their end, write once alone, and return what the kernel's counters say carried it.
+    """Wait until open writes have ended, write once alone, and return the wire that the kernel's counters show.
 
-    Of GPUs' memory they show only that nothing went over a network; then its speed tells.
+    For GPU memory, counters show only that nothing went over a network; then the speed decides.
 
     Args:
         begin: drafts and starts the write of `length_bytes`.
-        is_any_open: drives the transport once, and tells whether a write is still open.
+        is_any_open: drives the transport once, and returns whether a write is still open.
         same_host: whether the peer runs under this kernel.
-        devices: of GPUs' memory, as of `find_device_wire`; None: it is the host's.
+        devices: for GPU memory, see `find_device_wire`; None: host memory.
+    Returns:
+        UNKNOWN if that takes too long, or if the counters prove nothing.
     Raises:
-        TransportError: the write failed. Unknown is returned if all that takes too long, and for anything that
-            the counters cannot prove.
+        TransportError: the write failed.
     """
     deadline_ns = time.monotonic_ns() + _LIMIT_NS
     if not _settle(is_any_open, deadline_ns):
@@ -59,10 +60,10 @@ def find_wire(
 
 
 def _settle(is_any_open: Callable[[], bool], deadline_ns: int) -> bool:
-    """Drive a transport until no write is open. False if the deadline came first."""
+    """Drive a transport until no write is open. Returns False if the deadline comes first."""
     while is_any_open():
         if time.monotonic_ns() >= deadline_ns:
             return False
-        # The target may share this core; without a pause it would run only when our time slice ends.
+        # The target may share this core. Without a pause it would run only after our time slice.
         time.sleep(_POLL_PAUSE_S)
     return True

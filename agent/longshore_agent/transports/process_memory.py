@@ -1,4 +1,4 @@
-"""Writes into the memory of another process of this host, and knows whether that process still lives.
+"""Writes into the memory of another process of this host, and checks whether that process still lives.
 
 Called by the loopback transport only. The kernel copies and checks addresses: a wrong one is an error, not a crash.
 """
@@ -19,7 +19,7 @@ import numpy as np
 from longshore_agent.errors import TransportError
 from longshore_agent.transports.base import Addresses
 
-# The kernel's limit of pieces a call, and a size below its limit of bytes a call (2 GiB less one page).
+# The kernel's limit of pieces per call, and a size below its limit of bytes per call (2 GiB less one page).
 _PIECES_A_CALL = 1024
 _BYTES_A_CALL = 1 << 30
 
@@ -36,22 +36,22 @@ _LIBC.process_vm_writev.argtypes = [
 
 
 def start_time(pid: int) -> int:
-    """Return when `pid` started, in ticks since boot: with the pid, it names one process for good. 0: there is none."""
+    """Return when `pid` started, in ticks since boot; 0: no such process. Pid and start identify a process uniquely."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return 0
-    # The name of the program, in parentheses, may hold anything; what follows the last one is numbers.
+    # The program's name, in parentheses, may contain anything. Only numbers follow the last parenthesis.
     return int(text.rpartition(")")[2].split()[19])
 
 
 class ProcessMemory:
-    """The memory of one process, as long as it lives.
+    """The memory of one process while it lives.
 
     Args:
-        pid, started: of the process, as `start_time` gave it there.
+        pid, started: of the process; `started` is its own `start_time`.
     Raises:
-        TransportError: there is no such process any more.
+        TransportError: the process has ended.
     """
 
     def __init__(self, pid: int, started: int) -> None:
@@ -63,7 +63,7 @@ class ProcessMemory:
             self._pidfd = os.pidfd_open(pid)
         except OSError as error:
             raise TransportError(f"process {pid} is gone: {error}") from error
-        # The number of a dead process is given out again; writing to the next owner would be a disaster.
+        # The kernel reuses pids. A write into the next owner of this one would corrupt it.
         if start_time(pid) != started:
             self.close()
             raise TransportError(f"process {pid} is another one than the peer that gave this number")
@@ -91,14 +91,14 @@ class ProcessMemory:
                 first = end
 
     def close(self) -> None:
-        """Let go of the process: at once, or when the last write in another thread ends. Idempotent."""
+        """Release the process, now or when the last write in another thread ends. Idempotent."""
         with self._lock:
             self._closing = True
             self._close_unused()
 
     @contextmanager
     def _kept(self) -> Iterator[int]:
-        """Keep the pidfd open, whoever closes us meanwhile. Raises TransportError if that has happened before."""
+        """Keep the pidfd open, even if another thread calls `close`. Raises TransportError if it is already closed."""
         with self._lock:
             if self._closing:
                 raise TransportError(f"process {self.pid} was let go")
@@ -130,14 +130,14 @@ class ProcessMemory:
 
 
 def _runs(pidfd: int) -> bool:
-    """Whether a process has not ended; any number of descriptor will do, as it will not for `select`."""
+    """Whether a process has not ended. Unlike `select`, this works with every descriptor number."""
     watched = select.poll()
     watched.register(pidfd, select.POLLIN)
     return not watched.poll(0)
 
 
 def _split(sources: Addresses, targets: Addresses, lengths: Addresses) -> tuple[Addresses, Addresses, Addresses]:
-    """Cut pieces that are above what one call copies; others stay as they are."""
+    """Cut pieces that are longer than one call can copy. Others stay unchanged."""
     if int(lengths.max()) <= _BYTES_A_CALL:
         return sources, targets, lengths
     parts = [

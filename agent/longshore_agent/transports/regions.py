@@ -1,7 +1,6 @@
-"""Registered memory as a transport knows it: which pieces lie inside it.
+"""Checks which pieces lie inside a transport's registered memory.
 
-Used by mooncake.py, loopback.py and writes.py: what is below those two transports reads any source.
-Pure arithmetic.
+Used by mooncake.py, loopback.py and writes.py, since Mooncake and the kernel read any source address. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -44,17 +43,17 @@ class Regions:
         known = place >= 0
         place = np.maximum(place, 0)
         sizes = self._sizes[place]
-        # Subtractions only: a sum of a hostile address and a length could wrap around.
+        # Subtract only: the sum of a hostile address and a length could wrap around.
         fits = known & (lengths <= sizes)
         fits &= addresses - self._starts[place] <= np.where(fits, sizes - lengths, np.uint64(0))
         return None if fits.all() else int(np.argmin(fits))
 
 
 class OwnMemory:
-    """Memory that is registered here, by token.
+    """Memory of this process that is registered, by token.
 
     Attributes:
-        regions: all of it, replaced as a whole with each change.
+        regions: all ranges; each change replaces the object.
     """
 
     def __init__(self) -> None:
@@ -63,7 +62,7 @@ class OwnMemory:
         self._next_token = 1
 
     def add(self, address: int, length_bytes: int) -> int:
-        """Return the token of another range. Raises ValueError as `Regions` does."""
+        """Add a range and return its token. Raises ValueError as `Regions`."""
         self.regions = Regions([*self.regions.ranges, (address, length_bytes)])
         token = self._next_token
         self._next_token += 1
@@ -71,7 +70,7 @@ class OwnMemory:
         return token
 
     def remove(self, token: int) -> tuple[int, int] | None:
-        """Forget a range and return it; None: there is none of that token."""
+        """Remove a range and return it; None: no range has that token."""
         region = self._ranges.pop(token, None)
         if region is not None:
             self.regions = Regions(self._ranges.values())

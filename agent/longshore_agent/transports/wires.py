@@ -1,6 +1,6 @@
-"""What the kernel counted while a probe was written, and which wire that proves.
+"""Reads the kernel's counters before and after a probe, and decides which wire they prove.
 
-Called by the transports' `probe_wire`. Reads counters only; knows no backend and no configuration.
+Called by `probe`, and by the transports for `host_identity`. Knows no backend and no configuration.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ def count() -> Counters:
 
 
 def carried(before: Counters, after: Counters, length_bytes: int, *, same_host: bool) -> Wire:
-    """Return what must have carried `length_bytes` of host memory that were written between two counts.
+    """Return the wire that must have carried `length_bytes` of host memory between two counts.
 
-    A counter proves a wire only if it moved by at least as much as was written. Nothing else that this process
-    writes to a peer may be open in between. That nothing moved proves shared memory only towards a peer on the same host.
+    A counter proves a wire only if it grew by at least `length_bytes`. No other write of this process may be open
+    between the counts. Unchanged counters prove shared memory only if the peer is on the same host.
     """
     moved = sum(total - before.tcp_bytes.get(inode, 0) for inode, total in after.tcp_bytes.items())
     if moved >= length_bytes:
         return Wire.TCP
     if after.infiniband_bytes - before.infiniband_bytes >= length_bytes:
         return Wire.RDMA
-    # A part that moved by a counted wire means that the bytes were spread over several: no single name is true.
+    # If a counted wire carried a part, the bytes were spread over several wires, and no single name is true.
     if same_host and moved < length_bytes // 2:
         return Wire.SHARED_MEMORY
     return Wire.UNKNOWN
 
 
 def host_identity() -> str:
-    """Return an id that processes share exactly when one kernel runs them; empty if it cannot be read."""
+    """Return an id that is equal exactly for processes under one kernel; empty if it cannot be read."""
     try:
         return _BOOT_ID_FILE.read_text().strip()
     except OSError:
@@ -75,6 +75,6 @@ def _infiniband_bytes() -> int:
         try:
             total += int(counter.read_text()) * _PORT_WORD_BYTES
         except (OSError, ValueError):
-            # A port that vanishes or that does not count proves nothing; the others still do.
+            # A port that vanishes or does not count proves nothing. The others still do.
             continue
     return total

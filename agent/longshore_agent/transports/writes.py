@@ -1,6 +1,6 @@
-"""What every transport keeps in the same way: its peers, the end of its life, and the states of its writes.
+"""Keeps the state that all transports share: peers, the end of the transport's life, and the states of writes.
 
-Extended by nixl.py, mooncake.py and loopback.py. Knows no library; each transport guards what is here by its own locks.
+Extended by nixl.py, mooncake.py and loopback.py. Knows no library. It has no lock: each transport guards it by its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class KnownPeer(Protocol):
 
 
 class CheckedPeer(KnownPeer, Protocol):
-    """One life of a peer, and the memory that may be written there."""
+    """One life of a peer, and its memory that may be written."""
 
     regions: Regions
 
@@ -34,7 +34,7 @@ _Content = TypeVar("_Content")
 
 
 class OneWrite(Generic[_Peer]):
-    """One write; `settled` is what `release` says of it."""
+    """One write; `release` returns `settled`."""
 
     __slots__ = ("error", "peer", "settled", "state")
 
@@ -46,31 +46,31 @@ class OneWrite(Generic[_Peer]):
 
     @property
     def title(self) -> str:
-        """What errors call it."""
+        """The write's description in errors."""
         return f"write to peer {self.peer.name!r}"
 
     def begin(self) -> None:
-        """It is started, which happens once."""
+        """Set the state of a started draft. Called once."""
         assert self.state is WriteState.DRAFT, self.state
         self.state = WriteState.OPEN
 
     def complete(self) -> None:
-        """Every byte is in the target's memory."""
+        """Set the state after every byte has landed."""
         self.state, self.settled = WriteState.DONE, True
 
     def fail(self, why: str, *, settled: bool) -> None:
-        """End it without all of its bytes."""
+        """End the write without all of its bytes."""
         self.state, self.settled = WriteState.FAILED, settled
         self.error = f"{self.title}: {why}"
 
     def withdraw(self) -> None:
-        """It is given back: a draft will never begin."""
+        """Fail a released draft, which must never begin."""
         if self.state is WriteState.DRAFT:
             self.fail("it was given back before it began", settled=True)
 
 
 class PreparedList(Generic[_Content]):
-    """Pieces that were looked up for one life of one peer; `content` is None once they are released."""
+    """Prepared pieces for one life of one peer; `content` is None after their release."""
 
     __slots__ = ("content", "count", "life")
 
@@ -84,9 +84,9 @@ class Connected(Generic[_Peer]):
     """The part of a transport that knows its peers.
 
     Args:
-        name: by which peers know this worker.
+        name: this worker's name for peers.
     Raises:
-        TransportError: a name that cannot be.
+        TransportError: the name is invalid.
     """
 
     backend: str
@@ -95,7 +95,7 @@ class Connected(Generic[_Peer]):
         if not is_name(name):
             raise TransportError(f"transport name is {name!r}: give 1 to {NAME_BYTES_MAX} bytes")
         self.name = name
-        # Peers know one life from the next under the same name by this.
+        # Distinguishes the lives of workers with the same name.
         self._life = os.urandom(8).hex()
         self._peers: dict[str, _Peer] = {}
         self._closed = False
@@ -112,13 +112,13 @@ class Connected(Generic[_Peer]):
         return peer
 
     def _why_gone(self, peer: _Peer) -> str:
-        """Return why no write to a peer can begin any more; empty: it can."""
+        """Return why no further write to a peer can begin; empty: it can."""
         if self._closed:
             return "the transport was closed"
         return "" if self._peers.get(peer.name) is peer else "the peer was disconnected"
 
     def _content(self, prepared: Prepared, peer: _Peer) -> Any:
-        """Return what was prepared for a peer. Raises TransportError if it was for another one, or is released."""
+        """Return the prepared content. Raises TransportError if it was for another peer or is released."""
         assert isinstance(prepared, PreparedList)
         if prepared.content is None or prepared.life != peer.life:
             raise TransportError(
@@ -128,14 +128,14 @@ class Connected(Generic[_Peer]):
 
 
 class Checked(Connected[_Checked]):
-    """The part of a transport that knows all registered memory, because what is below it does not look."""
+    """The part of a transport that checks pieces against registered memory, because the layer below does not."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._own = OwnMemory()
 
     def prepare(self, peer: str, sources: Addresses, targets: Addresses, lengths: Addresses) -> PreparedList[Pieces]:
-        """Check where n pieces lie, once; see `Transport.prepare`."""
+        """Check n pieces once; see `Transport.prepare`."""
         known = self._peer(peer)
         return PreparedList(known.life, len(sources), self._looked_up(known, Pieces(sources, targets, lengths)))
 
@@ -145,7 +145,7 @@ class Checked(Connected[_Checked]):
         prepared.content = None
 
     def _looked_up(self, peer: _Checked, pieces: Pieces | Part) -> Pieces:
-        """Return a copy of pieces that lie in registered memory of both sides. Raises TransportError: some do not."""
+        """Return a copy of pieces, all in registered memory of both sides. Raises TransportError if some are not."""
         if isinstance(pieces, Part):
             listed: Pieces = self._content(pieces.prepared, peer)
             return listed.at(pieces.indices)
