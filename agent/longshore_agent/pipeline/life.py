@@ -61,7 +61,7 @@ class LaneCounts:
 
 @dataclass(slots=True)
 class OutboundTools:
-    """The tools that all lives of one kind share at a source.
+    """The tools of lives at a source. A CPU's worker has one set for each lane, a GPU's one for each way.
 
     Attributes:
         memory: staging memory; None: these lives stage no slab.
@@ -85,7 +85,7 @@ class OutboundTools:
 
 @dataclass(slots=True)
 class InboundTools:
-    """The tools that all lives share at a target.
+    """The tools of lives at a target. A CPU's worker has one set for each scatter thread, a GPU's has one.
 
     Attributes:
         ring: staging memory that sources write to.

@@ -306,7 +306,7 @@ class Supervisor:
 
     def _tell_siblings(self, key: PeerId, message: SiblingFailed | SiblingLost) -> None:
         for slot in self._siblings(key):
-            # A worker that has started was told of earlier failures only, and may serve its engine before it reports READY.
+            # A worker that has started knows only earlier failures, and may serve its engine before it reports READY.
             if slot.address and slot.state in (WorkerState.STARTING, WorkerState.READY):
                 slot.link.send(message)
 
