@@ -1,7 +1,7 @@
 """The agent's end of the engine link: sockets, framing, descriptors and the engine's identity.
 
-Used by the supervisor (listener, first message, passing connections) and by workers (`EngineLink`). Nothing here blocks;
-the owner polls `fileno` and `pidfd`. This module does not interpret messages or check their order.
+Used by the supervisor (listener, first message, passing connections) and by workers (`EngineLink`). Nothing here
+blocks; the owner polls `fileno` and `pidfd`. This module does not interpret messages or check their order.
 """
 
 from __future__ import annotations

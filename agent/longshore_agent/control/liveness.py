@@ -1,7 +1,7 @@
 """Probes whether a silent peer's port still accepts connections.
 
-Called by the worker's control thread; never blocks. The peer's kernel answers, not the peer itself. ECONNREFUSED proves that
-the process has ended. An accepted connection proves only that it exists: it may hang or be stopped.
+Called by the worker's control thread; never blocks. The peer's kernel answers, not the peer itself. ECONNREFUSED proves
+that the process has ended. An accepted connection proves only that it exists: it may hang or be stopped.
 """
 
 from __future__ import annotations

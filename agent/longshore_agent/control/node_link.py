@@ -269,7 +269,7 @@ class NodeLink:
 
 
 def _kept(descriptor: int | None) -> int | None:
-    """Return a duplicate, or None if no descriptor is left. The message is then sent alone, and its reader refuses the pool."""
+    """Return a duplicate, or None if no descriptor is left: the message then goes alone, and its reader refuses it."""
     if descriptor is None:
         return None
     try:

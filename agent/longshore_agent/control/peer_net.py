@@ -1,7 +1,7 @@
-"""Connects workers over ZeroMQ: one ROUTER for dialling decode workers, one DEALER for each source that this worker dials.
+"""Connects workers over ZeroMQ: one ROUTER for decode workers that dial us, one DEALER for each source that we dial.
 
-Called by the worker's control thread. Moves encoded messages only, and learns the peer of a route from its Attach. A message
-that cannot be sent at once is dropped and counted: the protocol core repeats unanswered messages.
+Called by the worker's control thread. Moves encoded messages only, and learns the peer of a route from its Attach. A
+message that cannot be sent at once is dropped and counted: the protocol core repeats unanswered messages.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class PeerNet:
             dealer = self._socket(zmq.DEALER)
         except zmq.ZMQError as error:
             raise TransportError(f"cannot dial {peer.instance} rank {peer.rank}: {error}") from error
-        # Each connection has its own name. If an old one lingered or returned late under the same name, it would take over
-        # the route, and messages of the new one would be lost.
+        # Each connection has its own name. If an old one lingered or returned late under the same name, it would take
+        # over the route, and messages of the new one would be lost.
         self._dial_count += 1
         dealer.setsockopt(zmq.ROUTING_ID, f"{self._route}/{self._dial_count}".encode())
         if keys is not None:
@@ -131,7 +131,8 @@ class PeerNet:
         if admits:
             self._let_in(dealer, host)
         try:
-            # Connect from the address of our own ports, because the peer admits the address of our Attach to its data ports.
+            # Connect from the address of our own ports, because the peer admits the address of our Attach to its data
+            # ports.
             dealer.connect(f"tcp://{self._host}:0;{place}")
         except zmq.ZMQError as error:
             dealer.close()

@@ -1,7 +1,7 @@
-"""The agent's main process: accepts engines, starts a worker for each rank, and passes messages between workers and HTTP.
+"""Runs the agent's main process, which accepts engines, starts workers, and passes messages to and from HTTP.
 
 `loop` is its only thread besides HTTP's, and handles connections, messages and ends of processes. `callers` holds
-connections before their Hello, `reception` checks each Hello, `lives` keeps ports and epochs, `slots` starts workers and
-keeps their state, `pool_holders` tracks pools that workers share, and `snapshots` passes HTTP's requests to the loop. The
-supervisor moves no bytes. Workers, in `worker`, handle rooms; the link to them is `control.node_link`.
+connections before their Hello, `reception` checks each Hello, `lives` keeps ports and epochs, `slots` starts workers
+and keeps their state, `pool_holders` tracks pools that workers share, and `snapshots` passes HTTP's requests to the
+loop. The supervisor moves no bytes. Workers, in `worker`, handle rooms; the link to them is `control.node_link`.
 """

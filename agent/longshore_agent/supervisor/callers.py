@@ -1,7 +1,7 @@
 """Holds connections that have not sent Hello yet, and limits their number and time.
 
-Called by the supervisor's loop, which gets each Hello with its connection. A silent connection cannot block others: it is
-closed after `HELLO_LIMIT_S`, or at once if a new connection needs its place.
+Called by the supervisor's loop, which gets each Hello with its connection. A silent connection cannot block others: it
+is closed after `HELLO_LIMIT_S`, or at once if a new connection needs its place.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RETRY_AFTER_S = 0.1
 
 
 class Callers:
-    """Connections before their Hello. `heard` gets a Hello and its connection; its LongshoreError refuses the engine."""
+    """Connections before their Hello. `heard` gets Hello and connection; its LongshoreError refuses the engine."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Callers:
         selector.register(listener, selectors.EVENT_READ, self._on_accept)
 
     def turn(self, now_s: float) -> None:
-        """Close connections that were silent for too long; resume accepting after a pause. Call it at least once a second."""
+        """Close connections that were silent for too long; resume accepting after a pause. Call it once a second."""
         for connection, since_s in list(self._since_s.items()):
             if now_s - since_s < HELLO_LIMIT_S:
                 break

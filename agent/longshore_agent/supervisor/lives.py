@@ -1,8 +1,9 @@
 """Keeps each rank's port and the newest epoch from one worker to the next.
 
-Called by the supervisor. A peer finds the next life of a worker at the old address, and tells it which rooms have failed. Peers
-take the life with the higher epoch for the newer one, whatever the clock says. A file in the run directory keeps both for the
-agent's next life. If the file cannot be written (a full disk), they are kept in memory only.
+Called by the supervisor. A peer finds the next life of a worker at the old address, and tells it which rooms have
+failed. Peers take the life with the higher epoch for the newer one, whatever the clock says. A file in the run
+directory keeps both for the agent's next life. If the file cannot be written (a full disk), they are kept in memory
+only.
 """
 
 from __future__ import annotations

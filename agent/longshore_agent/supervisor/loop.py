@@ -1,4 +1,4 @@
-"""Runs the agent's main loop: accepts engines, starts a worker for each rank, and passes messages between them and HTTP.
+"""Runs the agent's main loop: accepts engines, starts a worker for each rank, and passes messages to and from HTTP.
 
 Owns the engine socket and HTTP's snapshots; moves no bytes and knows no rooms. The death of a worker is reported to
 its siblings. Its engine reconnects by itself and gets a new worker at the old address.
@@ -227,7 +227,7 @@ class Supervisor:
             _log.error("worker %s has failed: %s", slot.config.name, message.text)
         elif isinstance(message, EngineLeft) and slot.state is not WorkerState.FAILED:
             slot.become(WorkerState.DRAINING)
-            # A replaced worker has reported each room that it failed. Rooms that it finished may continue at its siblings.
+            # A replaced worker has reported each room that it failed. Rooms that it finished may continue at siblings.
             if not (slot.error and message.reason is Reason.WORKER_LOST):
                 self._tell_siblings(slot.key, SiblingLost(message.reason, message.text))
         elif isinstance(message, RoomFailed):
@@ -411,9 +411,9 @@ class Supervisor:
             for slot in self._slots.values():
                 if slot.state is not WorkerState.DRAINING:
                     slot.become(WorkerState.DRAINING)
-                    # A worker waits out the limit for rooms that decode has claimed and prefill has not offered, too: nobody
-                    # here can tell a prompt that is still computed from one that never comes, and giving the first up
-                    # throws its computation away, while waiting for the second costs only the rest of this limit.
+                    # A worker waits until the limit even for rooms that decode has claimed and prefill has not offered.
+                    # A prompt that is still being computed looks like one that never comes. Failing the former would
+                    # waste its computation; waiting for the latter costs only the rest of the limit.
                     slot.link.send(Drain(self.settings.drain_s))
 
     def _over(self) -> bool:

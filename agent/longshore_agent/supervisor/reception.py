@@ -1,4 +1,4 @@
-"""Checks an engine's Hello against the limits of names and numbers, and against the layouts that the deployment declares.
+"""Checks an engine's Hello against the limits of names and numbers, and the deployment's declared layouts.
 
 Called by the supervisor. Of the machine, it checks only whether a GPU driver exists.
 """

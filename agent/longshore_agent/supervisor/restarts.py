@@ -32,7 +32,7 @@ class _Rank:
 
 
 class Restarts:
-    """The restarts of all ranks. `wait_min_s` is the wait after the second crash in a row, doubled up to `wait_max_s`."""
+    """The restarts of all ranks. `wait_min_s`: wait after the second crash in a row, doubled up to `wait_max_s`."""
 
     def __init__(self, *, wait_min_s: float, wait_max_s: float) -> None:
         self._wait_min_s = wait_min_s
