@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from agent_world import wait_for
 from event_scene import BASE, EventScene
-from fake_device import PEER, RING, outbound_slab
+from fake_device import PEER, RING, FakeWrite, outbound_slab
 
+from longshore_agent.errors import DeviceError, MemoryLostError
+from longshore_agent.pipeline import life
 from longshore_agent.pipeline.slabs import ProbeEnd, WireProbe
-from longshore_agent.transports.base import WriteState
+from longshore_agent.pipeline.stage_log import StageLog
+from longshore_agent.transports.base import Pieces, WriteState
 from longshore_agent.worker.parts import lanes_bytes
+from longshore_wire.plan import Way
 from longshore_wire.ring import Ring
 from longshore_wire.slabs import region_bytes
 
@@ -319,3 +326,49 @@ def test_writes_begin_in_the_order_of_their_copies_though_both_are_over_between_
         scene.runner.hurry()
         scene.turn()
     assert scene.transport.begun == scene.transport.drafts[:2]
+
+
+def test_a_slab_whose_pages_cannot_be_let_go_fails_alone_and_gives_its_memory_and_its_place_back() -> None:
+    scene = Scene(slabs=1)
+    scene.put(0, 1)
+
+    def fails() -> bool:
+        raise DeviceError("cuIpcCloseMemHandle")
+
+    scene.device.gathers[0].end = fails  # type: ignore[method-assign]
+    scene.gathered(0)
+    scene.turn()
+    assert scene.outcomes() == [(0, "cuIpcCloseMemHandle", False)]
+    assert scene.transport.drafts[0].dropped
+    scene.gathered(1)
+    assert scene.transport.begun == scene.transport.drafts[1:]
+
+
+def test_a_failed_write_in_place_stays_unsettled_though_its_engine_has_cut_its_memory_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene()
+    one = Pieces.one(BASE, BASE, 64)
+    monkeypatch.setattr(life, "runs", lambda *_: one)
+
+    class Torn:
+        @contextlib.contextmanager
+        def in_use(self) -> Iterator[None]:
+            yield
+            raise MemoryLostError("cut short")
+
+    transport = scene.transport
+    transport.prepare = lambda _peer, *pieces: pieces
+    transport.release_prepared = lambda _prepared: None
+    transport.draft = lambda *_: transport.drafts.append(FakeWrite(0, 64, b"")) or transport.drafts[-1]
+    slab = outbound_slab(0, 64, pool=Torn())
+    slab.effect.way = Way.SLICES  # type: ignore[misc]
+    monkeypatch.setattr(type(slab), "remote_target", lambda _: None)
+    tools = dataclasses.replace(scene.runner._staged_tools, log=StageLog(scene.metrics, scene.spans, deferred=False))
+    run = life.outbound(slab, tools)
+    wait = next(run)
+    transport.begun[0].state, transport.begun[0].error = WriteState.FAILED, "the peer is dead"
+    assert wait.passed()
+    with pytest.raises(StopIteration) as stop:
+        next(run)
+    assert (stop.value.value.error, stop.value.value.settled) == ("the peer is dead", False)
