@@ -34,7 +34,7 @@ from longshore_wire.agent_config import AgentConfig, Backend, is_loopback, opens
 from longshore_wire.allowed_wires import AllowedWires
 from longshore_wire.errors import ConfigError
 from longshore_wire.plan import Staging, Way
-from longshore_wire.slabs import region_bytes
+from longshore_wire.trailer import slab_bytes
 
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -397,7 +397,7 @@ class Settings:
 
     def contradictions(self) -> list[tuple[str, str, str]]:
         """Return (setting, other setting, remedy) for each contradiction."""
-        slab_bytes = region_bytes(self.slab_bytes_min)
+        least_bytes = slab_bytes(self.slab_bytes_min)
         is_alone = is_loopback(self.bind_host)
         is_open = not (is_alone or self.allow_open_data_path or (self.network_policy and not self.host_network))
         fabric = self.gpu_staging_memory is Allocation.CU_MEM_CREATE
@@ -407,8 +407,8 @@ class Settings:
             self.staging is Staging.ALWAYS and self.force_way in in_place
         )
         rules = (
-            (self.lane_bytes < slab_bytes, "lane_bytes", "slab_bytes_min", _too_small(slab_bytes)),
-            (0 < self.ring_bytes < 2 * slab_bytes, "ring_bytes", "slab_bytes_min", _too_small(2 * slab_bytes)),
+            (self.lane_bytes < least_bytes, "lane_bytes", "slab_bytes_min", _too_small(least_bytes)),
+            (0 < self.ring_bytes < 2 * least_bytes, "ring_bytes", "slab_bytes_min", _too_small(2 * least_bytes)),
             (self.peer_timeout_s <= self.heartbeat_s, "peer_timeout_s", "heartbeat_s", "make the first one longer"),
             (self.lease_ns <= self.retry_ns, "lease_s", "retry_ms", "make the lease longer than a repetition takes"),
             (

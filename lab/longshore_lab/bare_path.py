@@ -39,7 +39,8 @@ from longshore_agent.transports.base import Pieces, Transport
 from longshore_lab.rate import checksum, process_clock
 from longshore_wire.layout import KVLayout, ModelShape, Parallel, PlaneGeometry, PoolGeometry
 from longshore_wire.plan import Pair, Staging, plan
-from longshore_wire.slabs import SlabGrid, region_bytes, slab_limit_bytes, slab_units
+from longshore_wire.slabs import SlabGrid, slab_limit_bytes, slab_units
+from longshore_wire.trailer import slab_bytes
 
 # The product's own sizes.
 _SIZES = Settings()
@@ -331,8 +332,8 @@ def _geometry(layout: KVLayout, page_count: int) -> PoolGeometry:
 def _place(scene: Scene, pair: Pair, grid: SlabGrid, slab: int) -> int:
     """Return a slab's place in its target's ring."""
     share_bytes = scene.ring_bytes // scene.source_tp
-    slab_bytes = region_bytes(pair.payload_bytes(0, grid.slab_tokens))
-    return int(pair.source_rank * share_bytes + slab * slab_bytes) // 256 * 256
+    place_bytes = slab_bytes(pair.payload_bytes(0, grid.slab_tokens))
+    return int(pair.source_rank * share_bytes + slab * place_bytes) // 256 * 256
 
 
 def _in(process: subprocess.Popen[bytes]) -> IO[bytes]:

@@ -17,7 +17,7 @@ from longshore_wire.effects import PeerId
 from longshore_wire.errors import LongshoreError
 from longshore_wire.peer_messages import PairKey, RegionInfo, RoomKey
 from longshore_wire.plan import Way
-from longshore_wire.slabs import region_bytes
+from longshore_wire.trailer import slab_bytes
 
 PEER = PeerId("decode", 0, 0)
 TRAILER_KEY = b"of the ring"
@@ -37,7 +37,7 @@ def effect_of(slab: int, payload_bytes: int, room: int = 1) -> Any:
         tokens=(0, 1),
         way=Way.STAGED,
         payload_bytes=payload_bytes,
-        offset_bytes=slab * region_bytes(payload_bytes),
+        offset_bytes=slab * slab_bytes(payload_bytes),
         generation=slab + 1,
         total_tokens=-1,
         target_pages=b"",

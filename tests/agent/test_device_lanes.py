@@ -21,7 +21,7 @@ from longshore_agent.transports.base import Pieces, WriteState
 from longshore_agent.worker.parts import lanes_bytes
 from longshore_wire.plan import Way
 from longshore_wire.ring import Ring
-from longshore_wire.slabs import region_bytes
+from longshore_wire.trailer import slab_bytes
 
 SLAB_BYTES = 1 << 20
 
@@ -30,7 +30,7 @@ class Scene(EventScene):
     """An idle source with room for `slabs` slabs."""
 
     def __init__(self, slabs: int = 4) -> None:
-        super().__init__(memory_bytes=slabs * region_bytes(SLAB_BYTES), lane_count=2)
+        super().__init__(memory_bytes=slabs * slab_bytes(SLAB_BYTES), lane_count=2)
 
     def put(self, *slabs: int) -> list[Any]:
         made = [outbound_slab(slab, SLAB_BYTES) for slab in slabs]
@@ -58,7 +58,7 @@ def test_a_write_is_looked_up_while_its_gather_runs_and_begins_once_its_event_ha
     scene.gathered(0)
     assert scene.transport.begun == scene.transport.drafts[:1]
     write = scene.transport.begun[0]
-    assert (write.source, write.length_bytes) == (BASE + scene.device.gathers[0].begin_bytes, region_bytes(SLAB_BYTES))
+    assert (write.source, write.length_bytes) == (BASE + scene.device.gathers[0].begin_bytes, slab_bytes(SLAB_BYTES))
     assert scene.outcomes() == []
     scene.wrote(0)
     assert scene.outcomes() == [(0, "", False)]
@@ -76,7 +76,7 @@ def test_the_next_slab_is_gathered_and_written_while_a_write_is_open() -> None:
 @pytest.mark.parametrize("lane_bytes", [64 << 20, (1 << 20) + 1])
 def test_all_lanes_together_hold_a_slab_of_a_lane_s_size_each_beside_their_trailers(lane_bytes: int) -> None:
     memory = Ring(lanes_bytes(4, lane_bytes))
-    assert all(memory.allocate(region_bytes(lane_bytes)) for _ in range(4))
+    assert all(memory.allocate(slab_bytes(lane_bytes)) for _ in range(4))
 
 
 def test_few_gathers_go_ahead_of_the_wire_and_few_writes_are_open() -> None:

@@ -32,7 +32,7 @@ from longshore_agent.transports.mooncake_peers import Metadata, check_reach
 from longshore_wire.agent_config import Backend
 from longshore_wire.errors import Reason
 from longshore_wire.peer_messages import RegionInfo
-from longshore_wire.slabs import region_bytes
+from longshore_wire.trailer import slab_bytes
 
 SIZE = 1 << 20
 LIMIT_S = 20.0
@@ -265,12 +265,12 @@ def test_what_a_probe_leaves_open_is_never_asked_after_again(scene: Scene, monke
 def test_lanes_go_on_although_writes_of_one_stream_end_together_and_their_targets_are_told_by_message(
     scene: Scene,
 ) -> None:
-    slab_bytes, slabs = SIZE // 16 - 4096, 12
-    step = region_bytes(slab_bytes)
+    payload_bytes, slabs = SIZE // 16 - 4096, 12
+    step = slab_bytes(payload_bytes)
     events = EventScene(memory_bytes=4 * step, transport=scene.near, base=scene.source.ctypes.data)
     scene.copy = lambda *piece: scene.stream.append(piece)
     for number in range(slabs):
-        slab = outbound_slab(number, slab_bytes)
+        slab = outbound_slab(number, payload_bytes)
         slab.peer_name, slab.transport_announces = scene.peer, False
         slab.ring = RegionInfo(scene.target.ctypes.data, SIZE)
         events.runner.send(slab)

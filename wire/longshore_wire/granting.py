@@ -20,9 +20,8 @@ from longshore_wire.peer_messages import Grant, RoomKey
 from longshore_wire.plan import Way
 from longshore_wire.ring import Ring
 from longshore_wire.room import TargetPair, TargetRoom
-from longshore_wire.slabs import region_bytes
 from longshore_wire.states import TargetEvent, TargetSlab
-from longshore_wire.trailer import ALIGNMENT_BYTES
+from longshore_wire.trailer import ALIGNMENT_BYTES, slab_bytes
 
 
 class Granter:
@@ -161,7 +160,7 @@ class Granter:
     def _slab_bytes(self, pair: TargetPair, slab: int) -> int:
         assert pair.grid is not None
         assert pair.route is not None
-        return region_bytes(pair.route.payload_bytes(*pair.grid.tokens(slab)))
+        return slab_bytes(pair.route.payload_bytes(*pair.grid.tokens(slab)))
 
     def _may(self, room: TargetRoom, pair: TargetPair) -> bool:
         if pair.grid is None or pair.next_grant >= pair.grid.count or len(pair.regions) >= self._window:

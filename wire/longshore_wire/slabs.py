@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from longshore_wire.errors import RingError
-from longshore_wire.trailer import ALIGNMENT_BYTES, TRAILER_BYTES, aligned
+from longshore_wire.trailer import ALIGNMENT_BYTES, TRAILER_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,6 @@ class SlabGrid:
         if contiguous_end >= self.end_token:
             return self.count
         return max(0, contiguous_end - self.first_token) // self.slab_tokens
-
-
-def region_bytes(payload_bytes: int) -> int:
-    """Return the bytes of a slab in a staging buffer: payload, padding and trailer."""
-    return aligned(payload_bytes) + TRAILER_BYTES
 
 
 def slab_limit_bytes(lane_bytes: int, ring_bytes: int, source_count: int) -> int:

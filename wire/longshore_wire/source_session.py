@@ -29,7 +29,6 @@ from longshore_wire.peers import Peer
 from longshore_wire.plan import Way
 from longshore_wire.room import SourcePair, SourceRoom
 from longshore_wire.session import backoff_ns
-from longshore_wire.slabs import region_bytes
 from longshore_wire.source_peers import SourcePeers
 from longshore_wire.states import (
     SourceEvent,
@@ -39,6 +38,7 @@ from longshore_wire.states import (
     SourceRoomState,
     SourceSlab,
 )
+from longshore_wire.trailer import slab_bytes
 
 
 class SourceSession(SourcePeers):
@@ -371,7 +371,7 @@ class SourceSession(SourcePeers):
         assert pair.route is not None
         first, end = pair.grid.tokens(slab)
         payload_bytes = pair.route.payload_bytes(first, end)
-        if grant is not None and grant.length_bytes < region_bytes(payload_bytes):
+        if grant is not None and grant.length_bytes < slab_bytes(payload_bytes):
             self._stale(grant)
             pair.grants.pop(slab)
             return

@@ -27,7 +27,7 @@ from longshore_agent.pipeline.slabs import (
     ProbeEnd,
     Stage,
     WireProbe,
-    dropped,
+    still_wanted,
 )
 from longshore_agent.pipeline.stage_log import StageLog
 from longshore_agent.pipeline.waits import Compiled, Copied, Gate, Now, Wait, Written
@@ -324,7 +324,7 @@ class EventRunner:
     def drop_cancelled(self) -> None:
         """See `Runner`."""
         for track in (self._direct, self._staged):
-            track.drop_cancelled()
+            track.waiting = deque(still_wanted(track.waiting, self._done.append))
 
     def writing(self) -> tuple[OutboundSlab, ...]:
         """See `Runner`."""
@@ -407,13 +407,6 @@ class _Track(Generic[AnySlab]):
         if self._hurry(None):
             self._begin_next()
 
-    def drop_cancelled(self) -> None:
-        """End the cancelled slabs in `waiting`, wherever they are in the queue."""
-        for slab in [slab for slab in self.waiting if slab.cancelled]:
-            self.waiting.remove(slab)
-            assert isinstance(slab, OutboundSlab)
-            self._done.append(dropped(slab))
-
     def _begin_next(self) -> None:
         while self.waiting and (self._gate.is_free or self.waiting[0].cancelled):
             slab = self.waiting.popleft()
@@ -427,14 +420,13 @@ class _Track(Generic[AnySlab]):
         for life in list(self.open):
             if life is youngest:
                 break
-            if life.over or (looked and isinstance(life.wait, Written)) or self._follows_copy(life):
+            is_write = isinstance(life.wait, Written)
+            if life.over or (looked and is_write) or self._follows_copy(life):
                 continue
-            if isinstance(life.wait, Written):
-                self._resume(life)
+            self._resume(life)
+            if is_write:
                 ended = ended or life.over
                 looked = not life.over
-            else:
-                self._resume(life)
         return ended
 
     def _follows_copy(self, life: _Life[AnySlab]) -> bool:

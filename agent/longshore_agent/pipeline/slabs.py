@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -257,12 +257,12 @@ class Ends:
         return taken
 
 
-def still_wanted(slabs: Iterable[OutboundSlab], ends: Ends) -> list[OutboundSlab]:
-    """Drop the cancelled slabs into `ends`; return the others in their order."""
+def still_wanted(slabs: Iterable[OutboundSlab], put: Callable[[OutboundEnd], None]) -> list[OutboundSlab]:
+    """Give `put` the ends of the cancelled slabs; return the others in their order."""
     kept: list[OutboundSlab] = []
     for slab in slabs:
         if slab.cancelled:
-            ends.put(dropped(slab))
+            put(dropped(slab))
         else:
             kept.append(slab)
     return kept

@@ -15,7 +15,7 @@ from longshore_agent.pipeline.slabs import OutboundSlab
 from longshore_agent.transports.base import Transport, Write, WriteState
 from longshore_wire.errors import RingError
 from longshore_wire.ring import Region, Ring
-from longshore_wire.slabs import region_bytes
+from longshore_wire.trailer import slab_bytes
 
 
 class Wait(Protocol):
@@ -162,7 +162,7 @@ class StagingMemory:
 
     def take(self, slab: OutboundSlab) -> Space:
         """Return the wait for a region for a slab and its trailer. Raises RingError if the buffer is too small."""
-        space = Space(self, slab, region_bytes(slab.effect.payload_bytes))
+        space = Space(self, slab, slab_bytes(slab.effect.payload_bytes))
         if space.length_bytes > self._ring.capacity_bytes:
             text = f"a slab takes {space.length_bytes} bytes, and staging memory has {self._ring.capacity_bytes}"
             raise RingError(text)

@@ -64,7 +64,6 @@ class Mover:
         self._gives_directly = config.gives_directly()
         self.parts = Parts(config, self.ends, metrics, spans)
         self._runner, self._copier = self.parts.runner, self.parts.copier
-        self._is_source = Half.SOURCE in config.roles
         self.peers = PeerBook()
         self._slabs: dict[tuple[Half, RoomKey], dict[int, OutboundSlab | InboundSlab]] = {}
         self._taken: dict[Half, list[End]] = {Half.SOURCE: [], Half.TARGET: []}
@@ -120,7 +119,7 @@ class Mover:
             raise
         first = self.peers.add(half, effect.peer, name, effect.attach)
         probe = effect.attach.probe
-        if half is Half.SOURCE and first and self._is_source and probe is not None:
+        if half is Half.SOURCE and first and probe is not None:
             self._runner.probe(WireProbe(effect.peer, name, probe, effect.attach.epoch))
 
     def disconnect(self, half: Half, peer: PeerId, wire: str = Wire.UNKNOWN.value) -> bool:
@@ -138,7 +137,7 @@ class Mover:
             return False
         self.parts.transport.disconnect(name)
         self.disconnected_count += 1
-        return any(each.value == wire for each in self.parts.transport.revocable)
+        return wire in self.parts.transport.revocable
 
     def notices(self) -> list[tuple[PeerId, PeerMessage]]:
         """Return the transport's notices of arrival. Count and drop invalid ones, and drop those of unknown peers."""
@@ -290,8 +289,7 @@ class Mover:
         if not end.dropped:
             self.metrics.add("longshore_slabs_total", 1, half="source", way=effect.way.name.lower())
         payload_bytes = 0 if end.dropped else effect.payload_bytes
-        notify = end.must_announce and not end.dropped
-        session.write_done(effect.peer, effect.pair, effect.slab, payload_bytes, now_ns, notify=notify)
+        session.write_done(effect.peer, effect.pair, effect.slab, payload_bytes, now_ns, notify=end.must_announce)
 
     def _scattered(self, end: InboundEnd, session: TargetSession, now_ns: int) -> None:
         slab, effect = end.slab, end.slab.effect

@@ -139,7 +139,7 @@ class NeighbourPools:
     def drop_cancelled(self) -> None:
         """Drop cancelled slabs that wait for a pool. The pool is still expected."""
         for sought, waiting in self._waiting.items():
-            self._waiting[sought] = still_wanted(waiting, self._ends)
+            self._waiting[sought] = still_wanted(waiting, self._ends.put)
 
     def take_unmapped(self) -> list[tuple[PeerId, int]]:
         """Return the gone pools that were unmapped here since the last call."""

@@ -30,8 +30,7 @@ from longshore_agent.transport_choice import make_ports, make_transport
 from longshore_agent.worker.config import WorkerConfig
 from longshore_wire.engine_messages import Half
 from longshore_wire.peer_messages import RegionInfo
-from longshore_wire.slabs import region_bytes
-from longshore_wire.trailer import TRAILER_KEY_BYTES
+from longshore_wire.trailer import TRAILER_KEY_BYTES, slab_bytes
 
 # Large enough to show in a wire's counters, small enough to cost nothing.
 PROBE_BYTES = 1 << 20
@@ -160,7 +159,7 @@ class Parts:
 
 def lanes_bytes(lane_count: int, lane_bytes: int) -> int:
     """Return the size of all lanes' memory: for each lane, a slab of `lane_bytes` and its trailer."""
-    return lane_count * region_bytes(lane_bytes)
+    return lane_count * slab_bytes(lane_bytes)
 
 
 def _counts(lane_count: int) -> LaneCounts:

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 # Longest poll interval while bytes are expected. It is 1 ms until `_NOTICE_SLOWER_AFTER` polls have found nothing.
 _NOTICE_POLL_MS_MAX = 5
 _NOTICE_SLOWER_AFTER = 64
-_TOLD_DRIVE_NS = 1_000_000
+_DRIVE_NS = 1_000_000
 # While bytes are due over a swift wire, the thread sleeps only after this long without news: the time of ten slabs.
 _HOT_NS = 2_000_000
 # The limit while direct copies run, whose end only polling shows. A slab takes 0.7 ms, times the ranks that write to
@@ -77,7 +77,7 @@ class Polling:
             return []
         if all(peer.wire in self._mover.parts.transport.announced_by_message for peer in self._target.peers.values()):
             # No peer's slabs are announced by notices, but the transport must still be driven.
-            self._look_again_ns = now_ns + _TOLD_DRIVE_NS
+            self._look_again_ns = now_ns + _DRIVE_NS
         taken = self._mover.notices()
         self._quiet_turns = 0 if taken else self._quiet_turns + 1
         self._is_news = self._is_news or bool(taken)
