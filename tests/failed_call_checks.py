@@ -47,13 +47,14 @@ def hung_device(limit_s: float, which: str) -> str:
     return ""
 
 
-def failed_call(call: str, *, direct: bool) -> tuple[str, bool, int, int]:
+def failed_call(call: str, *, direct: bool) -> tuple[str, bool, int, int, int]:
     """Queue a scatter, or a direct copy, while one of the driver's calls fails, then one while none does.
 
     Args:
         call: "HostBytes", "Event", "launch", or what takes the device's memory: "memory" page ids, "table" a pool's planes.
     Returns:
-        The first one's error, whether a pool was held after it, the launches by then, and the launches by the end.
+        The first one's error; then, after it: whether a pool was held, the launches, and the events that were kept for the next
+        copy; and the launches by the end.
     """
     _, launches = play()
     works = {"HostBytes": PlayedBytes, "Event": PlayedEvent, "launch": cuda.launch}
@@ -89,7 +90,7 @@ def failed_call(call: str, *, direct: bool) -> tuple[str, bool, int, int]:
             queue()
         except LongshoreError as error:
             text = f"{type(error).__name__} {error}"
-        busy, count = source.busy or target.busy, len(launches)
+        busy, count, events = source.busy or target.busy, len(launches), len(copier._events)
         device_pages.torch.empty, device_pages.torch.tensor = torch.empty, torch.tensor
         for name, value in works.items():
             setattr(cuda, name, value)
@@ -98,7 +99,7 @@ def failed_call(call: str, *, direct: bool) -> tuple[str, bool, int, int]:
         copy.end()
         assert not source.busy
         assert not target.busy
-        return text, busy, count, len(launches)
+        return text, busy, count, events, len(launches)
 
 
 def hung_copy(passed_at_s: list[float], closed_at_s: float, asked_at_s: list[float]) -> list[str]:

@@ -37,11 +37,13 @@ def compiling() -> Iterator[KernelProcess]:
 def test_a_failed_call_leaves_no_pool_held_and_nothing_queued(
     process: KernelProcess, call: str, word: str, direct: bool
 ) -> None:
-    error, busy, launches, launches_later = process.run("failed_call", call, direct=direct)
+    error, busy, launches, events, launches_later = process.run("failed_call", call, direct=direct)
     assert error.startswith("DeviceError")
     assert word in error
     assert not busy
     assert (launches, launches_later) == (0, 1)
+    # A copy that had its event before the call failed has given it back.
+    assert events == (call in ("HostBytes", "launch"))
 
 
 @pytest.mark.parametrize("kind", ["gather", "scatter", "direct"])

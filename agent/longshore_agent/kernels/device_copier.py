@@ -153,8 +153,13 @@ class DeviceCopier:
             if stream is not self._directs or bound.ready():
                 # Take the event before the launch: without one, no launch may run, since its end could not be seen.
                 event = self._events.pop() if self._events else cuda.Event(self._driver)
-                place = None if accepts is None else self._read_trailer(near)
-                bound.queue(near, far, tokens, trailer)
+                try:
+                    place = None if accepts is None else self._read_trailer(near)
+                    bound.queue(near, far, tokens, trailer)
+                except LongshoreError:
+                    # Nothing was launched. The device may still write to `place`, so no copy uses that again.
+                    self.take_back(event, None)
+                    raise
                 mark = self._marked(event, stream)
                 return DeviceCopy(self, mark, self._progress[stream], held, place, accepts)
         except LongshoreError:
