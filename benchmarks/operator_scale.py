@@ -116,7 +116,7 @@ class Bench:
         for number in range(self._chosen.changes):
             name = self._names[number % len(self._names)]
             before = self._watcher.current.get(f"{name}-agent")
-            patch = {"spec": {"transfer": {"chunkTokens": 4096 + number}}}
+            patch = {"spec": {"decode": {"staging": {"poolSize": f"{4096 + number}Mi"}}}}
             began_s = time.monotonic()
             self._objects.patch_namespaced_custom_object(*KIND, name, patch)
             self.own_s.append(time.monotonic() - began_s)

@@ -90,10 +90,21 @@ class Deployments:
 
         return until(look, f"{kind} of {name} is {reason}", limit_s)
 
+    def ours(self, kind: str, name: str = "llama") -> Sequence[Body]:
+        """Return the children of a kind that are not being deleted."""
+        found = self.list(kind, "-l", f"longshore.dev/deployment={name}")
+        return [body for body in found if "deletionTimestamp" not in body["metadata"]]
+
     def pods(self, name: str = "llama") -> Sequence[Body]:
         """Return the agents' pods that are not being deleted."""
-        found = self.list("pods", "-l", f"longshore.dev/deployment={name}")
-        return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
+        return self.ours("pods", name)
+
+    def lives(self) -> dict[str, str]:
+        """Return the uid of each node's agent. Raises AssertionError if a node has two."""
+        pods = self.pods()
+        found = {pod["spec"]["nodeName"]: pod["metadata"]["uid"] for pod in pods}
+        assert len(found) == len(pods), [pod["metadata"]["name"] for pod in pods]
+        return found
 
     def events(self, reason: str) -> Sequence[Body]:
         """Return the operator's events with this reason."""

@@ -356,7 +356,7 @@ def test_a_deployment_that_is_made_anew_under_its_name_gets_children_of_its_own(
 
     def owned() -> bool:
         owners = [
-            deployments.get(kind, "llama-agent")["metadata"]["ownerReferences"] for kind in ("ds", "cm", "svc", "sa")
+            body["metadata"]["ownerReferences"] for kind in ("ds", "cm", "svc", "sa") for body in deployments.ours(kind)
         ]
         return all([entry["uid"] for entry in found] == [uid] for found in owners)
 

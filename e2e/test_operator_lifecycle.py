@@ -15,7 +15,8 @@ from operator_process import OperatorProcess
 pytestmark = pytest.mark.usefixtures("operator", "nodes")
 
 CHILDREN = {
-    "daemonset.apps/llama-agent",
+    "daemonset.apps/llama-agent-prefill",
+    "daemonset.apps/llama-agent-decode",
     "configmap/llama-agent",
     "service/llama-agent",
     "serviceaccount/llama-agent",
@@ -74,10 +75,12 @@ def test_ready_is_never_true_for_an_older_generation_and_agents_are_replaced(dep
 
 
 def test_from_a_to_b_and_back_ends_as_a_fresh_a(deployments: Deployments) -> None:
-    kinds = ("ds", "cm", "svc", "sa", "netpol")
+    def children() -> dict[str, dict[str, Any]]:
+        return {name: kept(deployments.get(*name.split("/"))) for name in CHILDREN}
+
     deployments.apply()
     deployments.wait_reason("Ready", "Ready")
-    fresh = {kind: kept(deployments.get(kind, "llama-agent")) for kind in kinds}
+    fresh = children()
     deployments.apply(
         transfer={"backend": "Mooncake"},
         agents={
@@ -90,10 +93,13 @@ def test_from_a_to_b_and_back_ends_as_a_fresh_a(deployments: Deployments) -> Non
         },
     )
     until(lambda: "networkpolicy.networking.k8s.io/llama-agent" not in deployments.names("netpol"), "no NetworkPolicy")
-    until(lambda: deployments.get("ds", "llama-agent")["spec"]["template"]["spec"].get("hostNetwork"), "B is applied")
+    until(
+        lambda: deployments.get("ds", "llama-agent-decode")["spec"]["template"]["spec"].get("hostNetwork"),
+        "B is applied",
+    )
     deployments.apply()
     deployments.wait_reason("Ready", "Ready", limit_s=90)
-    assert {kind: kept(deployments.get(kind, "llama-agent")) for kind in kinds} == fresh
+    assert children() == fresh
 
 
 def test_expecting_other_numbers_of_engines_replaces_no_agent(deployments: Deployments) -> None:
@@ -121,13 +127,14 @@ def test_a_namespace_goes_with_its_deployments(plane: ControlPlane, deployments:
     until(lambda: plane.try_kubectl("get", "namespace", deployments.namespace).returncode != 0, "it is gone", 120)
 
 
-@pytest.mark.parametrize("child", ["cm", "svc", "sa", "netpol", "ds"])
+@pytest.mark.parametrize("child", sorted(CHILDREN))
 def test_a_child_that_is_deleted_comes_back_at_once(deployments: Deployments, child: str) -> None:
     deployments.apply()
     deployments.wait_reason("Ready", "Ready")
-    uid = deployments.get(child, "llama-agent")["metadata"]["uid"]
-    deployments.plane.kubectl("delete", child, "llama-agent", "-n", deployments.namespace, "--wait=false")
-    until(lambda: deployments.get(child, "llama-agent")["metadata"]["uid"] != uid, "there is a new one")
+    kind, name = child.split("/")
+    uid = deployments.get(kind, name)["metadata"]["uid"]
+    deployments.plane.kubectl("delete", kind, name, "-n", deployments.namespace, "--wait=false")
+    until(lambda: deployments.get(kind, name)["metadata"]["uid"] != uid, "there is a new one")
     deployments.wait_reason("Ready", "Ready")
 
 
@@ -143,7 +150,7 @@ def test_keys_are_made_once_and_anew_on_request(deployments: Deployments, operat
     second = deployments.get("dgdep", "llama")["status"]["keys"]
     assert second["revision"] == 2
     assert second["accepted"][1] == first["accepted"][0]
-    template = deployments.get("ds", "llama-agent")["spec"]["template"]["spec"]
+    template = deployments.get("ds", "llama-agent-decode")["spec"]["template"]["spec"]
     sources = next(volume["projected"]["sources"] for volume in template["volumes"] if volume["name"] == "keys")
     mounted = {source["secret"]["items"][0]["path"]: source["secret"]["name"] for source in sources}
     assert mounted == {"curve.json": second["secret"], "previous.json": first["secret"]}
@@ -182,7 +189,7 @@ def test_a_node_that_changes_its_role_is_counted_with_the_other_one(
     decode = {"tensorParallel": 1, "pageSize": 64, "nodeSelector": roles["decode"]}
     deployments.apply(prefill=prefill, decode=decode)
     deployments.wait_reason("Ready", "Ready")
-    before = {pod["metadata"]["uid"] for pod in deployments.pods()}
+    before = deployments.lives()
     plane.kubectl("label", "node", names[0], "--overwrite", f"longshore.dev/role={deployments.namespace}-decode")
 
     def summaries() -> bool:
@@ -190,7 +197,10 @@ def test_a_node_that_changes_its_role_is_counted_with_the_other_one(
         return (status["prefill"]["summary"], status["decode"]["summary"]) == ("1/1 TP4", "1/1 TP1")
 
     until(summaries, "one agent of each role")
-    assert {pod["metadata"]["uid"] for pod in deployments.pods()} == before
+    after = deployments.lives()
+    assert after.keys() == before.keys()
+    # The agent of the other role has another configuration; the other node's agent stays.
+    assert after[names[0]] != before[names[0]] and after[names[1]] == before[names[1]]
     for name in names:
         remove_node(plane, name)
 

@@ -9,6 +9,9 @@ COMPONENT = "longshore-operator"
 
 # Holds the deployment's name, on every child and agent pod. Watches select by it.
 DEPLOYMENT_LABEL = "longshore.dev/deployment"
+# The roles of the nodes that an agent's DaemonSet is for, on it and its pods.
+ROLES_LABEL = "longshore.dev/roles"
+PREFILL, DECODE, BOTH = "prefill", "decode", "both"
 # Digest of the applied object, on children. Detects drift without knowing the server's defaults.
 RENDERED_ANNOTATION = "longshore.dev/rendered"
 # Digests on agent pods. A change replaces the pod.
@@ -26,8 +29,13 @@ PLURAL = names.PLURAL
 
 
 def agent(deployment: str) -> str:
-    """Return the name of all children of a deployment except its keys."""
+    """Return the name of all children of a deployment except its keys and the DaemonSets of one role."""
     return f"{deployment}-agent"
+
+
+def daemon_set(deployment: str, roles: str) -> str:
+    """Return the name of the DaemonSet for nodes of these roles."""
+    return agent(deployment) if roles == BOTH else f"{agent(deployment)}-{roles}"
 
 
 def labels(deployment: str) -> dict[str, str]:
@@ -43,5 +51,13 @@ def labels(deployment: str) -> dict[str, str]:
 
 
 def selector(deployment: str) -> dict[str, str]:
-    """Return the labels that select agent pods. A DaemonSet's selector is immutable."""
+    """Return the labels that select all agent pods of a deployment."""
     return {DEPLOYMENT_LABEL: deployment}
+
+
+def daemon_set_selector(deployment: str, roles: str) -> dict[str, str]:
+    """Return the labels by which a DaemonSet selects its pods, which are immutable.
+
+    The one for both roles had these before there were others. Pods of the others have another controller.
+    """
+    return selector(deployment) if roles == BOTH else selector(deployment) | {ROLES_LABEL: roles}

@@ -73,13 +73,27 @@ TABLE = (
         "The message names each field and its valid values.",
     ),
     Reason(_C.AGENTS_READY, "AllAgentsReady", _T, "Every agent is ready and runs the current spec."),
-    Reason(_C.AGENTS_READY, "AgentsUpdating", _F, "Agents are being started or replaced, one at a time."),
+    Reason(_C.AGENTS_READY, "AgentsUpdating", _F, "Agents are being started or replaced."),
     Reason(
         _C.AGENTS_READY,
         "AgentsNotReady",
         _F,
         "Agents do not start, or run and are not ready.",
         "The message names up to five nodes and the cause; see also `kubectl logs` and `/readyz` of the pod.",
+    ),
+    Reason(
+        _C.AGENTS_READY,
+        "AgentsOutdated",
+        _F,
+        "Agents run an older spec, and agents.updateStrategy is OnDelete.",
+        "Delete their pods when their nodes may be without an agent.",
+    ),
+    Reason(
+        _C.AGENTS_READY,
+        "Paused",
+        _F,
+        "The spec is paused, and the cluster does not match it.",
+        "The message names what waits. Set spec.paused to false.",
     ),
     Reason(
         _C.AGENTS_READY,
@@ -160,6 +174,7 @@ TABLE = (
     Reason(_C.NODES_SHARED, "NodesOwn", _F, "No other deployment's agents run on these nodes."),
     Reason(_C.PROGRESSING, "RollingOut", _T, "Agents are being started, replaced or removed."),
     Reason(_C.PROGRESSING, "Settled", _F, "The cluster matches the spec."),
+    Reason(_C.PROGRESSING, "Paused", _U, "The spec is paused: nothing is created, changed or deleted."),
     Reason(
         _C.PROGRESSING,
         "Blocked",

@@ -108,7 +108,7 @@ def _type(entry: Schema) -> str:
     if "enum" in entry:
         return " \\| ".join(str(value) for value in entry["enum"])
     if entry.get("x-kubernetes-int-or-string"):
-        return "size"
+        return "integer or percentage" if isinstance(entry.get("default"), int) else "size"
     kind = str(entry.get("type", ""))
     low, high = entry.get("minimum"), entry.get("maximum")
     if kind == "integer" and high is not None:

@@ -36,6 +36,7 @@ class AgentPod:
     """The cached part of an agent's pod.
 
     Attributes:
+        roles: the roles of its node, as names of groups.
         config, keys: digests of the config and keys that it was started with.
         trouble: why it is not ready, if the kubelet or scheduler reports a cause.
         starting: its containers are starting for the first time, without a failure so far.
@@ -49,6 +50,7 @@ class AgentPod:
     http_port: int
     ready: bool
     config: str
+    roles: str = names.BOTH
     keys: str = ""
     trouble: str = ""
     starting: bool = False
@@ -218,6 +220,7 @@ def read_pod(body: Body) -> AgentPod | None:
         http_port=_http_port(body),
         ready=ready and not metadata.get("deletionTimestamp"),
         config=(metadata.get("annotations") or {}).get(names.CONFIG_ANNOTATION, ""),
+        roles=metadata["labels"].get(names.ROLES_LABEL, names.BOTH),
         keys=(metadata.get("annotations") or {}).get(names.KEYS_ANNOTATION, ""),
         trouble="" if ready else _trouble(status),
         starting=not ready and not _trouble(status) and _is_starting(status),

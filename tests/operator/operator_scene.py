@@ -81,14 +81,15 @@ class Scene:
             self.put(kind, made)
 
     def count(self, desired: int, ready: int, updated: int) -> None:
-        """Have the DaemonSet controller count agents."""
-        found = next(body for child, body in self.world.children[KEY].items() if child.kind == "DaemonSet")
-        found["status"] = {
-            "observedGeneration": 1,
-            "desiredNumberScheduled": desired,
-            "numberReady": ready,
-            "updatedNumberScheduled": updated,
-        }
+        """Have the DaemonSet controller count agents, as many as it can in the first DaemonSet."""
+        sets = [body for child, body in self.world.children[KEY].items() if child.kind == "DaemonSet"]
+        for number, body in enumerate(sets):
+            body["status"] = {
+                "observedGeneration": 1,
+                "desiredNumberScheduled": 0 if number else desired,
+                "numberReady": 0 if number else ready,
+                "updatedNumberScheduled": 0 if number else updated,
+            }
 
     def write_status(self) -> None:
         """Have the decided status written."""
@@ -111,6 +112,8 @@ class Scene:
         age_s: float = 1.0,
         asked: bool = True,
         keys: str = "",
+        roles: str = names.BOTH,
+        config: str = "",
     ) -> None:
         """Have an agent run on a node. Without `said` it was asked `age_s` ago in vain, or (not `asked`) not yet."""
         state = {"waiting": {"reason": trouble}} if trouble else {"running": {}}
@@ -122,8 +125,8 @@ class Scene:
                 "metadata": {
                     "name": name,
                     "namespace": key.namespace,
-                    "labels": {names.DEPLOYMENT_LABEL: key.name},
-                    "annotations": {names.KEYS_ANNOTATION: keys} if keys else {},
+                    "labels": {names.DEPLOYMENT_LABEL: key.name, names.ROLES_LABEL: roles},
+                    "annotations": {names.KEYS_ANNOTATION: keys, names.CONFIG_ANNOTATION: config},
                 },
                 "spec": {"nodeName": node, "containers": []},
                 "status": {

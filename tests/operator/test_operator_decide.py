@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from operator_scene import DECODE, KEY, PREFILL, Scene, peer, said, settled
 
-from longshore_operator import kinds
+from longshore_operator import kinds, names
 from longshore_operator.observe import Refusal
 from longshore_operator.reasons import TABLE, Truth, reason
 from longshore_operator.reports import AgentReport, Engine, Instance, Worker
@@ -37,6 +37,18 @@ def counted(desired: int, ready: int, updated: int, **agent: Any) -> Scene:
     scene = settled()
     scene.count(desired, ready, updated)
     scene.put_agent("a", ready=False, **agent)
+    return scene
+
+
+def outdated() -> Scene:
+    scene = settled(agents={"updateStrategy": {"type": "OnDelete"}})
+    scene.count(2, 2, 1)
+    return scene
+
+
+def paused() -> Scene:
+    scene = settled()
+    scene.body["spec"] |= {"paused": True, "transfer": {"backend": "Mooncake"}}
     return scene
 
 
@@ -72,6 +84,8 @@ SCENES = {
     ("AgentsReady", "AgentsUpdating"): counted(2, 1, 1, starting=True),
     ("AgentsReady", "AgentsNotReady"): counted(2, 1, 2),
     ("AgentsReady", "NoNodes"): counted(0, 0, 0),
+    ("AgentsReady", "AgentsOutdated"): outdated(),
+    ("AgentsReady", "Paused"): paused(),
     ("AgentsReady", "SpecNotApplied"): incompatible(),
     ("EnginesConnected", "EnginesConnected"): CONNECTED,
     ("EnginesConnected", "EnginesMissing"): two(said(PREFILL), prefill=role(instances=2)),
@@ -96,6 +110,7 @@ SCENES = {
     ("NodesShared", "NodesOwn"): two(),
     ("Progressing", "RollingOut"): counted(2, 0, 2, starting=True),
     ("Progressing", "Settled"): settled(),
+    ("Progressing", "Paused"): paused(),
     ("Progressing", "Blocked"): counted(2, 1, 2, trouble="ImagePullBackOff"),
 }
 REFUSED = ("AgentsReady", "ChildRefused")
@@ -192,7 +207,7 @@ def test_ready_is_false_from_the_moment_a_new_generation_is_seen() -> None:
 
 def test_ready_waits_until_the_daemon_sets_controller_has_seen_the_new_version() -> None:
     scene = settled()
-    daemon_set = scene.world.children[KEY][ChildKey("DaemonSet", "llama-agent")]
+    daemon_set = scene.world.children[KEY][ChildKey("DaemonSet", "llama-agent-decode")]
     daemon_set["metadata"]["generation"] = 2
     assert scene.reasons()["AgentsReady"] == "AgentsUpdating"
     daemon_set["status"]["observedGeneration"] = 2
@@ -267,6 +282,64 @@ def test_new_keys_wait_for_agents_that_would_not_know_them_and_ready_says_so() -
     assert scene.decide().keys is not None
 
 
+def test_nothing_is_written_while_paused_and_what_waits_is_named() -> None:
+    scene = paused()
+    scene.body["spec"]["agents"] = {"networkPolicy": False, "allowOpenDataPath": True, "keysRevision": 2}
+    decision = scene.decide()
+    assert decision.keys is None
+    assert decision.apply == decision.delete == ()
+    message = scene.message("AgentsReady")
+    for name in ("ConfigMap llama-agent", "DaemonSet llama-agent-prefill", "NetworkPolicy llama-agent", "revision 2"):
+        assert name in message
+    assert scene.reasons()["Ready"] == "AgentsNotReady"
+
+
+def test_a_pause_of_a_deployment_that_matches_its_spec_leaves_it_ready() -> None:
+    scene = settled()
+    scene.body["spec"]["paused"] = True
+    assert (scene.reasons()["Ready"], scene.reasons()["Progressing"]) == ("Ready", "Paused")
+
+
+def test_a_deployment_that_begins_paused_has_no_keys_and_no_children() -> None:
+    scene = Scene(paused=True)
+    scene.body["status"] = {}
+    decision = scene.decide()
+    assert (decision.keys, decision.apply) == (None, ())
+    assert "keys of revision 1" in scene.message("AgentsReady")
+
+
+def test_the_daemon_set_of_all_nodes_goes_when_there_is_one_for_each_role() -> None:
+    both = {"nodeSelector": {"role": "prefill"}, "pageSize": 64}
+    scene = settled(prefill=both | {"tensorParallel": 4}, decode=both | {"tensorParallel": 1})
+    scene.put_deployment(KEY, generation=2)
+    scene.world.deployments[KEY]["status"] = scene.body["status"]
+    decision = scene.decide()
+    assert decision.delete == (ChildKey("DaemonSet", "llama-agent"),)
+    scene.apply()
+    scene.count(2, 2, 2)
+    # Its agents are no agents of the current spec.
+    assert scene.reasons()["AgentsReady"] == "AgentsUpdating"
+
+
+def test_agents_are_updated_by_the_digest_of_their_own_roles() -> None:
+    scene = settled()
+    configs = {}
+    for child, body in scene.world.children[KEY].items():
+        if child.kind == "DaemonSet":
+            metadata = body["spec"]["template"]["metadata"]
+            configs[metadata["labels"][names.ROLES_LABEL]] = metadata["annotations"][names.CONFIG_ANNOTATION]
+    assert configs["prefill"] != configs["decode"]
+
+    def updated(node: str, roles: str, config: str) -> tuple[int, int]:
+        scene.put_agent(node, roles=roles, config=config)
+        status = scene.decide().status
+        return status["prefill"]["updatedAgents"], status["decode"]["updatedAgents"]
+
+    assert updated("a", "prefill", configs["decode"]) == (0, 0)
+    assert updated("a", "prefill", configs["prefill"]) == (1, 0)
+    assert updated("b", "decode", configs["decode"]) == (1, 1)
+
+
 def test_a_lost_secret_asks_for_new_keys() -> None:
     keys = settled().decide(keys_missing=True).keys
     assert keys is not None
@@ -286,7 +359,7 @@ def test_a_switched_off_child_is_deleted_and_a_strangers_is_not() -> None:
 @pytest.mark.parametrize("kind", ["ServiceAccount", "ConfigMap", "NetworkPolicy", "Service", "DaemonSet"])
 def test_a_child_that_is_gone_or_changed_is_applied_again(kind: str) -> None:
     scene = settled()
-    child = ChildKey(kind, "llama-agent")
+    child = ChildKey(kind, "llama-agent-prefill" if kind == "DaemonSet" else "llama-agent")
     body = scene.world.children[KEY].pop(child)
     assert [applied.name for applied, _ in scene.decide().apply] == [kind]
     changed = copy.deepcopy(body)
@@ -299,7 +372,7 @@ def test_a_child_that_is_gone_or_changed_is_applied_again(kind: str) -> None:
 
 def test_what_the_server_adds_to_a_child_is_no_difference() -> None:
     scene = settled()
-    body = scene.world.children[KEY][ChildKey("DaemonSet", "llama-agent")]
+    body = scene.world.children[KEY][ChildKey("DaemonSet", "llama-agent-prefill")]
     container = body["spec"]["template"]["spec"]["containers"][0]
     container["terminationMessagePath"] = "/dev/termination-log"
     container["livenessProbe"]["successThreshold"] = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from operator_scene import KEY, Scene, settled
 from longshore_agent.control.curve import KEYS_FILE, PREVIOUS_FILE, CurveKeys
 from longshore_agent.settings import Settings as AgentSettings
 from longshore_agent.status.snapshot import AgentStatus
-from longshore_operator import keys, reports
+from longshore_operator import keys, kinds, names, reports
 from longshore_operator.reference import CRD, pages
 from longshore_operator.render.children import keys_secret
 from longshore_operator.settings import Settings
@@ -60,11 +61,119 @@ def test_agents_run_with_the_least_privilege_that_works() -> None:
     assert pod["initContainers"][0]["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN"]}
 
 
-def test_agents_run_on_the_nodes_of_either_role() -> None:
-    node = pod_of()["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
-    wanted = [term["matchExpressions"] for term in node["nodeSelectorTerms"]]
-    assert wanted == [[{"key": "role", "operator": "In", "values": [name]}] for name in ("prefill", "decode")]
-    assert "affinity" not in pod_of(decode={"tensorParallel": 1, "pageSize": 64})
+def daemon_sets(**spec: Any) -> dict[str, dict[str, Any]]:
+    """Return the DaemonSets by the roles of their nodes."""
+    found = [body for kind, body in Scene(**spec).decide().apply if kind is kinds.DAEMON_SET]
+    return {body["metadata"]["labels"][names.ROLES_LABEL]: body for body in found}
+
+
+def roles_with(prefill: dict[str, str], decode: dict[str, str]) -> dict[str, Any]:
+    return {
+        "prefill": {"tensorParallel": 4, "pageSize": 64, "nodeSelector": prefill},
+        "decode": {"tensorParallel": 1, "pageSize": 64, "nodeSelector": decode},
+    }
+
+
+def holds(term: dict[str, Any], node: dict[str, str]) -> bool:
+    """Whether a node matches a term, as the scheduler does it."""
+    found = {
+        "In": lambda entry: node.get(entry["key"]) in entry["values"],
+        "NotIn": lambda entry: node.get(entry["key"]) not in entry["values"],
+    }
+    return all(found[entry["operator"]](entry) for entry in term["matchExpressions"])
+
+
+_A, _B = {"zone": "a"}, {"zone": "b"}
+SELECTORS = {
+    "of two values": (_A, _B, {"prefill", "decode"}),
+    "of two values beside others": (_A | {"gpu": "h100"}, _B | {"gpu": "h100"}, {"prefill", "decode"}),
+    "equal": (_A, _A, {"both"}),
+    "of every node": ({}, {}, {"both"}),
+    "of every node and of some": ({}, _A, {"prefill", "both"}),
+    "of more labels": (_A | {"gpu": "h100"}, _A, {"decode", "both"}),
+    "of other keys": (_A, {"gpu": "h100"}, {"prefill", "decode", "both"}),
+    "of several other keys": (_A | {"rack": "1"}, {"gpu": "h100", "rdma": "yes"}, {"prefill", "decode", "both"}),
+}
+
+
+@pytest.mark.parametrize(("prefill", "decode", "wanted"), SELECTORS.values(), ids=list(SELECTORS))
+def test_each_node_that_a_role_picks_has_one_agent_of_all_its_roles(
+    prefill: dict[str, str], decode: dict[str, str], wanted: set[str]
+) -> None:
+    found = daemon_sets(**roles_with(prefill, decode))
+    assert set(found) == wanted
+    values = {"zone": ("a", "b", None), "gpu": ("h100", "l4", None), "rack": ("1", None), "rdma": ("yes", None)}
+    for labels in itertools.product(*values.values()):
+        node = {key: value for key, value in zip(values, labels, strict=True) if value is not None}
+        roles = {
+            roles
+            for roles, body in found.items()
+            for affinity in [body["spec"]["template"]["spec"].get("affinity")]
+            if affinity is None
+            or any(
+                holds(term, node)
+                for term in affinity["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"][
+                    "nodeSelectorTerms"
+                ]
+            )
+        }
+        picked = {name for name, labels in (("prefill", prefill), ("decode", decode)) if labels.items() <= node.items()}
+        assert roles == ({"both"} if len(picked) == 2 else picked), node
+
+
+def test_a_daemon_set_selects_its_own_pods_and_the_service_all() -> None:
+    found = daemon_sets(**roles_with(_A, {"gpu": "h100"}))
+    assert {roles: body["metadata"]["name"] for roles, body in found.items()} == {
+        "prefill": "llama-agent-prefill",
+        "decode": "llama-agent-decode",
+        "both": "llama-agent",
+    }
+    for body in found.values():
+        labels = body["spec"]["template"]["metadata"]["labels"]
+        assert body["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        assert children()["Service"]["spec"]["selector"].items() <= labels.items()
+    assert found["prefill"]["spec"]["selector"] != found["decode"]["spec"]["selector"]
+
+
+CHANGES: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "prefill's staging": ({"prefill": {"staging": {"lanes": 2}}}, {"prefill", "both"}),
+    "prefill's layout": ({"prefill": {"tensorParallel": 8}}, {"prefill", "both"}),
+    "prefill's instances": ({"prefill": {"instances": 5}}, set()),
+    "decode's staging": ({"decode": {"staging": {"poolSize": "8Gi"}}}, {"decode", "both"}),
+    "chunks": ({"transfer": {"chunkTokens": 4096}}, set()),
+    "the order of wires": ({"transfer": {"wires": ["TCP", "RDMA"]}}, set()),
+    "the backend": ({"transfer": {"backend": "Mooncake"}}, {"prefill", "decode", "both"}),
+    "a wire": ({"transfer": {"wires": ["RDMA"]}}, {"prefill", "decode", "both"}),
+    "a pause": ({"paused": False}, set()),
+    "the way of updates": ({"agents": {"updateStrategy": {"type": "OnDelete"}}}, set()),
+}
+
+
+@pytest.mark.parametrize(("change", "restarted"), CHANGES.values(), ids=list(CHANGES))
+def test_a_change_replaces_the_agents_that_read_it_at_start_and_no_others(
+    change: dict[str, Any], restarted: set[str]
+) -> None:
+    spec = roles_with(_A, {"gpu": "h100"}) | {"transfer": {"wires": ["RDMA", "TCP"]}}
+    after = {**spec}
+    for name, value in change.items():
+        known: Any = spec.get(name)
+        after[name] = known | value if isinstance(known, dict) else value
+    before, now = daemon_sets(**spec), daemon_sets(**after)
+    assert {roles for roles in before if before[roles]["spec"]["template"] != now[roles]["spec"]["template"]} == (
+        restarted
+    )
+
+
+@pytest.mark.parametrize("limit", [3, "10%"])
+def test_as_many_agents_are_away_at_a_time_as_the_spec_says(limit: object) -> None:
+    def strategies(**agents: Any) -> list[Any]:
+        return [body["spec"]["updateStrategy"] for body in daemon_sets(agents=agents).values()]
+
+    rolling = {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1}}
+    assert strategies() == [rolling, rolling]
+    rolling = {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": limit}}
+    assert strategies(updateStrategy={"rollingUpdate": {"maxUnavailable": limit}}) == [rolling, rolling]
+    assert strategies(updateStrategy={"type": "OnDelete"}) == [{"type": "OnDelete"}, {"type": "OnDelete"}]
 
 
 def test_under_the_nodes_network_ports_are_declared() -> None:
@@ -89,13 +198,10 @@ def test_only_agents_of_the_deployment_reach_each_others_data_path() -> None:
     assert rules == [{"from": [pods]}, {"ports": [{"protocol": "TCP", "port": 9470}]}]
 
 
-def test_a_change_of_config_or_keys_replaces_agents_and_expected_numbers_do_not() -> None:
+def test_new_keys_replace_agents() -> None:
     def template(**spec: Any) -> object:
         return children(**spec)["DaemonSet"]["spec"]["template"]
 
-    prefill = {"tensorParallel": 4, "pageSize": 64, "nodeSelector": {"role": "prefill"}}
-    assert template(prefill=prefill | {"instances": 5}) == template()
-    assert template(transfer={"chunkTokens": 4096}) != template()
     scene = Scene()
     scene.body["status"]["keys"]["secret"] = "llama-keys-4567"
     assert {k.name: b for k, b in scene.decide().apply}["DaemonSet"]["spec"]["template"] != template()

@@ -214,6 +214,7 @@ _PLAN = f"{_FIELDS}::test_the_plan_in_the_status_follows_the_layouts"
 _MODEL = (*_LAYOUT, "e2e/test_crd.py::test_what_may_not_change_does_not")
 _SETTING = f"{_FIELDS}::test_a_field_becomes_the_setting_of_its_agents"
 _POD = f"{_FIELDS}::test_a_field_of_agents_is_seen_in_their_pods"
+_UPDATES = (f"{_RENDER}::test_as_many_agents_are_away_at_a_time_as_the_spec_says",)
 _TOLERATED = (f"{_FIELDS}::test_agents_tolerate_what_is_listed",)
 _EXPECTED = (f"{_FIELDS}::test_expected_instances_are_counted_and_missed",)
 _SELECTED = (
@@ -240,6 +241,10 @@ def _role(name: str) -> Shown:
 
 # Fields of a DisaggDeployment, below `spec`.
 RESOURCE_FIELDS: Shown = {
+    "paused": (
+        f"{_OPERATOR}/test_operator_decide.py::test_nothing_is_written_while_paused_and_what_waits_is_named",
+        "e2e/test_operator_rollouts.py::test_nothing_changes_while_paused_and_all_of_it_after",
+    ),
     "model.attention": (
         *_MODEL,
         f"{_AGENT}/test_agent_layouts.py::test_a_latent_travels_in_whole_pages_from_one_writer_to_each_reader",
@@ -298,6 +303,11 @@ RESOURCE_FIELDS: Shown = {
     "agents.tolerations.tolerationSeconds": _TOLERATED,
     "agents.resources.requests": (_POD,),
     "agents.resources.limits": (_POD,),
+    "agents.updateStrategy.type": (
+        *_UPDATES,
+        "e2e/test_operator_rollouts.py::test_on_delete_agents_stay_until_their_pods_are_deleted",
+    ),
+    "agents.updateStrategy.rollingUpdate.maxUnavailable": _UPDATES,
 }
 
 _MEANT = f"{_ARGUMENTS}::test_another_room_half_instance_or_pool_is_not_meant"

@@ -7,7 +7,9 @@ file.
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
+import json
 from collections.abc import Collection
 from enum import Enum
 from typing import Annotated
@@ -295,6 +297,24 @@ def load(text: str | bytes) -> AgentConfig:
 def dump(config: AgentConfig) -> str:
     """Return `config` as JSON text, from which `load` returns an equal value."""
     return to_text(config)
+
+
+def digests(config: AgentConfig) -> dict[str, str]:
+    """Return a digest by role (prefill, decode) of what an agent with engines of this role reads at start.
+
+    A field that only planning and the status read is left out, and so is the order of wires. The other role's staging
+    only moves the default of `LONGSHORE_SLAB_BYTES_MIN`, which peers need not share.
+    """
+    wires = tuple(sorted(config.transfer.wires, key=lambda wire: wire.value))
+    transfer = msgspec.structs.replace(config.transfer, chunk_tokens=Transfer().chunk_tokens, wires=wires)
+    plain = json.loads(dump(msgspec.structs.replace(config, transfer=transfer)))
+    roles = {name: plain.pop(name) for name in ("prefill", "decode")}
+    for role in roles.values():
+        role.pop("instances", None)
+    return {
+        name: hashlib.sha256(json.dumps([plain, role], sort_keys=True).encode()).hexdigest()[:16]
+        for name, role in roles.items()
+    }
 
 
 def _identity_faults(api_version: str, kind: str) -> list[str]:

@@ -8,6 +8,7 @@ Pure: text in, a value out.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum
 from typing import Annotated, Any
 
 import msgspec
@@ -60,6 +61,32 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     limits: dict[str, str | int] = msgspec.field(default_factory=dict)
 
 
+class UpdateType(Enum):
+    """How agents are replaced after a change; the names of a DaemonSet's update strategies."""
+
+    ROLLING_UPDATE = "RollingUpdate"
+    ON_DELETE = "OnDelete"
+
+
+# A number of agents from 1, or a share from 1% to 100%.
+Unavailable = (
+    Annotated[int, msgspec.Meta(ge=1, le=100_000)] | Annotated[str, msgspec.Meta(pattern="^([1-9][0-9]?|100)%$")]
+)
+
+
+class RollingUpdate(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """How many agents of a DaemonSet may be away at a time."""
+
+    max_unavailable: Unavailable = 1
+
+
+class UpdateStrategy(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """How agents are replaced. `rolling_update` is ignored with OnDelete."""
+
+    type: UpdateType = UpdateType.ROLLING_UPDATE
+    rolling_update: RollingUpdate = RollingUpdate()
+
+
 class Agents(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """Settings of the agents' pods. `longshore up` ignores them.
 
@@ -82,6 +109,7 @@ class Agents(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     keys_revision: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 1
     tolerations: tuple[Toleration, ...] = ()
     resources: Resources = Resources()
+    update_strategy: UpdateStrategy = UpdateStrategy()
 
     @property
     def control(self) -> Control:
@@ -97,8 +125,9 @@ class Agents(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """`spec` of a DisaggDeployment."""
+    """`spec` of a DisaggDeployment. While it is paused, nothing is created, changed or deleted but the status."""
 
+    paused: bool = False
     model: Model
     prefill: PrefillSpec
     decode: DecodeSpec

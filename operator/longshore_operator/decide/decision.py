@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,14 +66,21 @@ def decide(observed: Observed, images: ImageChoice) -> Decision:
     """Return the decision on one deployment."""
     judged = spec.judge(observed.body)
     keys = observed.status.get("keys") or {}
+    new = None
     if judged.config is not None and judged.manifest is not None:
         new = _new_keys(observed, judged.manifest, keys)
-        if new is not None:
+        if new is not None and not judged.paused:
             return Decision(keys=new)
     children = _render(observed, judged, images, keys)
     apply = tuple((kind, body) for kind, body in children if _is_due(observed, kind, body))
     delete = _unwanted(observed, children) if judged.config is not None else ()
-    verdicts, status = _judge(observed, judged, {kind.name: body for kind, body in children})
+    held: tuple[str, ...] = ()
+    if judged.paused:
+        held = tuple(f"{kind.name} {body['metadata']['name']}" for kind, body in apply)
+        held += tuple(f"{child.kind} {child.name}" for child in delete)
+        held += () if new is None else (f"keys of revision {new.revision}",)
+        apply, delete = (), ()
+    verdicts, status = _judge(observed, judged, children, held)
     status |= {"keys": keys} if keys else {}
     changed = {name: status[name] for name in status} != {name: observed.status.get(name) for name in status}
     gone = any(name not in status for name in observed.status)
@@ -112,7 +120,7 @@ def _keys_wait(observed: Observed, manifest: DisaggDeployment | None, keys: Body
 
 
 def _render(observed: Observed, judged: spec.Judged, images: ImageChoice, keys: Body) -> tuple[tuple[Kind, Body], ...]:
-    if judged.manifest is None or judged.config is None:
+    if judged.manifest is None or judged.config is None or not keys:
         return ()
     return _rendered(spec.text_of(observed.body), observed.uid, images, keys["secret"], keys.get("previous") or "")
 
@@ -156,20 +164,25 @@ def _unwanted(observed: Observed, children: tuple[tuple[Kind, Body], ...]) -> tu
     )
 
 
-def _judge(observed: Observed, judged: spec.Judged, children: dict[str, Body]) -> tuple[list[Verdict], Body]:
+def _judge(
+    observed: Observed, judged: spec.Judged, children: Sequence[tuple[Kind, Body]], held: Sequence[str]
+) -> tuple[list[Verdict], Body]:
     """Return all verdicts and the resulting status."""
-    seen = rollout.look(observed, children.get(kinds.DAEMON_SET.name))
+    daemon_sets = [body for kind, body in children if kind is kinds.DAEMON_SET]
+    seen = rollout.look(observed, daemon_sets)
     found = engines.connections(observed.agents)
     compatible = _compatible(judged)
     wait = _keys_wait(observed, judged.manifest, observed.status.get("keys") or {})
-    agents = rollout.judge_agents(observed, seen, _selectors(judged), can_work=compatible.holds, keys_wait=wait)
+    agents = rollout.judge_agents(
+        observed, seen, _selectors(judged), can_work=compatible.holds, keys_wait=wait, held=held
+    )
     verdicts = [
         _ready(compatible, agents),
         compatible,
         agents,
         *engines.judge(found, judged.config),
         sharing.judge(observed, judged.config),
-        rollout.judge_progress(seen, compatible, agents),
+        rollout.judge_progress(seen, compatible, agents, paused=judged.paused),
     ]
     status: Body = {
         "observedGeneration": observed.generation,
@@ -186,9 +199,11 @@ def _judge(observed: Observed, judged: spec.Judged, children: dict[str, Body]) -
             "slicesPerChunk": plan.slices_per_chunk,
         }
     if judged.manifest is not None:
-        template = children.get(kinds.DAEMON_SET.name, {}).get("spec", {}).get("template", {}).get("metadata", {})
-        config = template.get("annotations", {}).get(names.CONFIG_ANNOTATION, "")
-        status |= _roles(observed, judged.manifest, found, config)
+        templates = [body["spec"]["template"]["metadata"] for body in daemon_sets]
+        configs = {
+            entry["labels"][names.ROLES_LABEL]: entry["annotations"][names.CONFIG_ANNOTATION] for entry in templates
+        }
+        status |= _roles(observed, judged.manifest, found, configs)
     return verdicts, status
 
 
@@ -220,13 +235,13 @@ def _selectors(judged: spec.Judged) -> str:
     return " or ".join(shown)
 
 
-def _roles(observed: Observed, manifest: DisaggDeployment, found: engines.Connections, config: str) -> Body:
+def _roles(observed: Observed, manifest: DisaggDeployment, found: engines.Connections, configs: dict[str, str]) -> Body:
     roles: Body = {}
     for name, half, role in (
         ("prefill", engines.PREFILL, manifest.spec.prefill),
         ("decode", engines.DECODE, manifest.spec.decode),
     ):
-        entry = rollout.role_counts(observed.agents, observed.nodes, role.node_selector, config)
+        entry = rollout.role_counts(observed.agents, observed.nodes, role.node_selector, configs)
         layout = f"TP{role.tensor_parallel}"
         entry["summary"] = f"{entry['readyAgents']}/{entry['nodes']} {layout}" if entry else layout
         if found.answering:

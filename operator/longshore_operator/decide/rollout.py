@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from longshore_operator import kinds, names
+from longshore_operator import kinds
 from longshore_operator.decide.drift import differs
 from longshore_operator.decide.verdict import Verdict, some, verdict
 from longshore_operator.observe import Agent, Observed
 from longshore_operator.reasons import ConditionType
+from longshore_operator.render.wanted import is_ours
 from longshore_operator.world import ChildKey
+from longshore_wire.manifest import UpdateType
 
 Body = dict[str, Any]
 # Of one agent's reasons in a condition's message, which may name five agents. `/readyz` has the whole text.
@@ -21,7 +23,7 @@ _READY, _PROGRESSING = ConditionType.AGENTS_READY, ConditionType.PROGRESSING
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Agents of a deployment, as its DaemonSet counts them."""
+    """Agents of a deployment, as its DaemonSets count them."""
 
     desired: int = 0
     ready: int = 0
@@ -39,33 +41,49 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """Progress of the DaemonSet. `known` is false until its controller has observed the newest generation."""
+    """Progress of all DaemonSets.
+
+    Attributes:
+        current: they are those of the current spec.
+        known: their controller has observed their newest generations.
+        on_delete: agents of an older spec stay until somebody deletes their pods.
+    """
 
     counts: Counts
-    exists: bool
-    known: bool
     current: bool
+    known: bool
+    on_delete: bool = False
 
 
-def look(observed: Observed, wanted: Body | None) -> Rollout:
+def look(observed: Observed, wanted: Sequence[Body]) -> Rollout:
     """Return the progress of the agents' rollout.
 
     Args:
-        wanted: the DaemonSet of the current spec; None if the spec is invalid.
+        wanted: the DaemonSets of the current spec; empty if there are none, as with an invalid spec.
     """
-    name = names.agent(observed.key.name)
-    found = observed.children.get(ChildKey(kinds.DAEMON_SET.name, name))
-    if found is None:
-        return Rollout(Counts(), exists=False, known=False, current=False)
-    status = found.get("status") or {}
+    ours = {
+        child.name: body
+        for child, body in observed.children.items()
+        if child.kind == kinds.DAEMON_SET.name and is_ours(body, observed.uid)
+    }
+    states = [body.get("status") or {} for body in ours.values()]
     counts = Counts(
-        desired=int(status.get("desiredNumberScheduled", 0)),
-        ready=int(status.get("numberReady", 0)),
-        updated=int(status.get("updatedNumberScheduled", 0)),
+        desired=sum(int(status.get("desiredNumberScheduled", 0)) for status in states),
+        ready=sum(int(status.get("numberReady", 0)) for status in states),
+        updated=sum(int(status.get("updatedNumberScheduled", 0)) for status in states),
     )
-    seen = int(status.get("observedGeneration", 0)) >= int(found["metadata"].get("generation", 0))
-    current = wanted is not None and _same(observed, wanted, found)
-    return Rollout(counts, exists=True, known=seen, current=current)
+    names_wanted = {body["metadata"]["name"] for body in wanted}
+    return Rollout(
+        counts,
+        current=bool(wanted)
+        and names_wanted == ours.keys()
+        and all(_same(observed, body, ours[body["metadata"]["name"]]) for body in wanted),
+        known=all(
+            int(status.get("observedGeneration", 0)) >= int(body["metadata"].get("generation", 0))
+            for status, body in zip(states, ours.values(), strict=True)
+        ),
+        on_delete=any(body["spec"]["updateStrategy"]["type"] == UpdateType.ON_DELETE.value for body in wanted),
+    )
 
 
 def _same(observed: Observed, wanted: Body, found: Body) -> bool:
@@ -75,15 +93,28 @@ def _same(observed: Observed, wanted: Body, found: Body) -> bool:
 
 
 def judge_agents(
-    observed: Observed, rollout: Rollout, selectors: str, *, can_work: bool, keys_wait: str = ""
+    observed: Observed,
+    rollout: Rollout,
+    selectors: str,
+    *,
+    can_work: bool,
+    keys_wait: str = "",
+    held: Sequence[str] = (),
 ) -> Verdict:
-    """Return AgentsReady. `keys_wait`: why new keys wait; empty if they do not."""
+    """Return AgentsReady.
+
+    Args:
+        keys_wait: why new keys wait; empty if they do not.
+        held: changes that wait for the end of a pause.
+    """
     counts = rollout.counts
     if not can_work:
         return verdict(_READY, "SpecNotApplied", f"{counts.ready} agents are ready, by an older spec or none")
     if observed.refusal is not None:
         return verdict(_READY, "ChildRefused", f"{observed.refusal.child}: {observed.refusal.message}")
-    if not rollout.exists or not rollout.current or not rollout.known:
+    if held:
+        return verdict(_READY, "Paused", f"spec.paused is true, so this waits: {some(held)}")
+    if not rollout.current or not rollout.known:
         return verdict(_READY, "AgentsUpdating", f"agents of generation {observed.generation} are being started")
     if keys_wait:
         return verdict(_READY, "AgentsUpdating", keys_wait)
@@ -94,6 +125,8 @@ def judge_agents(
         unwell = _unwell(observed)
         if unwell:
             return verdict(_READY, "AgentsNotReady", f"{text}: {some(unwell)}")
+        if rollout.on_delete and counts.ready == counts.desired:
+            return verdict(_READY, "AgentsOutdated", f"{text}, and agents.updateStrategy is OnDelete")
         return verdict(_READY, "AgentsUpdating", text)
     return verdict(_READY, "AllAgentsReady", f"{counts.desired} agents are ready")
 
@@ -113,9 +146,11 @@ def _own_words(agent: Agent) -> str:
     return said if len(said) <= _OWN_WORDS_CHARACTERS_MAX else f"{said[:_OWN_WORDS_CHARACTERS_MAX]}…"
 
 
-def judge_progress(rollout: Rollout, compatible: Verdict, agents: Verdict) -> Verdict:
+def judge_progress(rollout: Rollout, compatible: Verdict, agents: Verdict, *, paused: bool = False) -> Verdict:
     """Return Progressing."""
-    if not compatible.holds or agents.reason in {"ChildRefused", "NoNodes", "AgentsNotReady"}:
+    if paused:
+        return verdict(_PROGRESSING, "Paused", "spec.paused is true: only the status is written")
+    if not compatible.holds or agents.reason in {"ChildRefused", "NoNodes", "AgentsNotReady", "AgentsOutdated"}:
         return verdict(_PROGRESSING, "Blocked", f"{agents.reason if compatible.holds else compatible.reason}")
     if agents.holds:
         return verdict(_PROGRESSING, "Settled", f"{rollout.counts.desired} agents run the current spec")
@@ -123,12 +158,15 @@ def judge_progress(rollout: Rollout, compatible: Verdict, agents: Verdict) -> Ve
 
 
 def role_counts(
-    agents: tuple[Agent, ...], nodes: Mapping[str, Mapping[str, str]] | None, selector: Mapping[str, str], config: str
+    agents: tuple[Agent, ...],
+    nodes: Mapping[str, Mapping[str, str]] | None,
+    selector: Mapping[str, str],
+    configs: Mapping[str, str],
 ) -> Body:
     """Return nodes, readyAgents and updatedAgents of one role, without the counts that need unreadable nodes.
 
     Args:
-        config: the digest that current agents carry.
+        configs: the digests that current agents carry, by the roles of their nodes.
     """
     if nodes is None:
         return {}
@@ -137,5 +175,5 @@ def role_counts(
     return {
         "nodes": len(picked),
         "readyAgents": sum(pod.ready for pod in there),
-        "updatedAgents": sum(pod.config == config and not pod.ending for pod in there),
+        "updatedAgents": sum(pod.config == configs.get(pod.roles) and not pod.ending for pod in there),
     }

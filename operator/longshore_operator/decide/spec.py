@@ -28,6 +28,11 @@ class Judged:
     plan: Summary | None
     faults: tuple[str, ...] = ()
 
+    @property
+    def paused(self) -> bool:
+        """Whether nothing but the status may be written."""
+        return self.manifest is not None and self.manifest.spec.paused
+
 
 def judge(body: dict[str, Any]) -> Judged:
     """Check a DisaggDeployment as the API server returns it."""

@@ -1,15 +1,15 @@
-"""Renders the agents' DaemonSet and ServiceAccount, with the least privilege that works."""
+"""Renders the agents' DaemonSets and ServiceAccount, with the least privilege that works."""
 
 from __future__ import annotations
-
-from itertools import starmap
 
 import msgspec
 
 from longshore_operator import kinds, names
-from longshore_operator.render.config import config_text
-from longshore_operator.render.wanted import Body, Wanted, child, digest
+from longshore_operator.render.config import config_digest
+from longshore_operator.render.groups import Group
+from longshore_operator.render.wanted import Body, Wanted, child
 from longshore_wire import names as wire_names
+from longshore_wire.manifest import UpdateStrategy, UpdateType
 
 # The user id in the agent's image.
 _USER = 10001
@@ -26,25 +26,32 @@ def service_account(wanted: Wanted) -> Body:
     return child(wanted, kinds.SERVICE_ACCOUNT, {"automountServiceAccountToken": False})
 
 
-def daemon_set(wanted: Wanted) -> Body:
-    """Return the DaemonSet."""
+def daemon_set(wanted: Wanted, group: Group) -> Body:
+    """Return the DaemonSet for one group of nodes. Its pods change only with what agents of its roles read at start."""
     annotations = {
-        names.CONFIG_ANNOTATION: digest(config_text(wanted)),
+        names.CONFIG_ANNOTATION: config_digest(wanted, group),
         names.KEYS_ANNOTATION: wanted.keys_fingerprint,
     }
+    roles = {names.ROLES_LABEL: group.roles}
     template = {
-        "metadata": {"labels": names.labels(wanted.name), "annotations": annotations},
-        "spec": _pod(wanted),
+        "metadata": {"labels": names.labels(wanted.name) | roles, "annotations": annotations},
+        "spec": _pod(wanted, group),
     }
     spec = {
-        "selector": {"matchLabels": names.selector(wanted.name)},
-        "updateStrategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1}},
+        "selector": {"matchLabels": names.daemon_set_selector(wanted.name, group.roles)},
+        "updateStrategy": _update_strategy(wanted.agents.update_strategy),
         "template": template,
     }
-    return child(wanted, kinds.DAEMON_SET, {"spec": spec})
+    return child(wanted, kinds.DAEMON_SET, {"spec": spec}, names.daemon_set(wanted.name, group.roles), roles)
 
 
-def _pod(wanted: Wanted) -> Body:
+def _update_strategy(chosen: UpdateStrategy) -> Body:
+    if chosen.type is UpdateType.ON_DELETE:
+        return {"type": chosen.type.value}
+    return {"type": chosen.type.value, "rollingUpdate": {"maxUnavailable": chosen.rolling_update.max_unavailable}}
+
+
+def _pod(wanted: Wanted, group: Group) -> Body:
     agents = wanted.agents
     pod: Body = {
         "serviceAccountName": names.agent(wanted.name),
@@ -70,29 +77,13 @@ def _pod(wanted: Wanted) -> Body:
         "hostIPC": agents.host_ipc,
         "imagePullSecrets": [{"name": name} for name in wanted.images.pull_secrets],
         "tolerations": [_toleration(entry) for entry in agents.tolerations],
-        "affinity": _affinity(wanted),
+        "affinity": group.affinity(),
     }
     return pod | {name: value for name, value in optional.items() if value}
 
 
 def _toleration(entry: msgspec.Struct) -> Body:
     return {name: value for name, value in msgspec.to_builtins(entry).items() if value is not None}
-
-
-def _affinity(wanted: Wanted) -> Body:
-    """Return an affinity to nodes that either selector matches; none if one of them matches every node."""
-    spec = wanted.manifest.spec
-    selectors = [spec.prefill.node_selector, spec.decode.node_selector]
-    if not all(selectors):
-        return {}
-    terms = [{"matchExpressions": list(starmap(_expression, sorted(labels.items())))} for labels in selectors]
-    if terms[0] == terms[1]:
-        terms.pop()
-    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}}
-
-
-def _expression(key: str, value: str) -> Body:
-    return {"key": key, "operator": "In", "values": [value]}
 
 
 def _prepare(wanted: Wanted) -> Body:

@@ -6,6 +6,7 @@ from longshore_operator import kinds, names
 from longshore_operator.kinds import Kind
 from longshore_operator.render.agents import daemon_set, service_account
 from longshore_operator.render.config import config_map
+from longshore_operator.render.groups import groups
 from longshore_operator.render.network import network_policy, pod_monitor, service
 from longshore_operator.render.wanted import Body, Wanted, owned
 
@@ -15,7 +16,6 @@ _RENDER = {
     kinds.NETWORK_POLICY: network_policy,
     kinds.SERVICE: service,
     kinds.POD_MONITOR: pod_monitor,
-    kinds.DAEMON_SET: daemon_set,
 }
 
 
@@ -25,7 +25,13 @@ def render(wanted: Wanted) -> list[tuple[Kind, Body]]:
         kinds.NETWORK_POLICY: not wanted.agents.network_policy,
         kinds.POD_MONITOR: not wanted.agents.pod_monitor,
     }
-    return [(kind, _RENDER[kind](wanted)) for kind in kinds.CHILDREN if not off.get(kind)]
+    made: list[tuple[Kind, Body]] = []
+    for kind in kinds.CHILDREN:
+        if kind is kinds.DAEMON_SET:
+            made += [(kind, daemon_set(wanted, group)) for group in groups(wanted.manifest.spec)]
+        elif not off.get(kind):
+            made.append((kind, _RENDER[kind](wanted)))
+    return made
 
 
 def keys_secret(namespace: str, deployment: str, uid: str, name: str, text: str) -> Body:

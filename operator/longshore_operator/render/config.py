@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from longshore_operator import kinds, names
+from longshore_operator.render.groups import Group
 from longshore_operator.render.wanted import Body, Wanted, child
-from longshore_wire.agent_config import dump
+from longshore_wire.agent_config import digests, dump
 
 
 def config_text(wanted: Wanted) -> str:
@@ -14,6 +15,12 @@ def config_text(wanted: Wanted) -> str:
     prefill = msgspec.structs.replace(wanted.config.prefill, instances=None)
     decode = msgspec.structs.replace(wanted.config.decode, instances=None)
     return dump(msgspec.structs.replace(wanted.config, prefill=prefill, decode=decode))
+
+
+def config_digest(wanted: Wanted, group: Group) -> str:
+    """Return the digest of what the agents of a group read at start."""
+    found = digests(wanted.config)
+    return "-".join(found[role] for role in group.role_names)
 
 
 def config_map(wanted: Wanted) -> Body:

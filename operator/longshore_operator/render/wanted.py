@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from longshore_operator import names
@@ -60,13 +62,23 @@ class Wanted:
         return self.manifest.deployment.namespace
 
 
-def child(wanted: Wanted, kind: Kind, content: Body) -> Body:
-    """Return a child with this content, plus metadata with its digest."""
-    return owned(wanted.namespace, wanted.manifest.deployment.name, wanted.uid, kind, names.agent(wanted.name), content)
+def child(
+    wanted: Wanted, kind: Kind, content: Body, name: str = "", labels: Mapping[str, str] = MappingProxyType({})
+) -> Body:
+    """Return a child with this content, plus metadata with its digest. Without a name, it gets that of most children."""
+    return owned(wanted.namespace, wanted.name, wanted.uid, kind, name or names.agent(wanted.name), content, labels)
 
 
-def owned(namespace: str, deployment: str, uid: str, kind: Kind, name: str, content: Body) -> Body:
-    """Return an object that the deployment owns, with our labels and the digest of its content."""
+def owned(
+    namespace: str,
+    deployment: str,
+    uid: str,
+    kind: Kind,
+    name: str,
+    content: Body,
+    labels: Mapping[str, str] = MappingProxyType({}),
+) -> Body:
+    """Return an object that the deployment owns, with our labels, further ones, and the digest of its content."""
     owner = {
         "apiVersion": wire_names.API_GROUP_VERSION,
         "kind": wire_names.KIND,
@@ -78,7 +90,7 @@ def owned(namespace: str, deployment: str, uid: str, kind: Kind, name: str, cont
     metadata: Body = {
         "name": name,
         "namespace": namespace,
-        "labels": names.labels(deployment),
+        "labels": {**names.labels(deployment), **labels},
         "ownerReferences": [owner],
     }
     body = {"apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata, **content}
