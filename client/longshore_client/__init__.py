@@ -12,6 +12,7 @@ from longshore_client.errors import (
     ClientError,
     ConnectError,
     HelloRefused,
+    NotPermitted,
     PoolRefused,
     WaitTimeout,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "LayoutError",
     "LongshoreError",
     "ModelShape",
+    "NotPermitted",
     "PageOrder",
     "Parallel",
     "PlaneGeometry",

@@ -7,17 +7,25 @@ from __future__ import annotations
 
 import array
 import errno
+import os
 import socket
+import stat
 from collections import deque
+from pathlib import Path
 
 from longshore_client.calls import Outgoing
 from longshore_wire.engine_codec import ENGINE_MESSAGE_BYTES_MAX, TO_ENGINE
 from longshore_wire.engine_messages import ToEngine
 from longshore_wire.errors import CodecError
+from longshore_wire.names import AGENT_USER_ID
 
 # Messages read before callers get the lock again.
 RECEIVE_BATCH_MAX = 64
 _STARVED = frozenset({errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS})
+_REMEDY = (
+    f"give the engine's pod securityContext.supplementalGroups: [{AGENT_USER_ID}], or on a machine of your own the group "
+    "of the agent; if it has that group, SELinux or AppArmor refuses it"
+)
 
 
 class ConnectionEndedError(ConnectionError):
@@ -38,11 +46,14 @@ class AgentSocket:
 
     @classmethod
     def dial(cls, path: str) -> AgentSocket:
-        """Connect to an agent. Raises OSError."""
+        """Connect to an agent. Raises OSError; a PermissionError says what this process lacks."""
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connected.setblocking(False)
             connected.connect(path)
+        except PermissionError as error:
+            connected.close()
+            raise PermissionError(_what_is_lacking(path)) from error
         except OSError:
             connected.close()
             raise
@@ -95,3 +106,17 @@ class AgentSocket:
     def close(self) -> None:
         """Close the socket. Idempotent."""
         self._socket.close()
+
+
+def _what_is_lacking(path: str) -> str:
+    """Return why the kernel does not let this process connect, and the remedy."""
+    own = f"user {os.geteuid()}, groups {', '.join(map(str, sorted({os.getegid(), *os.getgroups()})))}"
+    try:
+        found = Path(path).stat()
+    except OSError:
+        # The socket's folder is closed to this process.
+        return f"{path} is not accessible to this process ({own}): {_REMEDY}"
+    return (
+        f"{path} is for user {found.st_uid} and group {found.st_gid} (mode {stat.S_IMODE(found.st_mode):04o}), "
+        f"and this process has {own}: {_REMEDY}"
+    )

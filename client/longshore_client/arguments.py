@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from longshore_client.errors import ArgumentError
+from longshore_wire import names
 from longshore_wire.engine_messages import TOKENS_MAX, DeviceRegion, Half, RoomEventKind, TargetMemory
 
 ROOM_MAX = 2**64 - 1
@@ -80,6 +81,16 @@ def path_text(name: str, value: object) -> str:
     except TypeError:
         found = None
     return text(name, found if isinstance(found, str) else value)
+
+
+def engine_socket(path: object) -> str:
+    """Return the path of the engine socket: the given one, or that of the environment, or that without a deployment."""
+    if path is not None:
+        return path_text("path", path)
+    found = os.environ.get(names.ENGINE_SOCKET_VARIABLE)
+    if found is None:
+        return f"{names.RUN_DIRECTORY}/{names.SOCKET_FILE}"
+    return text(names.ENGINE_SOCKET_VARIABLE, found)
 
 
 def flag(name: str, value: object) -> bool:

@@ -56,7 +56,7 @@ ENDED = frozenset({RoomEventKind.DONE, RoomEventKind.FAILED})
 
 
 def connect(
-    path: str,
+    path: str | None = None,
     *,
     instance: str,
     layout: KVLayout,
@@ -67,7 +67,7 @@ def connect(
     """Register this engine rank at its node's agent. Retries until an agent accepts it or `timeout_s` is over.
 
     Args:
-        path: the agent's engine socket.
+        path: the agent's engine socket. None: the path in LONGSHORE_ENGINE_SOCKET, or /run/longshore/agent.sock.
         instance: the engine instance, the same for all its ranks.
         layout: this rank's share of the cache.
         device: "cpu", or the UUID of the GPU that holds the pages (never an index).
@@ -78,6 +78,7 @@ def connect(
         HelloRefused: the agent refuses this engine; `reason` says why. If the cause may pass (BUSY: an engine rank of
             this name is registered), this is raised only when `timeout_s` is over.
         CodecError: the process that listens there does not speak this protocol.
+        NotPermitted: this process may not use the socket; says which group it lacks. Raised at once.
         ConnectError: no agent answered in time.
     """
     hello = Hello(
@@ -87,9 +88,10 @@ def connect(
         arguments.text("device", device),
         arguments.roles_of(roles),
         engine=1 + secrets.randbelow(2**63 - 1),
+        pid=os.getpid(),
     )
     hello.layout.check()
-    path, timeout_s = arguments.path_text("path", path), arguments.timeout(timeout_s)
+    path, timeout_s = arguments.engine_socket(path), arguments.timeout(timeout_s)
     connection = Connection(path, Core(hello, path))
     connection.start(timeout_s)
     return Client(hello, connection)

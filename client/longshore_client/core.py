@@ -21,6 +21,7 @@ from longshore_client.errors import (
     ClientClosed,
     ConnectError,
     HelloRefused,
+    NotPermitted,
     PoolRefused,
     busy_hint_s,
 )
@@ -61,6 +62,8 @@ WELCOME_WAIT_MAX_S = 120.0
 SLOW_AGENT_WAIT_S = 0.01
 # A shorter lease would keep the thread busy with renewals.
 RENEW_WAIT_MIN_S = 0.01
+# A starting agent gives its socket the mode in two steps, between which its group has no access for some microseconds.
+FORBIDDEN_DIALS_MAX = 3
 # Refusals that may pass: the same Hello can be accepted a moment later.
 PASSING = frozenset({Reason.BUSY, Reason.SHUTTING_DOWN, Reason.WORKER_LOST, Reason.INTERNAL})
 
@@ -114,6 +117,7 @@ class Core:
         self._hello = Outgoing(TO_AGENT.encode(hello))
         self._refusal: LongshoreError | None = None  # of the first Hello, for good: stop trying
         self._turned_away: HelloRefused | None = None  # by the last agent that was reached, for a cause that may pass
+        self._forbidden_dial_count = 0  # in a row
         self._numbers = itertools.count(1)
         self._calls: dict[int, Call] = {}
         self._telling: deque[Call] = deque()
@@ -259,6 +263,9 @@ class Core:
         self._turned_away = error if isinstance(error, HelloRefused) else None
         if isinstance(error, CodecError) and self.welcome is None:
             self._refusal = CodecError(f"the agent at {self._path} does not speak our protocol: {error}")
+        self._forbidden_dial_count = self._forbidden_dial_count + 1 if isinstance(error, PermissionError) else 0
+        if self._forbidden_dial_count >= FORBIDDEN_DIALS_MAX and self.welcome is None:
+            self._refusal = NotPermitted(f"no engine can connect to the agent from this process: {error}")
         was_up = self.state in (State.TELLING, State.READY)
         self.state = State.DOWN
         self._telling.clear()

@@ -28,6 +28,12 @@ class ConnectError(ClientError, ConnectionError):
     reason = Reason.WORKER_LOST
 
 
+class NotPermitted(ClientError, PermissionError):
+    """This process may not use the agent's socket; names the socket's group and the remedy."""
+
+    reason = Reason.AUTHENTICATION
+
+
 class HelloRefused(ClientError):
     """The agent refused this engine; `reason` and the text say why."""
 

@@ -18,7 +18,7 @@ _log = logging.getLogger("vllm.longshore")
 
 
 def registered(
-    socket: str, instance: str, shared: SharedCache, roles: Sequence[Half], timeout_s: float
+    socket: str | None, instance: str, shared: SharedCache, roles: Sequence[Half], timeout_s: float
 ) -> tuple[Client, tuple[Half, ...]]:
     """Return a client and the roles that it is registered for.
 

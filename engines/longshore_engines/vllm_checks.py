@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from longshore_client.errors import ArgumentError
 from longshore_wire.engine_messages import Half
-from longshore_wire.names import RUN_DIRECTORY
 
 # vLLM calls its connector API experimental and changes it between releases, so each release is tested before it is
 # allowed.
@@ -24,7 +23,7 @@ CONNECT_S = 120.0
 class Setting(NamedTuple):
     """The options in `kv_connector_extra_config`."""
 
-    socket: str
+    socket: str | None  # None: where the client finds it
     limit_s: float
     connect_s: float
 
@@ -56,12 +55,13 @@ def setting(extra: Mapping[str, Any]) -> Setting:
     Raises:
         ArgumentError: an option is unknown or out of range; names it.
     """
-    known = {"socket": f"{RUN_DIRECTORY}/agent.sock", "transfer_limit_s": LIMIT_S, "connect_limit_s": CONNECT_S}
+    known: dict[str, Any] = {"socket": None, "transfer_limit_s": LIMIT_S, "connect_limit_s": CONNECT_S}
     unknown = sorted(set(extra) - set(known))
     if unknown:
         raise ArgumentError(f"kv_connector_extra_config has {unknown[0]!r}: known are {', '.join(sorted(known))}")
     values = {**known, **extra}
-    if not isinstance(values["socket"], str) or not values["socket"]:
+    socket = values["socket"]
+    if socket is not None and (not isinstance(socket, str) or not socket):
         raise ArgumentError("kv_connector_extra_config.socket is no path: give that of the agent's engine socket")
     for name in ("transfer_limit_s", "connect_limit_s"):
         value = values[name]
@@ -70,7 +70,7 @@ def setting(extra: Mapping[str, Any]) -> Setting:
             raise ArgumentError(
                 f"kv_connector_extra_config.{name} is {value!r}: give seconds from {LIMIT_MIN_S:g} to {LIMIT_MAX_S:g}"
             )
-    return Setting(values["socket"], float(values["transfer_limit_s"]), float(values["connect_limit_s"]))
+    return Setting(socket, float(values["transfer_limit_s"]), float(values["connect_limit_s"]))
 
 
 def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:

@@ -5,10 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from longshore_agent.settings import Settings
 from longshore_agent.supervisor.reception import Reception
-from longshore_client import Half, KVLayout, LayoutError, ModelShape, PageOrder, Parallel
+from longshore_client import (
+    Half,
+    KVLayout,
+    LayoutError,
+    LongshoreError,
+    ModelShape,
+    PageOrder,
+    Parallel,
+    Reason,
+)
 from longshore_wire import manifest
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Hello
 
@@ -18,6 +28,16 @@ MODEL = ModelShape(layers=80, kv_heads=8, head_dim=128, element_bytes=2)
 
 def hello(layout: KVLayout) -> Hello:
     return Hello(ENGINE_PROTOCOL_VERSION, "engine", layout, "cpu", (Half.SOURCE,))
+
+
+def test_only_memory_of_a_gpu_is_refused_to_a_worker_with_the_engines_pid() -> None:
+    engine = replace(hello(KVLayout(MODEL, Parallel(tp=4), 64)), device="GPU-1", pid=77)
+    Reception.check_pid(engine, [("other/0/0", 78)])
+    Reception.check_pid(replace(engine, device="cpu"), [("other/0/0", 77)])
+    Reception.check_pid(replace(engine, pid=0), [("other/0/0", 77)])
+    with pytest.raises(LongshoreError, match=r"PID 77.*other/0/1") as caught:
+        Reception.check_pid(engine, [("other/0/0", 78), ("other/0/1", 77)])
+    assert caught.value.reason is Reason.UNSUPPORTED
 
 
 def test_an_engine_of_another_layout_is_told_of_every_field_that_differs() -> None:

@@ -193,7 +193,7 @@ FREE_CALLS = {
             "timeout_s": 0,
         },
         {
-            "path": NO_TEXT,
+            "path": NO_TEXT.filter(lambda value: value is not None),
             "instance": NO_TEXT,
             "layout": NO_LAYOUT,
             "device": NO_TEXT,

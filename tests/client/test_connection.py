@@ -6,6 +6,7 @@ import mmap
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -28,6 +29,22 @@ from longshore_client import (
 from longshore_client.agent_socket import AgentSocket
 from longshore_wire.engine_messages import Hello, Offer, Receive, Refused, RegisterPool
 
+# As root it becomes another user, as a pod's process may be; its groups are the arguments.
+OTHER_USER = f"""
+import os, sys
+import longshore_client as ls
+layout = ls.KVLayout(ls.ModelShape(2, 4, 8, 2), ls.Parallel(tp=2, tp_rank=0), 4)
+if os.geteuid() == 0:
+    os.setgroups([int(group) for group in sys.argv[2:]])
+    os.setgid(65534)
+    os.setuid(65534)
+try:
+    ls.connect(sys.argv[1], instance="prefill-0", layout=layout, timeout_s={100 * WAIT_S}).close()
+    print("welcome", end="")
+except ls.LongshoreError as error:
+    print(type(error).__name__, error.reason.name, error)
+"""
+
 
 @pytest.fixture
 def path(tmp_path):
@@ -38,9 +55,61 @@ def test_a_client_is_welcomed_and_knows_its_worker(path):
     with FakeAgent(path, epoch=42) as agent, client_at(path, roles=[Half.SOURCE]) as client:
         assert (client.epoch, client.deployment, client.connected) == (42, "demo", True)
         [hello] = agent.of(Hello)
-        assert hello == Hello(1, "prefill-0", LAYOUT, "cpu", (Half.SOURCE,), hello.engine)
+        assert hello == Hello(1, "prefill-0", LAYOUT, "cpu", (Half.SOURCE,), hello.engine, os.getpid())
         # No other engine of this name has it.
         assert hello.engine
+
+
+def test_without_a_path_the_environment_names_the_socket_and_else_it_is_that_of_an_agent_without_deployment(
+    path, monkeypatch
+):
+    monkeypatch.setenv("LONGSHORE_ENGINE_SOCKET", path)
+    with FakeAgent(path, epoch=42), client_at(None) as client:
+        assert client.epoch == 42
+    monkeypatch.setenv("LONGSHORE_ENGINE_SOCKET", "")
+    with pytest.raises(ArgumentError, match="LONGSHORE_ENGINE_SOCKET"):
+        client_at(None)
+    monkeypatch.delenv("LONGSHORE_ENGINE_SOCKET")
+    with pytest.raises(ConnectError, match=r"/run/longshore/agent\.sock"):
+        client_at(None, timeout_s=0)
+
+
+@pytest.fixture
+def place():
+    """The path of a socket that every user can reach."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(0o755)
+        yield f"{folder}/engine.sock"
+
+
+def told_engine(path, *groups):
+    """What an engine of another user hears, without having to wait for its timeout."""
+    done = subprocess.run(
+        [sys.executable, "-c", OTHER_USER, path, *map(str, groups)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+    )
+    return done.stdout + done.stderr
+
+
+def test_an_engine_that_may_not_use_the_socket_is_told_so_at_once_with_the_way_out(place):
+    with FakeAgent(place):
+        Path(place).chmod(0)
+        said = told_engine(place)
+    assert "NotPermitted AUTHENTICATION" in said
+    assert f"{place} is for user {os.getuid()}" in said and "supplementalGroups: [10001]" in said
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be in another group")
+def test_an_engine_in_the_group_of_the_socket_is_welcomed_and_another_is_not(place):
+    with FakeAgent(place):
+        os.chown(place, 10001, 10001)
+        assert told_engine(place, 10001) == "welcome"
+        assert "group 10001 (mode 0660), and this process has user 65534, groups 5, 65534" in told_engine(place, 5)
+        Path(place).parent.chmod(0o700)
+        assert "is not accessible to this process" in told_engine(place, 10001)
 
 
 def test_nothing_is_left_open_after_a_client_and_after_a_failed_connect(path):

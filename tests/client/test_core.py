@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 from fake_agent import accept_all
-from line import PATH, Line
+from line import HELLO, PATH, Line
 from scene import DONE, ENDPOINT, FAILED, RELEASED, event, told
 
 from longshore_client import (
@@ -19,11 +19,19 @@ from longshore_client import (
     ConnectError,
     Half,
     HelloRefused,
+    NotPermitted,
     PoolRefused,
     Reason,
     core,
 )
-from longshore_client.core import RECONNECT_WAIT_MAX_S, RECONNECT_WAIT_MIN_S, WELCOME_WAIT_MAX_S, State
+from longshore_client.core import (
+    FORBIDDEN_DIALS_MAX,
+    RECONNECT_WAIT_MAX_S,
+    RECONNECT_WAIT_MIN_S,
+    WELCOME_WAIT_MAX_S,
+    Core,
+    State,
+)
 from longshore_wire.engine_messages import (
     Accepted,
     Cancel,
@@ -78,6 +86,31 @@ def test_no_agent_is_named_with_its_path_and_one_that_comes_later_is_found():
     line.pass_s(1.0)
     error = line.core.connect_error(1.0)
     assert isinstance(error, ConnectError) and PATH in str(error) and "connection refused" in str(error)
+    line.agent(epoch=3)
+    assert line.client.epoch == 3
+
+
+def test_a_socket_that_stays_forbidden_ends_the_attempts_and_one_that_is_forbidden_for_a_moment_does_not():
+    def dial(core, now_s, error):
+        assert core.should_dial(now_s)
+        core.disconnected(error, now_s)
+
+    core, forbidden, absent = Core(HELLO, PATH), PermissionError("group 10001 may use it"), FileNotFoundError("no file")
+    for second, error in enumerate([*[forbidden] * (FORBIDDEN_DIALS_MAX - 1), absent, forbidden]):
+        dial(core, second, error)
+        assert core.state is State.DOWN
+    for second in range(20, 19 + FORBIDDEN_DIALS_MAX):
+        dial(core, second, forbidden)
+    assert core.state is State.CLOSED
+    error = core.connect_error(60.0)
+    assert isinstance(error, NotPermitted) and "group 10001" in str(error)
+
+
+def test_a_client_that_was_welcomed_goes_on_trying_although_its_socket_is_forbidden():
+    line = Line()
+    line.lose()
+    for _ in range(2 * FORBIDDEN_DIALS_MAX):
+        line.core.disconnected(PermissionError("group 10001 may use it"), line.now_s)
     line.agent(epoch=3)
     assert line.client.epoch == 3
 

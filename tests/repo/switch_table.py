@@ -329,6 +329,7 @@ _HANDLE = (
 CLIENT_ARGUMENTS: Shown = {
     "connect.path": (
         f"{_CONNECTION}::test_a_client_is_welcomed_and_knows_its_worker",
+        f"{_CONNECTION}::test_without_a_path_the_environment_names_the_socket_and_else_it_is_that_of_an_agent_without_deployment",
         f"{_CORE}::test_no_agent_is_named_with_its_path_and_one_that_comes_later_is_found",
     ),
     "connect.instance": (_SAYS_WHO,),

@@ -95,6 +95,15 @@ def test_a_peer_message_comes_out_as_it_went_in(message: peer_messages.PeerMessa
     assert PEER.decode(PEER.encode(message)) == message
 
 
+def test_a_hello_of_a_release_without_the_engines_pid_is_understood_and_later_fields_are_ignored() -> None:
+    hello = Hello(1, "prefill-0", LAYOUT, "cpu", (Half.SOURCE,), 7, 77)
+    fields = msgspec.msgpack.decode(TO_AGENT.encode(hello)[1:])
+    earlier = b"\x01" + msgspec.msgpack.encode(fields[:-1])
+    later = b"\x01" + msgspec.msgpack.encode([*fields, "later"])
+    assert TO_AGENT.decode(earlier) == msgspec.structs.replace(hello, pid=0)
+    assert TO_AGENT.decode(later) == hello
+
+
 def test_a_notice_fits_into_the_kilobyte_that_transports_carry() -> None:
     key = RoomKey("p" * 100, 2**64 - 1, 2**32 - 1)
     pair = PairKey(key, 4095, 4095, 2**63 - 1, 2**63 - 1, "d" * 100, 1023)

@@ -256,6 +256,11 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
         """Directory of the engine socket."""
         return self.control.run_directory or f"{names.RUN_DIRECTORY}/{self.deployment.full_name}"
 
+    @property
+    def engine_socket(self) -> str:
+        """Path of the engine socket."""
+        return f"{self.run_directory}/{names.SOCKET_FILE}"
+
     def plan(self) -> Plan:
         """Return the plan between the declared layouts. Raises LayoutError if there is none."""
         source, target = self.prefill.layout(self.model), self.decode.layout(self.model)

@@ -70,6 +70,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=64):
     Attributes:
         device: "cpu" or a GPU's UUID, never an index.
         engine: a random number for the life of this engine, the same at each reconnect; 0 if unknown.
+        pid: its process in its own PID namespace, as CUDA writes it into handles; 0 if unknown.
     """
 
     version: int
@@ -78,6 +79,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=64):
     device: str
     roles: tuple[Half, ...]
     engine: int = 0
+    pid: int = 0
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=65):

@@ -22,8 +22,13 @@ ENVIRONMENT_PREFIX = "LONGSHORE_"
 # Mount paths of the agent's config file and of the control protocol's keys.
 CONFIG_PATH = "/etc/longshore/agent.json"
 KEYS_DIRECTORY = "/etc/longshore/keys"
-# The engine socket is in <RUN_DIRECTORY>/<namespace>/<deployment>/.
+# The engine socket is in <RUN_DIRECTORY>/<namespace>/<deployment>/. An agent without a deployment has it in RUN_DIRECTORY.
 RUN_DIRECTORY = "/run/longshore"
+SOCKET_FILE = "agent.sock"
+# The variable in which an engine's client finds the path of the engine socket, if the engine gives none.
+ENGINE_SOCKET_VARIABLE = f"{ENVIRONMENT_PREFIX}ENGINE_SOCKET"
+# User and group of the agent's image. The engine socket is for this group.
+AGENT_USER_ID = 10001
 HTTP_PORT = 9470
 # Protections of a worker's data ports, strongest first. Absent: no ports. Loopback: only this machine or pod has access.
 # Filtered: the kernel admits only addresses of attached peers. Bound: every host that reaches the agent's address reaches them.

@@ -62,7 +62,7 @@ from longshore_wire.agent_config import AgentConfig
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Endpoint, Hello
 from longshore_wire.errors import LongshoreError, Reason
-from longshore_wire.names import UNKNOWN_WIRE
+from longshore_wire.names import SOCKET_FILE, UNKNOWN_WIRE
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Supervisor:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         directory = Path(settings.run_directory)
         directory.mkdir(mode=0o750, parents=True, exist_ok=True)
-        self.socket_path = str(directory / "agent.sock")
+        self.socket_path = str(directory / SOCKET_FILE)
         self._callers = Callers(EngineListener(self.socket_path), self._selector, self.metrics, self._on_hello)
         self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
         self._slots: dict[PeerId, Slot] = {}
@@ -138,6 +138,8 @@ class Supervisor:
             if key[:2] == family and key.rank != hello.layout.rank and slot.lives
         ]
         key = self._reception.admit(hello, [slot.hello.layout for slot in alive])
+        if self.settings.direct:
+            self._reception.check_pid(hello, [(slot.config.name, slot.process.pid) for slot in self._gpu_slots()])
         process = process_of(connection)
         if key not in self._slots:
             self._reception.count(process, [(slot.engine, slot.lives) for slot in self._slots.values()])
@@ -164,8 +166,11 @@ class Supervisor:
         life = self._life if hello.device == "cpu" else f"{self._life}.gpu"
         agent = life if self.settings.direct else ""
         port = self._lives.choose_port(key, self._slots)
+        # CUDA cannot open memory of a process with the opener's PID, also if they are in two PID namespaces.
+        avoided = {hello.pid, *(slot.hello.pid for slot in self._gpu_slots())} if hello.device != "cpu" else ()
+        epoch = self._lives.next_epoch()
         try:
-            slot = slots.start(key, hello, connection, engine, self.settings, self._lives.next_epoch(), port, agent)
+            slot = slots.start(key, hello, connection, engine, self.settings, epoch, port, agent, avoided)
         except OSError as error:
             text = f"no worker can be started now: {error}; raise the limits of the agent's container or process"
             _log.warning("%s rank %d: %s", key.instance, key.rank, text)
@@ -300,6 +305,9 @@ class Supervisor:
             self._restarts.died(slot.key, served_s, why, now_s)
             lost = f"the worker of rank {slot.key.rank} was lost: {why}"
             self._tell_siblings(slot.key, SiblingLost(Reason.WORKER_LOST, lost))
+
+    def _gpu_slots(self) -> list[Slot]:
+        return [slot for slot in self._slots.values() if slot.lives and slot.hello.device != "cpu"]
 
     def _siblings(self, key: PeerId) -> list[Slot]:
         return [slot for other, slot in self._slots.items() if other[:2] == key[:2] and other != key]

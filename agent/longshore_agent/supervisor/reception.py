@@ -80,6 +80,24 @@ class Reception:
         parallel = hello.layout.parallel
         return PeerId(hello.instance, parallel.dp_rank, hello.layout.rank)
 
+    @staticmethod
+    def check_pid(hello: Hello, workers: Sequence[tuple[str, int]]) -> None:
+        """Check whether the workers of an agent's GPUs can open an engine's memory. Its own worker avoids its PID.
+
+        Args:
+            workers: name and PID of each.
+        Raises:
+            LongshoreError: a worker has the PID that the engine has in its own PID namespace; names both.
+        """
+        same = next((name for name, pid in workers if pid == hello.pid), None)
+        if hello.device != "cpu" and same is not None:
+            raise LongshoreError(
+                f"this engine has PID {hello.pid} in its PID namespace, and worker {same} has it in the agent's: CUDA IPC "
+                "fails between equal PIDs; start the engine with another PID, for example with shareProcessNamespace: "
+                f"true in its pod, or set {variable('direct')} to false at the agent",
+                reason=Reason.UNSUPPORTED,
+            )
+
     def count(self, engine: PeerProcess, others: Sequence[tuple[PeerProcess, bool]]) -> None:
         """Check whether one more worker may be started for an engine.
 

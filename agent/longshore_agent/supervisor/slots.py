@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -126,8 +128,13 @@ def start(
     epoch: int,
     port: int,
     agent: str,
+    avoided_pids: Collection[int] = (),
 ) -> Slot:
-    """Start the worker of an engine rank. Raises OSError if descriptors, processes or memory have run out."""
+    """Start the worker of an engine rank, with none of `avoided_pids`.
+
+    Raises:
+        OSError: descriptors, processes or memory have run out.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     config = WorkerConfig(
         name=worker_name(key),
@@ -144,9 +151,7 @@ def start(
     command = [sys.executable, "-m", "longshore_agent.worker.main", config.name, str(theirs.fileno())]
     try:
         ours.sendall(config.to_bytes())
-        process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], env=process_environment(), stdin=subprocess.DEVNULL
-        )
+        process = _start_process(command, theirs.fileno(), avoided_pids)
         try:
             pidfd = os.pidfd_open(process.pid)
         except OSError:
@@ -159,3 +164,14 @@ def start(
     finally:
         theirs.close()
     return Slot(key, hello, engine, config, process, pidfd, NodeLink(ours), connection)
+
+
+def _start_process(command: Sequence[str], descriptor: int, avoided_pids: Collection[int]) -> subprocess.Popen[bytes]:
+    """Start a process with none of these PIDs. The kernel gives the next process another one."""
+    for _ in range(len(avoided_pids) + 1):
+        process = subprocess.Popen(command, pass_fds=[descriptor], env=process_environment(), stdin=subprocess.DEVNULL)
+        if process.pid not in avoided_pids:
+            return process
+        process.kill()
+        process.wait()
+    raise OSError(errno.EAGAIN, "the kernel gave only PIDs that engines on GPUs have in their own namespaces")

@@ -12,7 +12,7 @@ from longshore_wire import names as wire_names
 from longshore_wire.manifest import UpdateStrategy, UpdateType
 
 # The user id in the agent's image.
-_USER = 10001
+_USER = wire_names.AGENT_USER_ID
 # On SIGTERM the agent drains its rooms for this long. The kubelet's grace period must be longer.
 DRAIN_S = 20
 GRACE_S = 45
