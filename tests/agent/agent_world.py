@@ -83,7 +83,7 @@ def wait_for_none(found: Callable[[], list[str]], limit_s: float = EVENT_LIMIT_S
         raise AssertionError(f"after {limit_s:g} s there is still {last}") from error
 
 
-def wait_for(condition: Callable[[], T], limit_s: float = EVENT_LIMIT_S, what: str = "") -> T:
+def wait_for(condition: Callable[[], T | None], limit_s: float = EVENT_LIMIT_S, what: str = "") -> T:
     """Return the condition's first true value; fail after `limit_s`."""
     end_s = time.monotonic() + limit_s
     pause = threading.Event()
@@ -278,7 +278,14 @@ class Engine:
         return self.ranks[0].client
 
     def endpoint(self) -> Endpoint:
-        return self.client.endpoint(START_LIMIT_S)
+        """The instance's addresses, once rank 0 has heard of the newest worker of each rank."""
+
+        def known() -> Endpoint | None:
+            found = self.client.endpoint(START_LIMIT_S)
+            newest = {rank.client.epoch for rank in self.ranks if rank.client.connected}
+            return found if newest <= {address.epoch for address in found.ranks} else None
+
+        return wait_for(known, what=f"the addresses of all ranks of {self.instance}")
 
     def take_pages(self, first_token: int, end_token: int) -> list[int]:
         """Take pages for tokens [first, end), scattered over the pool."""

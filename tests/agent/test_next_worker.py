@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from agent_fleet import World
-from agent_world import Request, wait_for, wait_for_none
+from agent_world import Request, room_ids, wait_for, wait_for_none
 
 from longshore_agent.control.node_link import RoomFailed, SiblingFailed, Started
 from longshore_agent.settings import Settings
@@ -18,7 +18,7 @@ from longshore_agent.status.snapshot import WorkerState
 from longshore_agent.supervisor.failed_rooms import FAILED_ROOMS_MAX, FailedRooms
 from longshore_agent.supervisor.loop import Supervisor
 from longshore_agent.supervisor.slots import Slot
-from longshore_client import Half
+from longshore_client import Client, Half
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Hello, RoomEventKind
 from longshore_wire.errors import LongshoreError, Reason
@@ -26,6 +26,8 @@ from longshore_wire.layout import KVLayout, ModelShape, Parallel
 from longshore_wire.peer_messages import RoomKey
 
 FAMILY = ("prefill", 0)
+# Datagrams of any size: Linux counts at least 768 bytes for each, and the buffer has 208 KiB.
+MORE_THAN_A_LINK_HOLDS = 3000
 
 
 def _failure(room: int, text: str = "enough") -> SiblingFailed:
@@ -54,6 +56,7 @@ class Link:
 
     said: list[object] = field(default_factory=list)
     closed: bool = False
+    wants_write: bool = False
 
     def send(self, message: object, descriptor: int | None = None) -> None:
         self.said.append(message)
@@ -106,6 +109,48 @@ def test_an_offer_that_is_said_to_a_rank_s_next_worker_fails_if_a_sibling_has_fa
 
     assert (end.kind, end.reason) == (RoomEventKind.FAILED, Reason.CANCELLED)
     assert end.text.endswith("at a sibling rank: cancelled by its engine")
+    wait_for_none(place.agent.leftovers)
+
+
+def fail_rooms(client: Client, count: int) -> None:
+    """Offer and cancel rooms, one after another."""
+    for _ in range(count):
+        room = next(room_ids)
+        client.send(room, [0], 0, 1, last=False)
+        client.cancel(room, Half.SOURCE)
+        client.wait(room, Half.SOURCE, kinds=[RoomEventKind.RELEASED], timeout_s=20)
+        client.poll()
+
+
+def test_a_rank_s_next_worker_serves_it_after_more_failed_rooms_than_its_link_holds_at_once(place):
+    rank = place.prefill.ranks[1]
+    fail_rooms(place.prefill.client, MORE_THAN_A_LINK_HOLDS)
+    epoch = rank.client.epoch
+
+    os.kill(place.agent.worker("prefill", 1)["pid"], signal.SIGKILL)
+
+    wait_for(lambda: rank.client.connected and rank.client.epoch != epoch, what="the next worker")
+    each = Request(place.prefill, place.decode, 40)
+    each.offer()
+    each.claim()
+    each.arrives()
+
+
+def test_a_worker_that_stood_still_hears_of_all_rooms_that_its_siblings_have_failed_meanwhile(place):
+    each = Request(place.prefill, place.decode, 40)
+    each.offer()
+    stopped = place.agent.worker("prefill", 1)["pid"]
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        fail_rooms(place.prefill.client, MORE_THAN_A_LINK_HOLDS)
+        place.prefill.client.cancel(each.room, Half.SOURCE)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+
+    end = place.prefill.ranks[1].client.wait(each.room, Half.SOURCE, timeout_s=20)
+
+    assert (end.kind, end.reason) == (RoomEventKind.FAILED, Reason.CANCELLED)
+    wait_for(lambda: place.agent.worker("prefill", 1)["silent_s"] < 1, what="an answer of the worker")
     wait_for_none(place.agent.leftovers)
 
 

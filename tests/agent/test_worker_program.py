@@ -1,4 +1,7 @@
-"""A worker that cannot start: its engine hears why where no other start would end otherwise, else it is started again."""
+"""A worker that cannot start, and the last messages of one that ends.
+
+If no other start would help, the engine is told; else the worker is started again.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from longshore_agent.control.node_link import NodeLink, NotStarted
+from longshore_agent.control.node_link import EngineLeft, NodeLink, NotStarted, SnapshotWanted
 from longshore_agent.errors import DeviceError, TransportError
 from longshore_agent.settings import Settings
 from longshore_agent.worker import main as program
@@ -72,3 +75,14 @@ def test_what_another_start_would_not_mend_is_told_to_the_engine(
 
 def test_a_transport_that_may_start_the_next_time_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert started(monkeypatch, TransportError("Mooncake does not start: it says -1")) == []
+
+
+def test_the_last_messages_of_a_worker_arrive_although_it_ended_before_it_had_read_its_own():
+    near, far = (NodeLink(end) for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    near.send(SnapshotWanted(1, None))
+    left = EngineLeft(Reason.ENGINE_LOST, "the engine closed its connection")
+    far.send(left)
+    far.close()
+    assert near.receive() == [(left, None)]
+    assert near.closed
+    near.close()

@@ -246,6 +246,10 @@ class NodeLink:
                 data, rights, _, _ = self._socket.recvmsg(DATAGRAM_BYTES_MAX, socket.CMSG_SPACE(4))
             except BlockingIOError:
                 return received
+            except ConnectionResetError:
+                # The other end was closed before it had read all. What it had sent follows, and then the end.
+                self.closed = True
+                continue
             except OSError:
                 self.closed = True
                 return received

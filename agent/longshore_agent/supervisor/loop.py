@@ -111,6 +111,7 @@ class Supervisor:
                 self._callers.turn(self._turned_s)
                 self._reap_self_test()
                 self._answer_snapshots()
+                self._watch_links()
         finally:
             self._close()
 
@@ -184,7 +185,18 @@ class Supervisor:
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
+    def _watch_links(self) -> None:
+        """Wake the loop when a worker that has not read all of its messages can take more."""
+        for slot in self._slots.values():
+            if slot.link.closed:
+                continue
+            key = self._selector.get_key(slot.link)
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if slot.link.wants_write else 0)
+            if key.events != events:
+                self._selector.modify(slot.link, events, key.data)
+
     def _on_link(self, slot: Slot) -> None:
+        slot.link.flush()
         for message, descriptor in slot.link.receive():
             if isinstance(message, PoolMessage):
                 self._forward(slot, message, descriptor)
@@ -275,8 +287,8 @@ class Supervisor:
         """Handle the end of a worker's process: expected after its engine left, a failure otherwise."""
         code = slot.process.wait()
         self._selector.unregister(slot.pidfd)
-        if not slot.link.closed:
-            self._on_link(slot)
+        # Its last messages, which are there even if a message to it has failed.
+        self._on_link(slot)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(slot.link)
         if slot.connection is not None:
@@ -337,7 +349,8 @@ class Supervisor:
         for call in self.snapshots.take_new():
             asked = set()
             for key, slot in self._slots.items():
-                if slot.address and not slot.link.closed:
+                # A worker that reads nothing cannot answer, and must not collect questions.
+                if slot.address and not slot.link.closed and not slot.link.wants_write:
                     slot.link.send(SnapshotWanted(call.number, call.room))
                     asked.add(key)
             call.ask(asked)
