@@ -1,4 +1,4 @@
-"""Puts known faults into the protocol core, to check that the simulator finds them. Only tests use this.
+"""Puts known faults into the protocol core and the client's core, to check that the simulator finds them. Only tests use this.
 
 The first thirteen are those of docs/design/2026-11-21-defects-of-others.md, by their letters, as far as a core can have them. This
 core once had the others.
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+from longshore_client.core import Core
 from longshore_wire.claims import PageParts
 from longshore_wire.effects import Send
 from longshore_wire.errors import Reason, RingError
@@ -317,6 +318,10 @@ def _drain_nobody(stack: ExitStack) -> None:
     _set(stack, TargetPeers, "_drain", lambda self, known, epoch: self._writer_dead(known, epoch, 0))
 
 
+def _repeat_nothing(stack: ExitStack) -> None:
+    _set(stack, Core, "_halves_again", lambda _: iter(()))
+
+
 # Not planted: a worker that is starting is not told of its siblings' failures. Who is told is decided by the supervisor, of which the
 # simulator has a copy of its own (`sim_agent`). Telling no sibling anything was not found there in 19,000 rooms of five mixes.
 PLANTS = {
@@ -387,6 +392,7 @@ PLANTS = {
         _hide_what_is_due,
         ("calm", "prefill is lost for good", "decode is lost for good"),
     ),
+    "forgetful client": Plant("a client repeats no open half to a new worker", _repeat_nothing, ("workers die",)),
 }
 
 

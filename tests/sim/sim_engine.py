@@ -1,4 +1,4 @@
-"""Simulated engines: each rank has a client that keeps the real ledger, and tells a new worker what the real client tells it.
+"""Simulated engines: each rank has the real client's core, whose messages and events the simulator carries.
 
 An engine gives pages to rooms, fills them, and takes them back as soon as it may, so that a later access to them is detected.
 """
@@ -6,31 +6,40 @@ An engine gives pages to rooms, fills them, and takes them back as soon as it ma
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 from sim_memory import Pages, Pool
 from sim_worker import LOCAL_NS, Worker
-from sim_world import MS, ViolationError, World
+from sim_world import MS, SECOND, ViolationError, World
 
-from longshore_client.ledger import HalfKey, Ledger
+from longshore_client.calls import Call
+from longshore_client.core import Core, State
+from longshore_client.ledger import HalfKey
 from longshore_client.memory import pool_geometry
 from longshore_wire.effects import SessionConfig
+from longshore_wire.engine_codec import TO_AGENT
 from longshore_wire.engine_messages import (
+    ENGINE_PROTOCOL_VERSION,
     Accepted,
     Cancel,
     Endpoint,
+    EndpointUpdate,
     Half,
+    Hello,
     Offer,
     Receive,
     Refused,
-    Renew,
     RoomEvent,
     RoomEventKind,
+    ToEngine,
+    Welcome,
 )
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.layout import KVLayout, PoolGeometry
@@ -85,18 +94,8 @@ class Room:
             raise ViolationError(f"room {self.key.room} is done at {self.client}, and its pages hold something else")
 
 
-@dataclass(slots=True)
-class Call:
-    """A request to the agent that has no answer yet."""
-
-    message: Any
-    key: HalfKey
-    room: Room
-    outlives: bool = True
-
-
 class Client:
-    """One engine rank's end of the engine link."""
+    """One engine rank: the real client's core, and an engine that uses it."""
 
     def __init__(self, world: World, agent: Agent, half: Half, make: Callable[[int], SessionConfig]) -> None:
         self.world, self.agent, self.half, self.config = world, agent, half, make
@@ -106,19 +105,14 @@ class Client:
         self.key = (config.instance, layout.parallel.dp_rank, layout.rank)
         self.geometry = _geometry(layout)
         self.pool = Pool(layout, PAGES_MAX)
-        self.ledger = Ledger()
+        hello = Hello(ENGINE_PROTOCOL_VERSION, config.instance, layout, "cpu", (half,), config.engine)
+        self.core = Core(hello, agent.name)
         self.rooms: dict[RoomKey, Room] = {}
-        self.endpoint: Endpoint | None = None
         self.alive, self.paused = True, False
         self.worker: Worker | None = None
-        self._state = "down"
-        self._welcomed = False
-        self._number = 0
-        self._calls: dict[int, Call] = {}
-        self._done_calls: set[int] = set()
-        self._telling: deque[tuple[HalfKey, Any]] = deque()
+        self._wake_ns: int | None = None
         self._kept: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        world.at(LOCAL_NS, agent.hello, self)
+        self._wake(world.now_ns + LOCAL_NS)
 
     def __repr__(self) -> str:
         return f"engine {'/'.join(map(str, self.key))}@{self.agent.name}"
@@ -126,7 +120,7 @@ class Client:
     @property
     def served(self) -> bool:
         """Whether it has a worker that knows all of its rooms."""
-        return self._state == "ready"
+        return self.core.state is State.READY
 
     # -- the link --------------------------------------------------------------------------------------------------
 
@@ -153,134 +147,110 @@ class Client:
     def refused(self) -> None:
         """The agent refuses this engine name now."""
         if self.alive and not self._later(self.refused):
-            self.world.at(REDIAL_NS, self.agent.hello, self)
+            self._take(Refused(0, Reason.BUSY, "not now", REDIAL_NS))
 
     def disconnected(self, worker: Worker) -> None:
         """The connection has ended."""
         if not self.alive or self._later(self.disconnected, worker):
             return
         if self.worker is worker or self.worker is None:
-            self.worker, self.endpoint, self._state = None, None, "down"
-            self._telling.clear()
-            self.world.at(LOCAL_NS, self.agent.hello, self)
+            self.worker = None
+            self.core.disconnected(ConnectionError("the worker has ended"), self._now_s)
+            self._turn()
 
     def learn(self, worker: Worker, endpoint: Endpoint) -> None:
         """Take the list of registered ranks from the agent."""
-        if self.alive and self.worker is worker and not self._later(self.learn, worker, endpoint):
-            self.endpoint = endpoint
+        self.heard(worker, EndpointUpdate(endpoint))
 
     def welcomed(self, worker: Worker) -> None:
-        """A worker serves this engine: tell it first what the last one knew."""
+        """A worker serves this engine."""
         if not self.alive:
             self.world.at(LOCAL_NS, worker.deliver, worker.engine_lost)
             return
         if self._later(self.welcomed, worker) or not worker.alive:
             return
-        self.worker, self._state = worker, "telling"
-        self._renew(worker)
-        for number, call in list(self._calls.items()):
-            if not call.outlives:
-                del self._calls[number]
-        if self._welcomed:
-            self._settle_ended()
-            self._report(self.ledger.agent_replaced())
-        self._welcomed = True
-        self._telling = deque((key, messages[0]) for key, messages in self.ledger.replay())
-        self._tell()
+        self.worker = worker
+        self._take(Welcome(ENGINE_PROTOCOL_VERSION, worker.epoch, "sim", self.lease_ns))
 
-    def _settle_ended(self) -> None:
-        for number, call in list(self._calls.items()):
-            found = self.ledger.get(call.key)
-            if number in self._done_calls:
-                self._settle(number, accepted=True)
-            elif found is None or found.ended is not None or found.cancelled:
-                self._settle(number, accepted=False)
-
-    def _settle(self, number: int, *, accepted: bool) -> None:
-        call = self._calls.pop(number)
-        self._done_calls.discard(number)
-        self.ledger.answered(number, accepted=accepted)
-        call.room.opened = call.room.opened or accepted
-        call.room.taken_ns, call.room.taken_by = self.world.now_ns, self.worker
-        call.room.refused = call.room.refused or not accepted
-        if accepted:
-            self._next_chunk(call.room)
-        elif self.ledger.get(call.key) is None:
-            self._give_back(call.room)
-
-    def _tell(self) -> None:
-        if self._telling:
-            key, message = self._telling[0]
-            self._transmit(message, self.rooms[RoomKey(key.instance, key.room, key.pool)])
-            return
-        self._state = "ready"
-        for call in self._calls.values():
-            self._transmit(call.message, call.room)
-
-    def _tell_again(self, worker: Worker) -> None:
-        if self.alive and self.worker is worker and not self._later(self._tell_again, worker) and self._telling:
-            self._tell()
-
-    def _transmit(self, message: Any, room: Room | None) -> None:
-        worker = self.worker
-        assert worker is not None
-        self.world.at(LOCAL_NS, worker.deliver, worker.obey_engine, message, room)
-
-    def _renew(self, worker: Worker) -> None:
-        if self.alive and self.worker is worker and not self._later(self._renew, worker):
-            self._transmit(Renew(), None)
-            self.world.at(self.lease_ns // 3, self._renew, worker)
-
-    def heard(self, worker: Worker, message: Any) -> None:
+    def heard(self, worker: Worker, message: ToEngine) -> None:
         """Handle a message of the worker."""
-        if not self.alive or self.worker is not worker or self._later(self.heard, worker, message):
-            return
-        if isinstance(message, RoomEvent):
-            if self.ledger.take_event(message):
-                self._report([message])
-                if message.kind is RoomEventKind.DONE:
-                    key = HalfKey(message.half, message.instance, message.room, message.pool)
-                    self._done_calls.update(number for number, call in self._calls.items() if call.key == key)
-            return
-        if self._telling and self._telling[0][1].request == message.request:
-            self._told(message)
-            return
-        call = self._calls.get(message.request)
-        if call is None:
-            return
-        if isinstance(message, Refused) and message.reason is Reason.BUSY and isinstance(call.message, Offer | Receive):
-            self._busy(message, call)
-        else:
+        if self.alive and self.worker is worker and not self._later(self.heard, worker, message):
             if isinstance(message, Refused):
-                self.world.say(repr(self), f"room {call.key.room} is refused: {message.reason.name} {message.text}")
-            self._settle(message.request, accepted=isinstance(message, Accepted))
+                self.world.say(
+                    repr(self), f"request {message.request} is refused: {message.reason.name} {message.text}"
+                )
+            self._take(message)
 
-    def _busy(self, answer: Refused, call: Call) -> None:
-        """The agent takes no more rooms now: ask again, a limited number of times."""
-        call.room.tries += 1
-        if call.room.tries > TRIES_MAX:
-            self._settle(answer.request, accepted=False)
-            return
-        del self._calls[answer.request]
-        self.ledger.answered(answer.request, accepted=False)
-        self.world.at(answer.retry_after_ns, self.call, call.key, call.message, call.room)
+    @property
+    def _now_s(self) -> float:
+        return self.world.now_ns / SECOND
 
-    def _told(self, answer: Accepted | Refused) -> None:
-        """A new worker has answered a message about the last one's rooms."""
-        worker = self.worker
-        assert worker is not None
-        if isinstance(answer, Refused) and answer.reason is Reason.BUSY:
-            self.world.at(answer.retry_after_ns, self._tell_again, worker)
+    def _take(self, message: ToEngine) -> None:
+        self.core.take(message, self._now_s)
+        self._turn()
+
+    def _wake(self, at_ns: int) -> None:
+        """Take a turn then, or earlier."""
+        if self._wake_ns is None or at_ns < self._wake_ns:
+            self._wake_ns = at_ns
+            self.world.at(at_ns - self.world.now_ns, self._woken, at_ns)
+
+    def _woken(self, at_ns: int) -> None:
+        if self._wake_ns != at_ns or not self.alive or self._later(self._woken, at_ns):
             return
-        key, _ = self._telling.popleft()
-        if isinstance(answer, Refused):
-            self.world.say(repr(self), f"room {key.room} is refused after a loss: {answer.reason.name} {answer.text}")
-            self._report(self.ledger.end(key, answer.reason, answer.text))
-            self._telling = deque(each for each in self._telling if each[0] != key)
-            for number, call in list(self._calls.items()):
-                if call.key == key:
-                    self._settle(number, accepted=False)
-        self._tell()
+        self._wake_ns = None
+        self._turn()
+
+    def _turn(self) -> None:
+        """Do what the real connection does: connect, do due work, send, and carry the core's effects out."""
+        if self.core.should_dial(self._now_s):
+            self.core.connected(self._now_s)
+            self.core.outbox.clear()  # the Hello
+            self.agent.hello(self)
+        wait_s = self.core.advance(self._now_s)
+        self._send()
+        while effects := self.core.take_effects():
+            events, calls = list(self.core.events), effects.settled
+            self.core.events.clear()
+            if not (events or calls):
+                break
+            for event in events:
+                self._report(event)
+            for call in calls:
+                self._settled(call)
+        # Rounded up, so that what is due then is due.
+        self._wake(self.world.now_ns + max(math.ceil(wait_s * SECOND), 1))
+
+    def _send(self) -> None:
+        for outgoing in self.core.outbox:
+            message: Any = TO_AGENT.decode(outgoing.data)
+            room = None
+            if isinstance(message, Offer | Receive):
+                instance = self.instance if isinstance(message, Offer) else message.endpoint.instance
+                room = self.rooms[RoomKey(instance, message.room, message.pool)]
+            worker = self.worker
+            assert worker is not None
+            self.world.at(LOCAL_NS, worker.deliver, worker.obey_engine, message, room)
+        self.core.outbox.clear()
+
+    def _settled(self, call: Call) -> None:
+        """A call of this engine has its answer."""
+        if call.again or call.key is None or call.answer is None:
+            return
+        room, answer = self.rooms[RoomKey(*call.key[1:])], call.answer
+        if isinstance(answer, Refused) and answer.reason is Reason.BUSY and room.tries < TRIES_MAX:
+            # The agent takes no more rooms now: ask again, a limited number of times.
+            room.tries += 1
+            self.world.at(answer.retry_after_ns, self.call, call.key, call.message, room)
+            return
+        accepted = isinstance(answer, Accepted)
+        room.opened = room.opened or accepted
+        room.taken_ns, room.taken_by = self.world.now_ns, self.worker
+        room.refused = room.refused or not accepted
+        if accepted:
+            self._next_chunk(room)
+        elif self.core.ledger.get(call.key) is None:
+            self._give_back(room)
 
     # -- rooms -----------------------------------------------------------------------------------------------------
 
@@ -288,17 +258,14 @@ class Client:
         """Send a request to the agent, again until it answers, to whichever worker it has by then."""
         if not self.alive or self._later(self.call, key, message, room) or room.released:
             return
-        self._number += 1
-        message = type(message)(self._number, *[getattr(message, name) for name in message.__struct_fields__[1:]])
+        message = msgspec.structs.replace(message, request=self.core.next_number())
         try:
-            self.ledger.sent(key, self._number, (message,))
+            self.core.enter(Call((message,), key=key), f"room {key.room}")
         except LongshoreError as error:
             self.world.say(repr(self), f"room {key.room}: {error}")
             room.refused = True
             return
-        self._calls[self._number] = Call(message, key, room)
-        if self._state == "ready":
-            self._transmit(message, room)
+        self._turn()
 
     def open(self, number: int, instance: str, first: int, end: int, keep_ns: int) -> Room | None:
         """Give pages to a half of a room; None: there are too few."""
@@ -351,34 +318,28 @@ class Client:
         self.world.say(repr(self), f"cancels room {key.room}")
         room.chunks.clear()
         room.cancelled = True
-        if self.ledger.get(key) is None:
+        if not self.core.cancel(*key):
             # It was not taken yet, and will not be asked for again.
             self._give_back(room)
             if self.half is Half.TARGET:
                 return
-        else:
-            self.ledger.cancelled(key)
-        self._number += 1
-        message = Cancel(self._number, *key)
-        self._calls[self._number] = Call(message, key, room, outlives=False)
-        if self._state == "ready":
-            self._transmit(message, room)
+        self.core.enter(Call((Cancel(self.core.next_number(), *key),)), f"cancel of room {key.room}")
+        self._turn()
 
-    def _report(self, events: list[RoomEvent]) -> None:
-        for event in events:
-            room = self.rooms[RoomKey(event.instance, event.room, event.pool)]
-            if event.kind is RoomEventKind.RELEASED:
-                if room.ended is None:
-                    raise ViolationError(f"{self}: room {event.room} is released before it has ended")
-                self._give_back(room)
-            elif room.ended is not None:
-                raise ViolationError(f"{self} hears twice how room {event.room} ended")
-            else:
-                room.ended, room.ended_ns = event.reason, self.world.now_ns
-                room.chunks.clear()
-                if event.kind is RoomEventKind.DONE:
-                    room.check_done()
-                    self.world.counts[f"{self.half.name.lower()} done"] += 1
+    def _report(self, event: RoomEvent) -> None:
+        room = self.rooms[RoomKey(event.instance, event.room, event.pool)]
+        if event.kind is RoomEventKind.RELEASED:
+            if room.ended is None:
+                raise ViolationError(f"{self}: room {event.room} is released before it has ended")
+            self._give_back(room)
+        elif room.ended is not None:
+            raise ViolationError(f"{self} hears twice how room {event.room} ended")
+        else:
+            room.ended, room.ended_ns = event.reason, self.world.now_ns
+            room.chunks.clear()
+            if event.kind is RoomEventKind.DONE:
+                room.check_done()
+                self.world.counts[f"{self.half.name.lower()} done"] += 1
 
     def _give_back(self, room: Room) -> None:
         """Take the pages back: other rooms get them at once, unless the engine still uses the received bytes."""
@@ -412,7 +373,7 @@ class Engine:
     @property
     def endpoint(self) -> Endpoint | None:
         """The endpoint that its connector passes on with a request; None: not complete yet."""
-        found = self.clients[0].endpoint
+        found = self.clients[0].core.endpoint
         return found if found is not None and found.complete else None
 
     def rooms(self, number: int) -> list[Room]:

@@ -222,7 +222,7 @@ class Run:
         """Return texts of what is still open."""
         found = [f"{client} has no worker" for client in self.clients() if not client.served]
         for client in self.clients():
-            for half in client.ledger:
+            for half in client.core.ledger:
                 room = client.rooms[RoomKey(half.key.instance, half.key.room, half.key.pool)]
                 ended = "not ended" if room.ended is None else f"ended with {room.ended.name} and not released"
                 found.append(f"room {half.key.room} at {client}: {ended}")

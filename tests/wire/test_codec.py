@@ -18,6 +18,7 @@ from longshore_wire.errors import CodecError, Reason
 from longshore_wire.framing import Codec
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry
 from longshore_wire.peer_messages import (
+    TEXT_CHARACTERS_MAX,
     Abort,
     Attach,
     Claim,
@@ -25,6 +26,7 @@ from longshore_wire.peer_messages import (
     Grant,
     PairKey,
     PoolInfo,
+    Refuse,
     RegionInfo,
     RoomKey,
     SlabReady,
@@ -120,6 +122,19 @@ def test_the_longest_page_lists_fit_into_a_datagram() -> None:
     assert (
         len(TO_AGENT.encode(Receive(1, 2**64 - 1, 0, endpoint, 0, 2**31, 0, 2**31, pages))) <= ENGINE_MESSAGE_BYTES_MAX
     )
+
+
+@pytest.mark.parametrize("message", [Abort(PAIR, Reason.CANCELLED), Refuse(Reason.UNSUPPORTED, "", 1, 2)])
+def test_a_reason_in_half_a_megabyte_of_words_is_cut_at_both_ends(message: Abort | Refuse) -> None:
+    long = msgspec.structs.replace(message, text="why " * 100)
+    assert PEER.decode(PEER.encode(long)) == long
+    sent = msgspec.structs.replace(message, text="why " * 125_000)
+    assert len(sent.text) == TEXT_CHARACTERS_MAX
+    # A sender that does not cut.
+    msgspec.structs.force_setattr(sent, "text", "why " * 125_000)
+    received = PEER.decode(PEER.encode(sent))
+    assert isinstance(received, Abort | Refuse)
+    assert (len(received.text), received.text[-1]) == (TEXT_CHARACTERS_MAX, "…")
 
 
 def test_bytes_on_the_wire_are_those_of_the_first_release() -> None:

@@ -18,6 +18,8 @@ from longshore_wire.plan import Way
 from longshore_wire.trailer import TRAILER_KEY_BYTES_MAX
 
 PROTOCOL_VERSION = 1
+# Of a reason in words. It goes on to engines, siblings and memories of ended rooms, whose sizes are limited.
+TEXT_CHARACTERS_MAX = 2000
 
 
 class RoomKey(msgspec.Struct, frozen=True, array_like=True):
@@ -97,6 +99,9 @@ class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=2):
     text: str
     epoch: int  # of the Attach that is refused
     attempt: int  # of that Attach
+
+    def __post_init__(self) -> None:
+        _shorten(self)
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -183,6 +188,15 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag=11):
     reason: Reason
     text: str = ""
     serial: int = 0  # from a target: the claim that it aborts; 0: it has not claimed
+
+    def __post_init__(self) -> None:
+        _shorten(self)
+
+
+def _shorten(message: Refuse | Abort) -> None:
+    """Cut a text that is too long, of a sender or a receiver."""
+    if len(message.text) > TEXT_CHARACTERS_MAX:
+        msgspec.structs.force_setattr(message, "text", f"{message.text[: TEXT_CHARACTERS_MAX - 1]}…")
 
 
 class EndAck(msgspec.Struct, frozen=True, array_like=True, tag=12):
