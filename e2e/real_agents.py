@@ -31,6 +31,8 @@ _ENVIRONMENT = {
     "PATH": os.pathsep.join([str(ROOT / ".venv" / "bin"), f"{sys.prefix}/bin", "/usr/bin", "/bin"]),
     "OMP_NUM_THREADS": "1",
     "PYTHONUNBUFFERED": "1",
+    # Set where the environment's installation is not of this tree.
+    **{name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ},
 }
 IMAGES = {
     AGENT_IMAGE: Image(("longshore-agent",), _ENVIRONMENT),

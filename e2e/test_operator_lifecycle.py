@@ -18,6 +18,8 @@ CHILDREN = {
     "daemonset.apps/llama-agent-prefill",
     "daemonset.apps/llama-agent-decode",
     "configmap/llama-agent",
+    "configmap/llama-engine-decode",
+    "configmap/llama-engine-prefill",
     "service/llama-agent",
     "serviceaccount/llama-agent",
     "networkpolicy.networking.k8s.io/llama-agent",

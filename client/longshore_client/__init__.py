@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from longshore_client.client import Client, connect
+from longshore_client.client import Client, connect, new_instance
 from longshore_client.errors import (
     AgentLost,
     ArgumentError,
@@ -53,6 +53,7 @@ __all__ = [
     "WaitTimeout",
     "connect",
     "create_region",
+    "new_instance",
     "pool_geometry",
     "torch_region",
 ]

@@ -47,6 +47,7 @@ from longshore_wire.engine_messages import (
 )
 from longshore_wire.errors import LongshoreError, RoomError
 from longshore_wire.layout import KVLayout, PoolGeometry
+from longshore_wire.names import INSTANCE_PREFIX_VARIABLE
 
 # An agent answers in well under a millisecond. A worker's restart takes seconds, and a call may outlast it.
 CALL_TIMEOUT_S = 30.0
@@ -95,6 +96,14 @@ def connect(
     connection = Connection(path, Core(hello, path))
     connection.start(timeout_s)
     return Client(hello, connection)
+
+
+def new_instance() -> str:
+    """Return an instance name that no other start of an engine has. Draw it once, for all ranks of the engine.
+
+    It begins with LONGSHORE_ENGINE_INSTANCE_PREFIX, or "engine".
+    """
+    return f"{os.environ.get(INSTANCE_PREFIX_VARIABLE) or 'engine'}-{secrets.token_hex(6)}"
 
 
 class Client:

@@ -62,7 +62,9 @@ class PodFiles:
 
     def environment(self, container: Body) -> dict[str, str]:
         """Return the variables of a container's specification."""
-        found = {}
+        found: dict[str, str] = {}
+        for source in container.get("envFrom") or ():
+            found |= self._data("configmaps", source["configMapRef"], source["configMapRef"]["name"])
         for entry in container.get("env") or ():
             source = entry.get("valueFrom")
             assert source is None or "fieldRef" in source, f"a process node knows no {source}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -311,6 +312,8 @@ class ProcessPod:
             "KUBERNETES_SERVICE_PORT": str(self._cluster["port"]),
             "HOME": "/",
         }
+        given = self._files.environment(spec)
+        command = [*(spec.get("command") or image.command), *(spec.get("args") or ())]
         return {
             "root": str(root),
             "system": sorted(system),
@@ -320,9 +323,9 @@ class ProcessPod:
             "may_gain_privileges": own.get("allowPrivilegeEscalation", True),
             "uid": user,
             "gid": group,
-            "groups": [pod["fsGroup"]] if "fsGroup" in pod else [],
-            "command": [*(spec.get("command") or image.command), *(spec.get("args") or ())],
-            "environment": image.environment | environment | self._files.environment(spec),
+            "groups": [*([pod["fsGroup"]] if "fsGroup" in pod else []), *pod.get("supplementalGroups", ())],
+            "command": [_expanded(part, given) for part in command],
+            "environment": image.environment | environment | given,
         }
 
     # -- the end ---------------------------------------------------------------------------------------------------
@@ -397,6 +400,11 @@ class ProcessPod:
             # The pod is deleted, or the next turn retries.
             return
         self._reported = text
+
+
+def _expanded(text: str, variables: dict[str, str]) -> str:
+    """Replace each $(NAME) of a known variable."""
+    return re.sub(r"\$\((\w+)\)", lambda found: variables.get(found[1], found[0]), text)
 
 
 def _condition(kind: str, *, holds: bool) -> Body:

@@ -26,7 +26,7 @@ LIMIT_S = 60.0
 class Rank:
     """One rank: its pages as [K and V, layer, page, token, head, element], shared with the agent at `socket`."""
 
-    def __init__(self, socket: str, instance: str, layout: ls.KVLayout, half: ls.Half, page_count: int) -> None:
+    def __init__(self, socket: str | None, instance: str, layout: ls.KVLayout, half: ls.Half, page_count: int) -> None:
         geometry = ls.pool_geometry(layout, page_count)
         descriptor, memory = ls.create_region(geometry.region_bytes[0])
         shape = (2, len(layout.layers), page_count, layout.page_size, len(layout.heads), MODEL.head_dim)

@@ -18,6 +18,15 @@ RENDERED_ANNOTATION = "longshore.dev/rendered"
 CONFIG_ANNOTATION = "longshore.dev/config"
 KEYS_ANNOTATION = "longshore.dev/keys"
 
+# Variables for the arguments of engines, in the ConfigMap of their role. Those that the client reads are the wire's.
+_ENGINE_PREFIX = f"{names.ENVIRONMENT_PREFIX}ENGINE_"
+TENSOR_PARALLEL_VARIABLE = f"{_ENGINE_PREFIX}TENSOR_PARALLEL"
+PIPELINE_PARALLEL_VARIABLE = f"{_ENGINE_PREFIX}PIPELINE_PARALLEL"
+DATA_PARALLEL_VARIABLE = f"{_ENGINE_PREFIX}DATA_PARALLEL"
+PAGE_SIZE_VARIABLE = f"{_ENGINE_PREFIX}PAGE_SIZE"
+PAGE_ORDER_VARIABLE = f"{_ENGINE_PREFIX}PAGE_ORDER"
+VLLM_CONFIG_VARIABLE = f"{_ENGINE_PREFIX}VLLM_CONFIG"
+
 CONTAINER = "agent"
 CONFIG_FILE = names.CONFIG_PATH.rpartition("/")[2]
 KEYS_FILE = "curve.json"
@@ -29,13 +38,18 @@ PLURAL = names.PLURAL
 
 
 def agent(deployment: str) -> str:
-    """Return the name of all children of a deployment except its keys and the DaemonSets of one role."""
+    """Return the name of all children of a deployment except its keys and those of one role."""
     return f"{deployment}-agent"
 
 
 def daemon_set(deployment: str, roles: str) -> str:
     """Return the name of the DaemonSet for nodes of these roles."""
     return agent(deployment) if roles == BOTH else f"{agent(deployment)}-{roles}"
+
+
+def engine(deployment: str, role: str) -> str:
+    """Return the name of the ConfigMap for engines of a role."""
+    return f"{deployment}-engine-{role}"
 
 
 def labels(deployment: str) -> dict[str, str]:

@@ -18,8 +18,9 @@ import longshore_client
 from longshore_agent.settings import Settings as AgentSettings
 from longshore_client import ArgumentError, Client, cuda
 from longshore_engines.vllm_checks import setting
+from longshore_operator import names
 from longshore_operator.settings import Settings as OperatorSettings
-from longshore_wire.names import ENGINE_SOCKET_VARIABLE, ENVIRONMENT_PREFIX
+from longshore_wire.names import ENGINE_SOCKET_VARIABLE, ENVIRONMENT_PREFIX, INSTANCE_PREFIX_VARIABLE
 
 VARIABLE = re.compile(rf"\b{ENVIRONMENT_PREFIX}[A-Z0-9_]*[A-Z0-9]\b")
 NAMED = re.compile(r"((?:tests|e2e)/[\w/]+\.py)::(test_\w+)")
@@ -149,6 +150,8 @@ def test_every_field_that_names_a_test_of_many_cases_is_one_of_them(name: str, m
 
 def test_every_variable_that_a_program_or_a_page_names_is_a_setting() -> None:
     known = {f"{ENVIRONMENT_PREFIX}{name.upper()}" for kind in (AgentSettings, OperatorSettings) for name in rows(kind)}
+    # What the operator writes for engines; tests/engines/test_engine_config_map.py feeds it to its readers.
+    known |= {INSTANCE_PREFIX_VARIABLE, *(value for name, value in vars(names).items() if name.endswith("_VARIABLE"))}
     known.add(ENGINE_SOCKET_VARIABLE)
     unknown = [
         (str(path), name)

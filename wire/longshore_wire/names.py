@@ -27,6 +27,8 @@ RUN_DIRECTORY = "/run/longshore"
 SOCKET_FILE = "agent.sock"
 # The variable in which an engine's client finds the path of the engine socket, if the engine gives none.
 ENGINE_SOCKET_VARIABLE = f"{ENVIRONMENT_PREFIX}ENGINE_SOCKET"
+# The variable with which the names of an engine's instances begin.
+INSTANCE_PREFIX_VARIABLE = f"{ENVIRONMENT_PREFIX}ENGINE_INSTANCE_PREFIX"
 # User and group of the agent's image. The engine socket is for this group.
 AGENT_USER_ID = 10001
 HTTP_PORT = 9470

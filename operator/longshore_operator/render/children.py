@@ -6,6 +6,7 @@ from longshore_operator import kinds, names
 from longshore_operator.kinds import Kind
 from longshore_operator.render.agents import daemon_set, service_account
 from longshore_operator.render.config import config_map
+from longshore_operator.render.engines import engine_config_map
 from longshore_operator.render.groups import groups
 from longshore_operator.render.network import network_policy, pod_monitor, service
 from longshore_operator.render.wanted import Body, Wanted, owned
@@ -27,6 +28,8 @@ def render(wanted: Wanted) -> list[tuple[Kind, Body]]:
     }
     made: list[tuple[Kind, Body]] = []
     for kind in kinds.CHILDREN:
+        if kind is kinds.CONFIG_MAP:
+            made += [(kind, engine_config_map(wanted, role)) for role in (names.PREFILL, names.DECODE)]
         if kind is kinds.DAEMON_SET:
             made += [(kind, daemon_set(wanted, group)) for group in groups(wanted.manifest.spec)]
         elif not off.get(kind):
