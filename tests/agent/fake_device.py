@@ -14,7 +14,7 @@ from longshore_agent.memory.pools import KVPool
 from longshore_agent.pipeline.slabs import InboundSlab, OutboundSlab, trailer_of
 from longshore_agent.transports.base import Pieces, Wire, WriteState
 from longshore_wire.effects import PeerId
-from longshore_wire.errors import LongshoreError
+from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.peer_messages import PairKey, RegionInfo, RoomKey
 from longshore_wire.plan import Way
 from longshore_wire.trailer import slab_bytes
@@ -135,7 +135,7 @@ class FakeDevice:
         if isinstance(source, PlayedOutbound) and isinstance(target, PlayedOutbound):
             return self._direct(source)
         if self.pool_gone:
-            raise PoolError("the pool is unregistered")
+            raise PoolError("the pool is unregistered", reason=Reason.UNKNOWN_POOL)
         if isinstance(target, Slab):
             self.gathers.append(FakeCopy(source, target.offset_bytes))
             return self.gathers[-1]

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from longshore_agent.errors import PoolError, TransportError
+from longshore_agent.errors import TransportError
 from longshore_agent.kernels.copier import Copier, Copy, Slab
 from longshore_agent.memory.staging import StagingPieces
 from longshore_agent.pipeline.runs import cut, runs
@@ -286,7 +286,8 @@ def inbound(slab: InboundSlab, tools: InboundTools) -> InboundLife:
             landed = Slab(tools.ring, effect.offset_bytes, effect.payload_bytes)
             ticket = tools.copier.submit(Copy(landed, slab.target(), effect.tokens, accepts=accepts))
         except LongshoreError as error:
-            return InboundEnd(slab, error.reason, str(error), dropped=isinstance(error, PoolError))
+            # The pages of a slab that was cancelled meanwhile may be unmapped.
+            return InboundEnd(slab, dropped=True) if slab.cancelled else InboundEnd(slab, error.reason, str(error))
         assert ticket is not None, "only direct copies wait for their kernel"
         yield Copied(ticket)
         end_ns = time.monotonic_ns()

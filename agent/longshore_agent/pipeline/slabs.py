@@ -198,7 +198,7 @@ class InboundEnd:
 
     Attributes:
         reason, error: why the slab failed; NONE and empty: it did not.
-        dropped: True: the slab was cancelled or its engine has unregistered the pages. This is no failure.
+        dropped: True: the slab was cancelled, which is no failure.
     """
 
     slab: InboundSlab

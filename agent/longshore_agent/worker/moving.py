@@ -294,7 +294,7 @@ class Mover:
     def _scattered(self, end: InboundEnd, session: TargetSession, now_ns: int) -> None:
         slab, effect = end.slab, end.slab.effect
         self._untrack(Half.TARGET, slab)
-        if end.reason is not Reason.NONE and not end.dropped:
+        if end.reason is not Reason.NONE:
             session.scatter_failed(effect.peer, effect.pair, effect.slab, end.reason, end.error, now_ns)
             return
         if not end.dropped:
