@@ -15,6 +15,8 @@ from controlplane.ports import HOST, free_port
 from controlplane.processes import Process
 from controlplane.waiting import until
 
+from longshore_operator.settings import ALLOWABLE
+
 READY_LIMIT_S = 60.0
 
 
@@ -40,6 +42,7 @@ class OperatorProcess:
             "poll_s": 1,
             "lease_s": 6,
             "lease_renew_s": 2,
+            "allow": ",".join(ALLOWABLE),
             **settings,
         }
         foreign = {name: value for name, value in os.environ.items() if not name.startswith("LONGSHORE_")}

@@ -66,6 +66,12 @@ def roles(objects: Objects) -> tuple[bool, bool]:
     return '"daemonsets"' in text, '"nodes"' in text
 
 
+def edits(objects: Objects) -> bool:
+    """Whether those who edit a namespace may write deployments."""
+    labels = objects["ClusterRole", f"default-{OPERATOR}-edit"]["metadata"]["labels"]
+    return "rbac.authorization.k8s.io/aggregate-to-edit" in labels
+
+
 def monitor_labels(objects: Objects) -> Body:
     return objects["PodMonitor", OPERATOR]["metadata"]["labels"]
 
@@ -116,6 +122,18 @@ VALUES: dict[str, tuple[Body, Callable[[Objects], object], object, object]] = {
     ),
     "agent.pullSecrets": ({"agent": {"pullSecrets": ["a", "b"]}}, variable("AGENT_IMAGE_PULL_SECRETS"), "", "a,b"),
     "agent.runtimeClassName": ({"agent": {"runtimeClassName": "n"}}, variable("AGENT_RUNTIME_CLASS"), "", "n"),
+    "allow.image": ({"allow": {"image": True}}, variable("ALLOW"), "", "image"),
+    "allow.hostNetwork": ({"allow": {"hostNetwork": True}}, variable("ALLOW"), "", "hostNetwork"),
+    "allow.hostIPC": ({"allow": {"hostIPC": True}}, variable("ALLOW"), "", "hostIPC"),
+    "allow.noNetworkPolicy": ({"allow": {"noNetworkPolicy": True}}, variable("ALLOW"), "", "networkPolicy"),
+    "allow.capabilities": (
+        {"allow": {"capabilities": ["IPC_LOCK", "NICE"]}},
+        variable("ALLOW_CAPABILITIES"),
+        "",
+        "IPC_LOCK,NICE",
+    ),
+    "allow.hostPaths": ({"allow": {"hostPaths": ["/a", "/b"]}}, variable("ALLOW_HOST_PATHS"), "", "/a,/b"),
+    "aggregateToEdit": ({"aggregateToEdit": True}, edits, False, True),
     "logLevel": ({"logLevel": "debug"}, variable("LOG_LEVEL"), "info", "debug"),
     "settings": ({"settings": SETTINGS}, variable("POLL_S"), None, "7"),
     "resources.requests.cpu": (

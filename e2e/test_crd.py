@@ -41,6 +41,29 @@ def named(name: str) -> Body:
 MLA = {"attention": "MLA", "layers": 61, "kvHeads": 1, "headDim": 576, "dtype": "bfloat16"}
 MQA = {"attention": "MQA", "layers": 32, "kvHeads": 1, "headDim": 128, "dtype": "float16"}
 
+POD = {
+    "gpuAccess": "CDI",
+    "annotations": {"k8s.v1.cni.cncf.io/networks": "rdma-net"},
+    "labels": {"team": "inference"},
+    "env": [{"name": "UCX_NET_DEVICES", "value": "mlx5_0:1"}],
+    "runtimeClassName": "nvidia",
+    "priorityClassName": "system-node-critical",
+    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+    "resources": {
+        "requests": {"cpu": "500m", "memory": "1Gi"},
+        "limits": {"memory": "1024Mi", "rdma/hca": 1},
+        "claims": [{"name": "gpu", "request": "all"}],
+    },
+    "resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "gpus"}],
+    "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}, "seLinuxOptions": {"type": "container_t"}},
+    "volumes": [
+        {"name": "conf", "configMap": {"name": "topology"}},
+        {"name": "all", "projected": {"sources": [{"secret": {"name": "s"}}], "defaultMode": 256}},
+        {"name": "scratch", "emptyDir": {}},
+    ],
+    "volumeMounts": [{"name": "conf", "mountPath": "/mnt/conf", "subPath": "a", "readOnly": True}],
+}
+
 GOOD = {
     "as small as it gets": changed(),
     "the same layouts": changed(decode__tensorParallel=4),
@@ -76,6 +99,11 @@ GOOD = {
             "runtimeClassName": "nvidia",
         }
     ),
+    "everything of pods": changed(agents=POD, prefill__agents=POD, decode__agents=POD),
+    "labels with a prefix": changed(prefill__nodeSelector={"nvidia.com/gpu.product": "NVIDIA-H200", "zone": ""}),
+    "a share of agents": changed(agents={"updateStrategy": {"rollingUpdate": {"maxUnavailable": "100%"}}}),
+    "a number of agents": changed(agents={"updateStrategy": {"rollingUpdate": {"maxUnavailable": 50}}}),
+    "a pause": changed(paused=True),
     "no digests": changed(integrity={"digest": False}),
     "nobody expected": changed(prefill__instances=0),
     "a name of 40": named("a" * 40),
@@ -153,7 +181,45 @@ BAD = {
     "a chunk of nothing": (changed(transfer__chunkTokens=0), "spec.transfer.chunkTokens"),
     "a name of 41": (named("a" * 41), "longer than 40 characters"),
     "a name with a dot": (named("a.b"), "leave out dots"),
-    "a digit first is a name, an underscore is not": (named("a_b"), "metadata.name"),
+    "an underscore": (named("a_b"), "metadata.name"),
+    "a digit first": (named("7b"), "must begin with a letter"),
+    "a fraction of a byte": (changed(prefill__staging={"bufferSize": "8.3Mi"}), "a whole number of bytes"),
+    "a fraction of a byte in the ring": (changed(decode__staging={"poolSize": "600.3Mi"}), "a whole number of bytes"),
+    "a label key of no node": (changed(prefill__nodeSelector={"a b": "c"}), "a key that no node can have"),
+    "a label value of no node": (changed(decode__nodeSelector={"a": "b c"}), "spec.decode.nodeSelector.a"),
+    "one port for two": (changed(agents={"httpPort": 9500, "workerPort": 9500}), "are the same port"),
+    "no port after the last": (
+        changed(agents={"httpPort": 65535, "hostNetwork": True, "allowOpenDataPath": True}),
+        "choose an httpPort up to 65000",
+    ),
+    "more than the limit": (
+        changed(agents={"resources": {"requests": {"memory": "2Gi"}, "limits": {"memory": "1024Mi"}}}),
+        "a request is above its limit",
+    ),
+    "more than a role's limit": (
+        changed(decode__agents={"resources": {"requests": {"cpu": 2}, "limits": {"cpu": "1500m"}}}),
+        "a request is above its limit",
+    ),
+    "a variable of another program": (changed(agents={"env": [{"name": "LD_PRELOAD"}]}), "spec.agents.env[0].name"),
+    "a variable twice": (changed(agents={"env": [{"name": "UCX_TLS"}] * 2}), "Duplicate value"),
+    "a volume of nothing": (changed(agents={"volumes": [{"name": "a"}]}), "give a volume one source"),
+    "a volume of two sources": (
+        changed(prefill__agents={"volumes": [{"name": "a", "emptyDir": {}, "hostPath": {"path": "/"}}]}),
+        "give a volume one source",
+    ),
+    "a type without confinement": (
+        changed(agents={"securityContext": {"seLinuxOptions": {"type": "spc_t"}}}),
+        "spec.agents.securityContext.seLinuxOptions.type",
+    ),
+    "nobody replaced": (
+        changed(agents={"updateStrategy": {"rollingUpdate": {"maxUnavailable": "0%"}}}),
+        "a share from 1% to 100%",
+    ),
+    "all and more": (
+        changed(agents={"updateStrategy": {"rollingUpdate": {"maxUnavailable": "101%"}}}),
+        "a share from 1%",
+    ),
+    "none at a time": (changed(agents={"updateStrategy": {"rollingUpdate": {"maxUnavailable": 0}}}), "a number from 1"),
 }
 
 CHANGES = {
@@ -202,6 +268,24 @@ def test_layouts_may_change(plane: ControlPlane, namespace: str) -> None:
     other = changed(prefill__tensorParallel=2, decode__pageSize=16, agents={"keysRevision": 2})
     other["metadata"]["namespace"] = namespace
     plane.kubectl("apply", "--server-side", "-f", "-", stdin=to_text(other))
+
+
+def test_a_selector_may_become_empty(plane: ControlPlane, namespace: str) -> None:
+    for selector in ({"zone": "a", "gpu": "yes"}, {"zone": "b"}, {}, None):
+        body = changed(prefill__nodeSelector=selector)
+        body["metadata"]["namespace"] = namespace
+        plane.kubectl("apply", "--server-side", "-f", "-", stdin=to_text(body))
+        stored = json.loads(plane.kubectl("get", "dgdep", "-n", namespace, "llama", "-o", "json"))["spec"]
+        assert stored["prefill"].get("nodeSelector") == selector
+
+
+def test_the_fields_of_pods_are_stored_as_they_were_given(plane: ControlPlane, namespace: str) -> None:
+    body = changed(agents=POD, decode__agents=POD)
+    body["metadata"]["namespace"] = namespace
+    plane.kubectl("create", "-f", "-", stdin=to_text(body))
+    stored = json.loads(plane.kubectl("get", "dgdep", "-n", namespace, "llama", "-o", "json"))["spec"]
+    assert stored["decode"]["agents"] == POD
+    assert stored["agents"].items() >= POD.items()
 
 
 def test_the_example_applies_as_it_is(plane: ControlPlane, namespace: str) -> None:

@@ -72,6 +72,13 @@ TABLE = (
         "The spec has a contradiction that the API server cannot detect. Agents are not changed.",
         "The message names each field and its valid values.",
     ),
+    Reason(
+        _C.COMPATIBLE,
+        "NotAllowed",
+        _F,
+        "The spec asks for more than the cluster's administrator allows. Agents are not changed.",
+        "Leave out the fields that the message names, or have the administrator set its values of the chart.",
+    ),
     Reason(_C.AGENTS_READY, "AllAgentsReady", _T, "Every agent is ready and runs the current spec."),
     Reason(_C.AGENTS_READY, "AgentsUpdating", _F, "Agents are being started or replaced."),
     Reason(

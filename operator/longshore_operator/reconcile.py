@@ -17,8 +17,8 @@ from longshore_operator.errors import ApiError
 from longshore_operator.lease import LostLeaseError, Mutex
 from longshore_operator.metrics import Metrics
 from longshore_operator.observe import Moment, Observed, Refusal, observe
-from longshore_operator.render.wanted import ImageChoice
-from longshore_operator.settings import Settings
+from longshore_operator.render.wanted import Allowed, ImageChoice
+from longshore_operator.settings import Settings, listed
 from longshore_operator.work_queue import WorkQueue
 from longshore_operator.world import Key, World
 
@@ -44,8 +44,14 @@ class Reconciler:
         self._images = ImageChoice(
             image=settings.agent_image,
             pull_policy=settings.agent_image_pull_policy,
-            pull_secrets=tuple(filter(None, (name.strip() for name in settings.agent_image_pull_secrets.split(",")))),
+            pull_secrets=listed(settings.agent_image_pull_secrets),
             runtime_class=settings.agent_runtime_class,
+            operator_image=settings.operator_image,
+            allowed=Allowed(
+                frozenset(listed(settings.allow)),
+                frozenset(listed(settings.allow_capabilities)),
+                listed(settings.allow_host_paths),
+            ),
         )
         self._refusals: dict[Key, Refusal] = {}
         self._probed_s: dict[Key, float] = {}

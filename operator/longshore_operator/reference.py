@@ -81,6 +81,9 @@ def _rows(schema: Schema, path: str, *, is_spec: bool) -> Iterator[str]:
         )
         given = f" {text} |" if is_spec else ""
         yield f"| {shown} | {_type(entry)} |{given} {entry['description']} |"
+        if f"{path}{name}" == f"{_ROLES}.agents":
+            # The same as in `agents`, where they are listed.
+            continue
         yield from _rows(entry, f"{path}{name}.", is_spec=is_spec)
         if entry.get("items", {}).get("properties"):
             yield from _rows(entry["items"], f"{path}{name}[].", is_spec=is_spec)

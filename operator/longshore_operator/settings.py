@@ -14,6 +14,9 @@ from longshore_wire import names
 from longshore_wire.errors import ConfigError
 
 DEFAULT_IMAGE = "longshore-agent:0.1.0"
+DEFAULT_OPERATOR_IMAGE = "longshore-operator:0.1.0"
+# Fields of `spec.agents` that touch the whole node or the cluster.
+ALLOWABLE = ("image", "hostNetwork", "hostIPC", "networkPolicy")
 
 
 def _row(default: Any, unit: str, meaning: str) -> Any:
@@ -39,6 +42,14 @@ class Settings:
     agent_image_pull_policy: str = _row("IfNotPresent", "", "Image pull policy of agents.")
     agent_image_pull_secrets: str = _row("", "", "Names of image pull Secrets of agents, separated by commas.")
     agent_runtime_class: str = _row("", "", "RuntimeClass of agents whose deployment names none. Empty: the cluster's.")
+    operator_image: str = _row(DEFAULT_OPERATOR_IMAGE, "", "Image of the operator, for the init container of agents.")
+    allow: str = _row(
+        "", "", "What deployments may ask for, by commas: image, hostNetwork, hostIPC, networkPolicy (that is, none)."
+    )
+    allow_capabilities: str = _row("", "", "Linux capabilities that agents may get, by commas, such as IPC_LOCK.")
+    allow_host_paths: str = _row(
+        "", "", "Paths of nodes that agents may mount, with all below, by commas, such as /dev/infiniband."
+    )
     http_host: str = _row("127.0.0.1", "", "Address that serves health and metrics: the pod's own.")
     http_port: int = _row(8080, "", "Port of health and metrics.")
     lease_s: float = _row(15.0, "seconds", "A Lease that was not renewed for this long has expired.")
@@ -90,10 +101,17 @@ class Settings:
             faults.append(
                 f"{variable('lease_renew_s')}: three renewals must fit {variable('lease_s')}: make it shorter"
             )
+        unknown = sorted(set(listed(self.allow)) - set(ALLOWABLE))
+        faults += [f"{variable('allow')}: {name} is none of {', '.join(ALLOWABLE)}" for name in unknown]
         if self.log_level not in {"debug", "info", "warning", "error"}:
             faults.append(f"{variable('log_level')}: {self.log_level} is none of debug, info, warning, error")
         if faults:
             raise ConfigError(faults)
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """Return the entries of a list that commas separate."""
+    return tuple(filter(None, (entry.strip() for entry in text.split(","))))
 
 
 def variable(name: str) -> str:

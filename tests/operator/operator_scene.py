@@ -9,12 +9,15 @@ from longshore_operator import kinds, names
 from longshore_operator.decide.decision import Decision, decide
 from longshore_operator.kinds import Kind
 from longshore_operator.observe import Moment, Observed, observe
-from longshore_operator.render.wanted import ImageChoice
+from longshore_operator.render.wanted import Allowed, ImageChoice
 from longshore_operator.reports import AgentReport, Engine, Instance, Peer, Worker
+from longshore_operator.settings import ALLOWABLE
 from longshore_operator.world import Key, Poll, World
 
 Body = dict[str, Any]
-IMAGES = ImageChoice("agent:1", "IfNotPresent")
+# An administrator who allows everything.
+ALLOWED = Allowed(frozenset(ALLOWABLE), frozenset({"IPC_LOCK"}), ("/dev/infiniband",))
+IMAGES = ImageChoice("agent:1", "IfNotPresent", operator_image="operator:1", allowed=ALLOWED)
 KEY = Key("team", "llama")
 NOW_S = 1000.0
 
@@ -59,8 +62,8 @@ class Scene:
         assert found is not None
         return found
 
-    def decide(self, **more: Any) -> Decision:
-        return decide(self.observe(**more), IMAGES)
+    def decide(self, images: ImageChoice = IMAGES, **more: Any) -> Decision:
+        return decide(self.observe(**more), images)
 
     def reasons(self, **more: Any) -> dict[str, str]:
         """The reason of each condition that is decided, or of the status if that says the same already."""

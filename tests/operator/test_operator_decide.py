@@ -80,6 +80,7 @@ SCENES = {
     ("Ready", "AgentsNotReady"): counted(2, 0, 2),
     ("Compatible", "PlanMade"): settled(),
     ("Compatible", "InvalidSpec"): incompatible(),
+    ("Compatible", "NotAllowed"): settled(agents={"volumes": [{"name": "root", "hostPath": {"path": "/"}}]}),
     ("AgentsReady", "AllAgentsReady"): settled(),
     ("AgentsReady", "AgentsUpdating"): counted(2, 1, 1, starting=True),
     ("AgentsReady", "AgentsNotReady"): counted(2, 1, 2),

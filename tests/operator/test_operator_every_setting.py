@@ -31,6 +31,7 @@ from longshore_operator.reports import AgentReport
 from longshore_operator.settings import Settings
 from longshore_operator.work_queue import WorkQueue
 from longshore_operator.world import Poll, World
+from longshore_wire.errors import ConfigError
 
 
 def until(found: Callable[[], object], what: str) -> None:
@@ -318,6 +319,23 @@ def test_agents_are_of_the_image_that_is_set_where_their_deployment_names_none()
     assert pod(agent_image_pull_policy="Always")["containers"][0]["imagePullPolicy"] == "Always"
     assert pod(agent_image_pull_secrets="a, b")["imagePullSecrets"] == [{"name": "a"}, {"name": "b"}]
     assert pod(agent_runtime_class="nvidia")["runtimeClassName"] == "nvidia"
+    assert pod(operator_image="ours:4")["initContainers"][0]["image"] == "ours:4"
+
+
+def test_deployments_get_what_the_settings_allow() -> None:
+    volumes = [{"name": "verbs", "hostPath": {"path": "/dev/infiniband/uverbs0"}}]
+    agents = {"hostIPC": True, "volumes": volumes, "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}}
+    scene = Scene(agents=agents)
+
+    def compatible(**settings: str) -> str:
+        return scene.reasons(images=reconciler(scene.world, **settings)._images)["Compatible"]
+
+    every = {"allow": "image, hostIPC", "allow_capabilities": "IPC_LOCK", "allow_host_paths": "/dev/infiniband"}
+    assert compatible(**every) == "PlanMade"
+    for name in every:
+        assert compatible(**every | {name: ""}) == "NotAllowed"
+    with pytest.raises(ConfigError, match="LONGSHORE_ALLOW: hostPID is none of image, hostNetwork"):
+        Settings.from_environment({"LONGSHORE_ALLOW": "hostPID"})
 
 
 @pytest.mark.parametrize(("stale_s", "silent"), [(5.0, True), (60.0, False)])

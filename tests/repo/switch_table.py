@@ -13,6 +13,7 @@ _CHANGE = f"{_AGENT}/test_what_settings_change.py"
 _MOVE = f"{_AGENT}/test_what_settings_move.py"
 _FIELDS = f"{_OPERATOR}/test_operator_every_field.py"
 _OPERATORS = f"{_OPERATOR}/test_operator_every_setting.py"
+_PODS = f"{_OPERATOR}/test_operator_pod_settings.py"
 _RENDER = f"{_OPERATOR}/test_operator_render.py"
 _ARGUMENTS = f"{_CLIENT}/test_what_arguments_change.py"
 _CLIENTS = f"{_CLIENT}/test_client.py"
@@ -172,6 +173,7 @@ _IMAGES = (f"{_OPERATORS}::test_agents_are_of_the_image_that_is_set_where_their_
 _SERVED = (f"{_OPERATORS}::test_pages_are_served_where_they_are_set_to_be",)
 
 # The operator's settings, LONGSHORE_ and the name in capitals.
+_ALLOWS = (f"{_OPERATORS}::test_deployments_get_what_the_settings_allow",)
 OPERATOR_SETTINGS: Shown = {
     "namespace": _LEASE,
     "watch_namespace": _WATCHES,
@@ -185,6 +187,10 @@ OPERATOR_SETTINGS: Shown = {
     "agent_image_pull_policy": _IMAGES,
     "agent_image_pull_secrets": _IMAGES,
     "agent_runtime_class": _IMAGES,
+    "operator_image": _IMAGES,
+    "allow": _ALLOWS,
+    "allow_capabilities": _ALLOWS,
+    "allow_host_paths": _ALLOWS,
     "http_host": _SERVED,
     "http_port": _SERVED,
     "lease_s": (
@@ -216,6 +222,50 @@ _SETTING = f"{_FIELDS}::test_a_field_becomes_the_setting_of_its_agents"
 _POD = f"{_FIELDS}::test_a_field_of_agents_is_seen_in_their_pods"
 _UPDATES = (f"{_RENDER}::test_as_many_agents_are_away_at_a_time_as_the_spec_says",)
 _TOLERATED = (f"{_FIELDS}::test_agents_tolerate_what_is_listed",)
+_OVERRIDE = f"{_PODS}::test_a_role_overrides_the_settings_of_all_agents_entry_by_entry"
+_ALLOWED = f"{_PODS}::test_only_the_administrator_allows_a_part_of_the_node"
+_PASSED_ON = (f"{_PODS}::test_fields_of_pods_are_where_kubernetes_has_them", _OVERRIDE)
+# Fields of pods, in `agents` and in both roles.
+_POD_SETTINGS: Shown = {
+    "gpuAccess": (
+        f"{_PODS}::test_agents_see_all_gpus_by_the_nvidia_runtime",
+        f"{_PODS}::test_agents_see_all_gpus_by_cdi",
+    ),
+    **dict.fromkeys(
+        (
+            "annotations",
+            "labels",
+            "env.name",
+            "env.value",
+            "priorityClassName",
+            "resources.limits",
+            "resources.requests",
+            "resources.claims.name",
+            "resources.claims.request",
+            "resourceClaims.name",
+            "resourceClaims.resourceClaimName",
+            "resourceClaims.resourceClaimTemplateName",
+            "securityContext.capabilities.add",
+            "securityContext.seLinuxOptions.level",
+            "securityContext.seLinuxOptions.type",
+            "volumes.name",
+            "volumes.configMap",
+            "volumes.secret",
+            "volumes.emptyDir",
+            "volumes.projected",
+            "volumes.downwardAPI",
+            "volumes.csi",
+            "volumes.hostPath",
+            "volumeMounts.name",
+            "volumeMounts.mountPath",
+            "volumeMounts.readOnly",
+            "volumeMounts.subPath",
+        ),
+        _PASSED_ON,
+    ),
+    "runtimeClassName": (_OVERRIDE,),
+    **{f"tolerations.{name}": _TOLERATED for name in ("key", "operator", "value", "effect", "tolerationSeconds")},
+}
 _EXPECTED = (f"{_FIELDS}::test_expected_instances_are_counted_and_missed",)
 _SELECTED = (
     f"{_FIELDS}::test_agents_run_on_the_nodes_that_a_selector_picks",
@@ -271,10 +321,12 @@ RESOURCE_FIELDS: Shown = {
         ),
     ),
     "integrity.digest": _UNBUILT,
-    "agents.image": (_POD,),
-    "agents.runtimeClassName": (_POD,),
+    **{f"prefill.agents.{name}": tests for name, tests in _POD_SETTINGS.items()},
+    **{f"decode.agents.{name}": tests for name, tests in _POD_SETTINGS.items()},
+    **{f"agents.{name}": tests for name, tests in _POD_SETTINGS.items()},
+    "agents.image": (_POD, _ALLOWED),
     "agents.hostNetwork": (_POD, _SETTING, *_OPEN_PORTS),
-    "agents.hostIPC": (_POD,),
+    "agents.hostIPC": (_POD, _ALLOWED),
     "agents.allowOpenDataPath": (
         _SETTING,
         f"{_WIRE}/test_manifest.py::test_data_ports_that_others_reach_are_taken_where_the_manifest_accepts_it",
@@ -296,13 +348,6 @@ RESOURCE_FIELDS: Shown = {
         f"{_FIELDS}::test_a_raised_revision_of_keys_asks_for_new_ones",
         "e2e/test_operator_lifecycle.py::test_keys_are_made_once_and_anew_on_request",
     ),
-    "agents.tolerations.key": _TOLERATED,
-    "agents.tolerations.operator": _TOLERATED,
-    "agents.tolerations.value": _TOLERATED,
-    "agents.tolerations.effect": _TOLERATED,
-    "agents.tolerations.tolerationSeconds": _TOLERATED,
-    "agents.resources.requests": (_POD,),
-    "agents.resources.limits": (_POD,),
     "agents.updateStrategy.type": (
         *_UPDATES,
         "e2e/test_operator_rollouts.py::test_on_delete_agents_stay_until_their_pods_are_deleted",
@@ -429,6 +474,13 @@ CHART_VALUES: Shown = {
     "agent.pullPolicy": _VALUE,
     "agent.pullSecrets": _VALUE,
     "agent.runtimeClassName": _VALUE,
+    "allow.image": _VALUE,
+    "allow.hostNetwork": _VALUE,
+    "allow.hostIPC": _VALUE,
+    "allow.noNetworkPolicy": _VALUE,
+    "allow.capabilities": _VALUE,
+    "allow.hostPaths": _VALUE,
+    "aggregateToEdit": _VALUE,
     "logLevel": _VALUE,
     "settings": _VALUE,
     "resources.requests.cpu": _VALUE,

@@ -41,8 +41,9 @@ Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 NamespaceName = Annotated[
     str, msgspec.Meta(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=names.NAMESPACE_NAME_MAX)
 ]
+# The name of a Service, which begins with a letter, begins with it.
 DeploymentName = Annotated[
-    str, msgspec.Meta(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=names.DEPLOYMENT_NAME_MAX)
+    str, msgspec.Meta(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", max_length=names.DEPLOYMENT_NAME_MAX)
 ]
 AbsolutePath = Annotated[str, msgspec.Meta(pattern=r"^/", max_length=4096)]
 # Wires for which NIXL opens a port, and wires that reach other nodes if GPU memory is allocated as fabric memory.

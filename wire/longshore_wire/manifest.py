@@ -26,6 +26,7 @@ from longshore_wire.agent_config import (
     Transfer,
 )
 from longshore_wire.errors import ConfigError
+from longshore_wire.pod_settings import PodSettings
 from longshore_wire.strict_document import parse, read_struct
 
 _DEFAULT_NAMESPACE = "default"
@@ -33,32 +34,17 @@ _TOP_LEVEL = ("apiVersion", "kind", "metadata", "spec", "status")
 
 
 class PrefillSpec(Prefill, frozen=True, kw_only=True, rename="camel"):
-    """Prefill's engines, and the nodes that they run on."""
+    """Prefill's engines, the nodes that they run on, and settings of the agents' pods there."""
 
     node_selector: dict[str, str] = msgspec.field(default_factory=dict)
+    agents: PodSettings = PodSettings()
 
 
 class DecodeSpec(Decode, frozen=True, kw_only=True, rename="camel"):
-    """Decode's engines, and the nodes that they run on."""
+    """Decode's engines, the nodes that they run on, and settings of the agents' pods there."""
 
     node_selector: dict[str, str] = msgspec.field(default_factory=dict)
-
-
-class Toleration(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
-    """A taint that agents tolerate; fields that are None are omitted."""
-
-    key: str | None = None
-    operator: str | None = None
-    value: str | None = None
-    effect: str | None = None
-    toleration_seconds: int | None = None
-
-
-class Resources(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """Compute resources of an agent's pod."""
-
-    requests: dict[str, str | int] = msgspec.field(default_factory=dict)
-    limits: dict[str, str | int] = msgspec.field(default_factory=dict)
+    agents: PodSettings = PodSettings()
 
 
 class UpdateType(Enum):
@@ -87,18 +73,17 @@ class UpdateStrategy(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     rolling_update: RollingUpdate = RollingUpdate()
 
 
-class Agents(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """Settings of the agents' pods. `longshore up` ignores them.
+class Agents(PodSettings, frozen=True, kw_only=True, rename="camel"):
+    """Settings of the agents and, for all of them, of their pods. `longshore up` ignores them.
 
     Attributes:
-        image, runtime_class_name: None for the operator's default.
+        image: None for the operator's default.
         allow_open_data_path: accept data ports, which have no authentication, with hostNetwork or without a NetworkPolicy.
         worker_port: 0 for free ports; with hostNetwork, 0 selects the ports after the HTTP port.
         keys_revision: increase it to get new keys.
     """
 
     image: str | None = None
-    runtime_class_name: str | None = None
     host_network: bool = False
     host_ipc: bool = msgspec.field(default=False, name="hostIPC")
     allow_open_data_path: bool = False
@@ -107,8 +92,6 @@ class Agents(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     http_port: Port = names.HTTP_PORT
     worker_port: Port = 0
     keys_revision: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 1
-    tolerations: tuple[Toleration, ...] = ()
-    resources: Resources = Resources()
     update_strategy: UpdateStrategy = UpdateStrategy()
 
     @property

@@ -21,6 +21,14 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- else }}{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}{{ end -}}
 {{- end }}
 
+{{- define "longshore.allow" -}}
+{{- $names := list }}
+{{- range $value, $name := dict "image" "image" "hostNetwork" "hostNetwork" "hostIPC" "hostIPC" "noNetworkPolicy" "networkPolicy" }}
+{{- if index $.Values.allow $value }}{{ $names = append $names $name }}{{ end }}
+{{- end }}
+{{- join "," $names }}
+{{- end }}
+
 {{- define "longshore.podSecurity" -}}
 runAsNonRoot: true
 runAsUser: 10001

@@ -64,7 +64,7 @@ class Decision:
 
 def decide(observed: Observed, images: ImageChoice) -> Decision:
     """Return the decision on one deployment."""
-    judged = spec.judge(observed.body)
+    judged = spec.permitted(spec.judge(observed.body), images.allowed)
     keys = observed.status.get("keys") or {}
     new = None
     if judged.config is not None and judged.manifest is not None:
@@ -219,7 +219,7 @@ def _ready(compatible: Verdict, agents: Verdict) -> Verdict:
 def _compatible(judged: spec.Judged) -> Verdict:
     condition = ConditionType.COMPATIBLE
     if judged.plan is None:
-        return verdict(condition, "InvalidSpec", spec.message(judged.faults))
+        return verdict(condition, judged.reason, spec.message(judged.faults))
     plan = judged.plan
     text = f"{plan.way}: {plan.pairs} pairs, {plan.writes_per_chunk} writes a chunk instead of {plan.slices_per_chunk}"
     return verdict(condition, "PlanMade", text)

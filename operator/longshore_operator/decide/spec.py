@@ -7,6 +7,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from longshore_operator.render import pod_settings
+from longshore_operator.render.wanted import Allowed
 from longshore_wire import manifest
 from longshore_wire.agent_config import AgentConfig, Backend
 from longshore_wire.errors import ConfigError
@@ -21,12 +23,13 @@ KEPT_COUNT_MAX = 1024
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A valid spec with `config` and `plan`, or its faults."""
+    """A valid spec with `config` and `plan`, or its faults and the reason of Compatible."""
 
     manifest: manifest.DisaggDeployment | None
     config: AgentConfig | None
     plan: Summary | None
     faults: tuple[str, ...] = ()
+    reason: str = "InvalidSpec"
 
     @property
     def paused(self) -> bool:
@@ -37,6 +40,14 @@ class Judged:
 def judge(body: dict[str, Any]) -> Judged:
     """Check a DisaggDeployment as the API server returns it."""
     return judge_text(text_of(body))
+
+
+def permitted(judged: Judged, allowed: Allowed) -> Judged:
+    """Return `judged`, as refused if a valid spec asks for more than the cluster's administrator allows."""
+    if judged.manifest is None or judged.config is None:
+        return judged
+    faults = pod_settings.not_allowed(judged.manifest.spec, allowed)
+    return Judged(judged.manifest, None, None, tuple(faults), "NotAllowed") if faults else judged
 
 
 def text_of(body: dict[str, Any]) -> str:
@@ -56,6 +67,8 @@ def judge_text(text: str) -> Judged:
         config = read.agent_config()
     except ConfigError as error:
         return Judged(read, None, None, tuple(error.faults))
+    if faults := pod_settings.faults(read.spec):
+        return Judged(read, None, None, tuple(faults))
     if config.transfer.backend is Backend.LOOPBACK:
         fault = "spec.transfer.backend: Loopback stays within one process: use NIXL or Mooncake"
         return Judged(read, None, None, (fault,))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from longshore_operator import kinds, names
 from longshore_operator.render.config import config_digest
 from longshore_operator.render.groups import Group
+from longshore_operator.render.pod_settings import merged
 from longshore_operator.render.wanted import Body, Wanted, child
 from longshore_wire import names as wire_names
 from longshore_wire.manifest import UpdateStrategy, UpdateType
@@ -17,6 +16,7 @@ _USER = wire_names.AGENT_USER_ID
 DRAIN_S = 20
 GRACE_S = 45
 _CONFIG_FOLDER = wire_names.CONFIG_PATH.rpartition("/")[0]
+_POD_FIELDS = ("runtimeClassName", "priorityClassName", "tolerations", "resourceClaims")
 # A worker with GPU staging takes tens of seconds to start.
 _START_TRIES = 60
 
@@ -33,9 +33,13 @@ def daemon_set(wanted: Wanted, group: Group) -> Body:
         names.KEYS_ANNOTATION: wanted.keys_fingerprint,
     }
     roles = {names.ROLES_LABEL: group.roles}
+    settings = merged(wanted.manifest.spec, group, wanted.images.runtime_class)
     template = {
-        "metadata": {"labels": names.labels(wanted.name) | roles, "annotations": annotations},
-        "spec": _pod(wanted, group),
+        "metadata": {
+            "labels": settings.get("labels", {}) | names.labels(wanted.name) | roles,
+            "annotations": settings.get("annotations", {}) | annotations,
+        },
+        "spec": _pod(wanted, settings) | ({"affinity": affinity} if (affinity := group.affinity()) else {}),
     }
     spec = {
         "selector": {"matchLabels": names.daemon_set_selector(wanted.name, group.roles)},
@@ -51,8 +55,9 @@ def _update_strategy(chosen: UpdateStrategy) -> Body:
     return {"type": chosen.type.value, "rollingUpdate": {"maxUnavailable": chosen.rolling_update.max_unavailable}}
 
 
-def _pod(wanted: Wanted, group: Group) -> Body:
+def _pod(wanted: Wanted, settings: Body) -> Body:
     agents = wanted.agents
+    security = settings.get("securityContext", {})
     pod: Body = {
         "serviceAccountName": names.agent(wanted.name),
         "automountServiceAccountToken": False,
@@ -64,33 +69,30 @@ def _pod(wanted: Wanted, group: Group) -> Body:
             "runAsGroup": _USER,
             "fsGroup": _USER,
             "seccompProfile": {"type": "RuntimeDefault"},
+            **({"seLinuxOptions": options} if (options := security.get("seLinuxOptions")) else {}),
         },
         "initContainers": [_prepare(wanted)],
-        "containers": [_container(wanted)],
-        "volumes": _volumes(wanted),
+        "containers": [_container(wanted, settings)],
+        "volumes": [*_volumes(wanted), *settings.get("volumes", [])],
     }
-    runtime = agents.runtime_class_name or wanted.images.runtime_class
     optional: Body = {
-        "runtimeClassName": runtime,
         "hostNetwork": agents.host_network,
         "dnsPolicy": "ClusterFirstWithHostNet" if agents.host_network else "",
         "hostIPC": agents.host_ipc,
         "imagePullSecrets": [{"name": name} for name in wanted.images.pull_secrets],
-        "tolerations": [_toleration(entry) for entry in agents.tolerations],
-        "affinity": group.affinity(),
+        **{name: settings.get(name) for name in _POD_FIELDS},
     }
     return pod | {name: value for name, value in optional.items() if value}
 
 
-def _toleration(entry: msgspec.Struct) -> Body:
-    return {name: value for name, value in msgspec.to_builtins(entry).items() if value is not None}
-
-
 def _prepare(wanted: Wanted) -> Body:
-    """Return the container that makes the agent own its sockets' folder. The kubelet creates the folder as root."""
+    """Return the container that makes the agent own its sockets' folder. The kubelet creates the folder as root.
+
+    It runs as root on a path of the node, so that its image is the operator's and nobody else chooses it.
+    """
     return {
         "name": "own-run-directory",
-        "image": wanted.agents.image or wanted.images.image,
+        "image": wanted.images.operator_image,
         "imagePullPolicy": wanted.images.pull_policy,
         "command": ["chown", f"{_USER}:{_USER}", wanted.config.run_directory],
         "securityContext": _least_privilege()
@@ -108,30 +110,28 @@ def _least_privilege() -> Body:
     }
 
 
-def _container(wanted: Wanted) -> Body:
-    resources = wanted.agents.resources
-    given = {"requests": dict(resources.requests), "limits": dict(resources.limits)}
+def _container(wanted: Wanted, settings: Body) -> Body:
+    added = settings.get("securityContext", {}).get("capabilities", {})
     container: Body = {
         "name": names.CONTAINER,
         "image": wanted.agents.image or wanted.images.image,
         "imagePullPolicy": wanted.images.pull_policy,
-        "env": _environment(),
+        "env": [*_environment(), *settings.get("env", [])],
         "ports": _ports(wanted),
         "startupProbe": _probe("/healthz") | {"periodSeconds": 2, "failureThreshold": _START_TRIES},
         "livenessProbe": _probe("/healthz") | {"periodSeconds": 10, "timeoutSeconds": 5},
         "readinessProbe": _probe("/readyz") | {"periodSeconds": 5, "timeoutSeconds": 5},
-        "securityContext": _least_privilege(),
+        "securityContext": _least_privilege() | {"capabilities": {"drop": ["ALL"], **added}},
         "volumeMounts": [
             {"name": "config", "mountPath": _CONFIG_FOLDER, "readOnly": True},
             {"name": "keys", "mountPath": wire_names.KEYS_DIRECTORY, "readOnly": True},
             {"name": "run", "mountPath": wanted.config.run_directory},
             {"name": "shared-memory", "mountPath": "/dev/shm"},  # noqa: S108 - a volume of the pod's own
             {"name": "temporary", "mountPath": "/tmp"},  # noqa: S108 - as above
+            *settings.get("volumeMounts", []),
         ],
     }
-    return container | (
-        {"resources": {name: value for name, value in given.items() if value}} if any(given.values()) else {}
-    )
+    return container | ({"resources": settings["resources"]} if "resources" in settings else {})
 
 
 def _environment() -> list[Body]:

@@ -19,13 +19,29 @@ Body = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
+class Allowed:
+    """What the cluster's administrator allows deployments to ask for.
+
+    Attributes:
+        fields: of `spec.agents`, by name; `networkPolicy` allows to have none.
+        host_paths: each with all below it.
+    """
+
+    fields: frozenset[str] = frozenset()
+    capabilities: frozenset[str] = frozenset()
+    host_paths: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ImageChoice:
-    """The operator's defaults for agents' images."""
+    """The operator's defaults for agents' images, its own image, and what deployments may choose."""
 
     image: str
     pull_policy: str
     pull_secrets: tuple[str, ...] = ()
     runtime_class: str = ""
+    operator_image: str = "longshore-operator:0.1.0"
+    allowed: Allowed = Allowed()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,108 @@
+"""Agents' pods on a real API server: what users set is in them, and what the administrator does not allow is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from controlplane.cluster import ControlPlane
+from deployments import Deployments
+from operator_process import OperatorProcess
+
+pytestmark = pytest.mark.usefixtures("nodes")
+
+Start = Callable[..., OperatorProcess]
+ALLOW = {"allow_capabilities": "IPC_LOCK", "allow_host_paths": "/dev/infiniband"}
+AGENTS = {
+    "gpuAccess": "CDI",
+    "annotations": {"k8s.v1.cni.cncf.io/networks": "rdma-net"},
+    "labels": {"team": "inference"},
+    "env": [{"name": "UCX_NET_DEVICES", "value": "mlx5_0:1"}, {"name": "LONGSHORE_LOG_LEVEL", "value": "debug"}],
+    "priorityClassName": "system-node-critical",
+    "resources": {"requests": {"cpu": "10m"}, "limits": {"memory": "1Gi"}},
+    "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}, "seLinuxOptions": {"level": "s0:c1"}},
+    "volumes": [
+        {"name": "conf", "configMap": {"name": "topology", "optional": True}},
+        {"name": "token", "secret": {"secretName": "token", "optional": True}},
+        {"name": "scratch", "emptyDir": {}},
+        {"name": "all", "projected": {"sources": [{"configMap": {"name": "topology", "optional": True}}]}},
+        {"name": "info", "downwardAPI": {"items": [{"path": "labels", "fieldRef": {"fieldPath": "metadata.labels"}}]}},
+        {"name": "verbs", "hostPath": {"path": "/dev/infiniband"}},
+    ],
+    "volumeMounts": [{"name": "verbs", "mountPath": "/dev/infiniband"}],
+}
+
+
+@pytest.fixture
+def start(plane: ControlPlane, deployments: Deployments) -> Iterator[Start]:
+    """Starts operators that serve the test's namespace alone."""
+    running: list[OperatorProcess] = []
+
+    def begin(**settings: object) -> OperatorProcess:
+        chosen = {"namespace": deployments.namespace, "watch_namespace": deployments.namespace, **settings}
+        running.append(OperatorProcess(plane, **chosen))
+        return running[-1].__enter__()
+
+    yield begin
+    for one in running:
+        one.process.stop()
+
+
+def test_agents_run_with_the_settings_of_their_pods(deployments: Deployments, start: Start) -> None:
+    start(**ALLOW)
+    deployments.apply(agents=AGENTS)
+    deployments.wait_reason("Ready", "Ready")
+    for pod in deployments.pods():
+        metadata, spec = pod["metadata"], pod["spec"]
+        assert metadata["annotations"].items() >= AGENTS["annotations"].items()
+        assert metadata["annotations"]["cdi.k8s.io/longshore-agent"] == "nvidia.com/gpu=all"
+        assert metadata["labels"]["team"] == "inference"
+        assert spec["priorityClassName"] == "system-node-critical"
+        agent = spec["containers"][0]
+        assert {entry["name"]: entry.get("value") for entry in agent["env"]}["UCX_NET_DEVICES"] == "mlx5_0:1"
+        assert agent["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+        assert {volume["name"] for volume in AGENTS["volumes"]} <= {volume["name"] for volume in spec["volumes"]}
+        assert {"name": "verbs", "mountPath": "/dev/infiniband"} in agent["volumeMounts"]
+        assert "nvidia.com/gpu" in {entry.get("key") for entry in spec["tolerations"]}
+    # The server's own form of these fields is no drift.
+    versions = [body["metadata"]["resourceVersion"] for body in deployments.ours("ds")]
+    deployments.apply(agents=AGENTS | {"keysRevision": 1}, transfer={"chunkTokens": 4096})
+    deployments.wait_reason("Ready", "Ready")
+    generations = [body["metadata"]["generation"] for body in deployments.ours("ds")]
+    assert generations == [1, 1], versions
+
+
+ASKED = {
+    "spec.agents.image": {"image": "attacker/root:1"},
+    "spec.agents.hostNetwork": {"hostNetwork": True, "allowOpenDataPath": True},
+    "spec.agents.hostIPC": {"hostIPC": True},
+    "spec.agents.networkPolicy": {"networkPolicy": False, "allowOpenDataPath": True},
+    "spec.agents.securityContext.capabilities.add": {"securityContext": {"capabilities": {"add": ["SYS_ADMIN"]}}},
+    "spec.agents.volumes": {"volumes": [{"name": "root", "hostPath": {"path": "/"}}]},
+}
+
+
+def test_what_the_administrator_does_not_allow_is_refused_by_its_field(deployments: Deployments, start: Start) -> None:
+    one = start(allow="")
+    deployments.apply()
+    deployments.wait_reason("Ready", "Ready")
+    before = deployments.lives()
+    for path, agents in ASKED.items():
+        deployments.apply(agents=agents)
+        found = deployments.wait_reason("Compatible", "NotAllowed")
+        assert found["message"].startswith(path), found
+        assert "ask for the chart's value allow." in found["message"]
+        assert deployments.condition("Ready")["status"] == "False"
+    assert deployments.lives() == before
+    assert {pod["spec"]["containers"][0]["image"] for pod in deployments.pods()} == {"longshore-agent:0.1.0"}
+    assert [event for event in deployments.events("NotAllowed") if event["type"] == "Warning"]
+    one.process.stop()
+    start()
+    deployments.apply(agents=ASKED["spec.agents.image"])
+    deployments.wait_reason("Compatible", "PlanMade")
+
+    def images() -> set[str]:
+        pods = deployments.pods()
+        return {container["image"] for pod in pods for container in pod["spec"]["initContainers"]}
+
+    assert images() == {"longshore-operator:0.1.0"}

@@ -1,0 +1,174 @@
+"""Merges the settings of pods for each group of nodes, and finds those that may not be. Pure.
+
+Called by `render.agents` and `decide`. The API server checks the values, when it takes the DaemonSet.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from typing import Any
+
+from longshore_operator import names
+from longshore_operator.render.groups import Group, groups
+from longshore_operator.render.wanted import Allowed
+from longshore_wire import names as wire_names
+from longshore_wire.manifest import Spec
+from longshore_wire.pod_settings import AGENT_VARIABLES, LIBRARY_PREFIXES, GpuAccess, PodSettings
+
+Body = dict[str, Any]
+# Volumes and folders of the agent's container that are the operator's.
+_OWN_VOLUMES = ("config", "keys", "run", "shared-memory", "temporary")
+_OWN_FOLDERS = ("/etc/longshore", wire_names.RUN_DIRECTORY, "/dev/shm", "/tmp")  # noqa: S108 - volumes of the pod
+_GPU_TAINT = "nvidia.com/gpu"
+_CDI_ANNOTATION = "cdi.k8s.io/longshore-agent"
+_EVERY_GPU = {
+    GpuAccess.RUNTIME.value: {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"},
+    # The image asks the runtime for all GPUs. With CDI this would give them twice.
+    GpuAccess.CDI.value: {"NVIDIA_VISIBLE_DEVICES": "void"},
+}
+
+
+def merged(spec: Spec, group: Group, runtime_class: str) -> Body:
+    """Return the settings of a group's pods: those of all agents, overridden by those of its roles.
+
+    Args:
+        runtime_class: the operator's default.
+    """
+    found = spec.agents.as_pods_have_it()
+    for role in group.role_names:
+        found = _merge(found, _of(spec, role).as_pods_have_it())
+    found.setdefault("runtimeClassName", runtime_class)
+    access = found.pop("gpuAccess", None)
+    if access is not None:
+        given = [{"name": name, "value": value} for name, value in _EVERY_GPU[access].items()]
+        found["env"] = _merge(given, found.get("env", []))
+    if access == GpuAccess.RUNTIME.value:
+        found["runtimeClassName"] = found["runtimeClassName"] or "nvidia"
+    if access == GpuAccess.CDI.value:
+        found["annotations"] = {_CDI_ANNOTATION: "nvidia.com/gpu=all"} | found.get("annotations", {})
+    tolerations = found.get("tolerations", [])
+    if (access or _asks_for_gpus(found)) and not any(
+        entry.get("key", _GPU_TAINT) == _GPU_TAINT for entry in tolerations
+    ):
+        found["tolerations"] = [*tolerations, {"key": _GPU_TAINT, "operator": "Exists", "effect": "NoSchedule"}]
+    return found
+
+
+def _asks_for_gpus(settings: Body) -> bool:
+    resources = settings.get("resources", {})
+    asked = {*resources.get("requests", {}), *resources.get("limits", {})}
+    return bool(settings["runtimeClassName"]) or any(name.startswith(_GPU_TAINT) for name in asked)
+
+
+def _of(spec: Spec, role: str) -> PodSettings:
+    return spec.prefill.agents if role == names.PREFILL else spec.decode.agents
+
+
+def _merge(value: Any, other: Any) -> Any:
+    """Return `value` overridden by `other`. Entries of lists are told apart by name or mount path, if they have one."""
+    if isinstance(value, dict) and isinstance(other, dict):
+        return value | {key: _merge(value[key], entry) if key in value else entry for key, entry in other.items()}
+    if isinstance(value, list) and isinstance(other, list):
+        return list({_key(entry): entry for entry in [*value, *other]}.values())
+    return other
+
+
+def _key(entry: Any) -> str:
+    if not isinstance(entry, dict):
+        return str(entry)
+    return str(entry.get("mountPath") or entry.get("name") or sorted(entry.items()))
+
+
+def faults(spec: Spec) -> list[str]:
+    """Return what the pods' settings may not say, each fault with its path."""
+    found = []
+    for path, settings in _sections(spec):
+        found += [f"{path}.env: {fault}" for entry in settings.env if (fault := _variable_fault(entry.name))]
+        for field, keys in (("labels", settings.labels), ("annotations", settings.annotations)):
+            reserved = [key for key in keys if _is_reserved(key)]
+            found += [f"{path}.{field}: {key} is set by the operator: leave it out" for key in reserved]
+        taken = [volume.name for volume in settings.volumes if volume.name in _OWN_VOLUMES]
+        found += [f"{path}.volumes: the agent has a volume {name}: choose another name" for name in taken]
+        hidden = [mount.mount_path for mount in settings.volume_mounts if _hides_own(mount.mount_path)]
+        found += [
+            f"{path}.volumeMounts: {folder} would hide a folder of the agent: mount elsewhere" for folder in hidden
+        ]
+    if any(group.roles == names.BOTH for group in groups(spec)):
+        prefill, decode = (_of(spec, role).as_pods_have_it() for role in (names.PREFILL, names.DECODE))
+        found += [
+            f"spec.prefill.agents.{path} and spec.decode.agents.{path} differ, and a node of both roles has one agent: "
+            "make them equal, or choose selectors that pick no common node"
+            for path in _conflicts(prefill, decode, "")
+        ]
+    return found
+
+
+def not_allowed(spec: Spec, allowed: Allowed) -> list[str]:
+    """Return what the deployment asks for although the cluster's administrator does not allow it."""
+    agents = spec.agents
+    asked = {
+        "image": (agents.image is not None, "image"),
+        "hostNetwork": (agents.host_network, "hostNetwork"),
+        "hostIPC": (agents.host_ipc, "hostIPC"),
+        "networkPolicy": (not agents.network_policy, "noNetworkPolicy"),
+    }
+    found = [
+        f"spec.agents.{field}: {_refusal(value)}"
+        for field, (is_asked, value) in asked.items()
+        if is_asked and field not in allowed.fields
+    ]
+    for path, settings in _sections(spec):
+        more = sorted(set(settings.security_context.capabilities.add) - allowed.capabilities)
+        found += [f"{path}.securityContext.capabilities.add: {name}: {_refusal('capabilities')}" for name in more]
+        paths = [str(volume.host_path.get("path")) for volume in settings.volumes if volume.host_path is not None]
+        found += [
+            f"{path}.volumes: hostPath {entry}: {_refusal('hostPaths')}"
+            for entry in paths
+            if not any(entry == root or entry.startswith(f"{root.rstrip('/')}/") for root in allowed.host_paths)
+        ]
+    return found
+
+
+def _refusal(value: str) -> str:
+    return f"the cluster's administrator does not allow it: leave it out, or ask for the chart's value allow.{value}"
+
+
+def _sections(spec: Spec) -> tuple[tuple[str, PodSettings], ...]:
+    common = ("spec.agents", spec.agents)
+    return (common, ("spec.prefill.agents", spec.prefill.agents), ("spec.decode.agents", spec.decode.agents))
+
+
+def _variable_fault(name: str) -> str:
+    if name in AGENT_VARIABLES or name.startswith(LIBRARY_PREFIXES):
+        return ""
+    if not name.startswith(wire_names.ENVIRONMENT_PREFIX):
+        return f"{name} is passed on to no agent: names begin with {', '.join(LIBRARY_PREFIXES)} or are a setting of the agent"
+    nearest = difflib.get_close_matches(name, AGENT_VARIABLES, n=1, cutoff=0.0)[0]
+    return (
+        f"{name} is no setting of the agent, or a field of the spec or the operator sets it; the nearest is {nearest}"
+    )
+
+
+def _is_reserved(key: str) -> bool:
+    return key.partition("/")[0] == wire_names.API_GROUP or key in names.labels("")
+
+
+def _hides_own(path: str) -> bool:
+    folder = path.rstrip("/")
+    return any(
+        folder == own or own.startswith(f"{folder}/") or (own.startswith("/etc") and folder.startswith(f"{own}/"))
+        for own in _OWN_FOLDERS
+    )
+
+
+def _conflicts(one: Any, other: Any, path: str) -> Iterator[str]:
+    """Yield the paths at which two settings give different values."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in sorted(one.keys() & other.keys()):
+            yield from _conflicts(one[key], other[key], f"{path}.{key}" if path else key)
+    elif isinstance(one, list) and isinstance(other, list):
+        entries = {_key(entry): entry for entry in one}
+        yield from (f"{path}[{_key(entry)}]" for entry in other if entries.get(_key(entry), entry) != entry)
+    elif one != other:
+        yield path

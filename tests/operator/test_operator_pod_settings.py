@@ -1,0 +1,269 @@
+"""The settings of agents' pods: passed on where Kubernetes has them, overridden by role, checked, and allowed or not."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from operator_scene import IMAGES, Scene
+
+from longshore_agent.settings import Role, Settings, variable
+from longshore_operator import kinds, names
+from longshore_operator.render.wanted import Allowed
+from longshore_wire.pod_settings import AGENT_VARIABLES
+
+Body = dict[str, Any]
+PREFILL = {"tensorParallel": 4, "pageSize": 64, "nodeSelector": {"role": "prefill"}}
+DECODE = {"tensorParallel": 1, "pageSize": 64, "nodeSelector": {"role": "decode"}}
+
+
+def templates(**spec: Any) -> dict[str, Body]:
+    """The pod templates by the roles of their nodes."""
+    found = [body for kind, body in Scene(**spec).decide().apply if kind is kinds.DAEMON_SET]
+    return {body["metadata"]["labels"][names.ROLES_LABEL]: body["spec"]["template"] for body in found}
+
+
+def pod(**agents: Any) -> Body:
+    spec: Body = templates(agents=agents)["decode"]["spec"]
+    return spec
+
+
+def container(**agents: Any) -> Body:
+    return dict(pod(**agents)["containers"][0])
+
+
+def fault(**spec: Any) -> str:
+    scene = Scene(**spec)
+    assert scene.reasons()["Compatible"] == "InvalidSpec"
+    assert scene.decide().apply == ()
+    return scene.message("Compatible")
+
+
+VOLUMES = [
+    {"name": "conf", "configMap": {"name": "topology"}},
+    {"name": "secret", "secret": {"secretName": "token"}},
+    {"name": "scratch", "emptyDir": {}},
+    {"name": "all", "projected": {"sources": [{"configMap": {"name": "topology"}}]}},
+    {"name": "info", "downwardAPI": {"items": [{"path": "labels", "fieldRef": {"fieldPath": "metadata.labels"}}]}},
+    {"name": "driver", "csi": {"driver": "csi.example.com", "volumeAttributes": {"a": "b"}}},
+    {"name": "verbs", "hostPath": {"path": "/dev/infiniband"}},
+]
+MOUNTS = [
+    {"name": entry["name"], "mountPath": f"/mnt/{entry['name']}", "subPath": "a", "readOnly": True} for entry in VOLUMES
+]
+
+
+def test_fields_of_pods_are_where_kubernetes_has_them() -> None:
+    claims = [{"name": "gpu", "resourceClaimTemplateName": "all-gpus"}, {"name": "nic", "resourceClaimName": "nics"}]
+    agents = {
+        "annotations": {"k8s.v1.cni.cncf.io/networks": "rdma-net"},
+        "labels": {"team": "inference"},
+        "env": [{"name": "UCX_NET_DEVICES", "value": "mlx5_0:1"}, {"name": "LONGSHORE_LOG_LEVEL", "value": "debug"}],
+        "priorityClassName": "system-node-critical",
+        "resources": {
+            "requests": {"memory": "1Gi"},
+            "limits": {"rdma/hca": 1, "memory": "2Gi"},
+            "claims": [{"name": "gpu"}, {"name": "nic", "request": "r"}],
+        },
+        "resourceClaims": claims,
+        "securityContext": {
+            "capabilities": {"add": ["IPC_LOCK"]},
+            "seLinuxOptions": {"type": "container_t", "level": "s0:c1"},
+        },
+        "volumes": VOLUMES,
+        "volumeMounts": MOUNTS,
+    }
+    for template in templates(agents=agents).values():
+        metadata, spec = template["metadata"], template["spec"]
+        assert metadata["annotations"]["k8s.v1.cni.cncf.io/networks"] == "rdma-net"
+        assert metadata["annotations"][names.CONFIG_ANNOTATION]
+        assert metadata["labels"]["team"] == "inference"
+        assert spec["priorityClassName"] == "system-node-critical"
+        assert spec["resourceClaims"] == claims
+        assert spec["securityContext"]["seLinuxOptions"] == {"type": "container_t", "level": "s0:c1"}
+        assert spec["volumes"][-len(VOLUMES) :] == VOLUMES
+        agent = spec["containers"][0]
+        assert agent["env"][-2:] == agents["env"]
+        assert agent["resources"] == agents["resources"]
+        assert agent["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+        assert agent["volumeMounts"][-len(MOUNTS) :] == MOUNTS
+        assert not {"volumes", "env"} & spec["initContainers"][0].keys()
+
+
+def test_a_role_overrides_the_settings_of_all_agents_entry_by_entry() -> None:
+    common = {
+        "env": [{"name": "UCX_TLS", "value": "all"}, {"name": "UCX_LOG_LEVEL", "value": "warn"}],
+        "labels": {"team": "a", "tier": "kv"},
+        "runtimeClassName": "nvidia",
+        "resources": {"limits": {"memory": "1Gi"}},
+    }
+    own = {
+        "env": [{"name": "UCX_TLS", "value": "rc"}],
+        "labels": {"team": "b"},
+        "runtimeClassName": "other",
+        "resources": {"limits": {"rdma/hca": 1}},
+    }
+    found = templates(agents=common, prefill=PREFILL | {"agents": own})
+
+    def seen(role: str) -> tuple[Any, ...]:
+        agent = found[role]["spec"]["containers"][0]
+        values = {entry["name"]: entry.get("value") for entry in agent["env"]}
+        labels = found[role]["metadata"]["labels"]
+        shown = (values["UCX_TLS"], values["UCX_LOG_LEVEL"], labels["team"], labels["tier"])
+        return *shown, found[role]["spec"]["runtimeClassName"], agent["resources"]["limits"]
+
+    assert seen("prefill") == ("rc", "warn", "b", "kv", "other", {"memory": "1Gi", "rdma/hca": 1})
+    assert seen("decode") == ("all", "warn", "a", "kv", "nvidia", {"memory": "1Gi"})
+    # An edit for one role leaves the other's pods as they are.
+    assert templates(agents=common)["decode"] == found["decode"]
+
+
+def test_overrides_that_contradict_each_other_are_refused_where_nodes_may_have_both_roles() -> None:
+    tls = [[{"name": "UCX_TLS", "value": value}] for value in ("rc", "tcp")]
+    one, other = ({"env": env, "priorityClassName": env[0]["value"]} for env in tls)
+    assert set(templates(prefill=PREFILL | {"agents": one}, decode=DECODE | {"agents": other})) == {"prefill", "decode"}
+    near = {"nodeSelector": {"zone": "a"}}
+    message = fault(prefill=PREFILL | near | {"agents": one}, decode=DECODE | near | {"agents": other})
+    assert "spec.prefill.agents.env[UCX_TLS] and spec.decode.agents.env[UCX_TLS] differ" in message
+    assert "agents.priorityClassName" in message
+    both = templates(prefill=PREFILL | near | {"agents": one}, decode=DECODE | near | {"agents": one})["both"]
+    assert both["spec"]["priorityClassName"] == "rc"
+
+
+FAULTS = {
+    "no such setting": ({"env": [{"name": "LONGSHORE_LOG_LEVLE"}]}, "the nearest is LONGSHORE_LOG_LEVEL"),
+    "a setting of a field": ({"env": [{"name": "LONGSHORE_BACKEND"}]}, "a field of the spec or the operator sets it"),
+    "a setting of the operator": ({"env": [{"name": "LONGSHORE_BIND_HOST"}]}, "or the operator sets it"),
+    "a variable of no library": ({"env": [{"name": "LD_PRELOAD"}]}, "LD_PRELOAD is passed on to no agent"),
+    "our annotation": ({"annotations": {"longshore.dev/config": "x"}}, "longshore.dev/config is set by the operator"),
+    "our label": ({"labels": {"app.kubernetes.io/name": "x"}}, "app.kubernetes.io/name is set by the operator"),
+    "our volume": ({"volumes": [{"name": "keys", "emptyDir": {}}]}, "the agent has a volume keys"),
+    "our folder": ({"volumeMounts": [{"name": "a", "mountPath": "/etc/longshore/keys"}]}, "would hide a folder"),
+    "a folder above ours": ({"volumeMounts": [{"name": "a", "mountPath": "/run"}]}, "would hide a folder"),
+}
+
+
+@pytest.mark.parametrize(("agents", "message"), FAULTS.values(), ids=list(FAULTS))
+@pytest.mark.parametrize("section", ["agents", "prefill.agents", "decode.agents"])
+def test_a_setting_that_would_break_agents_is_refused_by_its_field(section: str, agents: Body, message: str) -> None:
+    spec = {
+        "agents": {"agents": agents},
+        "prefill.agents": {"prefill": PREFILL | {"agents": agents}},
+        "decode.agents": {"decode": DECODE | {"agents": agents}},
+    }[section]
+    said = fault(**spec)
+    assert message in said
+    assert f"spec.{section}.{next(iter(agents))}" in said
+
+
+def test_the_variables_of_agents_are_the_settings_that_nothing_else_sets() -> None:
+    ours = {entry["name"] for entry in container()["env"]}
+    # The server of the pages is what the Service, the probes and the operator reach.
+    page = {"LONGSHORE_HTTP_TOKEN_FILE", "LONGSHORE_HTTP_CERTIFICATE_FILE", "LONGSHORE_HTTP_KEY_FILE"}
+    free = {
+        variable(row.name)
+        for row in dataclasses.fields(Settings)
+        if not row.metadata["file"] and row.metadata["role"] is not Role.TEST
+    }
+    assert set(AGENT_VARIABLES) == free - ours - page
+    assert list(AGENT_VARIABLES) == sorted(AGENT_VARIABLES)
+
+
+# -- GPUs ----------------------------------------------------------------------------------------------------------
+
+
+def variables(**agents: Any) -> Body:
+    return {entry["name"]: entry.get("value") for entry in container(**agents)["env"]}
+
+
+def test_agents_see_all_gpus_by_the_nvidia_runtime() -> None:
+    found = pod(gpuAccess="Runtime")
+    assert found["runtimeClassName"] == "nvidia"
+    assert variables(gpuAccess="Runtime")["NVIDIA_VISIBLE_DEVICES"] == "all"
+    assert variables(gpuAccess="Runtime")["NVIDIA_DRIVER_CAPABILITIES"] == "compute,utility"
+    assert pod(gpuAccess="Runtime", runtimeClassName="nv2")["runtimeClassName"] == "nv2"
+    narrower = [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "0,1"}]
+    assert variables(gpuAccess="Runtime", env=narrower)["NVIDIA_VISIBLE_DEVICES"] == "0,1"
+
+
+def test_agents_see_all_gpus_by_cdi() -> None:
+    template = templates(agents={"gpuAccess": "CDI"})["decode"]
+    assert template["metadata"]["annotations"]["cdi.k8s.io/longshore-agent"] == "nvidia.com/gpu=all"
+    assert "runtimeClassName" not in template["spec"]
+    assert variables(gpuAccess="CDI")["NVIDIA_VISIBLE_DEVICES"] == "void"
+
+
+@pytest.mark.parametrize(
+    "agents",
+    [
+        {"gpuAccess": "Runtime"},
+        {"gpuAccess": "CDI"},
+        {"runtimeClassName": "nvidia"},
+        {"resources": {"limits": {"nvidia.com/gpu": 1}}},
+        {"gpuAccess": "CDI", "tolerations": [{"key": "team", "operator": "Exists"}]},
+    ],
+    ids=str,
+)
+def test_agents_with_gpus_tolerate_the_taint_of_gpu_nodes(agents: Body) -> None:
+    assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod(**agents)["tolerations"]
+
+
+@pytest.mark.parametrize("own", [{"operator": "Exists"}, {"key": "nvidia.com/gpu", "value": "h100"}], ids=str)
+def test_an_own_toleration_of_that_taint_stands(own: Body) -> None:
+    assert pod(gpuAccess="CDI", tolerations=[own])["tolerations"] == [own]
+
+
+# -- what the administrator allows -----------------------------------------------------------------------------------
+
+HOST_PATH = [{"name": "x", "hostPath": {"path": "/dev/infiniband"}}]
+ASKED: dict[str, tuple[Body, Allowed, str]] = {
+    "image": ({"image": "other:2"}, Allowed(frozenset({"image"})), "spec.agents.image"),
+    "hostNetwork": (
+        {"hostNetwork": True, "allowOpenDataPath": True},
+        Allowed(frozenset({"hostNetwork"})),
+        "spec.agents.hostNetwork",
+    ),
+    "hostIPC": ({"hostIPC": True}, Allowed(frozenset({"hostIPC"})), "spec.agents.hostIPC"),
+    "noNetworkPolicy": (
+        {"networkPolicy": False, "allowOpenDataPath": True},
+        Allowed(frozenset({"networkPolicy"})),
+        "spec.agents.networkPolicy",
+    ),
+    "capabilities": (
+        {"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}},
+        Allowed(capabilities=frozenset({"IPC_LOCK"})),
+        "spec.agents.securityContext.capabilities.add: IPC_LOCK",
+    ),
+    "hostPaths": (
+        {"volumes": HOST_PATH},
+        Allowed(host_paths=("/dev",)),
+        "spec.agents.volumes: hostPath /dev/infiniband",
+    ),
+}
+
+
+@pytest.mark.parametrize("value", ASKED)
+def test_only_the_administrator_allows_a_part_of_the_node(value: str) -> None:
+    agents, allowed, path = ASKED[value]
+    strict, open_ = (dataclasses.replace(IMAGES, allowed=entry) for entry in (Allowed(), allowed))
+    scene = Scene(agents=agents)
+    decision = scene.decide(strict)
+    assert decision.apply == decision.delete == ()
+    assert scene.reasons(images=strict)["Compatible"] == "NotAllowed"
+    message = scene.message("Compatible", images=strict)
+    assert message.startswith(path)
+    assert message.endswith(f"ask for the chart's value allow.{value}")
+    assert scene.reasons(images=open_)["Compatible"] == "PlanMade"
+
+
+def test_a_path_that_only_begins_alike_is_not_allowed() -> None:
+    volumes = [{"name": "x", "hostPath": {"path": "/dev/infinibandage"}}]
+    scene = Scene(agents={"volumes": volumes})
+    assert scene.reasons()["Compatible"] == "NotAllowed"
+
+
+def test_the_container_that_is_root_is_of_the_operators_image() -> None:
+    found = pod(image="other:2")
+    assert found["containers"][0]["image"] == "other:2"
+    assert found["initContainers"][0]["image"] == "operator:1"

@@ -1,0 +1,182 @@
+"""The fields of agents' pods that a manifest may set, with the names that Kubernetes gives them. Read by `manifest`.
+
+Types only: the API server checks values, and the operator which of them it passes on. `longshore up` ignores them.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+# Variables of libraries that agents load, and of the NVIDIA runtime.
+LIBRARY_PREFIXES = ("MC_", "NCCL_", "NIXL_", "NVIDIA_", "UCX_")
+# The agent's settings that no field and no part of the operator sets. A test compares them with the agent's table.
+AGENT_VARIABLES = (
+    "LONGSHORE_CROSSOVER_FILE",
+    "LONGSHORE_DIRECT",
+    "LONGSHORE_ENDED_ROOMS_MAX",
+    "LONGSHORE_GPU_GRANT_WINDOW",
+    "LONGSHORE_GPU_SLAB_BYTES_MIN",
+    "LONGSHORE_GPU_STAGING_MEMORY",
+    "LONGSHORE_GRANT_WINDOW",
+    "LONGSHORE_HEARTBEAT_S",
+    "LONGSHORE_LEASE_S",
+    "LONGSHORE_LOG_LEVEL",
+    "LONGSHORE_PEER_TIMEOUT_S",
+    "LONGSHORE_PROCESS_WORKERS_MAX",
+    "LONGSHORE_QUARANTINE_PERCENT",
+    "LONGSHORE_RESTART_BACKOFF_MAX_S",
+    "LONGSHORE_RESTART_BACKOFF_MIN_S",
+    "LONGSHORE_RETRY_MS",
+    "LONGSHORE_RING_EXTENT_BYTES",
+    "LONGSHORE_RING_SHARE_DIVISOR",
+    "LONGSHORE_ROOMS_MAX",
+    "LONGSHORE_ROOM_TIMEOUT_S",
+    "LONGSHORE_SCATTER_THREADS",
+    "LONGSHORE_SELF_TEST_BYTES",
+    "LONGSHORE_SLAB_BYTES_MIN",
+    "LONGSHORE_SLICES_BATCH",
+    "LONGSHORE_SPANS_MAX",
+    "LONGSHORE_START_LIMIT_S",
+    "LONGSHORE_TRAILER_DEADLINE_MS",
+    "LONGSHORE_USER_WORKERS_MAX",
+    "LONGSHORE_WRITE_TIMEOUT_S",
+)
+# A volume's source, as a pod has it. The API server checks it when the DaemonSet is applied.
+Source = dict[str, Any]
+
+
+class Toleration(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+    """A taint that agents tolerate; fields that are None are omitted."""
+
+    key: str | None = None
+    operator: str | None = None
+    value: str | None = None
+    effect: str | None = None
+    toleration_seconds: int | None = None
+
+
+class Variable(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+    """An environment variable of the agent."""
+
+    name: str
+    value: str = ""
+
+
+class ClaimUse(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+    """A resource claim of the pod that the agent's container uses, or one request of it."""
+
+    name: str
+    request: str | None = None
+
+
+class Resources(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """Compute resources of an agent's container."""
+
+    requests: dict[str, str | int] = msgspec.field(default_factory=dict)
+    limits: dict[str, str | int] = msgspec.field(default_factory=dict)
+    claims: tuple[ClaimUse, ...] = ()
+
+
+class ResourceClaim(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+    """A claim of dynamic resource allocation."""
+
+    name: str
+    resource_claim_name: str | None = None
+    resource_claim_template_name: str | None = None
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """Linux capabilities of the agent's container."""
+
+    add: tuple[str, ...] = ()
+
+
+class SELinuxOptions(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """The SELinux context of the pod; fields that are None are omitted."""
+
+    level: str | None = None
+    type: str | None = None
+
+
+class SecurityContext(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """Parts of the security context that may differ from the least privilege."""
+
+    capabilities: Capabilities = Capabilities()
+    se_linux_options: SELinuxOptions = SELinuxOptions()
+
+
+class Volume(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+    """A volume with one source."""
+
+    name: str
+    config_map: Source | None = None
+    secret: Source | None = None
+    empty_dir: Source | None = None
+    projected: Source | None = None
+    downward_api: Source | None = msgspec.field(default=None, name="downwardAPI")
+    csi: Source | None = None
+    host_path: Source | None = None
+
+
+class VolumeMount(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+    """Where the agent's container sees a volume."""
+
+    name: str
+    mount_path: str
+    sub_path: str | None = None
+    read_only: bool | None = None
+
+
+class GpuAccess(Enum):
+    """How agents see the GPUs of their node, of which they ask the kubelet for none."""
+
+    RUNTIME = "Runtime"
+    CDI = "CDI"
+
+
+class PodSettings(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """Settings of pods: of all agents, or of those on the nodes of one role."""
+
+    gpu_access: GpuAccess | None = None
+    annotations: dict[str, str] = msgspec.field(default_factory=dict)
+    labels: dict[str, str] = msgspec.field(default_factory=dict)
+    env: tuple[Variable, ...] = ()
+    runtime_class_name: str | None = None
+    priority_class_name: str | None = None
+    tolerations: tuple[Toleration, ...] = ()
+    resources: Resources = Resources()
+    resource_claims: tuple[ResourceClaim, ...] = ()
+    security_context: SecurityContext = SecurityContext()
+    volumes: tuple[Volume, ...] = ()
+    volume_mounts: tuple[VolumeMount, ...] = ()
+
+    def as_pods_have_it(self) -> dict[str, Any]:
+        """Return the fields that are set, as a pod has them."""
+        plain = _plain({name: getattr(self, field) for name, field in _FIELDS.items()})
+        for name in ("resources", "securityContext"):
+            plain[name] = _without_empty(plain[name])
+        return {name: value for name, value in plain.items() if value}
+
+
+_FIELDS = {field.encode_name: field.name for field in msgspec.structs.fields(PodSettings)}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it, without fields that are None."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    entries = value if isinstance(value, dict) else msgspec.to_builtins(value)
+    if not isinstance(entries, dict):
+        return entries
+    return {key: _plain(entry) for key, entry in entries.items() if entry is not None}
+
+
+def _without_empty(value: Any) -> Any:
+    """Return a structure without empty lists and structures. An empty volume source is a source, so none comes here."""
+    if not isinstance(value, dict):
+        return value
+    found = {key: _without_empty(entry) for key, entry in value.items()}
+    return {key: entry for key, entry in found.items() if entry not in ({}, [])}
