@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from controlplane.cluster import ControlPlane
-from deployments import Deployments
+from deployments import Deployments, to_text
 from operator_process import OperatorProcess
 
 pytestmark = pytest.mark.usefixtures("nodes")
@@ -70,6 +70,21 @@ def test_agents_run_with_the_settings_of_their_pods(deployments: Deployments, st
     deployments.wait_reason("Ready", "Ready")
     generations = [body["metadata"]["generation"] for body in deployments.ours("ds")]
     assert generations == [1, 1], versions
+
+
+def test_pods_can_be_guaranteed_and_pass_a_quota_of_memory(deployments: Deployments, start: Start) -> None:
+    names = ("requests.memory", "limits.memory", "requests.cpu", "limits.cpu")
+    quota = {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "all", "namespace": deployments.namespace},
+        "spec": {"hard": dict.fromkeys(names, "1000Gi")},
+    }
+    deployments.plane.kubectl("create", "-f", "-", stdin=to_text(quota))
+    start()
+    deployments.apply(agents={"guaranteed": True, "resources": {"limits": {"cpu": 2}}})
+    deployments.wait_reason("Ready", "Ready")
+    assert {pod["status"]["qosClass"] for pod in deployments.pods()} == {"Guaranteed"}
 
 
 ASKED = {

@@ -185,8 +185,8 @@ PODS = [
         "agents.resources",
         {"requests": {"cpu": 2}, "limits": {"nvidia.com/gpu": 1}},
         lambda spec: container(spec).get("resources"),
-        None,
-        {"requests": {"cpu": 2}, "limits": {"nvidia.com/gpu": 1}},
+        {"requests": {"memory": "4608Mi"}},
+        {"requests": {"cpu": 2, "memory": "2304Mi"}, "limits": {"nvidia.com/gpu": 1}},
     ),
 ]
 

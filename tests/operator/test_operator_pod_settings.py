@@ -214,6 +214,56 @@ def test_an_own_toleration_of_that_taint_stands(own: Body) -> None:
     assert pod(gpuAccess="CDI", tolerations=[own])["tolerations"] == [own]
 
 
+# -- memory --------------------------------------------------------------------------------------------------------
+
+
+def memory(role: str = "decode", **spec: Any) -> Body:
+    return dict(templates(**spec)[role]["spec"]["containers"][0]["resources"])
+
+
+def test_agents_request_the_memory_of_their_nodes_staging() -> None:
+    # 256Mi of the agent, and for each of 4 ranks 256Mi of its worker and 4 lanes of 64Mi.
+    assert memory("prefill") == {"requests": {"memory": "2304Mi"}}
+    assert memory("prefill", prefill=PREFILL | {"staging": {"lanes": 8}}) == {"requests": {"memory": "3328Mi"}}
+    # One rank with a ring of 4Gi.
+    assert memory() == {"requests": {"memory": "4608Mi"}}
+    near = {"nodeSelector": {"zone": "a"}}
+    assert memory("both", prefill=PREFILL | near, decode=DECODE | near) == {"requests": {"memory": "6656Mi"}}
+
+
+def test_staging_on_gpus_is_no_memory_of_the_node() -> None:
+    assert memory(agents={"gpuAccess": "CDI"}) == {"requests": {"memory": "2304Mi"}}
+
+
+def test_the_ranks_of_a_node_limit_its_agents_memory() -> None:
+    eight = {"memory": "35072Mi"}
+    assert memory(decode=DECODE | {"ranksPerNode": 8}) == {"requests": eight, "limits": eight}
+
+
+@pytest.mark.parametrize("given", [{"requests": {"memory": "1Gi"}}, {"limits": {"memory": "1Gi"}}], ids=str)
+def test_given_memory_stands(given: Body) -> None:
+    assert memory(decode=DECODE | {"ranksPerNode": 8}, agents={"resources": given}) == given
+
+
+def test_one_field_makes_pods_guaranteed() -> None:
+    resources = {"requests": {"cpu": 2}, "limits": {"rdma/hca": 1}}
+    found = pod(guaranteed=True, resources=resources)
+    both = {"cpu": 2, "memory": "4608Mi", "rdma/hca": 1}
+    assert found["containers"][0]["resources"] == {"requests": both, "limits": both}
+    (init,) = found["initContainers"]
+    assert init["resources"]["requests"] == init["resources"]["limits"] and "cpu" in init["resources"]["limits"]
+    assert "give resources.limits.cpu" in fault(agents={"guaranteed": True})
+
+
+def test_shared_memory_has_a_limit() -> None:
+    def size(role: str) -> str:
+        volumes = templates()[role]["spec"]["volumes"]
+        (found,) = (entry["emptyDir"]["sizeLimit"] for entry in volumes if entry["name"] == "shared-memory")
+        return str(found)
+
+    assert (size("prefill"), size("decode")) == ("512Mi", "320Mi")
+
+
 # -- what the administrator allows -----------------------------------------------------------------------------------
 
 HOST_PATH = [{"name": "x", "hostPath": {"path": "/dev/infiniband"}}]

@@ -233,37 +233,17 @@ _POD_SETTINGS: Shown = {
     ),
     **dict.fromkeys(
         (
-            "annotations",
-            "labels",
-            "env.name",
-            "env.value",
-            "priorityClassName",
-            "resources.limits",
-            "resources.requests",
-            "resources.claims.name",
-            "resources.claims.request",
-            "resourceClaims.name",
-            "resourceClaims.resourceClaimName",
-            "resourceClaims.resourceClaimTemplateName",
-            "securityContext.capabilities.add",
-            "securityContext.seLinuxOptions.level",
-            "securityContext.seLinuxOptions.type",
-            "volumes.name",
-            "volumes.configMap",
-            "volumes.secret",
-            "volumes.emptyDir",
-            "volumes.projected",
-            "volumes.downwardAPI",
-            "volumes.csi",
-            "volumes.hostPath",
-            "volumeMounts.name",
-            "volumeMounts.mountPath",
-            "volumeMounts.readOnly",
-            "volumeMounts.subPath",
-        ),
+            "annotations labels env.name env.value priorityClassName resources.limits resources.requests "
+            "resources.claims.name resources.claims.request resourceClaims.name resourceClaims.resourceClaimName "
+            "resourceClaims.resourceClaimTemplateName securityContext.capabilities.add "
+            "securityContext.seLinuxOptions.level securityContext.seLinuxOptions.type volumes.name "
+            "volumes.configMap volumes.secret volumes.emptyDir volumes.projected volumes.downwardAPI volumes.csi "
+            "volumes.hostPath volumeMounts.name volumeMounts.mountPath volumeMounts.readOnly volumeMounts.subPath"
+        ).split(),
         _PASSED_ON,
     ),
     "runtimeClassName": (_OVERRIDE,),
+    "guaranteed": (f"{_PODS}::test_one_field_makes_pods_guaranteed",),
     **{f"tolerations.{name}": _TOLERATED for name in ("key", "operator", "value", "effect", "tolerationSeconds")},
 }
 _EXPECTED = (f"{_FIELDS}::test_expected_instances_are_counted_and_missed",)
@@ -286,6 +266,7 @@ def _role(name: str) -> Shown:
         f"{name}.pageSize": _LAYOUT,
         f"{name}.pageOrder": _LAYOUT,
         f"{name}.nodeSelector": _SELECTED,
+        f"{name}.ranksPerNode": (f"{_PODS}::test_the_ranks_of_a_node_limit_its_agents_memory",),
     }
 
 

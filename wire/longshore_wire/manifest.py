@@ -33,10 +33,15 @@ _DEFAULT_NAMESPACE = "default"
 _TOP_LEVEL = ("apiVersion", "kind", "metadata", "spec", "status")
 
 
+# Ranks on one node, for the memory of their agent; None for as many as tensor parallelism has.
+Ranks = Annotated[int, msgspec.Meta(ge=1, le=1024)]
+
+
 class PrefillSpec(Prefill, frozen=True, kw_only=True, rename="camel"):
     """Prefill's engines, the nodes that they run on, and settings of the agents' pods there."""
 
     node_selector: dict[str, str] = msgspec.field(default_factory=dict)
+    ranks_per_node: Ranks | None = None
     agents: PodSettings = PodSettings()
 
 
@@ -44,6 +49,7 @@ class DecodeSpec(Decode, frozen=True, kw_only=True, rename="camel"):
     """Decode's engines, the nodes that they run on, and settings of the agents' pods there."""
 
     node_selector: dict[str, str] = msgspec.field(default_factory=dict)
+    ranks_per_node: Ranks | None = None
     agents: PodSettings = PodSettings()
 
 

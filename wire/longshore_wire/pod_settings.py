@@ -148,6 +148,7 @@ class PodSettings(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     priority_class_name: str | None = None
     tolerations: tuple[Toleration, ...] = ()
     resources: Resources = Resources()
+    guaranteed: bool | None = None
     resource_claims: tuple[ResourceClaim, ...] = ()
     security_context: SecurityContext = SecurityContext()
     volumes: tuple[Volume, ...] = ()

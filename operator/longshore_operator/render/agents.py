@@ -5,6 +5,7 @@ from __future__ import annotations
 from longshore_operator import kinds, names
 from longshore_operator.render.config import config_digest
 from longshore_operator.render.groups import Group
+from longshore_operator.render.memory import INIT_RESOURCES, resources, shared_memory_limit
 from longshore_operator.render.pod_settings import merged
 from longshore_operator.render.wanted import Body, Wanted, child
 from longshore_wire import names as wire_names
@@ -39,7 +40,7 @@ def daemon_set(wanted: Wanted, group: Group) -> Body:
             "labels": settings.get("labels", {}) | names.labels(wanted.name) | roles,
             "annotations": settings.get("annotations", {}) | annotations,
         },
-        "spec": _pod(wanted, settings) | ({"affinity": affinity} if (affinity := group.affinity()) else {}),
+        "spec": _pod(wanted, group, settings) | ({"affinity": affinity} if (affinity := group.affinity()) else {}),
     }
     spec = {
         "selector": {"matchLabels": names.daemon_set_selector(wanted.name, group.roles)},
@@ -55,7 +56,7 @@ def _update_strategy(chosen: UpdateStrategy) -> Body:
     return {"type": chosen.type.value, "rollingUpdate": {"maxUnavailable": chosen.rolling_update.max_unavailable}}
 
 
-def _pod(wanted: Wanted, settings: Body) -> Body:
+def _pod(wanted: Wanted, group: Group, settings: Body) -> Body:
     agents = wanted.agents
     security = settings.get("securityContext", {})
     pod: Body = {
@@ -72,8 +73,8 @@ def _pod(wanted: Wanted, settings: Body) -> Body:
             **({"seLinuxOptions": options} if (options := security.get("seLinuxOptions")) else {}),
         },
         "initContainers": [_prepare(wanted)],
-        "containers": [_container(wanted, settings)],
-        "volumes": [*_volumes(wanted), *settings.get("volumes", [])],
+        "containers": [_container(wanted, settings) | {"resources": resources(wanted.manifest.spec, group, settings)}],
+        "volumes": [*_volumes(wanted, shared_memory_limit(wanted.manifest.spec, group)), *settings.get("volumes", [])],
     }
     optional: Body = {
         "hostNetwork": agents.host_network,
@@ -98,6 +99,7 @@ def _prepare(wanted: Wanted) -> Body:
         "securityContext": _least_privilege()
         | {"runAsNonRoot": False, "runAsUser": 0}
         | {"capabilities": {"drop": ["ALL"], "add": ["CHOWN"]}},
+        "resources": INIT_RESOURCES,
         "volumeMounts": [{"name": "run", "mountPath": wanted.config.run_directory}],
     }
 
@@ -112,7 +114,7 @@ def _least_privilege() -> Body:
 
 def _container(wanted: Wanted, settings: Body) -> Body:
     added = settings.get("securityContext", {}).get("capabilities", {})
-    container: Body = {
+    return {
         "name": names.CONTAINER,
         "image": wanted.agents.image or wanted.images.image,
         "imagePullPolicy": wanted.images.pull_policy,
@@ -131,7 +133,6 @@ def _container(wanted: Wanted, settings: Body) -> Body:
             *settings.get("volumeMounts", []),
         ],
     }
-    return container | ({"resources": settings["resources"]} if "resources" in settings else {})
 
 
 def _environment() -> list[Body]:
@@ -160,12 +161,12 @@ def _probe(path: str) -> Body:
     return {"httpGet": {"path": path, "port": "http"}}
 
 
-def _volumes(wanted: Wanted) -> list[Body]:
+def _volumes(wanted: Wanted, shared_memory: str) -> list[Body]:
     return [
         {"name": "config", "configMap": {"name": names.agent(wanted.name)}},
         {"name": "keys", "projected": {"sources": _keys(wanted), "defaultMode": 0o440}},
         {"name": "run", "hostPath": {"path": wanted.config.run_directory, "type": "DirectoryOrCreate"}},
-        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": shared_memory}},
         {"name": "temporary", "emptyDir": {}},
     ]
 

@@ -32,6 +32,8 @@ _EVERY_GPU = {
 def merged(spec: Spec, group: Group, runtime_class: str) -> Body:
     """Return the settings of a group's pods: those of all agents, overridden by those of its roles.
 
+    `gpus` in it says whether they see GPUs.
+
     Args:
         runtime_class: the operator's default.
     """
@@ -48,9 +50,8 @@ def merged(spec: Spec, group: Group, runtime_class: str) -> Body:
     if access == GpuAccess.CDI.value:
         found["annotations"] = {_CDI_ANNOTATION: "nvidia.com/gpu=all"} | found.get("annotations", {})
     tolerations = found.get("tolerations", [])
-    if (access or _asks_for_gpus(found)) and not any(
-        entry.get("key", _GPU_TAINT) == _GPU_TAINT for entry in tolerations
-    ):
+    found["gpus"] = access is not None or _asks_for_gpus(found)
+    if found["gpus"] and not any(entry.get("key", _GPU_TAINT) == _GPU_TAINT for entry in tolerations):
         found["tolerations"] = [*tolerations, {"key": _GPU_TAINT, "operator": "Exists", "effect": "NoSchedule"}]
     return found
 
@@ -94,6 +95,11 @@ def faults(spec: Spec) -> list[str]:
         found += [
             f"{path}.volumeMounts: {folder} would hide a folder of the agent: mount elsewhere" for folder in hidden
         ]
+    for group in groups(spec):
+        pods = merged(spec, group, "")
+        asked = pods.get("resources", {})
+        if pods.get("guaranteed") and "cpu" not in {*asked.get("requests", {}), *asked.get("limits", {})}:
+            found.append(f"spec.agents.guaranteed: give resources.limits.cpu too, for the agents of {group.roles}")
     if any(group.roles == names.BOTH for group in groups(spec)):
         prefill, decode = (_of(spec, role).as_pods_have_it() for role in (names.PREFILL, names.DECODE))
         found += [
