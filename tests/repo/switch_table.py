@@ -225,23 +225,21 @@ _TOLERATED = (f"{_FIELDS}::test_agents_tolerate_what_is_listed",)
 _OVERRIDE = f"{_PODS}::test_a_role_overrides_the_settings_of_all_agents_entry_by_entry"
 _ALLOWED = f"{_PODS}::test_only_the_administrator_allows_a_part_of_the_node"
 _PASSED_ON = (f"{_PODS}::test_fields_of_pods_are_where_kubernetes_has_them", _OVERRIDE)
+_PASSED_ON_NAMES = (
+    "annotations labels env.name env.value priorityClassName resources.limits resources.requests "
+    "resources.claims.name resources.claims.request resourceClaims.name resourceClaims.resourceClaimName "
+    "resourceClaims.resourceClaimTemplateName securityContext.capabilities.add "
+    "securityContext.seLinuxOptions.level securityContext.seLinuxOptions.type volumes.name "
+    "volumes.configMap volumes.secret volumes.emptyDir volumes.projected volumes.downwardAPI volumes.csi "
+    "volumes.hostPath volumeMounts.name volumeMounts.mountPath volumeMounts.readOnly volumeMounts.subPath"
+)
 # Fields of pods, in `agents` and in both roles.
 _POD_SETTINGS: Shown = {
     "gpuAccess": (
         f"{_PODS}::test_agents_see_all_gpus_by_the_nvidia_runtime",
         f"{_PODS}::test_agents_see_all_gpus_by_cdi",
     ),
-    **dict.fromkeys(
-        (
-            "annotations labels env.name env.value priorityClassName resources.limits resources.requests "
-            "resources.claims.name resources.claims.request resourceClaims.name resourceClaims.resourceClaimName "
-            "resourceClaims.resourceClaimTemplateName securityContext.capabilities.add "
-            "securityContext.seLinuxOptions.level securityContext.seLinuxOptions.type volumes.name "
-            "volumes.configMap volumes.secret volumes.emptyDir volumes.projected volumes.downwardAPI volumes.csi "
-            "volumes.hostPath volumeMounts.name volumeMounts.mountPath volumeMounts.readOnly volumeMounts.subPath"
-        ).split(),
-        _PASSED_ON,
-    ),
+    **dict.fromkeys(_PASSED_ON_NAMES.split(), _PASSED_ON),
     "runtimeClassName": (_OVERRIDE,),
     "guaranteed": (f"{_PODS}::test_one_field_makes_pods_guaranteed",),
     **{f"tolerations.{name}": _TOLERATED for name in ("key", "operator", "value", "effect", "tolerationSeconds")},
