@@ -18,6 +18,7 @@ LIMIT_S = 120.0
 Body = dict[str, Any]
 Objects = dict[tuple[str, str], Body]
 OPERATOR = "longshore-operator"
+INJECTION = "MutatingAdmissionPolicy"
 DIGEST = "sha256:" + "0123456789abcdef" * 4
 AFFINITY = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": []}}}
 
@@ -26,6 +27,7 @@ AFFINITY = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {
 def rendered(*arguments: str) -> Objects:
     """Return the objects that the chart installs with these values, by kind and name."""
     command = [str(binaries.find("helm")), "template", "longshore", str(CHART), "--kube-version=1.34.4", *arguments]
+    command.append(f"--api-versions=admissionregistration.k8s.io/v1beta1/{INJECTION}")
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=LIMIT_S)
     found = [entry for entry in yaml.safe_load_all(done.stdout) if entry]
     return {(entry["kind"], entry["metadata"]["name"]): entry for entry in found}
@@ -134,6 +136,7 @@ VALUES: dict[str, tuple[Body, Callable[[Objects], object], object, object]] = {
     ),
     "allow.hostPaths": ({"allow": {"hostPaths": ["/a", "/b"]}}, variable("ALLOW_HOST_PATHS"), "", "/a,/b"),
     "aggregateToEdit": ({"aggregateToEdit": True}, edits, False, True),
+    "inject.enabled": ({"inject": {"enabled": True}}, there(INJECTION), False, True),
     "logLevel": ({"logLevel": "debug"}, variable("LOG_LEVEL"), "info", "debug"),
     "settings": ({"settings": SETTINGS}, variable("POLL_S"), None, "7"),
     "resources.requests.cpu": (
@@ -190,3 +193,26 @@ def test_labels_of_the_monitor_are_those_that_are_given() -> None:
     plain = changed({"podMonitor": {"enabled": True}})
     labelled = changed({"podMonitor": {"enabled": True, "labels": {"release": "p"}}})
     assert monitor_labels(labelled) == monitor_labels(plain) | {"release": "p"}
+
+
+def test_injection_is_for_namespaces_that_opt_in_and_within_the_releases_own_in_namespaced_mode() -> None:
+    def namespaces(**values: object) -> list[Body]:
+        objects = changed({"inject": {"enabled": True}, **values})
+        kinds = (f"{INJECTION}Binding", "ValidatingAdmissionPolicyBinding")
+        found = [body for (kind, _), body in objects.items() if kind in kinds]
+        return [body["spec"]["matchResources"]["namespaceSelector"]["matchLabels"] for body in found]
+
+    opted_in = {"longshore.dev/inject": "enabled"}
+    assert namespaces() == [opted_in] * 2
+    assert namespaces(mode="namespaced") == [opted_in | {"kubernetes.io/metadata.name": "default"}] * 2
+
+
+def test_injection_takes_the_newest_version_and_is_refused_where_the_api_server_has_none() -> None:
+    newer = rendered("--set=inject.enabled=true", f"--api-versions=admissionregistration.k8s.io/v1/{INJECTION}")
+    versions = {body["apiVersion"] for (kind, _), body in newer.items() if "Admission" in kind}
+    assert versions == {"admissionregistration.k8s.io/v1"}
+    command = [str(binaries.find("helm")), "template", "longshore", str(CHART), "--kube-version=1.34.4"]
+    command.append("--set=inject.enabled=true")
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode != 0
+    assert "inject.enabled: this API server serves no MutatingAdmissionPolicy" in done.stderr

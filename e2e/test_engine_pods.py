@@ -6,44 +6,26 @@ The nodes' pods are processes (`controlplane.process_node`), with the users, gro
 from __future__ import annotations
 
 import copy
-import json
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 from controlplane.cluster import ControlPlane
 from controlplane.process_node import ProcessNode
 from controlplane.waiting import until
-from deployments import ROOT, Deployments, to_text
+from deployments import Deployments, to_text
+from example_pods import EXAMPLES, Body, example, moved
 from operator_process import OperatorProcess
 from real_agents import process_node
 
 from longshore_wire.names import HTTP_PORT
 
-Body = dict[str, Any]
-EXAMPLES = ROOT / "examples"
 PROGRAMS = ("engine/own_engine.py", "engine/engine_pod.py")
 # Starting an agent, its self-test and its workers on few cores.
 START_LIMIT_S = 150.0
-
-
-def example(name: str) -> list[Body]:
-    return [entry for entry in yaml.safe_load_all((EXAMPLES / name).read_text()) if entry]
-
-
-def moved(body: Body, namespace: str) -> Body:
-    """Return an example's object for another namespace, and for nodes that are this test's alone."""
-    text = json.dumps(body).replace("/run/longshore/default/", f"/run/longshore/{namespace}/")
-    for role in ("prefill", "decode"):
-        text = text.replace(f'"longshore.dev/role": "{role}"', f'"longshore.dev/role": "{namespace}-{role}"')
-    found: Body = json.loads(text)
-    found["metadata"]["namespace"] = namespace
-    return found
 
 
 @dataclass
@@ -76,6 +58,8 @@ def field(plane: ControlPlane) -> Iterator[Field]:
     plane.kubectl("create", "namespace", namespace)
     with ExitStack() as stack:
         stack.callback(plane.try_kubectl, "delete", "namespace", namespace, "--wait=false")
+        # Otherwise operators of other tests would see a deployment in a namespace that ends.
+        stack.callback(plane.try_kubectl, "delete", "dgdep", "--all", "-n", namespace)
         nodes = {
             role: stack.enter_context(process_node(plane, f"{namespace}-{role}", f"{namespace}-{role}"))
             for role in ("prefill", "decode")

@@ -118,6 +118,9 @@ class ControlPlane:
             "--service-cluster-ip-range=10.96.0.0/16",
             "--authorization-mode=Node,RBAC",
             "--enable-admission-plugins=NodeRestriction",
+            # For the chart's inject.enabled; off by default in this version.
+            "--feature-gates=MutatingAdmissionPolicy=true",
+            "--runtime-config=admissionregistration.k8s.io/v1beta1=true",
             "--allow-privileged=true",
             f"--client-ca-file={pki.certificate_path}",
             f"--tls-cert-file={certificate}",

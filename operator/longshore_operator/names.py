@@ -12,6 +12,8 @@ DEPLOYMENT_LABEL = "longshore.dev/deployment"
 # The roles of the nodes that an agent's DaemonSet is for, on it and its pods.
 ROLES_LABEL = "longshore.dev/roles"
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"
+# The role of engines, on the ConfigMap for them. The chart's injection finds that by it and by the deployment's label.
+ENGINE_LABEL = "longshore.dev/engine"
 # Digest of the applied object, on children. Detects drift without knowing the server's defaults.
 RENDERED_ANNOTATION = "longshore.dev/rendered"
 # Digests on agent pods. A change replaces the pod.

@@ -460,6 +460,7 @@ CHART_VALUES: Shown = {
     "allow.capabilities": _VALUE,
     "allow.hostPaths": _VALUE,
     "aggregateToEdit": _VALUE,
+    "inject.enabled": _VALUE,
     "logLevel": _VALUE,
     "settings": _VALUE,
     "resources.requests.cpu": _VALUE,

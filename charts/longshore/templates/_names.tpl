@@ -76,3 +76,18 @@ capabilities: {drop: [ALL]}
   resources: [events]
   verbs: [create]
 {{- end }}
+
+{{- define "longshore.injected" -}}
+objectSelector: {matchExpressions: [{key: longshore.dev/inject, operator: Exists}]}
+resourceRules:
+- {apiGroups: [""], apiVersions: [v1], operations: [CREATE], resources: [pods]}
+{{- end }}
+
+{{- define "longshore.injecting" -}}
+namespaceSelector:
+  matchLabels:
+    longshore.dev/inject: enabled
+    {{- if eq .Values.mode "namespaced" }}
+    kubernetes.io/metadata.name: {{ .Release.Namespace }}
+    {{- end }}
+{{- end }}

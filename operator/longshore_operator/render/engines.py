@@ -33,7 +33,8 @@ def engine_config_map(wanted: Wanted, role: str) -> Body:
     # The connector registers opaque pages and moves no MLA: engines of other deployments would be refused.
     if declared.page_order is Order.OPAQUE and wanted.config.model.attention is not Attention.MLA:
         data[names.VLLM_CONFIG_VARIABLE] = vllm_config(role, socket)
-    return child(wanted, kinds.CONFIG_MAP, {"data": data}, names.engine(wanted.name, role))
+    labels = {names.ENGINE_LABEL: role}
+    return child(wanted, kinds.CONFIG_MAP, {"data": data}, names.engine(wanted.name, role), labels)
 
 
 def vllm_config(role: str, socket: str) -> str:
