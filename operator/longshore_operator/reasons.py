@@ -120,8 +120,15 @@ TABLE = (
         _C.AGENTS_READY,
         "ChildRefused",
         _F,
-        "The API server refused an object that the agents need.",
-        "The message has its response; common causes are a quota, an admission policy or Pod Security.",
+        "The API server refused an object that the agents need, or another object has its name.",
+        "The message has the response; common causes are a quota or an admission policy. Delete or rename the other object.",
+    ),
+    Reason(
+        _C.AGENTS_READY,
+        "RequestsFail",
+        _F,
+        "Requests of the operator to the API server have failed for at least 8 s.",
+        "The message has the response; a common cause is an admission webhook that does not answer. The operator retries.",
     ),
     Reason(_C.ENGINES_CONNECTED, "EnginesConnected", _T, "All expected engine instances have registered."),
     Reason(

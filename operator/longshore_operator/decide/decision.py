@@ -148,7 +148,8 @@ def _rendered(
 def _is_due(observed: Observed, kind: Kind, body: Body) -> bool:
     child = ChildKey(kind.name, body["metadata"]["name"])
     found = observed.children.get(child)
-    if found is None:
+    if found is None or not is_ours(found, observed.uid):
+        # Applying tells about an object that is not ours, and leaves it.
         return True
     if observed.settled.get(child) == found["metadata"]["resourceVersion"]:
         rendered = (found["metadata"].get("annotations") or {}).get(names.RENDERED_ANNOTATION)
