@@ -68,6 +68,7 @@ def operator(plane: ControlPlane, nodes: list[str]) -> Iterator[OperatorProcess]
 @pytest.fixture
 def deployments(plane: ControlPlane, namespace: str, responder: AgentResponder) -> Deployments:
     """The deployments of the test's namespace. The responder simulates their agents."""
+    responder.reset()
     return Deployments(plane, namespace, responder.port)
 
 

@@ -81,8 +81,9 @@ def test_the_rights_of_either_mode_are_enough(
         assert deployments.get("dgdep", "llama")["status"]["keys"]["revision"] == 2
         until(lambda: not deployments.list("networkpolicies", "-l", "longshore.dev/deployment"), "no NetworkPolicy")
         assert deployments.events("Ready")
-        log = running.process.log_path.read_text()
-        assert "orbidden" not in log
+        log = running.process.log_path.read_text().splitlines()
+        # Namespaces of other tests may be ending.
+        assert [line for line in log if "orbidden" in line and "is being terminated" not in line] == []
         role = ["--role", "longshore.dev/role=decode"]
         tried = subprocess.run(
             [sys.executable, "-m", "longshore_operator.try_out", f"--namespace={namespace}", *role],
@@ -139,6 +140,6 @@ def test_the_chart_is_clean_and_its_definition_is_the_trees(plane: ControlPlane,
 
 
 def test_an_unknown_value_is_refused(plane: ControlPlane) -> None:
-    done = helm(plane, "template", "longshore", str(CHART), "--set=replicas=2")
+    done = helm(plane, "template", "longshore", str(CHART), "--set=replica=2")
     assert done.returncode != 0
-    assert "replicas" in done.stderr
+    assert "replica" in done.stderr

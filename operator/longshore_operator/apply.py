@@ -7,8 +7,8 @@ and we take the field back.
 from __future__ import annotations
 
 import datetime as dt
+import hashlib
 import logging
-import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +18,7 @@ from longshore_operator.decide.decision import NewKeys, Transition
 from longshore_operator.errors import ApiError, ConflictError, NotFoundError, RefusedError
 from longshore_operator.kinds import Kind
 from longshore_operator.observe import Observed, Refusal
-from longshore_operator.reasons import ConditionType, Truth, reason
+from longshore_operator.reasons import Truth, reason
 from longshore_operator.render.children import keys_secret
 from longshore_operator.render.wanted import is_ours
 from longshore_operator.world import ChildKey, Key, World
@@ -145,9 +145,13 @@ class Applier:
         try:
             return await self._api.apply(kind, _at(body, resourceVersion=_NO_VERSION), force=False)
         except ConflictError as error:
-            if error.cause != "Conflict":
+            # An object with fields of ours that another manager has conflicts by these, not by its version.
+            if error.cause not in {"Conflict", "FieldManagerConflict"}:
                 raise
-        found = await self._api.get(kind, observed.key.namespace, body["metadata"]["name"])
+        try:
+            found = await self._api.get(kind, observed.key.namespace, body["metadata"]["name"])
+        except NotFoundError as error:
+            raise ChangedError(str(error)) from error
         return await self._change(observed, kind, body, found)
 
     async def _change(self, observed: Observed, kind: Kind, body: Body, before: Body) -> Body:
@@ -171,7 +175,7 @@ class Applier:
             if error.cause != "FieldManagerConflict":
                 raise
             text = f"{kind.name} {body['metadata']['name']}: taken back: {error}"
-            await self._say(observed, "Warning", "FieldConflict", text)
+            await self._say(observed, "Warning", "FieldConflict", text, kind.name)
         self._guard()
         return await self._api.apply(kind, body, force=True)
 
@@ -207,19 +211,32 @@ class Applier:
         for transition in transitions:
             entry = transition.verdict
             row = reason(entry.condition, entry.reason)
-            # The condition that makes Ready False has its own event with the cause.
-            bad = row.truth is Truth.FALSE and bool(row.remedy) and entry.condition is not ConditionType.READY
+            bad = row.truth is Truth.FALSE and bool(row.remedy) and not row.echo
             if bad or (row.truth is Truth.TRUE and not row.remedy and entry.reason != "RollingOut"):
                 text = f"{entry.condition.value}: {entry.message}"
-                await self._say(observed, "Warning" if bad else "Normal", entry.reason, text)
+                await self._say(observed, "Warning" if bad else "Normal", entry.reason, text, entry.condition.value)
 
-    async def _say(self, observed: Observed, level: str, name: str, message: str) -> None:
+    async def tell_left(self, observed: Observed, message: str) -> None:
+        """Post the event that another operator serves the deployment, unless it is there."""
+        await self._say(observed, "Normal", "ServedByAnother", message, message, again=False)
+
+    async def _say(
+        self, observed: Observed, level: str, name: str, message: str, about: str, *, again: bool = True
+    ) -> None:
+        """Post an event. A repeated one counts up.
+
+        Args:
+            about: what distinguishes events with the same reason.
+            again: whether to count the event if it is there.
+        """
+        same = f"{observed.uid}/{level}/{name}/{about}"
         now = dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        body = {
+        event = f"{observed.key.name}.{hashlib.sha256(same.encode()).hexdigest()[:16]}"
+        body: Body = {
             "apiVersion": "v1",
             "kind": "Event",
             "metadata": {
-                "name": f"{observed.key.name}.{uuid.uuid4().hex[:16]}",
+                "name": event,
                 "namespace": observed.key.namespace,
             },
             "involvedObject": {
@@ -239,7 +256,13 @@ class Applier:
             "count": 1,
         }
         try:
-            await self._api.create(kinds.EVENT, body)
+            try:
+                await self._api.create(kinds.EVENT, body)
+            except ConflictError:
+                if again:
+                    found = await self._api.get(kinds.EVENT, observed.key.namespace, event)
+                    more = {"count": int(found.get("count") or 0) + 1, "lastTimestamp": now}
+                    await self._api.replace(kinds.EVENT, found | more | {"message": body["message"]})
         except ApiError as error:
             # A lost event is harmless: the status has the same text.
             _log.warning("%s/%s: no event: %s", *observed.key, error)

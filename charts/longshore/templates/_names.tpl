@@ -74,7 +74,11 @@ capabilities: {drop: [ALL]}
   verbs: [create]
 - apiGroups: [""]
   resources: [events]
-  verbs: [create]
+  verbs: [create, get, update]
+# Leases of other releases, which may serve the same deployments.
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  verbs: [get]
 {{- end }}
 
 {{- define "longshore.injected" -}}
