@@ -3,16 +3,14 @@
 Called by nixl.py. Only this file knows UCX's environment variables. Measured with UCX 1.23 of NIXL 1.5.1:
 
 - UCX listens for TCP on one address of each network interface, and has no authentication: it executes a PUT to any
-address of
-  the process. So it gets one interface, that of the agent's own address.
-- It uses the first address of an interface. `data_ports` checks that this is ours. - When a connection ends, it
-reconnects by a blocking call. If nothing answers at the address any more, as with a replaced pod,
-  the caller was blocked for up to 134 s. So it is told not to wait (`UCX_TCP_CONN_NB`).
+  address of the process. So it gets one interface, that of the agent's own address.
+- It uses the first address of an interface. `data_ports` checks that this is ours.
+- When a connection ends, it reconnects by a blocking call. If nothing answers at the address any more, as with a
+  replaced pod, the caller was blocked for up to 134 s. So it is told not to wait (`UCX_TCP_CONN_NB`).
 - With `ucx_error_handling_mode` at `peer`, its default, NIXL needs a transport that detects dead peers. Inside a host
-only TCP
-  does, and without it NIXL does not start. With `none` it starts without a listener, and 64 MiB between two processes
-  take as long as before. A write to a dead process still fails; one to a process that hangs ends when the peer is
-  disconnected.
+  only TCP does, and without it NIXL does not start. With `none` it starts without a listener, and 64 MiB between two
+  processes take as long as before. A write to a dead process still fails; one to a process that hangs ends when the
+  peer is disconnected.
 """
 
 from __future__ import annotations
