@@ -9,7 +9,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test layouts sim soak fuzz controlplane e2e e2e-vllm check fix bench bench-vllm gpu reference lock clean FORCE
+.PHONY: help install demo test layouts sim soak fuzz controlplane images e2e e2e-cluster e2e-vllm check fix bench bench-vllm gpu reference lock clean FORCE
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -61,7 +61,16 @@ controlplane: install ## build the programs of a Kubernetes control plane, once 
 	export PATH="$(CURDIR)/$(BIN):$$PATH"; PYTHONPATH=e2e $(BIN)/python -m controlplane build
 
 e2e: controlplane ## run the tests of the operator against a real Kubernetes control plane
-	export PATH="$(CURDIR)/$(BIN):$$PATH"; $(BIN)/python -m pytest e2e --ignore=e2e/vllm
+	export PATH="$(CURDIR)/$(BIN):$$PATH"; $(BIN)/python -m pytest e2e --ignore=e2e/vllm --ignore=e2e/cluster
+
+# make images EXTRAS=cuda13 BASE_IMAGE=<name>@sha256:<digest>; see .ci/images
+images: ## build both container images with buildah, and print their sizes
+	.ci/images
+
+# With E2E_CLUSTER=own on a cluster of yours; see e2e/cluster/README.md
+e2e-cluster: controlplane ## run the tests on two real nodes of this machine (needs root); CLUSTER_TESTS='-m shortest' runs some
+	[[ "$${E2E_CLUSTER:-}" == own ]] || { .ci/install-cluster && .ci/images; }
+	export PATH="$(CURDIR)/$(BIN):$$PATH"; $(BIN)/python -m pytest e2e/cluster $(CLUSTER_TESTS)
 
 e2e-vllm: install ## run the tests with a real vLLM, installed once into the cache; VLLM_TESTS='-m shortest' runs one pair
 	E2E_VLLM_VENV="$$(.ci/install-vllm $(VENV))" $(BIN)/python -m pytest e2e/vllm $(VLLM_TESTS)

@@ -47,9 +47,17 @@ PROGRAMS = {
     for program in (
         *(
             Program(name, "kubernetes", f"k8s.io/kubernetes/cmd/{name}", _KUBERNETES_FLAGS)
-            for name in ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl")
+            for name in (
+                "kube-apiserver",
+                "kube-controller-manager",
+                "kube-scheduler",
+                "kubectl",
+                "kubelet",
+                "kube-proxy",
+            )
         ),
         Program("etcd", "etcd", "."),
+        Program("pause", "pause", "."),
         Program("kwok", "kwok", "sigs.k8s.io/kwok/cmd/kwok"),
         Program("helm", "helm", "helm.sh/helm/v3/cmd/helm"),
     )
@@ -79,7 +87,7 @@ def cache_folder(module: str) -> Path:
     """Return the cache folder of a module's programs. Its name depends on everything that the module pins."""
     digest = hashlib.sha256()
     folder = MODULES / module
-    for path in [folder / "go.mod", folder / "go.sum", *sorted(folder.glob("*.go"))]:
+    for path in sorted([*folder.glob("go.*"), *folder.glob("*.go")]):
         digest.update(path.read_bytes())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "longshore" / "controlplane" / f"{module}-{digest.hexdigest()[:12]}"

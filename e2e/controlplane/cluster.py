@@ -1,8 +1,9 @@
-"""Starts and stops one control plane on loopback. Used by the fixtures, the benchmark and `python -m controlplane up`."""
+"""Starts and stops one control plane. Used by the fixtures, the benchmark and `python -m controlplane up`."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,12 +25,19 @@ class ControlPlane:
     """etcd, kube-apiserver, kube-controller-manager and kube-scheduler, with their files in `folder`.
 
     `start` returns when the API server is ready and the controllers work; `stop` ends all started programs by their ids.
+
+    Args:
+        host: the API server's address. Real kubelets reach it if it is not a loopback address.
+        node_grace_s: a node is NotReady if it is silent for this long. The default is longer than KWOK takes to renew its
+            nodes' leases, see `nodes`.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, host: str = HOST, node_grace_s: int = 200) -> None:
         self.folder = folder
+        self.host = host
         self.port = free_port()
-        self.server = f"https://{HOST}:{self.port}"
+        self.server = f"https://{host}:{self.port}"
+        self._node_grace_s = node_grace_s
         self.authority = Authority(folder / "pki")
         self.kubeconfig = self.authority.kubeconfig("admin", self.server, "admin", "system:masters")
         self._stack = ExitStack()
@@ -62,7 +70,8 @@ class ControlPlane:
     def run(self, name: str, *arguments: str, environment: dict[str, str] | None = None) -> Process:
         """Start a program that ends with this control plane."""
         process = Process(name, arguments, self.folder, environment)
-        self._stack.callback(process.stop)
+        # Nothing outlives the cluster. An API server that is told to end would wait for its watches.
+        self._stack.callback(process.stop, signal.SIGKILL)
         return process
 
     def kubectl(self, *arguments: str, stdin: str | None = None) -> str:
@@ -105,15 +114,23 @@ class ControlPlane:
 
     def _start_api_server(self, etcd: str) -> Process:
         pki = self.authority
-        names = ("localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc", HOST, "10.96.0.1")
+        names = ("localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc", self.host, "10.96.0.1")
         certificate, key = pki.issue("apiserver", *names, user="kube-apiserver")
         private, public = pki.token_keys()
+        kubelets = ["--endpoint-reconciler-type=none"]
+        if self.host != HOST:
+            client, client_key = pki.issue("apiserver-client", user="kube-apiserver", group="system:masters")
+            kubelets = [
+                "--kubelet-preferred-address-types=InternalIP",
+                f"--kubelet-client-certificate={client}",
+                f"--kubelet-client-key={client_key}",
+            ]
         return self.run(
             "kube-apiserver",
             str(binaries.find("kube-apiserver")),
             f"--etcd-servers={etcd}",
-            f"--bind-address={HOST}",
-            f"--advertise-address={HOST}",
+            f"--bind-address={self.host}",
+            f"--advertise-address={self.host}",
             f"--secure-port={self.port}",
             "--service-cluster-ip-range=10.96.0.0/16",
             "--authorization-mode=Node,RBAC",
@@ -128,7 +145,7 @@ class ControlPlane:
             "--service-account-issuer=https://kubernetes.default.svc",
             f"--service-account-key-file={public}",
             f"--service-account-signing-key-file={private}",
-            "--endpoint-reconciler-type=none",
+            *kubelets,
             "--max-requests-inflight=2000",
             "--max-mutating-requests-inflight=1000",
         )
@@ -148,8 +165,7 @@ class ControlPlane:
                 f"--root-ca-file={pki.certificate_path}",
                 f"--service-account-private-key-file={pki.folder / 'tokens.key'}",
                 "--leader-elect=false",
-                # Longer than KWOK takes to renew its nodes' leases, see `nodes`.
-                "--node-monitor-grace-period=200s",
+                f"--node-monitor-grace-period={self._node_grace_s}s",
                 "--kube-api-qps=300",
                 "--kube-api-burst=500",
                 "--concurrent-gc-syncs=10",

@@ -1,4 +1,4 @@
-"""Creates a network namespace in which every address of a pod network is this machine. Called by the benchmark.
+"""Creates a network namespace for this process. Called by the benchmark, and for clusters with real nodes.
 
 KWOK's pods have addresses, although no process runs. If these lead to this machine, one server can simulate all agents.
 They are not loopback addresses, because the API server refuses those as endpoints and its controllers would keep retrying.
@@ -26,8 +26,8 @@ class NoNetworkError(RuntimeError):
     """The machine does not permit a network namespace; names the remedy."""
 
 
-def enter_own_network(pods: str) -> None:
-    """Move this thread and its children into a new network that has only loopback, to which `pods` also belongs.
+def enter_own_network(pods: str = "") -> None:
+    """Move this thread and its children into a new network that has only loopback, to which `pods` also belongs, if given.
 
     Call it before other threads are started.
 
@@ -43,9 +43,11 @@ def enter_own_network(pods: str) -> None:
     if uid != 0:
         for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
             Path(f"/proc/self/{name}").write_text(text)
-    network = ipaddress.IPv4Network(pods)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
+        if not pods:
+            return
+        network = ipaddress.IPv4Network(pods)
         # On loopback the kernel treats the whole network of an address as local.
         _set(control, _SIOCSIFADDR, network.network_address + 1)
         _set(control, _SIOCSIFNETMASK, network.netmask)

@@ -1,0 +1,72 @@
+"""Fixtures: one cluster and one release for the whole run of `make e2e-cluster`."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Generator, Iterator
+
+import pytest
+from cluster_pods import Placed
+from cluster_site import CHART, SYSTEM, Site, any_site
+
+_LABEL = "pod-security.kubernetes.io/enforce"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register our mark."""
+    config.addinivalue_line("markers", "shortest: what .ci/run tests")
+
+
+# The end of each log that a failed test shows.
+_LOG_CHARACTERS = 3000
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add the logs of a failed test's pods, and the cluster's events, to its report."""
+    report = yield
+    placed = getattr(item, "funcargs", {}).get("placed")
+    if report.failed and isinstance(placed, Placed):
+        names = placed.site.try_kubectl("-n", placed.namespace, "get", "pods", "-o", "name").stdout.split()
+        for name in names:
+            report.sections.append((f"log of {name}", placed.log(name)[-_LOG_CHARACTERS:]))
+        for what in ("pods,dgdep", "events"):
+            found = placed.site.try_kubectl("-n", placed.namespace, "get", what, "-o", "wide").stdout
+            report.sections.append((what, found[-_LOG_CHARACTERS:]))
+    return report
+
+
+@pytest.fixture(scope="session")
+def site() -> Iterator[Site]:
+    """The cluster."""
+    with any_site() as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def release(site: Site) -> Iterator[str]:
+    """A release of the chart in a namespace that enforces the restricted profile for the operator's pod."""
+    site.kubectl("create", "namespace", SYSTEM)
+    site.kubectl("label", "namespace", SYSTEM, f"{_LABEL}=restricted")
+    site.helm("install", "longshore", str(CHART), "-n", SYSTEM, "--wait", "--timeout=120s", *site.values())
+    yield "longshore"
+    site.try_helm("uninstall", "longshore", "-n", SYSTEM, "--wait", "--timeout=120s")
+    site.try_kubectl("delete", "namespace", SYSTEM, "--timeout=120s")
+
+
+@pytest.fixture
+def namespace(site: Site, release: str) -> Iterator[str]:
+    """A namespace for one test, deleted afterwards with its content."""
+    name = f"e2e-{uuid.uuid4().hex[:8]}"
+    site.kubectl("create", "namespace", name)
+    yield name
+    # The nodes have to be free of the test's pods before the next one. The rest takes the cluster longer.
+    site.try_kubectl("-n", name, "delete", "pods", "-l", "engine", "--timeout=60s")
+    site.try_kubectl("-n", name, "delete", "dgdep", "--all", "--cascade=foreground", "--timeout=120s")
+    site.try_kubectl("delete", "namespace", name, "--wait=false")
+
+
+@pytest.fixture
+def placed(site: Site, namespace: str) -> Placed:
+    """A deployment's place; the test creates it."""
+    return Placed(site, namespace)
