@@ -13,11 +13,12 @@ _BACKLOG = 512
 
 
 class AgentResponder:
-    """Answers on every loopback address. `answers` are by address; `silent` addresses read requests and never answer."""
+    """Answers on every loopback address. `answers` are by address; `silent` addresses read requests and never answer, others redirect."""
 
     def __init__(self, port: int) -> None:
         self.answers: dict[str, Body] = {}
         self.silent: set[str] = set()
+        self.redirects: dict[str, str] = {}
         self.asked: set[str] = set()
         self.port = port
         self._loop = asyncio.new_event_loop()
@@ -31,8 +32,15 @@ class AgentResponder:
         self.asked.add(address)
         if address in self.silent:
             return None
+        if address in self.redirects:
+            return b"HTTP/1.1 302 Found\r\nLocation: %s\r\nContent-Length: 0\r\n\r\n" % self.redirects[address].encode()
         data = json.dumps(self.answers.get(address, _NOTHING)).encode()
         return b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(data) + data
+
+    def reset(self) -> None:
+        """Forget what a test set. The next test's pods may have the same addresses."""
+        for chosen in (self.answers, self.silent, self.redirects):
+            chosen.clear()
 
     def stop(self) -> None:
         """Stop the server."""

@@ -13,7 +13,8 @@ from controlplane.cluster import ControlPlane
 from controlplane.nodes import add_nodes, start_kwok
 from controlplane.ports import free_port
 from deployments import Deployments, install_definition
-from operator_process import OperatorProcess
+from fault_proxy import FaultProxy
+from operator_process import OperatorProcess, Start
 
 # The engines for real agents here are those of the agents' own tests.
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "agent"))
@@ -67,4 +68,28 @@ def operator(plane: ControlPlane, nodes: list[str]) -> Iterator[OperatorProcess]
 @pytest.fixture
 def deployments(plane: ControlPlane, namespace: str, responder: AgentResponder) -> Deployments:
     """The deployments of the test's namespace. The responder simulates their agents."""
+    responder.reset()
     return Deployments(plane, namespace, responder.port)
+
+
+@pytest.fixture
+def start(plane: ControlPlane, deployments: Deployments) -> Iterator[Start]:
+    """Starts operators that serve the test's namespace alone."""
+    running: list[OperatorProcess] = []
+
+    def begin(**settings: object) -> OperatorProcess:
+        chosen = {"namespace": deployments.namespace, "watch_namespace": deployments.namespace, **settings}
+        one = OperatorProcess(plane, **chosen)
+        running.append(one)
+        return one.__enter__()
+
+    yield begin
+    for one in running:
+        one.process.stop()
+
+
+@pytest.fixture
+def proxy(plane: ControlPlane) -> Iterator[FaultProxy]:
+    made = FaultProxy(plane)
+    yield made
+    made.stop()

@@ -15,6 +15,26 @@ CRD = ROOT / "crds" / "disaggdeployments.longshore.dev.yaml"
 
 Body = dict[str, Any]
 
+# The kind that the Prometheus operator would bring.
+MONITORS = {
+    "apiVersion": "apiextensions.k8s.io/v1",
+    "kind": "CustomResourceDefinition",
+    "metadata": {"name": "podmonitors.monitoring.coreos.com"},
+    "spec": {
+        "group": "monitoring.coreos.com",
+        "names": {"kind": "PodMonitor", "plural": "podmonitors"},
+        "scope": "Namespaced",
+        "versions": [
+            {
+                "name": "v1",
+                "served": True,
+                "storage": True,
+                "schema": {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}},
+            }
+        ],
+    },
+}
+
 
 def manifest(namespace: str, name: str = "llama", **spec: object) -> Body:
     """Return a valid deployment; `spec` replaces whole sections."""

@@ -7,6 +7,7 @@ import sys
 import urllib.error
 import urllib.request
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
@@ -82,3 +83,7 @@ class OperatorProcess:
             return error.code, error.read().decode()
         except OSError:
             return 0, ""
+
+
+# Starts an operator with these settings.
+Start = Callable[..., OperatorProcess]

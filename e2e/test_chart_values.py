@@ -137,6 +137,12 @@ VALUES: dict[str, tuple[Body, Callable[[Objects], object], object, object]] = {
     "allow.hostPaths": ({"allow": {"hostPaths": ["/a", "/b"]}}, variable("ALLOW_HOST_PATHS"), "", "/a,/b"),
     "aggregateToEdit": ({"aggregateToEdit": True}, edits, False, True),
     "inject.enabled": ({"inject": {"enabled": True}}, there(INJECTION), False, True),
+    "replicas": (
+        {"replicas": 2},
+        lambda o: (o["Deployment", OPERATOR]["spec"]["replicas"], "topologySpreadConstraints" in pod(o)),
+        (1, False),
+        (2, True),
+    ),
     "logLevel": ({"logLevel": "debug"}, variable("LOG_LEVEL"), "info", "debug"),
     "settings": ({"settings": SETTINGS}, variable("POLL_S"), None, "7"),
     "resources.requests.cpu": (
@@ -187,6 +193,27 @@ def changed(values: Body) -> Objects:
 def test_a_value_changes_what_is_installed(path: str) -> None:
     values, look, before, after = VALUES[path]
     assert (look(rendered()), look(changed(values))) == (before, after)
+
+
+@pytest.mark.parametrize("settings", [{"LONGSHORE_HTTP_PORT": 9090}, {"LONGSHORE_POLL_S": "soon"}, {"OTHER": "x"}])
+def test_a_setting_that_is_unknown_or_set_by_another_value_is_refused(settings: Body) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        changed({"settings": settings})
+    assert next(iter(settings)) in caught.value.stderr
+
+
+def test_no_variable_comes_twice() -> None:
+    listed = [entry["name"] for entry in container(changed({"settings": SETTINGS}))["env"]]
+    assert len(listed) == len(set(listed))
+
+
+def test_users_get_roles_in_either_mode() -> None:
+    for mode, kind, prefix in (("cluster", "ClusterRole", "default-"), ("namespaced", "Role", "")):
+        objects = changed({"mode": mode})
+        for name in ("edit", "view"):
+            (rule,) = objects[kind, f"{prefix}{OPERATOR}-{name}"]["rules"]
+            assert ("create" in rule["verbs"]) is (name == "edit")
+            assert rule["resources"] == ["disaggdeployments"]
 
 
 def test_labels_of_the_monitor_are_those_that_are_given() -> None:

@@ -5,42 +5,17 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from agent_responder import AgentResponder, instance, peer, report
 from controlplane.cluster import ControlPlane
 from controlplane.waiting import until
-from deployments import Deployments, manifest, to_text
+from deployments import MONITORS, Deployments, manifest, to_text
 from fault_proxy import FaultProxy
-from operator_process import OperatorProcess
+from operator_process import OperatorProcess, Start
 
 pytestmark = pytest.mark.usefixtures("nodes")
-
-Start = Callable[..., OperatorProcess]
-
-
-@pytest.fixture
-def start(plane: ControlPlane, deployments: Deployments) -> Iterator[Start]:
-    """Starts operators that serve the test's namespace alone."""
-    running: list[OperatorProcess] = []
-
-    def begin(**settings: object) -> OperatorProcess:
-        chosen = {"namespace": deployments.namespace, "watch_namespace": deployments.namespace, **settings}
-        one = OperatorProcess(plane, **chosen)
-        running.append(one)
-        return one.__enter__()
-
-    yield begin
-    for one in running:
-        one.process.stop()
-
-
-@pytest.fixture
-def proxy(plane: ControlPlane) -> Iterator[FaultProxy]:
-    made = FaultProxy(plane)
-    yield made
-    made.stop()
 
 
 def writes(one: OperatorProcess) -> float:
@@ -214,7 +189,7 @@ def test_two_deployments_on_one_node_tell_of_each_other(deployments: Deployments
     deployments.apply()
     deployments.apply("mistral")
     found = deployments.wait_reason("NodesShared", "NodesShared")
-    assert f"{deployments.namespace}/mistral" in found["message"]
+    assert found["message"].startswith("mistral on prefill") or found["message"].startswith("mistral on decode")
     assert "512Mi of staging a prefill rank and 8Gi a decode rank" in found["message"]
     deployments.plane.kubectl("delete", "dgdep", "mistral", "-n", deployments.namespace)
     deployments.wait_reason("NodesShared", "NodesOwn")
@@ -240,17 +215,20 @@ def test_a_lost_secret_is_replaced_and_agents_with_it(deployments: Deployments, 
 def test_an_operator_that_was_late_leaves_the_keys_of_another_as_they_are(
     deployments: Deployments, start: Start, proxy: FaultProxy
 ) -> None:
-    """Two that share no Lease, as when one was held up for longer than its own, or two releases serve one namespace."""
-    late = start(kubeconfig=proxy.kubeconfig, namespace="default", resync_s=1)
+    """The late one is held up for longer than its Lease, in the middle of a write."""
+    late = start(kubeconfig=proxy.kubeconfig, resync_s=1)
     deployments.apply()
     deployments.wait_reason("Ready", "Ready")
     first = deployments.get("dgdep", "llama")["status"]["keys"]
     held, go_on = threading.Event(), threading.Event()
 
-    def hold(method: str, path: str) -> None:
+    def hold(method: str, path: str) -> int | None:
+        if "/leases/" in path and held.is_set():
+            return 500
         if method == "PATCH" and "/disaggdeployments/llama/status" in path and not go_on.is_set():
             held.set()
-            assert go_on.wait(60)
+            assert go_on.wait(120)
+        return None
 
     proxy.refuse = hold
     deployments.apply(agents={"keysRevision": 2})
@@ -259,9 +237,8 @@ def test_an_operator_that_was_late_leaves_the_keys_of_another_as_they_are(
     until(lambda: deployments.get("dgdep", "llama")["status"]["keys"] != first, "keys of the one in time")
     second = deployments.get("dgdep", "llama")["status"]["keys"]
     assert len(deployments.list("secrets")) == 3
-    before = looks(late)
     go_on.set()
-    until(lambda: looks(late) >= before + 2, "the late one has looked again")
+    until(lambda: "changed meanwhile" in late.process.log_path.read_text(), "the late one was refused")
     deployments.wait_reason("Ready", "Ready", limit_s=90)
     assert deployments.get("dgdep", "llama")["status"]["keys"] == second
     assert (second["revision"], second["previous"]) == (2, first["secret"])
@@ -361,3 +338,66 @@ def test_a_deployment_that_is_made_anew_under_its_name_gets_children_of_its_own(
         return all([entry["uid"] for entry in found] == [uid] for found in owners)
 
     until(owned, "all children are the new one's", 90)
+
+
+def strangers(namespace: str, name: str) -> dict[str, dict[str, Any]]:
+    """Objects of somebody else with the name of a deployment's children, by kubectl's name of their kind."""
+    labels = {"app": "theirs"}
+    template = {"metadata": {"labels": labels}, "spec": {"containers": [{"name": "c", "image": "theirs:1"}]}}
+    selector = {"matchLabels": labels}
+    parts: dict[str, tuple[str, str, dict[str, Any]]] = {
+        "sa": ("v1", "ServiceAccount", {}),
+        "cm": ("v1", "ConfigMap", {"data": {"theirs": "yes"}}),
+        "netpol": ("networking.k8s.io/v1", "NetworkPolicy", {"spec": {"podSelector": selector}}),
+        "svc": ("v1", "Service", {"spec": {"selector": labels, "ports": [{"name": "web", "port": 80}]}}),
+        "ds": ("apps/v1", "DaemonSet", {"spec": {"selector": selector, "template": template}}),
+        "podmonitor": ("monitoring.coreos.com/v1", "PodMonitor", {"spec": {"selector": selector}}),
+    }
+    metadata = {"name": name, "namespace": namespace, "labels": labels}
+    return {
+        short: {"apiVersion": version, "kind": kind, "metadata": metadata, **content}
+        for short, (version, kind, content) in parts.items()
+    }
+
+
+@pytest.mark.parametrize("labelled", [False, True])
+@pytest.mark.parametrize("kind", ["sa", "cm", "netpol", "svc", "ds", "podmonitor"])
+def test_an_object_of_somebody_else_is_named_and_never_changed_or_deleted(
+    plane: ControlPlane, deployments: Deployments, start: Start, kind: str, *, labelled: bool
+) -> None:
+    if kind == "podmonitor":
+        plane.kubectl("apply", "--server-side", "-f", "-", stdin=to_text(MONITORS))
+        until(lambda: plane.try_kubectl("get", "podmonitors").returncode == 0, "the kind is served")
+    name = "datadog-agent-prefill" if kind == "ds" else "datadog-agent"
+    theirs = strangers(deployments.namespace, name)[kind]
+    if labelled:
+        theirs["metadata"]["labels"]["longshore.dev/deployment"] = "datadog"
+    plane.kubectl("create", "-f", "-", stdin=to_text(theirs))
+    before = deployments.get(kind, name)
+    start()
+    deployments.apply("datadog", agents={"podMonitor": kind == "podmonitor"})
+    found = deployments.wait_reason("AgentsReady", "ChildRefused", "datadog", limit_s=60)
+    assert f"{theirs['kind']} {name}: it exists, its owner is nobody" in found["message"]
+    until(lambda: deployments.events("ChildRefused"), "an event")
+    plane.kubectl("delete", "dgdep", "datadog", "-n", deployments.namespace)
+    until(
+        lambda: not deployments.list("ds,svc,cm,sa,netpol", "-l", "app.kubernetes.io/instance=datadog"), "ours are gone"
+    )
+    after = deployments.get(kind, name)
+    for body in (before, after):
+        body.pop("status", None)
+        body["metadata"] = {
+            key: body["metadata"].get(key) for key in ("uid", "labels", "ownerReferences", "generation")
+        }
+    assert after == before
+
+
+def test_a_name_that_is_free_again_is_taken(plane: ControlPlane, deployments: Deployments, start: Start) -> None:
+    theirs = strangers(deployments.namespace, "llama-agent")["cm"]
+    plane.kubectl("create", "-f", "-", stdin=to_text(theirs))
+    start()
+    deployments.apply()
+    deployments.wait_reason("AgentsReady", "ChildRefused")
+    assert deployments.pods() == []
+    plane.kubectl("delete", "cm", "llama-agent", "-n", deployments.namespace)
+    deployments.wait_reason("Ready", "Ready")

@@ -9,7 +9,7 @@ import pytest
 from controlplane.cluster import ControlPlane
 from controlplane.nodes import add_nodes, remove_node
 from controlplane.waiting import until
-from deployments import Deployments, to_text
+from deployments import MONITORS, Deployments, to_text
 from operator_process import OperatorProcess
 
 pytestmark = pytest.mark.usefixtures("operator", "nodes")
@@ -205,26 +205,6 @@ def test_a_node_that_changes_its_role_is_counted_with_the_other_one(
     assert after[names[0]] != before[names[0]] and after[names[1]] == before[names[1]]
     for name in names:
         remove_node(plane, name)
-
-
-MONITORS = {
-    "apiVersion": "apiextensions.k8s.io/v1",
-    "kind": "CustomResourceDefinition",
-    "metadata": {"name": "podmonitors.monitoring.coreos.com"},
-    "spec": {
-        "group": "monitoring.coreos.com",
-        "names": {"kind": "PodMonitor", "plural": "podmonitors"},
-        "scope": "Namespaced",
-        "versions": [
-            {
-                "name": "v1",
-                "served": True,
-                "storage": True,
-                "schema": {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}},
-            }
-        ],
-    },
-}
 
 
 def test_a_pod_monitor_is_made_where_its_kind_is_and_its_absence_is_told(

@@ -100,12 +100,16 @@ class Api:
         metadata = body["metadata"]
         return await self._call("UPDATE", kind, kinds.path(kind, metadata["namespace"], metadata["name"]), body)
 
-    async def delete(self, kind: Kind, namespace: str, name: str) -> None:
-        """Delete an object; do nothing if it does not exist."""
+    async def delete(self, kind: Kind, namespace: str, name: str, uid: str = "") -> None:
+        """Delete an object; do nothing if it does not exist. With `uid`, do nothing if the object has another one."""
+        options = {"preconditions": {"uid": uid}} if uid else None
         try:
-            await self._call("DELETE", kind, kinds.path(kind, namespace, name))
+            await self._call("DELETE", kind, kinds.path(kind, namespace, name), options)
         except NotFoundError:
             return
+        except ConflictError:
+            if not uid:
+                raise
 
     async def _call(
         self, verb: str, kind: Kind, path: str, body: Body | None = None, content: str = _JSON, accept: str = _JSON

@@ -7,8 +7,8 @@ and we take the field back.
 from __future__ import annotations
 
 import datetime as dt
+import hashlib
 import logging
-import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +18,9 @@ from longshore_operator.decide.decision import NewKeys, Transition
 from longshore_operator.errors import ApiError, ConflictError, NotFoundError, RefusedError
 from longshore_operator.kinds import Kind
 from longshore_operator.observe import Observed, Refusal
-from longshore_operator.reasons import ConditionType, Truth, reason
+from longshore_operator.reasons import Truth, reason
 from longshore_operator.render.children import keys_secret
+from longshore_operator.render.wanted import is_ours
 from longshore_operator.world import ChildKey, Key, World
 from longshore_wire import names as wire_names
 
@@ -27,6 +28,8 @@ Body = dict[str, Any]
 _log = logging.getLogger(__name__)
 # The API server limits an event's message to 1,024 characters.
 _EVENT_CHARACTERS_MAX = 1000
+# No object has this version. An apply that asks for it creates the object, and conflicts if there is one.
+_NO_VERSION = "1"
 
 
 class GoneError(Exception):
@@ -34,7 +37,11 @@ class GoneError(Exception):
 
 
 class ChangedError(Exception):
-    """The deployment changed after the decision was made: reconcile it again."""
+    """The deployment or a child changed after the decision was made: reconcile it again."""
+
+
+class StrangerError(Exception):
+    """An object that is not ours has the name of a child."""
 
 
 class Applier:
@@ -111,25 +118,20 @@ class Applier:
         for kind, body in children:
             try:
                 await self._apply_child(observed, kind, body)
-            except (RefusedError, NotFoundError) as error:
+            except (RefusedError, NotFoundError, StrangerError) as error:
                 # NotFound also means that the kind is not installed, which is possible for PodMonitor.
-                _raise_if_gone(error)
+                if isinstance(error, ApiError):
+                    _raise_if_gone(error)
                 name = f"{kind.name} {body['metadata']['name']}"
                 return Refusal(name, str(error), observed.generation)
         return None
 
     async def _apply_child(self, observed: Observed, kind: Kind, body: Body) -> None:
-        self._guard()
         child = ChildKey(kind.name, body["metadata"]["name"])
         before = observed.children.get(child)
-        try:
-            found = await self._api.apply(kind, body, force=False)
-        except ConflictError as error:
-            if error.cause != "FieldManagerConflict":
-                raise
-            await self._say(observed, "Warning", "FieldConflict", f"{kind.name} {child.name}: taken back: {error}")
-            self._guard()
-            found = await self._api.apply(kind, body, force=True)
+        found = await (
+            self._make(observed, kind, body) if before is None else self._change(observed, kind, body, before)
+        )
         self.written.add(observed.key)
         _log.info("%s/%s: applied %s %s", *observed.key, kind.name, child.name)
         self._world.take_child(kind, found)
@@ -137,11 +139,52 @@ class Applier:
             # It differs, yet applying changes nothing: the server normalises some value.
             self._world.settled[observed.key, child] = found["metadata"]["resourceVersion"]
 
+    async def _make(self, observed: Observed, kind: Kind, body: Body) -> Body:
+        """Create a child. An object that exists is changed only if it is ours and its watch has not delivered it yet."""
+        self._guard()
+        try:
+            return await self._api.apply(kind, _at(body, resourceVersion=_NO_VERSION), force=False)
+        except ConflictError as error:
+            # An object with fields of ours that another manager has conflicts by these, not by its version.
+            if error.cause not in {"Conflict", "FieldManagerConflict"}:
+                raise
+        try:
+            found = await self._api.get(kind, observed.key.namespace, body["metadata"]["name"])
+        except NotFoundError as error:
+            raise ChangedError(str(error)) from error
+        return await self._change(observed, kind, body, found)
+
+    async def _change(self, observed: Observed, kind: Kind, body: Body, before: Body) -> Body:
+        """Change a child. Raises StrangerError if the object is not ours."""
+        _raise_if_not_ours(observed, kind, before)
+        # The API server refuses the change if the object was deleted and another one made under its name.
+        bound = _at(body, uid=before["metadata"]["uid"])
+        self._guard()
+        try:
+            return await self._applied(observed, kind, bound)
+        except (ConflictError, RefusedError) as error:
+            if "metadata.uid" in str(error) or "uid mismatch" in str(error):
+                raise ChangedError(str(error)) from error
+            raise
+
+    async def _applied(self, observed: Observed, kind: Kind, body: Body) -> Body:
+        """Apply a child of ours; take fields back that another manager took, and tell."""
+        try:
+            return await self._api.apply(kind, body, force=False)
+        except ConflictError as error:
+            if error.cause != "FieldManagerConflict":
+                raise
+            text = f"{kind.name} {body['metadata']['name']}: taken back: {error}"
+            await self._say(observed, "Warning", "FieldConflict", text, kind.name)
+        self._guard()
+        return await self._api.apply(kind, body, force=True)
+
     async def delete_children(self, observed: Observed, children: tuple[ChildKey, ...]) -> None:
-        """Delete children that were switched off."""
+        """Delete children that were switched off. An object made under the same name since is left."""
         for child in children:
             self._guard()
-            await self._api.delete(kinds.of(child.kind), observed.key.namespace, child.name)
+            uid = observed.children[child]["metadata"]["uid"]
+            await self._api.delete(kinds.of(child.kind), observed.key.namespace, child.name, uid)
             self._world.children.get(observed.key, {}).pop(child, None)
 
     async def write_status(self, observed: Observed, status: Body) -> None:
@@ -168,19 +211,32 @@ class Applier:
         for transition in transitions:
             entry = transition.verdict
             row = reason(entry.condition, entry.reason)
-            # The condition that makes Ready False has its own event with the cause.
-            bad = row.truth is Truth.FALSE and bool(row.remedy) and entry.condition is not ConditionType.READY
+            bad = row.truth is Truth.FALSE and bool(row.remedy) and not row.echo
             if bad or (row.truth is Truth.TRUE and not row.remedy and entry.reason != "RollingOut"):
                 text = f"{entry.condition.value}: {entry.message}"
-                await self._say(observed, "Warning" if bad else "Normal", entry.reason, text)
+                await self._say(observed, "Warning" if bad else "Normal", entry.reason, text, entry.condition.value)
 
-    async def _say(self, observed: Observed, level: str, name: str, message: str) -> None:
+    async def tell_left(self, observed: Observed, message: str) -> None:
+        """Post the event that another operator serves the deployment, unless it is there."""
+        await self._say(observed, "Normal", "ServedByAnother", message, message, again=False)
+
+    async def _say(
+        self, observed: Observed, level: str, name: str, message: str, about: str, *, again: bool = True
+    ) -> None:
+        """Post an event. A repeated one counts up.
+
+        Args:
+            about: what distinguishes events with the same reason.
+            again: whether to count the event if it is there.
+        """
+        same = f"{observed.uid}/{level}/{name}/{about}"
         now = dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        body = {
+        event = f"{observed.key.name}.{hashlib.sha256(same.encode()).hexdigest()[:16]}"
+        body: Body = {
             "apiVersion": "v1",
             "kind": "Event",
             "metadata": {
-                "name": f"{observed.key.name}.{uuid.uuid4().hex[:16]}",
+                "name": event,
                 "namespace": observed.key.namespace,
             },
             "involvedObject": {
@@ -200,7 +256,13 @@ class Applier:
             "count": 1,
         }
         try:
-            await self._api.create(kinds.EVENT, body)
+            try:
+                await self._api.create(kinds.EVENT, body)
+            except ConflictError:
+                if again:
+                    found = await self._api.get(kinds.EVENT, observed.key.namespace, event)
+                    more = {"count": int(found.get("count") or 0) + 1, "lastTimestamp": now}
+                    await self._api.replace(kinds.EVENT, found | more | {"message": body["message"]})
         except ApiError as error:
             # A lost event is harmless: the status has the same text.
             _log.warning("%s/%s: no event: %s", *observed.key, error)
@@ -222,3 +284,28 @@ class Applier:
 def _raise_if_gone(error: ApiError) -> None:
     if error.cause == "NamespaceTerminating":
         raise GoneError(str(error)) from error
+
+
+def _raise_if_not_ours(observed: Observed, kind: Kind, found: Body) -> None:
+    """Raise unless the deployment owns an object.
+
+    Raises:
+        ChangedError: a deleted deployment of the same name owns it, so the garbage collector deletes it.
+        StrangerError: it is not ours.
+    """
+    if is_ours(found, observed.uid):
+        return
+    owners = found["metadata"].get("ownerReferences") or []
+    name = f"{kind.name} {found['metadata']['name']}"
+    if any((owner["kind"], owner["name"]) == (wire_names.KIND, observed.key.name) for owner in owners):
+        raise ChangedError(f"{name} of the deleted deployment of this name is still there")
+    shown = ", ".join(f"{owner['kind']} {owner['name']}" for owner in owners) or "nobody"
+    raise StrangerError(
+        f"it exists, its owner is {shown} and not this deployment, so it is left as it is. "
+        "Delete it, or give the deployment another name"
+    )
+
+
+def _at(body: Body, **condition: str) -> Body:
+    """Return an object with a precondition in its metadata."""
+    return {**body, "metadata": body["metadata"] | condition}

@@ -21,13 +21,10 @@ def faults(lags_s: dict[str, float], ended: list[str], limit_s: float) -> list[s
     ]
 
 
-async def serve(
-    settings: Settings, check: WatchCheck, is_ready: Callable[[], bool], show: Callable[[], bytes]
-) -> web.AppRunner:
-    """Start the server and return it.
+async def serve(settings: Settings, check: WatchCheck, show: Callable[[], bytes]) -> web.AppRunner:
+    """Start the server and return it. It is ready once the watches have delivered the existing objects, also as standby.
 
     Args:
-        is_ready: whether the watches have delivered the existing objects. A standby replica is ready, too.
         show: returns all metrics.
     """
 
@@ -36,7 +33,9 @@ async def serve(
         return web.Response(text="\n".join(found) or "ok", status=503 if found else 200)
 
     async def readyz(_request: web.Request) -> web.Response:
-        return web.Response(text="ok" if is_ready() else "watches have not begun", status=200 if is_ready() else 503)
+        missing = check.missing()
+        text = f"watches have not delivered all of: {', '.join(missing)}" if missing else "ok"
+        return web.Response(text=text, status=503 if missing else 200)
 
     async def metrics(_request: web.Request) -> web.Response:
         return web.Response(body=show(), headers={"Content-Type": _METRICS_TYPE})

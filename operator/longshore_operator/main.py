@@ -30,9 +30,6 @@ from longshore_wire.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 _EXIT_BAD_CONFIG = 2
-# After a start, no status is written until every agent was polled once: all would be reported silent. The limit
-# bounds the delay by an agent that hangs.
-_FIRST_SWEEP_LIMIT_S = 15.0
 # New objects between two garbage collections. The default of 700 would traverse the world many times a second while
 # watches deliver. Cycles are rare here, and this many objects take a few MiB.
 _GARBAGE_COUNT = 20_000
@@ -79,18 +76,22 @@ async def _run(settings: Settings) -> int:
             leader=mutex.is_held,
             queue_length=len(queue),
             silent_count=poller.silent_count,
+            left_count=len(world.left),
             lags_s=check.lags_s(),
             calls=calls,
         )
 
-    server = await health.serve(settings, check, lambda: bool(world.delivered), show)
+    server = await health.serve(settings, check, show)
     registry = handlers.register(world, queue, settings)
     parts: dict[str, Coroutine[Any, Any, None]] = {
         "lease": mutex.run(),
-        "polls": poller.run(),
+        "polls": _after(check.started, poller.run()),
         "watch check": check.run(),
         "timer": look_at_all(world, queue, settings.resync_s),
-        **{f"worker {number}": _work(reconciler, poller) for number in range(settings.worker_count)},
+        **{
+            f"worker {number}": _after(check.started, reconciler.work(poller.ready))
+            for number in range(settings.worker_count)
+        },
     }
     tasks = [asyncio.create_task(part, name=name) for name, part in parts.items()]
     watching = asyncio.create_task(handlers.watch(registry, settings), name="watches")
@@ -109,10 +110,9 @@ async def _run(settings: Settings) -> int:
         lease_api.close()
 
 
-async def _work(reconciler: Reconciler, poller: Poller) -> None:
-    with suppress(TimeoutError):
-        await asyncio.wait_for(poller.swept.wait(), _FIRST_SWEEP_LIMIT_S)
-    await reconciler.work()
+async def _after(started: asyncio.Event, part: Coroutine[Any, Any, None]) -> None:
+    await started.wait()
+    await part
 
 
 def _judge(done: set[asyncio.Task[None]], watching: asyncio.Task[None]) -> int:

@@ -43,6 +43,11 @@ class Metrics:
         self._queue = Gauge(
             "longshore_operator_queue_length", "Deployments that wait to be reconciled.", registry=self.registry
         )
+        self._left = Gauge(
+            "longshore_operator_left_deployments",
+            "Deployments that are left to the operator of another release.",
+            registry=self.registry,
+        )
         self._silent = Gauge(
             "longshore_operator_silent_agents", "Agents that did not answer when last asked.", registry=self.registry
         )
@@ -61,6 +66,7 @@ class Metrics:
         leader: bool,
         queue_length: int,
         silent_count: int,
+        left_count: int,
         lags_s: dict[str, float],
         calls: dict[tuple[str, str], int],
     ) -> bytes:
@@ -68,6 +74,7 @@ class Metrics:
         self._leader.set(int(leader))
         self._queue.set(queue_length)
         self._silent.set(silent_count)
+        self._left.set(left_count)
         for kind, lag_s in lags_s.items():
             self._lag.labels(kind).set(lag_s)
         for (verb, kind), count in calls.items():

@@ -25,6 +25,11 @@ class Agent:
     report: AgentReport | None
     silent: bool = False
 
+    @property
+    def unheard(self) -> bool:
+        """Whether it should answer and has not answered this operator yet, which is not long enough to be silent."""
+        return self.report is None and not self.silent and self.pod.ready and not self.pod.ending
+
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
@@ -54,6 +59,7 @@ class Observed:
         nodes: labels by node name; None if the operator may not read nodes.
         now: RFC 3339 with whole seconds, for conditions whose status changes.
         keys_missing: the Secret that the status names is gone.
+        failure: the last error of requests to the API server, if they have failed for long.
     """
 
     key: Key
@@ -66,6 +72,7 @@ class Observed:
     refusal: Refusal | None
     now: str
     keys_missing: bool = False
+    failure: str = ""
 
     @property
     def uid(self) -> str:
@@ -100,6 +107,7 @@ def observe(
     sees_nodes: bool,
     refusal: Refusal | None = None,
     keys_missing: bool = False,
+    failure: str = "",
 ) -> Observed | None:
     """Return the state of a deployment, or None if it is deleted or being deleted."""
     body = world.deployments.get(key)
@@ -120,6 +128,7 @@ def observe(
         refusal=refusal if refusal is not None and refusal.generation == generation else None,
         now=moment.text,
         keys_missing=keys_missing,
+        failure=failure,
     )
 
 

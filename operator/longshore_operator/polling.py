@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
+from http import HTTPStatus
 
 import aiohttp
 
@@ -13,6 +15,8 @@ from longshore_operator.settings import Settings
 from longshore_operator.work_queue import WorkQueue
 from longshore_operator.world import AgentPod, Poll, World
 
+# Limits the delay of the first reconciles by agents that hang. The status of these stays as it was, see `engines`.
+FIRST_SWEEP_LIMIT_S = 15.0
 # A status page of an agent with many workers takes about 100 KiB. A longer one is refused.
 ANSWER_BYTES_MAX = 8 << 20
 
@@ -39,15 +43,29 @@ class Poller:
         connector = aiohttp.TCPConnector(limit=self._settings.poll_count_max, force_close=True)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             while True:
-                await self._mutex.held()
+                if not self._mutex.is_held:
+                    # What was heard before may be old when this replica is active again.
+                    self.swept.clear()
+                    await self._mutex.held()
                 started_s = time.monotonic()
                 await self.sweep(session)
                 self.swept.set()
                 await asyncio.sleep(max(0.0, self._settings.poll_s - (time.monotonic() - started_s)))
 
+    async def ready(self) -> None:
+        """Return when this replica is active and has polled every agent since."""
+        await self._mutex.held()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.swept.wait(), FIRST_SWEEP_LIMIT_S)
+
     async def sweep(self, session: aiohttp.ClientSession) -> None:
         """Poll every agent once."""
-        pods = [pod for pod in self._world.pods.values() if pod.address and pod.http_port and not pod.ending]
+        left = self._world.left
+        pods = [
+            pod
+            for pod in self._world.pods.values()
+            if pod.address and pod.http_port and not pod.ending and pod.key not in left
+        ]
         self._silent &= {pod.uid for pod in pods}
         line = iter(pods)
         workers = min(self._settings.poll_count_max, len(pods))
@@ -60,7 +78,11 @@ class Poller:
     async def _ask(self, session: aiohttp.ClientSession, pod: AgentPod) -> None:
         host = f"[{pod.address}]" if ":" in pod.address else pod.address
         try:
-            async with session.get(f"http://{host}:{pod.http_port}/v1/status") as answer:
+            url = f"http://{host}:{pod.http_port}/v1/status"
+            # An agent never redirects. Following would let its pod choose whom the operator asks.
+            async with session.get(url, allow_redirects=False) as answer:
+                if answer.status != HTTPStatus.OK:
+                    raise ValueError(f"{url}: {answer.status}")
                 data = await answer.content.read(ANSWER_BYTES_MAX)
                 report = reports.read(data)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError):

@@ -33,13 +33,19 @@ class Truth(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """One row. An empty `remedy` means that there is nothing to do."""
+    """One row.
+
+    Attributes:
+        remedy: empty if there is nothing to do.
+        echo: it follows from another condition, which has the cause and the event.
+    """
 
     condition: ConditionType
     name: str
     truth: Truth
     meaning: str
     remedy: str = ""
+    echo: bool = False
 
 
 MEANINGS = {
@@ -62,8 +68,17 @@ _SEE_NETWORK = (
 
 TABLE = (
     Reason(_C.READY, "Ready", _T, "Compatible and AgentsReady are True."),
-    Reason(_C.READY, "Incompatible", _F, "Compatible is False.", "See the reason and message of Compatible."),
-    Reason(_C.READY, "AgentsNotReady", _F, "AgentsReady is not True.", "See the reason and message of AgentsReady."),
+    Reason(
+        _C.READY, "Incompatible", _F, "Compatible is False.", "See the reason and message of Compatible.", echo=True
+    ),
+    Reason(
+        _C.READY,
+        "AgentsNotReady",
+        _F,
+        "AgentsReady is not True.",
+        "See the reason and message of AgentsReady.",
+        echo=True,
+    ),
     Reason(_C.COMPATIBLE, "PlanMade", _T, "The two layouts have a plan."),
     Reason(
         _C.COMPATIBLE,
@@ -115,13 +130,21 @@ TABLE = (
         _F,
         "The spec is incompatible: agents run an older spec, or none was started.",
         "See Compatible.",
+        echo=True,
     ),
     Reason(
         _C.AGENTS_READY,
         "ChildRefused",
         _F,
-        "The API server refused an object that the agents need.",
-        "The message has its response; common causes are a quota, an admission policy or Pod Security.",
+        "The API server refused an object that the agents need, or another object has its name.",
+        "The message has the response; common causes are a quota or an admission policy. Delete or rename the other object.",
+    ),
+    Reason(
+        _C.AGENTS_READY,
+        "RequestsFail",
+        _F,
+        "Requests of the operator to the API server have failed for at least 8 s.",
+        "The message has the response; a common cause is an admission webhook that does not answer. The operator retries.",
     ),
     Reason(_C.ENGINES_CONNECTED, "EnginesConnected", _T, "All expected engine instances have registered."),
     Reason(
@@ -188,6 +211,7 @@ TABLE = (
         _F,
         "Nothing more happens until the spec or the cluster changes.",
         "See Compatible and AgentsReady.",
+        echo=True,
     ),
 )
 
@@ -199,6 +223,11 @@ def reason(condition: ConditionType, name: str) -> Reason:
     """Return the row of a reason. Asserts that the table has it."""
     assert (condition, name) in _BY_NAME, (condition, name)
     return _BY_NAME[condition, name]
+
+
+def is_known(condition: ConditionType, name: str) -> bool:
+    """Whether the table has this reason. A status may have one of another version of the operator."""
+    return (condition, name) in _BY_NAME
 
 
 def reference() -> str:

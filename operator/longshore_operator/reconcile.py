@@ -9,6 +9,7 @@ import asyncio
 import datetime as dt
 import logging
 import time
+from collections.abc import Awaitable, Callable
 
 from longshore_operator.api import Api
 from longshore_operator.apply import Applier, ChangedError, GoneError
@@ -17,14 +18,19 @@ from longshore_operator.errors import ApiError
 from longshore_operator.lease import LostLeaseError, Mutex
 from longshore_operator.metrics import Metrics
 from longshore_operator.observe import Moment, Observed, Refusal, observe
+from longshore_operator.ownership import Claim, LeaseWatch, may_claim
 from longshore_operator.render.wanted import Allowed, ImageChoice
 from longshore_operator.settings import Settings, listed
 from longshore_operator.work_queue import WorkQueue
 from longshore_operator.world import Key, World
 
 _log = logging.getLogger(__name__)
-# A refused child is retried after this, since its quota may have been raised.
+# A refused child is retried after this, since its quota may have been raised; a deployment of another operator is
+# looked at again.
 REFUSED_AGAIN_S = 30.0
+# Requests that have failed for this long are told in the status. With the backoffs of the queue and requests that end
+# by their time limit, they are told within 25 s. A restart of an API server takes less.
+FAILING_S = 8.0
 # While agents are not ready, the existence of their keys is checked at this interval.
 PROBE_EVERY_S = 30.0
 
@@ -53,36 +59,43 @@ class Reconciler:
                 listed(settings.allow_host_paths),
             ),
         )
+        self._claim = Claim.of(settings)
+        self._leases = LeaseWatch(api)
         self._refusals: dict[Key, Refusal] = {}
+        # Since when requests for a deployment have failed, in monotonic seconds.
+        self._failing_s: dict[Key, float] = {}
         self._probed_s: dict[Key, float] = {}
         # Deployments that this process has reconciled, with their uids.
         self._known: dict[Key, str] = {}
 
-    async def work(self) -> None:
-        """Reconcile deployments from the queue while this replica is active. Never returns."""
+    async def work(self, ready: Callable[[], Awaitable[None]]) -> None:
+        """Reconcile deployments from the queue. Never returns. `ready` returns when this replica may and can do so."""
         while True:
             key = await self._queue.take()
-            await self._mutex.held()
+            await ready()
             started_s = time.monotonic()
             failed = False
             self._applier.written.discard(key)
             try:
                 await self.reconcile(key)
+                self._failing_s.pop(key, None)
             except (GoneError, LostLeaseError) as error:
                 _log.info("%s/%s: left: %s", *key, error)
             except ChangedError as error:
                 failed = True
                 _log.info("%s/%s: changed meanwhile: %s", *key, error)
+                await self._tell_failure(key, error)
             except ApiError as error:
                 failed = True
                 self._metrics.failed(error.error_class)
                 _log.warning("%s/%s: %s", *key, error)
+                await self._tell_failure(key, error)
             except Exception:  # noqa: BLE001 - see below
                 # A bug must not stop the reconciles of other deployments. It is counted and logged with its traceback.
                 failed = True
                 self._metrics.failed("internal")
                 _log.exception("%s/%s: internal error of the operator", *key)
-            again_s = REFUSED_AGAIN_S if key in self._refusals else None
+            again_s = REFUSED_AGAIN_S if key in self._refusals or key in self._world.left else None
             self._queue.done(key, failed=failed, progress=key in self._applier.written, again_s=again_s)
             self._metrics.reconciled(time.monotonic() - started_s)
 
@@ -91,13 +104,18 @@ class Reconciler:
         observed = self._observe(key)
         if observed is None:
             self._refusals.pop(key, None)
+            self._failing_s.pop(key, None)
             self._probed_s.pop(key, None)
             self._known.pop(key, None)
             self._applier.forget(key)
+            self._world.left.discard(key)
             return
         if self._known.get(key) != observed.uid:
             await self._applier.look_for_monitor(observed)
             self._known[key] = observed.uid
+        if not await self._is_ours(observed):
+            return
+        observed = self._observe(key) or observed
         missing = await self._keys_are_missing(observed)
         observed = self._observe(key, keys_missing=missing) or observed
         decision = decide(observed, self._images)
@@ -110,6 +128,44 @@ class Reconciler:
         if decision.status is not None:
             await self._applier.write_status(observed, decision.status)
             await self._applier.tell(observed, decision.transitions)
+
+    async def _tell_failure(self, key: Key, error: Exception) -> None:
+        """Tell in the status of requests that have failed for long. The next success replaces that status."""
+        now_s = time.monotonic()
+        if now_s - self._failing_s.setdefault(key, now_s) < FAILING_S:
+            return
+        observed = self._observe(key, failure=str(error))
+        if observed is None:
+            return
+        decision = decide(observed, self._images)
+        if decision.status is None:
+            return
+        try:
+            await self._applier.write_status(observed, decision.status)
+            await self._applier.tell(observed, decision.transitions)
+        except (ApiError, ChangedError, GoneError, LostLeaseError) as another:
+            _log.warning("%s/%s: the failure is not told: %s", *key, another)
+
+    async def _is_ours(self, observed: Observed) -> bool:
+        """Whether this operator serves the deployment; claim it if no other one does."""
+        found = Claim.read(observed.status)
+        another = found if found != self._claim else None
+        if another is not None and not may_claim(
+            self._claim, another, alive=await self._leases.is_alive(another.lease)
+        ):
+            if observed.key not in self._world.left:
+                self._world.left.add(observed.key)
+                text = (
+                    f"the operator of the Lease {self._claim.lease} leaves this deployment to that of {another.lease}"
+                )
+                _log.info("%s/%s: %s", *observed.key, text)
+                await self._applier.tell_left(observed, text)
+            return False
+        self._world.left.discard(observed.key)
+        if found != self._claim:
+            status = {**observed.status, "operator": self._claim.status()}
+            await self._applier.write_status(observed, status)
+        return True
 
     async def _apply(self, observed: Observed, decision: Decision) -> None:
         refusal = await self._applier.apply_children(observed, decision.apply)
@@ -127,7 +183,7 @@ class Reconciler:
             raise GoneError(f"{key.namespace}/{key.name} was deleted meanwhile")
         return observed, decide(observed, self._images)
 
-    def _observe(self, key: Key, *, keys_missing: bool = False) -> Observed | None:
+    def _observe(self, key: Key, *, keys_missing: bool = False, failure: str = "") -> Observed | None:
         now = dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         return observe(
             self._world,
@@ -136,6 +192,7 @@ class Reconciler:
             sees_nodes=self._settings.watch_nodes,
             refusal=self._refusals.get(key),
             keys_missing=keys_missing,
+            failure=failure,
         )
 
     async def _keys_are_missing(self, observed: Observed) -> bool:

@@ -19,6 +19,8 @@ from longshore_operator.settings import Settings
 from longshore_operator.world import World
 
 _log = logging.getLogger(__name__)
+# Interval at which a start compares the watches with lists.
+_START_EVERY_S = 0.5
 # kopf's name for the tasks of its watches. If kopf renames them, ended tasks are detected by the lists alone.
 _TASK_PREFIX = "watcher for "
 
@@ -47,6 +49,9 @@ class WatchLag:
         for uid in before:
             if uid not in versions and uid in delivered:
                 missed.setdefault(uid, (None, now_s))
+        for uid in [uid for uid in missed if uid not in versions and uid not in delivered]:
+            # It was deleted before the watch began.
+            del missed[uid]
 
     def lags_s(self, now_s: float) -> dict[str, float]:
         """Return, by kind, for how long the oldest missed object has been missed; 0 if none is."""
@@ -62,7 +67,12 @@ class WatchLag:
 
 
 class WatchCheck:
-    """Lists the watched kinds periodically."""
+    """Lists the watched kinds at the start and then periodically.
+
+    Attributes:
+        started: set once every kind was listed and the watches have delivered all that was listed. Until then the
+            world is incomplete, and nothing may be decided.
+    """
 
     def __init__(self, api: Api, world: World, settings: Settings) -> None:
         self._api = api
@@ -70,6 +80,7 @@ class WatchCheck:
         self._settings = settings
         self._lag = WatchLag(world.delivered)
         self._tasks: set[str] = set()
+        self.started = asyncio.Event()
 
     def lags_s(self) -> dict[str, float]:
         """Return, by kind, how long each watch has missed an object, in seconds."""
@@ -81,8 +92,20 @@ class WatchCheck:
         self._tasks |= alive
         return sorted(self._tasks - alive)
 
+    def missing(self) -> list[str]:
+        """Return the kinds that a start still waits for."""
+        if self.started.is_set():
+            return []
+        lags_s = self.lags_s()
+        return [kind.name for kind in watched(self._settings) if lags_s.get(kind.name, 1.0) > 0]
+
     async def run(self) -> None:
-        """Check every watch periodically. Never returns."""
+        """Check every watch at the start and periodically. Never returns."""
+        while missing := self.missing():
+            for name in missing:
+                await self._check(kinds.of(name))
+            await asyncio.sleep(_START_EVERY_S)
+        self.started.set()
         while True:
             await asyncio.sleep(self._settings.resync_s)
             self.ended()
@@ -90,7 +113,7 @@ class WatchCheck:
                 await self._check(kind)
 
     async def _check(self, kind: Kind) -> None:
-        before = dict(self._world.delivered[kind.name])
+        before = dict(self._world.delivered.get(kind.name, {}))
         label = "" if kind in {kinds.DEPLOYMENT, kinds.NODE} else names.DEPLOYMENT_LABEL
         namespace = self._settings.watch_namespace if kind.namespaced else ""
         try:

@@ -73,6 +73,9 @@ class WorkQueue:
             self._faults.pop(key, None)
         if failed:
             count = self._faults[key] = self._faults.get(key, 0) + 1
+            if urgent:
+                self._put(key, urgent=True)
+                return
             self._again.add(key)
             self._rest(key, BACKOFFS_S[min(count, len(BACKOFFS_S)) - 1])
             return

@@ -67,7 +67,12 @@ class Poll:
 
 @dataclass(slots=True)
 class World:
-    """All observed state. `settled` holds versions of children that an apply leaves unchanged."""
+    """All observed state.
+
+    Attributes:
+        settled: versions of children that an apply leaves unchanged.
+        left: deployments that another operator serves.
+    """
 
     deployments: dict[Key, Body] = field(default_factory=dict)
     children: dict[Key, dict[ChildKey, Body]] = field(default_factory=lambda: defaultdict(dict))
@@ -75,6 +80,7 @@ class World:
     nodes: dict[str, Mapping[str, str]] = field(default_factory=dict)
     polls: dict[str, Poll] = field(default_factory=dict)
     settled: dict[tuple[Key, ChildKey], str] = field(default_factory=dict)
+    left: set[Key] = field(default_factory=set)
     # Versions that watches delivered, by kind and uid. `watches` compares them with lists.
     delivered: dict[str, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
     _pods_of: dict[Key, set[str]] = field(default_factory=lambda: defaultdict(set))

@@ -22,6 +22,8 @@ from typing import Any
 from operator_scene import Scene
 
 from longshore_operator import kinds
+from longshore_operator.ownership import Claim
+from longshore_operator.settings import Settings
 
 HOST = "127.0.0.1"
 LIMIT_S = 30.0
@@ -166,7 +168,9 @@ def deployment(number: int) -> dict[str, Any]:
         "resourceVersion": "1",
         "generation": 1,
     }
-    return {**body, "metadata": body["metadata"] | metadata, "status": {}}
+    # Claimed by the operator, so that its keys are what it needs first.
+    status = {"operator": Claim.of(Settings()).status()}
+    return {**body, "metadata": body["metadata"] | metadata, "status": status}
 
 
 class Running:

@@ -6,13 +6,13 @@ import copy
 from typing import Any
 
 import pytest
-from operator_scene import DECODE, KEY, PREFILL, Scene, peer, said, settled
+from operator_scene import DECODE, KEY, NOW_S, PREFILL, Scene, peer, said, settled
 
 from longshore_operator import kinds, names
 from longshore_operator.observe import Refusal
 from longshore_operator.reasons import TABLE, Truth, reason
 from longshore_operator.reports import AgentReport, Engine, Instance, Worker
-from longshore_operator.world import ChildKey, Key
+from longshore_operator.world import ChildKey, Key, Poll
 
 
 def two(one: Any = None, other: Any = None, **spec: Any) -> Scene:
@@ -114,7 +114,8 @@ SCENES = {
     ("Progressing", "Paused"): paused(),
     ("Progressing", "Blocked"): counted(2, 1, 2, trouble="ImagePullBackOff"),
 }
-REFUSED = ("AgentsReady", "ChildRefused")
+# The reasons that come from answers of the API server, not from the scene's objects.
+ANSWERED = {("AgentsReady", "ChildRefused"), ("AgentsReady", "RequestsFail")}
 
 
 @pytest.mark.parametrize(("condition", "name"), SCENES)
@@ -123,7 +124,7 @@ def test_every_reason_is_what_its_scene_says(condition: str, name: str) -> None:
 
 
 def test_the_scenes_reach_every_row_of_the_table() -> None:
-    assert {(row.condition.value, row.name) for row in TABLE} == {*SCENES, REFUSED}
+    assert {(row.condition.value, row.name) for row in TABLE} == {*SCENES, *ANSWERED}
 
 
 def test_a_pair_that_is_refused_for_its_wire_is_named_with_the_wire_the_allowed_ones_and_the_way_out() -> None:
@@ -174,6 +175,43 @@ def test_a_child_that_was_refused_is_told_for_the_generation_that_was_tried() ->
     assert scene.reasons(refusal=refusal)["AgentsReady"] == "ChildRefused"
     older = Refusal("Service llama-agent", "exceeded quota", generation=0)
     assert scene.reasons(refusal=older)["AgentsReady"] == "AllAgentsReady"
+
+
+def test_requests_that_fail_are_told_without_keys_too_and_nothing_else_is_asked_for() -> None:
+    for status in ({}, settled().body["status"]):
+        scene = settled()
+        scene.body["status"] = status
+        reasons = scene.reasons(failure="CREATE /secrets: 500: no answer")
+        assert (reasons["Ready"], reasons["AgentsReady"], reasons["Progressing"]) == (
+            "AgentsNotReady",
+            "RequestsFail",
+            "Blocked",
+        )
+        assert scene.message("AgentsReady", failure="CREATE /secrets: 500") == "CREATE /secrets: 500"
+        assert scene.decide(failure="CREATE /secrets: 500").delete == ()
+
+
+def test_an_agent_that_was_not_heard_yet_leaves_the_conditions_as_they_were() -> None:
+    scene = two(said(PREFILL, peers=(peer("d"),)), said(DECODE, peers=(peer("p"),)), prefill=role(instances=1))
+    scene.write_status()
+    assert scene.reasons()["EnginesConnected"] == "EnginesConnected"
+    # An operator that has just started: one agent has answered, the other one will be silent only later.
+    scene.world.polls.clear()
+    scene.world.answered("Pod-llama-a", Poll(NOW_S, said(PREFILL, peers=(peer("d"),))))
+    assert scene.decide().status is None
+    assert scene.decide().transitions == ()
+    scene.world.polls["Pod-llama-b"] = Poll(NOW_S - 31, None)
+    assert scene.reasons()["PeersConnected"] == "AgentSilent"
+
+
+def test_an_object_of_somebody_else_is_not_taken_for_a_child_of_ours() -> None:
+    scene = settled()
+    theirs = copy.deepcopy(scene.world.children[KEY][ChildKey("ConfigMap", "llama-agent")])
+    theirs["metadata"]["ownerReferences"] = []
+    scene.world.children[KEY][ChildKey("ConfigMap", "llama-agent")] = theirs
+    assert [kind.name for kind, _ in scene.decide().apply] == ["ConfigMap"]
+    scene.body["spec"]["agents"] = {"networkPolicy": False, "allowOpenDataPath": True}
+    assert scene.decide().delete == (ChildKey("NetworkPolicy", "llama-agent"),)
 
 
 def test_a_steady_state_asks_for_nothing() -> None:

@@ -68,7 +68,7 @@ def test_the_lease_is_the_one_that_is_named_in_the_name_that_is_given_and_for_th
     start(namespace="own", lease_name="only-one", identity="replica-7", lease_s=33, lease_renew_s=1)
     until(lambda: len(api.leases) > 2, "a Lease that is renewed")
     path = "/apis/coordination.k8s.io/v1/namespaces/own/leases"
-    assert {found for found in api.paths("GET") if "/leases" in found} == {f"{path}/only-one"}
+    assert {found for found in api.paths("PUT") if "/leases" in found} == {f"{path}/only-one"}
     lease = api.leases[-1]
     assert (lease["metadata"]["name"], lease["metadata"]["namespace"]) == ("only-one", "own")
     assert (lease["spec"]["holderIdentity"], lease["spec"]["leaseDurationSeconds"]) == ("replica-7", 33)
@@ -150,6 +150,8 @@ def test_lines_below_the_set_level_are_not_logged(
 
 class Held:
     """A mutex that this replica has."""
+
+    is_held = True
 
     async def held(self) -> None:
         """Return at once."""

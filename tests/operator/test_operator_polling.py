@@ -41,13 +41,21 @@ class Asked:
         self.settings = dataclasses.replace(Settings(), poll_s=10.0, poll_stale_s=30.0)
         self.poller = Poller(self.scene.world, self.queue, None, self.settings)  # type: ignore[arg-type]
         self.answer: bytes | None = None
+        self.elsewhere = ""  # where the page redirects to
+        self.followed = 0
         self.port = 0
 
     async def page(self, request: web.Request) -> web.Response:
+        if self.elsewhere:
+            raise web.HTTPFound(self.elsewhere)
         if self.answer is None:
             assert request.transport is not None
             request.transport.close()
         return web.Response(body=self.answer or b"")
+
+    async def other(self, request: web.Request) -> web.Response:
+        self.followed += 1
+        return web.Response(body=msgspec.json.encode(said(PREFILL)))
 
     def put_pod(self, *, ready: bool) -> None:
         ports = [{"name": "http", "containerPort": self.port}]
@@ -76,6 +84,7 @@ def asked(monkeypatch: Any, scenario: Callable[[Asked], Coroutine[Any, Any, None
         one = Asked(clock)
         app = web.Application()
         app.router.add_get("/v1/status", one.page)
+        app.router.add_get("/other", one.other)
         runner = web.AppRunner(app)
         await runner.setup()
         site = web.TCPSite(runner, HOST, 0)
@@ -115,6 +124,18 @@ def test_an_agent_that_answered_once_and_is_unready_now_is_silent_all_the_same(m
         one.put_pod(ready=False)
         for _ in range(4):
             await one.sweep(10)
+        assert one.silent
+
+    asked(monkeypatch, scenario)
+
+
+def test_an_agent_that_sends_the_operator_elsewhere_is_not_followed_and_is_silent(monkeypatch) -> None:
+    async def scenario(one: Asked) -> None:
+        one.put_pod(ready=True)
+        one.elsewhere = f"http://{HOST}:{one.port}/other"
+        for _ in range(5):
+            await one.sweep(10)
+        assert one.followed == 0
         assert one.silent
 
     asked(monkeypatch, scenario)

@@ -461,6 +461,7 @@ CHART_VALUES: Shown = {
     "allow.hostPaths": _VALUE,
     "aggregateToEdit": _VALUE,
     "inject.enabled": _VALUE,
+    "replicas": _VALUE,
     "logLevel": _VALUE,
     "settings": _VALUE,
     "resources.requests.cpu": _VALUE,

@@ -21,6 +21,14 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- else }}{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}{{ end -}}
 {{- end }}
 
+{{- /* Not empty if the definition is there and of another release, or of none. Helm would refuse to install over it. */ -}}
+{{- define "longshore.foreignDefinition" -}}
+{{- with lookup "apiextensions.k8s.io/v1" "CustomResourceDefinition" "" "disaggdeployments.longshore.dev" }}
+{{- $owner := .metadata.annotations | default dict }}
+{{- if or (ne (get $owner "meta.helm.sh/release-name") $.Release.Name) (ne (get $owner "meta.helm.sh/release-namespace") $.Release.Namespace) }}true{{ end }}
+{{- end }}
+{{- end }}
+
 {{- define "longshore.allow" -}}
 {{- $names := list }}
 {{- range $value, $name := dict "image" "image" "hostNetwork" "hostNetwork" "hostIPC" "hostIPC" "noNetworkPolicy" "networkPolicy" }}
@@ -74,7 +82,11 @@ capabilities: {drop: [ALL]}
   verbs: [create]
 - apiGroups: [""]
   resources: [events]
-  verbs: [create]
+  verbs: [create, get, update]
+# Leases of other releases, which may serve the same deployments.
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  verbs: [get]
 {{- end }}
 
 {{- define "longshore.injected" -}}

@@ -13,7 +13,7 @@ from longshore_operator.decide.drift import differs
 from longshore_operator.decide.verdict import Verdict, some, verdict
 from longshore_operator.kinds import Kind
 from longshore_operator.observe import Observed
-from longshore_operator.reasons import ConditionType, Truth
+from longshore_operator.reasons import ConditionType, Truth, is_known
 from longshore_operator.render.children import render
 from longshore_operator.render.wanted import ImageChoice, Wanted, is_ours
 from longshore_operator.world import ChildKey
@@ -69,11 +69,11 @@ def decide(observed: Observed, images: ImageChoice) -> Decision:
     new = None
     if judged.config is not None and judged.manifest is not None:
         new = _new_keys(observed, judged.manifest, keys)
-        if new is not None and not judged.paused:
+        if new is not None and not judged.paused and not observed.failure:
             return Decision(keys=new)
     children = _render(observed, judged, images, keys)
     apply = tuple((kind, body) for kind, body in children if _is_due(observed, kind, body))
-    delete = _unwanted(observed, children) if judged.config is not None else ()
+    delete = _unwanted(observed, children) if children else ()
     held: tuple[str, ...] = ()
     if judged.paused:
         held = tuple(f"{kind.name} {body['metadata']['name']}" for kind, body in apply)
@@ -81,7 +81,7 @@ def decide(observed: Observed, images: ImageChoice) -> Decision:
         held += () if new is None else (f"keys of revision {new.revision}",)
         apply, delete = (), ()
     verdicts, status = _judge(observed, judged, children, held)
-    status |= {"keys": keys} if keys else {}
+    status |= {name: observed.status[name] for name in ("keys", "operator") if observed.status.get(name)}
     changed = {name: status[name] for name in status} != {name: observed.status.get(name) for name in status}
     gone = any(name not in status for name in observed.status)
     return Decision(
@@ -120,7 +120,7 @@ def _keys_wait(observed: Observed, manifest: DisaggDeployment | None, keys: Body
 
 
 def _render(observed: Observed, judged: spec.Judged, images: ImageChoice, keys: Body) -> tuple[tuple[Kind, Body], ...]:
-    if judged.manifest is None or judged.config is None or not keys:
+    if judged.manifest is None or judged.config is None or not keys.get("secret"):
         return ()
     return _rendered(spec.text_of(observed.body), observed.uid, images, keys["secret"], keys.get("previous") or "")
 
@@ -148,7 +148,8 @@ def _rendered(
 def _is_due(observed: Observed, kind: Kind, body: Body) -> bool:
     child = ChildKey(kind.name, body["metadata"]["name"])
     found = observed.children.get(child)
-    if found is None:
+    if found is None or not is_ours(found, observed.uid):
+        # Applying tells about an object that is not ours, and leaves it.
         return True
     if observed.settled.get(child) == found["metadata"]["resourceVersion"]:
         rendered = (found["metadata"].get("annotations") or {}).get(names.RENDERED_ANNOTATION)
@@ -180,7 +181,7 @@ def _judge(
         _ready(compatible, agents),
         compatible,
         agents,
-        *engines.judge(found, judged.config),
+        *(_kept(observed, entry) if found.unheard else entry for entry in engines.judge(found, judged.config)),
         sharing.judge(observed, judged.config),
         rollout.judge_progress(seen, compatible, agents, paused=judged.paused),
     ]
@@ -244,14 +245,13 @@ def _roles(observed: Observed, manifest: DisaggDeployment, found: engines.Connec
         entry = rollout.role_counts(observed.agents, observed.nodes, role.node_selector, configs)
         layout = f"TP{role.tensor_parallel}"
         entry["summary"] = f"{entry['readyAgents']}/{entry['nodes']} {layout}" if entry else layout
-        if found.answering:
-            entry["instances"] = len(found.instances[half])
         if role.instances is not None:
             entry["expectedInstances"] = role.instances
-        if wire := found.wires(half):
-            entry["wire"] = wire
-        if data_path := found.data_paths(half):
-            entry["dataPath"] = data_path
+        if found.unheard:
+            before = observed.status.get(name) or {}
+            entry |= {key: before[key] for key in ("instances", "wire", "dataPath") if key in before}
+        else:
+            entry |= found.role_status(half)
         roles[name] = entry
     return roles
 
@@ -267,6 +267,14 @@ def _condition(observed: Observed, entry: Verdict) -> Body:
         "lastTransitionTime": before["lastTransitionTime"] if before is not None and same else observed.now,
         "observedGeneration": observed.generation,
     }
+
+
+def _kept(observed: Observed, entry: Verdict) -> Verdict:
+    """Return the verdict in the status while agents were not heard yet, for example after a start of the operator."""
+    before = _before(observed, entry.condition)
+    if before is None or not is_known(entry.condition, before["reason"]):
+        return entry
+    return verdict(entry.condition, before["reason"], before["message"])
 
 
 def _before(observed: Observed, condition: ConditionType) -> Body | None:

@@ -35,6 +35,7 @@ class Connections:
         partial: instances with missing ranks.
         silent: nodes whose agents answered before and do not answer now, whether or not their pods are ready.
         answering: agents that answer.
+        unheard: agents that should answer and were not heard yet.
     """
 
     instances: dict[str, frozenset[str]]
@@ -43,11 +44,21 @@ class Connections:
     workers: tuple[Worker, ...]
     silent: tuple[str, ...]
     answering: int
+    unheard: int
 
     @property
     def any_engine(self) -> bool:
         """Whether any engine has registered."""
         return bool(self.partial or any(self.instances.values()))
+
+    def role_status(self, half: str) -> dict[str, object]:
+        """Return what the status says of the engines of one half."""
+        found: dict[str, object] = {"instances": len(self.instances[half])} if self.answering else {}
+        if wire := self.wires(half):
+            found["wire"] = wire
+        if data_path := self.data_paths(half):
+            found["dataPath"] = data_path
+        return found
 
     def wires(self, half: str) -> str:
         """Return the wires that workers of one half use, joined by commas."""
@@ -83,6 +94,7 @@ def connections(agents: tuple[Agent, ...]) -> Connections:
         workers=tuple(worker for agent in answering if agent.report is not None for worker in agent.report.workers),
         silent=tuple(agent.pod.node for agent in agents if agent.silent and not agent.pod.ending),
         answering=len(answering),
+        unheard=sum(agent.unheard for agent in agents),
     )
 
 

@@ -112,6 +112,8 @@ def judge_agents(
         return verdict(_READY, "SpecNotApplied", f"{counts.ready} agents are ready, by an older spec or none")
     if observed.refusal is not None:
         return verdict(_READY, "ChildRefused", f"{observed.refusal.child}: {observed.refusal.message}")
+    if observed.failure:
+        return verdict(_READY, "RequestsFail", observed.failure)
     if held:
         return verdict(_READY, "Paused", f"spec.paused is true, so this waits: {some(held)}")
     if not rollout.current or not rollout.known:
@@ -150,7 +152,8 @@ def judge_progress(rollout: Rollout, compatible: Verdict, agents: Verdict, *, pa
     """Return Progressing."""
     if paused:
         return verdict(_PROGRESSING, "Paused", "spec.paused is true: only the status is written")
-    if not compatible.holds or agents.reason in {"ChildRefused", "NoNodes", "AgentsNotReady", "AgentsOutdated"}:
+    blocking = {"ChildRefused", "RequestsFail", "NoNodes", "AgentsNotReady", "AgentsOutdated"}
+    if not compatible.holds or agents.reason in blocking:
         return verdict(_PROGRESSING, "Blocked", f"{agents.reason if compatible.holds else compatible.reason}")
     if agents.holds:
         return verdict(_PROGRESSING, "Settled", f"{rollout.counts.desired} agents run the current spec")

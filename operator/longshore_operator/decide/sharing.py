@@ -20,7 +20,10 @@ def judge(observed: Observed, config: AgentConfig | None) -> Verdict:
     known = [entry for entry in configs if entry is not None]
     prefill_bytes = sum(entry.prefill.staging.buffer_size * entry.prefill.staging.lanes for entry in known)
     decode_bytes = sum(entry.decode.staging.pool_size for entry in known)
-    others = some(f"{other.key.namespace}/{other.key.name}" for other in observed.neighbours)
+    # Names of other namespaces are none of this namespace's business.
+    near = [other.key.name for other in observed.neighbours if other.key.namespace == observed.key.namespace]
+    far = len(observed.neighbours) - len(near)
+    others = " and ".join(filter(None, (some(near), f"{far} of other namespaces" if far else "")))
     nodes = some(node for other in observed.neighbours for node in other.nodes)
     text = (
         f"{others} on {nodes}: together up to {format_quantity(prefill_bytes)} of staging a prefill rank and "

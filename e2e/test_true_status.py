@@ -1,0 +1,209 @@
+"""The status is true in ordinary trouble: the API server fails, the operator restarts, nodes and pods are not as wished."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+import pytest
+from agent_responder import AgentResponder, instance, peer, report
+from controlplane.cluster import ControlPlane
+from controlplane.ports import HOST, free_port
+from controlplane.waiting import until
+from deployments import Deployments, to_text
+from operator_process import OperatorProcess, Start
+
+pytestmark = pytest.mark.usefixtures("nodes")
+
+# Trouble must be told within this.
+TOLD_S = 30.0
+PREFILL_NODES = {"nodeSelector": {"longshore.dev/role": "prefill"}}
+
+
+def webhook(namespace: str, group: str, kind: str) -> dict[str, Any]:
+    """A policy webhook for one kind of objects of a namespace, at an address where nobody listens."""
+    rule = {"apiGroups": [group], "apiVersions": ["v1"], "operations": ["*"], "resources": [kind]}
+    hook = {
+        "name": "policy.example.com",
+        "rules": [rule],
+        "failurePolicy": "Fail",
+        "sideEffects": "None",
+        "admissionReviewVersions": ["v1"],
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}},
+        "clientConfig": {"url": f"https://{HOST}:{free_port()}/"},
+        "timeoutSeconds": 1,
+    }
+    return {
+        "apiVersion": "admissionregistration.k8s.io/v1",
+        "kind": "ValidatingWebhookConfiguration",
+        "metadata": {"name": namespace},
+        "webhooks": [hook],
+    }
+
+
+def refused(plane: ControlPlane, namespace: str, group: str, kind: str) -> bool:
+    """Whether the webhook is in force: the API server learns of it a moment later."""
+    resource = f"{kind}.{group}" if group else kind
+    done = plane.try_kubectl("delete", resource, "-n", namespace, "--all", "--dry-run=server")
+    name = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "probe", "namespace": namespace}}
+    if kind == "secrets":
+        done = plane.try_kubectl("create", "--dry-run=server", "-f", "-", stdin=to_text(name))
+    return "failed calling webhook" in done.stderr
+
+
+@pytest.mark.parametrize(("group", "kind"), [("", "secrets"), ("apps", "daemonsets")])
+def test_a_webhook_that_is_down_is_told_in_time_and_so_is_its_end(
+    plane: ControlPlane, deployments: Deployments, start: Start, group: str, kind: str
+) -> None:
+    start()
+    if kind == "daemonsets":
+        deployments.apply()
+        deployments.wait_reason("Ready", "Ready")
+    plane.kubectl("create", "-f", "-", stdin=to_text(webhook(deployments.namespace, group, kind)))
+    try:
+        until(lambda: refused(plane, deployments.namespace, group, kind), "the webhook is in force", 30)
+        began_s = time.monotonic()
+        deployments.apply(transfer={"backend": "Mooncake"})
+        found = deployments.wait_reason("AgentsReady", "RequestsFail", limit_s=TOLD_S)
+        assert "failed calling webhook" in found["message"] and "500" in found["message"]
+        until(lambda: deployments.events("RequestsFail"), "an event")
+        assert time.monotonic() - began_s < TOLD_S
+        assert deployments.condition("Ready")["status"] == "False"
+        assert deployments.condition("Progressing")["reason"] == "Blocked"
+    finally:
+        plane.kubectl("delete", "validatingwebhookconfiguration", deployments.namespace)
+    deployments.wait_reason("Ready", "Ready", limit_s=90)
+
+
+def told(deployments: Deployments) -> tuple[list[Any], str, int]:
+    """The conditions, the version of the deployment, and how many events tell of it."""
+    body = deployments.get("dgdep", "llama")
+    events = sum(
+        entry.get("count") or 1 for entry in deployments.list("events") if entry["involvedObject"]["name"] == "llama"
+    )
+    return body["status"]["conditions"], body["metadata"]["resourceVersion"], events
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_restart_of_the_operator_changes_no_condition_and_posts_no_event(
+    deployments: Deployments, start: Start, responder: AgentResponder, *, silent: bool
+) -> None:
+    one = start(poll_stale_s=4)
+    role = {"tensorParallel": 1, "pageSize": 64, "instances": 1, **PREFILL_NODES}
+    deployments.apply(prefill=role, decode=role)
+    deployments.wait_reason("Ready", "Ready")
+    first, second = [pod["status"]["podIP"] for pod in deployments.pods()]
+    responder.answers[first] = report(instance("p-0", "source"), peers=(peer("d-0", "NVLink"),))
+    responder.answers[second] = report(instance("d-0", "target"), peers=(peer("p-0", "NVLink"),))
+    deployments.wait_reason("TransportVerified", "WireVerified")
+    if silent:
+        responder.silent |= {first, second}
+        for condition in ("EnginesConnected", "PeersConnected", "TransportVerified"):
+            deployments.wait_reason(condition, "AgentSilent")
+    until(lambda: looks(one) and deployments.condition("Progressing").get("reason") == "Settled", "settled")
+    before = told(deployments)
+    one.process.stop()
+    again = start(poll_stale_s=4)
+    # Long enough for an agent that does not answer to become silent for this operator, too.
+    seen = looks(again)
+    began_s = time.monotonic()
+    until(lambda: looks(again) >= seen + 3 and time.monotonic() > began_s + 8, "it has looked several times")
+    assert told(deployments) == before
+    responder.silent -= {first, second}
+
+
+def looks(one: OperatorProcess) -> float:
+    return one.metric("longshore_operator_reconcile_seconds_count")
+
+
+def test_an_agent_that_redirects_is_not_followed(
+    deployments: Deployments, start: Start, responder: AgentResponder
+) -> None:
+    inside = AgentResponder(free_port())
+    try:
+        start(poll_stale_s=3)
+        deployments.apply()
+        deployments.wait_reason("Ready", "Ready")
+        address = deployments.pods()[0]["status"]["podIP"]
+        responder.redirects[address] = f"http://{HOST}:{inside.port}/internal"
+        deployments.wait_reason("EnginesConnected", "AgentSilent", limit_s=60)
+        assert inside.asked == set()
+    finally:
+        responder.redirects.clear()
+        inside.stop()
+
+
+def test_releases_that_overlap_settle_and_name_no_other_tenant(
+    plane: ControlPlane, deployments: Deployments, start: Start
+) -> None:
+    tenant = f"{deployments.namespace}-tenant"
+    plane.kubectl("create", "namespace", tenant)
+    try:
+        Deployments(plane, tenant, deployments.http_port).apply("theirs")
+        short = {"lease_s": 3, "lease_renew_s": 1, "resync_s": 1}
+        wide = start(watch_namespace="", lease_name="wide", **short)
+        deployments.apply()
+        deployments.wait_reason("NodesShared", "NodesShared")
+        assert served(deployments) == {"lease": f"{deployments.namespace}/wide", "scope": "Cluster"}
+        narrow = start(lease_name="narrow", **short)
+        until(lambda: served(deployments)["lease"].endswith("/narrow"), "the narrower one serves")
+        deployments.wait_reason("NodesShared", "NodesOwn")
+        until(lambda: wide.metric("longshore_operator_left_deployments") == 1, "the other one has left it")
+        event = until(lambda: deployments.events("ServedByAnother"), "it says so")[0]
+        assert "/wide leaves this deployment to that of" in event["message"]
+        before = told(deployments)
+        seen = looks(wide), looks(narrow)
+        until(lambda: looks(wide) >= seen[0] + 8 and looks(narrow) >= seen[1] + 8, "both have looked again")
+        assert told(deployments) == before
+        assert tenant not in to_text(deployments.get("dgdep", "llama"))
+        assert tenant not in to_text(deployments.list("events"))
+        narrow.process.stop(signal.SIGKILL)
+        plane.kubectl("delete", "lease", "narrow", "-n", deployments.namespace)
+        until(lambda: served(deployments)["lease"].endswith("/wide"), "the other one serves again")
+        deployments.wait_reason("Ready", "Ready")
+    finally:
+        plane.kubectl("delete", "namespace", tenant, "--wait=false")
+
+
+def served(deployments: Deployments) -> dict[str, str]:
+    """Which operator serves the deployment."""
+    found: dict[str, str] = deployments.get("dgdep", "llama")["status"].get("operator") or {"lease": ""}
+    return found
+
+
+def test_trouble_has_one_warning_and_its_repetition_counts(deployments: Deployments, start: Start) -> None:
+    start()
+    deployments.apply()
+    deployments.wait_reason("Ready", "Ready")
+    name = deployments.pods()[0]["metadata"]["name"]
+    for count in (1, 2):
+        for status, condition in (("False", "AgentsNotReady"), ("True", "AllAgentsReady")):
+            patch = to_text({"status": {"conditions": [{"type": "Ready", "status": status}]}})
+            deployments.plane.kubectl(
+                "patch", "pod", name, "-n", deployments.namespace, "--subresource=status", "-p", patch
+            )
+            deployments.wait_reason("AgentsReady", condition)
+        warnings = until(lambda: warned(deployments), "a warning")
+        assert [(entry["reason"], entry["count"]) for entry in warnings] == [("AgentsNotReady", count)]
+
+
+def warned(deployments: Deployments) -> list[dict[str, Any]]:
+    events = deployments.list("events")
+    return [
+        entry
+        for entry in events
+        if entry["type"] == "Warning" and entry["involvedObject"]["kind"] == "DisaggDeployment"
+    ]
+
+
+@pytest.mark.parametrize("nodes_watched", [True, False])
+def test_the_operator_is_ready_soon_whatever_it_watches_and_however_seldom_it_lists(
+    plane: ControlPlane, namespace: str, *, nodes_watched: bool
+) -> None:
+    settings = {"watch_namespace": namespace, "watch_nodes": nodes_watched, "resync_s": 3600}
+    one = OperatorProcess(plane, namespace, **settings)
+    try:
+        until(lambda: one.process.check() and one.status("/readyz") == 200, "it is ready", TOLD_S)
+    finally:
+        one.process.stop()
