@@ -210,13 +210,25 @@ def test_a_node_that_changes_its_role_is_counted_with_the_other_one(
 def test_a_pod_monitor_is_made_where_its_kind_is_and_its_absence_is_told(
     plane: ControlPlane, deployments: Deployments
 ) -> None:
-    deployments.apply(agents={"podMonitor": True})
-    found = deployments.wait_reason("AgentsReady", "ChildRefused")
-    assert "PodMonitor llama-agent" in found["message"]
-    assert len(deployments.pods()) == 3
+    agents = {"podMonitor": True, "podMonitorLabels": {"release": "prometheus"}}
+    deployments.apply(agents=agents)
+    deployments.wait_reason("Ready", "Ready")
+    (event,) = until(lambda: deployments.events("PodMonitorRefused"), "an event")
+    assert event["type"] == "Warning" and "PodMonitor llama-agent" in event["message"]
     plane.kubectl("create", "-f", "-", stdin=to_text(MONITORS))
-    deployments.wait_reason("Ready", "Ready", limit_s=120)
-    assert deployments.get("podmonitor", "llama-agent")["spec"]["podMetricsEndpoints"][0]["port"] == "http"
+
+    def monitor() -> dict[str, Any]:
+        return deployments.get("podmonitor", "llama-agent")
+
+    made = until(monitor, "a PodMonitor", 60)
+    assert made["spec"]["podMetricsEndpoints"][0]["port"] == "http"
+    assert made["metadata"]["labels"]["release"] == "prometheus"
+    # Nothing watches it: the next resync brings it back.
+    plane.kubectl("delete", "podmonitor", "llama-agent", "-n", deployments.namespace)
+    until(lambda: monitor()["metadata"]["uid"] != made["metadata"]["uid"], "a new PodMonitor", 60)
+    patch = '{"spec": {"podMetricsEndpoints": []}}'
+    plane.kubectl("patch", "podmonitor", "llama-agent", "-n", deployments.namespace, "--type=merge", "-p", patch)
+    until(lambda: monitor()["spec"]["podMetricsEndpoints"], "the endpoint is back", 60)
     deployments.apply()
     until(lambda: deployments.list("podmonitors") == [], "no PodMonitor")
     plane.kubectl("delete", "crd", "podmonitors.monitoring.coreos.com")

@@ -60,10 +60,14 @@ class Applier:
         # Keys whose Secret or status is not yet written. Retries reuse them, as new ones would leave a Secret behind.
         self._unwritten: dict[Key, tuple[tuple[str, NewKeys], keys.Keys]] = {}
 
+        # The generations for which an event said that there is no PodMonitor.
+        self._unmonitored: dict[Key, int] = {}
+
     def forget(self, key: Key) -> None:
         """Drop the state of a deleted deployment."""
         self.written.discard(key)
         self._unwritten.pop(key, None)
+        self._unmonitored.pop(key, None)
 
     async def make_keys(self, observed: Observed, new: NewKeys) -> None:
         """Create a Secret with new keys and record their public half in the status, where children look it up."""
@@ -105,13 +109,15 @@ class Applier:
 
     async def look_for_monitor(self, observed: Observed) -> None:
         """Read the PodMonitor. It is not watched, as some clusters lack its kind."""
+        name = names.agent(observed.key.name)
         try:
-            name = names.agent(observed.key.name)
-            self._world.take_child(
-                kinds.POD_MONITOR, await self._api.get(kinds.POD_MONITOR, observed.key.namespace, name)
-            )
+            found = await self._api.get(kinds.POD_MONITOR, observed.key.namespace, name)
         except NotFoundError:
+            known = self._world.children.get(observed.key, {}).get(ChildKey(kinds.POD_MONITOR.name, name))
+            if known is not None:
+                self._world.take_child(kinds.POD_MONITOR, known, deleted=True)
             return
+        self._world.take_child(kinds.POD_MONITOR, found)
 
     async def apply_children(self, observed: Observed, children: tuple[tuple[Kind, Body], ...]) -> Refusal | None:
         """Apply children in order. Stop at the first that the API server refuses, and return it."""
@@ -123,8 +129,18 @@ class Applier:
                 if isinstance(error, ApiError):
                     _raise_if_gone(error)
                 name = f"{kind.name} {body['metadata']['name']}"
+                if kind is kinds.POD_MONITOR:
+                    # Agents work without it.
+                    await self._miss_monitor(observed, f"{name}: {error}")
+                    continue
                 return Refusal(name, str(error), observed.generation)
         return None
+
+    async def _miss_monitor(self, observed: Observed, text: str) -> None:
+        """Tell once for each generation that the PodMonitor cannot be made."""
+        if self._unmonitored.get(observed.key) != observed.generation:
+            self._unmonitored[observed.key] = observed.generation
+            await self._say(observed, "Warning", "PodMonitorRefused", text, kinds.POD_MONITOR.name)
 
     async def _apply_child(self, observed: Observed, kind: Kind, body: Body) -> None:
         child = ChildKey(kind.name, body["metadata"]["name"])

@@ -65,8 +65,8 @@ class Reconciler:
         # Since when requests for a deployment have failed, in monotonic seconds.
         self._failing_s: dict[Key, float] = {}
         self._probed_s: dict[Key, float] = {}
-        # Deployments that this process has reconciled, with their uids.
-        self._known: dict[Key, str] = {}
+        # Deployments that this process has reconciled: their uids, and when their PodMonitors were read.
+        self._known: dict[Key, tuple[str, float]] = {}
 
     async def work(self, ready: Callable[[], Awaitable[None]]) -> None:
         """Reconcile deployments from the queue. Never returns. `ready` returns when this replica may and can do so."""
@@ -110,9 +110,7 @@ class Reconciler:
             self._applier.forget(key)
             self._world.left.discard(key)
             return
-        if self._known.get(key) != observed.uid:
-            await self._applier.look_for_monitor(observed)
-            self._known[key] = observed.uid
+        await self._look_for_monitor(observed)
         if not await self._is_ours(observed):
             return
         observed = self._observe(key) or observed
@@ -128,6 +126,15 @@ class Reconciler:
         if decision.status is not None:
             await self._applier.write_status(observed, decision.status)
             await self._applier.tell(observed, decision.transitions)
+
+    async def _look_for_monitor(self, observed: Observed) -> None:
+        """Read the PodMonitor of a new deployment, and of one that has one at each resync: nothing watches it."""
+        now_s = time.monotonic()
+        uid, read_s = self._known.get(observed.key, ("", 0.0))
+        asked = (observed.body["spec"].get("agents") or {}).get("podMonitor")
+        if uid != observed.uid or (asked and now_s - read_s >= self._settings.resync_s):
+            await self._applier.look_for_monitor(observed)
+            self._known[observed.key] = observed.uid, now_s
 
     async def _tell_failure(self, key: Key, error: Exception) -> None:
         """Tell in the status of requests that have failed for long. The next success replaces that status."""

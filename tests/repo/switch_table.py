@@ -317,6 +317,9 @@ RESOURCE_FIELDS: Shown = {
         f"{_WIRE}/test_manifest.py::test_what_keeps_others_from_data_ports_is_told_to_the_agents",
         f"{_RENDER}::test_only_agents_of_the_deployment_reach_each_others_data_path",
     ),
+    "agents.podMonitorLabels": (
+        "e2e/test_operator_lifecycle.py::test_a_pod_monitor_is_made_where_its_kind_is_and_its_absence_is_told",
+    ),
     "agents.podMonitor": (
         _POD,
         "e2e/test_operator_lifecycle.py::test_a_pod_monitor_is_made_where_its_kind_is_and_its_absence_is_told",

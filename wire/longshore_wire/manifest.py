@@ -95,6 +95,7 @@ class Agents(PodSettings, frozen=True, kw_only=True, rename="camel"):
     allow_open_data_path: bool = False
     network_policy: bool = True
     pod_monitor: bool = False
+    pod_monitor_labels: dict[str, str] = msgspec.field(default_factory=dict)
     http_port: Port = names.HTTP_PORT
     worker_port: Port = 0
     keys_revision: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 1

@@ -36,4 +36,4 @@ def pod_monitor(wanted: Wanted) -> Body:
         "selector": {"matchLabels": names.selector(wanted.name)},
         "podMetricsEndpoints": [{"port": "http", "path": "/metrics"}],
     }
-    return child(wanted, kinds.POD_MONITOR, {"spec": spec})
+    return child(wanted, kinds.POD_MONITOR, {"spec": spec}, labels=wanted.agents.pod_monitor_labels)

@@ -84,6 +84,8 @@ def _key(entry: Any) -> str:
 def faults(spec: Spec) -> list[str]:
     """Return what the pods' settings may not say, each fault with its path."""
     found = []
+    monitor = [key for key in spec.agents.pod_monitor_labels if _is_reserved(key)]
+    found += [f"spec.agents.podMonitorLabels: {key} is set by the operator: leave it out" for key in monitor]
     for path, settings in _sections(spec):
         found += [f"{path}.env: {fault}" for entry in settings.env if (fault := _variable_fault(entry.name))]
         for field, keys in (("labels", settings.labels), ("annotations", settings.annotations)):
