@@ -55,6 +55,7 @@ def release(request: pytest.FixtureRequest, plane: ControlPlane, namespace: str)
     )
     assert done.returncode == 0, done.stderr
     assert "kubectl wait" in done.stdout and "helm test longshore" in done.stdout
+    assert "pod-security.kubernetes.io/enforce=privileged" in done.stdout
     # Agents share a folder of the node with engines: their pods need more than the restricted profile.
     plane.kubectl("label", "namespace", namespace, "--overwrite", "pod-security.kubernetes.io/enforce=privileged")
     yield str(request.param)

@@ -18,20 +18,13 @@ from engines import ROOT, Engine, EngineOptions, Nursery, body, tokens_of
 from prompts import NEW_TOKENS, PROMPTS, Oracle
 from tiny_model import TinyModel
 
+from longshore_operator.render.engines import vllm_config
+
 EXAMPLES = ROOT / "examples" / "vllm"
 LIMIT_S = 120.0
 PROMPT = PROMPTS[-2]
 
 pytestmark = pytest.mark.timeout(900)
-
-
-def transfer(socket: Path) -> dict[str, object]:
-    return {
-        "kv_connector": "LongshoreConnector",
-        "kv_connector_module_path": "longshore_engines.vllm",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"socket": str(socket)},
-    }
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +43,11 @@ def stage(nursery: Nursery, model: TinyModel) -> Iterator[tuple[str, Engine]]:
         until(lambda: up.check() and all(path.exists() for path in sockets.values()), "agents listen", LIMIT_S)
         engines = {
             role: stack.enter_context(
-                Engine(nursery, EngineOptions(f"how-to-{role}", model, tp, transfer(sockets[role]), is_spawned=True))
+                Engine(nursery, EngineOptions(f"how-to-{role}", model, tp, transfer, is_spawned=True))
             )
             for role, tp in (("prefill", 2), ("decode", 1))
+            # What the operator gives to an engine's pod of this role.
+            if (transfer := json.loads(vllm_config(role, str(sockets[role]))))
         }
         for engine in engines.values():
             engine.wait_ready()

@@ -22,6 +22,7 @@ from longshore_agent.control.engine_link import (
     EngineListener,
     EngineStuckError,
     ListenError,
+    PeerProcess,
     read_message,
     receive_connection,
     send_connection,
@@ -200,6 +201,11 @@ def test_the_peer_is_the_process_that_connected(path):
     link.close()
     link.close()
     listener.close()
+
+
+def test_an_engine_whose_pid_is_not_known_here_is_not_called_by_a_number():
+    assert PeerProcess(77, 1, 1).shown == "the engine with PID 77"
+    assert PeerProcess(0, 1, 1).shown == "the engine in another pod"
 
 
 @pytest.mark.parametrize("newer_kernel", [True, False], ids=["SO_PEERPIDFD", "pidfd_open"])

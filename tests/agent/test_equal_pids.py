@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import selectors
 import socket
 import subprocess
 import sys
@@ -84,6 +85,7 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Superviso
         WorkerState.READY,
     )
     found._slots[slot.key] = slot
+    found._selector.register(slot.link, selectors.EVENT_READ, lambda: found._on_link(slot))
     thread = threading.Thread(target=found.run)
     thread.start()
     yield found

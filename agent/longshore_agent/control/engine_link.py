@@ -71,6 +71,11 @@ class PeerProcess(NamedTuple):
     gid: int
     life: int = 0
 
+    @property
+    def shown(self) -> str:
+        """The name of the engine in messages."""
+        return f"the engine with PID {self.pid}" if self.pid else "the engine in another pod"
+
     def same_as(self, other: PeerProcess) -> bool:
         """Whether both are known to be the same process."""
         return (self.life or self.pid) > 0 and (self.life, self.pid) == (other.life, other.pid)
@@ -101,7 +106,7 @@ class EngineLink:
             self.pidfd = _open_pidfd(connected, self.peer.pid)
         except ProcessLookupError as error:
             connected.close()
-            raise EngineClosedError(f"the engine with PID {self.peer.pid} died before it was served") from error
+            raise EngineClosedError(f"{self.peer.shown} died before it was served") from error
 
     def fileno(self) -> int:
         """Return the socket's descriptor; poll it for reading, and for writing while `outbox_count` is not 0."""
@@ -140,7 +145,7 @@ class EngineLink:
                 close_all(descriptors)
             raise
         if self._ended and not messages:
-            raise EngineClosedError(f"the engine with PID {self.peer.pid} closed its end")
+            raise EngineClosedError(f"{self.peer.shown} closed its end")
         return messages
 
     def send(self, message: ToEngine) -> None:
@@ -151,9 +156,7 @@ class EngineLink:
             EngineClosedError: the engine's end is closed.
         """
         if len(self._outbox) >= OUTBOX_MESSAGES_MAX:
-            raise EngineStuckError(
-                f"the engine with PID {self.peer.pid} has not read {len(self._outbox)} messages: is it stopped?"
-            )
+            raise EngineStuckError(f"{self.peer.shown} has not read {len(self._outbox)} messages: is it stopped?")
         self._outbox.append(TO_ENGINE.encode(message))
         self.flush()
 
@@ -167,7 +170,7 @@ class EngineLink:
             except OSError as error:
                 if error.errno in _STARVED:
                     return False
-                raise EngineClosedError(f"the engine with PID {self.peer.pid} closed its end: {error}") from error
+                raise EngineClosedError(f"{self.peer.shown} closed its end: {error}") from error
             self._outbox.popleft()
         return True
 
@@ -341,7 +344,7 @@ def process_of(connected: socket.socket) -> PeerProcess:
     try:
         pidfd = _open_pidfd(connected, peer.pid)
     except ProcessLookupError as error:
-        raise EngineClosedError(f"the engine with PID {peer.pid} died before it was served") from error
+        raise EngineClosedError(f"{peer.shown} died before it was served") from error
     except OSError:
         # No descriptor is left, so its worker cannot start either.
         return peer

@@ -314,7 +314,7 @@ class Worker:
                 if answer is not None:
                     self._tell(answer)
             if self.engine.pidfd is not None and self.engine.pidfd in ready:
-                raise EngineClosedError(f"the engine with PID {self.engine.peer.pid} died")
+                raise EngineClosedError(f"{self.engine.peer.shown} died")
         except (EngineClosedError, EngineStuckError) as error:
             self._engine_error = str(error)
         except CodecError as error:
