@@ -86,6 +86,40 @@ def test_a_node_of_both_roles_has_one_agent_and_restarts_with_either_role(
     assert replaced(before, deployments.lives()) == {own_nodes["prefill"], own_nodes["both"]}
 
 
+def test_an_edit_of_a_selector_replaces_nobody_whose_roles_stay(ready: Deployments, plane: ControlPlane) -> None:
+    def strategies() -> set[str]:
+        return {body["spec"]["updateStrategy"]["type"] for body in ready.ours("ds")}
+
+    before = ready.lives()
+    narrow = {"longshore.dev/role": "prefill", ready.namespace: "yes"}
+    plane.kubectl("label", "node", "prefill-0", "prefill-1", f"{ready.namespace}=yes")
+    # All nodes of prefill stay.
+    ready.apply(prefill=PREFILL | {"nodeSelector": narrow})
+    ready.wait_reason("Ready", "Ready")
+    assert ready.lives() == before
+    # One of them goes.
+    plane.kubectl("label", "node", "prefill-1", f"{ready.namespace}-")
+    until(lambda: ready.lives().keys() == {"prefill-0", "decode-0"}, "an agent less")
+    ready.wait_reason("Ready", "Ready")
+    assert not replaced(ready.lives(), before)
+    assert ready.get("dgdep", "llama")["status"]["agents"]["summary"] == "2/2"
+    # The next change that agents read rolls them as before.
+    ready.apply(prefill=PREFILL | {"staging": {"lanes": 2}})
+    ready.wait_reason("Ready", "Ready")
+    assert replaced(before, ready.lives()) == PREFILL_NODES
+    until(lambda: strategies() == {"RollingUpdate"}, "rolling updates again")
+    # Back and forth ends where it began.
+    before = ready.lives()
+    ready.apply(prefill=PREFILL | {"staging": {"lanes": 2}, "nodeSelector": narrow})
+    until(lambda: "prefill-1" not in ready.lives(), "an agent less")
+    ready.apply(prefill=PREFILL | {"staging": {"lanes": 2}})
+    ready.wait_reason("Ready", "Ready")
+    after = ready.lives()
+    assert after.keys() == before.keys() and replaced(before, after) == {"prefill-1"}
+    until(lambda: strategies() == {"RollingUpdate"}, "rolling updates again")
+    plane.kubectl("label", "node", "prefill-0", f"{ready.namespace}-")
+
+
 def test_nothing_changes_while_paused_and_all_of_it_after(ready: Deployments) -> None:
     before = ready.lives()
     versions = {kind: [body["metadata"]["resourceVersion"] for body in ready.ours(kind)] for kind in ("cm", "svc")}

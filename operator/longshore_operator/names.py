@@ -19,6 +19,8 @@ RENDERED_ANNOTATION = "longshore.dev/rendered"
 # Digests on agent pods. A change replaces the pod.
 CONFIG_ANNOTATION = "longshore.dev/config"
 KEYS_ANNOTATION = "longshore.dev/keys"
+# Digest of an agent's pod template but its nodes, on DaemonSets' templates and pods.
+TEMPLATE_ANNOTATION = "longshore.dev/template"
 
 # Variables for the arguments of engines, in the ConfigMap of their role. Those that the client reads are the wire's.
 _ENGINE_PREFIX = f"{names.ENVIRONMENT_PREFIX}ENGINE_"

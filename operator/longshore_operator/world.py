@@ -37,7 +37,7 @@ class AgentPod:
 
     Attributes:
         roles: the roles of its node, as names of groups.
-        config, keys: digests of the config and keys that it was started with.
+        config, keys, template: digests of the config, the keys and the pod template that it was started with.
         trouble: why it is not ready, if the kubelet or scheduler reports a cause.
         starting: its containers are starting for the first time, without a failure so far.
     """
@@ -52,6 +52,7 @@ class AgentPod:
     config: str
     roles: str = names.BOTH
     keys: str = ""
+    template: str = ""
     trouble: str = ""
     starting: bool = False
     ending: bool = False
@@ -228,6 +229,7 @@ def read_pod(body: Body) -> AgentPod | None:
         config=(metadata.get("annotations") or {}).get(names.CONFIG_ANNOTATION, ""),
         roles=metadata["labels"].get(names.ROLES_LABEL, names.BOTH),
         keys=(metadata.get("annotations") or {}).get(names.KEYS_ANNOTATION, ""),
+        template=(metadata.get("annotations") or {}).get(names.TEMPLATE_ANNOTATION, ""),
         trouble="" if ready else _trouble(status),
         starting=not ready and not _trouble(status) and _is_starting(status),
         ending=bool(metadata.get("deletionTimestamp")),

@@ -117,6 +117,7 @@ class Scene:
         keys: str = "",
         roles: str = names.BOTH,
         config: str = "",
+        template: str = "",
     ) -> None:
         """Have an agent run on a node. Without `said` it was asked `age_s` ago in vain, or (not `asked`) not yet."""
         state = {"waiting": {"reason": trouble}} if trouble else {"running": {}}
@@ -129,7 +130,11 @@ class Scene:
                     "name": name,
                     "namespace": key.namespace,
                     "labels": {names.DEPLOYMENT_LABEL: key.name, names.ROLES_LABEL: roles},
-                    "annotations": {names.KEYS_ANNOTATION: keys, names.CONFIG_ANNOTATION: config},
+                    "annotations": {
+                        names.KEYS_ANNOTATION: keys,
+                        names.CONFIG_ANNOTATION: config,
+                        names.TEMPLATE_ANNOTATION: template,
+                    },
                 },
                 "spec": {"nodeName": node, "containers": []},
                 "status": {

@@ -360,6 +360,22 @@ def test_the_daemon_set_of_all_nodes_goes_when_there_is_one_for_each_role() -> N
     assert scene.reasons()["AgentsReady"] == "AgentsUpdating"
 
 
+@pytest.mark.parametrize(("made_for", "strategy"), [("", "OnDelete"), ("older", "RollingUpdate")])
+def test_a_new_selector_keeps_agents_of_the_same_template_and_stops_no_rollout(made_for: str, strategy: str) -> None:
+    scene = settled()
+    found = scene.world.children[KEY][ChildKey("DaemonSet", "llama-agent-prefill")]
+    template = made_for or found["spec"]["template"]["metadata"]["annotations"][names.TEMPLATE_ANNOTATION]
+    scene.put_agent("a", roles="prefill", template=template)
+    scene.body["spec"]["prefill"] = role(nodeSelector={"role": "prefill", "zone": "a"})
+    applied = {body["metadata"]["name"]: body for _, body in scene.decide().apply}
+    # Decode's nodes are the same.
+    assert "llama-agent-decode" not in applied
+    assert applied["llama-agent-prefill"]["spec"]["updateStrategy"]["type"] == strategy
+    scene.apply()
+    scene.count(1, 1, 0)
+    assert (scene.reasons()["AgentsReady"] == "AllAgentsReady") is (strategy == "OnDelete")
+
+
 def test_agents_are_updated_by_the_digest_of_their_own_roles() -> None:
     scene = settled()
     configs = {}

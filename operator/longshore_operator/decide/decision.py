@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from longshore_operator import kinds, names
-from longshore_operator.decide import engines, rollout, sharing, spec
+from longshore_operator.decide import engines, keep, rollout, sharing, spec
 from longshore_operator.decide.drift import differs
 from longshore_operator.decide.verdict import Verdict, some, verdict
 from longshore_operator.kinds import Kind
@@ -71,7 +71,7 @@ def decide(observed: Observed, images: ImageChoice) -> Decision:
         new = _new_keys(observed, judged.manifest, keys)
         if new is not None and not judged.paused and not observed.failure:
             return Decision(keys=new)
-    children = _render(observed, judged, images, keys)
+    children = keep.keep(observed, _render(observed, judged, images, keys))
     apply = tuple((kind, body) for kind, body in children if _is_due(observed, kind, body))
     delete = _unwanted(observed, children) if children else ()
     held: tuple[str, ...] = ()

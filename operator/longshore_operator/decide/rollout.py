@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from longshore_operator import kinds
+from longshore_operator.decide import keep
 from longshore_operator.decide.drift import differs
 from longshore_operator.decide.verdict import Verdict, some, verdict
 from longshore_operator.observe import Agent, Observed
@@ -70,7 +71,7 @@ def look(observed: Observed, wanted: Sequence[Body]) -> Rollout:
     counts = Counts(
         desired=sum(int(status.get("desiredNumberScheduled", 0)) for status in states),
         ready=sum(int(status.get("numberReady", 0)) for status in states),
-        updated=sum(int(status.get("updatedNumberScheduled", 0)) for status in states),
+        updated=sum(keep.updated_count(observed, body) for body in ours.values()),
     )
     names_wanted = {body["metadata"]["name"] for body in wanted}
     return Rollout(

@@ -7,7 +7,7 @@ from longshore_operator.render.config import config_digest
 from longshore_operator.render.groups import Group
 from longshore_operator.render.memory import INIT_RESOURCES, resources, shared_memory_limit
 from longshore_operator.render.pod_settings import merged
-from longshore_operator.render.wanted import Body, Wanted, child
+from longshore_operator.render.wanted import Body, Wanted, child, digest
 from longshore_wire import names as wire_names
 from longshore_wire.manifest import UpdateStrategy, UpdateType
 
@@ -35,13 +35,16 @@ def daemon_set(wanted: Wanted, group: Group) -> Body:
     }
     roles = {names.ROLES_LABEL: group.roles}
     settings = merged(wanted.manifest.spec, group, wanted.images.runtime_class)
-    template = {
+    template: Body = {
         "metadata": {
             "labels": settings.get("labels", {}) | names.labels(wanted.name) | roles,
             "annotations": settings.get("annotations", {}) | annotations,
         },
-        "spec": _pod(wanted, group, settings) | ({"affinity": affinity} if (affinity := group.affinity()) else {}),
+        "spec": _pod(wanted, group, settings),
     }
+    template["metadata"]["annotations"][names.TEMPLATE_ANNOTATION] = digest(template)
+    if affinity := group.affinity():
+        template["spec"]["affinity"] = affinity
     spec = {
         "selector": {"matchLabels": names.daemon_set_selector(wanted.name, group.roles)},
         "updateStrategy": _update_strategy(wanted.agents.update_strategy),

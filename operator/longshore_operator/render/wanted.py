@@ -109,9 +109,14 @@ def owned(
         "labels": {**names.labels(deployment), **labels},
         "ownerReferences": [owner],
     }
-    body = {"apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata, **content}
-    metadata["annotations"] = {names.RENDERED_ANNOTATION: digest(body)}
-    return body
+    return with_digest({"apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata, **content})
+
+
+def with_digest(body: Body) -> Body:
+    """Return an object with the digest of its content in place of the one that it may have."""
+    metadata = {name: value for name, value in body["metadata"].items() if name != "annotations"}
+    found = digest({**body, "metadata": metadata})
+    return {**body, "metadata": metadata | {"annotations": {names.RENDERED_ANNOTATION: found}}}
 
 
 def digest(value: object) -> str:
