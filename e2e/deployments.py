@@ -120,8 +120,9 @@ class Deployments:
         return self.ours("pods", name)
 
     def lives(self) -> dict[str, str]:
-        """Return the uid of each node's agent. Raises AssertionError if a node has two."""
+        """Return the uid of each node's agent. Raises AssertionError if a node has two, or an agent has none yet."""
         pods = self.pods()
+        assert all("nodeName" in pod["spec"] for pod in pods)
         found = {pod["spec"]["nodeName"]: pod["metadata"]["uid"] for pod in pods}
         assert len(found) == len(pods), [pod["metadata"]["name"] for pod in pods]
         return found

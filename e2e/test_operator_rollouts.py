@@ -100,9 +100,9 @@ def test_an_edit_of_a_selector_replaces_nobody_whose_roles_stay(ready: Deploymen
     # One of them goes.
     plane.kubectl("label", "node", "prefill-1", f"{ready.namespace}-")
     until(lambda: ready.lives().keys() == {"prefill-0", "decode-0"}, "an agent less")
+    until(lambda: ready.get("dgdep", "llama")["status"]["agents"]["summary"] == "2/2", "an agent less is counted")
     ready.wait_reason("Ready", "Ready")
     assert not replaced(ready.lives(), before)
-    assert ready.get("dgdep", "llama")["status"]["agents"]["summary"] == "2/2"
     # The next change that agents read rolls them as before.
     ready.apply(prefill=PREFILL | {"staging": {"lanes": 2}})
     ready.wait_reason("Ready", "Ready")
