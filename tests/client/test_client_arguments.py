@@ -33,6 +33,7 @@ from longshore_client import (
     TargetMemory,
     connect,
     create_region,
+    new_instance,
     pool_geometry,
     torch_region,
 )
@@ -182,6 +183,7 @@ CALLS = {
     "endpoint": Call(Client.endpoint, {"timeout_s": 0}, {"timeout_s": NO_TIME_NOR_NONE}),
 }
 FREE_CALLS = {
+    "new_instance": Call(new_instance, {}, {}),
     "connect": Call(
         connect,
         {
