@@ -347,7 +347,8 @@ class Settings:
         for name in sorted(name for name in env if name.startswith(names.ENVIRONMENT_PREFIX)):
             row = rows.get(name)
             if row is None:
-                if not setting_values.is_service_link(name):
+                # A shell or pod in which engines also run has theirs.
+                if not setting_values.is_service_link(name) and not name.startswith(names.ENGINE_PREFIX):
                     nearest = difflib.get_close_matches(name, rows, n=1, cutoff=0.0)[0]
                     faults[name] = f"there is no such setting; the nearest is {nearest}"
             elif text := env[name].strip():

@@ -23,7 +23,7 @@ import msgspec
 from longshore_cli.lifetime import Watch
 from longshore_cli.metrics_page import MetricsPage
 from longshore_wire.errors import LongshoreError, Reason
-from longshore_wire.names import ENVIRONMENT_PREFIX
+from longshore_wire.names import ENVIRONMENT_PREFIX, SOCKET_FILE
 
 # Includes the self-test. On a busy machine with few cores, loading the libraries takes most of the time.
 READY_TIMEOUT_S = 120.0
@@ -67,7 +67,7 @@ class LocalAgent:
     def __init__(self, settings: Mapping[str, str | int | float], directory: Path) -> None:
         self.directory = directory
         self.log_path = directory / "agent.log"
-        self.socket_path = str(directory / "agent.sock")
+        self.socket_path = str(directory / SOCKET_FILE)
         if len(os.fsencode(self.socket_path)) > SOCKET_PATH_BYTES_MAX:
             raise LocalAgentError(f"{self.socket_path} is too long for a socket: use a directory with a shorter path")
         self._settings = {name.upper(): str(value) for name, value in settings.items()}

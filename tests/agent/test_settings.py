@@ -76,6 +76,10 @@ def test_an_unknown_variable_is_an_error_that_names_the_nearest_known_one() -> N
     assert "LONGSHORE_LANE_COUNT" in faults(LONGSHORE_LANES_COUNT="1")[0]
 
 
+def test_the_variables_of_engines_are_left_to_them() -> None:
+    Settings.from_environment({"LONGSHORE_ENGINE_SOCKET": "/run/longshore/agent.sock"})
+
+
 def test_all_faults_are_reported_at_once_each_with_its_variable() -> None:
     found = faults(
         LONGSHORE_RING_BYTES="lots",

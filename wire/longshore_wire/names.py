@@ -25,10 +25,12 @@ KEYS_DIRECTORY = "/etc/longshore/keys"
 # The engine socket is in <RUN_DIRECTORY>/<namespace>/<deployment>/. An agent without a deployment has it in RUN_DIRECTORY.
 RUN_DIRECTORY = "/run/longshore"
 SOCKET_FILE = "agent.sock"
+# Prefix of the variables for engines, which are no settings of our programs.
+ENGINE_PREFIX = f"{ENVIRONMENT_PREFIX}ENGINE_"
 # The variable in which an engine's client finds the path of the engine socket, if the engine gives none.
-ENGINE_SOCKET_VARIABLE = f"{ENVIRONMENT_PREFIX}ENGINE_SOCKET"
+ENGINE_SOCKET_VARIABLE = f"{ENGINE_PREFIX}SOCKET"
 # The variable with which the names of an engine's instances begin.
-INSTANCE_PREFIX_VARIABLE = f"{ENVIRONMENT_PREFIX}ENGINE_INSTANCE_PREFIX"
+INSTANCE_PREFIX_VARIABLE = f"{ENGINE_PREFIX}INSTANCE_PREFIX"
 # User and group of the agent's image. The engine socket is for this group.
 AGENT_USER_ID = 10001
 HTTP_PORT = 9470
