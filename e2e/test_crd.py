@@ -288,8 +288,9 @@ def test_the_fields_of_pods_are_stored_as_they_were_given(plane: ControlPlane, n
     assert stored["agents"].items() >= POD.items()
 
 
-def test_the_example_applies_as_it_is(plane: ControlPlane, namespace: str) -> None:
-    plane.kubectl("apply", "-n", namespace, "-f", str(ROOT / "examples" / "llama-70b.yaml"))
+@pytest.mark.parametrize("name", ["llama-70b.yaml", "gpu-nodes.yaml"])
+def test_the_example_applies_as_it_is(plane: ControlPlane, namespace: str, name: str) -> None:
+    plane.kubectl("apply", "-n", namespace, "-f", str(ROOT / "examples" / name))
     stored = json.loads(plane.kubectl("get", "dgdep", "-n", namespace, "llama-70b", "-o", "json"))["spec"]
     assert stored["decode"]["target"] == "Device"
 

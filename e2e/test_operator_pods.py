@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from controlplane.cluster import ControlPlane
-from deployments import Deployments, to_text
+from controlplane.waiting import until
+from deployments import ROOT, Deployments, to_text
 from operator_process import OperatorProcess
 
 pytestmark = pytest.mark.usefixtures("nodes")
@@ -85,6 +86,26 @@ def test_pods_can_be_guaranteed_and_pass_a_quota_of_memory(deployments: Deployme
     deployments.apply(agents={"guaranteed": True, "resources": {"limits": {"cpu": 2}}})
     deployments.wait_reason("Ready", "Ready")
     assert {pod["status"]["qosClass"] for pod in deployments.pods()} == {"Guaranteed"}
+
+
+def test_the_example_for_gpu_nodes_becomes_agents(deployments: Deployments, start: Start) -> None:
+    """The simulated nodes have no NIC and no port that the responder has, so its pods only wait for these."""
+    start(allow_capabilities="IPC_LOCK")
+    deployments.plane.kubectl("apply", "-n", deployments.namespace, "-f", str(ROOT / "examples" / "gpu-nodes.yaml"))
+    deployments.wait_reason("Compatible", "PlanMade", "llama-70b")
+    found = until(lambda: deployments.ours("ds", "llama-70b"), "DaemonSets")
+    by_role = {body["metadata"]["labels"]["longshore.dev/roles"]: body["spec"] for body in found}
+    devices = {
+        role: {entry["name"]: entry.get("value") for entry in spec["template"]["spec"]["containers"][0]["env"]}
+        for role, spec in by_role.items()
+    }
+    assert devices["prefill"]["UCX_NET_DEVICES"] == "mlx5_0:1"
+    assert devices["decode"]["UCX_NET_DEVICES"] == "mlx5_0:1,mlx5_1:1"
+    for spec in by_role.values():
+        resources = spec["template"]["spec"]["containers"][0]["resources"]
+        assert resources["requests"] == resources["limits"]
+        assert resources["limits"]["memory"] == "16640Mi"
+        assert spec["updateStrategy"]["rollingUpdate"]["maxUnavailable"] == "10%"
 
 
 ASKED = {

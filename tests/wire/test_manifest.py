@@ -15,7 +15,9 @@ from longshore_wire.quantity import parse_quantity
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples"
 EXAMPLE = (FOLDER / "llama-70b.yaml").read_text(encoding="utf-8")
-EXAMPLES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.yaml"))
+EXAMPLES = sorted(
+    str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.yaml") if "kind: DisaggDeployment\n" in path.read_text()
+)
 DEFINITION = (ROOT / "crds" / "disaggdeployments.longshore.dev.yaml").read_text(encoding="utf-8")
 
 
