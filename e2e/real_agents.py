@@ -84,6 +84,12 @@ class PodAgent:
             return "", ""
         return metadata["uid"], metadata["annotations"]["longshore.dev/keys"]
 
+    @property
+    def digest(self) -> str:
+        """The digest of the config that its pod was made for."""
+        pod = self._node.pod(self._namespace, f"{self._name}-agent-")
+        return str(pod.body["metadata"]["annotations"]["longshore.dev/config"])
+
     def metric(self, name: str) -> float:
         """Return the sum of a metric's series."""
         with urllib.request.urlopen(f"{self.http}/metrics", timeout=START_LIMIT_S) as answer:

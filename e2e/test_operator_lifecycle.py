@@ -190,7 +190,8 @@ def test_a_node_that_changes_its_role_is_counted_with_the_other_one(
     prefill = {"tensorParallel": 4, "pageSize": 64, "nodeSelector": roles["prefill"]}
     decode = {"tensorParallel": 1, "pageSize": 64, "nodeSelector": roles["decode"]}
     deployments.apply(prefill=prefill, decode=decode)
-    deployments.wait_reason("Ready", "Ready")
+    deployments.wait_reason("AgentsReady", "NoNodes")
+    until(lambda: deployments.get("dgdep", "llama")["status"]["prefill"]["summary"] == "2/2 TP4", "agents of prefill")
     before = deployments.lives()
     plane.kubectl("label", "node", names[0], "--overwrite", f"longshore.dev/role={deployments.namespace}-decode")
 
@@ -199,6 +200,7 @@ def test_a_node_that_changes_its_role_is_counted_with_the_other_one(
         return (status["prefill"]["summary"], status["decode"]["summary"]) == ("1/1 TP4", "1/1 TP1")
 
     until(summaries, "one agent of each role")
+    deployments.wait_reason("Ready", "Ready")
     after = deployments.lives()
     assert after.keys() == before.keys()
     # The agent of the other role has another configuration; the other node's agent stays.

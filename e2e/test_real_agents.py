@@ -115,6 +115,8 @@ def test_before_any_engine_has_come_agents_are_ready_and_links_unknown(field: Fi
         status = agent.status()
         assert status["deployment"] == f"{field.deployments.namespace}/llama"
         assert status["self_test"]["bytes_moved"] == 1 << 20
+        # Of its own roles, an agent reports what its pod was made for.
+        assert agent.digest in status["config"].values()
     status = field.status()
     assert "wire" not in status["prefill"]
     assert (status["prefill"]["instances"], status["decode"]["instances"]) == (0, 0)

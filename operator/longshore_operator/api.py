@@ -29,6 +29,8 @@ _APPLY = "application/apply-patch+yaml"
 _METADATA_ONLY = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,application/json"
 # Objects in one page of a list. Bounds the memory that one response takes.
 _PAGE_COUNT = 500
+# Events of a namespace are kept for an hour. More pages would delay a reconcile.
+_EVENT_PAGES_MAX = 4
 # More concurrent requests would only queue at the server. The lease has a thread of its own.
 _THREADS = 16
 _TOO_MANY = 429
@@ -81,6 +83,19 @@ class Api:
             if not token:
                 return iter(found)
             query["continue"] = token
+
+    async def warnings(self, namespace: str) -> list[Body]:
+        """Return the warning events of a namespace, of the first pages."""
+        found: list[Body] = []
+        query = {"limit": str(_PAGE_COUNT), "fieldSelector": "type=Warning"}
+        for _ in range(_EVENT_PAGES_MAX):
+            page = await self._call("LIST", kinds.EVENT, f"{kinds.path(kinds.EVENT, namespace)}?{urlencode(query)}")
+            found += page.get("items") or []
+            token = page.get("metadata", {}).get("continue")
+            if not token:
+                break
+            query["continue"] = token
+        return found
 
     async def apply(self, kind: Kind, body: Body, *, force: bool, subresource: str = "") -> Body:
         """Apply `body` server-side as our field manager; return the resulting object."""

@@ -6,18 +6,17 @@ and we take the field back.
 
 from __future__ import annotations
 
-import datetime as dt
 import hashlib
 import logging
 from collections.abc import Callable
 from typing import Any
 
-from longshore_operator import keys, kinds, names
+from longshore_operator import keys, kinds, names, timestamps
 from longshore_operator.api import Api
 from longshore_operator.decide.decision import NewKeys, Transition
 from longshore_operator.errors import ApiError, ConflictError, NotFoundError, RefusedError
 from longshore_operator.kinds import Kind
-from longshore_operator.observe import Observed, Refusal
+from longshore_operator.observe import Observed, Refusal, Warned
 from longshore_operator.reasons import Truth, reason
 from longshore_operator.render.children import keys_secret
 from longshore_operator.render.wanted import is_ours
@@ -28,6 +27,8 @@ Body = dict[str, Any]
 _log = logging.getLogger(__name__)
 # The API server limits an event's message to 1,024 characters.
 _EVENT_CHARACTERS_MAX = 1000
+# Warnings about probes. An agent that starts fails some, and its status has better words.
+_PROBES = frozenset({"Unhealthy", "ProbeWarning"})
 # No object has this version. An apply that asks for it creates the object, and conflicts if there is one.
 _NO_VERSION = "1"
 
@@ -107,6 +108,25 @@ class Applier:
             return False
         return True
 
+    async def warnings(self, observed: Observed) -> dict[str, Warned]:
+        """Return the newest warning about each DaemonSet and pod of the deployment, by its uid."""
+        ours = {agent.pod.uid for agent in observed.agents}
+        ours |= {
+            body["metadata"]["uid"] for child, body in observed.children.items() if child.kind == kinds.DAEMON_SET.name
+        }
+        found: dict[str, Warned] = {}
+        try:
+            events = await self._api.warnings(observed.key.namespace)
+        except RefusedError as error:
+            _log.warning("%s/%s: events are not read: %s", *observed.key, error)
+            return found
+        for event in events:
+            uid, reason_ = str(event["involvedObject"].get("uid")), str(event.get("reason") or "")
+            last = event.get("lastTimestamp") or event.get("eventTime") or event["metadata"]["creationTimestamp"]
+            if uid in ours and reason_ not in _PROBES and (uid not in found or found[uid].last <= last):
+                found[uid] = Warned(": ".join(filter(None, (reason_, event.get("message") or ""))), last)
+        return found
+
     async def look_for_monitor(self, observed: Observed) -> None:
         """Read the PodMonitor. It is not watched, as some clusters lack its kind."""
         name = names.agent(observed.key.name)
@@ -140,7 +160,8 @@ class Applier:
         """Tell once for each generation that the PodMonitor cannot be made."""
         if self._unmonitored.get(observed.key) != observed.generation:
             self._unmonitored[observed.key] = observed.generation
-            await self._say(observed, "Warning", "PodMonitorRefused", text, kinds.POD_MONITOR.name)
+            about = f"{kinds.POD_MONITOR.name}/{observed.generation}"
+            await self._say(observed, "Warning", "PodMonitorRefused", text, about, again=False)
 
     async def _apply_child(self, observed: Observed, kind: Kind, body: Body) -> None:
         child = ChildKey(kind.name, body["metadata"]["name"])
@@ -246,7 +267,7 @@ class Applier:
             again: whether to count the event if it is there.
         """
         same = f"{observed.uid}/{level}/{name}/{about}"
-        now = dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        now = timestamps.now()
         event = f"{observed.key.name}.{hashlib.sha256(same.encode()).hexdigest()[:16]}"
         body: Body = {
             "apiVersion": "v1",

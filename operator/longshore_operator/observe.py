@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from longshore_operator.reports import AgentReport
-from longshore_operator.world import AgentPod, ChildKey, Key, World
+from longshore_operator.world import AgentPod, ChildKey, Key, Node, World
 
 Body = dict[str, Any]
 
@@ -50,13 +50,23 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
+class Warned:
+    """A warning event of the cluster: its words, and when it was last repeated (RFC 3339)."""
+
+    text: str
+    last: str
+
+
+@dataclass(frozen=True, slots=True)
 class Observed:
     """The observed state of one deployment.
 
     Attributes:
         body: the DisaggDeployment as the API server returns it.
         settled: versions of children that differ from their rendering although an apply leaves them unchanged.
-        nodes: labels by node name; None if the operator may not read nodes.
+        nodes: by name; None if the operator may not read nodes.
+        warnings: the cluster's warning events about DaemonSets and pods, the newest of each object, by its uid. Read
+            only while agents are missing or not ready.
         now: RFC 3339 with whole seconds, for conditions whose status changes.
         keys_missing: the Secret that the status names is gone.
         failure: the last error of requests to the API server, if they have failed for long.
@@ -67,12 +77,13 @@ class Observed:
     children: Mapping[ChildKey, Body]
     settled: Mapping[ChildKey, str]
     agents: tuple[Agent, ...]
-    nodes: Mapping[str, Mapping[str, str]] | None
+    nodes: Mapping[str, Node] | None
     neighbours: tuple[Neighbour, ...]
     refusal: Refusal | None
     now: str
     keys_missing: bool = False
     failure: str = ""
+    warnings: Mapping[str, Warned] = field(default_factory=dict)
 
     @property
     def uid(self) -> str:
@@ -108,6 +119,7 @@ def observe(
     refusal: Refusal | None = None,
     keys_missing: bool = False,
     failure: str = "",
+    warnings: Mapping[str, Warned] | None = None,
 ) -> Observed | None:
     """Return the state of a deployment, or None if it is deleted or being deleted."""
     body = world.deployments.get(key)
@@ -129,6 +141,7 @@ def observe(
         now=moment.text,
         keys_missing=keys_missing,
         failure=failure,
+        warnings=warnings or {},
     )
 
 

@@ -51,7 +51,10 @@ class Reason:
 MEANINGS = {
     ConditionType.READY: "Engines may use it: Compatible and AgentsReady are True for the current generation.",
     ConditionType.COMPATIBLE: "The declared layouts can exchange pages, and their plan is in the status.",
-    ConditionType.AGENTS_READY: "Every node that a selector picks runs a ready agent of the current generation.",
+    ConditionType.AGENTS_READY: (
+        "Every ready node that a selector picks, and whose taints agents tolerate, runs a ready agent of the current "
+        "generation. Each role has one."
+    ),
     ConditionType.ENGINES_CONNECTED: "As many engine instances as expected have registered all of their ranks.",
     ConditionType.PEERS_CONNECTED: "All peers that workers know are attached.",
     ConditionType.TRANSPORT_VERIFIED: "The wire that carries the bytes is known and allowed.",
@@ -100,14 +103,14 @@ TABLE = (
         _C.AGENTS_READY,
         "AgentsNotReady",
         _F,
-        "Agents do not start, or run and are not ready.",
-        "The message names up to five nodes and the cause; see also `kubectl logs` and `/readyz` of the pod.",
+        "Agents cannot be created, do not start, or run and are not ready.",
+        "The message names up to five nodes and the cause in the words of the cluster or of the agent.",
     ),
     Reason(
         _C.AGENTS_READY,
         "AgentsOutdated",
         _F,
-        "Agents run an older spec, and agents.updateStrategy is OnDelete.",
+        "Agents run an older spec and are not replaced: agents.updateStrategy is OnDelete, or they read an older config.",
         "Delete their pods when their nodes may be without an agent.",
     ),
     Reason(
@@ -121,8 +124,22 @@ TABLE = (
         _C.AGENTS_READY,
         "NoNodes",
         _F,
-        "No node has the labels of a selector.",
-        "Label nodes to match nodeSelector, or change it; check taints and agents.tolerations.",
+        "No node has the labels of a role's selector.",
+        "Label nodes to match nodeSelector, or change it.",
+    ),
+    Reason(
+        _C.AGENTS_READY,
+        "NodesTainted",
+        _F,
+        "Every node that a role's selector picks has a taint that the agents do not tolerate.",
+        "Tolerate the taint of the message in agents.tolerations, or remove it.",
+    ),
+    Reason(
+        _C.AGENTS_READY,
+        "NodesNotReady",
+        _F,
+        "No node that a role's selector picks is ready.",
+        "Check the nodes of the message.",
     ),
     Reason(
         _C.AGENTS_READY,

@@ -6,18 +6,18 @@
 from __future__ import annotations
 
 import asyncio
-import datetime as dt
 import logging
 import time
 from collections.abc import Awaitable, Callable
 
+from longshore_operator import timestamps
 from longshore_operator.api import Api
 from longshore_operator.apply import Applier, ChangedError, GoneError
 from longshore_operator.decide.decision import Decision, decide
 from longshore_operator.errors import ApiError
 from longshore_operator.lease import LostLeaseError, Mutex
 from longshore_operator.metrics import Metrics
-from longshore_operator.observe import Moment, Observed, Refusal, observe
+from longshore_operator.observe import Moment, Observed, Refusal, Warned, observe
 from longshore_operator.ownership import Claim, LeaseWatch, may_claim
 from longshore_operator.render.wanted import Allowed, ImageChoice
 from longshore_operator.settings import Settings, listed
@@ -31,6 +31,8 @@ REFUSED_AGAIN_S = 30.0
 # Requests that have failed for this long are told in the status. With the backoffs of the queue and requests that end
 # by their time limit, they are told within 25 s. A restart of an API server takes less.
 FAILING_S = 8.0
+# While agents wait, the cluster's events about them are read at this interval, and the deployment is looked at again.
+EVENTS_EVERY_S = 10.0
 # While agents are not ready, the existence of their keys is checked at this interval.
 PROBE_EVERY_S = 30.0
 
@@ -62,6 +64,9 @@ class Reconciler:
         self._claim = Claim.of(settings)
         self._leases = LeaseWatch(api)
         self._refusals: dict[Key, Refusal] = {}
+        # The cluster's warnings about agents that wait, and when they were read (monotonic seconds).
+        self._warnings: dict[Key, dict[str, Warned]] = {}
+        self._warned_s: dict[Key, float] = {}
         # Since when requests for a deployment have failed, in monotonic seconds.
         self._failing_s: dict[Key, float] = {}
         self._probed_s: dict[Key, float] = {}
@@ -96,6 +101,8 @@ class Reconciler:
                 self._metrics.failed("internal")
                 _log.exception("%s/%s: internal error of the operator", *key)
             again_s = REFUSED_AGAIN_S if key in self._refusals or key in self._world.left else None
+            if key in self._warned_s:
+                again_s = EVENTS_EVERY_S
             self._queue.done(key, failed=failed, progress=key in self._applier.written, again_s=again_s)
             self._metrics.reconciled(time.monotonic() - started_s)
 
@@ -105,6 +112,8 @@ class Reconciler:
         if observed is None:
             self._refusals.pop(key, None)
             self._failing_s.pop(key, None)
+            self._warnings.pop(key, None)
+            self._warned_s.pop(key, None)
             self._probed_s.pop(key, None)
             self._known.pop(key, None)
             self._applier.forget(key)
@@ -123,6 +132,8 @@ class Reconciler:
         if decision.apply or decision.delete:
             await self._apply(observed, decision)
             observed, decision = self._again(key)
+        if await self._read_warnings(observed, waits=decision.waits):
+            observed, decision = self._again(key)
         if decision.status is not None:
             await self._applier.write_status(observed, decision.status)
             await self._applier.tell(observed, decision.transitions)
@@ -135,6 +146,19 @@ class Reconciler:
         if uid != observed.uid or (asked and now_s - read_s >= self._settings.resync_s):
             await self._applier.look_for_monitor(observed)
             self._known[observed.key] = observed.uid, now_s
+
+    async def _read_warnings(self, observed: Observed, *, waits: bool) -> bool:
+        """Read the cluster's warnings about agents that wait, if it is time to; return whether there are new ones."""
+        key, now_s = observed.key, time.monotonic()
+        if not waits:
+            self._warned_s.pop(key, None)
+            return self._warnings.pop(key, None) is not None
+        if now_s - self._warned_s.get(key, float("-inf")) < EVENTS_EVERY_S:
+            return False
+        self._warned_s[key] = now_s
+        before = self._warnings.get(key)
+        self._warnings[key] = await self._applier.warnings(observed)
+        return before != self._warnings[key]
 
     async def _tell_failure(self, key: Key, error: Exception) -> None:
         """Tell in the status of requests that have failed for long. The next success replaces that status."""
@@ -191,15 +215,15 @@ class Reconciler:
         return observed, decide(observed, self._images)
 
     def _observe(self, key: Key, *, keys_missing: bool = False, failure: str = "") -> Observed | None:
-        now = dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         return observe(
             self._world,
             key,
-            Moment(time.monotonic(), now, self._settings.poll_stale_s),
+            Moment(time.monotonic(), timestamps.now(), self._settings.poll_stale_s),
             sees_nodes=self._settings.watch_nodes,
             refusal=self._refusals.get(key),
             keys_missing=keys_missing,
             failure=failure,
+            warnings=self._warnings.get(key),
         )
 
     async def _keys_are_missing(self, observed: Observed) -> bool:

@@ -46,11 +46,17 @@ class Worker(msgspec.Struct, frozen=True):
 
 
 class AgentReport(msgspec.Struct, frozen=True):
-    """The last report of one agent. `unready` holds a (reason, message) for each cause."""
+    """The last report of one agent.
+
+    Attributes:
+        config: the digest of the config that it runs, by role; empty for an agent that does not tell.
+        unready: a "reason: message" for each cause.
+    """
 
     deployment: str
     node: str
     draining: bool = False
+    config: dict[str, str] = {}
     unready: tuple[str, ...] = ()
     instances: tuple[Instance, ...] = ()
     workers: tuple[Worker, ...] = ()

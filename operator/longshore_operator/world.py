@@ -6,7 +6,7 @@ Objects arrive in any order. An object older than the cached one is ignored.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -31,6 +31,26 @@ class ChildKey(NamedTuple):
     name: str
 
 
+class Taint(NamedTuple):
+    """One taint of a node."""
+
+    key: str
+    value: str
+    effect: str
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.value}:{self.effect}" if self.value else f"{self.key}:{self.effect}"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """The cached part of a node. `ready` is its condition."""
+
+    labels: Mapping[str, str]
+    taints: tuple[Taint, ...] = ()
+    ready: bool = True
+
+
 @dataclass(frozen=True, slots=True)
 class AgentPod:
     """The cached part of an agent's pod.
@@ -40,6 +60,7 @@ class AgentPod:
         config, keys, template: digests of the config, the keys and the pod template that it was started with.
         trouble: why it is not ready, if the kubelet or scheduler reports a cause.
         starting: its containers are starting for the first time, without a failure so far.
+        created: RFC 3339.
     """
 
     key: Key
@@ -56,6 +77,7 @@ class AgentPod:
     trouble: str = ""
     starting: bool = False
     ending: bool = False
+    created: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +100,7 @@ class World:
     deployments: dict[Key, Body] = field(default_factory=dict)
     children: dict[Key, dict[ChildKey, Body]] = field(default_factory=lambda: defaultdict(dict))
     pods: dict[str, AgentPod] = field(default_factory=dict)
-    nodes: dict[str, Mapping[str, str]] = field(default_factory=dict)
+    nodes: dict[str, Node] = field(default_factory=dict)
     polls: dict[str, Poll] = field(default_factory=dict)
     settled: dict[tuple[Key, ChildKey], str] = field(default_factory=dict)
     left: set[Key] = field(default_factory=set)
@@ -193,13 +215,13 @@ class World:
                 del index[name]  # type: ignore[arg-type]
 
     def _take_node(self, body: Body, deleted: bool) -> set[Key]:
-        name, labels = body["metadata"]["name"], body["metadata"].get("labels") or {}
-        if self.nodes.get(name) == labels and not deleted:
+        name, node = body["metadata"]["name"], read_node(body)
+        if self.nodes.get(name) == node and not deleted:
             return set()
         if deleted:
             self.nodes.pop(name, None)
         else:
-            self.nodes[name] = dict(labels)
+            self.nodes[name] = node
         return set(self.deployments)
 
 
@@ -209,6 +231,20 @@ def is_older(body: Body, than: Body) -> bool:
     if one["uid"] != other["uid"]:
         return str(one.get("creationTimestamp", "")) < str(other.get("creationTimestamp", ""))
     return int(one["resourceVersion"]) < int(other["resourceVersion"])
+
+
+def read_node(body: Body) -> Node:
+    """Return the cached part of a node."""
+    taints = (body.get("spec") or {}).get("taints") or ()
+    return Node(
+        labels=dict(body["metadata"].get("labels") or {}),
+        taints=tuple(Taint(entry["key"], entry.get("value") or "", entry["effect"]) for entry in taints),
+        ready=all(
+            entry["status"] == "True"
+            for entry in (body.get("status") or {}).get("conditions") or ()
+            if entry["type"] == "Ready"
+        ),
+    )
 
 
 def read_pod(body: Body) -> AgentPod | None:
@@ -233,6 +269,7 @@ def read_pod(body: Body) -> AgentPod | None:
         trouble="" if ready else _trouble(status),
         starting=not ready and not _trouble(status) and _is_starting(status),
         ending=bool(metadata.get("deletionTimestamp")),
+        created=str(metadata.get("creationTimestamp") or ""),
     )
 
 
@@ -267,17 +304,32 @@ def _is_starting(status: Body) -> bool:
 
 
 def _trouble(status: Body) -> str:
-    """Return why a pod is not ready: the cause that its containers wait for, else its conditions' messages."""
-    waits: Iterable[Body] = (
-        state["state"]["waiting"]
-        for group in ("initContainerStatuses", "containerStatuses")
-        for state in status.get(group) or ()
-        if (state.get("state") or {}).get("waiting")
-    )
-    for waiting in waits:
+    """Return why a pod is not ready in the kubelet's or the scheduler's words; empty if they give no cause."""
+    if status.get("phase") == "Failed":
+        return ": ".join(filter(None, (status.get("reason") or "Failed", status.get("message", ""))))
+    groups = ("initContainerStatuses", "containerStatuses")
+    states: list[Body] = [state for group in groups for state in status.get(group) or ()]
+    for state in states:
+        waiting = (state.get("state") or {}).get("waiting") or {}
         if waiting.get("reason") not in {None, "PodInitializing", "ContainerCreating"}:
-            return ": ".join(filter(None, (waiting["reason"], waiting.get("message", ""))))
+            return "; ".join(filter(None, (_worded(waiting), _end(state))))
+    for state in states:
+        if not state.get("ready") and (end := _end(state)):
+            return end
     for condition in status.get("conditions") or ():
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
-            return ": ".join(filter(None, (condition.get("reason", ""), condition.get("message", ""))))
+            return _worded(condition)
     return ""
+
+
+def _worded(entry: Body) -> str:
+    return ": ".join(filter(None, (entry.get("reason", ""), entry.get("message", ""))))
+
+
+def _end(state: Body) -> str:
+    """Return how a container ended last, for example OOMKilled; empty if it did not, or ended as it should."""
+    ends = [(state.get(name) or {}).get("terminated") for name in ("state", "lastState")]
+    end: Body = next(filter(None, ends), {})
+    if not end or end.get("exitCode") == 0:
+        return ""
+    return f"it ended with {end.get('reason') or 'Error'}, exit code {end.get('exitCode')}"

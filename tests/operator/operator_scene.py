@@ -100,8 +100,21 @@ class Scene:
         if status is not None:
             self.body["status"] = status
 
-    def put_node(self, name: str, role: str) -> None:
-        self.put(kinds.NODE, {"metadata": {"name": name, "labels": {"role": role}}})
+    def configs(self, annotation: str = names.CONFIG_ANNOTATION) -> dict[str, str]:
+        """The digests of the DaemonSets that were applied, by the roles of their nodes."""
+        templates = [
+            body["spec"]["template"]["metadata"]
+            for child, body in self.world.children.get(KEY, {}).items()
+            if child.kind == "DaemonSet"
+        ]
+        return {entry["labels"][names.ROLES_LABEL]: entry["annotations"][annotation] for entry in templates}
+
+    def put_node(self, name: str, role: str, *taints: str, ready: bool = True) -> None:
+        """Have a node be there. A taint is `key=value:effect`."""
+        parts = [(key, *rest.split(":")) for key, _, rest in (entry.partition("=") for entry in taints)]
+        spec = {"taints": [{"key": key, "value": value, "effect": effect} for key, value, effect in parts]}
+        status = {"conditions": [{"type": "Ready", "status": str(ready)}]}
+        self.put(kinds.NODE, {"metadata": {"name": name, "labels": {"role": role}}, "spec": spec, "status": status})
 
     def put_agent(
         self,
@@ -115,11 +128,22 @@ class Scene:
         age_s: float = 1.0,
         asked: bool = True,
         keys: str = "",
-        roles: str = names.BOTH,
-        config: str = "",
-        template: str = "",
+        roles: str | None = None,
+        config: str | None = None,
+        created: str = "2026-01-01T00:00:00Z",
+        template: str | None = None,
     ) -> None:
-        """Have an agent run on a node. Without `said` it was asked `age_s` ago in vain, or (not `asked`) not yet."""
+        """Have an agent run on a node. Without `said` it was asked `age_s` ago in vain, or (not `asked`) not yet.
+
+        Args:
+            roles, config, template: None for those of the node's role and of its DaemonSet.
+        """
+        found = self.world.nodes.get(node)
+        roles = roles or (found.labels.get("role", names.BOTH) if found is not None else names.BOTH)
+        if config is None:
+            config = self.configs().get(roles, "")
+        if template is None:
+            template = self.configs(names.TEMPLATE_ANNOTATION).get(roles, "")
         state = {"waiting": {"reason": trouble}} if trouble else {"running": {}}
         containers = [{"state": state, "started": not starting, "restartCount": 0}]
         name = f"{key.name}-{node}"
@@ -135,6 +159,7 @@ class Scene:
                         names.CONFIG_ANNOTATION: config,
                         names.TEMPLATE_ANNOTATION: template,
                     },
+                    "creationTimestamp": created,
                 },
                 "spec": {"nodeName": node, "containers": []},
                 "status": {
@@ -155,6 +180,8 @@ def settled(**spec: Any) -> Scene:
     scene.put_node("b", "decode")
     scene.apply()
     scene.count(2, 2, 2)
+    for node in ("a", "b"):
+        scene.put_agent(node, asked=False)
     return scene
 
 

@@ -42,6 +42,7 @@ def counted(desired: int, ready: int, updated: int, **agent: Any) -> Scene:
 
 def outdated() -> Scene:
     scene = settled(agents={"updateStrategy": {"type": "OnDelete"}})
+    scene.put_agent("b", template="older", asked=False)
     scene.count(2, 2, 1)
     return scene
 
@@ -49,6 +50,15 @@ def outdated() -> Scene:
 def paused() -> Scene:
     scene = settled()
     scene.body["spec"] |= {"paused": True, "transfer": {"backend": "Mooncake"}}
+    return scene
+
+
+def nodes_of_decode(*taints: str, ready: bool = True) -> Scene:
+    """Decode's only node has these taints, or is gone if it would get an agent."""
+    scene = settled()
+    scene.put(kinds.NODE, {"metadata": {"name": "b"}}, deleted=True)
+    if taints or not ready:
+        scene.put_node("b", "decode", *taints, ready=ready)
     return scene
 
 
@@ -84,7 +94,9 @@ SCENES = {
     ("AgentsReady", "AllAgentsReady"): settled(),
     ("AgentsReady", "AgentsUpdating"): counted(2, 1, 1, starting=True),
     ("AgentsReady", "AgentsNotReady"): counted(2, 1, 2),
-    ("AgentsReady", "NoNodes"): counted(0, 0, 0),
+    ("AgentsReady", "NoNodes"): nodes_of_decode(),
+    ("AgentsReady", "NodesTainted"): nodes_of_decode("gpu=present:NoSchedule"),
+    ("AgentsReady", "NodesNotReady"): nodes_of_decode(ready=False),
     ("AgentsReady", "AgentsOutdated"): outdated(),
     ("AgentsReady", "Paused"): paused(),
     ("AgentsReady", "SpecNotApplied"): incompatible(),
@@ -202,16 +214,6 @@ def test_an_agent_that_was_not_heard_yet_leaves_the_conditions_as_they_were() ->
     assert scene.decide().transitions == ()
     scene.world.polls["Pod-llama-b"] = Poll(NOW_S - 31, None)
     assert scene.reasons()["PeersConnected"] == "AgentSilent"
-
-
-def test_an_object_of_somebody_else_is_not_taken_for_a_child_of_ours() -> None:
-    scene = settled()
-    theirs = copy.deepcopy(scene.world.children[KEY][ChildKey("ConfigMap", "llama-agent")])
-    theirs["metadata"]["ownerReferences"] = []
-    scene.world.children[KEY][ChildKey("ConfigMap", "llama-agent")] = theirs
-    assert [kind.name for kind, _ in scene.decide().apply] == ["ConfigMap"]
-    scene.body["spec"]["agents"] = {"networkPolicy": False, "allowOpenDataPath": True}
-    assert scene.decide().delete == (ChildKey("NetworkPolicy", "llama-agent"),)
 
 
 def test_a_steady_state_asks_for_nothing() -> None:
@@ -372,7 +374,8 @@ def test_a_new_selector_keeps_agents_of_the_same_template_and_stops_no_rollout(m
     assert "llama-agent-decode" not in applied
     assert applied["llama-agent-prefill"]["spec"]["updateStrategy"]["type"] == strategy
     scene.apply()
-    scene.count(1, 1, 0)
+    scene.put(kinds.NODE, {"metadata": {"name": "a", "labels": {"role": "prefill", "zone": "a"}}})
+    scene.count(2, 2, 0)
     assert (scene.reasons()["AgentsReady"] == "AllAgentsReady") is (strategy == "OnDelete")
 
 
@@ -390,9 +393,9 @@ def test_agents_are_updated_by_the_digest_of_their_own_roles() -> None:
         status = scene.decide().status
         return status["prefill"]["updatedAgents"], status["decode"]["updatedAgents"]
 
-    assert updated("a", "prefill", configs["decode"]) == (0, 0)
-    assert updated("a", "prefill", configs["prefill"]) == (1, 0)
-    assert updated("b", "decode", configs["decode"]) == (1, 1)
+    assert updated("a", "prefill", configs["decode"]) == (0, 1)
+    assert updated("a", "prefill", configs["prefill"]) == (1, 1)
+    assert updated("b", "decode", configs["prefill"]) == (1, 0)
 
 
 def test_a_lost_secret_asks_for_new_keys() -> None:

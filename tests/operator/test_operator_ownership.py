@@ -1,8 +1,9 @@
-"""Overlapping releases: which operator serves a deployment, and when a Lease counts as left behind."""
+"""What is ours: which operator serves a deployment where releases overlap, and which objects are its children."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from longshore_operator import kinds, ownership
 from longshore_operator.errors import ApiError, NotFoundError, RefusedError
 from longshore_operator.ownership import Claim, LeaseWatch, may_claim
 from longshore_operator.settings import Settings
-from longshore_operator.world import Key
+from longshore_operator.world import ChildKey, Key
 
 CLUSTER = Claim("system/one", "Cluster")
 NAMESPACE = Claim("team/two", "Namespace")
@@ -104,3 +105,13 @@ def test_the_status_keeps_the_claim_and_shows_no_names_of_other_namespaces() -> 
     assert status["operator"] == NAMESPACE.status()
     text = scene.message("NodesShared")
     assert text.startswith("mistral and 1 of other namespaces on a: together")
+
+
+def test_an_object_of_somebody_else_is_not_taken_for_a_child_of_ours() -> None:
+    scene = settled()
+    theirs = copy.deepcopy(scene.world.children[KEY][ChildKey("ConfigMap", "llama-agent")])
+    theirs["metadata"]["ownerReferences"] = []
+    scene.world.children[KEY][ChildKey("ConfigMap", "llama-agent")] = theirs
+    assert [kind.name for kind, _ in scene.decide().apply] == ["ConfigMap"]
+    scene.body["spec"]["agents"] = {"networkPolicy": False, "allowOpenDataPath": True}
+    assert scene.decide().delete == (ChildKey("NetworkPolicy", "llama-agent"),)

@@ -57,8 +57,15 @@ def test_a_pod_concerns_the_deployments_that_share_its_node() -> None:
 def test_a_pod_that_changed_nothing_that_counts_concerns_nobody() -> None:
     scene = settled()
     scene.put_agent("a")
+    metadata = {"name": "llama-a", "namespace": "team", "labels": {"longshore.dev/deployment": "llama"}}
+    known = scene.world.pods["Pod-llama-a"]
     pod = {
-        "metadata": {"name": "llama-a", "namespace": "team", "labels": {"longshore.dev/deployment": "llama"}},
+        "metadata": metadata
+        | {
+            "labels": {"longshore.dev/deployment": "llama", "longshore.dev/roles": known.roles},
+            "annotations": {"longshore.dev/config": known.config, "longshore.dev/template": known.template},
+            "creationTimestamp": known.created,
+        },
         "spec": {"nodeName": "a", "containers": []},
         "status": {"podIP": "10.0.0.1", "conditions": [{"type": "Ready", "status": "True"}], "phase": "Running"},
     }
@@ -84,8 +91,10 @@ def test_nothing_is_left_of_a_deployment_and_its_agents_that_are_gone() -> None:
     scene.put_agent("a", said=said())
     for child, body in list(scene.world.children[KEY].items()):
         scene.put(kinds.of(child.kind), body, deleted=True)
-    pod = {"metadata": {"name": "llama-a", "namespace": "team", "labels": {"longshore.dev/deployment": "llama"}}}
-    scene.put(kinds.POD, pod, deleted=True)
+    for node in ("a", "b"):
+        labels = {"longshore.dev/deployment": "llama"}
+        pod = {"metadata": {"name": f"llama-{node}", "namespace": "team", "labels": labels}}
+        scene.put(kinds.POD, pod, deleted=True)
     scene.put(kinds.DEPLOYMENT, scene.body, deleted=True)
     world = scene.world
     assert not (world.deployments or world.children or world.pods or world.polls or world.settled)

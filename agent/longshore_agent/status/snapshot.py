@@ -355,7 +355,7 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
         started_unix_s: start of the supervisor, in seconds since 1970.
         loop_age_s: seconds since the last turn of the supervisor's loop; above a limit the agent is not live.
         restarts: number of restarted workers.
-        config_generation: generation of the active configuration; 0 if there is none.
+        config: the digest of the config file that the agent runs, by the role of its engines; empty without a file.
         draining: the agent is stopping and accepts nothing new.
         dying: one message for each rank whose worker dies repeatedly.
         self_test: the result of the last self-test.
@@ -371,7 +371,7 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
     uptime_s: float
     loop_age_s: float = 0.0
     restarts: int = 0
-    config_generation: int = 0
+    config: Mapping[str, str] = {}
     draining: bool = False
     dying: tuple[str, ...] = ()
     self_test: SelfTest | None = None

@@ -58,7 +58,7 @@ from longshore_agent.supervisor.restarts import Restarts
 from longshore_agent.supervisor.slots import Slot
 from longshore_agent.supervisor.snapshots import Call, Snapshots
 from longshore_wire.addresses import main_address
-from longshore_wire.agent_config import AgentConfig
+from longshore_wire.agent_config import AgentConfig, digests
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Endpoint, Hello
 from longshore_wire.errors import LongshoreError, Reason
@@ -78,6 +78,7 @@ class Supervisor:
         self.metrics = Metrics()
         self.snapshots = Snapshots(self._wake_up)
         self._reception = Reception(settings, config)
+        self._config_digests = {} if config is None else digests(config)
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         directory = Path(settings.run_directory)
@@ -373,6 +374,7 @@ class Supervisor:
                 uptime_s=now_s - self._started_s,
                 loop_age_s=now_s - self._turned_s,
                 restarts=self._restarts.total,
+                config=self._config_digests,
                 draining=self._stopping_s is not None,
                 dying=self._restarts.dying(now_s),
                 self_test=self._self_test_result,

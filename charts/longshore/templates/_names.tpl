@@ -82,7 +82,7 @@ capabilities: {drop: [ALL]}
   verbs: [create]
 - apiGroups: [""]
   resources: [events]
-  verbs: [create, get, update]
+  verbs: [create, get, list, update]
 # Leases of other releases, which may serve the same deployments.
 - apiGroups: [coordination.k8s.io]
   resources: [leases]

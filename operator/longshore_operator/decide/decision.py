@@ -10,6 +10,7 @@ from typing import Any
 from longshore_operator import kinds, names
 from longshore_operator.decide import engines, keep, rollout, sharing, spec
 from longshore_operator.decide.drift import differs
+from longshore_operator.decide.placement import Placed, place
 from longshore_operator.decide.verdict import Verdict, some, verdict
 from longshore_operator.kinds import Kind
 from longshore_operator.observe import Observed
@@ -20,6 +21,7 @@ from longshore_operator.world import ChildKey
 from longshore_wire.manifest import DisaggDeployment
 
 Body = dict[str, Any]
+_WAITING = frozenset({"AgentsUpdating", "AgentsNotReady"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class Decision:
         apply: children that differ from what the spec renders to.
         delete: children that were switched off.
         status: the whole status; None if it is unchanged.
+        waits: agents are missing, not ready or not current, and the cluster's events may say why.
     """
 
     keys: NewKeys | None = None
@@ -55,6 +58,7 @@ class Decision:
     delete: tuple[ChildKey, ...] = ()
     status: Body | None = None
     transitions: tuple[Transition, ...] = field(default=())
+    waits: bool = False
 
     @property
     def at_rest(self) -> bool:
@@ -89,6 +93,7 @@ def decide(observed: Observed, images: ImageChoice) -> Decision:
         delete=delete,
         status=status if changed or gone else None,
         transitions=_transitions(observed, verdicts),
+        waits=any(entry.reason in _WAITING for entry in verdicts),
     )
 
 
@@ -170,13 +175,14 @@ def _judge(
 ) -> tuple[list[Verdict], Body]:
     """Return all verdicts and the resulting status."""
     daemon_sets = [body for kind, body in children if kind is kinds.DAEMON_SET]
-    seen = rollout.look(observed, daemon_sets)
+    templates = [body["spec"]["template"]["metadata"] for body in daemon_sets]
+    configs = {entry["labels"][names.ROLES_LABEL]: entry["annotations"][names.CONFIG_ANNOTATION] for entry in templates}
+    placed = _placed(observed, judged.manifest, daemon_sets) if judged.manifest is not None else ()
+    seen = rollout.look(observed, daemon_sets, placed, configs)
     found = engines.connections(observed.agents)
     compatible = _compatible(judged)
     wait = _keys_wait(observed, judged.manifest, observed.status.get("keys") or {})
-    agents = rollout.judge_agents(
-        observed, seen, _selectors(judged), can_work=compatible.holds, keys_wait=wait, held=held
-    )
+    agents = rollout.judge_agents(observed, seen, can_work=compatible.holds, keys_wait=wait, held=held)
     verdicts = [
         _ready(compatible, agents),
         compatible,
@@ -200,11 +206,7 @@ def _judge(
             "slicesPerChunk": plan.slices_per_chunk,
         }
     if judged.manifest is not None:
-        templates = [body["spec"]["template"]["metadata"] for body in daemon_sets]
-        configs = {
-            entry["labels"][names.ROLES_LABEL]: entry["annotations"][names.CONFIG_ANNOTATION] for entry in templates
-        }
-        status |= _roles(observed, judged.manifest, found, configs)
+        status |= _roles(observed, judged.manifest, found, placed, configs)
     return verdicts, status
 
 
@@ -226,23 +228,23 @@ def _compatible(judged: spec.Judged) -> Verdict:
     return verdict(condition, "PlanMade", text)
 
 
-def _selectors(judged: spec.Judged) -> str:
-    if judged.manifest is None:
-        return "no selector"
-    roles = (("prefill", judged.manifest.spec.prefill), ("decode", judged.manifest.spec.decode))
-    shown = [
-        f"{role} ({','.join(f'{k}={v}' for k, v in sorted(spec_.node_selector.items()))})" for role, spec_ in roles
-    ]
-    return " or ".join(shown)
+def _placed(observed: Observed, manifest: DisaggDeployment, daemon_sets: Sequence[Body]) -> tuple[Placed, ...]:
+    roles = ((names.PREFILL, manifest.spec.prefill), (names.DECODE, manifest.spec.decode))
+    return tuple(place(name, role.node_selector, observed.nodes or {}, daemon_sets) for name, role in roles)
 
 
-def _roles(observed: Observed, manifest: DisaggDeployment, found: engines.Connections, configs: dict[str, str]) -> Body:
+def _roles(
+    observed: Observed,
+    manifest: DisaggDeployment,
+    found: engines.Connections,
+    placed: Sequence[Placed],
+    configs: dict[str, str],
+) -> Body:
     roles: Body = {}
-    for name, half, role in (
-        ("prefill", engines.PREFILL, manifest.spec.prefill),
-        ("decode", engines.DECODE, manifest.spec.decode),
-    ):
-        entry = rollout.role_counts(observed.agents, observed.nodes, role.node_selector, configs)
+    halves = ((engines.PREFILL, manifest.spec.prefill), (engines.DECODE, manifest.spec.decode))
+    for (half, role), nodes in zip(halves, placed, strict=True):
+        name = nodes.role
+        entry = rollout.role_counts(observed, nodes, configs)
         layout = f"TP{role.tensor_parallel}"
         entry["summary"] = f"{entry['readyAgents']}/{entry['nodes']} {layout}" if entry else layout
         if role.instances is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from longshore_operator import kinds
-from longshore_operator.decide import keep
+from longshore_operator import kinds, names
+from longshore_operator.decide import keep, unwell
 from longshore_operator.decide.drift import differs
+from longshore_operator.decide.placement import Placed
 from longshore_operator.decide.verdict import Verdict, some, verdict
 from longshore_operator.observe import Agent, Observed
 from longshore_operator.reasons import ConditionType
@@ -17,14 +18,14 @@ from longshore_operator.world import ChildKey
 from longshore_wire.manifest import UpdateType
 
 Body = dict[str, Any]
-# Of one agent's reasons in a condition's message, which may name five agents. `/readyz` has the whole text.
-_OWN_WORDS_CHARACTERS_MAX = 400
+# Reasons of a role that no node can serve.
+_LACKING = {"NoNodes", "NodesTainted", "NodesNotReady"}
 _READY, _PROGRESSING = ConditionType.AGENTS_READY, ConditionType.PROGRESSING
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Agents of a deployment, as its DaemonSets count them."""
+    """Agents of a deployment."""
 
     desired: int = 0
     ready: int = 0
@@ -47,20 +48,32 @@ class Rollout:
     Attributes:
         current: they are those of the current spec.
         known: their controller has observed their newest generations.
+        lacking: a reason and a text for each role that no node can serve.
+        left_out: nodes that a selector picks and that get no agent, with the cause.
+        no_pod: the nodes without a pod; empty if nodes are unknown.
+        stale: the nodes whose agents report another config than their pods were made for.
+        uids: those of the DaemonSets.
         on_delete: agents of an older spec stay until somebody deletes their pods.
     """
 
     counts: Counts
     current: bool
     known: bool
+    lacking: tuple[tuple[str, str], ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    no_pod: frozenset[str] = frozenset()
+    stale: frozenset[str] = frozenset()
+    uids: tuple[str, ...] = ()
     on_delete: bool = False
 
 
-def look(observed: Observed, wanted: Sequence[Body]) -> Rollout:
+def look(observed: Observed, wanted: Sequence[Body], placed: Sequence[Placed], configs: Mapping[str, str]) -> Rollout:
     """Return the progress of the agents' rollout.
 
     Args:
         wanted: the DaemonSets of the current spec; empty if there are none, as with an invalid spec.
+        placed: the nodes of each role; empty if the spec is invalid.
+        configs: the digests that current agents have, by the roles of their nodes.
     """
     ours = {
         child.name: body
@@ -68,14 +81,16 @@ def look(observed: Observed, wanted: Sequence[Body]) -> Rollout:
         if child.kind == kinds.DAEMON_SET.name and is_ours(body, observed.uid)
     }
     states = [body.get("status") or {} for body in ours.values()]
-    counts = Counts(
+    names_wanted = {body["metadata"]["name"] for body in wanted}
+    counted = Counts(
         desired=sum(int(status.get("desiredNumberScheduled", 0)) for status in states),
         ready=sum(int(status.get("numberReady", 0)) for status in states),
         updated=sum(keep.updated_count(observed, body) for body in ours.values()),
     )
-    names_wanted = {body["metadata"]["name"] for body in wanted}
+    expected = frozenset(node for role in placed for node in role.expected)
+    there = {agent.pod.node for agent in observed.agents if not agent.pod.ending}
     return Rollout(
-        counts,
+        _own_counts(observed, expected, configs, counted) if observed.nodes is not None and placed else counted,
         current=bool(wanted)
         and names_wanted == ours.keys()
         and all(_same(observed, body, ours[body["metadata"]["name"]]) for body in wanted),
@@ -83,8 +98,63 @@ def look(observed: Observed, wanted: Sequence[Body]) -> Rollout:
             int(status.get("observedGeneration", 0)) >= int(body["metadata"].get("generation", 0))
             for status, body in zip(states, ours.values(), strict=True)
         ),
+        lacking=tuple(_lacking(observed, placed, ours.values())),
+        left_out=_left_out(placed),
+        no_pod=expected - there,
+        stale=frozenset(
+            agent.pod.node
+            for agent in observed.agents
+            if agent.pod.config == configs.get(agent.pod.roles) and not runs_current(agent, configs)
+        ),
+        uids=tuple(body["metadata"]["uid"] for body in ours.values()),
         on_delete=any(body["spec"]["updateStrategy"]["type"] == UpdateType.ON_DELETE.value for body in wanted),
     )
+
+
+def _own_counts(observed: Observed, expected: frozenset[str], configs: Mapping[str, str], counted: Counts) -> Counts:
+    """Return the counts of agents on the nodes that must have one. An agent counts only if its DaemonSet counts it, too."""
+    there = [agent for agent in observed.agents if agent.pod.node in expected and not agent.pod.ending]
+    return Counts(
+        desired=len(expected),
+        ready=min(counted.ready, len({agent.pod.node for agent in there if agent.pod.ready})),
+        updated=min(counted.updated, len({agent.pod.node for agent in there if runs_current(agent, configs)})),
+    )
+
+
+def runs_current(agent: Agent, configs: Mapping[str, str]) -> bool:
+    """Whether an agent runs the current config: what it reports decides, else what its pod was made for."""
+    roles = agent.pod.roles
+    running = agent.pod.config
+    if agent.report is not None and agent.report.config:
+        of = (names.PREFILL, names.DECODE) if roles == names.BOTH else (roles,)
+        running = "-".join(agent.report.config.get(role, "") for role in of)
+    return running == configs.get(roles)
+
+
+def _lacking(observed: Observed, placed: Sequence[Placed], ours: Iterable[Body]) -> Iterator[tuple[str, str]]:
+    for role in placed:
+        name = f"{role.role} ({role.selector})"
+        if observed.nodes is None:
+            sets = [
+                body for body in ours if body["metadata"]["labels"].get(names.ROLES_LABEL) in {role.role, names.BOTH}
+            ]
+            if not any((body.get("status") or {}).get("desiredNumberScheduled") for body in sets):
+                yield "NoNodes", f"no node is picked by {name}, or none without a taint that agents do not tolerate"
+        elif not role.expected and role.down:
+            yield "NodesNotReady", f"no node of {name} is ready: {some(role.down)}"
+        elif not role.expected and role.tainted:
+            nodes = some(f"{node} ({taint})" for node, taint in role.tainted.items())
+            yield "NodesTainted", f"nodes are picked by {name} but tainted: {nodes}"
+        elif not role.expected:
+            yield "NoNodes", f"no node is picked by {name}"
+
+
+def _left_out(placed: Sequence[Placed]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for role in placed:
+        found |= {node: f"tainted {taint}" for node, taint in role.tainted.items()}
+        found |= dict.fromkeys(role.down, "not ready")
+    return found
 
 
 def _same(observed: Observed, wanted: Body, found: Body) -> bool:
@@ -96,7 +166,6 @@ def _same(observed: Observed, wanted: Body, found: Body) -> bool:
 def judge_agents(
     observed: Observed,
     rollout: Rollout,
-    selectors: str,
     *,
     can_work: bool,
     keys_wait: str = "",
@@ -121,39 +190,36 @@ def judge_agents(
         return verdict(_READY, "AgentsUpdating", f"agents of generation {observed.generation} are being started")
     if keys_wait:
         return verdict(_READY, "AgentsUpdating", keys_wait)
-    if counts.desired == 0:
-        return verdict(_READY, "NoNodes", f"no node is picked by {selectors}")
+    if rollout.lacking:
+        return verdict(_READY, rollout.lacking[0][0], "; ".join(text for _, text in rollout.lacking))
+    left_out = some(f"{node} ({cause})" for node, cause in rollout.left_out.items())
+    note = f"; without an agent: {left_out}" if left_out else ""
     if counts.ready < counts.desired or counts.updated < counts.desired:
-        text = f"{counts.ready} of {counts.desired} agents are ready, {counts.updated} run generation {observed.generation}"
-        unwell = _unwell(observed)
-        if unwell:
-            return verdict(_READY, "AgentsNotReady", f"{text}: {some(unwell)}")
-        if rollout.on_delete and counts.ready == counts.desired:
-            return verdict(_READY, "AgentsOutdated", f"{text}, and agents.updateStrategy is OnDelete")
-        return verdict(_READY, "AgentsUpdating", text)
-    return verdict(_READY, "AllAgentsReady", f"{counts.desired} agents are ready")
+        return _judge_unready(observed, rollout, note)
+    return verdict(_READY, "AllAgentsReady", f"{counts.desired} agents are ready{note}")
 
 
-def _unwell(observed: Observed) -> list[str]:
-    """Return the agents that are not ready although they are neither starting nor ending."""
-    return [
-        f"{agent.pod.node or agent.pod.name} ({agent.pod.trouble or _own_words(agent) or 'not ready'})"
-        for agent in observed.agents
-        if not (agent.pod.ready or agent.pod.starting or agent.pod.ending)
-    ]
-
-
-def _own_words(agent: Agent) -> str:
-    """Return the agent's own reasons for not being ready; empty if it gives none."""
-    said = "; ".join(agent.report.unready) if agent.report is not None else ""
-    return said if len(said) <= _OWN_WORDS_CHARACTERS_MAX else f"{said[:_OWN_WORDS_CHARACTERS_MAX]}…"
+def _judge_unready(observed: Observed, rollout: Rollout, note: str) -> Verdict:
+    counts = rollout.counts
+    text = f"{counts.ready} of {counts.desired} agents are ready, {counts.updated} run generation {observed.generation}"
+    found = unwell.missing(observed, rollout.no_pod, rollout.uids) + unwell.agents(observed, rollout.left_out)
+    if found:
+        return verdict(_READY, "AgentsNotReady", f"{text}: {some(found)}{note}")
+    if counts.ready == counts.desired and rollout.on_delete:
+        return verdict(_READY, "AgentsOutdated", f"{text}, and agents.updateStrategy is OnDelete{note}")
+    if counts.ready == counts.desired and rollout.stale:
+        nodes = some(rollout.stale)
+        return verdict(
+            _READY, "AgentsOutdated", f"{text}: agents report another config than their pods' on {nodes}{note}"
+        )
+    return verdict(_READY, "AgentsUpdating", f"{text}{note}")
 
 
 def judge_progress(rollout: Rollout, compatible: Verdict, agents: Verdict, *, paused: bool = False) -> Verdict:
     """Return Progressing."""
     if paused:
         return verdict(_PROGRESSING, "Paused", "spec.paused is true: only the status is written")
-    blocking = {"ChildRefused", "RequestsFail", "NoNodes", "AgentsNotReady", "AgentsOutdated"}
+    blocking = {"ChildRefused", "RequestsFail", "AgentsNotReady", "AgentsOutdated"} | _LACKING
     if not compatible.holds or agents.reason in blocking:
         return verdict(_PROGRESSING, "Blocked", f"{agents.reason if compatible.holds else compatible.reason}")
     if agents.holds:
@@ -161,23 +227,13 @@ def judge_progress(rollout: Rollout, compatible: Verdict, agents: Verdict, *, pa
     return verdict(_PROGRESSING, "RollingOut", agents.message)
 
 
-def role_counts(
-    agents: tuple[Agent, ...],
-    nodes: Mapping[str, Mapping[str, str]] | None,
-    selector: Mapping[str, str],
-    configs: Mapping[str, str],
-) -> Body:
-    """Return nodes, readyAgents and updatedAgents of one role, without the counts that need unreadable nodes.
-
-    Args:
-        configs: the digests that current agents carry, by the roles of their nodes.
-    """
-    if nodes is None:
+def role_counts(observed: Observed, placed: Placed, configs: Mapping[str, str]) -> Body:
+    """Return nodes, readyAgents and updatedAgents of one role; nothing if nodes are unreadable."""
+    if observed.nodes is None:
         return {}
-    picked = {name for name, labels in nodes.items() if selector.items() <= labels.items()}
-    there = [agent.pod for agent in agents if agent.pod.node in picked]
+    there = [agent for agent in observed.agents if agent.pod.node in placed.expected and not agent.pod.ending]
     return {
-        "nodes": len(picked),
-        "readyAgents": sum(pod.ready for pod in there),
-        "updatedAgents": sum(pod.config == configs.get(pod.roles) and not pod.ending for pod in there),
+        "nodes": len(placed.expected),
+        "readyAgents": len({agent.pod.node for agent in there if agent.pod.ready}),
+        "updatedAgents": len({agent.pod.node for agent in there if runs_current(agent, configs)}),
     }
