@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -16,7 +15,6 @@ from dataclasses import dataclass
 import pytest
 from agent_world import Engine, EngineProcess, Rank, Request, room_ids
 from controlplane.cluster import ControlPlane
-from controlplane.process_pod import Container
 from controlplane.waiting import until
 from deployments import Deployments
 from operator_process import OperatorProcess
@@ -237,37 +235,27 @@ def test_an_agent_that_is_told_to_end_finishes_its_open_rooms_and_takes_no_new_o
         source.close()
 
 
-@pytest.fixture
-def slow_kubelet(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """While it is set, kubelets find no container ready that was not: a roll-out stands still where it is."""
-    held = threading.Event()
-    look = Container.look
-    monkeypatch.setattr(
-        Container,
-        "look",
-        lambda self, address: not (held.is_set() and not self.ready) and look(self, address),
-    )
-    yield held
-    held.clear()
-
-
-def test_rooms_keep_finishing_while_new_keys_replace_agents_one_by_one(
-    field: Field, target: Engine, slow_kubelet: threading.Event
-) -> None:
+def test_rooms_keep_finishing_while_new_keys_replace_agents_one_by_one(field: Field, target: Engine) -> None:
     source = Engine(field.prefill, f"p-{uuid.uuid4().hex[:4]}", 1, roles=[Half.SOURCE])
     try:
         assert ends_of(source, target) == {RoomEventKind.DONE}
         before = field.status()["keys"]
         old = before["secret"].rpartition("-")[2]
         assert [keys for _, keys in field.lives()] == [old, old]
-        slow_kubelet.set()
-        field.deployments.apply(**field.spec, agents={"keysRevision": before["revision"] + 1})
-        until(lambda: len({keys for _, keys in field.lives()} - {""}) == 2, "one agent has new keys", START_LIMIT_S)
+        # Agents of both roles roll at the same time. By hand, one has new keys for as long as the test wants.
+        agents = {"keysRevision": before["revision"] + 1, "updateStrategy": {"type": "OnDelete"}}
+        field.deployments.apply(**field.spec, agents=agents)
+        field.reason("AgentsReady", "AgentsOutdated", "False")
+        (pod,) = (pod for pod in field.deployments.pods() if pod["metadata"]["uid"] == field.prefill.life[0])
+        field.deployments.plane.kubectl(
+            "delete", "pod", pod["metadata"]["name"], "-n", field.deployments.namespace, "--wait=false"
+        )
+        until(lambda: field.prefill.life[1] not in {old, ""}, "one agent has new keys", START_LIMIT_S)
         lives = field.lives()
         until(lambda: ends_of(source, target) == {RoomEventKind.DONE}, "a room between the two", START_LIMIT_S)
         # Both were there all the time, with keys of two revisions.
         assert lives == field.lives()
-        slow_kubelet.clear()
+        field.deployments.apply(**field.spec, agents=agents | {"updateStrategy": {"type": "RollingUpdate"}})
         while any(keys in {old, ""} for _, keys in field.lives()):
             ends_of(source, target)
         field.reason("Ready", "Ready", "True")
