@@ -22,6 +22,8 @@ ROOMS_LIMIT_S = 180.0
 _AGENTS_GROUP = 10001
 # The model of `room_pod`.
 MODEL = {"attention": "GQA", "layers": 4, "kvHeads": 4, "headDim": 32, "dtype": "float32"}
+# More rooms than any test waits for.
+MANY = 1_000_000
 _SHARED = {"readOnlyRootFilesystem": True, "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 Body = dict[str, Any]
@@ -35,9 +37,11 @@ class Placed:
     namespace: str
     name: str = "rooms"
 
-    def create(self, tp: int = 4, *, model: Body | None = None, backend: str = "NIXL", buffer: str = "8Mi") -> None:
+    def create(
+        self, tp: int = 4, *, model: Body | None = None, backend: str = "NIXL", agents: Body | None = None
+    ) -> None:
         """Create it: prefill of `tp` with pages of 16 tokens, decode of TP1 with pages of 8."""
-        prefill = {"tensorParallel": tp, "pageSize": 16, "staging": {"bufferSize": buffer, "lanes": 2}}
+        prefill = {"tensorParallel": tp, "pageSize": 16, "staging": {"bufferSize": "8Mi", "lanes": 2}}
         decode = {"tensorParallel": 1, "pageSize": 8, "staging": {"poolSize": "64Mi"}}
         body = {
             "apiVersion": "longshore.dev/v1alpha1",
@@ -48,9 +52,16 @@ class Placed:
                 "prefill": prefill | {"nodeSelector": {ROLE: "prefill"}},
                 "decode": decode | {"nodeSelector": {ROLE: "decode"}},
                 "transfer": {"backend": backend},
+                "agents": agents or {},
             },
         }
         self.site.apply(self.namespace, body)
+
+    def change(self, spec: Body) -> None:
+        """Merge `spec` into the deployment's."""
+        self.site.kubectl(
+            "-n", self.namespace, "patch", "dgdep", self.name, "--type=merge", "-p", json.dumps({"spec": spec})
+        )
 
     def wait(self, condition: str, limit_s: float = READY_LIMIT_S) -> None:
         """Wait by `kubectl wait`, as a user does."""

@@ -27,6 +27,7 @@ from deployments import ROOT
 ROLE = "longshore.dev/role"
 CHART = ROOT / "charts" / "longshore"
 SYSTEM = "longshore-system"
+_ROLE_KEY = ROLE.replace(".", r"\.")
 COMMAND_LIMIT_S = 240.0
 _OWN = ("KUBECONFIG", "E2E_PREFILL_NODE", "E2E_DECODE_NODE", "E2E_OPERATOR_IMAGE", "E2E_AGENT_IMAGE")
 
@@ -88,7 +89,10 @@ class Site:
             f"--set=image.repository={repository}",
             f"--set=image.tag={tag}",
             f"--set=agent.image={self.agent_image}",
-            f"--set=test.nodeSelector.{ROLE.replace('.', chr(92) + '.')}=prefill",
+            # Tests turn off the other node.
+            f"--set=nodeSelector.{_ROLE_KEY}=decode",
+            f"--set=test.nodeSelector.{_ROLE_KEY}=prefill",
+            "--set=allow.image=true",
         ]
 
     def _run(self, program: str, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,76 @@
+"""What an administrator changes on a cluster while rooms move: every accepted room arrives."""
+
+from __future__ import annotations
+
+import pytest
+from cluster_pods import MANY, Placed, Rooms
+from cluster_site import CHART, SYSTEM, Site
+from controlplane.waiting import until
+
+
+@pytest.fixture
+def load(placed: Placed) -> Rooms:
+    """Rooms that move one after the other until the test ends."""
+    placed.create()
+    placed.wait("Ready")
+    placed.start_source()
+    rooms = placed.start_target(MANY, tokens=1024)
+    rooms.more(5)
+    return rooms
+
+
+def test_helm_upgrade_replaces_the_operator_and_no_agent(site: Site, placed: Placed, load: Rooms) -> None:
+    agents = [placed.agent(role) for role in site.nodes]
+    chart = ("upgrade", "longshore", str(CHART), "-n", SYSTEM, "--reuse-values", "--wait", "--timeout=120s")
+    site.helm(*chart, "--set=logLevel=debug")
+    load.more(10)
+    placed.wait("Ready")
+    assert [placed.agent(role) for role in site.nodes] == agents
+    assert load.failed() == []
+
+
+def test_a_replaced_operator_leaves_the_status_as_it_was(site: Site, placed: Placed, load: Rooms) -> None:
+    before = site.get(placed.namespace, "dgdep", placed.name)["status"]["conditions"]
+    site.kubectl("-n", SYSTEM, "rollout", "restart", "deployment/longshore-operator")
+    site.kubectl("-n", SYSTEM, "rollout", "status", "deployment/longshore-operator", "--timeout=120s")
+    load.more(10)
+    placed.wait("Ready")
+    after = site.get(placed.namespace, "dgdep", placed.name)["status"]["conditions"]
+    named = [
+        {entry["type"]: (entry["status"], entry["lastTransitionTime"]) for entry in found} for found in (before, after)
+    ]
+    for kind in ("Ready", "Compatible", "AgentsReady"):
+        assert named[0][kind] == named[1][kind], kind
+    assert load.failed() == []
+
+
+def test_another_staging_size_replaces_agents_and_rooms_go_on(site: Site, placed: Placed, load: Rooms) -> None:
+    old = placed.agent("prefill")
+    placed.change({"prefill": {"staging": {"bufferSize": "16Mi"}}, "decode": {"staging": {"poolSize": "256Mi"}}})
+    until(lambda: placed.agent("prefill") != old and placed.is_ready(placed.agent("prefill")), "a new agent is ready")
+    load.more(10)
+    placed.wait("Ready")
+
+
+def test_new_keys_reach_all_agents_and_rooms_go_on(site: Site, placed: Placed, load: Rooms) -> None:
+    old = {role: placed.agent(role) for role in site.nodes}
+    placed.change({"agents": {"keysRevision": 2}})
+    for role in site.nodes:
+        until(lambda role=role: placed.agent(role) != old[role], f"a new agent of {role}")
+    placed.wait("Ready")
+    load.more(10)
+
+
+def test_metrics_of_agents_are_served_through_their_service(site: Site, placed: Placed) -> None:
+    placed.create(tp=1)
+    placed.wait("Ready")
+    text = site.kubectl(
+        "get", "--raw", f"/api/v1/namespaces/{placed.namespace}/services/http:{placed.name}-agent:http/proxy/metrics"
+    )
+    assert "\nlongshore_" in text
+
+
+@pytest.mark.shortest
+def test_helm_test_passes(site: Site, release: str) -> None:
+    said = site.helm("test", release, "-n", SYSTEM, "--timeout=200s")
+    assert "Phase:          Succeeded" in said
