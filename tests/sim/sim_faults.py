@@ -141,6 +141,13 @@ class Faults:
         self._world.at(pause_ns, setattr, agent.host, "cut", False)
         self._world.at(pause_ns, agent.start)
 
+    def depart(self, at: int, rank: int, pause_ns: int) -> None:
+        """A host loses power. Its engine is started on another node about when its peers give the old one up."""
+        place = self._run.places[at]
+        host = (place.spec.host + 1) % len(self._run.agents)
+        self.reboot(at, rank, pause_ns)
+        self._world.at(pause_ns - 2 * SECOND, lambda: place.choose(0) or self._run.start(place, host))
+
     def stop_worker(self, at: int, rank: int, pause_ns: int) -> None:
         """SIGSTOP and SIGCONT of a worker."""
         life = self._life(at, rank)

@@ -118,6 +118,7 @@ MIXES: dict[str, Mix] = {
     "hosts vanish and engines start elsewhere": Mix(
         Odds(slow_write=0.3, slow_write_ns=4 * SECOND), {"replace_prefill": (1, 1)}, rooms=(30, 60)
     ),
+    "engines of lost hosts start elsewhere": Mix(LATE, {"depart_prefill": (1, 1)}, rooms=(2, 6)),
     "stopped processes": Mix(LATE, {"stop_worker": (1, 4), "stop_engine": (0, 2)}),
     "clocks": Mix(LATE, {"jump": (1, 5)}, clocks_ns=100 * SECOND),
     "engines move between clocks": Mix(LATE, {"move": (1, 3)}, clocks_ns=100 * SECOND),

@@ -37,7 +37,7 @@ LIMIT_NS = 90 * SECOND
 # Rooms that ended are remembered for two leases, and a failure that its source did not hear of for a minute more.
 MEMORY_NS = 60 * SECOND
 WAIT_NS = 50 * MS
-HOST_FAULTS = frozenset({"kill_agent", "cut", "reboot", "replace", "jump"})
+HOST_FAULTS = frozenset({"kill_agent", "cut", "reboot", "replace", "depart", "jump"})
 TWINS = frozenset({"twin", "replace"})
 TRIES_MAX = 400
 

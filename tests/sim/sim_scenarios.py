@@ -216,6 +216,9 @@ def _fault(
     if kind == "stop_engine":
         # Some outlast a lease.
         pause_ns = draw.choice((pause_ns, LEASE_NS + 3 * SECOND))
+    if kind == "depart_prefill":
+        # Peers give a silent worker up after five to six seconds.
+        pause_ns = 6 * SECOND + draw.randrange(2 * SECOND)
     if kind.startswith("cancel"):
         room = draw.choice(rooms)
         prefill = kind == "cancel_prefill" or (kind == "cancel" and draw.random() < 0.5)

@@ -267,6 +267,19 @@ def test_a_prefill_worker_that_has_moved_is_dialled_as_soon_as_its_old_address_r
     assert scene.ended(2) is None
 
 
+def test_a_claim_that_comes_when_the_silence_of_a_moved_worker_ends_dials_the_new_address() -> None:
+    scene = two_writers.Scene.of()
+    scene.lost.add(two_writers.FIRST)
+    _pass(scene, 4)
+    effects_of(scene.target)
+    # The limit of its silence has passed, and the next heartbeat has not come.
+    scene.now_ns += scene.target.config.peer_timeout_ns
+    scene.claim(2, endpoint=TWIN)
+    assert Dial(two_writers.FIRST, "h:9") in effects_of(scene.target)
+    assert scene.ended(2) is None
+    assert scene.target.peers[two_writers.FIRST].address == "h:9"
+
+
 def test_what_a_moved_worker_said_before_its_end_is_no_answer_of_it_after_decode_was_stopped() -> None:
     scene = two_writers.Scene.of()
     target = scene.target

@@ -197,8 +197,8 @@ class TargetPeers(Session):
         else:
             self.peer_lost(known.peer, f"{prefill_name(known.peer)} was restarted", now_ns)
 
-    def _dial(self, peer: PeerId, endpoint: Endpoint, now_ns: int) -> Peer:
-        """Dial a room's source at the address that the engine gave, unless that is done."""
+    def _dial(self, peer: PeerId, endpoint: Endpoint, key: RoomKey, now_ns: int) -> None:
+        """Add a room to its source's, and dial that at the address that the engine gave, unless that is done."""
         named = next(entry for entry in endpoint.ranks if entry.rank == peer.rank)
         known = self.peers.get(peer)
         if known is None:
@@ -207,13 +207,14 @@ class TargetPeers(Session):
         if known.attach is not None and is_here and known.epoch < named.epoch:
             # Only one process can own this address, so the attached life has ended. The new one's Attach is the proof.
             self.peer_lost(peer, f"{prefill_name(peer)} was restarted", now_ns)
+        # If the source is lost from here on, the room's address is dialled.
+        known.rooms[key] = None
         if known.state in (PeerState.LOST, PeerState.REFUSED) or not known.address:
             self._dial_at(known, named.address, now_ns)
         elif main_address(known.address) != main_address(named.address) and known.rival_since_ns is None:
             # Two addresses for one name: probe the dialled one before the other is dialled.
             known.rival_since_ns = now_ns
             self._beat(peer, now_ns)
-        return known
 
     def _dial_at(self, known: Peer, address: str, now_ns: int) -> None:
         known.address, known.state, known.attach = address, PeerState.DIALING, None

@@ -98,7 +98,7 @@ class TargetSession(TargetPeers):
         for pair in pairs:
             room.pairs[pair.peer] = pair
             self.in_place_count += pair.expects_bytes
-            self._dial(pair.peer, wanted.endpoint, now_ns).rooms[key] = None
+            self._dial(pair.peer, wanted.endpoint, key, now_ns)
         for pair in pairs:
             if not room.failed and self.peers[pair.peer].state is PeerState.ATTACHED:
                 self._send_claim(room, pair, now_ns)
