@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -360,14 +361,23 @@ def strangers(namespace: str, name: str) -> dict[str, dict[str, Any]]:
     }
 
 
+@pytest.fixture
+def kind_is_served(plane: ControlPlane, kind: str) -> Iterator[None]:
+    """Have the API server serve the kind of a test until its end; later tests must not find it."""
+    if kind == "podmonitor":
+        plane.kubectl("apply", "--server-side", "-f", "-", stdin=to_text(MONITORS))
+        until(lambda: plane.try_kubectl("get", "podmonitors").returncode == 0, "the kind is served")
+    yield
+    if kind == "podmonitor":
+        plane.kubectl("delete", "crd", MONITORS["metadata"]["name"])
+
+
+@pytest.mark.usefixtures("kind_is_served")
 @pytest.mark.parametrize("labelled", [False, True])
 @pytest.mark.parametrize("kind", ["sa", "cm", "netpol", "svc", "ds", "podmonitor"])
 def test_an_object_of_somebody_else_is_named_and_never_changed_or_deleted(
     plane: ControlPlane, deployments: Deployments, start: Start, kind: str, *, labelled: bool
 ) -> None:
-    if kind == "podmonitor":
-        plane.kubectl("apply", "--server-side", "-f", "-", stdin=to_text(MONITORS))
-        until(lambda: plane.try_kubectl("get", "podmonitors").returncode == 0, "the kind is served")
     name = "datadog-agent-prefill" if kind == "ds" else "datadog-agent"
     theirs = strangers(deployments.namespace, name)[kind]
     if labelled:
