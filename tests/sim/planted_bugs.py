@@ -188,14 +188,14 @@ def _share_page_table(stack: ExitStack) -> None:
 
 
 def _other_address_is_death(stack: ExitStack) -> None:
-    def dial(self: Any, peer: Any, endpoint: Any, now_ns: int) -> Any:
+    def dial(self: Any, peer: Any, endpoint: Any, key: Any, now_ns: int) -> None:
         known = self.peers.get(peer)
         named = next(entry for entry in endpoint.ranks if entry.rank == peer.rank)
         if known is not None and known.attach is not None and known.address != named.address:
             epoch = known.epoch
             self.peer_lost(peer, f"it has moved to {named.address}", now_ns)
             self._writer_dead(known, epoch, now_ns)
-        return real(self, peer, endpoint, now_ns)
+        real(self, peer, endpoint, key, now_ns)
 
     real = _set(stack, TargetPeers, "_dial", dial)
 
