@@ -122,7 +122,9 @@ def serve(ranks: list[Rank], instance: str, ask: dict[str, int]) -> Any:
         part[:, :, :tokens] = cache[:, :, :, heads.start : heads.stop]
         rank.pages[:, :, pages] = part.reshape(2, MODEL.layers, page_count, SOURCE_PAGE, len(heads), MODEL.head_dim)
     for rank in ranks:
-        insist(partial(rank.client.send, room, pages, 0, tokens, last=True))
+        # Refused: the room has failed meanwhile, of which the target hears.
+        with suppress(ls.RoomError):
+            insist(partial(rank.client.send, room, pages, 0, tokens, last=True))
     return {}
 
 

@@ -24,13 +24,41 @@ def load(placed: Placed) -> Rooms:
 
 
 @pytest.mark.shortest
-def test_rooms_go_on_soon_after_decodes_agent_was_deleted(site: Site, placed: Placed, load: Rooms) -> None:
-    old = placed.agent("decode")
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_rooms_go_on_soon_after_an_agent_was_deleted(site: Site, placed: Placed, load: Rooms, role: str) -> None:
+    old = placed.agent(role)
     site.kubectl("-n", placed.namespace, "delete", "pod", old, "--wait=false")
-    until(lambda: placed.agent("decode") != old and placed.is_ready(placed.agent("decode")), "another agent is ready")
+    until(lambda: placed.agent(role) != old and placed.is_ready(placed.agent(role)), "another agent is ready")
     load.more(20)
     assert load.longest_gap_s() < _GAP_MAX_S, load.all()
     placed.wait("Ready", 30)
+
+
+def test_rooms_go_on_after_an_agents_process_was_killed(site: Site, placed: Placed, load: Rooms) -> None:
+    agent = placed.agent("decode")
+    kill = "kill -9 $(cat /proc/1/task/1/children)"
+    site.kubectl("-n", placed.namespace, "exec", agent, "-c", "agent", "--", "sh", "-c", kill)
+
+    def restarted() -> bool:
+        [status] = placed.pod(agent)["status"]["containerStatuses"]
+        return bool(status["restartCount"] >= 1 and status["ready"])
+
+    until(restarted, "the container runs again")
+    load.more(10)
+    placed.wait("Ready", 60)
+
+
+def test_a_node_that_loses_its_power_shows_in_the_status_and_its_rooms_fail(
+    site: Site, placed: Placed, load: Rooms
+) -> None:
+    node = site.node("prefill")
+    node.power_off()
+    until(lambda: placed.condition("Ready")[0] == "False", "the status tells it", _STATUS_LIMIT_S)
+    said = until(load.failed, "a room of the node failed", _STATUS_LIMIT_S)
+    assert {room["reason"] for room in said} == {"PEER_LOST"} and all(room["text"] for room in said)
+    node.start()
+    node.until_ready()
+    placed.wait("Ready")
 
 
 def test_an_image_that_cannot_be_pulled_is_named(site: Site, placed: Placed) -> None:
