@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from longshore_wire import names
 
 FIELD_MANAGER = "longshore-operator"
@@ -48,6 +50,16 @@ def agent(deployment: str) -> str:
 def daemon_set(deployment: str, roles: str) -> str:
     """Return the name of the DaemonSet for nodes of these roles."""
     return agent(deployment) if roles == BOTH else f"{agent(deployment)}-{roles}"
+
+
+def role_names(roles: str) -> tuple[str, ...]:
+    """Return the roles of a DaemonSet's nodes one by one."""
+    return (PREFILL, DECODE) if roles == BOTH else (roles,)
+
+
+def config_digest(digests: Mapping[str, str], roles: str) -> str:
+    """Return the digest of an agent's config, made of those of its roles; empty for a role that has none."""
+    return "-".join(digests.get(role, "") for role in role_names(roles))
 
 
 def engine(deployment: str, role: str) -> str:

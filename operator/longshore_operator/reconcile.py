@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from longshore_operator import timestamps
 from longshore_operator.api import Api
@@ -37,6 +38,28 @@ EVENTS_EVERY_S = 10.0
 PROBE_EVERY_S = 30.0
 
 
+@dataclass(slots=True)
+class _Kept:
+    """What this process keeps of one deployment between its reconciles. Times are monotonic seconds.
+
+    Attributes:
+        refusal: of a child, by the API server.
+        warnings: the cluster's about agents that wait; None if none wait.
+        warned_s: when they were read; None: not since agents wait.
+        failing_s: since when requests have failed; None: they succeed.
+        probed_s: when the existence of its keys was checked.
+        uid: of the deployment whose PodMonitor was read, at `monitor_s`.
+    """
+
+    refusal: Refusal | None = None
+    warnings: dict[str, Warned] | None = None
+    warned_s: float | None = None
+    failing_s: float | None = None
+    probed_s: float = float("-inf")
+    uid: str = ""
+    monitor_s: float = 0.0
+
+
 class Reconciler:
     """Reconciles queued deployments. Its state is only a cache: a restart loses nothing else."""
 
@@ -63,15 +86,7 @@ class Reconciler:
         )
         self._claim = Claim.of(settings)
         self._leases = LeaseWatch(api)
-        self._refusals: dict[Key, Refusal] = {}
-        # The cluster's warnings about agents that wait, and when they were read (monotonic seconds).
-        self._warnings: dict[Key, dict[str, Warned]] = {}
-        self._warned_s: dict[Key, float] = {}
-        # Since when requests for a deployment have failed, in monotonic seconds.
-        self._failing_s: dict[Key, float] = {}
-        self._probed_s: dict[Key, float] = {}
-        # Deployments that this process has reconciled: their uids, and when their PodMonitors were read.
-        self._known: dict[Key, tuple[str, float]] = {}
+        self._kept: dict[Key, _Kept] = {}
 
     async def work(self, ready: Callable[[], Awaitable[None]]) -> None:
         """Reconcile deployments from the queue. Never returns. `ready` returns when this replica may and can do so."""
@@ -83,7 +98,7 @@ class Reconciler:
             self._applier.written.discard(key)
             try:
                 await self.reconcile(key)
-                self._failing_s.pop(key, None)
+                self._of(key).failing_s = None
             except (GoneError, LostLeaseError) as error:
                 _log.info("%s/%s: left: %s", *key, error)
             except ChangedError as error:
@@ -100,22 +115,19 @@ class Reconciler:
                 failed = True
                 self._metrics.failed("internal")
                 _log.exception("%s/%s: internal error of the operator", *key)
-            again_s = REFUSED_AGAIN_S if key in self._refusals or key in self._world.left else None
-            if key in self._warned_s:
+            kept = self._of(key)
+            again_s = REFUSED_AGAIN_S if kept.refusal is not None or key in self._world.left else None
+            if kept.warned_s is not None:
                 again_s = EVENTS_EVERY_S
             self._queue.done(key, failed=failed, progress=key in self._applier.written, again_s=again_s)
             self._metrics.reconciled(time.monotonic() - started_s)
+            if key not in self._world.deployments:
+                self._kept.pop(key, None)
 
     async def reconcile(self, key: Key) -> None:
         """Make one deployment and its status match its spec."""
         observed = self._observe(key)
         if observed is None:
-            self._refusals.pop(key, None)
-            self._failing_s.pop(key, None)
-            self._warnings.pop(key, None)
-            self._warned_s.pop(key, None)
-            self._probed_s.pop(key, None)
-            self._known.pop(key, None)
             self._applier.forget(key)
             self._world.left.discard(key)
             return
@@ -140,30 +152,30 @@ class Reconciler:
 
     async def _look_for_monitor(self, observed: Observed) -> None:
         """Read the PodMonitor of a new deployment, and of one that has one at each resync: nothing watches it."""
-        now_s = time.monotonic()
-        uid, read_s = self._known.get(observed.key, ("", 0.0))
+        now_s, kept = time.monotonic(), self._of(observed.key)
         asked = (observed.body["spec"].get("agents") or {}).get("podMonitor")
-        if uid != observed.uid or (asked and now_s - read_s >= self._settings.resync_s):
+        if kept.uid != observed.uid or (asked and now_s - kept.monitor_s >= self._settings.resync_s):
             await self._applier.look_for_monitor(observed)
-            self._known[observed.key] = observed.uid, now_s
+            kept.uid, kept.monitor_s = observed.uid, now_s
 
     async def _read_warnings(self, observed: Observed, *, waits: bool) -> bool:
         """Read the cluster's warnings about agents that wait, if it is time to; return whether there are new ones."""
-        key, now_s = observed.key, time.monotonic()
+        now_s, kept = time.monotonic(), self._of(observed.key)
+        before = kept.warnings
         if not waits:
-            self._warned_s.pop(key, None)
-            return self._warnings.pop(key, None) is not None
-        if now_s - self._warned_s.get(key, float("-inf")) < EVENTS_EVERY_S:
+            kept.warnings = kept.warned_s = None
+            return before is not None
+        if kept.warned_s is not None and now_s - kept.warned_s < EVENTS_EVERY_S:
             return False
-        self._warned_s[key] = now_s
-        before = self._warnings.get(key)
-        self._warnings[key] = await self._applier.warnings(observed)
-        return before != self._warnings[key]
+        kept.warned_s = now_s
+        kept.warnings = await self._applier.warnings(observed)
+        return before != kept.warnings
 
     async def _tell_failure(self, key: Key, error: Exception) -> None:
         """Tell in the status of requests that have failed for long. The next success replaces that status."""
-        now_s = time.monotonic()
-        if now_s - self._failing_s.setdefault(key, now_s) < FAILING_S:
+        now_s, kept = time.monotonic(), self._of(key)
+        kept.failing_s = now_s if kept.failing_s is None else kept.failing_s
+        if now_s - kept.failing_s < FAILING_S:
             return
         observed = self._observe(key, failure=str(error))
         if observed is None:
@@ -201,10 +213,10 @@ class Reconciler:
     async def _apply(self, observed: Observed, decision: Decision) -> None:
         refusal = await self._applier.apply_children(observed, decision.apply)
         if refusal is None:
-            self._refusals.pop(observed.key, None)
+            self._of(observed.key).refusal = None
             await self._applier.delete_children(observed, decision.delete)
         else:
-            self._refusals[observed.key] = refusal
+            self._of(observed.key).refusal = refusal
             self._metrics.failed("refused")
 
     def _again(self, key: Key) -> tuple[Observed, Decision]:
@@ -214,16 +226,20 @@ class Reconciler:
             raise GoneError(f"{key.namespace}/{key.name} was deleted meanwhile")
         return observed, decide(observed, self._images)
 
+    def _of(self, key: Key) -> _Kept:
+        return self._kept.setdefault(key, _Kept())
+
     def _observe(self, key: Key, *, keys_missing: bool = False, failure: str = "") -> Observed | None:
+        kept = self._of(key)
         return observe(
             self._world,
             key,
             Moment(time.monotonic(), timestamps.now(), self._settings.poll_stale_s),
             sees_nodes=self._settings.watch_nodes,
-            refusal=self._refusals.get(key),
+            refusal=kept.refusal,
             keys_missing=keys_missing,
             failure=failure,
-            warnings=self._warnings.get(key),
+            warnings=kept.warnings,
         )
 
     async def _keys_are_missing(self, observed: Observed) -> bool:
@@ -233,10 +249,10 @@ class Reconciler:
         waiting = any(not agent.pod.ready for agent in observed.agents)
         if agents is None or agents["status"] == "True" or not waiting:
             return False
-        now_s = time.monotonic()
-        if now_s - self._probed_s.get(observed.key, -PROBE_EVERY_S) < PROBE_EVERY_S:
+        now_s, kept = time.monotonic(), self._of(observed.key)
+        if now_s - kept.probed_s < PROBE_EVERY_S:
             return False
-        self._probed_s[observed.key] = now_s
+        kept.probed_s = now_s
         return await self._applier.secret_is_missing(observed)
 
 

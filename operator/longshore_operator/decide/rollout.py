@@ -123,12 +123,9 @@ def _own_counts(observed: Observed, expected: frozenset[str], configs: Mapping[s
 
 def runs_current(agent: Agent, configs: Mapping[str, str]) -> bool:
     """Whether an agent runs the current config: what it reports decides, else what its pod was made for."""
-    roles = agent.pod.roles
-    running = agent.pod.config
-    if agent.report is not None and agent.report.config:
-        of = (names.PREFILL, names.DECODE) if roles == names.BOTH else (roles,)
-        running = "-".join(agent.report.config.get(role, "") for role in of)
-    return running == configs.get(roles)
+    reported = agent.report.config if agent.report is not None else {}
+    running = names.config_digest(reported, agent.pod.roles) if reported else agent.pod.config
+    return running == configs.get(agent.pod.roles)
 
 
 def _lacking(observed: Observed, placed: Sequence[Placed], ours: Iterable[Body]) -> Iterator[tuple[str, str]]:

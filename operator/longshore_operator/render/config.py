@@ -19,8 +19,7 @@ def config_text(wanted: Wanted) -> str:
 
 def config_digest(wanted: Wanted, group: Group) -> str:
     """Return the digest of what the agents of a group read at start."""
-    found = digests(wanted.config)
-    return "-".join(found[role] for role in group.role_names)
+    return names.config_digest(digests(wanted.config), group.roles)
 
 
 def config_map(wanted: Wanted) -> Body:

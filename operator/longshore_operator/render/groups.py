@@ -31,7 +31,7 @@ class Group:
     @property
     def role_names(self) -> tuple[str, ...]:
         """The roles one by one."""
-        return (names.PREFILL, names.DECODE) if self.roles == names.BOTH else (self.roles,)
+        return names.role_names(self.roles)
 
     def affinity(self) -> dict[str, Any]:
         """Return the pods' affinity; empty if every node is in the group."""
