@@ -1,7 +1,7 @@
 """How soon is a change applied with 1,000 nodes and 100 deployments, and what does the operator cost at rest?
 
 A real control plane in a network of its own, nodes and pods played by KWOK, the operator as a process of its own with polling on.
-One responder plays the status pages of all agents; 1 % of them never answer. A change is a new chunk size of one
+One responder plays the status pages of all agents; 1 % of them never answer. A change is a new ring size of one
 deployment; it is applied when a watch shows the DaemonSet with it. Correct means: every DaemonSet has the last
 change, every deployment is Ready at its generation, and no silent agent is called anything but that.
 """
