@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Generator, Iterator
 
 import pytest
-from cluster_pods import Placed
+from cluster_pods import MANY, Placed, Rooms
 from cluster_site import CHART, SYSTEM, Site, any_site
 
 _LABEL = "pod-security.kubernetes.io/enforce"
@@ -72,3 +72,14 @@ def namespace(site: Site, release: str) -> Iterator[str]:
 def placed(site: Site, namespace: str) -> Placed:
     """A deployment's place; the test creates it."""
     return Placed(site, namespace)
+
+
+@pytest.fixture
+def load(placed: Placed) -> Rooms:
+    """Rooms that move one after the other until the test ends."""
+    placed.create()
+    placed.wait("Ready")
+    placed.start_source()
+    rooms = placed.start_target(MANY, tokens=1024)
+    rooms.more(5)
+    return rooms

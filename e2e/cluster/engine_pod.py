@@ -4,7 +4,7 @@
     engine_pod.py target SOCKET HOST:PORT PROMPTS TOKENS
 
 The target compares the pages' digests of both sides, and its tokens with those of an engine that computes alone. Its pods get
-it from a ConfigMap, and see the checkout for the engine itself.
+it and `room_pod` from a ConfigMap, and see the checkout for the engine itself.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import base64
 import json
 import socket
 import sys
-import time
 import uuid
 from typing import Any
 
 import msgspec
 import numpy as np
+from room_pod import call, say
 
 from longshore_client import Endpoint, Half
 from longshore_lab.engine import connector
@@ -29,7 +29,6 @@ from longshore_lab.engine.processes import EngineProcesses
 PROMPT_TOKENS, CHUNK_TOKENS = 500, 256
 SOURCE_TP, SOURCE_PAGE, TARGET_PAGE = 4, 16, 8
 LIMIT_S = 120.0
-_RETRY_S = 0.5
 _AGENT = "agent"
 
 
@@ -44,12 +43,6 @@ def engine(half: Half, path: str, tp: int, page_size: int) -> EngineProcesses:
 def order(running: EngineProcesses, command: connector.Command) -> list[bytes]:
     """Give a command to the connector of every rank."""
     return running.extra([msgspec.msgpack.encode(command)] * running.options.tp)
-
-
-def say(**words: Any) -> None:
-    """Print one object."""
-    sys.stdout.write(json.dumps(words) + "\n")
-    sys.stdout.flush()
 
 
 def digests(running: EngineProcesses, pages: list[int]) -> Any:
@@ -91,7 +84,7 @@ def target(path: str, peer: str, prompts: int, count: int) -> int:
     alone = EngineProcesses(RankOptions(page_size=SOURCE_PAGE))
     bad = 0
     with alone, engine(Half.TARGET, path, 1, TARGET_PAGE) as running:
-        stream = call(peer)
+        stream = call(peer, LIMIT_S, LIMIT_S)
         endpoint = msgspec.msgpack.decode(base64.b64decode(json.loads(stream.readline())["endpoint"]), type=Endpoint)
         for number in range(1, prompts + 1):
             prompt = [int(token) for token in np.random.default_rng(number).integers(0, 512, PROMPT_TOKENS)]
@@ -112,22 +105,6 @@ def target(path: str, peer: str, prompts: int, count: int) -> int:
             say(prompt=number, bytes=arrived.bytes_moved, equal_bytes=equal_bytes, equal_tokens=equal_tokens)
             running.release(pages)
     return 1 if bad else 0
-
-
-def call(peer: str) -> Any:
-    """Connect to the source; its engine may still be starting."""
-    host, port = peer.rsplit(":", 1)
-    end_s = time.monotonic() + LIMIT_S
-    while True:
-        try:
-            connection = socket.create_connection((host, int(port)), LIMIT_S)
-        except OSError:
-            if time.monotonic() > end_s:
-                raise
-            time.sleep(_RETRY_S)
-        else:
-            connection.settimeout(LIMIT_S)
-            return connection.makefile("rw")
 
 
 def main() -> int:

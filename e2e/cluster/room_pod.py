@@ -130,14 +130,14 @@ def serve(ranks: list[Rank], instance: str, ask: dict[str, int]) -> Any:
 
 def target(path: str, peer: str, room_count: int, tokens: int) -> int:
     """Move rooms; return 0 if all were DONE with the right bytes."""
-    instance, host, port = f"decode-{uuid.uuid4().hex[:6]}", *peer.rsplit(":", 1)
+    instance = f"decode-{uuid.uuid4().hex[:6]}"
     rank = Rank(path, instance, ls.KVLayout(MODEL, ls.Parallel(), TARGET_PAGE), ls.Half.TARGET)
     say(instance=instance)
     base, bad, stream = int(time.time()) * 100_000, 0, None
     for room in itertools.islice(itertools.count(base), room_count):
         try:
             if stream is None:
-                stream = call(host, int(port))
+                stream = call(peer)
             endpoint = msgspec.convert(exchange(stream, {}), ls.Endpoint)
             event = move(rank, stream, room, endpoint, tokens)
             failed = event.kind is not ls.RoomEventKind.DONE
@@ -176,18 +176,24 @@ def exchange(stream: Any, ask: dict[str, int]) -> Any:
     return json.loads(stream.readline())
 
 
-def call(host: str, port: int) -> Any:
-    """Connect to the source; it may still be starting."""
-    end_s = time.monotonic() + LIMIT_S
+def call(peer: str, limit_s: float = LIMIT_S, ask_limit_s: float = _ASK_LIMIT_S) -> Any:
+    """Connect to the source at HOST:PORT; it may still be starting.
+
+    Args:
+        limit_s: for the connection.
+        ask_limit_s: for each answer.
+    """
+    host, port = peer.rsplit(":", 1)
+    end_s = time.monotonic() + limit_s
     while True:
         try:
-            connection = socket.create_connection((host, port), _ASK_LIMIT_S)
+            connection = socket.create_connection((host, int(port)), ask_limit_s)
         except OSError:
             if time.monotonic() > end_s:
                 raise
             time.sleep(_RETRY_S)
         else:
-            connection.settimeout(_ASK_LIMIT_S)
+            connection.settimeout(ask_limit_s)
             return connection.makefile("rw")
 
 

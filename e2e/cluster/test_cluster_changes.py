@@ -3,20 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from cluster_pods import MANY, Placed, Rooms
+from cluster_pods import Placed, Rooms
 from cluster_site import CHART, SYSTEM, Site
 from controlplane.waiting import until
-
-
-@pytest.fixture
-def load(placed: Placed) -> Rooms:
-    """Rooms that move one after the other until the test ends."""
-    placed.create()
-    placed.wait("Ready")
-    placed.start_source()
-    rooms = placed.start_target(MANY, tokens=1024)
-    rooms.more(5)
-    return rooms
 
 
 def test_helm_upgrade_replaces_the_operator_and_no_agent(site: Site, placed: Placed, load: Rooms) -> None:

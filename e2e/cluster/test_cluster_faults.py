@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from cluster_pods import MANY, Placed, Rooms
+from cluster_pods import Placed, Rooms
 from cluster_site import Site
 from controlplane.waiting import until
 
 # A bound of health: with a transport that waits for the old pod's address no room ended for 42 s and more. The aim is 10 s.
 _GAP_MAX_S = 25.0
 _STATUS_LIMIT_S = 60.0
-
-
-@pytest.fixture
-def load(placed: Placed) -> Rooms:
-    """Rooms that move one after the other until the test ends."""
-    placed.create()
-    placed.wait("Ready")
-    placed.start_source()
-    rooms = placed.start_target(MANY, tokens=1024)
-    rooms.more(5)
-    return rooms
 
 
 @pytest.mark.shortest
