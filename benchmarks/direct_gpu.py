@@ -45,10 +45,9 @@ from gather_scatter_gpu import (
     table_row,
 )
 
+from longshore_agent.kernels.copier import pool_view
 from longshore_agent.kernels.device_grid import Tuning
-from longshore_agent.kernels.device_launch import BoundCopy, Paged
-from longshore_agent.kernels.device_pages import DevicePages, HeldPages
-from longshore_agent.kernels.view import pool_view
+from longshore_agent.kernels.device_launch import BoundCopy, DevicePages, HeldPages, Paged
 from longshore_agent.memory import cuda
 from longshore_wire.layout import PageOrder
 

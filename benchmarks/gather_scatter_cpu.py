@@ -5,7 +5,7 @@ interleaved repetitions; then what two threads reach together, what a small slab
 when a buffer is allocated. Each slab is first checked against the reference, and each scatter by gathering it again.
 
 What limits a slice of some heads is that ordinary stores read each line before they overwrite it; the compiled loop
-(`kernels/rows.py`) uses streaming stores where rows are whole lines. See docs/design/2026-11-23-copies.md.
+(`kernels/cpu_copy.py`) uses streaming stores where rows are whole lines. See docs/design/2026-11-23-copies.md.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore_agent.kernels import reference
+from longshore_agent.kernels.copier import Bytes, Pages, View, pool_view, slab_view
 from longshore_agent.kernels.cpu_copy import copy_rows
-from longshore_agent.kernels.view import Bytes, Pages, View, pool_view, slab_view
 from longshore_agent.memory.ipc import create_memfd
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.memory.staging import StagingBuffer

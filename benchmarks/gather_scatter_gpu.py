@@ -34,12 +34,10 @@ import torch
 import triton
 import triton.language as tl
 
-from longshore_agent.kernels.copier import Slab
-from longshore_agent.kernels.copy_stream import CopyStream
+from longshore_agent.kernels.copier import Slab, pool_view
 from longshore_agent.kernels.device_grid import Tuning
-from longshore_agent.kernels.device_launch import TUNINGS, BoundCopy, Paged
-from longshore_agent.kernels.device_pages import DevicePages, HeldPages
-from longshore_agent.kernels.view import pool_view
+from longshore_agent.kernels.device_kernel import CopyStream
+from longshore_agent.kernels.device_launch import TUNINGS, BoundCopy, DevicePages, HeldPages, Paged
 from longshore_agent.memory import cuda
 from longshore_agent.memory.ipc import create_memfd
 from longshore_agent.memory.pools import KVPool

@@ -19,12 +19,10 @@ import torch
 from page_shapes import GUARD_BYTES, POISON, Shape, chosen_of, contents, opened, page_ids, trailer_for
 
 from longshore_agent.kernels import reference
-from longshore_agent.kernels.copier import Slab
-from longshore_agent.kernels.copy_stream import CopyStream
+from longshore_agent.kernels.copier import Pages, Slab, View, pool_view
 from longshore_agent.kernels.device_grid import Tuning
-from longshore_agent.kernels.device_launch import BoundCopy, Paged, Place, Side, shape_of
-from longshore_agent.kernels.device_pages import DevicePages, HeldPages
-from longshore_agent.kernels.view import Pages, View, pool_view
+from longshore_agent.kernels.device_kernel import CopyStream
+from longshore_agent.kernels.device_launch import BoundCopy, DevicePages, HeldPages, Paged, Place, Side, shape_of
 from longshore_agent.memory.ipc import create_memfd
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.memory.staging import StagingPieces

@@ -24,9 +24,8 @@ from played_device import (
 
 from longshore_agent.errors import DeviceError
 from longshore_agent.kernels import device_copier as copier_module
-from longshore_agent.kernels import device_pages
-from longshore_agent.kernels.copier import Copy, Slab
-from longshore_agent.kernels.view import pool_view
+from longshore_agent.kernels import device_launch
+from longshore_agent.kernels.copier import Copy, Slab, pool_view
 from longshore_agent.memory import cuda
 from longshore_agent.memory import pools as pools_module
 from longshore_agent.memory.staging import StagingBuffer
@@ -58,7 +57,7 @@ def failed_call(call: str, *, direct: bool) -> tuple[str, bool, int, int, int]:
     """
     _, launches = play()
     works = {"HostBytes": PlayedBytes, "Event": PlayedEvent, "launch": cuda.launch}
-    device_pages.torch = SimpleNamespace(
+    device_launch.torch = SimpleNamespace(
         empty=torch.empty,
         tensor=torch.tensor,
         int32=torch.int32,
@@ -81,9 +80,9 @@ def failed_call(call: str, *, direct: bool) -> tuple[str, bool, int, int, int]:
             raise DeviceError("the driver refuses") if call in works else torch.OutOfMemoryError("no memory")
 
         if call == "memory":
-            device_pages.torch.empty = refuse
+            device_launch.torch.empty = refuse
         elif call == "table":
-            device_pages.torch.tensor = refuse
+            device_launch.torch.tensor = refuse
         else:
             setattr(cuda, call, refuse)
         try:
@@ -91,7 +90,7 @@ def failed_call(call: str, *, direct: bool) -> tuple[str, bool, int, int, int]:
         except LongshoreError as error:
             text = f"{type(error).__name__} {error}"
         busy, count, events = source.busy or target.busy, len(launches), len(copier._events)
-        device_pages.torch.empty, device_pages.torch.tensor = torch.empty, torch.tensor
+        device_launch.torch.empty, device_launch.torch.tensor = torch.empty, torch.tensor
         for name, value in works.items():
             setattr(cuda, name, value)
         copy = queue()
@@ -102,12 +101,12 @@ def failed_call(call: str, *, direct: bool) -> tuple[str, bool, int, int, int]:
         return text, busy, count, events, len(launches)
 
 
-def hung_copy(passed_at_s: list[float], closed_at_s: float, asked_at_s: list[float]) -> list[str]:
+def hung_copy(passed_at_s: list[float], closed_at_s: tuple[float, float], asked_at_s: list[float]) -> list[str]:
     """Queue direct copies at second 100, of which each but the last passes when it is asked, and ask for the last one.
 
     Args:
         passed_at_s: when those before it are asked.
-        closed_at_s: when the target's pool is unregistered.
+        closed_at_s: when the source's pool and the target's are unregistered.
         asked_at_s: when the last one is asked.
     Returns:
         What is heard each time: empty, or an error.
@@ -125,9 +124,10 @@ def hung_copy(passed_at_s: list[float], closed_at_s: float, asked_at_s: list[flo
         copies[-1]._mark.passes = False
         heard = []
         for copy, second in [*zip(copies, passed_at_s, strict=False), *((copies[-1], each) for each in asked_at_s)]:
-            if second >= closed_at_s and target.closed_s is None:
-                clock[0] = closed_at_s
-                target.close()
+            for pool, closed_s in zip((source, target), closed_at_s, strict=True):
+                if second >= closed_s and pool.closed_s is None:
+                    clock[0] = closed_s
+                    pool.close()
             clock[0] = second
             try:
                 heard.append("" if copy.passed() is (copy is not copies[-1]) else "wrong")

@@ -45,7 +45,7 @@ def parameters(tile: Tile, tuning: Tuning) -> tuple[list[int], list[int], int]:
     code = _compiled(tile, tuning).asm["ptx"]
     header = code[code.index(".visible .entry") :].split(")", 1)[0]
     bits = [int(kind[1:]) for kind in PARAMETER.findall(header)]
-    places = len(ArgumentBlock(*ARGUMENTS).fill(*range(sum(ARGUMENTS))).pointers)
+    places = len(ArgumentBlock(*ARGUMENTS).fill(*range(sum(ARGUMENTS))))
     return bits, [BITS[kind] for kind in _types()], places
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from longshore_agent.kernels.view import Pages, View, pool_view, slab_view
+from longshore_agent.kernels.copier import Pages, View, pool_view, slab_view
 from longshore_agent.memory.ipc import create_memfd
 from longshore_agent.memory.pools import KVPool
 from longshore_wire import trailer as trailers

@@ -17,10 +17,9 @@ from page_shapes import trailer_for
 from longshore_agent.errors import DeviceError
 from longshore_agent.kernels import device_copier as copier_module
 from longshore_agent.kernels import device_kernel, device_launch
-from longshore_agent.kernels.copier import Copy, Slab
+from longshore_agent.kernels.copier import Copy, Slab, View
 from longshore_agent.kernels.copy_kernel import ARGUMENTS, constants
-from longshore_agent.kernels.copy_stream import CopyStream
-from longshore_agent.kernels.view import View
+from longshore_agent.kernels.device_kernel import CopyStream
 from longshore_agent.memory import cuda
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.memory.staging import StagingBuffer

@@ -13,8 +13,7 @@ from played_device import DEVICE, copied, make_copier, on_device, play, staged, 
 
 from longshore_agent.kernels import device_copier as copier_module
 from longshore_agent.kernels import device_kernel
-from longshore_agent.kernels.copier import Copy
-from longshore_agent.kernels.view import pool_view
+from longshore_agent.kernels.copier import Copy, pool_view
 from longshore_agent.memory import cuda
 from longshore_wire.errors import LongshoreError
 
@@ -74,7 +73,7 @@ def arguments_of_launches(near: Shape, far: Shape, heads: int, kind: str) -> tup
     def launch(
         _: object, function: int, programs: object, threads: int, shared: int, stream: int, arguments: Any
     ) -> None:
-        words = [ctypes.c_uint64.from_address(pointer).value for pointer in arguments.pointers]
+        words = [ctypes.c_uint64.from_address(pointer).value for pointer in arguments]
         seen.append((function, programs, threads, shared, stream, words))
 
     cuda.launch = launch

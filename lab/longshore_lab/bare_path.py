@@ -25,9 +25,8 @@ import msgspec
 import numpy as np
 
 from longshore_agent.errors import TransportError
-from longshore_agent.kernels import rows
-from longshore_agent.kernels.cpu_copy import copy_rows
-from longshore_agent.kernels.view import View, pool_view, slab_view
+from longshore_agent.kernels.copier import View, pool_view, slab_view
+from longshore_agent.kernels.cpu_copy import compile_loop, copy_rows
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.memory.staging import StagingBuffer
 from longshore_agent.pipeline.runners import sleep_until
@@ -123,7 +122,7 @@ class Rank:
         os.close(descriptor)
         self.table = np.random.default_rng(rank).permutation(count).astype(np.int32)
         self.transport: Transport = create(scene.backend, name)
-        rows.prepare()
+        compile_loop()
 
     def view(self, pair: Pair) -> View:
         """Return the view of the layers and heads that a pair of ranks moves."""

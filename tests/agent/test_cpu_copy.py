@@ -24,9 +24,9 @@ from page_shapes import (
 )
 
 from longshore_agent.errors import PoolError, ShapeError
-from longshore_agent.kernels import reference, rows
-from longshore_agent.kernels.cpu_copy import copy_rows
-from longshore_agent.kernels.view import Pages, View, pool_view
+from longshore_agent.kernels import reference
+from longshore_agent.kernels.copier import Pages, View, pool_view
+from longshore_agent.kernels.cpu_copy import Strides, copy_addresses, copy_rows
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.memory.staging import StagingBuffer
 from longshore_wire import trailer as trailers
@@ -284,12 +284,12 @@ def test_streaming_stores_copy_every_row_of_groups_and_of_what_is_left_over(row_
         near, far = token * source_stride + head * row_bytes, token * target_stride + head * (row_bytes + 128)
         wanted[far : far + row_bytes] = source[near : near + row_bytes]
     segments = np.array([[0, 0, tokens, row_bytes]], dtype=np.int64)
-    rows.copy(
+    copy_addresses(
         np.array([source.ctypes.data]),
         np.array([target.ctypes.data]),
         segments,
-        rows.Strides(source_stride, row_bytes),
-        rows.Strides(target_stride, row_bytes + 128),
+        Strides(source_stride, row_bytes),
+        Strides(target_stride, row_bytes + 128),
         heads,
         stream=True,
     )
@@ -307,7 +307,7 @@ def test_long_runs_of_any_length_are_copied_whole_by_streaming_stores(lengths) -
         dtype=np.int64,
     )
     sides = (np.array([source.ctypes.data]), np.array([buffer.address]))
-    rows.copy(*sides, segments, rows.Strides(0, 0), rows.Strides(0, 0), 1, stream=True)
+    copy_addresses(*sides, segments, Strides(0, 0), Strides(0, 0), 1, stream=True)
     wanted = np.concatenate([source[near : near + length] for near, _, _, length in segments])
     assert (buffer.view(0, sum(lengths)) == wanted).all()
     assert not buffer.view(sum(lengths), 4096).any()

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 from kernel_process import KernelProcess
 
+NEVER = (1000.0, 1000.0)
+
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[KernelProcess]:
@@ -120,15 +122,28 @@ def test_a_kernel_that_cannot_be_compiled_beside_is_told_to_its_copy_and_the_nex
 @pytest.mark.parametrize(
     ("passed_at_s", "closed_at_s", "asked_at_s", "hangs"),
     [
-        ([], 1000, [101, 104.9, 105], [False, False, True]),
-        ([104, 108], 1000, [108, 112.9, 113], [False, False, True]),
-        ([], 103, [102, 103.7, 103.9], [False, False, True]),
-        ([103.5, 104], 103, [104.7, 104.9], [False, True]),
+        ([], NEVER, [101, 104.9, 105], [False, False, True]),
+        ([float(second) for second in range(101, 120)], NEVER, [119.8, 123.9, 124], [False, False, True]),
+        ([], (1000, 103), [102, 103.7, 103.9], [False, False, True]),
+        ([], (103, 1000), [102, 103.7, 103.9], [False, False, True]),
+        ([], (103, 103.5), [102, 103.7, 103.9], [False, False, True]),
+        ([103.5, 104], (1000, 103), [104.7, 104.9], [False, True]),
     ],
-    ids=["alone", "behind others", "left by an engine", "left by an engine, behind others"],
+    ids=[
+        "alone",
+        "behind others",
+        "left by the target's engine",
+        "left by the source's engine",
+        "left by both engines",
+        "left by an engine, behind others",
+    ],
 )
 def test_a_copy_that_never_ends_is_told_to_whoever_asks_for_it(
-    process: KernelProcess, passed_at_s: list[float], closed_at_s: float, asked_at_s: list[float], hangs: list[bool]
+    process: KernelProcess,
+    passed_at_s: list[float],
+    closed_at_s: tuple[float, float],
+    asked_at_s: list[float],
+    hangs: list[bool],
 ) -> None:
     heard = process.run("hung_copy", passed_at_s, closed_at_s, asked_at_s)
     assert [bool(text) for text in heard] == [False] * len(passed_at_s) + hangs

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore_agent.kernels.view import remote_view
+from longshore_agent.kernels.copier import remote_view
 from longshore_agent.pipeline.runs import runs
 from longshore_client.memory import pool_geometry
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PoolGeometry

@@ -1,19 +1,247 @@
-"""Defines the interface of all copies: a copier takes a copy between two sides and returns a ticket for it.
+"""Defines a copy: its two sides, the interface of all copiers, and the checks that the sides fit each other.
 
-Called by the pipeline; `cpu_copy` and `device_copier` implement it. Gather, scatter and direct copy differ only in
-their sides: an engine's pages (`View`) or staging memory (`Slab`). A submitted copy has not ended until its ticket has
-passed.
+Called by the pipeline; `cpu_copy` and `device_copier` implement `Copier`. Gather, scatter and direct copy differ only in
+their sides: an engine's pages (`View`) or staging memory (`Slab`). A row is one head of one token (with
+PageOrder.OPAQUE, one blob of one page): the longest piece that every layout keeps whole. A slab is a pool with one
+page: [planes, rows, heads, row bytes] without gaps, K of each chosen layer, then V of each. A submitted copy has not
+ended until its ticket has passed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from longshore_agent.kernels.view import Pages, View
-from longshore_agent.memory.pools import KVPool
+import numpy as np
+import numpy.typing as npt
+
+from longshore_agent.errors import ShapeError
+from longshore_agent.memory.pools import KVPool, PlaneRun, plane_runs, row_bytes
 from longshore_agent.memory.staging import StagingPieces
+from longshore_wire.layout import KVLayout, PageOrder, PoolGeometry
 from longshore_wire.trailer import SealedTrailer
+
+Bytes = npt.NDArray[np.uint8]
+Pages = npt.NDArray[np.int32]
+Numbers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """One side of a copy. Made by `pool_view`, `remote_view` or `slab_view`.
+
+    Attributes:
+        pages: [n] int32; `pages[i]` holds rows [first_row + i * page_rows, first_row + (i + 1) * page_rows) of the
+            sequence.
+        page_rows: rows of one head in a page.
+        first_row: of the sequence, where `pages` begins.
+        row_tokens: tokens of a row: 1, or those of a page with PageOrder.OPAQUE.
+        row_bytes: bytes of a row.
+        layers, heads: chosen ones, counted from the first local one.
+        planes: runs of the chosen planes. `first` counts from the first chosen plane; addresses are of the first local
+            head at page 0.
+        plane_count: of the chosen layers.
+        pool: the pool of the pages; None: a slab, or another process's pages.
+        slab: the memory of a slab; None: pages.
+    """
+
+    pages: Pages
+    page_rows: int
+    first_row: int
+    row_tokens: int
+    row_bytes: int
+    layers: range
+    heads: range
+    planes: tuple[PlaneRun, ...]
+    plane_count: int
+    pool: KVPool | None = None
+    slab: Bytes | None = None
+
+    @property
+    def first_page(self) -> int:
+        """The number of page `pages[0]` in the sequence."""
+        return self.first_row // self.page_rows
+
+    @property
+    def own_pool(self) -> KVPool:
+        """The pool of a `pool_view`."""
+        assert self.pool is not None
+        return self.pool
+
+    def rows(self, tokens: tuple[int, int]) -> tuple[int, int]:
+        """Return the rows [first, end) of one head that hold these tokens."""
+        return tokens[0] // self.row_tokens, -(-tokens[1] // self.row_tokens)
+
+    def payload_bytes(self, tokens: tuple[int, int]) -> int:
+        """Return the bytes of all chosen rows of these tokens."""
+        first, end = self.rows(tokens)
+        return self.plane_count * (end - first) * len(self.heads) * self.row_bytes
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Hold the memory during a copy. Raises as `KVPool.in_use`."""
+        if self.pool is None:
+            yield
+        else:
+            with self.pool.in_use():
+                yield
+
+    def check_pages(self, rows: tuple[int, int], *, unique: bool) -> None:
+        """Check the page ids of these rows, if the pool is known; see `KVPool.check_pages`."""
+        if self.pool is not None:
+            begin, end = rows[0] - self.first_row, rows[1] - self.first_row
+            self.pool.check_pages(self.pages[begin // self.page_rows : -(-end // self.page_rows)], unique=unique)
+
+
+def pool_view(pool: KVPool, pages: Pages, first_page: int, layers: range, heads: range) -> View:
+    """Return the view of a pool's pages; `pages[0]` is page number `first_page` of the sequence.
+
+    Raises:
+        ShapeError: the pool lacks some of the layers or heads, or `pages` is not [n] int32; names the argument.
+    """
+    return _pages_view(pool.layout, pool.plane_runs, pages, first_page, layers, heads, pool)
+
+
+def remote_view(
+    layout: KVLayout,
+    geometry: PoolGeometry,
+    region_addresses: Sequence[int],
+    pages: Pages,
+    first_page: int,
+    layers: range,
+    heads: range,
+) -> View:
+    """Return the view of pages at addresses of another process. See `pool_view`; page ids are not checked."""
+    return _pages_view(layout, plane_runs(geometry, region_addresses), pages, first_page, layers, heads, None)
+
+
+def slab_view(slab: Bytes, like: View, tokens: tuple[int, int]) -> View:
+    """Return the view of a slab with the chosen layers and heads of `like` for tokens [first, end).
+
+    Raises:
+        ShapeError: the slab is not contiguous bytes, or too short.
+    """
+    if slab.dtype != np.uint8 or slab.ndim != 1 or not slab.flags.c_contiguous:
+        raise ShapeError(f"slab is {slab.dtype} {slab.shape}: pass contiguous bytes (uint8, one dimension)")
+    first, end = like.rows(tokens)
+    head_count = len(like.heads)
+    token_bytes = head_count * like.row_bytes
+    plane_bytes = (end - first) * token_bytes
+    if slab.size < like.plane_count * plane_bytes:
+        raise ShapeError(f"slab has {slab.size} bytes: the rows take {like.plane_count * plane_bytes}")
+    addresses = slab.ctypes.data + np.arange(like.plane_count, dtype=np.int64) * plane_bytes
+    return View(
+        pages=np.zeros(1, dtype=np.int32),
+        page_rows=end - first,
+        first_row=first,
+        row_tokens=like.row_tokens,
+        row_bytes=like.row_bytes,
+        layers=range(len(like.layers)),
+        heads=range(head_count),
+        planes=(PlaneRun(0, addresses, plane_bytes, token_bytes, like.row_bytes),),
+        plane_count=like.plane_count,
+        slab=slab,
+    )
+
+
+def check_fit(source: View, target: View, tokens: tuple[int, int]) -> None:
+    """Raise ShapeError unless both sides hold as many rows of the same size for these tokens."""
+    check_tokens(tokens, source.row_tokens)
+    if len(source.layers) != len(target.layers) or len(source.heads) != len(target.heads):
+        raise ShapeError(
+            f"layers {source.layers} and heads {source.heads} at the source, {target.layers} and {target.heads} at the "
+            "target: give as many on both sides"
+        )
+    one = (source.row_bytes, source.row_tokens, source.plane_count)
+    if one != (target.row_bytes, target.row_tokens, target.plane_count):
+        raise ShapeError(
+            f"rows of {source.row_bytes} and {target.row_bytes} bytes: both sides hold one model in pages that fit"
+        )
+    for name, side in (("source", source), ("target", target)):
+        first, end = side.rows(tokens)
+        last = side.first_row + len(side.pages) * side.page_rows
+        if not side.first_row <= first < end <= last:
+            raise ShapeError(
+                f"{name}.pages holds rows {side.first_row} to {last} of the sequence: rows {first} to {end} are wanted"
+            )
+
+
+def segments(source: View, target: View, rows: tuple[int, int]) -> Numbers:
+    """Cut rows where a page of either side ends. Returns [m, 5]: source page, slot, target page, slot, row count."""
+    first, end = rows
+    near, far = _page_ends(source, rows), _page_ends(target, rows)
+    inner = np.union1d(near, far) if near.size and far.size else near if near.size else far
+    edges = np.concatenate([[first], inner, [end]])
+    begin = edges[:-1]
+    found = np.empty((len(begin), 5), dtype=np.int64)
+    for column, side in ((0, source), (2, target)):
+        numbers, found[:, column + 1] = np.divmod(begin - side.first_row, side.page_rows)
+        found[:, column] = side.pages[numbers]
+    found[:, 4] = np.diff(edges)
+    return found
+
+
+def _page_ends(view: View, rows: tuple[int, int]) -> Numbers:
+    """Return the rows inside `rows` at which a page begins."""
+    first, end = rows
+    next_page = first - (first - view.first_row) % view.page_rows + view.page_rows
+    return np.arange(next_page, end, view.page_rows, dtype=np.int64)
+
+
+def check_tokens(tokens: tuple[int, int], row_tokens: int) -> None:
+    """Raise ShapeError unless tokens [first, end) are not empty and begin at a row."""
+    if not 0 <= tokens[0] < tokens[1]:
+        raise ShapeError(f"tokens is {tokens}: give 0 <= first < end")
+    if tokens[0] % row_tokens:
+        raise ShapeError(f"tokens is {tokens}: opaque pages cannot be split, begin at a multiple of {row_tokens}")
+
+
+def _pages_view(
+    layout: KVLayout,
+    runs: Sequence[PlaneRun],
+    pages: Pages,
+    first_page: int,
+    layers: range,
+    heads: range,
+    pool: KVPool | None,
+) -> View:
+    if pages.dtype != np.int32 or pages.ndim != 1:
+        raise ShapeError(f"pages is {pages.dtype} {pages.shape}: give int32 ids in one dimension")
+    for name, chosen, count in (("layers", layers, len(layout.layers)), ("heads", heads, len(layout.heads))):
+        if chosen.step != 1 or not 0 <= chosen.start < chosen.stop <= count:
+            raise ShapeError(f"{name} is {chosen}: give a range within [0, {count}), not empty, of step 1")
+    opaque = layout.order is PageOrder.OPAQUE
+    page_rows = 1 if opaque else layout.page_size
+    kinds = (runs[-1].first + len(runs[-1].addresses)) // len(layout.layers)
+    return View(
+        pages=pages,
+        page_rows=page_rows,
+        first_row=first_page * page_rows,
+        row_tokens=layout.page_size if opaque else 1,
+        row_bytes=row_bytes(layout),
+        layers=layers,
+        heads=heads,
+        planes=tuple(_planes(runs, len(layout.layers), kinds, layers)),
+        plane_count=kinds * len(layers),
+        pool=pool,
+    )
+
+
+def _planes(runs: Sequence[PlaneRun], layer_count: int, kinds: int, layers: range) -> Iterator[PlaneRun]:
+    """Yield the planes of the chosen layers in their order."""
+    spans = [(kind * layer_count + layers.start, kind * layer_count + layers.stop) for kind in range(kinds)]
+    if len(layers) == layer_count:
+        spans = [(0, kinds * layer_count)]
+    number = 0
+    for first, end in spans:
+        for run in runs:
+            begin, stop = max(first, run.first), min(end, run.first + len(run.addresses))
+            if begin < stop:
+                addresses = run.addresses[begin - run.first : stop - run.first]
+                yield run._replace(first=number + begin - first, addresses=addresses)
+        number += end - first
 
 
 class Slab(NamedTuple):

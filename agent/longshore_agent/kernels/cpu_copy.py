@@ -1,17 +1,24 @@
 """Copies rows from one view to another on a CPU. Gather, scatter and direct copy are this one operation.
 
-Called by the pipeline's threads. This module checks the arguments and joins rows that are adjacent on both sides;
-`rows` is the compiled loop, which checks nothing.
+Called by the pipeline's threads. `copy_rows` checks the arguments and joins rows that are adjacent on both sides.
+`copy_addresses` is a loop that is compiled for this processor at its first use, and checks nothing.
+
+Why a compiled loop and not a tensor library: rows are short (one head is 64 to 512 bytes) and not adjacent, and their
+copy is limited by ordinary stores, which first read the line that they overwrite. Streaming stores do not. Neither
+torch nor numpy has them for strided copies. Measured in docs/design/2026-11-23-copies.md.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
 import numpy as np
 
 from longshore_agent.errors import ShapeError
-from longshore_agent.kernels import rows
-from longshore_agent.kernels.copier import Copy, Slab, Ticket
-from longshore_agent.kernels.view import Numbers, Pages, View, check_fit, segments, slab_view
+from longshore_agent.kernels.copier import Copy, Numbers, Pages, Slab, Ticket, View, check_fit, segments, slab_view
 from longshore_agent.memory.pools import KVPool, PlaneRun
 from longshore_agent.memory.staging import StagingBuffer
 from longshore_wire.trailer import TRAILER_BYTES, SealedTrailer, aligned, slab_bytes
@@ -39,8 +46,8 @@ class CpuCopier:
     """Copies in the submitting thread; see `copier.Copier`. Used by any number of threads."""
 
     def __init__(self) -> None:
-        """Compile the loop. Raises as `rows.prepare`."""
-        rows.prepare()
+        """Compile the loop."""
+        compile_loop()
 
     def prepare(self, pool: KVPool, *, direct: bool) -> None:
         """Do nothing: one compiled loop serves all pools."""
@@ -146,13 +153,254 @@ def _copy_planes(source: View, target: View, near: PlaneRun, far: PlaneRun, foun
     if stream:
         bits = int(np.bitwise_or.reduce(target_planes)) | int(np.bitwise_or.reduce(places[:, 1]))
         bits |= int(np.bitwise_or.reduce(places[:, 3])) | far.token_stride | (far.head_stride if heads > 1 else 0)
-        stream = bits % rows.LINE_BYTES == 0
-    rows.copy(
+        stream = bits % LINE_BYTES == 0
+    copy_addresses(
         source_planes,
         target_planes,
         places,
-        rows.Strides(near.token_stride, near.head_stride),
-        rows.Strides(far.token_stride, far.head_stride),
+        Strides(near.token_stride, near.head_stride),
+        Strides(far.token_stride, far.head_stride),
         heads,
         stream=stream,
     )
+
+
+# A streaming store writes one cache line. Rows and strides of other sizes are copied by memcpy.
+LINE_BYTES = 64
+
+# Rows that are copied together, a line of each in turn. A CPU prefetches within a page, and so in four pages at a time.
+_STREAMS = 4
+
+
+def _each(template: str) -> str:
+    """Return the lines of `template` for each of the rows that are copied together."""
+    return "".join(template.replace("#", str(row)) for row in range(_STREAMS))
+
+
+# A long run is cut into rows of at most a memory page, which can be copied together. Shorter rows cost more than they
+# gain.
+_RUN_UNIT_BYTES_MAX = 4096
+_RUN_UNIT_BYTES_MIN = 512
+
+_STEPS = _each(
+    """  %source_apart.# = mul i64 %source_group, #
+  %target_apart.# = mul i64 %target_group, #
+  %from.# = add i64 %many_from, %source_apart.#
+  %to.# = add i64 %many_to, %target_apart.#
+  %source_pointer.# = inttoptr i64 %from.# to ptr
+  %target_pointer.# = inttoptr i64 %to.# to ptr
+  %value.# = load <16 x i32>, ptr %source_pointer.#, align 1
+  store <16 x i32> %value.#, ptr %target_pointer.#, align 64, !nontemporal !0
+"""
+)
+
+# Loops: plane, segment, token, head. A segment is four numbers: its offset from the source's plane, its offset from the
+# target's plane, its tokens, and the bytes of a row. With streaming stores, the tokens of a segment are divided among
+# _STREAMS groups of adjacent tokens (`group` tokens each, the loops named `many`); the remaining tokens come last.
+_MODULE = (
+    """
+declare void @llvm.memcpy.p0.p0.i64(ptr, ptr, i64, i1)
+
+define void @copy(ptr %source_planes, ptr %target_planes, i64 %plane_count, ptr %segments, i64 %segment_count,
+                  i64 %source_token, i64 %source_head, i64 %target_token, i64 %target_head, i64 %heads, i64 %stream) {
+entry:
+  %streams = icmp ne i64 %stream, 0
+  br label %plane
+plane:
+  %p = phi i64 [ 0, %entry ], [ %p1, %plane_end ]
+  %source_at = getelementptr i64, ptr %source_planes, i64 %p
+  %target_at = getelementptr i64, ptr %target_planes, i64 %p
+  %source_plane = load i64, ptr %source_at
+  %target_plane = load i64, ptr %target_at
+  br label %segment
+segment:
+  %s = phi i64 [ 0, %plane ], [ %s1, %segment_end ]
+  %fields = shl i64 %s, 2
+  %f0 = getelementptr i64, ptr %segments, i64 %fields
+  %f1 = getelementptr i64, ptr %f0, i64 1
+  %f2 = getelementptr i64, ptr %f0, i64 2
+  %f3 = getelementptr i64, ptr %f0, i64 3
+  %source_offset = load i64, ptr %f0
+  %target_offset = load i64, ptr %f1
+  %tokens = load i64, ptr %f2
+  %bytes = load i64, ptr %f3
+  %source_first = add i64 %source_plane, %source_offset
+  %target_first = add i64 %target_plane, %target_offset
+  %share = udiv i64 %tokens, """
+    + str(_STREAMS)
+    + """
+  %group = select i1 %streams, i64 %share, i64 0
+  %source_group = mul i64 %group, %source_token
+  %target_group = mul i64 %group, %target_token
+  %grouped = mul i64 %group, """
+    + str(_STREAMS)
+    + """
+  %has_groups = icmp ne i64 %group, 0
+  br i1 %has_groups, label %many_token, label %rest
+many_token:
+  %mt = phi i64 [ 0, %segment ], [ %mt1, %many_token_end ]
+  %many_source_row = phi i64 [ %source_first, %segment ], [ %many_source_row1, %many_token_end ]
+  %many_target_row = phi i64 [ %target_first, %segment ], [ %many_target_row1, %many_token_end ]
+  br label %many_head
+many_head:
+  %mh = phi i64 [ 0, %many_token ], [ %mh1, %many_row_end ]
+  %many_source = phi i64 [ %many_source_row, %many_token ], [ %many_source1, %many_row_end ]
+  %many_target = phi i64 [ %many_target_row, %many_token ], [ %many_target1, %many_row_end ]
+  br label %many_line
+many_line:
+  %mb = phi i64 [ 0, %many_head ], [ %mb1, %many_line ]
+  %many_from = add i64 %many_source, %mb
+  %many_to = add i64 %many_target, %mb
+"""
+    + _STEPS
+    + """  %mb1 = add i64 %mb, 64
+  %more_many_lines = icmp ult i64 %mb1, %bytes
+  br i1 %more_many_lines, label %many_line, label %many_row_end
+many_row_end:
+  %mh1 = add i64 %mh, 1
+  %many_source1 = add i64 %many_source, %source_head
+  %many_target1 = add i64 %many_target, %target_head
+  %more_many_heads = icmp slt i64 %mh1, %heads
+  br i1 %more_many_heads, label %many_head, label %many_token_end
+many_token_end:
+  %mt1 = add i64 %mt, 1
+  %many_source_row1 = add i64 %many_source_row, %source_token
+  %many_target_row1 = add i64 %many_target_row, %target_token
+  %more_many_tokens = icmp slt i64 %mt1, %group
+  br i1 %more_many_tokens, label %many_token, label %rest
+rest:
+  %any_left = icmp slt i64 %grouped, %tokens
+  %source_skipped = mul i64 %grouped, %source_token
+  %target_skipped = mul i64 %grouped, %target_token
+  %source_rest = add i64 %source_first, %source_skipped
+  %target_rest = add i64 %target_first, %target_skipped
+  br i1 %any_left, label %token, label %segment_end
+token:
+  %t = phi i64 [ %grouped, %rest ], [ %t1, %token_end ]
+  %source_row = phi i64 [ %source_rest, %rest ], [ %source_row1, %token_end ]
+  %target_row = phi i64 [ %target_rest, %rest ], [ %target_row1, %token_end ]
+  br label %head
+head:
+  %h = phi i64 [ 0, %token ], [ %h1, %row_end ]
+  %source = phi i64 [ %source_row, %token ], [ %source1, %row_end ]
+  %target = phi i64 [ %target_row, %token ], [ %target1, %row_end ]
+  %source_pointer = inttoptr i64 %source to ptr
+  %target_pointer = inttoptr i64 %target to ptr
+  br i1 %streams, label %line, label %plain
+plain:
+  call void @llvm.memcpy.p0.p0.i64(ptr %target_pointer, ptr %source_pointer, i64 %bytes, i1 false)
+  br label %row_end
+line:
+  %b = phi i64 [ 0, %head ], [ %b1, %line ]
+  %from = getelementptr i8, ptr %source_pointer, i64 %b
+  %to = getelementptr i8, ptr %target_pointer, i64 %b
+  %value = load <16 x i32>, ptr %from, align 1
+  store <16 x i32> %value, ptr %to, align 64, !nontemporal !0
+  %b1 = add i64 %b, 64
+  %more_lines = icmp ult i64 %b1, %bytes
+  br i1 %more_lines, label %line, label %row_end
+row_end:
+  %h1 = add i64 %h, 1
+  %source1 = add i64 %source, %source_head
+  %target1 = add i64 %target, %target_head
+  %more_heads = icmp slt i64 %h1, %heads
+  br i1 %more_heads, label %head, label %token_end
+token_end:
+  %t1 = add i64 %t, 1
+  %source_row1 = add i64 %source_row, %source_token
+  %target_row1 = add i64 %target_row, %target_token
+  %more_tokens = icmp slt i64 %t1, %tokens
+  br i1 %more_tokens, label %token, label %segment_end
+segment_end:
+  %s1 = add i64 %s, 1
+  %more_segments = icmp slt i64 %s1, %segment_count
+  br i1 %more_segments, label %segment, label %plane_end
+plane_end:
+  %p1 = add i64 %p, 1
+  %more_planes = icmp slt i64 %p1, %plane_count
+  br i1 %more_planes, label %plane, label %end
+end:
+  ; Streaming stores are not ordered with what follows; whoever is told of the copy must see it.
+  fence seq_cst
+  ret void
+}
+
+!0 = !{i32 1}
+"""
+)
+
+
+class Strides(NamedTuple):
+    """Bytes from one token, and from one head, to the next."""
+
+    token: int
+    head: int
+
+
+def copy_addresses(
+    source_planes: Numbers,
+    target_planes: Numbers,
+    segments: Numbers,
+    source: Strides,
+    target: Strides,
+    heads: int,
+    *,
+    stream: bool,
+) -> None:
+    """Copy all rows of all planes. Checks nothing: a wrong address ends the process. Releases the GIL.
+
+    Args:
+        source_planes, target_planes: [p], p >= 1, addresses to which offsets are added.
+        segments: [s, 4], s >= 1, C-contiguous: offset at the source, offset at the target, tokens (>= 1), bytes of a
+            row (>= 1).
+        source, target: strides on either side.
+        heads: rows of a token, >= 1.
+        stream: use streaming stores; every address that is written, and every row, must be a multiple of LINE_BYTES.
+    """
+    if stream and heads == 1 and (unit := _run_unit(segments)):
+        segments = np.column_stack([segments[:, :2], segments[:, 3] // unit, np.full(len(segments), unit)])
+        source = target = Strides(unit, 0)
+    _compiled()(
+        source_planes.ctypes.data,
+        target_planes.ctypes.data,
+        len(source_planes),
+        segments.ctypes.data,
+        len(segments),
+        *source,
+        *target,
+        heads,
+        int(stream),
+    )
+
+
+def _run_unit(segments: Numbers) -> int:
+    """Return the best row size in bytes for cutting segments of one long row each; 0: do not cut them."""
+    if int(segments[:, 2].max()) > 1:
+        return 0
+    lengths = int(np.bitwise_or.reduce(segments[:, 3]))
+    unit = min(lengths & -lengths, _RUN_UNIT_BYTES_MAX)
+    return unit if unit >= _RUN_UNIT_BYTES_MIN else 0
+
+
+def compile_loop() -> None:
+    """Compile the loop now (some 50 ms) instead of in the first transfer."""
+    _compiled()
+
+
+@functools.cache
+def _compiled() -> Callable[..., None]:
+    from llvmlite import binding
+
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    machine = binding.Target.from_default_triple().create_target_machine(
+        cpu=binding.get_host_cpu_name(), features=binding.get_host_cpu_features().flatten(), opt=3, jit=True
+    )
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(_MODULE), machine)
+    engine.finalize_object()
+    # The engine owns the code, so keep it as long as the process.
+    _ENGINES.append(engine)
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 11)(engine.get_function_address("copy"))
+
+
+_ENGINES: list[object] = []

@@ -14,18 +14,23 @@ import numpy as np
 import torch
 
 from longshore_agent.errors import DeviceError, ShapeError
-from longshore_agent.kernels.copier import Copy, Slab
-from longshore_agent.kernels.copy_progress import CopyProgress
-from longshore_agent.kernels.copy_stream import CopyStream
-from longshore_agent.kernels.device_launch import BoundCopy, Paged, Place, Side, shape_of
-from longshore_agent.kernels.device_pages import DevicePages, HeldPages
+from longshore_agent.kernels.copier import Copy, Pages, Slab, View, pool_view
+from longshore_agent.kernels.device_kernel import CopyStream
+from longshore_agent.kernels.device_launch import BoundCopy, DevicePages, HeldPages, Paged, Place, Side, shape_of
 from longshore_agent.kernels.identity_cache import IdentityCache
-from longshore_agent.kernels.view import Pages, View, pool_view
 from longshore_agent.memory import cuda
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.memory.staging import StagingPieces
 from longshore_wire.errors import LongshoreError
 from longshore_wire.trailer import TRAILER_BYTES, aligned
+
+# A copy takes some milliseconds even beside an engine that computes without pause, and a queued one sees others end. A
+# device that ends no copy for hundreds of times as long is not just busy.
+QUIET_LIMIT_S = 5.0
+# The limit while an engine waits for its pages. A killed engine's pages must be free after 2 s. The rest of that is for
+# the worker to notice, for its last messages, and for the driver to free the memory.
+LEAVING_LIMIT_S = 0.8
+
 
 _log = logging.getLogger(__name__)
 
@@ -46,18 +51,18 @@ _Pools = tuple[KVPool | None, KVPool | None]
 class DeviceCopy:
     """One queued copy; see `copier.Ticket`. Its pools stay mapped and its page ids stay on the device until `end`."""
 
-    __slots__ = ("_accepts", "_copier", "_held", "_mark", "_place", "_progress", "_queued_s")
+    __slots__ = ("_accepts", "_copier", "_held", "_mark", "_place", "_queued_s", "_stream")
 
     def __init__(
         self,
         copier: DeviceCopier,
         mark: Mark,
-        progress: CopyProgress,
+        stream: CopyStream,
         held: list[HeldPages],
         place: cuda.HostBytes | None,
         accepts: Callable[[bytes], bool] | None,
     ) -> None:
-        self._copier, self._mark, self._progress = copier, mark, progress
+        self._copier, self._mark, self._stream = copier, mark, stream
         self._held, self._place, self._accepts = held, place, accepts
         self._queued_s = time.monotonic()
 
@@ -65,9 +70,9 @@ class DeviceCopy:
         """Whether the device has done it. Raises DeviceError if the device failed or hangs; the process must end."""
         passed, now_s = self._mark.passed(), time.monotonic()
         if passed:
-            self._progress.ended(now_s)
+            self._stream.ended_s = now_s
         else:
-            self._progress.check(now_s, self._queued_s, [held.pool for held in self._held])
+            self._check_progress(now_s, max(self._queued_s, self._stream.ended_s))
         return passed
 
     def end(self) -> bool:
@@ -77,9 +82,24 @@ class DeviceCopy:
         _let_go(self._held)
         return self._accepts is None or self._accepts(trailer)
 
+    def _check_progress(self, now_s: float, since_s: float) -> None:
+        """Raise DeviceError if the stream has ended no copy within the limit. Only a new process recovers from that."""
+        if now_s - since_s < LEAVING_LIMIT_S:
+            return
+        text = f"device {self._copier.name} has ended no copy for"
+        if now_s - since_s >= QUIET_LIMIT_S:
+            raise DeviceError(f"{text} {QUIET_LIMIT_S:g} s: it hangs")
+        closed_s = min((held.pool.closed_s for held in self._held if held.pool.closed_s is not None), default=now_s)
+        if now_s - max(since_s, closed_s) >= LEAVING_LIMIT_S:
+            raise DeviceError(f"{text} {LEAVING_LIMIT_S:g} s, and an engine waits for its pages: it hangs")
+
 
 class DeviceCopier:
-    """See the module. Used by one thread, in which it must be made."""
+    """See the module. Used by one thread, in which it must be made.
+
+    Attributes:
+        name: of the device, in errors.
+    """
 
     def __init__(self, device: cuda.Device, lanes: StagingPieces | None, ring: StagingPieces | None) -> None:
         """Open the streams.
@@ -88,14 +108,12 @@ class DeviceCopier:
             lanes, ring: staging memory of gathers and of scatters; None: this worker has none.
         """
         device.enter()
+        self.name = device.name
         self._driver = device
         self._device = torch.device("cuda", device.index)
         torch.cuda.set_device(self._device)
         # One stream for each kind, so that no copy waits for one of another kind.
         self._gathers, self._scatters, self._directs = (CopyStream(self._device) for _ in range(3))
-        self._progress = {
-            stream: CopyProgress(f"device {device.name}") for stream in (self._gathers, self._scatters, self._directs)
-        }
         self._lanes, self._ring = lanes, ring
         self._tables: dict[KVPool, DevicePages] = {}
         self._copies: dict[_Pools, dict[tuple[int, ...], BoundCopy]] = {}
@@ -161,7 +179,7 @@ class DeviceCopier:
                     self.take_back(event, None)
                     raise
                 mark = self._marked(event, stream)
-                return DeviceCopy(self, mark, self._progress[stream], held, place, accepts)
+                return DeviceCopy(self, mark, stream, held, place, accepts)
         except LongshoreError:
             _let_go(held)
             raise

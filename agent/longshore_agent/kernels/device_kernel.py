@@ -15,13 +15,13 @@ import struct
 import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from longshore_agent.errors import DeviceError
-from longshore_agent.kernels.copy_stream import CopyStream
 from longshore_agent.kernels.device_grid import Grid, Tile, Tuning
 from longshore_agent.memory import cuda
 from longshore_wire.errors import Reason
@@ -42,11 +42,45 @@ _SCRATCH_COUNT = 2
 _TRITON = threading.Lock()
 
 
-class Launch(Protocol):
-    """A launch that lacks only the values of its arguments."""
+class CopyStream:
+    """A stream of a device, which executes queued work in order; used by one thread at a time.
 
-    def queue(self, *values: int) -> None:
-        """Queue the launch with these addresses, numbers and words. Raises DeviceError: nothing was queued."""
+    Streams are not ordered with each other.
+
+    Attributes:
+        device: of the stream, with its index; "cpu" runs kernels in Triton's interpreter, at once.
+        stream: None on a CPU.
+        handle: the driver's handle of the stream; 0 on a CPU.
+        context: the driver's view of the device; None on a CPU.
+        ended_s: time.monotonic when the last copy was seen to have ended.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Make a new stream."""
+        on_gpu = device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self.device = device if self.stream is None else self.stream.device
+        self.handle: int = 0 if self.stream is None else self.stream.cuda_stream
+        self.context = cuda.device_at(self.device.index) if on_gpu else None
+        self.ended_s = 0.0
+
+    def entered(self) -> AbstractContextManager[object]:
+        """Make the stream and its device current for torch."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def passed(self) -> bool:
+        """Whether the device has done all work queued here. Raises DeviceError if some of it failed."""
+        if self.stream is None:
+            return True
+        try:
+            return bool(self.stream.query())
+        except RuntimeError as error:
+            raise DeviceError(f"the stream's copies on {self.device} failed: {error}") from error
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all work queued here."""
+        if self.stream is not None:
+            self.stream.synchronize()
 
 
 class _Compiled(NamedTuple):
@@ -56,45 +90,8 @@ class _Compiled(NamedTuple):
     kept: Any  # keeps the kernel's module loaded
 
 
-class _DriverLaunch:
-    """A launch through one call of the driver."""
-
-    def __init__(
-        self, stream: CopyStream, compiled: _Compiled, programs: tuple[int, int, int], block: ArgumentBlock
-    ) -> None:
-        self._stream, self._compiled, self._programs, self._block = stream, compiled, programs, block
-
-    def queue(self, *values: int) -> None:
-        """See `Launch`."""
-        arguments = self._block.fill(*values)
-        compiled, stream = self._compiled, self._stream
-        assert stream.context is not None
-        cuda.launch(
-            stream.context,
-            compiled.function,
-            self._programs,
-            compiled.threads,
-            compiled.shared_bytes,
-            stream.handle,
-            arguments,
-        )
-
-
-class _PublicLaunch:
-    """Triton's public launch, for an untested version of Triton and for its interpreter."""
-
-    def __init__(
-        self, kernel: Any, stream: CopyStream, programs: tuple[int, int, int], options: dict[str, object]
-    ) -> None:
-        self._kernel, self._stream, self._programs, self._options = kernel, stream, programs, options
-
-    def queue(self, *values: int) -> None:
-        """See `Launch`."""
-        try:
-            with _TRITON, self._stream.entered():
-                self._kernel[self._programs](*values, **self._options)
-        except RuntimeError as error:
-            raise DeviceError(f"Triton cannot launch a kernel on {self._stream.device}: {error}") from error
+# Queues a launch with these addresses, numbers and words. Raises DeviceError: nothing was queued.
+Launch = Callable[..., None]
 
 
 class DeviceKernel:
@@ -130,8 +127,31 @@ class DeviceKernel:
         if stream.context is not None:
             compiled = self._compiled.get(_key(stream, grid.tile, tuning)) or self._compile(stream, grid.tile, tuning)
             if _is_tried(triton.__version__):
-                return _DriverLaunch(stream, compiled, grid.programs, ArgumentBlock(*self._arguments))
-        return _PublicLaunch(self._kernel, stream, grid.programs, self._options(grid.tile, tuning))
+                return self._driver_launch(stream, compiled, grid.programs)
+        return self._public_launch(stream, grid.programs, self._options(grid.tile, tuning))
+
+    def _driver_launch(self, stream: CopyStream, compiled: _Compiled, programs: tuple[int, int, int]) -> Launch:
+        """Return a launch that is one call of the driver."""
+        block, device, handle = ArgumentBlock(*self._arguments), stream.context, stream.handle
+        assert device is not None
+        function, threads, shared_bytes, _ = compiled
+
+        def launch(*values: int) -> None:
+            cuda.launch(device, function, programs, threads, shared_bytes, handle, block.fill(*values))
+
+        return launch
+
+    def _public_launch(self, stream: CopyStream, programs: tuple[int, int, int], options: dict[str, object]) -> Launch:
+        """Return a launch for an untested version of Triton, or for its interpreter."""
+
+        def launch(*values: int) -> None:
+            try:
+                with _TRITON, stream.entered():
+                    self._kernel[programs](*values, **options)
+            except RuntimeError as error:
+                raise DeviceError(f"Triton cannot launch a kernel on {stream.device}: {error}") from error
+
+        return launch
 
     def _options(self, tile: Tile, tuning: Tuning) -> dict[str, object]:
         return {**self._constants(tile, tuning), "num_warps": tuning.warps}
@@ -168,12 +188,12 @@ class ArgumentBlock:
         self._memory = ctypes.create_string_buffer(place_count * _PLACE_BYTES)
         first = ctypes.addressof(self._memory)
         places = [first + _PLACE_BYTES * index for index in range(place_count)]
-        self._arguments = cuda.Arguments((ctypes.c_void_p * place_count)(*places))
+        self._pointers = (ctypes.c_void_p * place_count)(*places)
 
-    def fill(self, *values: int) -> cuda.Arguments:
+    def fill(self, *values: int) -> ctypes.Array[ctypes.c_void_p]:
         """Write all values; return their addresses for the driver."""
         self._struct.pack_into(self._memory, 0, *values)
-        return self._arguments
+        return self._pointers
 
 
 class Compiling:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from longshore_agent.kernels.view import Bytes, View
+from longshore_agent.kernels.copier import Bytes, View
 from longshore_wire.trailer import SealedTrailer, aligned
 
 

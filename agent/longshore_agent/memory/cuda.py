@@ -10,7 +10,7 @@ import ctypes
 import functools
 import uuid
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 from longshore_agent.errors import DeviceError
 from longshore_wire.errors import Reason
@@ -55,12 +55,6 @@ class _IpcHandle(ctypes.Structure):
 
 class _Uuid(ctypes.Structure):
     _fields_ = (("bytes", ctypes.c_ubyte * _UUID_BYTES),)
-
-
-class Arguments(NamedTuple):
-    """A kernel's arguments in the driver's form: an array of addresses, one for each argument."""
-
-    pointers: ctypes.Array[ctypes.c_void_p]
 
 
 _SIGNATURES = {
@@ -234,11 +228,11 @@ def launch(
     threads: int,
     shared_bytes: int,
     stream: int,
-    arguments: Arguments,
+    arguments: ctypes.Array[ctypes.c_void_p],
 ) -> None:
-    """Queue one launch; the arguments are copied. Raises DeviceError."""
+    """Queue one launch. `arguments` has the address of each argument, which is copied. Raises DeviceError."""
     _quick("cuCtxSetCurrent")(device.context)
-    error = _quick("cuLaunchKernel")(function, *programs, threads, 1, 1, shared_bytes, stream, arguments.pointers, None)
+    error = _quick("cuLaunchKernel")(function, *programs, threads, 1, 1, shared_bytes, stream, arguments, None)
     if error != _SUCCESS:
         raise DeviceError(f"cuLaunchKernel on device {device.index}: {_error_name(error)}")
 

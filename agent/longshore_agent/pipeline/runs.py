@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from longshore_agent.kernels.view import Numbers, View, segments
+from longshore_agent.kernels.copier import Numbers, View, segments
 from longshore_agent.memory.pools import PlaneRun
 from longshore_agent.memory.staging import StagingPieces
 from longshore_agent.transports.base import Pieces

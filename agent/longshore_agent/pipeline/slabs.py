@@ -13,7 +13,7 @@ from enum import Enum, auto
 
 import numpy as np
 
-from longshore_agent.kernels.view import Pages, View, pool_view, remote_view
+from longshore_agent.kernels.copier import Pages, View, pool_view, remote_view
 from longshore_agent.memory.pools import KVPool
 from longshore_wire.codec import PEER
 from longshore_wire.effects import PeerId, StartScatter, StartWrite
