@@ -24,7 +24,6 @@ import numpy.typing as npt
 from longshore_agent.kernels import reference
 from longshore_agent.kernels.copier import Bytes, Pages, View, pool_view, slab_view
 from longshore_agent.kernels.cpu_copy import copy_rows
-from longshore_agent.memory.ipc import create_memfd
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.memory.staging import StagingBuffer
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry
@@ -52,7 +51,8 @@ def open_pool(order: PageOrder, element_bytes: int, page_size: int, page_count: 
     planes = tuple(PlaneGeometry(0, i * page * page_count, page, *strides) for i in range(2 * LAYERS))
     geometry = PoolGeometry(page_count, (2 * LAYERS * page * page_count,), planes)
     layout = KVLayout(ModelShape(LAYERS, HEADS, HEAD_DIM, element_bytes), Parallel(), page_size, order)
-    descriptor = create_memfd("longshore-bench", geometry.region_bytes[0])
+    descriptor = os.memfd_create("longshore-bench", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, geometry.region_bytes[0])
     try:
         pool = KVPool(layout, geometry, [descriptor])
     finally:

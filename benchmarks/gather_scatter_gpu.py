@@ -39,7 +39,6 @@ from longshore_agent.kernels.device_grid import Tuning
 from longshore_agent.kernels.device_kernel import CopyStream
 from longshore_agent.kernels.device_launch import TUNINGS, BoundCopy, DevicePages, HeldPages, Paged
 from longshore_agent.memory import cuda
-from longshore_agent.memory.ipc import create_memfd
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.memory.staging import StagingPieces
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry
@@ -237,7 +236,8 @@ def open_pool(order: PageOrder, heads: int, layers: int, page_count: int) -> KVP
     planes = tuple(PlaneGeometry(0, i * page * page_count, page, *strides) for i in range(2 * layers))
     geometry = PoolGeometry(page_count, (2 * layers * page * page_count,), planes)
     layout = KVLayout(ModelShape(layers, heads, HEAD_DIM, ELEMENT_BYTES), Parallel(), PAGE_SIZE, order)
-    descriptor = create_memfd("longshore-bench", geometry.region_bytes[0])
+    descriptor = os.memfd_create("longshore-bench", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, geometry.region_bytes[0])
     try:
         return KVPool(layout, geometry, [descriptor])
     finally:

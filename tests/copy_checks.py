@@ -16,14 +16,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from page_shapes import GUARD_BYTES, POISON, Shape, chosen_of, contents, opened, page_ids, trailer_for
+from page_shapes import GUARD_BYTES, POISON, Shape, chosen_of, contents, create_memfd, opened, page_ids, trailer_for
 
 from longshore_agent.kernels import reference
 from longshore_agent.kernels.copier import Pages, Slab, View, pool_view
 from longshore_agent.kernels.device_grid import Tuning
 from longshore_agent.kernels.device_kernel import CopyStream
 from longshore_agent.kernels.device_launch import BoundCopy, DevicePages, HeldPages, Paged, Place, Side, shape_of
-from longshore_agent.memory.ipc import create_memfd
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.memory.staging import StagingPieces
 from longshore_wire.errors import LongshoreError

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore_agent.kernels.copier import Pages, View, pool_view, slab_view
-from longshore_agent.memory.ipc import create_memfd
 from longshore_agent.memory.pools import KVPool
 from longshore_wire import trailer as trailers
 from longshore_wire.layout import Attention, KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry
@@ -93,6 +92,13 @@ class Shape:
                 for i, plane in enumerate(planes)
             )
         return PoolGeometry(self.page_count, regions, planes)
+
+
+def create_memfd(name: str, length_bytes: int) -> int:
+    """A new descriptor of zeroed shared memory, closed on exec."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, length_bytes)
+    return descriptor
 
 
 @contextmanager

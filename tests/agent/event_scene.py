@@ -9,8 +9,7 @@ from fake_device import TRAILER_KEY, FakeDevice, FakeTransport
 from longshore_agent.memory.staging import StagingPieces
 from longshore_agent.pipeline.life import InboundTools, LaneCounts, OutboundTools
 from longshore_agent.pipeline.runners import COPIES_AHEAD_MAX, DIRECT_COPIES_MAX, WRITES_OPEN_MAX, EventRunner
-from longshore_agent.pipeline.slabs import Ends
-from longshore_agent.pipeline.stage_log import StageLog
+from longshore_agent.pipeline.slabs import Ends, StageLog
 from longshore_agent.pipeline.waits import Gate, StagingMemory
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder

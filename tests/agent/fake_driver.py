@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from longshore_agent.memory import cuda
-from longshore_agent.memory.cuda_virtual import AccessDescription, AllocationProperties
+from longshore_agent.memory.device_memory import AccessDescription, AllocationProperties
 
 INVALID_VALUE, OUT_OF_MEMORY = 1, 2
 FIRST_ADDRESS = 0x7F00_0000_0000

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from event_scene import EventScene
 from fake_device import outbound_slab
-from page_shapes import Shape, opened
+from page_shapes import Shape, create_memfd, opened
 
 from longshore_agent.errors import DeviceError
-from longshore_agent.memory.ipc import create_memfd
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.status.snapshot import LaneStatus
 from longshore_agent.worker.neighbour_pools import NeighbourPools

@@ -10,8 +10,7 @@ from fake_driver import FABRIC, FIRST_ADDRESS, GPU_DIRECT_RDMA, OUT_OF_MEMORY, F
 
 from longshore_agent.errors import DeviceError
 from longshore_agent.memory import cuda
-from longshore_agent.memory.cuda_virtual import AccessDescription, AllocationProperties
-from longshore_agent.memory.device_memory import DeviceStagingBuffer
+from longshore_agent.memory.device_memory import AccessDescription, AllocationProperties, DeviceStagingBuffer
 from longshore_agent.settings import Settings
 from longshore_wire.errors import ConfigError, Reason
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 from fake_device import FakeDevice, outbound_slab
-from page_shapes import Shape
+from page_shapes import Shape, create_memfd
 
 from longshore_agent.errors import PoolError
-from longshore_agent.memory.ipc import create_memfd
 from longshore_agent.memory.neighbours import Neighbours
 from longshore_agent.pipeline.slabs import Ends, OutboundEnd
 from longshore_agent.worker.neighbour_pools import NeighbourPools

@@ -12,9 +12,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from page_shapes import create_memfd
 
 from longshore_agent.errors import PoolError, ShapeError
-from longshore_agent.memory.ipc import create_memfd, receive_descriptors
+from longshore_agent.memory.ipc import receive_descriptors
 from longshore_agent.memory.pools import KVPool, check_geometry
 from longshore_agent.memory.staging import StagingBuffer
 from longshore_wire.errors import LongshoreError, Reason

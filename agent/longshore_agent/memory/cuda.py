@@ -1,6 +1,6 @@
 """Calls the CUDA driver through ctypes: contexts, plain device memory, memory of other processes, and launches.
 
-Called by `device_memory`, `cuda_virtual` and the device kernels. No other module calls the driver. Loads no tensor library,
+Called by `device_memory` and the device kernels. No other module calls the driver. Loads no tensor library,
 and the driver only when a device is opened, so never on a CPU worker. The driver's errors become ours here.
 """
 
@@ -76,7 +76,7 @@ _SIGNATURES = {
         ctypes.c_uint64,
     ],
     "cuDeviceGetAttribute": [ctypes.POINTER(ctypes.c_int), ctypes.c_int, ctypes.c_int],
-    # These take addresses of structures that `cuda_virtual` defines.
+    # These take addresses of structures that `device_memory` defines.
     "cuMemGetAllocationGranularity": [ctypes.POINTER(ctypes.c_size_t), ctypes.c_void_p, ctypes.c_int],
     "cuMemAddressReserve": [
         ctypes.POINTER(ctypes.c_uint64),

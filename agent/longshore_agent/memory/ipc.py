@@ -1,8 +1,14 @@
-"""Receives, creates and maps file descriptors of shared memory. The only module that calls mmap.
+"""Receives and maps file descriptors of shared memory. The only module that calls mmap.
 
 Called by `pools` and `staging`, and by the engine link for descriptors attached to a message. Knows no layouts.
 Mappings use libc instead of Python's `mmap`, because the latter keeps a duplicate of every descriptor
 and refuses to unmap while a buffer is exported. An engine's memory would then outlive its registration.
+
+A worker survives when an engine truncates the file of shared memory that the worker has mapped. The kernel sends SIGBUS to
+the thread that touches a page without memory behind it, in our loops as in a transport's library. Our handler maps private
+zeros over the rest of that mapping, marks it as torn, and lets the thread go on. The copied bytes are then worthless, so the
+caller of a copy checks `Mapping.torn` before it reports the copy as done. A fault elsewhere ends the process as before. The
+guard costs nothing until a fault.
 """
 
 from __future__ import annotations
@@ -10,15 +16,17 @@ from __future__ import annotations
 import array
 import ctypes
 import fcntl
+import functools
 import mmap
 import os
+import signal
 import socket
+import threading
 
 import numpy as np
 import numpy.typing as npt
 
 from longshore_agent.errors import PoolError
-from longshore_agent.memory.guard import Guarded
 from longshore_wire.errors import Reason
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -36,6 +44,143 @@ _LIBC.munmap.restype = ctypes.c_int
 _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _LIBC.madvise.restype = ctypes.c_int
 _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+# Mapped files in one worker, its engine's and neighbours' regions: the rows of the handler's table.
+MAPPINGS_MAX = 16_384
+# The code of a SIGBUS without memory behind the address. A memory error has another code and ends the process.
+_BUS_ADRERR = 2
+# Map private zeros at exactly that address, even if little memory is left.
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_PRIVATE_ZEROS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
+_SA_SIGINFO, _SA_NODEFER = 4, 0x40000000
+_PAGE_BYTES = mmap.PAGESIZE
+
+# A row: first address, end (0: the row is free), whether it is torn. Accesses of 8 bytes are atomic.
+_FIRST, _END, _TORN = range(3)
+
+# A signal handler may call only async-signal-safe functions: mmap and sigaction, by address.
+_MODULE = """
+define void @guard(i32 %signal, ptr %info, ptr %context) {{
+entry:
+  %code_at = getelementptr i8, ptr %info, i64 8
+  %code = load i32, ptr %code_at
+  %address_at = getelementptr i8, ptr %info, i64 16
+  %address = load i64, ptr %address_at
+  %no_memory = icmp eq i32 %code, {no_memory}
+  br i1 %no_memory, label %row, label %other
+row:
+  %number = phi i64 [ 0, %entry ], [ %next, %further ]
+  %words = mul i64 %number, 3
+  %first_at = getelementptr i64, ptr inttoptr (i64 {table} to ptr), i64 %words
+  %end_at = getelementptr i64, ptr %first_at, i64 1
+  %torn_at = getelementptr i64, ptr %first_at, i64 2
+  %end = load atomic i64, ptr %end_at acquire, align 8
+  %first = load atomic i64, ptr %first_at acquire, align 8
+  %before_end = icmp ult i64 %address, %end
+  %from_first = icmp uge i64 %address, %first
+  %inside = and i1 %before_end, %from_first
+  br i1 %inside, label %tear, label %further
+further:
+  %next = add i64 %number, 1
+  %more = icmp ult i64 %next, {rows}
+  br i1 %more, label %row, label %other
+tear:
+  %page = and i64 %address, {page_mask}
+  %length = sub i64 %end, %page
+  %wanted = inttoptr i64 %page to ptr
+  %got = call ptr inttoptr (i64 {mmap} to ptr)(ptr %wanted, i64 %length, i32 {protection}, i32 {flags}, i32 -1, i64 0)
+  %placed = icmp eq ptr %got, %wanted
+  br i1 %placed, label %note, label %other
+note:
+  store atomic i64 1, ptr %torn_at release, align 8
+  %count = atomicrmw add ptr inttoptr (i64 {torn_count} to ptr), i64 1 release
+  ret void
+other:
+  %put_back = call i32 inttoptr (i64 {sigaction} to ptr)(i32 %signal, ptr inttoptr (i64 {before} to ptr), ptr null)
+  ret void
+}}
+"""
+
+
+class _Action(ctypes.Structure):
+    """`struct sigaction` of libc."""
+
+    _fields_ = (
+        ("handler", ctypes.c_void_p),
+        ("mask", ctypes.c_ubyte * 128),
+        ("flags", ctypes.c_int),
+        ("restorer", ctypes.c_void_p),
+    )
+
+
+def torn_count() -> int:
+    """Return the number of faults in ranges of this process. Cheap, for callers that poll."""
+    return _torn_count[0]
+
+
+class _Handler:
+    """The process's handler and its table, which live as long as the process."""
+
+    def __init__(self) -> None:
+        self._table: npt.NDArray[np.int64] = np.zeros((MAPPINGS_MAX, 3), np.int64)
+        self._lock = threading.Lock()
+        self._free = list(range(MAPPINGS_MAX - 1, -1, -1))
+        self._before = _Action()
+        self._code = self._compile()
+        action = _Action(handler=self._code, flags=_SA_SIGINFO | _SA_NODEFER)
+        if _LIBC.sigaction(signal.SIGBUS, ctypes.byref(action), ctypes.byref(self._before)) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"no handler of SIGBUS can be set: {os.strerror(number)}")
+
+    def torn(self, row: int) -> bool:
+        return bool(self._table[row, _TORN])
+
+    def enter(self, first: int, end: int) -> int:
+        with self._lock:
+            if not self._free:
+                text = f"{MAPPINGS_MAX} regions are mapped in this worker: register pools of fewer regions"
+                raise PoolError(text, reason=Reason.UNSUPPORTED)
+            row = self._free.pop()
+            # The end is written last, because it makes the row valid.
+            self._table[row, _FIRST], self._table[row, _TORN] = first, 0
+            self._table[row, _END] = end
+            return row
+
+    def leave(self, row: int) -> None:
+        with self._lock:
+            self._table[row, _END] = 0
+            self._free.append(row)
+
+    def _compile(self) -> int:
+        from llvmlite import binding
+
+        binding.initialize_native_target()
+        binding.initialize_native_asmprinter()
+        module = _MODULE.format(
+            no_memory=_BUS_ADRERR,
+            table=self._table.ctypes.data,
+            torn_count=_torn_count.buffer_info()[0],
+            rows=MAPPINGS_MAX,
+            page_mask=-_PAGE_BYTES,
+            mmap=ctypes.cast(_LIBC.mmap, ctypes.c_void_p).value,
+            sigaction=ctypes.cast(_LIBC.sigaction, ctypes.c_void_p).value,
+            protection=mmap.PROT_READ | mmap.PROT_WRITE,
+            flags=_PRIVATE_ZEROS,
+            before=ctypes.addressof(self._before),
+        )
+        machine = binding.Target.from_default_triple().create_target_machine(opt=1, jit=True)
+        self._engine = binding.create_mcjit_compiler(binding.parse_assembly(module), machine)
+        self._engine.finalize_object()
+        return int(self._engine.get_function_address("guard"))
+
+
+# Written by the handler. The array never grows, so its address is fixed.
+_torn_count = array.array("q", [0])
+
+
+@functools.cache
+def _handler() -> _Handler:
+    return _Handler()
 
 
 class Mapping:
@@ -57,13 +202,13 @@ class Mapping:
         self.address: int = address
         self.length_bytes = length_bytes
         self.sealed = descriptor is None or _is_sealed(descriptor)
-        self._guarded = None if descriptor is None else Guarded(address, length_bytes)
+        self._row = None if descriptor is None else _handler().enter(address, address + length_bytes)
         self._mapped = True
 
     @property
     def torn(self) -> bool:
         """Whether the file was found truncated. Bytes copied from or to it since then may be invalid."""
-        return self._guarded is not None and self._guarded.torn
+        return self._row is not None and _handler().torn(self._row)
 
     def bytes_view(self) -> npt.NDArray[np.uint8]:
         """Return a view, [length_bytes]. Drop it before `unmap`: an access after that ends the process."""
@@ -71,16 +216,17 @@ class Mapping:
         memory = (ctypes.c_uint8 * self.length_bytes).from_address(self.address)
         return np.frombuffer(memoryview(memory), dtype=np.uint8)
 
-    def advise_huge_pages(self) -> bool:
-        """Request huge pages for an anonymous mapping; return whether the kernel accepts the advice."""
-        return bool(_LIBC.madvise(self.address, self.length_bytes, mmap.MADV_HUGEPAGE) == 0)
+    def advise_huge_pages(self) -> None:
+        """Request huge pages for an anonymous mapping. The kernel may ignore that."""
+        _LIBC.madvise(self.address, self.length_bytes, mmap.MADV_HUGEPAGE)
 
     def unmap(self) -> None:
         """Unmap the range at once, even if views exist. Idempotent."""
         if self._mapped:
             self._mapped = False
-            if self._guarded is not None:
-                self._guarded.end()
+            if self._row is not None:
+                row, self._row = self._row, None
+                _handler().leave(row)
             if _LIBC.munmap(self.address, self.length_bytes) != 0:
                 number = ctypes.get_errno()
                 raise OSError(number, f"munmap of {self.length_bytes} bytes: {os.strerror(number)}")
@@ -109,13 +255,6 @@ def map_shared(descriptor: int, length_bytes: int) -> Mapping:
         return Mapping(descriptor, length_bytes)
     except OSError as error:
         raise PoolError(f"the file cannot be mapped read and write: {error}") from error
-
-
-def create_memfd(name: str, length_bytes: int) -> int:
-    """Return a new descriptor of zeroed shared memory, closed on exec. Its name appears only in /proc."""
-    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, length_bytes)
-    return descriptor
 
 
 def receive_descriptors(link: socket.socket, message_bytes_max: int, count_max: int) -> tuple[bytes, list[int]]:

@@ -64,8 +64,6 @@ class StagingBuffer(StagingPieces):
     Attributes:
         address: of the first byte, a multiple of the system's page size.
         length_bytes: the requested size.
-        huge_pages: whether the kernel accepted the advice to use huge pages. They do not speed up copies, but
-            allocation: see benchmarks/gather_scatter_cpu.py.
     """
 
     def __init__(self, length_bytes: int, *, extent_bytes: int = EXTENT_BYTES, huge_pages: bool = True) -> None:
@@ -79,7 +77,9 @@ class StagingBuffer(StagingPieces):
             raise ShapeError(f"length_bytes is {length_bytes} and extent_bytes is {extent_bytes}: give at least 1")
         self._mapping = Mapping(None, length_bytes)
         super().__init__(self._mapping.address, length_bytes, extent_bytes)
-        self.huge_pages = huge_pages and self._mapping.advise_huge_pages()
+        if huge_pages:
+            # They do not speed up copies, but allocation: see benchmarks/gather_scatter_cpu.py.
+            self._mapping.advise_huge_pages()
         self._bytes: npt.NDArray[np.uint8] | None = self._mapping.bytes_view()
         # Only a write allocates a page; a read would map the shared zero page.
         self._bytes[:] = 0

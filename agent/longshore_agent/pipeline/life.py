@@ -32,10 +32,10 @@ from longshore_agent.pipeline.slabs import (
     OutboundEnd,
     OutboundSlab,
     Stage,
+    StageLog,
     dropped,
     trailer_of,
 )
-from longshore_agent.pipeline.stage_log import StageLog
 from longshore_agent.pipeline.waits import Compiled, Copied, Gate, Now, StagingMemory, Until, Wait, Written
 from longshore_agent.transports.base import Part, Transport, Write
 from longshore_wire.errors import LongshoreError, Reason

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from longshore_agent.errors import TransportError
 from longshore_agent.pipeline.life import InboundTools, LaneCounts, OutboundTools, inbound, outbound
@@ -26,10 +26,10 @@ from longshore_agent.pipeline.slabs import (
     OutboundSlab,
     ProbeEnd,
     Stage,
+    StageLog,
     WireProbe,
     still_wanted,
 )
-from longshore_agent.pipeline.stage_log import StageLog
 from longshore_agent.pipeline.waits import Compiled, Copied, Gate, Now, Wait, Written
 from longshore_agent.status.snapshot import LaneStatus
 from longshore_wire.names import UNKNOWN_WIRE
@@ -53,31 +53,37 @@ _PAUSE_MAX_S = 0.002
 SlabEnd = TypeVar("SlabEnd", OutboundEnd, InboundEnd)
 
 
-class Runner(Protocol):
-    """Runs all lives of one worker. Called by the control thread."""
+class Runner:
+    """Runs all lives of one worker. Called by the control thread. A runner overrides only the methods that it needs."""
 
     @property
     def busy(self) -> bool:
         """Whether `turn` has work."""
+        return False
 
     @property
     def copying(self) -> bool:
         """Whether direct copies run whose end only `turn` notices."""
+        return False
 
     def send(self, slab: OutboundSlab) -> None:
         """Begin the life of a slab at its source, or queue it."""
+        raise NotImplementedError
 
     def receive(self, slab: InboundSlab) -> None:
         """Begin the life of a slab at its target, or queue it."""
+        raise NotImplementedError
 
     def probe(self, probe: WireProbe) -> None:
         """Begin a probe. Its result arrives through `Ends`."""
+        raise NotImplementedError
 
     def probed(self, probe: WireProbe) -> None:
         """Finish a probe whose result the caller has taken from `Ends`."""
 
     def turn(self) -> list[End]:
         """Resume the lives whose waits have passed; return the ends since the last turn. Raises DeviceError."""
+        return []
 
     def hurry(self) -> None:
         """Poll the oldest write; if it has ended, start the next. The control thread calls this between other work."""
@@ -87,9 +93,11 @@ class Runner(Protocol):
 
     def writing(self) -> tuple[OutboundSlab, ...]:
         """Return the slabs whose writes are open."""
+        raise NotImplementedError
 
     def lanes(self) -> tuple[LaneStatus, ...]:
         """Return the status of each lane."""
+        raise NotImplementedError
 
     def stop(self) -> None:
         """Let no life begin another copy or write on a device. Open writes continue."""
@@ -108,15 +116,13 @@ def probe_wire(tools: OutboundTools, probe: WireProbe, source_address: int) -> P
     return ProbeEnd(probe, wire.value)
 
 
-class ThreadRunner:
+class ThreadRunner(Runner):
     """Runs each life in a lane thread or a scatter thread. Each lane has its own staging memory; all share one queue.
 
     All lanes therefore serve one pair if there is only one, and one lane's write overlaps another lane's copy. Grants
-    and the window of writes in place limit the queues.
+    and the window of writes in place limit the queues. Threads put all ends into `Ends`, and a lane drops a cancelled
+    slab when it takes it from the queue.
     """
-
-    busy = False
-    copying = False
 
     def __init__(
         self, sources: Sequence[OutboundTools], targets: Sequence[InboundTools], ends: Ends, *, probe_address: int
@@ -151,19 +157,6 @@ class ThreadRunner:
         """See `Runner`. A lane runs it."""
         self._outbound.put(probe)
 
-    def probed(self, probe: WireProbe) -> None:
-        """See `Runner`."""
-
-    def turn(self) -> list[End]:
-        """See `Runner`. Threads put all ends into `Ends`."""
-        return []
-
-    def hurry(self) -> None:
-        """See `Runner`."""
-
-    def drop_cancelled(self) -> None:
-        """See `Runner`. A lane drops a cancelled slab when it takes it from the queue."""
-
     def writing(self) -> tuple[OutboundSlab, ...]:
         """See `Runner`."""
         return tuple(slab for slab in self._open if slab is not None and slab.stage is Stage.WRITING)
@@ -171,9 +164,6 @@ class ThreadRunner:
     def lanes(self) -> tuple[LaneStatus, ...]:
         """See `Runner`."""
         return _lane_status(self._counts, {index for index, slab in enumerate(self._open) if slab is not None})
-
-    def stop(self) -> None:
-        """See `Runner`. No device is used here."""
 
     def close(self) -> None:
         """See `Runner`. A thread that still writes ends with the process."""
@@ -228,7 +218,7 @@ def sleep_until(wait: Wait) -> None:
             time.sleep(0)
 
 
-class EventRunner:
+class EventRunner(Runner):
     """Runs all lives in the control thread, in three tracks: direct, staged, inbound. Resumes the oldest slab first."""
 
     def __init__(
@@ -343,9 +333,6 @@ class EventRunner:
         for life in self._inbound.open:
             # Otherwise a slab whose trailer was wrong would be copied again.
             life.slab.cancelled = True
-
-    def close(self) -> None:
-        """See `Runner`."""
 
 
 AnySlab = TypeVar("AnySlab", bound=OutboundSlab | InboundSlab)

@@ -1,4 +1,4 @@
-"""Defines slabs and their ends: the values that the control thread gives to the pipeline and gets back.
+"""Defines slabs, their ends, and the log of their stages: what the control thread and the pipeline give each other.
 
 Used by `worker.moving`, `life` and `runners`. Only the control thread sets `cancelled`, and it may do so at any time.
 """
@@ -10,11 +10,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 import numpy as np
 
 from longshore_agent.kernels.copier import Pages, View, pool_view, remote_view
 from longshore_agent.memory.pools import KVPool
+from longshore_agent.status.metrics import Metrics
+from longshore_agent.status.spans import SpanRecorder
 from longshore_wire.codec import PEER
 from longshore_wire.effects import PeerId, StartScatter, StartWrite
 from longshore_wire.errors import Reason
@@ -266,3 +269,69 @@ def still_wanted(slabs: Iterable[OutboundSlab], put: Callable[[OutboundEnd], Non
         else:
             kept.append(slab)
     return kept
+
+
+# When so many records are pending, each new one first writes the oldest.
+_PENDING_MAX = 4096
+
+
+class _Span(NamedTuple):
+    stage: str
+    effect: StartWrite | StartScatter
+    lane: int
+    start_ns: int
+    end_ns: int
+
+
+class _Count(NamedTuple):
+    name: str
+    value: int
+    labels: dict[str, str | int]
+
+
+class StageLog:
+    """See the module.
+
+    Args:
+        deferred: True: keep records until `write_one`; one thread may use the log. False: write each at once, from any
+            thread.
+    """
+
+    def __init__(self, metrics: Metrics, spans: SpanRecorder, *, deferred: bool) -> None:
+        self._metrics = metrics
+        self._spans = spans
+        self._pending_max = _PENDING_MAX if deferred else 0
+        self._pending: deque[_Span | _Count] = deque()
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def stage(self, stage: str, effect: StartWrite | StartScatter, lane: int, start_ns: int, end_ns: int) -> None:
+        """Record that a slab was in `stage` from `start_ns` to `end_ns` (time.monotonic_ns)."""
+        self._keep(_Span(stage, effect, lane, start_ns, end_ns))
+
+    def count(self, name: str, value: int = 1, **labels: str | int) -> None:
+        """Add `value` to a counter."""
+        self._keep(_Count(name, value, labels))
+
+    def write_one(self) -> None:
+        """Write the oldest pending record. It writes only one, so that a thread can check for new work in between."""
+        if self._pending:
+            self._write(self._pending.popleft())
+
+    def _keep(self, record: _Span | _Count) -> None:
+        if not self._pending_max:
+            self._write(record)
+            return
+        if len(self._pending) >= self._pending_max:
+            self.write_one()
+        self._pending.append(record)
+
+    def _write(self, record: _Span | _Count) -> None:
+        if isinstance(record, _Count):
+            self._metrics.add(record.name, record.value, **record.labels)
+            return
+        stage, effect, lane, start_ns, end_ns = record
+        self._spans.record(stage, effect.pair, effect.slab, lane, start_ns, end_ns)
+        self._metrics.observe("longshore_stage_seconds", (end_ns - start_ns) / 1e9, stage=stage)
+        self._metrics.add("longshore_stage_bytes_total", effect.payload_bytes, stage=stage)

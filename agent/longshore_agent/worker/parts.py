@@ -21,8 +21,7 @@ from longshore_agent.pipeline.runners import (
     Runner,
     ThreadRunner,
 )
-from longshore_agent.pipeline.slabs import Ends
-from longshore_agent.pipeline.stage_log import StageLog
+from longshore_agent.pipeline.slabs import Ends, StageLog
 from longshore_agent.pipeline.waits import Gate, StagingMemory
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
