@@ -15,7 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := agent,operator,cli,lab,nixl,mooncake,dev
-# All but those of engines, whose pins are not the tree's.
+# All extras except those of engines, which pin other versions than the tree.
 LOCKED := agent operator cli lab nixl mooncake mooncake-cuda12 mooncake-cuda13 dev fuzz
 PYTHON ?=
 TORCH_INDEX ?=
@@ -67,7 +67,7 @@ e2e: controlplane ## run the tests of the operator against a real Kubernetes con
 images: ## build both container images with buildah, and print their sizes
 	.ci/images
 
-# With E2E_CLUSTER=own on a cluster of yours; see e2e/cluster/README.md
+# To use your own cluster: E2E_CLUSTER=own; see e2e/cluster/README.md
 e2e-cluster: controlplane ## run the tests on two real nodes of this machine (needs root); CLUSTER_TESTS='-m shortest' runs some
 	[[ "$${E2E_CLUSTER:-}" == own ]] || { .ci/install-cluster && .ci/images; }
 	export PATH="$(CURDIR)/$(BIN):$$PATH"; $(BIN)/python -m pytest e2e/cluster $(CLUSTER_TESTS)

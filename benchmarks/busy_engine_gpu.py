@@ -1,16 +1,18 @@
-"""What do gather and scatter by the agent's process and an engine that computes without pause on the same GPU cost each other?
+"""Measures how much an agent's copies and an engine that computes without pause on the same GPU slow each other down.
 
     python benchmarks/busy_engine_gpu.py --json FILE
 
-Three processes: the engine's, which runs large matrix products (`gemm`) or a loop of small kernels with the reads of a decode
-step (`decode`), always one step ahead; the agent's, which gathers (or scatters) slabs of 84 MB of a 70B model at TP4 at a
-fixed rate; and this one. Time-sliced, as processes share a GPU by default, and under NVIDIA's MPS, where its daemon is at
-hand: it is started here with pipes of its own and ended after; the card's settings are left alone. With and without a cap on
-the programs of the copying kernel, each of which stays on one processor of the device; and by the copy engines, where a
-slice of a page lies in one piece (TP4's own pages do).
+It runs three processes. The engine runs large matrix products (`gemm`) or a loop of small kernels with the reads of a decode
+step (`decode`), and always has steps queued. The agent gathers or scatters slabs of 84 MB of a 70B model at TP4 at a fixed
+rate. The third process controls the two.
 
-A time is from the call to the end of the copy. What the engine loses is its steps a second while copies run against those
-of the pauses before and after. Every slab is compared before and after its series.
+The processes share the GPU by time slicing, the default, and by NVIDIA's MPS if its daemon is installed. The benchmark starts
+the daemon with its own pipes and ends it; it changes no setting of the GPU. The copying kernel runs with and without a cap on
+its programs; each program stays on one streaming multiprocessor. The copy engines are also measured, if a page's slice is
+contiguous, as in TP4's own pages.
+
+A copy's time is from the call to its end. The engine's loss is its rate of steps during copies, compared with the pauses
+before and after. Every slab is compared before and after its series.
 """
 
 from __future__ import annotations
@@ -34,18 +36,18 @@ from typing import Any
 
 MEGABYTES = 84
 CAPS = (0, 16, 64)
-# Caps that are tried at every rate; the others at the highest one.
+# Caps to measure at every rate. Other caps are measured at the highest rate only.
 CAPS_ALWAYS = (0, 16)
-# Programs of few have large tiles: benchmarks/gather_scatter_gpu.py --sweep.
+# A launch with few programs uses large tiles; see benchmarks/gather_scatter_gpu.py --sweep.
 CAPPED_TILE_BYTES, CAPPED_WARPS = 32768, 16
 PAUSE_S = 1.2
-# Steps that the engine has queued beyond the one that runs: it never waits for the host.
+# Steps that the engine has queued beyond the running one, so that the GPU never waits for the host.
 STEPS_AHEAD = 2
 MPS_START_S = 10.0
 
 
 def run_engine(kind: str, stop: Path, out: Path) -> None:
-    """The engine: step until `stop` exists, then write when each step ended (monotonic seconds)."""
+    """The engine: run steps until `stop` exists, then write the end of each step (monotonic seconds)."""
     import torch
 
     step = make_gemm(torch) if kind == "gemm" else make_decode(torch)
@@ -69,14 +71,14 @@ def run_engine(kind: str, stop: Path, out: Path) -> None:
 
 
 def make_gemm(torch: Any) -> Callable[[], object]:
-    """One product of 8192 x 8192 x 8192 in bfloat16, some 1.4 ms."""
+    """One product of 8192 x 8192 x 8192 in bfloat16, about 1.4 ms."""
     left, right = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     result = torch.empty_like(left)
     return lambda: torch.mm(left, right, out=result)
 
 
 def make_decode(torch: Any) -> Callable[[], object]:
-    """A decode step of 32 sequences: 32 layers of two thin products and three small kernels, one graph."""
+    """A decode step of 32 sequences as one CUDA graph: 32 layers of two thin products and three small kernels."""
     layers, width, inner = 32, 4096, 14336
     up = [torch.randn(width, inner, dtype=torch.bfloat16, device="cuda") / 64 for _ in range(layers)]
     down = [torch.randn(inner, width, dtype=torch.bfloat16, device="cuda") / 120 for _ in range(layers)]
@@ -102,7 +104,7 @@ def make_decode(torch: Any) -> Callable[[], object]:
 
 
 class CopyEngine:
-    """The gather by the driver's batched copies: a piece for each page of each plane. Same bytes, no kernel of ours."""
+    """The same gather by the driver's batched copies, without a kernel: one piece for each page of each plane."""
 
     class _Attributes(ctypes.Structure):
         _fields_ = (
@@ -127,7 +129,7 @@ class CopyEngine:
             (ctypes.c_size_t * count)(*[page_bytes] * count),
             ctypes.c_size_t(count),
         )
-        # In the stream's order; prefer what leaves the processors to others.
+        # In the stream's order; prefer copy engines to multiprocessors.
         self._attributes = self._Attributes(1, (0, 0), (0, 0), 1)
         self._index = ctypes.c_size_t(0)
         self._function = ctypes.CDLL("libcuda.so.1").cuMemcpyBatchAsync_v2
@@ -147,7 +149,7 @@ class CopyEngine:
 
 
 def run_agent(rates: list[float], seconds: float, out: Path) -> None:
-    """The agent: series of copies with pauses between them; write when each series ran and how long each copy took."""
+    """The agent: run series of copies with pauses between them; write the interval of each series and the copies' times."""
     import torch
     from gather_scatter_gpu import CASES, OPERATIONS, WORKER_TUNINGS, Bench
 
@@ -188,7 +190,7 @@ def run_agent(rates: list[float], seconds: float, out: Path) -> None:
 
 
 def timed(run: Callable[[], None], stream: Any, due_s: float) -> float:
-    """Wait until it is due, then copy; return how long that took."""
+    """Wait until the copy is due, then copy; return the copy's time."""
     time.sleep(max(0.0, due_s - time.monotonic()))
     begin = time.monotonic()
     run()
@@ -221,14 +223,14 @@ def share(kind: str, rates: list[float], seconds: float, environment: dict[str, 
 
 
 def row(series: dict[str, Any], ends: list[float]) -> dict[str, Any]:
-    """Return one series with its quantiles and what the engine lost."""
+    """Return one series with its quantiles and the engine's loss."""
 
     def rate(first: float, last: float) -> float:
         inside = [end for end in ends if first <= end <= last]
         return (len(inside) - 1) / (inside[-1] - inside[0])
 
     begin, end = series["begin"], series["end"]
-    # The edges are left out: a copy of the check before may still run there.
+    # Drop the edges, where a copy of the preceding check may still run.
     calm = statistics.fmean([rate(begin - PAUSE_S + 0.2, begin), rate(end, end + PAUSE_S - 0.2)])
     steps = [last - first for first, last in itertools.pairwise(e for e in ends if begin <= e <= end)]
     times = sorted(series["seconds"])
@@ -248,17 +250,17 @@ def row(series: dict[str, Any], ends: list[float]) -> dict[str, Any]:
 
 @contextmanager
 def mps() -> Iterator[dict[str, str] | None]:
-    """Start MPS with pipes of its own; give the environment of its clients, or None where it cannot be started."""
+    """Start MPS with its own pipes; yield the environment of its clients, or None if it cannot be started."""
     control = shutil.which("nvidia-cuda-mps-control")
     if control is None:
-        print("MPS: there is no nvidia-cuda-mps-control here, left out")
+        print("MPS left out: nvidia-cuda-mps-control is not installed")
         yield None
         return
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
         started = subprocess.run([control, "-d"], env=environment, capture_output=True, text=True, check=False)
         if started.returncode:
-            print(f"MPS did not start, left out: {started.stdout} {started.stderr}")
+            print(f"MPS left out: it did not start: {started.stdout} {started.stderr}")
             yield None
             return
         try:

@@ -1,9 +1,10 @@
-"""How many slabs a second does one worker's control work allow on one core, apart from the bytes?
+"""Measures how many slabs a second one worker's control work allows on one core, without the cost of the bytes.
 
-Two agents on the loopback transport move rooms of many slabs that are almost empty: one token of a small model each.
-What is left is what every slab costs besides its bytes: protocol cores, messages, hand-over between threads, one small
-write. The processor time of each worker, all its threads together, is the kernel's; slabs / core-seconds is what one
-core can do: each worker is held to one, where its threads wake each other without waking a core that sleeps. Beside it runs the floor in the same process: the same number of messages through bare ZeroMQ sockets.
+Two agents on the loopback transport move rooms of many almost empty slabs: one token of a small model each. The remaining
+cost of a slab is its control work: protocol cores, messages, hand-over between threads, one small write. The rate of one core
+is slabs / core-seconds; the kernel measures the processor time of all threads of a worker. Each worker is pinned to one core,
+so that its threads wake each other without waking an idle core. For comparison, the same process sends as many messages
+through bare ZeroMQ sockets.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from longshore_lab.bench.report import machine
 from longshore_lab.bench.scene import Course, Engine, Scene, Stage, open_stage
 from longshore_wire.layout import ModelShape
 
-# One slab is one token: 2 planes of 2 heads of 512 bytes; two do not fit a lane.
+# One slab is one token: 2 planes of 2 heads of 512 bytes. Two tokens do not fit a lane.
 MODEL = ModelShape(layers=1, kv_heads=2, head_dim=256, element_bytes=2)
 _SLAB_BYTES = 2 * 2 * 512
 _PAGE_SIZE = 16
@@ -44,7 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--slabs", type=int, default=4000, help="slabs of one repetition, over all rooms (4000)")
     parser.add_argument("--rooms", type=int, default=8, help="rooms at once (8)")
-    parser.add_argument("--repeats", type=int, default=5, help="repetitions that count (5)")
+    parser.add_argument("--repeats", type=int, default=5, help="measured repetitions (5)")
     parser.add_argument("--backend", default="Loopback", help="Loopback, NIXL or Mooncake")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     arguments = parser.parse_args()
@@ -78,7 +79,7 @@ def main() -> None:
 
 
 def pin(pids: list[int]) -> None:
-    """Give each worker, with all its threads, one core of its own, as far as there are as many."""
+    """Pin each worker, with all its threads, to a core of its own if there are enough cores."""
     cores = sorted(os.sched_getaffinity(0))
     for index, pid in enumerate(pids):
         for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -86,7 +87,7 @@ def pin(pids: list[int]) -> None:
 
 
 def open_scene(stage: Stage, slabs: int) -> Scene:
-    """Start two agents and an engine of one rank at each, with `slabs` tokens of KV at prefill's."""
+    """Start two agents with one single-rank engine each; prefill's has `slabs` tokens of KV."""
     content = Content(MODEL.kv_heads * MODEL.head_bytes, slabs)
     sides: dict[Half, Engine] = {}
     for name, half, seed in (("prefill", Half.SOURCE, 1), ("decode", Half.TARGET, 2)):

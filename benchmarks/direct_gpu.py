@@ -1,15 +1,16 @@
-"""How close does the direct copy, from one GPU's pages into another's, come to a plain copy between the two?
+"""Compares the direct copy, from one GPU's pages into another's, with a plain copy between the two GPUs.
 
     python benchmarks/direct_gpu.py --json FILE             the kernel's table, then agents
-    python benchmarks/direct_gpu.py --sweep --json FILE     first try shapes of tiles, warps and few programs
-    python benchmarks/direct_gpu.py --trace FILE            and write a timeline of one transfer of the largest size
+    python benchmarks/direct_gpu.py --sweep --json FILE     first try tile shapes, numbers of warps and caps on programs
+    python benchmarks/direct_gpu.py --trace FILE            also write a timeline of one transfer of the largest size
 
-`kernel`: layouts and sizes as in `gather_scatter_gpu.py`; the kernel runs on the first GPU and writes pages on the last,
-medians of interleaved repetitions by CUDA events, cold caches, every byte of the target's pool compared before and after.
-`agents`: real engines of one real agent, from the first `send` to DONE at the target, every byte compared; as `gpu_path.py`.
+`kernel`: the kernel runs on the first GPU and writes pages on the last, with layouts and sizes as in `gather_scatter_gpu.py`.
+It prints medians of interleaved repetitions by CUDA events, with cold caches. Every byte of the target's pool is compared
+before and after. `agents`: real engines of one real agent, from the first `send` to DONE at the target, measured as in
+`gpu_path.py`; every byte is compared.
 
-Needs no network and, beside the package, torch and Triton. With one GPU both pools lie on it. `--device cpu` with
-TRITON_INTERPRET=1 tries the kernel's part itself, with `--layers 2 --sizes 0.1`; its times mean nothing.
+Needs torch and Triton besides the package, and no network. With one GPU both pools are on it. To try the script without a
+GPU, use `--device cpu --layers 2 --sizes 0.1` with TRITON_INTERPRET=1; its times mean nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from longshore_wire.layout import PageOrder
 
 
 class DirectBench:
-    """The copy of one case at one size, checked and ready to be measured; as `gather_scatter_gpu.Bench`."""
+    """The copy of one case at one size, checked and ready to be measured, like `gather_scatter_gpu.Bench`."""
 
     operation = "direct"
 
@@ -79,7 +80,7 @@ class DirectBench:
             self._lists.append(HeldPages(pool, pages, home))
         self._near = random_bytes(self.payload_bytes, home)
         self._far = torch.zeros(self.payload_bytes, dtype=torch.uint8, device=other)
-        # The first copy between the two lets the first device write the second one's memory.
+        # torch's first copy between two devices enables peer access, which the kernel needs.
         self.copy()
         self.stream.settle()
 
@@ -99,11 +100,11 @@ class DirectBench:
             self._far.copy_(self._near, non_blocking=True)
 
     def ends(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return from where to where as many bytes are copied in one piece."""
+        """Return source and target of a copy of as many bytes in one piece."""
         return self._near, self._far
 
     def bound(self) -> Callable[[], None] | None:
-        """Return the same as a worker's control thread queues it, with the event that it asks; None where nothing can be bound."""
+        """Return the copy as a worker's control thread queues it, with its event; None if the launch cannot be bound."""
         if self.stream.context is None:
             return None
         copy, event = self._bound(WORKER_TUNINGS[self.operation]), cuda.Event(self.stream.context)
@@ -130,27 +131,27 @@ class DirectBench:
             if memory.is_cuda:
                 torch.cuda.synchronize(memory.device)
         job()
-        # Nothing but the end of the stream: what a worker waits for before it tells of the bytes.
+        # Wait for the end of the stream only, as a worker does before it reports the bytes.
         self.stream.synchronize()
         assert torch.equal(target, expected), f"direct copy of {self.case.name} is wrong with {name}"
-        # The next check must see whether every byte is written again.
+        # So that the next check detects bytes that are not written again.
         target.bitwise_xor_(0x5A)
 
     def close(self) -> None:
-        """Let the pools go."""
+        """Free the pools."""
         for pool in self._pools:
             pool.close()
 
 
 def candidates() -> list[Tuning]:
-    """Return block shapes and warps, then few programs that loop."""
+    """Return the candidates: block shapes with numbers of warps, then caps on programs, which then loop."""
     shapes = [(2048, 2), (4096, 2), (4096, 4), (8192, 2), (8192, 4), (16384, 4), (16384, 8), (32768, 8)]
     looping = itertools.product(((4096, 4), (8192, 4), (16384, 8)), (16, 32, 66, 132, 264))
     return [Tuning(*shape) for shape in shapes] + [Tuning(*shape, programs_max=count) for shape, count in looping]
 
 
 def sweep(bench: DirectBench, repetitions: int, flush: torch.Tensor) -> list[dict[str, object]]:
-    """Try all candidates; print and return every share of a plain copy."""
+    """Measure all candidates; print and return their rates as shares of a plain copy's."""
     found = []
     for tuning in candidates():
         bench.check(partial(bench.run, tuning), str(tuning))
@@ -183,8 +184,8 @@ def run_kernel(options: argparse.Namespace, home: torch.device, other: torch.dev
 def run_agents(
     sizes: list[int], repetitions: int, target_device: int, source_tp: int, trace: Path | None
 ) -> list[dict[str, Any]]:
-    """Move rooms of each size between engines of one agent, by the two clocks of `gpu_path`; return a row for each."""
-    # The first of them lets the second be found.
+    """Move rooms of each size between engines of one agent, with the two clocks of `gpu_path`; return a row for each."""
+    # gpu_path extends sys.path, so that gpu_world is found.
     from gpu_path import Scene, measure_room_sizes, page, start
     from gpu_world import GPUAgent
 
@@ -218,7 +219,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path, help="file for the numbers")
     parser.add_argument("--trace", type=Path, help="file for the timeline")
-    parser.add_argument("--sweep", action="store_true", help="try shapes of tiles, warps and few programs first")
+    parser.add_argument(
+        "--sweep", action="store_true", help="first try tile shapes, numbers of warps and caps on programs"
+    )
     parser.add_argument("--sizes", default="64,256,1300", help="MB of the kernel's copies, separated by commas")
     parser.add_argument("--cases", default="", help="names of cases, separated by commas; empty: all")
     parser.add_argument("--layers", type=int, default=0, help="instead of the model's")

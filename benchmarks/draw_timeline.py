@@ -1,8 +1,8 @@
-"""Draw a timeline of `longshore bench transfer --trace`: when each slab was gathered, on the wire and scattered, a part a way.
+"""Draws a timeline of `longshore bench transfer --trace`: the gather, write and scatter of each slab, one panel a mode.
 
     python benchmarks/draw_timeline.py TRACE PICTURE --ways "staged 1→1,direct 1→1"
 
-Perfetto shows the same and more; this is for pages that people read.
+Called by hand, to make pictures for documents. Perfetto shows the same trace with more details.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.patches import Patch
 
-# Of each stage: how far below its slab's line, and its color.
+# Stage -> (offset below the slab's line, color).
 STAGES = {"gather": (-0.28, "#4c78a8"), "wire": (0.0, "#f58518"), "scatter": (0.28, "#54a24b")}
 BAR_HEIGHT = 0.26
 
 
 def spans_of(trace: dict[str, Any], way: str) -> list[dict[str, Any]]:
-    """Return the spans of one way. Raises SystemExit: the trace has none."""
+    """Return the spans of one mode. Raises SystemExit if the trace has none."""
     events = trace["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     found = [event for event in events if event["ph"] == "X" and names[event["pid"]].startswith(f"{way}:")]
     if not found:
-        raise SystemExit(f"there is no {way!r}: choose of {sorted({name.split(':')[0] for name in names.values()})}")
+        raise SystemExit(
+            f"the trace has no {way!r}: choose from {sorted({name.split(':')[0] for name in names.values()})}"
+        )
     return found
 
 
 def draw(axes: Any, way: str, spans: list[dict[str, Any]]) -> None:
-    """Draw one way: a line a slab, in the order in which they began."""
+    """Draw one mode: one line for each slab, in the order of their start."""
     begin_us = min(span["ts"] for span in spans)
     slabs: dict[str, int] = {}
     for span in sorted(spans, key=lambda span: span["ts"]):

@@ -1,19 +1,18 @@
-"""Everything that is claimed of GPUs, in one go: the tests that need one, then each benchmark; numbers only if bytes were right.
+"""Runs all GPU tests, then all GPU benchmarks, and records their results. Each benchmark compares all bytes it moves.
 
-    make gpu                                        all of it, some 20 minutes
-    make gpu GPU_PYTHON=python3                     by an interpreter that has the packages, instead of .venv
-    python benchmarks/everything_gpu.py --quick     fewer sizes and repetitions, and what 9 minutes do not cover left out
-    python benchmarks/everything_gpu.py --steps tests,demo     some of it; the results of the others stay
+    make gpu                                        all steps, about 20 minutes
+    make gpu GPU_PYTHON=python3                     with an interpreter that has the packages, instead of .venv
+    python benchmarks/everything_gpu.py --quick     at most 9 minutes: fewer sizes and repetitions, maybe fewer steps
+    python benchmarks/everything_gpu.py --steps tests,demo     only these steps
 
-It prints the plan first: each step with the most that it may take. A step that takes longer is ended and has failed, and one
-that the time left (`--budget-s`) does not cover is left out by name, so that the whole ends in time. The demo and `bench rooms` run on
-one, two or four GPUs, as many as there are. Needs the tree and the packages of the extras `agent` and `lab`, not its
-installation.
+It first prints the plan: each step with its time limit. A step that exceeds its limit is ended and fails. A step whose limit
+exceeds the remaining time (`--budget-s`) is left out and named at the end. The demo and `bench rooms` use four, two or one
+GPU, as many as the machine has. Needs the tree, which need not be installed, and the packages of the extras `agent` and
+`lab`.
 
-Writes `benchmarks/results/<date>-<device>.json`: of each step the commit, the hash of its sources, its command, that its bytes
-were checked, and its raw samples; steps that did not run now are kept as they are in it. Beside it a picture. Without a GPU it
-says that it is skipped and why, and ends with 0. A wrong byte or a failed test ends it with 1, and nothing is written of
-that step.
+Writes `benchmarks/results/<date>-<device>.json` and a plot beside it. Each step's entry has the commit, the hash of its
+sources, its command and its raw samples. The entries of steps that did not run are kept. A failed step, for example one with
+a wrong byte, writes no entry, and the exit status is 1. Without a GPU the program prints the reason and exits with 0.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ PACKAGES = ("wire", "client", "agent", "cli", "lab")
 
 
 class Step(NamedTuple):
-    """One thing to run.
+    """One test run or benchmark.
 
     Attributes:
-        key: under which its results are kept.
-        command: after the interpreter; `quick` and `full` are added to it.
-        sources: of which the hash is kept, as a pattern below the root.
-        limit_s, quick_limit_s: the most that it may take.
-        on_devices: it is told which GPUs to use.
+        key: the key of its entry in the results.
+        command: its arguments for the interpreter; `quick` or `full` is appended.
+        sources: glob pattern, relative to the root, of the files whose hash is recorded.
+        limit_s, quick_limit_s: time limits.
+        on_devices: whether it takes `--devices`.
     """
 
     key: str
@@ -64,7 +63,7 @@ class Step(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """A step that is to run: its words after the interpreter, and the most that it may take."""
+    """A step of this run, with its arguments for the interpreter and its time limit."""
 
     name: str
     step: Step
@@ -73,9 +72,9 @@ class Planned(NamedTuple):
 
 
 TESTS = "tests"
-# In this order, checks first. Each compares bytes itself, and ends with an error where one is wrong.
+# They run in this order, tests first. Each compares bytes itself and fails if one is wrong.
 STEPS = {
-    # What is slow there is the demo, which is a step of its own.
+    # The only slow test runs the demo, which is a step of its own.
     TESTS: Step(
         TESTS, ("-m", "pytest", "-q", "-p", "no:cacheprovider"), "tests/gpu/*.py", 570, 290, ("-m", "not slow")
     ),
@@ -139,26 +138,26 @@ STEPS = {
         ("--seconds", "0.7", "--rates", "20", "--engines", "decode"),
     ),
 }
-# A borrowed machine gives ten minutes a command; a minute of them goes by before and after.
+# Borrowed machines limit a command to ten minutes. Start and end of the run take about one of them.
 QUICK_BUDGET_S = 540.0
-# What a step that takes too long gets to end what it has started, before it is killed; a part of its limit.
+# Time that a step gets to end its processes before it is killed. It is part of the step's limit.
 GRACE_S = 10.0
 # The numbers of GPUs that the demo and rooms use: prefill has the first half.
 DEVICE_COUNTS = (4, 2, 1)
-# Rooms at the beginning of each series that do not count, as in `gpu_path`.
+# Rooms at the beginning of each series that are dropped, as in `gpu_path`.
 WARM_UPS = 2
-# Tests that may be skipped where there is a GPU too, for another reason than its absence: of Mooncake's wheel for CUDA, which takes
-# the place of the other one, and of what only a stand-in for a GPU can show.
+# Tests that may be skipped on a machine with a GPU: they need Mooncake's wheel for CUDA, which replaces the other wheel, or
+# a fake GPU.
 MAY_BE_SKIPPED = "tests/gpu/test_mooncake_on_gpu.py"
 NEEDS_GPU = "needs a CUDA device"
 TOO_LONG = 124
 
 
 def why_skipped() -> str:
-    """Return why nothing can run here; empty: it can."""
+    """Return the reason why no step can run on this machine; empty if steps can run."""
     try:
         import torch
-        import triton  # noqa: F401 - whether it is there
+        import triton  # noqa: F401 - only checks that it is installed
     except ImportError as error:
         return f"{error}; install the extra `agent`"
     if not torch.cuda.is_available():
@@ -167,7 +166,7 @@ def why_skipped() -> str:
 
 
 def plan(chosen: Sequence[str], *, quick: bool, device_count: int, tests: str = "tests/gpu") -> list[Planned]:
-    """Return the chosen steps in the order in which they are to run, checks first."""
+    """Return the chosen steps in the order of STEPS."""
     used = next(count for count in DEVICE_COUNTS if count <= device_count)
     devices = ",".join(f"cuda:{index}" for index in range(used))
     planned = []
@@ -182,21 +181,22 @@ def plan(chosen: Sequence[str], *, quick: bool, device_count: int, tests: str = 
 
 
 def described(planned: Sequence[Planned], budget_s: float) -> str:
-    """Return the plan, a line a step."""
+    """Return the plan as text, one line for each step."""
     lines = [f"{len(planned)} steps, at most {sum(each.limit_s for each in planned):.0f} s, of {budget_s:.0f} s:"]
     lines += [f"  {each.name:9}{each.limit_s:5.0f} s  python {shlex.join(each.words)}" for each in planned]
     return "\n".join(lines)
 
 
 def why_left_out(each: Planned, left_s: float) -> str:
-    """Return why a step does not run with so much time left; empty: it does."""
+    """Return why a step is left out with `left_s` seconds remaining; empty if it runs."""
     if left_s >= each.limit_s:
         return ""
-    return f"{each.name}: it may take {each.limit_s:.0f} s, and {max(0.0, left_s):.0f} s are left: run it with --steps {each.name}"
+    left = f"{max(0.0, left_s):.0f} s remain"
+    return f"{each.name}: its limit is {each.limit_s:.0f} s and {left}: run it with --steps {each.name}"
 
 
 def commit() -> str:
-    """Return what is checked out, and whether it was changed; a copy without its history names it in a file `commit`."""
+    """Return the commit, and " changed" if tracked files differ. A copy without history has a file `commit` instead."""
     given = ROOT / "commit"
     if given.exists():
         return " ".join(given.read_text(encoding="utf-8").split())
@@ -213,7 +213,7 @@ def sources_hash(step: Step) -> str:
 
 
 def machine() -> str:
-    """Return the machine in words."""
+    """Return a description of the machine: GPUs and versions."""
     import torch
     import triton
 
@@ -225,7 +225,7 @@ def machine() -> str:
 
 
 def run(command: list[str], limit_s: float) -> tuple[int, str]:
-    """Run a command that shows what it prints; return its exit status, and what it printed. TOO_LONG: it had to be ended."""
+    """Run a command and show its output; return its exit status, TOO_LONG if it exceeded its limit, and its output."""
     print(f"$ {shlex.join(command)}", flush=True)
     paths = [*(str(ROOT / package) for package in PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
@@ -246,18 +246,18 @@ def run(command: list[str], limit_s: float) -> tuple[int, str]:
     try:
         code = process.wait(max(1.0, limit_s - GRACE_S))
     except subprocess.TimeoutExpired:
-        print(f"{limit_s - GRACE_S:.0f} s are over: it is ended", flush=True)
+        print(f"ended: it took longer than {limit_s - GRACE_S:.0f} s", flush=True)
         end_group(process)
     except BaseException:
         end_group(process)
         raise
-    # What a killed step had started may hold the pipe a little longer.
+    # Children of a killed step may hold the pipe a little longer.
     reader.join(GRACE_S / 2)
     return code, "".join(lines)
 
 
 def show(output: IO[str], lines: list[str]) -> None:
-    """Print and keep lines as they come."""
+    """Print each line and append it to `lines`."""
     for line in output:
         sys.stdout.write(line)
         sys.stdout.flush()
@@ -265,7 +265,7 @@ def show(output: IO[str], lines: list[str]) -> None:
 
 
 def end_group(process: subprocess.Popen[str]) -> None:
-    """End a process and its group: in order if it does so soon, else at once."""
+    """End a process group by SIGTERM, then by SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -274,7 +274,7 @@ def end_group(process: subprocess.Popen[str]) -> None:
 
 
 def run_step(each: Planned) -> tuple[int, dict[str, Any], list[str]]:
-    """Run one step; return its exit status, its part of the results, empty if it failed, and what it left out by its own words."""
+    """Run one step; return its exit status, its entry (empty if it failed), and its output lines on left out work."""
     with tempfile.TemporaryDirectory() as folder:
         numbers = Path(folder) / "numbers.json"
         extra = [] if each.name == TESTS else ["--json", str(numbers)]
@@ -291,7 +291,7 @@ def is_left_out(line: str) -> bool:
 
 
 def judged_tests(said: str) -> dict[str, Any]:
-    """Return how many tests passed; empty if one was skipped that must run here."""
+    """Return the number of passed tests; empty if a test was skipped that must run on a machine with a GPU."""
     passed, skipped = re.search(r"(\d+) passed", said), re.search(r"(\d+) skipped", said)
     allowed = re.findall(rf"^SKIPPED \[(\d+)\] {re.escape(MAY_BE_SKIPPED)}:\d+: (?!{NEEDS_GPU})", said, re.MULTILINE)
     if passed is None or (skipped is not None and int(skipped[1]) > sum(map(int, allowed))):
@@ -300,17 +300,17 @@ def judged_tests(said: str) -> dict[str, Any]:
 
 
 def read_numbers(path: Path) -> dict[str, Any]:
-    """Return what a benchmark wrote, which it does when every byte was right; empty if it did not."""
+    """Return a benchmark's results; empty if it wrote none. A benchmark writes them only if every byte was right."""
     return {"bytes_checked": True} | json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def row_median_s(row: dict[str, Any]) -> float:
-    """Return the median seconds of a size's rooms in a row, from the first `send` to DONE at the target's engine."""
+    """Return the median seconds of a size's back-to-back rooms, from the first `send` to DONE at the target's engine."""
     return float(statistics.median(engines_s for _, engines_s in row["in_a_row_seconds"][WARM_UPS:]))
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Draw what is there: shares of a plain copy, rates between agents, copies beside a busy engine, and rooms at once."""
+    """Plot the available results: kernels, rates between agents, copies beside a busy engine, concurrent rooms."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -359,20 +359,20 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
 
 def main() -> int:
-    """Run the steps; return 0 if all were right, or nothing can run here."""
+    """Run the steps; return 0 if all were right or no step can run on this machine."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", default=",".join(STEPS), help="of " + ", ".join(STEPS))
-    parser.add_argument("--quick", action="store_true", help="fewer sizes and repetitions, in 9 minutes")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and repetitions, at most 9 minutes")
     parser.add_argument("--budget-s", type=float, help=f"seconds for all steps ({QUICK_BUDGET_S:.0f} if quick)")
-    parser.add_argument("--tests", default="tests/gpu", help="which tests, as pytest takes them")
-    parser.add_argument("--plan", type=int, metavar="GPUS", help="only print what would run on so many GPUs")
-    parser.add_argument("--out", type=Path, help="the file of results")
+    parser.add_argument("--tests", default="tests/gpu", help="tests to run, as pytest's arguments")
+    parser.add_argument("--plan", type=int, metavar="GPUS", help="only print the plan for this number of GPUs")
+    parser.add_argument("--out", type=Path, help="file for the results")
     options = parser.parse_args()
     chosen = options.steps.split(",")
     if unknown := set(chosen) - set(STEPS):
         parser.error(f"--steps names {min(unknown)!r}: use {', '.join(STEPS)}")
     if options.plan is not None and options.plan < 1:
-        parser.error(f"--plan is {options.plan}: give a number of GPUs from 1 on")
+        parser.error(f"--plan is {options.plan}: give at least 1 GPU")
     reason = "" if options.plan else why_skipped()
     if reason:
         print(f"skipped: {reason}")
@@ -385,7 +385,7 @@ def main() -> int:
 
 
 def count_devices() -> int:
-    """Return how many GPUs torch sees."""
+    """Return the number of GPUs that torch finds."""
     import torch
 
     return int(torch.cuda.device_count())
@@ -397,7 +397,7 @@ def write(path: Path, results: dict[str, Any]) -> None:
 
 
 def run_all(planned: Sequence[Planned], budget_s: float, device_count: int, out: Path | None) -> int:
-    """Run what is planned and write its results after each step; return the exit status."""
+    """Run the planned steps; write the results after each one; return the exit status."""
     end_s = time.monotonic() + budget_s
     name = machine()
     device = re.sub(r"[^a-z0-9]+", "-", name.split(" x ")[1].split(",")[0].lower()).removeprefix("nvidia-")
@@ -420,9 +420,9 @@ def run_all(planned: Sequence[Planned], budget_s: float, device_count: int, out:
             write(path, results)
             continue
         failed.append(each.name)
-        # Where they only took too long, each benchmark still compares its own bytes.
+        # After tests that only took too long, the benchmarks run: each compares its own bytes.
         if each.name == TESTS and code != TOO_LONG:
-            print("the tests failed: nothing is measured before bytes are right")
+            print("the tests failed: no benchmark runs before they pass")
             break
     if path.exists():
         write(path, results | {"left_out": left_out})

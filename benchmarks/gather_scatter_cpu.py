@@ -1,11 +1,11 @@
-"""How close do gather and scatter on a CPU come to a plain copy of as many bytes, on one thread?
+"""Compares gather and scatter on a CPU with a plain copy of as many bytes, on one thread.
 
-Prints, for every layout, the rate of a plain copy between two staging buffers and the ratios to it, medians of
-interleaved repetitions; then what two threads reach together, what a small slab costs, and what huge pages are worth
-when a buffer is allocated. Each slab is first checked against the reference, and each scatter by gathering it again.
+Prints for every layout the rate of a plain copy between two staging buffers and the ratios to it: medians of interleaved
+repetitions. It also prints the speedup of two threads, the time of a small slab, and the time to allocate a buffer with and
+without huge pages. Each slab is first checked against the reference, and each scatter by gathering it again.
 
-What limits a slice of some heads is that ordinary stores read each line before they overwrite it; the compiled loop
-(`kernels/cpu_copy.py`) uses streaming stores where rows are whole lines. See docs/design/2026-11-23-copies.md.
+Ordinary stores read each cache line before they overwrite it, which limits slices of some heads. The compiled loop
+(`kernels/cpu_copy.py`) uses streaming stores if rows are whole lines. See docs/design/2026-11-23-copies.md.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ def open_pool(order: PageOrder, element_bytes: int, page_size: int, page_count: 
 
 
 def page_ids(page_count: int, count: int, *, scattered: bool) -> npt.NDArray[np.int32]:
-    """Return one run of pages, or pages in random order."""
+    """Return pages in random order, or one run of consecutive pages."""
     if scattered:
         return np.random.default_rng(0).permutation(page_count)[:count].astype(np.int32)
     return np.arange(count, dtype=np.int32)
 
 
 def medians_s(jobs: list[Callable[[], object]], repetitions: int) -> list[float]:
-    """Return the median seconds of each job; they take turns, so that a busy neighbour hurts all alike."""
+    """Return the median seconds of each job. The jobs alternate, so that other load on the machine slows all of them."""
     seconds: list[list[float]] = [[] for _ in jobs]
     for _ in range(repetitions):
         for job, taken in zip(jobs, seconds, strict=True):
@@ -135,7 +135,7 @@ def measure(case: Case, tokens: int, repetitions: int) -> None:
 
 
 def measure_parallel(tokens: int, repetitions: int) -> None:
-    """Print how much faster two threads are than one with twice the work, for gathers and for plain copies."""
+    """Print the speedup of two threads over one thread with twice the work, for gathers and for plain copies."""
     pools = [open_pool(PageOrder.NHD, 2, 16, tokens // 16) for _ in range(2)]
     pages = page_ids(tokens // 16, tokens // 16, scattered=True)
     length = 2 * LAYERS * tokens * 2 * HEAD_DIM * 2
@@ -166,7 +166,7 @@ def measure_parallel(tokens: int, repetitions: int) -> None:
 
 
 def measure_call(repetitions: int) -> None:
-    """Print what a call costs where there is almost nothing to copy."""
+    """Print the time of a call that copies almost nothing."""
     pool = open_pool(PageOrder.NHD, 2, 16, 8)
     slab = np.zeros(1 << 20, dtype=np.uint8)
     page = np.zeros(1, dtype=np.int32)

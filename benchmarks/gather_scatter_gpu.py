@@ -1,17 +1,19 @@
-"""How close do gather and scatter on a GPU come to a plain device copy of as many bytes?
+"""Compares gather and scatter on a GPU with a plain device copy of as many bytes.
 
     python benchmarks/gather_scatter_gpu.py --json FILE           the table
-    python benchmarks/gather_scatter_gpu.py --sweep --json FILE   first try shapes of tiles, warps and few programs; then the table
+    python benchmarks/gather_scatter_gpu.py --sweep --json FILE   first try tile shapes, numbers of warps and caps on programs
 
-Models of 80 layers and 8 KV heads ("70B") and of 94 layers and 4 ("235B"), heads of 128 in 2 bytes, pages of 64 tokens in
-random order. A slab is what one pair of ranks moves; the source gathers it, the target scatters it. Medians of
-interleaved repetitions on one stream, by CUDA events. `piece` is a kernel of the same compiler that copies as many bytes in
-one piece: what it lacks of a plain copy is not due to pages. Before each repetition a gigabyte is overwritten: the caches are
-cold, and the host has queued everything before the device begins. `host` is a call's time on an idle device; `bound` is that of a worker's
-call, whose launch is bound to its shape once: page checks, trailer, launch and event. Every size is checked against indexing in the same run, before and after it is measured; a wrong byte ends the run.
+The models have 80 layers and 8 KV heads ("70B"), or 94 layers and 4 KV heads ("235B"). A head is 128 elements of 2 bytes.
+Pages have 64 tokens and are in random order. A slab is the slice that one pair of ranks moves.
 
-Needs no network and, beside the package, torch and Triton. `--device cpu` with TRITON_INTERPRET=1 tries the script
-itself, with `--layers 2 --sizes 0.1`; its times mean nothing.
+It prints medians of interleaved repetitions on one stream, by CUDA events. `piece` is a kernel of the same compiler that
+copies as many bytes in one piece: its distance to a plain copy is not due to pages. Before each repetition the device
+overwrites a gigabyte, so that caches are cold and the host has queued everything before the copy begins. `host` is the time
+of a call on an idle device. `bound` is the time of a worker's call, whose launch is bound to its shape once: page checks,
+trailer, launch and event. Every size is compared with indexing before and after it is measured; a wrong byte ends the run.
+
+Needs torch and Triton besides the package, and no network. To try the script without a GPU, use
+`--device cpu --layers 2 --sizes 0.1` with TRITON_INTERPRET=1; its times mean nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from longshore_wire.trailer import Trailer, slab_bytes
 
 HEAD_DIM, ELEMENT_BYTES, PAGE_SIZE = 128, 2, 64
 OPERATIONS = ("gather", "scatter")
-# By operation, as a worker has them.
+# The worker's tuning of each operation.
 WORKER_TUNINGS = {"gather": TUNINGS[False, True], "scatter": TUNINGS[True, False], "direct": TUNINGS[False, False]}
 FLUSH_BYTES = 1 << 30
 PIECE_WORDS, PIECE_WARPS = 2048, 4
@@ -58,7 +60,7 @@ Moment = Callable[[], Mark]
 
 @dataclass(frozen=True)
 class Case:
-    """What one pair of ranks moves: the heads of either side's pages, how many travel, and from which on at the wider."""
+    """The slice of one pair of ranks: heads in each side's pages, moved heads, and the first of them on the wider side."""
 
     name: str
     layers: int
@@ -90,10 +92,10 @@ def copy_words(
 
 
 class TimedStream(CopyStream):
-    """A stream that can be marked."""
+    """A CUDA stream with events, or a clock on the CPU."""
 
     def mark(self) -> Mark:
-        """Return a mark in the stream's order."""
+        """Record an event in the stream's order."""
         if self.stream is None:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -107,7 +109,7 @@ class TimedStream(CopyStream):
 
 
 def milliseconds(begin: Mark, end: Mark) -> float:
-    """Return the time between two marks of a stream that has passed both."""
+    """Return the time between two completed events."""
     if isinstance(begin, float) or isinstance(end, float):
         assert isinstance(begin, float) and isinstance(end, float)  # noqa: PT018 - one fact
         return (end - begin) * 1e3
@@ -115,7 +117,7 @@ def milliseconds(begin: Mark, end: Mark) -> float:
 
 
 def queue_piece(ends: tuple[torch.Tensor, torch.Tensor], stream: TimedStream) -> None:
-    """Queue a kernel that copies one piece of a multiple of 8 bytes from the first to the second."""
+    """Queue a kernel that copies one piece, a multiple of 8 bytes, from the first tensor to the second."""
     source, target = (end.view(torch.int64) for end in ends)
     grid = (triton.cdiv(len(source), PIECE_WORDS),)
     with stream.entered():
@@ -166,7 +168,7 @@ class Bench:
             copy.queue(self._slab, self._pages, (0, self.tokens))
 
     def bound(self) -> Callable[[], None] | None:
-        """Return the same as a worker's control thread queues it, with the event that it asks; None where nothing can be bound."""
+        """Return the copy as a worker's control thread queues it, with its event; None if the launch cannot be bound."""
         if self.stream.context is None:
             return None
         copy, event = self._bound(WORKER_TUNINGS[self.operation]), cuda.Event(self.stream.context)
@@ -183,7 +185,7 @@ class Bench:
             self.other[: self.payload_bytes].copy_(self.slab[: self.payload_bytes], non_blocking=True)
 
     def ends(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return from where to where as many bytes are copied in one piece."""
+        """Return source and target of a copy of as many bytes in one piece."""
         return self.slab[: self.payload_bytes], self.other[: self.payload_bytes]
 
     def check(self, job: Callable[[], None], name: str) -> None:
@@ -203,11 +205,11 @@ class Bench:
         job()
         self.stream.settle()
         assert torch.equal(self.memory, expected), f"scatter of {self.case.name} is wrong with {name}"
-        # The next check must see whether every byte is written again.
+        # So that the next check detects bytes that are not written again.
         self.memory.bitwise_xor_(0x5A)
 
     def close(self) -> None:
-        """Let the pool go."""
+        """Free the pool."""
         self._pool.close()
 
     def _selected(self) -> torch.Tensor:
@@ -229,7 +231,7 @@ class Bench:
 
 
 def open_pool(order: PageOrder, heads: int, layers: int, page_count: int) -> KVPool:
-    """Return the geometry as a pool; its own memory is never touched, the device's is elsewhere."""
+    """Return a pool with this geometry. Its own memory is not used; the pages are on the device."""
     row = HEAD_DIM * ELEMENT_BYTES
     page = PAGE_SIZE * heads * row
     strides = (heads * row, row) if order is PageOrder.NHD else (row, PAGE_SIZE * row)
@@ -245,7 +247,7 @@ def open_pool(order: PageOrder, heads: int, layers: int, page_count: int) -> KVP
 
 
 def random_bytes(length: int, device: torch.device) -> torch.Tensor:
-    """Return bytes of a fixed seed."""
+    """Return random bytes from a fixed seed."""
     generator = torch.Generator(device)
     generator.manual_seed(length)
     return torch.randint(0, 256, (length,), dtype=torch.uint8, device=device, generator=generator)
@@ -282,7 +284,7 @@ def measure(bench: Bench, tuning: Tuning, repetitions: int, flush: torch.Tensor)
 
 
 def host_microseconds(bench: Bench, job: Callable[[], None], repetitions: int) -> float:
-    """Return the median time of a call while the device has nothing else to do."""
+    """Return the median time of a call on an idle device."""
     samples = []
     for _ in range(repetitions):
         bench.stream.settle()
@@ -294,7 +296,7 @@ def host_microseconds(bench: Bench, job: Callable[[], None], repetitions: int) -
 
 
 def candidates() -> list[Tuning]:
-    """Return block shapes and warps, none with less than 16 bytes a thread; then few programs that loop."""
+    """Return block shapes with numbers of warps, at least 16 bytes a thread; then caps on programs, which then loop."""
     shapes = itertools.product((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16))
     looping = itertools.product(
         ((4096, 4), (8192, 4), (16384, 8), (32768, 16), (65536, 32)), (132, 264, 528, 1056, 2112)
@@ -305,7 +307,7 @@ def candidates() -> list[Tuning]:
 
 
 def sweep(bench: Bench, repetitions: int, flush: torch.Tensor) -> list[dict[str, object]]:
-    """Try all candidates; print the best; return every time."""
+    """Measure all candidates; print the best; return every time."""
 
     def timed(tuning: Tuning) -> tuple[float, Tuning]:
         bench.check(partial(bench.run, tuning), str(tuning))
@@ -356,7 +358,9 @@ def main() -> None:
     """Print the table and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path, help="file for the numbers")
-    parser.add_argument("--sweep", action="store_true", help="try shapes of tiles, warps and few programs first")
+    parser.add_argument(
+        "--sweep", action="store_true", help="first try tile shapes, numbers of warps and caps on programs"
+    )
     parser.add_argument("--sweep-sizes", default="84,256", help="MB of the sweep's slabs")
     parser.add_argument("--sizes", default="1,4,16,64,84,256,512,1500", help="MB of a slab, separated by commas")
     parser.add_argument("--cases", default="", help="names of cases, separated by commas; empty: all")

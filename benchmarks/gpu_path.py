@@ -1,19 +1,20 @@
-"""How fast do agents move pages from one GPU to another, against a plain copy and against the bare transport?
+"""Measures how fast agents move pages from one GPU to another, compared with a plain copy and the bare transport.
 
     python benchmarks/gpu_path.py --json FILE
 
-A model of 80 layers and 8 KV heads of 128 in 2 bytes, pages of 64 tokens: all prefill ranks on the first GPU, TP1 on the
-last, each engine rank and each agent real processes, staged by NIXL (or `--backend Mooncake`). With TP2 two workers share the first GPU, which
-then serves them by turns; with TP1 each worker has a GPU, as in a deployment, and only the way is that of unequal ranks.
-Rooms move alone, after 0.1 s of silence, in which GPUs and NVLink go to sleep, and in a row, each claimed before the one
-before it is sent; so does the plain copy. Two clocks, the claim having been made before: from the first gather, or the
-acceptance of the first `send` if that was earlier, to the event of the last scatter, as the workers see it, and (`engines`) from the call of the first `send`
-to DONE at the target's engine. Every byte of the target's pool is compared after the last room of each size, before which
-it was poisoned, and after one room before all others; a wrong one ends the run. `one descriptor` and the pieces below it are the
-transport alone, as a worker uses it, the pieces looked up beforehand and written in the opposite order; `plain copy` is
-torch's between the two GPUs.
+The model has 80 layers, 8 KV heads of 128 elements of 2 bytes, and pages of 64 tokens. All prefill ranks are on the first
+GPU, decode's TP1 is on the last. Engine ranks and agents are real processes; transfers are staged. With TP2 two workers share
+the first GPU, which alternates between them. With TP1 each worker has a GPU, as in a deployment, and stages although the
+layouts are equal. Rooms move alone, after 0.1 s of idleness, in which GPUs and NVLink enter power saving, and back to back:
+each is claimed before its predecessor is sent. The plain copy is torch's between the two GPUs, with the same two series.
 
-Needs no network and, beside the package, torch, Triton and NIXL or Mooncake's wheel for CUDA 13; one GPU will do, but then says little.
+Two clocks start after the claim. The workers' clock runs from the first gather, or the acceptance of the first `send` if that
+was earlier, to the event of the last scatter. The engines' clock runs from the first `send` to DONE at the target's engine.
+`one descriptor` and the pieces below it measure the transport alone; pieces are prepared first and written in reverse order.
+Every byte of the target's pool is compared after the first room and after the last room of each size, before which the pool
+is poisoned. A wrong byte ends the run.
+
+Needs torch, Triton, and NIXL or (`--backend Mooncake`) Mooncake's wheel for CUDA 13. With one GPU the result says little.
 """
 
 from __future__ import annotations
@@ -48,16 +49,16 @@ from longshore_agent.transports.base import Part, Pieces, Transport, Write, Writ
 SHAPE = {"layers": 80, "kv_heads": 8, "page_size": 64}
 TOKEN_BYTES = 80 * 2 * 8 * 256
 SLICES_BATCH = 1000
-# Pieces of the transport alone: a token's heads for a rank of TP4 and of TP2, then a page's tokens of one head and of four,
-# as engines write that keep pages head by head.
+# Sizes of pieces for the transport alone: a token's heads for a rank of TP4 and of TP2, then a page's tokens of one head and
+# of four heads, as in engines whose pages are stored head by head (HND).
 PIECES = {"TP4's slices": 512, "TP2's slices": 1024, "page and head": 64 * 256, "page, 4 heads": 4 * 64 * 256}
 WARM_UPS = 2
-# What agents are told for each backend.
+# The agents' settings for each backend.
 BACKENDS = {"NIXL": {}, "Mooncake": {"LONGSHORE_BACKEND": "Mooncake"}}
 
 
 def all_ask(ranks: list[EngineProcess], command: str, **arguments: Any) -> list[Any]:
-    """Let all ranks do one thing at once."""
+    """Run a command on all ranks concurrently."""
     for rank in ranks:
         rank.begin(command, **arguments)
     return [rank.end() for rank in ranks]
@@ -73,14 +74,14 @@ def start(stack: ExitStack, agent: GPUAgent, role: str, tp: int, device: int, pa
 
 
 def page(agent: GPUAgent, path: str) -> str:
-    """Return a page of an agent's status."""
+    """Return a page of an agent's HTTP server."""
     http = json.loads((agent.directory / "agent.json").read_bytes())["http"]
     with urllib.request.urlopen(http + path, timeout=10) as answer:  # noqa: S310 - the agent's own address
         return str(answer.read().decode())
 
 
 def wires(agent: GPUAgent) -> list[str]:
-    """Return what bytes of an agent's workers travel over."""
+    """Return the wires that an agent's workers use."""
     found = [
         peer.get("wire", "") for worker in json.loads(page(agent, "/v1/status"))["workers"] for peer in worker["peers"]
     ]
@@ -133,11 +134,11 @@ class Scene:
         return self.room
 
     def pages_at_decode(self, room: int, pages: list[int]) -> list[int]:
-        """Return where decode has a room's pages; two rooms that are claimed at once may not share a page."""
+        """Return decode's page ids for a room. Two rooms that are claimed at once do not share a page."""
         return [page + room % 2 * self.page_count for page in pages]
 
     def move(self, room: int, tokens: int, pages: list[int]) -> tuple[float, float, float]:
-        """Move a claimed room; return when its first `send` was called, was accepted, and when decode heard of its end."""
+        """Move a claimed room; return the times of the first `send`, of its acceptance, and of DONE at decode."""
         self.decode.begin("wait", room=room, half="TARGET", instance="source")
         sends = all_ask(self.prefill, "send", room=room, pages=pages, tokens=tokens, chunk=8192)
         kind, text, end_s = self.decode.end()
@@ -147,19 +148,19 @@ class Scene:
         return min(begin_s for begin_s, _ in sends), min(accepted_s for _, accepted_s in sends), end_s
 
     def spans(self, room: int) -> list[dict[str, Any]]:
-        """Return a room's spans from both agents, or from the one that serves both engines."""
+        """Return a room's spans from both agents, or from the one agent of both engines."""
         return [span for agent in dict.fromkeys((self.near, self.far)) for span in spans(agent, room)]
 
     def clocks(self, room: int, times: tuple[float, float, float]) -> tuple[float, float]:
-        """Return the seconds of both clocks: see the module."""
+        """Return the seconds of both clocks; see the module's docstring."""
         found = self.spans(room)
         ended_ns = max(span["end_ns"] for span in found)
-        # The worker may have begun before the engine was told that it has accepted.
+        # The worker may begin before the engine receives the acceptance.
         begun_ns = min(span["start_ns"] for span in found)
         return ended_ns / 1e9 - min(times[1], begun_ns / 1e9), times[2] - times[0]
 
     def alone(self, tokens: int, pages: list[int], count: int, *, shown: bool) -> list[tuple[float, float]]:
-        """Move rooms one at a time, each after 0.1 s of silence; show the last one's slabs if that is asked for."""
+        """Move rooms one at a time, each after 0.1 s of idleness; print the last one's slabs if requested."""
         found = []
         for index in range(count):
             room = self.claim(tokens, pages)
@@ -171,32 +172,32 @@ class Scene:
         return found
 
     def in_a_row(self, tokens: int, pages: list[int], count: int) -> list[tuple[float, float]]:
-        """Move rooms one after another, each claimed before the one before it is sent."""
+        """Move rooms back to back, each claimed before its predecessor is sent."""
         claimed = self.claim(tokens, pages)
         moved = []
         for _ in range(count):
             room, claimed = claimed, self.claim(tokens, pages)
             moved.append((room, self.move(room, tokens, pages)))
         found = [self.clocks(room, times) for room, times in moved]
-        # The last one proves the bytes: nothing of an earlier room can stand in for it.
+        # Poison the pool before the last room, so that no byte of an earlier room can pass for one of its own.
         self.decode.ask("poison")
         self.move(claimed, tokens, pages)
         return found
 
     def differences(self, seed: int, tokens: int, pages: list[int]) -> int:
-        """Return how many elements differ at decode after the newest room."""
+        """Return the number of wrong elements at decode after the newest room."""
         there = self.pages_at_decode(self.room, pages)
         return int(self.decode.ask("differences", sequences=[(seed, tokens, there)]))
 
     def stages(self) -> list[dict[str, tuple[float, float]]]:
-        """Return what the stages have taken so far, at each agent."""
+        """Return the stages' times so far, for each agent."""
         return [stage_seconds(agent) for agent in dict.fromkeys((self.near, self.far))]
 
 
 def mean_stages(
     before: list[dict[str, tuple[float, float]]], after: list[dict[str, tuple[float, float]]]
 ) -> dict[str, dict[str, float]]:
-    """Return the mean microseconds and the count of each stage between two looks."""
+    """Return the mean microseconds and the count of each stage between two readings."""
     found = {}
     for old, new in zip(before, after, strict=True):
         for stage, (total, count) in new.items():
@@ -223,7 +224,7 @@ def show_row(row: dict[str, Any], name: str) -> None:
 
 
 def prove(scene: Scene, tokens: int) -> None:
-    """Move one room and compare every byte of the target's pool, before anything is measured."""
+    """Move one room and compare every byte of the target's pool. Called before any measurement."""
     pages = list(range(-(-tokens // 64)))
     all_ask(scene.prefill, "fill", seed=1, tokens=tokens, pages=pages)
     scene.decode.ask("poison")
@@ -237,7 +238,7 @@ def prove(scene: Scene, tokens: int) -> None:
 def measure_room_sizes(
     scene: Scene, sizes: list[int], repetitions: int, name: str, shown: Sequence[int] = ()
 ) -> list[dict[str, Any]]:
-    """Move rooms of each size alone and in a row, compare the last one's bytes, print and return a row for each."""
+    """Move rooms of each size alone and back to back; compare the last one's bytes; print and return a row for each size."""
     rows = []
     for tokens in sizes:
         pages = np.random.default_rng(tokens).permutation(scene.page_count)[: -(-tokens // 64)].tolist()
@@ -260,7 +261,7 @@ def measure_room_sizes(
 
 
 def bare_transport(backend: str, name: str, device: int) -> Transport:
-    """Return a transport of a device's memory, as a worker makes it."""
+    """Return a transport for a device's memory, made as a worker makes it."""
     options = {"enter": lambda: torch.cuda.set_device(device)} if backend == "Mooncake" else {}
     return create(backend, name, device_index=device, **options)
 
@@ -292,7 +293,7 @@ def run_agents(
 
 
 def copied_s(near: torch.Tensor, far: torch.Tensor) -> float:
-    """Copy once; return the seconds until the event behind it has passed."""
+    """Copy once; return the seconds until the event behind the copy is complete."""
     begin_s = time.perf_counter()
     far.copy_(near, non_blocking=True)
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -303,7 +304,7 @@ def copied_s(near: torch.Tensor, far: torch.Tensor) -> float:
 
 
 def run_copy(sizes: list[int], target_device: int) -> dict[int, dict[str, float]]:
-    """Return the median seconds of a plain copy of each length: in a row, and after 0.1 s of silence."""
+    """Return the median seconds of a plain copy of each length: back to back, and after 0.1 s of idleness."""
     found: dict[int, dict[str, float]] = {}
     torch.cuda.set_device(0)
     for length in sizes:
@@ -326,7 +327,7 @@ def run_copy(sizes: list[int], target_device: int) -> dict[int, dict[str, float]
 
 
 def receive_bare(backend: str, device: int, length: int) -> None:
-    """The receiving half of `run_bare`: register, tell how to reach the memory, and drive the transport until told to stop."""
+    """The receiving process of `run_bare`: register the memory, print its address, drive the transport until told to stop."""
     torch.cuda.set_device(device)
     memory = torch.zeros(length, dtype=torch.uint8, device=f"cuda:{device}")
     torch.cuda.synchronize()
@@ -357,7 +358,7 @@ def finish(transport: Transport, writes: list[Any]) -> None:
 
 
 class Bare:
-    """The transport alone: a process that is written to, and this one's memory; use as a context manager."""
+    """The transport alone: this process writes into the memory of a second one. Use as a context manager."""
 
     def __init__(self, backend: str, length: int, target_device: int) -> None:
         torch.cuda.set_device(0)
@@ -391,7 +392,7 @@ class Bare:
         return time.perf_counter() - begin_s
 
     def pieces(self, piece_bytes: int) -> tuple[float, float]:
-        """Write all bytes in pieces, in the opposite order; return the seconds of the look-up of all, and of the writes."""
+        """Write all bytes in pieces, in reverse order; return the seconds to prepare the pieces and to write them."""
         count = self.length // piece_bytes
         steps = np.arange(count, dtype=np.uint64) * np.uint64(piece_bytes)
         begin_s = time.perf_counter()
@@ -412,7 +413,7 @@ class Bare:
         return write
 
     def check(self, piece_bytes: int) -> None:
-        """End the program unless the target has every byte in the order in which `pieces` (or `whole`: all bytes) writes."""
+        """End the program unless the target has every byte at the place to which `pieces` (or `whole`) writes it."""
         expected = np.ascontiguousarray(self._host.reshape(-1, piece_bytes)[::-1])
         self._say("check")
         if self._heard() != hashlib.blake2b(expected.data).hexdigest():
@@ -429,14 +430,14 @@ class Bare:
 
 
 def run_bare(backend: str, length: int, target_device: int) -> dict[str, list[float]]:
-    """Return the seconds of one descriptor of `length`, and of as many bytes in each kind of piece, looked up before."""
+    """Return the seconds of one descriptor of `length`, and of as many bytes in prepared pieces of each size."""
     with Bare(backend, length, target_device) as bare:
         found = {"one descriptor": [bare.whole() for _ in range(7)]}
         bare.check(length)
         for name, piece_bytes in PIECES.items():
             looked_up, found[name] = map(list, zip(*(bare.pieces(piece_bytes) for _ in range(3)), strict=True))
             bare.check(piece_bytes)
-            print(f"{backend}, {name}: looked up in {statistics.median(looked_up) * 1e3:.0f} ms", flush=True)
+            print(f"{backend}, {name}: prepared in {statistics.median(looked_up) * 1e3:.0f} ms", flush=True)
     for name, samples in found.items():
         print(
             f"{backend}, {name:15} {length / 1e6:8.1f} MB {statistics.median(samples) * 1e3:9.3f} ms "
@@ -450,7 +451,7 @@ def main() -> None:
     """Print the table and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path, help="file for the numbers")
-    parser.add_argument("--backend", choices=sorted(BACKENDS), default="NIXL", help="what moves the bytes")
+    parser.add_argument("--backend", choices=sorted(BACKENDS), default="NIXL", help="the transport")
     parser.add_argument("--tokens", default="256,1024,4096,8192", help="sizes of rooms, separated by commas")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--bare-bytes", type=int, default=83_886_080, help="of the bare transport's writes")
@@ -458,7 +459,7 @@ def main() -> None:
         "--variants", default=";", help="settings of the agents, as name=value,...; separated by semicolons"
     )
     parser.add_argument("--source-tp", default="1,2", help="TPs of prefill, separated by commas")
-    parser.add_argument("--show", default="", help="sizes whose last room is shown slab by slab, separated by commas")
+    parser.add_argument("--show", default="", help="sizes whose last room is printed slab by slab, separated by commas")
     parser.add_argument("--no-bare", action="store_true", help="leave out the bare transport")
     parser.add_argument("--bare-target", type=int, default=-1, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -496,4 +497,4 @@ def main() -> None:
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # NIXL's library crashes when it is unloaded in a process that has used CUDA
+    os._exit(0)  # NIXL's library crashes if it is unloaded in a process that has used CUDA.

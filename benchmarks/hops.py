@@ -1,9 +1,9 @@
-"""What does it cost to wake somebody? Threads, processes and ZeroMQ, each after a rest, and small work for a GPU where there is one.
+"""Measures the latency of waking an idle thread, process or ZeroMQ peer, and of small work on a GPU.
 
     python benchmarks/hops.py
 
-A transfer wakes some six threads and processes in turn; on a virtual machine whose cores sleep meanwhile, each costs more than
-the slab. Half of a round trip each, medians and 90th percentiles.
+A transfer wakes about six threads and processes in turn. On a virtual machine with idle cores each wake-up takes longer than
+the slab. The times are halves of a round trip: medians and 90th percentiles.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REPETITIONS = 200
 
 
 def measure(name: str, trip: Callable[[], object], *, hops: int = 2) -> None:
-    """Print what one hop of a trip takes."""
+    """Print the time of one hop of a round trip."""
     samples = []
     for _ in range(REPETITIONS):
         time.sleep(REST_S)
@@ -36,7 +36,7 @@ def measure(name: str, trip: Callable[[], object], *, hops: int = 2) -> None:
 
 
 def measure_threads() -> None:
-    """Two threads and two queues."""
+    """Measure two threads with two queues."""
     there: queue.SimpleQueue[bool] = queue.SimpleQueue()
     back: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
@@ -54,13 +54,13 @@ def measure_threads() -> None:
 
 
 def answer_pipe(pipe: Connection) -> None:
-    """The other process of `measure_processes`."""
+    """The second process of `measure_processes`."""
     while pipe.recv_bytes() == b"x":
         pipe.send_bytes(b"x")
 
 
 def answer_socket(pipe: Connection) -> None:
-    """The other process of `measure_zeromq`."""
+    """The second process of `measure_zeromq`."""
     socket = zmq.Context().socket(zmq.ROUTER)
     pipe.send(f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}")
     while (message := socket.recv_multipart())[1] != b"end":
@@ -68,7 +68,7 @@ def answer_socket(pipe: Connection) -> None:
 
 
 def measure_processes() -> None:
-    """Two processes, by a socket pair and by ZeroMQ."""
+    """Measure two processes with a socket pair and with ZeroMQ."""
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe()
 
@@ -92,7 +92,7 @@ def measure_processes() -> None:
 
 
 def measure_device() -> None:
-    """Page ids to a GPU, waited for or queued, and a small kernel that is waited for."""
+    """Measure a copy of page ids to a GPU, awaited and queued, and a small kernel, awaited."""
     import torch
 
     if not torch.cuda.is_available():
@@ -114,9 +114,9 @@ def measure_device() -> None:
             held.add_(1)
         stream.synchronize()
 
-    measure("page ids to the GPU, waited for", wait_for_ids, hops=1)
+    measure("page ids to the GPU, awaited", wait_for_ids, hops=1)
     measure("page ids to the GPU, pinned and queued", queue_ids, hops=1)
-    measure("a small kernel, waited for", wait_for_kernel, hops=1)
+    measure("a small kernel, awaited", wait_for_kernel, hops=1)
 
 
 def main() -> None:

@@ -1,13 +1,14 @@
-"""What do gather and scatter on a GPU wait for? The hardware's counters of each, beside a kernel that copies one long piece.
+"""Reads the hardware counters of gather and scatter on a GPU, compared with a kernel that copies one long piece.
 
     python benchmarks/kernel_counters_gpu.py --json FILE
 
-Runs itself under Nsight Compute (`ncu`, of the CUDA toolkit), which repeats every kernel with cold caches until it has all counters;
-clocks stay as they are. The pages are those of `gather_scatter_gpu.py`, every slab is checked against indexing before it is profiled.
-The copy beside them is the same tile of the same compiler, without pages: what it lacks of a plain copy no gather can
-have. "of peak", "L2 hits", "SM" (its busiest unit) and "warps" are percentages; "waits" are warps that wait for each
-instruction that is issued: for what they read, for a place in the queue of reads and writes, and for their writes at the end.
-A time under `ncu` is the kernel's on the device, without its launch.
+Runs itself under Nsight Compute (`ncu` of the CUDA toolkit), which repeats every kernel with cold caches until it has all
+counters. Clocks are not locked. The pages are those of `gather_scatter_gpu.py`. Every slab is compared with indexing before
+it is profiled. The copy has the same tile and compiler but no pages: no gather can be faster than it.
+
+"of peak", "L2 hits", "SM" (its busiest unit) and "warps" are percentages. "waits" are stalled warps per issued instruction:
+stalled on reads, on the queue of memory instructions, and on their last writes. A time under `ncu` is the kernel's on the
+device, without its launch.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import torch
 from gather_scatter_gpu import CASES, OPERATIONS, WORKER_TUNINGS, Bench, queue_piece
 
 SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "WarpStateStats", "LaunchStats", "Occupancy", "SchedulerStats")
-# Of each kernel: heading, the counter, and what it is divided by.
+# Columns: heading, counter, divisor.
 SHOWN = {
     "us": ("gpu__time_duration.sum", 1e3),
     "DRAM GB/s": ("dram__bytes.sum.per_second", 1e9),
@@ -42,11 +43,11 @@ SHOWN = {
 }
 LIMIT_S = 300
 PICKED = ("70B 4->1", "70B 1->4")
-PROFILED = "CUDAProfiled"  # set for the process that ncu watches
+PROFILED = "CUDAProfiled"  # set for the profiled process
 
 
 def profiled(sizes: list[float]) -> None:
-    """Run each kernel once where the profiler looks; in the process that ncu watches."""
+    """Run each kernel once within the profiler's range. Called in the profiled process."""
     device = torch.device("cuda:0")
     tunings = WORKER_TUNINGS
     cases = [case for case in CASES if case.name in PICKED]
@@ -66,7 +67,7 @@ def profiled(sizes: list[float]) -> None:
 
 
 def counted(ncu: str, sizes: str) -> tuple[list[list[str]], list[dict[str, str]]]:
-    """Run this script under ncu; return what was profiled, in its order, and every kernel's counters with their units."""
+    """Run this script under ncu; return the profiled cases in order, and every kernel's counters with their units."""
     sections = [word for section in SECTIONS for word in ("--section", section)]
     command = [ncu, "--profile-from-start", "off", "--clock-control", "none", "--csv", "--page", "raw", *sections]
     command += [sys.executable, __file__, "--sizes", sizes]
@@ -85,7 +86,7 @@ def counted(ncu: str, sizes: str) -> tuple[list[list[str]], list[dict[str, str]]
 
 
 def numbers_of(row: dict[str, str]) -> dict[str, float]:
-    """Return what is shown of a kernel."""
+    """Return a kernel's row of the table."""
     return {title: float(row[counter].replace(",", "")) / scale for title, (counter, scale) in SHOWN.items()}
 
 
@@ -102,7 +103,7 @@ def main() -> None:
         raise SystemExit("no CUDA device: this benchmark needs one")
     ncu = shutil.which("ncu", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"]))
     if ncu is None:
-        print("left out: ncu of the CUDA toolkit is not there")
+        print("left out: ncu of the CUDA toolkit is not installed")
         if options.json:
             options.json.write_text(json.dumps({"left_out": "ncu is not there"}) + "\n", encoding="utf-8")
         return

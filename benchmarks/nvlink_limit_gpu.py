@@ -1,9 +1,9 @@
-"""How fast can any kernel write another GPU's memory? The limit of the direct copy, beside a plain copy by the copy engines.
+"""Measures how fast a kernel can write another GPU's memory, which limits the direct copy, and a plain copy by copy engines.
 
     python benchmarks/nvlink_limit_gpu.py
 
-One piece of a gibibyte from the first GPU to the second: no pages, no tables, nothing but loads and stores, with every cache
-hint that Triton knows, and by the tensor memory accelerator. Ends with an error unless the bytes arrive. Needs two GPUs.
+Kernels copy one contiguous gibibyte from the first GPU to the second: by loads and stores with every cache hint that Triton
+has, and by the tensor memory accelerator. The program fails unless the bytes arrive. Needs two GPUs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PROCESSORS = 132
 def copy_tiles(
     source: tl.tensor, target: tl.tensor, row_count: tl.tensor, rows: tl.constexpr, columns: tl.constexpr
 ) -> None:
-    """Copy tiles by the tensor memory accelerator, one program after another tile."""
+    """Copy tiles by the tensor memory accelerator, one tile a program."""
     near = tl.make_tensor_descriptor(source, [row_count, columns], [columns, 1], [rows, columns])
     far = tl.make_tensor_descriptor(target, [row_count, columns], [columns, 1], [rows, columns])
     for index in tl.range(tl.program_id(0), row_count // rows, tl.num_programs(0), num_stages=4):
@@ -34,7 +34,7 @@ def copy_tiles(
 
 
 class Elsewhere:
-    """Memory of the other device, which the kernel reaches: Triton itself takes only what is on its own."""
+    """Memory of the other device. Triton accepts tensors of its own device only, but takes an address."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.dtype = memory.dtype
@@ -74,7 +74,7 @@ def main() -> None:
     count = LENGTH_BYTES // 8
     near = torch.randint(-(2**62), 2**62, (count,), device="cuda:0", dtype=torch.int64)
     far = torch.zeros(count, device="cuda:1", dtype=torch.int64)
-    # The first copy between the two lets kernels of the first one write the second one's memory.
+    # torch's first copy between two devices enables peer access, which the kernels need.
     far.copy_(near)
     there = Elsewhere(far)
     measure("plain copy", near, far, lambda: far.copy_(near, non_blocking=True))

@@ -1,9 +1,9 @@
-"""How soon is a change applied with 1,000 nodes and 100 deployments, and what does the operator cost at rest?
+"""Measures how soon the operator applies a change with 1,000 nodes and 100 deployments, and its load at rest.
 
-A real control plane in a network of its own, nodes and pods played by KWOK, the operator as a process of its own with polling on.
-One responder plays the status pages of all agents; 1 % of them never answer. A change is a new ring size of one
-deployment; it is applied when a watch shows the DaemonSet with it. Correct means: every DaemonSet has the last
-change, every deployment is Ready at its generation, and no silent agent is called anything but that.
+A real control plane runs in its own network namespace, with nodes and pods simulated by KWOK. The operator is a process with
+polling on. One responder serves the status pages of all agents; 1 % of them never answer. A change is a new ring size of one
+deployment. It counts as applied when a watch shows the DaemonSet with it. The run fails unless every DaemonSet has the last
+change, every deployment is Ready at its generation, and exactly the silent agents are reported as silent.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ NAMESPACE = "scale"
 KIND = ("longshore.dev", "v1alpha1", NAMESPACE, "disaggdeployments")
 POD_NETWORK = "10.128.0.0/10"
 SETTLE_LIMIT_S = 900.0
-# Nodes in one request: more would not fit what the API server takes at once.
+# Nodes in one request. The API server limits the size of a request.
 NODES_AT_ONCE = 250
 TARGETS = {"p99": 1.0, "memory": 200.0, "writes": 0}
 
 
 class Watcher:
-    """What watches of the bench's own showed: each config of each DaemonSet and when, and which deployments are Ready."""
+    """Results of the benchmark's own watches: the time of each config of each DaemonSet, and the Ready deployments."""
 
     def __init__(self, client: Any) -> None:
         self.seen: dict[tuple[str, str], float] = {}
@@ -80,7 +80,7 @@ class Watcher:
 
 
 class Bench:
-    """One run: `fill`, `change`, `rest`."""
+    """One run: call `fill`, `change`, `rest` in this order."""
 
     def __init__(self, plane: ControlPlane, one: OperatorProcess, chosen: argparse.Namespace) -> None:
         self._plane = plane
@@ -94,7 +94,7 @@ class Bench:
         self._objects = kubernetes.client.CustomObjectsApi(client)
         self._names = [f"d{number}" for number in range(chosen.deployments)]
         self._watcher = Watcher(client)
-        # What the API server took for each change itself: the floor, of which an applied change needs three in a row.
+        # The API server's time for each write of a change. An applied change needs three writes in a row.
         self.own_s: list[float] = []
 
     def fill(self, http_port: int) -> float:
@@ -111,7 +111,7 @@ class Bench:
         return time.monotonic() - began_s
 
     def change(self) -> list[float]:
-        """Change one deployment after the other, evenly spaced; return the seconds until each was applied."""
+        """Change one deployment after another at a limited rate; return the seconds until each was applied."""
         sent: dict[str, tuple[str | None, float]] = {}
         for number in range(self._chosen.changes):
             name = self._names[number % len(self._names)]
@@ -131,7 +131,7 @@ class Bench:
         return times
 
     def rest(self) -> dict[str, float]:
-        """Wait until all is Ready and nothing is written any more; return what a while of rest costs."""
+        """Wait until all deployments are Ready and writes have stopped; return the load of a period at rest."""
         until(self._all_ready, "all deployments Ready again", SETTLE_LIMIT_S)
         calm: list[tuple[float, float]] = []
 
@@ -156,11 +156,11 @@ class Bench:
         return len(self._watcher.ready) == len(self._names)
 
     def calls(self) -> float:
-        """Requests of the operator but those for its Lease."""
+        """Return the operator's requests, without those for its Lease."""
         return sum(self._counts('kind="Lease"'))
 
     def writes(self) -> float:
-        """Requests that changed something, but those for its Lease."""
+        """Return the operator's writes, without those for its Lease."""
         return sum(self._counts('kind="Lease"', 'verb="GET"', 'verb="LIST"', 'verb="DRYRUN"'))
 
     def _counts(self, *without: str) -> list[float]:
@@ -170,12 +170,12 @@ class Bench:
         return [float(line.rpartition(" ")[2]) for line in lines if not any(part in line for part in without)]
 
     def cpu_s(self) -> float:
-        """Processor seconds of the operator so far."""
+        """Return the operator's processor seconds so far."""
         fields = Path(f"/proc/{self._one.process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def memory_mib(self, row: str) -> float:
-        """Memory of the operator: `VmRSS` now, `VmHWM` at most."""
+        """Return the operator's memory: `VmRSS` now, `VmHWM` the peak."""
         for line in Path(f"/proc/{self._one.process.pid}/status").read_text().splitlines():
             if line.startswith(f"{row}:"):
                 return int(line.split()[1]) / 1024
@@ -232,7 +232,7 @@ def show(figures: dict[str, Any]) -> None:
             f"{figures['rss_mib']:.0f} MiB, {figures['peak_mib']:.0f} MiB",
             f"<= {TARGETS['memory']:.0f}",
         ),
-        ("writes a minute at rest, but the Lease", f"{figures['writes_per_minute']:.1f}", f"{TARGETS['writes']}"),
+        ("writes a minute at rest, without the Lease", f"{figures['writes_per_minute']:.1f}", f"{TARGETS['writes']}"),
         ("reads a minute at rest", f"{figures['calls_per_minute']:.1f}", ""),
         ("processor at rest", f"{figures['cpu_percent']:.1f} % of a core", ""),
         ("requests a change, with its rollout", f"{figures['calls_per_change']:.1f}", ""),
@@ -247,14 +247,14 @@ def show(figures: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Run it; return the exit status."""
+    """Run the benchmark; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--nodes", type=int, default=1000)
     parser.add_argument("--deployments", type=int, default=100)
     parser.add_argument("--changes", type=int, default=100)
     parser.add_argument("--rate", type=float, default=2.0, help="changes a second, at most")
     parser.add_argument("--silent", type=float, default=0.01, help="share of agents that never answer")
-    parser.add_argument("--calm-s", type=float, default=45.0, help="without a write before rest is measured")
+    parser.add_argument("--calm-s", type=float, default=45.0, help="seconds without a write before rest is measured")
     parser.add_argument("--rest-s", type=float, default=120.0)
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()

@@ -1,8 +1,8 @@
-"""Longshore's connector beside vLLM's NixlConnector, one after the other in one run: `make bench-vllm`.
+"""Compares Longshore's connector with vLLM's NixlConnector, one after the other in one run: `make bench-vllm`.
 
 Prefill TP2 and decode TP1 get the same prompts. The clock runs from the end of prefill's answer to decode's first token, with
-HTTP and scheduling on both sides. Every token is compared with those of one engine alone. A descriptor is a piece of memory in
-a transfer: NIXL's count of its own for NixlConnector, the agents' count of pieces in writes for Longshore.
+HTTP and scheduling on both sides. Every token is compared with those of a single engine. A descriptor is a piece of memory in
+a transfer: NIXL counts them for NixlConnector, the agents count pieces in writes for Longshore.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ REPEATS = 5
 NEW_TOKENS = 4
 PREFILL, DECODE = "prefill", "decode"
 SIDES = (Side(PREFILL, 2), Side(DECODE, 1))
-# The counts of a transfer are on the page some seconds after it.
+# The metrics page shows the counts of a transfer some seconds after it.
 COUNTED_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)
 class Row:
-    """One connector at one length: median and spread of seconds, and what one request took of the transport."""
+    """One connector at one length: median and slowest time, and the transport's counts for one request."""
 
     first_token_s: float
     slowest_s: float
@@ -47,7 +47,7 @@ class Row:
 
 
 class Counts:
-    """What a scene's transport has done so far."""
+    """Counts of a scene's transport so far."""
 
     def __init__(
         self, descriptors: Callable[[], float], moved_bytes: Callable[[], float], requests: Callable[[], float]
@@ -60,12 +60,12 @@ class Counts:
 
 
 def counts_of(scene: Scene | NixlScene) -> Counts:
-    """Return where a scene counts."""
+    """Return the counters of a scene's transport."""
     decode = scene.engines[DECODE]
 
     def of_decode(name: str) -> Callable[[], float]:
         def read() -> float:
-            decode.complete(Prompt([1, 2]), 1)  # Counts reach the page with the next step of work.
+            decode.complete(Prompt([1, 2]), 1)  # The page gets counts only with the next step.
             return decode.metrics().total(name)
 
         return read
@@ -84,7 +84,7 @@ def counts_of(scene: Scene | NixlScene) -> Counts:
 
 
 def measure(scene: Scene | NixlScene, alone: Oracle, prompts: Sequence[Prompt]) -> Row:
-    """Move prompts of one length one after the other."""
+    """Move prompts of one length one after another."""
     counts = counts_of(scene)
     before = counts.read()
     seconds = [first_token_s(scene.engines[PREFILL], scene.engines[DECODE], prompt, alone) for prompt in prompts]
@@ -104,7 +104,7 @@ def first_token_s(source: Engine, target: Engine, prompt: Prompt, alone: Oracle)
     for part in parts:
         tokens += tokens_of(part) if part["choices"] else []
     if tokens != alone(prompt):
-        raise SystemExit(f"a prompt of {len(prompt)} tokens was answered wrongly: no time counts")
+        raise SystemExit(f"a prompt of {len(prompt)} tokens was answered wrongly: its time is invalid")
     return first_s
 
 
@@ -124,14 +124,14 @@ def main() -> None:
         rows: dict[str, dict[int, Row]] = {}
         for name, kind in (("Longshore", Scene), ("NixlConnector", NixlScene)):
             with kind(nursery, model, SIDES) as scene:
-                for prompts in sets.values():  # Peers meet once, and each length takes its first way through the code.
+                for prompts in sets.values():  # Warm up: connect the peers, and run the code once for each length.
                     first_token_s(scene.engines[PREFILL], scene.engines[DECODE], prompts[0], alone)
                 rows[name] = {length: measure(scene, alone, prompts[1:]) for length, prompts in sets.items()}
     print_table(rows["Longshore"], rows["NixlConnector"])
 
 
 def print_table(ours: dict[int, Row], theirs: dict[int, Row]) -> None:
-    """Print both beside each other."""
+    """Print the results of both connectors."""
     print(f"{os.cpu_count()} cores, {platform.system()} {platform.release()}, Python {platform.python_version()}")
     print(
         f"vLLM on CPU, prefill TP2 -> decode TP1, {tiny_model.LAYERS} layers, 4 KV heads of {tiny_model.HEAD_DIM}, float32,"

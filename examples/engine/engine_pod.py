@@ -1,4 +1,4 @@
-"""The engine of own_engine.py as two pods, which read from their environment what they are. See docs/how-to/engine-pods.md.
+"""The engine of own_engine.py as two pods. Their environment gives their role and layout. See docs/how-to/engine-pods.md.
 
 engine_pod.py prefill          offers the pages that decode asks for, at PORT
 engine_pod.py decode ADDRESS   asks prefill for a request each second, and compares every byte
@@ -26,7 +26,7 @@ PAGES = list(range(-(-TOKENS // PAGE_SIZE)))
 
 
 class Order(msgspec.Struct):
-    """What decode asks for: tokens of this room; without a room, prefill's endpoint."""
+    """Decode's request: tokens of this room; without a room, prefill's endpoint."""
 
     room: int | None = None
 
@@ -45,7 +45,7 @@ def content(room: int) -> np.ndarray:
 
 
 def run_prefill() -> None:
-    """Answer decode engines, one after the other."""
+    """Answer decode engines, one after another."""
     ranks = ranks_of(ls.Half.SOURCE)
     server = socket.create_server(("", PORT))
     print("prefill is registered", flush=True)
@@ -65,7 +65,7 @@ def run_prefill() -> None:
 
 
 def run_decode(address: str) -> None:
-    """Move one request after the other, until something fails."""
+    """Move one request after another, until something fails."""
     ranks = ranks_of(ls.Half.TARGET)
     print("decode is registered", flush=True)
     with socket.create_connection((address, PORT), timeout=LIMIT_S) as connection, connection.makefile("rwb") as stream:

@@ -1,4 +1,4 @@
-"""An engine of your own with Longshore: a prefill instance of TP 2 and a decode instance of TP 1. See docs/how-to/engines.md.
+"""A minimal engine with Longshore: a prefill instance of TP 2 and a decode instance of TP 1. See docs/how-to/engines.md.
 
 Run it beside `longshore up -f examples/engine/deployment.yaml --directory DIR`, with DIR as its argument. All ranks
 are in this process, so that it can compare bytes; in an engine each rank is a process with one client.
@@ -37,19 +37,19 @@ class Rank:
         os.close(descriptor)
 
     def tokens(self, page_ids: list[int]) -> np.ndarray:
-        """Return a copy of what these pages hold, as [K and V, layer, token, head, element]."""
+        """Return a copy of these pages' content, as [K and V, layer, token, head, element]."""
         found = self.pages[:, :, page_ids]
         return found.reshape(*found.shape[:2], -1, *found.shape[4:])
 
     def ended(self, room: int, instance: str) -> ls.RoomEvent:
-        """Wait for the end of this rank's half of a room; its pages are this rank's again when it returns."""
+        """Wait for the end of this rank's half of a room. On return the agent no longer uses the pages."""
         event = self.client.wait(room, self.half, instance, timeout_s=LIMIT_S)
         self.client.wait(room, self.half, instance, {ls.RoomEventKind.RELEASED}, timeout_s=LIMIT_S)
         return event
 
 
 def insist(call: Callable[[], None]) -> None:
-    """Make a call again while the agent's queues are full or it is being restarted: nothing is sent twice."""
+    """Repeat a call while the agent's queues are full or it restarts. A refused call has sent nothing."""
     end_s = time.monotonic() + LIMIT_S
     while True:
         try:
@@ -61,7 +61,7 @@ def insist(call: Callable[[], None]) -> None:
 
 
 def prefill(ranks: list[Rank], room: int, page_ids: list[int], cache: np.ndarray, end_token: int) -> None:
-    """Compute (here: copy) the tokens up to `end_token` chunk by chunk, and offer each chunk as soon as it is there."""
+    """Compute (here: copy) the tokens up to `end_token` chunk by chunk, and offer each chunk as soon as it is complete."""
     for first in range(0, end_token, CHUNK_TOKENS):
         end = min(first + CHUNK_TOKENS, end_token)
         for rank in ranks:
@@ -74,12 +74,12 @@ def prefill(ranks: list[Rank], room: int, page_ids: list[int], cache: np.ndarray
 
 
 def main(directory: str) -> int:
-    """Move one request, give up another one; return 0 if both ended as they should."""
+    """Move one request and abort another one; return 0 if both ended as expected."""
     near, far = f"{directory}/prefill-0/agent.sock", f"{directory}/decode-0/agent.sock"
     layouts = [ls.KVLayout(MODEL, ls.Parallel(tp=PREFILL_TP, tp_rank=rank), page_size=16) for rank in range(PREFILL_TP)]
     sources = [Rank(near, "my-prefill", layout, ls.Half.SOURCE, page_count=16) for layout in layouts]
     target = Rank(far, "my-decode", ls.KVLayout(MODEL, ls.Parallel(), page_size=8), ls.Half.TARGET, page_count=32)
-    # What your engines tell each other with a request: the room, and this. Plain data, here as JSON.
+    # Engines pass the room and this endpoint to each other with a request. It is plain data, here as JSON.
     handover = msgspec.json.encode(sources[0].client.endpoint(timeout_s=LIMIT_S))
     endpoint = msgspec.json.decode(handover, type=ls.Endpoint)
 
@@ -92,7 +92,7 @@ def main(directory: str) -> int:
     print(f"room 1: {event.kind.name}, {event.bytes_moved} bytes, {'equal' if same else 'NOT EQUAL'}")
     print("prefill:", *(rank.ended(1, "my-prefill").kind.name for rank in sources))
 
-    # The second request is given up after its first chunk: both sides hear of it, and get their pages back.
+    # Abort the second request after its first chunk: both sides get an event and their pages back.
     insist(partial(target.client.receive, 2, endpoint, to_pages, 0, TOKENS))
     prefill(sources, 2, from_pages, cache, CHUNK_TOKENS)
     for rank in sources:

@@ -1,9 +1,9 @@
-"""A router for vLLM engines that use LongshoreConnector: the prompt to a prefill engine, the rest to a decode engine.
+"""A router for vLLM engines that use LongshoreConnector: sends each prompt to a prefill engine, then to a decode engine.
 
     python proxy.py --prefill http://10.0.0.1:8100 --decode http://10.0.0.2:8200 --port 8000
 
-Serves /v1/completions and /v1/chat/completions, streaming too. An engine's error reaches the client as an error, with
-its status; if it comes after the first tokens, the stream breaks off. Several engines of a kind are taken in turn.
+Serves /v1/completions and /v1/chat/completions, also streaming. An engine's error reaches the client with its status; after
+the first tokens, the router closes the stream instead. It uses several engines of a kind in turn.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
-# A long prompt behind others takes minutes; an engine that does not even take the connection is down.
+# A queued long prompt takes minutes. An engine that does not accept the connection is down.
 TIMEOUT = httpx.Timeout(600.0, connect=5.0)
 DISCONNECT_LOOK_S = 0.5
 PASSED_ON = ("authorization", "x-request-id")
-# What of a request is about its answer and means nothing for the one token that prefill makes.
+# Fields about the response, which are removed from the request for prefill's single token.
 ANSWER_FIELDS = ("stream_options", "min_tokens", "n", "best_of", "max_completion_tokens")
 OK, BAD_REQUEST, CLIENT_GONE, BAD_GATEWAY, GATEWAY_TIMEOUT = 200, 400, 499, 502, 504
 
 
 class EngineError(Exception):
-    """An engine did not do its part; becomes the client's answer."""
+    """An engine failed; becomes the client's response."""
 
     def __init__(self, status: int, content: bytes | str) -> None:
         super().__init__(content)
@@ -40,7 +40,7 @@ class EngineError(Exception):
 
 
 def make_app(prefill: list[str], decode: list[str], transport: httpx.AsyncBaseTransport | None = None) -> FastAPI:
-    """Return the router for these engines' addresses; `transport` is a test's."""
+    """Return the router for these engines' addresses. Tests pass a `transport`."""
     engines = itertools.cycle(prefill), itertools.cycle(decode)
     client = httpx.AsyncClient(timeout=TIMEOUT, limits=httpx.Limits(max_connections=None), transport=transport)
 
@@ -54,7 +54,7 @@ def make_app(prefill: list[str], decode: list[str], transport: httpx.AsyncBaseTr
     @app.post("/v1/completions")
     @app.post("/v1/chat/completions")
     async def complete(request: Request) -> Response:
-        """Send the prompt to prefill and what it answers to decode."""
+        """Send the prompt to prefill, and prefill's answer with it to decode."""
         try:
             return await _while_connected(request, _complete(client, request, engines))
         except EngineError as error:
@@ -83,7 +83,7 @@ async def _complete(
     answer = await client.post(prefill, json=prompt, headers=headers)
     if answer.status_code != OK:
         raise EngineError(answer.status_code, answer.content)
-    # What prefill says is decode's alone to read. Nothing there: its agent is away, and decode computes the prompt.
+    # Only decode reads prefill's parameters. If there are none, prefill's agent is away and decode computes the prompt.
     body["kv_transfer_params"] = answer.json().get("kv_transfer_params")
     sent = await client.send(client.build_request("POST", decode, json=body, headers=headers), stream=True)
     if sent.status_code != OK or not body.get("stream"):
@@ -95,7 +95,7 @@ async def _complete(
 
 
 async def _streamed(sent: httpx.Response) -> StreamingResponse:
-    """Return a stream once its first event is there and is no error, so that an early failure has its own status."""
+    """Return a stream after its first event, if that is no error, so that an early failure keeps its own status."""
     lines = sent.aiter_lines()
     first = await anext(lines, "")
     if _event_failed(first) or not first:
@@ -125,7 +125,7 @@ def _has_failed(answer: Any) -> bool:
 
 
 async def _while_connected(request: Request, work: Awaitable[Response]) -> Response:
-    """Do the work; end it if the client leaves, which ends the request at its engine too."""
+    """Do the work. If the client disconnects, cancel it, which also cancels the request at the engine."""
     task = asyncio.ensure_future(work)
     try:
         while not (await asyncio.wait({task}, timeout=DISCONNECT_LOOK_S))[0]:

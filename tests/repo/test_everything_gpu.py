@@ -1,4 +1,4 @@
-"""`make gpu` as far as it goes without a GPU: it says why it is skipped, what it would run, and keeps to its time."""
+"""Tests `make gpu` without a GPU: the reason for skipping, the plan, and the time limits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tree_of_files import ROOT
 
 SCRIPT = ROOT / "benchmarks" / "everything_gpu.py"
 STEPS = ["tests", "demo", "kernels", "path", "direct", "rooms", "busy"]
-# A step that starts a process of its own, tells who it is, and does not end by itself.
+# A step that starts a child, prints both process ids, and does not end by itself.
 STUBBORN = """
 import os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -26,14 +26,14 @@ time.sleep(600)
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    # No device is seen, whatever this machine has.
+    # Hide the GPUs that this machine may have.
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(SCRIPT), "--out", str(folder / "out.json"), *words]
     return subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=200)
 
 
 def runs(pid: int) -> bool:
-    """Whether a process runs; a dead one whose parent is gone is somebody else's to bury."""
+    """Whether a process runs. A zombie does not."""
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError):
@@ -114,7 +114,7 @@ def test_a_step_that_the_time_left_does_not_cover_is_left_out_by_name(everything
     (busy,) = everything.plan(["busy"], quick=True, device_count=1)
     assert not everything.why_left_out(busy, busy.limit_s)
     assert everything.why_left_out(busy, 31.0) == (
-        f"busy: it may take {busy.limit_s:.0f} s, and 31 s are left: run it with --steps busy"
+        f"busy: its limit is {busy.limit_s:.0f} s and 31 s remain: run it with --steps busy"
     )
 
 
@@ -191,7 +191,7 @@ def test_results_of_steps_that_did_not_run_now_are_kept_and_what_was_left_out_is
         "rooms",
         "busy",
     ]
-    assert "left out: busy: it may take 110 s" in capsys.readouterr().out
+    assert "left out: busy: its limit is 110 s" in capsys.readouterr().out
 
 
 def test_a_skipped_test_is_a_failure_where_there_is_a_gpu(everything: ModuleType) -> None:

@@ -1,6 +1,6 @@
 """Protocol cores of several prefill instances and one decode rank, joined without delay or loss: for load, not for chaos.
 
-Lanes, transport and scatters are instant. Used by tests of this folder and by benchmarks/control_plane.py.
+Lanes, transport and scatters are instant. Used by tests of this folder and by benchmarks/control_path.py.
 """
 
 from __future__ import annotations

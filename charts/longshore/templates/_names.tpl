@@ -21,7 +21,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- else }}{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}{{ end -}}
 {{- end }}
 
-{{- /* Not empty if the definition is there and of another release, or of none. Helm would refuse to install over it. */ -}}
+{{- /* Not empty if the CRD exists and belongs to another release or to none. Helm would refuse to install over it. */ -}}
 {{- define "longshore.foreignDefinition" -}}
 {{- with lookup "apiextensions.k8s.io/v1" "CustomResourceDefinition" "" "disaggdeployments.longshore.dev" }}
 {{- $owner := .metadata.annotations | default dict }}
