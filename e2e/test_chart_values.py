@@ -151,6 +151,18 @@ VALUES: dict[str, tuple[Body, Callable[[Objects], object], object, object]] = {
         "50m",
         "2",
     ),
+    "resources.requests.ephemeral-storage": (
+        {"resources": {"requests": {"ephemeral-storage": "1Gi"}, "limits": {"ephemeral-storage": "1Gi"}}},
+        lambda o: [one["resources"]["requests"]["ephemeral-storage"] for one in (container(o), tried(o))],
+        ["64Mi"] * 2,
+        ["1Gi"] * 2,
+    ),
+    "resources.limits.ephemeral-storage": (
+        {"resources": {"limits": {"ephemeral-storage": "1Gi"}}},
+        lambda o: [one["resources"]["limits"]["ephemeral-storage"] for one in (container(o), tried(o))],
+        ["256Mi"] * 2,
+        ["1Gi"] * 2,
+    ),
     "resources.requests.memory": (
         {"resources": {"requests": {"memory": "1Gi"}}},
         lambda o: container(o)["resources"]["requests"]["memory"],

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import pytest
-from controlplane.cluster import ControlPlane
 from controlplane.waiting import until
 from deployments import ROOT, Deployments, to_text
-from operator_process import OperatorProcess
+from operator_process import Start
 
 pytestmark = pytest.mark.usefixtures("nodes")
 
-Start = Callable[..., OperatorProcess]
 ALLOW = {"allow_capabilities": "IPC_LOCK", "allow_host_paths": "/dev/infiniband"}
 AGENTS = {
     "gpuAccess": "CDI",
@@ -32,21 +28,6 @@ AGENTS = {
     ],
     "volumeMounts": [{"name": "verbs", "mountPath": "/dev/infiniband"}],
 }
-
-
-@pytest.fixture
-def start(plane: ControlPlane, deployments: Deployments) -> Iterator[Start]:
-    """Starts operators that serve the test's namespace alone."""
-    running: list[OperatorProcess] = []
-
-    def begin(**settings: object) -> OperatorProcess:
-        chosen = {"namespace": deployments.namespace, "watch_namespace": deployments.namespace, **settings}
-        running.append(OperatorProcess(plane, **chosen))
-        return running[-1].__enter__()
-
-    yield begin
-    for one in running:
-        one.process.stop()
 
 
 def test_agents_run_with_the_settings_of_their_pods(deployments: Deployments, start: Start) -> None:

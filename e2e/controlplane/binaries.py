@@ -25,7 +25,7 @@ _KUBERNETES_FLAGS = " ".join(
     ]
 )
 # Programs of which the PATH often has another version. Only the pinned version is valid here.
-_NEVER_FROM_PATH = frozenset({"kubectl", "helm", "kwok"})
+_NEVER_FROM_PATH = frozenset({"kubectl", "helm", "kwok", "kube-score"})
 
 
 class MissingProgramError(RuntimeError):
@@ -60,6 +60,7 @@ PROGRAMS = {
         Program("pause", "pause", "."),
         Program("kwok", "kwok", "sigs.k8s.io/kwok/cmd/kwok"),
         Program("helm", "helm", "helm.sh/helm/v3/cmd/helm"),
+        Program("kube-score", "kube-score", "github.com/zegl/kube-score/cmd/kube-score"),
     )
 }
 

@@ -470,6 +470,8 @@ CHART_VALUES: Shown = {
     "resources.requests.cpu": _VALUE,
     "resources.requests.memory": _VALUE,
     "resources.limits.memory": _VALUE,
+    "resources.requests.ephemeral-storage": _VALUE,
+    "resources.limits.ephemeral-storage": _VALUE,
     "nodeSelector": _VALUE,
     "tolerations": _VALUE,
     "affinity": _VALUE,
