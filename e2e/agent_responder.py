@@ -38,7 +38,7 @@ class AgentResponder:
         return b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(data) + data
 
     def reset(self) -> None:
-        """Forget what a test set. The next test's pods may have the same addresses."""
+        """Reset all answers. The next test's pods may have the same addresses."""
         for chosen in (self.answers, self.silent, self.redirects):
             chosen.clear()
 

@@ -18,7 +18,7 @@ def example(name: str) -> list[Body]:
 
 
 def moved(body: Body, namespace: str) -> Body:
-    """Return an example's object for another namespace, and for nodes that are this test's alone."""
+    """Return an example's object, changed to another namespace and to this test's own nodes."""
     text = json.dumps(body).replace("/run/longshore/default/", f"/run/longshore/{namespace}/")
     for role in ("prefill", "decode"):
         text = text.replace(f'"longshore.dev/role": "{role}"', f'"longshore.dev/role": "{namespace}-{role}"')
@@ -34,7 +34,7 @@ def pods(name: str, namespace: str) -> dict[str, Body]:
 
 
 def pod_of(controller: Body) -> Body:
-    """Return the pod that a controller makes."""
+    """Return the pod that a controller creates."""
     template = controller["spec"]["template"]
     metadata = {**template["metadata"], "name": controller["metadata"]["name"]}
     metadata["namespace"] = controller["metadata"]["namespace"]

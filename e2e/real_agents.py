@@ -144,7 +144,7 @@ def begin(source: EngineProcess, target: Any, room: int, tokens: int) -> None:
 
 
 def finish(source: EngineProcess, target: Any, room: int) -> list[RoomEvent]:
-    """Wait until a room's pages are released at the target's ranks; return how it ended there."""
+    """Wait until a room's pages are released at the target's ranks; return its end there."""
     return [_ended(rank.client, room, Half.TARGET, source.instance) for rank in target.ranks]
 
 
@@ -155,7 +155,7 @@ def _ended(client: Client, room: int, half: Half, instance: str) -> RoomEvent:
 
 
 def move_through(request: Request) -> list[RoomEvent]:
-    """Move a request while agents may be replaced, as engines do, and return how it ended.
+    """Move a request while agents may be replaced, as engines do, and return its end.
 
     Calls without an agent are retried. If decode's claim has failed, prefill cancels its offer: an agent that started
     after the failure does not know it and waits for a claim. A rank is refused if the room has already failed.

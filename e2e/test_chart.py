@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("nodes")
 
 
 def helm(plane: ControlPlane, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """How a call of Helm ended."""
+    """The result of a call of Helm."""
     return subprocess.run(
         [binaries.find("helm"), f"--kubeconfig={plane.kubeconfig}", *arguments],
         check=False,
@@ -135,7 +135,7 @@ def definition(plane: ControlPlane) -> dict[str, Any]:
 def test_releases_install_over_a_definition_that_is_not_theirs(
     plane: ControlPlane, namespace: str, second_namespace: str
 ) -> None:
-    """It was made by kubectl, by another release, or by one that was uninstalled and left it."""
+    """The CRD was created by kubectl, by another release, or by a release that was uninstalled since."""
     before = definition(plane)["metadata"]
     assert "app.kubernetes.io/managed-by" not in before["labels"]
     releases = [("longshore", namespace), ("longshore", second_namespace), ("other", second_namespace)]
@@ -152,7 +152,7 @@ def test_releases_install_over_a_definition_that_is_not_theirs(
 
 
 def test_a_release_keeps_its_own_definition_up_to_date(plane: ControlPlane, namespace: str) -> None:
-    """Helm takes a definition with its labels for its own, as if it had made it."""
+    """Helm adopts a CRD with the release's labels, as if Helm had created it."""
     plane.kubectl("label", "crd", CRD.stem, "app.kubernetes.io/managed-by=Helm", "longshore.dev/test=old")
     owner = (f"meta.helm.sh/release-namespace={namespace}", "meta.helm.sh/release-name=longshore")
     plane.kubectl("annotate", "crd", CRD.stem, *owner)

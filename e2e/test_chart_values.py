@@ -69,7 +69,7 @@ def roles(objects: Objects) -> tuple[bool, bool]:
 
 
 def edits(objects: Objects) -> bool:
-    """Whether those who edit a namespace may write deployments."""
+    """Whether the role `edit` may write deployments."""
     labels = objects["ClusterRole", f"default-{OPERATOR}-edit"]["metadata"]["labels"]
     return "rbac.authorization.k8s.io/aggregate-to-edit" in labels
 
@@ -80,7 +80,7 @@ def monitor_labels(objects: Objects) -> Body:
 
 SETTINGS = {"LONGSHORE_POLL_S": "7"}
 TOLERATIONS = [{"operator": "Exists"}]
-# By the value's path: what to give (with what it needs to be seen), where to look, and what is there before and after.
+# Path of the value -> the values to set (with others that make the effect visible), where to look, and results before and after.
 VALUES: dict[str, tuple[Body, Callable[[Objects], object], object, object]] = {
     "image.repository": (
         {"image": {"repository": "r/x"}},

@@ -18,7 +18,7 @@ NAMESPACE = "default"
 
 
 def changed(**paths: object) -> Body:
-    """The working manifest with values at dotted paths of its spec (`__` for the dot) set, or (None) taken out."""
+    """Return the valid manifest with values set at paths of its spec (`__` for the dot), or removed (None)."""
     body: Body = copy.deepcopy(manifest(NAMESPACE))
     for path, value in paths.items():
         *folders, last = path.split("__")

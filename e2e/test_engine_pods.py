@@ -1,6 +1,6 @@
-"""Engines' pods: the examples run as they are, with what the operator writes for them and nothing more.
+"""Tests that the example engines' pods run unchanged, with only the objects that the operator creates for them.
 
-The nodes' pods are processes (`controlplane.process_node`), with the users, groups, variables and mounts of their manifests.
+The nodes' pods are processes (`controlplane.process_node`) with the users, groups, variables and mounts of their manifests.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def field(plane: ControlPlane) -> Iterator[Field]:
     plane.kubectl("create", "namespace", namespace)
     with ExitStack() as stack:
         stack.callback(plane.try_kubectl, "delete", "namespace", namespace, "--wait=false")
-        # Otherwise operators of other tests would see a deployment in a namespace that ends.
+        # Delete it first. Otherwise operators of other tests would see a deployment in a namespace that is being deleted.
         stack.callback(plane.try_kubectl, "delete", "dgdep", "--all", "-n", namespace)
         nodes = {
             role: stack.enter_context(process_node(plane, f"{namespace}-{role}", f"{namespace}-{role}"))
@@ -83,7 +83,7 @@ def test_the_examples_engines_move_requests_between_their_pods(field: Field) -> 
     field.start(field.pods["prefill"])
     until(lambda: "registered" in field.log("prefill", "own-engine-prefill-"), "prefill is registered", START_LIMIT_S)
     decode = copy.deepcopy(field.pods["decode"])
-    # Process nodes have no DNS, so the Service's name is replaced by what it stands for.
+    # Process nodes have no DNS, so replace the Service's name by its address.
     assert decode["spec"]["template"]["spec"]["containers"][0]["args"] == ["own-engine-prefill"]
     address = field.address("prefill", "own-engine-prefill-")
     decode["spec"]["template"]["spec"]["containers"][0]["args"] = [address]
@@ -108,7 +108,7 @@ def test_an_engine_outside_the_group_is_told_so_at_once(field: Field) -> None:
     del template["spec"]["securityContext"]["supplementalGroups"]
     field.start(body)
 
-    # It is started again each time that it ends, and each start has a log of its own.
+    # It is restarted each time it ends, and each start has its own log.
     def said() -> str:
         pod = field.nodes["decode"].pod(field.namespace, "outsider-")
         return "".join(path.read_text() for path in Path(pod.folder).glob("*.log"))

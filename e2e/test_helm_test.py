@@ -1,4 +1,4 @@
-"""`helm test` for real: the operator's pod, the test's pod and the agents' pods run, with what the chart gives to each.
+"""Runs `helm test` with running pods of the operator, the test and the agents, each with the chart's manifests and rights.
 
 The node's pods are processes (`controlplane.process_node`) with the tokens of their own ServiceAccounts.
 """
@@ -48,7 +48,7 @@ def _containers(node: ProcessNode) -> list:
 
 
 def _ended(node: ProcessNode, name: str) -> list[int | None]:
-    """How the containers of this name ended."""
+    """Return the exit states of the containers of this name."""
     return [container.exit_code for container in _containers(node) if container.spec["name"] == name]
 
 
@@ -60,7 +60,7 @@ def test_helm_test_runs_agents_and_leaves_nothing(
     assert "Phase:          Succeeded" in done.stdout
     events = plane.kubectl("get", "events", "-n", namespace, "-o", "jsonpath={.items[*].reason}").split()
     assert {"PlanMade", "AllAgentsReady", "Ready"} <= set(events)
-    # The test's deployment, its agents and the test itself are gone, and not the operator.
+    # The test's deployment, its agents and the test's pod are gone; the operator is not.
     assert plane.kubectl("get", "dgdep", "-n", namespace, "-o", "name") == ""
 
     def pods() -> list[str]:

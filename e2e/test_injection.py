@@ -1,4 +1,4 @@
-"""The chart's injection on a real API server: which pods it changes, and into what."""
+"""Tests the chart's injection on a real API server: which pods it changes, and how."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from test_chart import CHART, helm
 from longshore_wire.names import HTTP_PORT
 
 LABEL = "longshore.dev/inject"
-# By the pods' file, that of their deployment.
+# File of the pods -> file of their deployment.
 PODS = {"engine/pods.yaml": "engine/deployment.yaml", "vllm/pods.yaml": "vllm/tiny.yaml"}
 NOT_YET = "namespace {} has no such deployment and role"
 
@@ -41,18 +41,18 @@ def namespace(plane: ControlPlane) -> Iterator[str]:
             lambda: plane.kubectl("get", "cm", "-n", name, "-l", "longshore.dev/engine", "-o", "name").count("\n") == 3,
             "four ConfigMaps for engines",
         )
-        # The API server learns of policies and their parameters by watches of its own.
+        # The API server learns of policies and their parameters by its own watches.
         known = labelled({"spec": {"containers": [{"name": "a", "image": "b"}]}}, name, "own-engine.prefill")
         until(lambda: "volumes" in created(plane, known)["spec"], "the policy is in force")
         yield name
-        # Otherwise operators of other tests would see deployments in a namespace that ends.
+        # Delete them first. Otherwise operators of other tests would see deployments in a namespace that is being deleted.
         plane.try_kubectl("delete", "dgdep", "--all", "-n", name)
     helm(plane, "uninstall", "longshore", "-n", name, "--wait")
     plane.try_kubectl("delete", "namespace", name, "--wait=false")
 
 
 def labelled(pod: Body, namespace: str, target: str, **labels: str) -> Body:
-    """Return a pod without a service account's token, so that nobody else adds volumes to it."""
+    """Return a pod without a ServiceAccount's token, so that no other component adds volumes to it."""
     metadata = {"name": "engine", "namespace": namespace, "labels": {LABEL: target, **labels}}
     spec = {**pod["spec"], "automountServiceAccountToken": False}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("nodes")
 
 
 def writes(one: OperatorProcess) -> float:
-    """Requests that changed something, but for the Lease."""
+    """Return the requests that changed an object, except those for the Lease."""
     lines = [line for line in one.page("/metrics").splitlines() if line.startswith("longshore_operator_api_calls{")]
     changing = [
         line for line in lines if 'kind="Lease"' not in line and not ('verb="GET"' in line or 'verb="LIST"' in line)
@@ -121,7 +121,7 @@ def test_what_the_schema_cannot_see_is_told_by_compatible(deployments: Deploymen
     deployments.apply(model=model, prefill=prefill, decode=decode)
     deployments.wait_reason("Ready", "Ready")
     before = deployments.get("ds", "llama-agent")["metadata"]["generation"]
-    # Heads 8 to 15 of one target rank lie on two source ranks, though two are fewer than three: only the planner sees it.
+    # Two source ranks hold heads 8 to 15 of one target rank, although two are fewer than three: only the planner detects it.
     deployments.apply(model=model, prefill=prefill, decode=decode | {"staging": {"poolSize": "200Mi"}})
     condition = deployments.wait_reason("Compatible", "InvalidSpec")
     assert "spec.decode.staging.poolSize" in condition["message"] and "give at least 268435456" in condition["message"]
@@ -216,7 +216,7 @@ def test_a_lost_secret_is_replaced_and_agents_with_it(deployments: Deployments, 
 def test_an_operator_that_was_late_leaves_the_keys_of_another_as_they_are(
     deployments: Deployments, start: Start, proxy: FaultProxy
 ) -> None:
-    """The late one is held up for longer than its Lease, in the middle of a write."""
+    """The late replica is delayed for longer than its Lease, in the middle of a write."""
     late = start(kubeconfig=proxy.kubeconfig, resync_s=1)
     deployments.apply()
     deployments.wait_reason("Ready", "Ready")
@@ -295,7 +295,7 @@ def test_a_watch_that_misses_something_makes_the_operator_unlive(
     deployments.apply()
     deployments.wait_reason("Ready", "Ready")
     assert one.status("/healthz") == 200
-    # The task of one watch ends by this, and kopf goes on without it.
+    # This ends the task of one watch. kopf continues without it.
     proxy.refuse = lambda _method, path: 400 if "/configmaps" in path and "watch=true" in path else None
     proxy.drop_streams()
     until(lambda: one.status("/healthz") == 503, "not live")
@@ -303,7 +303,7 @@ def test_a_watch_that_misses_something_makes_the_operator_unlive(
 
 
 def test_the_manifest_of_another_kind_of_name_is_no_business_of_ours(deployments: Deployments, start: Start) -> None:
-    """A ConfigMap that carries our label and is not ours is left alone."""
+    """The operator does not touch a ConfigMap that has our label and another owner."""
     start()
     stranger = {
         "apiVersion": "v1",
@@ -342,7 +342,7 @@ def test_a_deployment_that_is_made_anew_under_its_name_gets_children_of_its_own(
 
 
 def strangers(namespace: str, name: str) -> dict[str, dict[str, Any]]:
-    """Objects of somebody else with the name of a deployment's children, by kubectl's name of their kind."""
+    """Objects of other owners with the names of a deployment's children, by kubectl's name of their kind."""
     labels = {"app": "theirs"}
     template = {"metadata": {"labels": labels}, "spec": {"containers": [{"name": "c", "image": "theirs:1"}]}}
     selector = {"matchLabels": labels}
@@ -363,7 +363,7 @@ def strangers(namespace: str, name: str) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture
 def kind_is_served(plane: ControlPlane, kind: str) -> Iterator[None]:
-    """Have the API server serve the kind of a test until its end; later tests must not find it."""
+    """Install the kind of a test until its end. Later tests must not find it."""
     if kind == "podmonitor":
         plane.kubectl("apply", "--server-side", "-f", "-", stdin=to_text(MONITORS))
         until(lambda: plane.try_kubectl("get", "podmonitors").returncode == 0, "the kind is served")

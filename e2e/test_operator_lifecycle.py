@@ -1,4 +1,4 @@
-"""A deployment's life on a real API server: applied, changed, changed back, deleted; and what its status says meanwhile."""
+"""Tests a deployment's life and status on a real API server: applied, changed, changed back, deleted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHILDREN = {
 
 
 def kept(body: dict[str, Any]) -> dict[str, Any]:
-    """What two applications of the same spec must have in common."""
+    """Return the part of an object that two applications of the same spec must have in common."""
     metadata = {key: body["metadata"].get(key) for key in ("labels", "annotations")}
     metadata["annotations"].pop("deprecated.daemonset.template.generation", None)
     spec = json.loads(json.dumps(body.get("spec", {})))
@@ -45,7 +45,7 @@ def test_a_deployment_becomes_agents_on_the_nodes_of_both_roles(deployments: Dep
     assert status["agents"] == {"desired": 3, "ready": 3, "updated": 3, "summary": "3/3"}
     assert status["prefill"]["nodes"] == status["prefill"]["readyAgents"] == status["prefill"]["updatedAgents"] == 2
     assert status["decode"]["summary"] == "1/1 TP1"
-    # A slab is a buffer less its trailer: 8192 tokens of a pair fill ten of them and a little of an eleventh.
+    # A slab is a buffer without its trailer: 8192 tokens of a pair fill ten slabs and a small part of an eleventh.
     expected = {"way": "Staged", "pairs": 4, "bytesPerToken": 327680, "writesPerChunk": 44, "slicesPerChunk": 5242880}
     assert status["plan"] == expected
     assert deployments.plane.kubectl("get", "dgdep", "-n", deployments.namespace, "llama").splitlines()[1].split()[
@@ -225,7 +225,7 @@ def test_a_pod_monitor_is_made_where_its_kind_is_and_its_absence_is_told(
     made = until(monitor, "a PodMonitor", 60)
     assert made["spec"]["podMetricsEndpoints"][0]["port"] == "http"
     assert made["metadata"]["labels"]["release"] == "prometheus"
-    # Nothing watches it: the next resync brings it back.
+    # No watch covers it: the next resync restores it.
     plane.kubectl("delete", "podmonitor", "llama-agent", "-n", deployments.namespace)
     until(lambda: monitor()["metadata"]["uid"] != made["metadata"]["uid"], "a new PodMonitor", 60)
     patch = '{"spec": {"podMetricsEndpoints": []}}'

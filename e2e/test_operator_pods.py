@@ -1,4 +1,4 @@
-"""Agents' pods on a real API server: what users set is in them, and what the administrator does not allow is refused."""
+"""Tests agents' pods on a real API server: they have the users' settings, and settings that are not allowed are refused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_agents_run_with_the_settings_of_their_pods(deployments: Deployments, st
         assert {volume["name"] for volume in AGENTS["volumes"]} <= {volume["name"] for volume in spec["volumes"]}
         assert {"name": "verbs", "mountPath": "/dev/infiniband"} in agent["volumeMounts"]
         assert "nvidia.com/gpu" in {entry.get("key") for entry in spec["tolerations"]}
-    # The server's own form of these fields is no drift.
+    # The server normalises these fields, which is no drift.
     versions = [body["metadata"]["resourceVersion"] for body in deployments.ours("ds")]
     deployments.apply(agents=AGENTS | {"keysRevision": 1}, transfer={"chunkTokens": 4096})
     deployments.wait_reason("Ready", "Ready")
@@ -70,7 +70,7 @@ def test_pods_can_be_guaranteed_and_pass_a_quota_of_memory(deployments: Deployme
 
 
 def test_the_example_for_gpu_nodes_becomes_agents(deployments: Deployments, start: Start) -> None:
-    """The simulated nodes have no NIC and no port that the responder has, so its pods only wait for these."""
+    """The simulated nodes have no NIC, and the responder uses other ports. So the pods stay pending, for these reasons only."""
     start(allow_capabilities="IPC_LOCK")
     deployments.plane.kubectl("apply", "-n", deployments.namespace, "-f", str(ROOT / "examples" / "gpu-nodes.yaml"))
     deployments.wait_reason("Compatible", "PlanMade", "llama-70b")

@@ -1,4 +1,4 @@
-"""Rollouts on a real API server: who is replaced by a change, how many at a time, and who waits."""
+"""Tests rollouts on a real API server: which agents a change replaces, how many at a time, and which wait."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_change_for_planning_replaces_nobody(deployments: Deployments) -> None
 
 @pytest.fixture
 def own_nodes(plane: ControlPlane, deployments: Deployments) -> Iterator[dict[str, str]]:
-    """Nodes of which prefill, decode and both roles pick one each, by role."""
+    """Three nodes by role: one each for prefill, decode and both."""
     name = deployments.namespace
     labels = {"prefill": ("yes", "no"), "decode": ("no", "yes"), "both": ("yes", "yes")}
     nodes = {role: f"{name}-{role}" for role in labels}
@@ -93,22 +93,22 @@ def test_an_edit_of_a_selector_replaces_nobody_whose_roles_stay(ready: Deploymen
     before = ready.lives()
     narrow = {"longshore.dev/role": "prefill", ready.namespace: "yes"}
     plane.kubectl("label", "node", "prefill-0", "prefill-1", f"{ready.namespace}=yes")
-    # All nodes of prefill stay.
+    # All nodes of prefill are kept.
     ready.apply(prefill=PREFILL | {"nodeSelector": narrow})
     ready.wait_reason("Ready", "Ready")
     assert ready.lives() == before
-    # One of them goes.
+    # One of them is no longer selected.
     plane.kubectl("label", "node", "prefill-1", f"{ready.namespace}-")
     until(lambda: ready.lives().keys() == {"prefill-0", "decode-0"}, "an agent less")
     until(lambda: ready.get("dgdep", "llama")["status"]["agents"]["summary"] == "2/2", "an agent less is counted")
     ready.wait_reason("Ready", "Ready")
     assert not replaced(ready.lives(), before)
-    # The next change that agents read rolls them as before.
+    # The next change of the agents' config starts a rollout as before.
     ready.apply(prefill=PREFILL | {"staging": {"lanes": 2}})
     ready.wait_reason("Ready", "Ready")
     assert replaced(before, ready.lives()) == PREFILL_NODES
     until(lambda: strategies() == {"RollingUpdate"}, "rolling updates again")
-    # Back and forth ends where it began.
+    # A narrower selector and its reversal replace only the agent of the dropped node.
     before = ready.lives()
     ready.apply(prefill=PREFILL | {"staging": {"lanes": 2}, "nodeSelector": narrow})
     until(lambda: "prefill-1" not in ready.lives(), "an agent less")
@@ -162,7 +162,7 @@ def test_as_many_agents_as_the_spec_says_are_replaced_at_a_time(deployments: Dep
 
 
 def test_the_daemon_set_of_an_older_operator_gives_its_nodes_to_those_of_the_roles(ready: Deployments) -> None:
-    """An operator before this one made one DaemonSet for the nodes of both roles."""
+    """An older operator made one DaemonSet for the nodes of both roles."""
     ready.apply(paused=True)
     ready.wait_reason("Progressing", "Paused")
     parts = ready.ours("ds")

@@ -1,4 +1,4 @@
-"""Which Pod Security level each kind of our pods passes, by the real admission controller: what docs and NOTES say."""
+"""Tests that each kind of our pods passes the Pod Security level that docs and NOTES name, by the real admission controller."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("operator")
 
 
 def refused(plane: ControlPlane, namespace: str, pod: Body, level: str) -> list[str]:
-    """Return what a namespace of this level has against a pod."""
+    """Return the violations that a namespace of this level reports for a pod."""
     plane.kubectl("label", "namespace", namespace, "--overwrite", f"{LABEL}={level}")
     own = {**pod, "metadata": {**pod["metadata"], "name": "tried", "namespace": namespace}}
     done = plane.try_kubectl("create", "--dry-run=server", "-f", "-", stdin=to_text(own))
@@ -35,7 +35,7 @@ def refused(plane: ControlPlane, namespace: str, pod: Body, level: str) -> list[
 
 
 def agent(deployments: Deployments, **agents: Any) -> Body:
-    """Return the pod that the operator has the DaemonSet controller make on a prefill node."""
+    """Return the pod that the DaemonSet controller makes for the operator on a prefill node."""
     deployments.apply(agents=agents)
     name = "llama-agent-prefill"
     until(lambda: deployments.get("ds", name), "the agents' DaemonSet")
@@ -43,7 +43,7 @@ def agent(deployments: Deployments, **agents: Any) -> Body:
 
 
 def rules(found: list[str]) -> list[str]:
-    """Return the names of the rules that are broken, in front of what breaks them."""
+    """Return the names of the broken rules, without the details that follow them."""
     return [entry.partition(" (")[0] for entry in found]
 
 

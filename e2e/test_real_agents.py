@@ -1,6 +1,6 @@
-"""The operator with real agents and real engines: what they do is what the status says.
+"""Tests that the status is true for real agents and real engines.
 
-The nodes' pods are processes (`controlplane.process_node`); everything that agents read comes from the API server.
+The nodes' pods are processes (`controlplane.process_node`). Agents read all their files from the API server's objects.
 """
 
 from __future__ import annotations
@@ -113,12 +113,12 @@ def test_before_any_engine_has_come_agents_are_ready_and_links_unknown(field: Fi
         status = agent.status()
         assert status["deployment"] == f"{field.deployments.namespace}/llama"
         assert status["self_test"]["bytes_moved"] == 1 << 20
-        # Of its own roles, an agent reports what its pod was made for.
+        # An agent reports the config digests of its own roles, as its pod has them.
         assert agent.digest in status["config"].values()
     status = field.status()
     assert "wire" not in status["prefill"]
     assert (status["prefill"]["instances"], status["decode"]["instances"]) == (0, 0)
-    # Nobody was called silent on the way: agents that start are asked before they listen.
+    # No agent was reported as silent meanwhile, although agents that start are polled before they listen.
     assert field.deployments.events("AgentSilent") == []
 
 
@@ -148,7 +148,7 @@ def test_an_engine_that_was_killed_is_missed(field: Field, source: EngineProcess
     source.kill()
     field.reason("EnginesConnected", "EnginesMissing", "False")
     assert "0 of 1 prefill" in field.deployments.condition("EnginesConnected")["message"]
-    # Its peer tells of it for as long as its own engine lives.
+    # Its peer reports it for as long as the peer's own engine lives.
     assert source.instance in field.reason("PeersConnected", "PeersLost", "False")["message"]
     assert field.status()["prefill"]["instances"] == 0
     assert field.deployments.condition("Ready")["status"] == "True"
@@ -196,9 +196,9 @@ def test_an_agent_that_was_stopped_is_silent_and_no_one_guesses(
         for condition in LINKS:
             found = field.reason(condition, "AgentSilent", "Unknown")
             assert f"{field.deployments.namespace}-prefill-0" in found["message"]
-        # Only the supervisor was stopped: its worker moves pages on.
+        # Only the supervisor was stopped: its worker still moves pages.
         assert {end.kind for end in move(source, target, next(room_ids), 100)} == {RoomEventKind.DONE}
-        # The kubelet finds out later: an agent that does not answer is silent whether it is ready or not.
+        # The kubelet notices later. An agent that does not answer is silent, whether its pod is ready or not.
         field.reason("AgentsReady", "AgentsNotReady", "False")
         assert field.deployments.condition("EnginesConnected")["reason"] == "AgentSilent"
     finally:
@@ -226,7 +226,7 @@ def test_an_agent_that_is_told_to_end_finishes_its_open_rooms_and_takes_no_new_o
         request.arrives(60)
         assert target.intact()
         until(lambda: container.exit_code is not None, "it has ended")
-        # Not killed at the end of its grace period.
+        # It ended by itself, before the end of its grace period.
         assert container.exit_code == 0
         until(lambda: field.prefill.life[0] not in {pod, ""}, "its successor")
         assert ends_of(source, target) == {RoomEventKind.DONE}
@@ -242,7 +242,7 @@ def test_rooms_keep_finishing_while_new_keys_replace_agents_one_by_one(field: Fi
         before = field.status()["keys"]
         old = before["secret"].rpartition("-")[2]
         assert [keys for _, keys in field.lives()] == [old, old]
-        # Agents of both roles roll at the same time. By hand, one has new keys for as long as the test wants.
+        # Agents of both roles are replaced concurrently. By hand, only one has new keys for as long as the test needs.
         agents = {"keysRevision": before["revision"] + 1, "updateStrategy": {"type": "OnDelete"}}
         field.deployments.apply(**field.spec, agents=agents)
         field.reason("AgentsReady", "AgentsOutdated", "False")
@@ -253,7 +253,7 @@ def test_rooms_keep_finishing_while_new_keys_replace_agents_one_by_one(field: Fi
         until(lambda: field.prefill.life[1] not in {old, ""}, "one agent has new keys", START_LIMIT_S)
         lives = field.lives()
         until(lambda: ends_of(source, target) == {RoomEventKind.DONE}, "a room between the two", START_LIMIT_S)
-        # Both were there all the time, with keys of two revisions.
+        # Both agents ran all the time, with keys of two revisions.
         assert lives == field.lives()
         field.deployments.apply(**field.spec, agents=agents | {"updateStrategy": {"type": "RollingUpdate"}})
         while any(keys in {old, ""} for _, keys in field.lives()):
@@ -271,5 +271,5 @@ def test_rooms_keep_finishing_while_new_keys_replace_agents_one_by_one(field: Fi
 
 
 def ends_of(source: Engine, target: Engine) -> set[RoomEventKind]:
-    """How a room ended at all ranks; rooms of an agent that is being replaced may fail, and their pages are free then."""
+    """Return a room's end at all ranks. A room of an agent that is being replaced may fail; its pages are then released."""
     return {end.kind for end in move_through(Request(source, target, 200))}

@@ -1,4 +1,4 @@
-"""AgentsReady on a real API server: nodes that are missing, tainted or off, and pods that cannot be created or started."""
+"""Tests AgentsReady on a real API server: missing, tainted or failed nodes, and pods that cannot be created or started."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deployments import Deployments, to_text
 
 pytestmark = pytest.mark.usefixtures("operator", "nodes")
 
-# The words of the cluster are read every 10 s, and a failure to start must have lasted for 15 s.
+# The operator reads the cluster's events every 10 s, and reports a failed start only after 15 s.
 TOLD_S = 60.0
 TAINT = {"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}
 
@@ -39,7 +39,7 @@ def taint(plane: ControlPlane, node: str, *taints: dict[str, str]) -> None:
 
 
 def said(deployments: Deployments, reason: str, *words: str, limit_s: float = TOLD_S) -> None:
-    """Wait until AgentsReady has a reason and says these words, and Ready is as true."""
+    """Wait until AgentsReady has this reason and these words in its message, and Ready has the same status."""
 
     def look() -> bool:
         message = deployments.wait_reason("AgentsReady", reason, limit_s=0)["message"]
@@ -102,7 +102,7 @@ def test_pods_over_a_quota_are_told_in_the_words_of_the_cluster(plane: ControlPl
     assert deployments.condition("Progressing")["reason"] == "Blocked"
     until(lambda: deployments.events("AgentsNotReady"), "an event")
     plane.kubectl("delete", "resourcequota", "tight", "-n", deployments.namespace)
-    # The DaemonSet controller tries again more and more seldom; an edit makes it try at once.
+    # The DaemonSet controller retries with growing intervals; an edit makes it retry at once.
     deployments.apply(transfer={"backend": "Mooncake"})
     deployments.wait_reason("Ready", "Ready", limit_s=120)
 
@@ -172,7 +172,7 @@ def test_a_pod_that_cannot_start_is_told_in_the_kubelets_words(
     created = dt.datetime.fromisoformat(pod["metadata"]["creationTimestamp"])
 
     def warned() -> bool:
-        """The kubelet repeats its warning while the trouble lasts."""
+        """The kubelet repeats its warning while the problem lasts."""
         now = dt.datetime.now(dt.UTC)
         assert (now - created).total_seconds() > 16
         stamp = now.strftime("%Y-%m-%dT%H:%M:%SZ")

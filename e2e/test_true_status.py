@@ -1,4 +1,4 @@
-"""The status is true in ordinary trouble: the API server fails, the operator restarts, nodes and pods are not as wished."""
+"""Tests that the status is true under common faults: the API server fails, the operator restarts, nodes or pods fail."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from operator_process import OperatorProcess, Start
 
 pytestmark = pytest.mark.usefixtures("nodes")
 
-# Trouble must be told within this.
+# A fault must be reported within this time.
 TOLD_S = 30.0
 PREFILL_NODES = {"nodeSelector": {"longshore.dev/role": "prefill"}}
 
 
 def webhook(namespace: str, group: str, kind: str) -> dict[str, Any]:
-    """A policy webhook for one kind of objects of a namespace, at an address where nobody listens."""
+    """A policy webhook for one kind of objects of a namespace, at an address without a listener."""
     rule = {"apiGroups": [group], "apiVersions": ["v1"], "operations": ["*"], "resources": [kind]}
     hook = {
         "name": "policy.example.com",
@@ -43,7 +43,7 @@ def webhook(namespace: str, group: str, kind: str) -> dict[str, Any]:
 
 
 def refused(plane: ControlPlane, namespace: str, group: str, kind: str) -> bool:
-    """Whether the webhook is in force: the API server learns of it a moment later."""
+    """Whether the webhook is in force. The API server learns of it with a delay."""
     resource = f"{kind}.{group}" if group else kind
     done = plane.try_kubectl("delete", resource, "-n", namespace, "--all", "--dry-run=server")
     name = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "probe", "namespace": namespace}}
@@ -77,7 +77,7 @@ def test_a_webhook_that_is_down_is_told_in_time_and_so_is_its_end(
 
 
 def told(deployments: Deployments) -> tuple[list[Any], str, int]:
-    """The conditions, the version of the deployment, and how many events tell of it."""
+    """Return the conditions, the version of the deployment, and the number of its events."""
     body = deployments.get("dgdep", "llama")
     events = sum(
         entry.get("count") or 1 for entry in deployments.list("events") if entry["involvedObject"]["name"] == "llama"
@@ -105,7 +105,7 @@ def test_a_restart_of_the_operator_changes_no_condition_and_posts_no_event(
     before = told(deployments)
     one.process.stop()
     again = start(poll_stale_s=4)
-    # Long enough for an agent that does not answer to become silent for this operator, too.
+    # Long enough for this operator to report an agent without an answer as silent.
     seen = looks(again)
     began_s = time.monotonic()
     until(lambda: looks(again) >= seen + 3 and time.monotonic() > began_s + 8, "it has looked several times")
@@ -167,7 +167,7 @@ def test_releases_that_overlap_settle_and_name_no_other_tenant(
 
 
 def served(deployments: Deployments) -> dict[str, str]:
-    """Which operator serves the deployment."""
+    """Return the operator that serves the deployment."""
     found: dict[str, str] = deployments.get("dgdep", "llama")["status"].get("operator") or {"lease": ""}
     return found
 

@@ -1,8 +1,8 @@
 """The cluster under test: two real nodes of this machine, or a tester's own cluster. Made by `conftest`.
 
 A tester's own cluster is used if E2E_CLUSTER=own: KUBECONFIG names it, E2E_PREFILL_NODE and E2E_DECODE_NODE name two of its
-nodes, and E2E_OPERATOR_IMAGE and E2E_AGENT_IMAGE the images, which the nodes must be able to pull. Its other objects are left
-alone, and tests that need the nodes' power are skipped.
+nodes, and E2E_OPERATOR_IMAGE and E2E_AGENT_IMAGE the images, which the nodes must be able to pull. Tests do not touch its
+other objects. Tests that power nodes off are skipped there.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Site:
 
 @contextmanager
 def any_site() -> Iterator[Site]:
-    """Give the tester's own cluster, or start one here; skip with the reason where neither is possible."""
+    """Yield the tester's own cluster, or start one here; skip with the reason if neither is possible."""
     if os.environ.get("E2E_CLUSTER") == "own":
         missing = [name for name in _OWN if not os.environ.get(name)]
         assert not missing, f"E2E_CLUSTER=own needs {', '.join(missing)}"

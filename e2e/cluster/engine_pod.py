@@ -3,8 +3,8 @@
     engine_pod.py source SOCKET PORT PROMPTS
     engine_pod.py target SOCKET HOST:PORT PROMPTS TOKENS
 
-The target compares the pages' digests of both sides, and its tokens with those of an engine that computes alone. Its pods get
-it and `room_pod` from a ConfigMap, and see the checkout for the engine itself.
+The target compares the digests of both sides' pages, and its tokens with those of a single engine. Its pods get this file and
+`room_pod` from a ConfigMap, and mount the checkout for the engine itself.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def target(path: str, peer: str, prompts: int, count: int) -> int:
 
 
 def main() -> int:
-    """Be one of both."""
+    """Run the source or the target, as the arguments say."""
     role, path, where, prompts, *rest = sys.argv[1:]
     if role == "source":
         return source(path, int(where), int(prompts))

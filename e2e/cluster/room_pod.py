@@ -1,10 +1,10 @@
 """An engine without a model, for pods of the agent's image: moves rooms between pods and compares every byte.
 
     room_pod.py source SOCKET PORT TP                  prefill with pages of 16 tokens; serves one target at a time
-    room_pod.py target SOCKET HOST:PORT ROOMS TOKENS   decode of TP1 with pages of 8 tokens; ROOMS rooms one after the other
+    room_pod.py target SOCKET HOST:PORT ROOMS TOKENS   decode of TP1 with pages of 8 tokens; moves ROOMS rooms in sequence
 
-Its pods get it from a ConfigMap. It prints one JSON object a line: of each room how it ended, when, and whether the bytes are
-those that both sides derive from the room's number.
+Its pods get this file from a ConfigMap. It prints one JSON object a line for each room: its end, the time, and whether the
+bytes are correct. Both sides derive the expected bytes from the room's number.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class Rank:
         os.close(descriptor)
 
     def ended(self, room: int, instance: str) -> ls.RoomEvent:
-        """Wait until a room has ended and its pages are this rank's again; return how it ended."""
+        """Wait until a room has ended and its pages are released; return its end."""
         event = self.client.wait(room, self.half, instance, timeout_s=LIMIT_S)
         self.client.wait(room, self.half, instance, {ls.RoomEventKind.RELEASED}, timeout_s=LIMIT_S)
         return event
 
 
 def insist(call: Callable[[], T]) -> T:
-    """Make a call again while the agent is busy or away."""
+    """Repeat a call while the agent is busy or away."""
     end_s = time.monotonic() + LIMIT_S
     while True:
         try:
@@ -103,7 +103,7 @@ def source(path: str, port: int, tp: int) -> None:
 
 
 def serve(ranks: list[Rank], instance: str, ask: dict[str, int]) -> Any:
-    """Answer one request: for the endpoint, to send a room, or for how a room ended at the source."""
+    """Answer one request: for the endpoint, to send a room, or for a room's end at the source."""
     if not ask:
         return msgspec.to_builtins(insist(partial(ranks[0].client.endpoint, LIMIT_S)))
     if "cancelled" in ask:
@@ -122,7 +122,7 @@ def serve(ranks: list[Rank], instance: str, ask: dict[str, int]) -> Any:
         part[:, :, :tokens] = cache[:, :, :, heads.start : heads.stop]
         rank.pages[:, :, pages] = part.reshape(2, MODEL.layers, page_count, SOURCE_PAGE, len(heads), MODEL.head_dim)
     for rank in ranks:
-        # Refused: the room has failed meanwhile, of which the target hears.
+        # The offer is refused because the room has failed meanwhile. The target gets an event.
         with suppress(ls.RoomError):
             insist(partial(rank.client.send, room, pages, 0, tokens, last=True))
     return {}
@@ -143,7 +143,7 @@ def target(path: str, peer: str, room_count: int, tokens: int) -> int:
             failed = event.kind is not ls.RoomEventKind.DONE
             bad += failed
             stream.readline()
-            # As a router does: prefill hears that nobody waits for its pages.
+            # As a router does: tell prefill that its pages are no longer needed.
             ends = exchange(stream, {"room": room, "cancelled": int(failed)})
         except (OSError, ValueError) as error:
             say(lost=str(error))
@@ -198,7 +198,7 @@ def call(peer: str, limit_s: float = LIMIT_S, ask_limit_s: float = _ASK_LIMIT_S)
 
 
 def main() -> int:
-    """Be one of both."""
+    """Run the source or the target, as the arguments say."""
     role, *rest = sys.argv[1:]
     if role == "target":
         return target(rest[0], rest[1], int(rest[2]), int(rest[3]))

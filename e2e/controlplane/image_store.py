@@ -1,7 +1,7 @@
-"""Imports archives of images into a store of containerd that real nodes begin with. Called by `real_cluster` and `real_node`.
+"""Imports archives of images into a containerd store, which real nodes start with. Called by `real_cluster` and `real_node`.
 
-Importing takes most of a cluster's start. So it is done once for a set of archives, in the cache outside the tree, and each
-node gets hard links to the files, which nothing changes: containers write into layers of their own.
+The import takes most of a cluster's start, so it runs once for a set of archives, in the cache outside the tree. Each node
+gets hard links to the store's files. Containers write into their own layers and do not change these files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SETTINGS = f"version = 2\ndisabled_plugins = {json.dumps(['io.containerd.grpc.v
 
 
 def images_folder() -> Path:
-    """Return where `.ci/images` saves archives."""
+    """Return the folder in which `.ci/images` saves archives."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longshore" / "images"
 
 

@@ -1,7 +1,7 @@
 """Runs a cluster with real nodes on this machine: a control plane, and nodes with kubelets. Used by `e2e/cluster`.
 
-All of it is in a network namespace of its own, which the calling thread must have entered (`network.enter_own_network`). The
-kernel removes that network with the last process, so that no bridge, cable, route or iptables rule of the machine changes.
+It runs in a separate network namespace, which the calling thread must have entered (`network.enter_own_network`). The kernel
+removes that network with its last process, so that no bridge, cable, route or iptables rule of the machine changes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RealCluster:
         run("ip", "link", "set", BRIDGE, "up")
         for node in self.nodes:
             run("ip", "route", "add", f"10.244.{node.number}.0/24", "via", node.address)
-        # At once: the nodes try until the API server answers.
+        # The nodes may start first: they retry until the API server answers.
         for node in self.nodes:
             node.start()
         self.plane.start()

@@ -1,7 +1,7 @@
-"""Runs a real node on this machine: containerd, kubelet and kube-proxy in namespaces and cgroups of their own.
+"""Runs a real node on this machine: containerd, kubelet and kube-proxy in separate namespaces and cgroups.
 
-Used by `real_cluster`. The node's first process is `node_init`; if it is killed, the kernel ends all others, their mounts and
-their networks, as a power failure does. The kernel and the processors are shared with the machine.
+Used by `real_cluster`. The node's first process is `node_init`. If it is killed, the kernel ends all others, with their
+mounts and networks, like a power failure. The node shares the kernel and the processors with the machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TRY_LIMIT_S = 30.0
 COMMAND_LIMIT_S = 120.0
 READY_LIMIT_S = 120.0
 _GONE_LIMIT_S = 30.0
-# What a node needs beside the programs that `binaries` builds, by Debian package.
+# A node's further requirements, besides the programs that `binaries` builds, by Debian package.
 _NEEDED = {
     "containerd": "containerd",
     "runc": "runc",
@@ -42,7 +42,7 @@ BRIDGE = "nodes"
 
 
 def missing_rights() -> str:
-    """Return what real nodes need and this machine does not have; empty if nothing is missing."""
+    """Return the requirements of real nodes that this machine lacks; empty if none."""
     if os.geteuid() != 0:
         return "real nodes need root, for namespaces, mounts and cgroups"
     if missing := [package for program, package in _NEEDED.items() if shutil.which(program) is None]:
@@ -113,16 +113,16 @@ class RealNode:
             gate.write("go")
 
     def until_ready(self) -> None:
-        """Wait until the cluster says that the node is Ready."""
+        """Wait until the node is Ready in the API server."""
         until(lambda: self._alive() and self.is_ready(), f"node {self.name} is Ready", READY_LIMIT_S)
 
     def is_ready(self) -> bool:
-        """Whether the cluster says that the node is Ready."""
+        """Whether the node is Ready in the API server."""
         path = '{.status.conditions[?(@.type=="Ready")].status}'
         return self._plane.kubectl("get", "node", self.name, f"-o=jsonpath={path}") == "True"
 
     def power_off(self) -> None:
-        """End all processes of the node at once. Its network goes with them, its disk stays."""
+        """End all processes of the node at once. Its network is removed with them, its disk is kept."""
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -156,7 +156,7 @@ class RealNode:
         run("ip", "link", "set", self.cable, "up")
 
     def received_bytes(self) -> int:
-        """Return how many bytes have left the node by its cable since it was plugged in."""
+        """Return the bytes that the node has sent over its cable since the cable was connected."""
         (link,) = json.loads(run("ip", "-json", "-statistics", "link", "show", "dev", self.cable))
         return int(link["stats64"]["rx"]["bytes"])
 
@@ -176,7 +176,7 @@ class RealNode:
         return True
 
     def _find_init(self) -> int:
-        """Return the id of the node's first process; 0: not there yet."""
+        """Return the id of the node's first process; 0 if it has not started yet."""
         self._alive()
         assert self._process is not None
         pid = self._process.pid

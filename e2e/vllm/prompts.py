@@ -11,10 +11,10 @@ from tiny_model import VOCABULARY, TinyModel
 
 # Around the ends of blocks of 32 and 64 tokens and of chunks of 128, and far beyond them.
 LENGTHS = (2, 31, 32, 33, 65, 150, 300, 700)
-# A prompt that begins as the longest but one does: all of its blocks but the last are alike up to here.
+# A prompt with the same beginning as the second longest one: all of its blocks except the last are equal up to here.
 SHARED_TOKENS = 200
 NEW_TOKENS = 16
-# A prompt whose KV is zeroed shows it from here on: the last token is always computed by decode itself.
+# The shortest prompt whose tokens change if its KV is zeroed. Decode always computes the last token itself.
 TELLING_TOKENS_MIN = 32
 # The number of requests that an engine runs concurrently.
 AT_ONCE = 8
@@ -54,6 +54,6 @@ class Oracle:
 
 
 def at_once(work: Callable[..., list[int]], prompts: Sequence[Prompt], *more: Sequence[object]) -> list[list[int]]:
-    """Return what `work` returns for each prompt, with its item of each of `more`, all at the same time."""
+    """Call `work` concurrently for each prompt, with its item of each of `more`; return the results."""
     with ThreadPoolExecutor(AT_ONCE) as threads:
         return list(threads.map(work, prompts, *more))

@@ -1,6 +1,7 @@
 """Runs a prefill and a decode engine with an agent each, in either direction, or with vLLM's own NixlConnector instead.
 
-Called by tests and `benchmarks/vllm_connectors.py`. Every engine may do both (`kv_both`), so that a pair is tested from both ends.
+Called by tests and `benchmarks/vllm_connectors.py`. Every engine has both roles (`kv_both`), so that tests use a pair in both
+directions.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from longshore_cli.local_agents import LocalAgent, make_keys
 RING_BYTES = 64 << 20
 LANE_BYTES = 4 << 20
 SLAB_BYTES_MIN = 1 << 20
-# A loaded machine must not look like a dead peer.
+# Long enough that peers on a loaded machine are not considered dead.
 PEER_TIMEOUT_S = 60
 TRANSFER_LIMIT_S = 120.0
 # A router's transfer parameters for a prefill engine.
@@ -104,7 +105,7 @@ class Scene:
             self.engines[side.name] = Engine(nursery, options)
 
     def open_rooms(self) -> float:
-        """Return how many halves of rooms are open at the agents."""
+        """Return the number of open halves of rooms at the agents."""
         return sum(agent.metrics().total("longshore_rooms_open") for agent in self.agents.values())
 
     def __enter__(self) -> Self:
@@ -199,12 +200,12 @@ def held(scene: Scene, side: str) -> Iterator[None]:
 
 
 def rooms_open(scene: Scene, side: str) -> float:
-    """Return how many rooms an agent's decode engines have open."""
+    """Return the number of open rooms of an agent's decode engines."""
     return scene.agents[side].metrics().total("longshore_rooms_open", half="target")
 
 
 def has_no_block_in_use(engine: Engine) -> bool:
-    """Whether all blocks of an engine that has nothing to do are its own and free."""
+    """Whether all blocks of an idle engine are free and none is lent."""
     engine.complete(Prompt([1, 2]), 2)  # Only work updates the gauge.
     return engine.metrics().total("vllm:kv_cache_usage_perc") == 0
 

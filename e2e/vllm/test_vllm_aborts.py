@@ -1,6 +1,6 @@
-"""Clients leave at every stage of a request: nothing stays lent, and the next request works.
+"""Tests clients that disconnect at every stage of a request: no block stays lent, and the next request works.
 
-A client leaves by closing its connection, which vLLM takes as an abort.
+vLLM treats a closed connection as an abort.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tiny_model import TinyModel
 
 WIDE, SINGLE = "wide", "single"
 PROMPT, OTHER = PROMPTS[-1], PROMPTS[-2]
-# What prefill has handed out and nobody takes is its own again after this.
+# After this time prefill takes back blocks that no decode engine has claimed.
 TRANSFER_LIMIT_S = 40.0
 END_LIMIT_S = TRANSFER_LIMIT_S + 100.0
 LEAVING_COUNT = 8
@@ -36,14 +36,14 @@ def scene(nursery: Nursery, model: TinyModel, alone: Oracle) -> Iterator[Scene]:
 
 @pytest.fixture(autouse=True)
 def _fresh(scene: Scene) -> None:
-    """No test finds what another has computed."""
+    """Empty the prefix caches, so that each test computes its own KV."""
     for engine in scene.engines.values():
         engine.forget_prefixes()
 
 
 @contextlib.contextmanager
 def client(engine: Engine, prompt: Prompt, max_tokens: int, transfer: Mapping[str, Any]) -> Iterator[None]:
-    """A client that has asked and leaves when the block is left, whatever has come by then."""
+    """A client that sends a request and disconnects at the end of the block, whether or not an answer has come."""
     content = json.dumps(body(prompt, max_tokens, transfer)).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: e2e\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", engine.port)) as connection:
@@ -61,7 +61,7 @@ def check_next_request(scene: Scene, alone: Oracle) -> None:
 
 def test_clients_that_leave_while_their_prompts_are_computed(scene: Scene, alone: Oracle) -> None:
     source = scene.engines[WIDE]
-    # One would be over before anybody sees it.
+    # A single one would end before the test observes it.
     with contextlib.ExitStack() as clients:
         for number in range(LEAVING_COUNT):
             clients.enter_context(client(source, random_prompt(300 + number, 2000), 1, TO_PREFILL))

@@ -1,4 +1,4 @@
-"""Blocks of 32 tokens at prefill and of 64 at decode: on a CPU the content of a block cannot be cut, and is not."""
+"""Tests blocks of 32 tokens at prefill and of 64 at decode. On a CPU a block is opaque, so the pair is refused."""
 
 from __future__ import annotations
 

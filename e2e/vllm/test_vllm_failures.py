@@ -1,6 +1,6 @@
-"""Engines and agents are killed at every moment of a transfer; the request ends as the policy says and the next one works.
+"""Kills engines and agents at every stage of a transfer. The request ends as the policy says, and the next one works.
 
-Transfers take milliseconds: where one must be under way, the workers of the prefill's agent are stopped until the blow fell.
+Transfers take milliseconds. If one must be in progress, the workers of prefill's agent are stopped until after the kill.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tiny_model import TinyModel
 from longshore_cli.local_agents import LocalAgentError
 
 LENIENT, STRICT = "lenient", "strict"
-# Either engine is prefill in one and decode in the other, so that both policies are seen.
+# Each engine is prefill in one case and decode in the other, so that both policies are tested.
 DIRECTIONS = [pytest.param(LENIENT, STRICT, id="fail"), pytest.param(STRICT, LENIENT, id="recompute")]
 PROMPT = PROMPTS[-1]
 OTHER = PROMPTS[-2]
-# Short enough to be waited for, long enough that a busy machine is not taken for a dead peer.
+# Short, because tests wait for it; long enough that a peer on a busy machine is not considered dead.
 PEER_TIMEOUT_S = 15
 TRANSFER_LIMIT_S = 40.0
-# Beyond what the product itself takes to give up, on a machine that does other things too.
+# Above the product's own time limits, on a machine with other load.
 END_LIMIT_S = TRANSFER_LIMIT_S + 100.0
 
 pytestmark = pytest.mark.timeout(600)
@@ -42,7 +42,7 @@ def scene(nursery: Nursery, model: TinyModel, alone: Oracle) -> Iterator[Scene]:
 
 @pytest.fixture(autouse=True)
 def _fresh(scene: Scene) -> None:
-    """No test finds what another has computed, or killed and not started again because it failed."""
+    """Restart killed engines and empty the prefix caches, so that no test depends on another."""
     for engine in scene.engines.values():
         if not engine.processes():
             engine.kill()
@@ -51,7 +51,7 @@ def _fresh(scene: Scene) -> None:
 
 
 def engine_count(scene: Scene, side: str) -> int:
-    """How many ranks of engines are registered with an agent; none while it does not answer."""
+    """Return the number of ranks that are registered with an agent; 0 while it does not answer."""
     try:
         return sum(len(worker["engines"]) for worker in scene.agents[side].status()["workers"])
     except LocalAgentError:
@@ -60,7 +60,7 @@ def engine_count(scene: Scene, side: str) -> int:
 
 @contextlib.contextmanager
 def under_way(scene: Scene, source: str, target: str) -> Iterator[Future[list[int]]]:
-    """A request whose decode waits for its KV; its bytes move when the block is left."""
+    """A request whose decode waits for its KV. The bytes move at the end of the block."""
     handed = prefill(scene.engines[source], PROMPT)
     thread = ThreadPoolExecutor(1)
     try:
@@ -114,7 +114,7 @@ def test_prefill_is_killed_before_decode_asks_for_its_kv(scene: Scene, alone: Or
 def test_prefill_is_killed_while_its_kv_is_under_way(scene: Scene, alone: Oracle, source: str, target: str) -> None:
     with under_way(scene, source, target) as asked:
         scene.engines[source].kill()
-    # The worker maps the pages until it has seen the death: a room that it finishes before that is whole.
+    # The worker maps the pages until it notices the death. A room that it finishes before that is complete.
     if asked.exception(END_LIMIT_S) is None:
         assert asked.result() == alone(PROMPT)
     else:
@@ -147,7 +147,7 @@ def test_decode_is_killed_and_prefill_gets_its_blocks_back(scene: Scene, alone: 
     else:
         prefill(scene.engines[source], PROMPT)
         scene.engines[target].kill()
-    # Prefixes are forgotten only when no block is held.
+    # The prefix cache is emptied only if no block is held.
     until(lambda: has_no_block_in_use(scene.engines[source]), "prefill holds no block any more", END_LIMIT_S)
     assert tokens_of(scene.engines[source].complete(PROMPT, NEW_TOKENS)) == alone(PROMPT)
     start_again(scene.engines[target])
@@ -166,7 +166,7 @@ def test_an_agent_is_killed_while_kv_is_under_way_and_comes_back(
     agent.start()
     ranks = scene.engines[side].options.tp
     until(lambda: engine_count(scene, side) == ranks, "the engine has found its new agent", END_LIMIT_S)
-    # The engines tell a new agent what is open, so that the request may also end well.
+    # The engines report open rooms to the new agent, so the request may also succeed.
     if asked.exception(END_LIMIT_S) is None:
         assert asked.result() == alone(PROMPT)
     else:

@@ -12,7 +12,7 @@ FOUR, TWO = "four", "two"
 
 
 def check_tokens(scene: Scene, alone: Oracle) -> None:
-    """Moved as they are, all tokens are right; zeroed, those of every telling prompt are wrong."""
+    """With the transferred KV all tokens are right. With zeroed KV the tokens of every sensitive prompt are wrong."""
     source, target = scene.engines[FOUR], scene.engines[TWO]
 
     def answers(prompts) -> dict[int, list[int]]:

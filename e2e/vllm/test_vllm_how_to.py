@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def stage(nursery: Nursery, model: TinyModel) -> Iterator[tuple[str, Engine]]:
-    """The router's address, and the decode engine behind it."""
+    """Yield the router's address and its decode engine."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="e2e-vllm-")))
         longshore = Path(sys.executable).with_name("longshore")
@@ -46,7 +46,7 @@ def stage(nursery: Nursery, model: TinyModel) -> Iterator[tuple[str, Engine]]:
                 Engine(nursery, EngineOptions(f"how-to-{role}", model, tp, transfer, is_spawned=True))
             )
             for role, tp in (("prefill", 2), ("decode", 1))
-            # What the operator gives to an engine's pod of this role.
+            # The variables that the operator provides for an engine's pod of this role.
             if (transfer := json.loads(vllm_config(role, str(sockets[role]))))
         }
         for engine in engines.values():

@@ -28,23 +28,23 @@ def scene(nursery: Nursery, model: TinyModel, alone: Oracle) -> Iterator[Scene]:
 
 @pytest.fixture(autouse=True)
 def _fresh(scene: Scene) -> None:
-    """No test finds what another has computed."""
+    """Empty the prefix caches, so that each test computes its own KV."""
     for engine in scene.engines.values():
         engine.forget_prefixes()
 
 
 def rooms_done(scene: Scene, side: str) -> float:
-    """How many claims of ranks ended well at the agent of a side."""
+    """Return the number of DONE claims of ranks at the agent of a side."""
     return scene.agents[side].metrics().total("longshore_rooms_total", half="target", outcome="done")
 
 
 def loaded_bytes(scene: Scene, side: str) -> float:
-    """How many bytes of KV came into an engine's blocks, by its own count."""
+    """Return the bytes of KV that an engine received into its blocks, by its own count."""
     return scene.engines[side].metrics().total("vllm:longshore_load_bytes_sum")
 
 
 def external_tokens(scene: Scene, side: str) -> float:
-    """How many tokens an engine took from elsewhere instead of computing them."""
+    """Return the number of tokens that an engine received instead of computing them."""
     return scene.engines[side].metrics().total("vllm:external_prefix_cache_hits_total")
 
 
@@ -74,7 +74,7 @@ def test_with_the_moved_kv_zeroed_the_tokens_of_every_telling_prompt_differ(
         )
     finally:
         scene.zero.unlink()
-    # Zeroing tells nothing of tokens that decode had in its own prefix cache.
+    # Zeroing does not affect tokens that decode had in its own prefix cache.
     assert external_tokens(scene, target) - taken == sum(map(len, telling))
     same = [len(prompt) for prompt, answer in zip(telling, answers, strict=True) if answer == alone(prompt)]
     assert same == []
@@ -102,7 +102,7 @@ def test_prefixes_are_forgotten_once_every_block_lent_is_back(scene: Scene) -> N
     wide, single = scene.engines[WIDE], scene.engines[SINGLE]
     cached, lent = PROMPTS[-2], PROMPTS[-1]
     generate(wide, single, cached, NEW_TOKENS)
-    # Its blocks stay lent until the other engine has claimed them.
+    # Its blocks stay lent until the other engine has received them.
     handed = prefill(single, lent)
     with ThreadPoolExecutor(1) as thread:
         forgotten = thread.submit(single.forget_prefixes)

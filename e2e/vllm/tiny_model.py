@@ -1,7 +1,7 @@
 """Writes a Qwen3 model small enough for two cores, with random weights from a fixed seed, as files for vLLM.
 
-Called by `conftest` and `benchmarks/vllm_connectors.py`. Needs numpy alone, so that making one takes no engine. Its weights are large for
-such a model: with smaller ones the most likely next token would not depend on the prompt.
+Called by `conftest` and `benchmarks/vllm_connectors.py`. Needs only numpy. Its weights are unusually large: with smaller ones
+the most likely next token would not depend on the prompt.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _write_weights(path: Path, weights: dict[str, np.ndarray]) -> None:
 
 
 def _tokenizer() -> dict[str, object]:
-    """A word for each token: prompts are given as numbers, but a server wants to show words."""
+    """Write a word for each token. Tests send prompts as numbers, but a server must be able to show words."""
     vocabulary = {f"w{number}": number for number in range(VOCABULARY)}
     return {
         "version": "1.0",
