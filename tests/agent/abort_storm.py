@@ -1,7 +1,7 @@
-"""Rooms by the thousand between two processes, some given up while their writes are under way; memory that comes back is used at once.
+"""Moves thousands of rooms between two processes and aborts some while their writes are open. Freed memory is reused at once.
 
-The test's process is the decode half and says which room is to be given up by whom and when; run as a script it is the prefill
-half, which says when a room's write begins, because only that process knows.
+The test's process is the decode half. It decides which side aborts which room, and when. Run as a script, this file is the
+prefill half, which reports the start of each room's write.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ MODEL = ModelShape(layers=2, kv_heads=4, head_dim=64, element_bytes=4)
 SOURCE = KVLayout(MODEL, Parallel(), PAGE_SIZE)
 TARGET = KVLayout(MODEL, Parallel(), PAGE_SIZE, PageOrder.HND)
 ROOM_PAGES = TOKENS // PAGE_SIZE
-# Rooms of one round, and how many of them are given up, by turns by prefill and by decode.
+# Rooms of one round, and the number of aborted ones. Prefill and decode abort alternately.
 ROUND_ROOMS = 9
 GIVEN_UP = 6
 SETTINGS = Settings(
     deployment="tests/storm",
-    # Three slabs of half a room: somebody always waits for memory that another one had.
+    # Three slabs of half a room, so that some room always waits for memory that another room used.
     ring_bytes=3 << 18,
     ring_extent_bytes=1 << 20,
     ring_share_divisor=1,
@@ -62,21 +62,21 @@ SETTINGS = Settings(
     peer_timeout_s=300.0,
     heartbeat_s=1.0,
 )
-# A write over the loopback takes so long; the other transports are as slow as they are.
+# Duration of a write over the loopback. The other transports have no such setting.
 LOOPBACK_DELAY_NS = 800_000
 SWITCH_S = 0.0002
-# A whole round on a machine that does other things too.
+# Time limit for a round on a machine with other load.
 ROUND_LIMIT_S = 60.0
 
 
 def base_content() -> np.ndarray:
-    """What all rooms' contents are made of."""
+    """Return the random tile from which all rooms' contents are made."""
     shape = (2, MODEL.layers, TOKENS, MODEL.kv_heads, MODEL.head_dim)
     return np.random.default_rng(4).integers(0, 1 << 32, shape, dtype=np.uint32)
 
 
 class Prefill(HalfWorker):
-    """The prefill half: offers what it is told to, and gives up what it is told to once a write of it has begun."""
+    """The prefill half: offers rooms as ordered, and aborts rooms as ordered once a write of them has begun."""
 
     def __init__(self, settings: Settings, link: socket.socket) -> None:
         self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -93,12 +93,12 @@ class Prefill(HalfWorker):
         self.note(epoch=self.session.config.epoch)
 
     def serve(self) -> None:
-        """Do as told until told to close."""
+        """Carry out orders until the order to close."""
         while True:
             self.turn(0.05)
             self._look_at_writes()
             for effect in self.effects:
-                # A claim may open a room and give it up before we offer it.
+                # A claim may open and abort a room before the offer.
                 if isinstance(effect, RoomReleased) and effect.key.room in self.held:
                     self._give_back(effect.key.room)
             self.effects.clear()
@@ -116,7 +116,7 @@ class Prefill(HalfWorker):
                     self._offer(note)
 
     def hear_peer(self, message: PeerMessage, now_ns: int) -> None:
-        """Count an abort that comes while a lane has the room."""
+        """Count an abort that arrives while a lane has the room."""
         if isinstance(message, Abort):
             self.met["decode"] += self.writing[message.pair.key.room] > 0
             self.armed.pop(message.pair.key.room, None)
@@ -131,7 +131,7 @@ class Prefill(HalfWorker):
             self.armed[room] = note
         offer = Offer(1, room, 0, 0, TOKENS, last=True, pages=np.array(pages, dtype="<i4").tobytes())
         if not isinstance(self.requests.handle(offer, [], time.monotonic_ns()), Accepted):
-            # Decode has given it up already.
+            # Decode has already aborted it.
             self._give_back(room)
         self.flush(time.monotonic_ns())
 
@@ -141,7 +141,7 @@ class Prefill(HalfWorker):
         self.note(released=room)
 
     def _look_at_writes(self) -> None:
-        """Give up, or let decode give up, the rooms whose writes have begun."""
+        """Abort the rooms whose writes have begun, or let decode abort them."""
         try:
             os.eventfd_read(self.wake)
         except BlockingIOError:
@@ -160,11 +160,11 @@ class Prefill(HalfWorker):
             self.flush(time.monotonic_ns())
 
     def _watch_writes(self) -> None:
-        """Let the lanes say when they write what."""
+        """Make the lanes report the start of each write."""
         whole, storm = runners.outbound, self
 
         class Watched(Gate):
-            """Lets everybody through, and says who."""
+            """A gate that passes every write and reports it."""
 
             def __init__(self, slab: OutboundSlab) -> None:
                 super().__init__()
@@ -194,7 +194,7 @@ class Prefill(HalfWorker):
 
 @dataclass
 class Room:
-    """What decode knows of a room of the round. `who` gives it up, at `stage`; empty: nobody does."""
+    """Decode's state of a room of the round. `who` aborts it at `stage`; empty if no side does."""
 
     pages: list[int]
     who: str
@@ -209,7 +209,7 @@ class Room:
 
 
 class Storm:
-    """The decode half, and the process of the other one."""
+    """The decode half, and the process of the prefill half."""
 
     def __init__(self, backend: Backend, environment: dict[str, str], seed: int) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -222,11 +222,11 @@ class Storm:
         )
         theirs.close()
         self.random = random.Random(seed)
-        # Pages of a room that is over are the next one's.
+        # The next room gets the pages of an ended one.
         page_count = (ROUND_ROOMS + 1) * ROOM_PAGES
         self.decode = HalfWorker(Half.TARGET, TARGET, page_count, settings, ours)
         self.base = base_content()
-        # Mooncake needs 20 us of a processor for each of two thousand slices.
+        # Mooncake uses 20 us of processor time for each of two thousand slices.
         self.ways = [Way.SLICES, *[Way.STAGED] * (4 if backend is Backend.MOONCAKE else 1)]
         self.free = list(range(page_count))
         self.rooms: dict[int, Room] = {}
@@ -235,7 +235,7 @@ class Storm:
         self.endpoint = Endpoint("prefill", SOURCE, (RankAddress(0, "storm:1", epoch),))
 
     def round(self) -> None:
-        """Open a round's rooms at once, give most of them up, and wait until nobody touches any of them."""
+        """Open a round's rooms at once, abort most of them, and wait until no thread touches any of them."""
         plans = ["prefill" if number % 2 else "decode" for number in range(GIVEN_UP)]
         for who in self.random.sample([*plans, *[""] * (ROUND_ROOMS - GIVEN_UP)], ROUND_ROOMS):
             self._open(who)
@@ -246,7 +246,7 @@ class Storm:
         self.rooms.clear()
 
     def count(self) -> dict[str, Any]:
-        """Ask the prefill half what its lanes have counted, by way, and who met writes."""
+        """Return the prefill half's counts: writes by mode, and aborts during writes by side."""
         self.decode.note(count=True)
         return self._wait_note("count")
 
@@ -306,7 +306,7 @@ class Storm:
         if isinstance(effect, RoomReleased):
             room.released = True
             if room.ended is not Reason.NONE:
-                # They hold anything now, and whatever comes later must find them as they are, or somebody else's.
+                # These pages hold unspecified bytes now. From here on only their next owner may change them.
                 pages.expected[:, :, room.pages] = pages.planes[:, :, room.pages]
             self.free = room.pages + self.free
             return
@@ -330,8 +330,8 @@ class Storm:
 
 
 def main() -> None:
-    """Be the prefill half."""
-    # Lanes look at short writes without a pause; the thread that gives rooms up must come between.
+    """Run the prefill half."""
+    # Lanes poll short writes without a pause; the thread that aborts rooms must run in between.
     sys.setswitchinterval(SWITCH_S)
     backend, link = Backend(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
     settings = dataclasses.replace(SETTINGS, backend=backend)

@@ -1,4 +1,4 @@
-"""Agents and engines that start at once and end together, and the fleets that many tests share."""
+"""Starts agents and engines concurrently and ends them together; provides the fleets that many tests share."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class World:
         return agent
 
     def engine(self, agent: Agent, instance: str, tp: int = 1, **options: Any) -> Future[Engine]:
-        """Begin to start an engine instance; several start at once."""
+        """Begin to start an engine instance; several start concurrently."""
         return self.starters.submit(lambda: self._keep(Engine(agent, instance, tp, **options)))
 
     def process(self, agent: Agent, instance: str, **options: Any) -> EngineProcess:
@@ -53,7 +53,7 @@ class World:
 
 @dataclass
 class Fleet:
-    """Agents of one backend, and engines that every test may use but none may break."""
+    """Agents of one backend with engines. Every test may use them, and none may break them."""
 
     backend: str
     prefill: Agent
@@ -77,14 +77,14 @@ _fleets: dict[str, Fleet] = {}
 
 
 def fleet_of(backend: str, request: pytest.FixtureRequest, directories: pytest.TempPathFactory) -> Fleet:
-    """The fleet of a backend, made once a session: starting one costs more than all tests on it."""
+    """Yield the fleet of a backend, made once a session, since starting it takes longer than all of its tests."""
     if backend in _fleets:
         return _fleets[backend]
     directory = directories.mktemp(backend)
     nixl = backend == "NIXL"
     settings = {"LONGSHORE_BACKEND": backend}
     if nixl:
-        # The links of this fleet are encrypted, so that everything on it holds with keys as well.
+        # The links of this fleet are encrypted, so that its tests also cover keys.
         curve.write(curve.generate(), directory)
         settings["LONGSHORE_KEYS_DIRECTORY"] = str(directory)
     world = World(directory, **settings)

@@ -1,4 +1,4 @@
-"""Real agents and engine ranks for tests: processes with settings, paged memory in memfd, requests, their ends.
+"""Provides real agents and engine ranks for tests: processes with settings, paged memory in memfds, requests and their ends.
 
 Run as a script it is one engine rank in a process of its own, which a test may kill: it reads JSON commands by
 lines and answers each by a line. Everything started here is ended by its PID.
@@ -35,15 +35,15 @@ from longshore_wire.errors import Reason
 
 T = TypeVar("T")
 
-# Twelve heads fit every TP that is tested here; a token is 12 KiB at TP1.
+# Twelve heads fit every tested TP; a token is 12 KiB at TP1.
 MODEL = ModelShape(layers=4, kv_heads=12, head_dim=32, element_bytes=4)
 PAGE_SIZE = 16
 PAGE_COUNT = 96
-# Loading torch in several processes at once, on two cores.
+# Time to load torch in several processes concurrently, on two cores.
 START_LIMIT_S = 90.0
 EVENT_LIMIT_S = 30.0
 _PAUSE_S = 0.01
-# Other runs of these tests on the same host have deployments and memory of other names.
+# Unique names, so that other runs of these tests on the same host have other deployments and memory.
 SESSION = os.environ.get("AGENT_WORLD_SESSION") or str(os.getpid())
 DEPLOYMENT = f"tests/agents-{SESSION}"
 # Buffers so small that every request has several slabs and the ring wraps soon.
@@ -54,23 +54,23 @@ CHEAP = {
     "LONGSHORE_RING_EXTENT_BYTES": "2Mi",
     "LONGSHORE_LANE_BYTES": "1Mi",
     "LONGSHORE_SLAB_BYTES_MIN": "64Ki",
-    # One process plays many engines.
+    # One process simulates many engines.
     "LONGSHORE_PROCESS_WORKERS_MAX": "1000",
     "LONGSHORE_USER_WORKERS_MAX": "1000",
-    # Engines of one agent meet in many tests, and those are about what lies between two agents.
+    # Many tests use engines of one agent and test the path between two agents, so direct copies are off.
     "LONGSHORE_DIRECT": "false",
-    # What tests say of ways must not change when somebody measures anew.
+    # A new measurement must not change the modes that tests expect.
     "LONGSHORE_CROSSOVER_FILE": str(Path(__file__).with_name("no_measurements.json")),
 }
 BOTH = (Half.SOURCE, Half.TARGET)
 room_ids = itertools.count(2**63 + 1)
-# Those that were not stopped yet.
+# Agents that were not stopped yet.
 living_agents: list[Agent] = []
 _PATH = os.pathsep.join(entry for entry in sys.path if entry)
 
 
 def wait_for_none(found: Callable[[], list[str]], limit_s: float = EVENT_LIMIT_S) -> None:
-    """Wait until nothing is found any more; fail after `limit_s` with what is still there."""
+    """Wait until `look` finds nothing; fail after `limit_s` with the last findings."""
     last: list[str] = []
 
     def is_none() -> bool:
@@ -80,7 +80,7 @@ def wait_for_none(found: Callable[[], list[str]], limit_s: float = EVENT_LIMIT_S
     try:
         wait_for(is_none, limit_s)
     except AssertionError as error:
-        raise AssertionError(f"after {limit_s:g} s there is still {last}") from error
+        raise AssertionError(f"after {limit_s:g} s still found: {last}") from error
 
 
 def wait_for(condition: Callable[[], T | None], limit_s: float = EVENT_LIMIT_S, what: str = "") -> T:
@@ -94,7 +94,7 @@ def wait_for(condition: Callable[[], T | None], limit_s: float = EVENT_LIMIT_S, 
 
 
 class Agent:
-    """One real agent; `settings` are environment variables on top of CHEAP, `inside` is a command that starts it elsewhere."""
+    """One real agent. `settings` are variables in addition to CHEAP; `inside` is a prefix of its command, such as nsenter."""
 
     def __init__(self, directory: Path, inside: Sequence[str] = (), **settings: str) -> None:
         self.directory = directory
@@ -111,7 +111,7 @@ class Agent:
         self.start()
 
     def start(self) -> None:
-        """Start the process; again, where an earlier one has ended."""
+        """Start the process, also after an earlier one has ended."""
         (self.directory / "agent.json").unlink(missing_ok=True)
         with (self.directory / "log").open("ab") as log:
             self.process = subprocess.Popen(
@@ -128,7 +128,7 @@ class Agent:
 
     @property
     def http(self) -> str:
-        """Where its pages are; waits until it serves them."""
+        """Return the address of its HTTP pages; wait until it serves them."""
         if not self._http:
             state = self.directory / "agent.json"
             wait_for(lambda: state.exists() and state.stat().st_size > 0, START_LIMIT_S, f"the agent of {state}")
@@ -155,12 +155,12 @@ class Agent:
         return found
 
     def worker(self, instance: str, rank: int = 0) -> dict[str, Any] | None:
-        """What the agent says of the worker of a rank; None while there is none."""
+        """Return the agent's status of a rank's worker; None while there is none."""
         name = f"{instance}/0/{rank}"
         return next((worker for worker in self.status()["workers"] if worker["worker"] == name), None)
 
     def room(self, room: int, half: Half, instance: str | None = None) -> dict[str, Any] | None:
-        """One half of a room as `/v1/rooms/{id}` shows it, `ended` included; None: nobody knows it."""
+        """Return one half of a room as `/v1/rooms/{id}` shows it, also an ended one; None if it is unknown."""
         status, body = self.ask(f"/v1/rooms/{room}")
         if status == 404:
             return None
@@ -169,7 +169,7 @@ class Agent:
         return {**entries[0]["room"], "ended": entries[0]["ended"]} if entries else None
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric's series that have these labels."""
+        """Return the sum of a metric's series with these labels."""
         total = 0.0
         for line in self.ask("/metrics")[1].decode().splitlines():
             found = re.fullmatch(rf"{name}\{{(.*)\}} (\S+)", line)
@@ -178,7 +178,7 @@ class Agent:
         return total
 
     def leftovers(self) -> list[str]:
-        """Rooms that are open and memory that is granted or held; nothing, once every transfer is over."""
+        """Return open rooms, and granted or held memory; empty once every transfer is over."""
         workers = self.status()["workers"]
         found = [
             f"{worker['worker']}: ring {worker['ring']}"
@@ -187,7 +187,7 @@ class Agent:
         ]
         if any(worker["rooms_open"] for worker in workers):
             rooms = self.get("/v1/rooms?ended=false")["rooms"]
-            # They may end while we look.
+            # A process may end during the scan.
             found += [self.ask(f"/v1/rooms/{entry['room']['room']}")[1].decode() for entry in rooms]
         return found
 
@@ -199,7 +199,7 @@ class Agent:
         ]
 
     def stop(self, limit_s: float = 20.0) -> int:
-        """End it and whatever it has started; return its exit status."""
+        """End it and all of its processes; return its exit status."""
         if self in living_agents:
             living_agents.remove(self)
         children = self.children() if self.process.poll() is None else []
@@ -225,7 +225,7 @@ def is_worker(pid: int) -> bool:
 
 
 class Rank(EnginePages):
-    """One engine rank: its pages, and a client that shares them with an agent."""
+    """One engine rank: pages, and a client that shares them with an agent."""
 
     def __init__(self, socket: str, instance: str, layout: KVLayout, roles: Sequence[Half], page_count: int) -> None:
         super().__init__(layout, page_count, memory_name(instance))
@@ -278,7 +278,7 @@ class Engine:
         return self.ranks[0].client
 
     def endpoint(self) -> Endpoint:
-        """The instance's addresses, once rank 0 has heard of the newest worker of each rank."""
+        """Return the instance's addresses, once rank 0 knows the newest worker of each rank."""
 
         def known() -> Endpoint | None:
             found = self.client.endpoint(START_LIMIT_S)
@@ -288,7 +288,7 @@ class Engine:
         return wait_for(known, what=f"the addresses of all ranks of {self.instance}")
 
     def take_pages(self, first_token: int, end_token: int) -> list[int]:
-        """Take pages for tokens [first, end), scattered over the pool."""
+        """Allocate pages for tokens [first, end), scattered over the pool."""
         if first_token == end_token:
             return []
         count = -(-end_token // self.page_size) - first_token // self.page_size
@@ -297,7 +297,7 @@ class Engine:
         return taken
 
     def accept(self, pages: list[int]) -> None:
-        """Take back pages of a room that failed and was released: they hold anything, and nothing may change them now."""
+        """Free pages of a room that failed and was released. Their bytes are unspecified, and nothing may change them now."""
         self.free += pages
         for rank in self.ranks:
             rank.expected[:, :, pages] = rank.planes[:, :, pages]
@@ -332,7 +332,7 @@ class Request:
             rank.put(rank.expected, self.source_pages, self.data, 0, self.total)
 
     def offer(self) -> None:
-        """Offer all chunks on all ranks."""
+        """Offer all chunks at all ranks."""
         for chunk in range(len(self.cuts) + 1):
             self.offer_chunk(chunk)
 
@@ -345,7 +345,7 @@ class Request:
             rank.client.send(self.room, pages, first, end, last=end == self.total)
 
     def claim(self) -> None:
-        """Claim on all ranks, and expect the bytes."""
+        """Claim at all ranks, and expect the bytes."""
         endpoint = self.source.endpoint()
         for rank in self.target.ranks:
             rank.client.receive(self.room, endpoint, self.target_pages, self.prefix, self.total)
@@ -353,7 +353,7 @@ class Request:
                 rank.put(rank.expected, self.target_pages, self.data, self.prefix, self.total)
 
     def ends(self, limit_s: float = EVENT_LIMIT_S) -> list[RoomEvent]:
-        """Wait until both halves have ended and are released, on every rank; return how they ended."""
+        """Wait until both halves have ended and are released at every rank; return their ends."""
         found = []
         for half, engine in ((Half.SOURCE, self.source), (Half.TARGET, self.target)):
             for rank in engine.ranks:
@@ -363,7 +363,7 @@ class Request:
         return found
 
     def give_back(self, ends: Sequence[RoomEvent]) -> None:
-        """Take the pages of both sides back, which are released: those of a room that failed hold anything."""
+        """Free the released pages of both sides. Those of a failed room have unspecified bytes."""
         self.source.free += self.source_pages
         if all(end.kind is RoomEventKind.DONE for end in ends):
             self.target.free += self.target_pages
@@ -371,13 +371,13 @@ class Request:
             self.target.accept(self.target_pages)
 
     def arrives(self, limit_s: float = EVENT_LIMIT_S) -> None:
-        """Wait for the end, which must be a good one."""
+        """Wait for the end, which must be DONE."""
         ends = self.ends(limit_s)
         assert {(end.kind, end.reason) for end in ends} == {(RoomEventKind.DONE, Reason.NONE)}, ends
 
 
 class EngineProcess:
-    """One engine rank of TP1 in a process of its own. Its memory is its own too: the memfd is open nowhere else."""
+    """One engine rank of TP1 in a separate process. Only that process and the agent have its memfd open."""
 
     def __init__(
         self, agent: Agent, instance: str, *, page_size: int = PAGE_SIZE, roles: Sequence[Half] = BOTH
@@ -428,16 +428,16 @@ class EngineProcess:
 
 
 def memory_name(instance: str) -> str:
-    """What the pages of an instance are called in /proc."""
+    """Return the name of an instance's pages in /proc."""
     return f"pages-{SESSION}-{instance}"
 
 
 def holders_of(instance: str) -> dict[int, list[str]]:
-    """PIDs that map or hold open the pages of an instance, and by what; the kernel frees them when there is none."""
+    """Return the PIDs that map or hold open an instance's pages, and how. Without any, the kernel frees the pages."""
     name = f"memfd:{memory_name(instance)} "
     found: dict[int, list[str]] = {}
     for process in Path("/proc").glob("[0-9]*"):
-        # Processes end while we look.
+        # A process may end during the scan.
         with contextlib.suppress(OSError):
             uses = [line for line in (process / "maps").read_text().splitlines() if name in line]
             for entry in (process / "fd").iterdir():
@@ -449,12 +449,12 @@ def holders_of(instance: str) -> dict[int, list[str]]:
 
 
 def cpu_s(pid: int) -> float:
-    """Processor seconds that a process has used, by the kernel's own clock of it: /proc counts in steps of 10 ms."""
+    """Return a process's processor seconds by its kernel clock, because /proc counts in steps of 10 ms."""
     return time.clock_gettime((~pid << 3) | 2)
 
 
 def wakes(pid: int) -> int:
-    """How often the threads of a process have gone to sleep so far."""
+    """Return how often the threads of a process have gone to sleep so far."""
     found = 0
     for status in Path(f"/proc/{pid}/task").glob("*/status"):
         lines = status.read_text().splitlines()
@@ -481,7 +481,7 @@ def _obey(rank: Rank, line: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    """Be one engine rank until stdin ends."""
+    """Run one engine rank until stdin ends."""
     socket, instance, page_size = sys.argv[1:4]
     layout = KVLayout(MODEL, Parallel(), int(page_size))
     roles = [Half[name] for name in sys.argv[4:]]

@@ -1,4 +1,4 @@
-"""A failed test shows what the agents have logged: on another machine nobody can look into their directories."""
+"""Adds the agents' logs to the report of a failed test, since on another machine their directories may not be accessible."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fault_table import Scene
 
 @pytest.fixture
 def judge(request: pytest.FixtureRequest) -> Iterator[SceneJudge | WrongJudge]:
-    """What compares a test's observations with the row of the table of faults that it carries: all of it, or it fails."""
+    """Yield the judge of a test's row in the fault table. The test fails unless it has compared the whole row."""
     row, transport = request.param
     found = SceneJudge(row, transport) if isinstance(row, Scene) else WrongJudge(row)
     failed_count = request.session.testsfailed
     yield found
     if request.session.testsfailed == failed_count:
-        assert not found.left(), "the test has not compared all that its row says"
+        assert not found.left(), "the test has not compared its whole row"
 
 
-# Of each agent: enough for a traceback, and not so much that the logs of several hide the failure itself.
+# Lines of each agent's log: enough for a traceback, but the logs of several agents must not hide the failure.
 _LOG_CHARACTERS_MAX = 2000
 
 
@@ -38,7 +38,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is marked so in a network of its own."""
+    """Run a test marked `own_network` in its own network namespace."""
     if pyfuncitem.get_closest_marker("own_network") is None or own_network.inside():
         return None
     own_network.run(pyfuncitem)

@@ -1,6 +1,6 @@
-"""Runs one half of a worker without its sockets, in the test's process: the real core, desk, lanes, scatters and transport.
+"""Runs one half of a worker in the test's process without sockets: the real core, engine requests, pipeline and transport.
 
-Tests join both halves by hand, and give an engine's requests to the desk.
+Tests pass messages between both halves, and requests of an engine to `desk`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PAGE_COUNT = 32
 
 
 class Side:
-    """A worker without its sockets: a core, a desk and the parts that move bytes."""
+    """A worker without sockets: a core, the handler of engine requests (`desk`), and the parts that move bytes."""
 
     def __init__(self, instance: str, half: Half, page_size: int, **settings: str) -> None:
         variables = {
@@ -72,7 +72,7 @@ class Side:
         self.describe()
 
     def say(self, message: msgspec.Struct, descriptors: tuple[int, ...] = ()) -> Accepted | Refused | None:
-        """Give the desk one request with a number of its own, and return its answer."""
+        """Send one engine request with a new number; return its answer."""
         self._request += 1
         request = message if isinstance(message, Hello) else msgspec.structs.replace(message, request=self._request)
         answer = self.requests.handle(request, [os.dup(descriptor) for descriptor in descriptors], self.now_ns)
@@ -95,7 +95,7 @@ class Side:
         )
 
     def turn(self, other: Side) -> None:
-        """Do one turn of a worker's loop; messages go straight to the other side."""
+        """Run one turn of a worker's loop; messages go directly to the other side."""
         self.now_ns += 1_000_000
         self.mover.collect()
         self.mover.take_results(self.half, self.core, self.now_ns)
@@ -131,7 +131,7 @@ Make = Callable[..., Side]
 
 @contextmanager
 def side_maker() -> Iterator[Make]:
-    """Return a maker of sides that end with the test."""
+    """Yield a function that makes sides, which end with the test."""
     made: list[Side] = []
 
     def build(instance: str, half: Half, page_size: int = 4, **settings: str) -> Side:
@@ -158,7 +158,7 @@ def claim(room: int, end_token: int, listed: bytes, *, offset: int = 0, count: i
 
 
 def run(source: Side, target: Side, room: int) -> None:
-    """Move one room between two sides that are attached by hand, until both halves have ended."""
+    """Attach two sides and move one room between them until both halves have ended."""
     source.bytes[:] = np.arange(len(source.bytes)) % 251
     assert isinstance(target.say(claim(room, 24, pages(7, 3, 5))), Accepted)
     assert isinstance(source.say(Offer(0, room, 0, 0, 24, True, pages(1, 2, 3, 4, 5, 6))), Accepted)

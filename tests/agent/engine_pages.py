@@ -1,6 +1,6 @@
-"""What an engine rank's pages hold: a model's cache by its own arithmetic, paged memory in a memfd, what ought to be in it.
+"""Provides an engine rank's pages in a memfd and their expected content, computed by this file's own arithmetic.
 
-Used by `agent_world`. Knows nothing of planners, agents or transfers: tests compare what was moved with what is said here.
+Used by `agent_world`. Knows nothing of planners, agents or transfers: tests compare moved bytes with these.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
 def held(layout: KVLayout) -> tuple[list[int], list[int]]:
-    """The global layers and heads that a rank must hold, by the definition of its parallel sizes.
+    """Return the global layers and heads that a rank must hold, by the definition of its parallel sizes.
 
-    Layers: as told; else stage by stage, the first ones take one more while there is a remainder. Heads: cut
-    into equal shares, or each held by as many neighbouring ranks where there are more ranks than heads.
+    Layers: as given; else split evenly over the stages, the first ones take the remainder. Heads: split into equal shares.
+    With more ranks than heads, several adjacent ranks hold copies of a head.
     """
     model, place = layout.model, layout.parallel
     counts = layout.stage_layers or [
@@ -36,12 +36,12 @@ def held(layout: KVLayout) -> tuple[list[int], list[int]]:
 
 
 def unit_tokens(layout: KVLayout) -> int:
-    """Tokens that cannot be told apart in a page: one, or all of them where its content is opaque."""
+    """Return the smallest number of tokens that can be addressed in a page: one, or the whole page if it is opaque."""
     return layout.page_size if layout.order is PageOrder.OPAQUE else 1
 
 
 def content(seed: int, end_token: int, layout: KVLayout) -> np.ndarray:
-    """The cache of a sequence: [K and V, layer, token, head, element]; the same for every process and layout.
+    """Return the cache of a sequence, [K and V, layer, token, head, element]; the same for every process and layout.
 
     One entry instead of K and V for a latent. Opaque: [1, layer, page, head, byte].
     """
@@ -56,7 +56,7 @@ def content(seed: int, end_token: int, layout: KVLayout) -> np.ndarray:
 
 
 class EnginePages:
-    """One rank's pool, poisoned, and what its pages ought to hold, both [K and V, layer, page, slot, head, element]."""
+    """One rank's poisoned pool and its expected content, both [K and V, layer, page, slot, head, element]."""
 
     def __init__(self, layout: KVLayout, page_count: int, name: str) -> None:
         self.layout = layout
@@ -68,7 +68,7 @@ class EnginePages:
         self.expected = self.planes.copy()
 
     def put(self, where: np.ndarray, pages: Sequence[int], data: np.ndarray, first_token: int, end_token: int) -> None:
-        """Write tokens [first, end) of a sequence into an array shaped as `planes`; whole pages where they are opaque."""
+        """Write tokens [first, end) of a sequence into an array shaped as `planes`; whole pages if they are opaque."""
         unit = unit_tokens(self.layout)
         units = np.arange(first_token // unit, -(-end_token // unit))
         slots = self.layout.page_size // unit
@@ -77,7 +77,7 @@ class EnginePages:
         where[:, :, numbers, units % slots] = part[..., self._heads, :]
 
     def intact(self) -> bool:
-        """Whether every byte of the pool is what it ought to be, also where nothing was to be written."""
+        """Whether every byte of the pool has its expected value, also where nothing was to be written."""
         return bool(np.array_equal(self.planes, self.expected))
 
     def close(self) -> None:

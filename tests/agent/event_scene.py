@@ -1,4 +1,4 @@
-"""A worker's runner of events over a device and a transport that a test drives."""
+"""Provides a worker's event runner over a fake device and a fake transport that a test controls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOUR_NS = 3600 * 10**9
 
 
 class EventScene:
-    """An idle runner of both halves; `ended` are the ends of lives in their order."""
+    """An idle runner of both halves; `ended` lists the ends of lives in order."""
 
     def __init__(
         self,

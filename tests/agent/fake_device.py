@@ -1,4 +1,4 @@
-"""A device and a transport whose copies and writes end when a test says so: for the order in which things begin and end."""
+"""A fake device and a fake transport whose copies and writes end when a test says so, for tests of their order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pair_of(room: int) -> PairKey:
 
 
 def effect_of(slab: int, payload_bytes: int, room: int = 1) -> Any:
-    """A slab's StartWrite or StartScatter, as far as its life looks at it."""
+    """A slab's StartWrite or StartScatter, with the fields that its life reads."""
     return SimpleNamespace(
         peer=PEER,
         pair=pair_of(room),
@@ -46,7 +46,7 @@ def effect_of(slab: int, payload_bytes: int, room: int = 1) -> Any:
 
 
 class PlayedOutbound(OutboundSlab):
-    """A slab that stands for its own pages: copies are of no real memory."""
+    """A slab that also represents its pages. Copies access no real memory."""
 
     def source(self) -> Any:
         return self
@@ -75,14 +75,14 @@ def inbound_slab(slab: int, payload_bytes: int = 1 << 20) -> InboundSlab:
 
 @dataclass
 class FakeCopy:
-    """The ticket of one copy; `done` is the test's to set."""
+    """The ticket of one copy; the test sets `done`."""
 
     slab: Any
     begin_bytes: int = 0
     found: bytes = b""
     done: bool = False
     ended: bool = False
-    broken: DeviceError | None = None  # what the device says when it is asked
+    broken: DeviceError | None = None  # the device's answer to a poll
     pools: list[Any] = field(default_factory=list)
     accepts: Any = None
 
@@ -108,10 +108,10 @@ class FakeDevice:
     gathers: list[FakeCopy] = field(default_factory=list)
     scatters: list[FakeCopy] = field(default_factory=list)
     directs: list[FakeCopy] = field(default_factory=list)
-    trailers: Iterable[bytes] = ()  # what the next scatters find, before the right ones
+    trailers: Iterable[bytes] = ()  # trailers that the next scatters read, before correct ones
     pool_gone: bool = False
-    failure: LongshoreError | None = None  # of the next direct copies
-    compiling: set[int] = field(default_factory=set)  # rooms whose kernel for direct copies is not there yet
+    failure: LongshoreError | None = None  # results of the next direct copies
+    compiling: set[int] = field(default_factory=set)  # rooms whose kernel for direct copies is not compiled yet
     admitted: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -125,7 +125,7 @@ class FakeDevice:
         self.admitted.append(f"{'write' if to_write else 'read'} {'direct' if direct else 'staged'} from {first_page}")
 
     def wait(self, _limit_s: float) -> None:
-        """End what the device has."""
+        """Complete all submitted copies."""
         for copy in (*self.directs, *self.gathers):
             copy.done = True
 
@@ -160,7 +160,7 @@ class FakeDevice:
 
 @dataclass
 class FakeWrite:
-    """One write; `state` is the test's to set."""
+    """One write; the test sets `state`."""
 
     source: int
     length_bytes: int
@@ -174,7 +174,7 @@ class FakeWrite:
 
 @dataclass
 class FakeTransport:
-    """Drafts and begins writes; ends none by itself."""
+    """A transport that drafts and starts writes, but completes none by itself."""
 
     drafts: list[FakeWrite] = field(default_factory=list)
     begun: list[FakeWrite] = field(default_factory=list)

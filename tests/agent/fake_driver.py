@@ -19,12 +19,12 @@ class FakeDriver:
     """One device.
 
     Attributes:
-        fails: the error of each call by its name, instead of what it would do.
-        attributes: of the device, by the driver's number; the driver does not know others.
+        fails: error code by name of the call, returned instead of its effect.
+        attributes: the device's attributes by the driver's number; others are unknown.
         calls: names in order.
-        lengths: what each call was told of bytes, by its name.
-        reserved, created, mapped, plain: what is held now: bytes by address or handle, and (handle, bytes) by address.
-        properties: of the last allocation.
+        lengths: the byte counts passed to each call, by its name.
+        reserved, created, mapped, plain: current allocations: bytes by address or handle, and (handle, bytes) by address.
+        properties: those of the last allocation.
     """
 
     def __init__(self, granularity_bytes: int = 2 << 20) -> None:

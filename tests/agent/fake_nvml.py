@@ -9,12 +9,12 @@ from typing import Any
 
 NAMES = [f"GPU-{uuid.UUID(int=number + 1)}" for number in range(3)]
 _NOT_FOUND = 6
-_NOT_SUPPORTED_STATUS = 3  # NVML_P2P_STATUS_NOT_SUPPORTED and its kin: anything but 0
+_NOT_SUPPORTED_STATUS = 3  # NVML_P2P_STATUS_NOT_SUPPORTED; any value except 0 means the same here
 _NVLINK = 2
 
 
 class FakeNVML:
-    """Three GPUs; `links` are pairs of indexes that NVLink joins, `fails` the answer of each call by its name."""
+    """Three GPUs. `links` are pairs of indexes that NVLink joins; `fails` has error codes by name of the call."""
 
     def __init__(self, links: set[frozenset[int]]) -> None:
         self.links = links
@@ -45,7 +45,7 @@ class FakeNVML:
         assert "nvmlInit_v2" in self.asked
         if name.decode() not in NAMES:
             return _NOT_FOUND
-        # A handle is a pointer: more than 32 bits of it count.
+        # A handle is a pointer of more than 32 bits.
         found[0] = (NAMES.index(name.decode()) + 1) << 40
         return self.fails.get("nvmlDeviceGetHandleByUUID", 0)
 

@@ -1,7 +1,7 @@
-"""An engine rank that a fault may befall: the same few verbs in this process, or in one of its own that may be killed.
+"""Provides engine ranks for tests of faults, in this process or in a separate one that may be killed.
 
-`Actor` does the verbs; `Doomed` passes them to an `Actor` in a process of its own. Every answer is a word: how a call or
-a half of a room has ended. Used by the scenes of faults.
+`Actor` carries out the commands. `Doomed` passes them to an `Actor` in a separate process. Each answer is one word: the
+result of a call or the end of a half of a room. Used by the fault scenes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PATH = os.pathsep.join(entry for entry in sys.path if entry)
 
 
 class Actor:
-    """One engine of TP1 and what it has offered and claimed, by room."""
+    """One engine of TP1, with its offers and claims by room."""
 
     def __init__(self, agent: Agent, instance: str, half: Half, page_size: int) -> None:
         self.instance = instance
@@ -55,7 +55,7 @@ class Actor:
         return self.engine.client.connected
 
     def send(self, room: int, first: int, end: int, total: int, *, last: bool) -> str:
-        """Offer tokens [first, end) of a room; return "", or why it was refused."""
+        """Offer tokens [first, end) of a room; return "", or the reason of a refusal."""
         rank, size = self.engine.ranks[0], self.engine.page_size
         if room not in self._pages:
             self._pages[room] = self.engine.take_pages(0, total)
@@ -66,7 +66,7 @@ class Actor:
         return _said(lambda: self.engine.client.send(room, pages, first, end, last=last))
 
     def receive(self, room: int, endpoint: str, total: int) -> str:
-        """Claim a room; return "", or why it was refused."""
+        """Claim a room; return "", or the reason of a refusal."""
         found = msgspec.json.decode(endpoint, type=Endpoint)
         pages = self.engine.take_pages(0, total)
         said = _said(lambda: self.engine.client.receive(room, found, pages, 0, total))
@@ -82,7 +82,7 @@ class Actor:
         return _said(lambda: self.engine.client.cancel(room, self._half))
 
     def end(self, room: int, limit_s: float) -> str:
-        """Wait until a half has ended, and say how."""
+        """Wait until a half has ended; return its end."""
         try:
             event = self.engine.client.wait(room, self._half, timeout_s=limit_s)
         except WaitTimeout:
@@ -93,7 +93,7 @@ class Actor:
         return failed(event.reason)
 
     def release(self, room: int, limit_s: float) -> str:
-        """Take a room's pages back once its half is released; what failed may have left anything in them."""
+        """Free a room's pages once its half is released. A failed room's pages may hold any bytes."""
         pages = self._pages.pop(room, None)
         if pages is None:
             return "had none"
@@ -105,11 +105,11 @@ class Actor:
         return RELEASED
 
     def forget(self, room: int) -> None:
-        """Take back the pages of a room that was refused: no half of it was ever open."""
+        """Free the pages of a room that was refused, so that no half of it was ever open."""
         self.engine.accept(self._pages.pop(room, []))
 
     def events_left(self) -> list[int]:
-        """Take the events that nobody waited for, and return their rooms."""
+        """Take the events for which no test waited; return their rooms."""
         return [event.room for event in self.engine.client.poll()]
 
     def is_intact(self) -> bool:
@@ -128,7 +128,7 @@ def _said(call: Any) -> str:
 
 
 class Doomed:
-    """An `Actor` in a process of its own, whose memory is open nowhere else."""
+    """An `Actor` in a separate process, whose memory is not open in this one."""
 
     def __init__(self, agent: Agent, instance: str, half: Half, page_size: int) -> None:
         assert agent.http
@@ -151,7 +151,7 @@ class Doomed:
         return lambda *arguments, **named: self._ask(verb, arguments, named)
 
     def stop(self) -> None:
-        """Freeze all of its threads; returns when they are."""
+        """Stop all of its threads; return when they have stopped."""
         freeze(self.pid)
 
     def go_on(self) -> None:
@@ -183,7 +183,7 @@ class Doomed:
 
 
 def freeze(pid: int) -> None:
-    """SIGSTOP to a process; all of its threads stand still on return."""
+    """Send SIGSTOP to a process; return when all of its threads have stopped."""
     os.kill(pid, signal.SIGSTOP)
     wait_for(lambda: _is_stopped(pid))
 
@@ -195,7 +195,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def main() -> None:
-    """Be one engine rank until stdin ends."""
+    """Run one engine rank until stdin ends."""
     socket, instance, half, page_size = sys.argv[1:5]
     place: Any = SimpleNamespace(socket=socket, http="of no use here")
     actor = Actor(place, instance, Half(int(half)), int(page_size))

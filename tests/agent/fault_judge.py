@@ -1,7 +1,7 @@
-"""Compares what a test of a fault has observed with the rows of `fault_table`, and notes which rows tests carry.
+"""Compares the observations of fault tests with the rows of `fault_table`, and records which rows have tests.
 
-A test that carries rows is marked with `carries` and gets a `judge`. It fails unless every field of every row was
-compared: there is no row that no test has shown.
+A test of rows is marked with `carries` and gets a `judge`. It fails unless it compares every field of every row, so every row
+is tested.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from agent_world import Agent
 from fault_scene import Place, Room
 from fault_table import CLAIMED, DEAD, DECODE, DONE, LEFT_OPEN, LOOPBACK, OVER, PREFILL, Scene, Wrong
 
-# What tests carry, by the name of the scene or fault and the transport, with the test's name. Filled by their import.
+# (name of the scene or fault, transport) -> name of its test. Filled by the import of the tests.
 CARRIED: dict[tuple[str, str], list[str]] = {}
 
 Test = Callable[..., None]
@@ -38,7 +38,7 @@ def carries(*rows: Scene | Wrong, over: Sequence[str] = (LOOPBACK,)) -> Callable
 
 @dataclass
 class Counts:
-    """Ends and refusals that an agent's workers have counted, by worker; with the life of each."""
+    """Ends and refusals that an agent's workers have counted, by worker, with each worker's epoch."""
 
     ends: dict[str, Counter[str]] = field(default_factory=dict)
     epochs: dict[str, str] = field(default_factory=dict)
@@ -55,14 +55,14 @@ class Counts:
             if name == "longshore_worker_restarts_total":
                 found.restarts += value
             elif name == "longshore_refused_messages_total":
-                # The next worker of an engine may know that a room has failed before it is told of it again.
+                # The engine's next worker may already know that a room has failed when the engine repeats it.
                 ends[labels["reason"].upper()] += round(value)
             elif name == "longshore_rooms_total" and labels["half"] == half:
                 ends[DONE if labels["outcome"] == "done" else labels["reason"].upper()] += round(value)
         return found
 
     def since(self, before: Counts) -> Counter[str]:
-        """What was counted after `before`; a worker's next life begins at 0."""
+        """Return the counts since `before`. A new worker counts from 0."""
         total: Counter[str] = Counter()
         for name, ends in self.ends.items():
             total.update(ends)
@@ -72,7 +72,7 @@ class Counts:
 
 
 class SceneJudge:
-    """Of one scene over one transport."""
+    """The judge of one scene over one transport."""
 
     def __init__(self, scene: Scene, transport: str) -> None:
         self.scene, self.transport = scene, transport
@@ -84,12 +84,12 @@ class SceneJudge:
         return tuple(row.stage for row in self.scene.rows_over(self.transport))
 
     def begin(self, place: Place) -> None:
-        """Note what is counted before anything happens."""
+        """Record the counts before the fault."""
         self._before = _counts(place)
         self._left.discard(("start", ""))
 
     def sees(self, rooms: list[Room]) -> None:
-        """Compare what both engines saw of each room, and when."""
+        """Compare both engines' observations of each room, and their times."""
         found = [(room.stage, room.seen[PREFILL], room.seen[DECODE]) for room in rooms]
         rows = {row.stage: row for row in self.scene.rows_over(self.transport)}
         expected = [(stage, rows[stage].prefill, rows[stage].decode) for stage, _, _ in found]
@@ -99,13 +99,13 @@ class SceneJudge:
         self._left -= {("seen", room.stage) for room in rooms}
 
     def counts(self, place: Place, rooms: list[Room]) -> None:
-        """Compare what the agents have counted with what the engines saw."""
+        """Compare the agents' counts with the engines' observations."""
         after = _counts(place)
         for side, counts in after.items():
             before, told = self._before[side], counts.since(self._before[side])
             wanted = Counter(self._counted(side, room, counts, before) for room in rooms)
             for reason, count in wanted.items():
-                # A room that was claimed and never offered ends at prefill's worker too, which tells nobody.
+                # A room that was claimed and never offered also ends at prefill's worker, which reports it to no engine.
                 unheard = sum(room.stage == CLAIMED and reason != DONE for room in rooms)
                 assert not reason or count <= told[reason] <= count + unheard, (side, reason, count, told)
         now, before = after[self.scene.side], self._before[self.scene.side]
@@ -114,17 +114,17 @@ class SceneJudge:
         self._left.discard(("counted", ""))
 
     def _counted(self, side: str, room: Room, now: Counts, before: Counts) -> str:
-        """The reason by which a room's end must be counted on one side, or DONE; "" for none."""
+        """Return the reason under which one side must count a room's end, or DONE; "" if it must not count it."""
         word = room.seen[side]
         actor = room.source if side == PREFILL else room.target
         worker = f"{actor.instance}/0/0"
         if word in (DEAD, LEFT_OPEN) or worker not in now.epochs:
             return ""
-        # What was done before its worker died was counted by that one.
+        # A room that was done before its worker died was counted by that worker.
         return "" if room.stage == OVER and now.epochs[worker] != before.epochs.get(worker) else word.split()[-1]
 
     def left(self) -> set[Any]:
-        """What was not compared."""
+        """Return the fields that were not compared."""
         return self._left
 
 
@@ -140,7 +140,7 @@ def _counts(place: Place) -> dict[str, Counts]:
 
 
 class WrongJudge:
-    """Of one thing that nobody should do."""
+    """The judge of one invalid request."""
 
     def __init__(self, wrong: Wrong) -> None:
         self.wrong = wrong
@@ -148,17 +148,17 @@ class WrongJudge:
         self._before = 0.0
 
     def begin(self, prefill: Agent, decode: Agent) -> None:
-        """Note what is counted before anything happens."""
+        """Record the counts before the request."""
         self._agent = prefill if self.wrong.at == PREFILL else decode
         self._before = self._count()
 
     def sees(self, prefill: str, decode: str) -> None:
-        """Compare what both sides saw."""
+        """Compare both sides' observations."""
         assert (prefill, decode) == (self.wrong.prefill, self.wrong.decode)
         self._left -= {PREFILL, DECODE}
 
     def counts(self, times: int = 1) -> None:
-        """Compare what was counted."""
+        """Compare the counts."""
         if self.wrong.counted:
             assert self._count() == self._before + times
         self._left.discard("counted")

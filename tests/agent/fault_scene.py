@@ -1,6 +1,6 @@
-"""A scene of faults: two agents, engines, and a room brought to each stage of its life and held there.
+"""Builds a fault scene: two agents, engines, and rooms that are brought to each stage and held there.
 
-Nothing here strikes: the tests do, and then ask what both engines have seen. Stages are read from the agents' own pages.
+The tests inject the faults and then compare both engines' observations. Stages are read from the agents' pages.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from process_ledger import Holdings, holdings
 
 PEER_TIMEOUT_S = 4.0
 LANES = 3
-# What a scene needs at most to fill the lanes and the ring: eight slabs fit the ring.
+# Enough rooms to fill the lanes and the ring, which has space for eight slabs.
 _ROOMS_MAX = 12
 SETTINGS = {
     "LONGSHORE_HEARTBEAT_S": "0.2",
@@ -44,20 +44,20 @@ SETTINGS = {
     "LONGSHORE_SLAB_BYTES_MIN": str(SLAB_TOKENS * 2048),
     "LONGSHORE_RING_BYTES": "1Mi",
     "LONGSHORE_RING_EXTENT_BYTES": "1Mi",
-    # Most of the ring may be in quarantine here; that its worker is replaced above a quarter is another test's business.
+    # Most of the ring may be in quarantine here. Another test covers the replacement of a worker above a quarter.
     "LONGSHORE_QUARANTINE_PERCENT": "100",
 }
 
 
 class Gate:
-    """Holds writes to some targets open while it is shut: before their bytes land, or (`mute`) after that."""
+    """A gate. While it is shut, writes to some targets stay open: before their bytes land, or (`mute`) afterwards."""
 
     def __init__(self, directory: Path) -> None:
         self._until, self._when = directory / "open", {kind: directory / kind for kind in ("mute", "hold")}
         self._marks = {kind: directory / f"{kind}-mark" for kind in self._when}
 
     def rules(self, *targets: str) -> str:
-        """What the prefill agent's transport is told."""
+        """The fault plan for the prefill agent's transport."""
         return json.dumps(
             [
                 {
@@ -74,12 +74,12 @@ class Gate:
         )
 
     def shut(self) -> None:
-        """From now on what is held stays held; nothing is yet."""
+        """Shut the gate. It holds no write yet."""
         for path in (self._until, *self._when.values(), *self._marks.values()):
             path.unlink(missing_ok=True)
 
     def turn(self, kind: str) -> None:
-        """Hold what comes from now on in this way ("": in none); what is held already stays so."""
+        """Hold future writes in this way ("": hold none); writes that are held already stay held."""
         for path in self._when.values():
             path.unlink(missing_ok=True)
         if kind:
@@ -98,7 +98,7 @@ class Gate:
 
 @dataclass
 class Place:
-    """Two agents with engines that no test may break, and what the processes of both held at the start."""
+    """Two agents with engines that no test may break, and the resources that their processes held at the start."""
 
     prefill: Agent
     decode: Agent
@@ -107,7 +107,7 @@ class Place:
     small: Actor | None = None  # a prefill engine with pages of 8: in place to `target`
     whole: Actor | None = None  # a decode engine with pages of 16: in place from `source`
     gate: Gate | None = None
-    plain: Actor | None = None  # a decode engine that no rule of the gate names: staged from `small`
+    plain: Actor | None = None  # a decode engine without a rule of the gate: staged from `small`
     start: dict[str, Holdings] = field(default_factory=dict)
 
     @property
@@ -128,7 +128,7 @@ class Place:
         return self.prefill.leftovers() + self.decode.leftovers()
 
     def holdings(self) -> dict[str, Holdings]:
-        """What each supervisor and each worker holds now."""
+        """Return the resources that each supervisor and each worker holds now."""
         found = {}
         for agent in (self.prefill, self.decode):
             found[agent.directory.name] = holdings(agent.process.pid)
@@ -136,7 +136,7 @@ class Place:
         return found
 
     def growth(self, kept_descriptors: int) -> list[str]:
-        """What is held beyond the start, by process; each may keep so many descriptors."""
+        """Return resources held beyond the start, by process; each process may keep `kept_descriptors` more."""
         now = self.holdings()
         found = [f"{name} is new" for name in now.keys() - self.start.keys()]
         found += [f"{name} is gone" for name in self.start.keys() - now.keys()]
@@ -148,7 +148,7 @@ class Place:
         return found + [f"{name}: {grown}" for name, grown in both if grown]
 
     def warm_up(self) -> None:
-        """Move a room between all pairs, so that every connection that they need is there."""
+        """Move a room between all pairs, so that all their connections exist."""
         for source, target in self.pairs():
             room = Room("", source, target)
             assert (room.offer(), room.claim(source.endpoint())) == ("", "")
@@ -157,7 +157,7 @@ class Place:
 
 @dataclass
 class Room:
-    """One room, and what was said of it so far."""
+    """One room, and the observations of it so far."""
 
     stage: str
     source: Actor | Doomed
@@ -180,7 +180,7 @@ class Room:
         return said
 
     def finish(self) -> None:
-        """Wait until it is done on both sides, and give its pages back."""
+        """Wait until it is done on both sides; free its pages."""
         for actor in (self.source, self.target):
             assert actor.end(self.number, EVENT_LIMIT_S) == DONE
             assert actor.release(self.number, EVENT_LIMIT_S) == RELEASED
@@ -196,22 +196,22 @@ class Stages:
 
     @property
     def agent(self) -> Agent:
-        """That of the struck side."""
+        """The agent of the struck side."""
         return self.place.prefill if self.side == PREFILL else self.place.decode
 
     @property
     def struck(self) -> Actor | Doomed:
-        """The engine of that side."""
+        """The engine of the struck side."""
         return self.source if self.side == PREFILL else self.target
 
     @property
     def doomed(self) -> Doomed:
-        """The struck engine, which has a process of its own."""
+        """The struck engine, which runs in a separate process."""
         assert isinstance(self.struck, Doomed)
         return self.struck
 
     def set_up(self, stages: Collection[str] = tuple(STAGES)) -> None:
-        """Bring a room to each stage, and see that all of them are there at one time."""
+        """Bring a room to each stage, and check that all of them are in their stages at one time."""
         if OVER in stages:
             self._both(OVER)
         if PARTLY in stages:
@@ -249,7 +249,7 @@ class Stages:
         assert gate.held_count("mute") == stages[ARRIVED]
 
     def _both(self, stage: str, source: Actor | Doomed | None = None, target: Actor | Doomed | None = None) -> Room:
-        """Offer and claim a room; without a stage, the one that it comes to is its own."""
+        """Offer and claim a room. Without a given stage, it gets the one that it reaches."""
         room = self._room(stage, source, target)
         assert (room.offer(), room.claim(self.endpoint(room))) == ("", "")
         if stage:
@@ -259,7 +259,7 @@ class Stages:
         return room
 
     def _settled(self, room: Room) -> str:
-        """The stage in which a room stays: one that waits for a lane does so only while all of them are held."""
+        """Return the stage in which a room stays. A room waits for a lane only while all lanes are held."""
         stage = self._stage(room)
         if stage == GRANTED and self._held_lanes() < LANES:
             return ""
@@ -281,7 +281,7 @@ class Stages:
         return room
 
     def endpoint(self, room: Room) -> str:
-        """How decode reaches a room's prefill engine: as it says now, or as it said while it lived."""
+        """Return the endpoint of a room's prefill engine: the current one, or the last one before its end."""
         with contextlib.suppress(OSError, AssertionError):
             self.endpoints[room.source.instance] = room.source.endpoint()
         return self.endpoints[room.source.instance]
@@ -296,7 +296,7 @@ class Stages:
 
 
 def look(agent: Agent, room: Room, half: str) -> tuple[dict[str, Any] | None, set[str]]:
-    """One half of a room and the spans of all its slabs, as an agent's page shows them."""
+    """Return one half of a room and the spans of all its slabs from an agent's page."""
     status, body = agent.ask(f"/v1/rooms/{room.number}")
     if status == 404:
         return None, set()
@@ -306,9 +306,9 @@ def look(agent: Agent, room: Room, half: str) -> tuple[dict[str, Any] | None, se
 
 
 def stage_of(near: dict[str, Any] | None, far: dict[str, Any] | None, spans: set[str], wanted: str) -> str:
-    """The stage that a room is in, by what the two agents say of it; "" between stages.
+    """Return a room's stage, by the two agents' pages; "" between stages.
 
-    Whether an open write has landed is known to the transport alone: its mark tells, and `wanted` chooses the word.
+    Only the transport knows whether an open write has landed. Its mark shows that, and `wanted` selects the stage's name.
     """
     if near is None:
         return CLAIMED if far is not None and not far["ended"] else ""

@@ -1,6 +1,6 @@
-"""Faults that strike one side of a scene, and what both engines see of every room after it.
+"""Injects faults into one side of a scene and checks both engines' observations of every room.
 
-A strike begins, what the other engine sees is awaited, then what was away comes back. Used by the tests of faults.
+A strike begins the fault, waits for the other engine's observations, and then ends the fault. Used by the fault tests.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from fault_table import CLAIMED, DEAD, DECODE, DONE, LEFT_OPEN, LIBRARY_KEEPS, O
 
 from longshore_wire.engine_messages import Half
 
-# A room that nobody will ever end is looked at for so long; only its status says that it is open.
+# A room that no process will ever end is observed for this long; only its status shows that it is open.
 _LEFT_OPEN_S = 0.2
-# Killed, and nobody holds a byte of an engine's memory after this.
+# After this time no process may hold a byte of a killed engine's memory.
 LET_GO_S = 2.0
 
 
 @dataclass
 class Strike:
-    """One fault on its way."""
+    """One fault in progress."""
 
-    mend: Callable[[], None] = lambda: None  # brings back what is away
+    mend: Callable[[], None] = lambda: None  # ends the fault
     dead: bool = False  # the struck engine never comes back
 
 
 def kill_engine(stages: Stages) -> Strike:
-    """SIGKILL; its memory must be free soon."""
+    """SIGKILL to the engine; its memory must be free soon."""
     engine = stages.doomed
     engine.kill()
     wait_for(lambda: not holders_of(engine.instance), LET_GO_S, "the memory to be free")
@@ -42,20 +42,20 @@ def kill_engine(stages: Stages) -> Strike:
 
 
 def stop_engine(stages: Stages) -> Strike:
-    """SIGSTOP, until the other side has seen the end of all rooms."""
+    """SIGSTOP to the engine, until the other side has seen the end of all rooms."""
     stages.doomed.stop()
     return Strike(stages.doomed.go_on)
 
 
 def kill_worker(stages: Stages) -> Strike:
-    """SIGKILL to the engine's worker; the engine is served by the next one."""
+    """SIGKILL to the engine's worker; the next worker serves the engine."""
     engine, epoch = stages.struck, stages.struck.epoch()
     os.kill(_worker(stages), signal.SIGKILL)
     return Strike(lambda: _served_again([(engine, epoch)]))
 
 
 def stop_worker(stages: Stages) -> Strike:
-    """SIGSTOP to the engine's worker: a peer that says nothing and still listens."""
+    """SIGSTOP to the engine's worker: it sends nothing, but its port still accepts connections."""
     pid = _worker(stages)
     freeze(pid)
     return Strike(lambda: os.kill(pid, signal.SIGCONT))
@@ -78,7 +78,7 @@ def kill_agent(stages: Stages) -> Strike:
 
 
 def cancel(stages: Stages) -> Strike:
-    """The engine cancels its half of every room that it has."""
+    """The engine cancels its halves of all rooms."""
     for room in stages.rooms:
         if stages.struck in (room.source, room.target):
             assert stages.struck.cancel(room.number) == ""
@@ -96,10 +96,10 @@ def _served_again(engines: list[tuple[Actor | Doomed, int]]) -> None:
 
 
 def watch(stages: Stages, strike: Strike, begun_s: float, limit_s: float, *, heard: bool) -> None:
-    """Let every half of every room end, and note in the room how, and how long after the strike or its end.
+    """Wait for the end of every half of every room; record it with its time since the strike or the strike's end.
 
     Args:
-        heard: prefill comes with a room that was only claimed once it is known there that the room has failed.
+        heard: prefill offers a room that was only claimed after its agent knows that the room has failed.
     """
     told = [room for room in stages.rooms if room.stage not in (OFFERED, CLAIMED)]
     other = DECODE if stages.side == PREFILL else PREFILL
@@ -110,12 +110,12 @@ def watch(stages: Stages, strike: Strike, begun_s: float, limit_s: float, *, hea
     for room in told:
         _note(room, stages.side, begun_s, limit_s, dead=strike.dead)
     if stages.place.gate is not None:
-        # What comes now needs a lane.
+        # The following rooms need a lane.
         stages.place.gate.open()
     for room in stages.rooms:
         if room not in told:
             if room.stage == CLAIMED and heard:
-                # Else the offer might come before prefill knows that decode has given up: then it is accepted, and fails.
+                # Otherwise the offer might arrive before prefill knows of decode's abort, and would be accepted and then fail.
                 wait_for(lambda room=room: (look(stages.place.prefill, room, "source")[0] or {}).get("ended"))
             _late(stages, room, strike, limit_s)
 
@@ -127,14 +127,14 @@ def _note(room: Room, side: str, begun_s: float, limit_s: float, *, dead: bool =
 
 
 def _late(stages: Stages, room: Room, strike: Strike, limit_s: float) -> None:
-    """The half that was missing comes now, if its engine lives."""
+    """Open the half that was missing, if its engine lives."""
     begun_s = time.monotonic()
     missing, there = (DECODE, PREFILL) if room.stage == OFFERED else (PREFILL, DECODE)
     late = room.target if missing == DECODE else room.source
     if strike.dead and late is stages.struck:
         room.seen[missing] = DEAD
         actor = room.source if there == PREFILL else room.target
-        # Nobody is left who could end an offer that was never claimed, and nothing says that it ought to end.
+        # No process is left that could end an offer without a claim, and no rule says that it must end.
         limit_s = _LEFT_OPEN_S if missing == DECODE else limit_s
         room.seen[there] = actor.end(room.number, limit_s)
         if room.seen[there] == LEFT_OPEN:
@@ -150,11 +150,11 @@ def _late(stages: Stages, room: Room, strike: Strike, limit_s: float) -> None:
 
 
 def play(place: Place, judge: SceneJudge, strike: Callable[[Stages], Strike], *, dooms: bool = False) -> None:
-    """Play one scene to its end: all that must hold of it is asserted here.
+    """Play one scene to its end and assert everything that must hold.
 
     Args:
         strike: begins the fault.
-        dooms: the struck engine is one of its own process, which ends with the scene.
+        dooms: the struck engine runs in a separate process, which ends with the scene.
     """
     scene = judge.scene
     wait_for_none(place.leftovers)
@@ -192,7 +192,7 @@ def play(place: Place, judge: SceneJudge, strike: Callable[[Stages], Strike], *,
 
 
 class Beside:
-    """A room of other engines that is half way while the fault strikes, and must not notice."""
+    """A room of other engines that is in progress during the fault and must not be affected."""
 
     def __init__(self, place: Place) -> None:
         assert place.small is not None and place.plain is not None
@@ -206,7 +206,7 @@ class Beside:
 
 
 def _take_back(stages: Stages, blow: Strike) -> None:
-    """Take every page back that a living engine has given; none of its rooms may hold one any more."""
+    """Free every page of living engines; none of their rooms may hold a page any more."""
     for room in stages.rooms:
         for side, actor in ((PREFILL, room.source), (DECODE, room.target)):
             if room.seen[side] == DEAD:
@@ -217,12 +217,12 @@ def _take_back(stages: Stages, blow: Strike) -> None:
                 assert actor.release(room.number, 20) == RELEASED, (room.stage, side)
     for actor in {id(actor): actor for room in stages.rooms for actor in (room.source, room.target)}.values():
         if not (blow.dead and actor is stages.struck):
-            assert actor.events_left() == [], f"{actor.instance} was told of something twice"
+            assert actor.events_left() == [], f"{actor.instance} got an event twice"
             assert actor.is_intact(), f"{actor.instance} has pages that are not what they ought to be"
 
 
 def _is_as_before(place: Place, kept_descriptors: int) -> None:
-    """The ring is empty, a next room passes, no other page has changed, and nothing is held that was not."""
+    """Check that the ring is empty, another room is done, no other page has changed, and no resource was leaked."""
     wait_for_none(place.leftovers)
     place.warm_up()
     assert [actor.instance for actor in place.actors if not actor.is_intact()] == []

@@ -1,7 +1,7 @@
-"""Every fault, the stage of a room that it strikes, and what both engines see: the rows of `docs/reference/faults.md`.
+"""The table of faults: for each fault and stage of a room, both engines' observations. Makes `docs/reference/faults.md`.
 
-The tests of faults compare what they observe with these rows (`fault_judge`), and a row that no test carries fails
-`test_fault_table`. Makes the page: `make reference`, or `python tests/agent/fault_table.py`.
+The fault tests compare their observations with these rows (`fault_judge`). A row without a test fails `test_fault_table`.
+`make reference`, or `python tests/agent/fault_table.py`, makes the page.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from longshore_wire.errors import Reason
 
 PREFILL, DECODE = "prefill", "decode"
 LOOPBACK, NIXL, MOONCAKE = "Loopback", "NIXL", "Mooncake"
-# Where no wire needs TCP, and UCX tells NIXL less of dead peers.
+# Without a wire over TCP, UCX reports fewer deaths of peers to NIXL.
 NIXL_ALONE = "NIXL without TCP"
 
 # -- what an engine sees of its half of a room -------------------------------------------------------------------------
@@ -25,12 +25,12 @@ LEFT_OPEN = "open until it cancels"
 
 
 def failed(reason: Reason) -> str:
-    """The half was open, and ended by an event."""
+    """The half was open and ended by an event."""
     return f"FAILED {reason.name}"
 
 
 def refused(reason: Reason) -> str:
-    """The half was not open yet: the call that would open it is refused."""
+    """The half was not open yet, and the call that would open it is refused."""
     return f"refused {reason.name}"
 
 
@@ -50,16 +50,16 @@ STAGES: Mapping[str, str] = {
     PARTLY: "one slab is in decode's pages and acknowledged, the other is not computed yet",
     OVER: "both engines have been told DONE",
 }
-# What can be held still on a transport that commits no faults on demand.
+# Stages that can be held on transports without injected faults.
 UNHELD = (OFFERED, CLAIMED, PARTLY, OVER)
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one fault does to a room in one stage.
+    """The effect of one fault on a room in one stage.
 
     Attributes:
-        prefill, decode: what the two engines see.
+        prefill, decode: the two engines' observations.
     """
 
     stage: str
@@ -72,12 +72,11 @@ class Scene:
     """One fault on one side, with a row for each stage.
 
     Attributes:
-        side: which of the two is struck.
-        bound_s: within which both engines have seen what the rows say: from the fault on, or from the return of what
-            was away.
-        transports: over which it is shown; over others than Loopback in the stages of UNHELD.
+        side: the struck side.
+        bound_s: time limit for both engines' observations, from the fault, or from its end if the process comes back.
+        transports: transports that are tested; over those other than Loopback only the stages of UNHELD.
         restarts: workers that `longshore_worker_restarts_total` counts on that side.
-        kept_descriptors: that a decode worker may keep for a while, see the text.
+        kept_descriptors: descriptors that a decode worker may keep for a while, see the text.
     """
 
     fault: str
@@ -91,21 +90,21 @@ class Scene:
 
     @property
     def name(self) -> str:
-        """Of the scene in tests."""
+        """The scene's name in tests."""
         return f"{self.fault} {self.side}".replace(" ", "-")
 
     def rows_over(self, transport: str) -> tuple[Row, ...]:
-        """The rows that are shown over a transport."""
+        """Return the rows that are tested over a transport."""
         return tuple(row for row in self.rows if transport == LOOPBACK or row.stage in UNHELD)
 
 
 @dataclass(frozen=True)
 class Wrong:
-    """One thing that nobody should do, and how it ends.
+    """One invalid request and its outcome.
 
     Attributes:
-        prefill, decode: what the two engines of the room see; of what concerns no room, what the sender sees.
-        counted: the metric and its labels that count it, on the agent of `at`; empty: none does, `why_not` says why.
+        prefill, decode: observations of the room's two engines; without a room, those of the sender.
+        counted: the metric that counts it on the agent of `at`, with labels; empty if none does, for the reason `why_not`.
     """
 
     fault: str
@@ -118,14 +117,14 @@ class Wrong:
 
     @property
     def name(self) -> str:
-        """Of the fault in tests."""
+        """The fault's name in tests."""
         return self.fault.replace(" ", "-")
 
 
 def _rows(
     each: Reason, struck: str, *, offered: tuple[str, str], claimed: tuple[str, str] | None = None, dead: bool = False
 ) -> tuple[Row, ...]:
-    """Rows of a fault that ends every open room with `each`, by stage; `dead`: the struck engine sees nothing."""
+    """Return the rows of a fault that ends every open room with `each`. `dead`: the struck engine observes nothing."""
 
     def seen(prefill: str, decode: str) -> tuple[str, str]:
         if dead:
@@ -146,7 +145,7 @@ SCENES: tuple[Scene, ...] = (
     Scene(
         "engine killed",
         PREFILL,
-        "SIGKILL. The engine's memory is free within 2 s. A later claim finds nobody; decode's worker probes for the "
+        "SIGKILL. The engine's memory is free within 2 s. A later claim finds no worker; decode's worker probes for the "
         "engine's next life for two leases and a minute, over one connection.",
         10,
         _rows(Reason.ENGINE_LOST, PREFILL, offered=(DEAD, failed(Reason.PEER_LOST)), dead=True),
@@ -156,7 +155,7 @@ SCENES: tuple[Scene, ...] = (
     Scene(
         "engine killed",
         DECODE,
-        "SIGKILL. The engine's memory is free within 2 s. Nobody is left to claim what was only offered.",
+        "SIGKILL. The engine's memory is free within 2 s. No engine is left to claim rooms that were only offered.",
         10,
         _rows(Reason.ENGINE_LOST, DECODE, offered=(LEFT_OPEN, DEAD), dead=True),
         _EVERYWHERE,
@@ -182,7 +181,7 @@ SCENES: tuple[Scene, ...] = (
     Scene(
         "worker killed",
         PREFILL,
-        "SIGKILL. The engine gets another worker; offers that nobody had claimed are repeated to it and go on.",
+        "SIGKILL. The engine gets another worker. Offers without a claim are repeated to it and continue.",
         20,
         _rows(Reason.PEER_LOST, PREFILL, offered=_BOTH_DONE),
         _EVERYWHERE,
@@ -219,7 +218,7 @@ SCENES: tuple[Scene, ...] = (
         "agent killed and back",
         PREFILL,
         "SIGKILL; the agent's workers end with it. Then the agent starts again: engines are not restarted, the client's "
-        "ledger repeats offers that nobody had claimed, and nothing is done or reported twice.",
+        "ledger repeats offers without a claim, and nothing is done or reported twice.",
         20,
         _rows(Reason.PEER_LOST, PREFILL, offered=_BOTH_DONE),
         _EVERYWHERE,
@@ -256,7 +255,7 @@ SCENES: tuple[Scene, ...] = (
 
 
 def scenes(fault: str) -> tuple[Scene, ...]:
-    """The scenes of one fault, of both sides."""
+    """Return the scenes of one fault, of both sides."""
     found = tuple(scene for scene in SCENES if scene.fault == fault)
     assert found, f"no scene is of {fault!r}"
     return found
@@ -268,7 +267,7 @@ _WORKER = {"worker": "one/0/0"}
 
 
 def _refusal(fault: str, reason: Reason, *, at: str, why_not: str = "", other: str = DONE) -> Wrong:
-    """A call that is refused, while its room goes on."""
+    """Return the row of a refused call whose room continues."""
     seen = (refused(reason), other) if at == PREFILL else (other, refused(reason))
     if why_not:
         return Wrong(fault, *seen, at=at, why_not=why_not)
@@ -347,7 +346,7 @@ WRONGS: tuple[Wrong, ...] = (
     ),
 )
 
-# What is no fault, and must pass.
+# Cases that are valid and must succeed.
 PASSES: tuple[Wrong, ...] = (
     Wrong("the room ids 2^63 and 2^64 - 1", DONE, DONE, "longshore_rooms_total", {"half": "source", "outcome": "done"}),
     Wrong(
@@ -370,12 +369,12 @@ PASSES: tuple[Wrong, ...] = (
 
 
 def wrong(fault: str) -> Wrong:
-    """The row of one thing."""
+    """Return the row of one invalid request."""
     (found,) = (row for row in (*WRONGS, *PASSES) if row.fault == fault)
     return found
 
 
-# Connections that a library keeps after a peer of a worker has died, by transport; the page says for how long.
+# Connections that a library keeps after the death of a worker's peer, by transport. The page says for how long.
 LIBRARY_KEEPS: Mapping[str, int] = {LOOPBACK: 0, NIXL: 1, NIXL_ALONE: 0, MOONCAKE: 1}
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -383,12 +382,11 @@ LIBRARY_KEEPS: Mapping[str, int] = {LOOPBACK: 0, NIXL: 1, NIXL_ALONE: 0, MOONCAK
 _HEAD = """\
 # Faults, and what both sides see
 
-Made from `tests/agent/fault_table.py` by `make reference`; do not edit. `tests/agent/test_faults_*.py` compare what
-they observe with each row; a row that no test shows fails the run.
+Made from `tests/agent/fault_table.py` by `make reference`; do not edit. `tests/agent/test_faults_*.py` test each row.
 
 An engine sees `DONE`, or `FAILED` with a reason, and then `RELEASED`; a call may be refused with a reason. *Within* is
-the limit of the tests on two busy cores, with a peer timeout of 4 s and a heartbeat of 0.2 s, from the fault on, or
-from the return of what was away. After each scene:
+the limit of the tests on two busy cores, with a peer timeout of 4 s and a heartbeat of 0.2 s, from the fault, or from
+the return of the process. After each scene:
 
 - the rings are empty, other rooms have arrived, no other page has changed, every page has been released, and nothing
   was reported twice;
@@ -396,16 +394,16 @@ from the return of what was away. After each scene:
   libraries. After the death of a peer NIXL with TCP keeps one connection until the next peer dies. Mooncake keeps one
   to each dead decode worker until the prefill worker that wrote to it ends.
 
-A worker that does not run counts that time as `longshore_absent_seconds_total`, and not as a silence of its peers or
-its engine: rooms between workers that stood still together go on (`test_agent_faults.py`).
+A worker counts time in which it did not run as `longshore_absent_seconds_total`, and not as silence of its peers or its
+engine: rooms between workers that were stopped together continue (`test_agent_faults.py`).
 
 `longshore_rooms_total` (`half`, `outcome`, `reason`) counts a room's end, and `longshore_refused_messages_total`
-(`reason`) a refused call, each at the worker that said so. The next worker of an engine counts from 0.
+(`reason`) a refused call, each at the worker that reported it. The next worker of an engine counts from 0.
 
 ## Stages
 
-Rooms are held in all stages at one time, `/v1/rooms/{room}` of both agents shows each stage, and only then the fault
-strikes. Nothing can be held still over NIXL and Mooncake.
+The fault strikes when `/v1/rooms/{room}` of both agents shows a room in each stage. Over NIXL and Mooncake no open
+write can be held.
 
 | stage | meaning | shown over |
 |---|---|---|
@@ -419,10 +417,10 @@ def reference() -> str:
         lines.append(f"| {stage} | {meaning} | {'all transports' if stage in UNHELD else LOOPBACK} |")
     for fault in dict.fromkeys(scene.fault for scene in SCENES):
         lines += ["", f"## {fault.capitalize()}", "", *_fault_lines(scenes(fault))]
-    lines += ["", "## What nobody should do", "", "Where a call is refused, its room goes on with the right call.", ""]
+    lines += ["", "## Invalid requests", "", "After a refused call the room continues with the correct call.", ""]
     lines += ["| fault | prefill sees | decode sees | counted by |", "|---|---|---|---|"]
     lines += [_wrong_line(row) for row in WRONGS]
-    lines += ["", "## What must pass", "", "| case | prefill sees | decode sees | counted by |", "|---|---|---|---|"]
+    lines += ["", "## Valid edge cases", "", "| case | prefill sees | decode sees | counted by |", "|---|---|---|---|"]
     lines += [_wrong_line(row) for row in PASSES]
     return "\n".join(lines) + "\n"
 

@@ -1,7 +1,7 @@
-"""Half of a worker without its processes: the real core, ring, lanes, scatter threads and transport, over one socket to a peer.
+"""Runs one half of a worker, with the real core, ring, pipeline and transport, and one socket to its peer.
 
-For tests that need thousands of rooms: what a supervisor, ZeroMQ and an engine's client cost is left out. Run by
-`abort_storm` in two processes, one a half.
+Tests with thousands of rooms use it to avoid the cost of a supervisor, ZeroMQ and an engine's client. `abort_storm` runs one
+half in each of two processes.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from longshore_wire.target_session import TargetSession
 
 PEERS = {Half.SOURCE: PeerId("prefill", 0, 0), Half.TARGET: PeerId("decode", 0, 0)}
 _DATAGRAM_BYTES_MAX = 1 << 20
-# Not below the transport's metadata in one datagram.
+# At least the size of a transport's metadata, which is one datagram.
 _SOCKET_BUFFER_BYTES = 4 << 20
 _FROM_PEER, _NOTE = b"p"[0], b"n"[0]
 
 
 class HalfWorker:
-    """One half. `turn` does what a worker's control thread does in one turn; `heard` are the notes of the other half."""
+    """One half. `turn` does one turn of a worker's control thread; `heard` are the notes of the other half."""
 
     def __init__(self, half: Half, layout: KVLayout, page_count: int, settings: Settings, link: socket.socket) -> None:
         self.half, self.other = half, PEERS[Half(1 - half)]
@@ -65,7 +65,7 @@ class HalfWorker:
         )
         self.metrics = Metrics()
         self.mover = Mover(config, self.metrics, SpanRecorder(1), lambda *_: None)
-        # Nobody here attaches over ZeroMQ.
+        # No peer attaches over ZeroMQ here.
         self.mover.parts.ports.admit([settings.bind_host])
         self.requests = EngineRequests(layout, self.mover.parts.transport, self._source, self._target)
         self.pages = EnginePages(layout, page_count, f"storm-{name}")
@@ -82,16 +82,16 @@ class HalfWorker:
         self.watched = [link.fileno(), self.mover.ends.wake]
 
     def ask(self, message: ToAgent, descriptors: list[int] | None = None) -> None:
-        """Ask what an engine asks; it must be accepted."""
+        """Make an engine's request, which must be accepted."""
         answer = self.requests.handle(message, descriptors or [], time.monotonic_ns())
         assert isinstance(answer, Accepted), answer
 
     def note(self, **note: Any) -> None:
-        """Say something to the test in the other process."""
+        """Send a note to the test in the other process."""
         self.link.send(bytes([_NOTE]) + json.dumps(note).encode())
 
     def turn(self, wait_s: float) -> None:
-        """Wait for something to do, at most so long, and do it."""
+        """Wait at most this long for work, and do it."""
         select.select(self.watched, [], [], wait_s)
         now_ns = time.monotonic_ns()
         self._hear(now_ns)
@@ -105,13 +105,13 @@ class HalfWorker:
         self.flush(now_ns)
 
     def flush(self, now_ns: int) -> None:
-        """Carry out what the core asks for, and keep what its engine would be told."""
+        """Carry out the core's effects; keep the events for its engine."""
         while effects := self.session.take_effects():
             for effect in effects:
                 self._apply(effect, now_ns)
 
     def close(self) -> None:
-        """Let the transport go."""
+        """Close the transport."""
         self.mover.parts.close()
         self.pages.close()
         self.link.close()
@@ -125,7 +125,7 @@ class HalfWorker:
         return self.session if isinstance(self.session, TargetSession) else None
 
     def hear_peer(self, message: PeerMessage, now_ns: int) -> None:
-        """Obey one message of the other half."""
+        """Handle one message of the other half."""
         self.session.receive(self.other, message, now_ns)
 
     def _hear(self, now_ns: int) -> None:
@@ -170,7 +170,7 @@ class HalfWorker:
 
 
 def stamped(base: np.ndarray, room: int) -> np.ndarray:
-    """The content of a room: [K and V, layer, token, head, element], no two rooms' alike anywhere."""
+    """Return a room's content, [K and V, layer, token, head, element]. Two rooms differ in every element."""
     stamp = (room * 2654435761) & 0xFFFFFFFF
     found: np.ndarray = base ^ np.uint32(stamp)
     return found

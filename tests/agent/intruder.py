@@ -14,14 +14,14 @@ from pathlib import Path
 
 _UCX_MAGIC = struct.pack("<Q", 0xCAFEBABE12345678)
 _UCX_PUT = 33
-# What the kernel answers within this machine; a packet that it drops has no answer.
+# Time limit for an answer of this machine's kernel. A dropped packet gets no answer.
 LIMIT_S = 1.0
-# Nowhere: a page that no process maps.
+# An address that no process maps.
 UNMAPPED = 0x10
 
 
 def connect(source: str, host: str, port: int) -> socket.socket | None:
-    """Connect from an address of this machine; None: no connection is accepted."""
+    """Connect from an address of this machine; return None if the connection is not accepted."""
     caller = socket.socket()
     caller.settimeout(LIMIT_S)
     try:
@@ -53,11 +53,11 @@ def noise(caller: socket.socket, seed: int) -> None:
 
 
 def greet(caller: socket.socket, seed: int) -> None:
-    """Begin as ZeroMQ with CURVE does, and go on with noise."""
+    """Begin like ZeroMQ with CURVE, and continue with noise."""
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(47)
     with contextlib.suppress(OSError):
         caller.sendall(greeting + b"\x04\xc8\x05HELLO" + random.Random(seed).randbytes(194))
-        # It is judged when the other side's greeting has come.
+        # The peer rejects it only after both greetings.
         while caller.recv(4096):
             pass
     caller.close()

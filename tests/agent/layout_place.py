@@ -1,4 +1,4 @@
-"""Engines of every layout that is tested, by name and backend, and which cases run over which backend.
+"""Lists the tested engine layouts by name and backend, and chooses the cases that run over each backend.
 
 Every case runs over the loopback, and a few over each real transport; `LAYOUTS=all` (`make layouts`) runs all over all.
 """
@@ -22,9 +22,9 @@ FOUR_HEADS = ModelShape(layers=2, kv_heads=4, head_dim=16, element_bytes=2)
 FIVE_LAYERS = ModelShape(layers=5, kv_heads=2, head_dim=8, element_bytes=4)
 MANY_LAYERS = ModelShape(layers=94, kv_heads=2, head_dim=4, element_bytes=1)
 LATENT = ModelShape(layers=3, kv_heads=1, head_dim=36, element_bytes=2, attention=Attention.LATENT)
-BLOB_BYTES = 1000  # of 16 tokens: K, V, and as much again that only the engine understands
+BLOB_BYTES = 1000  # of 16 tokens: K, V, and as many bytes that only the engine understands
 
-# Name: tensor parallel size and the rest of an engine's layout. All serve both ways.
+# Name -> tensor parallel size and the rest of an engine's layout. All engines have both roles.
 ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
     "tp16": (16, {"model": FOUR_HEADS}),
     "tp8": (8, {"model": FOUR_HEADS}),
@@ -46,9 +46,9 @@ ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
     "dp-0": (1, {"model": FOUR_HEADS, "dp": 2, "dp_rank": 0}),
     "dp-1": (1, {"model": FOUR_HEADS, "dp": 2, "dp_rank": 1}),
 }
-# Engines at the other agent than the one whose turn it would be, or at one of their own.
+# Exceptions from the alternation between the two agents: engines at the other agent, or at one of their own.
 AGENT_OF = {"dp-0": "right", "dp-1": "right", "never": "never", "never-opaque": "never", "always-latent": "always"}
-# Only decode: at agents that are told never, or always, to stage.
+# Decode only: engines at agents with transfer.staging Never or Always.
 TARGET_ONLY: dict[str, tuple[int, dict[str, Any]]] = {
     "never": (1, {"model": FOUR_HEADS}),
     "never-opaque": (1, {"model": FOUR_HEADS, "order": PageOrder.OPAQUE, "blob_bytes": BLOB_BYTES}),
@@ -61,12 +61,12 @@ BACKENDS = ("Loopback", *REAL) if os.environ.get("LAYOUTS") == "all" else ("Loop
 every_backend = pytest.mark.parametrize("place", BACKENDS, indirect=True)
 
 
-# Tests of these come last in their file: pytest keeps one backend's engines for tests that follow each other.
+# Tests of these come last in their file, because pytest keeps one backend's engines for consecutive tests.
 real_backends = pytest.mark.parametrize("place", REAL, indirect=True)
 
 
 class Place:
-    """Agents and engines of one backend, started when a test first wants them; `wanted` are started at once."""
+    """Agents and engines of one backend. `wanted` engines start at once, others when a test first uses them."""
 
     def __init__(self, directory: Path, backend: str, wanted: Sequence[str]) -> None:
         self._world = World(directory, LONGSHORE_BACKEND=backend)
@@ -76,7 +76,7 @@ class Place:
             self._start(name)
 
     def engine(self, name: str) -> Engine:
-        """An engine by its name."""
+        """Return an engine by its name."""
         self._start(name)
         return self._starting[name].result()
 
@@ -98,7 +98,7 @@ class Place:
 
 
 def wanted_by(items: Sequence[pytest.Item], module: str, backend: str) -> list[str]:
-    """The engines that the chosen tests of a module name in their parameters, for one backend, in the order above."""
+    """Return the engines in the parameters of a module's selected tests, for one backend, in the order above."""
     named: set[object] = set()
     for item in items:
         spec = getattr(item, "callspec", None)

@@ -41,7 +41,7 @@ def listening(pid: int) -> list[OpenPort]:
 def _inodes(pid: int) -> set[str]:
     found = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
-        # Some are closed while we look.
+        # Some are closed during the scan.
         with contextlib.suppress(OSError):
             link = str(entry.readlink())
             if link.startswith(_LINK):
@@ -50,6 +50,6 @@ def _inodes(pid: int) -> set[str]:
 
 
 def _read(text: str) -> str:
-    """Return an address of four bytes or sixteen, which are listed by words in the machine's order."""
+    """Return an address of 4 or 16 bytes. The kernel lists it in words of the machine's byte order."""
     raw = bytes.fromhex(text)
     return str(ipaddress.ip_address(b"".join(raw[at : at + 4][::-1] for at in range(0, len(raw), 4))))

@@ -1,7 +1,7 @@
-"""Runs a test in network namespaces of its own: one host, and a second one on demand.
+"""Runs a test in separate network namespaces: one host, and a second one on demand.
 
-A test that is marked `own_network` takes no fixtures but pytest's own: it runs in a second pytest, inside new namespaces. `there`
-runs a function on the second host. The test may filter and change the network of both.
+A test marked `own_network` runs in a second pytest inside new namespaces, so it can use only pytest's own fixtures. `there`
+runs a function on the second host. The test may filter and change the network of both hosts.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import pytest
 
 T = TypeVar("T")
 
-# Addresses of this host: of INTERFACE, the first of which is HERE, and of another one.
+# Addresses of this host: those of INTERFACE, first HERE, and one of another interface.
 HERE, SECOND_OF_HERE, STRANGER, ALSO_HERE = "10.77.0.1", "10.77.0.3", "10.77.0.9", "10.79.0.1"
 HERE_IPV6, STRANGER_IPV6 = "fd77::1", "fd77::9"
 INTERFACE = "own-here"
-# And of the other host, where INTERFACE leads.
+# Addresses of the other host, to which INTERFACE is connected.
 THERE, STRANGER_THERE, THERE_IPV6 = "10.77.0.2", "10.77.0.8", "fd77::2"
 _FAR_INTERFACE = "own-there"
 _INSIDE = "OWN_NETWORK"
 _LIMIT_S = 280.0
 _JOIN_LIMIT_S = 20.0
 _CLONE_FS, _CLONE_NEWNS, _CLONE_NEWNET = 0x200, 0x20000, 0x40000000
-# UCX lists interfaces as sysfs shows them, which shows those of the namespace that mounted it.
+# UCX lists the interfaces in sysfs. A sysfs mount shows those of the namespace that mounted it.
 _NEW_SYSFS = "mount -t sysfs none /sys && ip link set lo up"
 _PREPARE = f"""
 set -e
@@ -53,14 +53,14 @@ def inside() -> bool:
 
 
 def there(function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function on the other host; processes that it starts stay there, and so do its sockets."""
+    """Call a function on the other host; its processes and sockets stay there."""
     namespaces = _other_host()
     with ThreadPoolExecutor(1, initializer=_go, initargs=(namespaces,)) as other:
         return other.submit(function, *arguments).result()
 
 
 def run(item: pytest.Item) -> None:
-    """Run one test inside new namespaces; if it fails, fail with its whole output."""
+    """Run one test inside new namespaces; if it fails, fail with its output."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{Path(item.path)}::{item.name}"]
     ended = subprocess.run(
         ["unshare", "--user", "--map-root-user", "--net", "--mount", "sh", "-c", _PREPARE, "sh", *command],
@@ -78,7 +78,7 @@ def run(item: pytest.Item) -> None:
 
 @functools.cache
 def _other_host() -> Path:
-    """Start the other host, once; return where its namespaces are. A process holds them until this one ends."""
+    """Start the other host once; return the path of its namespaces. A process holds them until this one ends."""
     command = ["unshare", "--net", "--mount", "sh", "-c", f"{_NEW_SYSFS} && echo ready && exec cat"]
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert holder.stdout is not None and holder.stdout.readline() == b"ready\n"
@@ -88,7 +88,7 @@ def _other_host() -> Path:
         for address, options in ((f"{THERE}/24", ()), (f"{STRANGER_THERE}/24", ()), (f"{THERE_IPV6}/64", ("nodad",))):
             other.submit(_ip, "address", "add", address, "dev", _FAR_INTERFACE, *options).result()
         other.submit(_ip, "link", "set", _FAR_INTERFACE, "up").result()
-        # Neighbours have to be found before anybody counts the time that a connection takes.
+        # Resolve the neighbour's address first, so that later connections do not include that time.
         for here in (HERE, HERE_IPV6):
             family = socket.AF_INET6 if ":" in here else socket.AF_INET
             with socket.create_server((here, 0), family=family) as listener:
@@ -106,9 +106,9 @@ def _ip(*arguments: str) -> None:
 
 
 def _go(namespaces: Path) -> None:
-    """Let this thread live on the other host from now on."""
+    """Move this thread to the other host."""
     library = ctypes.CDLL(None, use_errno=True)
-    # A thread that shares its root with others may not change its mounts.
+    # A thread that shares its root with others cannot change its mount namespace.
     _check(library.unshare(_CLONE_FS))
     for name, kind in (("mnt", _CLONE_NEWNS), ("net", _CLONE_NEWNET)):
         with (namespaces / name).open("rb") as namespace:

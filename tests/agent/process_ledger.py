@@ -1,6 +1,6 @@
-"""What a process holds of the machine: descriptors by kind, mapped pages of engines, memory of its own.
+"""Measures the resources of a process: descriptors by kind, mapped pages of engines, and its own memory.
 
-Used by tests that compare the end with the start. Reads /proc only.
+Tests compare the end with the start. Reads /proc only.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-# What an allocator and Python's caches keep of what was freed, and rooms that are remembered for two leases: scenes of a
-# dozen rooms were seen to make a worker grow by 1 MiB at most, and what is lost in each of them would add up.
+# Allocators and Python's caches keep freed memory, and workers remember rooms for two leases. In scenes of a dozen rooms a
+# worker grew by at most 1 MiB. Leaks would add up over the scenes.
 GROWTH_BYTES_MAX = 4 << 20
 
 
 @dataclass(frozen=True)
 class Holdings:
-    """Of one process at one moment."""
+    """The resources of one process at one moment."""
 
     descriptors: Mapping[str, int]
     mapped_pages: int  # regions of engines' pages
-    own_bytes: int  # anonymous memory that is there
+    own_bytes: int  # resident anonymous memory
 
     def grown_from(self, start: Holdings, kept_descriptors: int = 0) -> str:
-        """What is more than it was; empty: nothing is. So many descriptors may be kept, of whatever kind."""
+        """Return the resources that have grown; empty if none. `kept_descriptors` more are permitted."""
         more = Counter(self.descriptors) - Counter(start.descriptors)
         found = [f"{kind}: {start.descriptors.get(kind, 0)} -> {self.descriptors[kind]}" for kind in sorted(more)]
         if more.total() <= kept_descriptors:
@@ -39,10 +39,10 @@ class Holdings:
 
 
 def holdings(pid: int) -> Holdings:
-    """Read what a process holds now."""
+    """Read a process's current resources."""
     kinds: Counter[str] = Counter()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
-        # Some are closed while we look.
+        # Some are closed during the scan.
         with contextlib.suppress(OSError):
             kinds[_kind(str(entry.readlink()))] += 1
     regions = {line.split()[0] for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "memfd:pages-" in line}
@@ -55,6 +55,6 @@ def _kind(target: str) -> str:
     if target.startswith("/memfd:pages-"):
         return "pages"
     if target.startswith("/"):
-        # Shared memory of a transport has a name for each life of it.
+        # A transport's shared memory has another name in each of its lives.
         return re.sub(r"_[0-9a-f]+( \(deleted\))?$", "", target)
     return target.partition(":[")[0]

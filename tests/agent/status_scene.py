@@ -1,4 +1,4 @@
-"""States of an agent for tests of its pages: workers, rooms, and a source that shows what a test sets."""
+"""Provides states of an agent for tests of its pages: workers, rooms, and a supervisor that a test controls."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def agent(*workers: structs.WorkerSnapshot, **changes: Any) -> structs.AgentSnap
 
 
 class Source:
-    """A supervisor whose state a test sets; it hands its snapshot on as the real one does, by msgpack."""
+    """A supervisor whose state a test sets. Like the real one, it passes its snapshot on as msgpack."""
 
     def __init__(self) -> None:
         self.state = agent(worker())

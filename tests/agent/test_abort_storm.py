@@ -1,4 +1,4 @@
-"""A thousand rooms a transport are given up while their writes are under way, and no page of another room changes."""
+"""Tests that a thousand aborts during writes, over each transport, change no page of another room."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ KINDS = {
     "nixl-tcp": (Backend.NIXL, {"UCX_TLS": "tcp,self"}, "TCP"),
 }
 OVERTAKEN_COUNT = 1000
-# Each round gives six rooms up; a write that ends before its room does is one that was not met.
+# Each round aborts six rooms. An abort after the end of the room's write does not count.
 ROUNDS_MAX = 2500
-# All pages are compared after so many rounds; what a room was given is compared when it is done.
+# All pages are compared after this many rounds. A room's own pages are compared when it is done.
 ROUNDS_A_LOOK = 20
-# The same with real agents and clients, which cost far more a room.
+# The same with real agents and clients, which take far longer for a room.
 AGENT_ROOMS_COUNT = 50
 AGENT_ROOMS_MAX = 600
 
@@ -49,19 +49,19 @@ def test_a_thousand_aborts_that_meet_a_write_change_no_page_of_another_room(stor
         storm.round()
         if number % ROUNDS_A_LOOK == 0:
             assert storm.decode.pages.intact()
-            # By the lanes' own count: the room was given up after the write was posted and before it was over.
+            # By the lanes' own count: the room was aborted after the write was posted and before it ended.
             counted = storm.count()
             if sum(counted["count"].values()) >= OVERTAKEN_COUNT:
                 break
     assert storm.decode.pages.intact()
     assert sum(counted["count"].values()) >= OVERTAKEN_COUNT, counted
-    # Of either side's doing, and of both kinds of memory: the ring's, and pages that are written in place.
+    # Both sides aborted, and both kinds of memory were used: the ring, and pages that are written in place.
     assert min(counted["met"]["prefill"], counted["met"]["decode"]) >= OVERTAKEN_COUNT // 10, counted
     assert min(counted["count"].values()) >= OVERTAKEN_COUNT // 10, counted
     core = storm.decode.session
     assert isinstance(core, TargetSession)
     assert (core.granter.ring.used_bytes, core.granter.ring.held_bytes, core.rooms) == (0, 0, {})
-    # The ring went round more often than rooms met anything: its memory was somebody else's again and again.
+    # The ring wrapped more often than there were aborts, so its memory was reused by other rooms many times.
     assert core.granter.ring.rounds > OVERTAKEN_COUNT // 10
 
 

@@ -1,4 +1,4 @@
-"""Compares a real agent whose settings all differ from the defaults with one that has only defaults, as others see them."""
+"""Compares a real agent whose settings all differ from the defaults with one that has only defaults, from outside."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from longshore_wire.agent_config import (
     dump,
 )
 
-# Loopback, and not the address that an agent takes by itself.
+# A loopback address other than an agent's default.
 HOST = "127.0.0.2"
 TOKEN = "s3cret"
 
 
 @dataclass
 class Place:
-    """Two agents that have done the same work."""
+    """Two agents after the same work."""
 
     world: World
     given: Agent
@@ -59,7 +59,7 @@ class Place:
 
     def _answer(self, agent: Agent, path: str) -> dict | None:
         answer = self.page(agent, path, authorization=f"Bearer {TOKEN}")
-        # A worker that gets no processor for a while is left out of an answer.
+        # An answer lacks a worker that got no processor time for a while.
         return answer.json() if answer.status_code == 200 else None
 
 
@@ -177,7 +177,7 @@ def test_as_many_spans_are_kept_as_are_set(place: Place) -> None:
         page = f"/v1/rooms/{each.room}"
         wait_for(lambda: len(place.told(agent, page)["halves"]) == 2, what="an answer of both workers")  # noqa: B023
         counts[agent] = len(place.told(agent, page)["spans"])
-    # Two workers, of which each keeps two.
+    # Two workers, each of which keeps two.
     assert counts[place.given] <= 4 < counts[place.default]
 
 
@@ -190,7 +190,7 @@ def test_an_agent_does_what_its_config_file_says(tmp_path: Path, place: Place) -
         control=Control(keys_directory=None, http_port=0),
     )
     (tmp_path / "agent.json").write_text(dump(config))
-    # Variables that are set count more than the file.
+    # Variables override the file.
     free = {"LONGSHORE_DEPLOYMENT": "", "LONGSHORE_LANE_BYTES": "", "LONGSHORE_SLAB_BYTES_MIN": ""}
     agent = place.world.agent("filed", **free, LONGSHORE_CONFIG_FILE=str(tmp_path / "agent.json"))
     assert agent.http

@@ -58,7 +58,7 @@ def test_an_empty_token_file_does_not_open_the_pages_to_everyone(refused, tmp_pa
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Path:
-    """Keys of two revisions and a token as a kubelet mounts them: names are links into a folder, to which a link points."""
+    """Yield keys of two revisions and a token, mounted like a kubelet does: names are links through a link to a folder."""
     data = tmp_path / "mounted" / "..2026"
     data.mkdir(parents=True)
     curve.write(curve.generate(), data)
@@ -82,7 +82,7 @@ def mounted(tmp_path: Path) -> Path:
 )
 def test_a_secret_that_every_user_can_read_is_refused_by_its_file(refused, mounted, setting, name) -> None:
     (mounted / name).chmod(0o444)
-    # An unknown fault beside it, so that nothing starts where it is not refused.
+    # A second, unknown setting, so that the agent does not start even if the first one is accepted.
     said = refused(keys_directory=mounted, http_token_file=mounted / "token", loopback_faults="junk")
     assert f"longshore-agent: LONGSHORE_{setting}: {mounted}/{name}: every user of this machine can read it" in said[0]
     assert f"`chmod 600 {mounted}/{name}`" in said[0]
@@ -128,7 +128,7 @@ def test_what_keeps_the_pages_from_being_served_is_told_by_its_variables(setting
 
 
 def test_a_token_may_come_through_a_pipe_which_can_be_read_only_once(tmp_path) -> None:
-    # It gets as far as to its address, and says nothing of its token.
+    # It fails only at its address, so it has accepted the token.
     said = _refusal(tmp_path, HTTP_TOKEN_FILE="/dev/stdin", BIND_HOST="203.0.113.9", NETWORK_POLICY="true")
     assert "cannot listen on" in said
     assert "HTTP_TOKEN_FILE" not in said
@@ -136,7 +136,7 @@ def test_a_token_may_come_through_a_pipe_which_can_be_read_only_once(tmp_path) -
 
 
 def _refusal(directory: Path, **settings: str) -> str:
-    """Run an agent that has keys, and a token in its standard input; return what it says when it ends with 2."""
+    """Run an agent with keys, and a token in its standard input; it must end with 2; return its message."""
     curve.write(curve.generate(), directory)
     settings |= {"RUN_DIRECTORY": str(directory / "run"), "KEYS_DIRECTORY": str(directory)}
     ended = subprocess.run(

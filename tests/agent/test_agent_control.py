@@ -120,7 +120,7 @@ def test_a_room_is_shown_with_its_pairs_and_spans_and_an_unknown_one_is_not(flee
 
 
 class Dialer:
-    """A stranger at a worker's port, with whatever keys."""
+    """A client without the deployment's keys at a worker's port."""
 
     def __init__(self, address: str, server: str = "", public: str = "", secret: str = "") -> None:
         self.context = zmq.Context()
@@ -148,7 +148,7 @@ def address(fleet) -> str:
 
 @pytest.fixture
 def friend(address, keys) -> Iterator[Dialer]:
-    """Somebody with the deployment's keys."""
+    """A client with the deployment's keys."""
     dialer = Dialer(address, keys.server_public, keys.client_public, keys.client_secret)
     yield dialer
     dialer.close()

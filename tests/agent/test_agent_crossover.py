@@ -1,4 +1,4 @@
-"""Real agents that choose the way by crossover tables of these tests: the bytes are right for every choice."""
+"""Tests real agents with crossover tables of these tests: for every chosen mode the bytes are right."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from longshore_wire.layout import Attention
 
 LATENT = ModelShape(layers=4, kv_heads=1, head_dim=36, element_bytes=2, attention=Attention.LATENT)
 WIRES = {"Loopback": "Loopback", "NIXL": "SharedMemory", "Mooncake": "TCP"}
-# Runs of 768 bytes between TP2 and TP1, and pages of 24,576 bytes between equals; a token is 6,144 bytes from each of
-# two ranks and 12,288 from one. Short runs: in place below 300 kB, else staged. Long runs: the other way round.
+# Runs are 768 bytes between TP2 and TP1, and pages of 24,576 bytes between equal layouts. A token is 6,144 bytes from each of
+# two ranks, or 12,288 from one. Short runs are moved in place below 300 kB, else staged; long runs the reverse.
 SHORT = Row(768, (30_000, 3_000_000), (0.01, 0.01), (0.001, 0.1))
 LONG = Row(24_576, (30_000, 3_000_000), (0.001, 0.1), (0.01, 0.01))
 SMALL_TOKENS, LARGE_TOKENS = 10, 300
 
 
 def table(backend: str) -> bytes:
-    """A table that says the opposite of every other wire."""
+    """Return a table with the opposite choice for every other wire."""
     swapped = [Row(row.run_bytes, row.total_bytes, row.in_place_s, row.staged_s) for row in (SHORT, LONG)]
     made = Crossover()
     for wire in set(WIRES.values()) | {"RDMA"}:
@@ -67,7 +67,7 @@ def place(request, tmp_path_factory) -> Iterator[Place]:
 
 
 def move(source: Engine, target: Engine, tokens: int, prefix: int = 0) -> tuple[set[str], set[str]]:
-    """Move one request and compare every byte; return the ways that both halves of its pairs report, and why."""
+    """Move one request and compare every byte; return the modes, with reasons, that both halves of its pairs report."""
     each = Request(source, target, tokens, prefix=prefix)
     each.claim()
 
@@ -133,7 +133,7 @@ def test_the_plan_page_shows_the_same_choice_with_its_numbers(place):
 
 @pytest.fixture(scope="module")
 def overridden(tmp_path_factory) -> Iterator[dict[str, Engine]]:
-    """Decode engines of agents that have the table but are told otherwise, or cannot stage; and their sources."""
+    """Decode engines of agents whose settings override the table, or that cannot stage; and their sources."""
     directory = tmp_path_factory.mktemp("overridden")
     (directory / "table.json").write_bytes(table("Loopback"))
     world = World(directory, LONGSHORE_CROSSOVER_FILE=str(directory / "table.json"))

@@ -42,7 +42,7 @@ LAYOUT = KVLayout(MODEL, Parallel(), page_size=1)
 
 @dataclass
 class Pair:
-    """An agent with one engine that writes and one that reads; writes stay open while the gate is not there."""
+    """An agent with one engine that writes and one that reads. Writes stay open while the gate's file is missing."""
 
     agent: Agent
     writer: Client
@@ -57,7 +57,7 @@ class Pair:
         self.source[:] = os.urandom(len(self.source))
 
     def move(self, room: int, tokens: int) -> None:
-        """Claim and offer the first tokens, without waiting for them."""
+        """Claim and offer the first tokens; do not wait for them."""
         self.reader.receive(room, self.writer.endpoint(10), self.pages[1][:tokens], 0, tokens)
         self.writer.send(room, self.pages[0][:tokens], 0, tokens, last=True)
 
@@ -121,7 +121,7 @@ def pair(tmp_path_factory) -> Iterator[Pair]:
 
 @pytest.fixture(autouse=True)
 def running(pair) -> None:
-    """Each test begins with an agent that runs and serves both engines, also after the one that ends it."""
+    """Restart the agent if the test before ended it; wait until it serves both engines."""
     if pair.agent.process.poll() is not None:
         pair.agent.start()
         for client in (pair.writer, pair.reader):
@@ -152,8 +152,8 @@ def test_engines_of_an_agent_that_was_killed_hear_of_their_rooms_and_are_served_
     pair.gate.touch()
     pair.agent.start()
 
-    # Both halves are said again, and workers listen where those before them did: the room arrives, unless the reader's
-    # worker was so much earlier than the writer's that it took it for lost. Then both are told so.
+    # The engines repeat both halves, and new workers listen at the old ports. So the room is done, unless the reader's worker
+    # started so much earlier than the writer's that it considers the writer lost. Then both engines get the failure.
     ends = [client.wait(2, half, timeout_s=60) for client, half in zip((pair.writer, pair.reader), Half, strict=True)]
     assert {end.reason for end in ends} in ({Reason.NONE}, {Reason.PEER_LOST}), ends
     assert {end.kind for end in ends} == {RoomEventKind.FAILED if ends[0].reason else RoomEventKind.DONE}, ends
@@ -164,7 +164,7 @@ def test_engines_of_an_agent_that_was_killed_hear_of_their_rooms_and_are_served_
 
 
 def answers_to_the_end(agent: Agent) -> set[int]:
-    """Ask an agent how it is until it does not listen any more; return the codes of its answers."""
+    """Poll an agent's readiness until it stops listening; return the status codes."""
     found = set()
     with contextlib.suppress(OSError, http.client.HTTPException):
         while True:
@@ -174,14 +174,14 @@ def answers_to_the_end(agent: Agent) -> set[int]:
 
 def test_sigterm_lets_open_rooms_finish_refuses_new_engines_and_rooms_and_leaves_nothing(pair):
     pair.fill()
-    # Claimed, and its prefill is not done when the agent is told to end.
+    # The room is claimed but not fully offered when the agent is told to end.
     pair.reader.receive(5, pair.writer.endpoint(10), pair.pages[1][1000:1100], 0, 100)
     wait_for(lambda: pair.agent.room(5, Half.SOURCE), what="the claim at the source")
     pair.mark.unlink(missing_ok=True)
     pair.gate.unlink()
     pair.move(4, 1000)
     wait_for(pair.mark.exists, what="a held write")
-    # The agent's self-test may still run.
+    # The agent's self-test may still be running.
     children = wait_for(lambda: len(found := pair.agent.children()) == 2 and found)
 
     pair.agent.process.send_signal(signal.SIGTERM)

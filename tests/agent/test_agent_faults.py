@@ -1,4 +1,4 @@
-"""Real agents whose engines and workers are killed, stopped and cancelled in mid-write, and whose notices get lost."""
+"""Tests real agents whose engines and workers are killed, stopped or cancelled during writes, or whose notices get lost."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from longshore_client import PoolRefused, Reason, RoomError, RoomEvent, RoomEven
 from longshore_wire.engine_messages import Half
 
 LEASE_S = 2
-# Killed, and nobody holds a byte of its memory after this.
+# After this time no process may hold a byte of a killed engine's memory.
 LET_GO_S = 2.0
 
 
 class Gate:
-    """Writes to some targets stay open while it is shut; the transport marks each one that it holds."""
+    """A gate. While it is shut, writes to some targets stay open; the transport marks each write that it holds."""
 
     def __init__(self, directory: Path) -> None:
         self.path, self.mark = directory / "open", directory / "mark"
@@ -47,7 +47,7 @@ class Gate:
 
 @dataclass
 class Place:
-    """Two agents; `steady` and what is killed offer at the first, the others claim at the second."""
+    """Two agents. `steady` and killed engines offer at the first, the others claim at the second."""
 
     world: World
     prefill: Agent
@@ -103,7 +103,7 @@ def place(tmp_path_factory) -> Iterator[Place]:
 
 @pytest.fixture(autouse=True)
 def gate_at_rest(place) -> Iterator[None]:
-    """Each test begins with the gate shut, and leaves nothing open, granted or held."""
+    """Shut the gate before each test; check afterwards that nothing is open, granted or held."""
     place.gate.shut()
     yield
     place.gate.open()
@@ -152,11 +152,11 @@ def test_memory_of_a_prefill_engine_killed_in_mid_write_is_let_go_and_other_engi
     assert (end.kind, end.reason) == (RoomEventKind.FAILED, Reason.ENGINE_LOST), end
     assert str(doomed.pid) in end.text
     if lands:
-        # The worker still has the write: its bytes find their memory in quarantine.
+        # The worker still has the write, so the memory of its bytes is in quarantine.
         place.gate.open()
     beside.offer_chunk(1)
     beside.arrives()
-    # Else the worker of the dead engine must end for its writes to be over, and its target must find out.
+    # Otherwise the dead engine's worker must end before its writes are over, and its target must detect that.
     assert is_released(target, room, Half.TARGET, 10)
     target.accept(pages)
     wait_for_none(place.leftovers, 10)
@@ -185,7 +185,7 @@ def test_memory_of_a_decode_engine_killed_in_mid_write_is_let_go_and_prefill_is_
     wait_for(lambda: not holders_of("victim"), LET_GO_S, "the memory to be free")
     end = end_of(place.steady, each.room, Half.SOURCE)
     assert (end.kind, end.reason) == (RoomEventKind.FAILED, Reason.ENGINE_LOST), end
-    # A lane still has the slab: prefill's pages are its own again only when the transport has settled the write.
+    # A lane still has the slab, so prefill's pages are released only after the transport has settled the write.
     assert not is_released(place.steady, each.room, Half.SOURCE, 0.3)
     place.gate.open()
     assert is_released(place.steady, each.room, Half.SOURCE, 10)
@@ -259,7 +259,7 @@ def test_a_cancelled_room_ends_on_both_sides_and_is_released_when_no_write_is_op
         assert (end.kind, end.reason) == (RoomEventKind.FAILED, Reason.CANCELLED), end
     ring = place.decode.worker(target.instance)["ring"]
     assert (ring["held_bytes"] > 0) == (way == "gated")
-    # Bytes may still land: in the ring, which is held, or in the pages, which are then not the engine's yet.
+    # Bytes may still land: in the ring, whose memory is held, or in the pages, which are then not released yet.
     assert is_released(target, each.room, Half.TARGET, 0.3) == (way == "gated")
     place.gate.open()
     assert is_released(place.steady, each.room, Half.SOURCE, 10)
@@ -285,7 +285,7 @@ def test_a_stopped_engine_loses_its_rooms_by_its_lease_and_the_other_side_is_tol
         assert (end.kind, end.reason) == (RoomEventKind.FAILED, Reason.LEASE_EXPIRED), end
         shown = place.prefill.room(room, Half.SOURCE)
         assert (shown["state"], shown["reason"]) == ("failed", "LEASE_EXPIRED")
-        # Nobody else's lease ends with it.
+        # No other engine's lease ends with it.
         beside = Request(place.steady, place.plain, 100)
         beside.offer()
         beside.claim()
@@ -310,7 +310,7 @@ def test_workers_that_did_not_run_for_longer_than_the_peer_timeout_do_not_take_e
     for pid in absent:
         freeze(pid)
     try:
-        # One that runs all the while: it shows when the timeout has passed.
+        # A peer that keeps running. It shows when the timeout has passed.
         end = end_of(place.plain, witness.room, Half.TARGET, 20)
         assert (end.kind, end.reason) == (RoomEventKind.FAILED, Reason.PEER_LOST), end
     finally:
@@ -365,7 +365,7 @@ def test_bytes_that_land_after_their_write_failed_find_their_memory_in_quarantin
     assert {(end.kind, end.reason) for end in ends} == {(RoomEventKind.FAILED, Reason.TRANSFER_FAILED)}, ends
     ring = place.decode.worker("late")["ring"]
     assert ring["held_bytes"] > 0
-    # The only proof that they will not land is the end of the process that wrote them: its engine gets another one.
+    # Only the end of the writing process proves that they will not land. Its engine gets another worker.
     place.gate.open()
     wait_for(lambda: place.steady.client.connected and place.steady.client.epoch != epoch)
     wait_for_none(place.leftovers, 10)

@@ -1,5 +1,6 @@
-"""Real agents between engines of every pair of layouts, with every kind of prefix: each byte of every pool against what
-`engine_pages` says that it holds, each byte sent against what the targets hold.
+"""Tests real agents between engines of every pair of layouts, with every kind of prefix.
+
+Compares each byte of every pool with `engine_pages`, and the sent bytes with those that the targets hold.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from longshore_client.memory import pool_geometry
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.layout import Attention, KVLayout
 
-# Enough rooms in a row for each of four replicas to have its turn.
+# Enough consecutive rooms for each of four replicas to get one.
 ROOMS_IN_A_ROW = 16
 LONG_TOKENS = 131_072
 BUFFER_SETTINGS = [f"LONGSHORE_{name}" for name in ("RING_BYTES", "RING_EXTENT_BYTES", "LANE_BYTES", "SLAB_BYTES_MIN")]
 
-# (total, prefix): nothing is there yet; a prefix that ends with a page of both sides; within a page; a full hit.
+# (total, prefix): no prefix; a prefix that ends with a page of both sides; within a page; a full hit.
 REQUESTS = ((211, 0), (197, 64), (150, 37), (130, 130))
-# Beside those: with a page of the smaller pages only; all but one token; a full hit of whole pages; one token is there.
+# Further cases: the prefix ends with a page of the smaller size only; all but one token; a full hit of whole pages; one token.
 PREFIXES = (*REQUESTS, (190, 48), (131, 130), (128, 128), (65, 1))
 OPAQUE_REQUESTS = ((211, 0), (197, 64), (150, 16), (130, 128))
 PAIRS = [
@@ -60,7 +61,7 @@ PAIRS = [
     ("latent-tp4", "latent-tp2"),
 ]
 BOTH_WAYS = [*PAIRS, *((target, source) for source, target in PAIRS)]
-# Over every transport: TP above the number of heads, pipelines, pages of 16 and 64 tokens, both page orders, MLA.
+# Cases over every transport: TP above the number of heads, pipelines, pages of 16 and 64 tokens, both page orders, MLA.
 CHOSEN = [
     ("tp8", "tp2-64"),
     ("many-pp2", "many-pp3"),
@@ -82,7 +83,7 @@ def place(request, tmp_path_factory) -> Iterator[Place]:
 
 
 def sent_bytes(engine: Engine) -> list[int]:
-    """What each rank of an engine has sent so far: payload, by the metrics of its worker."""
+    """Return the payload bytes that each rank of an engine has sent so far, by its worker's metrics."""
     sent = {
         f"{at.dp_rank}/{at.pp_rank * at.tp + at.tp_rank}": 0 for at in (rank.layout.parallel for rank in engine.ranks)
     }
@@ -94,7 +95,7 @@ def sent_bytes(engine: Engine) -> list[int]:
 
 
 def held_bytes(engine: Engine, tokens: int) -> int:
-    """Bytes of so many tokens on all ranks of an engine, by what each must hold."""
+    """Return the bytes of `tokens` tokens over all ranks of an engine."""
     model = engine.ranks[0].layout.model
     kinds = 1 if model.attention is Attention.LATENT else 2
     entries = sum(len(layers) * len(heads) for layers, heads in (held(rank.layout) for rank in engine.ranks))
@@ -126,7 +127,7 @@ def exchange(source: Engine, target: Engine, requests: Sequence[tuple[int, int]]
 
 
 def check_every_byte(source: Engine, target: Engine) -> None:
-    """Move requests with every kind of prefix; each byte that the target lacks is sent once, and nothing is left over."""
+    """Move requests with every kind of prefix; check that each byte that the target lacks is sent once."""
     before = sum(sent_bytes(source))
     tokens = exchange(source, target)
     assert sum(sent_bytes(source)) - before == held_bytes(target, tokens)
@@ -134,7 +135,7 @@ def check_every_byte(source: Engine, target: Engine) -> None:
 
 
 def way_between(source: Engine, target: Engine) -> str:
-    """Move one request; return the way that its rooms report."""
+    """Move one request; return the mode that its rooms report."""
     each = Request(source, target, 80)
     each.claim()
 
@@ -326,7 +327,7 @@ def test_every_byte_arrives_once_between_layouts_of_each_kind_over_every_transpo
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def lone_rank(request, tmp_path_factory):
-    """An agent, and the layout of the first of three ranks, which is the only one that is there."""
+    """An agent, and the layout of the first of three ranks, the only registered one."""
     world = World(tmp_path_factory.mktemp("lone"), LONGSHORE_BACKEND=request.param)
     agent = world.agent("agent")
     assert agent.http
@@ -338,7 +339,7 @@ def lone_rank(request, tmp_path_factory):
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def long_place(request, tmp_path_factory):
-    """One agent with the buffers that a user has who sets nothing, and engines with pages for one long prompt."""
+    """One agent with default buffers, and engines with pages for one long prompt."""
     world = World(tmp_path_factory.mktemp("long"), LONGSHORE_BACKEND=request.param)
     agent = world.agent("default", **dict.fromkeys(BUFFER_SETTINGS, ""))
     pages = {"model": FOUR_HEADS, "page_count": LONG_TOKENS // 16}

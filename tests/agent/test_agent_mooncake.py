@@ -1,4 +1,4 @@
-"""Real agents over Mooncake: what strangers on its ports do to rooms, and where it is refused."""
+"""Tests real agents over Mooncake: attacks on its ports while rooms move, and configurations that are refused."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_worker_whose_transport_keeps_the_connections_of_peers_that_have_ended
 ):
     settings = {"LONGSHORE_BACKEND": "Mooncake", "LONGSHORE_HEARTBEAT_S": "0.2", "LONGSHORE_PEER_TIMEOUT_S": "3"}
     world = World(tmp_path, **settings)
-    # A worker has 30 open at rest, and keeps 4 of each that has ended.
+    # An idle worker has 30 open descriptors, and keeps 4 for each peer that has ended.
     prefill = Agent(tmp_path / "prefill", ["prlimit", "--nofile=60:60"], **settings)
     try:
         decode = world.agent("decode")

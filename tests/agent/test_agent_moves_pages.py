@@ -17,7 +17,7 @@ def fleet(request, tmp_path_factory) -> Fleet:
 
 
 def requests(source: Engine, target: Engine) -> list[Request]:
-    """One request each: many chunks and an odd length, a prefix of whole pages, one within a page, a full hit."""
+    """Four requests: many chunks and an odd length; a prefix of whole pages; a prefix within a page; a full hit."""
     return [
         Request(source, target, 397, cuts=(100, 101, 256)),
         Request(source, target, 330, prefix=128, cuts=(160,)),

@@ -1,4 +1,4 @@
-"""An engine with two pools, as one has for two caches of one model: a room belongs to one of them, and its bytes do, too."""
+"""Tests an engine with two pools, such as two caches of one model: a room and its bytes belong to one of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_room_moves_pages_of_the_pool_that_it_names_and_of_no_other(engines: t
     for rank, second in zip((source, target), seconds, strict=True):
         rank.client.register_pool(1, second.geometry, [second.descriptor])
     room, data = next(room_ids), [content(seed, TOKENS, source.layout) for seed in (1, 2)]
-    # One number for both: rooms of two pools are two rooms.
+    # The same number for both: rooms of two pools are different rooms.
     for pool, (near, far) in enumerate([(source, target), tuple(seconds)]):
         near.put(near.planes, pages, data[pool], 0, TOKENS)
         far.put(far.expected, pages, data[pool], 0, TOKENS)

@@ -24,7 +24,7 @@ from longshore_agent.control import curve
 from longshore_client import Half, RoomEventKind
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/security.md"
-# By the page's name of a backend: the settings with which an agent opens its ports.
+# The page's name of a backend -> the settings with which an agent opens its ports.
 SETTINGS: dict[str, dict[str, str]] = {
     "NIXL": {"LONGSHORE_BACKEND": "NIXL"},
     "NIXL without TCP": {"LONGSHORE_BACKEND": "NIXL", "LONGSHORE_WIRES": "SharedMemory"},
@@ -103,7 +103,7 @@ def opened(agent: Agent, engine: Engine) -> dict[str, tuple[str, set[str]]]:
     }
     data = {port["port"] for port in worker["data_ports"]}
     http = int(agent.http.rpartition(":")[2])
-    # The self-test has processes of its own, and ends.
+    # The self-test runs in separate processes, and ends.
     wait_for(lambda: set(agent.children()) == {worker["pid"]})
     found: dict[str, tuple[str, set[str]]] = {}
     for process, pid in (("supervisor", agent.process.pid), ("worker", worker["pid"])):
@@ -188,7 +188,7 @@ def test_junk_from_a_peers_own_address_restarts_a_worker_and_is_told_of_when_it_
             assert place.decode.ask("/readyz")[0] == 200
             epoch = place.target.client.epoch
             send_junk(place, kind)
-            # NIXL reads what has come when there is something to do. A room of a life that ends may fail, and the next one works.
+            # NIXL reads its sockets only when there is work. A room may fail with its worker; the next room works.
             each = Request(place.source, place.target, 100)
             each.claim()
             each.offer()
@@ -213,7 +213,7 @@ def test_noise_in_messages_of_ucx_from_a_peers_own_address_costs_restarts_alone_
     with placed(tmp_path, "NIXL", (HERE, THERE), LONGSHORE_RESTART_BACKOFF_MAX_S="1") as place:
         ports = [port["port"] for port in worker_of(place.decode, place.target)["data_ports"]]
         for number in range(32):
-            # A worker that ends with one of them refuses the rest until the next one listens.
+            # If an attack ends the worker, its port refuses connections until the next worker listens.
             for caller in filter(None, (intruder.connect(HERE, THERE, port) for port in ports)):
                 with caller, contextlib.suppress(OSError):
                     intruder.message(caller, number)
@@ -243,7 +243,7 @@ def test_noise_on_the_ports_of_http_and_of_control_restarts_nothing_and_what_sha
 
 
 def completes(place: Place) -> bool:
-    """Return whether a room arrives. One that a life of a worker has when it ends may fail."""
+    """Return whether a room is done. A room may fail if its worker ends."""
     if not place.target.client.connected:
         return False
     each = Request(place.source, place.target, 100)

@@ -16,13 +16,13 @@ from agent_world import Agent, Engine, Request, is_worker, wait_for, wait_for_no
 from longshore_client import Half, LongshoreError, Reason, RoomEventKind
 
 RING_BYTES = 8 << 20
-# Slabs of a room that are granted at once, the default; an eighth of the ring together.
+# Slabs of a room that are granted at once (the default). Together they take an eighth of the ring.
 WINDOW = 4
 
 
 @dataclass
 class Place:
-    """`stuck` writes only while the gate is open (to `tardy` late), `steady` always; `hasty` has no time to drain."""
+    """Engines: `stuck` writes only while the gate is open (to `tardy` late), `steady` always; `hasty` cannot drain in time."""
 
     prefill: Agent
     other: Agent
@@ -66,11 +66,11 @@ def place(tmp_path_factory) -> Iterator[Place]:
         LONGSHORE_RING_BYTES=str(RING_BYTES),
         LONGSHORE_HEARTBEAT_S="0.2",
         LONGSHORE_RETRY_MS="50",
-        # Above what a machine that does other things needs to let three rooms go, and waited for twice.
+        # More time than a busy machine needs to release three rooms. Tests wait for it twice.
         LONGSHORE_PEER_TIMEOUT_S="8",
         LONGSHORE_DRAIN_S="60",
         LONGSHORE_FORCE_WAY="Staged",
-        # A room has four slabs granted, and four rooms their own lanes: a stuck one leaves the others theirs.
+        # Each room has four granted slabs, and each of four rooms its own lane, so a stuck room does not block the others.
         LONGSHORE_LANE_COUNT="16",
         LONGSHORE_SLAB_BYTES_MIN="256Ki",
     )
@@ -94,7 +94,7 @@ def place(tmp_path_factory) -> Iterator[Place]:
 
 @pytest.fixture(autouse=True)
 def gate_at_rest(place) -> Iterator[None]:
-    """Each test begins with the gate shut, and leaves nothing open, granted or held."""
+    """Shut the gate before each test; check afterwards that nothing is open, granted or held."""
     place.gate.unlink(missing_ok=True)
     yield
     place.gate.touch()
@@ -111,7 +111,7 @@ def test_rooms_go_round_memory_in_quarantine_and_late_bytes_change_no_page_of_th
     held = ring_of(place)["held_bytes"]
     assert 0 < 4 * held <= RING_BYTES
     rounds = ring_of(place)["rounds"]
-    # Pages that the room had are given to the next ones at once, and the ring wraps while it is held.
+    # The next rooms get the room's pages at once, and the ring wraps while its memory is held.
     for turn in range(12):
         request = Request(place.steady, place.calm, 300 + turn)
         request.claim()
@@ -178,7 +178,7 @@ def test_above_a_quarter_a_worker_finishes_what_is_open_takes_nothing_new_and_is
     assert now["engines"][0]["pid"] == os.getpid()
     assert ring_of(place)["held_bytes"] == 0
     assert agent.metric("longshore_worker_replacements_total") == before[0] + 1
-    # It did not die: that is another count.
+    # It did not die; deaths have another counter.
     assert agent.metric("longshore_worker_restarts_total") == before[1]
     fresh.claim()
     fresh.arrives()
@@ -200,7 +200,7 @@ def test_a_room_that_does_not_end_within_the_drain_limit_fails_on_both_sides_wit
     waiting.offer_chunk(0)
     stuck = []
     for _ in range(3):
-        # The last one may find the worker gone.
+        # The worker may be gone before the last one.
         with contextlib.suppress(AssertionError):
             stuck.append(place.give_up(place.hasty, 150))
     ends = waiting.ends()
@@ -222,7 +222,7 @@ def test_a_room_that_does_not_end_within_the_drain_limit_fails_on_both_sides_wit
 def test_a_writer_with_a_write_that_may_still_land_finishes_its_other_rooms_before_it_is_replaced(place):
     client, agent = place.stuck.client, place.prefill
     epoch, before = client.epoch, agent.metric("longshore_worker_replacements_total")
-    # The gate is open for the room that goes on, and shut for the one whose write fails.
+    # The gate is open for the room that continues, and shut for the one whose write fails.
     place.gate.touch()
     beside = Request(place.stuck, place.calm, 200, cuts=(100,))
     beside.claim()
@@ -246,7 +246,7 @@ def test_a_writer_with_a_write_that_may_still_land_finishes_its_other_rooms_befo
 
     wait_for(lambda: client.connected and client.epoch != epoch, what="the next worker")
     assert agent.metric("longshore_worker_replacements_total") == before + 1
-    # Its end is the proof: what tardy held for it is free.
+    # Its end proves that no write is open, so tardy's memory for it is free.
     wait_for(lambda: not ring_of(place, place.tardy)["held_bytes"])
     place.stuck.free += each.source_pages
     assert place.calm.intact()

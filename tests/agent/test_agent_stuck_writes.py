@@ -1,4 +1,4 @@
-"""Real agents and writes that never end: only the end of the writer's worker frees the memory that decode has quarantined."""
+"""Tests writes that never end, with real agents: only the end of the writer's worker frees decode's quarantined memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_writer_whose_writes_never_end_is_replaced_with_the_reason_and_its_roo
         each.offer()
         each.claim()
         if way != "Staged":
-            # Nobody but an engine knows how long it will wait for pages that are written in place.
+            # Only an engine knows how long it waits for pages that are written in place.
             wait_for(lambda: prefill.worker("stuck")["lanes"][0]["busy"], what="a write")
             calm.client.cancel(each.room, Half.TARGET)
         end = calm.client.wait(each.room, Half.TARGET, "stuck")
@@ -51,7 +51,7 @@ def test_a_writer_whose_writes_never_end_is_replaced_with_the_reason_and_its_roo
         wait_for(lambda: client.connected and client.epoch != epoch, what="the next worker")
         assert not is_worker(pid)
         assert prefill.metric("longshore_worker_replacements_total") == 1
-        # Its end has shown that nobody writes this room's memory any more.
+        # Its end proves that no process writes this room's memory any more.
         calm.client.wait(each.room, Half.TARGET, "stuck", [RoomEventKind.RELEASED])
         calm.accept(each.target_pages)
         stuck.free += each.source_pages

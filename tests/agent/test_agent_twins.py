@@ -21,7 +21,7 @@ def place(tmp_path_factory):
     left, right = world.agent("left"), world.agent("right")
     prefill = world.engine(left, "prefill", 2)
     older = world.engine(left, "twin", roles=[Half.TARGET]).result()
-    # Its worker begins after that of the other one is there.
+    # Its worker starts after the other engine's worker runs.
     newer = world.engine(right, "twin", roles=[Half.TARGET]).result()
     yield SimpleNamespace(prefill=prefill.result(), older=older, newer=newer, agents=(left, right))
     world.close()
@@ -38,12 +38,12 @@ def test_the_newer_twin_is_served_and_the_older_one_fails_with_the_name_and_the_
     second.arrives()
 
     def refusal() -> str:
-        """Claim at the older one; what it says once it has learned that its connection is not its own any more."""
+        """Claim at the older one; return the failure after it detects that the newer one has its connection."""
         rank = place.older.ranks[0]
         before = rank.expected.copy()
         room = Request(place.prefill, place.older, 40)
         room.claim()
-        # Nothing is to arrive.
+        # No bytes may arrive.
         rank.expected[:] = before
         end = place.older.client.wait(room.room, Half.TARGET, "prefill", timeout_s=20)
         assert end.kind is RoomEventKind.FAILED
@@ -113,7 +113,7 @@ def test_a_claim_from_a_second_prefill_engine_of_one_name_frees_nothing_that_the
     place.target.client.wait(wrong.room, Half.TARGET, "twin", [RoomEventKind.RELEASED])
     place.target.accept(wrong.target_pages)
 
-    # Others turn the ring over several times beside the memory that the first one has.
+    # Other rooms wrap the ring several times around the first room's memory.
     for _ in range(12):
         each = Request(place.steady, place.target, 60)
         each.offer()

@@ -1,6 +1,6 @@
-"""Real agents that were asked for one wire and are given another: an error that names both, whatever the backend.
+"""Tests real agents whose transport uses a wire that is not allowed: the error names both wires, with every backend.
 
-Engines of one agent copy directly, over no wire at all: for them the list says nothing.
+Engines of one agent copy directly, without a wire, so the list does not apply to them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from agent_world import START_LIMIT_S, Agent, Engine, Request, wait_for
 
 from longshore_client import Half, Reason, RoomEventKind
 
-# What a host without other devices gives each backend, and a wire that is not that.
+# The wire that each backend uses on a host without other devices, and another wire.
 FOUND = {"NIXL": "SharedMemory", "Mooncake": "TCP"}
 ASKED = {"NIXL": "TCP", "Mooncake": "RDMA"}
 
 
 @dataclass
 class Place:
-    """An agent that allows a wire alone that is not taken, with two engines; one writes to an engine of a fleet, too."""
+    """An agent that allows only an unused wire, with two engines; one of them also writes to an engine of a fleet."""
 
     fleet: Fleet
     asks: Agent
@@ -58,7 +58,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def peer_of(place: Place, instance: str, other: str) -> dict[str, Any]:
-    """What the agent's status says of one rank as a peer of another."""
+    """Return the entry of one rank as a peer of another in the agent's status."""
     worker = place.asks.worker(instance)
     assert worker is not None
     (found,) = [peer for peer in worker["peers"] if peer["instance"] == other]
@@ -67,7 +67,7 @@ def peer_of(place: Place, instance: str, other: str) -> dict[str, Any]:
 
 def moved(source: Engine, target: Engine) -> Request:
     each = Request(source, target, 100)
-    # In this order no half of the room can fail before its engine has come with it.
+    # In this order no half of the room can fail before its engine has opened it.
     each.offer()
     each.claim()
     return each
@@ -102,7 +102,7 @@ def test_a_decode_agent_takes_no_byte_over_a_wire_that_it_does_not_allow_though_
 
 def test_engines_of_one_agent_copy_directly_whatever_wires_are_allowed(place):
     moved(place.picky, place.near).arrives()
-    # The probe's answer must change nothing, neither when it comes nor afterwards.
+    # The probe's answer must change nothing, neither on arrival nor later.
     wait_for(lambda: peer_of(place, "picky", "picky-near")["wire"] == place.found)
     moved(place.picky, place.near).arrives()
     assert place.near.intact()
@@ -118,7 +118,7 @@ def test_a_self_test_inside_one_host_is_judged_only_where_it_tells_of_other_host
     (check,) = [check for check in json.loads(body)["checks"] if check["name"] == "SelfTest"]
     assert place.found in check["message"]
     assert place.asked in check["message"]
-    # A transport that takes TCP inside a host takes nothing faster between hosts; one that takes shared memory may.
+    # A transport that uses TCP inside a host uses nothing faster between hosts; one that uses shared memory may.
     tells = place.found == "TCP"
     assert (code, check["reason"]) == ((503, "WireNotAllowed") if tells else (200, "SelfTestPassed"))
     assert check["message"] in place.asks.log()

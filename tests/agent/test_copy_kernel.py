@@ -1,4 +1,4 @@
-"""The copy kernel in Triton's interpreter against the reference, bit for bit, and what the compiler makes of it.
+"""Compares the copy kernel in Triton's interpreter with the reference, bit for bit, and checks its compiled code.
 
 Gathers, scatters and direct copies are one kernel: its two sides are pages or packed.
 """
@@ -33,7 +33,7 @@ SHAPES_OF_DEVICES = SHAPES | {"opaque pages": OPAQUE, "opaque pages of 5 bytes":
 
 
 def requests_of(shape: Shape) -> list[Request]:
-    """One of everything: parts of pages, one token, a late place in the sequence, some layers, some heads."""
+    """Return requests of all kinds: partial pages, one token, a late position in the sequence, some layers, some heads."""
     size, layers, heads = shape.page_size, shape.layers, shape.heads
     skipped = 0 if shape.order is PageOrder.OPAQUE else size // 2
     late = 1000 * size + (skipped and size // 3)
@@ -46,7 +46,7 @@ def requests_of(shape: Shape) -> list[Request]:
 
 
 def several(near: Shape, far: Shape, heads: int) -> list[tuple]:
-    """Whole pages, one token, a piece that begins and ends within pages, a late place; the last heads of the wider side."""
+    """Return requests of whole pages, one token, partial pages and a late position; with the wider side's last heads."""
     size = max(near.page_size, far.page_size)
     near_last, far_last = near.heads - heads, far.heads - heads
     layers = range(near.layers)
@@ -155,7 +155,7 @@ def test_tiles_of_every_size_give_the_same_bytes_between_pages(
     tile_bytes: int, programs_max: int, interpreter: KernelProcess
 ) -> None:
     tuning = Tuning(tile_bytes=tile_bytes, programs_max=programs_max)
-    # A tile is of one plane: K and V of a layer, another one on each side, show what those of all do.
+    # A tile belongs to one plane, so K and V of one layer, a different one on each side, represent all layers.
     one, other = range(1, 2), range(2, 3)
     for near, far in ((Shape(), SMALL), (Shape(), Shape(page_size=17)), (Shape(page_size=64), Shape(heads=5))):
         requests = [((5, 63), one, 1, other, 0, 2), ((0, 64), other, 0, one, 0, 4)]
@@ -192,8 +192,7 @@ THREE = Shape(page_count=3, layers=2)
 def test_nothing_beside_pages_and_slab_is_even_read(
     near: Shape, far: Shape, at_end: bool, interpreter: KernelProcess
 ) -> None:
-    # As many pages as there are, so that the first and the last byte of a pool are among what is copied; a stray access ends
-    # the process.
+    # All pages, so that the copy includes the first and the last byte of a pool. A stray access ends the process.
     tokens = (0, min(near.page_size * near.page_count, far.page_size * far.page_count))
     assert interpreter.run("check_fences", near, far, tokens, at_end=at_end) > 0
 
@@ -273,7 +272,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KernelProcess
 
 
 def pages_of(kind: str, page_tokens: int) -> tuple[int, int]:
-    """Tokens of a page of source and target; 0 for a slab."""
+    """Return the tokens of a page of source and target; 0 for a slab."""
     return (0 if kind == "scatter" else page_tokens), (0 if kind == "gather" else page_tokens)
 
 
@@ -289,11 +288,11 @@ def test_the_compiled_kernel_moves_16_bytes_an_access_and_loads_a_page_id_once(
     sides = 2 if kind == "direct" else 1
     assert counts["ld.global.v2.b64"] == accesses
     assert counts["st.global.v2.b64"] == accesses
-    # A page id for each row that a thread has a part of, or one for all of them; a slab has none.
+    # One page id for each row of a thread, or one for all of them; a slab has none.
     assert counts["ld.global.b32"] == sides * (1 if page_tokens in {16, 64} else accesses)
-    # A plane's address and strides; pages of one token have no step between tokens.
+    # A plane's address and strides; pages of one token have no stride between tokens.
     assert counts["ld.global.b64"] <= 4 * sides
-    # The tail of a gather goes byte by byte, and comes with the launch.
+    # The tail of a gather is written byte by byte and passed with the launch.
     tail = 1 if kind == "gather" else 0
     assert (counts["ld.global.b8"], counts["st.global.b8"]) == (0, tail)
     assert counts.total() == 2 * accesses + counts["ld.global.b32"] + counts["ld.global.b64"] + tail
@@ -317,7 +316,7 @@ def test_the_driver_is_given_what_the_compiled_kernel_takes(kind: str, compiler:
     tile = choose_tile(16, 512, 2048, pages_of(kind, 16), tuning.tile_bytes)
     taken, given, places = compiler.run("parameters", tile, tuning)
     assert taken[: len(given)] == given
-    # Behind ours stand addresses of scratch memory, which this kernel never uses.
+    # Behind our arguments are addresses of scratch memory, which this kernel does not use.
     assert set(taken[len(given) :]) <= {64}
     assert len(taken) <= places
 

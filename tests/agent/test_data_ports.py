@@ -1,4 +1,4 @@
-"""The ports on which transports' libraries listen, and the hosts that reach them: real sockets, in separate networks if needed."""
+"""Tests the ports on which transports' libraries listen, and which hosts reach them: real sockets, in own networks if needed."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from longshore_agent.transports.own_address import interface_of, numeric
 from longshore_wire.errors import Reason
 from longshore_wire.names import PROTECTIONS
 
-# Long enough for an answer of this machine; a packet that the kernel drops has none.
+# Long enough for an answer of this machine. A dropped packet gets no answer.
 ANSWER_LIMIT_S = 0.5
 BACKENDS = ("NIXL", "Mooncake")
 RDMA = ("mlx5_0:1",)
 
 
 def reaches(source: str, target: str, port: int) -> bool:
-    """Whether a connection from one address of this machine to another comes about."""
+    """Whether one address of this machine can connect to another."""
     family = socket.AF_INET6 if ":" in source else socket.AF_INET
     with socket.socket(family) as caller, contextlib.suppress(TimeoutError, ConnectionRefusedError):
         caller.settimeout(ANSWER_LIMIT_S)
@@ -192,7 +192,7 @@ def test_exactly_attached_peers_connect_and_none_before_the_first(backend):
         ports.admit([STRANGER_THERE])
         assert reaching(THERE) == []
         assert all(port.refused_count > 0 for port in ports.describe())
-        # From one address of a machine to another one of it, a socket that was told nothing connects from the second.
+        # Between two addresses of one machine, a socket that is not bound connects from the target address.
         assert not any(reaches(HERE, HERE, port) for port in numbers)
         ports.admit([ALSO_HERE])
         assert all(reaches(HERE, HERE, port) for port in numbers)
@@ -239,13 +239,13 @@ def test_as_many_peers_as_a_kernel_takes_are_admitted_and_beyond_that_the_port_s
         assert not there(reaches, STRANGER_THERE, HERE, port)
         ports.admit([f"10.{index >> 8}.{index & 255}.1" for index in range(20_000)])
         assert [each.protection for each in ports.describe()] == [Protection.BOUND]
-        # Nobody who is a peer may be kept out by a list that is out of date.
+        # An outdated list must not block a peer.
         assert there(reaches, STRANGER_THERE, HERE, port)
         ports.admit([THERE])
         assert [each.protection for each in ports.describe()] == [Protection.FILTERED]
 
 
-# What a kernel of mid-2026 says to a process without CAP_NET_ADMIN; this one has it, in a network of its own.
+# The error of a kernel of mid-2026 without CAP_NET_ADMIN. This process has that capability in its own network.
 @pytest.mark.own_network
 def test_where_the_kernel_takes_no_filter_mooncake_is_refused_if_other_networks_reach_it(monkeypatch):
     def refuse(*_: object) -> None:

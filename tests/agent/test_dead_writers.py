@@ -1,4 +1,4 @@
-"""Data of a killed writer lands when its target reads its sockets; only after that is the memory free."""
+"""Tests a killed writer's data: it lands when its target reads its sockets, and the memory is free only after that."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REGION_BYTES = 4 << 20
 POISON = 0xA5
 
 
-# Mooncake's threads read by themselves, and shared memory is written by the writer's own hand.
+# Mooncake's threads read by themselves, and a writer stores into shared memory itself.
 def test_what_a_killed_writer_had_sent_lands_and_its_end_is_not_taken_for_proof_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -40,7 +40,7 @@ def test_what_a_killed_writer_had_sent_lands_and_its_end_is_not_taken_for_proof_
         landed = int((region == 1).sum())
         drain, now_ns = Drain("127.0.0.1", 0), 0
         for now_ns in range(0, 15 * 10**8, 10**8):
-            # Nobody has read anything.
+            # No data was read yet.
             assert not drain.is_over(now_ns)
         wait_for(lambda: transport.notices() == [] and drain.is_over(now_ns + time.monotonic_ns()))
         after = region.copy()
@@ -57,7 +57,7 @@ def test_a_connection_is_drained_when_nothing_waits_when_it_is_gone_and_when_its
     seen: dict[int, Unread] = {}
 
     def drained(*later: dict[int, Unread]) -> list[bool]:
-        """Whether it is over after each look, the first of which is at once and the others late."""
+        """Return for each poll whether all data has been read. The first poll is immediate, the others are late."""
         seen.clear()
         seen.update({1: Unread(5, 5)})
         drain = Drain("10.0.0.1", 0, lambda _: dict(seen))
@@ -70,9 +70,9 @@ def test_a_connection_is_drained_when_nothing_waits_when_it_is_gone_and_when_its
 
     assert drained({1: Unread(5, 5)}, {1: Unread(1, 9)}, {1: Unread(0, 9)}) == [False, False, False, True]
     assert drained({}) == [False, True]
-    # Another connection of the living there, which was opened later, is none of the dead.
+    # A later connection of a live process is not one of the dead process.
     assert drained({2: Unread(5, 5)}) == [False, True]
     assert drained({1: Unread(5, 100 << 20)}, {1: Unread(5, 200 << 20)}) == [False, False, True]
-    # A library has given up a connection of which it reads nothing; one that it reads slowly it has not.
+    # A connection that the library no longer reads counts as given up; one that it reads slowly does not.
     assert drained(*[{1: Unread(5, 5)}] * 200).index(True) == 101
     assert not any(drained(*({1: Unread(1000 - read, 1000)} for read in range(200))))

@@ -1,4 +1,4 @@
-"""Connections that say nothing, and descriptors that run out: probes are answered, and engines come in."""
+"""Tests silent connections and exhausted descriptors: the agent still answers probes and admits engines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from longshore_agent.status.server import CONNECTIONS_MAX, REQUESTS_MAX, StatusS
 from longshore_agent.status.snapshot import AgentSnapshot
 from longshore_client import Half, Reason, RoomEventKind
 
-# More than an agent takes, and than descriptors are often allowed.
+# More than an agent accepts, and more than common limits on descriptors.
 IDLE_COUNT = 2000
 ALLOWED_COUNT = 1024
 ANSWER_LIMIT_S = 30.0
@@ -64,12 +64,12 @@ def idle_connections(port: int, count: int) -> Iterator[list[socket.socket]]:
 
 
 def allow(pid: int, count: int) -> None:
-    """Let a running process open no descriptor of this number or above; it keeps those that it has."""
+    """Forbid a running process to open descriptors of this number or above. It keeps existing ones."""
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (count, resource.prlimit(pid, resource.RLIMIT_NOFILE)[1]))
 
 
 def allow_more(pid: int, count: int) -> int:
-    """Let a running process open so many descriptors more; return what it was allowed before."""
+    """Permit a running process this many more descriptors; return its limit before."""
     before = allowed(pid)
     held = {int(entry.name) for entry in Path(f"/proc/{pid}/fd").iterdir()}
     free = (number for number in itertools.count() if number not in held)
@@ -83,12 +83,12 @@ def allowed(pid: int) -> int:
 
 @contextlib.contextmanager
 def none_left(pid: int, but: int = 0) -> Iterator[None]:
-    """Let a running process open no descriptor more than `but`."""
+    """Permit a running process no further descriptor except `but` ones."""
     enough = allow_more(pid, but)
     try:
         yield
     finally:
-        # One that has ended fails the test that uses this, by what it finds.
+        # If the process has ended, the test itself fails.
         with contextlib.suppress(ProcessLookupError):
             allow(pid, enough)
 
@@ -131,7 +131,7 @@ def test_an_engine_that_comes_while_no_descriptor_is_left_is_served_when_there_i
     assert lone.get("/healthz")["ok"]
     enough = allowed(supervisor)
     with ThreadPoolExecutor(1) as starting:
-        # Below all that it has: also one that it closes now must not come back.
+        # Below all of its descriptors, so that it cannot reopen one that it closes now.
         allow(supervisor, 3)
         coming = starting.submit(Engine, lone, "engine")
         ended = wait_for(
@@ -191,7 +191,7 @@ def test_a_room_of_a_worker_that_has_no_descriptor_left_fails_by_name_and_the_ne
             during = target.worker("decode")
         assert end.reason is Reason.TRANSFER_FAILED
         assert "cannot dial prefill rank 0: Too many open files" in end.text
-        # Its ports are there whether it can open anything or not.
+        # Its ports listen whether or not it can open descriptors.
         assert (during["pid"], during["data_ports"]) == (before["pid"], before["data_ports"])
         second = Request(prefill, decode, 100)
         second.claim()
@@ -205,7 +205,7 @@ def test_a_worker_whose_library_gave_its_data_port_up_is_replaced_and_the_next_o
         source, target = world.agent("source"), world.agent("target")
         starting = [world.engine(source, "prefill"), world.engine(target, "decode")]
         prefill, decode = [engine.result() for engine in starting]
-        # A data port lets in nobody before a peer has attached.
+        # A data port admits no host before a peer has attached.
         moved(prefill, decode)
         before = target.worker("decode")
         ports = [(each["address"], each["port"]) for each in before["data_ports"]]
@@ -228,7 +228,7 @@ def test_a_worker_that_a_peer_attaches_to_while_it_has_no_descriptor_left_lives_
         starting = [world.engine(source, "prefill"), world.engine(target, "decode")]
         prefill, decode = [engine.result() for engine in starting]
         worker = source.worker("prefill")["pid"]
-        # One for the connection that the Attach comes by, none for the transport.
+        # One for the connection of the Attach, none for the transport.
         with none_left(worker, but=1):
             first = Request(prefill, decode, 100)
             first.claim()
@@ -258,7 +258,7 @@ def ask(port: int, path: str) -> int:
 
 
 def is_open(connection: socket.socket) -> bool:
-    """Whether the other end has not ended a connection on which nothing was asked."""
+    """Whether the other end has kept an idle connection open."""
     connection.setblocking(False)
     try:
         return connection.recv(1) != b""
@@ -296,7 +296,7 @@ def test_a_connection_that_is_answered_is_kept_for_more_questions(served):
 
 
 class SlowSource(Source):
-    """A supervisor that answers its first questions when it is told to."""
+    """A supervisor that delays its first answers until a test releases them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -342,5 +342,5 @@ def test_connections_that_begin_no_tls_do_not_keep_probes_out(tmp_path):
         held_count = descriptor_count() - before - IDLE_COUNT
     server.stop()
     assert answer.status_code == 200
-    # The closed ones go in the loop's next turns.
+    # The loop removes closed ones in its next turns.
     assert held_count <= CONNECTIONS_MAX + http_server.ACCEPTS_PER_TURN_MAX
