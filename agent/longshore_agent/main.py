@@ -23,7 +23,7 @@ from longshore_agent.secret_file import read_secret
 from longshore_agent.settings import Settings, variable
 from longshore_agent.status.checks import Rules
 from longshore_agent.supervisor.loop import Supervisor
-from longshore_agent.transports.loopback_faults import parse_faults
+from longshore_agent.transports.loopback import parse_faults
 from longshore_wire.agent_config import AgentConfig, load
 from longshore_wire.crossover import WHOLE_PAGES, Crossover
 from longshore_wire.errors import ConfigError, LongshoreError

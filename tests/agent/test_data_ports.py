@@ -25,10 +25,10 @@ from own_network import (
 )
 
 from longshore_agent.errors import TransportError
-from longshore_agent.transports import create, data_ports, ucx
+from longshore_agent.transports import create, data_ports, nixl_library
 from longshore_agent.transports.base import Wire
 from longshore_agent.transports.data_ports import DataPorts, Protection
-from longshore_agent.transports.own_address import interface_of, numeric
+from longshore_agent.transports.own_network import interface_of, numeric
 from longshore_wire.errors import Reason
 from longshore_wire.names import PROTECTIONS
 
@@ -78,28 +78,31 @@ def started(backend: str, ports: DataPorts, **options) -> Iterator[None]:
     ],
 )
 def test_ucx_opens_no_port_that_no_allowed_wire_needs(wires, devices, fabric, excluded, mode):
-    setup = ucx.setup_for(wires, rdma_devices=devices, fabric=fabric)
+    setup = nixl_library.setup_for(wires, rdma_devices=devices, fabric=fabric)
     assert (setup.excluded, setup.error_handling) == (excluded, mode)
-    said = ucx.environment(setup, numeric("127.0.0.1"), devices)
+    said = nixl_library.environment(setup, numeric("127.0.0.1"), devices)
     assert said.get("UCX_TLS", "") == ("^" + ",".join(excluded) if excluded else "")
     assert said.get("UCX_NET_DEVICES", "") == ("" if "tcp" in excluded else ",".join(("lo", *devices)))
 
 
 def test_an_agent_of_the_loopback_interface_uses_no_rdma_device(monkeypatch, tmp_path):
     (tmp_path / "mlx5_0/ports/1").mkdir(parents=True)
-    monkeypatch.setattr(ucx, "_INFINIBAND_DIRECTORY", tmp_path)
-    assert ucx.find_rdma_devices(ip_address(HERE)) == RDMA
+    monkeypatch.setattr(nixl_library, "_INFINIBAND_DIRECTORY", tmp_path)
+    assert nixl_library.find_rdma_devices(ip_address(HERE)) == RDMA
     loopback = ip_address("127.0.0.9")
-    devices = ucx.find_rdma_devices(loopback)
+    devices = nixl_library.find_rdma_devices(loopback)
     assert devices == ()
-    assert ucx.environment(ucx.setup_for((), rdma_devices=devices), loopback, devices)["UCX_NET_DEVICES"] == "lo"
-    assert ucx.setup_for((Wire.RDMA,), rdma_devices=devices).excluded == ("tcp", "ib")
+    assert (
+        nixl_library.environment(nixl_library.setup_for((), rdma_devices=devices), loopback, devices)["UCX_NET_DEVICES"]
+        == "lo"
+    )
+    assert nixl_library.setup_for((Wire.RDMA,), rdma_devices=devices).excluded == ("tcp", "ib")
 
 
 def test_somebodys_own_settings_of_ucx_count_more_and_ours_are_gone_afterwards(monkeypatch):
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
-    with ucx.told({"UCX_TLS": "^ib", "UCX_NET_DEVICES": "lo"}):
+    with nixl_library.told({"UCX_TLS": "^ib", "UCX_NET_DEVICES": "lo"}):
         assert (os.environ["UCX_TLS"], os.environ["UCX_NET_DEVICES"]) == ("tcp,self", "lo")
     assert os.environ["UCX_TLS"] == "tcp,self" and "UCX_NET_DEVICES" not in os.environ
 

@@ -9,8 +9,8 @@ from fake_nvml import NAMES, FakeNVML
 
 from longshore_agent.transports import nvml
 from longshore_agent.transports.base import Wire, WriteState
-from longshore_agent.transports.device_wire import find_device_wire
-from longshore_agent.transports.nixl_rows import kind_of, rows_of
+from longshore_agent.transports.nixl import kind_of, rows_of
+from longshore_agent.transports.probe import find_device_wire
 
 
 class Clocked:

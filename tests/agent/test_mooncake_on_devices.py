@@ -24,11 +24,12 @@ from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.memory.cuda import Device
 from longshore_agent.settings import Settings
 from longshore_agent.transport_choice import make_transport
-from longshore_agent.transports import mooncake_engine, nvml, wires
+from longshore_agent.transports import mooncake_engine, nvml
 from longshore_agent.transports.base import Pieces, Wire, WriteState
 from longshore_agent.transports.data_ports import DataPorts
 from longshore_agent.transports.mooncake import MooncakeTransport
-from longshore_agent.transports.mooncake_peers import Metadata, check_reach
+from longshore_agent.transports.mooncake_engine import MooncakeMetadata, check_reach
+from longshore_agent.transports.own_network import host_identity
 from longshore_wire.agent_config import Backend
 from longshore_wire.errors import Reason
 from longshore_wire.peer_messages import RegionInfo
@@ -302,14 +303,14 @@ def test_memory_of_a_device_is_not_fenced_by_its_deregistration(scene: Scene) ->
 
 
 def test_hosts_and_kinds_of_memory_that_cannot_be_reached_are_refused() -> None:
-    here, elsewhere = wires.host_identity(), "another kernel"
-    on_device = Metadata("peer", "life", here, "127.0.0.1", 5, (), 0)
-    on_host = Metadata("peer", "life", here, "127.0.0.1", 5, ())
+    here, elsewhere = host_identity(), "another kernel"
+    on_device = MooncakeMetadata("peer", "life", here, "127.0.0.1", 5, (), 0)
+    on_host = MooncakeMetadata("peer", "life", here, "127.0.0.1", 5, ())
     check_reach(on_device, 1)
     check_reach(on_host, -1)
-    check_reach(Metadata("peer", "life", elsewhere, "10.0.0.1", 5, ()), -1)
+    check_reach(MooncakeMetadata("peer", "life", elsewhere, "10.0.0.1", 5, ()), -1)
     with pytest.raises(PeerMetadataError, match=r"'peer' is on another host.*choose NIXL"):
-        check_reach(Metadata("peer", "life", elsewhere, "10.0.0.1", 5, (), 0), 0)
+        check_reach(MooncakeMetadata("peer", "life", elsewhere, "10.0.0.1", 5, (), 0), 0)
     for metadata, index in ((on_device, -1), (on_host, 0)):
         with pytest.raises(PeerMetadataError, match="two of a kind"):
             check_reach(metadata, index)

@@ -18,8 +18,7 @@ from transport_peer import finish, post, row
 from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.transports import create
 from longshore_agent.transports.base import METADATA_BYTES_MAX, NOTICE_BYTES_MAX, Part, Wire, WriteState
-from longshore_agent.transports.loopback import LoopbackTransport
-from longshore_agent.transports.loopback_faults import Fault, FaultKind, FaultPlan
+from longshore_agent.transports.loopback import Fault, FaultKind, FaultPlan, LoopbackTransport
 
 
 @pytest.fixture(scope="module", params=sorted(KINDS))

@@ -12,7 +12,7 @@ from transport_peer import finish
 from longshore_agent.errors import TransportError
 from longshore_agent.transports import nixl
 from longshore_agent.transports.base import Part, Pieces, Write, WriteState
-from longshore_agent.transports.regions import Regions
+from longshore_agent.transports.state import Regions
 
 SIZE = 4096
 UNTOUCHED = bytes([POISON]) * SIZE

@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,9 +16,16 @@ from transport_peer import PeerProcess, post, row
 
 from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.transports.base import WriteState
-from longshore_agent.transports.loopback import LoopbackTransport, LoopbackWrite
-from longshore_agent.transports.loopback_faults import Fault, FaultKind, FaultPlan, parse_faults
+from longshore_agent.transports.loopback import (
+    Fault,
+    FaultKind,
+    FaultPlan,
+    LoopbackTransport,
+    LoopbackWrite,
+    parse_faults,
+)
 from longshore_agent.transports.process_memory import ProcessMemory, start_time
+from longshore_agent.transports.state import seal
 
 SIZE = 4096
 
@@ -218,17 +226,23 @@ def test_datagrams_of_strangers_are_nothing(world: World) -> None:
     assert world.notices() == [b"ours"]
 
 
+def fields_of(transport: LoopbackTransport) -> list[Any]:
+    """What a transport tells its peers: name, life, kernel, process, its start, memory."""
+    found: list[Any] = msgspec.msgpack.decode(transport.metadata()[len(transport.magic) + 16 :])
+    return found
+
+
 def test_a_process_number_that_now_belongs_to_another_process_is_refused(world: World) -> None:
-    fields = msgspec.msgpack.decode(world.receiver.metadata())
-    fields[1], fields[2], fields[5] = "impostor", "life", fields[5] + 1
+    fields = fields_of(world.receiver)
+    fields[0], fields[1], fields[4] = "impostor", "life", fields[4] + 1
     with pytest.raises(PeerMetadataError, match="another one"):
-        world.sender.connect(msgspec.msgpack.encode(fields))
+        world.sender.connect(seal(LoopbackTransport.magic, fields))
 
 
 def test_an_address_that_is_not_mapped_fails_the_write_and_nobody_crashes(world: World) -> None:
-    fields = msgspec.msgpack.decode(world.receiver.metadata())
-    fields[1], fields[2], fields[6] = "wrong", "life", [(1 << 20, SIZE)]
-    world.sender.connect(msgspec.msgpack.encode(fields))
+    fields = fields_of(world.receiver)
+    fields[0], fields[1], fields[5] = "wrong", "life", [(1 << 20, SIZE)]
+    world.sender.connect(seal(LoopbackTransport.magic, fields))
     write = post(world.sender, "wrong", row(world.source.ctypes.data), row(1 << 20), row(SIZE), b"n")
     assert world.sender.state(write) is WriteState.FAILED
     assert world.sender.release(write)

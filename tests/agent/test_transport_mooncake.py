@@ -19,11 +19,10 @@ from transport_peer import PeerProcess, finish, mooncake_ports, post, row, strik
 
 from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.transports.base import Wire, WriteState
-from longshore_agent.transports.envelope import seal
 from longshore_agent.transports.mooncake import MooncakeTransport
-from longshore_agent.transports.mooncake_address import in_brackets, remote_address
-from longshore_agent.transports.own_address import numeric
-from longshore_agent.transports.regions import Regions
+from longshore_agent.transports.mooncake_engine import in_brackets, remote_address
+from longshore_agent.transports.own_network import numeric
+from longshore_agent.transports.state import Regions, seal
 
 REGION_BYTES = 16 << 20
 BEATS_MIN = 10

@@ -14,11 +14,11 @@ import pytest
 from transport_peer import PeerProcess, finish, post, row
 
 from longshore_agent.errors import PeerMetadataError, TransportError
-from longshore_agent.transports import wires
+from longshore_agent.transports import probe
 from longshore_agent.transports.base import Wire, WriteState
-from longshore_agent.transports.envelope import seal, unseal
 from longshore_agent.transports.nixl import NixlTransport
-from longshore_agent.transports.nixl_envelope import Envelope, inbox_name, pack, unpack
+from longshore_agent.transports.nixl_library import MAGIC, Envelope, inbox_name, unpack
+from longshore_agent.transports.state import Metadata, seal, unseal
 
 # Above what the sockets between two processes can hold, so that a write to a stopped peer stays open.
 LARGE_BYTES = 64 << 20
@@ -98,7 +98,7 @@ def test_importing_the_factory_loads_no_nixl() -> None:
 def test_metadata_survives_its_envelope_and_any_damage_to_it_is_found() -> None:
     name = inbox_name("a", "life")
     blob = b"nixlSerDes|Agent" + len(name).to_bytes(8, "little") + name.encode() + b"|rest"
-    packed = pack(Envelope("a", "life", "host", blob))
+    packed = seal(MAGIC, Envelope("a", "life", "host", blob))
     assert unpack(packed).blob == blob
     for position in range(len(packed)):
         damaged = bytearray(packed)
@@ -111,24 +111,21 @@ def test_metadata_of_a_peer_that_does_not_tell_its_gpu_is_read_and_so_is_that_of
     name = inbox_name("a", "life")
     blob = b"nixlSerDes|Agent" + len(name).to_bytes(8, "little") + name.encode() + b"|rest"
 
-    class Before(msgspec.Struct, frozen=True, array_like=True):
-        name: str
-        life: str
-        host: str
+    class Before(Metadata, frozen=True, array_like=True):
         blob: bytes
         device_index: int = -1
 
     told, untold = Envelope("a", "life", "host", blob, 3, "GPU-1"), Before("a", "life", "host", blob, 3)
-    assert unpack(pack(told)) == told
-    assert unpack(seal(b"LSNIXL01", untold)) == msgspec.structs.replace(told, device="")
-    assert unseal(b"LSNIXL01", pack(told), Before) == untold
+    assert unpack(seal(MAGIC, told)) == told
+    assert unpack(seal(MAGIC, untold)) == msgspec.structs.replace(told, device="")
+    assert unseal(MAGIC, seal(MAGIC, told), Before) == untold
 
 
 def test_metadata_that_carries_the_name_of_another_agent_never_reaches_nixl() -> None:
     name = inbox_name("victim", "life")
     blob = b"nixlSerDes|Agent" + len(name).to_bytes(8, "little") + name.encode() + b"|rest"
     with pytest.raises(PeerMetadataError, match="another NIXL agent"):
-        unpack(pack(Envelope("attacker", "life", "host", blob)))
+        unpack(seal(MAGIC, Envelope("attacker", "life", "host", blob)))
 
 
 @pytest.mark.parametrize("name", ["", "a~b", "x" * 201])
@@ -137,15 +134,15 @@ def test_a_name_that_cannot_be_is_refused(name: str) -> None:
         NixlTransport(name)
 
 
-def _counters(sockets: dict[int, int], infiniband: int = 0) -> wires.Counters:
-    return wires.Counters(sockets, infiniband)
+def _counters(sockets: dict[int, int], infiniband: int = 0) -> probe.Counters:
+    return probe.Counters(sockets, infiniband)
 
 
 def test_a_wire_is_named_only_if_a_counter_moved_by_all_that_was_written() -> None:
     before = _counters({1: 100, 2: 50})
-    assert wires.carried(before, _counters({1: 100, 2: 1074}), 1024, same_host=True) is Wire.TCP
-    assert wires.carried(before, _counters({1: 612, 3: 512}), 1024, same_host=True) is Wire.TCP
-    assert wires.carried(before, _counters({1: 100, 2: 60}), 1024, same_host=True) is Wire.SHARED_MEMORY
-    assert wires.carried(before, _counters({1: 100, 2: 60}), 1024, same_host=False) is Wire.UNKNOWN
-    assert wires.carried(before, _counters({1: 900, 2: 60}), 1024, same_host=True) is Wire.UNKNOWN
-    assert wires.carried(before, _counters({1: 100}, 1024), 1024, same_host=False) is Wire.RDMA
+    assert probe.carried(before, _counters({1: 100, 2: 1074}), 1024, same_host=True) is Wire.TCP
+    assert probe.carried(before, _counters({1: 612, 3: 512}), 1024, same_host=True) is Wire.TCP
+    assert probe.carried(before, _counters({1: 100, 2: 60}), 1024, same_host=True) is Wire.SHARED_MEMORY
+    assert probe.carried(before, _counters({1: 100, 2: 60}), 1024, same_host=False) is Wire.UNKNOWN
+    assert probe.carried(before, _counters({1: 900, 2: 60}), 1024, same_host=True) is Wire.UNKNOWN
+    assert probe.carried(before, _counters({1: 100}, 1024), 1024, same_host=False) is Wire.RDMA

@@ -12,22 +12,26 @@ The grid is (tiles, heads of a row's own, planes), tiles of one row of tiles sid
 number of programs, which share the tiles in that order. The arguments, of which near is the source and far the target:
 
     near, far: address of a table of planes, [plane, PLANE_FIELDS] int64 from the first chosen layer on: address, page
-    stride,
-        token stride, head stride. If the side is packed: address of its first byte.
+        stride, token stride, head stride. If the side is packed: address of its first byte.
     near_pages, far_pages: address of int32 page ids, the first one for the first wanted row; not read if the side is
-    packed. near_token, far_token: of the first row of the first tile, counted from the beginning of the first page, or
-    from the first
-        wanted row if the side is packed.
+        packed.
+    near_token, far_token: of the first row of the first tile, counted from the beginning of the first page, or from
+        the first wanted row if the side is packed.
     near_gap, far_gap: the pool's layers that are not chosen, between the planes of K and V; not read if the side is
-    packed. near_head, far_head: the first chosen head; not read if the side is packed. layer_count: chosen layers.
-    row_first, row_end: the wanted rows, counted from the first row of the first tile. row_units: units of a row.
-    tile_count, own_heads, plane_count: tiles of one head, heads of a row's own, chosen planes. tail_bytes: zeros and
-    trailer behind a packed far side, below 128; 0: none are written. word_0 to word_7: the trailer, 64-bit numbers in
-    its order. unit_bytes: of a unit, 16, 8, 4, 2 or 1: all addresses and strides are multiples of it. word: integer
-    type of a unit's size, at most 8 bytes: of a unit of 16 bytes, a thread moves two adjacent words. rows, columns: of
-    a tile; columns are words. near_page_tokens, far_page_tokens: tokens of a page, 0: packed; if `one_page`, `rows`
-    divides both. whole_rows: `columns` are all of a row. step: the type that holds every offset inside a tile, in
-    words.
+        packed.
+    near_head, far_head: the first chosen head; not read if the side is packed.
+    layer_count: chosen layers.
+    row_first, row_end: the wanted rows, counted from the first row of the first tile.
+    row_units: units of a row.
+    tile_count, own_heads, plane_count: tiles of one head, heads of a row's own, chosen planes.
+    tail_bytes: zeros and trailer behind a packed far side, below 128; 0: none are written.
+    word_0 to word_7: the trailer, 64-bit numbers in its order.
+    unit_bytes: of a unit, 16, 8, 4, 2 or 1: all addresses and strides are multiples of it.
+    word: integer type of a unit's size, at most 8 bytes: of a unit of 16 bytes, a thread moves two adjacent words.
+    rows, columns: of a tile; columns are words.
+    near_page_tokens, far_page_tokens: tokens of a page, 0: packed; if `one_page`, `rows` divides both.
+    whole_rows: `columns` are all of a row.
+    step: the type that holds every offset inside a tile, in words.
 """
 
 from __future__ import annotations

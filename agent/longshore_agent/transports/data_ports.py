@@ -4,10 +4,10 @@ Made by the worker, which sets the admitted addresses and asks for the status. T
 opens ports. Neither UCX nor Mooncake has authentication: a process that reaches such a port can write memory of this
 one. So each port is
 
-- bound to the agent's own address, if the library can be told to; - otherwise restricted to the loopback interface, if
-the agent is to be reached only there; - closed to all but the addresses of attached peers, if the kernel lets us attach
-a filter. Linux required no privilege for that
-  until June 2026 ("tcp: restrict SO_ATTACH_FILTER to priv users", in stable kernels, too), and requires CAP_NET_ADMIN
+- bound to the agent's own address, if the library can be told to;
+- otherwise restricted to the loopback interface, if the agent is to be reached only there;
+- closed to all but the addresses of attached peers, if the kernel lets us attach a filter. Linux required no privilege
+  for that until June 2026 ("tcp: restrict SO_ATTACH_FILTER to priv users", in stable kernels, too), and requires CAP_NET_ADMIN
   since.
 """
 
@@ -26,8 +26,17 @@ from enum import Enum
 from typing import NamedTuple
 
 from longshore_agent.errors import TransportError
-from longshore_agent.transports.own_address import Address, interface_of, number_of, numeric, places, read_address
-from longshore_agent.transports.own_sockets import borrowed, descriptors_of, listening_sockets
+from longshore_agent.transports.own_network import (
+    Address,
+    borrowed,
+    descriptors_of,
+    interface_of,
+    listening_sockets,
+    number_of,
+    numeric,
+    places,
+    read_address,
+)
 from longshore_wire.errors import Reason
 
 _log = logging.getLogger(__name__)

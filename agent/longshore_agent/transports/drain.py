@@ -16,8 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from longshore_agent.errors import TransportError
-from longshore_agent.transports.own_address import number_of, places, read_address
-from longshore_agent.transports.own_sockets import own_sockets, tcp_counts
+from longshore_agent.transports.own_network import number_of, own_sockets, places, read_address, tcp_counts
 
 _log = logging.getLogger(__name__)
 

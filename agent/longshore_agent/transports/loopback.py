@@ -4,7 +4,7 @@ Made by `transports.create`. It is part of the product, so that anyone can try L
 wires on any Linux. The kernel copies bytes from process to process, inside `start`; notices are datagrams on a UNIX
 socket. Both processes must share a pid and a network namespace, and be allowed to ptrace each other (same user).
 
-Faults are rules, see `loopback_faults.Fault`: set `transport.faults`, or start a worker with the environment variable
+Faults are rules, see `Fault`: set `transport.faults`, or start a worker with the environment variable
 `LONGSHORE_LOOPBACK_FAULTS`. To hold a worker's write open from outside and release it later:
 
     LONGSHORE_LOOPBACK_FAULTS='[{"kind": "hold", "first": 0, "count": 1, "until": "/tmp/t/go", "mark": "/tmp/t/held"}]'
@@ -19,6 +19,7 @@ import os
 import socket
 import threading
 import time
+from enum import Enum
 from pathlib import Path
 from typing import assert_never
 
@@ -26,29 +27,98 @@ import msgspec
 import numpy as np
 
 from longshore_agent.errors import PeerMetadataError, TransportError
-from longshore_agent.transports import wires
-from longshore_agent.transports.arrivals import Arrivals
-from longshore_agent.transports.base import METADATA_BYTES_MAX, Part, Pieces, Wire, Write, WriteState
-from longshore_agent.transports.envelope import NAME_BYTES_MAX, is_name
-from longshore_agent.transports.loopback_faults import ENVIRONMENT_NAME, Fault, FaultKind, FaultPlan, parse_faults
+from longshore_agent.transports.base import Part, Pieces, Wire, Write, WriteState
+from longshore_agent.transports.own_network import host_identity
 from longshore_agent.transports.process_memory import ProcessMemory, start_time
-from longshore_agent.transports.regions import Regions
-from longshore_agent.transports.writes import Checked, OneWrite, check_notice
+from longshore_agent.transports.state import (
+    Arrivals,
+    Checked,
+    Metadata,
+    OneWrite,
+    Regions,
+    check_notice,
+    regions_of,
+    unseal,
+)
+from longshore_wire.errors import Reason
 
+ENVIRONMENT_NAME = "LONGSHORE_LOOPBACK_FAULTS"
 # Errors that decoding untrusted bytes can raise.
 _NOT_OURS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-_FORMAT = 1
 # A datagram is one notice with its sender's name. A larger one is not ours.
 _DATAGRAM_BYTES_MAX = 2048
 # Datagrams read by one call of `notices`, so that a flood cannot block the caller.
 _DATAGRAMS_A_CALL = 1024
 
 
-class _Metadata(msgspec.Struct, frozen=True, array_like=True):
-    format: int
-    name: str
-    life: str
-    host: str
+class FaultKind(Enum):
+    """The kind of a write's fault."""
+
+    DROP = "drop"  # the bytes land and the write is DONE, but its notice is lost
+    DELAY = "delay"  # nothing lands before `delay_ns` have passed; then the write succeeds
+    REPEAT = "repeat"  # the notice arrives twice
+    FAIL = "fail"  # the first half of the first piece lands, then the write is FAILED and settled
+    LATE = "late"  # FAILED at once, but its bytes (as they were when it began) land when it is released
+    HOLD = "hold"  # OPEN until it is released; then the bytes of that moment land and the write succeeds
+    MUTE = "mute"  # the bytes land, but it is OPEN and its notice waits until it is released; then the write succeeds
+
+
+class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One rule: `kind` hits the writes numbered `first`, `first + every`, … of one transport, `count` of them.
+
+    Writes are numbered from 0 in the order of `start`, over all peers. Probe writes are not numbered and never fail.
+    """
+
+    kind: FaultKind
+    first: int = 0
+    count: int | None = 1  # None: no limit
+    every: int = 1
+    peer: str | None = None  # only writes to this peer; the numbering stays that of all writes
+    delay_ns: int = 0  # DELAY: its length; LATE, HOLD and MUTE: time until release, 0: never by itself
+    until: str | None = None  # LATE, HOLD and MUTE: release when a file of this path exists
+    when: str | None = None  # the rule hits only writes that begin while a file of this path exists
+    mark: str | None = None  # a file that is created, and gets `<number> <peer>\n` appended, when a write is hit
+
+    def hits(self, number: int, peer: str) -> bool:
+        """Whether the rule hits write `number`, to `peer`."""
+        if number < self.first or (self.peer is not None and peer != self.peer):
+            return False
+        if self.when is not None and not Path(self.when).exists():
+            return False
+        turn, rest = divmod(number - self.first, self.every)
+        return rest == 0 and (self.count is None or turn < self.count)
+
+
+class FaultPlan(msgspec.Struct, frozen=True):
+    """Rules in order. The first rule that hits a write applies."""
+
+    rules: tuple[Fault, ...] = ()
+
+    def fault_of(self, number: int, peer: str) -> Fault | None:
+        """Return the rule that hits write `number` to `peer`; None: no rule."""
+        return next((rule for rule in self.rules if rule.hits(number, peer)), None)
+
+
+def parse_faults(text: str) -> FaultPlan:
+    """Return the plan of a JSON list of rules; an empty text has no rule. Raises TransportError."""
+    if not text.strip():
+        return FaultPlan()
+    try:
+        rules = msgspec.json.decode(text, type=tuple[Fault, ...])
+    except msgspec.MsgspecError as error:
+        raise TransportError(
+            f"{ENVIRONMENT_NAME} is not a list of faults: {error}", reason=Reason.UNSUPPORTED
+        ) from error
+    for rule in rules:
+        if rule.first < 0 or rule.every < 1 or rule.delay_ns < 0 or (rule.count is not None and rule.count < 1):
+            raise TransportError(
+                f"{ENVIRONMENT_NAME}: give first >= 0, every >= 1, count >= 1 and delay_ns >= 0, not {rule}",
+                reason=Reason.UNSUPPORTED,
+            )
+    return FaultPlan(rules)
+
+
+class _Metadata(Metadata, frozen=True, array_like=True):
     pid: int
     started: int
     regions: tuple[tuple[int, int], ...]  # (address, bytes), by address
@@ -135,13 +205,10 @@ class LoopbackTransport(Checked[_Peer]):
     """
 
     backend = "Loopback"
+    magic = b"LSLOOP02"
     notifies = True
     # A peer that knows the memory still writes after deregistration, as over NIXL's shared memory.
     fences = False
-    revocable: frozenset[Wire] = frozenset()
-    announced_by_message: frozenset[Wire] = frozenset()
-    swift: frozenset[Wire] = frozenset()
-    driven: frozenset[Wire] = frozenset()
 
     def __init__(self, name: str, faults: FaultPlan | None = None) -> None:
         super().__init__(name)
@@ -169,15 +236,16 @@ class LoopbackTransport(Checked[_Peer]):
         """Return this life's name, process and memory; see `Transport.metadata`."""
         with self._lock:
             self._check_open()
-            regions = self._own.regions.ranges
+            regions = self._own.ranges
         pid = os.getpid()
-        return msgspec.msgpack.encode(
-            _Metadata(_FORMAT, self.name, self._life, wires.host_identity(), pid, start_time(pid), regions)
-        )
+        return self._sealed(_Metadata(self.name, self._life, host_identity(), pid, start_time(pid), regions))
 
     def connect(self, metadata: bytes) -> str:
         """Learn a peer, its newer metadata, or its next life under the same name; see `Transport.connect`."""
-        fresh, regions = _unpack(metadata)
+        fresh = unseal(self.magic, metadata, _Metadata)
+        if fresh.kernel != host_identity() or fresh.pid <= 0:
+            raise PeerMetadataError(f"peer {fresh.name!r} runs on another host")
+        regions = regions_of(fresh.name, fresh.regions)
         with self._lock:
             self._check_open()
             known = self._peers.get(fresh.name)
@@ -392,20 +460,3 @@ class LoopbackTransport(Checked[_Peer]):
 
 def _socket_name(life: str) -> bytes:
     return b"\0longshore-loopback-" + life.encode()
-
-
-def _unpack(data: bytes) -> tuple[_Metadata, Regions]:
-    if len(data) > METADATA_BYTES_MAX:
-        raise PeerMetadataError(f"peer metadata takes {len(data)} bytes: at most {METADATA_BYTES_MAX} are read")
-    try:
-        metadata = msgspec.msgpack.decode(data, type=_Metadata)
-    except _NOT_OURS as error:
-        raise PeerMetadataError(f"peer metadata is not that of a loopback transport: {error}") from error
-    if metadata.format != _FORMAT or metadata.host != wires.host_identity() or metadata.pid <= 0:
-        raise PeerMetadataError(f"peer {metadata.name[:NAME_BYTES_MAX]!r} has another version or runs on another host")
-    if not is_name(metadata.name) or len(metadata.life) > NAME_BYTES_MAX // 4:
-        raise PeerMetadataError("peer metadata has a name that is too long or empty")
-    try:
-        return metadata, Regions(metadata.regions)
-    except (ValueError, OverflowError) as error:
-        raise PeerMetadataError(f"peer metadata names no memory: {error}") from error

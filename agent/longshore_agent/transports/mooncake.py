@@ -5,14 +5,12 @@ other without a metadata server (P2PHANDSHAKE). Measured with mooncake-transfer-
 design:
 
 - A thread of the library copies; a write is complete once the target has acknowledged every byte in its memory. The
-target
-  need not do anything for that. The target gets no notice, so the worker sends a control message.
+  target need not do anything for that. The target gets no notice, so the worker sends a control message.
 - The synchronous calls spin on a core, and the status of a batch says FAILED while its other requests still read our
-memory.
-  So each piece is a request of its own, submitted and polled without blocking (4 us each, like a batch's).
+  memory. So each piece is a request of its own, submitted and polled without blocking (4 us each, like a batch's).
 - Above 2,048 requests under way to one peer the library fails some of them. So at most 1,000 are, and the rest waits
-here. - The first request to a peer shakes hands under a lock of the whole library, for a minute if the peer is stopped.
-So a
+  here.
+- The first request to a peer shakes hands under a lock of the whole library, for a minute if the peer is stopped. So a
   thread of ours asks the peer for an answer first, which takes no lock.
 - The library never forgets a peer's address. A later worker at an old address gets another spelling of it.
 - It returns -1 without a reason, which is only in its log lines. Here only the call and its target are known.
@@ -20,13 +18,11 @@ So a
 And of GPUs' memory, with the CUDA 13 wheel 0.3.14 (see docs/design/2026-11-21-mooncake.md):
 
 - A peer's memory stays mapped until the engine that wrote to it goes. So each life of a peer has an engine of its own
-there,
-  which is dropped with the peer, once no copy runs any more.
-- An engine keeps what it first learned of a peer's memory. So a peer that has registered more gets another engine. -
-Copies run on a stream of the thread that starts them, and are over for the library when all of that stream is. The
-stream goes
-  with the thread, and then nobody may ask after its copies: that thread outlives the write, and a probe forgets what it
-  left.
+  there, which is dropped with the peer, once no copy runs any more.
+- An engine keeps what it first learned of a peer's memory. So a peer that has registered more gets another engine.
+- Copies run on a stream of the thread that starts them, and are over for the library when all of that stream is. The
+  stream goes with the thread, and then nobody may ask after its copies: that thread outlives the write, and a probe
+  forgets what it left.
 """
 
 from __future__ import annotations
@@ -38,17 +34,14 @@ from collections.abc import Callable
 from typing import Any
 
 from longshore_agent.errors import PeerMetadataError, TransportError
-from longshore_agent.transports import mooncake_engine, wires
-from longshore_agent.transports.base import METADATA_BYTES_MAX, Part, Pieces, Wire, Write, WriteState
+from longshore_agent.transports import mooncake_engine
+from longshore_agent.transports.base import Part, Pieces, Wire, Write, WriteState
 from longshore_agent.transports.data_ports import DataPorts
-from longshore_agent.transports.envelope import is_name, seal, unseal
-from longshore_agent.transports.mooncake_address import remote_address
-from longshore_agent.transports.mooncake_peers import Metadata, MooncakeWrite, Peer, check_reach, forget_open, left
+from longshore_agent.transports.mooncake_engine import MooncakeMetadata, check_reach, remote_address
+from longshore_agent.transports.own_network import host_identity
 from longshore_agent.transports.probe import find_wire
-from longshore_agent.transports.regions import Regions
-from longshore_agent.transports.writes import Checked, check_notice
+from longshore_agent.transports.state import Checked, OneWrite, Regions, check_notice, regions_of, unseal
 
-_MAGIC = b"LSMOON01"
 # Requests under way to one peer. The library holds 1,024 and lets 1,024 more wait, for a second.
 _UNDER_WAY_COUNT_MAX = 1000
 # Requests end nearly in order. This many open ones in a row mean that those behind them are open, too.
@@ -69,6 +62,69 @@ _LIBRARY_ERRORS = (RuntimeError, ValueError, IndexError)
 _NO_REQUEST = (0, (1 << 64) - 1)
 
 
+class Peer:
+    """One life of a peer. All but `gone` is guarded by `lock`, which only threads that write take.
+
+    Attributes:
+        engine: for GPU memory, the library's engine that writes to this peer; None: not yet, or no more.
+        left: requests that were open when the peer went; only this list still tracks them.
+    """
+
+    def __init__(self, metadata: MooncakeMetadata, regions: Regions, address: str) -> None:
+        self.name = metadata.name
+        self.life = metadata.life
+        self.address = address
+        self.same_host = metadata.is_here
+        self.device = metadata.device
+        self.regions = regions
+        self.engine: Any = None
+        self.gone = False
+        self.lock = threading.Lock()
+        self.writes: deque[MooncakeWrite] = deque()
+        self.left: list[int] = []
+        self.under_way_count = 0
+        self.answers = False
+        self.greeter: threading.Thread | None = None
+
+
+class MooncakeWrite(OneWrite[Peer]):
+    """One write. Its fields are guarded by its peer's lock."""
+
+    __slots__ = ("count", "failed_bytes", "failed_count", "open", "waiting")
+
+    def __init__(self, peer: Peer, pieces: Pieces) -> None:
+        super().__init__(peer)
+        self.waiting = deque(zip(*(each.tolist() for each in pieces), strict=True))
+        self.count = len(self.waiting)
+        self.open: deque[tuple[int, int]] = deque()  # (request, bytes)
+        self.failed_count = self.failed_bytes = 0
+
+    @property
+    def title(self) -> str:
+        """The write's description in errors."""
+        return f"Mooncake write of {self.count} pieces to peer {self.peer.name!r} at {self.peer.address}"
+
+    def fail(self, why: str, *, settled: bool) -> None:
+        """End it; pieces that were not submitted never will be."""
+        self.waiting.clear()
+        super().fail(why, settled=settled)
+
+
+def left(write: MooncakeWrite) -> str:
+    """Return a text on the part of an open write that has not ended."""
+    return f"{len(write.open) + len(write.waiting)} of its pieces had ended"
+
+
+def forget_open(peer: Peer, begun: list[MooncakeWrite]) -> None:
+    """Stop tracking a probe's open requests, since their stream ends with the probe's thread."""
+    with peer.lock:
+        for write in begun:
+            if write.state is WriteState.OPEN:
+                peer.under_way_count -= len(write.open)
+                write.open.clear()
+                write.fail("the probe did not end in time", settled=False)
+
+
 class MooncakeTransport(Checked[Peer]):
     """Moves host memory between workers over TCP (the library's own thread copies), or a GPU's over CUDA IPC.
 
@@ -87,12 +143,10 @@ class MooncakeTransport(Checked[Peer]):
     """
 
     backend = "Mooncake"
+    magic = b"LSMOON01"
     notifies = False
-    # The target does not check the sender, and a request that has begun continues to its end.
-    revocable: frozenset[Wire] = frozenset()
+    # Nothing is revocable: the target does not check the sender, and a request that has begun continues to its end.
     announced_by_message = frozenset(Wire)
-    swift: frozenset[Wire] = frozenset()
-    driven: frozenset[Wire] = frozenset()
 
     def __init__(
         self,
@@ -143,26 +197,14 @@ class MooncakeTransport(Checked[Peer]):
         """Return this life's name, address and memory in an envelope; see `Transport.metadata`."""
         with self._lock:
             self._check_open()
-            regions = self._own.regions.ranges
-        kernel = wires.host_identity()
-        device = (self._device_index, self._device)
-        content = Metadata(self.name, self._life, kernel, str(self._ports.address), self._port, regions, *device)
-        packed = seal(_MAGIC, content)
-        if len(packed) > METADATA_BYTES_MAX:
-            raise TransportError(
-                f"Mooncake metadata takes {len(packed)} bytes of {METADATA_BYTES_MAX}: register fewer regions"
-            )
-        return packed
+            regions = self._own.ranges
+        place = (host_identity(), str(self._ports.address), self._port)
+        return self._sealed(MooncakeMetadata(self.name, self._life, *place, regions, self._device_index, self._device))
 
     def connect(self, metadata: bytes) -> str:
         """Learn a peer, its newer metadata, or its next life under the same name; see `Transport.connect`."""
-        fresh = unseal(_MAGIC, metadata, Metadata)
-        if not is_name(fresh.name) or not is_name(fresh.life):
-            raise PeerMetadataError("peer metadata has a name that is too long or empty")
-        try:
-            regions = Regions(fresh.regions)
-        except ValueError as error:
-            raise PeerMetadataError(f"peer metadata of {fresh.name!r} has impossible memory: {error}") from error
+        fresh = unseal(self.magic, metadata, MooncakeMetadata)
+        regions = regions_of(fresh.name, fresh.regions)
         check_reach(fresh, self._device_index)
         with self._lock:
             self._check_open()

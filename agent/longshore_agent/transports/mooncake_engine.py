@@ -1,4 +1,6 @@
-"""Starts Mooncake's engines, for host or GPU memory. Only this file imports mooncake and sets its environment.
+"""Starts Mooncake's engines, for host or GPU memory, and says which peers they reach.
+
+Only this file imports mooncake and sets its environment.
 
 Called by mooncake.py. The library chooses its transport only by the environment at the time when an engine is made. It
 ignores the protocol argument and then writes over TCP. So this module sets the environment, and refuses by name the
@@ -10,16 +12,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import ipaddress
 import os
 import socket
 import struct
 from pathlib import Path
 from typing import Any
 
-from longshore_agent.errors import TransportError
+from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.transports.data_ports import DataPorts
-from longshore_agent.transports.mooncake_address import in_brackets
-from longshore_agent.transports.own_sockets import listening_sockets
+from longshore_agent.transports.own_network import Address, host_identity, listening_sockets
+from longshore_agent.transports.state import Metadata
 from longshore_wire.errors import Reason
 
 # Variables that must not be set for GPU memory, and the library's silent behaviour if they are.
@@ -34,6 +37,56 @@ _REFUSED = {
 _RUNTIME = Path("cu13", "lib", "libcudart.so.13")
 # Sleep of the listener of an engine that only writes. An engine that ends waits for it, with Python's lock held.
 _LISTENER_SLEEP_US = 50_000
+_PORT_MAX = 65535
+
+
+class MooncakeMetadata(Metadata, frozen=True, array_like=True):
+    """A worker's metadata for peers that write to it.
+
+    Attributes:
+        device_index, device: index and UUID of the GPU whose memory is registered; -1 and empty: host memory.
+    """
+
+    host: str
+    port: int
+    regions: tuple[tuple[int, int], ...]  # (address, bytes)
+    device_index: int = -1
+    device: str = ""
+
+
+def check_reach(peer: MooncakeMetadata, device_index: int) -> None:
+    """Raise PeerMetadataError if a peer's memory cannot be written from that of `device_index` (-1: the host's)."""
+    if (peer.device_index < 0) != (device_index < 0):
+        ours, theirs = ("the host", "a GPU") if device_index < 0 else ("a GPU", "the host")
+        raise PeerMetadataError(
+            f"peer {peer.name!r} has memory of {theirs}, this worker of {ours}: Mooncake moves between two of a kind"
+        )
+    if device_index >= 0 and peer.kernel != host_identity():
+        raise PeerMetadataError(
+            f"peer {peer.name!r} is on another host: Mooncake moves GPUs' memory inside one only, choose NIXL"
+        )
+
+
+def remote_address(host: str, port: int, earlier_lives: int) -> str:
+    """Return a peer's address for Mooncake. Raises PeerMetadataError.
+
+    Args:
+        host, port: from the peer's metadata.
+        earlier_lives: number of other workers that had this address before. Mooncake never contacts a known address
+            anew; leading zeros of the port make it another one.
+    """
+    try:
+        address = ipaddress.ip_address(host.strip("[]"))
+    except ValueError as error:
+        raise PeerMetadataError(f"peer metadata has the host {host[:64]!r}: an address is needed") from error
+    if address.is_unspecified or address.is_multicast or not 1 <= port <= _PORT_MAX:
+        raise PeerMetadataError(f"peer metadata has the address {address} port {port}, which no worker can have")
+    return f"{in_brackets(address)}:{'0' * earlier_lives}{port}"
+
+
+def in_brackets(address: Address) -> str:
+    """Return an address in the form that Mooncake expects before a port."""
+    return f"[{address}]" if address.version == 6 else str(address)  # noqa: PLR2004
 
 
 def start_on_host(ports: DataPorts) -> Any:

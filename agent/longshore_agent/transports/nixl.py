@@ -22,11 +22,12 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
+import numpy as np
+
 from longshore_agent.errors import TransportError
 from longshore_agent.transports import nixl_library
-from longshore_agent.transports.arrivals import Arrivals
 from longshore_agent.transports.base import (
-    METADATA_BYTES_MAX,
     Addresses,
     Part,
     Pieces,
@@ -36,15 +37,61 @@ from longshore_agent.transports.base import (
     WriteState,
 )
 from longshore_agent.transports.data_ports import DataPorts
-from longshore_agent.transports.nixl_envelope import Envelope, check_reach, inbox_name, outbox_name, pack, unpack
-from longshore_agent.transports.nixl_handles import NixlPeer, NixlWrite
-from longshore_agent.transports.nixl_rows import kind_of, rows_of
+from longshore_agent.transports.nixl_library import Envelope, check_reach, inbox_name, outbox_name, unpack
+from longshore_agent.transports.own_network import host_identity
 from longshore_agent.transports.probe import find_wire
-from longshore_agent.transports.wires import host_identity
-from longshore_agent.transports.writes import Connected, PreparedList, check_notice
+from longshore_agent.transports.state import Arrivals, Connected, OneWrite, PreparedList, check_notice
 
 _CLOSE_PROGRESS_LIMIT_NS = 200_000_000
 _POLL_PAUSE_S = 0.0001
+
+
+def kind_of(device_index: int) -> tuple[str, int]:
+    """Return NIXL's name of a GPU's memory or of host memory (-1), and NIXL's number of the device."""
+    return ("VRAM", device_index) if device_index >= 0 else ("DRAM", 0)
+
+
+def rows_of(
+    addresses: Addresses, lengths: Addresses, device_index: int
+) -> tuple[Addresses | list[tuple[int, int, int]], str]:
+    """Return the pieces as NIXL's rows [n, 3], and the kind of their memory."""
+    kind, device = kind_of(device_index)
+    if len(addresses) == 1:
+        # Most writes of slabs have one piece, for which an array costs more than it saves.
+        return [(int(addresses[0]), int(lengths[0]), device)], kind
+    rows = np.full((len(addresses), 3), device, dtype=np.uint64)
+    rows[:, 0] = addresses
+    rows[:, 1] = lengths
+    return rows, kind
+
+
+class NixlPeer(msgspec.Struct):
+    """One peer in one of its lives."""
+
+    name: str
+    life: str
+    nixl_name: str
+    blob: bytes
+    same_host: bool
+    device_index: int
+    device: str
+    wire: Wire = Wire.UNKNOWN
+
+
+class NixlWrite(OneWrite[NixlPeer]):
+    """One write. Its fields are guarded by the transport's outbox lock."""
+
+    __slots__ = ("handle", "notice")
+
+    def __init__(self, peer: NixlPeer, handle: Any, notice: bytes) -> None:
+        super().__init__(peer)
+        self.handle = handle
+        self.notice = notice
+
+    @property
+    def title(self) -> str:
+        """The write's description in errors."""
+        return f"NIXL {super().title}"
 
 
 class NixlTransport(Connected[NixlPeer]):
@@ -65,11 +112,11 @@ class NixlTransport(Connected[NixlPeer]):
     """
 
     backend = "NIXL"
+    magic = nixl_library.MAGIC
     notifies = True
     # After deregistration a write still reports DONE and lands, over shared memory and over TCP.
     fences = False
-    # A peer's write lands even after `disconnect`.
-    revocable: frozenset[Wire] = frozenset()
+    # Nothing is revocable: a peer's write lands even after `disconnect`.
     # A write over shared memory ends only after the target has taken the previous write's notice: a lane would wait for
     # the target's next poll, 1 ms or more.
     announced_by_message = frozenset({Wire.SHARED_MEMORY})
@@ -141,17 +188,12 @@ class NixlTransport(Connected[NixlPeer]):
             with self._ours("NIXL gives no metadata"):
                 blob = self._inbox.get_agent_metadata()
         device = (self._device_index, self._device)
-        packed = pack(Envelope(self.name, self._life, host_identity(), blob, *device, self._alone))
-        if len(packed) > METADATA_BYTES_MAX:
-            raise TransportError(
-                f"NIXL metadata takes {len(packed)} bytes of {METADATA_BYTES_MAX}: register fewer regions"
-            )
-        return packed
+        return self._sealed(Envelope(self.name, self._life, host_identity(), blob, *device, self._alone))
 
     def connect(self, metadata: bytes) -> str:
         """Learn a peer, its newer metadata, or its next life under the same name; see `Transport.connect`."""
         fresh = unpack(metadata)
-        check_reach(fresh, host_identity(), alone=self._alone)
+        check_reach(fresh, alone=self._alone)
         with self._inbox_lock, self._outbox_lock:
             self._check_open()
             known = self._peers.get(fresh.name)
@@ -165,10 +207,9 @@ class NixlTransport(Connected[NixlPeer]):
                 return fresh.name
             if known is not None:
                 self._remove(known)
-            same_host = fresh.host != "" and fresh.host == host_identity()
             nixl_name = inbox_name(fresh.name, fresh.life)
             self._peers[fresh.name] = NixlPeer(
-                fresh.name, fresh.life, nixl_name, fresh.blob, same_host, fresh.device_index, fresh.device
+                fresh.name, fresh.life, nixl_name, fresh.blob, fresh.is_here, fresh.device_index, fresh.device
             )
             self._arrivals.meet(outbox_name(nixl_name), fresh.name)
             return fresh.name
