@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from longshore_agent.kernels.identity_cache import IdentityCache
+from longshore_agent.kernels.copier import IdentityCache
 
 
 def test_a_value_is_made_once_for_the_same_objects_and_again_for_equal_ones() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 from page_shapes import create_memfd
 
 from longshore_agent.errors import PoolError, ShapeError
-from longshore_agent.memory.ipc import receive_descriptors
 from longshore_agent.memory.pools import KVPool, check_geometry
 from longshore_agent.memory.staging import StagingBuffer
 from longshore_wire.errors import LongshoreError, Reason
@@ -294,34 +292,3 @@ def test_a_range_outside_a_staging_buffer_is_refused(
     with pytest.raises(ShapeError, match="offset_bytes"):
         take(buffer, offset, length)
     buffer.close()
-
-
-def test_descriptors_arrive_beside_a_message_and_map_the_senders_memory(descriptor: int) -> None:
-    engine, agent = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with engine, agent:
-        socket.send_fds(engine, [b"register"], [descriptor])
-        message, received = receive_descriptors(agent, 100, 8)
-        assert message == b"register"
-        assert len(received) == 1
-        assert not os.get_inheritable(received[0])
-        pool = KVPool(LAYOUT, GEOMETRY, received)
-        os.close(received[0])
-        os.pwrite(descriptor, b"\x2a\x00", 0)
-        assert int(pool.plane(0)[0, 0, 0, 0]) == 42
-        pool.close()
-        engine.close()
-        assert receive_descriptors(agent, 100, 8) == (b"", [])
-
-
-@pytest.mark.parametrize(("message", "count"), [(b"x" * 101, 1), (b"x", 3)])
-def test_more_bytes_or_descriptors_than_allowed_are_refused_and_closed(
-    message: bytes, count: int, descriptor: int
-) -> None:
-    engine, agent = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with engine, agent:
-        socket.send_fds(engine, [message], [descriptor] * count)
-        before = open_descriptors("longshore-pools-test")
-        with pytest.raises(PoolError, match="send less at once") as refused:
-            receive_descriptors(agent, 100, 2)
-        assert refused.value.reason is Reason.MALFORMED_MESSAGE
-        assert open_descriptors("longshore-pools-test") == before

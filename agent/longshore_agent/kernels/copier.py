@@ -9,10 +9,11 @@ ended until its ticket has passed.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,8 @@ from longshore_wire.trailer import SealedTrailer
 Bytes = npt.NDArray[np.uint8]
 Pages = npt.NDArray[np.int32]
 Numbers = npt.NDArray[np.int64]
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, eq=False)
@@ -325,3 +328,27 @@ class Copier(Protocol):
             ShapeError, LongshoreError: the sides do not fit each other; names the argument. Nothing has begun.
             DeviceError: the device refuses it.
         """
+
+
+class IdentityCache(Generic[Made]):
+    """Caches values by the identity of the objects that they were made of, such as a page list's copy on a device.
+
+    It keeps the most recently used ones, at most `count_max`. Used in one thread or under a lock. Equal objects are
+    different keys: comparing lists would take as long as the cache saves.
+    """
+
+    def __init__(self, count_max: int) -> None:
+        self._count_max = count_max
+        # The cache keeps the objects, too, so that no other object gets their identity.
+        self._values: OrderedDict[tuple[int, ...], tuple[tuple[object, ...], Made]] = OrderedDict()
+
+    def get(self, make: Callable[[], Made], *origins: object) -> Made:
+        """Return the value of these objects. If it is not cached, call `make` and pass on its errors."""
+        key = tuple(map(id, origins))
+        found = self._values.get(key)
+        if found is None:
+            found = self._values[key] = (origins, make())
+            if len(self._values) > self._count_max:
+                self._values.popitem(last=False)
+        self._values.move_to_end(key)
+        return found[1]

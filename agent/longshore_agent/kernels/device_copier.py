@@ -14,10 +14,9 @@ import numpy as np
 import torch
 
 from longshore_agent.errors import DeviceError, ShapeError
-from longshore_agent.kernels.copier import Copy, Pages, Slab, View, pool_view
+from longshore_agent.kernels.copier import Copy, IdentityCache, Pages, Slab, View, pool_view
 from longshore_agent.kernels.device_kernel import CopyStream
 from longshore_agent.kernels.device_launch import BoundCopy, DevicePages, HeldPages, Paged, Place, Side, shape_of
-from longshore_agent.kernels.identity_cache import IdentityCache
 from longshore_agent.memory import cuda
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.memory.staging import StagingPieces

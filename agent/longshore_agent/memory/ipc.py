@@ -1,6 +1,6 @@
-"""Receives and maps file descriptors of shared memory. The only module that calls mmap.
+"""Maps file descriptors of shared memory. The only module that calls mmap.
 
-Called by `pools` and `staging`, and by the engine link for descriptors attached to a message. Knows no layouts.
+Called by `pools` and `staging`. Knows no layouts.
 Mappings use libc instead of Python's `mmap`, because the latter keeps a duplicate of every descriptor
 and refuses to unmap while a buffer is exported. An engine's memory would then outlive its registration.
 
@@ -20,7 +20,6 @@ import functools
 import mmap
 import os
 import signal
-import socket
 import threading
 
 import numpy as np
@@ -255,30 +254,3 @@ def map_shared(descriptor: int, length_bytes: int) -> Mapping:
         return Mapping(descriptor, length_bytes)
     except OSError as error:
         raise PoolError(f"the file cannot be mapped read and write: {error}") from error
-
-
-def receive_descriptors(link: socket.socket, message_bytes_max: int, count_max: int) -> tuple[bytes, list[int]]:
-    """Receive one message of a SOCK_SEQPACKET link with its attached descriptors, which the caller owns.
-
-    Returns:
-        The message and descriptors; (b"", []) if the other end has closed.
-    Raises:
-        PoolError: the message or its descriptors exceed the limits; received descriptors are closed.
-        OSError: from the socket, BlockingIOError included.
-    """
-    space = socket.CMSG_SPACE(count_max * array.array("i").itemsize)
-    data, controls, flags, _ = link.recvmsg(message_bytes_max, space, socket.MSG_CMSG_CLOEXEC)
-    received = array.array("i")
-    for level, kind, payload in controls:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
-    descriptors = received.tolist()
-    # The buffer's alignment may leave space for one descriptor above the limit.
-    if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC) or len(descriptors) > count_max:
-        for descriptor in descriptors:
-            os.close(descriptor)
-        raise PoolError(
-            f"a message above {message_bytes_max} bytes or with more than {count_max} descriptors: send less at once",
-            reason=Reason.MALFORMED_MESSAGE,
-        )
-    return data, descriptors

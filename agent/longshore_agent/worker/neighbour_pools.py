@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from longshore_agent.control.node_link import PoolPart, PoolWanted
 from longshore_agent.errors import PoolError
-from longshore_agent.kernels.copier import Copier
-from longshore_agent.kernels.identity_cache import IdentityCache
+from longshore_agent.kernels.copier import Copier, IdentityCache
 from longshore_agent.memory.cuda import Device
 from longshore_agent.memory.neighbours import ALL_POOLS, Neighbours, Part, close_parts
 from longshore_agent.memory.pools import KVPool
