@@ -22,7 +22,7 @@ def main() -> int:
     up.add_argument("nodes", nargs="?", type=int, default=2, help="KWOK nodes, half of them for prefill")
     chosen = parser.parse_args()
     if chosen.command == "build":
-        for name in binaries.PROGRAMS:
+        for name in (name for name, program in binaries.PROGRAMS.items() if program.first):
             sys.stdout.write(f"{binaries.find(name)}\n")
         return 0
     with tempfile.TemporaryDirectory(prefix="controlplane-") as folder, ControlPlane(Path(folder)) as plane:

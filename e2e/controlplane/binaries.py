@@ -25,7 +25,7 @@ _KUBERNETES_FLAGS = " ".join(
     ]
 )
 # Programs of which the PATH often has another version. Only the pinned version is valid here.
-_NEVER_FROM_PATH = frozenset({"kubectl", "helm", "kwok", "kube-score"})
+_NEVER_FROM_PATH = frozenset({"kubectl", "helm", "kwok", "kube-score", "crane", "cosign"})
 
 
 class MissingProgramError(RuntimeError):
@@ -34,12 +34,19 @@ class MissingProgramError(RuntimeError):
 
 @dataclass(frozen=True)
 class Program:
-    """One program: the module folder below `go/` that pins it, and the Go package to build."""
+    """One program.
+
+    Attributes:
+        module: folder below `go/` that pins its version.
+        package: Go package to build.
+        first: `python -m controlplane build` builds it. The others are built by the test that needs them.
+    """
 
     name: str
     module: str
     package: str
     linker_flags: str = ""
+    first: bool = True
 
 
 PROGRAMS = {
@@ -61,6 +68,8 @@ PROGRAMS = {
         Program("kwok", "kwok", "sigs.k8s.io/kwok/cmd/kwok"),
         Program("helm", "helm", "helm.sh/helm/v3/cmd/helm"),
         Program("kube-score", "kube-score", "github.com/zegl/kube-score/cmd/kube-score"),
+        Program("crane", "crane", "github.com/google/go-containerregistry/cmd/crane", first=False),
+        Program("cosign", "cosign", "github.com/sigstore/cosign/v3/cmd/cosign", first=False),
     )
 }
 

@@ -1,0 +1,6 @@
+//go:build tools
+
+// Package tools names the program that controlplane builds, so that go.mod holds what it needs.
+package tools
+
+import _ "github.com/sigstore/cosign/v3/cmd/cosign"
