@@ -1,4 +1,4 @@
-"""Direct copies of a GPU's worker: events say when a slab is over, and no pool is unmapped while a kernel may touch it."""
+"""Tests direct copies of a GPU's worker: events report completed slabs, and no pool is unmapped while a kernel may use it."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def owner(name: str) -> PeerId:
 
 
 class Scene(EventScene):
-    """A source worker of a GPU with its pool, and neighbours whose pools come when they are asked for."""
+    """A source worker of a GPU with its pool, and neighbours whose pools are delivered on demand."""
 
     def __init__(self, pool: KVPool) -> None:
         super().__init__(lane_count=LANES)
         self.pool = pool
         self.attached: dict[Any, Attach] = {}
-        # The rest of a device is played: its memory is this host's.
+        # The rest of the device is simulated in this host's memory.
         copier: Any = self.device
         self.asked: list[tuple[PeerId, int]] = []
         self.near = NeighbourPools(
@@ -47,7 +47,7 @@ class Scene(EventScene):
         )
 
     def give(self) -> None:
-        """The pools that were asked for come; slabs that waited for them are queued."""
+        """Deliver the requested pools; slabs that waited for them are queued."""
         for owner, number in self.asked:
             info = PoolInfo(number, SHAPE.geometry, ())
             said = Attach(1, "test", owner.instance, 9, SHAPE.layout, "Loopback", b"", None, (info,), 1 << 20)
@@ -86,7 +86,7 @@ def scene() -> Iterator[Scene]:
 
 
 def mappings() -> int:
-    """How many regions of neighbours this process has mapped."""
+    """Return the number of neighbours' regions that this process has mapped."""
     return Path("/proc/self/maps").read_text(encoding="utf-8").count("longshore-test")
 
 
@@ -259,7 +259,7 @@ def test_a_room_whose_kernel_is_compiled_waits_alone_and_goes_on_in_its_order(sc
     assert scene.runner.busy
     scene.passes(2, 3)
     assert scene.outcomes() == [(2, "", False), (3, "", False)]
-    # Nothing is on the device, and the thread must look again all the same.
+    # The device is idle, but the thread must poll again.
     assert scene.runner.busy
     assert not scene.runner.copying
     scene.device.compiling.clear()
@@ -345,7 +345,7 @@ def test_pages_of_a_claim_that_came_before_its_pool_was_mapped_go_to_the_device_
     assert scene.device.admitted == ["write direct from 0", "write direct from 3"]
     scene.near.expect(decode, 0, third, SHAPE.page_size)
     assert scene.device.admitted[2:] == ["write direct from 1"]
-    # A pool that does not come leaves nothing behind.
+    # A pool that is never delivered leaves no state.
     scene.near.pool_gone(decode, 0)
     scene.near.expect(decode, 0, fourth, 0)
     scene.near.pool_gone(decode, 0)

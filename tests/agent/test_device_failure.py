@@ -1,6 +1,6 @@
-"""A worker whose GPU fails or hangs: everybody is told why, its process ends in time whatever hangs in it, and the next one serves.
+"""Tests a worker whose GPU fails or hangs: engine and peers get the reason, the process ends in time, and the next one serves.
 
-The workers are real ones on a CPU; their devices are played by what is put into their processes.
+The workers are real and run on a CPU. Code that is injected into their processes simulates the devices.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from longshore_agent.worker import ending
 from longshore_client import Half, Reason, RoomEventKind
 
 HANGS = "device GPU-7 has ended no copy for 5 s: it hangs"
-# Loaded by every process of the agent before anything else; files of its directory say what happens.
+# Every process of the agent loads it first. Files in its directory control the faults.
 PLAYED = f"""
 import os, sys, threading
 from pathlib import Path
@@ -58,7 +58,7 @@ if "longshore_agent.worker.main" in sys.orig_argv:
 
 
 class Place:
-    """An agent, and the directory that says how its workers' devices behave."""
+    """Yield an agent, and the directory that controls its workers' devices."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.signs = path / "played"
@@ -101,7 +101,7 @@ def test_a_device_that_hangs_fails_its_rooms_and_readiness_with_the_reason_and_i
     before = place.agent.worker("decode")
     (place.signs / "hold").touch()
     (place.signs / "hangs-decode").touch()
-    # Both may use their pages again: the process that could still have touched them is gone.
+    # Both engines may use their pages again: the process that could still access them has ended.
     ends = each.ends()
     assert [(end.half, end.kind) for end in ends] == [(half, RoomEventKind.FAILED) for half in Half]
     assert all(HANGS in end.text for end in ends), ends
@@ -109,7 +109,7 @@ def test_a_device_that_hangs_fails_its_rooms_and_readiness_with_the_reason_and_i
     said = wait_for(place.unready, what="an agent that is not ready")
     assert said.startswith("WorkerFailed: worker decode/0/0 failed")
     assert HANGS in said
-    # It is said as long as its engine is served by nobody.
+    # The agent reports it as long as no worker serves the engine.
     wait_for(lambda: (place.agent.worker("decode") or before)["epoch"] != before["epoch"], what="the next worker")
     assert HANGS in place.unready()
     for sign in ("hangs-decode", "hold"):

@@ -1,4 +1,4 @@
-"""The shape of a device launch: every word is in exactly one tile, and no access is wider than its address allows."""
+"""Tests the grid of a kernel launch: every word is in exactly one tile, and every access is aligned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order in which a GPU's lanes gather and write: events decide, nothing blocks, and no memory is freed too early."""
+"""Tests the order of a GPU worker's gathers and writes: events decide, no call blocks, no memory is freed too early."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_slabs_that_are_given_up_wait_for_no_write_of_another_room_that_does_not
         scene.gathered(*range(8))
     open_count = len(scene.transport.begun)
     waiting = range(open_count, 8)
-    # All but the first of those that wait; it stays the next to be written.
+    # All waiting ones except the first, which stays the next to be written.
     for slab in waiting[1:]:
         jobs[slab].cancelled = True
     for _ in range(8):
@@ -258,7 +258,7 @@ def test_slabs_that_are_given_up_are_answered_at_once_behind_one_that_waits_for_
     scene.runner.drop_cancelled()
     scene.turn()
     assert sorted(scene.outcomes()) == [(3, "", True), (5, "", True)]
-    # The others keep their order.
+    # The remaining ones keep their order.
     for index in (0, 1):
         scene.wrote(index)
     assert [copy.slab.effect.slab for copy in scene.device.gathers] == [0, 1, 2, 4]
@@ -301,7 +301,7 @@ def test_jobs_whose_writes_are_open_are_held_until_they_end_also_those_given_up(
         job.cancelled = True
     scene.runner.drop_cancelled()
     scene.gathered(1)
-    # The other one was dropped: nothing of it had begun.
+    # The other one was dropped before it began.
     assert scene.runner.writing() == (jobs[0],)
     scene.wrote(0)
     assert scene.runner.writing() == ()

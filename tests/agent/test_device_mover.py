@@ -1,4 +1,4 @@
-"""A source worker of a GPU, as far as its moving parts go: who is told of direct copies, which pages go to the device, and its end."""
+"""Tests a GPU's source worker: notices of direct copies, page lists that are copied to the device, and the worker's end."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def owner(name: str) -> PeerId:
 
 
 class Core(SourceSession):
-    """A source's core that notes what it is told of slabs."""
+    """A source's core that records the calls about slabs."""
 
     def __init__(self) -> None:
         self.told: list[tuple[int, int]] = []
@@ -56,7 +56,7 @@ class Core(SourceSession):
 
 
 class Whole:
-    """A source worker of a GPU without its processes, and a neighbour whose pool is mapped."""
+    """A GPU's source worker without its processes, and a neighbour whose pool is mapped."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, pool: KVPool, mapped: KVPool, **changes: Any) -> None:
         self.device = FakeDevice()
@@ -185,7 +185,7 @@ def test_a_claim_asks_for_a_pool_that_is_not_mapped_yet_once(whole: Whole) -> No
         whole.mover.neighbours.expect(owner("later"), 0, pages, 0)
     assert whole.asked == [owner("later")]
     assert whole.device.admitted == []
-    # Nothing waits for it: it leaves again, and no slab is failed.
+    # No slab waits for it, so it is dropped and no slab fails.
     whole.mover.neighbours.pool_gone(owner("later"))
     whole.mover.collect()
     whole.mover.take_results(Half.SOURCE, whole.core, 0)

@@ -1,4 +1,4 @@
-"""A GPU takes part in way DIRECT only if every other visible GPU can write its memory. The driver is simulated."""
+"""Tests that a GPU uses DIRECT only if every other visible GPU can write its memory. The driver is simulated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Reach = Callable[[int, int], bool]
 
 @pytest.fixture
 def play(monkeypatch: pytest.MonkeyPatch):
-    """Return a function that installs a driver with three GPUs, given who reaches whom."""
+    """Return a function that installs a driver with three GPUs and these peer accesses."""
 
     def install(reaches: Reach) -> None:
         def call(name: str, *arguments: object) -> None:

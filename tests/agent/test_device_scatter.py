@@ -1,4 +1,4 @@
-"""A GPU's scatters: queued at once, over by their events, and counted only where the trailer before them was right."""
+"""Tests a GPU's scatters: they are queued at once, end by their events, and count only if their trailers were right."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WRONG = bytes(64)
 
 
 class Scene(EventScene):
-    """An idle target over a device that finds these trailers first, and right ones after them."""
+    """Return an idle target over a device that reads these trailers first, and correct ones afterwards."""
 
     def __init__(self, trailers: Iterable[bytes] = (), deadline_ns: int = HOUR_NS) -> None:
         super().__init__(deadline_ns=deadline_ns, trailers=trailers)

@@ -14,7 +14,7 @@ from longshore_agent.transports.probe import find_device_wire
 
 
 class Clocked:
-    """A transport whose writes take a given time of a clock that the test drives."""
+    """A transport whose writes take a given time, on a clock that the test controls."""
 
     def __init__(self, taken_ns: list[int], end: WriteState = WriteState.DONE) -> None:
         self._taken_ns, self._end = taken_ns, end

@@ -1,4 +1,4 @@
-"""Two engines of one agent: one copy moves bytes from pages to pages without staging, and the memory is released as usual."""
+"""Tests two engines of one agent: one copy moves bytes from pages to pages without staging; memory is released as usual."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LET_GO_S = 2.0
 
 @dataclass
 class Node:
-    """One agent with engines of both roles, and one that is elsewhere."""
+    """One agent with engines of both roles, and a second agent with one engine."""
 
     world: World
     agent: Agent
@@ -42,7 +42,7 @@ def node(tmp_path_factory) -> Iterator[Node]:
     try:
         agent, elsewhere = world.agent("node"), world.agent("elsewhere")
         target = [Half.TARGET]
-        # Memory is found by its engine's name, and engines of other tests' fleets may be alive: these have other names.
+        # Tests find memory by its engine's name. Engines of other tests' fleets may be alive, so these have other names.
         starting = {
             "two": world.engine(agent, "near-two", 2),
             "three": world.engine(agent, "near-three", 3, page_size=4, roles=target),
@@ -93,13 +93,13 @@ def test_an_engine_of_another_agent_is_written_through_the_transport(node):
 def test_an_endpoint_that_names_the_wrong_agent_fails_its_room_with_the_reason(node):
     worker = node.elsewhere.worker("near-far")
     assert worker is not None
-    # As if an engine's channel had mixed two endpoints up: the target believes that its writer is near.
+    # As if an engine had confused two endpoints: the target believes that its writer is at the same agent.
     near = node.far.endpoint().agent
     endpoint = msgspec.structs.replace(node.two.endpoint(), agent=near)
     room = next(room_ids)
     node.far.client.receive(room, endpoint, [0, 1], 0, 20)
     for rank in node.two.ranks:
-        # Its sibling may have failed the room by now, and then the offer is refused with the same reason.
+        # If a sibling rank has already failed the room, the offer is refused with the same reason.
         with contextlib.suppress(RoomError):
             rank.client.send(room, [0, 1], 0, 20, last=True)
     end = node.far.client.wait(room, Half.TARGET, "near-two", timeout_s=20)
@@ -116,7 +116,7 @@ def test_a_pool_that_was_registered_anew_is_written_and_the_old_one_is_let_go(no
     each.arrives()
     assert len(holders_of("near-one")) > 2
     rank.client.unregister_pool(0)
-    # At once: on a GPU, memory that is freed while somebody has it mapped is undefined behaviour.
+    # Immediately: on a GPU, freeing memory that a process has mapped is undefined behaviour.
     assert holders_of("near-one").keys() == {os.getpid()}
     rank.client.register_pool(0, rank.geometry, [rank.descriptor])
     again = Request(node.two, target, 120, prefix=7)

@@ -74,7 +74,7 @@ def test_a_process_gets_as_many_workers_as_are_allowed_and_another_one_in_the_pl
 
 
 def test_processes_that_the_agent_cannot_see_are_told_apart(tmp_path):
-    # As in a pod of its own: it sees no PID of an engine.
+    # As in its own pod: the agent sees no PID of an engine.
     pod = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child")
     agent = Agent(tmp_path / "agent", pod, LONGSHORE_PROCESS_WORKERS_MAX="1")
     beside = EngineProcess(agent, "beside")

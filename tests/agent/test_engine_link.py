@@ -1,4 +1,4 @@
-"""The agent's end of the engine link: framing, descriptors, identity of engines, and connections handed on."""
+"""Tests the agent's end of the engine link: framing, descriptors, identity of engines, and handover of connections."""
 
 from __future__ import annotations
 
@@ -328,7 +328,7 @@ def test_a_connection_travels_to_another_process_with_its_first_message_and_keep
         receive_connection(worker)
     worker.close()
     link.close()
-    # Only the worker's copy was left, so its end is the end of the connection.
+    # Only the worker still had the connection open, so its end closes it.
     assert engine.recv(ENGINE_MESSAGE_BYTES_MAX) == b""
     engine.close()
     listener.close()

@@ -1,4 +1,4 @@
-"""CUDA IPC fails between two processes that have one PID, each in a PID namespace of its own, as in two pods."""
+"""Tests that a worker's PID differs from its engine's: CUDA IPC fails between equal PIDs in different PID namespaces (pods)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def in_own_namespace(pid: int, program: str, *arguments: str) -> str:
 
 @pytest.fixture
 def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
-    """An agent with a worker on a GPU, of which only the process is real."""
+    """An agent with a worker on a GPU; only the worker's process is real."""
     monkeypatch.setattr(reception, "_DRIVER_FILE", Path("/dev/null"))
     found = Supervisor(Settings(deployment="tests/pids", run_directory=str(tmp_path)))
     hello = Hello(ENGINE_PROTOCOL_VERSION, "other", LAYOUT, GPU, (Half.SOURCE,))
@@ -107,7 +107,7 @@ def test_an_engine_with_the_pid_of_a_worker_is_refused_with_the_way_out_if_its_m
 
 
 def started_with(avoided_pid: int) -> tuple[bool, bool]:
-    """Start workers in this namespace, whose next PID is the first: whether each has the PID that is to be avoided."""
+    """Start workers in this namespace, whose next PID is the avoided one; return whether each worker has that PID."""
     hello = Hello(ENGINE_PROTOCOL_VERSION, "engine", LAYOUT, "cpu", (Half.SOURCE,))
     found = []
     for avoided in ((), (avoided_pid,)):

@@ -1,4 +1,4 @@
-"""A call to a GPU's driver that fails: its slab fails with the reason, holds nothing, and the next one is served."""
+"""Tests failed calls to a GPU's driver: the slab fails with the reason and holds no memory, and the next slab works."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_failed_call_leaves_no_pool_held_and_nothing_queued(
     assert word in error
     assert not busy
     assert (launches, launches_later) == (0, 1)
-    # A copy that had its event before the call failed has given it back.
+    # A copy that had taken an event before the failed call has returned it.
     assert events == (call in ("HostBytes", "launch"))
 
 

@@ -1,4 +1,4 @@
-"""The reference page of faults says what the table says, and every row of the table is carried by a test."""
+"""Tests that the reference page of faults equals the table, and that every row of the table has a test."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fault_judge import CARRIED
 from fault_table import LOOPBACK, PASSES, SCENES, STAGES, UNHELD, WRONGS, reference
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "faults.md"
-# Importing them fills CARRIED, whatever of them is run.
+# Importing them fills CARRIED, whether or not their tests run.
 CARRIERS = (
     "test_agent_drain",
     "test_faults_at_every_stage",

@@ -1,6 +1,6 @@
-"""Every fault in every stage of a room: the loopback holds a room in each, all at one time, and then the fault strikes.
+"""Tests every fault in every stage of a room. The loopback holds one room in each stage; then the fault strikes.
 
-What both engines must see is in `fault_table`; what else must hold after a scene, in `fault_strike.play`.
+`fault_table` has the expected observations of both engines; `fault_strike.play` checks everything else.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from fault_table import WRITING, scenes, wrong
 
 from longshore_wire.engine_messages import Half
 
-# A room that has ended is remembered for two leases, within which a test comes back to it, however slow the machine.
+# Agents remember an ended room for two leases. Long enough that a test uses it again in time, also on a slow machine.
 LONG_LEASE_S = "60"
 SHORT_LEASE_S = "2"
-# A hundredth of the ring of 1 MiB; a room of 64 tokens takes an eighth, so that eight of these are never there at once.
+# A hundredth of the ring of 1 MiB. A room of 64 tokens takes an eighth, so fewer than eight of them fit at once.
 STALLED_TOKENS = 5
 ROOMS_AT_ONCE = 20
 
@@ -129,7 +129,7 @@ def test_a_stalled_room_that_holds_a_hundredth_of_the_ring_stops_nobody(place, j
     ((prefill, decode),) = words
     judge.sees(prefill, decode)
     judge.counts(200)
-    # They have used the whole ring many times over, around the one that stays where it is.
+    # They have used the whole ring many times, except the memory of the stalled room.
     after = place.decode.worker("target")["ring"]
     assert (after["rounds"] - ring["rounds"] > 10, after["used_bytes"]) == (True, ring["used_bytes"])
     assert place.decode.room(stalled.number, Half.TARGET)["state"] == "open"

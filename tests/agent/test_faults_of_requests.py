@@ -23,7 +23,7 @@ from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Half, Hello,
 from longshore_wire.peer_messages import PROTOCOL_VERSION, Attach, Ping, Refuse
 
 GIB = 1 << 30
-# A whole message of them is never there: the kernel gives zeros a page at a time.
+# The message is never in memory as a whole: the kernel provides zero pages on demand.
 ZEROS = bytes(GIB)
 SILENCE_MS = 300
 OTHER_MODEL = ModelShape(9, 12, 32, 4)
@@ -31,9 +31,9 @@ OTHER_MODEL = ModelShape(9, 12, 32, 4)
 
 @pytest.fixture(scope="module")
 def fleet(request, tmp_path_factory) -> Fleet:
-    """The fleet whose links are encrypted; at the first agent `two` and `one` offer, and `one` claims as well."""
+    """The fleet whose links are encrypted. At the first agent `two` and `one` offer, and `one` also claims."""
     found = fleet_of("NIXL", request, tmp_path_factory)
-    # Connections that are there for good are not to be counted to a test.
+    # Open permanent connections first, so that they do not count as growth.
     for target in (found.same, found.three):
         arrives(found, target)
     return found
@@ -41,7 +41,7 @@ def fleet(request, tmp_path_factory) -> Fleet:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(fleet) -> Iterator[None]:
-    """Nothing is open, granted or held after a test, and no process holds more than before."""
+    """Check after a test that nothing is open, granted or held, and that no process holds more than before."""
     start = ledger(fleet)
     yield
     wait_for_none(fleet.leftovers)
@@ -55,7 +55,7 @@ def ledger(fleet: Fleet) -> dict[int, Holdings]:
 
 
 def said(call: Callable[[], object]) -> str:
-    """How a call was refused; "": it was not."""
+    """Return the reason of a call's refusal; "" if it was accepted."""
     try:
         call()
     except LongshoreError as error:
@@ -64,7 +64,7 @@ def said(call: Callable[[], object]) -> str:
 
 
 def ends(each: Request) -> list[str]:
-    """How both halves ended; all ranks of one half agree."""
+    """Return the ends of both halves; all ranks of one half must agree."""
     events = each.ends()
     words = [DONE if event.kind is RoomEventKind.DONE else failed(event.reason) for event in events]
     near, far = set(words[: len(each.source.ranks)]), set(words[len(each.source.ranks) :])
@@ -73,7 +73,7 @@ def ends(each: Request) -> list[str]:
 
 
 def plays(judge: WrongJudge, fleet: Fleet, prefill: str = "", decode: str = "", each: Request | None = None) -> None:
-    """Compare what was refused (else, how the room ended) and what was counted."""
+    """Compare the refusal, or else the room's end, and the counters."""
     if each is not None:
         near, far = ends(each)
         prefill, decode = prefill or near, decode or far
@@ -137,7 +137,7 @@ def test_a_room_has_one_target_and_the_second_is_told_so(fleet, judge):
 
 
 def offers_wrongly(fleet: Fleet, change: Callable[[Request], Callable[[], object]]) -> tuple[str, Request]:
-    """A room of two chunks whose first is there; what is said to a wrong call then; and the right one after it."""
+    """Offer the first of two chunks, make an invalid call, then the valid one; return the invalid call's refusal."""
     each = Request(fleet.one, fleet.same, 100, cuts=(48,))
     each.claim()
     each.offer_chunk(0)
@@ -268,7 +268,7 @@ def test_a_rank_whose_layout_contradicts_its_siblings_is_turned_away(fleet, judg
 
 
 class Stranger:
-    """A peer at the port of `one`, with whatever keys."""
+    """A peer at the port of `one`, with the given keys."""
 
     def __init__(self, fleet: Fleet, public: bytes = b"", secret: bytes = b"") -> None:
         keys = curve.read(fleet.prefill.directory.parent)
@@ -294,7 +294,7 @@ class Stranger:
 
 @pytest.fixture
 def friend(fleet) -> Iterator[Stranger]:
-    """One that has the deployment's keys."""
+    """A peer with the deployment's keys."""
     stranger = Stranger(fleet)
     yield stranger
     stranger.close()
@@ -356,7 +356,7 @@ def test_a_peers_message_of_a_gibibyte_costs_it_the_connection_and_the_worker_no
 
 
 def greet(agent: Agent, data: bytes) -> bytes:
-    """Say something to an agent as the first word of an engine; return its answer."""
+    """Send an agent the first message of an engine; return its answer."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
         link.settimeout(10)
         link.connect(agent.socket)

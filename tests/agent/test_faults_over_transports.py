@@ -1,6 +1,6 @@
-"""Faults that need no help of the transport, over NIXL and Mooncake: the stages are those in which nothing is held open.
+"""Tests faults over NIXL and Mooncake, in the stages that need no open write.
 
-The same scenes and rows as over the loopback, see `test_faults_at_every_stage`.
+The scenes and rows are those of the loopback, see `test_faults_at_every_stage`.
 """
 
 from __future__ import annotations

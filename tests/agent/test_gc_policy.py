@@ -1,4 +1,4 @@
-"""A worker looks for garbage in cycles when nothing waits for it, and never again through what was loaded at its start."""
+"""Tests that a worker runs the cyclic GC only while idle, and never over the objects that it loaded at its start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agent_world import Agent, Engine, Request, wait_for
 from longshore_agent.worker.gc_policy import GCPolicy
 
 SECOND_NS = 1_000_000_000
-# Imported by every interpreter that starts: a worker writes down how many objects each look leaves out.
+# Every interpreter imports it at its start. A worker records the number of frozen objects at each collection.
 NOTES = """
 import gc, os, sys
 if "longshore_agent.worker.main" in sys.orig_argv:
@@ -24,7 +24,7 @@ if "longshore_agent.worker.main" in sys.orig_argv:
 
 
 class Ring:
-    """An object that only a look for cycles frees."""
+    """An object that only the cyclic GC frees."""
 
     def __init__(self) -> None:
         self.itself = self
@@ -32,7 +32,7 @@ class Ring:
 
 @pytest.fixture
 def heap() -> Iterator[GCPolicy]:
-    """The heap of this process, which is as it was afterwards."""
+    """The GC policy in this process; restores the GC's state afterwards."""
     thresholds = gc.get_threshold()
     gc.collect()
     yield GCPolicy(0)
@@ -41,7 +41,7 @@ def heap() -> Iterator[GCPolicy]:
 
 
 def age() -> None:
-    """Let as many young looks pass as make a look through everything due."""
+    """Run as many young collections as make a full one due."""
     for _ in range(20):
         gc.collect(1)
 

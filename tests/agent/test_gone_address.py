@@ -1,4 +1,4 @@
-"""A peer whose address is gone, as that of a replaced pod is: packets to it get no answer, not even a refusal."""
+"""Tests a peer whose address has vanished, like that of a replaced pod: packets to it get no answer, not even a refusal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from longshore_agent.transports.data_ports import DataPorts
 
 HERE, THERE, ELSEWHERE = "10.78.0.1", "10.78.0.2", "10.78.0.3"
 CABLE = "cable"
-# A call that waits for a connection to nobody takes more than a minute.
+# A call that waits for a connection to a missing host takes more than a minute.
 STOPPED_LIMIT_S = 20.0
 
 
@@ -43,7 +43,7 @@ class FarNetwork:
         return run(*self.inside, "ip", *arguments)
 
     def close(self) -> None:
-        # The kernel takes its time for a network that ends, and the next one needs the name.
+        # The kernel removes a network with a delay, and the next one needs the name.
         ip("link", "del", CABLE)
         self._holder.kill()
         self._holder.communicate()
@@ -59,7 +59,7 @@ def ip(*arguments: str) -> str:
 
 @contextlib.contextmanager
 def far_network() -> Iterator[FarNetwork]:
-    """Join HERE to THERE, and route packets to THERE also when it is gone: no host reports it as unreachable."""
+    """Connect HERE with THERE. Packets to THERE are also routed when it is gone, so no host reports it as unreachable."""
     far = FarNetwork()
     ip("address", "add", f"{HERE}/24", "dev", CABLE)
     far.ip("address", "add", f"{THERE}/24", "dev", CABLE)
@@ -80,14 +80,14 @@ def arrives(source: Engine, target: Engine) -> None:
 
 @pytest.mark.own_network
 def test_a_transport_that_is_to_answer_a_peer_does_not_wait_for_one_whose_address_is_gone(monkeypatch):
-    # Inside a machine NIXL finds a better wire than TCP, whatever network a process is in.
+    # Inside a machine NIXL would use a faster wire than TCP, even between network namespaces.
     monkeypatch.setenv("UCX_TLS", "tcp")
     with far_network() as network:
         near, other = (create("NIXL", name, ports=DataPorts(HERE)) for name in ("near", "other"))
         far = PeerProcess("NIXL", "far", host=THERE, inside=network.inside)
         far.ask("connect", metadata=near.metadata().hex())
         near.notices()
-        # UCX says more to the one when the other is let go, and is to be answered.
+        # When a peer is released, UCX exchanges further messages with it, which need an answer.
         far.ask("disconnect", peer=far.ask("connect", metadata=other.metadata().hex()))
         far.signal(signal.SIGKILL)
         network.ip("address", "del", f"{THERE}/24", "dev", CABLE)
@@ -123,7 +123,7 @@ def test_rooms_of_others_and_of_its_next_life_arrive_while_nothing_answers_at_a_
             arrives(source, engine)
         worker = prefill.worker("source")
         assert {peer["wire"] for peer in worker["peers"]} == {"TCP"}
-        # It hears of the end of its connections, but only when the address is gone.
+        # It is notified of the end of its connections, but only after the address has vanished.
         os.kill(worker["pid"], signal.SIGSTOP)
         for pid in [*far.children(), far.process.pid]:
             os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Values that are kept by the identity of what they were made of."""
+"""Tests the identity cache: values cached by the identity of the objects from which they were computed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_value_that_was_asked_for_longest_ago_makes_room() -> None:
 
 def test_the_objects_stay_while_their_value_does_so_that_no_other_one_is_taken_for_them() -> None:
     kept: IdentityCache[int] = IdentityCache(1000)
-    # Without them, lists that are dropped at once get each other's identity.
+    # Keep them alive. Otherwise lists that are dropped at once get each other's identity.
     assert [kept.get(lambda number=number: number, [number]) for number in range(500)] == list(range(500))
 
 

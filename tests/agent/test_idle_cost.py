@@ -1,4 +1,4 @@
-"""The cost of idle agents: workers with engines, attached peers and unclaimed offers."""
+"""Tests the cost of idle agents: workers with engines, attached peers and unclaimed offers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from longshore_client import WaitTimeout
 from longshore_wire.engine_messages import Half
 
 QUIET_S = 4.0
-# A heartbeat a second for each peer wakes the control thread and ZeroMQ's; each peer answers. A worker that polls for
-# anything wakes hundreds of times. What a wake costs is the machine's affair: 0.1 to 5 ms were seen.
+# One heartbeat a second for each peer wakes the control thread and ZeroMQ's; each peer answers. A polling worker wakes
+# hundreds of times. The time of a wake-up depends on the machine: 0.1 to 5 ms were measured.
 WAKES_A_SECOND_MAX = 40
 CORE_SHARE_MAX = 0.01
-# A busy host counts what it takes from this machine as the worker's time: the lowest of some windows is the worker's own.
+# A busy host's stolen time counts as the worker's time, so the lowest of several windows is the worker's own.
 WINDOWS_MAX = 5
 
 
@@ -39,7 +39,7 @@ def test_an_idle_worker_uses_less_than_a_hundredth_of_a_core_with_peers_and_open
     lowest: dict[str, float] = {}
     for _ in range(WINDOWS_MAX):
         before = {name: (wakes(pid), cpu_s(pid)) for name, pid in workers.items()}
-        # Nobody claims: what there is to wait for does not come.
+        # No engine claims, so the offers stay open.
         with pytest.raises(WaitTimeout):
             fleet.two.client.wait(offers[0].room, Half.SOURCE, timeout_s=QUIET_S)
         woken = {name: (wakes(pid) - before[name][0]) / QUIET_S for name, pid in workers.items()}

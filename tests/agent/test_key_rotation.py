@@ -1,4 +1,4 @@
-"""Agents of two revisions of the keys: they attach to each other and move pages; whoever is further apart is refused by name."""
+"""Tests agents with keys of two adjacent revisions: they attach and move pages. Agents further apart are refused by name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def nets() -> Iterator[dict[str, PeerNet]]:
 
 
 def reaches(near: PeerNet, far: PeerNet) -> bool:
-    """Whether an Attach of `near`, which dials `far` at its address, is read there."""
+    """Whether `far` reads an Attach of `near`, which dials it at its address."""
     near.dial(SOURCE, far.address)
     found: list[PeerMessage] = []
     return pump(far, lambda: ATTACH in found, found, lambda: near.send(Half.TARGET, SOURCE, ATTACH))
@@ -75,7 +75,7 @@ def test_a_client_of_two_rotations_ago_is_not_let_in_although_it_knows_the_serve
 
 def test_an_address_can_choose_among_our_keys_and_bring_none(nets) -> None:
     place = split(nets["second"].address)[0].address
-    # Who listens there has other keys than the address says: ours are tried, and nothing is heard.
+    # The listener has other keys than the address says: the connection is tried with ours, and no answer comes.
     nets["first"].dial(SOURCE, join([Listener(place, FIRST.fingerprint)]))
     nets["first"].send(Half.TARGET, SOURCE, ATTACH)
     with pytest.raises(TransportError):
@@ -109,7 +109,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 def keys_directory(folder: Path, keys: curve.CurveKeys, previous: curve.CurveKeys | None = None) -> str:
-    """A folder as an agent's pod finds it mounted."""
+    """A folder with keys, mounted as in an agent's pod."""
     folder.mkdir()
     if previous is not None:
         curve.write(previous, folder)

@@ -1,4 +1,7 @@
-"""Defects of the best known implementation outside its protocol, which ours must not have: lanes, listeners, arrivals, page lists."""
+"""Tests defects of the best known implementation outside its protocol, which ours must not have.
+
+They concern lanes, listeners, arrivals and page lists.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ LIMIT_S = 30.0
 
 
 class Halves:
-    """Both halves in this process; the loopback carries bytes from one to the other."""
+    """Both halves in this process, connected by the loopback transport."""
 
     def __init__(self, faults: list[dict[str, object]], **settings: object) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -169,7 +172,7 @@ def test_a_word_of_arrival_that_comes_before_the_bytes_waits_for_them(make) -> N
     halves.decode.session.receive(PEERS[Half.SOURCE], ready, time.monotonic_ns())
     for _ in range(50):
         halves.decode.turn(0.001)
-    # Its scatter has begun to look, and has found nothing that it may copy.
+    # Its scatter has started and found no valid trailer yet.
     assert halves.decode.pages.intact()
     assert not [effect for effect in halves.decode.effects if isinstance(effect, RoomEnded)]
     transport_of(halves).let_go()
@@ -249,7 +252,7 @@ def test_a_write_that_outlives_its_room_by_the_write_timeout_makes_its_worker_il
     held = held_slab(halves)
     assert health.illness(asked_ns) == health.illness(asked_ns + long_ns) == ""
     assert health.due_ns is None
-    # Decode gives it up, and the source has heard of it.
+    # Decode aborts it, and the source knows that.
     (key,) = halves.decode.session.rooms
     halves.decode.session.cancel(key, Reason.CANCELLED, "by the test", time.monotonic_ns())
     halves.run(lambda: held.cancelled)
@@ -258,7 +261,7 @@ def test_a_write_that_outlives_its_room_by_the_write_timeout_makes_its_worker_il
     assert health.due_ns == given_up_ns + limit_ns
     assert health.illness(health.due_ns - 1) == ""
     assert "a write to rank 0 of decode has not ended" in health.illness(given_up_ns + limit_ns)
-    # Its memory is nobody else's meanwhile, and its pages are not given back.
+    # Meanwhile its memory is not granted to other rooms, and its pages are not released.
     assert [room.busy for room in halves.prefill.session.rooms.values()] == [True]
     transport_of(halves).let_go()
     halves.run(lambda: not halves.prefill.session.rooms)
@@ -273,7 +276,7 @@ def test_a_peer_that_reads_nothing_never_holds_up_who_speaks_to_it(make) -> None
     ):
         peer = PeerId("prefill", 0, 0)
         net.dial(peer, f"127.0.0.1:{deaf.getsockname()[1]}")
-        # More than any queue holds; the rest is not sent, and said again by its timers.
+        # More than any queue holds. The rest is dropped, and timers send it again.
         for number in range(50_000):
             net.send(Half.TARGET, peer, Ping(number, 1))
         assert net.counters["unsent"] > 0
@@ -283,7 +286,7 @@ def test_a_peer_that_reads_nothing_never_holds_up_who_speaks_to_it(make) -> None
 
 
 def ask_and_be_gone(address: str) -> None:
-    """Send what nobody will wait an answer for; it has left this process on return."""
+    """Send messages without waiting for an answer; they have left this process on return."""
     with zmq.Context() as context:
         stranger = context.socket(zmq.DEALER)
         stranger.setsockopt(zmq.ROUTING_ID, b"stranger")
@@ -296,12 +299,12 @@ def ask_and_be_gone(address: str) -> None:
 def test_a_stranger_that_asks_and_is_gone_before_the_answer_ends_nobody(make) -> None:
     with contextlib.ExitStack() as stack:
         net = stack.enter_context(contextlib.closing(PeerNet("127.0.0.1", 0, "prefill/0/0/1", None)))
-        # In the place of the net's own monitor: a socket has one.
+        # Replaces the net's own monitor, since a socket can have only one.
         net._router.monitor("inproc://gone", zmq.EVENT_DISCONNECTED)
         gone = stack.enter_context(net._context.socket(zmq.PAIR))
         gone.connect("inproc://gone")
         end_s = time.monotonic() + 60.0
-        # What it had said can be read when its end is known at our door; a busy machine may let us read it before.
+        # Its last messages can be read when the listener detects its end; on a busy machine maybe before.
         while net.counters["unsent"] == 0 and time.monotonic() < end_s:
             ask_and_be_gone(net.address)
             assert gone.poll(20_000)

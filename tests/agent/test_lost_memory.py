@@ -1,4 +1,4 @@
-"""An engine truncates registered memory: the rooms on it fail by name, and no worker dies."""
+"""Tests an engine that truncates registered memory: its rooms fail with a message that names it, and no worker dies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Region = Callable[[int, str], tuple[int, mmap.mmap]]
 
 
 def unsealed_region(length_bytes: int, name: str) -> tuple[int, mmap.mmap]:
-    """Return memory as an engine without our client may make it: it can be truncated."""
+    """Return memory that can be truncated, as an engine without our client may make it."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
     os.ftruncate(descriptor, length_bytes)
     return descriptor, mmap.mmap(descriptor, length_bytes)
@@ -54,7 +54,7 @@ class Pair:
     source: Engine
     target: Engine
 
-    replaces: bool  # a worker whose write failed: the transport does not say whether its bytes may still land
+    replaces: bool  # a worker whose write failed: the transport does not report whether its bytes may still land
 
     def arrives(self) -> None:
         arrives(self.source, self.target)
@@ -84,7 +84,7 @@ def arrives(source: Engine, target: Engine) -> None:
 
 
 def engine_with(region: Region, agent: Agent, name: str, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """An engine whose pages are in memory of that kind."""
+    """An engine whose pages are in memory of this kind."""
     with monkeypatch.context() as patched:
         patched.setattr(engine_pages, "create_region", region)
         return Engine(agent, name)
@@ -97,7 +97,7 @@ def cut_short(engine: Engine) -> None:
 
 
 def ends(room: Request) -> dict[Half, RoomEvent]:
-    """Return how both halves of a room ended, after both were released."""
+    """Wait until both halves of a room are released; return their ends."""
     found = {}
     for half, engine in ((Half.SOURCE, room.source), (Half.TARGET, room.target)):
         found[half] = engine.client.wait(room.room, half, room.source.instance, timeout_s=EVENT_LIMIT_S)
@@ -117,7 +117,7 @@ def test_a_room_on_memory_that_was_cut_short_fails_by_name_and_every_worker_live
     room = Request(source, target, TOKENS)
     workers = pair.workers(name)
     assert len(workers) == 3
-    # What is copied later finds the memory gone.
+    # Later copies find the memory truncated.
     (room.offer if side is Half.SOURCE else room.claim)()
     cut_short(broken)
     (room.claim if side is Half.SOURCE else room.offer)()
@@ -167,7 +167,7 @@ def test_workers_of_one_agent_map_no_memory_of_others_that_can_be_cut_short(
     cut_short(broken)
     room.offer()
     assert ends(room)[Half.TARGET].reason is Reason.MEMORY_LOST
-    # A source whose own memory can be cut short copies into its neighbours' pages all the same.
+    # A source whose own memory can be truncated still copies directly into its neighbours' pages.
     cut = engine_with(unsealed_region, agent, "cut", monkeypatch)
     request.addfinalizer(cut.close)
     room = Request(cut, target, TOKENS)

@@ -23,7 +23,7 @@ from longshore_agent.memory.ipc import Mapping, _handler, map_shared
 descriptor = os.memfd_create("longshore-guard-test", os.MFD_CLOEXEC)
 os.ftruncate(descriptor, 8 * 4096)
 """
-# A page of a file that nobody guards, or does no longer.
+# A page of a file that is not guarded any more.
 UNGUARDED = """
 other = os.memfd_create("longshore-guard-test", os.MFD_CLOEXEC)
 os.ftruncate(other, 4096)

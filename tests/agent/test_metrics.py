@@ -1,4 +1,4 @@
-"""Metrics and spans: counted by the table, exact across processes, and read by Prometheus' own parser."""
+"""Tests metrics and spans: they match the table, add up across processes, and pass Prometheus' own parser."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def parsed(text: str) -> Samples:
-    """Read `text` with the parser of Prometheus' Python client, which is no code of ours."""
+    """Parse `text` with Prometheus' own Python client."""
     found: Samples = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

@@ -1,6 +1,6 @@
-"""Mooncake with memory of GPUs, with an engine that is told what to do: who gets one, when it goes, and what is refused.
+"""Tests Mooncake's transport for GPU memory with a fake of the library's engine: its lifetime, its writes, its refusals.
 
-The library itself, and a GPU where there is one, are in tests/gpu/test_mooncake_on_gpu.py.
+tests/gpu/test_mooncake_on_gpu.py tests the library itself, with a GPU if there is one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ REFUSED = ("MC_FORCE_TCP", "MC_FORCE_SHM", "MC_USE_TENT", "MC_USE_TEV1", "MC_SLI
 
 
 class ScriptedEngine:
-    """An engine of the library, whose copies end when the test says so."""
+    """A fake of the library's engine. The test completes its copies."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
@@ -71,13 +71,13 @@ class ScriptedEngine:
 
 
 class Scene:
-    """A transport that writes and one that is written to, with a region each."""
+    """A writing and a receiving transport, with one region each."""
 
     def __init__(self) -> None:
         self.held = False
         self.now_ns = 0
         self.asked: list[int] = []
-        self.stream: list[tuple[int, int, int]] = []  # what is queued, where a test queues
+        self.stream: list[tuple[int, int, int]] = []  # queued copies, if a test queues them
         self.submitted: list[tuple[int, int, int]] = []
         self.writers: list[weakref.ref[ScriptedEngine]] = []
         self.copy: Callable[[int, int, int], Any] = lambda source, target, length: ctypes.memmove(
@@ -200,7 +200,7 @@ def test_a_draft_from_before_its_peer_registered_more_fails_and_begins_nothing(s
 def test_of_bytes_that_no_network_saw_only_fast_ones_went_over_cuda_ipc(
     taken_ns: int, wire: Wire, scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A clock on which a copy takes that long, whatever this machine is doing.
+    # A fake clock on which a copy takes that long.
     scene.copy = lambda *_: setattr(scene, "now_ns", scene.now_ns + taken_ns)
     monkeypatch.setattr("time.perf_counter_ns", lambda: scene.now_ns)
     source, target, length = (int(each[0]) for each in scene.pieces())
@@ -236,7 +236,7 @@ def test_bytes_that_went_over_tcp_are_told_as_such(scene: Scene) -> None:
 
         def send(source: int, target: int, length: int) -> None:
             link.sendall(bytes(length))
-            # What comes back has acknowledged every byte, which is what the kernel counts.
+            # The answer acknowledges every byte, as the kernel's counters show.
             link.recv(1)
 
         scene.copy = send
@@ -282,7 +282,7 @@ def test_lanes_go_on_although_writes_of_one_stream_end_together_and_their_target
                 scene.source[copy.begin_bytes : copy.begin_bytes + step] = copy.slab.effect.slab + 1
                 copy.done = True
         peak_count = max(peak_count, len(scene.stream))
-        # The library says that a write is over when all that was queued on its stream is.
+        # The library reports a write as complete when all work on its stream is complete.
         if turn % 4 == 3:
             for source, target, length in scene.stream:
                 ctypes.memmove(target, source, length)
@@ -320,7 +320,7 @@ def test_hosts_and_kinds_of_memory_that_cannot_be_reached_are_refused() -> None:
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in REFUSED:
         monkeypatch.delenv(name, raising=False)
-    # What the code sets is taken back after the test.
+    # Restores the variables after the test.
     monkeypatch.setenv("MC_INTRANODE_NVLINK", "1")
 
 
@@ -334,7 +334,7 @@ def test_an_environment_that_leads_elsewhere_is_refused_by_name(name: str, monke
 
 
 def any_device() -> Device:
-    """A device that nobody opens."""
+    """A device that is never opened."""
     device = Device.__new__(Device)
     device.index, device.name = 0, ""
     return device

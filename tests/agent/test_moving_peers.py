@@ -1,4 +1,4 @@
-"""What becomes of a worker's jobs when a peer is lost, whatever they wait for: each is answered, and only that peer's."""
+"""Tests a worker's jobs when a peer is lost: the jobs of this peer, in whatever state, are reported; others are not."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RING = RegionInfo(1 << 30, 1 << 20)
 
 
 class PlayedTransport:
-    """Connects anybody; a probe takes until the test lets it end."""
+    """A transport that connects any peer. The test ends its probes."""
 
     revocable: frozenset[Wire] = frozenset()
     announced_by_message: frozenset[Wire] = frozenset()
@@ -59,7 +59,7 @@ class PlayedTransport:
 
 
 class Core(SourceSession):
-    """A source's core that notes what it is told of slabs."""
+    """A source's core that records the calls about slabs."""
 
     def __init__(self) -> None:
         self.told: list[tuple[int, str, str]] = []
@@ -106,7 +106,7 @@ class Scene:
         return self.core.told
 
     def close(self) -> None:
-        """A worker's threads end with its process; this one's must end here."""
+        """End the worker's threads, which would otherwise end with its process."""
         self.transport.found.set()
         self.mover.parts.close()
         assert isinstance(self.mover.parts.runner, ThreadRunner)
@@ -138,7 +138,7 @@ def test_a_slab_that_waits_for_a_pool_is_answered_when_its_room_is_given_up_and_
     scene.mover.cancel(Half.SOURCE, pair_of(1).key)
     assert scene.told() == [(0, "dropped", "")]
     scene.mover.disconnect(Half.SOURCE, PEER)
-    # Once each: nothing of the first room was left behind.
+    # Once each: no state of the first room is left.
     assert [slab for slab, *_ in scene.told()] == [0, 1]
 
 
@@ -146,7 +146,7 @@ def test_slabs_for_a_neighbour_s_pages_outlive_the_loss_of_its_other_half(make: 
     scene = make()
     scene.start(0, Way.DIRECT)
     assert scene.asked == [(PEER, 0)]
-    # As a source of ours it is gone; as a target it is there.
+    # As our source it is lost; as our target it is attached.
     scene.mover.disconnect(Half.TARGET, PEER)
     assert scene.told() == []
     scene.mover.disconnect(Half.SOURCE, PEER)

@@ -1,4 +1,4 @@
-"""Pools of neighbours that come in parts: whatever comes too late or of the wrong kind is closed, and never mapped in part."""
+"""Tests neighbour pools, which arrive region by region: late or wrong regions are closed, and no pool is mapped partially."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ATTACH = Attach(
 
 
 class Scene:
-    """A source worker on a CPU whose target is a neighbour; `lanes` are the slabs that may be copied."""
+    """A CPU's source worker whose target is a neighbour; `lanes` are the slabs that may be copied."""
 
     def __init__(self) -> None:
         self.lanes: list[Any] = []
@@ -92,7 +92,7 @@ def test_a_part_of_an_answer_that_was_refused_is_no_part_of_the_next() -> None:
     scene.put(0)
     first = region(1)
     scene.near.pool_given(OWNER, 0, 0, 2, first)
-    # The second descriptor was lost on its way.
+    # The second descriptor was lost in transit.
     scene.near.pool_given(OWNER, 0, 1, 2, None)
     assert [type(end) for end in scene.ends.take()] == [OutboundEnd]
     assert not is_open(first)

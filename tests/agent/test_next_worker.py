@@ -1,4 +1,4 @@
-"""The next worker of a rank: the messages it gets before it serves its engine, and the conditions for its start."""
+"""Tests the next worker of a rank: the messages it gets before it serves its engine, and the conditions for its start."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_a_room_that_failed_while_its_prefill_agent_was_ended_and_started_again_
             second.offer()
             reason = prefill.client.wait(second.room, Half.SOURCE, timeout_s=20).reason
         except LongshoreError as refused:
-            # The agent had heard of the failure before.
+            # The agent already knew of the failure.
             reason = refused.reason
         assert reason is Reason.PEER_LOST
     finally:

@@ -1,4 +1,4 @@
-"""NVLink joins two GPUs only if NVML reports it for the two. NVML is simulated."""
+"""Tests that NVLink counts as joining two GPUs only if NVML reports it for both. NVML is simulated."""
 
 from __future__ import annotations
 

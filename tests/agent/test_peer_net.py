@@ -1,4 +1,4 @@
-"""ZeroMQ connections of real sockets: a peer that comes back at its old address is reached again, whatever lingers."""
+"""Tests ZeroMQ connections over real sockets: a peer that returns at its old address is reached despite lingering connections."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ LAYOUT = KVLayout(ModelShape(layers=1, kv_heads=1, head_dim=8, element_bytes=2),
 SOURCE, TARGET = PeerId("prefill", 0, 0), PeerId("decode", 0, 0)
 ATTACH = Attach(PROTOCOL_VERSION, "d", "decode", 1, LAYOUT, "Loopback", b"", None, (), 0)
 LIMIT_S = 10.0
-# Longer than a closed connection of ZeroMQ stays, and tries to connect, for what it has not sent.
+# Longer than a closed ZeroMQ connection lingers and reconnects to send its pending messages.
 LINGER_S = 0.3
 
 
 @pytest.fixture
 def nets():
-    """A maker of nets, which closes them all."""
+    """Yield a function that makes nets; close all of them at the end."""
     made: list[PeerNet] = []
 
     def make(port: int = 0, route: str = "decode/0/0/1", admit: Callable[[Collection[str]], None] = nobody) -> PeerNet:
@@ -39,7 +39,7 @@ def nets():
 
 
 def pump(net: PeerNet, until: Callable[[], bool], found: list[PeerMessage], say: Callable[[], None]) -> bool:
-    """Receive until it is so, repeating what is said as the cores do; False after LIMIT_S."""
+    """Receive until the condition holds, while repeating messages as cores do; return False after LIMIT_S."""
     end_s = time.monotonic() + LIMIT_S
     while not until():
         if time.monotonic() > end_s:
@@ -90,12 +90,12 @@ def test_a_source_that_returns_at_its_address_is_reached_by_the_new_connection_a
     target.dial(SOURCE, address)
     assert reaches(target, first)
     first.close()
-    # What is said while nobody listens stays with the old connection, which lives on for a moment to deliver it.
+    # Messages without a listener stay in the old connection, which lingers for a moment to deliver them.
     target.send(Half.TARGET, SOURCE, Ping(1, 1))
     second = nets(int(address.rpartition(":")[2]), "prefill/0/0/2")
     target.dial(SOURCE, address)
     target.send(Half.TARGET, SOURCE, ATTACH)
-    # The old connection may come after the new one: it must take nothing from it.
+    # The old connection may arrive after the new one and must not take over its messages.
     assert reaches(target, second)
     gone_s = time.monotonic() + 2 * LINGER_S
     pump(second, lambda: time.monotonic() > gone_s, [], lambda: None)
@@ -108,7 +108,7 @@ def test_a_source_that_returns_at_its_address_is_reached_by_the_new_connection_a
 def test_a_peer_that_asked_who_is_there_and_hung_up_does_not_end_us(nets):
     near = nets()
     received: list[Received] = []
-    # As `receive` does with a message whose sender is gone by the time that it is read.
+    # As `receive` does with a message whose sender has gone before the read.
     near._take(b"decode/0/0/2/1", PEER.encode(Ping(7, 1)), received, "127.0.0.1")
     assert received == []
     assert near.counters["unsent"] == 1

@@ -1,4 +1,4 @@
-"""The stages of one pair's slabs overlap and all its lanes work: real agents over NIXL, slabs of megabytes, by spans and metrics."""
+"""Tests that the stages of one pair's slabs overlap and all its lanes work, by spans and metrics of real agents over NIXL."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from longshore_wire.engine_messages import Half
 
 LANES = 4
 TOKENS = 5000  # 61 MB: 15 slabs that fill a lane's buffer
-# Stages of one slab take a millisecond; on a machine that is busy with other things one room may see no overlap.
+# Stages of one slab take a millisecond, so on a busy machine a room may show no overlap.
 ROOMS_MAX = 8
 
 
@@ -36,7 +36,7 @@ def pair(tmp_path_factory) -> tuple[Engine, Engine]:
 
 
 def spans_of(engine: Engine, room: int, stage: str) -> dict[int, dict[str, Any]]:
-    """The spans of one stage of a room by slab."""
+    """Return the spans of one stage of a room, by slab."""
     spans = engine.agent.get(f"/v1/rooms/{room}")["spans"]
     return {span["slab"]: span for span in spans if span["stage"] == stage}
 

@@ -1,4 +1,4 @@
-"""Whether a worker's control thread sleeps while bytes are due, by their wire, or while a GPU copies directly."""
+"""Tests whether a worker's control thread sleeps while bytes are due, by wire, or while a GPU copies directly."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def test_a_slab_that_takes_microseconds_finds_its_target_awake_and_one_of_anothe
     pace = Polling(mover, {Half.TARGET: Expecting(wire)}, NOW_NS)
     pace.news()
     assert pace.wait_ms(100, NOW_NS) == hot_ms
-    # Nothing has happened for two milliseconds and more.
+    # No event for at least two milliseconds.
     assert pace.wait_ms(100, NOW_NS + 3_000_000) == later_ms
 
 
 def slept(mover: Any, quiet_ms: list[int], *, in_place_count: int = 0) -> list[int]:
-    """What the thread may sleep so long after something has happened."""
+    """Return the thread's sleep this long after the last event."""
     target = object.__new__(TargetSession)
     target.in_place_count, target.peers = in_place_count, {}
     pace = Polling(mover, {Half.TARGET: target}, 0)

@@ -1,4 +1,4 @@
-"""An owner that unregisters a pool gets PoolFree when the last worker that maps it has unmapped it or ended."""
+"""Tests that an owner that unregisters a pool gets PoolFree when the last worker that maps it has unmapped it or ended."""
 
 from __future__ import annotations
 

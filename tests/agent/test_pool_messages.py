@@ -1,4 +1,4 @@
-"""Messages on pools between workers of one node: each reaches the worker that it names, and its owner hears of the last one."""
+"""Tests pool messages between workers of one node: each reaches the worker that it names; the owner is notified at the end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Link:
 
 
 class Node:
-    """A supervisor and what each of its workers was told."""
+    """A supervisor and the messages to each of its workers."""
 
     def __init__(self, directory: Path) -> None:
         self.supervisor = Supervisor(Settings(run_directory=str(directory)))
@@ -43,7 +43,7 @@ class Node:
         self.supervisor._slots = self.slots
 
     def says(self, peer: PeerId, message: Any, descriptor: int | None = None) -> dict[PeerId, list[object]]:
-        """Return what the workers are told when one of them says something."""
+        """Handle a message of one worker; return the messages to all workers."""
         self.supervisor._forward(self.slots[peer], message, descriptor)
         links: dict[PeerId, Any] = {peer: slot.link for peer, slot in self.slots.items()}
         told = {peer: list(link.said) for peer, link in links.items() if link.said}

@@ -1,4 +1,4 @@
-"""Engines' pages and staging memory: what is refused, what is mapped, and when it is given back."""
+"""Tests engines' pages and staging memory: refusals, mappings and their release."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def mapped_ranges(name: str) -> list[str]:
 
 
 def open_descriptors(name: str) -> int:
-    """Return how many descriptors of this process refer to a memory file of that name.
+    """Return the number of this process's descriptors for a memory file of this name.
 
-    Threads of other tests' libraries open and close descriptors of their own meanwhile.
+    Other descriptors do not count, since threads of other tests' libraries open and close some meanwhile.
     """
     count = 0
     for entry in Path("/proc/self/fd").iterdir():

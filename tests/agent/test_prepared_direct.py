@@ -1,4 +1,4 @@
-"""The kernels of way DIRECT are compiled when a pool is registered, so that no room waits for them, and only where they may serve."""
+"""Tests that DIRECT's kernels are compiled when a pool is registered, and only if they may be used, so that no room waits."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_version_of_triton_that_was_not_tried_launches_by_itself_and_is_told_o
 
 
 class Recorder:
-    """A copier that notes which pools were prepared, and which of them for way DIRECT."""
+    """A copier that records the prepared pools, and which of them were prepared for DIRECT."""
 
     def __init__(self) -> None:
         self.pools: list[object] = []
@@ -100,7 +100,7 @@ class Recorder:
 def moving_parts(
     monkeypatch: pytest.MonkeyPatch, device: str, roles: tuple[Half, ...], agent: str, **changes: Any
 ) -> tuple[Mover, list[Allocation]]:
-    """Return the parts of a worker on a played device, and the kind of each buffer that it has taken there."""
+    """Return a worker's parts on a simulated device, and the kind of each buffer that it has allocated there."""
     kinds: list[Allocation] = []
 
     def buffer(_: object, length_bytes: int, *, allocation: Allocation, **options: Any) -> StagingBuffer:
@@ -122,7 +122,7 @@ def moving_parts(
 
 
 def prepared(monkeypatch: pytest.MonkeyPatch, device: str, roles: tuple[Half, ...], agent: str, **changes: Any) -> bool:
-    """Whether a worker prepares a pool for way DIRECT when it is registered."""
+    """Whether a worker prepares a pool for DIRECT when it is registered."""
     mover, _ = moving_parts(monkeypatch, device, roles, agent, **changes)
     pool: Any = object()
     mover.prepare(pool)

@@ -1,4 +1,4 @@
-"""Whether an agent is ready, and why not: the checks, and the pages that show them."""
+"""Tests an agent's readiness checks, and the pages that show them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from longshore_agent.transports.base import Wire
 
 
 def asked(state: structs.AgentSnapshot, path: str) -> httpx.Response:
-    """What an agent in that state answers."""
+    """Return the answer of an agent in this state."""
     source = Source()
     source.state = state
 

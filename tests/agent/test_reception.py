@@ -1,4 +1,4 @@
-"""Who is let in: an engine of another layout is told of every field, so that its author corrects them in one go."""
+"""Tests the refusal of an engine with another layout: the message names every wrong field, so all can be corrected at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The door of a worker: pools, page lists and their parts, and which wires may carry bytes; in one process."""
+"""Tests a worker's handling of engine requests: pools, page lists and their parts, allowed wires; in one process."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_page_that_an_open_room_writes_is_refused_to_every_other_room_until_it
     assert reason(answer) is Reason.TOKENS_OVERLAP
     assert "pages[1] is 3, which room 1 of P writes" in answer.text
     assert [key.room for _, key in target.requests.tables] == [key.room for key in target.core.rooms] == [1]
-    # Pages beside it, those of another pool, and those of the refused claim are free.
+    # Adjacent pages, those of another pool, and those of the refused claim may be used.
     assert isinstance(target.say(claim(3, 8, pages(7, 8))), Accepted)
     assert isinstance(target.say(msgspec.structs.replace(claim(4, 12, pages(1, 2, 3)), pool=1)), Accepted)
     assert isinstance(target.say(Cancel(0, Half.TARGET, "P", 1, 0)), Accepted)
@@ -134,7 +134,7 @@ def test_a_claim_in_parts_is_answered_by_its_last_part(make):
     target = make("D", Half.TARGET)
     target.register()
     assert target.say(claim(1, 24, pages(9, 9), offset=0, count=6)) is None
-    # The engine begins anew.
+    # The engine starts over.
     assert target.say(claim(1, 24, pages(1, 2), offset=0, count=6)) is None
     assert target.say(claim(1, 24, pages(3, 4), offset=2, count=6)) is None
     assert isinstance(target.say(claim(1, 24, pages(5, 6), offset=4, count=6)), Accepted)
@@ -207,7 +207,7 @@ def test_a_pool_that_a_neighbour_was_given_is_answered_for_only_when_nobody_has_
     assert target.requests.take_left() == []
     assert not target.requests.pools
     assert target.requests.taken == [0]
-    # Its number is not free either: what is told of the old pool must not be taken for the new one's.
+    # Its number is not free either: messages about the old pool must not apply to the new one.
     assert reason(target.register()) is Reason.ROOM_REUSED
     assert target.requests.free(1) == []
     (answer,) = target.requests.free(0)

@@ -1,4 +1,4 @@
-"""A crash loop waits longer each time, and one crash does not wait at all."""
+"""Tests the backoff of crashing workers: it grows with each crash, and a single crash has none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KEY = PeerId("one", 0, 0)
 
 
 def waits(restarts: Restarts, count: int, served_s: float = 0.0) -> list[float]:
-    """The wait after each of `count` crashes, the next start being as early as it may."""
+    """Return the wait after each of `count` crashes, if each start is as early as permitted."""
     found, now_s = [], 100.0
     for _ in range(count):
         restarts.starting(KEY, now_s)
@@ -60,7 +60,7 @@ def test_three_deaths_within_a_minute_are_told_of_until_the_last_is_a_minute_old
     told = ("the worker of one rank 0 has died 3 times within a minute, last because it ended with -6",)
     assert restarts.dying(190.0) == restarts.dying(250.0) == told
     assert restarts.dying(250.1) == restarts.dying(260.0) == ()
-    # A crash loop whose waits are long goes on, although three deaths then take longer than a minute.
+    # A crash loop with long waits still counts as one, although three deaths then take longer than a minute.
     for now_s in (300.0, 301.0, 302.0, 340.0, 378.0):
         restarts.died(KEY, 0.0, "it ended with -6", now_s)
     assert restarts.dying(400.0) == told
@@ -113,7 +113,7 @@ def test_an_engine_whose_worker_dies_again_and_again_waits_as_long_as_its_agent_
 
 
 def told_wait_s(engine: Engine, crashes: int) -> float:
-    """Return the wait that an agent names when it refuses an engine after so many crashes."""
+    """Return the wait in an agent's refusal of an engine after this many crashes."""
     said = re.compile(rf"{crashes} times in a row .*: the next one starts in ([0-9.]+) s")
     wait_for(lambda: said.search(engine.client._core.last_error), what="an engine that has to wait")
     found = said.search(engine.client._core.last_error)
@@ -140,7 +140,7 @@ def test_an_engine_waits_no_longer_and_no_shorter_than_the_longest_wait_of_its_a
                 wait_served_again(engine, epoch)
             kill_worker(engine.agent, name)
         assert 3000 < told_wait_s(engines["long"], 2) <= 3600
-        # It doubles with the third crash, but for the limit.
+        # It would double with the third crash, but the limit applies.
         assert 0 < told_wait_s(engines["short"], 3) <= 2
     finally:
         world.close()

@@ -1,4 +1,4 @@
-"""A run directory without space, and a clock that is set back between two lives of a worker: rooms go on."""
+"""Tests a full run directory, and a clock that is set back between two lives of a worker: rooms still work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agent_fleet import World
 from agent_world import START_LIMIT_S, Agent, Engine, Request, wait_for
 
 FILESYSTEM_BYTES = 256 << 10
-# What a clock says that was set back by so many seconds, as the file says.
+# A clock that is set back by the number of seconds in the file.
 CLOCK = """
 import pathlib, time
 _time_ns, _file = time.time_ns, pathlib.Path({path!r})
@@ -34,7 +34,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
-    """A directory on a filesystem of its own, small enough to be filled."""
+    """A directory on a separate small filesystem."""
     if os.geteuid() != 0:
         pytest.skip("only root can mount a filesystem")
     place = tmp_path / "small"

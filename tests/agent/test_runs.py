@@ -1,4 +1,4 @@
-"""Writes in place: the runs of bytes from pages to pages, against an oracle that walks every byte."""
+"""Compares the runs of bytes of writes in place with an oracle that walks every byte."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def with_share(found: Side, first_layer: int, layer_count: int, heads: range) ->
 
 
 def byte_of(found: Side, plane: int, token: int, local_head: int, byte: int) -> int:
-    """The address of one byte of the cache, by the definition of a geometry."""
+    """Return the address of one byte of the cache, by the definition of a geometry."""
     place = found.geometry.planes[plane]
     size = found.layout.page_size
     page = int(found.pages[token // size - found.first_page])

@@ -1,4 +1,4 @@
-"""Settings: what the environment may say, and that the reference page says the same."""
+"""Tests settings: valid and invalid variables, and that the reference page agrees with the table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from longshore_wire.plan import Staging, Way
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "settings.md"
 
-# An address that others reach, as an agent without an operator has it.
+# An address that other hosts reach, as for an agent without an operator.
 OUTSIDE = {"BIND_HOST": "10.0.0.1", "KEYS_DIRECTORY": "/keys"}
 
 
@@ -245,7 +245,7 @@ def test_every_field_of_the_config_file_on_staging_transfer_and_control_is_in_th
     }
     declared = {f"{path}.{name}" for path, part in parts.items() for name in part.__struct_fields__}
     linked = {row.metadata["file"] for row in dataclasses.fields(Settings)} - {""}
-    # An agent finds its socket's folder where the file names none, too.
+    # The agent also finds its socket's folder if the file names none.
     assert linked == declared - {"control.run_directory"} | {"run_directory", "deployment.full_name"}
 
 

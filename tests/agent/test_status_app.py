@@ -1,4 +1,4 @@
-"""The agent's HTTP pages, asked over real sockets, and the checks behind them."""
+"""Tests the agent's HTTP pages over real sockets, and the checks behind them."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_a_plan_between_registered_instances_needs_only_their_names(client: http
     source.state = agent(worker(), instances=instances)
     body = client.get("/v1/plan", params={"source": "p", "target": "d"}).json()
     assert len(body["pairs"]) == 4
-    # Both are registered at one agent, and nothing forbids them to write each other's pages.
+    # Both are registered at one agent, and may write each other's pages.
     assert body["way"] == "Direct"
     answer = client.get("/v1/plan", params={"source": "p"})
     assert (answer.status_code, answer.json()["reason"]) == (404, "UnknownInstance")
@@ -279,7 +279,7 @@ def test_whoever_asks_wakes_the_loop_before_it_can_end() -> None:
 
     def wake() -> None:
         closer.start()
-        # The loop's end has to wait for this very call: its descriptor is closed next.
+        # The loop's end must wait for this call, because it closes the descriptor next.
         assert not ended.wait(0.1)
 
     snapshots = Snapshots(wake)

@@ -1,4 +1,4 @@
-"""A path that no page has is answered with those that there are: somebody who looks around finds his way."""
+"""Tests that the answer to an unknown path lists all pages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from longshore_agent.status.app import create_app
 
 class Source:
     def snapshot(self, room: int | None = None) -> None:
-        raise AssertionError("nobody asks for the state")
+        raise AssertionError("the state is not needed")
 
 
 def asked(method: str, *paths: str) -> list[httpx.Response]:

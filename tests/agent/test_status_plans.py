@@ -1,4 +1,4 @@
-"""`/v1/plan` between registered instances says what the decode rank's session would choose, whatever devices the two are on."""
+"""Tests that `/v1/plan` between registered instances shows the mode that the decode rank's session would choose."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def layout(tp: int, model: ModelShape = MODEL) -> KVLayout:
 
 
 def instance(name: str, laid_out: KVLayout, device: str, near: str | None = None) -> InstanceStatus:
-    """An instance as the supervisor lists it; `near`: what its workers said when they started."""
+    """Return an instance as the supervisor lists it; `near` is its workers' report at their start."""
     agent = agent_of(device)
     ranks = tuple(RankAddress(rank, f"h:{rank}", 7) for rank in range(laid_out.rank_count))
     places = {rank.rank: (device, agent if near is None else near) for rank in ranks}
@@ -39,7 +39,7 @@ def instance(name: str, laid_out: KVLayout, device: str, near: str | None = None
 
 
 def agent_of(device: str) -> str:
-    """The name of the agent in an endpoint, as the supervisor gives it to workers of a kind of device."""
+    """Return the agent's name in an endpoint, as the supervisor gives it to workers of a kind of device."""
     return LIFE if device == "cpu" else f"{LIFE}.gpu"
 
 
@@ -50,7 +50,7 @@ def planned(source: InstanceStatus, target: InstanceStatus, staging: Staging = S
 
 
 def claimed(source: InstanceStatus, target: InstanceStatus, staging: Staging, device: str) -> tuple[str, str]:
-    """The way, and why, that a real session of target rank 0 chooses for its first pair."""
+    """Return the mode and reason that a real session of target rank 0 chooses for its first pair."""
     settings = dataclasses.replace(Settings(), staging=staging)
     config = WorkerConfig(
         "d/0/0", "d", 9, target.layout.layout(), (Half.TARGET,), settings, port=0, agent=agent_of(device),
@@ -83,7 +83,7 @@ def test_a_plan_by_names_says_what_the_session_of_the_decode_rank_chooses(
     near = agent_of(target_device) if reached or target_device == "cpu" else ""
     source, target = instance("p", layout(tp), source_device), instance("d", layout(1), target_device, near)
     if (source_device, target_device, staging) == (GPU, "cpu", Staging.NEVER):
-        # Decode claims, and prefill refuses: no transport reads its pages where they lie.
+        # Decode claims, and prefill refuses: no transport can read its pages in place.
         with pytest.raises(RoomError, match="on a GPU"):
             planned(source, target, staging)
         return

@@ -1,4 +1,4 @@
-"""The end of an agent's loop: what still comes to it afterwards harms nothing."""
+"""Tests the end of an agent's loop: events after it have no effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every transport promises, held against each of them with a second process as the peer."""
+"""Tests the contract of transports for each of them, with a second process as the peer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 @pytest.fixture(params=sorted(KINDS))
 def fresh(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """A pair of its own, for tests that break it."""
+    """A separate pair for tests that break it."""
     pair = Pair(request.param, f"fresh-{request.param}")
     yield pair
     pair.close()
@@ -112,7 +112,7 @@ def test_junk_metadata_is_a_typed_error_and_the_peer_stays_usable(pair: Pair) ->
         b"x" * (METADATA_BYTES_MAX + 1),
     ):
         if KINDS[pair.kind][0] == "Loopback" and junk == bytes(flipped):
-            continue  # No digest there: a flipped bit in an address is another address, which the kernel refuses.
+            continue  # Mooncake's metadata has no digest: a flipped bit in an address is another address, which the kernel refuses.
         with pytest.raises(PeerMetadataError):
             pair.transport.connect(junk)
     assert pair.write(100, pair.target, 100) is WriteState.DONE
@@ -152,7 +152,7 @@ def test_a_write_of_a_peer_whom_the_target_has_disconnected_lands_exactly_if_its
     assert landed is (WIRES[fresh.kind] not in fresh.transport.revocable)
 
 
-# Over NIXL's shared memory a write is over when it was posted; what Mooncake does is in its own tests.
+# Over NIXL's shared memory a posted write is complete. Mooncake has its own tests.
 @pytest.mark.parametrize("fresh", ["loopback", "nixl-tcp"], indirect=True)
 def test_a_write_that_had_begun_lands_although_its_memory_and_its_writer_were_let_go(fresh: Pair) -> None:
     if isinstance(fresh.transport, LoopbackTransport):
@@ -368,7 +368,7 @@ def test_no_write_to_a_dead_peer_is_ever_done_however_small(fresh: Pair) -> None
             assert fresh.write(0, fresh.target, length, b"n") is WriteState.FAILED
 
 
-# With others no write stays open that its peer does not take, or what becomes of it is in tests of their own.
+# Other transports leave no write open if the peer does not read, or have their own tests for it.
 @pytest.mark.parametrize("fresh", [kind for kind in sorted(KINDS) if kind.startswith("nixl")], indirect=True)
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_write_that_its_peer_never_takes_ends_at_the_latest_when_the_peer_is_disconnected(
@@ -378,7 +378,7 @@ def test_a_write_that_its_peer_never_takes_ends_at_the_latest_when_the_peer_is_d
     fresh.peer.signal(signal.SIGSTOP)
     address, target = row(fresh.source.ctypes.data), row(fresh.target)
     writes = []
-    # Notices fill a queue of some hundred that the two share; bytes over TCP fill what the kernel holds.
+    # Notices fill a shared queue of some hundred entries; bytes over TCP fill the kernel's buffers.
     length = REGION_BYTES if WIRES[fresh.kind] is Wire.TCP else 64
     while not writes or (fresh.transport.state(writes[-1]) is not WriteState.OPEN and len(writes) < 10_000):
         writes.append(post(fresh.transport, fresh.name, address, target, row(length), b"waits"))
@@ -386,7 +386,7 @@ def test_a_write_that_its_peer_never_takes_ends_at_the_latest_when_the_peer_is_d
     fresh.peer.signal(end)
     fresh.transport.disconnect(fresh.name)
     assert fresh.transport.state(writes[-1]) is WriteState.FAILED
-    # Inside a host bytes move in our own calls, so that none can come later.
+    # Inside a host bytes move within our own calls, so none can arrive later.
     assert fresh.transport.release(writes[-1]) is (WIRES[fresh.kind] is Wire.SHARED_MEMORY)
     other = fresh.start_peer(f"other-{fresh.kind}")
     target_of_other = other.ask("register", length=4096, fill=POISON)

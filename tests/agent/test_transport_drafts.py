@@ -1,4 +1,4 @@
-"""What every transport promises of a write between its draft and its start, held against each with a second process as the peer."""
+"""Tests the contract for a write between its draft and its start, for each transport, with a second process as the peer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNTOUCHED = bytes([POISON]) * SIZE
 
 @pytest.fixture(params=sorted(KINDS))
 def fresh(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """A pair of its own for each test: its target is poison everywhere."""
+    """A separate pair for each test; its target is poisoned everywhere."""
     pair = Pair(request.param, f"shared-{request.param}")
     yield pair
     pair.close()
@@ -37,7 +37,7 @@ def draft(pair: Pair, place: int = 0, notice: bytes = b"") -> Write:
 
 
 def assert_failed_untouched(pair: Pair, write: Write, why: str) -> None:
-    """A write is over, and the target has nothing of it."""
+    """Check that a write has ended and the target has none of its bytes."""
     assert pair.transport.state(write) is WriteState.FAILED
     assert why in write.error
     assert pair.transport.release(write)

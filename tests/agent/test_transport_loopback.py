@@ -1,4 +1,4 @@
-"""The loopback's faults, each on demand and each seen in the target's memory and notices."""
+"""Tests the loopback's faults on demand, by the target's memory and notices."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIZE = 4096
 
 
 class World:
-    """Two transports of this process, memory on both sides, and the plan of the sender's faults."""
+    """Two transports of this process, memory on both sides, and the sender's fault plan."""
 
     def __init__(self) -> None:
         self.sender = LoopbackTransport("sender", FaultPlan())

@@ -1,4 +1,4 @@
-"""What holds for Mooncake alone: when its writes are complete, what strangers can do to its ports, and its limits."""
+"""Tests properties of Mooncake alone: completion of its writes, attacks on its ports, and its limits."""
 
 from __future__ import annotations
 
@@ -142,12 +142,12 @@ def test_more_pieces_than_the_library_takes_all_arrive_and_threads_go_on_meanwhi
     stop.set()
     heart.join()
     assert scene.peer.read(1, 0, count * size) == scene.source[: count * size].tobytes()
-    # A call that kept Python's lock until the end would have let it beat once or twice.
+    # If the call had kept Python's GIL, there would be only one or two beats.
     assert beats >= BEATS_MIN
 
 
 class CountingEngine:
-    """The library's engine, with a count of the requests that are under way."""
+    """The library's engine, with a count of open requests."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -226,7 +226,7 @@ def test_junk_on_the_data_port_changes_no_memory_and_ends_nothing(scene: Scene) 
         WRITE.pack(4096, scene.target + REGION_BYTES - 4095, ACKNOWLEDGED_WRITE) + b"x" * 4096,
     ):
         with socket.create_connection(("127.0.0.1", port)) as link, contextlib.suppress(OSError):
-            # What is refused is cut off, perhaps before all of it was sent.
+            # A refused connection is closed, maybe before all of it was sent.
             link.sendall(junk)
             link.shutdown(socket.SHUT_WR)
             link.settimeout(10.0)
@@ -236,7 +236,7 @@ def test_junk_on_the_data_port_changes_no_memory_and_ends_nothing(scene: Scene) 
 
 
 def test_junk_on_the_handshake_port_ends_that_process_and_no_other(scene: Scene) -> None:
-    """A fact about the library, and why only pods of the deployment may reach the port; here, nobody's promise."""
+    """A fact about the library, not a contract of ours: the reason why only pods of the deployment may reach the port."""
     other = PeerProcess("Mooncake", "bystander")
     target = other.ask("register", length=4096, fill=POISON)
     name = scene.transport.connect(other.metadata())

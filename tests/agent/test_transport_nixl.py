@@ -1,4 +1,4 @@
-"""What holds for NIXL alone: open writes, damage in its metadata, its silence."""
+"""Tests properties of NIXL alone: open writes, damaged metadata, and that it prints nothing."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from longshore_agent.transports.nixl import NixlTransport
 from longshore_agent.transports.nixl_library import MAGIC, Envelope, inbox_name, unpack
 from longshore_agent.transports.state import Metadata, seal, unseal
 
-# Above what the sockets between two processes can hold, so that a write to a stopped peer stays open.
+# More than the sockets between two processes can hold, so that a write to a stopped peer stays open.
 LARGE_BYTES = 64 << 20
 
 
 class Stopped:
-    """A transport over TCP with a write posted to a peer that does not run."""
+    """A transport over TCP with a write posted to a stopped peer."""
 
     def __init__(self, name: str) -> None:
         self.peer = PeerProcess("NIXL", f"{name}-peer", {"UCX_TLS": "tcp,self"})
@@ -34,7 +34,7 @@ class Stopped:
         self.transport.register(self.source.ctypes.data, LARGE_BYTES)
         self.target = self.peer.ask("register", length=LARGE_BYTES, fill=0)
         self.name = self.transport.connect(self.peer.metadata())
-        # The first write also makes the connection, which a stopped peer could not.
+        # The first write also connects, which a stopped peer could not do.
         assert finish(self.transport, self.post(4096)) is WriteState.DONE
         self.peer.signal(signal.SIGSTOP)
         self.write = self.post(LARGE_BYTES)

@@ -1,4 +1,4 @@
-"""The effect of each variable of an agent on a worker's cores, from the variable's text to the core's effects. Time is an argument."""
+"""Tests the effect of each of an agent's variables on a worker's cores, from its text to the core's effects."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MS, S = 10**6, 10**9
 # A token is 1 KiB.
 MODEL = ModelShape(layers=4, kv_heads=4, head_dim=16, element_bytes=2)
 PREFILL, DECODE = PeerId("P", 0, 0), PeerId("D", 0, 0)
-# Buffers of which rooms of some thousand tokens need many, and nothing else that stands in the way.
+# Rooms of some thousand tokens need many of these buffers; other limits are large.
 SMALL = {
     "LONGSHORE_BACKEND": "Loopback",
     "LONGSHORE_LANE_BYTES": "1Mi",
@@ -128,7 +128,7 @@ def slab_count(tokens: int = 4096, device: str = "cpu", **settings: str) -> int:
 
 
 def writes_at_once(tokens: int = 4096, device: str = "cpu", **settings: str) -> int:
-    """Return how many slabs prefill may write before the first has arrived."""
+    """Return the number of slabs that prefill may write before the first has arrived."""
     cores = Cores.of(device, **settings)
     cores.begin(tokens)
     assert cores.writes
@@ -267,7 +267,7 @@ def test_memory_for_ready_tokens_waits_for_bytes_as_long_as_the_write_timeout(ti
     cores = Cores.of(write_timeout_s=str(timeout_s), peer_timeout_s="3000", lease_s="3000")
     cores.begin(64)
     assert cores.writes
-    # The core looks when it repeats itself, which it does ever less often.
+    # The core checks when it repeats a message, which it does with growing intervals.
     while not cores.ended and cores.now_ns < 2 * timeout_s * S:
         cores.tick_both(min(core.next_due_ns() for core in (cores.source, cores.target)))
         cores.settle()

@@ -1,4 +1,4 @@
-"""The effect of each variable of an agent on how workers hold and move bytes: real lanes, rings, threads, writes, in one process."""
+"""Tests the effect of each of an agent's variables on moving bytes, with real lanes, rings and threads in one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pair(make: Make, **settings: str) -> tuple[Side, Side]:
 
 
 def moved(make: Make, **settings: str) -> Side:
-    """Move one room and compare its bytes; return the prefill side, which has counted."""
+    """Move one room and compare its bytes; return the prefill side with its counters."""
     source, target = pair(make, **settings)
     run(source, target, 1)
     assert (source.ended[1].reason, target.ended[1].reason) == (Reason.NONE, Reason.NONE)

@@ -1,4 +1,4 @@
-"""A worker whose control thread fails, as one of a GPU that does not answer any more, or whose transport hangs: its process ends, whatever hangs in it."""
+"""Tests that a worker's process ends if its control thread fails, for example after a GPU's failure, or its transport hangs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-# The last thread would keep an interpreter from ending for ever, as native code that is torn down may.
+# The extra thread would keep the interpreter from ending, as hanging native code may.
 PROGRAM = """
 import threading
 from types import SimpleNamespace
@@ -43,7 +43,7 @@ def test_a_worker_whose_control_thread_fails_ends_at_once_and_says_why() -> None
     assert "CUDA_ERROR_ILLEGAL_ADDRESS" in ended.stderr
 
 
-# A library that hangs inside a call may hold a lock that its end needs.
+# A library that hangs in a call may hold a lock that its shutdown needs.
 STUCK = """
 import threading
 from types import SimpleNamespace

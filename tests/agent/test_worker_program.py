@@ -1,6 +1,6 @@
-"""A worker that cannot start, and the last messages of one that ends.
+"""Tests a worker that cannot start, and the last messages of a worker that ends.
 
-If no other start would help, the engine is told; else the worker is started again.
+If a restart cannot help, the engine gets the error; otherwise the worker is restarted.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from longshore_wire.errors import LongshoreError, Reason
 
 
 class EndedError(Exception):
-    """The process would have ended here."""
+    """Raised where the process would end."""
 
 
 def started(monkeypatch: pytest.MonkeyPatch, failure: LongshoreError) -> list[Any]:
-    """Run the program of a worker that fails to start so; return what it says to its supervisor."""
+    """Run the program of a worker that fails to start with this error; return its messages to the supervisor."""
     near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     config = SimpleNamespace(name="p/0/0", device="GPU-1", settings=Settings())
 

@@ -1,4 +1,4 @@
-"""A worker starts as soon as its engine comes; one that cannot says why, and its engine is told so at once."""
+"""Tests that a worker starts when its engine connects. If it cannot start, the engine gets the reason at once."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from longshore_wire.errors import Reason
 
 UNKNOWN = "GPU-7e375b68-5e7c-3244-17df-0d90019d4b71"
 LAYOUT = KVLayout(ModelShape(2, 2, 64, 2), Parallel(), 16)
-# Loading a worker's libraries on a machine that is busy with other things.
+# Time to load a worker's libraries on a busy machine.
 START_LIMIT_S = 60.0
-# Nobody imports fastapi before a file is there.
+# Delays the import of fastapi until a file exists.
 GATE = """
 import pathlib, sys, time
 class Gate:
@@ -34,7 +34,7 @@ sys.meta_path.insert(0, Gate())
 
 @pytest.fixture
 def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervisor]:
-    # As on a node that has a driver, where only the worker can tell which GPUs there are.
+    # As on a node with a driver, where only the worker can list the GPUs.
     monkeypatch.setattr(reception, "_DRIVER_FILE", Path("/dev/null"))
     found = Supervisor(Settings(deployment="tests/start", run_directory=str(tmp_path)))
     thread = threading.Thread(target=found.run)

@@ -1,4 +1,4 @@
-"""A transport of the test's process that is connected to a second process, of each kind that the contract suite knows."""
+"""Provides a transport of the test's process, connected to a second process, for each kind in the contract suite."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transport_peer import PeerProcess, finish, post, row
 from longshore_agent.transports import create
 from longshore_agent.transports.base import Transport, Wire, WriteState
 
-# Backend, UCX_TLS, allowed wires. NIXL without TCP opens no port, and UCX tells it less of dead peers.
+# Backend, UCX_TLS, allowed wires. NIXL without TCP opens no port, and UCX reports fewer deaths of peers to it.
 KINDS: dict[str, tuple[str, str, tuple[Wire, ...]]] = {
     "loopback": ("Loopback", "", ()),
     "mooncake-tcp": ("Mooncake", "", ()),
@@ -58,7 +58,7 @@ class Pair:
         return peer
 
     def write(self, offset: int, target: int, length: int, notice: bytes = b"", peer: str = "") -> WriteState:
-        """Write one piece, bring it to its end and give it back."""
+        """Write one piece, wait for its end and release it."""
         address = row(self.source.ctypes.data + offset)
         write = post(self.transport, peer or self.name, address, row(target), row(length), notice)
         state = finish(self.transport, write)
@@ -66,11 +66,11 @@ class Pair:
         return state
 
     def told(self, *notices: bytes) -> list[bytes]:
-        """What `notices` become at a target: all of them where the transport tells of arrival, none elsewhere."""
+        """Return the notices that a target gets: all if the transport reports arrivals, otherwise none."""
         return list(notices) if self.transport.notifies else []
 
     def notices(self, count: int) -> list[bytes]:
-        """What the peer was told since it was last asked; waits for `count` of them where it is told at all."""
+        """Return the peer's notices since the last call; wait for `count` of them if the transport reports arrivals."""
         found = self.peer.wait_notices(count if self.transport.notifies else 0)
         assert {notice["peer"] for notice in found} <= {f"shared-{self.kind}"}
         return [bytes.fromhex(notice["notice"]) for notice in found]

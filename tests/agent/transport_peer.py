@@ -42,7 +42,7 @@ def post(transport: Transport, peer: str, sources: Any, targets: Any, lengths: A
 
 
 def finish(transport: Transport, write: Write, limit_s: float = ANSWER_LIMIT_S) -> WriteState:
-    """Poll a write to its end, and the own notices too: a worker does both."""
+    """Poll a write until its end, and our own notices, as a worker does."""
     end = time.monotonic() + limit_s
     while (state := transport.state(write)) is WriteState.OPEN and time.monotonic() < end:
         select.select([], [], [], 0.0002)
@@ -50,14 +50,14 @@ def finish(transport: Transport, write: Write, limit_s: float = ANSWER_LIMIT_S) 
 
 
 def mooncake_ports(pid: int) -> dict[str, int]:
-    """The ports on which a process with Mooncake listens: `data` for both versions of IP, `handshake` for the old one."""
-    # What else an agent listens on is bound to one address.
+    """Return the ports on which a process with Mooncake listens: `data` for IPv4 and IPv6, `handshake` for IPv4."""
+    # An agent's other sockets are bound to one address.
     open_ports = [port for port in listening(pid) if port.address in ("0.0.0.0", "::")]
     return {"handshake" if port.kind == "tcp" else "data": port.port for port in open_ports}
 
 
 def strike(port: int, host: str = "127.0.0.1", source: str = "127.0.0.1") -> None:
-    """Send what ends a process with Mooncake to its handshake port: a list where the library expects an object."""
+    """Send a message that crashes Mooncake to its handshake port: a list instead of the expected object."""
     body = b"\2[]"
     with socket.create_connection((host, port), source_address=(source, 0)) as link:
         link.sendall(struct.pack("<Q", len(body)) + body)
@@ -67,9 +67,9 @@ class PeerProcess:
     """The parent's end: starts the script, sends commands, waits for answers.
 
     Args:
-        wires: those that it may use; empty: any.
+        wires: the allowed wires; empty: any.
         host: the address for its ports; empty: the transport's own choice.
-        inside: a command that starts it elsewhere.
+        inside: a prefix of its command, such as nsenter.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class PeerProcess:
         return int(fields[11]) + int(fields[12])
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal that ends, stops or wakes it; it has done so with all of its threads on return."""
+        """Send a signal that ends, stops or continues it; return when all of its threads have done so."""
         self.process.send_signal(number)
         if number == signal.SIGKILL:
             self.process.wait()
@@ -145,7 +145,7 @@ class PeerProcess:
 
 
 class Server:
-    """The child's end. Each method is a command; what it returns is the answer."""
+    """The child's end. Each method is a command; its return value is the answer."""
 
     def __init__(self, backend: str, name: str, host: str, wires: Sequence[str]) -> None:
         options: dict[str, Any] = {"wires": [Wire[name] for name in wires]} if wires else {}
