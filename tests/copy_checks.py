@@ -16,7 +16,18 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from page_shapes import GUARD_BYTES, POISON, Shape, chosen_of, contents, create_memfd, opened, page_ids, trailer_for
+from page_shapes import (
+    GUARD_BYTES,
+    POISON,
+    Shape,
+    chosen_of,
+    contents,
+    create_memfd,
+    opened,
+    page_ids,
+    plane_of,
+    trailer_for,
+)
 
 from longshore_agent.kernels import reference
 from longshore_agent.kernels.copier import Pages, Slab, View, pool_view
@@ -412,7 +423,7 @@ def check_far(what: str) -> int:
     with laid_out(layout, PoolGeometry(3, (9 << 30,), planes)) as pool:
         generator = np.random.default_rng(5)
         for index in range(2):
-            pool.plane(index)[:] = generator.integers(0, 256, pool.plane(index).shape, np.uint8)
+            plane_of(pool, index)[:] = generator.integers(0, 256, plane_of(pool, index).shape, np.uint8)
         table = DevicePages(pool, [address for address, _ in pool.regions], CPU)
         stream, chosen = CopyStream(CPU), (range(1), range(2))
         view = pool_view(pool, pages, 0, *chosen)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -92,6 +93,26 @@ class Shape:
                 for i, plane in enumerate(planes)
             )
         return PoolGeometry(self.page_count, regions, planes)
+
+
+_ELEMENT_DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+def plane_of(pool: KVPool, index: int) -> npt.NDArray[np.unsignedinteger[Any]]:
+    """One plane of a pool, [pages, page_tokens, heads, head_dim], in its element size; valid only inside `in_use`.
+
+    With PageOrder.OPAQUE: [pages, 1, heads, bytes of a blob].
+    """
+    unit = 1 if pool.layout.order is PageOrder.OPAQUE else pool.layout.model.element_bytes
+    plane = pool.geometry.planes[index]
+    # OPAQUE has no token stride, and a dimension of size 1 needs none.
+    return np.ndarray(
+        (pool.page_count, pool.page_tokens, pool.head_count, pool.row_bytes // unit),
+        _ELEMENT_DTYPES[unit],
+        pool.region(plane.region).data,
+        plane.offset,
+        (plane.page_stride, plane.token_stride or unit, plane.head_stride, unit),
+    )
 
 
 def create_memfd(name: str, length_bytes: int) -> int:

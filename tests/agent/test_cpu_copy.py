@@ -19,6 +19,7 @@ from page_shapes import (
     opened,
     page_ids,
     payload_bytes,
+    plane_of,
     requests_of,
     trailer_for,
 )
@@ -124,9 +125,9 @@ def test_pages_to_pages_and_through_a_slab_give_the_bytes_that_indexing_finds(
         for plane in range(6):
             for token in range(*tokens):
                 page = source_pages[token // source_size - tokens[0] // source_size]
-                sent = source.plane(plane)[page, token % source_size, 4:7]
+                sent = plane_of(source, plane)[page, token % source_size, 4:7]
                 page = target_pages[token // target_size - tokens[0] // target_size]
-                assert np.array_equal(target.plane(plane)[page, token % target_size], sent)
+                assert np.array_equal(plane_of(target, plane)[page, token % target_size], sent)
         far = pool_view(other, target_pages, tokens[0] // target_size, range(3), range(3))
         assert copy_rows(near, far, tokens) == slab.size
         assert all(map(np.array_equal, contents(target), contents(other)))
@@ -155,7 +156,7 @@ def test_opaque_pages_travel_as_whole_blobs_and_cannot_be_entered_in_the_middle(
         assert payload_bytes(source, tokens, *chosen) == 2 * 5 * 2 * 1000
         copy_rows(*chosen_of(target, pages, tokens, *chosen, slab)[::-1], tokens)
         for layer in (1, 2):
-            assert np.array_equal(target.plane(layer)[pages, :, 1:3], source.plane(layer)[pages, :, 1:3])
+            assert np.array_equal(plane_of(target, layer)[pages, :, 1:3], plane_of(source, layer)[pages, :, 1:3])
         near = pool_view(source, pages, 2, *chosen)
         with pytest.raises(ShapeError, match="tokens"):
             copy_rows(near, pool_view(target, pages, 2, *chosen), (33, 101))

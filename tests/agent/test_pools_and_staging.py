@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from page_shapes import create_memfd
+from page_shapes import create_memfd, plane_of
 
 from longshore_agent.errors import PoolError, ShapeError
 from longshore_agent.memory.pools import KVPool, check_geometry
@@ -158,10 +158,10 @@ def test_what_the_engine_writes_is_seen_in_the_pools_planes_and_back(descriptor:
     pool = KVPool(LAYOUT, GEOMETRY, [descriptor])
     number = PLANE_BYTES * 3 + 2 * PAGE_BYTES + 1 * HEADS * HEAD_DIM * 2 + 1 * HEAD_DIM * 2
     os.pwrite(descriptor, (-1234).to_bytes(2, "little", signed=True), number)
-    assert pool.plane(3).shape == (PAGE_COUNT, PAGE_SIZE, HEADS, HEAD_DIM)
-    assert pool.plane(3).dtype == np.uint16
-    assert int(pool.plane(3)[2, 1, 1, 0]) == 2**16 - 1234
-    pool.plane(3)[2, 1, 1, 0] = 77
+    assert plane_of(pool, 3).shape == (PAGE_COUNT, PAGE_SIZE, HEADS, HEAD_DIM)
+    assert plane_of(pool, 3).dtype == np.uint16
+    assert int(plane_of(pool, 3)[2, 1, 1, 0]) == 2**16 - 1234
+    plane_of(pool, 3)[2, 1, 1, 0] = 77
     assert int.from_bytes(os.pread(descriptor, 2, number), "little") == 77
     assert pool.regions[0][1] == 4 * PLANE_BYTES
     assert pool.regions[0][0] == pool.region(0).ctypes.data
@@ -183,7 +183,7 @@ def test_planes_of_equal_strides_are_one_run_and_their_addresses_are_those_of_th
     ]
     for run in pool.plane_runs:
         for index, address in enumerate(run.addresses, run.first):
-            assert address == pool.plane(index).ctypes.data
+            assert address == plane_of(pool, index).ctypes.data
     pool.close()
 
 
@@ -206,7 +206,7 @@ def test_close_unmaps_at_once_even_when_views_exist_and_keeps_no_descriptor(desc
     pool = KVPool(LAYOUT, GEOMETRY, [descriptor])
     assert len(mapped_ranges("longshore-pools-test")) == 1
     assert open_descriptors("longshore-pools-test") == 1
-    kept = [pool.plane(0), pool.region(0)]
+    kept = [plane_of(pool, 0), pool.region(0)]
     assert pool.close()
     assert mapped_ranges("longshore-pools-test") == []
     assert pool.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,14 +76,15 @@ def test_a_buffer_is_zero_then_what_was_written_and_gone_when_closed(
     tell(capsys, f"{kind} has given {LENGTH} bytes at {buffer.address:#x}")
     assert before - free_bytes(torch) >= LENGTH
     ends = (0, LENGTH // 2, LENGTH - 8)
-    assert [buffer.bytes_at(offset, 8) for offset in ends] == [bytes(8)] * 3
-    seen = torch.as_tensor(buffer, device="cuda:0")
+    assert [device.read(buffer.address + offset, 8) for offset in ends] == [bytes(8)] * 3
+    place = {"shape": (LENGTH,), "typestr": "|u1", "data": (buffer.address, False), "version": 3}
+    seen = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=place), device="cuda:0")
     assert torch.equal(seen.cpu(), torch.zeros(LENGTH, dtype=torch.uint8))
     expected = torch.arange(LENGTH, dtype=torch.int64).mul_(7).remainder_(251).to(torch.uint8)
     seen.copy_(expected)
     torch.cuda.synchronize(0)
     assert torch.equal(seen.cpu(), expected)
-    assert [buffer.bytes_at(offset, 8) for offset in ends] == [
+    assert [device.read(buffer.address + offset, 8) for offset in ends] == [
         bytes(expected[offset : offset + 8].tolist()) for offset in ends
     ]
     del seen

@@ -63,8 +63,8 @@ class CpuCopier:
         source, target = copy.source, copy.target
         if isinstance(source, Slab):
             if copy.accepts is not None:
-                trailer = source.memory.bytes_at(source.offset_bytes + aligned(source.payload_bytes), TRAILER_BYTES)
-                if not copy.accepts(trailer):
+                trailer_offset_bytes = source.offset_bytes + aligned(source.payload_bytes)
+                if not copy.accepts(_buffer_of(source).bytes_at(trailer_offset_bytes, TRAILER_BYTES)):
                     return _REFUSED
             assert isinstance(target, View), "one side is packed at most"
             source = _packed(source, target, copy.tokens, source.payload_bytes)
@@ -75,9 +75,13 @@ class CpuCopier:
         return _DONE
 
 
-def _packed(slab: Slab, like: View, tokens: tuple[int, int], length_bytes: int) -> View:
+def _buffer_of(slab: Slab) -> StagingBuffer:
     assert isinstance(slab.memory, StagingBuffer), "a CPU's slab"
-    return slab_view(slab.memory.view(slab.offset_bytes, length_bytes), like, tokens)
+    return slab.memory
+
+
+def _packed(slab: Slab, like: View, tokens: tuple[int, int], length_bytes: int) -> View:
+    return slab_view(_buffer_of(slab).view(slab.offset_bytes, length_bytes), like, tokens)
 
 
 # A slab of at most this size is still in the L2 cache when the transport reads it. A larger one bypasses the cache.

@@ -118,17 +118,6 @@ class DeviceStagingBuffer(StagingPieces):
             self.close()
             raise
 
-    @property
-    def __cuda_array_interface__(self) -> dict[str, object]:
-        """The whole buffer, in the form in which tensor libraries import memory."""
-        return {"shape": (self.length_bytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
-
-    def bytes_at(self, offset_bytes: int, length_bytes: int) -> bytes:
-        """Return a copy of a few bytes, such as a trailer. Raises ShapeError outside the buffer."""
-        self._check(offset_bytes, length_bytes)
-        assert self._is_open, "a read of a closed staging buffer"
-        return self._device.read(self.address + offset_bytes, length_bytes)
-
     def close(self) -> None:
         """Free the memory. No registration and no device work may use it. Idempotent."""
         if self._is_open:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from longshore_agent.memory.device_memory import DeviceMapping
 from longshore_wire.errors import LayoutError, LongshoreError, Reason
 from longshore_wire.layout import KVLayout, PageOrder, PoolGeometry
-
-_ELEMENT_DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
 class PlaneRun(NamedTuple):
@@ -47,7 +45,6 @@ class KVPool:
     Attributes:
         layout, geometry: as registered.
         layer_count: local layers.
-        kinds: planes a layer: 2 (K and V), or 1 (latent, or K and V together in a blob).
         head_count: local heads.
         row_bytes: bytes of one head of one token (of one page with PageOrder.OPAQUE), without gaps.
         page_tokens: rows of one head in a page.
@@ -83,7 +80,6 @@ class KVPool:
         self.layout = layout
         self.geometry = geometry
         self.layer_count = len(layout.layers)
-        self.kinds = layout.plane_count // self.layer_count
         self.head_count = len(layout.heads)
         self.row_bytes = row_bytes(layout)
         self.page_tokens = 1 if layout.order is PageOrder.OPAQUE else layout.page_size
@@ -118,22 +114,6 @@ class KVPool:
     def region(self, index: int) -> npt.NDArray[np.uint8]:
         """Return the bytes of one region. Valid only inside `in_use`."""
         return self._regions[index]
-
-    def plane(self, index: int) -> npt.NDArray[np.unsignedinteger[Any]]:
-        """Return one plane, [pages, page_tokens, heads, head_dim], in the pool's element size. Valid only inside `in_use`.
-
-        With PageOrder.OPAQUE: [pages, 1, heads, bytes of a blob].
-        """
-        unit = 1 if self.layout.order is PageOrder.OPAQUE else self.layout.model.element_bytes
-        plane = self.geometry.planes[index]
-        # OPAQUE has no token stride, and a dimension of size 1 needs none.
-        return np.ndarray(
-            (self.page_count, self.page_tokens, self.head_count, self.row_bytes // unit),
-            _ELEMENT_DTYPES[unit],
-            self._regions[plane.region].data,
-            plane.offset,
-            (plane.page_stride, plane.token_stride or unit, plane.head_stride, unit),
-        )
 
     def check_pages(self, pages: npt.NDArray[np.int32], *, unique: bool = False) -> None:
         """Raise LongshoreError unless each page id is in [0, page_count); names the first wrong index.

@@ -53,10 +53,6 @@ class StagingPieces:
                 f"offset_bytes {offset_bytes} and length_bytes {length_bytes}: the buffer has {self.length_bytes} bytes"
             )
 
-    def bytes_at(self, offset_bytes: int, length_bytes: int) -> bytes:
-        """Return a copy of a few bytes, such as a trailer. Raises ShapeError outside the buffer."""
-        raise NotImplementedError
-
 
 class StagingBuffer(StagingPieces):
     """Private memory whose pages are all touched before the first transfer, so that none faults during one.

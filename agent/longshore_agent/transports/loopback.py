@@ -340,12 +340,11 @@ class LoopbackTransport(Checked[_Peer]):
     def close(self) -> None:
         """Release everything. Waiting writes never land. Idempotent."""
         with self._lock:
-            if self._closed:
+            peers = self._take_peers()
+            if peers is None:
                 return
-            self._closed = True
-            for peer in self._peers.values():
+            for peer in peers:
                 self._forget(peer)
-            self._peers.clear()
             self._socket.close()
 
     def _befall(self, write: LoopbackWrite, fault: Fault) -> None:

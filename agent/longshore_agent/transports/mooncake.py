@@ -295,12 +295,11 @@ class MooncakeTransport(Checked[Peer]):
     def close(self) -> None:
         """Stop the library and abandon open writes. Takes up to a second, the sleep of the library's listener."""
         with self._lock:
-            if self._closed:
+            peers = self._take_peers()
+            if peers is None:
                 return
-            self._closed = True
-            for peer in self._peers.values():
+            for peer in peers:
                 self._part(peer)
-            self._peers.clear()
             # The library stops with its last reference; a thread inside a call still has one.
             self._engine = None
             unmappers = self._unmappers

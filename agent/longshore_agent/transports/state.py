@@ -286,6 +286,15 @@ class Connected(Generic[_Peer]):
             raise TransportError(f"{self.backend} peer {name!r} is not connected: connect its metadata first")
         return peer
 
+    def _take_peers(self) -> list[_Peer] | None:
+        """Close this transport's life; return and forget its peers. None: it was closed before."""
+        if self._closed:
+            return None
+        self._closed = True
+        peers = list(self._peers.values())
+        self._peers.clear()
+        return peers
+
     def _sealed(self, content: Metadata) -> bytes:
         """Return this worker's metadata for peers. Raises TransportError if it is too long."""
         packed = seal(self.magic, content)
