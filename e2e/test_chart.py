@@ -121,6 +121,24 @@ def test_the_operators_pod_keeps_to_the_restricted_profile(plane: ControlPlane, 
     until(made, "the pod was admitted")
 
 
+def test_the_notes_say_how_to_remove_what_a_release_leaves(
+    plane: ControlPlane, namespace: str, release: str, account: Path, deployments: Deployments
+) -> None:
+    watched = namespace if release == "namespaced" else ""
+    with OperatorProcess(plane, namespace, account, watch_namespace=watched, lease_name="longshore-operator"):
+        deployments.apply()
+        deployments.wait_reason("Ready", "Ready", limit_s=90)
+    notes = helm(plane, "get", "notes", "longshore", "-n", namespace).stdout
+    assert helm(plane, "uninstall", "longshore", "-n", namespace, "--wait").returncode == 0
+    assert len(deployments.pods()) == len(deployments.ours("ds")) + 1
+    commands = [line.split()[1:] for line in notes.splitlines() if line.startswith("  kubectl") and " delete " in line]
+    # Other tests need the definition and their own deployments.
+    assert commands.pop() == ["delete", "crd", CRD.stem]
+    for words in commands:
+        plane.kubectl(*(word.replace("--all-namespaces", f"--namespace={namespace}") for word in words))
+    until(lambda: deployments.names("dgdep,ds,cm,svc,sa,netpol,secret,pod,lease") == set(), "nothing is left")
+
+
 @pytest.fixture
 def second_namespace(plane: ControlPlane, namespace: str) -> Iterator[str]:
     plane.kubectl("create", "namespace", f"{namespace}-b")
