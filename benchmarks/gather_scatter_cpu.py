@@ -24,8 +24,8 @@ import numpy.typing as npt
 from longshore_agent.kernels import reference
 from longshore_agent.kernels.copier import Bytes, Pages, View, pool_view, slab_view
 from longshore_agent.kernels.cpu_copy import copy_rows
+from longshore_agent.memory.host_memory import StagingBuffer
 from longshore_agent.memory.pools import KVPool
-from longshore_agent.memory.staging import StagingBuffer
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry
 from longshore_wire.trailer import slab_bytes
 

@@ -41,8 +41,8 @@ from longshore_agent.kernels.device_grid import Tuning
 from longshore_agent.kernels.device_kernel import CopyStream
 from longshore_agent.kernels.device_launch import TUNINGS, BoundCopy, DevicePages, HeldPages, Paged
 from longshore_agent.memory import cuda
+from longshore_agent.memory.host_memory import StagingPieces
 from longshore_agent.memory.pools import KVPool
-from longshore_agent.memory.staging import StagingPieces
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry
 from longshore_wire.trailer import Trailer, slab_bytes
 

@@ -34,8 +34,8 @@ from longshore_agent.kernels.copier import Pages, Slab, View, pool_view
 from longshore_agent.kernels.device_grid import Tuning
 from longshore_agent.kernels.device_kernel import CopyStream
 from longshore_agent.kernels.device_launch import BoundCopy, DevicePages, HeldPages, Paged, Place, Side, shape_of
+from longshore_agent.memory.host_memory import StagingPieces
 from longshore_agent.memory.pools import KVPool
-from longshore_agent.memory.staging import StagingPieces
 from longshore_wire.errors import LongshoreError
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry
 from longshore_wire.trailer import SealedTrailer, slab_bytes

@@ -28,7 +28,7 @@ from longshore_agent.kernels import device_launch
 from longshore_agent.kernels.copier import Copy, Slab, pool_view
 from longshore_agent.memory import cuda
 from longshore_agent.memory import pools as pools_module
-from longshore_agent.memory.staging import StagingBuffer
+from longshore_agent.memory.host_memory import StagingBuffer
 from longshore_wire.errors import LongshoreError
 
 

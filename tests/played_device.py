@@ -21,8 +21,8 @@ from longshore_agent.kernels.copier import Copy, Slab, View
 from longshore_agent.kernels.copy_kernel import ARGUMENTS, constants
 from longshore_agent.kernels.device_kernel import CopyStream
 from longshore_agent.memory import cuda
+from longshore_agent.memory.host_memory import StagingBuffer
 from longshore_agent.memory.pools import KVPool
-from longshore_agent.memory.staging import StagingBuffer
 
 CPU = torch.device("cpu")
 DEVICE: Any = SimpleNamespace(index=0, name="GPU-0", enter=lambda: None)

@@ -27,8 +27,8 @@ import numpy as np
 from longshore_agent.errors import TransportError
 from longshore_agent.kernels.copier import View, pool_view, slab_view
 from longshore_agent.kernels.cpu_copy import compile_loop, copy_rows
+from longshore_agent.memory.host_memory import StagingBuffer
 from longshore_agent.memory.pools import KVPool
-from longshore_agent.memory.staging import StagingBuffer
 from longshore_agent.pipeline.runners import sleep_until
 from longshore_agent.pipeline.waits import Written
 from longshore_agent.settings import Settings

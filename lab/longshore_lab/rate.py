@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore_agent.errors import TransportError
-from longshore_agent.memory.staging import StagingBuffer
+from longshore_agent.memory.host_memory import StagingBuffer
 from longshore_agent.transports import BACKENDS, create
 from longshore_agent.transports.answers import own_output, say
 from longshore_agent.transports.base import Part, Pieces, Transport, Wire, Write, WriteState

@@ -6,7 +6,7 @@ from typing import Any
 
 from fake_device import TRAILER_KEY, FakeDevice, FakeTransport
 
-from longshore_agent.memory.staging import StagingPieces
+from longshore_agent.memory.host_memory import StagingPieces
 from longshore_agent.pipeline.life import InboundTools, LaneCounts, OutboundTools
 from longshore_agent.pipeline.runners import COPIES_AHEAD_MAX, DIRECT_COPIES_MAX, WRITES_OPEN_MAX, EventRunner
 from longshore_agent.pipeline.slabs import Ends, StageLog

@@ -28,8 +28,8 @@ from longshore_agent.errors import PoolError, ShapeError
 from longshore_agent.kernels import reference
 from longshore_agent.kernels.copier import Pages, View, pool_view
 from longshore_agent.kernels.cpu_copy import Strides, copy_addresses, copy_rows
+from longshore_agent.memory.host_memory import StagingBuffer
 from longshore_agent.memory.pools import KVPool
-from longshore_agent.memory.staging import StagingBuffer
 from longshore_wire import trailer as trailers
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.layout import PageOrder

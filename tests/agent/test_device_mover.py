@@ -15,8 +15,8 @@ from fake_device import RING, FakeDevice, FakeTransport, PlayedOutbound, effect_
 from page_shapes import Shape, opened
 
 from longshore_agent.errors import DeviceError
+from longshore_agent.memory.host_memory import StagingBuffer
 from longshore_agent.memory.pools import KVPool
-from longshore_agent.memory.staging import StagingBuffer
 from longshore_agent.pipeline.slabs import PageTable
 from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics

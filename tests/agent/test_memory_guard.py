@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from longshore_agent.errors import PoolError
-from longshore_agent.memory import ipc
-from longshore_agent.memory.ipc import map_shared
+from longshore_agent.memory import host_memory
+from longshore_agent.memory.host_memory import map_shared
 
 LIMIT_S = 60.0
 PAGE_BYTES = 4096
 _MAP = """
 import os
-from longshore_agent.memory.ipc import Mapping, _handler, map_shared
+from longshore_agent.memory.host_memory import Mapping, _handler, map_shared
 descriptor = os.memfd_create("longshore-guard-test", os.MFD_CLOEXEC)
 os.ftruncate(descriptor, 8 * 4096)
 """
@@ -45,10 +45,10 @@ def test_what_is_gone_reads_as_zeros_and_what_is_left_as_it_was():
     view = mapping.bytes_view()
     view[:] = 7
     os.ftruncate(descriptor, 3 * PAGE_BYTES)
-    before = ipc.torn_count()
+    before = host_memory.torn_count()
     assert (int(view[3 * PAGE_BYTES - 1]), mapping.torn) == (7, False)
     assert (int(view[5 * PAGE_BYTES]), mapping.torn) == (0, True)
-    assert ipc.torn_count() > before
+    assert host_memory.torn_count() > before
     view[7 * PAGE_BYTES] = 1
     assert int(view[: 3 * PAGE_BYTES].sum()) == 7 * 3 * PAGE_BYTES
     assert int(view[5 * PAGE_BYTES :].sum()) == 1
@@ -65,7 +65,7 @@ def test_threads_that_copy_from_memory_that_goes_meanwhile_all_come_back():
 
     def copy(view: np.ndarray) -> None:
         copying.wait(LIMIT_S)
-        while not ipc.torn_count() or view.any():
+        while not host_memory.torn_count() or view.any():
             view.copy()
 
     for mapping in mappings:
@@ -86,7 +86,7 @@ def test_threads_that_copy_from_memory_that_goes_meanwhile_all_come_back():
 
 
 def test_a_range_that_is_unmapped_is_guarded_no_longer_and_its_place_is_taken_again():
-    handler = ipc._handler()
+    handler = host_memory._handler()
     free = len(handler._free)
     descriptor = memory(PAGE_BYTES)
     for _ in range(3):
@@ -96,7 +96,7 @@ def test_a_range_that_is_unmapped_is_guarded_no_longer_and_its_place_is_taken_ag
 
 
 def test_more_ranges_than_the_table_holds_are_refused_by_name(monkeypatch):
-    monkeypatch.setattr(ipc._handler(), "_free", [])
+    monkeypatch.setattr(host_memory._handler(), "_free", [])
     descriptor = memory(PAGE_BYTES)
     with pytest.raises(PoolError, match="register pools of fewer regions"):
         map_shared(descriptor, PAGE_BYTES)

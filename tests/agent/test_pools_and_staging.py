@@ -14,8 +14,8 @@ import pytest
 from page_shapes import create_memfd, plane_of
 
 from longshore_agent.errors import PoolError, ShapeError
+from longshore_agent.memory.host_memory import StagingBuffer
 from longshore_agent.memory.pools import KVPool, check_geometry
-from longshore_agent.memory.staging import StagingBuffer
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry
 

@@ -12,7 +12,7 @@ from page_shapes import Shape
 
 from longshore_agent.kernels.cpu_copy import CpuCopier
 from longshore_agent.memory.cuda import Allocation
-from longshore_agent.memory.staging import StagingBuffer
+from longshore_agent.memory.host_memory import StagingBuffer
 from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder

@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore_agent.errors import ShapeError
+from longshore_agent.memory.host_memory import StagingPieces
 from longshore_agent.memory.pools import KVPool, PlaneRun, plane_runs, row_bytes
-from longshore_agent.memory.staging import StagingPieces
 from longshore_wire.layout import KVLayout, PageOrder, PoolGeometry
 from longshore_wire.trailer import SealedTrailer
 

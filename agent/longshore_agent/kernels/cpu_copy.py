@@ -19,8 +19,8 @@ import numpy as np
 
 from longshore_agent.errors import ShapeError
 from longshore_agent.kernels.copier import Copy, Numbers, Pages, Slab, Ticket, View, check_fit, segments, slab_view
+from longshore_agent.memory.host_memory import StagingBuffer
 from longshore_agent.memory.pools import KVPool, PlaneRun
-from longshore_agent.memory.staging import StagingBuffer
 from longshore_wire.trailer import TRAILER_BYTES, SealedTrailer, aligned, slab_bytes
 
 

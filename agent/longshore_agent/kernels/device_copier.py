@@ -18,8 +18,8 @@ from longshore_agent.kernels.copier import Copy, IdentityCache, Pages, Slab, Vie
 from longshore_agent.kernels.device_kernel import CopyStream
 from longshore_agent.kernels.device_launch import BoundCopy, DevicePages, HeldPages, Paged, Place, Side, shape_of
 from longshore_agent.memory import cuda
+from longshore_agent.memory.host_memory import StagingPieces
 from longshore_agent.memory.pools import KVPool
-from longshore_agent.memory.staging import StagingPieces
 from longshore_wire.errors import LongshoreError
 from longshore_wire.trailer import TRAILER_BYTES, aligned
 

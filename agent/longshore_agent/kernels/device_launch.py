@@ -37,6 +37,16 @@ from longshore_wire.errors import LongshoreError
 from longshore_wire.trailer import SealedTrailer, slab_bytes
 
 _ID_BYTES = 4
+_KERNEL = DeviceKernel(copy_kernel, constants, ARGUMENTS)
+# Keys: whether source and target are slabs, for gather, scatter and direct copy. Values: the best of sweeps on H200s:
+# benchmarks/gather_scatter_gpu.py --sweep and benchmarks/direct_gpu.py --sweep.
+TUNINGS = {
+    (False, True): Tuning(tile_bytes=8192),
+    (True, False): Tuning(tile_bytes=4096, warps=4),
+    (False, False): Tuning(tile_bytes=8192),
+}
+_TRAILER_WORDS = struct.Struct("<8q")
+_NO_TAIL = (0,) * 9
 
 
 class DevicePages:
@@ -173,18 +183,6 @@ def _are_unique(pool: KVPool, ids: Pages) -> bool:
     except LongshoreError:
         return False
     return True
-
-
-_KERNEL = DeviceKernel(copy_kernel, constants, ARGUMENTS)
-# Keys: whether source and target are slabs, for gather, scatter and direct copy. Values: the best of sweeps on H200s:
-# benchmarks/gather_scatter_gpu.py --sweep and benchmarks/direct_gpu.py --sweep.
-TUNINGS = {
-    (False, True): Tuning(tile_bytes=8192),
-    (True, False): Tuning(tile_bytes=4096, warps=4),
-    (False, False): Tuning(tile_bytes=8192),
-}
-_TRAILER_WORDS = struct.Struct("<8q")
-_NO_TAIL = (0,) * 9
 
 
 class Paged(NamedTuple):

@@ -1,1 +1,1 @@
-"""A worker's memory: engines' pages (`pools`), its own staging buffers (`staging`), and the mapping of both (`ipc`)."""
+"""A worker's memory: engines' pages (`pools`), and its own staging buffers, on a CPU (`host_memory`) or a GPU (`device_memory`)."""

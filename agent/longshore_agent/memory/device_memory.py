@@ -1,6 +1,6 @@
 """Maps engines' GPU regions by handle, and allocates a worker's GPU staging memory.
 
-Called by `pools` and by the worker; the GPU counterpart of `ipc` and `staging`. All calls of the driver go through `cuda`,
+Called by `pools` and by the worker; the counterpart of `host_memory`. All calls of the driver go through `cuda`,
 which converts its errors to ours. Staging memory of `cuMemCreate` is mapped by other processes by fabric handles. Our pinned
 NIXL (its UCX) needs a fabric handle to let a peer reach such memory. So memory without one is refused here instead of being
 moved slowly later.
@@ -14,10 +14,29 @@ from contextlib import ExitStack
 
 from longshore_agent.errors import DeviceError, PoolError, ShapeError
 from longshore_agent.memory import cuda
-from longshore_agent.memory.staging import EXTENT_BYTES, StagingPieces
+from longshore_agent.memory.host_memory import EXTENT_BYTES, StagingPieces
 from longshore_wire.engine_messages import DeviceRegion
 from longshore_wire.errors import Reason
 from longshore_wire.names import ENVIRONMENT_PREFIX
+
+# Attributes of a device, from the driver's CUdevice_attribute.
+_GPU_DIRECT_RDMA_SUPPORTED = 110
+_FABRIC_HANDLES_SUPPORTED = 128
+# CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_HANDLE_TYPE_FABRIC, CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+# and CU_MEM_ALLOC_GRANULARITY_MINIMUM.
+_PINNED = 1
+_FABRIC = 8
+_ON_DEVICE = 1
+_READ_WRITE = 3
+_MINIMUM = 0
+# Size of a CUmemFabricHandle in bytes.
+_FABRIC_HANDLE_BYTES = 64
+# The driver's errors if this process or the host may not create such handles.
+_NO_FABRIC = frozenset({cuda.NOT_PERMITTED, cuda.NOT_SUPPORTED})
+_WAY_OUT = (
+    f"{ENVIRONMENT_PREFIX}GPU_STAGING_MEMORY=cuMemCreate needs them: give the agent an IMEX channel of its host "
+    f"(/dev/nvidia-caps-imex-channels), or set gpu_staging_memory: cudaMalloc ({ENVIRONMENT_PREFIX}GPU_STAGING_MEMORY=cudaMalloc)"
+)
 
 # Engines' allocations that are mapped here: (device, handle) -> [address, users]. One allocation may hold many tensors,
 # and the driver maps it only once in a process.
@@ -26,7 +45,7 @@ _lock = threading.Lock()
 
 
 class DeviceMapping:
-    """One region of an engine's GPU memory, mapped into this process. The counterpart of `ipc.Mapping`.
+    """One region of an engine's GPU memory, mapped into this process. The counterpart of `host_memory.Mapping`.
 
     Attributes:
         device: the device for which it is mapped. The memory may be on another device that this one reaches.
@@ -83,7 +102,7 @@ class DeviceMapping:
 
 
 class DeviceStagingBuffer(StagingPieces):
-    """Staging memory of a GPU worker, from `cudaMalloc` or `cuMemCreate`. The counterpart of `staging.StagingBuffer`.
+    """Staging memory of a GPU worker, from `cudaMalloc` or `cuMemCreate`. The counterpart of `host_memory.StagingBuffer`.
 
     Attributes:
         address: the device address of the first byte.
@@ -126,26 +145,6 @@ class DeviceStagingBuffer(StagingPieces):
                 self._device.free(self.address)
             else:
                 self._virtual.free()
-
-
-# Attributes of a device, from the driver's CUdevice_attribute.
-_GPU_DIRECT_RDMA_SUPPORTED = 110
-_FABRIC_HANDLES_SUPPORTED = 128
-# CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_HANDLE_TYPE_FABRIC, CU_MEM_LOCATION_TYPE_DEVICE, CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-# and CU_MEM_ALLOC_GRANULARITY_MINIMUM.
-_PINNED = 1
-_FABRIC = 8
-_ON_DEVICE = 1
-_READ_WRITE = 3
-_MINIMUM = 0
-# Size of a CUmemFabricHandle in bytes.
-_FABRIC_HANDLE_BYTES = 64
-# The driver's errors if this process or the host may not create such handles.
-_NO_FABRIC = frozenset({cuda.NOT_PERMITTED, cuda.NOT_SUPPORTED})
-_WAY_OUT = (
-    f"{ENVIRONMENT_PREFIX}GPU_STAGING_MEMORY=cuMemCreate needs them: give the agent an IMEX channel of its host "
-    f"(/dev/nvidia-caps-imex-channels), or set gpu_staging_memory: cudaMalloc ({ENVIRONMENT_PREFIX}GPU_STAGING_MEMORY=cudaMalloc)"
-)
 
 
 class _Location(ctypes.Structure):

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore_agent.errors import MemoryLostError, PoolError
-from longshore_agent.memory.ipc import Mapping, map_shared, torn_count
+from longshore_agent.memory.host_memory import Mapping, map_shared, torn_count
 
 if TYPE_CHECKING:
     from longshore_agent.memory.device_memory import DeviceMapping

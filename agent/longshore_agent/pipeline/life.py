@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from longshore_agent.errors import TransportError
 from longshore_agent.kernels.copier import Copier, Copy, Slab
-from longshore_agent.memory.staging import StagingPieces
+from longshore_agent.memory.host_memory import StagingPieces
 from longshore_agent.pipeline.runs import cut, runs
 from longshore_agent.pipeline.slabs import (
     InboundEnd,

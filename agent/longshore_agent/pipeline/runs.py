@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore_agent.kernels.copier import Numbers, View, segments
+from longshore_agent.memory.host_memory import StagingPieces
 from longshore_agent.memory.pools import PlaneRun
-from longshore_agent.memory.staging import StagingPieces
 from longshore_agent.transports.base import Pieces
 from longshore_wire.peer_messages import RegionInfo
 

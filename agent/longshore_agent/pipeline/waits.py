@@ -10,7 +10,7 @@ from collections import deque
 from typing import NamedTuple, Protocol
 
 from longshore_agent.kernels.copier import Ticket
-from longshore_agent.memory.staging import StagingPieces
+from longshore_agent.memory.host_memory import StagingPieces
 from longshore_agent.pipeline.slabs import OutboundSlab
 from longshore_agent.transports.base import Transport, Write, WriteState
 from longshore_wire.errors import RingError

@@ -34,6 +34,8 @@ _INFINIBAND_DIRECTORY = Path("/sys/class/infiniband")
 _PEER, _NONE = "peer", "none"
 # UCX's names of the transports that open ports to a network.
 _TCP, _RDMA = "tcp", "ib"
+MAGIC = b"LSNIXL01"
+_NIXL_HEAD = b"nixlSerDes|Agent"
 
 
 class UcxSetup(NamedTuple):
@@ -115,10 +117,6 @@ def told(variables: Mapping[str, str]) -> Iterator[None]:
     finally:
         for name in ours:
             os.environ.pop(name, None)
-
-
-MAGIC = b"LSNIXL01"
-_NIXL_HEAD = b"nixlSerDes|Agent"
 
 
 class Envelope(Metadata, frozen=True, array_like=True):

@@ -25,6 +25,16 @@ from longshore_wire.errors import Reason
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 _WAY_OUT = "give the pod's own address to LONGSHORE_BIND_HOST"
+# Offset and size of the address in `struct sockaddr_in` and `struct sockaddr_in6`, in bytes.
+_ADDRESS_AT = {int(socket.AF_INET): (4, 4), int(socket.AF_INET6): (8, 16)}
+_FD_DIRECTORY = Path("/proc/self/fd")
+_BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
+_LINK = "socket:["
+_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+# Of Linux's struct tcp_info: the state is its first byte, and `tcpi_bytes_acked` and `tcpi_bytes_received` come after 8
+# single bytes, 24 words and two rates.
+_TCP_INFO_BYTES = 232
+_TCP_TOTALS, _TCP_TOTALS_OFFSET = struct.Struct("<QQ"), 120
 
 
 class Place(NamedTuple):
@@ -45,8 +55,6 @@ _IfAddrs._fields_ = [
     ("flags", ctypes.c_uint),
     ("address", ctypes.c_void_p),
 ]
-# Offset and size of the address in `struct sockaddr_in` and `struct sockaddr_in6`, in bytes.
-_ADDRESS_AT = {int(socket.AF_INET): (4, 4), int(socket.AF_INET6): (8, 16)}
 
 
 def numeric(host: str) -> Address:
@@ -118,18 +126,6 @@ def _listed(entry: Any) -> Iterator[Place]:
                 raw = ctypes.string_at(found.address + offset, length_bytes)
                 yield Place(found.name.decode(), ipaddress.ip_address(raw))
         entry = found.next
-
-
-_FD_DIRECTORY = Path("/proc/self/fd")
-_BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
-_LINK = "socket:["
-_NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
-
-
-# Of Linux's struct tcp_info: the state is its first byte, and `tcpi_bytes_acked` and `tcpi_bytes_received` come after 8
-# single bytes, 24 words and two rates.
-_TCP_INFO_BYTES = 232
-_TCP_TOTALS, _TCP_TOTALS_OFFSET = struct.Struct("<QQ"), 120
 
 
 class TcpCounts(NamedTuple):

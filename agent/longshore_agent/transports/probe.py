@@ -22,6 +22,14 @@ from longshore_agent.transports.own_network import own_sockets, tcp_counts
 # The limit of `Transport.probe_wire`.
 _LIMIT_NS = 5_000_000_000
 _POLL_PAUSE_S = 0.0001
+_INFINIBAND_DIRECTORY = Path("/sys/class/infiniband")
+# InfiniBand ports count data in words of four bytes.
+_PORT_WORD_BYTES = 4
+# Writes through the host's memory reach 3 GB/s here, direct writes of a GPU to its peer 30 GB/s and more.
+_DIRECT_BYTES_PER_S_MIN = 10e9
+# The first writes map memory. One fast write proves the wire; this many slow ones disprove it.
+_TRIES = 8
+_TRY_LIMIT_NS = 500_000_000
 
 
 def find_wire(
@@ -74,12 +82,6 @@ def _settle(is_any_open: Callable[[], bool], deadline_ns: int) -> bool:
     return True
 
 
-_INFINIBAND_DIRECTORY = Path("/sys/class/infiniband")
-
-# InfiniBand ports count data in words of four bytes.
-_PORT_WORD_BYTES = 4
-
-
 class Counters(msgspec.Struct, frozen=True):
     """Bytes that left this process by TCP (per socket inode, acknowledged), and this host by InfiniBand ports."""
 
@@ -130,13 +132,6 @@ def _infiniband_bytes() -> int:
             # A port that vanishes or does not count proves nothing. The others still do.
             continue
     return total
-
-
-# Writes through the host's memory reach 3 GB/s here, direct writes of a GPU to its peer 30 GB/s and more.
-_DIRECT_BYTES_PER_S_MIN = 10e9
-# The first writes map memory. One fast write proves the wire; this many slow ones disprove it.
-_TRIES = 8
-_TRY_LIMIT_NS = 500_000_000
 
 
 def find_device_wire(

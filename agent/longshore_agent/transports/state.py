@@ -30,6 +30,10 @@ from longshore_wire.errors import Reason
 
 NAME_BYTES_MAX = 200
 _DIGEST_BYTES = 16
+# Kept notices of workers that are not connected yet: both sides attach at about the same time, and a peer that is ready
+# first may write first. If more wait, the oldest are lost, which the protocol above repairs.
+_UNCLAIMED_COUNT_MAX = 256
+_Content = TypeVar("_Content")
 
 
 class Metadata(msgspec.Struct, frozen=True, array_like=True):
@@ -132,11 +136,6 @@ def regions_of(peer: str, ranges: Iterable[tuple[int, int]]) -> Regions:
         raise PeerMetadataError(f"peer metadata of {peer!r} has impossible memory: {error}") from error
 
 
-# Kept notices of workers that are not connected yet: both sides attach at about the same time, and a peer that is ready
-# first may write first. If more wait, the oldest are lost, which the protocol above repairs.
-_UNCLAIMED_COUNT_MAX = 256
-
-
 class Arrivals:
     """The notices that have landed: to hand over, to keep until their sender connects, to drop.
 
@@ -197,7 +196,6 @@ class CheckedPeer(KnownPeer, Protocol):
 
 _Peer = TypeVar("_Peer", bound=KnownPeer)
 _Checked = TypeVar("_Checked", bound=CheckedPeer)
-_Content = TypeVar("_Content")
 
 
 class OneWrite(Generic[_Peer]):

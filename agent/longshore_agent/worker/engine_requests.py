@@ -18,7 +18,7 @@ import numpy.typing as npt
 from longshore_agent.errors import MemoryLostError, PoolError
 from longshore_agent.memory.cuda import Device
 from longshore_agent.memory.device_memory import DeviceMapping
-from longshore_agent.memory.ipc import torn_count
+from longshore_agent.memory.host_memory import torn_count
 from longshore_agent.memory.neighbours import Part, close_parts
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.pipeline.slabs import PageTable

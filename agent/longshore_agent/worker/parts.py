@@ -11,7 +11,7 @@ from longshore_agent.kernels.copier import Copier
 from longshore_agent.kernels.cpu_copy import CpuCopier
 from longshore_agent.memory.cuda import Device, open_device
 from longshore_agent.memory.device_memory import DeviceStagingBuffer
-from longshore_agent.memory.staging import EXTENT_BYTES, StagingBuffer, StagingPieces
+from longshore_agent.memory.host_memory import EXTENT_BYTES, StagingBuffer, StagingPieces
 from longshore_agent.pipeline.life import InboundTools, LaneCounts, OutboundTools
 from longshore_agent.pipeline.runners import (
     COPIES_AHEAD_MAX,

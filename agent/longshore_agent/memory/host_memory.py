@@ -1,7 +1,7 @@
-"""Maps file descriptors of shared memory. The only module that calls mmap.
+"""Memory of a CPU worker: engines' shared memory, mapped by file descriptor, and the worker's own staging memory.
 
-Called by `pools` and `staging`. Knows no layouts.
-Mappings use libc instead of Python's `mmap`, because the latter keeps a duplicate of every descriptor
+Called by `pools`, by the worker and by the pipeline; `device_memory` is the counterpart for a GPU. Knows no layouts. The
+only module that calls mmap, by libc instead of Python's `mmap`, because the latter keeps a duplicate of every descriptor
 and refuses to unmap while a buffer is exported. An engine's memory would then outlive its registration.
 
 A worker survives when an engine truncates the file of shared memory that the worker has mapped. The kernel sends SIGBUS to
@@ -9,6 +9,9 @@ the thread that touches a page without memory behind it, in our loops as in a tr
 zeros over the rest of that mapping, marks it as torn, and lets the thread go on. The copied bytes are then worthless, so the
 caller of a copy checks `Mapping.torn` before it reports the copy as done. A fault elsewhere ends the process as before. The
 guard costs nothing until a fault.
+
+Staging memory is a lane's buffer or a rank's ring. It is allocated at the worker's start and never grows. It gives addresses
+to transports and views to kernels; the ring decides on the use of the bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from longshore_agent.errors import PoolError
+from longshore_agent.errors import PoolError, ShapeError
 from longshore_wire.errors import Reason
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -99,6 +102,10 @@ other:
   ret void
 }}
 """
+# Written by the handler. The array never grows, so its address is fixed.
+_torn_count = array.array("q", [0])
+# Size of one registration: below the transports' limits, and small enough for useful error messages.
+EXTENT_BYTES = 64 << 20
 
 
 class _Action(ctypes.Structure):
@@ -171,10 +178,6 @@ class _Handler:
         self._engine = binding.create_mcjit_compiler(binding.parse_assembly(module), machine)
         self._engine.finalize_object()
         return int(self._engine.get_function_address("guard"))
-
-
-# Written by the handler. The array never grows, so its address is fixed.
-_torn_count = array.array("q", [0])
 
 
 @functools.cache
@@ -254,3 +257,83 @@ def map_shared(descriptor: int, length_bytes: int) -> Mapping:
         return Mapping(descriptor, length_bytes)
     except OSError as error:
         raise PoolError(f"the file cannot be mapped read and write: {error}") from error
+
+
+class StagingPieces:
+    """The address range of a buffer and its extents for registration, without its memory.
+
+    Attributes:
+        address: of the first byte.
+        length_bytes: the requested size.
+    """
+
+    def __init__(self, address: int, length_bytes: int, extent_bytes: int) -> None:
+        self.address = address
+        self.length_bytes = length_bytes
+        self._extent_bytes = extent_bytes
+
+    def extents(self) -> list[tuple[int, int]]:
+        """Return (address, length in bytes) of each extent to register, in order and without gaps; the last may be smaller."""
+        return self.pieces(0, self.length_bytes)
+
+    def pieces(self, offset_bytes: int, length_bytes: int) -> list[tuple[int, int]]:
+        """Split a range at the ends of extents, for transports that write within one registration: (address, bytes) each."""
+        self._check(offset_bytes, length_bytes)
+        cuts = []
+        end = offset_bytes + length_bytes
+        while offset_bytes < end:
+            extent_end = (offset_bytes // self._extent_bytes + 1) * self._extent_bytes
+            piece = min(end, extent_end) - offset_bytes
+            cuts.append((self.address + offset_bytes, piece))
+            offset_bytes += piece
+        return cuts
+
+    def _check(self, offset_bytes: int, length_bytes: int) -> None:
+        if not 0 <= offset_bytes <= offset_bytes + length_bytes <= self.length_bytes:
+            raise ShapeError(
+                f"offset_bytes {offset_bytes} and length_bytes {length_bytes}: the buffer has {self.length_bytes} bytes"
+            )
+
+
+class StagingBuffer(StagingPieces):
+    """Private memory whose pages are all touched before the first transfer, so that none faults during one.
+
+    Attributes:
+        address: of the first byte, a multiple of the system's page size.
+        length_bytes: the requested size.
+    """
+
+    def __init__(self, length_bytes: int, *, extent_bytes: int = EXTENT_BYTES, huge_pages: bool = True) -> None:
+        """Allocate and touch `length_bytes` (at least 1).
+
+        Raises:
+            ShapeError: a length is below 1.
+            OSError: out of memory.
+        """
+        if length_bytes < 1 or extent_bytes < 1:
+            raise ShapeError(f"length_bytes is {length_bytes} and extent_bytes is {extent_bytes}: give at least 1")
+        self._mapping = Mapping(None, length_bytes)
+        super().__init__(self._mapping.address, length_bytes, extent_bytes)
+        if huge_pages:
+            # They do not speed up copies, but allocation: see benchmarks/gather_scatter_cpu.py.
+            self._mapping.advise_huge_pages()
+        self._bytes: npt.NDArray[np.uint8] | None = self._mapping.bytes_view()
+        # Only a write allocates a page; a read would map the shared zero page.
+        self._bytes[:] = 0
+
+    def view(self, offset_bytes: int, length_bytes: int) -> npt.NDArray[np.uint8]:
+        """Return [length_bytes] at `offset_bytes`; valid until `close`. Raises ShapeError outside the buffer."""
+        self._check(offset_bytes, length_bytes)
+        assert self._bytes is not None, "a view of a closed staging buffer"
+        return self._bytes[offset_bytes : offset_bytes + length_bytes]
+
+    def bytes_at(self, offset_bytes: int, length_bytes: int) -> bytes:
+        """Return a copy of a few bytes, such as a trailer. Raises ShapeError outside the buffer."""
+        self._check(offset_bytes, length_bytes)
+        assert self._bytes is not None, "a read of a closed staging buffer"
+        return ctypes.string_at(self.address + offset_bytes, length_bytes)
+
+    def close(self) -> None:
+        """Free the memory. No view and no registration may be in use. Idempotent."""
+        self._bytes = None
+        self._mapping.unmap()
