@@ -18,7 +18,6 @@ from longshore_agent.errors import DeviceError
 from longshore_agent.kernels import device_copier as copier_module
 from longshore_agent.kernels import device_kernel, device_launch
 from longshore_agent.kernels.copier import Copy, Slab, View
-from longshore_agent.kernels.copy_kernel import ARGUMENTS, constants
 from longshore_agent.kernels.device_kernel import CopyStream
 from longshore_agent.memory import cuda
 from longshore_agent.memory.host_memory import StagingBuffer
@@ -84,7 +83,7 @@ def play() -> tuple[PlayedKernel, list[tuple[object, ...]]]:
     """Replace driver and device; return what compiles, and the launches."""
     kernel, launches = PlayedKernel(), []
     modules: dict[Any, dict[str, Any]] = {
-        device_launch: {"_KERNEL": device_kernel.DeviceKernel(kernel, constants, ARGUMENTS)},
+        device_launch: {"_KERNEL": device_kernel.DeviceKernel(kernel)},
         device_kernel: {
             "torch": SimpleNamespace(cuda=SimpleNamespace(device=lambda _: nullcontext())),
             "triton": SimpleNamespace(__version__="3.6.0"),

@@ -74,15 +74,14 @@ def test_launches_on_one_stream_keep_their_own_pages(checks: Any) -> None:
 
 
 def test_an_untried_triton_launches_through_its_public_interface(checks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from longshore_agent.kernels import copy_kernel, device_kernel, device_launch
+    from longshore_agent.kernels import device_kernel, device_launch
 
     def no_driver(*_: object) -> None:
         raise AssertionError("the driver's launch was called")
 
     monkeypatch.setattr(device_kernel, "_is_tried", lambda _: False)
     monkeypatch.setattr(device_kernel.cuda, "launch", no_driver)
-    kernel = device_kernel.DeviceKernel(copy_kernel.copy_kernel, copy_kernel.constants, copy_kernel.ARGUMENTS)
-    monkeypatch.setattr(device_launch, "_KERNEL", kernel)
+    monkeypatch.setattr(device_launch, "_KERNEL", device_kernel.DeviceKernel())
     for name in ("NHD", "HND, pages of 17, gaps"):
         assert checks.check_gather(SHAPES[name], requests_of(SHAPES[name]), DEVICE) > 0
         assert checks.check_scatter(SHAPES[name], requests_of(SHAPES[name]), DEVICE) > 0

@@ -36,15 +36,15 @@ _log = logging.getLogger(__name__)
 # Page lists that stay on the device, half a kilobyte and more each: more than the rooms that move at once, on both
 # sides. A dropped list is copied again while its slab waits.
 _HELD_LISTS_MAX = 4096
-# Shapes of slabs between two sides. A room has two: one for its last slab, one for all others.
-_SHAPES_MAX = 1024
+# Shapes of slabs between two sides. A room has two for each peer: one for its last slab, one for all others.
+_SHAPES_MAX = 4096
 # Poll interval of `wait`, which a worker calls when it ends.
 _WAIT_PAUSE_S = 0.0002
 
 # Shows that the device has done a copy: an event behind it or, if the driver refused the event, the end of its stream.
 Mark = cuda.Event | CopyStream
-# The pools of a copy's sides; None: a slab.
-_Pools = tuple[KVPool | None, KVPool | None]
+# Of each side of a copy, its pool (None: a slab) and then `shape_of`.
+_Shape = tuple[KVPool | int | None, ...]
 
 
 class DeviceCopy:
@@ -115,7 +115,7 @@ class DeviceCopier:
         self._gathers, self._scatters, self._directs = (CopyStream(self._device) for _ in range(3))
         self._lanes, self._ring = lanes, ring
         self._tables: dict[KVPool, DevicePages] = {}
-        self._copies: dict[_Pools, dict[tuple[int, ...], BoundCopy]] = {}
+        self._copies: dict[_Shape, BoundCopy] = {}
         # A room has one array of ids, and a new array after it has grown.
         self._lists: IdentityCache[HeldPages] = IdentityCache(_HELD_LISTS_MAX)
         self._events: list[cuda.Event] = []
@@ -237,22 +237,14 @@ class DeviceCopier:
         self, source: View | Slab, target: View | Slab, tokens: tuple[int, int], stream: CopyStream
     ) -> BoundCopy:
         """Return the copy that serves all slabs of this shape between two pools, or a pool and staging memory."""
-        pools = (
-            None if isinstance(source, Slab) else source.pool,
-            None if isinstance(target, Slab) else target.pool,
-        )
-        copies = self._copies.get(pools)
-        if copies is None:
-            copies = self._copies[pools] = {}
-        key: tuple[int, ...] = ()
+        key: _Shape = ()
         for side in (source, target):
-            if not isinstance(side, Slab):
-                key += shape_of(side, tokens)
-        copy = copies.get(key)
+            key += (None,) if isinstance(side, Slab) else (side.pool, *shape_of(side, tokens))
+        copy = self._copies.get(key)
         if copy is None:
-            if len(copies) >= _SHAPES_MAX:
-                copies.clear()
-            copy = copies[key] = BoundCopy(self._side(source), self._side(target), tokens, stream)
+            if len(self._copies) >= _SHAPES_MAX:
+                self._copies.clear()
+            copy = self._copies[key] = BoundCopy(self._side(source), self._side(target), tokens, stream)
         return copy
 
     def _side(self, side: View | Slab) -> Side:
@@ -274,8 +266,7 @@ class DeviceCopier:
         """Drop tables and copies of unmapped pools: neighbours' pools come and go with their engines."""
         closed = {pool for pool in self._tables if pool.wait_closed(0)}
         self._tables = {pool: table for pool, table in self._tables.items() if pool not in closed}
-        for pools in [pools for pools in self._copies if not closed.isdisjoint(pools)]:
-            del self._copies[pools]
+        self._copies = {key: copy for key, copy in self._copies.items() if closed.isdisjoint(key)}
 
 
 def _let_go(held: list[HeldPages]) -> None:

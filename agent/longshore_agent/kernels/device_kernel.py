@@ -1,4 +1,4 @@
-"""Compiles a Triton kernel once for each shape of tile, and launches it through the driver.
+"""Compiles the copy kernel once for each shape of tile, and launches it through the driver.
 
 Called by `device_launch`. Triton's public launch inspects each argument in Python and takes 30 us or more. This module
 keeps the compiled function, so that a launch writes its numbers and makes one call. The function's name and the order
@@ -22,6 +22,7 @@ import torch
 import triton
 
 from longshore_agent.errors import DeviceError
+from longshore_agent.kernels.copy_kernel import ARGUMENTS, constants, copy_kernel
 from longshore_agent.kernels.device_grid import Grid, Tile, Tuning
 from longshore_agent.memory import cuda
 from longshore_wire.errors import Reason
@@ -95,20 +96,11 @@ Launch = Callable[..., None]
 
 
 class DeviceKernel:
-    """A kernel that takes values, which never specialize, and then constants."""
+    """The copy kernel, compiled for each shape of tile. It takes values, which never specialize, and then constants."""
 
-    def __init__(
-        self, kernel: Any, constants: Callable[[Tile, Tuning], dict[str, object]], arguments: tuple[int, int, int]
-    ) -> None:
-        """Compile nothing.
-
-        Args:
-            constants: returns the arguments that the kernel takes by name at compile time.
-            arguments: number of addresses, 32-bit numbers and 64-bit words that it takes before them, in this order.
-        """
+    def __init__(self, kernel: Any = copy_kernel) -> None:
+        """Compile nothing."""
         self._kernel = kernel
-        self._constants = constants
-        self._arguments = arguments
         self._compiled: dict[tuple[object, ...], _Compiled] = {}
 
     def ready(self, stream: CopyStream, tile: Tile, tuning: Tuning) -> bool:
@@ -132,7 +124,7 @@ class DeviceKernel:
 
     def _driver_launch(self, stream: CopyStream, compiled: _Compiled, programs: tuple[int, int, int]) -> Launch:
         """Return a launch that is one call of the driver."""
-        block, device, handle = ArgumentBlock(*self._arguments), stream.context, stream.handle
+        block, device, handle = ArgumentBlock(*ARGUMENTS), stream.context, stream.handle
         assert device is not None
         function, threads, shared_bytes, _ = compiled
 
@@ -154,7 +146,7 @@ class DeviceKernel:
         return launch
 
     def _options(self, tile: Tile, tuning: Tuning) -> dict[str, object]:
-        return {**self._constants(tile, tuning), "num_warps": tuning.warps}
+        return {**constants(tile, tuning), "num_warps": tuning.warps}
 
     def _compile(self, stream: CopyStream, tile: Tile, tuning: Tuning) -> _Compiled:
         key = _key(stream, tile, tuning)
@@ -162,7 +154,7 @@ class DeviceKernel:
             if (found := self._compiled.get(key)) is not None:
                 return found
             try:
-                values = (_ANY_VALUE,) * sum(self._arguments)
+                values = (_ANY_VALUE,) * sum(ARGUMENTS)
                 made = self._kernel.warmup(*values, **self._options(tile, tuning), grid=(1,))
                 found = _Compiled(0, 0, 0, made)
                 if _is_tried(triton.__version__):

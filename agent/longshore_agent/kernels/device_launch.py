@@ -20,7 +20,6 @@ import torch
 
 from longshore_agent.errors import DeviceError, PoolError, ShapeError
 from longshore_agent.kernels.copier import Pages, Slab, View, check_fit, check_tokens
-from longshore_agent.kernels.copy_kernel import ARGUMENTS, constants, copy_kernel
 from longshore_agent.kernels.device_grid import (
     PLANE_FIELDS,
     TOKEN_BYTES_MAX,
@@ -37,7 +36,7 @@ from longshore_wire.errors import LongshoreError
 from longshore_wire.trailer import SealedTrailer, slab_bytes
 
 _ID_BYTES = 4
-_KERNEL = DeviceKernel(copy_kernel, constants, ARGUMENTS)
+_KERNEL = DeviceKernel()
 # Keys: whether source and target are slabs, for gather, scatter and direct copy. Values: the best of sweeps on H200s:
 # benchmarks/gather_scatter_gpu.py --sweep and benchmarks/direct_gpu.py --sweep.
 TUNINGS = {

@@ -20,6 +20,8 @@ NOTICE_BYTES_MAX = 1024
 METADATA_BYTES_MAX = 1 << 20
 
 Addresses = npt.NDArray[np.uint64]
+# A list of n pieces that a transport has looked up once, for repeated writes of its parts. Only the transport reads it.
+Prepared = object
 
 
 class Wire(StrEnum):
@@ -51,14 +53,6 @@ class Write(Protocol):
         """The transport's error if the write failed, otherwise empty."""
 
 
-class Prepared(Protocol):
-    """A list of pieces that a transport has looked up once, for repeated writes of its parts."""
-
-    @property
-    def count(self) -> int:
-        """The number of its pieces."""
-
-
 class Pieces(NamedTuple):
     """n >= 1 pieces, each from a local to a remote address, inside registered memory on both sides.
 
@@ -81,7 +75,7 @@ class Pieces(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The pieces of a prepared list at `indices` ([m], m >= 1, each in [0, prepared.count))."""
+    """The pieces of a prepared list at `indices` ([m], m >= 1, each in [0, n))."""
 
     prepared: Prepared
     indices: npt.NDArray[np.int32]

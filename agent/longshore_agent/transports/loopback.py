@@ -141,6 +141,7 @@ class LoopbackWrite(OneWrite[_Peer]):
     """One write. Fault rules use `number`, which it gets in `start`. Guarded by the transport's lock."""
 
     __slots__ = ("_pieces", "due_ns", "fault", "notices", "number")
+    backend = "Loopback"
 
     def __init__(self, peer: _Peer, pieces: Pieces, notice: bytes) -> None:
         super().__init__(peer)
@@ -149,11 +150,6 @@ class LoopbackWrite(OneWrite[_Peer]):
         self.due_ns = 0
         self.notices = [notice] if notice else []
         self._pieces: Pieces | None = pieces
-
-    @property
-    def title(self) -> str:
-        """The write's description in errors."""
-        return f"Loopback {super().title}"
 
     @property
     def has_landed(self) -> bool:

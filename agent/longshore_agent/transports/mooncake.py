@@ -91,6 +91,7 @@ class MooncakeWrite(OneWrite[Peer]):
     """One write. Its fields are guarded by its peer's lock."""
 
     __slots__ = ("count", "failed_bytes", "failed_count", "open", "waiting")
+    backend = "Mooncake"
 
     def __init__(self, peer: Peer, pieces: Pieces) -> None:
         super().__init__(peer)

@@ -82,16 +82,12 @@ class NixlWrite(OneWrite[NixlPeer]):
     """One write. Its fields are guarded by the transport's outbox lock."""
 
     __slots__ = ("handle", "notice")
+    backend = "NIXL"
 
     def __init__(self, peer: NixlPeer, handle: Any, notice: bytes) -> None:
         super().__init__(peer)
         self.handle = handle
         self.notice = notice
-
-    @property
-    def title(self) -> str:
-        """The write's description in errors."""
-        return f"NIXL {super().title}"
 
 
 class NixlTransport(Connected[NixlPeer]):
@@ -236,7 +232,7 @@ class NixlTransport(Connected[NixlPeer]):
                     self._outbox.prep_xfer_dlist("NIXL_INIT_AGENT", *near),
                     self._outbox.prep_xfer_dlist(known.nixl_name, *far),
                 )
-            return PreparedList(known.life, len(sources), lists)
+            return PreparedList(known.life, lists)
 
     def release_prepared(self, prepared: Prepared) -> None:
         """Release a prepared list; see `Transport.release_prepared`."""

@@ -201,6 +201,7 @@ _Checked = TypeVar("_Checked", bound=CheckedPeer)
 class OneWrite(Generic[_Peer]):
     """One write; `release` returns `settled`."""
 
+    backend: str
     __slots__ = ("error", "peer", "settled", "state")
 
     def __init__(self, peer: _Peer) -> None:
@@ -212,7 +213,7 @@ class OneWrite(Generic[_Peer]):
     @property
     def title(self) -> str:
         """The write's description in errors."""
-        return f"write to peer {self.peer.name!r}"
+        return f"{self.backend} write to peer {self.peer.name!r}"
 
     def begin(self) -> None:
         """Set the state of a started draft. Called once."""
@@ -237,11 +238,10 @@ class OneWrite(Generic[_Peer]):
 class PreparedList(Generic[_Content]):
     """Prepared pieces for one life of one peer; `content` is None after their release."""
 
-    __slots__ = ("content", "count", "life")
+    __slots__ = ("content", "life")
 
-    def __init__(self, life: str, count: int, content: _Content) -> None:
+    def __init__(self, life: str, content: _Content) -> None:
         self.life = life
-        self.count = count
         self.content: _Content | None = content
 
 
@@ -331,7 +331,7 @@ class Checked(Connected[_Checked]):
     def prepare(self, peer: str, sources: Addresses, targets: Addresses, lengths: Addresses) -> PreparedList[Pieces]:
         """Check n pieces once; see `Transport.prepare`."""
         known = self._peer(peer)
-        return PreparedList(known.life, len(sources), self._looked_up(known, Pieces(sources, targets, lengths)))
+        return PreparedList(known.life, self._looked_up(known, Pieces(sources, targets, lengths)))
 
     def release_prepared(self, prepared: Prepared) -> None:
         """Forget the pieces; see `Transport.release_prepared`."""
