@@ -2,14 +2,14 @@
 
     python benchmarks/busy_engine_gpu.py --json FILE
 
-It runs three processes. The engine runs large matrix products (`gemm`) or a loop of small kernels with the reads of a decode
-step (`decode`), and always has steps queued. The agent gathers or scatters slabs of 84 MB of a 70B model at TP4 at a fixed
-rate. The third process controls the two.
+It runs three processes. The engine runs large matrix products (`gemm`) or a loop of small kernels with the reads of a
+decode step (`decode`), and always has steps queued. The agent gathers or scatters slabs of 84 MB of a 70B model at TP4 at
+a fixed rate. The third process controls the two.
 
-The processes share the GPU by time slicing, the default, and by NVIDIA's MPS if its daemon is installed. The benchmark starts
-the daemon with its own pipes and ends it; it changes no setting of the GPU. The copying kernel runs with and without a cap on
-its programs; each program stays on one streaming multiprocessor. The copy engines are also measured, if a page's slice is
-contiguous, as in TP4's own pages.
+The processes share the GPU by time slicing, the default, and by NVIDIA's MPS if its daemon is installed. The benchmark
+starts the daemon with its own pipes and ends it; it changes no setting of the GPU. The copying kernel runs with and
+without a cap on its programs; each program stays on one streaming multiprocessor. The copy engines are also measured, if
+a page's slice is contiguous, as in TP4's own pages.
 
 A copy's time is from the call to its end. The engine's loss is its rate of steps during copies, compared with the pauses
 before and after. Every slab is compared before and after its series.

@@ -1,10 +1,10 @@
 """Measures how many slabs a second one worker's control work allows on one core, without the cost of the bytes.
 
 Two agents on the loopback transport move rooms of many almost empty slabs: one token of a small model each. The remaining
-cost of a slab is its control work: protocol cores, messages, hand-over between threads, one small write. The rate of one core
-is slabs / core-seconds; the kernel measures the processor time of all threads of a worker. Each worker is pinned to one core,
-so that its threads wake each other without waking an idle core. For comparison, the same process sends as many messages
-through bare ZeroMQ sockets.
+cost of a slab is its control work: protocol cores, messages, hand-over between threads, one small write. The rate of one
+core is slabs / core-seconds; the kernel measures the processor time of all threads of a worker. Each worker is pinned to
+one core, so that its threads wake each other without waking an idle core. For comparison, the same process sends as many
+messages through bare ZeroMQ sockets.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
     python benchmarks/direct_gpu.py --sweep --json FILE     first try tile shapes, numbers of warps and caps on programs
     python benchmarks/direct_gpu.py --trace FILE            also write a timeline of one transfer of the largest size
 
-`kernel`: the kernel runs on the first GPU and writes pages on the last, with layouts and sizes as in `gather_scatter_gpu.py`.
-It prints medians of interleaved repetitions by CUDA events, with cold caches. Every byte of the target's pool is compared
-before and after. `agents`: real engines of one real agent, from the first `send` to DONE at the target, measured as in
-`gpu_path.py`; every byte is compared.
+`kernel`: the kernel runs on the first GPU and writes pages on the last, with layouts and sizes as in
+`gather_scatter_gpu.py`. It prints medians of interleaved repetitions by CUDA events, with cold caches. Every byte of the
+target's pool is compared before and after. `agents`: real engines of one real agent, from the first `send` to DONE at the
+target, measured as in `gpu_path.py`; every byte is compared.
 
 Needs torch and Triton besides the package, and no network. With one GPU both pools are on it. To try the script without a
 GPU, use `--device cpu --layers 2 --sizes 0.1` with TRITON_INTERPRET=1; its times mean nothing.

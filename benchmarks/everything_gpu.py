@@ -5,14 +5,15 @@
     python benchmarks/everything_gpu.py --quick     at most 9 minutes: fewer sizes and repetitions, maybe fewer steps
     python benchmarks/everything_gpu.py --steps tests,demo     only these steps
 
-It first prints the plan: each step with its time limit. A step that exceeds its limit is ended and fails. A step whose limit
-exceeds the remaining time (`--budget-s`) is left out and named at the end. The demo and `bench rooms` use four, two or one
-GPU, as many as the machine has. Needs the tree, which need not be installed, and the packages of the extras `agent` and
-`lab`.
+It first prints the plan: each step with its time limit. A step that exceeds its limit is ended and fails. A step whose
+limit exceeds the remaining time (`--budget-s`) is left out and named at the end. The demo and `bench rooms` use four, two
+or one GPU, as many as the machine has. Needs the tree, which need not be installed, and the packages of the extras
+`agent` and `lab`.
 
 Writes `benchmarks/results/<date>-<device>.json` and a plot beside it. Each step's entry has the commit, the hash of its
-sources, its command and its raw samples. The entries of steps that did not run are kept. A failed step, for example one with
-a wrong byte, writes no entry, and the exit status is 1. Without a GPU the program prints the reason and exits with 0.
+sources, its command and its raw samples. The entries of steps that did not run are kept. A failed step, for example one
+with a wrong byte, writes no entry, and the exit status is 1. Without a GPU the program prints the reason and exits with
+0.
 """
 
 from __future__ import annotations

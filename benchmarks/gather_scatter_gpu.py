@@ -1,7 +1,7 @@
 """Compares gather and scatter on a GPU with a plain device copy of as many bytes.
 
     python benchmarks/gather_scatter_gpu.py --json FILE           the table
-    python benchmarks/gather_scatter_gpu.py --sweep --json FILE   first try tile shapes, numbers of warps and caps on programs
+    python benchmarks/gather_scatter_gpu.py --sweep --json FILE   first try tile shapes, warps and caps on programs
 
 The models have 80 layers and 8 KV heads ("70B"), or 94 layers and 4 KV heads ("235B"). A head is 128 elements of 2 bytes.
 Pages have 64 tokens and are in random order. A slab is the slice that one pair of ranks moves.

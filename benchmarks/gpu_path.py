@@ -3,16 +3,16 @@
     python benchmarks/gpu_path.py --json FILE
 
 The model has 80 layers, 8 KV heads of 128 elements of 2 bytes, and pages of 64 tokens. All prefill ranks are on the first
-GPU, decode's TP1 is on the last. Engine ranks and agents are real processes; transfers are staged. With TP2 two workers share
-the first GPU, which alternates between them. With TP1 each worker has a GPU, as in a deployment, and stages although the
-layouts are equal. Rooms move alone, after 0.1 s of idleness, in which GPUs and NVLink enter power saving, and back to back:
-each is claimed before its predecessor is sent. The plain copy is torch's between the two GPUs, with the same two series.
+GPU, decode's TP1 is on the last. Engine ranks and agents are real processes; transfers are staged. With TP2 two workers
+share the first GPU, which alternates between them. With TP1 each worker has a GPU, as in a deployment, and stages
+although the layouts are equal. Rooms move alone, after 0.1 s of idleness, in which GPUs and NVLink enter power saving,
+and back to back: each is claimed before its predecessor is sent. So does the plain copy, torch's between the two GPUs.
 
-Two clocks start after the claim. The workers' clock runs from the first gather, or the acceptance of the first `send` if that
-was earlier, to the event of the last scatter. The engines' clock runs from the first `send` to DONE at the target's engine.
-`one descriptor` and the pieces below it measure the transport alone; pieces are prepared first and written in reverse order.
-Every byte of the target's pool is compared after the first room and after the last room of each size, before which the pool
-is poisoned. A wrong byte ends the run.
+Two clocks start after the claim. The workers' clock runs from the first gather, or the acceptance of the first `send` if
+that was earlier, to the event of the last scatter. The engines' clock runs from the first `send` to DONE at the target's
+engine. `one descriptor` and the pieces below it measure the transport alone; pieces are prepared first and written in
+reverse order. Every byte of the target's pool is compared after the first room and after the last room of each size,
+before which the pool is poisoned. A wrong byte ends the run.
 
 Needs torch, Triton, and NIXL or (`--backend Mooncake`) Mooncake's wheel for CUDA 13. With one GPU the result says little.
 """
@@ -49,8 +49,8 @@ from longshore_agent.transports.base import Part, Pieces, Transport, Write, Writ
 SHAPE = {"layers": 80, "kv_heads": 8, "page_size": 64}
 TOKEN_BYTES = 80 * 2 * 8 * 256
 SLICES_BATCH = 1000
-# Sizes of pieces for the transport alone: a token's heads for a rank of TP4 and of TP2, then a page's tokens of one head and
-# of four heads, as in engines whose pages are stored head by head (HND).
+# Sizes of pieces for the transport alone: a token's heads for a rank of TP4 and of TP2, then a page's tokens of one head
+# and of four heads, as in engines whose pages are stored head by head (HND).
 PIECES = {"TP4's slices": 512, "TP2's slices": 1024, "page and head": 64 * 256, "page, 4 heads": 4 * 64 * 256}
 WARM_UPS = 2
 # The agents' settings for each backend.
@@ -238,7 +238,7 @@ def prove(scene: Scene, tokens: int) -> None:
 def measure_room_sizes(
     scene: Scene, sizes: list[int], repetitions: int, name: str, shown: Sequence[int] = ()
 ) -> list[dict[str, Any]]:
-    """Move rooms of each size alone and back to back; compare the last one's bytes; print and return a row for each size."""
+    """Move rooms of each size alone and back to back; compare the last one's bytes; print and return a row for each."""
     rows = []
     for tokens in sizes:
         pages = np.random.default_rng(tokens).permutation(scene.page_count)[: -(-tokens // 64)].tolist()
@@ -327,7 +327,7 @@ def run_copy(sizes: list[int], target_device: int) -> dict[int, dict[str, float]
 
 
 def receive_bare(backend: str, device: int, length: int) -> None:
-    """The receiving process of `run_bare`: register the memory, print its address, drive the transport until told to stop."""
+    """The receiving process of `run_bare`: register memory, print its address, drive the transport until told to stop."""
     torch.cuda.set_device(device)
     memory = torch.zeros(length, dtype=torch.uint8, device=f"cuda:{device}")
     torch.cuda.synchronize()

@@ -2,8 +2,8 @@
 
     python benchmarks/hops.py
 
-A transfer wakes about six threads and processes in turn. On a virtual machine with idle cores each wake-up takes longer than
-the slab. The times are halves of a round trip: medians and 90th percentiles.
+A transfer wakes about six threads and processes in turn. On a virtual machine with idle cores each wake-up takes longer
+than the slab. The times are halves of a round trip: medians and 90th percentiles.
 """
 
 from __future__ import annotations

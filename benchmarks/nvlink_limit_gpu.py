@@ -1,4 +1,4 @@
-"""Measures how fast a kernel can write another GPU's memory, which limits the direct copy, and a plain copy by copy engines.
+"""Measures how fast kernels can write another GPU's memory, which limits the direct copy, and a plain copy's rate.
 
     python benchmarks/nvlink_limit_gpu.py
 

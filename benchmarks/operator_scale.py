@@ -1,9 +1,10 @@
 """Measures how soon the operator applies a change with 1,000 nodes and 100 deployments, and its load at rest.
 
-A real control plane runs in its own network namespace, with nodes and pods simulated by KWOK. The operator is a process with
-polling on. One responder serves the status pages of all agents; 1 % of them never answer. A change is a new ring size of one
-deployment. It counts as applied when a watch shows the DaemonSet with it. The run fails unless every DaemonSet has the last
-change, every deployment is Ready at its generation, and exactly the silent agents are reported as silent.
+A real control plane runs in its own network namespace, with nodes and pods simulated by KWOK. The operator is a process
+with polling on. One responder serves the status pages of all agents; 1 % of them never answer. A change is a new ring
+size of one deployment. It counts as applied when a watch shows the DaemonSet with it. The run fails unless every
+DaemonSet has the last change, every deployment is Ready at its generation, and exactly the silent agents are reported as
+silent.
 """
 
 from __future__ import annotations

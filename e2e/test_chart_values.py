@@ -80,7 +80,8 @@ def monitor_labels(objects: Objects) -> Body:
 
 SETTINGS = {"LONGSHORE_POLL_S": "7"}
 TOLERATIONS = [{"operator": "Exists"}]
-# Path of the value -> the values to set (with others that make the effect visible), where to look, and results before and after.
+# Path of the value -> the values to set (with others that make the effect visible), where to look, and results before and
+# after.
 VALUES: dict[str, tuple[Body, Callable[[Objects], object], object, object]] = {
     "image.repository": (
         {"image": {"repository": "r/x"}},

@@ -121,7 +121,8 @@ def test_what_the_schema_cannot_see_is_told_by_compatible(deployments: Deploymen
     deployments.apply(model=model, prefill=prefill, decode=decode)
     deployments.wait_reason("Ready", "Ready")
     before = deployments.get("ds", "llama-agent")["metadata"]["generation"]
-    # Two source ranks hold heads 8 to 15 of one target rank, although two are fewer than three: only the planner detects it.
+    # Two source ranks hold heads 8 to 15 of one target rank, although two are fewer than three: only the planner detects
+    # it.
     deployments.apply(model=model, prefill=prefill, decode=decode | {"staging": {"poolSize": "200Mi"}})
     condition = deployments.wait_reason("Compatible", "InvalidSpec")
     assert "spec.decode.staging.poolSize" in condition["message"] and "give at least 268435456" in condition["message"]

@@ -70,7 +70,10 @@ def test_pods_can_be_guaranteed_and_pass_a_quota_of_memory(deployments: Deployme
 
 
 def test_the_example_for_gpu_nodes_becomes_agents(deployments: Deployments, start: Start) -> None:
-    """The simulated nodes have no NIC, and the responder uses other ports. So the pods stay pending, for these reasons only."""
+    """The simulated nodes have no NIC, and the responder uses other ports.
+
+    So the pods stay pending, for these reasons only.
+    """
     start(allow_capabilities="IPC_LOCK")
     deployments.plane.kubectl("apply", "-n", deployments.namespace, "-f", str(ROOT / "examples" / "gpu-nodes.yaml"))
     deployments.wait_reason("Compatible", "PlanMade", "llama-70b")

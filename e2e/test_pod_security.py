@@ -1,4 +1,4 @@
-"""Tests that each kind of our pods passes the Pod Security level that docs and NOTES name, by the real admission controller."""
+"""Tests with the real admission controller that our pods pass the Pod Security levels that docs and NOTES name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every test run shares: reproducible property tests, one thread a library, and no skip that nobody allowed."""
+"""Applies to every test run: reproducible property tests, one thread a library, and only skips that are allowed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# Tests start many processes on few cores: a pool of threads in each would only compete. Children inherit it, and it
-# must be there before a library reads it.
+# Tests start many processes on few cores, where thread pools would only compete. Children inherit these variables. They
+# must be set before a library reads them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# The same examples in every run, so that a failure is a fact about the change and not about the day. A deadline would
-# measure the machine.
+# The same examples in every run, so that a failure depends only on the code. No deadline, since it would depend on the
+# machine.
 settings.register_profile("reproducible", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("explore", deadline=None, print_blob=True, max_examples=1000)
 settings.load_profile("explore" if os.environ.get("HYPOTHESIS_EXPLORE") else "reproducible")
@@ -41,7 +41,7 @@ ALLOWED_SKIPS = read_allowed_skips(ALLOWED_SKIPS_PATH.read_text(encoding="utf-8"
 
 
 def _refuse_a_skip_that_is_not_allowed(report: pytest.TestReport | pytest.CollectReport) -> None:
-    # An expected failure counts as a skip for pytest, and for us: it is a required test that does not hold.
+    # pytest reports an expected failure as a skip. So do we: it is a required test that fails.
     if not report.skipped or any(fnmatchcase(report.nodeid, pattern) for pattern in ALLOWED_SKIPS):
         return
     if isinstance(report.longrepr, tuple):

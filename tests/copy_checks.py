@@ -1,7 +1,7 @@
-"""The copy kernel against the reference, bit for bit: on a GPU, or in Triton's interpreter on a CPU.
+"""Compares the copy kernel with the reference, bit for bit, on a GPU or in Triton's interpreter on a CPU.
 
-Each check raises AssertionError or returns what it saw. It runs in a process that has set TRITON_INTERPRET or not
-before this module is imported: importing it loads torch and Triton.
+Each check raises AssertionError or returns its observations. Importing this module loads torch and Triton, so its process
+must set TRITON_INTERPRET, if wanted, before the import.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class End(NamedTuple):
-    """One side of a copy on a device: what is known of all copies of its shape, and where this one is."""
+    """One side of a copy on a device: the shape, common to many copies, and this copy's addresses."""
 
     side: Side
     place: Place
 
 
 def paged(view: View, table: DevicePages, device: torch.device) -> End:
-    """Pages whose ids are copied to the device now."""
+    """Return a side of pages; copies their ids to the device."""
     return End(Paged(view, table), HeldPages(view.own_pool, view.pages, device, view.first_page))
 
 
 def packed(memory: torch.Tensor, payload_bytes: int) -> End:
-    """A slab that takes all of a tensor of bytes."""
+    """Return a side that is a slab over a whole tensor of bytes."""
     slab = Slab(StagingPieces(memory.data_ptr(), memory.numel(), 1 << 40), 0, payload_bytes)
     return End(slab, slab)
 
@@ -97,7 +97,7 @@ def reached(pool: KVPool, home: torch.device, other: torch.device) -> tuple[Devi
     table, regions = on_device(pool, other)
     if home == other:
         return table, regions
-    # A copy to the other device lets kernels of the first one reach its memory.
+    # torch's first copy to the other device enables peer access, which the kernel needs.
     torch.empty(1, device=other).copy_(torch.empty(1, device=home))
     settle(home)
     settle(other)
@@ -105,7 +105,7 @@ def reached(pool: KVPool, home: torch.device, other: torch.device) -> tuple[Devi
 
 
 def settle(device: torch.device) -> None:
-    """Wait for all streams: what tests prepare and look at is on other streams than what they test."""
+    """Wait for all streams, because tests prepare and compare data on other streams than the tested ones."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -210,7 +210,7 @@ def check_direct(
             ends = paged(views[0], source_table, home), paged(views[1], target_table, home)
             settle(home)
             copied(*ends, tokens, stream, tuning=tuning)
-            # Only what the launch itself promises: the bytes are there once its stream has passed it.
+            # Rely on the launch alone: the bytes are written when its stream has completed it.
             stream.synchronize()
             found = [region.cpu() for region in target_regions]
             total += reference.copy(*views, tokens)
@@ -248,7 +248,7 @@ def check_bound(near: Shape, far: Shape, heads: int, devices: tuple[str, str], *
         source_table, _ = on_device(source, home)
         target_table, target_regions = reached(target, home, other)
         for seed, (first, length) in enumerate(rooms):
-            # The source's list begins with pages that are not wanted, as where the target holds a prefix.
+            # The source's list begins with pages that are not copied, as if the target held a prefix.
             begin, end = max(first - near.page_size, 0), first + length
             chosen = range(near.layers), range(near.heads - heads, near.heads)
             near_ids = page_ids(near, (begin, end), seed, repeats=True)
@@ -342,7 +342,7 @@ def refusal(kind: str, fault: str) -> tuple[str, str, bool]:
             tables.append(table)
             regions += own
         before = [*contents(source), *contents(target)]
-        # The fault is on the side that has pages: on the target of a direct copy.
+        # The fault is on the side with pages; for a direct copy, on the target.
         faulty = 0 if kind == "gather" else 1
         given: list[Pages] = [np.array([2, 1], dtype=np.int32)] * 2
         wrong = {

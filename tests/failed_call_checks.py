@@ -1,4 +1,7 @@
-"""What a GPU's worker holds when a call to the driver fails or a copy never ends. Runs in a process of its own: see `played_device`."""
+"""Checks a GPU worker's resources after a failed driver call or an endless copy.
+
+Runs in a separate process, see `played_device`.
+"""
 
 from __future__ import annotations
 
@@ -50,10 +53,11 @@ def failed_call(call: str, *, direct: bool) -> tuple[str, bool, int, int, int]:
     """Queue a scatter, or a direct copy, while one of the driver's calls fails, then one while none does.
 
     Args:
-        call: "HostBytes", "Event", "launch", or what takes the device's memory: "memory" page ids, "table" a pool's planes.
+        call: "HostBytes", "Event", "launch", or an allocation on the device: "memory" for page ids, "table" for a pool's
+        planes.
     Returns:
-        The first one's error; then, after it: whether a pool was held, the launches, and the events that were kept for the next
-        copy; and the launches by the end.
+        The first copy's error; the state after it: whether a pool was held, the launches, and the events kept for reuse;
+        and the launches at the end.
     """
     _, launches = play()
     works = {"HostBytes": PlayedBytes, "Event": PlayedEvent, "launch": cuda.launch}
@@ -140,11 +144,11 @@ def hung_copy(passed_at_s: list[float], closed_at_s: tuple[float, float], asked_
 
 
 def unmarked_copy(kind: str) -> dict[str, object]:
-    """Queue a gather, scatter or direct copy whose event the driver refuses to record once its kernel is launched.
+    """Queue a gather, scatter or direct copy whose event the driver refuses to record after the launch of its kernel.
 
     Returns:
-        How many launches there were, whether pools were held and the copy was over while the device worked, whether they were
-        unmapped then, the error of a device that fails meanwhile, and all of it after the device has done its work.
+        The number of launches, whether pools were held and the copy was complete while the device worked, whether they were
+        unmapped then, the error of a device that fails meanwhile, and the same after the device's work.
     """
     _, launches = play()
     copier, memory = make_copier()
@@ -182,12 +186,12 @@ def unmarked_copy(kind: str) -> dict[str, object]:
 
 
 def trailers(kind: str) -> list[object]:
-    """Scatter one slab whose trailer is right, one whose is not, and one whose nobody asks for.
+    """Scatter a slab with a right trailer, one with a wrong trailer, and one whose trailer is not read.
 
     Args:
-        kind: of the memory: "whole", or "short" of the trailer.
+        kind: the slab's memory: "whole", or "short": without space for the trailer.
     Returns:
-        What the end of each copy says, or the error.
+        Each copy's result, or the error.
     """
     _, launches = play()
     copier, _ = make_copier()
@@ -212,9 +216,9 @@ def trailers(kind: str) -> list[object]:
 
 
 def closed_pools(near_closes: bool) -> tuple[str, bool, int]:
-    """Queue a direct copy of which one pool is unmapped, return its error, whether the other is held after it, and launches.
+    """Queue a direct copy with one unmapped pool; return its error, whether the other pool is held, and the launches.
 
-    Then let go of what was made for that pool, by copying between others.
+    Then release the objects made for that pool, by copying between others.
     """
     _, launches = play()
     copier, _ = make_copier()

@@ -1,4 +1,4 @@
-"""What Triton's compiler makes of the copy kernel for one GPU, without having it. Runs in a `KernelProcess`."""
+"""Compiles the copy kernel for a kind of GPU, without the GPU, and reads the result. Runs in a `KernelProcess`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BITS = {"i64": 64, "i32": 32}
 
 
 def _types() -> list[str]:
-    """The types of what is no constant, as the driver is given them."""
+    """Return the types of the kernel's non-constant arguments, as passed to the driver."""
     return [kind for kind, count in zip(("i64", "i32", "i64"), ARGUMENTS, strict=True) for _ in range(count)]
 
 
@@ -36,7 +36,7 @@ def _compiled(tile: Tile, tuning: Tuning) -> Any:
 
 
 def memory_instructions(tile: Tile, tuning: Tuning) -> Counter[str]:
-    """How often each load and store stands in the machine-independent code of the kernel; there is no loop in it."""
+    """Count each kind of load and store in the kernel's machine-independent code, which has no loop."""
     return Counter(ACCESS.findall(_compiled(tile, tuning).asm["ptx"]))
 
 

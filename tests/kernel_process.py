@@ -1,4 +1,4 @@
-"""A process of its own for `copy_checks`: Triton reads once, when it is imported, whether its kernels are interpreted."""
+"""Runs `copy_checks` in a separate process, because Triton reads TRITON_INTERPRET only once, at its import."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from types import TracebackType
 from typing import Any, Self
 
-# Of one call; the slowest takes some seconds, and starting torch as many.
+# Time limit of a call. The slowest takes some seconds, and so does the start of torch.
 _CALL_TIMEOUT_S = 200.0
 
 
@@ -26,7 +26,7 @@ class KernelProcess:
 
     def __init__(self, module: str, environment: dict[str, str]) -> None:
         self._module = module
-        # A fork of one that has loaded torch and nothing else: that takes seconds, and every process needs it.
+        # Forked from a process that has only loaded torch, since loading takes seconds and every process needs it.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch"])
         self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=_prepare, initargs=(environment,))

@@ -1,4 +1,4 @@
-"""Runs a command of the tree with a mark in its environment and finds what it left: processes, files, shared memory."""
+"""Runs a command with a mark in its environment and lists leftovers: processes, files, shared memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Marked:
         self.directory = directory
         self._shared_before = _shared()
         name, _, value = self.mark.partition("=")
-        # The caller's variables of the product are not meant for what is tested.
+        # The caller's LONGSHORE_ variables must not reach the tested command.
         environment = {key: text for key, text in os.environ.items() if not key.startswith("LONGSHORE_")}
         environment |= {name: value, "TMPDIR": str(directory), "PYTHONPATH": ":".join(sys.path)}
         self.process = subprocess.Popen(
@@ -40,7 +40,7 @@ class Marked:
         )
 
     def read_until(self, text: str) -> str:
-        """Return what it printed up to the line that contains `text`."""
+        """Return its output up to the line that contains `text`."""
         assert self.process.stdout is not None
         said = ""
         for line in self.process.stdout:
@@ -50,12 +50,12 @@ class Marked:
         raise AssertionError(f"it never said {text!r}:\n{said}")
 
     def read_rest(self) -> str:
-        """Return what it printed until its end, and wait for that."""
+        """Wait for its end; return the rest of its output."""
         said, _ = self.process.communicate()
         return said
 
     def processes(self) -> list[str]:
-        """Command lines of processes that carry the mark."""
+        """Return the command lines of processes with the mark."""
         found = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
@@ -64,12 +64,12 @@ class Marked:
         return found
 
     def left(self) -> list[str]:
-        """Everything that is still there."""
+        """Return all leftovers."""
         files = [str(path) for path in self.directory.iterdir()]
         return [*self.processes(), *files, *sorted(_shared() - self._shared_before)]
 
     def end(self) -> None:
-        """End what is left, by PID."""
+        """End the remaining processes by PID."""
         for line in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(line.split()[0]), 9)

@@ -1,4 +1,4 @@
-"""Pools of every layout in poisoned memory with guards, for the tests of gather and scatter on CPUs and on GPUs."""
+"""Provides pools of every layout in poisoned memory with guards, for tests of copies on CPUs and GPUs."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def create_memfd(name: str, length_bytes: int) -> int:
 
 @contextmanager
 def opened(shape: Shape, seed: int | None) -> Iterator[KVPool]:
-    """A pool of random bytes, or of poison where `seed` is None."""
+    """Return a pool of random bytes, or of poison if `seed` is None."""
     geometry = shape.geometry
     with ExitStack() as stack:
         descriptors = [create_memfd("longshore-test", size) for size in geometry.region_bytes]
@@ -160,7 +160,7 @@ def chosen_of(
 
 
 def payload_bytes(pool: KVPool, tokens: tuple[int, int], layers: range, heads: range) -> int:
-    """Bytes of a slab without padding and trailer."""
+    """Return the bytes of a slab without padding and trailer."""
     return pool_view(pool, np.empty(0, dtype=np.int32), 0, layers, heads).payload_bytes(tokens)
 
 

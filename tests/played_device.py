@@ -1,6 +1,6 @@
-"""A GPU played in the host's memory, for a worker's copier: nothing asks a driver, and nothing is compiled.
+"""Simulates a GPU in host memory for a worker's copier, without a driver and without compiling.
 
-Imported in a process of its own, as `copy_checks`: it imports torch, and `play` replaces what would ask a driver.
+Imported in a separate process, like `copy_checks`: it imports torch, and `play` replaces the functions that call a driver.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DEVICE: Any = SimpleNamespace(index=0, name="GPU-0", enter=lambda: None)
 
 @dataclass
 class PlayedKernel:
-    """Counts what is compiled, in the place of Triton's kernel."""
+    """Replaces Triton's kernel and counts compilations."""
 
     compiled: list[dict[str, object]] = field(default_factory=list)
     launched: list[tuple[object, ...]] = field(default_factory=list)  # as Triton's users do it
@@ -80,7 +80,7 @@ def stream_of(_: torch.device) -> CopyStream:
 
 
 def play() -> tuple[PlayedKernel, list[tuple[object, ...]]]:
-    """Replace driver and device; return what compiles, and the launches."""
+    """Replace driver and device; return the fake kernel and the list of launches."""
     kernel, launches = PlayedKernel(), []
     modules: dict[Any, dict[str, Any]] = {
         device_launch: {"_KERNEL": device_kernel.DeviceKernel(kernel)},
@@ -111,7 +111,7 @@ def play() -> tuple[PlayedKernel, list[tuple[object, ...]]]:
 
 
 def make_copier() -> tuple[Any, StagingBuffer]:
-    """A copier, and what it takes for the memory of its lanes and its ring."""
+    """Return a copier, and the fake memory of its lanes and its ring."""
     memory = StagingBuffer(1 << 20)
     return copier_module.DeviceCopier(DEVICE, memory, memory), memory  # type: ignore[arg-type]
 
@@ -122,7 +122,7 @@ def on_device(pool: KVPool) -> KVPool:
 
 
 def staged(kind: str, view: View, memory: StagingBuffer, tokens: tuple[int, int], offset_bytes: int = 0) -> Copy:
-    """A gather with its trailer, or a scatter whose trailer is looked at."""
+    """Return a gather with its trailer, or a scatter that checks its trailer."""
     slab = Slab(memory, offset_bytes, view.payload_bytes(tokens))
     if kind == "gather":
         return Copy(view, slab, tokens, trailer_for(slab.payload_bytes))
@@ -137,5 +137,5 @@ def copied(copier: Any, sides: list[View], tokens: tuple[int, int]) -> Any:
 
 
 def wait_compiled() -> None:
-    """Wait until the thread that compiles has done what it was given."""
+    """Wait until the compiling thread has finished its work."""
     device_kernel._COMPILING._thread.submit(lambda: None).result()

@@ -1,4 +1,4 @@
-"""What a GPU's worker compiles and gives to the driver. Runs in a process of its own: see `played_device`."""
+"""Checks a GPU worker's compilations and calls to the driver. Runs in a separate process, see `played_device`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from longshore_wire.errors import LongshoreError
 
 
 def first_rooms(near: Shape, fars: list[tuple[Shape, int]]) -> tuple[int, int, int]:
-    """Register a pool, then copy a room of it into each far pool that takes so many heads.
+    """Register a pool, then copy a room of it into far pools with these numbers of heads.
 
     Returns:
         Kernels compiled when the pool was registered, kernels compiled by the rooms, and launches.
@@ -42,7 +42,7 @@ def first_rooms(near: Shape, fars: list[tuple[Shape, int]]) -> tuple[int, int, i
 
 
 def first_slabs(shape: Shape, counts: list[int]) -> tuple[int, int, int]:
-    """Register a pool, then gather and scatter a slab of so many of its heads each.
+    """Register a pool, then gather and scatter slabs with these numbers of heads.
 
     Returns:
         As `first_rooms`.
@@ -62,7 +62,7 @@ def first_slabs(shape: Shape, counts: list[int]) -> tuple[int, int, int]:
 
 
 def arguments_of_launches(near: Shape, far: Shape, heads: int, kind: str) -> tuple[list[object], list[object]]:
-    """Copy a room's slabs by launches that are bound to their shapes, and by such as are made for each slab.
+    """Copy a room's slabs by launches bound to their shapes, and by launches made for each slab.
 
     Returns:
         For each of the first, and for each of the second: grid, threads, shared memory and all arguments, as the driver reads them.
@@ -80,7 +80,7 @@ def arguments_of_launches(near: Shape, far: Shape, heads: int, kind: str) -> tup
     copier, memory = make_copier()
     size = max(near.page_size, far.page_size)
     with opened(near, seed=1) as source, opened(far, seed=None) as target:
-        # Within a page, where pages can be split.
+        # Starts within a page if pages can be split.
         first = size if near.blob_bytes else size // 2
         room = (first, first + 4 * size - size // 2 * (not near.blob_bytes))
         sides = [
@@ -105,7 +105,7 @@ def arguments_of_launches(near: Shape, far: Shape, heads: int, kind: str) -> tup
 
 
 def untried_triton() -> tuple[list[str], int, list[int], list[str]]:
-    """Copy twice with a version of Triton that was not tried.
+    """Copy twice with a version of Triton that was not tested.
 
     Returns:
         Whether each copy was queued, the launches by the driver, how many values each of Triton's own took, and what was logged.
@@ -131,10 +131,10 @@ def untried_triton() -> tuple[list[str], int, list[int], list[str]]:
 
 
 def compiled_beside(*, fails: bool) -> dict[str, object]:
-    """Copy into a pool of another page size, whose kernel takes as long as it is told to, and meanwhile into one like ours.
+    """Copy into a pool of another page size, whose kernel's compilation the test delays, and meanwhile into one like ours.
 
     Returns:
-        What was queued and held before, during and after the compilation, and how often which thread compiled.
+        The queued and held copies before, during and after the compilation, and how often each thread compiled.
     """
     kernel, launches = play()
     compile_at_once, go_on, threads = kernel.warmup, threading.Event(), []
@@ -173,7 +173,7 @@ def compiled_beside(*, fails: bool) -> dict[str, object]:
 
 
 def failed_compilation(text: str) -> list[str]:
-    """Register a pool twice while nothing can be compiled; return the errors."""
+    """Register a pool twice while compilations fail; return the errors."""
     kernel, _ = play()
 
     def fail(*_: object, **__: object) -> None:

@@ -3,8 +3,8 @@
     engine_pod.py source SOCKET PORT PROMPTS
     engine_pod.py target SOCKET HOST:PORT PROMPTS TOKENS
 
-The target compares the digests of both sides' pages, and its tokens with those of a single engine. Its pods get this file and
-`room_pod` from a ConfigMap, and mount the checkout for the engine itself.
+The target compares the digests of both sides' pages, and its tokens with those of a single engine. Its pods get this file
+and `room_pod` from a ConfigMap, and mount the checkout for the engine itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Imports archives of images into a containerd store, which real nodes start with. Called by `real_cluster` and `real_node`.
+"""Imports archives of images into a containerd store, which real nodes start with.
 
-The import takes most of a cluster's start, so it runs once for a set of archives, in the cache outside the tree. Each node
-gets hard links to the store's files. Containers write into their own layers and do not change these files.
+Called by `real_cluster` and `real_node`. The import takes most of a cluster's start, so it runs once for a set of
+archives, in the cache outside the tree. Each node gets hard links to the store's files. Containers write into their own
+layers and do not change these files.
 """
 
 from __future__ import annotations

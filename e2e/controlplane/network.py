@@ -27,7 +27,7 @@ class NoNetworkError(RuntimeError):
 
 
 def enter_own_network(pods: str = "") -> None:
-    """Move this thread and its children into a new network with only a loopback, which also gets the network `pods`, if given.
+    """Move this thread and its children into a new network with only a loopback, which also gets `pods`, if given.
 
     Call it before other threads are started.
 

@@ -1,7 +1,8 @@
 """Runs a cluster with real nodes on this machine: a control plane, and nodes with kubelets. Used by `e2e/cluster`.
 
-It runs in a separate network namespace, which the calling thread must have entered (`network.enter_own_network`). The kernel
-removes that network with its last process, so that no bridge, cable, route or iptables rule of the machine changes.
+It runs in a separate network namespace, which the calling thread must have entered (`network.enter_own_network`). The
+kernel removes that network with its last process, so that no bridge, cable, route or iptables rule of the machine
+changes.
 """
 
 from __future__ import annotations

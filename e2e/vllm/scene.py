@@ -1,7 +1,7 @@
 """Runs a prefill and a decode engine with an agent each, in either direction, or with vLLM's own NixlConnector instead.
 
-Called by tests and `benchmarks/vllm_connectors.py`. Every engine has both roles (`kv_both`), so that tests use a pair in both
-directions.
+Called by tests and `benchmarks/vllm_connectors.py`. Every engine has both roles (`kv_both`), so that tests use a pair in
+both directions.
 """
 
 from __future__ import annotations

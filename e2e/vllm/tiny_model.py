@@ -1,7 +1,7 @@
 """Writes a Qwen3 model small enough for two cores, with random weights from a fixed seed, as files for vLLM.
 
-Called by `conftest` and `benchmarks/vllm_connectors.py`. Needs only numpy. Its weights are unusually large: with smaller ones
-the most likely next token would not depend on the prompt.
+Called by `conftest` and `benchmarks/vllm_connectors.py`. Needs only numpy. Its weights are unusually large: with smaller
+ones the most likely next token would not depend on the prompt.
 """
 
 from __future__ import annotations

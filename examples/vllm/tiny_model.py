@@ -1,7 +1,7 @@
 """Makes a Qwen3 model small enough for two cores, with random weights from a fixed seed: `tiny_model.py DIRECTORY`.
 
-Run with vLLM's environment. Its tokens are the words w0 to w1023. Its weights are unusually large: with smaller ones the next
-token would not depend on the prompt.
+Run with vLLM's environment. Its tokens are the words w0 to w1023. Its weights are unusually large: with smaller ones the
+next token would not depend on the prompt.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Moves thousands of rooms between two processes and aborts some while their writes are open. Freed memory is reused at once.
+"""Moves thousands of rooms between two processes and aborts some while their writes are open.
 
-The test's process is the decode half. It decides which side aborts which room, and when. Run as a script, this file is the
-prefill half, which reports the start of each room's write.
+Freed memory is reused at once. The test's process is the decode half. It decides which side aborts which room, and when.
+Run as a script, this file is the prefill half, which reports the start of each room's write.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Provides real agents and engine ranks for tests: processes with settings, paged memory in memfds, requests and their ends.
+"""Provides real agents and engine ranks for tests: processes with settings, paged memory in memfds, requests.
 
 Run as a script it is one engine rank in a process of its own, which a test may kill: it reads JSON commands by
 lines and answers each by a line. Everything started here is ended by its PID.
@@ -94,7 +94,7 @@ def wait_for(condition: Callable[[], T | None], limit_s: float = EVENT_LIMIT_S, 
 
 
 class Agent:
-    """One real agent. `settings` are variables in addition to CHEAP; `inside` is a prefix of its command, such as nsenter."""
+    """One real agent. `settings` are variables added to CHEAP; `inside` is a prefix of its command, such as nsenter."""
 
     def __init__(self, directory: Path, inside: Sequence[str] = (), **settings: str) -> None:
         self.directory = directory
@@ -297,7 +297,7 @@ class Engine:
         return taken
 
     def accept(self, pages: list[int]) -> None:
-        """Free pages of a room that failed and was released. Their bytes are unspecified, and nothing may change them now."""
+        """Free pages of a failed, released room. They may hold any bytes, which nothing may change from now on."""
         self.free += pages
         for rank in self.ranks:
             rank.expected[:, :, pages] = rank.planes[:, :, pages]

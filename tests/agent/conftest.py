@@ -1,4 +1,4 @@
-"""Adds the agents' logs to the report of a failed test, since on another machine their directories may not be accessible."""
+"""Adds the agents' logs to the report of a failed test, since their directories may not be accessible afterwards."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Compares the observations of fault tests with the rows of `fault_table`, and records which rows have tests.
 
-A test of rows is marked with `carries` and gets a `judge`. It fails unless it compares every field of every row, so every row
-is tested.
+A test of rows is marked with `carries` and gets a `judge`. It fails unless it compares every field of every row, so every
+row is tested.
 """
 
 from __future__ import annotations

@@ -115,7 +115,8 @@ def watch(stages: Stages, strike: Strike, begun_s: float, limit_s: float, *, hea
     for room in stages.rooms:
         if room not in told:
             if room.stage == CLAIMED and heard:
-                # Otherwise the offer might arrive before prefill knows of decode's abort, and would be accepted and then fail.
+                # Otherwise the offer might arrive before prefill knows of decode's abort, and would be accepted and then
+                # fail.
                 wait_for(lambda room=room: (look(stages.place.prefill, room, "source")[0] or {}).get("ended"))
             _late(stages, room, strike, limit_s)
 

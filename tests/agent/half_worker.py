@@ -1,7 +1,7 @@
 """Runs one half of a worker, with the real core, ring, pipeline and transport, and one socket to its peer.
 
-Tests with thousands of rooms use it to avoid the cost of a supervisor, ZeroMQ and an engine's client. `abort_storm` runs one
-half in each of two processes.
+Tests with thousands of rooms use it to avoid the cost of a supervisor, ZeroMQ and an engine's client. `abort_storm` runs
+one half in each of two processes.
 """
 
 from __future__ import annotations

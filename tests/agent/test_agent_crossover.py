@@ -17,8 +17,8 @@ from longshore_wire.layout import Attention
 
 LATENT = ModelShape(layers=4, kv_heads=1, head_dim=36, element_bytes=2, attention=Attention.LATENT)
 WIRES = {"Loopback": "Loopback", "NIXL": "SharedMemory", "Mooncake": "TCP"}
-# Runs are 768 bytes between TP2 and TP1, and pages of 24,576 bytes between equal layouts. A token is 6,144 bytes from each of
-# two ranks, or 12,288 from one. Short runs are moved in place below 300 kB, else staged; long runs the reverse.
+# Runs are 768 bytes between TP2 and TP1, and pages of 24,576 bytes between equal layouts. A token is 6,144 bytes from
+# each of two ranks, or 12,288 from one. Short runs are moved in place below 300 kB, else staged; long runs the reverse.
 SHORT = Row(768, (30_000, 3_000_000), (0.01, 0.01), (0.001, 0.1))
 LONG = Row(24_576, (30_000, 3_000_000), (0.001, 0.1), (0.01, 0.01))
 SMALL_TOKENS, LARGE_TOKENS = 10, 300

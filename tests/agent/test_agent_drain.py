@@ -152,8 +152,9 @@ def test_engines_of_an_agent_that_was_killed_hear_of_their_rooms_and_are_served_
     pair.gate.touch()
     pair.agent.start()
 
-    # The engines repeat both halves, and new workers listen at the old ports. So the room is done, unless the reader's worker
-    # started so much earlier than the writer's that it considers the writer lost. Then both engines get the failure.
+    # The engines repeat both halves, and new workers listen at the old ports. So the room is done, unless the reader's
+    # worker started so much earlier than the writer's that it considers the writer lost. Then both engines get the
+    # failure.
     ends = [client.wait(2, half, timeout_s=60) for client, half in zip((pair.writer, pair.reader), Half, strict=True)]
     assert {end.reason for end in ends} in ({Reason.NONE}, {Reason.PEER_LOST}), ends
     assert {end.kind for end in ends} == {RoomEventKind.FAILED if ends[0].reason else RoomEventKind.DONE}, ends

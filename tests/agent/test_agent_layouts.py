@@ -40,7 +40,8 @@ BUFFER_SETTINGS = [f"LONGSHORE_{name}" for name in ("RING_BYTES", "RING_EXTENT_B
 
 # (total, prefix): no prefix; a prefix that ends with a page of both sides; within a page; a full hit.
 REQUESTS = ((211, 0), (197, 64), (150, 37), (130, 130))
-# Further cases: the prefix ends with a page of the smaller size only; all but one token; a full hit of whole pages; one token.
+# Further cases: the prefix ends with a page of the smaller size only; all but one token; a full hit of whole pages; one
+# token.
 PREFIXES = (*REQUESTS, (190, 48), (131, 130), (128, 128), (65, 1))
 OPAQUE_REQUESTS = ((211, 0), (197, 64), (150, 16), (130, 128))
 PAIRS = [

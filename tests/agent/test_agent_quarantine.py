@@ -22,7 +22,7 @@ WINDOW = 4
 
 @dataclass
 class Place:
-    """Engines: `stuck` writes only while the gate is open (to `tardy` late), `steady` always; `hasty` cannot drain in time."""
+    """Engines: `stuck` writes only with an open gate (to `tardy` late), `steady` always; `hasty` has no time to drain."""
 
     prefill: Agent
     other: Agent

@@ -1,4 +1,4 @@
-"""Tests the ports on which transports' libraries listen, and which hosts reach them: real sockets, in own networks if needed."""
+"""Tests the ports on which transports' libraries listen, and which hosts reach them, with real sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests direct copies of a GPU's worker: events report completed slabs, and no pool is unmapped while a kernel may use it."""
+"""Tests direct copies of a GPU's worker: events report completed slabs; pools stay mapped while a kernel may use them."""
 
 from __future__ import annotations
 

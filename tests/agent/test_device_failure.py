@@ -1,4 +1,4 @@
-"""Tests a worker whose GPU fails or hangs: engine and peers get the reason, the process ends in time, and the next one serves.
+"""Tests a worker whose GPU fails or hangs: engine and peers get the reason, the process ends, and the next one serves.
 
 The workers are real and run on a CPU. Code that is injected into their processes simulates the devices.
 """

@@ -1,4 +1,4 @@
-"""Tests that a worker's PID differs from its engine's: CUDA IPC fails between equal PIDs in different PID namespaces (pods)."""
+"""Tests that workers avoid their engine's PID: CUDA IPC fails between equal PIDs of different PID namespaces (pods)."""
 
 from __future__ import annotations
 

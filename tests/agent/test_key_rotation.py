@@ -1,4 +1,7 @@
-"""Tests agents with keys of two adjacent revisions: they attach and move pages. Agents further apart are refused by name."""
+"""Tests agents with keys of two adjacent revisions: they attach and move pages.
+
+Agents further apart are refused by name.
+"""
 
 from __future__ import annotations
 

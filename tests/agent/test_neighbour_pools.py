@@ -1,4 +1,4 @@
-"""Tests neighbour pools, which arrive region by region: late or wrong regions are closed, and no pool is mapped partially."""
+"""Tests neighbour pools, which arrive region by region: wrong regions are closed, and no pool is mapped partially."""
 
 from __future__ import annotations
 

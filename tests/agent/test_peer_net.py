@@ -1,4 +1,4 @@
-"""Tests ZeroMQ connections over real sockets: a peer that returns at its old address is reached despite lingering connections."""
+"""Tests ZeroMQ over real sockets: a peer that returns at its old address is reached despite lingering connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that the stages of one pair's slabs overlap and all its lanes work, by spans and metrics of real agents over NIXL."""
+"""Tests by spans and metrics of real agents that the stages of one pair's slabs overlap and that all its lanes work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests pool messages between workers of one node: each reaches the worker that it names; the owner is notified at the end."""
+"""Tests pool messages between workers of one node: each reaches its worker, and the owner gets the last one's end."""
 
 from __future__ import annotations
 

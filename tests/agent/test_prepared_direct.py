@@ -1,4 +1,4 @@
-"""Tests that DIRECT's kernels are compiled when a pool is registered, and only if they may be used, so that no room waits."""
+"""Tests that DIRECT's kernels are compiled when a pool is registered, so that no room waits, and only if needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the refusal of an engine with another layout: the message names every wrong field, so all can be corrected at once."""
+"""Tests the refusal of an engine with another layout: the message names every wrong field."""
 
 from __future__ import annotations
 

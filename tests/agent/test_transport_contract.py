@@ -112,7 +112,7 @@ def test_junk_metadata_is_a_typed_error_and_the_peer_stays_usable(pair: Pair) ->
         b"x" * (METADATA_BYTES_MAX + 1),
     ):
         if KINDS[pair.kind][0] == "Loopback" and junk == bytes(flipped):
-            continue  # Mooncake's metadata has no digest: a flipped bit in an address is another address, which the kernel refuses.
+            continue  # Mooncake's metadata has no digest: a flipped bit is another address, which the kernel refuses.
         with pytest.raises(PeerMetadataError):
             pair.transport.connect(junk)
     assert pair.write(100, pair.target, 100) is WriteState.DONE

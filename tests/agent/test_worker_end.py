@@ -1,4 +1,4 @@
-"""Tests that a worker's process ends if its control thread fails, for example after a GPU's failure, or its transport hangs."""
+"""Tests that a worker's process ends if its control thread fails, for example with its GPU, or its transport hangs."""
 
 from __future__ import annotations
 

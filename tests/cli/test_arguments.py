@@ -1,4 +1,4 @@
-"""Wrong arguments are refused by their name with what to give, before anything is started or measured."""
+"""Tests that wrong arguments are refused before anything starts; the message has their name and valid values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`longshore demo` and `longshore bench` run what the laboratory holds; without it they name the extra, and all else works."""
+"""Tests that `longshore demo` and `longshore bench` run the laboratory, and name its extra if it is missing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from longshore_cli.laboratory import LaboratoryMissingError
 from longshore_cli.main import main
 from longshore_wire.errors import Reason
 
-# Makes keys where the laboratory cannot be imported, and lists what of it was loaded.
+# Makes keys although the laboratory cannot be imported, and lists its loaded modules.
 KEYS = """
 import sys
 sys.modules["longshore_lab"] = None

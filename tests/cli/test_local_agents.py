@@ -1,4 +1,4 @@
-"""Agents as processes of this machine: they start, say what they count, use every lane, and do not outlive their parent."""
+"""Tests agents as processes of this machine: they start, report counters, use every lane, and end with their parent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from longshore_client import Client, Half, RoomEventKind, connect, create_region
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 
 SHAPE = ModelShape(8, 8, 64, 4)
-# Loads nothing heavy, starts an agent and says its PID.
+# Loads no large library, starts an agent and prints its PID.
 PARENT = """
 import sys, pathlib
 from longshore_cli.lifetime import PartEndedError, parts_watched
@@ -63,7 +63,7 @@ def test_every_lane_writes_at_least_a_tenth_of_a_single_pair_s_bytes(directory: 
     tokens = 4096
     common = {"ring_bytes": "32Mi", "lane_bytes": "1Mi", "slab_bytes_min": "256Ki", "staging": "Always"}
     with LocalAgent(common, directory / "p") as near, LocalAgent(common, directory / "d") as far:
-        # Unequal page sizes, so that there is one pair of ranks to share out.
+        # Unequal page sizes, so that one pair of ranks is distributed over the lanes.
         prefill, source = engine(near, "P", 16, Half.SOURCE, tokens)
         decode, target = engine(far, "D", 32, Half.TARGET, tokens)
         with prefill, decode:
@@ -105,7 +105,7 @@ def test_an_agent_that_cannot_start_says_why(directory: Path) -> None:
 def test_an_agent_that_was_killed_is_told_by_its_place_and_how_it_ended(directory: Path) -> None:
     with LocalAgent({"backend": "Loopback"}, directory / "decode-0") as agent:
         os.kill(agent.pid, signal.SIGKILL)
-        # The kernel tells of the end before anybody may ask the agent for a page.
+        # The kernel reports the end before a request for a page could fail.
         os.waitid(os.P_PID, agent.pid, os.WEXITED | os.WNOWAIT)
         with pytest.raises(LocalAgentError, match=r"^the agent in \S+/decode-0 ended with -9:\n"):
             agent.status()
@@ -161,7 +161,7 @@ def test_a_part_that_was_waited_for_first_is_named_with_how_it_ended() -> None:
     def lose() -> None:
         with parts_watched() as watch:
             watch.add(child.pid, "the part", status=lambda: child.returncode)
-            # The thread that watches finds nobody to wait for.
+            # The watching thread has no child to wait for.
             with watch._lock:
                 child.kill()
                 child.wait()

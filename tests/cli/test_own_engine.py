@@ -1,4 +1,4 @@
-"""The example of an engine's author: it does with real agents what its page says, and the page shows its own lines."""
+"""Tests the example for engine authors with real agents, and that its page quotes its lines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE = ROOT / "docs" / "how-to" / "engines.md"
 
 
 def blocks(language: str) -> list[str]:
-    """The page's blocks of code in a language."""
+    """Return the page's code blocks in a language."""
     found = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     return [text for name, text in found if name == language]
 

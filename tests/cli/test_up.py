@@ -1,4 +1,4 @@
-"""`longshore up`: the agents of a manifest run on this machine, let its engines in and no others, and end without a trace."""
+"""Tests `longshore up`: a manifest's agents run on this machine, admit only its engines, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_engines_of_the_manifest_exchange_a_request_and_the_end_leaves_nothing(
     for client, _ in near:
         client.send(1, [5, 2], 0, 32, last=True)
     assert target.wait(1, Half.TARGET, "p", timeout_s=60).kind is RoomEventKind.DONE
-    # Half of the pages are written, two heads of every token by each rank.
+    # Half of the pages are written: each rank writes two heads of every token.
     moved = bytes(memory)
     assert moved.count(7) == moved.count(8) == len(moved) // 4
     up.read_until("decode-0: engines d (1), peers 2, rooms 0 open, 1 done, 0 failed")

@@ -1,4 +1,4 @@
-"""What `longshore up` shows of agents that answer late, or not at all. Starts nothing."""
+"""Tests the view of `longshore up` for agents that answer late or not at all. Starts nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from longshore_cli.up.view import Looker, watch
 
 
 class Agent:
-    """An agent whose process may run without that its pages answer."""
+    """An agent whose process may run while its pages do not answer."""
 
     def __init__(self, *, answers, running, error=""):
         self.answers, self.running, self.error = answers, running, error

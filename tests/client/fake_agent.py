@@ -1,6 +1,6 @@
-"""A protocol double of the agent: real sockets and descriptors, answers by script, nothing behind them.
+"""A fake agent with real sockets and descriptors that answers by script and moves no bytes.
 
-Runs in a thread; as a program (`fake_agent.py PATH EPOCH`) it is an agent that can be killed.
+Runs in a thread, or as a program that can be killed (`fake_agent.py PATH EPOCH`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WAIT_S = 20.0
 
 
 def accept_all(message: ToAgent) -> ToEngine | None:
-    """Accept whatever has a request number; a claim once its pages are whole."""
+    """Accept each message with a request number; a claim once its page list is complete."""
     if isinstance(message, Hello | Renew):
         return None
     if isinstance(message, Receive) and message.page_offset + len(message.pages) // 4 < message.page_count:
@@ -37,7 +37,7 @@ def accept_all(message: ToAgent) -> ToEngine | None:
 
 
 class FakeAgent:
-    """Serves one path until `stop` (leaves no socket behind) or `die` (leaves what a killed agent leaves)."""
+    """Serves one path until `stop` (removes the socket) or `die` (leaves the socket, like a killed agent)."""
 
     def __init__(
         self,
@@ -70,17 +70,17 @@ class FakeAgent:
         self.stop()
 
     def of(self, *kinds: type) -> list[ToAgent]:
-        """Return the messages heard of these kinds, in order."""
+        """Return the received messages of these kinds, in order."""
         with self.changed:
             return [message for message in self.heard if isinstance(message, kinds)]
 
     def expect(self, predicate: Callable[[], bool]) -> None:
-        """Wait for something to become true of what was heard."""
+        """Wait until a condition on the received messages holds."""
         with self.changed:
             assert self.changed.wait_for(predicate, WAIT_S), f"not heard in time; heard {self.heard}"
 
     def say(self, message: ToEngine) -> None:
-        """Send to every engine that is connected."""
+        """Send to every connected engine."""
         with self.changed:
             for link in self.links:
                 link.send(message)
@@ -100,12 +100,12 @@ class FakeAgent:
         self._reading.set()
 
     def stop(self) -> None:
-        """End in good order. Idempotent."""
+        """End in an orderly way. Idempotent."""
         self._end()
         self._listener.close()
 
     def die(self) -> None:
-        """End as a killed process does: the path stays, and nobody answers on it."""
+        """End like a killed process: the path stays, without a listener."""
         self._end()
         self._listener._socket.close()
 

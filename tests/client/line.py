@@ -1,6 +1,6 @@
-"""A client and the agent that it reaches, without a socket, a thread or a clock between them: played step by step.
+"""Joins a client with a fake agent without socket, thread or clock, and runs them step by step.
 
-`Line` stands where `connection.Connection` stands, so that its `client` is a real Client; calls are settled at once or never.
+`Line` replaces `connection.Connection`, so its `client` is a real Client. Calls are settled at once or never.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STEP_MIN_S = 0.001
 
 
 class Line:
-    """An agent that answers by script (see `agent`), a client's core, and a clock that stands still but in `pass_s`."""
+    """An agent that answers by script (see `agent`), a client's core, and a clock that only `pass_s` moves."""
 
     def __init__(self, *, reached: bool = True, **agent) -> None:
         self.core, self.changed = Core(HELLO, PATH), threading.Condition()
@@ -42,7 +42,7 @@ class Line:
         self.now_s = 100.0
         self.dials_s, self.given_back, self.descriptors, self.heard = [], [], {}, []
         self.steps = 0
-        self.reads = True  # False: what is said to the agent stays in the outbox
+        self.reads = True  # False: messages to the agent stay in the outbox
         self._there = False
         if reached:
             self.agent(**agent)
@@ -57,32 +57,32 @@ class Line:
         answer: Callable[[ToAgent], ToEngine | None] = accept_all,
         greet: Callable[[Hello], ToEngine | Exception] | None = None,
     ) -> None:
-        """From now on there is this agent, until `lose`; the client has found it when this returns."""
+        """Start this agent, which runs until `lose`; return when the client is connected."""
         self._answer = answer
         self._greet = greet or (lambda hello: Welcome(ENGINE_PROTOCOL_VERSION, epoch, "demo", lease_ns))
         self.heard, self._there = [], True
         self.pass_s(RECONNECT_WAIT_MAX_S)
 
     def lose(self) -> None:
-        """The agent is gone, and nobody answers at its path."""
+        """End the agent. Its path has no listener then."""
         self._there = False
         self.core.disconnected(ConnectionResetError("the agent closed the connection"), self.now_s)
         self.carry_out()
 
     def say(self, *messages: ToEngine) -> None:
-        """The agent says something that it was not asked for."""
+        """Send an unsolicited message of the agent."""
         for message in messages:
             self.core.take(message, self.now_s)
         self.carry_out()
 
     def of(self, *kinds: type) -> list[ToAgent]:
-        """What this agent has heard of these kinds, in order."""
+        """Return the messages of these kinds that this agent has received, in order."""
         return [message for message in self.heard if isinstance(message, kinds)]
 
     # -- time --------------------------------------------------------------------------------------------------------
 
     def pass_s(self, duration_s: float) -> None:
-        """Let time pass; the client wakes when it has asked for it, and each time is counted in `steps`."""
+        """Let time pass. The client wakes at its due times; `steps` counts the wake-ups."""
         end_s = self.now_s + duration_s
         self.carry_out()
         while self.now_s < end_s:
@@ -93,7 +93,7 @@ class Line:
     # -- calls that need not be answered -----------------------------------------------------------------------------
 
     def begin(self, *messages: ToAgent, descriptors: tuple[int, ...] = ()) -> Call:
-        """Make a call and do not wait for its answer."""
+        """Make a call without waiting for its answer."""
         first = messages[0]
         key = HalfKey(Half.SOURCE, "prefill-0", first.room, first.pool) if isinstance(first, Offer) else None
         call = Call(messages, key=key, descriptors=descriptors)

@@ -1,4 +1,4 @@
-"""What the tests of the client share: a layout, an endpoint, a client at a path, events."""
+"""Provides a layout, an endpoint, a client at a path, and events, for the tests of the client."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def event(kind, room=7, half=Half.SOURCE, reason=Reason.NONE, instance="prefill-
 
 
 def told(agent, *kinds):
-    """What the agent heard, without request numbers."""
+    """Return the messages that the agent received, without request numbers."""
     return [msgspec.structs.replace(message, request=0) for message in agent.of(*kinds)]
 
 
 def wait_until(client, predicate):
-    """Wait for something to become true of a client; not all that changes in it is announced."""
+    """Wait until a condition on a client holds. Polls, since not every change causes an event."""
     end_s = time.monotonic() + WAIT_S
     with client._changed:
         while not predicate():
@@ -43,7 +43,7 @@ def wait_until(client, predicate):
 
 
 def open_descriptors():
-    """Every open descriptor of this process, as its number and what it refers to."""
+    """Return every open descriptor of this process: number and target."""
     found = set()
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # of the listing itself
@@ -52,7 +52,7 @@ def open_descriptors():
 
 
 def left_open(before, expected=0):
-    """How many descriptors were opened since and stay open; threads of other tests' libraries open some for a moment."""
+    """Return the number of descriptors opened since that stay open. Threads of other tests' libraries open some briefly."""
     end_s = time.monotonic() + _LEAK_S
     while (left := len(open_descriptors() - before)) > expected and time.monotonic() < end_s:
         select.select([], [], [], _LOOK_S)

@@ -1,4 +1,4 @@
-"""The client's calls and what the agent hears of them, without a socket between the two."""
+"""Tests the client's calls and the resulting messages to the agent, without a socket between the two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every argument of every public call of the client, with every wrong type and range: refused by name, nothing sent."""
+"""Tests wrong types and ranges of every argument of the client's public calls: refused by name, and nothing is sent."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ NO_NUMBER = SCALARS | LISTS | st.just(ENDPOINT)
 
 
 def outside(low: int, high: int) -> st.SearchStrategy[Any]:
-    """No number, or one that is not in [low, high]."""
+    """Return values that are no number or not in [low, high]."""
     return NO_NUMBER | st.integers(max_value=low - 1) | st.integers(min_value=high + 1) | st.just(2**70)
 
 
@@ -65,7 +65,7 @@ def other_than(*kinds: type) -> st.SearchStrategy[Any]:
 
 
 NO_TEXT = other_than(str) | st.sampled_from(["", "a\0b", "\ud800"])
-# What waits for ever, and what no lock can wait for.
+# An infinite wait, and waits longer than a lock permits.
 NO_TIME = other_than(int, float, type(None)) | st.booleans() | st.sampled_from([-1, -0.5, math.nan, math.inf, 2**70])
 NO_TIME_NOR_NONE = NO_TIME | st.none()
 NO_COUNT = outside(1, 2**31 - 1)
@@ -73,7 +73,7 @@ NO_ROOM, NO_POOL, NO_TOKEN = outside(0, 2**64 - 1), outside(0, 2**31 - 1), outsi
 
 
 def broken(good: msgspec.Struct, *fields: str) -> st.SearchStrategy[Any]:
-    """Another type, or a value of this one with a field of another type."""
+    """Return values of another type, and of this type with a field of another type."""
     kept = tuple({type(getattr(good, field)) for field in fields})
     wrong = NO_NUMBER.filter(lambda value: not isinstance(value, (*kept, dict, list, type(None))))
     changed = st.builds(
@@ -97,7 +97,7 @@ NO_PAGES = (
 
 @dataclass(frozen=True)
 class Call:
-    """One public call: arguments that work, and for each of them what cannot."""
+    """One public call: valid arguments, and invalid values for each of them."""
 
     call: Callable[..., object]
     good: dict[str, Any]
@@ -280,14 +280,14 @@ def test_the_arguments_that_each_is_changed_from_are_accepted(tmp_path, name) ->
     with FakeAgent(path) as agent, client_at(path) as client, ExitStack() as stack:
         stack.callback(memory.close)
         stack.callback(os.close, descriptor)
-        # There is nothing to take back, to wait for, or to know.
+        # There is nothing to cancel, to wait for, or to query.
         with suppress(LongshoreError) if name in {"unregister_pool", "wait", "endpoint"} else ExitStack():
             CALLS[name].call(client, **good)
         assert agent.gone_count == 0
 
 
 class Index:
-    """An integer type of somebody else's, such as numpy's."""
+    """A foreign integer type, such as numpy's."""
 
     def __init__(self, value: int) -> None:
         self.value = value

@@ -1,4 +1,4 @@
-"""A client against a protocol double of the agent: real sockets, real descriptors, real threads."""
+"""Tests a client against a fake agent with real sockets, descriptors and threads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from longshore_client import (
 from longshore_client.agent_socket import AgentSocket
 from longshore_wire.engine_messages import Hello, Offer, Receive, Refused, RegisterPool
 
-# As root it becomes another user, as a pod's process may be; its groups are the arguments.
+# As root it becomes another user, like a pod's process; its groups are the arguments.
 OTHER_USER = f"""
 import os, sys
 import longshore_client as ls
@@ -56,7 +56,7 @@ def test_a_client_is_welcomed_and_knows_its_worker(path):
         assert (client.epoch, client.deployment, client.connected) == (42, "demo", True)
         [hello] = agent.of(Hello)
         assert hello == Hello(1, "prefill-0", LAYOUT, "cpu", (Half.SOURCE,), hello.engine, os.getpid())
-        # No other engine of this name has it.
+        # No other engine has this name.
         assert hello.engine
 
 
@@ -76,14 +76,14 @@ def test_without_a_path_the_environment_names_the_socket_and_else_it_is_that_of_
 
 @pytest.fixture
 def place():
-    """The path of a socket that every user can reach."""
+    """Yield the path of a socket that every user can reach."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         Path(folder).chmod(0o755)
         yield f"{folder}/engine.sock"
 
 
 def told_engine(path, *groups):
-    """What an engine of another user hears, without having to wait for its timeout."""
+    """Return the error that an engine of another user gets immediately, without waiting for its timeout."""
     done = subprocess.run(
         [sys.executable, "-c", OTHER_USER, path, *map(str, groups)],
         check=False,
@@ -172,7 +172,7 @@ def test_a_list_of_128k_pages_passes_default_buffers_while_the_agent_reads_nothi
         agent.read_nothing()
         thread = threading.Thread(target=lambda: client.receive(1, ENDPOINT, pages, 0, 4 * 131_072))
         thread.start()
-        # The socket takes less than the 16 parts: some wait in the client, and nothing blocks while they do.
+        # The socket takes fewer than the 16 parts. The rest waits in the client, without blocking.
         wait_until(client, lambda: client._core.outbox)
         assert client.poll() == []
         agent.read_on()

@@ -1,4 +1,4 @@
-"""The client's core alone: how it reaches an agent, what a new agent hears, what the engine hears, what calls become."""
+"""Tests the client's core alone: connecting, messages to a new agent, events for the engine, results of calls."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from longshore_wire.engine_messages import (
 
 
 def silent(*kinds, unless=()):
-    """Answers of an agent that leaves messages of these kinds unanswered, but for some rooms."""
+    """Return an agent's answers that leave messages of these kinds unanswered, except for some rooms."""
     return lambda m: None if isinstance(m, kinds) and m.room not in unless else accept_all(m)
 
 
@@ -164,7 +164,7 @@ def test_a_second_welcome_ends_the_connection_and_another_one_is_made():
 
 def test_a_client_without_an_agent_tries_ever_less_often_and_sleeps_between():
     line = Line()
-    line.pass_s(10.0)  # a connection that was of use
+    line.pass_s(10.0)  # a connection that worked
     line.lose()
     steps = line.steps
     line.pass_s(3.0)
@@ -309,7 +309,7 @@ def test_a_room_that_a_new_agent_refuses_fails_with_its_reason_and_is_released()
         (2, FAILED, Reason.STALE_EPOCH),
         (2, RELEASED, Reason.NONE),
     ]
-    # A room that the agent has refused once is not offered in part.
+    # A room that the agent has refused once is not offered partially.
     assert [(offer.room, offer.first_token) for offer in line.of(Offer)] == [(2, 0), (3, 0)]
     assert (client.connected, client.open_count) == (True, 1)
 

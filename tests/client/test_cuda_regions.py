@@ -1,4 +1,4 @@
-"""Handles of GPU memory for an agent: what an engine is told where there is none. What works needs a GPU: tests/gpu."""
+"""Tests the errors for handles of GPU memory without a GPU. tests/gpu tests the handles themselves."""
 
 from __future__ import annotations
 

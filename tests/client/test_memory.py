@@ -1,4 +1,4 @@
-"""Memory that engines share: regions, torch storages moved in place, and the plain geometry against brute force."""
+"""Tests engines' shared memory: regions, torch storages moved in place, and the geometry against brute force."""
 
 from __future__ import annotations
 

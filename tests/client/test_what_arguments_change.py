@@ -1,4 +1,4 @@
-"""Effects of the client's arguments that no other test shows: which room or half a call means, and how long it waits."""
+"""Tests effects of the client's arguments without other tests: which room or half a call affects, and how long it waits."""
 
 from __future__ import annotations
 

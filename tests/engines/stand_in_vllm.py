@@ -1,6 +1,6 @@
-"""The part of vLLM 0.32 that the connector imports, as small as it can be: vLLM itself does not install beside our torch.
+"""A minimal fake of the part of vLLM 0.32 that the connector imports, since vLLM itself cannot be installed with our torch.
 
-`installed` puts it where `import vllm` finds it. What the real one does with a connector is tested in e2e/vllm.
+`installed` makes `import vllm` find it. e2e/vllm tests the connector with the real vLLM.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ CONTENT = {
 
 @contextmanager
 def installed(version: str = "0.32.0") -> Iterator[None]:
-    """Within this, `import vllm` finds the stand-in; afterwards nothing that used it is left."""
+    """During the block `import vllm` finds the fake; afterwards no module that used it is left."""
     before = dict(sys.modules)
     for name, content in CONTENT.items():
         parts = name.split(".")

@@ -1,4 +1,4 @@
-"""Under which roles an engine registers, when its deployment declares its layout for one of them only."""
+"""Tests the roles under which an engine registers if its deployment declares its layout for only one of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine's pod gets what the connector, the client and the agent read: the operator's ConfigMap against all three."""
+"""Tests the operator's ConfigMap for an engine's pod against its readers: connector, client and agent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler's side of a connector: which requests are handed out, claimed, withdrawn or failed."""
+"""Tests the scheduler's side of a connector: which requests are handed out, claimed, withdrawn or failed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def book(roles=BOTH, *, content="attention float32", first_room=9, endpoint=ENDP
 
 
 def handed_out(tokens=70, **options):
-    """What prefill tells decode of a prompt."""
+    """Return prefill's transfer parameters of a prompt."""
     return book(**options).finished("p", {"do_remote_decode": True}, list(range(9)), tokens, complete=True)
 
 
@@ -40,7 +40,7 @@ def test_a_prompt_that_decode_wants_keeps_its_pages_and_is_offered_whole():
     assert (told["do_remote_prefill"], told["do_remote_decode"]) == (True, False)
     found = handover_of(told)
     assert (found.room, found.tokens, found.endpoint) == (9, 70, ENDPOINT)
-    # A fourth page holds what was generated after the prompt.
+    # A fourth page holds the tokens generated after the prompt.
     assert prefill.take_orders() == (Offer("p", 9, (7, 3, 5), 70),)
     assert prefill.take_orders() == ()
 
@@ -86,7 +86,7 @@ def test_a_request_is_claimed_once_however_often_it_gets_pages():
     decode.allocated("d", parameters, [11, 12, 13], 70, 70)
     decode.take_orders()
     decode.received({"d"})
-    # The load is over, and later it is preempted and computes its prompt itself.
+    # The load is complete. Later the request is preempted and computes its prompt itself.
     assert decode.matched(parameters, 70, 0, 0.0) == 0
     decode.allocated("d", parameters, [11, 12, 13], 70, 0)
     assert decode.finished("d", parameters, [11, 12, 13], 70, complete=True) is None

@@ -1,4 +1,4 @@
-"""A rank's side of a connector against an agent of the test's own: when pages are the engine's again, and when not."""
+"""Tests a rank's side of a connector against a fake agent: when pages are released to the engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLAIM = Claim("d", 7, ENDPOINT, (3, 4), 0, 6)
 
 
 class Scene:
-    """An agent, a client there, and the rooms of its rank with a clock that the test moves."""
+    """An agent, its client, and the rooms of its rank with a clock that the test moves."""
 
     def __init__(self, path, *, limit_s=100.0, **agent):
         self.now_s = 0.0
@@ -35,7 +35,7 @@ class Scene:
         self.transfers += ended.transfers
 
     def look_until(self, predicate):
-        """Look again after each event, as an engine does in every step."""
+        """Poll after each event, as an engine does in every step."""
         client = self.rooms._client
         for _ in range(int(WAIT_S / 0.01)):
             self.look()
@@ -73,7 +73,7 @@ def test_an_offer_is_sent_whole_and_its_pages_are_the_engines_again_at_release(s
     (offer,) = world.heard(OfferMessage)
     assert (offer.room, offer.first_token, offer.end_token, offer.last) == (7, 0, 6, True)
     world.agent.say(event(DONE))
-    world.agent.say(event(RELEASED, room=1))  # of nobody
+    world.agent.say(event(RELEASED, room=1))  # of no room
     world.look()
     assert world.sent == set()
     world.agent.say(event(RELEASED))

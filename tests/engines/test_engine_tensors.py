@@ -1,4 +1,4 @@
-"""KV tensors as vLLM lays them out: their layout, their memory shared in place, and what cannot be shared, by name."""
+"""Tests KV tensors in vLLM's layouts: detection, sharing in place, and refusals by name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_blob_lies_where_the_geometry_says_and_later_writes_are_seen(one_s
     shared = share(kept, cache())
     assert len(shared.regions) == (1 if one_storage else 3)
     assert (shared.device, shared.layout.order, shared.layout.page_size) == ("cpu", PageOrder.OPAQUE, TOKENS)
-    # Written after sharing, through the tensors that the engine goes on using.
+    # Written after sharing, through the tensors that the engine still uses.
     for number, tensor in enumerate(kept.values()):
         tensor[4, 1] = 100.0 + number
     maps = [mmap.mmap(fd, size) for fd, size in zip(shared.regions, shared.geometry.region_bytes, strict=True)]
@@ -103,7 +103,7 @@ def test_a_layer_whose_number_is_not_clear_is_refused(name):
 
 
 class OnDevice:
-    """A tensor in a GPU's memory, as far as `share` looks at it; the driver is the test's."""
+    """A fake tensor in GPU memory with the attributes that `share` reads; the driver is a fake, too."""
 
     device = SimpleNamespace(type="cuda")
 
@@ -126,7 +126,7 @@ def test_tensors_on_a_gpu_stay_where_they_are_and_go_by_one_handle_an_allocation
     storage = next(iter(kept.values())).untyped_storage()
     shared = share({name: OnDevice(tensor) for name, tensor in kept.items()}, cache())
     assert (shared.device, shared.regions) == ("GPU-7", (DeviceRegion(b"h" * 64, 512),))
-    # The handle is that of the storage's first byte, from where planes are counted.
+    # The handle refers to the storage's first byte; plane offsets count from there.
     assert asked == [storage.data_ptr()]
     assert shared.geometry.region_bytes == (storage.nbytes(),)
     layer_bytes = storage.nbytes() // 3

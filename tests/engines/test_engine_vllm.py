@@ -1,4 +1,4 @@
-"""What the connector makes of vLLM's calls, with a stand-in for vLLM: from a prompt's end to the agent, and back."""
+"""Tests the connector's reaction to vLLM's calls, with a fake vLLM: from a prompt's end to the agent, and back."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_an_engine_without_requests_goes_on_until_its_workers_were_told(engines)
     prefill, decode = engines
     _, told = prefill.scheduler.request_finished(request("p", {"do_remote_decode": True}), [4, 2, 5])
     assert not decode.scheduler.has_pending_push_work()
-    # The client left before the request got blocks: prefill's must not wait for a claim that never comes.
+    # The client disconnected before the request got blocks. Prefill must not wait for a claim that never comes.
     decode.scheduler.request_finished(request("d", told, status=Status.FINISHED_ABORTED), [])
     assert decode.scheduler.has_pending_push_work()
     decode.step()

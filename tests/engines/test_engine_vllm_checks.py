@@ -1,4 +1,4 @@
-"""Which vLLM, which of its configurations and which options the connector takes, and what it says to others."""
+"""Tests which versions of vLLM, configurations and options the connector accepts, and its errors for others."""
 
 from __future__ import annotations
 

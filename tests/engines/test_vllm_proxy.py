@@ -1,4 +1,4 @@
-"""The example router for vLLM: what engines are told, and that no error of theirs becomes a success."""
+"""Tests the example router for vLLM: its requests to the engines, and that no engine's error becomes a success."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def proxy():
 
 
 class Engines:
-    """Both engines: what they heard, and the answers that a test gave them."""
+    """Both engines: the received requests, and the answers that a test set."""
 
     def __init__(self, **answers):
         self.heard = []

@@ -1,7 +1,7 @@
-"""Real agents, and engine ranks with their pages in a GPU's memory, each a process of its own: for tests and benchmarks.
+"""Provides real agents, and engine ranks with pages in GPU memory, each in its own process, for tests and benchmarks.
 
-Run as a script it is one engine rank: it reads JSON commands by lines and answers each by a line. What its pages hold is
-arithmetic on (seed, plane, token, head, element), so that any process can tell what ought to be in any page.
+Run as a script it is one engine rank: it reads JSON commands by lines and answers each by a line. Its pages' content is
+computed from (seed, plane, token, head, element), so that any process knows the expected content of any page.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from longshore_client import Half, KVLayout, ModelShape, Parallel, connect, pool
 from longshore_client.cuda import device_name, device_region
 from longshore_wire.engine_messages import Endpoint, RoomEventKind
 
-# Loading torch and the transport in several processes at once.
+# Time to load torch and the transport in several processes concurrently.
 START_LIMIT_S = 60.0
 ROOM_LIMIT_S = 60.0
 POISON = 0x5AA5
-# Pages do not begin where their allocation does, as an engine's seldom do.
+# Pages do not begin at the start of their allocation, like most engines' pages.
 OFFSET_BYTES = 1 << 20
 _PAUSE_S = 0.005
 
@@ -85,7 +85,10 @@ def agent_status(agent: GPUAgent) -> dict[str, Any]:
 
 
 def wire_between(one: int, other: int) -> str:
-    """The wire that a probe must find between two GPUs (torch's indexes), as `nvidia-smi` knows it; on one GPU it is CUDA IPC."""
+    """Return the wire that a probe must find between two GPUs (torch's indexes), by `nvidia-smi`.
+
+    On one GPU it is CUDA IPC.
+    """
     from longshore_agent.memory import cuda
     from longshore_agent.transports import nvml
 
@@ -96,12 +99,12 @@ def wire_between(one: int, other: int) -> str:
     if shutil.which("nvidia-smi") is not None:
         listed = _nvidia_smi("--query-gpu=uuid", "--format=csv,noheader").split()
         lines = [line.split() for line in _nvidia_smi("topo", "-p2p", "n").splitlines()]
-        # " GPU0  X  OK": the head of the table has no X.
+        # " GPU0  X  OK": the header of the table has no X.
         table = [words[1:] for words in lines if words and words[0].startswith("GPU") and "X" in words]
         rows = dict(zip(listed, (dict(zip(listed, row, strict=False)) for row in table), strict=False))
     if set(names) <= set(rows):
         return "NVLink" if rows[names[0]][names[1]] == "OK" else "CudaIPC"
-    # Without nvidia-smi's word there is only NVML's own.
+    # Without nvidia-smi, only NVML can tell.
     return "NVLink" if nvml.joined_by_nvlink(*names) else "CudaIPC"
 
 
@@ -169,7 +172,7 @@ class _Rank:
     def allocate(
         self, *, device: int, layers: int, kv_heads: int, tp: int, rank: int, page_size: int, page_count: int
     ) -> dict[str, Any]:
-        """Take memory for the pages and poison it."""
+        """Allocate memory for the pages and poison it."""
         import torch
 
         self.torch = torch
@@ -206,7 +209,7 @@ class _Rank:
         return msgspec.msgpack.encode(self.client.endpoint(START_LIMIT_S)).hex()
 
     def fill(self, *, seed: int, tokens: int, pages: list[int]) -> None:
-        """Write what a model would have computed for tokens [0, tokens)."""
+        """Write the content of tokens [0, tokens), as a model would."""
         for plane in range(len(self.geometry.planes)):
             self._place(self.pages[plane], pages, self._values(seed, plane, tokens))
         self.torch.cuda.synchronize(self.device)
@@ -216,7 +219,7 @@ class _Rank:
         self.torch.cuda.synchronize(self.device)
 
     def differences(self, *, sequences: list[tuple[int, int, list[int]]]) -> int:
-        """How many elements of the whole pool are not what these (seed, tokens, pages) and poison elsewhere say."""
+        """Return the number of wrong elements in the pool: `pages` must hold (seed, tokens), all others poison."""
         self.torch.cuda.synchronize(self.device)
         wrong = 0
         for plane in range(len(self.geometry.planes)):
@@ -241,7 +244,7 @@ class _Rank:
         self.client.receive(room, known, pages, first_token=0, end_token=tokens)
 
     def wait(self, *, room: int, half: str, instance: str) -> tuple[str, str, float]:
-        """Return the end of one half, what was said of it, and when it came."""
+        """Return the end of one half, its text and its time."""
         event = self.client.wait(room, Half[half], instance=instance, timeout_s=ROOM_LIMIT_S)
         end_s = time.monotonic()
         self.client.wait(room, Half[half], instance=instance, kinds=(RoomEventKind.RELEASED,), timeout_s=ROOM_LIMIT_S)
@@ -251,12 +254,12 @@ class _Rank:
         self.client.unregister_pool(0)
 
     def free(self) -> None:
-        """Give the pages' memory back to the device."""
+        """Free the pages' memory."""
         del self.pages
         self.torch.cuda.empty_cache()
 
     def _values(self, seed: int, plane: int, tokens: int) -> Any:
-        """[tokens, heads, elements] of one plane; the same for whoever holds these heads."""
+        """Return [tokens, heads, elements] of one plane; the same for every rank that holds these heads."""
         torch, device = self.torch, self.device
         heads = self.layout.heads
         number = torch.arange(tokens, device=device)[:, None, None] + (seed * 1_000_003 + plane) * 1_000_003
@@ -273,10 +276,10 @@ class _Rank:
 
 
 def main() -> None:
-    """Obey until standard input ends."""
+    """Carry out commands until standard input ends."""
     rank = _Rank()
     obey(rank)
-    # Whatever still runs in the client ends with the process, as an engine's would.
+    # The client's threads end with the process, as in an engine.
     assert threading.main_thread().is_alive()
     os._exit(0)
 

@@ -1,7 +1,7 @@
-"""A process with a GPU's memory and Mooncake's transport of it, for tests; run as a script it obeys JSON commands by lines.
+"""Provides a process with GPU memory and Mooncake's transport for it. As a script it carries out JSON commands by lines.
 
-Where there is no GPU, the same runs over a stand-in for CUDA (stand_in_cuda.c) with the real library: the wheel for CUDA 13,
-unpacked into the folder that MOONCAKE_CUDA13_WHEEL names. That shows everything but what a GPU does, and no speed.
+Without a GPU it uses the real library over a fake CUDA (stand_in_cuda.c): the wheel for CUDA 13, unpacked into the folder
+in MOONCAKE_CUDA13_WHEEL. That tests everything except a GPU's own behaviour and speed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TIMEOUT = struct.Struct("ll")
 
 
 def build_stand_in(folder: Path) -> dict[str, str]:
-    """Build the stand-in in `folder`; return the environment of a process that is to use it."""
+    """Build the fake CUDA in `folder`; return the environment of a process that uses it."""
     source, compiler = Path(__file__).with_name("stand_in_cuda.c"), shutil.which("cc")
     assert compiler is not None, "a C compiler is needed"
     driver, runtime, versions = folder / "libcuda.so.1", folder / "libcudart.so.13", folder / "versions"
@@ -55,7 +55,7 @@ def build_stand_in(folder: Path) -> dict[str, str]:
     libraries = [str(folder), *os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)]
     return {
         "LD_LIBRARY_PATH": os.pathsep.join(filter(None, libraries)),
-        # The stand-in's runtime comes first by its name, and the wheel before the one that is installed.
+        # The fake runtime is found first by its name, and the wheel before an installed one.
         "LD_PRELOAD": str(runtime),
         "PYTHONPATH": os.pathsep.join([os.environ[WHEEL], *filter(None, sys.path)]),
     }
@@ -127,7 +127,7 @@ class _Server:
         self.transport.disconnect(peer)
 
     def allocate(self, length: int, seed: int) -> int:
-        """Register new memory that holds what `seed` says."""
+        """Register new memory with content from `seed`."""
         address = self.device.allocate(length)
         content = np.random.default_rng(seed).integers(0, 256, length, dtype=np.uint8)
         said = self.driver.cuMemcpyHtoD_v2(
@@ -153,7 +153,7 @@ class _Server:
         return len(self.writes) - 1
 
     def look(self, write: int) -> list[Any]:
-        """Return the state of a write, what was said of it, and whether it is settled."""
+        """Return the state of a write, its error, and whether it is settled."""
         state = self.transport.state(self.writes[write])
         return [state.value, self.writes[write].error, self.transport.release(self.writes[write])]
 
@@ -164,7 +164,7 @@ class _Server:
         return self.look(write)
 
     def probe(self, peer: str, target: int, length: int) -> str:
-        """Probe by a thread that ends with it, as a worker does."""
+        """Probe in a new thread, as a worker does."""
         found: list[str] = []
 
         def probe() -> None:
@@ -180,17 +180,17 @@ class _Server:
         return int(getattr(self.driver, f"stand_in_{what}")(*arguments))
 
     def hold(self, *, on: bool) -> None:
-        """Let copies wait, or go on."""
+        """Hold copies, or let them continue."""
         self.stand_in("hold", int(on))
 
     def engines(self) -> int:
-        """How many listeners this process has: one for its own engine, one for each that writes."""
+        """Return the number of this process's listeners: one for its own engine, one for each writing peer."""
         lines = Path("/proc/self/net/tcp").read_text().splitlines()[1:]
         names = {str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_socket()}
         return sum(line.split()[3] == "0A" and f"socket:[{line.split()[9]}]" in names for line in lines)
 
     def listener_sleeps_us(self) -> list[int]:
-        """How long each of those listeners sleeps at most before it sees that its engine has ended."""
+        """Return for each listener the maximum sleep before it detects the end of its engine."""
         found = []
         for entry in Path("/proc/self/fd").iterdir():
             if entry.is_socket():
@@ -206,7 +206,7 @@ class _Server:
 
 
 def main() -> None:
-    """Obey until standard input ends."""
+    """Carry out commands until standard input ends."""
     server = _Server(sys.argv[1], int(sys.argv[2]))
     obey(server)
     server.close()

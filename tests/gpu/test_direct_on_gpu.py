@@ -1,4 +1,4 @@
-"""Way DIRECT on real GPUs: the kernel against its reference, also between two GPUs, and engines of one agent."""
+"""Tests DIRECT on real GPUs: the kernel against its reference, also between two GPUs, and engines of one agent."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def writes(agent: GPUAgent, way: str) -> float:
 
 
 def move(prefill: list[EngineProcess], decode: list[EngineProcess], tokens: int, seed: int, far: list[int]) -> None:
-    """Move one room; its bytes must be there when DONE is told, not later."""
+    """Move one room; its bytes must be complete when DONE is reported."""
     room, endpoint = next(ROOMS), prefill[0].ask("endpoint")
     near = [(7 * page + seed) % 160 for page in range(-(-tokens // 16))]
     together(prefill, "fill", seed=seed, tokens=tokens, pages=near)
@@ -134,7 +134,7 @@ def test_engines_of_one_agent_exchange_pages_without_staging_and_every_byte_is_t
             moved.append((index + 1, tokens, far))
             assert together(decode, "differences", sequences=moved) == [0] * target_tp
         for seed in range(4, 30):
-            # The same pages again and again: what an earlier room left there would be seen.
+            # Poisoned pages are reused, so that bytes of an earlier room would be detected.
             move(prefill, decode, 700, seed, moved[0][2])
             moved[0] = (seed, 700, moved[0][2])
             assert together(decode, "differences", sequences=moved) == [0] * target_tp
@@ -154,14 +154,14 @@ def test_memory_of_an_engine_is_free_at_once_for_who_unregisters_or_dies(agent: 
         prefill = started(stack, agent, "prefill", "SOURCE", 1, 0)
         for instance, kill in (("unregistered", False), ("killed", True), ("killed", True)):
             before = int(torch.cuda.mem_get_info(device)[0])
-            # Some gigabytes, so that they show beside contexts and staging.
+            # Some gigabytes, so that they are visible besides contexts and staging.
             (decode,) = started(stack, agent, instance, "TARGET", 1, device, page_count=32768)
             pool_bytes = 32768 * 16 * 8 * 2 * 8 * 256
             assert held_bytes() > pool_bytes
             move(prefill, [decode], 300, 7, list(range(19)))
             assert decode.ask("differences", sequences=[(7, 300, list(range(19)))]) == 0
             if not kill:
-                # Nobody has it mapped when the answer comes: the engine may free it there and then.
+                # No process has it mapped when the answer arrives, so the engine may free it immediately.
                 decode.ask("unregister")
                 decode.ask("free")
                 assert held_bytes() < pool_bytes // 2
@@ -197,7 +197,7 @@ def test_a_room_to_pages_of_another_size_waits_for_its_kernel_and_others_go_on(a
         assert writes(agent, "staged") == 0
 
 
-# While the file `hang` is beside it, direct copies wait behind a kernel that spins for half a minute and more.
+# While the file `hang` exists, direct copies wait behind a kernel that spins for at least half a minute.
 SPINNING = """
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""An engine's CUDA memory in another process: mapped by handle, refused where it has none, free at once after a kill."""
+"""Tests an engine's CUDA memory in another process: mapped by handle, refused without one, free at once after a kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference engine and the benchmarks' engines with their pages on GPUs: the same bytes, tokens and times' proofs."""
+"""Tests the reference engine and the benchmarks with pages on GPUs: bytes and tokens are right, faults are detected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from longshore_wire.layout import KVLayout, ModelShape, Parallel
 
 pytestmark = pytest.mark.gpu
 
-# The whole demo, with what it loads and compiles.
+# Time for the whole demo, with loading and compiling.
 COMMAND_LIMIT_S = 240
 SHAPE = ModelShape(layers=2, kv_heads=4, head_dim=8, element_bytes=2)
 
@@ -31,7 +31,7 @@ def devices() -> list[str]:
 
 
 def run_command(devices: list[str], numbers: Path, *words: str) -> dict[str, Any]:
-    """Run `longshore`; return what it wrote."""
+    """Run `longshore`; return its output."""
     command = [sys.executable, "-m", "longshore_cli.main", *words]
     done = subprocess.run(
         [*command, "--devices", ",".join(devices), "--json", str(numbers)],

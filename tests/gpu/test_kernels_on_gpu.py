@@ -1,4 +1,4 @@
-"""The copy kernel on a real GPU against the reference, bit for bit. Skipped where there is none."""
+"""Compares the copy kernel on a real GPU with the reference, bit for bit. Skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEVICE = "cuda:0"
 
 @pytest.fixture(scope="module")
 def checks() -> Any:
-    """The checks, loaded into this process, where nothing has told Triton to interpret."""
+    """Return the checks, loaded into this process, in which Triton compiles."""
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         pytest.skip("needs a CUDA device and Triton")
@@ -69,7 +69,7 @@ def test_a_slab_above_4_gib_is_whole(checks: Any) -> None:
 
 
 def test_launches_on_one_stream_keep_their_own_pages(checks: Any) -> None:
-    # The host runs ahead of the device here: the numbers of a launch must survive those of the next ones.
+    # The host is ahead of the device here: later launches must not overwrite a launch's arguments.
     assert checks.check_many_launches(DEVICE, 64) == 64
 
 

@@ -1,6 +1,6 @@
-"""Mooncake between GPUs of one host: bytes, the wire, and what becomes of mappings; then pages moved by real agents.
+"""Tests Mooncake between GPUs of one host: bytes, the wire, and the end of mappings; then pages moved by real agents.
 
-All but the agents runs without a GPU too, over a stand-in for CUDA: see mooncake_place.
+All tests except those with agents also run without a GPU, over a fake CUDA: see mooncake_place.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ ROOMS = itertools.count(2**63 + 7001)
 
 
 class World(NamedTuple):
-    """Where places are started; `device_count` is 0 over the stand-in."""
+    """The environment for places; `device_count` is 0 over the fake CUDA."""
 
     environment: dict[str, str]
     device_count: int
 
 
 class Pair(NamedTuple):
-    """Two places, each with one region, of which the near one writes."""
+    """Two places with one region each; the near one writes."""
 
     near: Place
     far: Place
@@ -120,7 +120,7 @@ def test_many_pieces_and_many_writes_at_once_all_arrive(pair: Pair) -> None:
 
 def test_the_wire_is_told_and_is_no_network(pair: Pair, world: World) -> None:
     found = pair.near.ask("probe", peer=pair.peer, target=pair.target, length=MIB)
-    # The stand-in copies as fast as the host does, which may be too slow to be believed.
+    # The fake CUDA copies at the host's speed, which may be too slow for NVLink or CUDA IPC.
     if world.device_count:
         assert found == wire_between(0, world.device_count - 1)
     else:
@@ -151,7 +151,7 @@ def test_deregistration_takes_no_access_away(pair: Pair) -> None:
 def test_a_disconnect_drops_the_engine_that_wrote(pair: Pair, world: World) -> None:
     assert write(pair, (0, 0, 4096)) == ["done", "", True]
     assert pair.near.ask("engines") == 2
-    # The engine's end waits for its listener, and every thread for the engine's end.
+    # The engine's end waits for its listener, and every thread waits for the engine's end.
     assert pair.near.ask("listener_sleeps_us")[0] <= 100_000
     if not world.device_count:
         assert pair.near.ask("stand_in", what="mapped") == 1
@@ -185,7 +185,7 @@ def test_memory_of_a_killed_peer_is_free_again_after_its_disconnect(world: World
 def test_a_killed_peer_ends_no_process_and_leaves_no_write_open(pair: Pair) -> None:
     assert write(pair, (0, 0, 4096)) == ["done", "", True]
     pair.far.kill()
-    # The memory is mapped here, so the bytes land in memory that nobody has any more: heartbeats tell, not this.
+    # The memory is mapped here, so the bytes land although its owner has ended. Only heartbeats detect the end.
     assert write(pair, (0, 8192, 4096))[0] in {"done", "failed"}
     pair.near.ask("disconnect", peer=pair.peer)
     wait_until(lambda: pair.near.ask("engines") == 1)
@@ -199,7 +199,7 @@ def test_a_peer_that_died_before_the_first_write_is_not_reached(pair: Pair) -> N
 
 
 class TestHeld:
-    """Copies that do not end: only the stand-in can hold them."""
+    """Copies that do not end, which only the fake CUDA supports."""
 
     @pytest.fixture(autouse=True)
     def only_on_the_stand_in(self, world: World) -> None:
@@ -271,7 +271,7 @@ def test_pages_on_gpus_are_moved_by_agents_over_mooncake_and_equal(
         assert together(engines["TARGET"], "differences", sequences=moved) == [0] * target_tp
         assert together(engines["TARGET"], "differences", sequences=moved[:1]) != [0] * target_tp
         wires = {peer["wire"] for worker in agent_status(near)["workers"] for peer in worker["peers"]}
-        # A list of CudaIPC allows NVLink, which is one kind of it.
+        # CudaIPC in the list also allows NVLink, which is one kind of it.
         assert wires == {wire_between(0, count - 1)}
         together([*engines["SOURCE"], *engines["TARGET"]], "unregister")
 

@@ -1,6 +1,6 @@
-"""Staging memory by cuMemCreate on a real GPU: it works like any other and moves pages, or it is refused with the way out.
+"""Tests staging memory by cuMemCreate on a real GPU: it moves pages like other memory, or is refused with the remedy.
 
-Which of the two depends on the host (an IMEX channel); each test accepts exactly these two, and says which it was.
+The result depends on the host (an IMEX channel). Each test accepts exactly these two results and prints which one it was.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from longshore_wire.errors import Reason
 pytestmark = pytest.mark.gpu
 
 LENGTH = (64 << 20) + 5
-# What the driver may keep for itself after a mapping was undone.
+# Memory that the driver may keep after an unmapping.
 KEPT_BYTES_MAX = 8 << 20
 SHAPE = {"layers": 8, "kv_heads": 8, "tp": 1, "rank": 0, "page_size": 16, "page_count": 160}
 ROOM = 2**63 + 8001
@@ -131,7 +131,7 @@ def test_pages_are_moved_staged_through_such_memory_and_equal_or_the_engine_hear
                 assert kind == "DONE", text
             moved.append((index + 1, tokens, far))
         assert decode.ask("differences", sequences=moved) == 0
-        # By the same wire as other memory: what cannot be mapped there would go through the host.
+        # Over the same wire as other memory. Memory that cannot be mapped would go through the host.
         found = {peer["wire"] for worker in agent_status(agents[0])["workers"] for peer in worker["peers"]}
         tell(capsys, f"pages were moved over {', '.join(found)}")
         assert found == {wire_between(0, last)}

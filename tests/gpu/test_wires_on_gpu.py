@@ -1,4 +1,4 @@
-"""The wire between two GPUs, with the real NVML: NVLink where it joins them, CUDA IPC elsewhere, and a list holds them to it."""
+"""Tests the wire between two GPUs with the real NVML (NVLink if it joins them, else CUDA IPC), and allowed wires."""
 
 from __future__ import annotations
 
@@ -75,6 +75,6 @@ def test_a_gpu_worker_listens_for_no_bytes_where_only_wires_of_gpus_are_allowed(
         engine.ask("register", socket=agent.socket, instance="target", role="TARGET")
         (worker,) = agent_status(agent)["workers"]
         assert (worker["data_path"], worker["data_ports"]) == ("Absent", [])
-        # Peers dial the one that is left.
+        # Peers dial the remaining one.
         (control,) = listening(worker["pid"])
         assert control.address == "127.0.0.1"

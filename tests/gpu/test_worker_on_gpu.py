@@ -1,4 +1,4 @@
-"""Engines with their pages on GPUs and real agents between them: pages are moved staged, and compared byte for byte."""
+"""Tests engines with pages on GPUs and real agents between them: pages are moved staged and compared byte for byte."""
 
 from __future__ import annotations
 

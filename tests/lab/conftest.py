@@ -1,4 +1,4 @@
-"""One run of `longshore bench transfer` over real agents, by every way: starting them costs more than all that is asked of it."""
+"""Provides one run of `longshore bench transfer` with real agents for all tests, since its start is slow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SETTINGS = ("--set", "slab_bytes_min=128Ki", "--set", "lane_bytes=1Mi")
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """What it printed and wrote: its numbers, and the timeline of one more request."""
+    """The run's output: its table, its numbers, and the timeline of one further request."""
 
     said: str
     numbers: dict[str, Any]
@@ -29,7 +29,7 @@ class MeasuredRun:
 
 @pytest.fixture(scope="session")
 def measured_run(tmp_path_factory: pytest.TempPathFactory) -> MeasuredRun:
-    """The run, made when a test first asks for it."""
+    """Return the run, which starts when a test first uses it."""
     directory = tmp_path_factory.mktemp("measured")
     numbers, trace, said = directory / "numbers.json", directory / "trace.json", io.StringIO()
     parser = argparse.ArgumentParser()

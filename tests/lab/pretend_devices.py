@@ -1,7 +1,7 @@
-"""A GPU's memory as far as the command line asks for it, on the CPU: for tests where there is no GPU.
+"""Simulates the parts of GPU memory that the command line uses, on the CPU, for tests without a GPU.
 
-What is written there is seen by others only when it was settled, as on a GPU, where calls are only queued: a test asks
-`settled` whether nothing is on its way.
+As on a GPU, calls are only queued: written bytes are visible to others after they are settled. A test checks by `settled`
+that no work is queued.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`longshore bench`: numbers count only with right bytes and unharmed parts; the table, the JSON and the picture hold them all."""
+"""Tests `longshore bench`: times count only with right bytes and live processes; table, JSON and plot have all numbers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from longshore_lab.bench.scene import Course
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
 
 MODEL = ModelShape(layers=2, kv_heads=4, head_dim=8, element_bytes=2)
-# They measure until something ends them.
+# They measure until they are ended.
 ENDLESS = {
     "rooms": ["rooms", "--rooms", "4", "--repeats", "1000000"],
     "transfer": ["transfer", "--sizes", "1", "--repeats", "1000000", "--set", "slab_bytes_min=128Ki"],
     "crossover": ["crossover", "--runs", "8192", "--totals", "1024", "--repeats", "1000000"],
 }
 MEASURING = {"rooms": "4 rooms at once", "transfer": "1 MiB", "crossover": "runs of 8192 bytes"}
-# An agent drains for seconds at most; a fault that nobody notices ends with a room's 120 s.
+# An agent drains for some seconds at most. An undetected fault would end only with a room's 120 s.
 END_S = 45
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -169,7 +169,7 @@ def bench(question: str) -> list[str]:
 
 
 def agent_state(run: Marked, name: str) -> dict[str, object]:
-    """What the agent of that name says of itself."""
+    """Return the status of the agent with this name."""
     (path,) = run.directory.glob(f"*/{name}/agent.json")
     found: dict[str, object] = json.loads(path.read_bytes())
     return found
@@ -195,7 +195,7 @@ def test_an_interrupted_bench_says_so_in_one_line_and_leaves_nothing(
     with marked(bench(question)) as run:
         run.read_until(moment)
         if number is signal.SIGINT:
-            # As a terminal does: everybody in the group gets it.
+            # As from a terminal: every process of the group gets it.
             os.killpg(run.process.pid, number)
         else:
             run.process.send_signal(number)

@@ -1,4 +1,4 @@
-"""`longshore bench crossover`: it writes the file from which agents choose, and keeps other measurements in it."""
+"""Tests `longshore bench crossover`: it writes the file from which agents choose, and keeps its other measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The timeline of a transfer: a file that trace viewers read, with the stages of every slab in their order."""
+"""Tests the timeline of a transfer: a valid trace file with the stages of every slab in order."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def spans_of(slab: int, start_ns: int, *, lane: int = 0, source_rank: int = 0) -
 
 
 def read(path) -> list[dict[str, Any]]:
-    """Return the events; the file must be what the format asks for."""
+    """Return the events; check that the file has the required format."""
     body = json.loads(path.read_text())
     assert set(body) == {"traceEvents", "displayTimeUnit"}
     for event in body["traceEvents"]:
@@ -68,7 +68,7 @@ def slab_of(event: dict[str, Any]) -> tuple[int, int, int]:
 
 
 def overlapping(events: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Pairs of spans that ran at the same time."""
+    """Return pairs of spans that ran at the same time."""
     spans = [event for event in events if event["ph"] == "X"]
     return [
         (one, other)

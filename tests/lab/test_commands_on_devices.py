@@ -1,6 +1,7 @@
-"""What the demo and the benchmarks do where KV is on GPUs, with ranks whose "GPU" is the host's memory: ways, words, numbers.
+"""Tests the demo and the benchmarks with KV on simulated GPUs: modes, texts and numbers.
 
-Everything is real but the memory: agents, engines, transfers, comparisons. `tests/gpu` has the same with GPUs.
+Only the GPU memory is simulated, by host memory; agents, engines, transfers and comparisons are real. `tests/gpu` has the
+same tests with GPUs.
 """
 
 from __future__ import annotations

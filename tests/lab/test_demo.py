@@ -1,4 +1,4 @@
-"""`longshore demo`: it proves what it says, fails where anything differs, and leaves nothing behind."""
+"""Tests `longshore demo`: its results are true, it fails at any difference, and it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_an_interrupted_demo_leaves_nothing(number: signal.Signals, moment: str,
     with marked([*DEMO, "--backend", "Loopback"]) as run:
         run.read_until(moment)
         if number is signal.SIGINT:
-            # As a terminal does: everybody in the group gets it.
+            # As from a terminal: every process of the group gets it.
             os.killpg(run.process.pid, number)
         else:
             run.process.send_signal(number)
@@ -143,7 +143,7 @@ def test_a_prompt_is_cut_into_chunks_that_cover_it() -> None:
 
 
 class Held:
-    """An engine as far as comparisons go."""
+    """A fake engine with the methods that comparisons use."""
 
     def __init__(self, digests: list[HeadDigest], dumps: list[Dumped]) -> None:
         self._digests, self._dumps = digests, dumps

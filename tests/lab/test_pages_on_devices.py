@@ -96,7 +96,7 @@ def test_pages_of_a_benchmark_are_filled_wiped_and_compared_where_they_lie(pages
     assert memory.settled
     pages.check(content, 21)
     plane = pages.geometry.planes[-1]
-    # On the GPU alone: the image on the host is still right.
+    # Only on the GPU: the host's image is still right.
     memory.tensor[plane.offset + pages.table[2] * plane.page_stride] ^= 1
     with pytest.raises(BenchError, match="token 8 of plane 3"):
         pages.check(content, 21)
@@ -116,7 +116,7 @@ def test_memory_that_torch_cannot_give_is_a_typed_error_with_the_way_out(monkeyp
 
 
 class HeardClient:
-    """What an agent would hear of an engine: its device, and where its pages are."""
+    """Return an engine's registration as an agent would get it: its device and regions."""
 
     heard: ClassVar[list[tuple[str, object]]] = []
 

@@ -1,4 +1,4 @@
-"""Programs that agents and benchmarks ask answer with lines of JSON only, whatever a transport's library prints beside them."""
+"""Tests that the programs with JSON answers print only JSON lines on stdout, even if a transport's library prints to it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from longshore_agent.status.snapshot import SelfTest
 from longshore_lab import bare_path, rate
 from longshore_wire.layout import ModelShape
 
-# Imported by every interpreter that starts, so that the programs' own children print, too: as UCX does on a busy
-# machine, from C, past Python's own buffers.
+# Every interpreter imports it at its start, so that the programs' children print, too. UCX prints like this on a busy
+# machine, from C, without Python's buffers.
 LOUD = """
 import os
 from longshore_agent import transports

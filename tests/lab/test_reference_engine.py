@@ -1,4 +1,4 @@
-"""The reference engine against a plain forward pass, against itself under other layouts, and at its edges."""
+"""Compares the reference engine with a plain forward pass and with itself under other layouts; tests its errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from longshore_lab.engine.weights import edge_weights, full_layer, rank_layer
 from longshore_wire.errors import LayoutError
 from longshore_wire.layout import PageOrder
 
-# The largest difference seen between two ways of computing one logit, and how far above it every margin must be.
+# The largest difference seen between two computations of one logit, and the required ratio of every margin to it.
 LOGIT_NOISE = 5e-5
 MARGIN_MIN = 20 * LOGIT_NOISE
 SMALL = ModelConfig(layers=2, hidden=48, query_heads=12, kv_heads=6, head_dim=8, mlp=48, vocabulary=64)
@@ -70,7 +70,7 @@ def pages(engine: EngineRank) -> Iterator[list[int]]:
 
 
 def plain_logits(config: ModelConfig, seed: int, tokens: list[int]) -> Tensor:
-    """Logits after `tokens` by a forward pass without pages, chunks or a cache, one head after the other."""
+    """Return the logits after `tokens` by a forward pass without pages, chunks or a cache, head by head."""
     edge = edge_weights(config, seed)
     hidden = edge.embedding[tokens]
     steps = torch.arange(len(tokens), dtype=torch.float64)
@@ -219,7 +219,7 @@ def test_the_ranks_shares_of_a_layer_put_together_are_the_full_layer(tp: int) ->
 
 
 def runs(pid: int) -> bool:
-    """Whether a process is there and not only its status."""
+    """Whether a process runs and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:
@@ -281,7 +281,7 @@ def test_ranks_end_with_the_process_that_starts_them_and_the_driver_says_so() ->
         with pytest.raises(EngineError, match="the process that starts ranks ended with status -9"):
             EngineProcesses(RankOptions(model=SMALL, page_count=8), starter=starter)
     assert not Path(f"/proc/{starter.pid}").exists()
-    # Whose child an orphan becomes takes note of its end when it likes.
+    # An orphan's new parent reaps it at an unknown time.
     assert not any(runs(pid) for pid in instance.pids)
 
 

@@ -1,6 +1,6 @@
-"""A double of the API server for the operator's process: it answers from memory, and holds the requests that a test selects.
+"""A fake API server for the operator's process: it answers from memory, and holds the requests that a test selects.
 
-For facts that a real API server does not show: each client's requests, how often, and how many at once.
+It shows facts that a real API server does not: each client's requests, their rate, and how many are concurrent.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from longshore_operator.settings import Settings
 
 HOST = "127.0.0.1"
 LIMIT_S = 30.0
-# Deployments of which each needs keys before anything else.
+# Deployments, each of which first needs keys.
 DEPLOYMENT_COUNT = 6
-# Beside what the operator watches, what kopf wants to see served before it begins.
+# The kinds that the operator watches, and those that kopf requires before it starts.
 _KINDS = (
     kinds.DEPLOYMENT,
     *kinds.WATCHED_CHILDREN,
@@ -74,7 +74,7 @@ class ApiServer:
         self.seen: list[tuple[str, str]] = []
         self.leases: list[dict[str, Any]] = []  # each version that was written
         self.hold: Callable[[str, str], bool] = lambda _method, _path: False
-        self.held: Counter[str] = Counter()  # requests that wait now, by the last part of their path
+        self.held: Counter[str] = Counter()  # requests that are held now, by the last segment of their path
         self.ended = threading.Event()
         self._lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"api": self})
@@ -168,13 +168,13 @@ def deployment(number: int) -> dict[str, Any]:
         "resourceVersion": "1",
         "generation": 1,
     }
-    # Claimed by the operator, so that its keys are what it needs first.
+    # Already claimed by the operator, so that it first needs keys.
     status = {"operator": Claim.of(Settings()).status()}
     return {**body, "metadata": body["metadata"] | metadata, "status": status}
 
 
 class Running:
-    """An operator's process with these settings, before an API server of its own."""
+    """An operator's process with these settings, and its own fake API server."""
 
     def __init__(self, folder: Path, api: ApiServer, **settings: object) -> None:
         settings = {"http_host": HOST, "http_port": free_port(), **settings}

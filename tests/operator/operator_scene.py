@@ -1,4 +1,4 @@
-"""Scenes for the operator's pure parts: deployments, children and agents as the API server would give them."""
+"""Provides scenes for the operator's pure parts: deployments, children and agents, as from the API server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOW_S = 1000.0
 
 
 class Scene:
-    """One world with one deployment; `settle` plays apply and the DaemonSet controller."""
+    """One world with one deployment; `settle` simulates the API server and the DaemonSet controller."""
 
     def __init__(self, **spec: Any) -> None:
         self.world = World()
@@ -66,7 +66,7 @@ class Scene:
         return decide(self.observe(**more), images)
 
     def reasons(self, **more: Any) -> dict[str, str]:
-        """The reason of each condition that is decided, or of the status if that says the same already."""
+        """Return the reason of each decided condition; that of the status if it is unchanged."""
         status = self.decide(**more).status or self.body["status"]
         return {entry["type"]: entry["reason"] for entry in status["conditions"]}
 
@@ -95,7 +95,7 @@ class Scene:
             }
 
     def write_status(self) -> None:
-        """Have the decided status written."""
+        """Write the decided status."""
         status = self.decide().status
         if status is not None:
             self.body["status"] = status
@@ -110,7 +110,7 @@ class Scene:
         return {entry["labels"][names.ROLES_LABEL]: entry["annotations"][annotation] for entry in templates}
 
     def put_node(self, name: str, role: str, *taints: str, ready: bool = True) -> None:
-        """Have a node be there. A taint is `key=value:effect`."""
+        """Add a node. A taint is `key=value:effect`."""
         parts = [(key, *rest.split(":")) for key, _, rest in (entry.partition("=") for entry in taints)]
         spec = {"taints": [{"key": key, "value": value, "effect": effect} for key, value, effect in parts]}
         status = {"conditions": [{"type": "Ready", "status": str(ready)}]}
@@ -133,7 +133,7 @@ class Scene:
         created: str = "2026-01-01T00:00:00Z",
         template: str | None = None,
     ) -> None:
-        """Have an agent run on a node. Without `said` it was asked `age_s` ago in vain, or (not `asked`) not yet.
+        """Add an agent on a node. Without `said` a poll `age_s` ago got no answer, or (not `asked`) it was not polled yet.
 
         Args:
             roles, config, template: None for those of the node's role and of its DaemonSet.

@@ -1,4 +1,4 @@
-"""The operator's decisions: every reason of the table is reached, and a steady state needs no write."""
+"""Tests the operator's decisions: every reason of the table is reached, and a steady state needs no write."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from longshore_operator.world import ChildKey, Key, Poll
 
 
 def two(one: Any = None, other: Any = None, **spec: Any) -> Scene:
-    """A settled deployment whose agents said this."""
+    """Return a settled deployment whose agents reported this."""
     scene = settled(**spec)
     scene.put_agent("a", said=one or said())
     scene.put_agent("b", said=other or said())
@@ -54,7 +54,7 @@ def paused() -> Scene:
 
 
 def nodes_of_decode(*taints: str, ready: bool = True) -> Scene:
-    """Decode's only node has these taints, or is gone if it would get an agent."""
+    """Give decode's only node these taints, or remove it if it would get an agent."""
     scene = settled()
     scene.put(kinds.NODE, {"metadata": {"name": "b"}}, deleted=True)
     if taints or not ready:
@@ -126,7 +126,7 @@ SCENES = {
     ("Progressing", "Paused"): paused(),
     ("Progressing", "Blocked"): counted(2, 1, 2, trouble="ImagePullBackOff"),
 }
-# The reasons that come from answers of the API server, not from the scene's objects.
+# Reasons from answers of the API server, not from the scene's objects.
 ANSWERED = {("AgentsReady", "ChildRefused"), ("AgentsReady", "RequestsFail")}
 
 
@@ -207,7 +207,7 @@ def test_an_agent_that_was_not_heard_yet_leaves_the_conditions_as_they_were() ->
     scene = two(said(PREFILL, peers=(peer("d"),)), said(DECODE, peers=(peer("p"),)), prefill=role(instances=1))
     scene.write_status()
     assert scene.reasons()["EnginesConnected"] == "EnginesConnected"
-    # An operator that has just started: one agent has answered, the other one will be silent only later.
+    # The operator has just started: one agent has answered, the other counts as silent only later.
     scene.world.polls.clear()
     scene.world.answered("Pod-llama-a", Poll(NOW_S, said(PREFILL, peers=(peer("d"),))))
     assert scene.decide().status is None
@@ -358,7 +358,7 @@ def test_the_daemon_set_of_all_nodes_goes_when_there_is_one_for_each_role() -> N
     assert decision.delete == (ChildKey("DaemonSet", "llama-agent"),)
     scene.apply()
     scene.count(2, 2, 2)
-    # Its agents are no agents of the current spec.
+    # Its agents do not run the current spec.
     assert scene.reasons()["AgentsReady"] == "AgentsUpdating"
 
 
@@ -401,7 +401,7 @@ def test_agents_are_updated_by_the_digest_of_their_own_roles() -> None:
 def test_a_lost_secret_asks_for_new_keys() -> None:
     keys = settled().decide(keys_missing=True).keys
     assert keys is not None
-    # What is lost cannot be mounted beside them.
+    # A lost Secret cannot be mounted with them.
     assert keys.previous == ""
 
 

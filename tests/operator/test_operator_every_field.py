@@ -1,4 +1,4 @@
-"""The effect of each field of a DisaggDeployment: on its agents' configuration, as their own code reads it, on pods, and on status."""
+"""Tests the effect of each field of a DisaggDeployment on its agents' configuration, pods and status."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BASE: Body = {
 }
 
 
-# What a field asks for beside it, or the deployment could not work.
+# Further fields that a field requires.
 WITH = {"agents.hostNetwork": {"allowOpenDataPath": True}, "agents.networkPolicy": {"allowOpenDataPath": True}}
 
 

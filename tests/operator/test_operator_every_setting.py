@@ -1,4 +1,4 @@
-"""The effect of each of the operator's settings: on its process with a double of the API server, and on its parts over real sockets."""
+"""Tests the effect of each of the operator's settings, on its process with a fake API server and on its parts."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_as_many_deployments_are_reconciled_at_once_as_are_set(
     api.hold = lambda method, path: method == "POST" and path.endswith("/secrets")
     one = start(worker_count=count, request_timeout_s=600, log_level="info")
     until(lambda: api.held["secrets"] == count, "as many requests at once")
-    # The others wait for a worker.
+    # The remaining ones wait for a worker.
     until(lambda: one.metric("longshore_operator_queue_length") == DEPLOYMENT_COUNT - count, "a queue of the others")
     assert api.held["secrets"] == count
 
@@ -149,7 +149,7 @@ def test_lines_below_the_set_level_are_not_logged(
 
 
 class Held:
-    """A mutex that this replica has."""
+    """A mutex that this replica holds."""
 
     is_held = True
 

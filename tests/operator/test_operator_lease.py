@@ -1,4 +1,4 @@
-"""Leader election by the Lease: never two writers, and the next replica starts when the first has ended."""
+"""Tests leader election by the Lease: never two writers, and the next replica starts when the first has ended."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SETTINGS = Settings(lease_s=15.0, lease_renew_s=5.0)
 
 
 class Server:
-    """An API server that knows one Lease."""
+    """A fake API server with one Lease."""
 
     def __init__(self) -> None:
         self.body: dict[str, Any] | None = None
@@ -47,7 +47,7 @@ class Server:
 
 
 class Clock:
-    """Time that a test moves. Mutexes sleep on it, too."""
+    """A clock that a test moves. Mutexes also sleep on it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0

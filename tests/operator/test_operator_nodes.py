@@ -1,4 +1,4 @@
-"""Which nodes must have an agent, which agents run the current config, and why others do not start."""
+"""Tests which nodes must have an agent, which agents run the current config, and the reasons why others do not start."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_an_agent_that_reports_another_config_than_its_pods_is_not_updated() -> 
 
 
 def waiting(**agent: Any) -> Scene:
-    """A deployment whose agent on node a is not there, or is as given."""
+    """Return a deployment whose agent on node a is missing, or as given."""
     scene = settled()
     scene.count(2, 1, 2)
     pod = scene.world.pods.pop("Pod-llama-a")
@@ -144,7 +144,7 @@ def test_pods_that_cannot_be_created_are_told_in_the_words_of_the_cluster() -> N
     assert scene.reasons(warnings=now)["AgentsReady"] == "AgentsNotReady"
     text = scene.message("AgentsReady", warnings=now)
     assert 'no pod on a (FailedCreate: Error creating: pods "llama-agent-prefill" is forbidden: exceeded quota' in text
-    # An event from before the trouble is no cause of it.
+    # An older event is not the cause.
     assert scene.reasons(warnings={uid: Warned(words, "2025-12-31T23:00:00Z")})["AgentsReady"] == "AgentsUpdating"
 
 

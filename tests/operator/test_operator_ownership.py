@@ -1,4 +1,4 @@
-"""What is ours: which operator serves a deployment where releases overlap, and which objects are its children."""
+"""Tests ownership: which operator serves a deployment if releases overlap, and which objects are its children."""
 
 from __future__ import annotations
 

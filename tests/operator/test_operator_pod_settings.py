@@ -1,4 +1,4 @@
-"""The settings of agents' pods: passed on where Kubernetes has them, overridden by role, checked, and allowed or not."""
+"""Tests the settings of agents' pods: rendered, overridden by role, checked, and allowed or refused."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_role_overrides_the_settings_of_all_agents_entry_by_entry() -> None:
 
     assert seen("prefill") == ("rc", "warn", "b", "kv", "other", {"memory": "1Gi", "rdma/hca": 1})
     assert seen("decode") == ("all", "warn", "a", "kv", "nvidia", {"memory": "1Gi"})
-    # An edit for one role leaves the other's pods as they are.
+    # An edit for one role does not change the other's pods.
     assert templates(agents=common)["decode"] == found["decode"]
 
 
@@ -159,7 +159,7 @@ def test_a_setting_that_would_break_agents_is_refused_by_its_field(section: str,
 
 def test_the_variables_of_agents_are_the_settings_that_nothing_else_sets() -> None:
     ours = {entry["name"] for entry in container()["env"]}
-    # The server of the pages is what the Service, the probes and the operator reach.
+    # The Service, the probes and the operator use the agents' HTTP server.
     page = {"LONGSHORE_HTTP_TOKEN_FILE", "LONGSHORE_HTTP_CERTIFICATE_FILE", "LONGSHORE_HTTP_KEY_FILE"}
     free = {
         variable(row.name)

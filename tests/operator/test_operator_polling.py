@@ -1,4 +1,4 @@
-"""Polling of agents over real sockets: when an agent counts as silent, and that an answer ends it."""
+"""Tests polling of agents over real sockets: when an agent counts as silent, and that an answer ends that."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOST = "127.0.0.1"
 
 
 class Clock:
-    """What the poller takes for the time."""
+    """The poller's clock."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -32,7 +32,10 @@ class Clock:
 
 
 class Asked:
-    """One deployment whose only agent is a page of this process; `answers` is what it says, None: it hangs up."""
+    """One deployment whose only agent is a page of this process.
+
+    `answers` are its responses; None closes the connection.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -65,7 +68,7 @@ class Asked:
         self.scene.put(kinds.POD, {"metadata": metadata, "spec": spec, "status": status})
 
     async def sweep(self, after_s: float) -> None:
-        """Ask once, so long after the time before."""
+        """Poll once, this long after the last poll."""
         self.clock.now_s += after_s
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session:
             await self.poller.sweep(session)
@@ -78,7 +81,7 @@ class Asked:
 
 
 def asked(monkeypatch: Any, scenario: Callable[[Asked], Coroutine[Any, Any, None]]) -> None:
-    """Run a scenario beside the agent's page."""
+    """Run a scenario together with the agent's page."""
 
     async def run() -> None:
         one = Asked(clock)

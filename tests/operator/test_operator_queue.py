@@ -1,4 +1,4 @@
-"""The order of reconciles: one at a time for each deployment, soon after a change, seldom while counts change."""
+"""Tests the order of reconciles: one at a time for each deployment, soon after a change, rarely while counts change."""
 
 from __future__ import annotations
 

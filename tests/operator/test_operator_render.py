@@ -1,4 +1,4 @@
-"""The rendered children: least privilege, the config that agents read, and no dependence on time."""
+"""Tests the rendered children: least privilege, the agents' config, and no dependence on time."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def roles_with(prefill: dict[str, str], decode: dict[str, str]) -> dict[str, Any
 
 
 def holds(term: dict[str, Any], node: dict[str, str]) -> bool:
-    """Whether a node matches a term, as the scheduler does it."""
+    """Whether a node matches a term, by the scheduler's rules."""
     found = {
         "In": lambda entry: node.get(entry["key"]) in entry["values"],
         "NotIn": lambda entry: node.get(entry["key"]) not in entry["values"],

@@ -1,4 +1,4 @@
-"""The operator's message if it cannot start: one line with the remedy, without a stack trace."""
+"""Tests the operator's message if it cannot start: one line with the remedy, without a stack trace."""
 
 from __future__ import annotations
 

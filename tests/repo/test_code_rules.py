@@ -1,4 +1,4 @@
-"""The rules of CONTRIBUTING that a linter cannot hold: sizes, names, docstrings, banned calls."""
+"""Tests the rules of CONTRIBUTING that a linter cannot check: sizes, names, docstrings, banned calls."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tree_of_files import Module, modules, modules_of
 FILE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 70
 BANNED_MODULE_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "misc"}
-# They load code with data, or end in it.
+# They execute code from data.
 BANNED_IMPORTS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
 BANNED_BUILTINS = {"eval", "exec"}
-# As written at the call. `deserialize_descs` of NIXL is pickle; torch.load runs it on what it reads.
+# Names as written at the call. NIXL's `deserialize_descs` uses pickle, and so does torch.load.
 BANNED_CALLS = {"torch.load", "os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput"}
 BANNED_METHODS = {"deserialize_descs", "get_serialized_descs"}
 BANNED_CALLS_IN_TESTS = {"time.sleep", "sleep", "asyncio.sleep"}

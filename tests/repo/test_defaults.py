@@ -1,4 +1,4 @@
-"""One set of defaults: the resource's definition, the config file's types and the agent's table of settings agree."""
+"""Tests that the CRD, the config file's types and the agent's table of settings have the same defaults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEEDED: dict[str, Any] = {
 
 
 def filled(schema: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Return `given` with what an API server adds to it."""
+    """Return `given` with the defaults that an API server adds."""
     whole = dict(given)
     for name, place in schema.get("properties", {}).items():
         if name not in whole and "default" in place:

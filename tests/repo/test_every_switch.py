@@ -1,4 +1,4 @@
-"""Every field, setting, argument, option and value has a test that shows its effect."""
+"""Tests that every field, setting, argument, option and value has a test of its effect."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rows(kind: Any) -> set[str]:
 
 
 def fields(place: dict[str, Any], path: str = "") -> Iterator[str]:
-    """The paths of a schema's fields that hold no further fields."""
+    """Return the paths of a schema's leaf fields."""
     inner = place.get("properties") or place.get("items", {}).get("properties")
     if not inner:
         yield path
@@ -47,7 +47,7 @@ def resource_fields() -> set[str]:
 
 
 def client_arguments() -> set[str]:
-    """Of every public function and method that an engine calls; `close` and properties have none."""
+    """Return the arguments of every public function and method that an engine calls; `close` and properties have none."""
     calls: dict[str, Callable[..., object]] = {
         name: call for name, call in vars(Client).items() if inspect.isfunction(call) and not name.startswith("_")
     }
@@ -111,10 +111,10 @@ def words(switch: str) -> set[str]:
     return {last.lower(), snake}
 
 
-# Arguments are mostly given by their place.
+# Most arguments are positional.
 @pytest.mark.parametrize("kind", [kind for kind in SWITCHES if kind != "arguments of the client"])
 def test_a_switch_is_spoken_of_where_it_is_shown(kind: str) -> None:
-    """This finds a test's name in the wrong row."""
+    """Finds test names in the wrong row."""
     silent = {}
     for switch, tests in SWITCHES[kind][0].items():
         texts = [(ROOT / name.partition("::")[0]).read_text(encoding="utf-8").lower() for name in tests]
@@ -140,7 +140,7 @@ def test_every_field_that_names_a_test_of_many_cases_is_one_of_them(name: str, m
         "SETTINGS": "test_a_field_becomes_the_setting_of_its_agents",
         "PODS": "test_a_field_of_agents_is_seen_in_their_pods",
     }[name]
-    # What a part of the model as a whole changes is the kind of attention.
+    # The section as a whole changes the kind of attention.
     cases = {case[0] if case[0] != "model." else "model.attention" for case in getattr(module, name)}
     claimed = {
         path for path, tests in table.RESOURCE_FIELDS.items() if any(found.endswith(f"::{shown_by}") for found in tests)
@@ -150,7 +150,7 @@ def test_every_field_that_names_a_test_of_many_cases_is_one_of_them(name: str, m
 
 def test_every_variable_that_a_program_or_a_page_names_is_a_setting() -> None:
     known = {f"{ENVIRONMENT_PREFIX}{name.upper()}" for kind in (AgentSettings, OperatorSettings) for name in rows(kind)}
-    # What the operator writes for engines; tests/engines/test_engine_config_map.py feeds it to its readers.
+    # The operator's output for engines; tests/engines/test_engine_config_map.py passes it to its readers.
     known |= {INSTANCE_PREFIX_VARIABLE, *(value for name, value in vars(names).items() if name.endswith("_VARIABLE"))}
     known.add(ENGINE_SOCKET_VARIABLE)
     unknown = [

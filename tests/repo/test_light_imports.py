@@ -1,4 +1,4 @@
-"""What an import loads, seen from a fresh interpreter: engines must stay light, the standard library whole."""
+"""Tests which modules an import loads in a new interpreter: few for engines, and the standard library stays intact."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run_python(code: str, **environment: str) -> str:
 
 def foreign_packages_loaded_by(name: str) -> set[str]:
     loaded = json.loads(run_python(LOADED_BY.format(name=name)))
-    # msgspec loads typing_extensions where it happens to be installed, and works without.
+    # msgspec loads typing_extensions if it is installed, and works without it.
     return {module.partition(".")[0] for module in loaded} - set(sys.stdlib_module_names) - {"typing_extensions"}
 
 

@@ -1,4 +1,4 @@
-"""Pages that say which test shows something must name tests that exist."""
+"""Tests that pages only name existing tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pyproject.toml, the lock file, the changelog and the folders say must be one and the same."""
+"""Tests that pyproject.toml, the lock file, the changelog and the folders agree."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from tree_of_files import PACKAGES, ROOT, Module, file_paths, modules, modules_of, project, text_files
 
-# Where a distribution and what one imports from it have other names.
+# Distributions whose import packages have another name.
 DISTRIBUTION_OF = {
     "mooncake": "mooncake-transfer-engine-non-cuda",
     "prometheus_client": "prometheus-client",
     "yaml": "pyyaml",
     "zmq": "pyzmq",
 }
-# What each package may ask for beyond the base dependency: its extra, and for the agent its transports. Connectors
-# run inside their engine, which brings torch.
+# Extras of each package beyond the base dependency: its own, and for the agent its transports. Connectors run inside their
+# engine, which provides torch.
 EXTRAS_OF = {
     "longshore_wire": [],
     "longshore_client": [],
@@ -29,10 +29,10 @@ EXTRAS_OF = {
     "longshore_cli": ["cli"],
     "longshore_lab": ["lab"],
 }
-# The agent's config file is YAML. Its readers and writers, agent and operator, bring the parser; engines never need it.
+# The agent's config file is YAML. Agent and operator, which read and write it, require the parser; engines do not.
 BROUGHT_BY_THE_CALLER = {("wire/longshore_wire/strict_document.py", "pyyaml")}
 BROUGHT_BY_THE_ENGINE = {("engines/longshore_engines/vllm.py", "torch")}
-# Its torch is another one than the tree's; e2e/vllm has a lock of its own.
+# It requires another torch than the tree; e2e/vllm has a separate lock.
 UNPINNED_EXTRAS = {"vllm"}
 EXTRAS = {
     "agent",
@@ -67,7 +67,7 @@ def names_of(requirements: list[str]) -> set[str]:
 
 
 def foreign_imports(module: Module) -> Iterator[str]:
-    """Names of the distributions that a module imports from; our own and the standard library's left out."""
+    """Return the distributions that a module imports from, without ours and the standard library."""
     for node in ast.walk(module.tree):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -120,7 +120,7 @@ def test_every_folder_of_a_package_is_a_package() -> None:
 def test_no_folder_of_tests_is_a_package_and_no_two_tests_share_a_name() -> None:
     tests = [path for path in file_paths() if path.parts[0] == "tests" and path.suffix == ".py"]
     assert [str(path) for path in tests if path.name == "__init__.py"] == []
-    # pytest tells conftest files apart by their folders.
+    # pytest distinguishes conftest files by their folders.
     names = [path.name for path in tests if path.name != "conftest.py"]
     assert sorted(name for name in set(names) if names.count(name) > 1) == []
 

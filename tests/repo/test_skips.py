@@ -1,4 +1,4 @@
-"""A required test that is skipped must fail the run: seen in a run of pytest of its own, with the tree's conftest."""
+"""Tests, in a separate run of pytest with the tree's conftest, that a skipped required test fails the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run_pytest(folder: Path, test: str, allowed: str) -> subprocess.CompletedPro
     (folder / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
     (folder / "test_one.py").write_text(test, encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    # Of what is installed no plugin has a part in this, and loading them all takes longer than the run.
+    # No installed plugin is needed here, and loading all of them takes longer than the run.
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     return subprocess.run(command, cwd=folder, env=environment, check=False, capture_output=True, text=True)
 

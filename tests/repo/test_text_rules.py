@@ -1,4 +1,4 @@
-"""Words that must not be in the tree: unowned TODOs, paths of one machine, hosts that packages are fetched from."""
+"""Tests that the tree has no TODO without an issue, no path of one machine, and no host of packages."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from tree_of_files import file_paths, text_files
 
-# This file names what it bans; the licence is not ours to word.
+# This file names the banned words. The licence's text must not change.
 EXEMPT = {Path("tests/repo/test_text_rules.py"), Path("LICENSE")}
 
 UNOWNED_TODO = re.compile(r"\b(?:TODO|FIXME|XXX|HACK)\b(?!\(#\d+\))")
 MACHINE_PATH = re.compile(r"(?<![\w.$}/-])/(?:work|root|home/\w+|Users/\w+|opt/ls)(?![\w-])")
-# A host of packages or images is the user's choice, and differs where there is no way out to the public ones.
+# Users choose the hosts of packages and images, because some networks cannot reach the public ones.
 REGISTRY_HOST = re.compile(
     r"\b(?:pypi\.org|pythonhosted\.org|download\.pytorch\.org|pypi\.nvidia\.com|anaconda\.org|ghcr\.io|quay\.io|docker\.io"
     r"|nvcr\.io|gcr\.io|pkg\.dev|registry\.k8s\.io|registry\.\w+\.\w+|proxy\.golang\.org|artifactory\.\w+)\b",
@@ -22,7 +22,7 @@ GENERATED_FOLDERS = {"__pycache__", ".venv", ".mypy_cache", ".ruff_cache", ".pyt
 
 
 def places(pattern: re.Pattern[str]) -> list[str]:
-    """Where the pattern is found in the tree, with what it found."""
+    """Return the places in the tree that match the pattern, with the matches."""
     return [
         f"{path}:{number}: {match.group()}"
         for path, text in text_files()
@@ -33,7 +33,7 @@ def places(pattern: re.Pattern[str]) -> list[str]:
 
 
 def test_every_todo_names_its_issue() -> None:
-    # The rule itself is written down in CONTRIBUTING, where the word stands for all of its kind.
+    # CONTRIBUTING states the rule with such a word as an example.
     assert [place for place in places(UNOWNED_TODO) if not place.startswith("CONTRIBUTING.md:")] == []
 
 

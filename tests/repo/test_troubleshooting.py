@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tree_of_files import ROOT, modules
 
-# With how many pieces each has at least.
+# Page -> least number of quoted pieces.
 PAGES = {ROOT / "docs" / "troubleshooting.md": 40, ROOT / "docs" / "how-to" / "gpus.md": 10}
-# Said by the system or about it, not by our code.
+# Messages of the system, not of our code.
 OTHERS = {
     "No such file or directory",
     "Connection refused",
@@ -23,7 +23,7 @@ PACKAGES = ("wire/", "client/", "engines/", "agent/", "operator/", "cli/", "lab/
 
 
 def quoted(page: Path) -> list[str]:
-    """Every piece of text in the first cells of a page's tables, cut at names and numbers."""
+    """Return every piece of text in the first cells of a page's tables, cut at names and numbers."""
     cells = [line.split("|")[1] for line in page.read_text().splitlines() if line.startswith("| ")]
     words = [words for cell in cells for words in re.findall(r"`([^`]+)`", cell)]
     pieces = [piece.strip(" :") for word in words for piece in word.split("…")]
@@ -31,7 +31,7 @@ def quoted(page: Path) -> list[str]:
 
 
 def said() -> str:
-    """All texts of our programs, and their metrics; a message that is written over several lines is joined."""
+    """Return all texts of our programs, and their metrics. Messages that span several lines are joined."""
     texts = [module.text for module in modules() if str(module.path).startswith(PACKAGES)]
     texts.append((ROOT / "docs" / "reference" / "metrics.md").read_text())
     return re.sub(r'"\s*\n\s*f?"', "", "\n".join(texts))

@@ -1,4 +1,4 @@
-"""The files of the tree, as the rules of `tests/repo` look at them: those that git has or would take."""
+"""Lists the tree's files for the tests in this folder: those that git tracks or would add."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class Module:
         return self.path.parts[0] == "tests"
 
     def at(self, node: ast.AST) -> str:
-        """Where a node stands, as editors understand it."""
+        """Return a node's place as path:line, which editors understand."""
         return f"{self.path}:{getattr(node, 'lineno', 1)}"
 
 
 @cache
 def file_paths() -> tuple[Path, ...]:
-    """Paths below the root of all files of the tree, sorted; without what .gitignore names."""
+    """Return the sorted paths of all files of the tree below the root, without those that .gitignore names."""
     listing = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -58,21 +58,21 @@ def file_paths() -> tuple[Path, ...]:
 
 @cache
 def modules() -> tuple[Module, ...]:
-    """All Python files of the tree."""
+    """Return all Python files of the tree."""
     return tuple(
         Module(path, (ROOT / path).read_text(encoding="utf-8")) for path in file_paths() if path.suffix == ".py"
     )
 
 
 def modules_of(package: str) -> list[Module]:
-    """The modules of one import package."""
+    """Return the modules of one import package."""
     folder = PACKAGES[package].relative_to(ROOT)
     return [module for module in modules() if module.path.is_relative_to(folder)]
 
 
 @cache
 def functions_by_file() -> dict[str, frozenset[str]]:
-    """The names of all functions of each Python file, by its path."""
+    """Return the names of all functions of each Python file, by its path."""
     return {
         module.path.as_posix(): frozenset(
             node.name for node in ast.walk(module.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
@@ -83,7 +83,7 @@ def functions_by_file() -> dict[str, frozenset[str]]:
 
 @cache
 def text_files() -> tuple[tuple[Path, str], ...]:
-    """Path and text of every file of the tree that is text."""
+    """Yield path and text of every text file of the tree."""
     found = []
     for path in file_paths():
         try:
@@ -95,5 +95,5 @@ def text_files() -> tuple[tuple[Path, str], ...]:
 
 @cache
 def project() -> dict[str, Any]:
-    """The contents of pyproject.toml."""
+    """Return the parsed pyproject.toml."""
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
-"""Protocol cores of several prefill instances and one decode rank, joined without delay or loss: for load, not for chaos.
+"""Joins protocol cores of several prefill instances and one decode rank without delay, loss or faults, for tests of load.
 
-Lanes, transport and scatters are instant. Used by tests of this folder and by benchmarks/control_path.py.
+Lanes, transport and scatters take no time. Used by tests in this folder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DECODE = PeerId("D", 0, 0)
 
 @dataclass
 class Exchange:
-    """All cores, the time, and what has become of rooms."""
+    """All cores, the time, and the ended rooms."""
 
     sources: dict[str, SourceSession]
     target: TargetSession
@@ -51,18 +51,18 @@ class Exchange:
         return cls(sources, target)
 
     def claim(self, instance: str, room: int, tokens: int) -> None:
-        """Decode wants a room; nothing is delivered before `settle`."""
+        """Claim a room at decode; nothing is delivered before `settle`."""
         core = self.sources[instance]
         endpoint = Endpoint(instance, core.config.layout, (RankAddress(0, f"{instance}:1", core.config.epoch),))
         count = -(-tokens // (2 * PAGE_SIZE))
         self.target.claim(Wanted(RoomKey(instance, room, 0), endpoint, 0, tokens, count, bytes(4 * count)), self.now_ns)
 
     def offer(self, instance: str, room: int, tokens: int) -> None:
-        """Prefill has computed a room."""
+        """Offer a whole room at prefill."""
         self.sources[instance].offer(room, 0, 0, tokens, last=True, now_ns=self.now_ns)
 
     def settle(self, until_done: int | None = None) -> None:
-        """Deliver messages and do the work until nothing is left, or until so many rooms are done."""
+        """Deliver messages and do the work until nothing is left, or until this many rooms are done."""
         waiting: deque[tuple[Session, PeerId, object]] = deque()
         self._collect(waiting)
         while waiting:
@@ -113,7 +113,7 @@ class Exchange:
 
 
 def size_of(value: object, seen: set[int] | None = None) -> int:
-    """Count the entries of every container that a core holds, however deep: what rooms leave behind shows here."""
+    """Count the entries of all containers of a core, at any depth, which shows state that rooms leave behind."""
     seen = set() if seen is None else seen
     if id(value) in seen or isinstance(value, (str, bytes, int, float, type(None))):
         return 0

@@ -1,7 +1,7 @@
-"""Puts known faults into the protocol core and the client's core, to check that the simulator finds them. Only tests use this.
+"""Puts known bugs into the protocol core and the client's core, to check that the simulator finds them.
 
-The first thirteen are those of docs/design/2026-11-21-defects-of-others.md, by their letters, as far as a core can have them. This
-core once had the others.
+Only tests use this. The first thirteen are those bugs of docs/design/2026-11-21-defects-of-others.md that a core can
+have, by their letters. This core once had the others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from longshore_wire.target_session import TargetSession
 
 @dataclass(frozen=True)
 class Plant:
-    """One fault: what it does, and where to look for it."""
+    """One bug: its effect, and the mix that finds it."""
 
     about: str
     put: Callable[[ExitStack], None]
@@ -338,8 +338,9 @@ def _dial_before_the_room_counts(stack: ExitStack) -> None:
     real = _set(stack, TargetPeers, "_dial", dial)
 
 
-# Not planted: a worker that is starting is not told of its siblings' failures. Who is told is decided by the supervisor, of which the
-# simulator has a copy of its own (`sim_agent`). Telling no sibling anything was not found there in 19,000 rooms of five mixes.
+# Not planted: a starting worker does not get its siblings' failures. The supervisor decides that, and the simulator has
+# its own copy of the supervisor's rules (`sim_agent`). There, 19,000 rooms of five mixes did not detect that no sibling
+# got a failure.
 PLANTS = {
     "A": Plant("a reader that asks again makes slabs be sent again to all", _send_again, ("tiny rings", "late writes")),
     "B": Plant("the error of a write ends nothing", _swallow_errors, ("failed writes",)),
@@ -419,7 +420,7 @@ PLANTS = {
 
 @contextmanager
 def planted(name: str) -> Iterator[Plant]:
-    """Put one fault into the core for a while; an empty name puts none."""
+    """Put one bug into the core during the block; none if the name is empty."""
     with ExitStack() as stack:
         if name:
             PLANTS[name].put(stack)

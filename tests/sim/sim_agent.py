@@ -54,10 +54,10 @@ class Agent:
         return self.host.name
 
     def hello(self, client: Client) -> None:
-        """Give an engine rank a worker, or refuse it; it then connects again."""
+        """Give an engine rank a worker, or refuse it; a refused engine connects again."""
         if not client.alive:
             return
-        # An engine takes its new worker for the proof that nobody writes the pages that the last one had.
+        # A new worker proves to its engine that no process writes the pages of the last worker's rooms any more.
         mapped = any(worker is not None and worker.lanes.maps(client) for worker in self.slots.values())
         if not self.alive or client.key in self.slots or mapped:
             self.world.at(LOCAL_NS, client.refused)
@@ -67,13 +67,13 @@ class Agent:
 
     def _start(self, client: Client, life: int) -> None:
         if not self.alive or life != self.life:
-            # The agent that took it in is gone, and with it the connection.
+            # The agent that admitted it has ended, and with it the connection.
             client.refused()
             return
         if not client.alive:
             del self.slots[client.key]
             return
-        # Epochs are the wall's time and grow, as a worker's life does not begin before the last one's end.
+        # Epochs are wall-clock times. They grow, because a worker starts after the last one's end.
         epoch = self.epoch = max(self.epoch + 1, self.world.now_ns + self.host.offset_ns)
         worker = Worker(self.world, self, client, epoch, client.config(epoch))
         self.slots[client.key] = worker

@@ -1,6 +1,7 @@
 """Simulated engines: each rank has the real client's core, whose messages and events the simulator carries.
 
-An engine gives pages to rooms, fills them, and takes them back as soon as it may, so that a later access to them is detected.
+An engine gives pages to rooms, fills them, and frees them as soon as permitted, so that later accesses to them are
+detected.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
 PAGES_MAX = 512
 REDIAL_NS = 100 * MS
-# An engine whose agent is busy for seconds gives the request up.
+# An engine aborts a request if its agent is busy for this long.
 TRIES_MAX = 60
 _serials = itertools.count(1)
 
@@ -83,7 +84,7 @@ class Room:
 
     @property
     def lives(self) -> bool:
-        """Whether its pages exist: they live as long as their engine."""
+        """Whether its pages exist, which live as long as their engine."""
         return self.client.alive
 
     def check_done(self) -> None:
@@ -190,7 +191,7 @@ class Client:
         self._turn()
 
     def _wake(self, at_ns: int) -> None:
-        """Take a turn then, or earlier."""
+        """Schedule a turn at this time at the latest."""
         if self._wake_ns is None or at_ns < self._wake_ns:
             self._wake_ns = at_ns
             self.world.at(at_ns - self.world.now_ns, self._woken, at_ns)
@@ -218,7 +219,7 @@ class Client:
                 self._report(event)
             for call in calls:
                 self._settled(call)
-        # Rounded up, so that what is due then is due.
+        # Rounded up, so that due work is really due then.
         self._wake(self.world.now_ns + max(math.ceil(wait_s * SECOND), 1))
 
     def _send(self) -> None:
@@ -239,7 +240,7 @@ class Client:
             return
         room, answer = self.rooms[RoomKey(*call.key[1:])], call.answer
         if isinstance(answer, Refused) and answer.reason is Reason.BUSY and room.tries < TRIES_MAX:
-            # The agent takes no more rooms now: ask again, a limited number of times.
+            # The agent accepts no more rooms now: retry a limited number of times.
             room.tries += 1
             self.world.at(answer.retry_after_ns, self.call, call.key, call.message, room)
             return
@@ -255,7 +256,7 @@ class Client:
     # -- rooms -----------------------------------------------------------------------------------------------------
 
     def call(self, key: HalfKey, message: Offer | Receive, room: Room) -> None:
-        """Send a request to the agent, again until it answers, to whichever worker it has by then."""
+        """Send a request to the agent, repeatedly until it answers, to its current worker."""
         if not self.alive or self._later(self.call, key, message, room) or room.released:
             return
         message = msgspec.structs.replace(message, request=self.core.next_number())
@@ -268,7 +269,7 @@ class Client:
         self._turn()
 
     def open(self, number: int, instance: str, first: int, end: int, keep_ns: int) -> Room | None:
-        """Give pages to a half of a room; None: there are too few."""
+        """Give pages to a half of a room; return None if there are too few."""
         serial, size = next(_serials), self.layout.page_size
         first_page = first // size
         count = -(-end // size) - first_page if first < end or self.half is Half.SOURCE else 0
@@ -283,7 +284,7 @@ class Client:
         return room
 
     def offer(self, room: Room) -> None:
-        """Offer the chunks of a room, each when its time has come and the one before was accepted."""
+        """Offer the chunks of a room, each at its time and after the one before was accepted."""
         self._next_chunk(room)
 
     def _next_chunk(self, room: Room) -> None:
@@ -304,14 +305,14 @@ class Client:
         self.call(key, Offer(0, room.key.room, 0, first, end, last, b""), room)
 
     def claim(self, room: Room, endpoint: Endpoint, first: int) -> None:
-        """Ask for the tokens of a room."""
+        """Claim the tokens of a room."""
         key = HalfKey(Half.TARGET, room.key.instance, room.key.room, 0)
         pages = np.array(room.pages.pages, "<i4").tobytes()
         count = len(room.pages.pages)
         self.call(key, Receive(0, room.key.room, 0, endpoint, first, room.end, 0, count, pages), room)
 
     def cancel(self, room: Room) -> None:
-        """Cancel a half; a new worker hears of it, too."""
+        """Cancel a half, also at a new worker."""
         key = HalfKey(self.half, room.key.instance, room.key.room, 0)
         if not self.alive or self._later(self.cancel, room) or room.released:
             return
@@ -319,7 +320,7 @@ class Client:
         room.chunks.clear()
         room.cancelled = True
         if not self.core.cancel(*key):
-            # It was not taken yet, and will not be asked for again.
+            # It was not accepted yet, and is not repeated.
             self._give_back(room)
             if self.half is Half.TARGET:
                 return
@@ -342,7 +343,7 @@ class Client:
                 self.world.counts[f"{self.half.name.lower()} done"] += 1
 
     def _give_back(self, room: Room) -> None:
-        """Take the pages back: other rooms get them at once, unless the engine still uses the received bytes."""
+        """Free the pages. Other rooms get them at once, unless the engine still uses the received bytes."""
         if room.released:
             return
         room.released = True

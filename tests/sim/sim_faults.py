@@ -115,7 +115,7 @@ class Faults:
             self._world.at(pause_ns // 4, agent.start)
 
     def cut(self, at: int, _: int, pause_ns: int) -> None:
-        """A host is cut off from all others for a while; its processes go on."""
+        """A host is cut off from all others for a while; its processes keep running."""
         host = self._run.agents[self._run.places[at].spec.host].host
         host.cut = True
         self._world.at(pause_ns, setattr, host, "cut", False)
@@ -142,7 +142,10 @@ class Faults:
         self._world.at(pause_ns, agent.start)
 
     def depart(self, at: int, rank: int, pause_ns: int) -> None:
-        """A host loses power. Its engine is started on another node about when its peers give the old one up."""
+        """A host loses power.
+
+        Its engine starts on another node at about the time at which peers consider the old one lost.
+        """
         place = self._run.places[at]
         host = (place.spec.host + 1) % len(self._run.agents)
         self.reboot(at, rank, pause_ns)

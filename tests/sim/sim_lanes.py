@@ -1,7 +1,7 @@
-"""Lanes and scatters of a simulated worker: they write slabs from pages into memory of peers, and scatter them into pages there.
+"""Simulates a worker's lanes, which write slabs into peers' memory, and its scatters, which copy slabs into pages.
 
-Only `sim_worker` uses this. A thread stops with its process. A write on the wire goes on while the process is stopped. What its kernel
-has sent lands also after its death, for a moment.
+Only `sim_worker` uses this. Threads stop with their process. A write on the wire continues while the process is stopped.
+Bytes that its kernel has sent may land shortly after its death.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from sim_engine import Client, Room
     from sim_worker import Worker
 
-# A transport whose peer does not answer tries again.
+# A transport retries if its peer does not answer.
 AGAIN_NS = 100 * MS
-# So long after a process's death bytes land that it had sent.
+# Bytes that a process has sent land up to this long after its death.
 SENT_NS = 1000 * MS
 
 
@@ -37,10 +37,10 @@ class Job:
     fate: Write
     target: Worker | None = None
     lands_ns: int = 0
-    access: int = 0  # of this worker to its target's memory, when the write began
+    access: int = 0  # of this worker's access to its target's memory, when the write began
     begun: bool = False
     cancelled: bool = False
-    settled: bool = False  # it is known what has become of its bytes
+    settled: bool = False  # the fate of its bytes is known
     lost: bool = False
     overtaken_ns: int | None = None
     words: Words | None = None
@@ -61,7 +61,7 @@ class Lanes:
         self._incoming: dict[int, dict[Job, Worker]] = {}
 
     def overtaken(self, now_ns: int) -> int | None:
-        """Return since when an endless write of a failed room has gone on, if there is one."""
+        """Return the start of an endless write of a failed room, if there is one."""
         found = [job for job in self._endless if job.cancelled]
         for job in found:
             job.overtaken_ns = now_ns if job.overtaken_ns is None else job.overtaken_ns
@@ -138,7 +138,7 @@ class Lanes:
             return
         job.begun, job.access = True, job.target.access.get(worker.epoch, 0)
         if effect.way is Way.DIRECT and not job.target.alive:
-            # Its agent has taken the dead worker's pools from its neighbours, and waits for that before the next one starts.
+            # Its agent starts the next worker only after the neighbours have unmapped the dead worker's pools.
             job.lost = job.settled = True
             worker.deliver(self._written, job)
             return
@@ -161,7 +161,7 @@ class Lanes:
         if not sent or not (target.alive or direct):
             return
         if not worker.host.reaches(target.host):
-            # A kernel tries again, but not for a process that has ended.
+            # A kernel retransmits, but not for a process that has ended.
             if worker.alive:
                 target.lanes._comes(job, worker, AGAIN_NS)
             return
@@ -181,7 +181,7 @@ class Lanes:
             return
         room = self._worker.client.rooms.get(effect.pair.key)
         if room is not None and room.lives:
-            # Where the claim said that the pages are, and not where the room has them.
+            # Use the claim's page list, not the room's current pages.
             numbers, size = np.frombuffer(effect.target_pages, "<i4").tolist(), room.pages.pool.layout.page_size
             pages = Pages(room.pages.pool, room.pages.serial, numbers, effect.first_claimed_token // size)
             layers, heads = self._place(effect)

@@ -20,7 +20,7 @@ Words = npt.NDArray[np.uint64]
 
 
 class Pool:
-    """Pages of one engine rank. Pages that come back are the next to be given out."""
+    """Pages of one engine rank. Freed pages are allocated next."""
 
     def __init__(self, layout: KVLayout, page_count: int) -> None:
         self.layout = layout
@@ -33,7 +33,7 @@ class Pool:
         self._names = layers + np.array(layout.heads, np.uint64)[None, None, :]
 
     def take(self, count: int, serial: int) -> list[int] | None:
-        """Return pages that are for `serial` from now on; None: too few are free."""
+        """Allocate pages for `serial`; return None if too few are free."""
         if count > len(self._free):
             return None
         pages = [self._free.pop() for _ in range(count)]
@@ -73,17 +73,17 @@ class Pages:
         return places
 
     def read(self, layers: range, first: int, end: int, heads: range) -> Words:
-        """Return a copy of what the pages hold."""
+        """Return a copy of the pages' words."""
         places = self._own(first, end, "reads")
         return self.pool.words[layers.start : layers.stop, places, heads.start : heads.stop]
 
     def write(self, layers: range, first: int, end: int, heads: range, words: Words) -> None:
-        """Put words into the pages."""
+        """Write words into the pages."""
         places = self._own(first, end, "writes")
         self.pool.words[layers.start : layers.stop, places, heads.start : heads.stop] = words
 
     def fill(self, room: int, first: int, end: int) -> None:
-        """The engine has computed tokens [first, end)."""
+        """Write tokens [first, end) as if the engine had computed them."""
         places = self._own(first, end, "computes")
         self.pool.words[:, places] = self.pool.content(room, first, end)
 
@@ -134,7 +134,7 @@ class Staging:
         self._words: Words = np.zeros(ring.capacity_bytes // WORD_BYTES, np.uint64)
 
     def land(self, effect: StartWrite, words: Words) -> None:
-        """Store arriving bytes of a write, whoever owns the memory by now."""
+        """Store arriving bytes of a write, also if the memory has another owner by now."""
         payload = aligned(effect.payload_bytes)
         if not self.ring.is_of(effect.generation, effect.offset_bytes, payload + TRAILER_BYTES):
             raise ViolationError(

@@ -10,8 +10,8 @@ from sim_world import MS, SECOND, Odds
 from longshore_wire.errors import Reason
 from longshore_wire.plan import Way
 
-# (KV heads, TP and PP of each prefill instance, of decode): pairs that divide, that do not, replicas, stages, and prefill
-# instances that are not alike.
+# (KV heads, TP and PP of each prefill instance, of decode): TPs that divide each other or not, replicas, stages, and
+# unequal prefill instances.
 Shape = tuple[int, tuple[tuple[int, int], ...], tuple[int, int]]
 SHAPES: tuple[Shape, ...] = (
     (2, ((1, 1),), (1, 1)),

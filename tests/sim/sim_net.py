@@ -1,6 +1,6 @@
 """The simulated network between workers, and short texts of messages for the trace.
 
-Messages are sent to an address, or to a life of a peer. Chance decides when they arrive: also late, twice, and in the next life.
+Messages are sent to an address, or to a life of a peer. Their arrival is random: also late, twice, and in the next life.
 """
 
 from __future__ import annotations

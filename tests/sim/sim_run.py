@@ -1,4 +1,4 @@
-"""Plays a scenario of the simulator to its end, and checks what must hold then.
+"""Plays a scenario of the simulator to its end, and checks the required state.
 
 Called by tests, by `simulate` and by `sim_shrink`. Faults happen while rooms are opened. Then they stop, dead processes are started
 again, and time goes on until no room is open.
@@ -30,11 +30,11 @@ from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, Parallel
 from longshore_wire.peer_messages import RoomKey
 
-# Engines and agents are up by then.
+# Engines and agents have started by then.
 BEGIN_NS = 2 * SECOND
-# Once faults are over everything must end within some timeouts of rooms, peers and writes, one after another.
+# After the faults everything must end within the sum of some timeouts of rooms, peers and writes.
 LIMIT_NS = 90 * SECOND
-# Rooms that ended are remembered for two leases, and a failure that its source did not hear of for a minute more.
+# Ended rooms are remembered for two leases, and failures unknown to their source for a further minute.
 MEMORY_NS = 60 * SECOND
 WAIT_NS = 50 * MS
 HOST_FAULTS = frozenset({"kill_agent", "cut", "reboot", "replace", "depart", "jump"})
@@ -78,7 +78,7 @@ def play(scenario: Scenario, *, trace: bool = False, deep: bool = False) -> Outc
             stack.enter_context(patch.object(module, "PAGES_PER_MESSAGE_MAX", scenario.message_pages))
         try:
             run.play(deep=deep)
-        except Exception as error:  # noqa: BLE001 - whatever a core raises is what is looked for
+        except Exception as error:  # noqa: BLE001 - any error of a core is a finding
             outcome.fault = f"{type(error).__name__}: {error}"
             outcome.where = traceback.format_exc()
     outcome.counts = run.world.counts
@@ -198,11 +198,11 @@ class Run:
         world.say("the world", "faults are over")
         faults.heal()
         calm_ns = world.now_ns
-        # What was said before is there by then, and whoever was lost is noticed.
+        # By then earlier messages have arrived and lost peers are detected.
         world.run(calm_ns + max(self.scenario.odds.late_ns, 6 * SECOND))
         while self.open():
             if world.now_ns > calm_ns + LIMIT_NS:
-                raise ViolationError("open for ever: " + "; ".join(self.open()[:6]))
+                raise ViolationError("never ended: " + "; ".join(self.open()[:6]))
             world.run(world.now_ns + 250 * MS)
         self._check_quiet(2 * SECOND)
         self._check_outcomes()
@@ -219,7 +219,7 @@ class Run:
         return [(prefill, decode), (decode, prefill)]
 
     def open(self) -> list[str]:
-        """Return texts of what is still open."""
+        """Return texts on open rooms and held memory."""
         found = [f"{client} has no worker" for client in self.clients() if not client.served]
         for client in self.clients():
             for half in client.core.ledger:
@@ -242,7 +242,7 @@ class Run:
     def _check_quiet(self, during_ns: int, what: str = "words") -> None:
         """Check that, with no room open, workers send only heartbeats and dial only lost peers."""
         world = self.world
-        # A new worker was found by then, and told what its last life had left open.
+        # By then a new worker was found and got the open rooms of its last life.
         world.run(world.now_ns + 3 * SECOND)
         before = world.counts[what]
         world.run(world.now_ns + during_ns)
@@ -285,9 +285,9 @@ class Run:
                     raise ViolationError(text)
 
     def _check_timed_out(self, number: int) -> None:
-        """Check that messages, not a timeout, end a half whose other side lives on and had all of the room."""
+        """Check that messages, not a timeout, end a half whose other side is alive and had the whole room."""
         if MIXES[self.scenario.mix].forgets or any(fault.what in TWINS for fault in self.scenario.faults):
-            # A twin that is refused is heard by nobody, and whoever has forgotten a room has no word for it.
+            # No peer listens to a refused twin, and a worker that has forgotten a room sends no message about it.
             return
         for engine, other in self._sides(number):
             halves, others = engine.rooms(number), other.rooms(number)

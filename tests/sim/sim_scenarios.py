@@ -93,11 +93,11 @@ class Scenario:
     steady: bool = False
 
 
-# So long after the last fault is over nobody is missed any more that was lost.
+# Time after the last fault until no lost peer is missed any more.
 AFTERMATH_NS = 9 * SECOND
 
 
-# Two of these are longer than the longest silence of a peer that exists, as in the product.
+# Two of these are longer than the longest silence of a live peer, as in the product.
 LEASE_NS = 12 * SECOND
 AT_ONCE = frozenset({"kill_worker", "lose"})
 
@@ -126,7 +126,7 @@ def scenario(mix_name: str, seed: int) -> Scenario:
             for each in range(1, 9)
         ]
         rooms += tuple(replace(room, at_ns=after_ns + room.at_ns, stale_endpoint=False) for room in after)
-    # Two slabs of one token for each source rank must fit, or nothing ever does.
+    # Two slabs of one token for each source rank must fit, or no slab ever fits.
     smallest = 0 if mix.never_fits else 2 * 128 * max(each.tp * each.pp for each in replicas if each.prefill) * 2
     settings = {
         "ring_bytes": max(ring_bytes, smallest),
@@ -217,7 +217,7 @@ def _fault(
         # Some outlast a lease.
         pause_ns = draw.choice((pause_ns, LEASE_NS + 3 * SECOND))
     if kind == "depart_prefill":
-        # Peers give a silent worker up after five to six seconds.
+        # Peers consider a silent worker lost after five to six seconds.
         pause_ns = 6 * SECOND + draw.randrange(2 * SECOND)
     if kind.startswith("cancel"):
         room = draw.choice(rooms)

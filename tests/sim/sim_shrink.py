@@ -34,7 +34,7 @@ class Shrinker:
         self._kind = kind(failed.fault)
         self._deep = deep
         self._runs_max = runs_max
-        # From here on nothing is drawn: what befell messages and writes is a list, of which parts can be left out.
+        # From here on nothing is random: the fates of messages and writes are a list, of which parts can be dropped.
         self._try(dataclasses.replace(failed.scenario, fates=failed.fates))
 
     def _try(self, smaller: Scenario) -> bool:
@@ -48,7 +48,7 @@ class Shrinker:
         return True
 
     def _drop(self, items: Callable[[], list[T]], without: Callable[[list[T]], Scenario]) -> None:
-        """Leave out as many items as possible, large parts first."""
+        """Drop as many items as possible, large groups first."""
         size = max(1, len(items()) // 2)
         while size:
             at = 0
@@ -59,7 +59,7 @@ class Shrinker:
             size //= 2
 
     def shrink(self) -> Scenario:
-        """Return the smallest scenario that was found to fail alike."""
+        """Return the smallest scenario that was found to fail in the same way."""
         before = None
         while before != self.best and self.runs < self._runs_max:
             before = self.best

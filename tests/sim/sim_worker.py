@@ -60,8 +60,8 @@ if TYPE_CHECKING:
     from sim_agent import Agent
     from sim_engine import Client, Room
 
-LOCAL_NS = 20 * US  # a word to a neighbour process
-# As in the agent: how late a turn must be to count as absence, the sleep of an idle worker, the times of an end.
+LOCAL_NS = 20 * US  # a message to a neighbour process
+# As in the agent: the delay of a turn that counts as absence, the sleep of an idle worker, the times of a shutdown.
 ABSENT_NS = 250 * MS
 IDLE_NS = 5 * SECOND
 FAREWELL_NS = 3 * SECOND
@@ -69,9 +69,9 @@ DRAIN_NS = 5 * SECOND
 BUSY_NS = 50 * MS
 QUARANTINE_PERCENT = 25
 WIRE_FOUND_NS = 200 * MS
-# Between two looks at what an ended writer had sent.
+# Polling interval for the data of an ended writer.
 DRAIN_LOOK_NS = 20 * MS
-# Turns in a row in which something is due and stays due.
+# Maximum of consecutive turns in which something is due and stays due.
 SPINS_MAX = 8
 # The least number of ended rooms that an agent can be set to remember.
 ENDED_ROOMS_FEW = 64
@@ -91,7 +91,7 @@ class Worker:
             self.address += f"+{epoch}"
         self.alive, self.paused, self.ready, self.draining = True, False, False, False
         self.ended_ns: int | None = None
-        self.closing = ""  # why no new room is taken
+        self.closing = ""  # why no new room is accepted
         self.tables: dict[RoomKey, Room] = {}
         self.routes: dict[PeerId, Worker] = {}  # a source's: where the newest Attach of a target came from
         self.refused: dict[PeerId, Worker] = {}
@@ -201,7 +201,7 @@ class Worker:
         self.paused = True
 
     def resume(self) -> None:
-        """SIGCONT: every thread goes on, and the loop finds out how late it is."""
+        """SIGCONT: every thread continues, and the loop detects its delay."""
         if not self.alive or not self.paused:
             return
         self.paused = False
@@ -212,7 +212,7 @@ class Worker:
         self.find_late()
 
     def find_late(self) -> None:
-        """Take a turn now: a real loop also wakes with nothing due, and notices how late it is."""
+        """Take a turn now. A real loop also wakes with nothing due, and detects its delay."""
         if self._due_ns is None:
             self._due_ns = self._slept_ns + IDLE_NS
         self.wake(self.world.now_ns)
@@ -317,7 +317,7 @@ class Worker:
             self.core.receive(sender.peer, message, self.clock())
 
     def _admit(self, sender: Worker, message: PeerMessage) -> bool:
-        """Note where a life of a target is. A live one that is not the newest is heard only when it attaches."""
+        """Store the address of a target's life. A live one that is not the newest is heard only when it attaches."""
         peer = sender.peer
         route = self.routes.get(peer)
         if isinstance(message, Attach):
@@ -413,7 +413,7 @@ class Worker:
         self.world.at(LOCAL_NS, self.client.heard, self, message)
 
     def obey_engine(self, message: Any, room: Room | None) -> None:
-        """Do what the engine asks for, as the agent's requests does."""
+        """Carry out an engine's request, like the agent's `engine_requests`."""
         if isinstance(message, Renew):
             self.core.renew(self.clock())
             return

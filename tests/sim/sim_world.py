@@ -17,7 +17,7 @@ US = 1_000
 MS = 1_000_000
 SECOND = 1_000_000_000
 
-# More happens in no run of some hundred rooms: something spins.
+# No run of some hundred rooms has more events, unless something spins.
 EVENTS_MAX = 4_000_000
 
 
@@ -27,7 +27,7 @@ class ViolationError(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Odds:
-    """How bad the network and the transports are while faults last. Probabilities per message or write; times in ns."""
+    """The odds of network and transport faults while faults last: probabilities per message or write; times in ns."""
 
     loss: float = 0.0
     repeat: float = 0.0
@@ -52,7 +52,7 @@ class Write(NamedTuple):
     settled: bool = True
 
 
-# Where a run is to be as plain as can be.
+# For runs without random delays.
 STEADY_MESSAGE = (100 * US,)
 STEADY_WRITE = Write(100 * US, 1 * MS, 2 * MS)
 
@@ -60,7 +60,7 @@ _ALL = (1 << 64) - 1
 
 
 def _mixed(number: int) -> int:
-    """Return 64 bits that look random, the same for the same number (splitmix64)."""
+    """Return 64 pseudo-random bits, the same for the same number (splitmix64)."""
     number = (number + 0x9E3779B97F4A7C15) & _ALL
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _ALL
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _ALL
@@ -68,7 +68,7 @@ def _mixed(number: int) -> int:
 
 
 class Draws:
-    """Numbers for one message or write: they depend on its link and its place there, and on nothing else."""
+    """Random numbers for one message or write, which depend only on its link and its position there."""
 
     __slots__ = ("_state",)
 
@@ -156,10 +156,10 @@ class Host:
 
     name: str
     offset_ns: int = 0
-    cut: bool = False  # nothing comes in or goes out, and nobody is told
+    cut: bool = False  # no message enters or leaves, without an error
 
     def reaches(self, other: Host) -> bool:
-        """Whether what is sent to another host arrives there."""
+        """Whether messages to another host arrive there."""
         return self is other or not (self.cut or other.cut)
 
 
@@ -194,7 +194,7 @@ class World:
             self.now_ns, _, action, arguments = heapq.heappop(events)
             action(*arguments)
             if self._sequence > EVENTS_MAX:
-                raise ViolationError("it spins: more happens than in any run")
+                raise ViolationError("it spins: more events than in any run")
         self.now_ns = max(self.now_ns, until_ns)
 
     def say(self, who: str, what: str) -> None:

@@ -26,10 +26,10 @@ from sim_scenarios import scenario
 from sim_shrink import Shrinker, told
 
 SEEDS = 16
-# What is remembered of rooms is looked at in one run of so many: waiting for its end takes as long as a run.
+# One of this many runs also checks that rooms are forgotten, since waiting for that takes as long as a run.
 DEEP_EVERY = 8
 TOLD_MAX = 3
-# Rooms in which a planted bug is found, or is not.
+# Maximum of rooms to search for a planted bug.
 ROOMS_MAX = 20_000
 
 

@@ -1,4 +1,4 @@
-"""A room with several readers: a reader without memory delays only itself, and nothing is sent twice to the others."""
+"""Tests a room with several readers: a reader without memory delays only itself, and others get nothing twice."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def test_a_reader_without_memory_holds_up_its_own_slabs_and_nothing_is_sent_agai
 
     run.world.at(7 * SECOND, lambda: before.extend([_outcomes(client) for client in decode] + [_slabs(run)]))
     before: list[object] = []
-    # That no slab is begun twice, and that all pages are right in the end, is looked at in every run.
+    # Every run checks that no slab begins twice and that all pages are right at the end.
     run.play(deep=True)
 
-    # The others had everything; the full one's slabs were not even begun.
+    # The others had everything; the slabs of the reader with a full ring had not begun.
     assert before[:3] == [[Reason.NONE] * len(ROOMS), [None] * len(ROOMS), [Reason.NONE] * len(ROOMS)]
     assert 3 * before[3] == 2 * _slabs(run)  # type: ignore[operator]
     assert [_outcomes(client) for client in (*prefill, *decode)] == [[Reason.NONE] * len(ROOMS)] * 4

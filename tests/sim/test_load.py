@@ -1,4 +1,4 @@
-"""Many rooms: none leaves state, memory is bounded while they wait, and no instance waits for another."""
+"""Tests many rooms: none leaves state, memory is bounded while they wait, and no instance waits for another."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ LEASE_NS = 1000 * MS
 FORGOTTEN_NS = 2 * LEASE_NS + 61_000 * MS
 
 
-# A minute of pure computation on a quiet machine: the limit for all tests is too near where others compute beside it.
+# A minute of computation on an idle machine, so the general limit of tests is too close on a busy one.
 @pytest.mark.timeout(1200)
 @pytest.mark.slow
 def test_after_a_hundred_thousand_rooms_nothing_of_them_is_left() -> None:
-    # Three slabs a room: enough to fill the ring while a batch is under way, and no more, for there are many rooms.
+    # Three slabs a room, enough to fill the ring during a batch, and few, because there are many rooms.
     exchange = Exchange.of(2, lease_ns=LEASE_NS, slab_bytes_min=4 << 10)
     # The first rooms attach the peers; counters of stale messages and retries have their names by then.
     room = 0
@@ -45,7 +45,7 @@ def test_ten_thousand_rooms_at_once_are_all_done_within_the_ring_and_fair_betwee
     for room in range(rooms):
         exchange.claim(f"P{room % instances}", room, tokens)
     exchange.settle()
-    # One instance has everything ready before the others begin, and must not push them back.
+    # One instance has everything ready before the others begin, and must not delay them.
     for instance in range(instances):
         for room in range(instance, rooms, instances):
             exchange.offer(f"P{instance}", room, tokens)

@@ -1,4 +1,4 @@
-"""A simulator that cannot find a planted bug proves nothing: it must find each within a number of rooms, and shrink the run."""
+"""Tests that the simulator finds each planted bug within a number of rooms, and shrinks the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sim_run import play
 from sim_shrink import Shrinker, kind, told
 from simulate import ROOMS_MAX, is_deep, search
 
-# Others raise what a test that is wrong itself would raise.
+# Other bugs raise errors that a wrong test would also raise.
 FOUND = ("ViolationError", "AssertionError")
 
 

@@ -1,9 +1,9 @@
-"""The soak: two deployments, over NIXL and over Mooncake, move rooms while their processes are killed, stopped and restarted.
+"""Runs the soak: deployments over NIXL and Mooncake move rooms while processes are killed, stopped and restarted.
 
-`make soak MINUTES=60`, or `python tests/soak/soak.py --minutes 60`. Every byte is compared, in and beside the rooms. It runs in
-cycles: strikes under load, then a pause in which every room must end, every agent must be empty, and every process is
-measured. Exits with 1 if a byte was wrong, a room was stuck or lost without a strike, a process has grown, or, with nothing else
-struck, memory or the next room came later than its target.
+`make soak MINUTES=60`, or `python tests/soak/soak.py --minutes 60`. It compares every byte, inside and outside of the
+rooms. It runs in cycles: strikes under load, then a pause in which every room must end, every agent must be empty, and
+every process is measured. It exits with 1 if a byte was wrong, a room was stuck or lost without a strike, a process has
+grown, or a recovery without other strikes took longer than its target.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from longshore_wire.agent_config import Backend
 
 BACKENDS = (Backend.NIXL, Backend.MOONCAKE)
 CYCLE_S = 60.0
-# Of a short run there are at least so many cycles.
+# Minimum of cycles, for short runs.
 CYCLES_MIN = 3
 WARM_UP_S = 2 * LEASE_S
-# For eight agents and their engines on two cores that others use too.
+# For eight agents and their engines on two shared cores.
 START_LIMIT_S = 300.0
 # In a pause every room has ended on both sides within this after the last process is back: twice `room_timeout_s`, the
 # longest of the limits that end a room.
 END_LIMIT_S = 2 * ROOM_TIMEOUT_S
-# What is stuck is given up then, and its engines are killed if that does not help, so that the soak goes on.
+# After it, stuck rooms are aborted; if that does not help, their engines are killed, so that the soak continues.
 GIVE_UP_LIMIT_S = 20.0
 
 
@@ -107,7 +107,7 @@ class Soak:
         self._progress("all agents and engines are there")
 
     def flow(self, duration_s: float, *, strikes: bool) -> None:
-        """Keep the load up for a while."""
+        """Keep the load for a while."""
         end_s = now_s() + duration_s
         for traffic in self.traffics:
             traffic.is_flowing = True
@@ -120,7 +120,7 @@ class Soak:
 
     def pause(self) -> None:
         """Let every room end, compare all pages, and measure all processes."""
-        # The load goes on until what is stopped or away is back: its rooms are what must end now.
+        # The load continues until stopped and missing processes are back, since their rooms must end, too.
         assert self._until(lambda: self.striker.is_quiet and self._are_all_there(), START_LIMIT_S), "not all come back"
         for traffic in self.traffics:
             traffic.is_flowing = False
@@ -149,14 +149,14 @@ class Soak:
             self.outcome.stuck.append("an engine does not answer")
 
     def leave(self) -> None:
-        """End the engines in order; their agents must hold nothing then."""
+        """End the engines in an orderly way; their agents must hold nothing then."""
         for fleet in self.fleets:
             for node in fleet.nodes.values():
                 node.engine.tell(Leave())
                 node.engine.over()
 
     def turn(self) -> None:
-        """Do what is due and read the engines' reports; wait a moment if there is nothing."""
+        """Do due work and read the engines' reports; wait a moment if there is nothing to do."""
         wait_s = self.timers.run()
         poller = select.poll()
         talking = {}
@@ -196,7 +196,7 @@ class Soak:
         return sum(len(traffic.rooms) for traffic in self.traffics)
 
     def _free_stuck(self) -> None:
-        """Note the rooms that have not ended, with their agents' status of them, and let the soak go on without them."""
+        """Record the rooms that have not ended, with their agents' status, and continue the soak without them."""
         for traffic in self.traffics:
             for room in traffic.rooms.values():
                 self.outcome.stuck.append(f"after {END_LIMIT_S:g} s: {room.described()}")
@@ -253,7 +253,7 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, help="where the outcome is written")
     given = parser.parse_args()
-    # Unwind at SIGTERM too: processes that were stopped must not stay so.
+    # Unwind at SIGTERM too: stopped processes must be continued.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     directory = given.directory or Path(tempfile.mkdtemp(prefix="soak-"))
     directory.mkdir(parents=True, exist_ok=True)

@@ -46,13 +46,13 @@ from longshore_client.errors import AgentLost, Busy, CallTimeout, ClientClosed
 from longshore_wire.engine_messages import Endpoint
 from longshore_wire.errors import LongshoreError, Reason
 
-# Calls that may wait for an agent at one time: a call for each room that is open, and as many that give one up.
+# Calls that may wait for an agent at one time: one call for each open room, and as many cancels.
 CALLERS = 32
-# How long one call waits for an agent that is away or busy, and for how long it is made again before its room is given up.
+# Time limit of one call to an agent that is away or busy, and of its retries before its room is aborted.
 CALL_LIMIT_S = 5.0
 INSIST_LIMIT_S = 60.0
 LOOK_S = 0.2
-# Of the bytes that are wrong, so many places are named.
+# Number of places that a message on wrong bytes names.
 PLACES_MAX = 8
 
 
@@ -93,7 +93,7 @@ class Player:
         self._rooms: dict[int, Room] = {}
         self._pause = threading.Event()
         self._callers = ThreadPoolExecutor(CALLERS)
-        # All at once: else their number grows with the rooms that happen to be open.
+        # Start all threads at once. Otherwise their number would grow with the open rooms.
         barrier = threading.Barrier(CALLERS)
         list(self._callers.map(lambda _: barrier.wait(), range(CALLERS)))
         self._said: Endpoint | None = None
@@ -110,7 +110,7 @@ class Player:
             if isinstance(order, Leave):
                 break
             if isinstance(order, Offer | Claim):
-                # Here, so that a Cancel behind it finds the room.
+                # Open it here, so that a later Cancel finds the room.
                 instance = order.endpoint.instance if isinstance(order, Claim) else self.spec.instance
                 self._rooms[order.room] = Room(instance, order.prefix if isinstance(order, Claim) else 0, order.total)
             elif isinstance(order, Cancel) and (room := self._rooms.get(order.room)) is not None:
@@ -131,7 +131,7 @@ class Player:
                 case Check():
                     self._check()
         except BaseException as error:
-            # A mistake of ours in a thread would otherwise look like a room that is stuck.
+            # Otherwise our own error in a thread would look like a stuck room.
             self._say(Corrupt(f"{self.spec.instance}: the soak's engine failed: {error!r}"))
             raise
 
@@ -181,7 +181,7 @@ class Player:
         return room
 
     def _call(self, number: int, room: Room, rank: int, call: Callable[[Rank], None]) -> bool:
-        """Make a call to one rank's agent until it is answered; return whether it was accepted."""
+        """Repeat a call to one rank's agent until it is answered; return whether it was accepted."""
         end_s = time.monotonic() + INSIST_LIMIT_S
         while time.monotonic() < end_s:
             if room.cancelled or self._pause.is_set():
@@ -214,7 +214,7 @@ class Player:
             return
         room.cancelled = True
         for rank in self.engine.ranks:
-            # The client keeps the wish and tells it to the next agent.
+            # The client stores the cancel and sends it to the next agent.
             with contextlib.suppress(AgentLost, CallTimeout, ClientClosed):
                 rank.client.cancel(number, self.spec.half, instance=room.instance, timeout_s=CALL_LIMIT_S)
         self._look_at(number)
@@ -249,13 +249,13 @@ class Player:
         self._look_at(event.room)
 
     def _look_at_unclear(self) -> None:
-        """Look at a half whose call got no answer: if it opened nothing, no event will come."""
+        """Check a half whose call got no answer: if it opened nothing, no event will come."""
         for number, room in list(self._rooms.copy().items()):
             if not room.calling and len(room.accepted) < self.spec.tp:
                 self._look_at(number)
 
     def _look_at(self, number: int) -> None:
-        """Take the pages back and report how a half ended, once it is released on every rank."""
+        """Free the pages and report a half's end, once it is released on every rank."""
         with self._lock:
             room = self._rooms.get(number)
             if room is None or room.calling:
@@ -271,10 +271,10 @@ class Player:
             if failed is None and len(ends) < self.spec.tp:
                 failed = (Reason.CANCELLED, "cancelled before every rank was asked")
             if failed is not None and self.spec.half is Half.TARGET:
-                # They hold anything, and nobody may change them now.
+                # Their bytes are unspecified, and no process may change them now.
                 for sibling in self.engine.ranks:
                     sibling.expected[:, :, room.pages] = sibling.planes[:, :, room.pages]
-            # At the front: the next room takes them at once.
+            # At the front, so that the next room takes them at once.
             self.engine.free = room.pages + self.engine.free
             reason, text = failed or (Reason.NONE, "")
             self._say(Ended(number, reason, text, refused=not room.ends))
@@ -318,7 +318,7 @@ class Player:
 
 def main() -> None:
     """Run the engine that the argument describes."""
-    # Its driver is gone once nobody reads: then there is nothing left to do.
+    # If no process reads, the soak has ended, and there is nothing left to do.
     with contextlib.suppress(BrokenPipeError):
         Player(msgspec.json.decode(sys.argv[1], type=EngineSpec)).play()
 

@@ -15,14 +15,14 @@ from pathlib import Path
 from process_ledger import Holdings, holdings
 from soak_nodes import Fleet, now_s
 
-# Lives that are judged: long enough for what is kept for two leases to be forgotten, and for several deaths of peers.
+# Least life to judge: long enough that state kept for two leases is forgotten, and for several deaths of peers.
 LIFE_MIN_S = 120.0
-# What a process may have more at the end of a life than at its beginning, however long it was. Rooms and dead peers are
-# remembered for two leases, and allocators keep what was freed. What is lost in each room or strike adds up to more.
+# Permitted growth of a process over its life, independent of its length. Rooms and dead peers are remembered for two
+# leases, and allocators keep freed memory. A leak in each room or strike adds up to more.
 OWN_BYTES_MAX = 24 << 20
 DESCRIPTORS_MAX = 16
 THREADS_MAX = 2
-# As /proc/net/tcp calls the state.
+# The state's number in /proc/net/tcp.
 CLOSE_WAIT = "08"
 
 
@@ -51,7 +51,7 @@ class Life:
 
     @property
     def span_s(self) -> float:
-        """Between its first and its last pause."""
+        """Seconds between its first and its last pause."""
         return self.samples[-1].at_s - self.samples[0].at_s
 
     def growth(self) -> str:
@@ -73,7 +73,7 @@ class Life:
 
 @dataclass(frozen=True)
 class Total:
-    """Of all processes at one pause."""
+    """Resources of all processes at one pause."""
 
     processes: int
     own_bytes: int

@@ -26,7 +26,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
     page_size: int
     order: PageOrder
     page_count: int
-    damage_directory: str  # wrong bytes are kept here, beside those that were expected
+    damage_directory: str  # folder for wrong bytes, together with the expected ones
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):
@@ -82,7 +82,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         reason: NONE: done on every rank.
-        refused: the agent took no part of it: there were no events.
+        refused: the agent refused it, so there were no events.
     """
 
     room: int
@@ -104,7 +104,7 @@ class Checked(msgspec.Struct, frozen=True, tag=True):
 
 
 class Repeated(msgspec.Struct, frozen=True, tag=True):
-    """A call met `reason` and is made again."""
+    """A call was refused for `reason` and is repeated."""
 
     reason: Reason
 

@@ -1,7 +1,7 @@
 """The soak's processes: nodes, each an agent and its engine, of one deployment a transport.
 
-Called by the soak's other modules. Everything started here is ended by its id; a signal goes to a process by a
-descriptor of it, as its id may be another process's by then.
+Called by the soak's other modules. Every process started here is ended by its id. Signals use a process's descriptor, since
+its id may belong to another process by then.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from longshore_client import Half, PageOrder
 from longshore_wire.agent_config import Backend
 from longshore_wire.engine_messages import Endpoint
 
-# Tokens of a room, and rooms that one engine has open at once, at most: its pool holds just these.
+# Maximum tokens of a room, and maximum open rooms of one engine: its pool holds exactly these.
 ROOM_TOKENS_MAX = 1536
 ENGINE_ROOMS_MAX = 10
-# Heartbeats and the peer timeout are the product's defaults. The lease is shorter than the longest stop, a room in which
-# nothing happens ends within a pause, and buffers are so small that every ring wraps.
+# Heartbeats and the peer timeout are the product's defaults. The lease is shorter than the longest stop, an idle room ends
+# within a pause, and buffers are so small that every ring wraps.
 LEASE_S = 15.0
 ROOM_TIMEOUT_S = 30.0
 SETTINGS: dict[str, str | int | float] = {
@@ -43,7 +43,7 @@ SETTINGS: dict[str, str | int | float] = {
     "slab_bytes_min": 32 << 10,
 }
 END_LIMIT_S = 20.0
-# An engine's memory must show what the client keeps, and not what the C library keeps of the arrays of rooms that are over.
+# An engine's memory must show the client's memory, not the freed arrays of ended rooms that the C library keeps.
 ENGINE_VARIABLES = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -56,7 +56,7 @@ _PATH = os.pathsep.join(entry for entry in sys.path if entry)
 
 @dataclass(frozen=True)
 class Shape:
-    """How an engine lays its pages out."""
+    """The layout of an engine's pages."""
 
     half: Half
     tp: int
@@ -136,7 +136,7 @@ class EngineProcess:
         self._unread = b""
 
     def tell(self, order: ToEngine) -> bool:
-        """Send an order; return whether the process is there to take it."""
+        """Send an order; return whether the process runs."""
         if self._process is None or self._process.stdin is None:
             return False
         try:
@@ -190,11 +190,11 @@ class Node:
     shape: Shape
     agent: LocalAgent
     engine: EngineProcess
-    struck_s: float = 0.0  # when something was last done to it, or undone
+    struck_s: float = 0.0  # time of the last strike at it, or of its end
 
     @property
     def title(self) -> str:
-        """Its name in texts for people."""
+        """Its name in messages."""
         return f"{self.fleet} {self.name}"
 
     @property
@@ -236,7 +236,7 @@ class Node:
                 page = msgspec.json.encode(self.agent.room(number)).decode()
                 found[f"room {number} at {self.fleet} {entry['worker']}"] = page
         except LocalAgentError as error:
-            # A room may end while we look.
+            # A room may end during the query.
             found[f"{self.title}'s pages"] = str(error)
         return found
 
@@ -323,5 +323,5 @@ def memory_of(pid: int) -> set[int]:
 
 
 def now_s() -> float:
-    """Return the time of the soak's one clock."""
+    """Return the time of the soak's clock."""
     return time.monotonic()

@@ -15,10 +15,10 @@ from soak_growth import Book, Total
 from soak_strikes import Striker
 from soak_traffic import Traffic
 
-# Within these a dead engine's memory is free, and an engine whose agent died has a room done again.
+# Targets: a dead engine's memory is free, and an engine whose agent died has a room done again, within these times.
 RELEASE_TARGET_S = 2.0
 RECOVERY_TARGET_S = 5.0
-# Whether anything else was struck, or was to stay away for a while, while a time was taken.
+# Whether other strikes were active during a measurement.
 CLEAN, OTHER = "nothing else struck", "more struck meanwhile"
 # Texts of one kind in the table.
 SHOWN_MAX = 20
@@ -87,7 +87,7 @@ class Outcome(msgspec.Struct):
     growth: list[str] = []
     strange: list[str] = []
     pauses_s: list[float] = []
-    load_averages: list[float] = []  # at each pause; of the machine, with whatever else runs there
+    load_averages: list[float] = []  # at each pause; of the machine, including other load
     held: list[Held] = []
     lives_s: list[float] = []
     released: dict[str, list[float]] = {}
@@ -96,13 +96,13 @@ class Outcome(msgspec.Struct):
 
     @property
     def is_good(self) -> bool:
-        """Whether rooms were moved, every byte was right, nothing was stuck, lost or late, and nothing has grown."""
+        """Whether rooms were moved, every byte was right, no room was stuck, lost or late, and no process has grown."""
         moved = bool(self.rooms) and all(rooms.done and not rooms.given_up for rooms in self.rooms.values())
         return moved and not (self.corrupt or self.stuck or self.growth or self.strange or self.late)
 
     @property
     def late(self) -> list[str]:
-        """The recoveries that took longer than their target though nothing else was struck."""
+        """Return the recoveries that exceeded their target without other strikes."""
         return [
             f"{what}: {time_s:g} s, more than {target_s:g} s"
             for what, by_kind, target_s in self.timed
@@ -112,7 +112,7 @@ class Outcome(msgspec.Struct):
 
     @property
     def timed(self) -> tuple[tuple[str, dict[str, list[float]], float], ...]:
-        """What was timed, the times, and their target."""
+        """Return (name, times, target) of each measurement."""
         return (
             ("an engine's death to its memory's release", self.released, RELEASE_TARGET_S),
             ("an agent's death to its engine's next room", self.recovered, RECOVERY_TARGET_S),
@@ -120,7 +120,7 @@ class Outcome(msgspec.Struct):
         )
 
     def take(self, traffics: list[Traffic], striker: Striker, book: Book) -> None:
-        """Sum a run up."""
+        """Summarise a run."""
         for traffic in traffics:
             counts = traffic.counts
             self.rooms[traffic.fleet.backend.value] = Rooms(

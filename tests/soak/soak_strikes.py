@@ -1,7 +1,7 @@
 """The soak's faults: a schedule from a seed, and the processes that it kills, stops and starts again.
 
-Called by `soak`. Measures, by looking at the processes alone, how long a dead engine's memory stays, and how long the
-engine of a dead agent, or of a dead worker, goes without a room that is done.
+Called by `soak`. Measures, by the processes alone, how long a dead engine's memory stays, and how long the engine of a dead
+agent or worker has no room done.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from soak_messages import Leave
 from soak_nodes import LEASE_S, SHAPES, Fleet, Node, Victim, memory_of, now_s
 from soak_traffic import Timers, Traffic
 
-# Between two strikes, on average, over all fleets: each ends some rooms, and starting a process takes seconds of a core.
+# Mean time between two strikes over all fleets. Each strike ends some rooms, and starting a process takes seconds of a
+# core.
 STRIKE_EVERY_S = 8.0
 # A stop lasts from one heartbeat to beyond the peer's timeout and the lease.
 STOP_MIN_S, STOP_MAX_S = 1.0, LEASE_S + 5.0
-# What is started again after a kill is so at once, as a supervisor of its own would, or after so long.
+# A killed process is restarted at once, as by its supervisor, or after this time.
 AWAY_MAX_S = 6.0
 AT_ONCE_SHARE = 0.6
 # A room that was done before its agent died is reported within this. No process comes back so soon.
 SETTLE_S = 0.5
-# How often the memory of a dead engine is looked for.
+# Polling interval for the memory of a dead engine.
 LOOK_S = 0.02
 
 
@@ -47,7 +48,7 @@ class Kind(StrEnum):
     STOP_SUPERVISOR = "stop supervisor"
 
 
-# How often each is chosen.
+# Weight of each kind.
 WEIGHTS: Mapping[Kind, int] = {
     Kind.KILL_ENGINE: 6,
     Kind.KILL_WORKER: 5,
@@ -196,7 +197,7 @@ class Striker:
                 (wait.times.clean if wait.is_clean else wait.times.other).append(now_s() - wait.since_s)
 
     def resume(self) -> None:
-        """Let everything that is stopped go on, at once."""
+        """Continue all stopped processes at once."""
         for victim in list(self._stopped):
             self._go_on(victim)
 
@@ -230,7 +231,7 @@ class Striker:
         return True
 
     def _restart_engine(self, node: Node) -> bool:
-        # It is started again when its end is seen.
+        # It is restarted when its end is detected.
         if not node.engine.tell(Leave()):
             return False
         self._hit(node)
@@ -258,7 +259,7 @@ class Striker:
             node.agent.kill()
         else:
             node.agent.terminate()
-            # It lets rooms end that are under way; whoever restarts it waits for that.
+            # It lets open rooms end, and its restart waits for that.
             is_clean = False
         self._hit(node)
         if not any(wait.node is node and wait.times is self.recovered for wait in self._waits):
@@ -296,7 +297,7 @@ class Striker:
     def _start_agent(self, node: Node, ended_pid: int) -> None:
         """Start an agent again once process `ended_pid` has ended."""
         if node.agent.running and node.agent.pid == ended_pid:
-            # It was told to end and lets rooms end first.
+            # It was told to end, and first lets rooms end.
             self._later(node, LOOK_S * 10, lambda: self._start_agent(node, ended_pid))
             return
         if node.agent.running:

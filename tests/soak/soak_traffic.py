@@ -1,7 +1,7 @@
 """The soak's load: rooms of random sizes between all pairs of a fleet, the reports of their engines, and the counts.
 
-Called by `soak`. It plays the router: it passes claims to prefill's engines, retries failed requests, and cancels rooms that one
-engine has open and the other can never open. It strikes no process.
+Called by `soak`. It acts as the router: it passes claims to prefill's engines, retries failed requests, and cancels rooms
+that one engine has open and the other can never open. It injects no fault.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from longshore_wire.errors import Reason
 # Between two engines: rooms that are opened in a second, and that are open at once. An engine has two peers.
 PAIR_RATE_PER_S = 3.0
 PAIR_ROOMS = 4
-# How often a router asks for a request that fails, the first time included.
+# Tries of a failing request, including the first one.
 TRIES_MAX = 4
 PREFIX_SHARE, FULL_HIT_SHARE, CANCELLED_SHARE = 0.3, 0.04, 0.08
 CUTS_MAX = 3
 PAUSE_MAX_S = 0.05
 CANCEL_DELAY_MAX_S = 0.2
-# What an engine has open alone is given up after this: decode is dead, or was refused.
+# A half without its other half is cancelled after this time: decode is dead, or was refused.
 ORPHAN_LIMIT_S = 2.0
-# A room that fails so long after the last strike at one of its processes was not failed by it.
+# A room that fails this long after the last strike at one of its processes did not fail because of the strike.
 AFTERMATH_S = 20.0
 # K and V of one token in all layers and heads.
 TOKEN_BYTES = 2 * MODEL.layers * MODEL.kv_heads * MODEL.head_dim * MODEL.element_bytes
@@ -69,7 +69,7 @@ class Timers:
 
 @dataclass
 class Side:
-    """One half of a room as the router knows it. `end` is how it ended; empty: it has not."""
+    """One half of a room, as the router knows it. `end` is its end; empty while it is open."""
 
     node: Node
     asked: bool = False
@@ -89,7 +89,7 @@ class Room:
     prefix: int
     cuts: tuple[int, ...]
     pause_s: float
-    order: str  # who is asked first
+    order: str  # the engine that is asked first
     tries: int
     endpoint: Endpoint  # of prefill when the request came, as a router passes it on
     since_s: float = field(default_factory=now_s)
@@ -106,7 +106,7 @@ class Room:
         return self.target if side is self.source else self.source
 
     def described(self) -> str:
-        """The room in texts for people."""
+        """Return the room's description for messages."""
         halves = " | ".join(
             f"{side.node.title}: {side.end or ('open' if side.opened else 'asked' if side.asked else 'not asked')}"
             for side in self.sides
@@ -252,7 +252,7 @@ class Traffic:
                     self._ended(room, side, report)
 
     def lost(self, node: Node) -> None:
-        """An engine's process is gone, and everything that it had open with it."""
+        """Handle the end of an engine's process, which ends all of its rooms."""
         for room in list(self.rooms.values()):
             side = self._side(room, node)
             if side is not None and not side.end:
@@ -282,7 +282,7 @@ class Traffic:
                 and not (side.opened and other.opened)
                 and not room.orphaned
             ):
-                # Only its engine can tell that nobody will take up a half that is alone.
+                # Only its engine can know that the other half will never open.
                 room.orphaned = True
                 self._timers.after(ORPHAN_LIMIT_S * self._chance.random(), lambda: self._orphan(room))
         if all(side.end for side in room.sides):

@@ -1,4 +1,4 @@
-"""The soak finds wrong bytes, rooms that do not end and processes that grow; and its strikes follow its seed."""
+"""Tests that the soak detects wrong bytes, stuck rooms and growing processes, and that its seed sets its strikes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_an_hour_strikes_in_every_way_at_every_node_and_ends_no_process_that_is_
 
 
 class Restarted:
-    """An agent that takes two looks to end."""
+    """An agent whose end is detected at the second poll."""
 
     def __init__(self) -> None:
         self.pid, self.looks, self.starts = 7, 0, 0

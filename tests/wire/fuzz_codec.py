@@ -4,9 +4,10 @@ make fuzz                          a million inputs beside those of the corpus
 make fuzz RUNS=10000000 FUZZ_SEED=7 GROW=1    more of them; what is new goes into the corpus
 make fuzz INPUT=0199…              one input again, in hexadecimal
 
-atheris (libFuzzer) searches. It sees which lines of Python ran, but not what happens in msgspec's C; so each outcome of a
-decoder (the message's type, or where it stopped and why) is a line of Python of its own here. Half of the inputs are changed
-as bytes, half as the list that they encode. `tests/wire/test_codec.py` plays the corpus with `check`, without atheris.
+atheris (libFuzzer) searches. It measures coverage of Python lines, but not of msgspec's C code. So each outcome of a
+decoder (the message's type, or the place and reason of its error) has its own line of Python here. Half of the inputs are
+mutated as bytes, half as the list that they encode. `tests/wire/test_codec.py` runs `check` on the corpus, without
+atheris.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from longshore_wire.framing import Codec
 CODECS: dict[str, Codec[object]] = {"peer": PEER, "to agent": TO_AGENT, "to engine": TO_ENGINE}  # type: ignore[dict-item]
 CORPUS = Path(__file__).with_name("codec_corpus.txt")
 RUNS = 1_000_000
-# The longest input. Longer messages hold longer lists of the same.
+# The longest input. Longer messages only have longer lists.
 INPUT_BYTES_MAX = 1024
 # Ten times what a decoder of messages of a kilobyte needs, Python and atheris included.
 MEMORY_MIB_MAX = 512
 INPUT_S_MAX = 5
-# A peer must not decide how long a line of our log is.
+# A peer must not control the length of our log lines.
 ERROR_CHARACTERS_MAX = 300
 OUTCOMES_MAX = 4096
 STATISTICS = ("number_of_executed_units", "peak_rss_mb")
@@ -132,7 +133,7 @@ def _places(tree: object) -> Iterable[tuple[list[object], int]]:
 
 
 def _outcome() -> None:
-    """Stand for one outcome."""
+    """Represent one outcome."""
 
 
 def _search(arguments: list[str]) -> None:
@@ -147,7 +148,7 @@ def _search(arguments: list[str]) -> None:
         import longshore_wire.errors as instrumented
     CODECS.update(zip(CODECS, (between_workers.PEER, engine_link.TO_AGENT, engine_link.TO_ENGINE), strict=True))
     globals()["CodecError"] = instrumented.CodecError
-    # Each is instrumented, and so counted, by itself.
+    # Each has its own instrumentation, and so its own count.
     lines = [atheris.instrument_func(FunctionType(_outcome.__code__, {})) for _ in range(OUTCOMES_MAX)]
     others = read_corpus()
 

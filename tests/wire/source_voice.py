@@ -19,7 +19,7 @@ def attach_to(core: TargetSession, peer: PeerId, attach: Attach, now_ns: int) ->
 
 
 def drain_writers(core: TargetSession, now_ns: int) -> list[int]:
-    """Answer that all has been read which ended lives had sent; return their epochs. Other effects stay."""
+    """Answer that all data of ended lives has been read; return their epochs. Other effects stay."""
     asked = [effect for effect in core._effects if isinstance(effect, DrainWriter)]
     core._effects = [effect for effect in core._effects if not isinstance(effect, DrainWriter)]
     for effect in asked:

@@ -1,4 +1,4 @@
-"""The agent's config file: what is read, what is refused and how, and that writing it loses nothing."""
+"""Tests the agent's config file: valid and invalid content, and that writing it loses nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The list of allowed wires at a decode core: nothing is claimed over a wire before it is known to be on the list, or if it is not."""
+"""Tests allowed wires at the cores: decode claims nothing over a wire that is unknown or not on its list."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Scene:
         self.core.receive(peer, WireFound(7, 1, wire), NOW_NS)
 
     def said(self, kind: type) -> list[tuple[int, int]]:
-        """(room, source rank) of the messages of one kind that leave now, in order and each once."""
+        """Return (room, source rank) of the messages of one kind that are sent now, in order and without duplicates."""
         for effect in effects_of(self.core):
             if isinstance(effect, RoomEnded):
                 self.ended[effect.key.room] = effect
@@ -91,7 +91,7 @@ def test_a_room_over_another_wire_fails_before_a_byte_is_asked_for_and_its_sourc
     assert scene.ended[1].reason is Reason.WIRE_NOT_ALLOWED
     assert "prefill P rank 0 reaches decode D rank 0" in scene.ended[1].text
     assert "allows only NVLink, RDMA" in scene.ended[1].text
-    # Neither is one that comes later, and neither keeps its pages.
+    # A later one is refused, too, and neither keeps its pages.
     scene.claim(2)
     assert scene.said(Claim) == []
     assert scene.ended[2].reason is Reason.WIRE_NOT_ALLOWED
@@ -107,7 +107,7 @@ def test_a_source_that_was_claimed_before_the_wire_to_its_sibling_was_known_is_t
     scene.found(FIRST, "TCP")
     assert scene.said(Abort) == [(1, 0), (1, 1)]
     assert scene.ended[1].reason is Reason.WIRE_NOT_ALLOWED
-    # It was granted no memory yet, so that nothing has to wait for its answer.
+    # It was granted no memory yet, so nothing waits for its answer.
     assert scene.core.rooms == {}
     assert scene.released == {1}
 

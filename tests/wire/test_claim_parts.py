@@ -1,4 +1,4 @@
-"""Page lists of claims in several messages: accepted whole or refused; never more memory or work than announced."""
+"""Tests claims whose page lists take several messages: accepted as a whole or refused, within the announced size."""
 
 from __future__ import annotations
 

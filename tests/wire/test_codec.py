@@ -1,4 +1,4 @@
-"""Messages as bytes: numbers that are frozen, limits that hold, junk that is refused by type."""
+"""Tests messages as bytes: fixed type numbers, limits, and typed errors for invalid bytes."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_reason_in_half_a_megabyte_of_words_is_cut_at_both_ends(message: Abort
     assert PEER.decode(PEER.encode(long)) == long
     sent = msgspec.structs.replace(message, text="why " * 125_000)
     assert len(sent.text) == TEXT_CHARACTERS_MAX
-    # A sender that does not cut.
+    # A sender that does not split its message.
     msgspec.structs.force_setattr(sent, "text", "why " * 125_000)
     received = PEER.decode(PEER.encode(sent))
     assert isinstance(received, Abort | Refuse)

@@ -1,4 +1,4 @@
-"""The crossover table: its values between and beyond its points, its refusals, and when a core chooses."""
+"""Tests the crossover table: values between and beyond its points, invalid tables, and when a core chooses."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def attach(core: TargetSession, source: KVLayout, epoch: int, lane_bytes: int = 
 
 
 def claims(core: TargetSession) -> list[tuple[Way, Why]]:
-    """The ways of the claims to the first rank that leave now."""
+    """Return the modes of the claims to the first rank that are sent now."""
     sent = [message for peer, message in messages_of(core) if peer == PREFILL]
     return [(message.way, message.why) for message in sent if isinstance(message, Claim)]
 

@@ -1,4 +1,4 @@
-"""Defects of the best known implementation's protocol, which our cores must not have: see docs/design of that name."""
+"""Tests that our cores lack the protocol defects of docs/design/2026-11-21-defects-of-others.md."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_room_that_could_never_fit_fails_alone_with_both_sizes() -> None:
     with pytest.raises(RingError, match="512 bytes cannot hold two slabs"):
         other.claim(Wanted(RoomKey("P", 2, 0), scene.endpoint(), 0, TOKENS, 8, bytes(32)), 0)
     assert not other.rooms
-    # A decode side that does not look is told by the source, for that room alone.
+    # If decode does not check, the source refuses, only for that room.
     attach = scene.sources[FIRST].peers[DECODE].attach
     assert attach is not None
     shrunk = msgspec.structs.replace(attach, ring=RegionInfo(0, 512), generation=attach.generation + 1)
@@ -66,7 +66,7 @@ def test_an_arrival_that_is_told_again_counts_once_and_never_for_another_writer(
             ready = scene.land(FIRST, write)
             for _ in range(3):
                 scene.say(FIRST, ready)
-            # Also where it names the other writer, or comes by the other one's connection.
+            # Also if it names the other writer, or arrives over the other one's connection.
             scene.say(FIRST, msgspec.structs.replace(ready, pair=scene.pair(SECOND)))
             scene.say(SECOND, ready)
         scattered += scene.scatter()
@@ -85,7 +85,7 @@ def test_a_room_is_not_done_before_every_planned_writer_was_heard_of_and_has_del
     assert scene.deliver(FIRST)
     assert scene.target.rooms[KEY].pairs[FIRST].state is TargetPairState.COMPLETE
     assert scene.ended(KEY.room) is None
-    # What was lost is said again.
+    # Lost messages are repeated.
     scene.lost.clear()
     for _ in range(8):
         scene.tick(SECOND_NS // 2)
@@ -151,7 +151,7 @@ def test_an_abort_is_not_confirmed_while_a_write_that_failed_may_still_land() ->
     scene.settle()
     mine = sum(region.length_bytes for region in scene.target.rooms[KEY].pairs[FIRST].regions.values())
     assert scene.held == mine > 0
-    # The source's next life is the proof: the last one's process has ended.
+    # The source's next life proves that the last one's process has ended.
     attach = scene.target.peers[FIRST].attach
     assert isinstance(attach, Attach)
     attach_to(scene.target, FIRST, msgspec.structs.replace(attach, epoch=8), scene.now_ns)

@@ -1,4 +1,4 @@
-"""A source's claims about its slabs may cost only that source: neither the worker nor other rooms."""
+"""Tests that a source's false statements about its slabs harm only that source, not the worker or other rooms."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ TIMEOUT_NS = 10_000_000_000
 
 
 def _liar(scene: Scene, rooms: int) -> list[RoomKey]:
-    """Rooms of which the first source says that everything is ready, and writes nothing of them."""
+    """Rooms for which the first source reports everything as ready, but writes nothing."""
     scene.lost.add(FIRST)
     keys = [scene.claim(number) for number in range(2, 2 + rooms)]
     scene.settle()
@@ -73,7 +73,7 @@ def _liar(scene: Scene, rooms: int) -> list[RoomKey]:
 
 
 def _pass(scene: Scene, duration_ns: int, keys: list[RoomKey]) -> None:
-    """Let time pass in which the first source keeps saying what it has said."""
+    """Let time pass in which the first source repeats its messages."""
     for _ in range(duration_ns // 100_000_000):
         scene.tick(100_000_000)
         scene.target.peers[FIRST].heard_ns = scene.now_ns
@@ -94,7 +94,7 @@ def test_a_source_that_says_ready_and_never_writes_holds_ring_memory_no_longer_t
     failed = [key for key in keys if scene.ended(key.room) is Reason.TRANSFER_FAILED]
     assert len(failed) == 4
     assert "rank 0" in scene.target.ended[failed[0]].text
-    # Its writer is asked before anybody else gets the memory, and has it back at once if it obeys.
+    # Its writer is asked before another room gets the memory. If it confirms, the memory is free at once.
     for key in failed:
         scene.say(FIRST, EndAck(scene.target.rooms[key].pairs[FIRST].pair))
     assert scene.held == 0
@@ -126,7 +126,8 @@ def test_rooms_that_a_source_only_drips_into_give_their_memory_back_when_their_e
             if (region := pair.regions.get(slab)) is not None:
                 scene.say(FIRST, SlabReady(pair.pair, slab, region.generation, SLAB_BYTES, TOKENS))
         scene.scatter()
-        # Rooms of others wait for what these hold: docs/design/2026-11-21-late-writes.md says why no time ends that.
+        # Rooms of others wait for the memory that these hold. docs/design/2026-11-21-late-writes.md explains why no
+        # timeout frees it.
         assert scene.target.granter.ring.free_bytes < SLAB_BYTES
     assert not any(scene.ended(key.room) for key in keys)
 

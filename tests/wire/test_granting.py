@@ -1,4 +1,4 @@
-"""Allocation of ring memory: round-robin, only free memory, and no stalled room blocks another."""
+"""Tests the allocation of ring memory: round-robin, only free memory, and no stalled room blocks another."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_grants_go_in_turns_over_peers_and_over_the_rooms_of_each() -> None:
     granted = [key.room for key, _, _ in granter.grants(rooms)]
 
     assert Counter(granted) == dict.fromkeys(range(7), 4)
-    # The lone room of peer 1 has its window after four turns of two peers, whatever peer 0 wants.
+    # The only room of peer 1 has its window after four turns of two peers, independent of peer 0.
     assert Counter(granted[:8])[6] == 4
 
 
@@ -140,7 +140,7 @@ def test_memory_in_quarantine_is_not_granted_before_its_writer_confirms() -> Non
 
 
 def test_what_a_room_was_granted_ahead_does_not_keep_its_other_writers_from_what_is_ready() -> None:
-    """Nothing frees what was granted ahead before more tokens are computed, which may wait for what is ready now."""
+    """Memory that was granted ahead is freed only after more tokens are computed, which may wait for the ready slabs."""
     granter = _granter(16, window=16)
     room, other = _room(1, 0, 12, ready=2), _room(1, 1, 12, ready=2)
     first, second = _pair(room), _pair(other)
@@ -152,7 +152,7 @@ def test_what_a_room_was_granted_ahead_does_not_keep_its_other_writers_from_what
     granted += [grant.slab for _, _, grant in granter.grants(rooms)]
     assert granted[:2] == [0, 1]
     assert room.ring_bytes == len(first.regions) * SLAB_BYTES > 0
-    # The other writer's first tokens come only now.
+    # The other writer's first tokens are ready only now.
     room.pairs[second.peer] = second
     granter.want(second)
 
@@ -176,7 +176,7 @@ def test_a_slab_that_is_ready_is_granted_beside_the_one_that_its_room_was_grante
 
 
 def test_rooms_that_are_still_computed_leave_half_of_the_ring_to_what_is_ready() -> None:
-    """Their tokens may be computed only when prefill has pages again, which hold what is ready now."""
+    """Their tokens may be computed only after prefill has free pages, which the ready slabs still hold."""
     # A little more than two slabs: the first one leaves a little more than half of it.
     config = SessionConfig("d", "D", 1, LAYOUT, ring_bytes=2 * SLAB_BYTES + 3 * ALIGNMENT_BYTES)
     granter = Granter(config)
@@ -193,7 +193,7 @@ def test_a_slab_ahead_that_fits_nowhere_does_not_stop_those_that_are_ready() -> 
     pair = _pair(large)
     pair.grid, pair.states = SlabGrid(0, 64, 32), [TargetSlab.WANTED] * 2
     rooms = {room.key: room for room in (large, ready)}
-    # Most of the ring is free, and nowhere as much in a row as the large slab takes.
+    # Most of the ring is free, but no contiguous piece is large enough for the large slab.
     regions = [granter.ring.allocate(SLAB_BYTES) for _ in range(16)]
     for index, region in enumerate(regions):
         if region is not None and index % 4 != 3:
@@ -203,7 +203,7 @@ def test_a_slab_ahead_that_fits_nowhere_does_not_stop_those_that_are_ready() -> 
 
     assert [key.room for key, _, _ in granter.grants(rooms)] == [2]
 
-    # Once its tokens are ready it waits in its turn.
+    # When its tokens are ready, it waits for its turn.
     pair.ready_count = 1
     granter.want(pair)
     assert not list(granter.grants(rooms))
@@ -214,7 +214,7 @@ def test_a_slab_ahead_that_fits_nowhere_does_not_stop_those_that_are_ready() -> 
 
 
 def test_rooms_that_are_still_computed_leave_a_place_for_the_largest_slab_that_a_source_may_have_ready() -> None:
-    """More than half of the ring was free here, and nowhere a quarter in a row: a ready slab waited for four rooms."""
+    """Once more than half of the ring was free without a contiguous quarter, so that a ready slab waited for four rooms."""
     granter = _granter(16)
     rooms: dict[int, TargetRoom] = {}
     granter.expect(4 * SLAB_BYTES)

@@ -1,4 +1,4 @@
-"""A peer that says anything of the right form, in any order, breaks no core and makes none of them grow."""
+"""Tests that a peer with well-formed messages of any content and order breaks no core and makes none grow."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Talker:
         self.ends = (source, target)
         self.epochs = (source_epoch, target_epoch)
         self.rooms = [1, 2]
-        self.granted: list[Grant] = []  # what decode said last
+        self.granted: list[Grant] = []  # decode's last message
 
     def number(self) -> int:
         return self.random.choice(NUMBERS)
@@ -165,7 +165,7 @@ class Talker:
 
 
 def carry_out(core: SourceSession | TargetSession, chosen: random.Random, jobs: list[Any], now_ns: int) -> None:
-    """Do what the core asks for, in any order and as badly as lanes and scatters can."""
+    """Carry out the core's effects in any order, with every failure that lanes and scatters can have."""
     released = {}
     for effect in effects_of(core):
         if isinstance(effect, StartWrite | StartScatter):

@@ -1,4 +1,4 @@
-"""Coverage against a plain set of integers."""
+"""Compares Coverage with a set of integers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A layout's arithmetic against counting, and what it refuses; a pool's geometry against a map of its bytes."""
+"""Compares a layout's arithmetic with counting and a pool's geometry with a map of its bytes; tests their errors."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_layers_of_other_stages_are_not_guessed_from_a_stage_that_was_given_its_
 
 
 def dense_pool(one: KVLayout, page_count: int) -> PoolGeometry:
-    """All planes in one region, page after page within a plane."""
+    """Return a geometry with all planes in one region, page after page within a plane."""
     head_bytes, heads, page_size = one.model.head_bytes, len(one.heads), one.page_size
     token_stride, head_stride = head_bytes * heads, head_bytes
     if one.order is PageOrder.HND:

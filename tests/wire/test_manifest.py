@@ -1,4 +1,4 @@
-"""The manifest that people write: what is read, and what every fault of it says."""
+"""Tests the manifest that users write: valid content, and the message of each fault."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_file_with_several_documents_is_told_as_such() -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_example_has_sizes_that_a_cluster_takes_too(name: str) -> None:
-    """One machine takes smaller buffers than the definition allows: an example that works there must work on both."""
+    """`longshore up` accepts smaller buffers than the CRD. An example must be valid for both."""
     spec = manifest.load((FOLDER / name).read_bytes()).spec
     sizes = {"bufferSize": spec.prefill.staging.buffer_size, "poolSize": spec.decode.staging.pool_size}
     limits = dict(re.findall(r"(\w+Size) must be from (\w+) to", DEFINITION))

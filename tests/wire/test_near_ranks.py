@@ -1,4 +1,4 @@
-"""Ranks of one agent: they copy into each other's pages, also where all other pairs must stage, and only with each other."""
+"""Tests ranks of one agent: they copy into each other's pages, also if all other pairs must stage, and only they do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LATENT = ModelShape(2, 1, 16, 2, Attention.LATENT)
 
 
 def claimed_way(agent: str, near: Staging | None, model: ModelShape = HEADS) -> Way:
-    """The way of the only pair, for a worker of agent `here` where pages lie on a GPU: what is not near must be staged."""
+    """Return the mode of the only pair, for a GPU worker of agent `here`, which must stage to other agents."""
     layout = KVLayout(model, Parallel(), 16)
     config = SessionConfig(
         "d", "D", 9, layout, ring_bytes=1 << 20, staging=Staging.ALWAYS, near_staging=near, agent="here"
@@ -48,7 +48,7 @@ def test_a_latent_that_cannot_be_staged_moves_between_neighbours() -> None:
 
 
 def cut(way: Way, **settings: int) -> list[int]:
-    """Tokens of each slab of a claim of 1,000 tokens (of 256 bytes each) by one pair."""
+    """Return the tokens of each slab of one pair's claim of 1,000 tokens (of 256 bytes each)."""
     layout = KVLayout(HEADS, Parallel(), 16)
     config = SessionConfig("d", "P", 7, layout, lane_count=2, slab_bytes_max=1 << 15, slab_bytes_min=1024, **settings)
     pool = PoolInfo(0, pool_geometry(layout, 64), (4096,))

@@ -1,4 +1,4 @@
-"""Every half of a room ends, also where a worker dies between two messages; a message that comes late or twice ends none."""
+"""Tests that every half of a room ends, also if a worker dies between messages, and that late messages end none."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_full_hit_ends_at_a_prefill_worker_that_dies_between_two_chunks() -> N
 
     scene.restart(FIRST)
     _pass(scene, 8)
-    # The engine says again what was open, and goes on.
+    # The engine repeats its open rooms and continues.
     scene.sources[FIRST].offer(2, 0, 0, TOKENS // 2, last=False, now_ns=scene.now_ns)
     scene.offer(2, TOKENS // 2, TOKENS)
 
@@ -263,7 +263,7 @@ def test_a_write_in_place_that_never_ends_fails_its_room_at_the_write_timeout() 
     assert scene.ended(KEY.room) is None
     _pass(scene, 20)
     assert scene.ended(KEY.room) is Reason.TRANSFER_FAILED
-    # Its pages stay its engine's to wait for: the write may still land.
+    # Its pages are not released yet, since the write may still land.
     assert scene.target.exposed_since_ns
 
 
@@ -288,7 +288,7 @@ def test_a_claim_that_comes_when_everybody_has_forgotten_its_room_opens_nothing_
     effects_of(source)
     source.receive(DECODE, claim, scene.now_ns)
     assert KEY not in source.rooms
-    # Its pages are another room's by now, also if the engine offers it so late.
+    # Its pages belong to another room by now, although the engine offers it late.
     source.offer(KEY.room, 0, 0, TOKENS, last=True, now_ns=scene.now_ns)
     source.receive(DECODE, claim, scene.now_ns)
     scene.settle()
@@ -298,7 +298,7 @@ def test_a_claim_that_comes_when_everybody_has_forgotten_its_room_opens_nothing_
 def test_claims_are_remembered_as_used_in_little_memory_in_whatever_order_they_come() -> None:
     chosen, used = random.Random(1), UsedSerials(9)
     serials = list(range(1, 5000))
-    # Nearly in order, as messages come.
+    # Nearly in order, like real messages.
     serials.sort(key=lambda serial: serial + chosen.random() * 20)
     for count, serial in enumerate(serials):
         assert serial not in used
@@ -328,7 +328,7 @@ def test_a_core_that_nobody_talks_to_forgets_what_has_ended_by_its_own_due_times
 
 
 class Silence:
-    """One side of a scene, and a peer that has reported how long it was absent and is silent from then on."""
+    """One side of a scene, and a peer that has reported its absence and is silent from then on."""
 
     def __init__(self, judge: Half) -> None:
         scene = Scene.of()

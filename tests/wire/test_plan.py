@@ -1,7 +1,7 @@
-"""The planner against memories filled with global element ids, which this file indexes by itself.
+"""Tests the planner on memories filled with global element ids, which this file indexes by itself.
 
-An element is (layer, K or V, head). `held` below says which elements a rank holds, from the written rule of how
-heads and layers are split; nothing of the planner or of the layout's own arithmetic is used for it.
+An element is (layer, K or V, head). `held` computes a rank's elements from the rule by which heads and layers are split. It
+uses neither the planner nor the layout's arithmetic.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ KINDS = {Attention.HEADS: ("k", "v"), Attention.LATENT: ("latent",)}
 
 
 def held(model: ModelShape, tp: int, pp: int, rank: int, stages: list[int] | None = None) -> set[Element]:
-    """The elements that `rank` must hold. `stages` are layers a stage; None: even, the first stages take the rest."""
+    """Return the elements that `rank` must hold.
+
+    `stages` are layers a stage; None: even, the first stages take the rest.
+    """
     stage, tp_rank = rank // tp, rank % tp
     counts = stages or [model.layers // pp + (1 if index < model.layers % pp else 0) for index in range(pp)]
     layers = range(sum(counts[:stage]), sum(counts[: stage + 1]))
@@ -41,7 +44,7 @@ def layout(model: ModelShape, tp: int, pp: int = 1, *, page_size: int = 16, **mo
 def carry_out(
     made: Plan, model: ModelShape, sources: list[set[Element]], targets: list[set[Element]]
 ) -> list[Counter[Element]]:
-    """Copy what the pairs say between simulated memories; return how often each element of each target was written."""
+    """Copy the pairs' slices between simulated memories; return how often each element of each target was written."""
     written: list[Counter[Element]] = [Counter() for _ in targets]
     element_bytes = model.head_dim * model.element_bytes
     for pair in made.pairs:
@@ -322,7 +325,7 @@ def test_the_summary_of_a_70b_model_from_tp4_to_tp1_is_that_of_the_resource() ->
 
 
 def flat_address(side: KVLayout, token: int, head: int, page_order: list[int]) -> int:
-    """Where a head of a token begins in one plane, in units of one head, for a dense pool."""
+    """Return the offset of a token's head in one plane, in units of one head, for a dense pool."""
     page, slot = page_order[token // side.page_size], token % side.page_size
     local, heads = head - side.heads.start, len(side.heads)
     inner = slot * heads + local if side.order is PageOrder.NHD else local * side.page_size + slot
@@ -346,7 +349,7 @@ def test_slices_in_the_summary_are_the_runs_that_are_contiguous_on_both_sides(
         for tp, page_size, order in zip(tps, page_sizes, orders, strict=True)
     ]
     made = plan(sides[0], sides[1], staging=Staging.NEVER)
-    # Pages lie apart from each other, so that no run reaches over a page's end.
+    # Pages are not adjacent, so no run extends beyond a page's end.
     scattered = [index * 3 for index in range(tokens)]
     runs = 0
     for pair in made.pairs:

@@ -1,4 +1,4 @@
-"""A target's pools are checked with its claims: once for each description, and again after a change."""
+"""Tests that a target's pools are checked with its claims: once for each description, and again after a change."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Scene:
         self.session.receive(PEER, msgspec.structs.replace(said, generation=self._generation), 0)
 
     def claim(self, room: int) -> list[Reason]:
-        """Claim 64 tokens that are there, in place; return why it was refused, if it was."""
+        """Claim 64 offered tokens in place; return the reason of a refusal."""
         self.session.offer(room, 0, 0, 64, last=True, now_ns=0)
         pages = b"".join(number.to_bytes(4, "little") for number in range(4))
         pair = PairKey(RoomKey("P", room, 0), 0, 0, 7, 9, "D")

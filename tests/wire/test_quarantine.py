@@ -1,4 +1,4 @@
-"""Ring memory of an aborted room is freed exactly when no writer can write it any more."""
+"""Tests that ring memory of an aborted room is freed exactly when no writer can write it any more."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_memory_comes_back_writer_by_writer_when_each_has_ended_its_writes_and_s
     both = scene.held
     assert both and scene.target.granter.ring.used_bytes == 0
     scene.settle()
-    # The sources know of it, and their lanes still write.
+    # The sources know of the abort, and their lanes still write.
     assert scene.held == both
     scene.end_writes(FIRST)
     scene.settle()
@@ -56,7 +56,7 @@ def test_a_silent_writer_keeps_its_memory_in_quarantine_until_nobody_listens_at_
         scene.target.tick(second * SECOND_NS)
     assert scene.held == both
     scene.target.peer_dead(FIRST, 7, 60 * SECOND_NS)
-    # Its kernel may still deliver what it had sent.
+    # Its kernel may still deliver sent bytes.
     assert scene.held == both
     assert drain_writers(scene.target, 60 * SECOND_NS) == [7]
     assert 0 < scene.held < both
@@ -85,7 +85,7 @@ def test_a_lost_writer_whose_access_was_taken_away_frees_its_memory_but_not_page
     scene = Scene.given_up(way)
     held, now_ns = scene.held, 6 * SECOND_NS
     scene.target.peer_revoked(FIRST, 0)
-    # Not while it is attached: only losing a peer takes its access away.
+    # Not while it is attached: only a lost peer's access is revoked.
     assert scene.held == held
     scene.target.tick(now_ns)
     effects = effects_of(scene.target)
@@ -107,7 +107,7 @@ def test_what_a_source_says_of_the_wire_frees_nothing() -> None:
 
 
 def waiting_room(scene: Scene) -> RoomKey:
-    """Let another room of the first source wait for memory while all of the ring is in quarantine."""
+    """Let another room of the first source wait for memory while the whole ring is in quarantine."""
     ring = scene.target.granter.ring
     while (region := ring.allocate(ring.largest_free_bytes or ring.capacity_bytes)) is not None:
         ring.hold(region)

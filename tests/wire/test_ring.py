@@ -1,4 +1,4 @@
-"""The ring against a map of its bytes, with held regions; and its promises one by one."""
+"""Compares the ring with a map of its bytes, with held regions, and tests each of its guarantees."""
 
 from __future__ import annotations
 

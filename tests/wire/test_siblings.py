@@ -1,4 +1,4 @@
-"""A room that has failed at one rank of an instance fails at every rank, whenever that rank's engine comes with it."""
+"""Tests that a room that has failed at one rank of an instance fails at every rank, whenever its engine opens it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a claim is cut into slabs: within the limits, as long as each other, and from a page's first token on."""
+"""Tests how a claim is cut into slabs: within the limits, of equal length, beginning at a page's first token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_the_last_slab_is_as_long_as_the_others() -> None:
 
 
 def test_no_more_slabs_than_stay_above_the_minimum() -> None:
-    # 12.5 pages: slabs of 3 pages would be 5 with half a page in the last, each as dear to control as a full one.
+    # 12.5 pages: slabs of 3 pages would be 5, the last with half a page, although each slab has the same control cost.
     assert even_tokens(800, 204, 409, 64) == 5 * 64
     # One of all tokens, where two would both be below it.
     assert even_tokens(256, 204, 409, 64) == 256

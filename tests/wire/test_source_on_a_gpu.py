@@ -1,4 +1,4 @@
-"""A prefill rank whose pages no transport can read in place, as on a GPU: decode stages, and impossible ways are refused."""
+"""Tests a prefill rank whose pages no transport can read in place, as on a GPU: decode stages, other modes are refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def attach(instance: str, epoch: int, *, in_place: bool) -> Attach:
 
 
 def claimed(in_place: bool, staging: Staging = Staging.AUTO) -> tuple[Way, str]:
-    """The way, and why, of the claim that a decode rank sends to a prefill rank with whole pages for it."""
+    """Return mode and reason of a decode rank's claim to a prefill rank with whole pages for it."""
     config = SessionConfig("d", "D", 9, LAYOUT, ring_bytes=RING.length_bytes, staging=staging)
     session = TargetSession(config, now_ns=0)
     session.describe(b"", RING, {0: POOL})
@@ -47,7 +47,7 @@ def test_decode_stages_what_it_would_have_written_in_place() -> None:
 
 
 def answer(way: Way, *, in_place: bool) -> tuple[list[Abort], list[StartWrite]]:
-    """What a prefill rank that has offered all tokens does with a claim."""
+    """Return the effects of a claim at a prefill rank that has offered all tokens."""
     session = SourceSession(SessionConfig("d", "P", 7, LAYOUT, in_place=in_place), now_ns=0)
     session.describe(b"", None, {})
     session.offer(1, 0, 0, 64, last=True, now_ns=0)
@@ -85,7 +85,7 @@ def test_decode_refuses_to_claim_in_place_what_no_transport_can_write_there(sett
     with pytest.raises(RoomError, match="those of decode D are on a GPU: have them staged") as caught:
         refusing.claim(Wanted(KEY, endpoint, 0, 60, 4, bytes(16)), 0)
     assert (caught.value.reason, refusing.rooms) == (Reason.UNSUPPORTED, {})
-    # What is here already has no way, and neighbours need no transport.
+    # A full hit has no mode, and neighbours need no transport.
     refusing.claim(Wanted(KEY, endpoint, 60, 60, 0, b""), 0)
     if "force_way" not in settings:
         near = Endpoint("P", LAYOUT, (RankAddress(0, "h:1", 7),), agent="here")

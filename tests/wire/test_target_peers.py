@@ -1,4 +1,4 @@
-"""The sources that a decode rank dials, as seen by its core alone."""
+"""Tests which sources a decode rank dials, and when, by its core alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MINUTE_NS = 60 * SECOND_NS
 
 
 def _run(target: TargetSession, from_ns: int, until_ns: int) -> list[tuple[int, Dial]]:
-    """Let time pass; return when the session dialled, and what."""
+    """Let time pass; return the times and addresses of the session's dials."""
     now_ns, dials = from_ns, []
     while now_ns < until_ns:
         target.tick(now_ns)
@@ -38,7 +38,7 @@ def test_a_source_that_stays_silent_is_dialled_anew_now_and_then_while_a_room_wa
 
     dials = _run(target, 0, MINUTE_NS)
 
-    # Its host is let in when it attaches, and not while it is sought.
+    # Its host is admitted when it attaches, not while it is only dialled.
     assert {dial for _, dial in dials} == {Dial(PREFILL, "h:1", admits=False)}
     moments = [moment for moment, _ in dials]
     gaps = [later - earlier for earlier, later in zip([0, *moments], moments, strict=False)]
@@ -68,7 +68,7 @@ def test_time_in_which_this_side_did_not_listen_is_nobodys_silence_nor_takes_a_l
 
     assert target.peers[PREFILL].state is PeerState.DIALING
     assert target.rooms
-    # From here on it counts again, and never from a later moment than this.
+    # From here on the time counts again.
     assert target.lease_until_ns == absent_ns + target.config.lease_ns
     target.tick(absent_ns + target.config.peer_timeout_ns)
     assert target.peers[PREFILL].state is PeerState.LOST

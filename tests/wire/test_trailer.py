@@ -1,4 +1,4 @@
-"""Trailers: the 64 bytes after a slab."""
+"""Tests trailers, the 64 bytes after a slab."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two live workers with one name: one is served, the other gets the reason, and no memory changes its owner."""
+"""Tests two live workers with one name: one is served, the other gets the reason, and no memory changes its owner."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def decode(epoch: int) -> TargetSession:
 
 
 def claim(session: TargetSession, room: int) -> list[object]:
-    """Claim a room; return what the session says."""
+    """Claim a room; return the session's messages."""
     session.claim(Wanted(RoomKey("P", room, 0), ENDPOINT, 0, 60, 4, bytes(16)), 0)
     return [message for _, message in messages_of(session)]
 
 
 def exchange(source: SourceSession, target: TargetSession, said: list[object], now_ns: int = 0) -> None:
-    """Carry messages to and fro until neither side has any."""
+    """Deliver messages in both directions until neither side has any."""
     while said:
         for message in said:
             source.receive(DECODE, message, now_ns)
@@ -61,7 +61,7 @@ def exchange(source: SourceSession, target: TargetSession, said: list[object], n
 
 
 def insist(source: SourceSession, target: TargetSession, seconds: int) -> None:
-    """Let time pass for a target, which asks a source again and again."""
+    """Let time pass for a target, which dials a source repeatedly."""
     for second in range(1, seconds + 1):
         target.renew(second * SECOND_NS)
         target.tick(second * SECOND_NS)
@@ -86,7 +86,7 @@ def test_the_older_of_two_workers_of_one_name_is_refused_by_that_name_and_the_ne
 
 
 def test_a_decode_worker_whose_clock_is_behind_is_served_as_soon_as_the_last_one_is_known_to_have_ended() -> None:
-    """Its engine has moved to another node, where it is a little earlier: its epoch is the lower one."""
+    """Its engine has moved to a node whose clock is a little behind, so the newer worker has the lower epoch."""
     source = prefill()
     last, moved = decode(200), decode(100)
     exchange(source, last, claim(last, 1))
@@ -105,7 +105,7 @@ def test_a_decode_worker_whose_clock_is_behind_is_served_as_soon_as_the_last_one
 
 
 def test_a_source_that_refuses_after_it_was_silent_is_told_all_the_same_how_the_room_ended() -> None:
-    """It was stopped while it found out whether the last life of a decode worker, which has moved, still lives."""
+    """The source was stopped while it probed whether the last life of a moved decode worker still lives."""
     source = prefill()
     last, moved = decode(200), decode(100)
     exchange(source, last, claim(last, 1))
@@ -149,7 +149,7 @@ def test_an_older_worker_is_served_once_the_newer_one_is_gone() -> None:
 
 
 def test_what_the_refused_worker_was_being_sent_stays_quarantined() -> None:
-    """It was attached before, so a write to its ring may still be on its way: only its ring's owner must not reuse it."""
+    """It was attached before, so a write to its ring may still be open. Only the ring's owner must not reuse the memory."""
     source = prefill()
     older = decode(100)
     exchange(source, older, claim(older, 2))
@@ -169,14 +169,14 @@ def test_what_the_refused_worker_was_being_sent_stays_quarantined() -> None:
 
 
 def test_a_room_of_the_older_one_that_was_granted_nothing_is_forgotten_when_it_is_refused() -> None:
-    """The claim went to a source that had turned to the newer one meanwhile: nobody will ever confirm it."""
+    """The claim went to a source that had attached to the newer one meanwhile, so no source will ever confirm it."""
     source = prefill()
     older, newer = decode(100), decode(200)
     exchange(source, older, claim(older, 1))
     exchange(source, newer, claim(newer, 2))
     effects_of(older)
 
-    claim(older, 3)  # lost: it travels on a connection that the source does not know any more
+    claim(older, 3)  # lost: it is sent over a connection that the source no longer knows
     older.tick(SECOND_NS)
     [ping] = [message for _, message in messages_of(older) if isinstance(message, Ping)]
     older.receive(PREFILL, Pong(0, ping.epoch, ping.number), SECOND_NS)
@@ -186,7 +186,7 @@ def test_a_room_of_the_older_one_that_was_granted_nothing_is_forgotten_when_it_i
 
     assert RoomKey("P", 3, 0) not in older.rooms
     assert RoomReleased(Half.TARGET, RoomKey("P", 3, 0)) in effects_of(older)
-    # What room 1 was granted may still be written.
+    # Room 1's granted memory may still be written.
     assert list(older.rooms) == [RoomKey("P", 1, 0)]
     assert older.granter.ring.held_bytes
 
@@ -219,7 +219,7 @@ def test_a_room_that_names_another_live_prefill_worker_of_one_name_fails_by_that
     assert scene.ended(2) is Reason.STALE_EPOCH
     text = scene.target.ended[RoomKey("P", 2, 0)].text
     assert "h:1" in text and "h:9" in text and "one instance name" in text
-    # The first one's writes go on, into memory that is still theirs.
+    # The first one's writes continue, into memory that is still granted to them.
     assert scene.target.granter.ring.used_bytes == used
     scene.deliver(two_writers.FIRST)
     scene.deliver(two_writers.SECOND)
@@ -242,7 +242,7 @@ def test_a_prefill_worker_that_is_silent_keeps_its_memory_in_quarantine_when_ano
     assert "h:9" in dialled
     assert scene.ended(two_writers.KEY.room) is Reason.PEER_LOST
     assert scene.held == first
-    # Its next life at the other address proves nothing of the one at this address.
+    # Its next life at the other address proves nothing about the one at this address.
     attach = Attach(1, "d", "P", 8, two_writers.HALVES, "Loopback", b"", None, (), 1 << 20, engine=1)
     attach_to(scene.target, two_writers.FIRST, attach, scene.now_ns)
     assert scene.target.peers[two_writers.FIRST].epoch == 8
@@ -385,7 +385,7 @@ def test_answers_to_what_was_asked_of_an_earlier_life_end_no_later_one() -> None
 
 
 def test_another_worker_at_the_address_of_one_that_has_ended_is_not_taken_for_it() -> None:
-    """Its port was free, and the host gave it to the next worker: both are of one deployment."""
+    """The host gave its free port to the next worker. Both workers are of one deployment."""
     scene = _held_write()
     held = scene.target.granter.ring.used_bytes
     peer = two_writers.FIRST
@@ -401,7 +401,10 @@ def test_another_worker_at_the_address_of_one_that_has_ended_is_not_taken_for_it
 
 
 def test_a_source_that_was_lost_elsewhere_is_looked_for_where_a_writer_of_its_name_may_still_be() -> None:
-    """Its engine has moved and come back: the worker at its first address is a later life, which proves the end of the first one."""
+    """Its engine has moved and come back.
+
+    The worker at its first address is a later life, which proves the end of the first.
+    """
     scene = _held_write()
     peer = two_writers.FIRST
     scene.lost.add(peer)

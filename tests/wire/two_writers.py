@@ -1,4 +1,7 @@
-"""Cores of two prefill ranks that write one room to one decode rank, without any transport: writes end when a test says so."""
+"""Joins the cores of two prefill ranks that write one room to one decode rank, without a transport.
+
+Tests end the writes.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ DECODE = PeerId("D", 0, 0)
 
 
 def prefill(layout: KVLayout, epoch: int, now_ns: int) -> SourceSession:
-    """One life of a prefill rank, which listens at `h:1` or `h:2`. Its engine's life is 1."""
+    """Return one life of a prefill rank, which listens at `h:1` or `h:2`. Its engine's life is 1."""
     session = SourceSession(SessionConfig("d", "P", epoch, layout, slab_bytes_min=1024, engine=1), now_ns=now_ns)
     session.describe(b"", None, {}, address=f"h:{layout.rank + 1}")
     return session
@@ -46,7 +49,7 @@ class Scene:
 
     @classmethod
     def of(cls, way: Way = Way.STAGED, *, lost: PeerId | None = None, **settings: int) -> Scene:
-        """Attached to each other by a claim of room KEY that nobody has offered yet."""
+        """Return ranks that are attached by a claim of room KEY, which is not offered yet."""
         config = SessionConfig(
             "d", "D", 9, KVLayout(MODEL, Parallel(), 8), **{"ring_bytes": 1 << 20, "force_way": way, **settings}
         )
@@ -64,7 +67,7 @@ class Scene:
 
     @classmethod
     def given_up(cls, way: Way = Way.STAGED) -> Scene:
-        """With open writes of a room that decode has just given up."""
+        """Return ranks with open writes of a room that decode has just aborted."""
         scene = cls.of(way)
         scene.offer(KEY.room)
         scene.settle()
@@ -74,49 +77,49 @@ class Scene:
         return scene
 
     def claim(self, room: int, first_token: int = 0, endpoint: Endpoint | None = None) -> RoomKey:
-        """Decode wants tokens of a room, from `first_token` on."""
+        """Claim tokens of a room at decode, from `first_token` on."""
         key, page_count = RoomKey("P", room, 0), (TOKENS - first_token) // 8
         wanted = Wanted(key, endpoint or self.endpoint(), first_token, TOKENS, page_count, bytes(4 * page_count))
         self.target.claim(wanted, self.now_ns)
         return key
 
     def restart(self, peer: PeerId) -> None:
-        """A prefill worker dies, and its next life listens at its address. Its engine has said nothing to it yet."""
+        """Replace a prefill worker by its next life at its address, to which its engine has sent nothing yet."""
         old = self.sources[peer].config
         self.sources[peer] = prefill(old.layout, old.epoch + 1, self.now_ns)
 
     def half(self, peer: PeerId, room: int) -> Reason | None:
-        """What a prefill rank's engine hears of the end of a room from the current life of its worker; None: nothing yet."""
+        """Return the end of a room that a prefill rank's current worker reported to its engine; None if none yet."""
         ended = self.sources[peer].ended.get(RoomKey("P", room, 0))
         return None if ended is None else ended.reason
 
     @staticmethod
     def endpoint() -> Endpoint:
-        """How decode reaches both prefill ranks."""
+        """Return decode's endpoint of both prefill ranks."""
         ranks = tuple(RankAddress(rank, f"h:{rank + 1}", 7) for rank in range(2))
         return Endpoint("P", HALVES, ranks)
 
     def settle(self) -> None:
-        """Carry what is said until nobody says anything more."""
+        """Deliver messages until there are none."""
         while self.exchange():
             pass
 
     def writes(self, peer: PeerId) -> list[StartWrite]:
-        """What a source's core wants written, since it was last asked."""
+        """Return the writes that a source's core has started since the last call."""
         return [effect for effect in effects_of(self.sources[peer]) if isinstance(effect, StartWrite)]
 
     def land(self, peer: PeerId, write: StartWrite) -> SlabReady:
-        """A write is complete: its lane is told; return what its target is to be told."""
+        """Complete a write at its source; return the message to its target."""
         self.sources[peer].write_done(DECODE, write.pair, write.slab, write.payload_bytes, self.now_ns)
         return SlabReady(write.pair, write.slab, write.generation, write.payload_bytes, write.total_tokens)
 
     def offer(self, room: int, first_token: int = 0, end_token: int = TOKENS) -> None:
-        """Both prefill ranks have computed tokens of a room."""
+        """Offer tokens of a room at both prefill ranks."""
         for source in self.sources.values():
             source.offer(room, 0, first_token, end_token, last=end_token == TOKENS, now_ns=self.now_ns)
 
     def deliver(self, peer: PeerId) -> int:
-        """Do everything that one source's rooms still need; return how many slabs that were."""
+        """Write everything that one source's rooms still need; return the number of slabs."""
         count = 0
         self.settle()
         while writes := self.writes(peer):
@@ -136,7 +139,7 @@ class Scene:
         self.settle()
 
     def scatter(self) -> int:
-        """Scatter everything that has landed; return how many slabs that were."""
+        """Scatter all landed slabs; return their number."""
         self.look()
         landed, self.landed = self.landed, []
         for effect in landed:
@@ -145,7 +148,7 @@ class Scene:
         return len(landed)
 
     def look(self) -> None:
-        """Keep what decode's core asks for, and what its engine is told."""
+        """Store the effects of decode's core and the events for its engine."""
         self.effects = list(effects_of(self.target))
         for effect in self.effects:
             if isinstance(effect, StartScatter):
@@ -155,7 +158,7 @@ class Scene:
                 self.told[effect.key.room] = effect.reason
 
     def exchange(self) -> bool:
-        """Carry what was said; nobody's writes end. Returns whether anything was."""
+        """Deliver messages without completing writes; return whether there were any."""
         said = messages_of(self.target)
         for peer, message in said:
             self.sources[peer].receive(DECODE, message, self.now_ns)
@@ -166,14 +169,14 @@ class Scene:
         return bool(said or answers)
 
     def end_writes(self, peer: PeerId) -> None:
-        """The lanes of one source are through with what they had."""
+        """Complete all writes of one source's lanes."""
         source = self.sources[peer]
         pair = source.rooms[KEY].pairs[DECODE]
         for slab in [slab for slab, state in enumerate(pair.states) if state.value in ("writing", "draining")]:
             source.write_done(DECODE, pair.pair, slab, 1, 0)
 
     def ended(self, room: int) -> Reason | None:
-        """What decode's engine was told of the end of a room; None: nothing yet."""
+        """Return the end of a room that decode's engine got; None if none yet."""
         self.look()
         return self.told.get(room)
 
