@@ -397,7 +397,7 @@ class Bare:
         steps = np.arange(count, dtype=np.uint64) * np.uint64(piece_bytes)
         begin_s = time.perf_counter()
         places = (steps + np.uint64(self._memory.data_ptr()), steps[::-1] + np.uint64(self._target))
-        prepared = self._transport.prepare(self._peer, *places, np.full(count, piece_bytes, np.uint64))
+        prepared = self._transport.prepare(self._peer, Pieces(*places, np.full(count, piece_bytes, np.uint64)))
         looked_up_s = time.perf_counter()
         for first in range(0, count, 4 * SLICES_BATCH):
             batches = range(first, min(first + 4 * SLICES_BATCH, count), SLICES_BATCH)

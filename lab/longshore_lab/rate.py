@@ -162,12 +162,12 @@ class Meter:
         # Adjacent slices become separated, so that the transport cannot merge them.
         mixed = np.concatenate([places[::2], places[1::2]])
         step = np.uint64(request.slice_bytes)
-        prepared = self._transport.prepare(
-            self._peer,
+        pieces = Pieces(
             places * step + np.uint64(self._source.address),
             mixed * step + np.uint64(self._remote),
             np.full(count, step, dtype=np.uint64),
         )
+        prepared = self._transport.prepare(self._peer, pieces)
 
         def run() -> None:
             open_writes: deque[Write] = deque()

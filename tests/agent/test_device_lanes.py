@@ -357,7 +357,7 @@ def test_a_failed_write_in_place_stays_unsettled_though_its_engine_has_cut_its_m
             raise MemoryLostError("cut short")
 
     transport = scene.transport
-    transport.prepare = lambda _peer, *pieces: pieces
+    transport.prepare = lambda _peer, pieces: pieces
     transport.release_prepared = lambda _prepared: None
     transport.draft = lambda *_: transport.drafts.append(FakeWrite(0, 64, b"")) or transport.drafts[-1]
     slab = outbound_slab(0, 64, pool=Torn())

@@ -17,7 +17,7 @@ from transport_peer import finish, post, row
 
 from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.transports import create
-from longshore_agent.transports.base import METADATA_BYTES_MAX, NOTICE_BYTES_MAX, Part, Wire, WriteState
+from longshore_agent.transports.base import METADATA_BYTES_MAX, NOTICE_BYTES_MAX, Part, Pieces, Wire, WriteState
 from longshore_agent.transports.loopback import Fault, FaultKind, FaultPlan, LoopbackTransport
 
 
@@ -179,7 +179,7 @@ def test_prepared_pieces_land_by_index_and_only_those(pair: Pair) -> None:
     steps = np.arange(count, dtype=np.uint64) * np.uint64(size)
     sources = np.uint64(pair.source.ctypes.data) + steps
     targets = np.uint64(target) + steps
-    prepared = pair.transport.prepare(pair.name, sources, targets, np.full(count, size, dtype=np.uint64))
+    prepared = pair.transport.prepare(pair.name, Pieces(sources, targets, np.full(count, size, dtype=np.uint64)))
     indices = np.arange(0, count, 3, dtype=np.int32)
     for batch in np.array_split(indices, 3):
         write = pair.transport.draft(pair.name, Part(prepared, batch), b"batch")

@@ -111,7 +111,7 @@ def test_parts_of_a_list_are_drafted_without_another_look_up(fresh: Pair, monkey
         raise AssertionError
 
     columns = [np.concatenate(each) for each in zip(*(pieces(fresh, place) for place in range(4)), strict=True)]
-    prepared = fresh.transport.prepare(fresh.name, *columns)
+    prepared = fresh.transport.prepare(fresh.name, Pieces(*columns))
     monkeypatch.setattr(Regions, "stray", look_up)
     monkeypatch.setattr(nixl, "rows_of", look_up)
     write = fresh.transport.draft(fresh.name, Part(prepared, np.array([1, 3], dtype=np.int32)), b"")
@@ -126,13 +126,13 @@ def test_parts_of_a_list_are_drafted_without_another_look_up(fresh: Pair, monkey
 
 
 def test_a_part_of_a_list_that_was_released_or_made_for_another_life_is_refused(fresh: Pair) -> None:
-    part = Part(fresh.transport.prepare(fresh.name, *pieces(fresh)), np.array([0], dtype=np.int32))
+    part = Part(fresh.transport.prepare(fresh.name, pieces(fresh)), np.array([0], dtype=np.int32))
     again = fresh.start_peer(f"shared-{fresh.kind}-peer")
     target = again.ask("register", length=REGION_BYTES, fill=POISON)
     assert fresh.transport.connect(again.metadata()) == fresh.name
     with pytest.raises(TransportError, match="another life"):
         fresh.transport.draft(fresh.name, part, b"")
-    prepared = fresh.transport.prepare(fresh.name, *pieces(fresh, target=target))
+    prepared = fresh.transport.prepare(fresh.name, pieces(fresh, target=target))
     fresh.transport.release_prepared(prepared)
     with pytest.raises(TransportError, match="released"):
         fresh.transport.draft(fresh.name, Part(prepared, part.indices), b"")

@@ -214,7 +214,7 @@ def _in_place(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
             pieces = runs(slab.source(), slab.remote_target(), slab.effect.tokens)
             count = len(pieces.lengths)
             tools.log.count("longshore_write_pieces_total", count, way=way)
-            prepared = transport.prepare(slab.peer_name, *pieces)
+            prepared = transport.prepare(slab.peer_name, pieces)
             open_writes: deque[Written] = deque()
             while True:
                 if posted_count < count and len(open_writes) < _OPEN_BATCHES_MAX and not slab.cancelled and not error:

@@ -123,8 +123,8 @@ class Transport(Protocol):
     def disconnect(self, peer: str) -> None:
         """Forget a peer; its notices are dropped from now on. Unknown names are ignored."""
 
-    def prepare(self, peer: str, sources: Addresses, targets: Addresses, lengths: Addresses) -> Prepared:
-        """Look up n pieces (see `Pieces`) once, for writes of parts of them. Raises TransportError."""
+    def prepare(self, peer: str, pieces: Pieces) -> Prepared:
+        """Look up n pieces once, for writes of parts of them. Raises TransportError."""
 
     def release_prepared(self, prepared: Prepared) -> None:
         """Release the list. No write of it may be open. Idempotent."""

@@ -218,10 +218,9 @@ class NixlTransport(Connected[NixlPeer]):
                 self._remove(known)
                 self._arrivals.drop(peer)
 
-    def prepare(
-        self, peer: str, sources: Addresses, targets: Addresses, lengths: Addresses
-    ) -> PreparedList[tuple[Any, Any]]:
+    def prepare(self, peer: str, pieces: Pieces) -> PreparedList[tuple[Any, Any]]:
         """Let NIXL look up n pieces once; see `Transport.prepare`."""
+        sources, targets, lengths = pieces
         assert len(sources) == len(targets) == len(lengths) >= 1
         with self._outbox_lock:
             known = self._peer(peer)

@@ -328,10 +328,10 @@ class Checked(Connected[_Checked]):
         self._ranges: dict[int, tuple[int, int]] = {}
         self._next_token = 1
 
-    def prepare(self, peer: str, sources: Addresses, targets: Addresses, lengths: Addresses) -> PreparedList[Pieces]:
+    def prepare(self, peer: str, pieces: Pieces) -> PreparedList[Pieces]:
         """Check n pieces once; see `Transport.prepare`."""
         known = self._peer(peer)
-        return PreparedList(known.life, self._looked_up(known, Pieces(sources, targets, lengths)))
+        return PreparedList(known.life, self._looked_up(known, pieces))
 
     def release_prepared(self, prepared: Prepared) -> None:
         """Forget the pieces; see `Transport.release_prepared`."""
