@@ -1,4 +1,4 @@
-"""Compiles the copy kernel once for each shape of tile, and launches it through the driver.
+"""Compiles the copy kernel once for each shape of tile, and launches it on a stream through the driver.
 
 Called by `device_launch`. Triton's public launch inspects each argument in Python and takes 30 us or more. This module
 keeps the compiled function, so that a launch writes its numbers and makes one call. The function's name and the order

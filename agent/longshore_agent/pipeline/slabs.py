@@ -26,6 +26,9 @@ from longshore_wire.peer_messages import PoolInfo, RegionInfo, SlabReady
 from longshore_wire.plan import Pair
 from longshore_wire.trailer import SealedTrailer, Trailer
 
+# When so many records are pending, each new one first writes the oldest.
+_PENDING_MAX = 4096
+
 
 def page_ids(packed: bytes) -> Pages:
     """Return packed page ids as an array."""
@@ -269,10 +272,6 @@ def still_wanted(slabs: Iterable[OutboundSlab], put: Callable[[OutboundEnd], Non
         else:
             kept.append(slab)
     return kept
-
-
-# When so many records are pending, each new one first writes the oldest.
-_PENDING_MAX = 4096
 
 
 class _Span(NamedTuple):

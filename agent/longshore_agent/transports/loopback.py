@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 from enum import Enum
 from pathlib import Path
@@ -209,7 +208,6 @@ class LoopbackTransport(Checked[_Peer]):
     def __init__(self, name: str, faults: FaultPlan | None = None) -> None:
         super().__init__(name)
         self.faults = parse_faults(os.environ.get(ENVIRONMENT_NAME, "")) if faults is None else faults
-        self._lock = threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         self._socket.bind(_socket_name(self._life))
         self._next_number = 0
@@ -253,7 +251,7 @@ class LoopbackTransport(Checked[_Peer]):
             except TransportError as error:
                 raise PeerMetadataError(f"Loopback peer {fresh.name!r} cannot be reached: {error}") from error
             if known is not None:
-                self._forget(known)
+                self._part(known)
             self._peers[fresh.name] = _Peer(fresh.name, fresh.life, memory, regions)
             self._arrivals.meet((fresh.name, fresh.life), fresh.name)
             return fresh.name
@@ -266,7 +264,7 @@ class LoopbackTransport(Checked[_Peer]):
                 # Notices that it has sent are still in the socket. They must not wait there for the next connect.
                 self._read_datagrams()
                 self._arrivals.drop(peer)
-                self._forget(known)
+                self._part(known)
 
     def draft(self, peer: str, pieces: Pieces | Part, notice: bytes) -> LoopbackWrite:
         """Check where n pieces lie; see `Transport.draft`."""
@@ -333,15 +331,19 @@ class LoopbackTransport(Checked[_Peer]):
         known.memory.write(*self._looked_up(known, pieces))
         return Wire.LOOPBACK
 
-    def close(self) -> None:
-        """Release everything. Waiting writes never land. Idempotent."""
-        with self._lock:
-            peers = self._take_peers()
-            if peers is None:
-                return
-            for peer in peers:
-                self._forget(peer)
-            self._socket.close()
+    def _part(self, peer: _Peer) -> None:
+        """Fail the peer's waiting writes, which never land."""
+        self._arrivals.part((peer.name, peer.life))
+        for write in self._waiting:
+            if write.peer is peer:
+                write.give_up("the peer was disconnected")
+        self._waiting = [write for write in self._waiting if write.peer is not peer]
+        for write in [write for write in self._copies if write.peer is peer]:
+            del self._copies[write]
+        peer.memory.close()
+
+    def _stop(self) -> None:
+        self._socket.close()
 
     def _befall(self, write: LoopbackWrite, fault: Fault) -> None:
         write.due_ns = time.monotonic_ns() + fault.delay_ns if fault.delay_ns else 0
@@ -441,16 +443,6 @@ class LoopbackTransport(Checked[_Peer]):
                 # Any process on this host can send to the socket. Ignore all but our notices.
                 continue
             self._arrivals.land((datagram.name, datagram.life), datagram.notice)
-
-    def _forget(self, peer: _Peer) -> None:
-        self._arrivals.part((peer.name, peer.life))
-        for write in self._waiting:
-            if write.peer is peer:
-                write.give_up("the peer was disconnected")
-        self._waiting = [write for write in self._waiting if write.peer is not peer]
-        for write in [write for write in self._copies if write.peer is peer]:
-            del self._copies[write]
-        peer.memory.close()
 
 
 def _socket_name(life: str) -> bytes:

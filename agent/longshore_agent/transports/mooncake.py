@@ -166,10 +166,9 @@ class MooncakeTransport(Checked[Peer]):
         start = mooncake_engine.start_on_host if device_index < 0 else mooncake_engine.start_on_device
         self._engine: Any = start(self._ports)
         self._port = int(self._engine.get_rpc_port())
-        # The gate keeps writes out of a probe. The lock guards the fields below it and is not held while the library
-        # writes.
+        # The gate keeps writes out of a probe.
         self._gate = threading.Lock()
-        self._lock = threading.Lock()
+        # The lock also guards these. It is not held while the library writes.
         self._lives: dict[tuple[str, int], list[str]] = {}
         self._unmappers: list[threading.Thread] = []
         self._stuck: list[Peer] = []
@@ -295,17 +294,14 @@ class MooncakeTransport(Checked[Peer]):
 
     def close(self) -> None:
         """Stop the library and abandon open writes. Takes up to a second, the sleep of the library's listener."""
-        with self._lock:
-            peers = self._take_peers()
-            if peers is None:
-                return
-            for peer in peers:
-                self._part(peer)
-            # The library stops with its last reference; a thread inside a call still has one.
-            self._engine = None
-            unmappers = self._unmappers
+        super().close()
+        unmappers, self._unmappers = self._unmappers, []
         for unmapper in unmappers:
             unmapper.join(_UNMAP_LIMIT_S)
+
+    def _stop(self) -> None:
+        # The library stops with its last reference; a thread inside a call still has one.
+        self._engine = None
 
     def _begin(self, write: MooncakeWrite) -> None:
         """Start a draft. Called with the gate."""

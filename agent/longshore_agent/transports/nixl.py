@@ -316,16 +316,17 @@ class NixlTransport(Connected[NixlPeer]):
     def close(self) -> None:
         """Release everything. Open writes are abandoned and may still land. Idempotent."""
         with self._gate, self._inbox_lock, self._outbox_lock:
-            peers = self._take_peers()
-            if peers is None:
+            if self._closed:
                 return
+            self._closed = True
             if self._has_failed:
                 self._drain_outbox()
             for write in self._writes:
                 self._give_up(write)
             self._writes.clear()
-            for peer in peers:
+            for peer in self._peers.values():
                 self._remove(peer)
+            self._peers.clear()
             self._regions.clear()
             # NIXL agents close with their last reference, and deregister their memory.
             self._inbox = self._outbox = None

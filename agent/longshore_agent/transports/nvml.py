@@ -1,6 +1,6 @@
 """Asks NVIDIA's management library (NVML), through ctypes, which GPUs of this host are joined by NVLink.
 
-Called only by `device_wire`, after a write between two GPUs has used CUDA IPC: a worker on a CPU never loads NVML.
+Called only by `probe`, after a write between two GPUs has used CUDA IPC: a worker on a CPU never loads NVML.
 Identifies GPUs by UUID. Raises nothing: without an answer, it reports no NVLink.
 """
 

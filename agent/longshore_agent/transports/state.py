@@ -1,12 +1,13 @@
 """Keeps the state that all transports share: peers, registered memory, states of writes, landed notices, sealed metadata.
 
-Extended by nixl.py, mooncake.py and loopback.py. Knows no library. It has no lock: each transport guards it by its own.
+Extended by nixl.py, mooncake.py and loopback.py. Knows no library. Its users guard it by a lock.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections import deque
 from collections.abc import Hashable, Iterable
 from typing import Any, Generic, Protocol, TypeVar
@@ -284,15 +285,6 @@ class Connected(Generic[_Peer]):
             raise TransportError(f"{self.backend} peer {name!r} is not connected: connect its metadata first")
         return peer
 
-    def _take_peers(self) -> list[_Peer] | None:
-        """Close this transport's life; return and forget its peers. None: it was closed before."""
-        if self._closed:
-            return None
-        self._closed = True
-        peers = list(self._peers.values())
-        self._peers.clear()
-        return peers
-
     def _sealed(self, content: Metadata) -> bytes:
         """Return this worker's metadata for peers. Raises TransportError if it is too long."""
         packed = seal(self.magic, content)
@@ -319,10 +311,14 @@ class Connected(Generic[_Peer]):
 
 
 class Checked(Connected[_Checked]):
-    """The part of a transport that checks pieces against registered memory, because the layer below does not."""
+    """The part of a transport that checks pieces against registered memory, because the layer below does not.
+
+    Its lock guards its peers and its memory.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
+        self._lock = threading.Lock()
         # All registered ranges; each change replaces the object.
         self._own = Regions()
         self._ranges: dict[int, tuple[int, int]] = {}
@@ -337,6 +333,25 @@ class Checked(Connected[_Checked]):
         """Forget the pieces; see `Transport.release_prepared`."""
         assert isinstance(prepared, PreparedList)
         prepared.content = None
+
+    def close(self) -> None:
+        """Release everything. Idempotent; see `Transport.close`."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for peer in self._peers.values():
+                self._part(peer)
+            self._peers.clear()
+            self._stop()
+
+    def _part(self, peer: _Checked) -> None:
+        """Begin no more writes to a peer, and release what belongs to it. Called with the lock."""
+        raise NotImplementedError
+
+    def _stop(self) -> None:
+        """Release what belongs to no peer. Called once, with the lock."""
+        raise NotImplementedError
 
     def _looked_up(self, peer: _Checked, pieces: Pieces | Part) -> Pieces:
         """Return a copy of pieces, all in registered memory of both sides. Raises TransportError if some are not."""
