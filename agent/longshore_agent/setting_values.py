@@ -16,7 +16,7 @@ from longshore_agent.transports.base import Wire
 from longshore_wire.quantity import QuantityError, format_quantity, parse_quantity
 
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
-# What Kubernetes injects for a Service whose name begins with `longshore`; nobody set these on purpose.
+# Variables that Kubernetes injects for a Service whose name begins with `longshore`. No user has set them.
 _SERVICE_LINK = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
 _TRUTHS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 # Units of time, as settings' names have them.
@@ -52,7 +52,7 @@ def unit_of(name: str) -> str:
 
 
 def in_nanoseconds(name: str, value: Any) -> tuple[str, Any]:
-    """Return name and value of a time in nanoseconds; those of another setting as they are."""
+    """Return name and value of a time in nanoseconds; those of another setting unchanged."""
     unit = unit_of(name)
     if unit not in _UNITS_NS:
         return name, value

@@ -84,7 +84,7 @@ _core = functools.partial(_setting, core=True)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Settings:
-    """What one agent was told, checked. Units are in the names; `setting_values.unit_of` finds them there.
+    """One agent's checked settings. Units are in the names; `setting_values.unit_of` finds them there.
 
     RUF009 is off on some rows because every default is a call of `_setting`, which makes a frozen row.
 

@@ -126,7 +126,7 @@ class Core:
         self._dial_at_s = 0.0
         self._dial_wait_s = RECONNECT_WAIT_MIN_S
         self._up_since_s = 0.0
-        self._due_s = 0.0  # when GREETING gives up, and when TELLING repeats a call
+        self._due_s = 0.0  # when GREETING fails, and when TELLING repeats a call
         self._renew_every_s = 1.0
         self._renew_at_s = 0.0
         self._settled: list[Call] = []
@@ -200,8 +200,8 @@ class Core:
                 "or pool before you use its pages otherwise"
             )
         return AgentLost(
-            f"{what}: the agent at {self._path} is away ({self.last_error}); the client goes on trying and tells a new "
-            "one everything that was accepted: make this call again, or cancel the room"
+            f"{what}: the agent at {self._path} is away ({self.last_error}); the client keeps trying and repeats "
+            "everything that was accepted to the next one: make this call again, or cancel the room"
         )
 
     def connect_error(self, timeout_s: float) -> LongshoreError:
@@ -304,7 +304,7 @@ class Core:
     def take(self, message: ToEngine, now_s: float) -> None:
         """Handle a message of the agent. Afterwards the connection may be useless (state DOWN or CLOSED)."""
         if self.state is State.DOWN or self.state is State.CLOSED:
-            return  # from a connection that is already given up
+            return  # from a connection that is already closed
         if self.state is State.GREETING:
             self._take_greeting(message, now_s)
             return

@@ -93,7 +93,9 @@ class LongshoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc] # as above
         )
         self._failed_loads = self._made(self._counter_cls, "failed_loads", "Loads of a rank that failed.")
         self._failed_hand_outs = self._made(
-            self._counter_cls, "failed_hand_outs", "Prompts of a rank that nobody took, or that failed on the way."
+            self._counter_cls,
+            "failed_hand_outs",
+            "Prompts of a rank that no decode engine took, or that failed during the transfer.",
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

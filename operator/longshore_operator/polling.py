@@ -44,7 +44,7 @@ class Poller:
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             while True:
                 if not self._mutex.is_held:
-                    # What was heard before may be old when this replica is active again.
+                    # Earlier reports may be old when this replica is active again.
                     self.swept.clear()
                     await self._mutex.held()
                 started_s = time.monotonic()

@@ -40,7 +40,7 @@ PROBE_EVERY_S = 30.0
 
 @dataclass(slots=True)
 class _Kept:
-    """What this process keeps of one deployment between its reconciles. Times are monotonic seconds.
+    """This process's state of one deployment between its reconciles. Times are monotonic seconds.
 
     Attributes:
         refusal: of a child, by the API server.
@@ -151,7 +151,7 @@ class Reconciler:
             await self._applier.tell(observed, decision.transitions)
 
     async def _look_for_monitor(self, observed: Observed) -> None:
-        """Read the PodMonitor of a new deployment, and of one that has one at each resync: nothing watches it."""
+        """Read the PodMonitor of a new deployment, and at each resync of one that has it, since no watch covers it."""
         now_s, kept = time.monotonic(), self._of(observed.key)
         asked = (observed.body["spec"].get("agents") or {}).get("podMonitor")
         if kept.uid != observed.uid or (asked and now_s - kept.monitor_s >= self._settings.resync_s):
@@ -172,7 +172,7 @@ class Reconciler:
         return before != kept.warnings
 
     async def _tell_failure(self, key: Key, error: Exception) -> None:
-        """Tell in the status of requests that have failed for long. The next success replaces that status."""
+        """Report in the status that requests have failed for long. The next success replaces that status."""
         now_s, kept = time.monotonic(), self._of(key)
         kept.failing_s = now_s if kept.failing_s is None else kept.failing_s
         if now_s - kept.failing_s < FAILING_S:

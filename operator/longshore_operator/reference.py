@@ -60,7 +60,7 @@ def _fields_page(definition: str) -> str:
         parts += [f"## {part}", "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
         parts += list(_rows(schema["properties"][part], "", is_spec=is_spec))
         parts.append("")
-    parts += ["## What is refused before it is stored", ""]
+    parts += ["## Refusals of the API server", ""]
     parts += [f"- {message}" for message in dict.fromkeys(_messages(schema))]
     lead = (
         "The fields of a DisaggDeployment, as `kubectl explain dgdep --recursive` shows them. Fields in bold are required. "

@@ -18,7 +18,7 @@ from longshore_wire.plan import Way
 from longshore_wire.trailer import TRAILER_KEY_BYTES_MAX
 
 PROTOCOL_VERSION = 1
-# Of a reason in words. It goes on to engines, siblings and memories of ended rooms, whose sizes are limited.
+# Length of a reason's text. It is passed to engines and siblings and kept with ended rooms, whose sizes are limited.
 TEXT_CHARACTERS_MAX = 2000
 
 

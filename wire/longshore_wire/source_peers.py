@@ -118,7 +118,7 @@ class SourcePeers(Session):
         self._send_attach(known)
 
     def wire_found(self, peer: PeerId, epoch: int, wire: str, failure: str, now_ns: int) -> None:
-        """A probe has found what bytes to that life of a peer travel over, or could not: tell it, and let its slabs go on.
+        """Take the result of a probe of a peer's life: report the wire to the peer, and continue its slabs.
 
         Args:
             failure: why the probe could not; empty: it could.

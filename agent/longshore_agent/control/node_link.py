@@ -247,7 +247,7 @@ class NodeLink:
             except BlockingIOError:
                 return received
             except ConnectionResetError:
-                # The other end was closed before it had read all. What it had sent follows, and then the end.
+                # The other end was closed before it had read everything. Its sent messages follow, and then the end.
                 self.closed = True
                 continue
             except OSError:

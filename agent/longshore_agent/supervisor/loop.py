@@ -91,7 +91,7 @@ class Supervisor:
         self._failed_rooms = FailedRooms(2 * settings.lease_ns / 1e9)
         self._lives = Lives(directory, settings.worker_port)
         self._restarts = Restarts(wait_min_s=settings.restart_backoff_min_s, wait_max_s=settings.restart_backoff_max_s)
-        # What the last worker of a rank died of, until the next one serves.
+        # The cause of death of a rank's last worker, until the next one serves.
         self._failures: dict[PeerId, str] = {}
         self._life = os.urandom(8).hex()
         self._self_test: subprocess.Popen[bytes] | None = None

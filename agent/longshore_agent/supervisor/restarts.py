@@ -2,7 +2,7 @@
 
 Called by the supervisor, which refuses an engine with the wait as a hint. Pure: time is an argument. The first restart
 after a crash comes at once. A crash loop waits longer each time, because a start costs processor time and, on a
-GPU, a context and staging memory beside the engine's.
+GPU, a context and staging memory besides the engine's.
 """
 
 from __future__ import annotations

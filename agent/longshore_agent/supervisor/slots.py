@@ -113,7 +113,7 @@ def worker_name(peer: PeerId) -> str:
 
 
 def process_environment() -> dict[str, str]:
-    """Return the variables of a process that the supervisor starts, without settings: those it is told."""
+    """Return the variables of a process that the supervisor starts. Settings are passed separately."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
     # One thread a process: numeric libraries would otherwise start one a core in each.
     return environment | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

@@ -63,10 +63,10 @@ def numeric(host: str) -> Address:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         address = ipaddress.ip_address(str(found[0][4][0]))
     except (OSError, ValueError) as error:
-        raise TransportError(f"nobody can be reached at {host!r}: {error}; {_WAY_OUT}") from error
+        raise TransportError(f"no host can be reached at {host!r}: {error}; {_WAY_OUT}") from error
     if address.is_unspecified:
         raise TransportError(
-            f"nobody can be reached at {host}, which stands for every address: {_WAY_OUT}", reason=Reason.UNSUPPORTED
+            f"no host can be reached at {host}, which means every address: {_WAY_OUT}", reason=Reason.UNSUPPORTED
         )
     return address
 

@@ -14,7 +14,7 @@ FAREWELL_NS = 3_000_000_000
 FAREWELL_MAPPED_NS = 700_000_000
 # The limit on that wait if the device has failed: time for peers and engine to read the last messages.
 FAREWELL_FAILED_NS = 300_000_000
-# Then the worker waits this long for a GPU's last copies, which take some milliseconds even beside a busy engine.
+# Then the worker waits this long for a GPU's last copies, which take some milliseconds even with a busy engine.
 COPIES_LIMIT_S = 0.5
 # After this time the process is ended, whatever it does. Only that takes pages from a device that hangs, and the driver
 # needs some time for it.

@@ -53,7 +53,7 @@ class Rollout:
         no_pod: the nodes without a pod; empty if nodes are unknown.
         stale: the nodes whose agents report another config than their pods were made for.
         uids: those of the DaemonSets.
-        on_delete: agents of an older spec stay until somebody deletes their pods.
+        on_delete: agents of an older spec stay until a user deletes their pods.
     """
 
     counts: Counts
@@ -122,7 +122,7 @@ def _own_counts(observed: Observed, expected: frozenset[str], configs: Mapping[s
 
 
 def runs_current(agent: Agent, configs: Mapping[str, str]) -> bool:
-    """Whether an agent runs the current config: what it reports decides, else what its pod was made for."""
+    """Whether an agent runs the current config, by its report, or else by its pod's digest."""
     reported = agent.report.config if agent.report is not None else {}
     running = names.config_digest(reported, agent.pod.roles) if reported else agent.pod.config
     return running == configs.get(agent.pod.roles)

@@ -20,7 +20,7 @@ def judge(observed: Observed, config: AgentConfig | None) -> Verdict:
     known = [entry for entry in configs if entry is not None]
     prefill_bytes = sum(entry.prefill.staging.buffer_size * entry.prefill.staging.lanes for entry in known)
     decode_bytes = sum(entry.decode.staging.pool_size for entry in known)
-    # Names of other namespaces are none of this namespace's business.
+    # Users of this namespace must not see names of other namespaces.
     near = [other.key.name for other in observed.neighbours if other.key.namespace == observed.key.namespace]
     far = len(observed.neighbours) - len(near)
     others = " and ".join(filter(None, (some(near), f"{far} of other namespaces" if far else "")))

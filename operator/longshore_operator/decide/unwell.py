@@ -18,7 +18,7 @@ _SETTLED_S = 15.0
 _REPEATED_S = 150.0
 # A condition has whole seconds of this machine's clock, and an event those of the controller's.
 _CLOCKS_S = 5.0
-# A pod that has not started for this long is told without a failure. Pulling an image of some GB takes minutes.
+# A pod that has not started for this long is reported without a failure. Pulling an image of some GB takes minutes.
 START_LIMIT_S = 600.0
 # A pod's name ends in five random characters.
 _RANDOM_END = re.compile(r"(-agent(?:-[a-z]+)?)-[a-z0-9]{5}\b")
