@@ -54,13 +54,13 @@ def measure_threads() -> None:
 
 
 def answer_pipe(pipe: Connection) -> None:
-    """The second process of `measure_processes`."""
+    """The process of `measure_processes` that answers over a socket pair."""
     while pipe.recv_bytes() == b"x":
         pipe.send_bytes(b"x")
 
 
 def answer_socket(pipe: Connection) -> None:
-    """The second process of `measure_zeromq`."""
+    """The process of `measure_processes` that answers over ZeroMQ."""
     socket = zmq.Context().socket(zmq.ROUTER)
     pipe.send(f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}")
     while (message := socket.recv_multipart())[1] != b"end":

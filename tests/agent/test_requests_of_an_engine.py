@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import pytest
-from desk_side import PAGE_COUNT, Make, claim, endpoint, pages, run, side_maker
+from worker_side import PAGE_COUNT, Make, claim, endpoint, pages, run, side_maker
 
 from longshore_agent.worker.engine_requests import PARTIAL_CLAIMS_MAX
 from longshore_wire.engine_messages import (

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from desk_side import Make, Side, claim, pages, run, side_maker
+from worker_side import Make, Side, claim, pages, run, side_maker
 
 from longshore_agent.worker.health import WorkerHealth
 from longshore_wire.engine_messages import Accepted, Half, Offer

@@ -1,6 +1,6 @@
-// A stand-in for CUDA's driver and runtime, as far as Mooncake's wheel and our memory need them; it copies no faster than
-// the host. Memory of a device is shared memory, a handle is its name, a stream is a queue that is emptied when it is asked
-// for, unless it is held. Built twice by mooncake_place.py: as the driver (libcuda.so.1), and with -DRUNTIME as the runtime.
+// Fakes the parts of CUDA's driver and runtime that Mooncake's wheel and our memory use, at the host's speed. Device memory
+// is shared memory, a handle is its name, and a stream is a queue that is emptied when it is queried, unless it is held.
+// mooncake_place.py builds it twice: as the driver (libcuda.so.1), and with -DRUNTIME as the runtime.
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <pthread.h>
@@ -42,7 +42,7 @@ static uintptr_t map(const char *name, size_t length, int flags) {
     return found == MAP_FAILED ? 0 : (uintptr_t)found;
 }
 
-// What tests ask of it.
+// Functions for tests.
 void stand_in_hold(int on) { held = on; }
 int stand_in_dead_asked(void) { return dead_asked_count; }
 int stand_in_mapped(void) {
@@ -51,7 +51,7 @@ int stand_in_mapped(void) {
     return count;
 }
 
-// What the runtime asks of the driver.
+// Functions of the driver that the runtime calls.
 int stand_in_is_device(uintptr_t address) { return find(address) != NULL; }
 int stand_in_new_stream(void **stream) {
     pthread_mutex_lock(&lock);

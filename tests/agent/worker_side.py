@@ -1,6 +1,6 @@
 """Runs one half of a worker in the test's process without sockets: the real core, engine requests, pipeline and transport.
 
-Tests pass messages between both halves, and requests of an engine to `desk`.
+Tests pass messages between both halves, and an engine's requests to `Side.say`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PAGE_COUNT = 32
 
 
 class Side:
-    """A worker without sockets: a core, the handler of engine requests (`desk`), and the parts that move bytes."""
+    """A worker without sockets: a core, `EngineRequests`, and the parts that move bytes."""
 
     def __init__(self, instance: str, half: Half, page_size: int, **settings: str) -> None:
         variables = {
