@@ -39,8 +39,8 @@ from longshore_wire.trailer import slab_bytes
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 
 _OPEN_DATA_PATH = (
-    "data ports know no authentication, and everyone who reaches that address reaches them; bind a loopback address, run in a pod's "
-    "network under the deployment's NetworkPolicy, allow only wires that need no port "
+    "data ports have no authentication, and every host that reaches that address reaches them; bind a loopback address, run "
+    "in a pod's network under the deployment's NetworkPolicy, allow only wires that need no port "
     f"({names.ENVIRONMENT_PREFIX}WIRES=SharedMemory,CudaIPC,NVLink, with NIXL), or accept it with "
     f"{names.ENVIRONMENT_PREFIX}ALLOW_OPEN_DATA_PATH=true"
 )

@@ -44,7 +44,7 @@ class Settings:
     agent_runtime_class: str = _row("", "", "RuntimeClass of agents whose deployment names none. Empty: the cluster's.")
     operator_image: str = _row(DEFAULT_OPERATOR_IMAGE, "", "Image of the operator, for the init container of agents.")
     allow: str = _row(
-        "", "", "What deployments may ask for, by commas: image, hostNetwork, hostIPC, networkPolicy (that is, none)."
+        "", "", "Fields that deployments may use, by commas: image, hostNetwork, hostIPC, networkPolicy (to have none)."
     )
     allow_capabilities: str = _row("", "", "Linux capabilities that agents may get, by commas, such as IPC_LOCK.")
     allow_host_paths: str = _row(

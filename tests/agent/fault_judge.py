@@ -168,5 +168,5 @@ class WrongJudge:
         return self._agent.metric(self.wrong.counted, **labels) if self.wrong.counted else 0.0
 
     def left(self) -> set[Any]:
-        """What was not compared."""
+        """Return the fields that were not compared."""
         return self._left

@@ -17,7 +17,7 @@ from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, Poo
 
 
 class Side(NamedTuple):
-    """What `remote_view` takes."""
+    """The arguments of `remote_view`."""
 
     layout: KVLayout
     geometry: PoolGeometry

@@ -227,7 +227,7 @@ def test_datagrams_of_strangers_are_nothing(world: World) -> None:
 
 
 def fields_of(transport: LoopbackTransport) -> list[Any]:
-    """What a transport tells its peers: name, life, kernel, process, its start, memory."""
+    """A transport's metadata for peers: name, life, kernel, process, its start, memory."""
     found: list[Any] = msgspec.msgpack.decode(transport.metadata()[len(transport.magic) + 16 :])
     return found
 

@@ -44,7 +44,7 @@ GEOMETRY = pool_geometry(LAYOUT, 2)
 
 
 class Odd:
-    """What nobody expects."""
+    """A value of an unexpected type."""
 
 
 WORDS = st.text(max_size=5) | st.just("\ud800")

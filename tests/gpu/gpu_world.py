@@ -78,7 +78,7 @@ class GPUAgent:
 
 
 def agent_status(agent: GPUAgent) -> dict[str, Any]:
-    """What an agent says of itself."""
+    """Return an agent's status."""
     http = json.loads((agent.directory / "agent.json").read_bytes())["http"]
     with urllib.request.urlopen(http + "/v1/status", timeout=10) as answer:
         return dict(json.loads(answer.read()))

@@ -1,4 +1,4 @@
-"""How watches reach the API server from inside a pod."""
+"""Tests how watches reach the API server from inside a pod."""
 
 from __future__ import annotations
 

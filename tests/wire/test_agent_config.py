@@ -156,7 +156,7 @@ def test_a_key_that_is_given_twice_is_a_fault(text: str) -> None:
             "transfer: {backend: NIXL",
             "control: {hostNetwork: true}\ntransfer: {backend: Mooncake",
             "control.hostNetwork",
-            "true opens the data ports of Mooncake, which know no authentication, to everyone who reaches the agent's address",
+            "true opens the data ports of Mooncake, which have no authentication, to every host that reaches the agent's address",
         ),
         (
             "transfer: {backend: NIXL",

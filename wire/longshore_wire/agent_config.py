@@ -372,7 +372,7 @@ def _network_faults(transfer: Transfer, control: Control) -> list[str]:
     else:
         return []
     fault = (
-        f"{named} opens the data ports of {transfer.backend.value}, which know no authentication, to everyone who reaches the agent's "
+        f"{named} opens the data ports of {transfer.backend.value}, which have no authentication, to every host that reaches the agent's "
         f"address: {remedy}, {_remedies(transfer.backend)}accept it with control.allowOpenDataPath"
     )
     return [fault]

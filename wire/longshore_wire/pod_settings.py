@@ -131,7 +131,7 @@ class VolumeMount(msgspec.Struct, frozen=True, kw_only=True, rename="camel", for
 
 
 class GpuAccess(Enum):
-    """How agents see the GPUs of their node, of which they ask the kubelet for none."""
+    """How agents see the GPUs of their node. They request none from the kubelet."""
 
     RUNTIME = "Runtime"
     CDI = "CDI"

@@ -38,7 +38,7 @@ _Content = TypeVar("_Content")
 
 
 class Metadata(msgspec.Struct, frozen=True, array_like=True):
-    """What peers learn of a worker before its transport's own fields.
+    """The part of a worker's metadata that precedes its transport's own fields.
 
     Attributes:
         name, life: see `Connected`.

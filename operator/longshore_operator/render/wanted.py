@@ -20,7 +20,7 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What the cluster's administrator allows deployments to ask for.
+    """The fields that the cluster's administrator allows deployments to use.
 
     Attributes:
         fields: of `spec.agents`, by name; `networkPolicy` allows to have none.
