@@ -1,4 +1,4 @@
-"""Compares Longshore's connector with vLLM's NixlConnector, one after the other in one run: `make bench-vllm`.
+"""Compares Longshore's connector with vLLM's NixlConnector, in sequence in one run: `make bench-vllm`.
 
 Prefill TP2 and decode TP1 get the same prompts. The clock runs from the end of prefill's answer to decode's first token,
 with HTTP and scheduling on both sides. Every token is compared with those of a single engine. A descriptor is a piece of

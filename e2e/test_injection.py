@@ -74,7 +74,7 @@ def sorted_lists(value: Any) -> Any:
 
 
 def bare(pod: Body) -> Body:
-    """Return an example's pod without what the injection adds."""
+    """Return an example's pod without the settings that the injection adds."""
     found = copy.deepcopy(pod)
     spec = found["spec"]
     del spec["securityContext"]["supplementalGroups"]

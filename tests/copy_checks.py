@@ -276,7 +276,7 @@ def check_bound(near: Shape, far: Shape, heads: int, devices: tuple[str, str], *
 
 
 def fenced(length: int, *, at_end: bool) -> tuple[mmap.mmap, torch.Tensor]:
-    """Memory beside a page that ends the process when it is read or written: behind its end, or before its beginning."""
+    """Memory next to a page, behind or before it, whose access ends the process."""
     inside = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
     mapping = mmap.mmap(-1, inside + 2 * mmap.PAGESIZE)
     whole = torch.frombuffer(mapping, dtype=torch.uint8)
@@ -295,7 +295,7 @@ def read_beyond_a_fence() -> int:
 
 
 def fenced_regions(pool: KVPool, *, at_end: bool) -> tuple[DevicePages, list[torch.Tensor], list[mmap.mmap]]:
-    """Copies of the pool's regions, each beside a forbidden page, and their table."""
+    """Return copies of the pool's regions, each next to a forbidden page, and their table."""
     mappings, regions = zip(*(fenced(n, at_end=at_end) for n in pool.geometry.region_bytes), strict=True)
     for index, region in enumerate(regions):
         region.copy_(torch.from_numpy(pool.region(index).copy()))
@@ -303,7 +303,7 @@ def fenced_regions(pool: KVPool, *, at_end: bool) -> tuple[DevicePages, list[tor
 
 
 def check_fences(near: Shape, far: Shape, tokens: tuple[int, int], *, at_end: bool) -> int:
-    """Gather, scatter and copy directly with every region and slab beside a forbidden page; return the copied bytes."""
+    """Gather, scatter and copy directly with every region and slab next to a forbidden page; return the copied bytes."""
     near, far = replace(near, guard_bytes=0), replace(far, guard_bytes=0)
     stream = CopyStream(CPU)
     with opened(near, seed=1) as source, opened(far, seed=None) as target:
@@ -333,7 +333,7 @@ def check_fences(near: Shape, far: Shape, tokens: tuple[int, int], *, at_end: bo
 
 
 def refusal(kind: str, fault: str) -> tuple[str, str, bool]:
-    """Copy with one fault; return the error's kind, what it says, and whether any byte of slab or pages has changed."""
+    """Copy with one fault; return the error's kind and text, and whether any byte of slab or pages has changed."""
     far_shape = Shape(head_dim=32 if fault == "another model" else 64)
     with opened(Shape(), seed=1) as source, opened(far_shape, seed=None) as target:
         pools, tables, regions = (source, target), [], []

@@ -50,7 +50,7 @@ def parameters(tile: Tile, tuning: Tuning) -> tuple[list[int], list[int], int]:
 
 
 def annotated_types() -> tuple[list[str], list[str]]:
-    """The types that the kernel itself names, by which Triton's public launch goes, and those of what the driver is given."""
+    """Return the types in the kernel's signature, which Triton's public launch uses, and those passed to the driver."""
     values = [param for param in copy_kernel.params if not param.is_constexpr]
     assert all(param.do_not_specialize for param in values)
     return [param.annotation_type for param in values], _types()

@@ -116,7 +116,7 @@ def test_a_room_is_shown_with_its_pairs_and_spans_and_an_unknown_one_is_not(flee
     assert fleet.prefill.ask("/v1/rooms/12345")[0] == 404
 
 
-# -- who is let in -----------------------------------------------------------------------------------------------------
+# -- admission ---------------------------------------------------------------------------------------------------------
 
 
 class Dialer:
@@ -284,7 +284,7 @@ def test_messages_of_the_right_form_with_any_numbers_in_them_end_no_worker(fleet
     each.arrives()
 
 
-# -- what is wrong with a request --------------------------------------------------------------------------------------
+# -- invalid requests --------------------------------------------------------------------------------------------------
 
 
 def refusal(call, *arguments, **named) -> LongshoreError:

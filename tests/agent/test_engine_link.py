@@ -187,7 +187,7 @@ def test_one_engine_cannot_keep_the_agent_to_itself(pair):
     assert len(link.receive()) == 3
 
 
-# -- who connected -------------------------------------------------------------------------------------------------
+# -- identity of engines -------------------------------------------------------------------------------------------
 
 
 def test_the_peer_is_the_process_that_connected(path):

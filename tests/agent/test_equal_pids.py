@@ -51,7 +51,7 @@ print(*started_with(int(sys.argv[1])))
 
 
 def in_own_namespace(pid: int, program: str, *arguments: str) -> str:
-    """Run a program with this PID in a new PID namespace; return what it prints."""
+    """Run a program with this PID in a new PID namespace; return its output."""
     command = ["unshare", "--user", "--map-root-user", "--pid", "--fork", sys.executable, "-c", WITH_PID, str(pid)]
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The file by which programs beside an agent find it."""
+"""Tests the file by which other programs find an agent."""
 
 from __future__ import annotations
 

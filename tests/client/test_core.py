@@ -193,7 +193,7 @@ def test_a_lease_is_not_renewed_beside_what_the_agent_has_not_read_and_a_full_ou
     assert line.client.open_count == 1
 
 
-# -- what a new agent hears ----------------------------------------------------------------------------------------
+# -- messages to a new agent ---------------------------------------------------------------------------------------
 
 
 def test_a_new_agent_hears_of_pools_and_open_halves_exactly_once_and_of_nothing_that_ended():

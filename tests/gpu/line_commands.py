@@ -1,4 +1,4 @@
-"""Executes commands by lines, so that a test can act in a separate process. Run by the scripts beside it."""
+"""Executes commands by lines, so that a test can act in a separate process. Run by scripts in this folder."""
 
 from __future__ import annotations
 

@@ -281,7 +281,7 @@ def test_memory_of_a_killed_engine_is_free_within_2_seconds_though_a_copy_on_it_
         ranks = {}
         for instance, role in (("prefill", "SOURCE"), ("decode", "TARGET")):
             before = int(torch.cuda.mem_get_info(devices[killed])[0])
-            # Some gigabytes, so that they show beside contexts and staging.
+            # Some gigabytes, so that they are visible besides contexts and staging.
             count = 32768 if instance == killed else SHAPE["page_count"]
             (ranks[instance],) = started(stack, agent, instance, role, 1, devices[instance], page_count=count)
             if instance == killed:

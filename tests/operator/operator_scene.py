@@ -75,7 +75,7 @@ class Scene:
         return next(entry["message"] for entry in status["conditions"] if entry["type"] == condition)
 
     def apply(self) -> None:
-        """Apply what is decided, as the API server would."""
+        """Apply the decision, as the API server would."""
         for kind, body in self.decide().apply:
             made = copy.deepcopy(body)
             made["metadata"] |= {"creationTimestamp": "2026-01-01T00:00:00Z", "generation": 1}

@@ -114,7 +114,7 @@ class Run:
         for place in self.places:
             self.start(place, place.spec.host)
 
-    # -- who is there ----------------------------------------------------------------------------------------------
+    # -- live engines ----------------------------------------------------------------------------------------------
 
     def start(self, place: Place, host: int) -> None:
         """Begin a life of an engine."""
@@ -185,7 +185,7 @@ class Run:
     # -- a run -----------------------------------------------------------------------------------------------------
 
     def play(self, *, deep: bool) -> None:
-        """Play it all. Raises ViolationError, or whatever a core raises."""
+        """Play the scenario. Raises ViolationError, or any error of a core."""
         world = self.world
         for spec in self.scenario.rooms:
             world.at(BEGIN_NS + spec.at_ns, self._begin, spec)

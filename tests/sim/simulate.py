@@ -99,7 +99,7 @@ def _note(
 
 
 def show(tallies: dict[str, Tally]) -> None:
-    """Print what was run."""
+    """Print the results of all runs."""
     print(
         f"{'mix':34} {'runs':>6} {'rooms':>8} {'halves done':>12} {'slabs':>9} {'messages':>10} {'rooms/s':>8} failed"
     )

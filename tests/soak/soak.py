@@ -48,7 +48,7 @@ GIVE_UP_LIMIT_S = 20.0
 
 
 class Soak:
-    """One run. `run` returns what was seen."""
+    """One run. `run` returns its outcome."""
 
     def __init__(
         self,

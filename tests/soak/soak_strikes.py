@@ -135,7 +135,7 @@ class _Wait:
 
 
 class Striker:
-    """Carries strikes out, and starts again what they have ended."""
+    """Carries out strikes, and restarts the processes that they have ended."""
 
     def __init__(
         self, fleets: list[Fleet], traffics: list[Traffic], timers: Timers, log: Callable[[str], None]

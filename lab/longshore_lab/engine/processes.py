@@ -25,7 +25,7 @@ from longshore_lab.engine.pages import PageAllocator, pages_for
 from longshore_lab.engine.starter import RankProcess, RankStarter
 from longshore_wire.errors import Reason
 
-# Time for weights, pools and registrations. On hosts with few cores the ranks start one after the other.
+# Time for weights, pools and registrations. On hosts with few cores the ranks start in sequence.
 START_TIMEOUT_S = 300.0
 # Above the collectives' timeout, so that a rank itself reports a lost sibling.
 REPLY_TIMEOUT_S = 180.0

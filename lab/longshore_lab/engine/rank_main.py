@@ -34,7 +34,7 @@ class Extension(Protocol):
     """An extension of a rank. `RankOptions.extension` names a factory `(engine, extension_options) -> Extension`."""
 
     def handle(self, body: bytes) -> bytes:
-        """Answer one `Extra`; a LongshoreError is reported to the driver, anything else ends the process."""
+        """Answer one `Extra`; a LongshoreError is reported to the driver, any other error ends the process."""
 
     def close(self) -> None:
         """Release the engine's pool; the engine closes next."""
