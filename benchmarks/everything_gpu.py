@@ -11,9 +11,9 @@ or one GPU, as many as the machine has. Needs the tree, which need not be instal
 `agent` and `lab`.
 
 Writes `benchmarks/results/<date>-<device>.json` and a plot beside it. Each step's entry has the commit, the hash of its
-sources, its command and its raw samples. The entries of steps that did not run are kept. A failed step, for example one
-with a wrong byte, writes no entry, and the exit status is 1. Without a GPU the program prints the reason and exits with
-0.
+sources, its command, and its raw samples or number of passed tests. The entries of steps that did not run are kept. A
+failed step, for example one with a wrong byte, writes no entry, and the exit status is 1. Without a GPU the program
+prints the reason and exits with 0.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Planned(NamedTuple):
 TESTS = "tests"
 # They run in this order, tests first. Each compares bytes itself and fails if one is wrong.
 STEPS = {
-    # The only slow test runs the demo, which is a step of its own.
+    # Quick runs leave out the slow tests: the demo, which is a separate step, and GPUs that hang.
     TESTS: Step(
         TESTS, ("-m", "pytest", "-q", "-p", "no:cacheprovider"), "tests/gpu/*.py", 570, 290, ("-m", "not slow")
     ),
