@@ -112,7 +112,7 @@ class Watch:
         """Watch a process; return a function that ends the watch. Call it before you end the process.
 
         Args:
-            status: returns the exit status of a child that other code may reap first.
+            status: returns the exit status of an ended child that other code may reap first.
         Raises:
             PartEndedError: the process has already ended.
         """

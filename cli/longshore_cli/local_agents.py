@@ -101,7 +101,8 @@ class LocalAgent:
         """Watch the running agent; return a function that ends the watch."""
         process = self._process
         assert process is not None, "the agent was not started"
-        return watch.add(process.pid, f"the agent in {self.directory}", self.log_tail, lambda: process.returncode)
+        # Another thread may have reaped it without having stored its status yet; `wait` waits for that.
+        return watch.add(process.pid, f"the agent in {self.directory}", self.log_tail, process.wait)
 
     def workers_watched_by(self, watch: Watch, instances: Collection[str]) -> Callable[[], None]:
         """Watch the workers of these engine instances, since a measurement with a replaced worker is invalid.

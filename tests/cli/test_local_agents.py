@@ -111,6 +111,47 @@ def test_an_agent_that_was_killed_is_told_by_its_place_and_how_it_ended(director
             agent.status()
 
 
+class LockOfOtherWaiter:
+    """The lock of a `Popen` that another thread holds: it has reaped the child, and stores the status as it lets go."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    def acquire(self, blocking: bool = True) -> bool:
+        if blocking:
+            self._process.returncode = -signal.SIGKILL
+        return blocking
+
+    def release(self) -> None:
+        pass
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_error: object) -> None:
+        self.release()
+
+
+@pytest.mark.slow
+def test_an_agent_that_another_thread_is_reaping_is_named_with_how_it_ended(directory: Path) -> None:
+    def lose(agent: LocalAgent) -> None:
+        process = agent._process
+        assert process is not None
+        with parts_watched() as watch:
+            agent.watched_by(watch)
+            with watch._lock:
+                os.kill(agent.pid, signal.SIGKILL)
+                os.waitpid(agent.pid, 0)
+                process._waitpid_lock = LockOfOtherWaiter(process)  # type: ignore[attr-defined]
+            threading.Event().wait()
+
+    with (
+        LocalAgent({"backend": "Loopback"}, directory / "decode-0") as agent,
+        pytest.raises(PartEndedError, match=r"^the agent in \S+/decode-0 ended with -9"),
+    ):
+        lose(agent)
+
+
 @pytest.mark.slow
 def test_an_agent_that_was_killed_may_be_started_again_in_its_place(directory: Path) -> None:
     with LocalAgent({"backend": "Loopback"}, directory / "decode-0") as agent:
