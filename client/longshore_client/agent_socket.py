@@ -14,8 +14,7 @@ from collections import deque
 from pathlib import Path
 
 from longshore_client.calls import Outgoing
-from longshore_wire.engine_codec import ENGINE_MESSAGE_BYTES_MAX, TO_ENGINE
-from longshore_wire.engine_messages import ToEngine
+from longshore_wire.engine_messages import ENGINE_MESSAGE_BYTES_MAX, TO_ENGINE, ToEngine
 from longshore_wire.errors import CodecError
 from longshore_wire.names import AGENT_USER_ID
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from longshore_client.ledger import HalfKey
-from longshore_wire.engine_codec import TO_AGENT
 from longshore_wire.engine_messages import (
+    TO_AGENT,
     Accepted,
     Cancel,
     Offer,

@@ -26,8 +26,8 @@ from longshore_client.errors import (
     busy_hint_s,
 )
 from longshore_client.ledger import HalfKey, Ledger
-from longshore_wire.engine_codec import TO_AGENT
 from longshore_wire.engine_messages import (
+    TO_AGENT,
     Accepted,
     Endpoint,
     EndpointUpdate,

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence, Sized
 import msgspec
 
 from longshore_client.errors import ArgumentError
-from longshore_wire.engine_codec import ENGINE_MESSAGE_BYTES_MAX, TO_AGENT
-from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX, Offer, Receive
+from longshore_wire.engine_messages import ENGINE_MESSAGE_BYTES_MAX, PAGES_PER_MESSAGE_MAX, TO_AGENT, Offer, Receive
 from longshore_wire.errors import Reason
 
 PAGE_BYTES = 4  # of an id in a message

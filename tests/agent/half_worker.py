@@ -23,7 +23,6 @@ from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.worker.config import WorkerConfig
 from longshore_agent.worker.engine_requests import EngineRequests
 from longshore_agent.worker.moving import Mover
-from longshore_wire.codec import PEER
 from longshore_wire.effects import (
     PeerAttached,
     PeerGone,
@@ -36,7 +35,7 @@ from longshore_wire.effects import (
 )
 from longshore_wire.engine_messages import Accepted, Half, RegisterPool, ToAgent
 from longshore_wire.layout import KVLayout
-from longshore_wire.peer_messages import PeerMessage
+from longshore_wire.peer_messages import PEER, PeerMessage
 from longshore_wire.session import Session
 from longshore_wire.source_session import SourceSession
 from longshore_wire.target_session import TargetSession

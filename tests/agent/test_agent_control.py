@@ -28,9 +28,10 @@ from longshore_client import (
     connect,
 )
 from longshore_wire.addresses import main_address
-from longshore_wire.codec import PEER, PEER_MESSAGE_BYTES_MAX
 from longshore_wire.engine_messages import Half
 from longshore_wire.peer_messages import (
+    PEER,
+    PEER_MESSAGE_BYTES_MAX,
     PROTOCOL_VERSION,
     Abort,
     Attach,

@@ -28,8 +28,16 @@ from longshore_agent.control.engine_link import (
     send_connection,
 )
 from longshore_client import KVLayout, ModelShape, Parallel, pool_geometry
-from longshore_wire.engine_codec import ENGINE_MESSAGE_BYTES_MAX, TO_AGENT, TO_ENGINE
-from longshore_wire.engine_messages import Accepted, Half, Hello, RegisterPool, Renew
+from longshore_wire.engine_messages import (
+    ENGINE_MESSAGE_BYTES_MAX,
+    TO_AGENT,
+    TO_ENGINE,
+    Accepted,
+    Half,
+    Hello,
+    RegisterPool,
+    Renew,
+)
 from longshore_wire.errors import CodecError
 
 LAYOUT = KVLayout(ModelShape(2, 4, 8, 2), Parallel(), 4)

@@ -17,10 +17,16 @@ from process_ledger import GROWTH_BYTES_MAX, Holdings, holdings
 from longshore_agent.control import curve
 from longshore_client import HelloRefused, KVLayout, LayoutError, LongshoreError, ModelShape, Parallel, Reason, connect
 from longshore_wire.addresses import main_address
-from longshore_wire.codec import PEER
-from longshore_wire.engine_codec import ENGINE_MESSAGE_BYTES_MAX, TO_AGENT, TO_ENGINE
-from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Half, Hello, RoomEventKind
-from longshore_wire.peer_messages import PROTOCOL_VERSION, Attach, Ping, Refuse
+from longshore_wire.engine_messages import (
+    ENGINE_MESSAGE_BYTES_MAX,
+    ENGINE_PROTOCOL_VERSION,
+    TO_AGENT,
+    TO_ENGINE,
+    Half,
+    Hello,
+    RoomEventKind,
+)
+from longshore_wire.peer_messages import PEER, PROTOCOL_VERSION, Attach, Ping, Refuse
 
 GIB = 1 << 30
 # The message is never in memory as a whole: the kernel provides zero pages on demand.

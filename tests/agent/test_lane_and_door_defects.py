@@ -30,11 +30,10 @@ from longshore_agent.worker.health import WorkerHealth
 from longshore_client import Half, KVLayout, ModelShape, Parallel
 from longshore_client.pages import packed_pages
 from longshore_wire.agent_config import Backend
-from longshore_wire.codec import PEER
 from longshore_wire.effects import PeerId, RoomEnded
 from longshore_wire.engine_messages import Endpoint, Offer, RankAddress, Receive
 from longshore_wire.errors import Reason
-from longshore_wire.peer_messages import Ping
+from longshore_wire.peer_messages import PEER, Ping
 from longshore_wire.plan import Way
 from longshore_wire.trailer import TRAILER_KEY_BYTES
 

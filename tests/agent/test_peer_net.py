@@ -9,12 +9,11 @@ import msgspec
 import pytest
 
 from longshore_agent.control.peer_net import PeerNet, Received, nobody
-from longshore_wire.codec import PEER
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, ModelShape, Parallel
-from longshore_wire.peer_messages import PROTOCOL_VERSION, Attach, PeerMessage, Ping, Pong, Refuse
+from longshore_wire.peer_messages import PEER, PROTOCOL_VERSION, Attach, PeerMessage, Ping, Pong, Refuse
 
 LAYOUT = KVLayout(ModelShape(layers=1, kv_heads=1, head_dim=8, element_bytes=2), Parallel(), 16)
 SOURCE, TARGET = PeerId("prefill", 0, 0), PeerId("decode", 0, 0)

@@ -16,9 +16,9 @@ from longshore_client.calls import Call
 from longshore_client.client import Client
 from longshore_client.core import RECONNECT_WAIT_MAX_S, Core
 from longshore_client.ledger import HalfKey
-from longshore_wire.engine_codec import TO_AGENT
 from longshore_wire.engine_messages import (
     ENGINE_PROTOCOL_VERSION,
+    TO_AGENT,
     Hello,
     Offer,
     RegisterPool,

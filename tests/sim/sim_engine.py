@@ -25,9 +25,9 @@ from longshore_client.core import Core, State
 from longshore_client.ledger import HalfKey
 from longshore_client.memory import pool_geometry
 from longshore_wire.effects import SessionConfig
-from longshore_wire.engine_codec import TO_AGENT
 from longshore_wire.engine_messages import (
     ENGINE_PROTOCOL_VERSION,
+    TO_AGENT,
     Accepted,
     Cancel,
     Endpoint,

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 from sim_world import MS, US, Host, World
 
-from longshore_wire.codec import PEER
 from longshore_wire.effects import PeerId
-from longshore_wire.peer_messages import Attach, PeerMessage, Ping, Pong
+from longshore_wire.peer_messages import PEER, Attach, PeerMessage, Ping, Pong
 
 if TYPE_CHECKING:
     from sim_worker import Worker

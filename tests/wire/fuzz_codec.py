@@ -27,10 +27,10 @@ from types import FunctionType
 
 import msgspec
 
-from longshore_wire.codec import PEER
-from longshore_wire.engine_codec import TO_AGENT, TO_ENGINE
+from longshore_wire.codec import Codec
+from longshore_wire.engine_messages import TO_AGENT, TO_ENGINE
 from longshore_wire.errors import CodecError
-from longshore_wire.framing import Codec
+from longshore_wire.peer_messages import PEER
 
 CODECS: dict[str, Codec[object]] = {"peer": PEER, "to agent": TO_AGENT, "to engine": TO_ENGINE}  # type: ignore[dict-item]
 CORPUS = Path(__file__).with_name("codec_corpus.txt")
@@ -143,9 +143,9 @@ def _search(arguments: list[str]) -> None:
     with atheris.instrument_imports(include=["longshore_wire"]):
         for name in [name for name in sys.modules if name.startswith("longshore_wire")]:
             del sys.modules[name]
-        import longshore_wire.codec as between_workers
-        import longshore_wire.engine_codec as engine_link
+        import longshore_wire.engine_messages as engine_link
         import longshore_wire.errors as instrumented
+        import longshore_wire.peer_messages as between_workers
     CODECS.update(zip(CODECS, (between_workers.PEER, engine_link.TO_AGENT, engine_link.TO_ENGINE), strict=True))
     globals()["CodecError"] = instrumented.CodecError
     # Each has its own instrumentation, and so its own count.

@@ -11,13 +11,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshore_wire import engine_messages, peer_messages
-from longshore_wire.codec import PEER, PEER_MESSAGE_BYTES_MAX
-from longshore_wire.engine_codec import ENGINE_MESSAGE_BYTES_MAX, TO_AGENT, TO_ENGINE
-from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX, Half, Hello, Offer, Receive, RoomEvent, RoomEventKind
+from longshore_wire.codec import Codec
+from longshore_wire.engine_messages import (
+    ENGINE_MESSAGE_BYTES_MAX,
+    PAGES_PER_MESSAGE_MAX,
+    TO_AGENT,
+    TO_ENGINE,
+    Half,
+    Hello,
+    Offer,
+    Receive,
+    RoomEvent,
+    RoomEventKind,
+)
 from longshore_wire.errors import CodecError, Reason
-from longshore_wire.framing import Codec
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry
 from longshore_wire.peer_messages import (
+    PEER,
+    PEER_MESSAGE_BYTES_MAX,
     TEXT_CHARACTERS_MAX,
     Abort,
     Attach,

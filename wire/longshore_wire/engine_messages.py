@@ -1,7 +1,8 @@
 """Messages between an engine's client and its agent over a UNIX socket. Their numbers are frozen.
 
 One message a datagram (SOCK_SEQPACKET) of at most 64 KiB. File descriptors of memory are attached to RegisterPool.
-Lists of pages are packed int32, little endian; long ones are split over several messages.
+Lists of pages are packed int32, little endian; long ones are split over several messages. `TO_AGENT` and `TO_ENGINE`
+check sizes and types. Engines import this module: it must load no module of the data path.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from enum import IntEnum
 
 import msgspec
 
+from longshore_wire.codec import Codec
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, PoolGeometry
 
@@ -200,3 +202,8 @@ class EndpointUpdate(msgspec.Struct, frozen=True, array_like=True, tag=75):
 
 ToAgent = Hello | RegisterPool | UnregisterPool | Offer | Receive | Cancel | Renew
 ToEngine = Welcome | Refused | Accepted | RoomEvent | EndpointUpdate
+
+# A datagram of this size passes through a UNIX socket with default buffers.
+ENGINE_MESSAGE_BYTES_MAX = 64 << 10
+TO_AGENT: Codec[ToAgent] = Codec(ENGINE_PROTOCOL_VERSION, ENGINE_MESSAGE_BYTES_MAX, ToAgent)
+TO_ENGINE: Codec[ToEngine] = Codec(ENGINE_PROTOCOL_VERSION, ENGINE_MESSAGE_BYTES_MAX, ToEngine)

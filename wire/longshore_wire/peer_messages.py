@@ -1,7 +1,7 @@
 """Messages between the workers of two agents. Their numbers are frozen.
 
 A released number never changes its meaning. New fields are added at the end, with a default.
-The decode worker dials; both ends use that one connection. `codec` checks sizes and types of every message, and
+The decode worker dials; both ends use that one connection. `PEER` checks sizes and types of every message, and
 the session checks epochs before it acts on one.
 """
 
@@ -11,6 +11,7 @@ from typing import Annotated
 
 import msgspec
 
+from longshore_wire.codec import Codec
 from longshore_wire.crossover import Why
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, PoolGeometry
@@ -222,3 +223,7 @@ class Complete(msgspec.Struct, frozen=True, array_like=True, tag=14):
 PeerMessage = (
     Attach | Refuse | Ping | Pong | Claim | Demand | Grant | SlabReady | SlabAck | Abort | EndAck | WireFound | Complete
 )
+
+# A peer's Attach carries transport metadata of up to 1 MiB. All other messages are much smaller.
+PEER_MESSAGE_BYTES_MAX = 2 << 20
+PEER: Codec[PeerMessage] = Codec(PROTOCOL_VERSION, PEER_MESSAGE_BYTES_MAX, PeerMessage)

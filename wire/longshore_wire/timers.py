@@ -14,7 +14,7 @@ class Timers(Generic[K]):
 
     def __init__(self) -> None:
         self._due_ns: dict[K, int] = {}
-        self._gc_policy: list[tuple[int, int, K]] = []
+        self._heap: list[tuple[int, int, K]] = []
         self._sequence = 0
 
     def __len__(self) -> int:
@@ -24,11 +24,11 @@ class Timers(Generic[K]):
         """Set the deadline of `key` to `due_ns`."""
         self._due_ns[key] = due_ns
         self._sequence += 1
-        heapq.heappush(self._gc_policy, (due_ns, self._sequence, key))
-        if len(self._gc_policy) > 64 + 4 * len(self._due_ns):
-            self._gc_policy = [(due, n, k) for n, (k, due) in enumerate(self._due_ns.items(), self._sequence)]
-            self._sequence += len(self._gc_policy)
-            heapq.heapify(self._gc_policy)
+        heapq.heappush(self._heap, (due_ns, self._sequence, key))
+        if len(self._heap) > 64 + 4 * len(self._due_ns):
+            self._heap = [(due, n, k) for n, (k, due) in enumerate(self._due_ns.items(), self._sequence)]
+            self._sequence += len(self._heap)
+            heapq.heapify(self._heap)
 
     def clear(self, key: K) -> None:
         """Remove the deadline of `key`, if any."""
@@ -37,8 +37,8 @@ class Timers(Generic[K]):
     def pop(self, now_ns: int) -> list[K]:
         """Return the due keys, earliest first, and remove their deadlines."""
         due: list[K] = []
-        while self._gc_policy and self._gc_policy[0][0] <= now_ns:
-            due_ns, _, key = heapq.heappop(self._gc_policy)
+        while self._heap and self._heap[0][0] <= now_ns:
+            due_ns, _, key = heapq.heappop(self._heap)
             if self._due_ns.get(key) == due_ns:
                 del self._due_ns[key]
                 due.append(key)
@@ -46,6 +46,6 @@ class Timers(Generic[K]):
 
     def next_ns(self) -> int | None:
         """Return the earliest deadline, or None."""
-        while self._gc_policy and self._due_ns.get(self._gc_policy[0][2]) != self._gc_policy[0][0]:
-            heapq.heappop(self._gc_policy)
-        return self._gc_policy[0][0] if self._gc_policy else None
+        while self._heap and self._due_ns.get(self._heap[0][2]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None

@@ -18,8 +18,14 @@ from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
-from longshore_wire.engine_codec import ENGINE_MESSAGE_BYTES_MAX, TO_AGENT, TO_ENGINE
-from longshore_wire.engine_messages import RegisterPool, ToAgent, ToEngine
+from longshore_wire.engine_messages import (
+    ENGINE_MESSAGE_BYTES_MAX,
+    TO_AGENT,
+    TO_ENGINE,
+    RegisterPool,
+    ToAgent,
+    ToEngine,
+)
 from longshore_wire.errors import CodecError, LongshoreError, Reason
 
 # Unread messages of an engine: events of several thousand rooms. An engine that reads none of them is stuck.

@@ -15,11 +15,10 @@ import zmq
 from longshore_agent.control.curve import CurveKeys, Gatekeeper, KeyRing
 from longshore_agent.errors import TransportError
 from longshore_wire.addresses import Listener, join, split
-from longshore_wire.codec import PEER, PEER_MESSAGE_BYTES_MAX
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import CodecError, Reason
-from longshore_wire.peer_messages import Attach, PeerMessage, Ping, Pong, Refuse
+from longshore_wire.peer_messages import PEER, PEER_MESSAGE_BYTES_MAX, Attach, PeerMessage, Ping, Pong, Refuse
 
 # Messages that ZeroMQ queues for one peer. More would only be repeats for a slow peer.
 QUEUE_MESSAGES_MAX = 10_000

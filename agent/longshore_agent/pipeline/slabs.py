@@ -18,11 +18,10 @@ from longshore_agent.kernels.copier import Pages, View, pool_view, remote_view
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
-from longshore_wire.codec import PEER
 from longshore_wire.effects import PeerId, StartScatter, StartWrite
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout
-from longshore_wire.peer_messages import PoolInfo, RegionInfo, SlabReady
+from longshore_wire.peer_messages import PEER, PoolInfo, RegionInfo, SlabReady
 from longshore_wire.plan import Pair
 from longshore_wire.trailer import SealedTrailer, Trailer
 

@@ -15,8 +15,7 @@ from collections.abc import Callable
 
 from longshore_agent.control.engine_link import EngineClosedError, EngineListener, ListenError, read_message
 from longshore_agent.status.metrics import Metrics
-from longshore_wire.engine_codec import TO_AGENT, TO_ENGINE
-from longshore_wire.engine_messages import Hello, Refused
+from longshore_wire.engine_messages import TO_AGENT, TO_ENGINE, Hello, Refused
 from longshore_wire.errors import CodecError, LongshoreError, Reason
 
 _log = logging.getLogger(__name__)

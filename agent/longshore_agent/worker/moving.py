@@ -32,12 +32,11 @@ from longshore_agent.worker.neighbour_pools import NeighbourPools
 from longshore_agent.worker.parts import Parts
 from longshore_agent.worker.peer_book import PeerBook
 from longshore_wire.addresses import main_address
-from longshore_wire.codec import PEER
 from longshore_wire.effects import DrainWriter, PeerAttached, PeerId, StartScatter, StartWrite
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import CodecError, Reason
 from longshore_wire.names import UNKNOWN_WIRE
-from longshore_wire.peer_messages import PeerMessage, RoomKey
+from longshore_wire.peer_messages import PEER, PeerMessage, RoomKey
 from longshore_wire.plan import Way
 from longshore_wire.session import Session
 from longshore_wire.source_session import SourceSession
