@@ -89,4 +89,8 @@ def test_helm_test_fails_where_agents_do_not_become_ready(
     said = tried.containers[0].process.log()
     assert "AgentsReady: False AgentsNotReady" in said and "ErrImagePull" in said
     assert "failed: try-out-" in said
+    # The job, which has that log, stays under the name in the notes.
+    notes = helm(plane, "get", "notes", release, "-n", namespace).stdout
+    [logs] = [line.split()[1:] for line in notes.splitlines() if line.startswith("  kubectl") and " logs " in line]
+    assert plane.kubectl(*("get" if word == "logs" else word for word in logs), "-o", "name").startswith("job.batch/")
     until(lambda: plane.kubectl("get", "dgdep", "-n", namespace, "-o", "name") == "", "its deployment is gone")

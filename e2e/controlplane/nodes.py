@@ -18,7 +18,7 @@ _STAGES = ("node/fast/node-initialize", "pod/fast/pod-ready", "pod/fast/pod-comp
 # Without leases nodes become NotReady. KWOK renews after a quarter of this, well below the grace period in `cluster`.
 _LEASE_S = 120
 NODES_READY_LIMIT_S = 300.0
-_ALLOCATABLE = {"cpu": "192", "memory": "2Ti", "pods": "110", "nvidia.com/gpu": "8"}
+_ALLOCATABLE = {"cpu": "192", "memory": "2Ti", "ephemeral-storage": "1Ti", "pods": "110", "nvidia.com/gpu": "8"}
 
 
 def start_kwok(plane: ControlPlane, pod_network: str = "10.128.0.0/10") -> Process:

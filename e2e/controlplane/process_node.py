@@ -35,7 +35,7 @@ _LEASE_S = 120
 _CONFLICT = 409
 _TRY_LIMIT_S = 30.0
 _ERRORS_MAX = 100
-_ALLOCATABLE = {"cpu": "64", "memory": "256Gi", "pods": "110"}
+_ALLOCATABLE = {"cpu": "64", "memory": "256Gi", "ephemeral-storage": "1Ti", "pods": "110"}
 _numbers = itertools.count()
 
 
