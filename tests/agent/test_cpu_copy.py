@@ -26,8 +26,8 @@ from page_shapes import (
 
 from longshore_agent.errors import PoolError, ShapeError
 from longshore_agent.kernels import reference
-from longshore_agent.kernels.copier import Pages, View, pool_view
-from longshore_agent.kernels.cpu_copy import Strides, copy_addresses, copy_rows
+from longshore_agent.kernels.copier import Pages, PlaneRows, Strides, View, pool_view
+from longshore_agent.kernels.cpu_copy import copy_addresses, copy_rows
 from longshore_agent.memory.host_memory import StagingBuffer
 from longshore_agent.memory.pools import KVPool
 from longshore_wire import trailer as trailers
@@ -285,15 +285,15 @@ def test_streaming_stores_copy_every_row_of_groups_and_of_what_is_left_over(row_
         near, far = token * source_stride + head * row_bytes, token * target_stride + head * (row_bytes + 128)
         wanted[far : far + row_bytes] = source[near : near + row_bytes]
     segments = np.array([[0, 0, tokens, row_bytes]], dtype=np.int64)
-    copy_addresses(
+    rows = PlaneRows(
         np.array([source.ctypes.data]),
         np.array([target.ctypes.data]),
         segments,
         Strides(source_stride, row_bytes),
         Strides(target_stride, row_bytes + 128),
         heads,
-        stream=True,
     )
+    copy_addresses(rows, stream=True)
     assert (target == wanted).all()
     buffer.close()
 
@@ -308,7 +308,7 @@ def test_long_runs_of_any_length_are_copied_whole_by_streaming_stores(lengths) -
         dtype=np.int64,
     )
     sides = (np.array([source.ctypes.data]), np.array([buffer.address]))
-    copy_addresses(*sides, segments, Strides(0, 0), Strides(0, 0), 1, stream=True)
+    copy_addresses(PlaneRows(*sides, segments, Strides(0, 0), Strides(0, 0), 1), stream=True)
     wanted = np.concatenate([source[near : near + length] for near, _, _, length in segments])
     assert (buffer.view(0, sum(lengths)) == wanted).all()
     assert not buffer.view(sum(lengths), 4096).any()

@@ -171,11 +171,13 @@ def check_fit(source: View, target: View, tokens: tuple[int, int]) -> None:
             )
 
 
-def segments(source: View, target: View, rows: tuple[int, int]) -> Numbers:
+def _segments(source: View, target: View, rows: tuple[int, int]) -> Numbers:
     """Cut rows where a page of either side ends. Returns [m, 5]: source page, slot, target page, slot, row count."""
     first, end = rows
-    near, far = _page_ends(source, rows), _page_ends(target, rows)
-    inner = np.union1d(near, far) if near.size and far.size else near if near.size else far
+    source_ends, target_ends = _page_ends(source, rows), _page_ends(target, rows)
+    inner = source_ends if source_ends.size else target_ends
+    if source_ends.size and target_ends.size:
+        inner = np.union1d(source_ends, target_ends)
     edges = np.concatenate([[first], inner, [end]])
     begin = edges[:-1]
     found = np.empty((len(begin), 5), dtype=np.int64)
@@ -191,6 +193,64 @@ def _page_ends(view: View, rows: tuple[int, int]) -> Numbers:
     first, end = rows
     next_page = first - (first - view.first_row) % view.page_rows + view.page_rows
     return np.arange(next_page, end, view.page_rows, dtype=np.int64)
+
+
+class Strides(NamedTuple):
+    """Bytes from one token, and from one head, to the next."""
+
+    token: int
+    head: int
+
+
+class PlaneRows(NamedTuple):
+    """The rows of a copy in p consecutive planes with equal strides.
+
+    Attributes:
+        source_planes, target_planes: [p] addresses to which offsets are added.
+        segments: [m, 4], C-contiguous: offset at the source, offset at the target, tokens, bytes of a row.
+        source, target: strides on either side.
+        heads: rows of a token; 1 if the heads of a token are adjacent on both sides, and therefore one row.
+    """
+
+    source_planes: Numbers
+    target_planes: Numbers
+    segments: Numbers
+    source: Strides
+    target: Strides
+    heads: int
+
+    def join_tokens(self) -> None:
+        """Make one row of the tokens of each segment, if they are adjacent on both sides."""
+        if self.source.token == self.target.token == self.segments[0, 3]:
+            self.segments[:, 3] *= self.segments[:, 2]
+            self.segments[:, 2] = 1
+
+
+def plane_rows(source: View, target: View, tokens: tuple[int, int]) -> Iterator[PlaneRows]:
+    """Yield the rows of `tokens` for all runs of planes that both sides have. Checks nothing."""
+    found = _segments(source, target, source.rows(tokens))
+    for here in source.planes:
+        for there in target.planes:
+            first = max(here.first, there.first)
+            end = min(here.first + len(here.addresses), there.first + len(there.addresses))
+            if first >= end:
+                continue
+            heads, row_bytes = len(source.heads), source.row_bytes
+            if here.head_stride == there.head_stride == row_bytes:
+                heads, row_bytes = 1, row_bytes * heads
+            source_page, source_slot, target_page, target_slot, counts = found.T
+            segments = np.empty((len(found), 4), dtype=np.int64)
+            segments[:, 0] = source_page * here.page_stride + source_slot * here.token_stride
+            segments[:, 1] = target_page * there.page_stride + target_slot * there.token_stride
+            segments[:, 2], segments[:, 3] = counts, row_bytes
+            yield PlaneRows(
+                here.addresses[first - here.first : end - here.first] + source.heads.start * here.head_stride,
+                there.addresses[first - there.first : end - there.first] + target.heads.start * there.head_stride,
+                segments,
+                Strides(here.token_stride, here.head_stride),
+                Strides(there.token_stride, there.head_stride),
+                heads,
+            )
 
 
 def check_tokens(tokens: tuple[int, int], row_tokens: int) -> None:

@@ -9,27 +9,27 @@ enough, a tile lies in one page of either side, and each page id is one scalar; 
 tile loads its own. A packed side, [planes, rows, heads, row bytes] without gaps, has no pages: its `page_tokens` is 0.
 
 The grid is (tiles, heads of a row's own, planes), tiles of one row of tiles side by side. If `persistent`, it is any
-number of programs, which share the tiles in that order. The arguments, of which near is the source and far the target:
+number of programs, which share the tiles in that order. The arguments:
 
-    near, far: address of a table of planes, [plane, PLANE_FIELDS] int64 from the first chosen layer on: address, page
-        stride, token stride, head stride. If the side is packed: address of its first byte.
-    near_pages, far_pages: address of int32 page ids, the first one for the first wanted row; not read if the side is
-        packed.
-    near_token, far_token: of the first row of the first tile, counted from the beginning of the first page, or from
-        the first wanted row if the side is packed.
-    near_gap, far_gap: the pool's layers that are not chosen, between the planes of K and V; not read if the side is
-        packed.
-    near_head, far_head: the first chosen head; not read if the side is packed.
+    source, target: address of a table of planes, [plane, PLANE_FIELDS] int64 from the first chosen layer on: address,
+        page stride, token stride, head stride. If the side is packed: address of its first byte.
+    source_pages, target_pages: address of int32 page ids, the first one for the first wanted row; not read if the side
+        is packed.
+    source_token, target_token: of the first row of the first tile, counted from the beginning of the first page, or
+        from the first wanted row if the side is packed.
+    source_gap, target_gap: the pool's layers that are not chosen, between the planes of K and V; not read if the side
+        is packed.
+    source_head, target_head: the first chosen head; not read if the side is packed.
     layer_count: chosen layers.
     row_first, row_end: the wanted rows, counted from the first row of the first tile.
     row_units: units of a row.
     tile_count, own_heads, plane_count: tiles of one head, heads of a row's own, chosen planes.
-    tail_bytes: zeros and trailer behind a packed far side, below 128; 0: none are written.
+    tail_bytes: zeros and trailer behind a packed target, below 128; 0: none are written.
     word_0 to word_7: the trailer, 64-bit numbers in its order.
     unit_bytes: of a unit, 16, 8, 4, 2 or 1: all addresses and strides are multiples of it.
     word: integer type of a unit's size, at most 8 bytes: of a unit of 16 bytes, a thread moves two adjacent words.
     rows, columns: of a tile; columns are words.
-    near_page_tokens, far_page_tokens: tokens of a page, 0: packed; if `one_page`, `rows` divides both.
+    source_page_tokens, target_page_tokens: tokens of a page, 0: packed; if `one_page`, `rows` divides both.
     whole_rows: `columns` are all of a row.
     step: the type that holds every offset inside a tile, in words.
 """
@@ -54,8 +54,8 @@ def constants(tile: Tile, tuning: Tuning) -> dict[str, object]:
         "word": _WORDS[tile.word_bytes],
         "rows": tile.rows,
         "columns": tile.columns,
-        "near_page_tokens": tile.near_page_tokens,
-        "far_page_tokens": tile.far_page_tokens,
+        "source_page_tokens": tile.source_page_tokens,
+        "target_page_tokens": tile.target_page_tokens,
         "one_page": tile.one_page,
         "whole_rows": tile.whole_rows,
         "step": tl.int32 if tile.narrow else tl.int64,
@@ -105,7 +105,7 @@ def _locate(
     All rows share one base of 64 bits, since a 64-bit product for each row would cost more than its copy.
 
     Args: the kernel's, and
-        side: (near, near_pages, near_token, near_gap, near_head), or those of the other side.
+        side: (source, source_pages, source_token, source_gap, source_head), or those of the target.
         chosen: (plane, own_head, own_heads, layer_count, row_count, row_words).
         at: of the tile's first row, counted from the first row of the first tile.
         meant: mask of the wanted rows; the others are in no page.
@@ -158,16 +158,16 @@ def _write_tail(end: tl.tensor, tail_bytes: tl.tensor, words: tl.tuple) -> None:
 # No value that differs from call to call may specialize the kernel: compiling one takes a second.
 @triton.jit(do_not_specialize=tuple(range(sum(ARGUMENTS))))  # type: ignore[untyped-decorator]  # Triton has no types
 def copy_kernel(
-    near: tl.int64,
-    near_pages: tl.int64,
-    far: tl.int64,
-    far_pages: tl.int64,
-    near_token: tl.int32,
-    far_token: tl.int32,
-    near_gap: tl.int32,
-    far_gap: tl.int32,
-    near_head: tl.int32,
-    far_head: tl.int32,
+    source: tl.int64,
+    source_pages: tl.int64,
+    target: tl.int64,
+    target_pages: tl.int64,
+    source_token: tl.int32,
+    target_token: tl.int32,
+    source_gap: tl.int32,
+    target_gap: tl.int32,
+    source_head: tl.int32,
+    target_head: tl.int32,
     layer_count: tl.int32,
     row_first: tl.int32,
     row_end: tl.int32,
@@ -188,8 +188,8 @@ def copy_kernel(
     word: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
-    near_page_tokens: tl.constexpr,
-    far_page_tokens: tl.constexpr,
+    source_page_tokens: tl.constexpr,
+    target_page_tokens: tl.constexpr,
     one_page: tl.constexpr,
     whole_rows: tl.constexpr,
     step: tl.constexpr,
@@ -208,17 +208,19 @@ def copy_kernel(
         row = at + tl.arange(0, rows)
         meant = (row >= row_first) & (row < row_end)
         chosen = (plane, own_head, own_heads, layer_count, row_count, row_words)
-        near_side = (near, near_pages, near_token, near_gap, near_head)
-        far_side = (far, far_pages, far_token, far_gap, far_head)
-        source, near_row = _locate(
-            near_side, chosen, at, meant, unit_bytes, word, rows, near_page_tokens, one_page, step
+        source_side = (source, source_pages, source_token, source_gap, source_head)
+        target_side = (target, target_pages, target_token, target_gap, target_head)
+        source_at, source_row = _locate(
+            source_side, chosen, at, meant, unit_bytes, word, rows, source_page_tokens, one_page, step
         )
-        target, far_row = _locate(far_side, chosen, at, meant, unit_bytes, word, rows, far_page_tokens, one_page, step)
+        target_at, target_row = _locate(
+            target_side, chosen, at, meant, unit_bytes, word, rows, target_page_tokens, one_page, step
+        )
         mask = meant[:, None] & (column < row_words)[None, :]
-        words = tl.load(source + (near_row[:, None] + column[None, :]), mask=mask)
-        tl.store(target + (far_row[:, None] + column[None, :]), words, mask=mask)
-    if far_page_tokens == 0:  # noqa: SIM102 - decided when it is compiled
+        words = tl.load(source_at + (source_row[:, None] + column[None, :]), mask=mask)
+        tl.store(target_at + (target_row[:, None] + column[None, :]), words, mask=mask)
+    if target_page_tokens == 0:  # noqa: SIM102 - decided when it is compiled
         if tl.program_id(0) + tl.program_id(1) + tl.program_id(2) == 0:
             payload_bytes = plane_count.to(tl.int64) * row_count * own_heads * row_units * unit_bytes
             trailer = (word_0, word_1, word_2, word_3, word_4, word_5, word_6, word_7)
-            _write_tail(far.to(tl.int64) + payload_bytes, tail_bytes, trailer)
+            _write_tail(target.to(tl.int64) + payload_bytes, tail_bytes, trailer)

@@ -13,14 +13,24 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
-
 import numpy as np
 
 from longshore_agent.errors import ShapeError
-from longshore_agent.kernels.copier import Copy, Numbers, Pages, Slab, Ticket, View, check_fit, segments, slab_view
+from longshore_agent.kernels.copier import (
+    Copy,
+    Numbers,
+    Pages,
+    PlaneRows,
+    Slab,
+    Strides,
+    Ticket,
+    View,
+    check_fit,
+    plane_rows,
+    slab_view,
+)
 from longshore_agent.memory.host_memory import StagingBuffer
-from longshore_agent.memory.pools import KVPool, PlaneRun
+from longshore_agent.memory.pools import KVPool
 from longshore_wire.trailer import TRAILER_BYTES, SealedTrailer, aligned, slab_bytes
 
 
@@ -116,10 +126,8 @@ def copy_rows(source: View, target: View, tokens: tuple[int, int], trailer: Seal
         tail = b"" if trailer is None else _tail(trailer, target, payload)
         # Pages need not be in our cache: an engine reads them, in another process and later.
         stream = target.slab is None or payload > _CACHED_BYTES_MAX
-        found = segments(source, target, chosen)
-        for near in source.planes:
-            for far in target.planes:
-                _copy_planes(source, target, near, far, found, stream=stream)
+        for rows in plane_rows(source, target, tokens):
+            _copy_planes(rows, stream=stream)
         if tail:
             assert target.slab is not None
             target.slab[payload : payload + len(tail)] = np.frombuffer(tail, dtype=np.uint8)
@@ -135,38 +143,15 @@ def _tail(trailer: SealedTrailer, target: View, payload: int) -> bytes:
     return bytes(aligned(payload) - payload) + trailer.data
 
 
-def _copy_planes(source: View, target: View, near: PlaneRun, far: PlaneRun, found: Numbers, *, stream: bool) -> None:
-    """Copy the planes that both runs have."""
-    first = max(near.first, far.first)
-    end = min(near.first + len(near.addresses), far.first + len(far.addresses))
-    if first >= end:
-        return
-    source_planes = near.addresses[first - near.first : end - near.first] + source.heads.start * near.head_stride
-    target_planes = far.addresses[first - far.first : end - far.first] + target.heads.start * far.head_stride
-    heads, row = len(source.heads), source.row_bytes
-    if near.head_stride == far.head_stride == row:
-        heads, row = 1, row * heads
-    source_page, source_slot, target_page, target_slot, counts = found.T
-    places = np.empty((len(found), 4), dtype=np.int64)
-    places[:, 0] = source_page * near.page_stride + source_slot * near.token_stride
-    places[:, 1] = target_page * far.page_stride + target_slot * far.token_stride
-    if heads == 1 and near.token_stride == far.token_stride == row:
-        places[:, 2], places[:, 3] = 1, counts * row
-    else:
-        places[:, 2], places[:, 3] = counts, row
+def _copy_planes(rows: PlaneRows, *, stream: bool) -> None:
+    _, target_planes, segments, _, target, heads = rows
+    if heads == 1:
+        rows.join_tokens()
     if stream:
-        bits = int(np.bitwise_or.reduce(target_planes)) | int(np.bitwise_or.reduce(places[:, 1]))
-        bits |= int(np.bitwise_or.reduce(places[:, 3])) | far.token_stride | (far.head_stride if heads > 1 else 0)
+        bits = int(np.bitwise_or.reduce(target_planes)) | int(np.bitwise_or.reduce(segments[:, 1]))
+        bits |= int(np.bitwise_or.reduce(segments[:, 3])) | target.token | (target.head if heads > 1 else 0)
         stream = bits % LINE_BYTES == 0
-    copy_addresses(
-        source_planes,
-        target_planes,
-        places,
-        Strides(near.token_stride, near.head_stride),
-        Strides(far.token_stride, far.head_stride),
-        heads,
-        stream=stream,
-    )
+    copy_addresses(rows, stream=stream)
 
 
 # A streaming store writes one cache line. Rows and strides of other sizes are copied by memcpy.
@@ -334,33 +319,14 @@ end:
 )
 
 
-class Strides(NamedTuple):
-    """Bytes from one token, and from one head, to the next."""
-
-    token: int
-    head: int
-
-
-def copy_addresses(
-    source_planes: Numbers,
-    target_planes: Numbers,
-    segments: Numbers,
-    source: Strides,
-    target: Strides,
-    heads: int,
-    *,
-    stream: bool,
-) -> None:
+def copy_addresses(rows: PlaneRows, *, stream: bool) -> None:
     """Copy all rows of all planes. Checks nothing: a wrong address ends the process. Releases the GIL.
 
     Args:
-        source_planes, target_planes: [p], p >= 1, addresses to which offsets are added.
-        segments: [s, 4], s >= 1, C-contiguous: offset at the source, offset at the target, tokens (>= 1), bytes of a
-            row (>= 1).
-        source, target: strides on either side.
-        heads: rows of a token, >= 1.
+        rows: at least one plane, one segment, and one token and one byte in each segment.
         stream: use streaming stores; every address that is written, and every row, must be a multiple of LINE_BYTES.
     """
+    source_planes, target_planes, segments, source, target, heads = rows
     if stream and heads == 1 and (unit := _run_unit(segments)):
         segments = np.column_stack([segments[:, :2], segments[:, 3] // unit, np.full(len(segments), unit)])
         source = target = Strides(unit, 0)

@@ -158,11 +158,11 @@ class DeviceCopier:
             stream = self._scatters
         else:
             stream = self._gathers if isinstance(target, Slab) else self._directs
-        near = source if isinstance(source, Slab) else self._held_of(source, stream, to_write=False)
-        far = target if isinstance(target, Slab) else self._held_of(target, stream, to_write=True)
+        source_place = source if isinstance(source, Slab) else self._held_of(source, stream, to_write=False)
+        target_place = target if isinstance(target, Slab) else self._held_of(target, stream, to_write=True)
         held: list[HeldPages] = []
         try:
-            for side in (near, far):
+            for side in (source_place, target_place):
                 if isinstance(side, HeldPages):
                     side.pool.hold()
                     held.append(side)
@@ -171,8 +171,8 @@ class DeviceCopier:
                 # Take the event before the launch: without one, no launch may run, since its end could not be seen.
                 event = self._events.pop() if self._events else cuda.Event(self._driver)
                 try:
-                    place = None if accepts is None else self._read_trailer(near)
-                    bound.queue(near, far, tokens, trailer)
+                    place = None if accepts is None else self._read_trailer(source_place)
+                    bound.queue(source_place, target_place, tokens, trailer)
                 except LongshoreError:
                     # Nothing was launched. The device may still write to `place`, so no copy uses that again.
                     self.take_back(event, None)

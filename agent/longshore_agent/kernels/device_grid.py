@@ -56,8 +56,8 @@ class Tile:
     word_bytes: int
     rows: int
     columns: int
-    near_page_tokens: int
-    far_page_tokens: int
+    source_page_tokens: int
+    target_page_tokens: int
     one_page: bool
     whole_rows: bool
     narrow: bool

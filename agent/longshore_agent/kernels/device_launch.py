@@ -236,9 +236,9 @@ class BoundCopy:
         self._tuning = tuning or TUNINGS[isinstance(source, Slab), isinstance(target, Slab)]
         self._grid = _grid(sides, tokens, self._tuning)
         self._sides = [_bound_side(*each) for each in zip(("source", "target"), sides, strict=True)]
-        near, far = (_place_in_pages(side, tokens, self._grid.counts[0]) for side in sides)
+        places = (_place_in_pages(side, tokens, self._grid.counts[0]) for side in sides)
         self._same = (
-            *(number for pair in zip(near, far, strict=True) for number in pair),
+            *(number for pair in zip(*places, strict=True) for number in pair),
             len(views[0].layers),
             *self._grid.counts,
         )
@@ -286,10 +286,10 @@ class BoundCopy:
                     f"trailer.payload_bytes is {trailer.payload_bytes}: the target is a slab of {self._payload_bytes} bytes"
                 )
             tail = (self._tail_bytes, *_TRAILER_WORDS.unpack(trailer.data))
-        near, near_ids = self._placed(self._sides[0], source, tokens, 0)
-        far, far_ids = self._placed(self._sides[1], target, tokens, tail[0])
+        source_at, source_ids = self._placed(self._sides[0], source, tokens, 0)
+        target_at, target_ids = self._placed(self._sides[1], target, tokens, tail[0])
         launch = self._launch or self.prepare()
-        launch(near, near_ids, far, far_ids, *self._same, *tail)
+        launch(source_at, source_ids, target_at, target_ids, *self._same, *tail)
 
     def _placed(self, side: _BoundSide, place: Place, tokens: tuple[int, int], tail_bytes: int) -> tuple[int, int]:
         """Return the addresses of a side's planes or slab, and of its first page id."""
@@ -350,8 +350,8 @@ def _grid(sides: tuple[Side, Side], tokens: tuple[int, int], tuning: Tuning) -> 
     unit_bytes = unit_of(functools.reduce(operator.or_, [*(table.bits for _, table in paged), *addresses]))
     # Bytes from one token to the next: the stride in pages, all heads of a token in a slab.
     steps = [*(table.token_stride_max for _, table in paged), *(row_bytes * own_heads for _ in slabs)]
-    near, far = (0 if isinstance(side, Slab) else side.view.page_rows for side in sides)
-    tile = choose_tile(unit_bytes, row_bytes, max(steps), (near, far), tuning.tile_bytes)
+    source_page, target_page = (0 if isinstance(side, Slab) else side.view.page_rows for side in sides)
+    tile = choose_tile(unit_bytes, row_bytes, max(steps), (source_page, target_page), tuning.tile_bytes)
     first, end = view.rows(tokens)
     # If tiles lie in one page, they begin at the same rows of pages on both sides.
     slot = max(first % side.view.page_rows for side in paged)

@@ -280,10 +280,10 @@ def reached_by_all(name: str) -> bool:
     for index in range(count.value):
         reaches = ctypes.c_int(1)
         if index != target:
-            near, far = ctypes.c_int(), ctypes.c_int()
-            call("cuDeviceGet", ctypes.byref(near), index)
-            call("cuDeviceGet", ctypes.byref(far), target)
-            call("cuDeviceCanAccessPeer", ctypes.byref(reaches), near.value, far.value)
+            writer, written = ctypes.c_int(), ctypes.c_int()
+            call("cuDeviceGet", ctypes.byref(writer), index)
+            call("cuDeviceGet", ctypes.byref(written), target)
+            call("cuDeviceCanAccessPeer", ctypes.byref(reaches), writer.value, written.value)
         if not reaches.value:
             return False
     return True

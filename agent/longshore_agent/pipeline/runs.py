@@ -7,12 +7,13 @@ piece a page.
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import numpy.typing as npt
 
-from longshore_agent.kernels.copier import Numbers, View, segments
+from longshore_agent.kernels.copier import PlaneRows, View, plane_rows
 from longshore_agent.memory.host_memory import StagingPieces
-from longshore_agent.memory.pools import PlaneRun
 from longshore_agent.transports.base import Pieces
 from longshore_wire.peer_messages import RegionInfo
 
@@ -26,61 +27,34 @@ def runs(source: View, target: View, tokens: tuple[int, int]) -> Pieces:
         source, target: pages of either side, with equally many layers and heads.
         tokens: (first, end) in the sequence, inside the pages of both sides.
     """
-    found = segments(source, target, source.rows(tokens))
-    parts = [
-        part
-        for near in source.planes
-        for far in target.planes
-        for part in _plane_runs(source, target, near, far, found)
+    found = list(map(_pieces_of, plane_rows(source, target, tokens)))
+    return Pieces(*_merge(*(np.concatenate(each) for each in zip(*found, strict=True))))
+
+
+def _pieces_of(rows: PlaneRows) -> tuple[Addresses, Addresses, Addresses]:
+    """Return source, target and length of each row in all planes."""
+    rows.join_tokens()
+    source_at, target_at, counts, lengths = (column[:, None, None] for column in rows.segments.T)
+    head = np.arange(rows.heads, dtype=np.int64)[None, :, None]
+    token = np.arange(counts.max(initial=1), dtype=np.int64)
+    wanted = np.broadcast_to(token < counts, (len(counts), rows.heads, len(token)))
+    offsets = [
+        (at + head * strides.head + token * strides.token)[wanted]
+        for at, strides in ((source_at, rows.source), (target_at, rows.target))
     ]
-    return Pieces(*_merge(*(np.concatenate([part[index] for part in parts]) for index in range(3))))
+    sources, targets = (
+        (planes[:, None] + offset).astype(np.uint64).ravel()
+        for planes, offset in zip((rows.source_planes, rows.target_planes), offsets, strict=True)
+    )
+    length = np.broadcast_to(lengths, wanted.shape)[wanted].astype(np.uint64)
+    return sources, targets, np.tile(length, len(rows.source_planes))
 
 
-def _plane_runs(
-    source: View, target: View, near: PlaneRun, far: PlaneRun, found: Numbers
-) -> list[tuple[Addresses, Addresses, Addresses]]:
-    """Return the runs of each plane that both sides have."""
-    first = max(near.first, far.first)
-    end = min(near.first + len(near.addresses), far.first + len(far.addresses))
-    if first >= end:
-        return []
-    row, heads = source.row_bytes, len(source.heads)
-    if near.head_stride == far.head_stride == row:
-        # All heads of a token lie side by side on both sides: they are one row.
-        row, heads = row * heads, 1
-    head_steps = np.arange(heads, dtype=np.int64)
-    count = int(found[:, 4].max(initial=1))
-    lengths = np.full(len(found), row, dtype=np.int64)
-    if near.token_stride == far.token_stride == row:
-        # Tokens of a page lie side by side on both sides: a segment is one row.
-        lengths, count = found[:, 4] * row, 1
-    row_steps = np.arange(count, dtype=np.int64)
-    shape = (len(found), heads, count)
-    slot_near = found[:, 1, None, None] + row_steps
-    slot_far = found[:, 3, None, None] + row_steps
-    at_near = found[:, 0, None, None] * near.page_stride + slot_near * near.token_stride
-    at_far = found[:, 2, None, None] * far.page_stride + slot_far * far.token_stride
-    at_near = at_near + (source.heads.start + head_steps[None, :, None]) * near.head_stride
-    at_far = at_far + (target.heads.start + head_steps[None, :, None]) * far.head_stride
-    length = np.broadcast_to(lengths[:, None, None], shape)
-    wanted = np.broadcast_to(row_steps < found[:, 4, None, None], shape)
-    return [
-        (
-            (near.addresses[plane - near.first] + at_near)[wanted].astype(np.uint64),
-            (far.addresses[plane - far.first] + at_far)[wanted].astype(np.uint64),
-            length[wanted].astype(np.uint64),
-        )
-        for plane in range(first, end)
-    ]
-
-
-def _merge(near: Addresses, far: Addresses, lengths: Addresses) -> tuple[Addresses, Addresses, Addresses]:
-    """Merge runs that follow each other on both sides."""
-    if not len(near):
-        return near, far, lengths
-    follows = (near[1:] == near[:-1] + lengths[:-1]) & (far[1:] == far[:-1] + lengths[:-1])
+def _merge(sources: Addresses, targets: Addresses, lengths: Addresses) -> tuple[Addresses, Addresses, Addresses]:
+    """Merge pieces that follow each other on both sides."""
+    follows = (sources[1:] == sources[:-1] + lengths[:-1]) & (targets[1:] == targets[:-1] + lengths[:-1])
     heads = np.flatnonzero(np.concatenate([[True], ~follows]))
-    return near[heads], far[heads], np.add.reduceat(lengths, heads)
+    return sources[heads], targets[heads], np.add.reduceat(lengths, heads)
 
 
 def cut(buffer: StagingPieces, begin_bytes: int, ring: RegionInfo, offset_bytes: int, length_bytes: int) -> Pieces:
@@ -98,10 +72,7 @@ def cut(buffer: StagingPieces, begin_bytes: int, ring: RegionInfo, offset_bytes:
     extent = ring.extent_bytes or ring.length_bytes
     cuts = {0, length_bytes}
     cuts.update(range(extent - offset_bytes % extent, length_bytes, extent))
-    near = 0
-    for _, piece_bytes in pieces:
-        near += piece_bytes
-        cuts.add(near)
+    cuts.update(itertools.accumulate(piece_bytes for _, piece_bytes in pieces))
     edges = np.array(sorted(cuts), dtype=np.uint64)
     starts, lengths = edges[:-1], np.diff(edges)
     sources, targets = starts + np.uint64(buffer.address + begin_bytes), starts + np.uint64(ring.address + offset_bytes)

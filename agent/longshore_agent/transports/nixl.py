@@ -224,12 +224,12 @@ class NixlTransport(Connected[NixlPeer]):
         assert len(sources) == len(targets) == len(lengths) >= 1
         with self._outbox_lock:
             known = self._peer(peer)
-            near = rows_of(sources, lengths, self._device_index)
-            far = rows_of(targets, lengths, known.device_index)
+            local = rows_of(sources, lengths, self._device_index)
+            remote = rows_of(targets, lengths, known.device_index)
             with self._ours(f"NIXL cannot prepare {len(sources)} pieces for peer {peer!r}"):
                 lists = (
-                    self._outbox.prep_xfer_dlist("NIXL_INIT_AGENT", *near),
-                    self._outbox.prep_xfer_dlist(known.nixl_name, *far),
+                    self._outbox.prep_xfer_dlist("NIXL_INIT_AGENT", *local),
+                    self._outbox.prep_xfer_dlist(known.nixl_name, *remote),
                 )
             return PreparedList(known.life, lists)
 
@@ -334,18 +334,18 @@ class NixlTransport(Connected[NixlPeer]):
     def _handle(self, peer: NixlPeer, pieces: Pieces | Part, notice: bytes) -> Any:
         """Return NIXL's handle of a write that has not begun. Called with the outbox's lock."""
         if isinstance(pieces, Part):
-            near, far = self._content(pieces.prepared, peer)
+            local, remote = self._content(pieces.prepared, peer)
             indices = pieces.indices
             with self._ours(f"NIXL refuses {len(indices)} prepared pieces for peer {peer.name!r}"):
-                return self._outbox.make_prepped_xfer("WRITE", near, indices, far, indices, notice)
+                return self._outbox.make_prepped_xfer("WRITE", local, indices, remote, indices, notice)
         sources, targets, lengths = pieces
         assert len(sources) == len(targets) == len(lengths) >= 1
         with self._ours(
             f"NIXL refuses {len(sources)} pieces for peer {peer.name!r} (is the memory registered on both sides?)"
         ):
-            near = self._outbox.get_xfer_descs(*rows_of(sources, lengths, self._device_index))
-            far = self._outbox.get_xfer_descs(*rows_of(targets, lengths, peer.device_index))
-            return self._outbox.initialize_xfer("WRITE", near, far, peer.nixl_name, notice)
+            local = self._outbox.get_xfer_descs(*rows_of(sources, lengths, self._device_index))
+            remote = self._outbox.get_xfer_descs(*rows_of(targets, lengths, peer.device_index))
+            return self._outbox.initialize_xfer("WRITE", local, remote, peer.nixl_name, notice)
 
     def _begin(self, write: NixlWrite) -> None:
         """Start a draft. Called with the gate."""

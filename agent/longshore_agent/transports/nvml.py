@@ -45,9 +45,9 @@ def joined_by_nvlink(one: str, other: str) -> bool:
         return False
     try:
         library = _library()
-        near, far = _handle(library, one), _handle(library, other)
+        handles = _handle(library, one), _handle(library, other)
         status = ctypes.c_int()
-        _call(library, "nvmlDeviceGetP2PStatus", near, far, _CAPS_INDEX_NVLINK, ctypes.byref(status))
+        _call(library, "nvmlDeviceGetP2PStatus", *handles, _CAPS_INDEX_NVLINK, ctypes.byref(status))
     except _NoAnswerError as error:
         _log.info("whether NVLink joins %s and %s is not known: %s", one, other, error)
         return False
