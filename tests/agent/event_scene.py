@@ -9,10 +9,10 @@ from fake_device import TRAILER_KEY, FakeDevice, FakeTransport
 from longshore_agent.memory.host_memory import StagingPieces
 from longshore_agent.pipeline.life import InboundTools, LaneCounts, OutboundTools
 from longshore_agent.pipeline.runners import COPIES_AHEAD_MAX, DIRECT_COPIES_MAX, WRITES_OPEN_MAX, EventRunner
-from longshore_agent.pipeline.slabs import Ends, StageLog
+from longshore_agent.pipeline.slabs import Ends
 from longshore_agent.pipeline.waits import Gate, StagingMemory
 from longshore_agent.status.metrics import Metrics
-from longshore_agent.status.spans import SpanRecorder
+from longshore_agent.status.spans import SpanRecorder, StageLog
 
 BASE = 1 << 30
 HOUR_NS = 3600 * 10**9

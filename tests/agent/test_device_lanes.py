@@ -15,7 +15,8 @@ from fake_device import PEER, RING, FakeWrite, outbound_slab
 
 from longshore_agent.errors import DeviceError, MemoryLostError
 from longshore_agent.pipeline import life
-from longshore_agent.pipeline.slabs import ProbeEnd, StageLog, WireProbe
+from longshore_agent.pipeline.slabs import ProbeEnd, WireProbe
+from longshore_agent.status.spans import StageLog
 from longshore_agent.transports.base import Pieces, WriteState
 from longshore_agent.worker.parts import lanes_bytes
 from longshore_wire.plan import Way

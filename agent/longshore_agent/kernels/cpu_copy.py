@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
+
 import numpy as np
 
 from longshore_agent.errors import ShapeError

@@ -25,18 +25,19 @@ import numpy.typing as npt
 from longshore_agent.errors import TransportError
 from longshore_agent.kernels.copier import Copier, Copy, Slab
 from longshore_agent.memory.host_memory import StagingPieces
-from longshore_agent.pipeline.runs import cut, runs
 from longshore_agent.pipeline.slabs import (
     InboundEnd,
     InboundSlab,
     OutboundEnd,
     OutboundSlab,
     Stage,
-    StageLog,
     dropped,
+    pieces_in_place,
+    staged_pieces,
     trailer_of,
 )
 from longshore_agent.pipeline.waits import Compiled, Copied, Gate, Now, StagingMemory, Until, Wait, Written
+from longshore_agent.status.spans import StageLog
 from longshore_agent.transports.base import Part, Transport, Write
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.plan import Way
@@ -144,7 +145,7 @@ def _staged(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
     write: Write | None = None
     error = ""
     try:
-        pieces = cut(memory.buffer, region.offset_bytes, slab.ring, effect.offset_bytes, space.length_bytes)
+        pieces = staged_pieces(memory.buffer, region.offset_bytes, slab.ring, effect.offset_bytes, space.length_bytes)
         write = transport.draft(slab.peer_name, pieces, slab.notice())
         tools.log.count("longshore_write_pieces_total", len(pieces.lengths), way="staged")
     except TransportError as refused:
@@ -211,7 +212,7 @@ def _in_place(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
     error, settled = "", True
     try:
         with slab.pool.in_use():
-            pieces = runs(slab.source(), slab.remote_target(), slab.effect.tokens)
+            pieces = pieces_in_place(slab.source(), slab.remote_target(), slab.effect.tokens)
             count = len(pieces.lengths)
             tools.log.count("longshore_write_pieces_total", count, way=way)
             prepared = transport.prepare(slab.peer_name, pieces)

@@ -26,12 +26,12 @@ from longshore_agent.pipeline.slabs import (
     OutboundSlab,
     ProbeEnd,
     Stage,
-    StageLog,
     WireProbe,
     still_wanted,
 )
 from longshore_agent.pipeline.waits import Compiled, Copied, Gate, Now, Wait, Written
 from longshore_agent.status.snapshot import LaneStatus
+from longshore_agent.status.spans import StageLog
 from longshore_wire.names import UNKNOWN_WIRE
 from longshore_wire.plan import Way
 

@@ -1,23 +1,24 @@
-"""Defines slabs, their ends, and the log of their stages: what the control thread and the pipeline give each other.
+"""Defines slabs and their ends, which the control thread and the pipeline give each other, and the pieces of their writes.
 
 Used by `worker.moving`, `life` and `runners`. Only the control thread sets `cancelled`, and it may do so at any time.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from longshore_agent.kernels.copier import Pages, View, pool_view, remote_view
+from longshore_agent.kernels.copier import Pages, PlaneRows, View, plane_rows, pool_view, remote_view
+from longshore_agent.memory.host_memory import StagingPieces
 from longshore_agent.memory.pools import KVPool
-from longshore_agent.status.metrics import Metrics
-from longshore_agent.status.spans import SpanRecorder
+from longshore_agent.transports.base import Pieces
 from longshore_wire.effects import PeerId, StartScatter, StartWrite
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout
@@ -25,8 +26,7 @@ from longshore_wire.peer_messages import PEER, PoolInfo, RegionInfo, SlabReady
 from longshore_wire.plan import Pair
 from longshore_wire.trailer import SealedTrailer, Trailer
 
-# When so many records are pending, each new one first writes the oldest.
-_PENDING_MAX = 4096
+Addresses = npt.NDArray[np.uint64]
 
 
 def page_ids(packed: bytes) -> Pages:
@@ -273,63 +273,65 @@ def still_wanted(slabs: Iterable[OutboundSlab], put: Callable[[OutboundEnd], Non
     return kept
 
 
-class _Span(NamedTuple):
-    stage: str
-    effect: StartWrite | StartScatter
-    lane: int
-    start_ns: int
-    end_ns: int
+def pieces_in_place(source: View, target: View, tokens: tuple[int, int]) -> Pieces:
+    """Return the pieces that bring `tokens` from the source's pages to the target's.
 
-
-class _Count(NamedTuple):
-    name: str
-    value: int
-    labels: dict[str, str | int]
-
-
-class StageLog:
-    """See the module.
+    If both sides hold the same heads in the same order, each page is one piece; otherwise a piece is one head slice of
+    one token, or less. Adjacent pieces are merged, so do not count on one piece a page.
 
     Args:
-        deferred: True: keep records until `write_one`; one thread may use the log. False: write each at once, from any
-            thread.
+        source, target: pages of either side, with equally many layers and heads.
+        tokens: (first, end) in the sequence, inside the pages of both sides.
     """
+    found = list(map(_pieces_of, plane_rows(source, target, tokens)))
+    return Pieces(*_merge(*(np.concatenate(each) for each in zip(*found, strict=True))))
 
-    def __init__(self, metrics: Metrics, spans: SpanRecorder, *, deferred: bool) -> None:
-        self._metrics = metrics
-        self._spans = spans
-        self._pending_max = _PENDING_MAX if deferred else 0
-        self._pending: deque[_Span | _Count] = deque()
 
-    def __len__(self) -> int:
-        return len(self._pending)
+def _pieces_of(rows: PlaneRows) -> tuple[Addresses, Addresses, Addresses]:
+    """Return source, target and length of each row in all planes."""
+    rows.join_tokens()
+    source_at, target_at, counts, lengths = (column[:, None, None] for column in rows.segments.T)
+    head = np.arange(rows.heads, dtype=np.int64)[None, :, None]
+    token = np.arange(counts.max(initial=1), dtype=np.int64)
+    wanted = np.broadcast_to(token < counts, (len(counts), rows.heads, len(token)))
+    offsets = [
+        (at + head * strides.head + token * strides.token)[wanted]
+        for at, strides in ((source_at, rows.source), (target_at, rows.target))
+    ]
+    sources, targets = (
+        (planes[:, None] + offset).astype(np.uint64).ravel()
+        for planes, offset in zip((rows.source_planes, rows.target_planes), offsets, strict=True)
+    )
+    length = np.broadcast_to(lengths, wanted.shape)[wanted].astype(np.uint64)
+    return sources, targets, np.tile(length, len(rows.source_planes))
 
-    def stage(self, stage: str, effect: StartWrite | StartScatter, lane: int, start_ns: int, end_ns: int) -> None:
-        """Record that a slab was in `stage` from `start_ns` to `end_ns` (time.monotonic_ns)."""
-        self._keep(_Span(stage, effect, lane, start_ns, end_ns))
 
-    def count(self, name: str, value: int = 1, **labels: str | int) -> None:
-        """Add `value` to a counter."""
-        self._keep(_Count(name, value, labels))
+def _merge(sources: Addresses, targets: Addresses, lengths: Addresses) -> tuple[Addresses, Addresses, Addresses]:
+    """Merge pieces that follow each other on both sides."""
+    follows = (sources[1:] == sources[:-1] + lengths[:-1]) & (targets[1:] == targets[:-1] + lengths[:-1])
+    heads = np.flatnonzero(np.concatenate([[True], ~follows]))
+    return sources[heads], targets[heads], np.add.reduceat(lengths, heads)
 
-    def write_one(self) -> None:
-        """Write the oldest pending record. It writes only one, so that a thread can check for new work in between."""
-        if self._pending:
-            self._write(self._pending.popleft())
 
-    def _keep(self, record: _Span | _Count) -> None:
-        if not self._pending_max:
-            self._write(record)
-            return
-        if len(self._pending) >= self._pending_max:
-            self.write_one()
-        self._pending.append(record)
+def staged_pieces(
+    buffer: StagingPieces, begin_bytes: int, ring: RegionInfo, offset_bytes: int, length_bytes: int
+) -> Pieces:
+    """Return the pieces of a staged slab's write, cut where a registration of either side ends. Mostly it is one.
 
-    def _write(self, record: _Span | _Count) -> None:
-        if isinstance(record, _Count):
-            self._metrics.add(record.name, record.value, **record.labels)
-            return
-        stage, effect, lane, start_ns, end_ns = record
-        self._spans.record(stage, effect.pair, effect.slab, lane, start_ns, end_ns)
-        self._metrics.observe("longshore_stage_seconds", (end_ns - start_ns) / 1e9, stage=stage)
-        self._metrics.add("longshore_stage_bytes_total", effect.payload_bytes, stage=stage)
+    Args:
+        buffer: staging memory of the source.
+        begin_bytes: offset of the slab in `buffer`.
+        offset_bytes: offset of the slab in the target's ring.
+        length_bytes: of payload and trailer.
+    """
+    pieces = buffer.pieces(begin_bytes, length_bytes)
+    if len(pieces) == 1 and not ring.extent_bytes:
+        return Pieces.one(buffer.address + begin_bytes, ring.address + offset_bytes, length_bytes)
+    extent = ring.extent_bytes or ring.length_bytes
+    cuts = {0, length_bytes}
+    cuts.update(range(extent - offset_bytes % extent, length_bytes, extent))
+    cuts.update(itertools.accumulate(piece_bytes for _, piece_bytes in pieces))
+    edges = np.array(sorted(cuts), dtype=np.uint64)
+    starts, lengths = edges[:-1], np.diff(edges)
+    sources, targets = starts + np.uint64(buffer.address + begin_bytes), starts + np.uint64(ring.address + offset_bytes)
+    return Pieces(sources, targets, lengths)

@@ -1,15 +1,22 @@
-"""Records the newest spans of the data path's stages in one worker.
+"""Records the stages of slabs in one worker: the newest spans, and the metrics of each stage.
 
-Lanes, scatter threads and the control thread record spans; the status page and tests read them.
+Lanes, scatter threads and the control thread record stages; the status page and tests read the spans.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
+from typing import NamedTuple
 
 import msgspec
 
+from longshore_agent.status.metrics import Metrics
+from longshore_wire.effects import StartScatter, StartWrite
 from longshore_wire.peer_messages import PairKey
+
+# When so many records are pending, each new one first writes the oldest.
+_PENDING_MAX = 4096
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -93,3 +100,65 @@ def _ordered(found: list[tuple[str, PairKey, int, int, int, int]], limit: int) -
         )
         for stage, pair, slab, lane, start_ns, end_ns in found[-limit:]
     )
+
+
+class _Span(NamedTuple):
+    stage: str
+    effect: StartWrite | StartScatter
+    lane: int
+    start_ns: int
+    end_ns: int
+
+
+class _Count(NamedTuple):
+    name: str
+    value: int
+    labels: dict[str, str | int]
+
+
+class StageLog:
+    """Records the stages of slabs and counts them in the metrics.
+
+    Args:
+        deferred: True: keep records until `write_one`; one thread may use the log. False: write each at once, from any
+            thread.
+    """
+
+    def __init__(self, metrics: Metrics, spans: SpanRecorder, *, deferred: bool) -> None:
+        self._metrics = metrics
+        self._spans = spans
+        self._pending_max = _PENDING_MAX if deferred else 0
+        self._pending: deque[_Span | _Count] = deque()
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def stage(self, stage: str, effect: StartWrite | StartScatter, lane: int, start_ns: int, end_ns: int) -> None:
+        """Record that a slab was in `stage` from `start_ns` to `end_ns` (time.monotonic_ns)."""
+        self._keep(_Span(stage, effect, lane, start_ns, end_ns))
+
+    def count(self, name: str, value: int = 1, **labels: str | int) -> None:
+        """Add `value` to a counter."""
+        self._keep(_Count(name, value, labels))
+
+    def write_one(self) -> None:
+        """Write the oldest pending record. It writes only one, so that a thread can check for new work in between."""
+        if self._pending:
+            self._write(self._pending.popleft())
+
+    def _keep(self, record: _Span | _Count) -> None:
+        if not self._pending_max:
+            self._write(record)
+            return
+        if len(self._pending) >= self._pending_max:
+            self.write_one()
+        self._pending.append(record)
+
+    def _write(self, record: _Span | _Count) -> None:
+        if isinstance(record, _Count):
+            self._metrics.add(record.name, record.value, **record.labels)
+            return
+        stage, effect, lane, start_ns, end_ns = record
+        self._spans.record(stage, effect.pair, effect.slab, lane, start_ns, end_ns)
+        self._metrics.observe("longshore_stage_seconds", (end_ns - start_ns) / 1e9, stage=stage)
+        self._metrics.add("longshore_stage_bytes_total", effect.payload_bytes, stage=stage)

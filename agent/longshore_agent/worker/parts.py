@@ -21,10 +21,10 @@ from longshore_agent.pipeline.runners import (
     Runner,
     ThreadRunner,
 )
-from longshore_agent.pipeline.slabs import Ends, StageLog
+from longshore_agent.pipeline.slabs import Ends
 from longshore_agent.pipeline.waits import Gate, StagingMemory
 from longshore_agent.status.metrics import Metrics
-from longshore_agent.status.spans import SpanRecorder
+from longshore_agent.status.spans import SpanRecorder, StageLog
 from longshore_agent.transport_choice import make_ports, make_transport
 from longshore_agent.worker.config import WorkerConfig
 from longshore_wire.engine_messages import Half

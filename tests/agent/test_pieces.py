@@ -1,4 +1,4 @@
-"""Compares the runs of bytes of writes in place with an oracle that walks every byte."""
+"""Compares the pieces of writes in place with an oracle that walks every byte."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshore_agent.kernels.copier import remote_view
-from longshore_agent.pipeline.runs import runs
+from longshore_agent.pipeline.slabs import pieces_in_place
 from longshore_client.memory import pool_geometry
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PoolGeometry
 
@@ -73,7 +73,7 @@ def byte_of(found: Side, plane: int, token: int, local_head: int, byte: int) -> 
 
 
 @given(st.data(), st.integers(0, 2**32))
-def test_runs_copy_every_byte_once_from_where_it_is_to_where_it_belongs_and_nothing_else(data, seed):
+def test_pieces_copy_every_byte_once_from_where_it_is_to_where_it_belongs_and_nothing_else(data, seed):
     model = ModelShape(
         data.draw(st.integers(1, 2)), 6, data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 2]))
     )
@@ -92,7 +92,7 @@ def test_runs_copy_every_byte_once_from_where_it_is_to_where_it_belongs_and_noth
     source = with_share(source, data.draw(starts), count, heads)
     target = with_share(target, data.draw(starts), count, heads)
 
-    near, far, lengths = runs(remote_view(*source), remote_view(*target), tokens)
+    near, far, lengths = pieces_in_place(remote_view(*source), remote_view(*target), tokens)
 
     copied: dict[int, int] = {}
     for start, goal, length in zip(near.tolist(), far.tolist(), lengths.tolist(), strict=True):
@@ -113,7 +113,7 @@ def test_runs_copy_every_byte_once_from_where_it_is_to_where_it_belongs_and_noth
     assert copied == wanted
 
 
-def test_whole_pages_in_the_same_order_are_one_run_a_plane_and_page_and_neighbours_are_joined():
+def test_whole_pages_in_the_same_order_are_one_piece_a_plane_and_page_and_neighbours_are_joined():
     model = ModelShape(layers=3, kv_heads=2, head_dim=8, element_bytes=2)
     layout = KVLayout(model, Parallel(), 16)
     geometry = pool_geometry(layout, 8)
@@ -122,7 +122,7 @@ def test_whole_pages_in_the_same_order_are_one_run_a_plane_and_page_and_neighbou
         return Side(layout, geometry, (address,), np.array(pages, np.int32), 0, range(3), range(2))
 
     def found(near: list[int], far: list[int]) -> tuple[npt.NDArray[np.uint64], ...]:
-        return runs(remote_view(*whole(near, 0)), remote_view(*whole(far, 1 << 30)), (0, 48))
+        return pieces_in_place(remote_view(*whole(near, 0)), remote_view(*whole(far, 1 << 30)), (0, 48))
 
     apart = found([1, 5, 3], [7, 0, 4])
     assert [len(part) for part in apart] == [6 * 3] * 3
@@ -149,7 +149,7 @@ def test_planes_may_lie_in_regions_of_their_own():
     bases = (1 << 20, 3 << 20, 2 << 20, 9 << 20)
     source = Side(layout, split, bases, pages, 0, range(2), range(1))
     target = Side(layout, one, (1 << 40,), pages, 0, range(2), range(1))
-    near, far, lengths = runs(remote_view(*source), remote_view(*target), (1, 4))
+    near, far, lengths = pieces_in_place(remote_view(*source), remote_view(*target), (1, 4))
     found = {
         start + byte: goal + byte for start, goal, n in zip(near, far, lengths, strict=True) for byte in range(int(n))
     }
