@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from event_scene import EventScene
@@ -41,14 +42,20 @@ class Scene(EventScene):
         self.attached: dict[Any, Attach] = {}
         # The rest of the device is simulated in this host's memory.
         copier: Any = self.device
-        self.asked: list[tuple[PeerId, int]] = []
+        self.asked: list[Any] = []
         self.near = NeighbourPools(
-            None, self.attached, self.ends, lambda *asked: self.asked.append(asked), self.runner.send, copier
+            owner("own"),
+            None,
+            self.attached,
+            self.ends,
+            lambda asked, _: self.asked.append(asked),
+            self.runner.send,
+            copier,
         )
 
     def give(self) -> None:
         """Deliver the requested pools; slabs that waited for them are queued."""
-        for owner, number in self.asked:
+        for owner, _, number in map(msgspec.structs.astuple, self.asked):
             info = PoolInfo(number, SHAPE.geometry, ())
             said = Attach(1, "test", owner.instance, 9, SHAPE.layout, "Loopback", b"", None, (info,), 1 << 20)
             self.attached[Half.SOURCE, owner] = said

@@ -349,7 +349,7 @@ def test_a_failed_write_in_place_stays_unsettled_though_its_engine_has_cut_its_m
 ) -> None:
     scene = Scene()
     one = Pieces.one(BASE, BASE, 64)
-    monkeypatch.setattr(life, "runs", lambda *_: one)
+    monkeypatch.setattr(life, "pieces_in_place", lambda *_: one)
 
     class Torn:
         @contextlib.contextmanager

@@ -76,10 +76,10 @@ class Whole:
             "p/0/0", "p", 1, SHAPE.layout, tuple(Half), settings, port=0, agent="life.gpu", device="GPU-1"
         )
         self.asked: list[PeerId] = []
-        self.mover = Mover(config, Metrics(), SpanRecorder(10), lambda owner, _: self.asked.append(owner))
+        self.mover = Mover(config, Metrics(), SpanRecorder(10), lambda asked, _: self.asked.append(asked.owner))
         said = Attach(1, "test", "decode", 9, SHAPE.layout, "NIXL", b"decode", RING, (), 1 << 20)
         self.mover.connect(Half.SOURCE, PeerAttached(owner("decode"), said))
-        self.mover.neighbours._neighbours._pools[owner("decode"), 0] = mapped
+        self.mover.neighbours._mapped[owner("decode"), 0] = mapped
         self.core = Core()
         self.pool = pool
 

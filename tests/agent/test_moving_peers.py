@@ -84,7 +84,9 @@ class Scene:
         roles = (Half.SOURCE,)
         config = WorkerConfig("p/0/0", "p", 1, LAYOUT, roles, settings, port=0, agent="life")
         self.asked: list[tuple[PeerId, int]] = []
-        self.mover = Mover(config, Metrics(), SpanRecorder(1), lambda *asked: self.asked.append(asked))
+        self.mover = Mover(
+            config, Metrics(), SpanRecorder(1), lambda asked, _: self.asked.append((asked.owner, asked.pool))
+        )
         self.transport: Any = self.mover.parts.transport
         self.core = Core()
         self.attach(RING)

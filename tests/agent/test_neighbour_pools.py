@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import pytest
 from fake_device import FakeDevice, outbound_slab
 from page_shapes import Shape, create_memfd
 
-from longshore_agent.errors import PoolError
-from longshore_agent.memory.neighbours import Neighbours
 from longshore_agent.pipeline.slabs import Ends, OutboundEnd
 from longshore_agent.worker.neighbour_pools import NeighbourPools
 from longshore_wire.effects import PeerId
@@ -25,15 +22,16 @@ ATTACH = Attach(
 
 
 class Scene:
-    """A CPU's source worker whose target is a neighbour; `lanes` are the slabs that may be copied."""
+    """A source worker whose target is a neighbour; `lanes` are the slabs that may be copied."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: Any = None) -> None:
         self.lanes: list[Any] = []
         self.asked = 0
         self.ends = Ends()
         self.attached = {(Half.SOURCE, OWNER): ATTACH}
         copier: Any = FakeDevice()
-        self.near = NeighbourPools(None, self.attached, self.ends, self._ask, self.lanes.append, copier)
+        own = PeerId("prefill", 0, 0)
+        self.near = NeighbourPools(own, device, self.attached, self.ends, self._ask, self.lanes.append, copier)
 
     def _ask(self, *_: object) -> None:
         self.asked += 1
@@ -60,7 +58,7 @@ def is_open(descriptor: int) -> bool:
     return True
 
 
-def test_a_pool_that_comes_in_parts_is_mapped_whole_and_in_order() -> None:
+def test_a_pool_that_comes_region_by_region_is_mapped_whole_and_in_order() -> None:
     scene = Scene()
     job = scene.put(0)
     for fill in (1, 2):
@@ -70,16 +68,16 @@ def test_a_pool_that_comes_in_parts_is_mapped_whole_and_in_order() -> None:
     assert [int(job.neighbour.region(index)[0]) for index in range(2)] == [1, 2]
 
 
-def test_a_part_that_comes_after_its_owner_was_lost_is_closed_and_no_part_of_what_its_next_life_gives() -> None:
+def test_a_region_that_comes_after_its_owner_was_lost_is_closed_and_no_region_of_what_its_next_life_gives() -> None:
     scene = Scene()
     scene.put(0)
-    parts = [region(1), region(2)]
-    scene.near.pool_given(OWNER, 0, 0, 2, parts[0])
+    regions = [region(1), region(2)]
+    scene.near.pool_given(OWNER, 0, 0, 2, regions[0])
     scene.near.pool_gone(OWNER)
     found = scene.ends.take()
     assert [type(result) for result in found] == [OutboundEnd]
-    scene.near.pool_given(OWNER, 0, 1, 2, parts[1])
-    assert not any(map(is_open, parts))
+    scene.near.pool_given(OWNER, 0, 1, 2, regions[1])
+    assert not any(map(is_open, regions))
     job = scene.put(1)
     for fill in (3, 4):
         scene.near.pool_given(OWNER, 0, fill - 3, 2, region(fill))
@@ -87,7 +85,7 @@ def test_a_part_that_comes_after_its_owner_was_lost_is_closed_and_no_part_of_wha
     assert [int(job.neighbour.region(index)[0]) for index in range(2)] == [3, 4]
 
 
-def test_a_part_of_an_answer_that_was_refused_is_no_part_of_the_next() -> None:
+def test_a_region_of_an_answer_that_was_refused_is_no_region_of_the_next() -> None:
     scene = Scene()
     scene.put(0)
     first = region(1)
@@ -108,8 +106,12 @@ def test_a_part_of_an_answer_that_was_refused_is_no_part_of_the_next() -> None:
 
 
 def test_descriptors_are_closed_also_where_they_come_to_a_worker_on_a_gpu() -> None:
-    device: Any = object()
-    parts = [region(1), region(2)]
-    with pytest.raises(PoolError, match="cannot be neighbours"):
-        Neighbours(device).map(OWNER, 0, SHAPE.layout, SHAPE.geometry, [*parts])
-    assert not any(map(is_open, parts))
+    scene = Scene(device=object())
+    scene.put(0)
+    regions = [region(1), region(2)]
+    for index, descriptor in enumerate(regions):
+        scene.near.pool_given(OWNER, 0, index, 2, descriptor)
+    (end,) = scene.ends.take()
+    assert isinstance(end, OutboundEnd)
+    assert "cannot be neighbours" in end.error
+    assert not any(map(is_open, regions))

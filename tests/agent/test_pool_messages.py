@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from longshore_agent.control.node_link import PoolGone, PoolPart, PoolUnmapped, PoolWanted
+from longshore_agent.control.node_link import PoolGone, PoolRegion, PoolUnmapped, PoolWanted
 from longshore_agent.settings import Settings
 from longshore_agent.status.snapshot import WorkerState
 from longshore_agent.supervisor.loop import Supervisor
@@ -57,26 +57,26 @@ def node(tmp_path: Path) -> Node:
     return Node(tmp_path)
 
 
-def test_a_pool_is_asked_of_its_owner_and_each_part_comes_back_to_the_asker_alone(node: Node) -> None:
+def test_a_pool_is_asked_of_its_owner_and_each_region_comes_back_to_the_asker_alone(node: Node) -> None:
     wanted = PoolWanted(OWNER, ASKER, 3)
     assert node.says(ASKER, wanted) == {OWNER: [wanted]}
-    part = PoolPart(OWNER, ASKER, 3, 2)
-    assert node.says(OWNER, part, 7) == {ASKER: [(part, 7)]}
+    region = PoolRegion(OWNER, ASKER, 3, 2)
+    assert node.says(OWNER, region, 7) == {ASKER: [(region, 7)]}
 
 
 @pytest.mark.parametrize("owner", [ABSENT, STARTING])
 def test_an_asker_hears_at_once_that_a_worker_which_does_not_serve_has_no_such_pool(node: Node, owner: PeerId) -> None:
-    assert node.says(ASKER, PoolWanted(owner, ASKER, 3)) == {ASKER: [PoolPart(owner, ASKER, 3, 0)]}
+    assert node.says(ASKER, PoolWanted(owner, ASKER, 3)) == {ASKER: [PoolRegion(owner, ASKER, 3, 0)]}
 
 
-def test_a_part_for_an_asker_that_has_ended_goes_nowhere_and_is_not_waited_for(node: Node) -> None:
-    assert node.says(OWNER, PoolPart(OWNER, ABSENT, 3, 1), 7) == {}
+def test_a_region_for_an_asker_that_has_ended_goes_nowhere_and_is_not_waited_for(node: Node) -> None:
+    assert node.says(OWNER, PoolRegion(OWNER, ABSENT, 3, 1), 7) == {}
     assert node.says(OWNER, PoolGone(OWNER, 3))[OWNER] == [PoolUnmapped(OWNER, 3)]
 
 
 def test_an_owner_hears_that_its_pool_is_unmapped_when_the_last_worker_that_was_given_it_says_so(node: Node) -> None:
     for asker in (ASKER, OTHER):
-        node.says(OWNER, PoolPart(OWNER, asker, 3, 1))
+        node.says(OWNER, PoolRegion(OWNER, asker, 3, 1))
     gone, unmapped = PoolGone(OWNER, 3), PoolUnmapped(OWNER, 3)
     assert node.says(OWNER, gone) == {ASKER: [gone], OTHER: [gone]}
     assert node.says(ASKER, unmapped) == {}
@@ -84,6 +84,6 @@ def test_an_owner_hears_that_its_pool_is_unmapped_when_the_last_worker_that_was_
 
 
 def test_an_owner_whose_pool_nobody_was_given_hears_so_at_once(node: Node) -> None:
-    node.says(OWNER, PoolPart(OWNER, ASKER, 3, 0))
+    node.says(OWNER, PoolRegion(OWNER, ASKER, 3, 0))
     gone = PoolGone(OWNER, 3)
     assert node.says(OWNER, gone) == {OWNER: [PoolUnmapped(OWNER, 3)], ASKER: [gone], OTHER: [gone]}

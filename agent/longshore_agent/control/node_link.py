@@ -21,6 +21,7 @@ from longshore_wire.peer_messages import RoomKey
 DATAGRAM_BYTES_MAX = 64 << 10
 # Size of one part. A snapshot at all of its limits stays below 8 MiB.
 PART_BYTES = 48 << 10
+ALL_POOLS = -1
 
 
 class AdoptEngine(msgspec.Struct, tag=1):
@@ -65,14 +66,14 @@ class Drain(msgspec.Struct, tag=6):
 
 
 class PoolWanted(msgspec.Struct, tag=7):
-    """From a worker to another of this node, whose pages it wants to write. Answered by PoolPart."""
+    """From a worker to another of this node, whose pages it wants to write. Answered by PoolRegion."""
 
     owner: PeerId
     asker: PeerId
     pool: int
 
 
-class PoolPart(msgspec.Struct, tag=8):
+class PoolRegion(msgspec.Struct, tag=8):
     """From a pool's owner to a worker that asked for it: one region of `count`.
 
     Attributes:
@@ -93,7 +94,7 @@ class PoolGone(msgspec.Struct, tag=9):
     """From a pool's owner to all other workers of this node: unmap it. Answered by PoolUnmapped.
 
     Attributes:
-        pool: `memory.neighbours.ALL_POOLS` means all; the supervisor says so of a worker that has ended.
+        pool: ALL_POOLS means all; the supervisor says so of a worker that has ended.
     """
 
     owner: PeerId
@@ -173,7 +174,7 @@ class SelfTested(msgspec.Struct, tag=21):
 
 
 # The supervisor forwards these to the worker of the PeerId that they are for.
-PoolMessage = PoolWanted | PoolPart | PoolGone | PoolUnmapped
+PoolMessage = PoolWanted | PoolRegion | PoolGone | PoolUnmapped
 ToWorker = AdoptEngine | EndpointKnown | SnapshotWanted | SiblingFailed | SiblingLost | Drain | PoolMessage
 FromWorker = (
     Started

@@ -6,22 +6,26 @@ before all of its addresses are checked against their regions.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from longshore_agent.errors import MemoryLostError, PoolError
+from longshore_agent.memory.cuda import Device
+from longshore_agent.memory.device_memory import DeviceMapping
 from longshore_agent.memory.host_memory import Mapping, map_shared, torn_count
-
-if TYPE_CHECKING:
-    from longshore_agent.memory.device_memory import DeviceMapping
+from longshore_wire.engine_messages import DeviceRegion
 from longshore_wire.errors import LayoutError, LongshoreError, Reason
 from longshore_wire.layout import KVLayout, PageOrder, PoolGeometry
+
+# How a process gets a region of pages: a file descriptor, ours to close, or its place on a GPU.
+RegionHandle = int | DeviceRegion
 
 
 class PlaneRun(NamedTuple):
@@ -59,23 +63,21 @@ class KVPool:
         self,
         layout: KVLayout,
         geometry: PoolGeometry,
-        descriptors: Sequence[int],
-        device_mappings: Sequence[DeviceMapping] = (),
+        handles: Sequence[RegionHandle],
+        device: Device | None = None,
     ) -> None:
         """Check the geometry and map its regions. The caller keeps the descriptors and may close them afterwards.
 
         Args:
-            descriptors: one for each region; empty if they are on a GPU.
-            device_mappings: mappings of the regions on a GPU. The pool takes them over, except if this raises.
+            handles: one for each region: file descriptors, or places on a GPU if `device` is given.
+            device: the GPU for which to map the regions.
         Raises:
             PoolError: the geometry does not fit the layout, or its regions; names the region, or the plane and field.
         """
         check_geometry(layout, geometry)
-        on_device = bool(device_mappings)
-        assert len(device_mappings) in {0, len(geometry.region_bytes)}, "a pool has all its regions on a GPU, or none"
-        if not on_device and len(descriptors) != len(geometry.region_bytes):
+        if len(handles) != len(geometry.region_bytes):
             raise PoolError(
-                f"{len(descriptors)} file descriptors for {len(geometry.region_bytes)} regions: pass one for each region"
+                f"{len(handles)} file descriptors for {len(geometry.region_bytes)} regions: pass one for each region"
             )
         self.layout = layout
         self.geometry = geometry
@@ -83,9 +85,9 @@ class KVPool:
         self.head_count = len(layout.heads)
         self.row_bytes = row_bytes(layout)
         self.page_tokens = 1 if layout.order is PageOrder.OPAQUE else layout.page_size
-        self.on_device = on_device
-        self.device = device_mappings[0].device if on_device else None
-        self._mappings = list(device_mappings) if on_device else _map_regions(geometry, descriptors)
+        self.on_device = device is not None
+        self.device = device
+        self._mappings = _map_regions(geometry, handles, device)
         self.sealed = all(mapping.sealed for mapping in self._mappings if isinstance(mapping, Mapping))
         self.plane_runs = plane_runs(geometry, [mapping.address for mapping in self._mappings])
         self._regions = [mapping.bytes_view() for mapping in self._mappings if isinstance(mapping, Mapping)]
@@ -253,12 +255,25 @@ def plane_runs(geometry: PoolGeometry, region_addresses: Sequence[int]) -> list[
     return [PlaneRun(start, addresses[start:end], *strides[start]) for start, end in zip(starts, ends, strict=True)]
 
 
-def _map_regions(geometry: PoolGeometry, descriptors: Sequence[int]) -> list[Mapping | DeviceMapping]:
+def close_handles(handles: Iterable[RegionHandle]) -> None:
+    """Close the file descriptors among the handles."""
+    for handle in handles:
+        if isinstance(handle, int):
+            os.close(handle)
+
+
+def _map_regions(
+    geometry: PoolGeometry, handles: Sequence[RegionHandle], device: Device | None
+) -> list[Mapping | DeviceMapping]:
     mappings: list[Mapping | DeviceMapping] = []
     try:
-        for index, (descriptor, length_bytes) in enumerate(zip(descriptors, geometry.region_bytes, strict=True)):
+        for index, (handle, length_bytes) in enumerate(zip(handles, geometry.region_bytes, strict=True)):
             try:
-                mappings.append(map_shared(descriptor, length_bytes))
+                if isinstance(handle, int):
+                    mappings.append(map_shared(handle, length_bytes))
+                else:
+                    assert device is not None, "a region on a GPU needs the device that maps it"
+                    mappings.append(DeviceMapping(device, handle, length_bytes))
             except PoolError as error:
                 raise PoolError(f"region {index}: {error}") from error
     except PoolError:

@@ -21,6 +21,7 @@ import msgspec
 
 from longshore_agent.control.engine_link import EngineListener, PeerProcess, process_of
 from longshore_agent.control.node_link import (
+    ALL_POOLS,
     AdoptEngine,
     Drain,
     EndpointKnown,
@@ -32,7 +33,7 @@ from longshore_agent.control.node_link import (
     NotStarted,
     PoolGone,
     PoolMessage,
-    PoolPart,
+    PoolRegion,
     PoolUnmapped,
     PoolWanted,
     Retiring,
@@ -43,7 +44,6 @@ from longshore_agent.control.node_link import (
     SnapshotWanted,
     Started,
 )
-from longshore_agent.memory.neighbours import ALL_POOLS
 from longshore_agent.settings import Settings
 from longshore_agent.status import checks
 from longshore_agent.status.metrics import Metrics
@@ -262,8 +262,8 @@ class Supervisor:
             if owner is not None and owner.state is WorkerState.READY:
                 owner.link.send(message)
             else:
-                sender.link.send(PoolPart(message.owner, message.asker, message.pool, 0))
-        elif isinstance(message, PoolPart):
+                sender.link.send(PoolRegion(message.owner, message.asker, message.pool, 0))
+        elif isinstance(message, PoolRegion):
             if asker := self._slots.get(message.asker):
                 if message.count:
                     self._holders.give(message.owner, message.pool, message.asker)

@@ -17,10 +17,8 @@ import numpy.typing as npt
 
 from longshore_agent.errors import MemoryLostError, PoolError
 from longshore_agent.memory.cuda import Device
-from longshore_agent.memory.device_memory import DeviceMapping
 from longshore_agent.memory.host_memory import torn_count
-from longshore_agent.memory.neighbours import Part, close_parts
-from longshore_agent.memory.pools import KVPool
+from longshore_agent.memory.pools import KVPool, RegionHandle, close_handles
 from longshore_agent.pipeline.slabs import PageTable
 from longshore_agent.transports.base import Transport
 from longshore_wire.claims import Wanted
@@ -68,7 +66,7 @@ class Pool:
 
     pages: KVPool
     tokens: list[int]  # of the transport's registrations
-    parts: list[Part]  # its regions, for workers of this node that write its pages by way DIRECT
+    handles: list[RegionHandle]  # of its regions, for workers of this node that write its pages by way DIRECT
     claimed: npt.NDArray[np.bool_]  # by page: an open room writes it
     shown: bool = False  # was sent to a neighbour, which may have it mapped
 
@@ -157,8 +155,8 @@ class EngineRequests:
             self._deregister(tokens)
             pages.close()
             raise
-        parts: list[Part] = [*map(os.dup, descriptors), *message.device_regions]
-        self.pools[message.pool] = Pool(pages, tokens, parts, np.zeros(pages.page_count, np.bool_))
+        handles: list[RegionHandle] = [*map(os.dup, descriptors), *message.device_regions]
+        self.pools[message.pool] = Pool(pages, tokens, handles, np.zeros(pages.page_count, np.bool_))
         self.pools_changed = True
 
     def _map(self, message: RegisterPool, descriptors: list[int]) -> KVPool:
@@ -170,15 +168,7 @@ class EngineRequests:
                 f"{len(message.geometry.region_bytes)} regions: give one descriptor each for an engine whose device is "
                 "'cpu', else one handle each"
             )
-        mappings: list[DeviceMapping] = []
-        try:
-            for region, length_bytes in zip(message.device_regions, message.geometry.region_bytes, strict=True):
-                mappings.append(DeviceMapping(self.device, region, length_bytes))
-            return KVPool(self.layout, message.geometry, (), mappings)
-        except LongshoreError:
-            for mapping in mappings:
-                mapping.unmap()
-            raise
+        return KVPool(self.layout, message.geometry, message.device_regions, self.device)
 
     def _unregister(self, message: UnregisterPool, now_ns: int) -> ToEngine | None:
         self._pool(message.pool)
@@ -215,7 +205,7 @@ class EngineRequests:
         # Memory that a write of ours still reads must stay registered; then it is released with the process.
         if not found.pages.busy:
             self._deregister(found.tokens)
-        close_parts(found.parts)
+        close_handles(found.handles)
         self.taken.append(pool)
         self.pools_changed = True
         return found.pages.close()

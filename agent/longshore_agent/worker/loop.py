@@ -22,10 +22,7 @@ from longshore_agent.control.node_link import (
     Failed,
     NodeLink,
     NodeMessage,
-    PoolGone,
-    PoolPart,
-    PoolUnmapped,
-    PoolWanted,
+    PoolMessage,
     Retiring,
     RoomFailed,
     SiblingFailed,
@@ -44,7 +41,6 @@ from longshore_agent.worker.engine_requests import EngineRequests
 from longshore_agent.worker.gc_policy import GCPolicy
 from longshore_agent.worker.health import WorkerHealth
 from longshore_agent.worker.moving import Mover
-from longshore_agent.worker.neighbour_pools import shown_parts
 from longshore_agent.worker.polling import Polling
 from longshore_agent.worker.room_events import count_ended, ended_event, released_event
 from longshore_agent.worker.status import WorkerParts, encode_snapshot
@@ -55,7 +51,6 @@ from longshore_wire.effects import (
     HangUp,
     PeerAttached,
     PeerGone,
-    PeerId,
     ProbeLiveness,
     RoomEnded,
     RoomReleased,
@@ -98,7 +93,7 @@ class Worker:
         self.source, self.target = source, target
         halves = ((Half.SOURCE, source), (Half.TARGET, target))
         self.sessions: dict[Half, Session] = {half: session for half, session in halves if session is not None}
-        self.mover = Mover(config, self.metrics, self.spans, self._ask_pool)
+        self.mover = Mover(config, self.metrics, self.spans, link.send)
         self._polling = Polling(self.mover, self.sessions, time.monotonic_ns())
         self._health = WorkerHealth(settings, self.mover, target)
         self._gc_policy = GCPolicy(now_ns)
@@ -194,7 +189,7 @@ class Worker:
                 self.mover.hurry()
         for answer in self.requests.take_left():
             self._tell(answer)
-        self._tell_taken()
+        self.mover.neighbours.report(self.requests)
         if self._link.wants_write:
             self._link.flush()
 
@@ -346,7 +341,7 @@ class Worker:
             ending.end_at_the_latest()
         self._flush(now_ns)
         unmapped = [self.requests.let_go(pool) for pool in list(self.requests.pools)]
-        self._tell_taken()
+        self.mover.neighbours.report(self.requests)
         if not all(unmapped):
             self._stop_by(now_ns + ending.FAREWELL_MAPPED_NS)
         elif not self.mover.failure:
@@ -399,31 +394,9 @@ class Worker:
         elif isinstance(message, Drain):
             self._stop_by(now_ns + round(message.limit_s * 1e9))
             self.requests.closing, self.requests.finishes_claimed = "the agent stops", True
-        elif isinstance(message, PoolWanted):
-            self._show_pool(message)
-        elif isinstance(message, PoolPart):
-            given = message.region if descriptor is None else descriptor
-            self.mover.neighbours.pool_given(message.owner, message.pool, message.index, message.count, given)
-        elif isinstance(message, PoolGone):
-            self.mover.neighbours.pool_gone(message.owner, message.pool)
-        elif isinstance(message, PoolUnmapped):
-            for answer in self.requests.free(message.pool):
+        elif isinstance(message, PoolMessage):
+            for answer in self.mover.neighbours.obey(message, descriptor, self.requests):
                 self._tell(answer)
-
-    def _ask_pool(self, owner: PeerId, number: int) -> None:
-        self._link.send(PoolWanted(owner, self.config.peer, number))
-
-    def _show_pool(self, message: PoolWanted) -> None:
-        pool = None if message.pool in self.requests.leaving else self.requests.pools.get(message.pool)
-        for shown, descriptor in shown_parts(pool, message):
-            self._link.send(shown, descriptor)
-
-    def _tell_taken(self) -> None:
-        for pool in self.requests.taken:
-            self._link.send(PoolGone(self.config.peer, pool))
-        self.requests.taken.clear()
-        for owner, pool in self.mover.neighbours.take_unmapped():
-            self._link.send(PoolUnmapped(owner, pool))
 
     def _adopt(self, descriptor: int, now_ns: int) -> None:
         try:

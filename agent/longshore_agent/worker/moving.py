@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from longshore_agent.control.node_link import PoolMessage
 from longshore_agent.errors import DeviceError, TransportError
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.pipeline.slabs import (
@@ -51,7 +52,7 @@ class Mover:
         config: WorkerConfig,
         metrics: Metrics,
         spans: SpanRecorder,
-        ask_pool: Callable[[PeerId, int], None],
+        tell: Callable[[PoolMessage, int | None], None],
     ) -> None:
         self.metrics = metrics
         self.ends = Ends()
@@ -67,7 +68,7 @@ class Mover:
         self._slabs: dict[tuple[Half, RoomKey], dict[int, OutboundSlab | InboundSlab]] = {}
         self._taken: dict[Half, list[End]] = {Half.SOURCE: [], Half.TARGET: []}
         self.neighbours = NeighbourPools(
-            self.parts.device, self.peers.attached, self.ends, ask_pool, self._runner.send, self._copier
+            config.peer, self.parts.device, self.peers.attached, self.ends, tell, self._runner.send, self._copier
         )
 
     # -- the runner ------------------------------------------------------------------------------------------------

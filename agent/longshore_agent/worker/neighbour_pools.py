@@ -1,24 +1,34 @@
-"""Maps the pools of neighbours (other ranks of this node) for way DIRECT, and holds the slabs that wait for one.
+"""Maps pools of neighbours, the other ranks of this node, so that slabs are copied into their pages by way DIRECT.
 
-Called by `moving` and by `loop`, in the control thread. Copies nothing itself. Each slab's `neighbour` is set here.
+Called by `moving` and by `loop`, in the control thread. Copies nothing itself. Holds the slabs that wait for a pool, and
+sets each slab's `neighbour`. Owners send file descriptors, or handles of GPU memory, through the supervisor, and
+announce when a pool is unregistered. The worker confirms when it is unmapped here.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
-from longshore_agent.control.node_link import PoolPart, PoolWanted
+from longshore_agent.control.node_link import (
+    ALL_POOLS,
+    PoolGone,
+    PoolMessage,
+    PoolRegion,
+    PoolUnmapped,
+    PoolWanted,
+)
 from longshore_agent.errors import PoolError
 from longshore_agent.kernels.copier import Copier, IdentityCache
 from longshore_agent.memory.cuda import Device
-from longshore_agent.memory.neighbours import ALL_POOLS, Neighbours, Part, close_parts
-from longshore_agent.memory.pools import KVPool
+from longshore_agent.memory.pools import KVPool, RegionHandle, close_handles
 from longshore_agent.pipeline.slabs import Ends, OutboundEnd, OutboundSlab, PageTable, page_ids, still_wanted
-from longshore_agent.worker.engine_requests import Pool
+from longshore_agent.worker.engine_requests import EngineRequests, Pool
 from longshore_wire.effects import PeerId
-from longshore_wire.engine_messages import Half
+from longshore_wire.engine_messages import DeviceRegion, Half, ToEngine
 from longshore_wire.errors import LongshoreError
+from longshore_wire.layout import KVLayout, PoolGeometry
 from longshore_wire.peer_messages import Attach
 
 # Claims whose pages are kept until their pool is mapped. The pages of further claims are prepared with their first
@@ -27,17 +37,22 @@ _EXPECTED_MAX = 64
 # Claims whose page tables are kept from slab to slab.
 _TABLES_MAX = 2048
 
+_Key = tuple[PeerId, int]  # owner and number of a pool
 
-def shown_parts(pool: Pool | None, wanted: PoolWanted) -> Iterator[tuple[PoolPart, int | None]]:
-    """Yield the regions of a pool, each with its file descriptor if any, for a worker that will write its pages."""
-    if pool is None or not pool.pages.sealed:
-        # If the engine could truncate the memory, that would end the asking worker, too.
-        yield PoolPart(wanted.owner, wanted.asker, wanted.pool, 0), None
-        return
-    pool.shown = True
-    for index, part in enumerate(pool.parts):
-        region, descriptor = (None, part) if isinstance(part, int) else (part, None)
-        yield PoolPart(wanted.owner, wanted.asker, wanted.pool, len(pool.parts), index, region), descriptor
+
+@dataclass(slots=True)
+class _Wanted:
+    """A pool that its owner was asked for, until it is mapped or refused.
+
+    Attributes:
+        slabs: wait for it.
+        expected: packed page ids and their first token, of claims on it.
+        regions: handles of those that have arrived, by index.
+    """
+
+    slabs: list[OutboundSlab] = field(default_factory=list)
+    expected: list[tuple[bytes, int]] = field(default_factory=list)
+    regions: dict[int, RegionHandle] = field(default_factory=dict)
 
 
 class NeighbourPools:
@@ -45,41 +60,47 @@ class NeighbourPools:
 
     def __init__(
         self,
+        own: PeerId,
         device: Device | None,
         attached: Mapping[tuple[Half, PeerId], Attach],
         ends: Ends,
-        ask_pool: Callable[[PeerId, int], None],
-        send: Callable[[OutboundSlab], None],
+        tell: Callable[[PoolMessage, int | None], None],
+        begin: Callable[[OutboundSlab], None],
         copier: Copier,
     ) -> None:
         """Map nothing yet.
 
         Args:
+            own: this worker.
+            device: our engine's GPU, which must reach the neighbours' pages.
             attached: the peers' Attach messages, kept up to date by the caller.
-            ask_pool: requests a pool from its owner.
-            send: begins the life of a slab whose target's pages are mapped.
+            tell: sends a message, with a descriptor if any, to other workers of this node.
+            begin: begins the life of a slab whose target's pages are mapped.
             copier: prepares pages before their slabs come.
         """
-        self._neighbours = Neighbours(device)
+        self._own = own
+        self._device = device
         self._attached = attached
         self._ends = ends
-        self._ask_pool = ask_pool
-        self._send = send
+        self._tell = tell
+        self._begin_life = begin
         self._copier = copier
         # All slabs of a claim carry its page ids as the same object.
         self._tables: IdentityCache[PageTable] = IdentityCache(_TABLES_MAX)
-        self._waiting: dict[tuple[PeerId, int], list[OutboundSlab]] = {}
-        # Packed page ids and their first token, of claims on pools that are not mapped yet.
-        self._expected: dict[tuple[PeerId, int], list[tuple[bytes, int]]] = {}
+        self._wanted: dict[_Key, _Wanted] = {}
+        self._mapped: dict[_Key, KVPool] = {}
+        # Pools that are gone, until their last copy ends, and those of them whose owners wait for that.
+        self._leaving: dict[_Key, list[KVPool]] = {}
+        self._owed: list[_Key] = []
 
     def put(self, slab: OutboundSlab) -> None:
         """Begin the life of a slab once the target's pages are mapped here."""
-        owner, number = slab.effect.peer, slab.effect.pair.key.pool
-        mapped = self._neighbours.pool(owner, number)
+        key = (slab.effect.peer, slab.effect.pair.key.pool)
+        mapped = self._mapped.get(key)
         if mapped is not None:
             self._begin(slab, mapped)
-            return
-        self._sought(owner, number).append(slab)
+        else:
+            self._ask(key).slabs.append(slab)
 
     def expect(self, owner: PeerId, number: int, pages: bytes, first_token: int) -> None:
         """Map the pool and prepare the pages of a claim, before its slabs need them.
@@ -87,69 +108,124 @@ class NeighbourPools:
         Args:
             pages, first_token: of the claim; its slabs carry the same `pages` object.
         """
-        mapped = self._neighbours.pool(owner, number)
-        if mapped is None:
-            self._sought(owner, number)
-            expected = self._expected.setdefault((owner, number), [])
-            if len(expected) < _EXPECTED_MAX:
-                expected.append((pages, first_token))
+        mapped = self._mapped.get((owner, number))
+        if mapped is not None:
+            self._admit_pages(mapped, pages, first_token)
             return
-        self._admit_pages(mapped, pages, first_token)
+        expected = self._ask((owner, number)).expected
+        if len(expected) < _EXPECTED_MAX:
+            expected.append((pages, first_token))
 
-    def pool_given(self, owner: PeerId, number: int, index: int, count: int, part: Part | None) -> None:
+    def drop_cancelled(self) -> None:
+        """Drop cancelled slabs that wait for a pool. The pool is still expected."""
+        for wanted in self._wanted.values():
+            wanted.slabs = still_wanted(wanted.slabs, self._ends.put)
+
+    # -- messages --------------------------------------------------------------------------------------------------
+
+    def obey(self, message: PoolMessage, descriptor: int | None, requests: EngineRequests) -> list[ToEngine]:
+        """Handle a message of another worker of this node; return the answers to our engine that are due now."""
+        if isinstance(message, PoolWanted):
+            pool = None if message.pool in requests.leaving else requests.pools.get(message.pool)
+            for shown in _shown(pool, message):
+                self._tell(*shown)
+        elif isinstance(message, PoolRegion):
+            handle = message.region if descriptor is None else descriptor
+            self.pool_given(message.owner, message.pool, message.index, message.count, handle)
+        elif isinstance(message, PoolGone):
+            self.pool_gone(message.owner, message.pool)
+        else:
+            return requests.free(message.pool)
+        return []
+
+    def report(self, requests: EngineRequests) -> None:
+        """Tell other workers which pools our engine has unregistered, and the owners which of theirs are unmapped."""
+        for pool in requests.taken:
+            self._tell(PoolGone(self._own, pool), None)
+        requests.taken.clear()
+        for owner, pool in self.take_unmapped():
+            self._tell(PoolUnmapped(owner, pool), None)
+
+    def pool_given(self, owner: PeerId, number: int, index: int, count: int, handle: RegionHandle | None) -> None:
         """Take region `index` of a neighbour's pool (`count` 0: it has none). Map the pool when all have arrived."""
-        if count == 0 or part is None:
+        if count == 0 or handle is None:
             self._refuse(owner, number, f"no worker of this node has pool {number} of {owner.instance} now")
             return
-        if (owner, number) not in self._waiting:
-            # The owner was lost after the request. Its late part must not be taken for one of the next answer.
-            close_parts([part])
+        wanted = self._wanted.get((owner, number))
+        if wanted is None:
+            # The owner was lost after the request. Its late region must not be taken for one of the next answer.
+            close_handles([handle])
             return
-        parts = self._neighbours.take(owner, number, index, count, part)
-        if parts is None:
+        if index in wanted.regions:
+            close_handles([wanted.regions[index]])
+        wanted.regions[index] = handle
+        if set(wanted.regions) != set(range(count)):
             return
         attach = self._attached.get((Half.SOURCE, owner))
         info = next((pool for pool in attach.pools if pool.pool == number), None) if attach is not None else None
         if attach is None or info is None:
-            close_parts(parts)
             self._refuse(owner, number, f"rank {owner.rank} of {owner.instance} has left")
             return
+        handles = [wanted.regions[each] for each in range(count)]
         try:
-            mapped = self._neighbours.map(owner, number, attach.layout, info.geometry, parts)
+            mapped = self._map(attach.layout, info.geometry, handles)
         except PoolError as error:
             self._refuse(owner, number, f"pool {number} of {owner.instance} cannot be mapped: {error}")
             return
-        for pages, first_token in self._expected.pop((owner, number), []):
+        close_handles(handles)
+        del self._wanted[owner, number]
+        self._mapped[owner, number] = mapped
+        for pages, first_token in wanted.expected:
             self._admit_pages(mapped, pages, first_token)
-        for slab in self._waiting.pop((owner, number), []):
+        for slab in wanted.slabs:
             self._begin(slab, mapped)
 
     def pool_gone(self, owner: PeerId, number: int = ALL_POOLS) -> None:
-        """Unmap a neighbour's pool, which is not registered any more."""
-        if number == ALL_POOLS:
-            self._neighbours.forget(owner)
-        else:
-            self._neighbours.release(owner, number)
-        for waited, pool in list(self._waiting):
-            if waited == owner and number in (ALL_POOLS, pool):
-                why = "was unregistered" if number == pool else f"is gone: rank {owner.rank} has left"
-                self._refuse(owner, pool, f"pool {pool} of {owner.instance} {why}")
-
-    def drop_cancelled(self) -> None:
-        """Drop cancelled slabs that wait for a pool. The pool is still expected."""
-        for sought, waiting in self._waiting.items():
-            self._waiting[sought] = still_wanted(waiting, self._ends.put)
+        """Unmap a neighbour's pool, which is not registered any more, at once or when the last copy into it ends."""
+        for key in [key for key in self._mapped if _matches(key, owner, number)]:
+            pool = self._mapped.pop(key)
+            if not pool.close():
+                self._leaving.setdefault(key, []).append(pool)
+        if number != ALL_POOLS:
+            self._owed.append((owner, number))
+        for _, pool_number in [key for key in self._wanted if _matches(key, owner, number)]:
+            why = "was unregistered" if number == pool_number else f"is gone: rank {owner.rank} has left"
+            self._refuse(owner, pool_number, f"pool {pool_number} of {owner.instance} {why}")
 
     def take_unmapped(self) -> list[tuple[PeerId, int]]:
-        """Return the gone pools that were unmapped here since the last call."""
-        return self._neighbours.take_unmapped()
+        """Return the unregistered pools that were unmapped here since the last call. Call it after each copy's end."""
+        for key, pools in list(self._leaving.items()):
+            if all(pool.wait_closed(0) for pool in pools):
+                del self._leaving[key]
+        done = [key for key in self._owed if key not in self._leaving]
+        self._owed = [key for key in self._owed if key in self._leaving]
+        return done
 
-    def _sought(self, owner: PeerId, number: int) -> list[OutboundSlab]:
-        """Request a pool once; return the list of slabs that wait for it."""
-        if (owner, number) not in self._waiting:
-            self._waiting[owner, number] = []
-            self._ask_pool(owner, number)
-        return self._waiting[owner, number]
+    # -- one pool --------------------------------------------------------------------------------------------------
+
+    def _ask(self, key: _Key) -> _Wanted:
+        """Ask the owner for a pool, once."""
+        found = self._wanted.get(key)
+        if found is None:
+            found = self._wanted[key] = _Wanted()
+            self._tell(PoolWanted(key[0], self._own, key[1]), None)
+        return found
+
+    def _map(self, layout: KVLayout, geometry: PoolGeometry, handles: list[RegionHandle]) -> KVPool:
+        """Map a pool. Raises PoolError: it does not match its owner's declaration, or is out of reach."""
+        regions = [handle for handle in handles if isinstance(handle, DeviceRegion)]
+        if len(regions) != (0 if self._device is None else len(geometry.region_bytes)):
+            raise PoolError("one engine's pages are on a GPU and the other's are not: their ranks cannot be neighbours")
+        return KVPool(layout, geometry, regions or handles, self._device)
+
+    def _refuse(self, owner: PeerId, number: int, text: str) -> None:
+        """End the slabs that wait for a pool, and close its regions: they are no regions of the next answer."""
+        wanted = self._wanted.pop((owner, number), None)
+        if wanted is None:
+            return
+        close_handles(wanted.regions.values())
+        for slab in wanted.slabs:
+            self._ends.put(OutboundEnd(slab, text))
 
     def _table(self, mapped: KVPool, pages: bytes, first_token: int) -> PageTable:
         """Return the page table of a claim; the same `pages` object gives the same table."""
@@ -167,10 +243,20 @@ class NeighbourPools:
         effect = slab.effect
         slab.neighbour = mapped
         slab.neighbour_pages = self._table(mapped, effect.target_pages, effect.first_claimed_token)
-        self._send(slab)
+        self._begin_life(slab)
 
-    def _refuse(self, owner: PeerId, number: int, text: str) -> None:
-        self._neighbours.drop_parts(owner, number)
-        self._expected.pop((owner, number), None)
-        for slab in self._waiting.pop((owner, number), []):
-            self._ends.put(OutboundEnd(slab, text))
+
+def _matches(key: _Key, owner: PeerId, number: int) -> bool:
+    return key[0] == owner and number in (ALL_POOLS, key[1])
+
+
+def _shown(pool: Pool | None, wanted: PoolWanted) -> Iterator[tuple[PoolRegion, int | None]]:
+    """Yield the regions of a pool, each with its file descriptor if any, for a worker that will write its pages."""
+    if pool is None or not pool.pages.sealed:
+        # If the engine could truncate the memory, that would end the asking worker, too.
+        yield PoolRegion(wanted.owner, wanted.asker, wanted.pool, 0), None
+        return
+    pool.shown = True
+    for index, handle in enumerate(pool.handles):
+        region, descriptor = (None, handle) if isinstance(handle, int) else (handle, None)
+        yield PoolRegion(wanted.owner, wanted.asker, wanted.pool, len(pool.handles), index, region), descriptor
