@@ -296,8 +296,7 @@ def test_lanes_go_on_although_writes_of_one_stream_end_together_and_their_target
         assert set(scene.target[slab * step : (slab + 1) * step].tolist()) == {slab + 1}
 
 
-def test_memory_of_a_device_is_not_fenced_by_its_deregistration(scene: Scene) -> None:
-    assert not scene.near.fences
+def test_over_cuda_ipc_no_access_is_revocable_and_nothing_notifies(scene: Scene) -> None:
     assert not scene.near.revocable
     assert not scene.near.notifies
 

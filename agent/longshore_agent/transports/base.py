@@ -89,8 +89,6 @@ class Transport(Protocol):
         notifies: True: the transport itself delivers a write's notice to the target, after the bytes. False: `draft`
             ignores `notice`, the worker sends a control message after DONE, and bytes arrive without a call of
             `notices`.
-        fences: True: a peer's write that begins after `deregister` of that memory is refused, which the contract suite
-            proves. With any transport, a write that had begun may still land.
         revocable: the wires over which `disconnect` revokes a peer's access: no byte of it lands here afterwards, not
             even of a write that had begun. The contract suite proves it by writes after revocation, for these wires
             only. Over other wires, only the peer's confirmation, its end or ours proves memory free.
@@ -102,7 +100,6 @@ class Transport(Protocol):
 
     backend: str
     notifies: bool
-    fences: bool
     revocable: frozenset[Wire]
     announced_by_message: frozenset[Wire]
     swift: frozenset[Wire]
@@ -112,7 +109,10 @@ class Transport(Protocol):
         """Register memory of this process; return a token for `deregister`. Raises TransportError."""
 
     def deregister(self, token: int) -> None:
-        """Deregister memory. No write of ours may be open on it."""
+        """Deregister memory. No write of ours may be open on it.
+
+        A peer's write may still land there, even one that begins later: only Mooncake over TCP refuses that one.
+        """
 
     def metadata(self) -> bytes:
         """Return the argument of a peer's `connect`, with all memory registered so far. Opaque, at most 1 MiB."""

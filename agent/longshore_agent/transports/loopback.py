@@ -202,8 +202,6 @@ class LoopbackTransport(Checked[_Peer]):
     backend = "Loopback"
     magic = b"LSLOOP02"
     notifies = True
-    # A peer that knows the memory still writes after deregistration, as over NIXL's shared memory.
-    fences = False
 
     def __init__(self, name: str, faults: FaultPlan | None = None) -> None:
         super().__init__(name)

@@ -161,8 +161,6 @@ class MooncakeTransport(Checked[Peer]):
         super().__init__(name)
         self._ports = ports or DataPorts()
         self._device_index, self._device, self._enter = device_index, device, enter
-        # Over TCP the target checks every request against its registered memory. A GPU writes mapped memory unchecked.
-        self.fences = device_index < 0
         start = mooncake_engine.start_on_host if device_index < 0 else mooncake_engine.start_on_device
         self._engine: Any = start(self._ports)
         self._port = int(self._engine.get_rpc_port())

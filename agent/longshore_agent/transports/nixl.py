@@ -110,8 +110,6 @@ class NixlTransport(Connected[NixlPeer]):
     backend = "NIXL"
     magic = nixl_library.MAGIC
     notifies = True
-    # After deregistration a write still reports DONE and lands, over shared memory and over TCP.
-    fences = False
     # Nothing is revocable: a peer's write lands even after `disconnect`.
     # A write over shared memory ends only after the target has taken the previous write's notice: a lane would wait for
     # the target's next poll, 1 ms or more.
