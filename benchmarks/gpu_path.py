@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "gpu"))
 from gpu_world import EngineProcess, GPUAgent
 
 from longshore_agent.transports import create
-from longshore_agent.transports.base import Part, Pieces, Transport, Write, WriteState
+from longshore_agent.transports.base import Pieces, Selection, Transport, Write, WriteState
 
 SHAPE = {"layers": 80, "kv_heads": 8, "page_size": 64}
 TOKEN_BYTES = 80 * 2 * 8 * 256
@@ -402,12 +402,12 @@ class Bare:
         for first in range(0, count, 4 * SLICES_BATCH):
             batches = range(first, min(first + 4 * SLICES_BATCH, count), SLICES_BATCH)
             chosen = [np.arange(each, min(each + SLICES_BATCH, count), dtype=np.int32) for each in batches]
-            finish(self._transport, [self._begun(Part(prepared, each)) for each in chosen])
+            finish(self._transport, [self._begun(Selection(prepared, each)) for each in chosen])
         end_s = time.perf_counter()
         self._transport.release_prepared(prepared)
         return looked_up_s - begin_s, end_s - looked_up_s
 
-    def _begun(self, pieces: Pieces | Part) -> Write:
+    def _begun(self, pieces: Pieces | Selection) -> Write:
         write = self._transport.draft(self._peer, pieces, b"")
         self._transport.start(write)
         return write

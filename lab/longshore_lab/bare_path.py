@@ -99,7 +99,7 @@ class Answer(msgspec.Struct, frozen=True):
 class _Hello(msgspec.Struct, frozen=True):
     metadata: bytes
     address: int = 0  # of the ring
-    door: bytes = b""  # where a target receives notices of landed slabs
+    notices: bytes = b""  # where a target receives notices of landed slabs
 
 
 class _Sum(msgspec.Struct, frozen=True):
@@ -139,7 +139,7 @@ class Source(Rank):
         self._buffers = [StagingBuffer(_SIZES.lane_bytes) for _ in range(_SIZES.lane_count)]
         for buffer in self._buffers:
             self.transport.register(buffer.address, _SIZES.lane_bytes)
-        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._queue: queue.SimpleQueue[tuple[Pair, SlabGrid, int]] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[str] = queue.SimpleQueue()
 
@@ -199,7 +199,7 @@ class Source(Rank):
         sleep_until(written)
         if error := written.release()[0]:
             raise TransportError(error)
-        self._door.sendto(_LANDED.pack(pair.source_rank, slab), target.door)
+        self._notices.sendto(_LANDED.pack(pair.source_rank, slab), target.notices)
 
 
 class Target(Rank):
@@ -212,14 +212,14 @@ class Target(Rank):
         self._ring = StagingBuffer(scene.ring_bytes)
         # In one extent, so that no slab is cut.
         self.transport.register(self._ring.address, self._ring.length_bytes)
-        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._door.bind(b"")
+        self._notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._notices.bind(b"")
         self._landed: queue.SimpleQueue[tuple[Pair, SlabGrid, int]] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def serve(self, out: IO[bytes]) -> None:
         """Obey the conductor until the input ends; answer to `out`."""
-        say(out, _Hello(self.transport.metadata(), self._ring.address, self._door.getsockname()))
+        say(out, _Hello(self.transport.metadata(), self._ring.address, self._notices.getsockname()))
         for _ in range(self.scene.source_tp):
             self.transport.connect(_heard(sys.stdin.buffer, _Hello).metadata)
         for index in range(_SIZES.scatter_threads):
@@ -229,7 +229,7 @@ class Target(Rank):
             tokens = msgspec.json.decode(line, type=Request).tokens
             grids = {rank: self.scene.grid(pair, tokens) for rank, pair in self.pairs.items()}
             count = sum(grid.count for grid in grids.values())
-            self._door.settimeout(_DRIVE_PAUSE_S)
+            self._notices.settimeout(_DRIVE_PAUSE_S)
             say(out, _Sum(0))
             for _ in range(count):
                 rank, slab = self._next_landed()
@@ -244,7 +244,7 @@ class Target(Rank):
     def _next_landed(self) -> tuple[int, int]:
         while True:
             try:
-                rank, slab = _LANDED.unpack(self._door.recv(_LANDED.size))
+                rank, slab = _LANDED.unpack(self._notices.recv(_LANDED.size))
             except TimeoutError:
                 self.transport.notices()
             else:

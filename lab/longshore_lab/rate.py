@@ -26,7 +26,7 @@ from longshore_agent.errors import TransportError
 from longshore_agent.memory.host_memory import StagingBuffer
 from longshore_agent.transports import BACKENDS, create
 from longshore_agent.transports.answers import own_output, say
-from longshore_agent.transports.base import Part, Pieces, Transport, Wire, Write, WriteState
+from longshore_agent.transports.base import Pieces, Selection, Transport, Wire, Write, WriteState
 
 # The same limit as in an agent's lanes: see longshore_agent.pipeline.life.
 OPEN_BATCHES_MAX = 4
@@ -175,7 +175,7 @@ class Meter:
                 if len(open_writes) >= OPEN_BATCHES_MAX:
                     self._finish(open_writes.popleft())
                 indices = np.arange(first, min(first + request.batch, count), dtype=np.int32)
-                open_writes.append(self._begun(Part(prepared, indices)))
+                open_writes.append(self._begun(Selection(prepared, indices)))
             while open_writes:
                 self._finish(open_writes.popleft())
             self._transport.release_prepared(prepared)
@@ -189,7 +189,7 @@ class Meter:
         seconds, core_s = time.perf_counter() - begin_s, time.process_time() - core_s
         return Answer(seconds, core_s, "", bool(np.array_equal(source, target)))
 
-    def _begun(self, pieces: Pieces | Part) -> Write:
+    def _begun(self, pieces: Pieces | Selection) -> Write:
         write = self._transport.draft(self._peer, pieces, b"")
         self._transport.start(write)
         return write

@@ -65,15 +65,15 @@ class HalfWorker:
         self.metrics = Metrics()
         self.mover = Mover(config, self.metrics, SpanRecorder(1), lambda *_: None)
         # No peer attaches over ZeroMQ here.
-        self.mover.parts.ports.admit([settings.bind_host])
-        self.requests = EngineRequests(layout, self.mover.parts.transport, self._source, self._target)
+        self.mover.resources.ports.admit([settings.bind_host])
+        self.requests = EngineRequests(layout, self.mover.resources.transport, self._source, self._target)
         self.pages = EnginePages(layout, page_count, f"storm-{name}")
         self.ask(RegisterPool(1, 0, self.pages.geometry), [os.dup(self.pages.descriptor)])
         self.session.describe(
-            self.mover.parts.transport.metadata(),
-            self.mover.parts.ring_region,
+            self.mover.resources.transport.metadata(),
+            self.mover.resources.ring_region,
             {number: pool.info(number) for number, pool in self.requests.pools.items()},
-            self.mover.parts.probe_region,
+            self.mover.resources.probe_region,
             "storm:1",
         )
         self.heard: list[dict[str, Any]] = []
@@ -96,7 +96,7 @@ class HalfWorker:
         self._hear(now_ns)
         self.mover.collect()
         self.mover.take_results(self.half, self.session, now_ns)
-        if self._target is not None and self.mover.parts.transport.notifies:
+        if self._target is not None and self.mover.resources.transport.notifies:
             for peer, message in self.mover.notices():
                 self.session.receive(peer, message, now_ns)
         self.session.renew(now_ns)
@@ -111,7 +111,7 @@ class HalfWorker:
 
     def close(self) -> None:
         """Close the transport."""
-        self.mover.parts.close()
+        self.mover.resources.close()
         self.pages.close()
         self.link.close()
 

@@ -42,7 +42,7 @@ def play():
 
     def lost(self, *arguments):
         if (place / "driver-hangs").exists():
-            self.mover.parts.device = object()
+            self.mover.resources.device = object()
         engine_lost(self, *arguments)
 
     def unmapped(self, pool):

@@ -21,7 +21,7 @@ from longshore_agent.pipeline.slabs import PageTable
 from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
-from longshore_agent.worker import moving, parts
+from longshore_agent.worker import moving, resources
 from longshore_agent.worker.config import WorkerConfig
 from longshore_agent.worker.moving import Mover
 from longshore_wire.effects import PeerAttached, PeerId
@@ -69,7 +69,7 @@ class Whole:
             "device_copier": lambda *_: self.device,
         }
         for name, value in played.items():
-            monkeypatch.setattr(parts, name, value)
+            monkeypatch.setattr(resources, name, value)
         monkeypatch.setattr(moving, "OutboundSlab", PlayedOutbound)
         settings = dataclasses.replace(Settings(), lane_bytes=1 << 20, ring_bytes=1 << 20, **changes)
         config = WorkerConfig(
@@ -104,8 +104,8 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> Iterator[Whole]:
 
 def test_a_target_is_told_by_a_message_of_each_slab_and_the_worker_looks_until_then(whole: Whole) -> None:
     whole.start(0, 1)
-    assert whole.mover.parts.runner.busy
-    assert whole.mover.parts.runner.copying
+    assert whole.mover.resources.runner.busy
+    assert whole.mover.resources.runner.copying
     assert not whole.mover.drive()
     whole.device.directs[0].done = True
     assert whole.mover.drive()
@@ -116,10 +116,10 @@ def test_a_target_is_told_by_a_message_of_each_slab_and_the_worker_looks_until_t
     assert whole.mover.drive()
     whole.mover.take_results(Half.SOURCE, whole.core, 0)
     assert whole.core.notified == [0, 1]
-    assert not whole.mover.parts.runner.copying
-    while whole.mover.parts.runner.busy:
+    assert not whole.mover.resources.runner.copying
+    while whole.mover.resources.runner.busy:
         whole.mover.drive()
-    assert [(lane.busy, lane.slabs) for lane in whole.mover.parts.runner.lanes()] == [(False, 2)] + [(False, 0)] * 3
+    assert [(lane.busy, lane.slabs) for lane in whole.mover.resources.runner.lanes()] == [(False, 2)] + [(False, 0)] * 3
     assert whole.mover.metrics.snapshot().value("longshore_slabs_total", half="source", way="direct") == 2
 
 

@@ -17,7 +17,7 @@ from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.transports.base import Wire
-from longshore_agent.worker import parts
+from longshore_agent.worker import resources
 from longshore_agent.worker.config import WorkerConfig
 from longshore_agent.worker.moving import Mover
 from longshore_wire.effects import PeerAttached, PeerId
@@ -87,7 +87,7 @@ class Scene:
         self.mover = Mover(
             config, Metrics(), SpanRecorder(1), lambda asked, _: self.asked.append((asked.owner, asked.pool))
         )
-        self.transport: Any = self.mover.parts.transport
+        self.transport: Any = self.mover.resources.transport
         self.core = Core()
         self.attach(RING)
 
@@ -110,9 +110,9 @@ class Scene:
     def close(self) -> None:
         """End the worker's threads, which would otherwise end with its process."""
         self.transport.found.set()
-        self.mover.parts.close()
-        assert isinstance(self.mover.parts.runner, ThreadRunner)
-        for thread in self.mover.parts.runner._threads:
+        self.mover.resources.close()
+        assert isinstance(self.mover.resources.runner, ThreadRunner)
+        for thread in self.mover.resources.runner._threads:
             thread.join(60)
             assert not thread.is_alive()
 
@@ -125,7 +125,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Scene]]:
         made.append(Scene(**changes))
         return made[-1]
 
-    monkeypatch.setattr(parts, "make_transport", lambda *_: PlayedTransport())
+    monkeypatch.setattr(resources, "make_transport", lambda *_: PlayedTransport())
     yield build
     for scene in made:
         scene.close()

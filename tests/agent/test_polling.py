@@ -37,8 +37,8 @@ class Expecting(TargetSession):
 def test_a_slab_that_takes_microseconds_finds_its_target_awake_and_one_of_another_wire_need_not(
     wire: str, hot_ms: int, later_ms: int
 ) -> None:
-    parts = SimpleNamespace(runner=SimpleNamespace(busy=False), device=None, transport=NixlTransport)
-    mover: Any = SimpleNamespace(parts=parts)
+    resources = SimpleNamespace(runner=SimpleNamespace(busy=False), device=None, transport=NixlTransport)
+    mover: Any = SimpleNamespace(resources=resources)
     pace = Polling(mover, {Half.TARGET: Expecting(wire)}, NOW_NS)
     pace.news()
     assert pace.wait_ms(100, NOW_NS) == hot_ms
@@ -60,8 +60,8 @@ def played(*, busy: bool = False, copying: bool = False, on_gpu: bool = True) ->
     transport = SimpleNamespace(notifies=False)
     device = object() if on_gpu else None
     runner = SimpleNamespace(busy=busy, copying=copying)
-    parts = SimpleNamespace(runner=runner, device=device, transport=transport)
-    return SimpleNamespace(parts=parts)
+    resources = SimpleNamespace(runner=runner, device=device, transport=transport)
+    return SimpleNamespace(resources=resources)
 
 
 @pytest.mark.parametrize(

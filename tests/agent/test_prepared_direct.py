@@ -16,7 +16,7 @@ from longshore_agent.memory.host_memory import StagingBuffer
 from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
-from longshore_agent.worker import parts
+from longshore_agent.worker import resources
 from longshore_agent.worker.config import WorkerConfig
 from longshore_agent.worker.moving import Mover
 from longshore_wire.engine_messages import Half
@@ -100,7 +100,7 @@ class Recorder:
 def moving_parts(
     monkeypatch: pytest.MonkeyPatch, device: str, roles: tuple[Half, ...], agent: str, **changes: Any
 ) -> tuple[Mover, list[Allocation]]:
-    """Return a worker's parts on a simulated device, and the kind of each buffer that it has allocated there."""
+    """Return a worker's resources on a simulated device, and the kind of each buffer that it has allocated there."""
     kinds: list[Allocation] = []
 
     def buffer(_: object, length_bytes: int, *, allocation: Allocation, **options: Any) -> StagingBuffer:
@@ -116,7 +116,7 @@ def moving_parts(
         "device_copier": lambda *_: Recorder(),
     }
     for name, value in played.items():
-        monkeypatch.setattr(parts, name, value)
+        monkeypatch.setattr(resources, name, value)
     config = WorkerConfig("p/0/0", "p", 1, NEAR.layout, roles, settings, port=0, agent=agent, device=device)
     return Mover(config, Metrics(), SpanRecorder(1), lambda *_: None), kinds
 
@@ -126,8 +126,8 @@ def prepared(monkeypatch: pytest.MonkeyPatch, device: str, roles: tuple[Half, ..
     mover, _ = moving_parts(monkeypatch, device, roles, agent, **changes)
     pool: Any = object()
     mover.prepare(pool)
-    copier: Any = mover.parts.copier
-    mover.parts.close()
+    copier: Any = mover.resources.copier
+    mover.resources.close()
     if device == "cpu":
         assert isinstance(copier, CpuCopier)
         return False
@@ -173,4 +173,4 @@ def test_lanes_ring_and_the_memory_of_probes_are_of_the_kind_that_the_settings_n
 ) -> None:
     mover, kinds = moving_parts(monkeypatch, "GPU-1", BOTH, "", gpu_staging_memory=kind)
     assert kinds == [kind] * 3
-    mover.parts.close()
+    mover.resources.close()

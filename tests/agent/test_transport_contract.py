@@ -17,7 +17,7 @@ from transport_peer import finish, post, row
 
 from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.transports import create
-from longshore_agent.transports.base import METADATA_BYTES_MAX, NOTICE_BYTES_MAX, Part, Pieces, Wire, WriteState
+from longshore_agent.transports.base import METADATA_BYTES_MAX, NOTICE_BYTES_MAX, Pieces, Selection, Wire, WriteState
 from longshore_agent.transports.loopback import Fault, FaultKind, FaultPlan, LoopbackTransport
 
 
@@ -183,7 +183,7 @@ def test_prepared_pieces_land_by_index_and_only_those(pair: Pair) -> None:
     prepared = pair.transport.prepare(pair.name, Pieces(sources, targets, np.full(count, size, dtype=np.uint64)))
     indices = np.arange(0, count, 3, dtype=np.int32)
     for batch in np.array_split(indices, 3):
-        write = pair.transport.draft(pair.name, Part(prepared, batch), b"batch")
+        write = pair.transport.draft(pair.name, Selection(prepared, batch), b"batch")
         pair.transport.start(write)
         assert finish(pair.transport, write) is WriteState.DONE
         assert pair.transport.release(write)

@@ -11,7 +11,7 @@ from transport_peer import finish
 
 from longshore_agent.errors import TransportError
 from longshore_agent.transports import nixl
-from longshore_agent.transports.base import Part, Pieces, Write, WriteState
+from longshore_agent.transports.base import Pieces, Selection, Write, WriteState
 from longshore_agent.transports.state import Regions
 
 SIZE = 4096
@@ -114,7 +114,7 @@ def test_parts_of_a_list_are_drafted_without_another_look_up(fresh: Pair, monkey
     prepared = fresh.transport.prepare(fresh.name, Pieces(*columns))
     monkeypatch.setattr(Regions, "stray", look_up)
     monkeypatch.setattr(nixl, "rows_of", look_up)
-    write = fresh.transport.draft(fresh.name, Part(prepared, np.array([1, 3], dtype=np.int32)), b"")
+    write = fresh.transport.draft(fresh.name, Selection(prepared, np.array([1, 3], dtype=np.int32)), b"")
     assert fresh.peer.read(0, 0, 4 * SIZE) == 4 * UNTOUCHED
     fresh.transport.start(write)
     assert finish(fresh.transport, write) is WriteState.DONE
@@ -126,16 +126,16 @@ def test_parts_of_a_list_are_drafted_without_another_look_up(fresh: Pair, monkey
 
 
 def test_a_part_of_a_list_that_was_released_or_made_for_another_life_is_refused(fresh: Pair) -> None:
-    part = Part(fresh.transport.prepare(fresh.name, pieces(fresh)), np.array([0], dtype=np.int32))
+    selection = Selection(fresh.transport.prepare(fresh.name, pieces(fresh)), np.array([0], dtype=np.int32))
     again = fresh.start_peer(f"shared-{fresh.kind}-peer")
     target = again.ask("register", length=REGION_BYTES, fill=POISON)
     assert fresh.transport.connect(again.metadata()) == fresh.name
     with pytest.raises(TransportError, match="another life"):
-        fresh.transport.draft(fresh.name, part, b"")
+        fresh.transport.draft(fresh.name, selection, b"")
     prepared = fresh.transport.prepare(fresh.name, pieces(fresh, target=target))
     fresh.transport.release_prepared(prepared)
     with pytest.raises(TransportError, match="released"):
-        fresh.transport.draft(fresh.name, Part(prepared, part.indices), b"")
+        fresh.transport.draft(fresh.name, Selection(prepared, selection.indices), b"")
     assert again.read(0, 0, SIZE) == UNTOUCHED
 
 

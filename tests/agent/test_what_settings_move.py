@@ -61,7 +61,7 @@ def test_a_write_is_cut_where_extents_of_the_ring_end(make: Make) -> None:
     found = {}
     for extent_bytes in (1 << 20, 2 << 20):
         source, target = pair(make, ring_bytes="2Mi", ring_extent_bytes=str(extent_bytes), lane_bytes="1Mi")
-        region = target.mover.parts.ring_region
+        region = target.mover.resources.ring_region
         assert region is not None
         assert region.extent_bytes == extent_bytes
         # The next slab begins a little before the first mebibyte of the ring and ends behind it.
@@ -78,7 +78,7 @@ def test_as_many_threads_scatter_and_as_many_lanes_write_as_are_set(make: Make, 
     source, target = pair(make, scatter_threads=str(count), lane_count=str(count))
     begun = Counter(thread.name.partition("-")[0] for thread in set(threading.enumerate()) - before)
     assert (begun["scatter"], begun["lane"]) == (count, count)
-    assert len(source.mover.parts.runner.lanes()) == count
+    assert len(source.mover.resources.runner.lanes()) == count
     run(source, target, 1)
     assert source.ended[1].reason is Reason.NONE
 
@@ -99,7 +99,7 @@ def test_a_worker_is_replaced_above_the_part_in_quarantine_that_is_set(make: Mak
 
 def test_a_worker_without_a_ring_is_brought_no_staged_bytes(make: Make) -> None:
     source, target = pair(make, ring_bytes="0", force_way="Slices")
-    assert target.mover.parts.ring_region is None
+    assert target.mover.resources.ring_region is None
     run(source, target, 1)
     assert (target.ended[1].reason, counted(source, "writes", "staged")) == (Reason.NONE, 0)
     assert isinstance(source.say(Offer(0, 2, 0, 0, 4, True, pages(1))), Accepted)

@@ -51,8 +51,8 @@ from longshore_agent.worker.loop import Worker
 
 closed = SimpleNamespace(close=lambda: None)
 runner = SimpleNamespace(writing=lambda: ["a write that never ends"])
-parts = SimpleNamespace(runner=runner, close=threading.Event().wait)
-mover = SimpleNamespace(finish_copies=lambda: None, parts=parts)
+resources = SimpleNamespace(runner=runner, close=threading.Event().wait)
+mover = SimpleNamespace(finish_copies=lambda: None, resources=resources)
 requests = SimpleNamespace(pools={})
 Worker._close(SimpleNamespace(mover=mover, requests=requests, engine=closed, net=closed, _knocker=closed, _link=closed))
 """

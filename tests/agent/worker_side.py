@@ -62,7 +62,7 @@ class Side:
         assert self.core is not None
         self.metrics = Metrics()
         self.mover = Mover(self.config, self.metrics, SpanRecorder(100), lambda *_: None)
-        self.requests = EngineRequests(layout, self.mover.parts.transport, self.source, self.target)
+        self.requests = EngineRequests(layout, self.mover.resources.transport, self.source, self.target)
         self.geometry = pool_geometry(layout, PAGE_COUNT)
         self.descriptor, memory = create_region(self.geometry.region_bytes[0])
         self.bytes = np.frombuffer(memory, np.uint8)
@@ -87,10 +87,10 @@ class Side:
     def describe(self) -> None:
         pools = {number: pool.info(number) for number, pool in self.requests.pools.items()}
         self.core.describe(
-            self.mover.parts.transport.metadata(),
-            self.mover.parts.ring_region,
+            self.mover.resources.transport.metadata(),
+            self.mover.resources.ring_region,
             pools,
-            self.mover.parts.probe_region,
+            self.mover.resources.probe_region,
             "h:1",
         )
 
@@ -120,7 +120,7 @@ class Side:
                 self.requests.release(effect.half, effect.key)
 
     def close(self) -> None:
-        self.mover.parts.close()
+        self.mover.resources.close()
         for pool in list(self.requests.pools):
             self.requests.let_go(pool)
         os.close(self.descriptor)

@@ -118,8 +118,8 @@ AGENT_SETTINGS: Shown = {
     "peer_timeout_s": (f"{_CHANGE}::test_a_peer_that_is_silent_for_the_peer_timeout_is_lost",),
     "retry_ms": (f"{_CHANGE}::test_what_is_not_answered_is_said_again_after_its_time",),
     "trailer_deadline_ms": (
-        f"{_AGENT}/test_lane_and_door_defects.py::test_bytes_that_never_come_fail_the_room_and_touch_no_page",
-        f"{_AGENT}/test_lane_and_door_defects.py::test_a_word_of_arrival_that_comes_before_the_bytes_waits_for_them",
+        f"{_AGENT}/test_lane_and_link_defects.py::test_bytes_that_never_come_fail_the_room_and_touch_no_page",
+        f"{_AGENT}/test_lane_and_link_defects.py::test_a_word_of_arrival_that_comes_before_the_bytes_waits_for_them",
     ),
     "write_timeout_s": (
         f"{_CHANGE}::test_memory_for_ready_tokens_waits_for_bytes_as_long_as_the_write_timeout",

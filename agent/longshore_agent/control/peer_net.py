@@ -128,14 +128,14 @@ class PeerNet:
             dealer.curve_secretkey = keys.client_secret.encode()
         host = place.rpartition(":")[0]
         if admits:
-            self._let_in(dealer, host)
+            self._admit_host(dealer, host)
         try:
             # Connect from the address of our own ports, because the peer admits the address of our Attach to its data
             # ports.
             dealer.connect(f"tcp://{self._host}:0;{place}")
         except zmq.ZMQError as error:
             dealer.close()
-            self._part(dealer)
+            self._dismiss_host(dealer)
             text = f"cannot dial {peer.instance} rank {peer.rank} at {address!r}: {error}"
             raise TransportError(text, reason=Reason.UNKNOWN_INSTANCE) from error
         self._dealers[peer], self._dialled[dealer] = dealer, Dialled(peer, host)
@@ -149,12 +149,12 @@ class PeerNet:
             self.poller.unregister(dealer)
             # Unsent messages were for a life that has ended.
             dealer.close(linger=0)
-            self._part(dealer)
+            self._dismiss_host(dealer)
 
     def shut_out(self, peer: PeerId) -> None:
         """Stop admitting the host of a lost source worker until it is dialled again or attaches."""
         if peer in self._dealers:
-            self._part(self._dealers[peer])
+            self._dismiss_host(self._dealers[peer])
 
     def forget(self, peer: PeerId, epoch: int) -> None:
         """Drop the route to an ended life of a target worker. Its next life may have attached already."""
@@ -162,7 +162,7 @@ class PeerNet:
             route = self._routes.pop(peer)
             self._peers.pop(route, None)
             del self._epochs[peer]
-            self._part(route)
+            self._dismiss_host(route)
 
     def send(self, half: Half, peer: PeerId, message: PeerMessage) -> None:
         """Send now or drop: as the target that dialled `peer`, or as the source that `peer` dialled."""
@@ -260,7 +260,7 @@ class PeerNet:
         if message is None:
             return
         if isinstance(message, Attach):
-            self._let_in(dealer, dialled.host)
+            self._admit_host(dealer, dialled.host)
         received.append(Received(Half.TARGET, dialled.peer, message))
 
     def _take(self, route: bytes, data: bytes, received: list[Received], address: str) -> None:
@@ -312,7 +312,7 @@ class PeerNet:
         if old is not None and old != route:
             self._peers.pop(old, None)
             self._addresses.pop(old, None)
-        self._let_in(route, address)
+        self._admit_host(route, address)
         self._routes[peer], self._peers[route], self._epochs[peer] = route, peer, attach.epoch
         return peer
 
@@ -324,15 +324,15 @@ class PeerNet:
                 return
             self._stranger_count += 1
 
-    def _let_in(self, way: zmq.Socket[bytes] | bytes, host: str) -> None:
+    def _admit_host(self, connection: zmq.Socket[bytes] | bytes, host: str) -> None:
         """Admit the host of a peer."""
-        if self._addresses.get(way) != host:
-            self._addresses[way] = host
+        if self._addresses.get(connection) != host:
+            self._addresses[connection] = host
             self._admit(frozenset(self._addresses.values()))
 
-    def _part(self, way: zmq.Socket[bytes] | bytes) -> None:
+    def _dismiss_host(self, connection: zmq.Socket[bytes] | bytes) -> None:
         """Stop admitting a peer's host for a closed route."""
-        if self._addresses.pop(way, None) is not None:
+        if self._addresses.pop(connection, None) is not None:
             self._admit(frozenset(self._addresses.values()))
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:

@@ -38,7 +38,7 @@ from longshore_agent.pipeline.slabs import (
 )
 from longshore_agent.pipeline.waits import Compiled, Copied, Gate, Now, StagingMemory, Until, Wait, Written
 from longshore_agent.status.spans import StageLog
-from longshore_agent.transports.base import Part, Transport, Write
+from longshore_agent.transports.base import Selection, Transport, Write
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.plan import Way
 from longshore_wire.trailer import Trailer, unseal
@@ -222,7 +222,7 @@ def _in_place(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
                     end = min(posted_count + tools.batch_count, count)
                     indices: npt.NDArray[np.int32] = np.arange(posted_count, end, dtype=np.int32)
                     try:
-                        write = transport.draft(slab.peer_name, Part(prepared, indices), b"")
+                        write = transport.draft(slab.peer_name, Selection(prepared, indices), b"")
                     except TransportError as refused:
                         error = str(refused)
                         continue

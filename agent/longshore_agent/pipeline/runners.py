@@ -1,6 +1,6 @@
 """Runs the lives of slabs: `ThreadRunner` in threads that block, `EventRunner` in the control thread, which polls.
 
-Made by `worker.parts`, called by `worker.moving` in the control thread. A CPU's copy occupies a thread, so each lane is
+Made by `worker.resources`, called by `worker.moving` in the control thread. A CPU's copy occupies a thread, so each lane is
 one. A GPU copies by itself, so the control thread runs all lives: no thread and no write waits for another thread. A
 runner must not assume that a life ends: if a device hangs, it does not.
 """

@@ -20,7 +20,7 @@ NOTICE_BYTES_MAX = 1024
 METADATA_BYTES_MAX = 1 << 20
 
 Addresses = npt.NDArray[np.uint64]
-# A list of n pieces that a transport has looked up once, for repeated writes of its parts. Only the transport reads it.
+# A list of n pieces that a transport has looked up once, for repeated writes of some of them. Only the transport reads it.
 Prepared = object
 
 
@@ -74,7 +74,7 @@ class Pieces(NamedTuple):
         return Pieces(self.sources[indices], self.targets[indices], self.lengths[indices])
 
 
-class Part(NamedTuple):
+class Selection(NamedTuple):
     """The pieces of a prepared list at `indices` ([m], m >= 1, each in [0, n))."""
 
     prepared: Prepared
@@ -124,17 +124,17 @@ class Transport(Protocol):
         """Forget a peer; its notices are dropped from now on. Unknown names are ignored."""
 
     def prepare(self, peer: str, pieces: Pieces) -> Prepared:
-        """Look up n pieces once, for writes of parts of them. Raises TransportError."""
+        """Look up n pieces once, for writes of some of them. Raises TransportError."""
 
     def release_prepared(self, prepared: Prepared) -> None:
         """Release the list. No write of it may be open. Idempotent."""
 
-    def draft(self, peer: str, pieces: Pieces | Part, notice: bytes) -> Write:
+    def draft(self, peer: str, pieces: Pieces | Selection, notice: bytes) -> Write:
         """Look up one write without beginning it, so that `start` costs little. The source bytes need not be ready.
 
         Args:
             peer: a name that `connect` returned.
-            pieces: the pieces to write. A part is of a list that was prepared for this life of the peer.
+            pieces: the pieces to write. A selection is of a list that was prepared for this life of the peer.
             notice: at most 1 KiB, returned by the peer's `notices` after every byte has landed; empty: none.
         Raises:
             TransportError: nothing was begun, and there is nothing to release.

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from longshore_agent.errors import PeerMetadataError, TransportError
-from longshore_agent.transports.base import Part, Pieces, Wire, Write, WriteState
+from longshore_agent.transports.base import Pieces, Selection, Wire, Write, WriteState
 from longshore_agent.transports.own_network import host_identity
 from longshore_agent.transports.process_memory import ProcessMemory, start_time
 from longshore_agent.transports.state import (
@@ -249,9 +249,9 @@ class LoopbackTransport(Checked[_Peer]):
             except TransportError as error:
                 raise PeerMetadataError(f"Loopback peer {fresh.name!r} cannot be reached: {error}") from error
             if known is not None:
-                self._part(known)
+                self._forget_peer(known)
             self._peers[fresh.name] = _Peer(fresh.name, fresh.life, memory, regions)
-            self._arrivals.meet((fresh.name, fresh.life), fresh.name)
+            self._arrivals.connect((fresh.name, fresh.life), fresh.name)
             return fresh.name
 
     def disconnect(self, peer: str) -> None:
@@ -262,9 +262,9 @@ class LoopbackTransport(Checked[_Peer]):
                 # Notices that it has sent are still in the socket. They must not wait there for the next connect.
                 self._read_datagrams()
                 self._arrivals.drop(peer)
-                self._part(known)
+                self._forget_peer(known)
 
-    def draft(self, peer: str, pieces: Pieces | Part, notice: bytes) -> LoopbackWrite:
+    def draft(self, peer: str, pieces: Pieces | Selection, notice: bytes) -> LoopbackWrite:
         """Check where n pieces lie; see `Transport.draft`."""
         check_notice(notice)
         known = self._peer(peer)
@@ -329,9 +329,9 @@ class LoopbackTransport(Checked[_Peer]):
         known.memory.write(*self._looked_up(known, pieces))
         return Wire.LOOPBACK
 
-    def _part(self, peer: _Peer) -> None:
+    def _forget_peer(self, peer: _Peer) -> None:
         """Fail the peer's waiting writes, which never land."""
-        self._arrivals.part((peer.name, peer.life))
+        self._arrivals.forget((peer.name, peer.life))
         for write in self._waiting:
             if write.peer is peer:
                 write.give_up("the peer was disconnected")

@@ -35,7 +35,7 @@ from typing import Any
 
 from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.transports import mooncake_engine
-from longshore_agent.transports.base import Part, Pieces, Wire, Write, WriteState
+from longshore_agent.transports.base import Pieces, Selection, Wire, Write, WriteState
 from longshore_agent.transports.data_ports import DataPorts
 from longshore_agent.transports.mooncake_engine import MooncakeMetadata, check_reach, remote_address
 from longshore_agent.transports.own_network import host_identity
@@ -221,7 +221,7 @@ class MooncakeTransport(Checked[Peer]):
                 lives.append(fresh.life)
             address = remote_address(fresh.host, fresh.port, lives.index(fresh.life))
             if known is not None:
-                self._part(known)
+                self._forget_peer(known)
             self._peers[fresh.name] = Peer(fresh, regions, address)
             return fresh.name
 
@@ -230,9 +230,9 @@ class MooncakeTransport(Checked[Peer]):
         with self._lock:
             known = self._peers.pop(peer, None)
             if known is not None:
-                self._part(known)
+                self._forget_peer(known)
 
-    def draft(self, peer: str, pieces: Pieces | Part, notice: bytes) -> MooncakeWrite:
+    def draft(self, peer: str, pieces: Pieces | Selection, notice: bytes) -> MooncakeWrite:
         """Check where n pieces lie; see `Transport.draft`. The notice is ignored, as `notifies` says."""
         check_notice(notice)
         known = self._peer(peer)
@@ -399,7 +399,7 @@ class MooncakeTransport(Checked[Peer]):
             # The answer is not Mooncake's, or no engine starts. The waiting write fails as unreachable.
             return
 
-    def _part(self, peer: Peer) -> None:
+    def _forget_peer(self, peer: Peer) -> None:
         """Begin no more writes to a peer, and release its memory. Called with the lock."""
         peer.gone = True
         if self._device_index < 0:

@@ -29,9 +29,9 @@ from longshore_agent.errors import TransportError
 from longshore_agent.transports import nixl_library
 from longshore_agent.transports.base import (
     Addresses,
-    Part,
     Pieces,
     Prepared,
+    Selection,
     Wire,
     Write,
     WriteState,
@@ -205,7 +205,7 @@ class NixlTransport(Connected[NixlPeer]):
             self._peers[fresh.name] = NixlPeer(
                 fresh.name, fresh.life, nixl_name, fresh.blob, fresh.is_here, fresh.device_index, fresh.device
             )
-            self._arrivals.meet(outbox_name(nixl_name), fresh.name)
+            self._arrivals.connect(outbox_name(nixl_name), fresh.name)
             return fresh.name
 
     def disconnect(self, peer: str) -> None:
@@ -240,7 +240,7 @@ class NixlTransport(Connected[NixlPeer]):
                 with self._ours("NIXL cannot let go of a prepared list"):
                     descriptors.release()
 
-    def draft(self, peer: str, pieces: Pieces | Part, notice: bytes) -> NixlWrite:
+    def draft(self, peer: str, pieces: Pieces | Selection, notice: bytes) -> NixlWrite:
         """Let NIXL look up one write; see `Transport.draft`."""
         check_notice(notice)
         with self._outbox_lock:
@@ -329,9 +329,9 @@ class NixlTransport(Connected[NixlPeer]):
             # NIXL agents close with their last reference, and deregister their memory.
             self._inbox = self._outbox = None
 
-    def _handle(self, peer: NixlPeer, pieces: Pieces | Part, notice: bytes) -> Any:
+    def _handle(self, peer: NixlPeer, pieces: Pieces | Selection, notice: bytes) -> Any:
         """Return NIXL's handle of a write that has not begun. Called with the outbox's lock."""
-        if isinstance(pieces, Part):
+        if isinstance(pieces, Selection):
             local, remote = self._content(pieces.prepared, peer)
             indices = pieces.indices
             with self._ours(f"NIXL refuses {len(indices)} prepared pieces for peer {peer.name!r}"):
@@ -421,7 +421,7 @@ class NixlTransport(Connected[NixlPeer]):
         write.handle = None
 
     def _remove(self, peer: NixlPeer) -> None:
-        self._arrivals.part(outbox_name(peer.nixl_name))
+        self._arrivals.forget(outbox_name(peer.nixl_name))
         try:
             self._outbox.remove_remote_agent(peer.nixl_name)
             # The outbox of a worker that writes nothing is never driven, and would keep a connection to each old peer.

@@ -20,9 +20,9 @@ from longshore_agent.transports.base import (
     METADATA_BYTES_MAX,
     NOTICE_BYTES_MAX,
     Addresses,
-    Part,
     Pieces,
     Prepared,
+    Selection,
     Wire,
     WriteState,
 )
@@ -149,7 +149,7 @@ class Arrivals:
         self._unclaimed: deque[tuple[Hashable, bytes]] = deque(maxlen=_UNCLAIMED_COUNT_MAX)
         self._forgotten: deque[Hashable] = deque(maxlen=_UNCLAIMED_COUNT_MAX)
 
-    def meet(self, sender: Hashable, peer: str) -> None:
+    def connect(self, sender: Hashable, peer: str) -> None:
         """Assign the notices of `sender`, kept ones included, to a connected peer."""
         self._senders[sender] = peer
         if sender in self._forgotten:
@@ -159,7 +159,7 @@ class Arrivals:
         for other, notice in waiting:
             self.land(other, notice)
 
-    def part(self, sender: Hashable) -> None:
+    def forget(self, sender: Hashable) -> None:
         """Drop all later notices of an ended life of a peer."""
         self._senders.pop(sender, None)
         self._forgotten.append(sender)
@@ -341,11 +341,11 @@ class Checked(Connected[_Checked]):
                 return
             self._closed = True
             for peer in self._peers.values():
-                self._part(peer)
+                self._forget_peer(peer)
             self._peers.clear()
             self._stop()
 
-    def _part(self, peer: _Checked) -> None:
+    def _forget_peer(self, peer: _Checked) -> None:
         """Begin no more writes to a peer, and release what belongs to it. Called with the lock."""
         raise NotImplementedError
 
@@ -353,9 +353,9 @@ class Checked(Connected[_Checked]):
         """Release what belongs to no peer. Called once, with the lock."""
         raise NotImplementedError
 
-    def _looked_up(self, peer: _Checked, pieces: Pieces | Part) -> Pieces:
+    def _looked_up(self, peer: _Checked, pieces: Pieces | Selection) -> Pieces:
         """Return a copy of pieces, all in registered memory of both sides. Raises TransportError if some are not."""
-        if isinstance(pieces, Part):
+        if isinstance(pieces, Selection):
             listed: Pieces = self._content(pieces.prepared, peer)
             return listed.at(pieces.indices)
         assert len(pieces.sources) == len(pieces.targets) == len(pieces.lengths) >= 1

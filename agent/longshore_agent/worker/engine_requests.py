@@ -96,7 +96,7 @@ class EngineRequests:
     admit: Callable[[KVPool, PageTable, Half, frozenset[Way]], None] = _nothing
     closing: str = ""  # why new rooms are refused; empty: they are accepted
     finishes_claimed: bool = False  # while closing, a room that decode has claimed may still be offered
-    _parts: dict[tuple[str, int, int], bytearray] = field(default_factory=dict)
+    _partial_claims: dict[tuple[str, int, int], bytearray] = field(default_factory=dict)
     _torn_count: int = 0  # as of the last `fail_torn`
 
     def handle(self, message: ToAgent, descriptors: list[int], now_ns: int) -> ToEngine | None:
@@ -363,16 +363,16 @@ class EngineRequests:
             return message.pages
         name = (message.endpoint.instance, message.room, message.pool)
         _page_ids(message.pages)
-        if name not in self._parts and len(self._parts) >= PARTIAL_CLAIMS_MAX:
+        if name not in self._partial_claims and len(self._partial_claims) >= PARTIAL_CLAIMS_MAX:
             raise RoomError("too many claims with missing parts: send a claim's parts together", reason=Reason.BUSY)
         # The link keeps the order, and no list is longer than its pool.
-        pages = self._parts.setdefault(name, bytearray())
+        pages = self._partial_claims.setdefault(name, bytearray())
         if message.page_offset == 0:
             pages.clear()
         page_count = min(message.page_count, self.pools[message.pool].pages.page_count)
         in_order = 4 * message.page_offset == len(pages) and 0 < len(message.pages) <= 4 * page_count - len(pages)
         if not in_order:
-            del self._parts[name]
+            del self._partial_claims[name]
             raise RoomError(
                 f"room {message.room}: {len(message.pages) // 4} pages at {message.page_offset}, after {len(pages) // 4} of "
                 f"{message.page_count} pages (the pool has {self.pools[message.pool].pages.page_count}): send the parts in order",
@@ -381,13 +381,13 @@ class EngineRequests:
         pages += message.pages
         if len(pages) < 4 * message.page_count:
             return None
-        del self._parts[name]
+        del self._partial_claims[name]
         return bytes(pages)
 
     def _cancel(self, message: Cancel, now_ns: int) -> None:
         key = RoomKey(message.instance, message.room, message.pool)
         if message.half is Half.TARGET:
-            self._parts.pop((message.instance, message.room, message.pool), None)
+            self._partial_claims.pop((message.instance, message.room, message.pool), None)
         session = self.source if message.half is Half.SOURCE else self.target
         if session is not None:
             session.cancel(key, Reason.CANCELLED, "cancelled by its engine", now_ns)

@@ -62,7 +62,7 @@ class WorkerHealth:
         Other writes need no limit here: decode fails a room in which nothing lands, and an engine has its own limit.
         """
         known = {id(slab): since_ns for slab, since_ns in self._overtaken}
-        writing = self._mover.parts.runner.writing()
+        writing = self._mover.resources.runner.writing()
         self._overtaken = [(slab, known.get(id(slab), now_ns)) for slab in writing if slab.cancelled]
         for slab, since_ns in self._overtaken:
             if now_ns - since_ns >= self._settings.write_timeout_ns:
@@ -93,7 +93,7 @@ class WorkerHealth:
         if now_ns < self._ports_look_ns:
             return ""
         self._ports_look_ns = now_ns + _PORTS_LOOK_NS
-        return self._mover.parts.ports.lost()
+        return self._mover.resources.ports.lost()
 
     @property
     def _exposed(self) -> tuple[RoomKey, int] | None:

@@ -98,12 +98,12 @@ class Worker:
         self._health = WorkerHealth(settings, self.mover, target)
         self._gc_policy = GCPolicy(now_ns)
         self.requests = EngineRequests(
-            config.layout, self.mover.parts.transport, source, target, device=self.mover.parts.device
+            config.layout, self.mover.resources.transport, source, target, device=self.mover.resources.device
         )
         self.requests.prepare, self.requests.admit = self.mover.prepare, self.mover.admit
         keys = read_ring(Path(settings.keys_directory)) if settings.keys_directory else None
         route = f"{config.instance}/{config.layout.parallel.dp_rank}/{config.layout.rank}/{config.epoch}"
-        self.net = PeerNet(settings.bind_host, config.port, route, keys, self.mover.parts.ports.admit)
+        self.net = PeerNet(settings.bind_host, config.port, route, keys, self.mover.resources.ports.admit)
         self._describe()
         for descriptor in (link.fileno(), self.mover.ends.wake):
             self.net.poller.register(descriptor, 1)
@@ -337,7 +337,7 @@ class Worker:
         self.engine = None
         _log.info("engine %s rank %d is gone: %s", self.config.instance, self.config.layout.rank, text)
         self._leave(Reason.ENGINE_LOST, text, now_ns)
-        if self.mover.parts.device is not None:
+        if self.mover.resources.device is not None:
             ending.end_at_the_latest()
         self._flush(now_ns)
         unmapped = [self.requests.let_go(pool) for pool in list(self.requests.pools)]
@@ -427,7 +427,7 @@ class Worker:
     def _describe(self) -> None:
         self.requests.pools_changed = False
         pools = {number: pool.info(number) for number, pool in self.requests.pools.items()}
-        parts = self.mover.parts
+        parts = self.mover.resources
         for session in self.sessions.values():
             session.describe(parts.transport.metadata(), parts.ring_region, pools, parts.probe_region, self.net.address)
         # The transport, the kernels and their libraries are loaded at this point.
@@ -460,11 +460,11 @@ class Worker:
         ending.call_off()
         if self.engine is not None:
             self.engine.close()
-        if self.mover.parts.runner.writing():
+        if self.mover.resources.runner.writing():
             # If a transport does not end a write, its close may not return either.
             ending.end_at_the_latest()
         # A closed port proves to peers that no write of ours can land, so close the transport first.
-        self.mover.parts.close()
+        self.mover.resources.close()
         self._probes.close()
         self.net.close()
         self._link.close()

@@ -1,6 +1,6 @@
 """Turns the cores' effects into slabs for the pipeline, and the ends of their lives into calls of the cores.
 
-Called by the worker's control thread only. The runner that `parts` has made runs the lives, in this thread or in
+Called by the worker's control thread only. The runner that `resources` has made runs the lives, in this thread or in
 others.
 """
 
@@ -30,8 +30,8 @@ from longshore_agent.worker.config import WorkerConfig
 from longshore_agent.worker.ending import COPIES_LIMIT_S
 from longshore_agent.worker.engine_requests import EngineRequests
 from longshore_agent.worker.neighbour_pools import NeighbourPools
-from longshore_agent.worker.parts import Parts
 from longshore_agent.worker.peer_book import PeerBook
+from longshore_agent.worker.resources import Resources
 from longshore_wire.addresses import main_address
 from longshore_wire.effects import DrainWriter, PeerAttached, PeerId, StartScatter, StartWrite
 from longshore_wire.engine_messages import Half
@@ -62,13 +62,13 @@ class Mover:
         self.counters: Counter[str] = Counter()
         self._drains: dict[tuple[PeerId, int], Drain] = {}
         self._gives_directly = config.gives_directly()
-        self.parts = Parts(config, self.ends, metrics, spans)
-        self._runner, self._copier = self.parts.runner, self.parts.copier
+        self.resources = Resources(config, self.ends, metrics, spans)
+        self._runner, self._copier = self.resources.runner, self.resources.copier
         self.peers = PeerBook()
         self._slabs: dict[tuple[Half, RoomKey], dict[int, OutboundSlab | InboundSlab]] = {}
         self._taken: dict[Half, list[End]] = {Half.SOURCE: [], Half.TARGET: []}
         self.neighbours = NeighbourPools(
-            config.peer, self.parts.device, self.peers.attached, self.ends, tell, self._runner.send, self._copier
+            config.peer, self.resources.device, self.peers.attached, self.ends, tell, self._runner.send, self._copier
         )
 
     # -- the runner ------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ class Mover:
     def connect(self, half: Half, effect: PeerAttached) -> None:
         """Connect the transport to a peer; as a source, also probe the wire to a new one. Raises TransportError."""
         try:
-            name = self.parts.transport.connect(effect.attach.metadata)
+            name = self.resources.transport.connect(effect.attach.metadata)
         except TransportError as error:
             self.peers.unreached(half, effect.peer, error)
             raise
@@ -135,14 +135,14 @@ class Mover:
             self.neighbours.pool_gone(peer)
         if name is None:
             return False
-        self.parts.transport.disconnect(name)
+        self.resources.transport.disconnect(name)
         self.disconnected_count += 1
-        return wire in self.parts.transport.revocable
+        return wire in self.resources.transport.revocable
 
     def notices(self) -> list[tuple[PeerId, PeerMessage]]:
         """Return the transport's notices of arrival. Count and drop invalid ones, and drop those of unknown peers."""
         found: list[tuple[PeerId, PeerMessage]] = []
-        for name, data in self.parts.transport.notices():
+        for name, data in self.resources.transport.notices():
             peer = self.peers.named(name)
             try:
                 message = PEER.decode(data)
@@ -208,7 +208,7 @@ class Mover:
             attach.ring,
             next((pool for pool in attach.pools if pool.pool == effect.pair.key.pool), None),
             attach.layout,
-            transport_announces=wire not in self.parts.transport.announced_by_message,
+            transport_announces=wire not in self.resources.transport.announced_by_message,
         )
         self._track(Half.SOURCE, slab)
         if effect.way is Way.DIRECT:

@@ -75,7 +75,9 @@ class Polling:
             return []
         if now_ns < self._look_again_ns:
             return []
-        if all(peer.wire in self._mover.parts.transport.announced_by_message for peer in self._target.peers.values()):
+        if all(
+            peer.wire in self._mover.resources.transport.announced_by_message for peer in self._target.peers.values()
+        ):
             # No peer's slabs are announced by notices, but the transport must still be driven.
             self._look_again_ns = now_ns + _DRIVE_NS
         taken = self._mover.notices()
@@ -97,16 +99,21 @@ class Polling:
             self._is_news, self._news_ns = False, now_ns
         quiet_ns = now_ns - self._news_ns
         hot = quiet_ns < _HOT_NS
-        runner = self._mover.parts.runner
+        runner = self._mover.resources.runner
         if runner.busy:
             soon = hot or (runner.copying and quiet_ns < _HOT_COPYING_NS)
             wait_ms = 0 if soon else min(wait_ms, 1)
-        if hot and self._mover.parts.device is not None and self._target is not None and self._target.in_place_count:
+        if (
+            hot
+            and self._mover.resources.device is not None
+            and self._target is not None
+            and self._target.in_place_count
+        ):
             # A neighbour copies into our pages. Its message would wake this thread, but an awake thread reads it
             # sooner.
             return 0
         if self._target is not None and self._looks_for_notices(self._target, now_ns):
-            transport, wires = self._mover.parts.transport, {peer.wire for peer in self._target.peers.values()}
+            transport, wires = self._mover.resources.transport, {peer.wire for peer in self._target.peers.values()}
             if wires & transport.driven or (hot and wires & transport.swift):
                 return 0
             wait_ms = min(wait_ms, 1 if self._quiet_turns < _NOTICE_SLOWER_AFTER else _NOTICE_POLL_MS_MAX)
@@ -117,7 +124,7 @@ class Polling:
 
         A source's probe counts even without a room: until it ends, no staged write leaves that source.
         """
-        return self._mover.parts.transport.notifies and (
+        return self._mover.resources.transport.notifies and (
             target.expects_bytes
             or any(now_ns < peer.wire_due_ns and peer.wire_epoch != peer.epoch for peer in target.peers.values())
         )

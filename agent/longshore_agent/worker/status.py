@@ -101,7 +101,7 @@ def encode_snapshot(worker: WorkerParts, room: int | None, now_ns: int) -> bytes
         ring=RingStatus(ring.capacity_bytes, ring.used_bytes, ring.held_bytes, ring.rounds)
         if ring is not None
         else None,
-        lanes=worker.mover.parts.runner.lanes(),
+        lanes=worker.mover.resources.runner.lanes(),
         data_path=max((port.protection for port in ports), key=PROTECTIONS.index, default=PROTECTIONS[0]),
         data_ports=ports,
         rooms_open=sum(len(session.rooms) for session in worker.sessions.values()),
@@ -132,7 +132,7 @@ def _count(worker: WorkerParts) -> None:
 def _data_ports(worker: WorkerParts) -> tuple[DataPortStatus, ...]:
     ports = tuple(
         DataPortStatus(port.address, port.port, port.protection.value, port.refused_count)
-        for port in worker.mover.parts.ports.describe()
+        for port in worker.mover.resources.ports.describe()
     )
     for protection in PROTECTIONS[1:]:
         count = sum(port.protection == protection for port in ports)

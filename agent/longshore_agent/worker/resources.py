@@ -42,7 +42,7 @@ def device_copier(device: Device, lanes: StagingPieces | None, ring: StagingPiec
     return DeviceCopier(device, lanes, ring)
 
 
-class Parts:
+class Resources:
     """See the module.
 
     Attributes:

@@ -154,12 +154,12 @@ def test_a_thread_that_ends_by_a_mistake_of_ours_ends_its_worker_so_that_nobody_
 def held_slab(halves: Halves) -> OutboundSlab:
     """The slab whose write the transport holds."""
     halves.run(lambda: transport_of(halves)._waiting)
-    (slab,) = halves.prefill.mover.parts.runner.writing()
+    (slab,) = halves.prefill.mover.resources.runner.writing()
     return slab
 
 
 def transport_of(halves: Halves) -> LoopbackTransport:
-    found = halves.prefill.mover.parts.transport
+    found = halves.prefill.mover.resources.transport
     assert isinstance(found, LoopbackTransport)
     return found
 
@@ -186,7 +186,7 @@ def test_mooncakes_target_is_told_by_a_message_that_leaves_after_the_write_is_co
     assert halves.end(2).reason is Reason.NONE
     halves.run(lambda: not halves.prefill.session.rooms and not halves.decode.session.rooms)
     halves.decode.effects.clear()
-    transport, is_shut = halves.prefill.mover.parts.transport, True
+    transport, is_shut = halves.prefill.mover.resources.transport, True
     look = transport.state
     complete: list[object] = []
 
@@ -231,7 +231,7 @@ def test_what_a_stranger_writes_into_the_ring_is_no_slab_though_he_knows_all_of_
     halves.begin(1)
     held = held_slab(halves)
     assert held.ring is not None and len(held.ring.trailer_key) == TRAILER_KEY_BYTES
-    ring = halves.decode.mover.parts.ring_region
+    ring = halves.decode.mover.resources.ring_region
     assert ring is not None
     key = held.ring.trailer_key if knows_the_key else bytes(TRAILER_KEY_BYTES)
     slab = b"INTRUDER" * (held.effect.payload_bytes // 8) + trailer_of(held.effect).seal(key).data
