@@ -22,7 +22,7 @@ from longshore_agent.memory.pools import KVPool, RegionHandle, close_handles
 from longshore_agent.pipeline.slabs import PageTable
 from longshore_agent.transports.base import Transport
 from longshore_wire.claims import Wanted
-from longshore_wire.effects import RoomEnded
+from longshore_wire.effects import RoomEnded, RoomReleased
 from longshore_wire.engine_messages import (
     TOKENS_MAX,
     Accepted,
@@ -33,6 +33,8 @@ from longshore_wire.engine_messages import (
     Refused,
     RegisterPool,
     Renew,
+    RoomEvent,
+    RoomEventKind,
     TargetMemory,
     ToAgent,
     ToEngine,
@@ -427,3 +429,18 @@ def _page_ids(data: bytes) -> npt.NDArray[np.int32]:
     if len(data) % 4:
         raise RoomError(f"{len(data)} bytes of pages: give int32 ids of 4 bytes each", reason=Reason.MALFORMED_MESSAGE)
     return np.frombuffer(data, dtype="<i4")
+
+
+def ended_event(effect: RoomEnded) -> RoomEvent:
+    """Return the engine's event for a room that is done or has failed."""
+    kind = RoomEventKind.DONE if effect.reason is Reason.NONE else RoomEventKind.FAILED
+    key = effect.key
+    return RoomEvent(
+        effect.half, key.instance, key.room, key.pool, kind, effect.reason, effect.text, effect.bytes_moved
+    )
+
+
+def released_event(effect: RoomReleased) -> RoomEvent:
+    """Return the engine's event for a room whose pages are no longer used."""
+    key = effect.key
+    return RoomEvent(effect.half, key.instance, key.room, key.pool, RoomEventKind.RELEASED)

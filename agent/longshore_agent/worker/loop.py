@@ -37,13 +37,12 @@ from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.worker import ending
 from longshore_agent.worker.config import WorkerConfig
-from longshore_agent.worker.engine_requests import EngineRequests
+from longshore_agent.worker.engine_requests import EngineRequests, ended_event, released_event
 from longshore_agent.worker.gc_policy import GCPolicy
 from longshore_agent.worker.health import WorkerHealth
 from longshore_agent.worker.moving import Mover
 from longshore_agent.worker.polling import Polling
-from longshore_agent.worker.room_events import count_ended, ended_event, released_event
-from longshore_agent.worker.status import WorkerParts, encode_snapshot
+from longshore_agent.worker.status import count_ended, encode_snapshot
 from longshore_wire.effects import (
     Dial,
     DrainWriter,
@@ -381,7 +380,7 @@ class Worker:
         elif isinstance(message, EndpointKnown):
             self._tell(EndpointUpdate(message.endpoint))
         elif isinstance(message, SnapshotWanted):
-            body = encode_snapshot(self._parts(), message.room, now_ns)
+            body = encode_snapshot(self, message.room, now_ns)
             for part in snapshot_parts(message.number, body):
                 self._link.send(part)
         elif isinstance(message, SiblingFailed):
@@ -427,25 +426,11 @@ class Worker:
     def _describe(self) -> None:
         self.requests.pools_changed = False
         pools = {number: pool.info(number) for number, pool in self.requests.pools.items()}
-        parts = self.mover.resources
+        own = self.mover.resources
         for session in self.sessions.values():
-            session.describe(parts.transport.metadata(), parts.ring_region, pools, parts.probe_region, self.net.address)
+            session.describe(own.transport.metadata(), own.ring_region, pools, own.probe_region, self.net.address)
         # The transport, the kernels and their libraries are loaded at this point.
         self._gc_policy.settle()
-
-    def _parts(self) -> WorkerParts:
-        return WorkerParts(
-            self.config,
-            self.started_ns,
-            self.metrics,
-            self.spans,
-            self.sessions,
-            self.target,
-            self.mover,
-            self.requests,
-            self.net,
-            self.engine,
-        )
 
     def _close(self) -> None:
         # A closed connection proves to an engine that no process touches its pages, so unmap them first.

@@ -1,6 +1,7 @@
 """Builds a worker's snapshot for its supervisor: the cores' rooms and peers as the types of `status.snapshot`.
 
-Called by the worker's control thread. It updates the metrics and changes nothing else.
+Called by the worker's control thread. It updates the metrics and changes nothing else; `count_ended` counts a room when it
+ends.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
+from typing import Protocol
 
 import msgspec
 
@@ -36,10 +37,11 @@ from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.worker.config import WorkerConfig
 from longshore_agent.worker.engine_requests import EngineRequests
 from longshore_agent.worker.moving import Mover
-from longshore_agent.worker.room_events import count_peers, count_refused, count_ring, count_session, peer_state
 from longshore_wire.allowed_wires import needs_wire
+from longshore_wire.effects import RoomEnded
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason
+from longshore_wire.granting import Granter
 from longshore_wire.names import PROTECTIONS, UNKNOWN_WIRE
 from longshore_wire.peer_messages import RoomKey
 from longshore_wire.peers import Ended, Peer, PeerState
@@ -50,7 +52,13 @@ from longshore_wire.target_session import TargetSession
 
 # The way of a pair of ranks that has nothing to move.
 _NO_WAY = "none"
-# Names of a pair's states in the status.
+# Names of states in metrics and status.
+_PEER_STATES = {
+    PeerState.DIALING: "connecting",
+    PeerState.ATTACHED: "attached",
+    PeerState.REFUSED: "refused",
+    PeerState.LOST: "lost",
+}
 _TARGET_PAIR_STATES = {
     TargetPairState.WAITING: "claimed",
     TargetPairState.CLAIMED: "claimed",
@@ -61,9 +69,8 @@ _TARGET_PAIR_STATES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerParts:
-    """The parts of a worker that its snapshot describes.
+class DescribedWorker(Protocol):
+    """What a snapshot needs of a worker.
 
     Attributes:
         target: the core of the target's half, if any; also in `sessions`.
@@ -74,7 +81,7 @@ class WorkerParts:
     started_ns: int
     metrics: Metrics
     spans: SpanRecorder
-    sessions: Mapping[Half, Session]
+    sessions: dict[Half, Session]
     target: TargetSession | None
     mover: Mover
     requests: EngineRequests
@@ -82,7 +89,7 @@ class WorkerParts:
     engine: EngineLink | None
 
 
-def encode_snapshot(worker: WorkerParts, room: int | None, now_ns: int) -> bytes:
+def encode_snapshot(worker: DescribedWorker, room: int | None, now_ns: int) -> bytes:
     """Return an encoded WorkerSnapshot, with the spans of `room`."""
     _count(worker)
     config = worker.config
@@ -114,22 +121,70 @@ def encode_snapshot(worker: WorkerParts, room: int | None, now_ns: int) -> bytes
     return msgspec.msgpack.encode(snapshot)
 
 
-def _count(worker: WorkerParts) -> None:
+def _count(worker: DescribedWorker) -> None:
     metrics = worker.metrics
     for half, session in worker.sessions.items():
-        count_session(metrics, half, session, len(session.rooms))
+        _count_session(metrics, half, session, len(session.rooms))
         metrics.set("longshore_engines", int(worker.engine is not None), half=half.name.lower())
-    count_peers(metrics, list(worker.sessions.values()))
+    _count_peers(metrics, list(worker.sessions.values()))
     if worker.target is not None:
-        count_ring(metrics, worker.target.granter)
+        _count_ring(metrics, worker.target.granter)
     counters = worker.net.counters + worker.mover.counters
     for session in worker.sessions.values():
         counters += session.counters
-    count_refused(metrics, counters)
+    _count_refused(metrics, counters)
     metrics.advance("longshore_authentication_failures_total", worker.net.refused_count)
 
 
-def _data_ports(worker: WorkerParts) -> tuple[DataPortStatus, ...]:
+def count_ended(metrics: Metrics, effect: RoomEnded) -> None:
+    """Count the end of one room."""
+    outcome = "done" if effect.reason is Reason.NONE else "failed"
+    if effect.reason is Reason.CANCELLED:
+        outcome = "cancelled"
+    half = effect.half.name.lower()
+    metrics.add("longshore_rooms_total", 1, half=half, outcome=outcome, reason=effect.reason.name.lower())
+
+
+def _count_session(metrics: Metrics, half: Half, session: Session, rooms_open: int) -> None:
+    """Update the gauges and counters of one core."""
+    metrics.set("longshore_rooms_open", rooms_open, half=half.name.lower())
+    metrics.advance("longshore_retries_total", session.counters["retries"], message="all")
+    for name, count in session.counters.items():
+        kind, _, rest = name.partition(".")
+        if kind == "claims":
+            way, _, why = rest.partition(".")
+            metrics.advance("longshore_claims_total", count, way=way, why=why)
+
+
+def _count_peers(metrics: Metrics, sessions: list[Session]) -> None:
+    """Update the gauge of peers."""
+    counts = dict.fromkeys(_PEER_STATES.values(), 0)
+    for session in sessions:
+        for peer in session.peers.values():
+            counts[_PEER_STATES[peer.state]] += 1
+    for state, count in counts.items():
+        metrics.set("longshore_peers", count, state=state)
+
+
+def _count_ring(metrics: Metrics, granter: Granter) -> None:
+    """Update the gauges and counters of the ring."""
+    ring = granter.ring
+    metrics.set("longshore_ring_capacity_bytes", ring.capacity_bytes)
+    metrics.set("longshore_ring_used_bytes", ring.used_bytes + ring.held_bytes)
+    metrics.set("longshore_ring_held_bytes", ring.held_bytes)
+    metrics.advance("longshore_ring_rounds_total", ring.rounds)
+    metrics.advance("longshore_credit_waits_total", granter.credit_waits)
+
+
+def _count_refused(metrics: Metrics, counters: Mapping[str, int]) -> None:
+    """Update the counters of refused messages."""
+    for name, count in counters.items():
+        kind, _, what = name.partition(".")
+        if kind == "refused":
+            metrics.advance("longshore_refused_messages_total", count, reason=what.lower())
+
+
+def _data_ports(worker: DescribedWorker) -> tuple[DataPortStatus, ...]:
     ports = tuple(
         DataPortStatus(port.address, port.port, port.protection.value, port.refused_count)
         for port in worker.mover.resources.ports.describe()
@@ -141,7 +196,7 @@ def _data_ports(worker: WorkerParts) -> tuple[DataPortStatus, ...]:
     return ports
 
 
-def _engines(worker: WorkerParts) -> tuple[EngineStatus, ...]:
+def _engines(worker: DescribedWorker) -> tuple[EngineStatus, ...]:
     if worker.engine is None:
         return ()
     pools = tuple(
@@ -154,14 +209,14 @@ def _engines(worker: WorkerParts) -> tuple[EngineStatus, ...]:
     return (EngineStatus(config.instance, config.layout.rank, roles, layout, pools, worker.engine.peer.pid),)
 
 
-def _peers(worker: WorkerParts) -> Iterable[PeerStatus]:
+def _peers(worker: DescribedWorker) -> Iterable[PeerStatus]:
     for session in worker.sessions.values():
         for peer in session.peers.values():
             yield PeerStatus(
                 peer.peer.instance,
                 peer.peer.dp_rank,
                 peer.peer.rank,
-                peer_state(peer.state),
+                _PEER_STATES[peer.state],
                 peer.wire,
                 str(peer.epoch),
                 error=_trouble(session, peer),
@@ -170,7 +225,7 @@ def _peers(worker: WorkerParts) -> Iterable[PeerStatus]:
 
 
 def _count_wires(metrics: Metrics, peers: Sequence[PeerStatus]) -> None:
-    attached = peer_state(PeerState.ATTACHED)
+    attached = _PEER_STATES[PeerState.ATTACHED]
     served = [peer for peer in peers if peer.state == attached and needs_wire(peer.ways)]
     # A peer may report any text as a wire's name.
     counts = Counter(peer.wire if peer.wire in WIRES else UNKNOWN_WIRE for peer in served)
@@ -189,7 +244,7 @@ def _ways(peer: Peer) -> tuple[str, ...]:
     return tuple(sorted(way.name.lower() for way in peer.ways))
 
 
-def _open_rooms(worker: WorkerParts, room: int | None, now_ns: int) -> Iterable[RoomStatus]:
+def _open_rooms(worker: DescribedWorker, room: int | None, now_ns: int) -> Iterable[RoomStatus]:
     for half, session in worker.sessions.items():
         listed = list(islice(session.rooms.values(), OPEN_ROOMS_LISTED_MAX))
         listed += [found for found in session.rooms.values() if found.key.room == room and found not in listed]
@@ -197,7 +252,7 @@ def _open_rooms(worker: WorkerParts, room: int | None, now_ns: int) -> Iterable[
             yield _source(found, now_ns) if isinstance(found, SourceRoom) else _target(half, found, now_ns)
 
 
-def _ended_rooms(worker: WorkerParts, room: int | None) -> Iterable[RoomStatus]:
+def _ended_rooms(worker: DescribedWorker, room: int | None) -> Iterable[RoomStatus]:
     for half, session in worker.sessions.items():
         newest = list(islice(reversed(session.ended.items()), ENDED_ROOMS_LISTED_MAX))
         newest += [(key, end) for key, end in _asked(session, room) if key not in dict(newest)]
