@@ -39,3 +39,21 @@ class DeviceError(LongshoreError):
     """The CUDA driver is missing or refused a call; names the call, and the device or memory."""
 
     reason = Reason.INTERNAL
+
+
+class EngineClosedError(LongshoreError):
+    """The other end of a link is closed."""
+
+    reason = Reason.ENGINE_LOST
+
+
+class EngineStuckError(LongshoreError):
+    """An engine does not read its messages; the owner closes the link."""
+
+    reason = Reason.ENGINE_LOST
+
+
+class ListenError(LongshoreError):
+    """The engine socket cannot be created at its path; names the path and the remedy."""
+
+    reason = Reason.UNSUPPORTED

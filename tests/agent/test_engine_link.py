@@ -16,17 +16,9 @@ import pytest
 from scene import left_open, open_descriptors
 
 from longshore_agent.control import engine_link
-from longshore_agent.control.engine_link import (
-    EngineClosedError,
-    EngineLink,
-    EngineListener,
-    EngineStuckError,
-    ListenError,
-    PeerProcess,
-    read_message,
-    receive_connection,
-    send_connection,
-)
+from longshore_agent.control.engine_link import EngineLink, EngineListener, PeerProcess, read_message
+from longshore_agent.control.node_link import AdoptEngine, NodeLink
+from longshore_agent.errors import EngineClosedError, EngineStuckError, ListenError
 from longshore_client import KVLayout, ModelShape, Parallel, pool_geometry
 from longshore_wire.engine_messages import (
     ENGINE_MESSAGE_BYTES_MAX,
@@ -311,51 +303,33 @@ def test_a_closing_agent_does_not_remove_the_socket_of_its_successor(path):
 # -- handing on ----------------------------------------------------------------------------------------------------
 
 
-def test_a_connection_travels_to_another_process_with_its_first_message_and_keeps_its_peer(path):
+def test_a_connection_travels_to_another_process_and_keeps_its_peer(path):
     listener = EngineListener(path)
     engine = dial(path)
     accepted = listener.accept()
     assert read_message(accepted) is None
     engine.send(TO_AGENT.encode(HELLO))
-    first = read_message(accepted)
-    assert TO_AGENT.decode(first) == HELLO
-    supervisor, worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    worker.setblocking(False)
-    assert receive_connection(worker) is None
-    send_connection(supervisor, accepted.fileno(), first)
+    hello = TO_AGENT.decode(read_message(accepted))
+    assert hello == HELLO
+    supervisor, worker = map(NodeLink, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    assert worker.receive() == []
+    supervisor.send(AdoptEngine(hello), accepted.fileno())
     accepted.close()
-    connected, payload = receive_connection(worker)
-    link = EngineLink(connected, payload)
+    ((message, descriptor),) = worker.receive()
+    assert message == AdoptEngine(HELLO)
+    link = EngineLink(socket.socket(fileno=descriptor))
     assert link.peer.pid == os.getpid()
     engine.send(TO_AGENT.encode(Renew()))
-    assert link.receive() == [(HELLO, []), (Renew(), [])]
+    assert link.receive() == [(Renew(), [])]
     link.send(Accepted(3))
     assert TO_ENGINE.decode(engine.recv(ENGINE_MESSAGE_BYTES_MAX)) == Accepted(3)
     supervisor.close()
-    with pytest.raises(EngineClosedError):
-        receive_connection(worker)
     worker.close()
     link.close()
     # Only the worker still had the connection open, so its end closes it.
     assert engine.recv(ENGINE_MESSAGE_BYTES_MAX) == b""
     engine.close()
     listener.close()
-
-
-def test_a_connection_message_without_exactly_one_descriptor_is_refused(pair):
-    supervisor, worker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    before = open_descriptors()
-    supervisor.send(b"hello")
-    with pytest.raises(CodecError, match="0 descriptors"):
-        receive_connection(worker)
-    send_with(supervisor, b"hello", [0, 0])
-    with pytest.raises(CodecError, match="2 descriptors"):
-        receive_connection(worker)
-    assert not left_open(before)
-    worker.close()
-    with pytest.raises(EngineClosedError):
-        send_connection(supervisor, 0, b"hello")
-    supervisor.close()
 
 
 def test_a_first_message_may_not_bring_descriptors_or_be_missing(path):

@@ -12,7 +12,7 @@ import pytest
 from agent_fleet import World
 from agent_world import Request, room_ids, wait_for, wait_for_none
 
-from longshore_agent.control.node_link import RoomFailed, SiblingFailed, Started
+from longshore_agent.control.node_link import RoomFailed, Started
 from longshore_agent.settings import Settings
 from longshore_agent.status.snapshot import WorkerState
 from longshore_agent.supervisor.failed_rooms import FAILED_ROOMS_MAX, FailedRooms
@@ -30,8 +30,8 @@ FAMILY = ("prefill", 0)
 MORE_THAN_A_LINK_HOLDS = 3000
 
 
-def _failure(room: int, text: str = "enough") -> SiblingFailed:
-    return SiblingFailed(Half.SOURCE, RoomKey("prefill", room, 0), Reason.CANCELLED, text)
+def _failure(room: int, text: str = "enough") -> RoomFailed:
+    return RoomFailed(Half.SOURCE, RoomKey("prefill", room, 0), Reason.CANCELLED, text)
 
 
 def test_a_new_worker_is_told_of_the_newest_rooms_that_its_family_has_failed_each_with_the_first_reason():
@@ -84,7 +84,7 @@ def test_a_worker_that_has_started_hears_of_a_failure_before_it_says_that_it_ser
     supervisor._obey(other, second)
 
     assert isinstance(starting.link, Link)
-    told = [message.key.room for message in starting.link.said if isinstance(message, SiblingFailed)]
+    told = [message.key.room for message in starting.link.said if isinstance(message, RoomFailed)]
     assert told == [1, 2]
     other.connection.close()
 

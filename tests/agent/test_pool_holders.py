@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from longshore_agent.supervisor.pool_holders import PoolHolders
+from longshore_agent.supervisor.pool_broker import PoolHolders
 from longshore_wire.effects import PeerId
 
 OWNER, OTHER = PeerId("decode", 0, 0), PeerId("decode", 0, 1)

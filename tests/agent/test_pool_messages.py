@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from longshore_agent.control.node_link import PoolGone, PoolRegion, PoolUnmapped, PoolWanted
-from longshore_agent.settings import Settings
 from longshore_agent.status.snapshot import WorkerState
-from longshore_agent.supervisor.loop import Supervisor
+from longshore_agent.supervisor.pool_broker import PoolBroker
 from longshore_agent.supervisor.slots import Slot
 from longshore_wire.effects import PeerId
 
@@ -30,21 +28,20 @@ class Link:
 
 
 class Node:
-    """A supervisor and the messages to each of its workers."""
+    """The workers of a node and the messages to each of them."""
 
-    def __init__(self, directory: Path) -> None:
-        self.supervisor = Supervisor(Settings(run_directory=str(directory)))
+    def __init__(self) -> None:
         nothing: Any = None
         self.slots: dict[PeerId, Slot] = {}
         for peer in (OWNER, ASKER, OTHER, STARTING):
             link: Any = Link()
             state = WorkerState.STARTING if peer is STARTING else WorkerState.READY
             self.slots[peer] = Slot(peer, nothing, nothing, nothing, nothing, -1, link, None, state)
-        self.supervisor._slots = self.slots
+        self.broker = PoolBroker(self.slots)
 
     def says(self, peer: PeerId, message: Any, descriptor: int | None = None) -> dict[PeerId, list[object]]:
         """Handle a message of one worker; return the messages to all workers."""
-        self.supervisor._forward(self.slots[peer], message, descriptor)
+        self.broker.forward(self.slots[peer], message, descriptor)
         links: dict[PeerId, Any] = {peer: slot.link for peer, slot in self.slots.items()}
         told = {peer: list(link.said) for peer, link in links.items() if link.said}
         for link in links.values():
@@ -53,8 +50,8 @@ class Node:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Node:
-    return Node(tmp_path)
+def node() -> Node:
+    return Node()
 
 
 def test_a_pool_is_asked_of_its_owner_and_each_region_comes_back_to_the_asker_alone(node: Node) -> None:

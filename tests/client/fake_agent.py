@@ -12,7 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import Self
 
-from longshore_agent.control.engine_link import EngineClosedError, EngineLink, EngineListener
+from longshore_agent.control.engine_link import EngineLink, EngineListener
+from longshore_agent.errors import EngineClosedError
 from longshore_wire.engine_messages import (
     ENGINE_PROTOCOL_VERSION,
     Accepted,

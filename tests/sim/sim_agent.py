@@ -10,7 +10,7 @@ from sim_scenarios import LEASE_NS
 from sim_worker import LOCAL_NS, Worker
 from sim_world import MS, SECOND, US, Host, World
 
-from longshore_agent.control.node_link import SiblingFailed
+from longshore_agent.control.node_link import RoomFailed
 from longshore_agent.supervisor.failed_rooms import FailedRooms
 from longshore_wire.effects import RoomEnded
 from longshore_wire.engine_messages import Endpoint, RankAddress
@@ -114,7 +114,7 @@ class Agent:
         """A worker has failed a room: tell its siblings, and those that start later."""
         if not self.alive:
             return
-        failed = SiblingFailed(effect.half, effect.key, effect.reason, effect.text)
+        failed = RoomFailed(effect.half, effect.key, effect.reason, effect.text)
         self._failed.add(worker.client.key[:2], failed, self.world.now_ns / SECOND)
         for each in self._siblings(worker):
             self.world.at(LOCAL_NS, each.deliver, each.sibling_failed, effect.key, effect.reason, effect.text)

@@ -1,6 +1,6 @@
 """The agent's end of the engine link: sockets, framing, descriptors and the engine's identity.
 
-Used by the supervisor (listener, first message, passing connections) and by workers (`EngineLink`). Nothing here
+Used by the supervisor (listener, first message) and by workers (`EngineLink`). Nothing here
 blocks; the owner polls `fileno` and `pidfd`. This module does not interpret messages or check their order.
 """
 
@@ -18,6 +18,7 @@ from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
+from longshore_agent.errors import EngineClosedError, EngineStuckError, ListenError
 from longshore_wire.engine_messages import (
     ENGINE_MESSAGE_BYTES_MAX,
     TO_AGENT,
@@ -26,7 +27,7 @@ from longshore_wire.engine_messages import (
     ToAgent,
     ToEngine,
 )
-from longshore_wire.errors import CodecError, LongshoreError, Reason
+from longshore_wire.errors import CodecError
 
 # Unread messages of an engine: events of several thousand rooms. An engine that reads none of them is stuck.
 OUTBOX_MESSAGES_MAX = 16_384
@@ -43,24 +44,6 @@ _CREDENTIALS = struct.Struct("3i")
 _DESCRIPTOR_BYTES = array.array("i").itemsize
 _CONTROL_BYTES = socket.CMSG_SPACE(DESCRIPTORS_MAX * _DESCRIPTOR_BYTES)
 _STARVED = frozenset({errno.ENOBUFS, errno.ENOMEM})
-
-
-class EngineClosedError(LongshoreError):
-    """The other end of a link is closed."""
-
-    reason = Reason.ENGINE_LOST
-
-
-class EngineStuckError(LongshoreError):
-    """An engine does not read its messages; the owner closes the link."""
-
-    reason = Reason.ENGINE_LOST
-
-
-class ListenError(LongshoreError):
-    """The engine socket cannot be created at its path; names the path and the remedy."""
-
-    reason = Reason.UNSUPPORTED
 
 
 class PeerProcess(NamedTuple):
@@ -96,15 +79,14 @@ class EngineLink:
             kernel cannot provide it (an older kernel and a process in another PID namespace).
     """
 
-    def __init__(self, connected: socket.socket, first: bytes = b"") -> None:
-        """Take over a connection; `first` is a message that was already read from it (see `read_message`).
+    def __init__(self, connected: socket.socket) -> None:
+        """Take over a connection.
 
         Raises:
             EngineClosedError: the process that connected is dead; the socket is closed.
         """
         connected.setblocking(False)
         self._socket = connected
-        self._first = first
         self._outbox: deque[bytes] = deque()
         self._ended = False
         self.peer = _credentials(connected)
@@ -133,12 +115,9 @@ class EngineLink:
             EngineClosedError: the engine's end is closed, and all earlier messages were returned.
         """
         messages: list[tuple[ToAgent, list[int]]] = []
-        if self._first:
-            first, self._first = self._first, b""
-            messages.append((TO_AGENT.decode(first), []))
         try:
             while not self._ended and len(messages) < RECEIVE_BATCH_MAX:
-                found = _receive(self._socket, _CONTROL_BYTES)
+                found = _receive(self._socket)
                 if found is None:
                     break
                 if not found[0]:
@@ -250,13 +229,13 @@ class EngineListener:
 
 
 def read_message(connected: socket.socket) -> bytes | None:
-    """Return the next message of a connection undecoded (for `EngineLink(first=)`), or None if there is none yet.
+    """Return the next message of a connection undecoded, or None if there is none yet.
 
     Raises:
         CodecError: it is too long, or has descriptors attached.
         EngineClosedError: the other end is closed.
     """
-    found = _receive(connected, _CONTROL_BYTES)
+    found = _receive(connected)
     if found is None:
         return None
     data, descriptors = found
@@ -268,53 +247,16 @@ def read_message(connected: socket.socket) -> bytes | None:
     return data
 
 
-def send_connection(link: socket.socket, descriptor: int, payload: bytes) -> None:
-    """Pass a connection to another process over a SOCK_SEQPACKET pair; the caller still closes its own `descriptor`.
-
-    Args:
-        payload: the engine's first message, at least 1 byte.
-    Raises:
-        EngineClosedError: the other process has ended.
-        BlockingIOError: `link` does not block and is full; nothing was sent.
-    """
-    assert payload
-    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
-    try:
-        link.sendmsg([payload], [rights], socket.MSG_NOSIGNAL)
-    except (BrokenPipeError, ConnectionResetError) as error:
-        raise EngineClosedError(f"the process that serves this engine is gone: {error}") from error
-
-
-def receive_connection(link: socket.socket) -> tuple[socket.socket, bytes] | None:
-    """Return a connection that `send_connection` passed, with its payload; None if there is none yet.
-
-    Raises:
-        CodecError: there was not exactly one descriptor, or the payload was too long.
-        EngineClosedError: the other process has ended.
-    """
-    found = _receive(link, _CONTROL_BYTES)
-    if found is None:
-        return None
-    payload, descriptors = found
-    if not payload:
-        close_all(descriptors)
-        raise EngineClosedError("the process that passes connections is gone")
-    if len(descriptors) != 1:
-        close_all(descriptors)
-        raise CodecError(f"{len(descriptors)} descriptors with a connection: exactly 1 is right")
-    return socket.socket(fileno=descriptors[0]), payload
-
-
 def close_all(descriptors: list[int]) -> None:
     """Close unused descriptors."""
     for descriptor in descriptors:
         os.close(descriptor)
 
 
-def _receive(link: socket.socket, control_bytes: int) -> tuple[bytes, list[int]] | None:
+def _receive(link: socket.socket) -> tuple[bytes, list[int]] | None:
     """Return one datagram and its descriptors; None if there is none; empty bytes at the end of the connection."""
     try:
-        data, control, flags, _ = link.recvmsg(ENGINE_MESSAGE_BYTES_MAX, control_bytes, socket.MSG_CMSG_CLOEXEC)
+        data, control, flags, _ = link.recvmsg(ENGINE_MESSAGE_BYTES_MAX, _CONTROL_BYTES, socket.MSG_CMSG_CLOEXEC)
     except BlockingIOError:
         return None
     except ConnectionResetError:

@@ -12,7 +12,6 @@ from collections import deque
 
 import msgspec
 
-from longshore_agent.status.snapshot import SelfTest
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import DeviceRegion, Endpoint, Half, Hello
 from longshore_wire.errors import Reason
@@ -41,15 +40,6 @@ class SnapshotWanted(msgspec.Struct, tag=3):
 
     number: int
     room: int | None
-
-
-class SiblingFailed(msgspec.Struct, tag=4):
-    """To a worker: a sibling rank has failed this room; fail it, too."""
-
-    half: Half
-    key: RoomKey
-    reason: Reason
-    text: str
 
 
 class SiblingLost(msgspec.Struct, tag=5):
@@ -151,7 +141,7 @@ class Failed(msgspec.Struct, tag=28):
 
 
 class RoomFailed(msgspec.Struct, tag=19):
-    """From a worker: it has failed a room; notify the sibling ranks."""
+    """From a worker: it has failed a room. To the workers of its sibling ranks: fail it, too."""
 
     half: Half
     key: RoomKey
@@ -167,26 +157,11 @@ class SnapshotPart(msgspec.Struct, tag=20):
     data: bytes
 
 
-class SelfTested(msgspec.Struct, tag=21):
-    """From a self-test: its result."""
-
-    result: SelfTest
-
-
 # The supervisor forwards these to the worker of the PeerId that they are for.
 PoolMessage = PoolWanted | PoolRegion | PoolGone | PoolUnmapped
-ToWorker = AdoptEngine | EndpointKnown | SnapshotWanted | SiblingFailed | SiblingLost | Drain | PoolMessage
+ToWorker = AdoptEngine | EndpointKnown | SnapshotWanted | RoomFailed | SiblingLost | Drain | PoolMessage
 FromWorker = (
-    Started
-    | NotStarted
-    | EngineAdopted
-    | EngineLeft
-    | Retiring
-    | Failed
-    | RoomFailed
-    | SnapshotPart
-    | SelfTested
-    | PoolMessage
+    Started | NotStarted | EngineAdopted | EngineLeft | Retiring | Failed | RoomFailed | SnapshotPart | PoolMessage
 )
 NodeMessage = ToWorker | FromWorker
 

@@ -13,7 +13,8 @@ import socket
 import time
 from collections.abc import Callable
 
-from longshore_agent.control.engine_link import EngineClosedError, EngineListener, ListenError, read_message
+from longshore_agent.control.engine_link import EngineListener, read_message
+from longshore_agent.errors import EngineClosedError, ListenError
 from longshore_agent.status.metrics import Metrics
 from longshore_wire.engine_messages import TO_AGENT, TO_ENGINE, Hello, Refused
 from longshore_wire.errors import CodecError, LongshoreError, Reason

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from longshore_agent.control.node_link import SiblingFailed
+from longshore_agent.control.node_link import RoomFailed
 from longshore_wire.engine_messages import Half
 from longshore_wire.peer_messages import RoomKey
 
@@ -24,9 +24,9 @@ class FailedRooms:
     def __init__(self, kept_s: float) -> None:
         """Keep each failure for `kept_s` seconds."""
         self._kept_s = kept_s
-        self._families: dict[Family, OrderedDict[tuple[Half, RoomKey], tuple[SiblingFailed, float]]] = {}
+        self._families: dict[Family, OrderedDict[tuple[Half, RoomKey], tuple[RoomFailed, float]]] = {}
 
-    def add(self, family: Family, message: SiblingFailed, now_s: float) -> bool:
+    def add(self, family: Family, message: RoomFailed, now_s: float) -> bool:
         """Record that a worker of a family has failed a room; return whether its siblings must be notified.
 
         Siblings that fail the room for this reason also report it; the first message is kept.
@@ -39,7 +39,7 @@ class FailedRooms:
             rooms.popitem(last=False)
         return True
 
-    def of(self, family: Family, now_s: float) -> list[SiblingFailed]:
+    def of(self, family: Family, now_s: float) -> list[RoomFailed]:
         """Return the failures to send to a new worker of a family."""
         rooms = self._families.get(family, OrderedDict())
         while rooms and next(iter(rooms.values()))[1] <= now_s:

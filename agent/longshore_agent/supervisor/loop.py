@@ -21,7 +21,6 @@ import msgspec
 
 from longshore_agent.control.engine_link import EngineListener, PeerProcess, process_of
 from longshore_agent.control.node_link import (
-    ALL_POOLS,
     AdoptEngine,
     Drain,
     EndpointKnown,
@@ -31,14 +30,9 @@ from longshore_agent.control.node_link import (
     FromWorker,
     NodeMessage,
     NotStarted,
-    PoolGone,
     PoolMessage,
-    PoolRegion,
-    PoolUnmapped,
-    PoolWanted,
     Retiring,
     RoomFailed,
-    SiblingFailed,
     SiblingLost,
     SnapshotPart,
     SnapshotWanted,
@@ -52,7 +46,7 @@ from longshore_agent.supervisor import slots
 from longshore_agent.supervisor.callers import Callers
 from longshore_agent.supervisor.failed_rooms import FailedRooms
 from longshore_agent.supervisor.lives import Lives
-from longshore_agent.supervisor.pool_holders import PoolHolders
+from longshore_agent.supervisor.pool_broker import PoolBroker
 from longshore_agent.supervisor.reception import Reception
 from longshore_agent.supervisor.restarts import Restarts
 from longshore_agent.supervisor.slots import Slot
@@ -87,7 +81,7 @@ class Supervisor:
         self._callers = Callers(EngineListener(self.socket_path), self._selector, self.metrics, self._on_hello)
         self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
         self._slots: dict[PeerId, Slot] = {}
-        self._holders = PoolHolders()
+        self._pools = PoolBroker(self._slots)
         self._failed_rooms = FailedRooms(2 * settings.lease_ns / 1e9)
         self._lives = Lives(directory, settings.worker_port)
         self._restarts = Restarts(wait_min_s=settings.restart_backoff_min_s, wait_max_s=settings.restart_backoff_max_s)
@@ -154,9 +148,9 @@ class Supervisor:
             )
             self._callers.turn_away(connection, Reason.BUSY, text)
             return
-        if holders := self._holders.holders(key):
+        if writers := self._pools.writers(key):
             # An engine takes its new worker as proof that no worker writes the pages of the last one.
-            text = f"{', '.join(map(slots.worker_name, holders))} may still write the pages of {key.instance} rank {key.rank}: its last worker has just ended"
+            text = f"{', '.join(map(slots.worker_name, writers))} may still write the pages of {key.instance} rank {key.rank}: its last worker has just ended"
             self._callers.turn_away(connection, Reason.BUSY, text)
             return
         now_s = time.monotonic()
@@ -200,7 +194,7 @@ class Supervisor:
         slot.link.flush()
         for message, descriptor in slot.link.receive():
             if isinstance(message, PoolMessage):
-                self._forward(slot, message, descriptor)
+                self._pools.forward(slot, message, descriptor)
             else:
                 self._obey(slot, message)
             if descriptor is not None:
@@ -249,40 +243,10 @@ class Supervisor:
             if not (slot.error and message.reason is Reason.WORKER_LOST):
                 self._tell_siblings(slot.key, SiblingLost(message.reason, message.text))
         elif isinstance(message, RoomFailed):
-            failed = SiblingFailed(message.half, message.key, message.reason, message.text)
-            if self._failed_rooms.add(slot.key[:2], failed, time.monotonic()):
-                self._tell_siblings(slot.key, failed)
+            if self._failed_rooms.add(slot.key[:2], message, time.monotonic()):
+                self._tell_siblings(slot.key, message)
         elif isinstance(message, SnapshotPart) and slot.take_part(message):
             self.snapshots.answered(message.number, slot.key)
-
-    def _forward(self, sender: Slot, message: PoolMessage, descriptor: int | None) -> None:
-        """Carry pools between workers of this node: who writes to whom is their business."""
-        if isinstance(message, PoolWanted):
-            owner = self._slots.get(message.owner)
-            if owner is not None and owner.state is WorkerState.READY:
-                owner.link.send(message)
-            else:
-                sender.link.send(PoolRegion(message.owner, message.asker, message.pool, 0))
-        elif isinstance(message, PoolRegion):
-            if asker := self._slots.get(message.asker):
-                if message.count:
-                    self._holders.give(message.owner, message.pool, message.asker)
-                asker.link.send(message, descriptor)
-        elif isinstance(message, PoolGone):
-            self._tell_gone(message)
-            if self._holders.take(message.owner, message.pool):
-                self._tell_unmapped(message.owner, message.pool)
-        elif self._holders.unmapped(message.owner, message.pool, sender.key):
-            self._tell_unmapped(message.owner, message.pool)
-
-    def _tell_gone(self, gone: PoolGone) -> None:
-        for slot in self._slots.values():
-            if slot.key != gone.owner and slot.state is not WorkerState.STARTING:
-                slot.link.send(gone)
-
-    def _tell_unmapped(self, owner: PeerId, pool: int) -> None:
-        if slot := self._slots.get(owner):
-            slot.link.send(PoolUnmapped(owner, pool))
 
     def _on_exit(self, slot: Slot) -> None:
         """Handle the end of a worker's process: expected after its engine left, a failure otherwise."""
@@ -299,10 +263,7 @@ class Supervisor:
             )
             slot.connection = None
         slot.close()
-        for owner, pool in self._holders.left(slot.key):
-            self._tell_unmapped(owner, pool)
-        for pool in (ALL_POOLS, *self._holders.take_all(slot.key)):
-            self._tell_gone(PoolGone(slot.key, pool))
+        self._pools.ended(slot.key)
         if self._slots.get(slot.key) is slot:
             del self._slots[slot.key]
             if not self._siblings(slot.key):
@@ -325,7 +286,7 @@ class Supervisor:
     def _siblings(self, key: PeerId) -> list[Slot]:
         return [slot for other, slot in self._slots.items() if other[:2] == key[:2] and other != key]
 
-    def _tell_siblings(self, key: PeerId, message: SiblingFailed | SiblingLost) -> None:
+    def _tell_siblings(self, key: PeerId, message: RoomFailed | SiblingLost) -> None:
         for slot in self._siblings(key):
             # A worker that has started knows only earlier failures, and may serve its engine before it reports READY.
             if slot.address and slot.state in (WorkerState.STARTING, WorkerState.READY):

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from longshore_agent.control.curve import read_ring
-from longshore_agent.control.engine_link import EngineClosedError, EngineLink, EngineStuckError
+from longshore_agent.control.engine_link import EngineLink
 from longshore_agent.control.liveness import LivenessProbes, Probed
 from longshore_agent.control.node_link import (
     AdoptEngine,
@@ -25,14 +25,13 @@ from longshore_agent.control.node_link import (
     PoolMessage,
     Retiring,
     RoomFailed,
-    SiblingFailed,
     SiblingLost,
     SnapshotWanted,
     Started,
     snapshot_parts,
 )
 from longshore_agent.control.peer_net import PeerNet
-from longshore_agent.errors import DeviceError, TransportError
+from longshore_agent.errors import DeviceError, EngineClosedError, EngineStuckError, TransportError
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.worker import ending
@@ -383,7 +382,7 @@ class Worker:
             body = encode_snapshot(self, message.room, now_ns)
             for part in snapshot_parts(message.number, body):
                 self._link.send(part)
-        elif isinstance(message, SiblingFailed):
+        elif isinstance(message, RoomFailed):
             session = self.sessions.get(message.half)
             if session is not None:
                 session.sibling_failed(message.key, message.reason, f"at a sibling rank: {message.text}", now_ns)
