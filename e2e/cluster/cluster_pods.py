@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,19 @@ class Placed:
             if entry["type"] == kind:
                 return entry["status"], entry["reason"], entry["message"]
         return "", "", ""
+
+    def transitions(self) -> dict[str, tuple[str, str]]:
+        """Return status and last transition time of each condition."""
+        found = self.site.get(self.namespace, "dgdep", self.name)["status"]["conditions"]
+        return {entry["type"]: (entry["status"], entry["lastTransitionTime"]) for entry in found}
+
+    def events(self) -> dict[str, tuple[str, int]]:
+        """Return text and count of each event about the deployment, by the event's name."""
+        found = self.site.get(self.namespace, "events", f"--field-selector=involvedObject.name={self.name}")["items"]
+        return {
+            entry["metadata"]["name"]: (f"{entry['reason']}: {entry['message']}", entry.get("count") or 1)
+            for entry in found
+        }
 
     def agent(self, role: str) -> str:
         """Return the name of the agent's pod on the node of a role that is not being deleted."""
@@ -200,6 +214,16 @@ class Placed:
         }
 
 
+def share_folders(pod: Body, folders: Iterable[Path]) -> None:
+    """Let all containers of a pod read folders of this machine at their paths. /usr is the image's own."""
+    spec = pod["spec"]
+    for number, folder in enumerate(sorted({str(folder) for folder in folders} - {"/usr"})):
+        name = f"host-{number}"
+        spec["volumes"].append({"name": name, "hostPath": {"path": folder, "type": "Directory"}})
+        for container in (*spec.get("initContainers", ()), *spec["containers"]):
+            container["volumeMounts"].append({"name": name, "mountPath": folder, "readOnly": True})
+
+
 def with_checkout(pod: Body) -> Body:
     """Let a pod see this checkout and its interpreter at the paths of this machine: the reference engine needs torch.
 
@@ -212,10 +236,7 @@ def with_checkout(pod: Body) -> Body:
         {"name": "OMP_NUM_THREADS", "value": "1"},
         {"name": "PYTHONPATH", "value": ":".join(str(ROOT / name) for name in ("wire", "client", "lab"))},
     ]
-    folders = {str(ROOT), str(Path(sys.prefix).resolve()), str(Path(sys.base_prefix).resolve())} - {"/usr"}
-    for number, folder in enumerate(sorted(folders)):
-        spec["volumes"].append({"name": f"host-{number}", "hostPath": {"path": folder, "type": "Directory"}})
-        container["volumeMounts"].append({"name": f"host-{number}", "mountPath": folder, "readOnly": True})
+    share_folders(pod, {ROOT, Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()})
     spec["volumes"].append({"name": "temporary", "emptyDir": {}})
     container["volumeMounts"].append({"name": "temporary", "mountPath": "/tmp"})
     return pod

@@ -19,17 +19,14 @@ def test_helm_upgrade_replaces_the_operator_and_no_agent(site: Site, placed: Pla
 
 
 def test_a_replaced_operator_leaves_the_status_as_it_was(site: Site, placed: Placed, load: Rooms) -> None:
-    before = site.get(placed.namespace, "dgdep", placed.name)["status"]["conditions"]
+    before = placed.transitions()
     site.kubectl("-n", SYSTEM, "rollout", "restart", "deployment/longshore-operator")
     site.kubectl("-n", SYSTEM, "rollout", "status", "deployment/longshore-operator", "--timeout=120s")
     load.more(10)
     placed.wait("Ready")
-    after = site.get(placed.namespace, "dgdep", placed.name)["status"]["conditions"]
-    named = [
-        {entry["type"]: (entry["status"], entry["lastTransitionTime"]) for entry in found} for found in (before, after)
-    ]
+    after = placed.transitions()
     for kind in ("Ready", "Compatible", "AgentsReady"):
-        assert named[0][kind] == named[1][kind], kind
+        assert before[kind] == after[kind], kind
     assert load.failed() == []
 
 
