@@ -10,6 +10,8 @@ from controlplane.waiting import until
 # A bound of health: with a transport that waits for the old pod's address no room ended for 42 s and more. The aim is 10 s.
 _GAP_MAX_S = 25.0
 _STATUS_LIMIT_S = 60.0
+# Python starts with it, and the agent does not.
+_LITTLE_MEMORY = "64Mi"
 
 
 @pytest.mark.shortest
@@ -37,6 +39,23 @@ def test_rooms_go_on_after_an_agents_process_was_killed(site: Site, placed: Plac
     placed.wait("Ready", 60)
 
 
+def test_an_agent_that_is_killed_for_its_memory_is_named_and_rooms_go_on_with_more_memory(
+    site: Site, placed: Placed, load: Rooms
+) -> None:
+    placed.change({"decode": {"agents": {"resources": {"limits": {"memory": _LITTLE_MEMORY}}}}})
+
+    def said() -> str:
+        status, _, message = placed.condition("AgentsReady")
+        return message if status == "False" and "OOMKilled" in message else ""
+
+    message = until(said, "the status names the cause", _STATUS_LIMIT_S)
+    assert site.nodes["decode"] in message
+    until(lambda: any("OOMKilled" in text for text, _ in placed.events().values()), "an event names the cause")
+    placed.change({"decode": {"agents": {"resources": {"limits": {"memory": "1Gi"}}}}})
+    load.more(10)
+    placed.wait("Ready", 60)
+
+
 def test_a_node_that_loses_its_power_shows_in_the_status_and_its_rooms_fail(
     site: Site, placed: Placed, load: Rooms
 ) -> None:
@@ -48,6 +67,23 @@ def test_a_node_that_loses_its_power_shows_in_the_status_and_its_rooms_fail(
     node.start()
     node.until_ready()
     placed.wait("Ready")
+
+
+def test_a_cut_cable_shows_in_the_status_and_its_rooms_fail_and_go_on_when_it_is_back(
+    site: Site, placed: Placed, load: Rooms
+) -> None:
+    node, agent = site.node("prefill"), placed.agent("prefill")
+    node.pull_cable()
+    try:
+        until(lambda: placed.condition("Ready")[0] == "False", "the status tells it", _STATUS_LIMIT_S)
+        said = until(load.failed, "a room between the nodes failed", _STATUS_LIMIT_S)
+        assert {room["reason"] for room in said} == {"PEER_LOST"} and all(room["text"] for room in said)
+    finally:
+        node.plug_cable()
+    node.until_ready()
+    placed.wait("Ready", _STATUS_LIMIT_S)
+    load.more(10)
+    assert placed.agent("prefill") == agent
 
 
 def test_an_image_that_cannot_be_pulled_is_named(site: Site, placed: Placed) -> None:
