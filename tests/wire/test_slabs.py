@@ -6,7 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshore_wire.claims import even_tokens
+from longshore_wire.effects import PeerId
+from longshore_wire.peer_messages import PairKey, RoomKey
+from longshore_wire.plan import Way
+from longshore_wire.room import TargetPair
 from longshore_wire.slabs import SlabGrid
+from longshore_wire.states import TargetEvent, TargetSlab
 
 
 def test_the_last_slab_is_as_long_as_the_others() -> None:
@@ -20,6 +25,29 @@ def test_no_more_slabs_than_stay_above_the_minimum() -> None:
     assert even_tokens(800, 204, 409, 64) == 5 * 64
     # One of all tokens, where two would both be below it.
     assert even_tokens(256, 204, 409, 64) == 256
+
+
+@given(st.integers(0, 500), st.integers(0, 500), st.integers(1, 64))
+def test_slabs_hold_each_claimed_token_once_and_the_last_one_ends_where_the_claim_ends(
+    first: int, count: int, slab_tokens: int
+) -> None:
+    grid = SlabGrid(first, first + count, slab_tokens)
+    held = [token for slab in range(grid.count) for token in range(*grid.tokens(slab))]
+    assert held == list(range(first, first + count))
+
+
+@given(st.integers(0, 500), st.integers(1, 64), st.data())
+def test_a_target_counts_the_tokens_of_the_slabs_that_are_in_its_pages(
+    count: int, slab_tokens: int, data: st.DataObject
+) -> None:
+    grid = SlabGrid(7, 7 + count, slab_tokens)
+    key = PairKey(RoomKey("P", 1, 0), 0, 0, 1, 1, "D")
+    pair = TargetPair(key, PeerId("P", 0, 0), None, Way.CONTIGUOUS, grid=grid, states=[TargetSlab.WANTED] * grid.count)
+    placed = {slab for slab in range(grid.count) if data.draw(st.booleans())}
+    for slab in placed:
+        pair.step_slab(slab, TargetEvent.PLACE)
+    assert pair.done_tokens == sum(len(range(*grid.tokens(slab))) for slab in placed)
+    assert pair.done == (len(placed) == grid.count)
 
 
 @given(st.integers(1, 4096), st.integers(1, 512), st.integers(0, 512), st.integers(1, 64))

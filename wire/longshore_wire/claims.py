@@ -119,11 +119,10 @@ class Route:
 
 def route(planned: Plan, source_rank: int, target_rank: int) -> Route:
     """Return the meaning of a claim of `target_rank` at `source_rank`. Raises LayoutError if the ranks have no pair."""
-    expected = frozenset(pair.target_rank for pair in planned.pairs if pair.source_rank == source_rank)
-    writers = sum(pair.target_rank == target_rank for pair in planned.pairs)
-    for pair in planned.pairs:
-        if (pair.source_rank, pair.target_rank) == (source_rank, target_rank):
-            return Route(pair, expected, writers)
+    sent, writers = planned.of_source(source_rank), len(planned.of_target(target_rank))
+    for pair in sent:
+        if pair.target_rank == target_rank:
+            return Route(pair, frozenset(each.target_rank for each in sent), writers)
     if (source_rank, target_rank) in planned.idle_sources:
         return Route(None, frozenset({target_rank}), max(1, writers))
     raise LayoutError(f"decode rank {target_rank} has no pair with prefill rank {source_rank}")
@@ -287,7 +286,7 @@ def target_pairs(config: SessionConfig, wanted: Wanted, planned: Plan) -> list[T
         RingError: the ring could never hold two slabs of one token (or opaque page) for each source rank.
     """
     rank, place = config.layout.rank, config.layout.parallel
-    mine = [pair for pair in planned.pairs if pair.target_rank == rank]
+    mine = planned.of_target(rank)
     routes: list[tuple[int, Pair | None]] = [(pair.source_rank, pair) for pair in mine]
     routes += [(source, None) for source, teller in planned.idle_sources if teller == rank]
     known = {rank.rank: rank.address for rank in wanted.endpoint.ranks}

@@ -9,8 +9,6 @@ API_VERSION = "v1alpha1"
 API_GROUP_VERSION = f"{API_GROUP}/{API_VERSION}"
 KIND = "DisaggDeployment"
 PLURAL = "disaggdeployments"
-SHORT_NAME = "dgdep"
-CATEGORY = "disagg"
 # Labels of children are the deployment's name with a suffix; a label has at most 63 characters.
 DEPLOYMENT_NAME_MAX = 40
 NAMESPACE_NAME_MAX = 63

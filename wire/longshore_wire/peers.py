@@ -12,7 +12,7 @@ from typing import NamedTuple
 from longshore_wire.effects import PeerId
 from longshore_wire.errors import Reason
 from longshore_wire.names import UNKNOWN_WIRE
-from longshore_wire.peer_messages import Attach, PairKey, PoolInfo, RoomKey
+from longshore_wire.peer_messages import Attach, PoolInfo, RoomKey
 from longshore_wire.plan import Way
 
 # Claims that may overtake an older one: more than the open rooms of a worker.
@@ -52,12 +52,9 @@ class Ended:
 
 @dataclass(slots=True)
 class Outcome:
-    """The end of a pair, not yet acknowledged by its source. `reason` NONE: the pair is complete."""
+    """The end of a pair, not yet acknowledged by its source. Reason NONE: the pair is complete."""
 
-    pair: PairKey
-    reason: Reason
-    text: str
-    until_ns: int
+    ended: Ended
     serial: int = 0  # of the claim; 0: it was never claimed
     attempts: int = 0
 
@@ -137,6 +134,16 @@ class Peer:
     def epoch(self) -> int:
         """The epoch of the peer's current life; 0 before it attached."""
         return self.attach.epoch if self.attach else 0
+
+    @property
+    def has_wire(self) -> bool:
+        """Whether the wire to the peer's current life is known."""
+        return self.wire_epoch == self.epoch
+
+    @property
+    def found_wire(self) -> str:
+        """The wire to the peer's current life; UNKNOWN_WIRE if it is not known."""
+        return self.wire if self.has_wire else UNKNOWN_WIRE
 
     def claimed(self, key: RoomKey, way: Way | None) -> None:
         """Record a room with this peer, and the way of its slabs; None if no bytes move."""

@@ -5,12 +5,11 @@ Used by the sessions only. Makes no decisions on peers, rings or time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from longshore_wire.crossover import Open, Why
 from longshore_wire.effects import PeerId
 from longshore_wire.errors import Reason, RoomError
-from longshore_wire.intervals import Coverage
 from longshore_wire.peer_messages import Grant, PairKey, RoomKey
 from longshore_wire.plan import Pair, Way
 from longshore_wire.ring import Region
@@ -88,10 +87,27 @@ class SourcePair:
 
 
 @dataclass(slots=True)
-class SourceRoom:
-    """A room at its prefill rank: the engine's offers and the decode ranks' claims."""
+class Room:
+    """The common state of a room at either end."""
 
     key: RoomKey
+    _: KW_ONLY
+    reason: Reason = Reason.NONE
+    text: str = ""
+    bytes_moved: int = 0
+    opened_ns: int = 0
+    progress_ns: int = -1  # see `Session`
+
+    @property
+    def failed(self) -> bool:
+        """Whether the room has failed."""
+        return self.reason is not Reason.NONE
+
+
+@dataclass(slots=True)
+class SourceRoom(Room):
+    """A room at its prefill rank: the engine's offers and the decode ranks' claims."""
+
     state: SourceRoomState = SourceRoomState.CLAIMED
     first_token: int = -1  # of the offers; -1: none yet
     end_token: int = -1
@@ -99,11 +115,6 @@ class SourceRoom:
     pairs: dict[PeerId, SourcePair] = field(default_factory=dict)
     expected: frozenset[int] | None = None  # target ranks that must claim; None before the first claim
     claimer: tuple[str, int] | None = None  # (instance, dp rank)
-    reason: Reason = Reason.NONE
-    text: str = ""
-    bytes_moved: int = 0
-    opened_ns: int = 0
-    progress_ns: int = -1  # see `Session`
 
     def step(self, event: SourceRoomEvent) -> None:
         """Change the room's state."""
@@ -135,11 +146,6 @@ class SourceRoom:
         self.step(SourceRoomEvent.OFFER)
         if last:
             self.total_tokens = end_token
-
-    @property
-    def failed(self) -> bool:
-        """Whether the room has failed."""
-        return self.reason is not Reason.NONE
 
     @property
     def unfinished(self) -> bool:
@@ -188,7 +194,6 @@ class TargetPair:
     grid: SlabGrid | None = None  # None before the Demand
     states: list[TargetSlab] = field(default_factory=list)
     regions: dict[int, Region] = field(default_factory=dict)
-    coverage: Coverage = field(default_factory=Coverage)
     ready_count: int = 0
     next_grant: int = 0
     done_count: int = 0
@@ -234,18 +239,24 @@ class TargetPair:
         return self.way is not Way.STAGED or self.open is not None
 
     @property
-    def covered(self) -> bool:
-        """Whether the scattered intervals cover exactly the claim."""
-        if self.grid is None or self.done_count != len(self.states):
-            return False
-        return self.coverage.covers(self.grid.first_token, self.grid.end_token)
+    def done(self) -> bool:
+        """Whether every slab is in the pages. The slabs of a grid are exactly the claimed tokens."""
+        return self.grid is not None and self.done_count == len(self.states)
+
+    @property
+    def done_tokens(self) -> int:
+        """Number of tokens in the pages. All slabs have the same length except the last."""
+        if self.grid is None or not self.states:
+            return 0
+        first, end = self.grid.tokens(len(self.states) - 1)
+        has_last = self.states[-1] is TargetSlab.DONE
+        return (self.done_count - has_last) * self.grid.slab_tokens + has_last * (end - first)
 
 
 @dataclass(slots=True)
-class TargetRoom:
+class TargetRoom(Room):
     """A room at its decode rank."""
 
-    key: RoomKey
     first_token: int
     end_token: int
     page_count: int
@@ -253,20 +264,10 @@ class TargetRoom:
     pairs: dict[PeerId, TargetPair] = field(default_factory=dict)
     ring_bytes: int = 0  # granted and not freed
     state: TargetRoomState = TargetRoomState.OPEN
-    reason: Reason = Reason.NONE
-    text: str = ""
-    bytes_moved: int = 0
-    opened_ns: int = 0
-    progress_ns: int = -1  # see `Session`
 
     def step(self, event: TargetRoomEvent) -> None:
         """Change the room's state."""
         self.state = step(TARGET_ROOM, self.state, event)
-
-    @property
-    def failed(self) -> bool:
-        """Whether the room has failed."""
-        return self.reason is not Reason.NONE
 
     @property
     def unfinished(self) -> bool:

@@ -17,8 +17,8 @@ from longshore_wire.errors import LayoutError, Reason
 from longshore_wire.layout import KVLayout
 from longshore_wire.peer_messages import PROTOCOL_VERSION, Attach, PeerMessage, PoolInfo, RegionInfo, RoomKey
 from longshore_wire.peers import Ended, Life, Peer, PeerState
-from longshore_wire.plan import Plan, plan
-from longshore_wire.room import SourceRoom, TargetRoom
+from longshore_wire.plan import Plan, Way, plan
+from longshore_wire.room import Room, SourcePair, SourceRoom, TargetPair, TargetRoom
 from longshore_wire.timers import Timers
 
 # Maximum backoff of repeats, as a multiple of the first interval. More repeats do not help a busy peer.
@@ -66,11 +66,15 @@ class Session:
 
     def wire_fault(self, known: Peer) -> str:
         """Return why no transport may connect a peer with this worker; empty if one may or the wire is unknown."""
-        return self._wire_fault(known, known.wire) if known.wire_epoch == known.epoch else ""
+        return self._wire_fault(known) if known.has_wire else ""
 
-    def _wire_fault(self, known: Peer, wire: str) -> str:
+    def _wire_fault(self, known: Peer) -> str:
         ends = (known.peer, self.identity) if self.half is Half.TARGET else (self.identity, known.peer)
-        return AllowedWires(self.config.wires).fault(wire, *ends, known.wire_failure)
+        return AllowedWires(self.config.wires).fault(known.found_wire, *ends, known.wire_failure)
+
+    def _name(self, peer: PeerId) -> str:
+        """Return a peer's name for messages."""
+        return f"{'decode' if self.half is Half.SOURCE else 'prefill'} {peer.instance} rank {peer.rank}"
 
     def take_effects(self) -> list[Effect]:
         """Return what the world must do, messages among it, in the order in which it must happen; and forget it."""
@@ -120,8 +124,8 @@ class Session:
         raise NotImplementedError
 
     def fail_claimed(self, reason: Reason, text: str, now_ns: int) -> None:
-        """Fail every room that has pieces on sibling ranks."""
-        raise NotImplementedError
+        """Fail every room that has pieces on sibling ranks; at a target, that is every room."""
+        self.fail_all(reason, text, now_ns)
 
     def refuse(self, peer: PeerId, reason: Reason, text: str, now_ns: int) -> None:
         """Fail the rooms of a peer that this side must not exchange bytes with."""
@@ -146,8 +150,13 @@ class Session:
         raise NotImplementedError
 
     def tick(self, now_ns: int) -> None:
-        """Handle all deadlines up to `now_ns`."""
-        raise NotImplementedError
+        """Repeat unanswered messages, check peers, end idle rooms and leases. Call it at `next_due_ns` at the latest."""
+        for key, peer in self._timers.pop(now_ns):
+            self._repeat(key, peer, now_ns)
+        for peer in self._peer_timers.pop(now_ns):
+            self._beat(peer, now_ns)
+        self._end_idle_rooms(now_ns)
+        self._end_leases(now_ns)
 
     def sibling_failed(self, key: RoomKey, reason: Reason, text: str, now_ns: int) -> None:
         """Fail a room that a sibling rank has failed, even if this rank's engine asks for it only later."""
@@ -177,10 +186,6 @@ class Session:
             dues.append(self.lease_until_ns)
         return min(dues, default=None)
 
-    def ended_outcome(self, key: RoomKey) -> Ended | None:
-        """Return how a room ended, or None if that is no longer kept."""
-        return self.ended.get(key)
-
     def _attach(self, attempt: int) -> Attach:
         config = self.config
         return Attach(
@@ -205,6 +210,34 @@ class Session:
     def _send_attach(self, known: Peer) -> None:
         raise NotImplementedError
 
+    def _repeat(self, key: RoomKey, peer: PeerId, now_ns: int) -> None:
+        """Repeat what a peer has not answered about a room."""
+        raise NotImplementedError
+
+    def _repeat_later(self, room: RoomKey, peer: PeerId, attempts: int, now_ns: int) -> None:
+        """Set the time of repeat number `attempts`. The wait doubles up to BACKOFF_MAX times the first."""
+        self._timers.set((room, peer), now_ns + self.config.retry_ns * min(1 << min(attempts, 30), BACKOFF_MAX))
+
+    def _beat(self, peer: PeerId, now_ns: int) -> None:
+        """Handle the due time of a peer's heartbeat."""
+        raise NotImplementedError
+
+    def _awaits_wire(self, room: RoomKey, known: Peer, now_ns: int) -> bool:
+        """Whether the unknown wire to a peer may still be found."""
+        raise NotImplementedError
+
+    def _wire_allows(self, room: Room, pair: SourcePair | TargetPair, now_ns: int) -> bool:
+        """Whether a transport may write a pair's slabs. Not before the wire is known; if it is forbidden, the room fails."""
+        if not self.config.wires or pair.route is None or pair.way is Way.DIRECT:
+            return True
+        known = self.peers[pair.peer]
+        if not known.has_wire and self._awaits_wire(room.key, known, now_ns):
+            return False
+        fault = self._wire_fault(known)
+        if fault:
+            self.cancel(room.key, Reason.WIRE_NOT_ALLOWED, fault, now_ns)
+        return not fault
+
     def _send(self, peer: PeerId, message: PeerMessage) -> None:
         self._effects.append(Send(peer, message))
 
@@ -226,7 +259,7 @@ class Session:
         """Return until when the outcome of a room that ends now is kept."""
         return now_ns + 2 * self.config.lease_ns
 
-    def _progress(self, room: SourceRoom | TargetRoom, now_ns: int) -> None:
+    def _progress(self, room: Room, now_ns: int) -> None:
         """Restart a room's timeout after progress."""
         if room.progress_ns < 0:
             self._room_timers.set(room.key, now_ns + self.config.room_timeout_ns)
@@ -256,8 +289,9 @@ class Session:
             self._effect(ProbeLiveness(known.peer, known.epoch, known.address))
         return False
 
-    def _end_leases(self, side: str, now_ns: int) -> None:
+    def _end_leases(self, now_ns: int) -> None:
         if self.rooms and now_ns >= self.lease_until_ns:
+            side = "prefill" if self.half is Half.SOURCE else "decode"
             text = f"the {side} engine did not renew its lease for {self.config.lease_ns / 1e9:.0f} s"
             self.fail_all(Reason.LEASE_EXPIRED, text, now_ns)
             self.lease_until_ns = now_ns + self.config.lease_ns
@@ -306,8 +340,3 @@ def _check_region(name: str, region: RegionInfo | None) -> None:
         )
     if region.extent_bytes and region.extent_bytes < EXTENT_BYTES_MIN:
         raise LayoutError(f"{name} has extents of {region.extent_bytes} bytes: use {EXTENT_BYTES_MIN} or more, or 0")
-
-
-def backoff_ns(retry_ns: int, attempts: int) -> int:
-    """Return the wait before repeat number `attempts`; it doubles up to BACKOFF_MAX times the first."""
-    return int(retry_ns * min(1 << min(attempts, 30), BACKOFF_MAX))

@@ -86,7 +86,7 @@ class SourcePeers(Session):
         """Handle the end of a target's life: its address refuses connections."""
         known = self.peers.get(peer)
         if known is not None and known.epoch == epoch:
-            self.peer_lost(peer, f"{decode_name(peer)} at {known.address} has ended", now_ns)
+            self.peer_lost(peer, f"{self._name(peer)} at {known.address} has ended", now_ns)
 
     def _on_attach(self, peer: PeerId, attach: Attach, now_ns: int) -> None:
         wrong = self._check_attach(attach)
@@ -97,7 +97,7 @@ class SourcePeers(Session):
             wrong = (
                 Reason.STALE_EPOCH,
                 (
-                    f"a newer worker is attached as {decode_name(peer)} (DP rank {peer.dp_rank}): two engines "
+                    f"a newer worker is attached as {self._name(peer)} (DP rank {peer.dp_rank}): two engines "
                     "have one instance name; give each its own"
                 ),
             )
@@ -105,7 +105,7 @@ class SourcePeers(Session):
             self._send(peer, Refuse(*wrong, attach.epoch, attach.attempt))
             return
         if known is not None and known.epoch != attach.epoch:
-            self.peer_lost(peer, f"{decode_name(peer)} was restarted", now_ns)
+            self.peer_lost(peer, f"{self._name(peer)} was restarted", now_ns)
             known = None
         if known is None:
             known = self.peers[peer] = Peer(peer)
@@ -132,19 +132,11 @@ class SourcePeers(Session):
             room = self.rooms[key]
             self._advance(room, room.pairs[peer], now_ns)
 
-    def _wire_allows(self, room: SourceRoom, pair: SourcePair, now_ns: int) -> bool:
-        """Whether a transport may write slabs of a pair. Not before the wire is known; if it is forbidden, the room fails."""
-        if pair.route is None or pair.way is Way.DIRECT or not self.config.wires:
+    def _awaits_wire(self, room: RoomKey, known: Peer, now_ns: int) -> bool:  # noqa: ARG002 - a target uses all
+        if known.attach is not None and known.attach.probe is not None:
             return True
-        known = self.peers[pair.peer]
-        if known.wire_epoch != known.epoch:
-            if known.attach is not None and known.attach.probe is not None:
-                return False
-            known.wire_epoch, known.wire_failure = known.epoch, "it has no memory for a probe"
-        fault = self.wire_fault(known)
-        if fault:
-            self._fail(room, Reason.WIRE_NOT_ALLOWED, fault, now_ns)
-        return not fault
+        known.wire_epoch, known.wire_failure = known.epoch, "it has no memory for a probe"
+        return False
 
     def _used_serials(self, known: Peer) -> UsedSerials:
         """Return the used claims of a target's current life."""
@@ -155,6 +147,12 @@ class SourcePeers(Session):
         while len(self._serials) > TARGETS_MAX:
             self._serials.popitem(last=False)
         return used
+
+    def _speaks_for(self, known: Peer, pair: PairKey) -> bool:
+        """Whether a pair belongs to this rank and to the current life of that target."""
+        peer = known.peer
+        theirs = (pair.target_instance, pair.dp_rank, pair.target_rank, pair.target_epoch)
+        return theirs == (peer.instance, peer.dp_rank, peer.rank, known.epoch) and pair.source_rank == self.rank
 
     def _on_ping(self, peer: PeerId, ping: Ping, now_ns: int) -> None:
         known = self.peers.get(peer)
@@ -218,7 +216,9 @@ class SourcePeers(Session):
             dues.append(max(each.until_ns for each in next(iter(self._completed.values())).values()))
         return min((due for due in dues if due is not None), default=None)
 
-    def _forget_completed(self, now_ns: int) -> None:
+    def tick(self, now_ns: int) -> None:
+        """As `Session.tick`; forget old completed pairs, too."""
+        super().tick(now_ns)
         while (
             self._completed and max(each.until_ns for each in next(iter(self._completed.values())).values()) <= now_ns
         ):
@@ -239,14 +239,13 @@ class SourcePeers(Session):
             self._completed.pop(key, None)
             self._remember(key, reason, abort.text, self._remembered_until_ns(now_ns))
 
-    def _watch_peers(self, now_ns: int) -> None:
-        """Check targets for silence."""
-        for peer in self._peer_timers.pop(now_ns):
-            known = self.peers.get(peer)
-            if known is None or self._check_silence(known, decode_name(peer), now_ns):
-                continue
-            due_ns = known.heard_ns + PROBE_AFTER * self.config.heartbeat_ns
-            self._peer_timers.set(peer, due_ns if due_ns > now_ns else now_ns + self.config.heartbeat_ns)
+    def _beat(self, peer: PeerId, now_ns: int) -> None:
+        """Check a target for silence, since it sends the heartbeats."""
+        known = self.peers.get(peer)
+        if known is None or self._check_silence(known, self._name(peer), now_ns):
+            return
+        due_ns = known.heard_ns + PROBE_AFTER * self.config.heartbeat_ns
+        self._peer_timers.set(peer, due_ns if due_ns > now_ns else now_ns + self.config.heartbeat_ns)
 
     def _send_attach(self, known: Peer) -> None:
         self._send(known.peer, self._attach(known.attempt))
@@ -262,8 +261,3 @@ class SourcePeers(Session):
 
     def _settle(self, room: SourceRoom) -> None:
         raise NotImplementedError
-
-
-def decode_name(peer: PeerId) -> str:
-    """Return a target's name for messages."""
-    return f"decode {peer.instance} rank {peer.rank}"

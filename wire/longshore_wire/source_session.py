@@ -28,7 +28,6 @@ from longshore_wire.peer_messages import (
 from longshore_wire.peers import Peer
 from longshore_wire.plan import Way
 from longshore_wire.room import SourcePair, SourceRoom
-from longshore_wire.session import backoff_ns
 from longshore_wire.source_peers import SourcePeers
 from longshore_wire.states import (
     SourceEvent,
@@ -172,21 +171,6 @@ class SourceSession(SourcePeers):
             self._on_complete(known, message, now_ns)
         else:
             self._on_end_ack(peer, message)
-
-    def _speaks_for(self, known: Peer, pair: PairKey) -> bool:
-        """Whether a pair belongs to this rank and to the current life of that target."""
-        peer = known.peer
-        theirs = (pair.target_instance, pair.dp_rank, pair.target_rank, pair.target_epoch)
-        return theirs == (peer.instance, peer.dp_rank, peer.rank, known.epoch) and pair.source_rank == self.rank
-
-    def tick(self, now_ns: int) -> None:
-        """Repeat unanswered messages and end expired leases. Call it at `next_due_ns` at the latest."""
-        for key, peer in self._timers.pop(now_ns):
-            self._repeat(key, peer, now_ns)
-        self._watch_peers(now_ns)
-        self._end_idle_rooms(now_ns)
-        self._end_leases("prefill", now_ns)
-        self._forget_completed(now_ns)
 
     # -- messages --------------------------------------------------------------------------------------------------
 
@@ -365,7 +349,7 @@ class SourceSession(SourcePeers):
             for slab in [slab for slab in pair.grants if slab < ready and pair.states[slab] is SourceSlab.WAITING]:
                 self._begin(room, pair, slab, pair.grants[slab])
         if not pair.done and not room.failed:
-            self._timers.set((room.key, pair.peer), now_ns + backoff_ns(self.config.retry_ns, pair.attempts))
+            self._repeat_later(room.key, pair.peer, pair.attempts, now_ns)
 
     def _begin(self, room: SourceRoom, pair: SourcePair, slab: int, grant: Grant | None) -> None:
         assert pair.route is not None
@@ -399,16 +383,12 @@ class SourceSession(SourcePeers):
             Demand(pair.pair, pair.grid.slab_tokens, pair.grid.count, pair.ready_count, room.total_tokens),
         )
 
-    def ready_message(self, room: SourceRoom, pair: SourcePair, slab: int) -> SlabReady:
-        """Return the notice that slab `slab` has landed."""
+    def _send_ready(self, room: SourceRoom, pair: SourcePair, slab: int) -> None:
         assert pair.route is not None
         payload_bytes = pair.route.payload_bytes(*pair.grid.tokens(slab))
         grant = pair.grants.get(slab)
         generation = grant.generation if grant else 0
-        return SlabReady(pair.pair, slab, generation, payload_bytes, room.total_tokens)
-
-    def _send_ready(self, room: SourceRoom, pair: SourcePair, slab: int) -> None:
-        self._send(pair.peer, self.ready_message(room, pair, slab))
+        self._send(pair.peer, SlabReady(pair.pair, slab, generation, payload_bytes, room.total_tokens))
 
     def _repeat(self, key: RoomKey, peer: PeerId, now_ns: int) -> None:
         room = self.rooms.get(key)
@@ -428,7 +408,7 @@ class SourceSession(SourcePeers):
                     self._send_ready(room, pair, slab)
         self.counters["retries"] += 1
         pair.attempts += 1
-        self._timers.set((key, peer), now_ns + backoff_ns(self.config.retry_ns, pair.attempts))
+        self._repeat_later(key, peer, pair.attempts, now_ns)
 
     def _finish(self, room: SourceRoom, now_ns: int) -> None:
         """End a room whose slabs are all acknowledged."""

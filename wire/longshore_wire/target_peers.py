@@ -24,12 +24,11 @@ from longshore_wire.effects import (
 )
 from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX, Endpoint, Half
 from longshore_wire.errors import Reason
-from longshore_wire.names import UNKNOWN_WIRE
 from longshore_wire.peer_messages import Abort, Attach, Claim, Complete, PairKey, Ping, Pong, Refuse, RoomKey, WireFound
 from longshore_wire.peers import Ended, Life, Outcome, Peer, PeerState, Writer
 from longshore_wire.plan import Way
 from longshore_wire.room import TargetPair, TargetRoom
-from longshore_wire.session import Session, backoff_ns
+from longshore_wire.session import Session
 from longshore_wire.states import TargetPairEvent, TargetPairState
 
 # Within this time a dead worker is restarted, even on a busy host, and its engine offers open rooms again.
@@ -60,22 +59,13 @@ class TargetPeers(Session):
         """Fail the rooms of a source that must not write here."""
         known = self.peers.get(peer)
         if known is not None:
-            self._refused(known, reason, text, now_ns)
+            self._lose(known, PeerState.REFUSED, reason, text, now_ns)
 
     def peer_lost(self, peer: PeerId, text: str, now_ns: int) -> None:
         """Fail the rooms of a silent or lost source; memory that it may still write stays quarantined."""
         known = self.peers.get(peer)
-        if known is None or known.state is PeerState.LOST:
-            return
-        if known.attach is not None:
-            self._effect(PeerGone(peer, known.epoch))
-        known.state, known.attach, known.trouble = PeerState.LOST, None, text
-        for room, pair in self._rooms_of(known):
-            # A room that names another address does not concern this life.
-            if pair.state is not TargetPairState.WAITING or self._is_here(known, pair):
-                self._give_up(room, pair, Reason.PEER_LOST, text, now_ns)
-        self._turn_to_rival(known, now_ns)
-        self._pump(now_ns)
+        if known is not None and known.state is not PeerState.LOST:
+            self._lose(known, PeerState.LOST, Reason.PEER_LOST, text, now_ns)
 
     def peer_dead(self, peer: PeerId, epoch: int, now_ns: int) -> None:
         """Handle the end of a source's life: its address refuses connections, so its writes have ended, too."""
@@ -85,7 +75,7 @@ class TargetPeers(Session):
         is_current = known.epoch == epoch and known.state in (PeerState.ATTACHED, PeerState.DIALING)
         # A life that never attached has epoch 0. It may be starting, unless a room names another address.
         if is_current and (epoch or known.rival_since_ns is not None):
-            self.peer_lost(peer, f"{prefill_name(peer)} at {known.address} has ended", now_ns)
+            self.peer_lost(peer, f"{self._name(peer)} at {known.address} has ended", now_ns)
         self._drain(known, epoch)
 
     def writer_drained(self, peer: PeerId, epoch: int, now_ns: int) -> None:
@@ -126,15 +116,20 @@ class TargetPeers(Session):
                 self._confirm(room, pair)
         self._pump(now_ns)
 
-    def _refused(self, known: Peer, reason: Reason, text: str, now_ns: int) -> None:
-        """Handle a source's refusal. It may still complete open writes, so their memory is not freed here."""
+    def _lose(self, known: Peer, state: PeerState, reason: Reason, text: str, now_ns: int) -> None:
+        """Fail the rooms of a source that is LOST or REFUSED now, then dial another address that waiting rooms name.
+
+        The source may still complete open writes, so their memory is not freed here.
+        """
         if known.attach is not None:
             self._effect(PeerGone(known.peer, known.epoch))
-        known.state, known.attach, known.trouble = PeerState.REFUSED, None, text
+        known.state, known.attach, known.trouble = state, None, text
         for room, pair in self._rooms_of(known):
-            if pair.state is not TargetPairState.WAITING or self._is_here(known, pair):
+            if not self._is_elsewhere(known, pair):
                 self._give_up(room, pair, reason, text, now_ns)
-        self._turn_to_rival(known, now_ns)
+        known.rival_since_ns = None
+        if rivals := self._rivals_of(known):
+            self._dial_at(known, rivals[0][1].address, now_ns)
         self._pump(now_ns)
 
     # -- attaching -----------------------------------------------------------------------------------------------------
@@ -152,13 +147,13 @@ class TargetPeers(Session):
         for epoch, writer in list(known.writers.items()):
             if epoch != attach.epoch and main_address(writer.address) == main_address(attach.address):
                 self._drain(known, epoch)
-        wrong = self._check_attach(attach) or _check_name(known.peer, attach)
+        wrong = self._check_attach(attach) or self._check_name(known.peer, attach)
         if wrong is not None:
-            self._refused(known, *wrong, now_ns)
+            self._lose(known, PeerState.REFUSED, *wrong, now_ns)
             return False
         if known.attach is not None and known.epoch != attach.epoch:
             last_epoch = known.epoch
-            self.peer_lost(known.peer, f"{prefill_name(known.peer)} was restarted", now_ns)
+            self.peer_lost(known.peer, f"{self._name(known.peer)} was restarted", now_ns)
             self._drain(known, last_epoch)
         if known.attach is None:
             known.wire_due_ns = now_ns + WIRE_WAIT_NS
@@ -176,6 +171,14 @@ class TargetPeers(Session):
             self._tell_outcome(known, key, now_ns)
         return True
 
+    def _check_name(self, peer: PeerId, attach: Attach) -> tuple[Reason, str] | None:
+        """Return why the answering worker is not the dialled one, or None. Another worker may get a port that became free."""
+        found = PeerId(attach.instance, attach.layout.parallel.dp_rank, attach.layout.rank)
+        if found == peer:
+            return None
+        text = f"{self._name(found)} listens at {attach.address}, and {self._name(peer)} was dialled there"
+        return Reason.UNKNOWN_INSTANCE, text
+
     def _on_refuse(self, known: Peer, refuse: Refuse, now_ns: int) -> None:
         if refuse.epoch != self.config.epoch or not known.answered < refuse.attempt <= known.attempt:
             self._stale(refuse)
@@ -186,7 +189,7 @@ class TargetPeers(Session):
             # The source first probes our other life or namesake, so ask again. LOST makes the next Attach send it outcomes.
             known.heard_ns = now_ns
             return
-        self._refused(known, refuse.reason or Reason.MALFORMED_MESSAGE, refuse.text, now_ns)
+        self._lose(known, PeerState.REFUSED, refuse.reason or Reason.MALFORMED_MESSAGE, refuse.text, now_ns)
 
     def _on_pong(self, known: Peer, pong: Pong, now_ns: int) -> None:
         newest = known.beat_number < pong.ping_number <= self._asked_count
@@ -195,7 +198,7 @@ class TargetPeers(Session):
         elif pong.epoch == known.epoch:
             known.beat(pong.ping_number, pong.absent_ns, self.config.lease_ns, now_ns)
         else:
-            self.peer_lost(known.peer, f"{prefill_name(known.peer)} was restarted", now_ns)
+            self.peer_lost(known.peer, f"{self._name(known.peer)} was restarted", now_ns)
 
     def _dial(self, peer: PeerId, endpoint: Endpoint, key: RoomKey, now_ns: int) -> None:
         """Add a room to its source's, and dial that at the address that the engine gave, unless that is done."""
@@ -206,7 +209,7 @@ class TargetPeers(Session):
         is_here = main_address(known.address) == main_address(named.address)
         if known.attach is not None and is_here and known.epoch < named.epoch:
             # Only one process can own this address, so the attached life has ended. The new one's Attach is the proof.
-            self.peer_lost(peer, f"{prefill_name(peer)} was restarted", now_ns)
+            self.peer_lost(peer, f"{self._name(peer)} was restarted", now_ns)
         # If the source is lost from here on, the room's address is dialled.
         known.rooms[key] = None
         if known.state in (PeerState.LOST, PeerState.REFUSED) or not known.address:
@@ -219,32 +222,21 @@ class TargetPeers(Session):
     def _dial_at(self, known: Peer, address: str, now_ns: int) -> None:
         known.address, known.state, known.attach = address, PeerState.DIALING, None
         known.heard_ns = known.dialled_ns = now_ns
-        waiting = [pair for _, pair in self._rooms_of(known) if pair.state is TargetPairState.WAITING]
-        rivals = any(not self._is_here(known, pair) for pair in waiting)
-        known.listens_ns, known.rival_since_ns = -1, now_ns if rivals else None
+        known.listens_ns, known.rival_since_ns = -1, now_ns if self._rivals_of(known) else None
         self._effect(Dial(known.peer, address))
         self._send_attach(known)
         self._peer_timers.set(known.peer, now_ns + self.config.retry_ns)
 
-    def _turn_to_rival(self, known: Peer, now_ns: int) -> None:
-        """Dial the address that waiting rooms name, after the life at the dialled address was lost."""
-        known.rival_since_ns = None
-        for _, pair in self._rooms_of(known):
-            if pair.state is TargetPairState.WAITING and not self._is_here(known, pair):
-                self._dial_at(known, pair.address, now_ns)
-                return
-
     def _refuse_rivals(self, known: Peer, now_ns: int) -> None:
         """Fail rooms that name another address, since the attached life is alive."""
         known.rival_since_ns = None
-        for room, pair in self._rooms_of(known):
-            if pair.state is TargetPairState.WAITING and not self._is_here(known, pair):
-                text = (
-                    f"{prefill_name(known.peer)} answers at {main_address(known.address)}, and this room names "
-                    f"{main_address(pair.address)}: two engines have one instance name (give each its own), or the room's "
-                    "endpoint is out of date"
-                )
-                self._give_up(room, pair, Reason.STALE_EPOCH, text, now_ns)
+        for room, pair in self._rivals_of(known):
+            text = (
+                f"{self._name(known.peer)} answers at {main_address(known.address)}, and this room names "
+                f"{main_address(pair.address)}: two engines have one instance name (give each its own), or the room's "
+                "endpoint is out of date"
+            )
+            self._give_up(room, pair, Reason.STALE_EPOCH, text, now_ns)
 
     # -- keeping alive -------------------------------------------------------------------------------------------------
 
@@ -259,7 +251,7 @@ class TargetPeers(Session):
             del self.peers[peer]
             self._effect(HangUp(peer))
             return
-        if not gone and self._check_silence(known, f"{prefill_name(peer)} at {known.address}", now_ns):
+        if not gone and self._check_silence(known, f"{self._name(peer)} at {known.address}", now_ns):
             known = self.peers[peer]
         self._judge_rival(known, now_ns)
         for epoch, writer in known.writers.items():
@@ -344,24 +336,23 @@ class TargetPeers(Session):
             self._tell_outcome(known, key, now_ns)
 
     def _note_outcome(self, known: Peer, key: RoomKey, ended: Ended, serial: int = 0) -> None:
-        place = self.config.layout.parallel
-        pair = PairKey(key, known.peer.rank, self.rank, 0, self.config.epoch, self.config.instance, place.dp_rank)
-        known.outcomes[key] = Outcome(pair, ended.reason, ended.text, ended.until_ns, serial)
+        known.outcomes[key] = Outcome(ended, serial)
 
     def _tell_outcome(self, known: Peer, key: RoomKey, now_ns: int) -> None:
         """Send a pair's outcome to its source and repeat until it answers; wait if it is not attached."""
         outcome = known.outcomes.get(key)
         if outcome is None or known.state is not PeerState.ATTACHED:
             return
-        if outcome.until_ns <= now_ns:
+        ended = outcome.ended
+        if ended.until_ns <= now_ns:
             del known.outcomes[key]
             return
-        pair = msgspec.structs.replace(outcome.pair, source_epoch=known.epoch)
-        if outcome.reason is Reason.NONE:
+        pair = self._pair_key(key, known.peer, known.epoch)
+        if ended.reason is Reason.NONE:
             self._send(known.peer, Complete(pair))
         else:
-            self._send(known.peer, Abort(pair, outcome.reason, outcome.text, outcome.serial))
-        self._timers.set((key, known.peer), now_ns + backoff_ns(self.config.retry_ns, outcome.attempts))
+            self._send(known.peer, Abort(pair, ended.reason, ended.text, outcome.serial))
+        self._repeat_later(key, known.peer, outcome.attempts, now_ns)
         self.counters["retries"] += outcome.attempts > 0
         outcome.attempts += 1
 
@@ -370,13 +361,11 @@ class TargetPeers(Session):
     def _choose_way(self, room: TargetRoom, pair: TargetPair, known: Peer, now_ns: int) -> bool:
         """Choose the final way of a pair; return False while the wire, on which it depends, is unknown."""
         assert known.attach is not None
-        found = known.wire_epoch == known.epoch
-        comes = self._probe is not None and now_ns < known.wire_due_ns
-        if comes and not found and self.config.crossover.needs_wire(self.config.backend):
-            self._timers.set((room.key, pair.peer), known.wire_due_ns)
+        needs_wire = self._probe is not None and self.config.crossover.needs_wire(self.config.backend)
+        if needs_wire and not known.has_wire and self._awaits_wire(room.key, known, now_ns):
             return False
-        wire = known.wire if found else UNKNOWN_WIRE
-        choice = chosen_way(self.config, known.attach, pair, (room.first_token, room.end_token), wire)
+        tokens = (room.first_token, room.end_token)
+        choice = chosen_way(self.config, known.attach, pair, tokens, known.found_wire)
         self.in_place_count -= pair.expects_bytes
         pair.way, pair.why, pair.open = choice.way, choice.why, None
         self.in_place_count += pair.expects_bytes
@@ -408,24 +397,13 @@ class TargetPeers(Session):
                 pair.peer,
                 Claim(pair.pair, first, room.end_token, pair.way, offset, count, pages, pair.why, pair.serial),
             )
-        self._timers.set((room.key, pair.peer), now_ns + backoff_ns(self.config.retry_ns, pair.attempts))
+        self._repeat_later(room.key, pair.peer, pair.attempts, now_ns)
 
-    def _wire_allows(self, room: TargetRoom, pair: TargetPair, now_ns: int) -> bool:
-        """Whether the wire to a pair's source permits its claim.
-
-        False while the wire is unknown. If the wire is not on the list, the room fails.
-        """
-        known = self.peers[pair.peer]
-        if not self.config.wires or pair.route is None or pair.way is Way.DIRECT:
-            return True
-        found = known.wire_epoch == known.epoch
-        if not found and now_ns < known.wire_due_ns:
-            self._timers.set((room.key, pair.peer), known.wire_due_ns)
+    def _awaits_wire(self, room: RoomKey, known: Peer, now_ns: int) -> bool:
+        if now_ns >= known.wire_due_ns:
             return False
-        fault = self._wire_fault(known, known.wire if found else UNKNOWN_WIRE)
-        if fault:
-            self._fail(room, Reason.WIRE_NOT_ALLOWED, fault, now_ns)
-        return not fault
+        self._timers.set((room, known.peer), known.wire_due_ns)
+        return True
 
     def _on_wire_found(self, known: Peer, found: WireFound, now_ns: int) -> None:
         if (found.source_epoch, found.target_epoch) != (known.epoch, self.config.epoch):
@@ -439,6 +417,11 @@ class TargetPeers(Session):
 
     # -- rooms ---------------------------------------------------------------------------------------------------------
 
+    def _pair_key(self, room: RoomKey, source: PeerId, source_epoch: int) -> PairKey:
+        """Return the key of this rank and life, and one life of a source, in a room."""
+        us = self.identity
+        return PairKey(room, source.rank, us.rank, source_epoch, self.config.epoch, us.instance, us.dp_rank)
+
     def _rooms_of(self, known: Peer) -> list[tuple[TargetRoom, TargetPair]]:
         """Return a peer's open rooms with its pairs in them, in the order in which they were opened."""
         return [(room, room.pairs[known.peer]) for key in known.rooms if (room := self.rooms.get(key)) is not None]
@@ -447,6 +430,14 @@ class TargetPeers(Session):
     def _is_here(known: Peer, pair: TargetPair) -> bool:
         """Whether a pair's room names the address at which its source is dialled."""
         return main_address(pair.address) == main_address(known.address)
+
+    def _is_elsewhere(self, known: Peer, pair: TargetPair) -> bool:
+        """Whether a pair waits for a life at another address than the dialled one."""
+        return pair.state is TargetPairState.WAITING and not self._is_here(known, pair)
+
+    def _rivals_of(self, known: Peer) -> list[tuple[TargetRoom, TargetPair]]:
+        """Return a peer's rooms that wait for a life at another address than the dialled one."""
+        return [(room, pair) for room, pair in self._rooms_of(known) if self._is_elsewhere(known, pair)]
 
     def _concerns(self, known: Peer, pair: TargetPair) -> bool:
         """Whether a pair was claimed, or would be at the address that is dialled now."""
@@ -473,28 +464,8 @@ class TargetPeers(Session):
     def _give_up(self, room: TargetRoom, pair: TargetPair, reason: Reason, text: str, now_ns: int) -> None:
         raise NotImplementedError
 
-    def _fail(self, room: TargetRoom, reason: Reason, text: str, now_ns: int) -> None:
-        raise NotImplementedError
-
     def _confirm(self, room: TargetRoom, pair: TargetPair) -> None:
         raise NotImplementedError
 
     def _pump(self, now_ns: int) -> None:
         raise NotImplementedError
-
-
-def _check_name(peer: PeerId, attach: Attach) -> tuple[Reason, str] | None:
-    """Return why the answering worker is not the dialled one, or None. Another worker may get a port that became free."""
-    place = attach.layout.parallel
-    found = PeerId(attach.instance, place.dp_rank, attach.layout.rank)
-    if found == peer:
-        return None
-    return (
-        Reason.UNKNOWN_INSTANCE,
-        f"{prefill_name(found)} listens at {attach.address}, and {prefill_name(peer)} was dialled there",
-    )
-
-
-def prefill_name(peer: PeerId) -> str:
-    """Return a source's name for messages."""
-    return f"prefill {peer.instance} rank {peer.rank}"

@@ -34,7 +34,6 @@ from longshore_wire.peer_messages import (
 from longshore_wire.peers import Peer, PeerState
 from longshore_wire.plan import Way
 from longshore_wire.room import TargetPair, TargetRoom
-from longshore_wire.session import backoff_ns
 from longshore_wire.states import (
     TargetEvent,
     TargetPairEvent,
@@ -43,7 +42,7 @@ from longshore_wire.states import (
     TargetRoomState,
     TargetSlab,
 )
-from longshore_wire.target_peers import TargetPeers, prefill_name
+from longshore_wire.target_peers import TargetPeers
 
 # In these states a source may send a Demand: the first one, or one with more ready slabs.
 _ANSWERABLE = (TargetPairState.CLAIMED, TargetPairState.OPEN)
@@ -115,10 +114,6 @@ class TargetSession(TargetPeers):
         super().was_absent(late_ns, now_ns)
         self.granter.was_absent(late_ns)
 
-    def fail_claimed(self, reason: Reason, text: str, now_ns: int) -> None:
-        """Fail every room, since each has pieces on sibling ranks."""
-        self.fail_all(reason, text, now_ns)
-
     # -- scatters --------------------------------------------------------------------------------------------------
 
     def scatter_done(self, peer: PeerId, pair_key: PairKey, slab: int, payload_bytes: int, now_ns: int) -> None:
@@ -130,7 +125,8 @@ class TargetSession(TargetPeers):
         region = pair.regions[slab]
         self.granter.free(room, pair, slab)
         if state is TargetSlab.DONE:
-            self._arrived(room, pair, slab, payload_bytes, now_ns)
+            room.bytes_moved += payload_bytes
+            self._progress(room, now_ns)
             self._ack(pair, slab, region.generation)
             self._finish(room, now_ns)
         else:
@@ -197,24 +193,16 @@ class TargetSession(TargetPeers):
 
     def _is_between(self, known: Peer, pair: PairKey) -> bool:
         """Whether a pair belongs to this rank and life, and to any life of that source."""
-        ours = (self.config.instance, self.config.layout.parallel.dp_rank, self.rank, self.config.epoch)
-        return (pair.target_instance, pair.dp_rank, pair.target_rank, pair.target_epoch) == ours and (
-            pair.key.instance,
-            pair.source_rank,
-        ) == (known.peer.instance, known.peer.rank)
+        is_ours = pair == self._pair_key(pair.key, known.peer, pair.source_epoch)
+        return is_ours and pair.key.instance == known.peer.instance
 
     def _speaks_for(self, known: Peer, pair: PairKey) -> bool:
         """Whether a pair belongs to this rank and life, and to the current life of that source."""
         return pair.source_epoch == known.epoch and self._is_between(known, pair)
 
     def tick(self, now_ns: int) -> None:
-        """Repeat unanswered messages and end expired leases. Call it at `next_due_ns` at the latest."""
-        for key, peer in self._timers.pop(now_ns):
-            self._repeat(key, peer, now_ns)
-        for peer in self._peer_timers.pop(now_ns):
-            self._beat(peer, now_ns)
-        self._end_idle_rooms(now_ns)
-        self._end_leases("decode", now_ns)
+        """As `Session.tick`; send the grants that became possible, too."""
+        super().tick(now_ns)
         self._pump(now_ns)
 
     @property
@@ -252,7 +240,7 @@ class TargetSession(TargetPeers):
         try:
             pair.grid = demanded_grid(self.config, pair, (room.first_token, room.end_token), demand)
         except RoomError as error:
-            self._fail(room, error.reason, f"{prefill_name(pair.peer)} {error}", now_ns)
+            self._fail(room, error.reason, f"{self._name(pair.peer)} {error}", now_ns)
             return False
         pair.states = [TargetSlab.WANTED] * pair.grid.count
         pair.step(TargetPairEvent.CUT)
@@ -292,7 +280,8 @@ class TargetSession(TargetPeers):
             self._land(pair, ready, now_ns)
         elif state is TargetSlab.WANTED and pair.way is not Way.STAGED and ready.generation == 0:
             pair.step_slab(ready.slab, TargetEvent.PLACE)
-            self._arrived(room, pair, ready.slab, ready.payload_bytes, now_ns)
+            room.bytes_moved += ready.payload_bytes
+            self._progress(room, now_ns)
             self.granter.owes(pair, now_ns, landed=True)
             self._ack(pair, ready.slab, 0)
             self._watch(room, pair, now_ns)
@@ -346,13 +335,6 @@ class TargetSession(TargetPeers):
         room = self.rooms.get(pair_key.key)
         return room, (room.pairs.get(peer) if room is not None else None)
 
-    def _arrived(self, room: TargetRoom, pair: TargetPair, slab: int, payload_bytes: int, now_ns: int) -> None:
-        """Record a slab that is in the pages."""
-        assert pair.grid is not None
-        pair.coverage.add(*pair.grid.tokens(slab))
-        room.bytes_moved += payload_bytes
-        self._progress(room, now_ns)
-
     def _ack(self, pair: TargetPair, slab: int, generation: int) -> None:
         self._send(pair.peer, SlabAck(pair.pair, slab, generation))
 
@@ -370,14 +352,14 @@ class TargetSession(TargetPeers):
 
     def _watch(self, room: TargetRoom, pair: TargetPair, now_ns: int) -> None:
         if not self._overdue(room, pair, now_ns) and pair.state is TargetPairState.OPEN:
-            self._timers.set((room.key, pair.peer), now_ns + backoff_ns(self.config.retry_ns, pair.attempts))
+            self._repeat_later(room.key, pair.peer, pair.attempts, now_ns)
 
     def _overdue(self, room: TargetRoom, pair: TargetPair, now_ns: int) -> bool:
         """Fail a room whose writer's bytes are overdue; return whether it did."""
         overdue = self.granter.overdue(pair, now_ns)
         if overdue:
             text = (
-                f"{prefill_name(pair.peer)} has said that tokens are ready, has the memory for them, and has written none "
+                f"{self._name(pair.peer)} has said that tokens are ready, has the memory for them, and has written none "
                 f"for {self.config.write_timeout_ns / 1e9:g} s"
             )
             self._fail(room, Reason.TRANSFER_FAILED, text, now_ns)
@@ -406,14 +388,14 @@ class TargetSession(TargetPeers):
                 self._send(peer, self.granter.grant(pair, slab))
         self.counters["retries"] += 1
         pair.attempts += 1
-        self._timers.set((key, peer), now_ns + backoff_ns(self.config.retry_ns, pair.attempts))
+        self._repeat_later(key, peer, pair.attempts, now_ns)
 
     def _finish(self, room: TargetRoom, now_ns: int) -> None:
         """Notify the engine once all tokens are there; drop the room once every source has answered."""
         for pair in room.pairs.values():
             # A source with nothing to send may not know the total yet.
             knows_total = not pair.states or pair.total_tokens == room.end_token
-            if pair.state is TargetPairState.OPEN and pair.covered and knows_total:
+            if pair.state is TargetPairState.OPEN and pair.done and knows_total:
                 pair.step(TargetPairEvent.FINISH)
         if room.state is TargetRoomState.OPEN and room.done:
             room.step(TargetRoomEvent.FINISH)

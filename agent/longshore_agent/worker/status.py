@@ -287,7 +287,7 @@ def _source(room: SourceRoom, now_ns: int) -> RoomStatus:
 def _target(half: Half, room: TargetRoom, now_ns: int) -> RoomStatus:
     pairs = tuple(_target_pair(pair) for pair in room.pairs.values())
     state = "failed" if room.failed else "open" if room.unfinished else "done"
-    done = min((pair.coverage.total for pair in room.pairs.values() if pair.route is not None), default=0)
+    done = min((pair.done_tokens for pair in room.pairs.values() if pair.route is not None), default=0)
     return _status(
         half,
         room.key,
