@@ -6,7 +6,6 @@ transfer. This module checks arguments, locks and waits; `core` decides everythi
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 from collections.abc import Callable, Collection, Sequence
@@ -16,7 +15,6 @@ from typing import Self
 import msgspec
 
 from longshore_client import arguments
-from longshore_client.calls import Call
 from longshore_client.connection import Connection
 from longshore_client.core import Core, State
 from longshore_client.errors import (
@@ -28,8 +26,9 @@ from longshore_client.errors import (
     WaitTimeout,
     from_refusal,
 )
-from longshore_client.ledger import HalfKey, Resume
-from longshore_client.pages import PAGE_BYTES, packed_pages, page_count, split_claim, split_offer
+from longshore_client.ledger import Call, HalfKey, Resume
+from longshore_client.memory import close_all, duplicates
+from longshore_client.pages import PAGE_BYTES, pages_for, split_claim, split_offer
 from longshore_wire.engine_messages import (
     ENGINE_PROTOCOL_VERSION,
     Cancel,
@@ -220,12 +219,12 @@ class Client:
         memory, geometry = arguments.device_memory(memory), arguments.struct("geometry", geometry, PoolGeometry)
         descriptors, on_device = arguments.region_lists(regions, len(geometry.region_bytes), REGIONS_PER_POOL_MAX)
         message = RegisterPool(self._core.next_number(), pool, geometry, memory, on_device)
-        kept = _duplicates(descriptors)
+        kept = duplicates(descriptors)
         try:
             call = Call((message,), descriptors=kept)
             self._enter(call, f"register_pool {pool}")
         except BaseException:
-            _close_all(kept)
+            close_all(kept)
             raise
         self._wait_answer(call, f"register_pool {pool}", timeout_s, PoolRefused)
 
@@ -273,8 +272,7 @@ class Client:
         room, pool = arguments.room_number(room), arguments.pool_number(pool)
         first_token, end_token = arguments.token_range(first_token, end_token)
         last, timeout_s = arguments.flag("last", last), arguments.timeout(timeout_s)
-        packed = packed_pages(pages)
-        self._check_pages(packed, first_token, end_token)
+        packed = pages_for(pages, first_token, end_token, self.layout.page_size)
         if first_token == end_token and not last:
             raise ArgumentError(f"room {room}: tokens [{first_token}, {end_token}) are none: only `last` may be empty")
         key = HalfKey(Half.SOURCE, self.instance, room, pool)
@@ -322,8 +320,7 @@ class Client:
         memory, timeout_s = arguments.device_memory(memory), arguments.timeout(timeout_s)
         if arguments.flag("digest", digest):
             raise ArgumentError("digest is True: digests are not built yet; leave it False")
-        packed = packed_pages(pages)
-        self._check_pages(packed, first_token, end_token)
+        packed = pages_for(pages, first_token, end_token, self.layout.page_size)
         key = HalfKey(Half.TARGET, endpoint.instance, room, pool)
         whole = Receive(
             request=self._core.next_number(),
@@ -360,7 +357,7 @@ class Client:
         what = f"cancel of room {room}"
         with self._changed:
             self._check_open(what)
-            keys = self._core.cancel(half, instance, room, pool)
+            keys = self._core.ledger.cancel(half, instance, room, pool)
         own = half is Half.SOURCE and instance in (None, self.instance)
         for key in keys or ([HalfKey(half, self.instance, room, pool)] if own else []):
             message = Cancel(self._core.next_number(), key.half, key.instance, key.room, key.pool)
@@ -452,31 +449,7 @@ class Client:
         if isinstance(call.answer, Refused):
             raise from_refusal(call.answer, what, refused)
 
-    def _check_pages(self, packed: bytes, first_token: int, end_token: int) -> None:
-        count, wanted = len(packed) // PAGE_BYTES, page_count(first_token, end_token, self.layout.page_size)
-        if count != wanted:
-            raise ArgumentError(
-                f"{count} pages for tokens [{first_token}, {end_token}): pages of {self.layout.page_size} tokens that "
-                f"hold them are {wanted}; begin with the page of the first token"
-            )
-
     def _wait_for(self, predicate: Callable[[], bool], timeout_s: float | None, what: str) -> None:
         self._changed.wait_for(lambda: predicate() or self._core.state is State.CLOSED, timeout_s)
         if self._core.state is State.CLOSED and not predicate():
             raise ClientClosed(f"{what}: the client was closed")
-
-
-def _duplicates(descriptors: Sequence[int]) -> tuple[int, ...]:
-    made: list[int] = []
-    try:
-        for descriptor in descriptors:
-            made.append(fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3))
-    except OSError as error:
-        _close_all(made)
-        raise ArgumentError(f"regions[{len(made)}] is {descriptor}, which is not open: {error}") from error
-    return tuple(made)
-
-
-def _close_all(descriptors: Sequence[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)

@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterator, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from longshore_client.calls import Call, Outgoing
 from longshore_client.errors import (
     AgentLost,
     ArgumentError,
@@ -25,7 +24,7 @@ from longshore_client.errors import (
     PoolRefused,
     busy_hint_s,
 )
-from longshore_client.ledger import HalfKey, Ledger
+from longshore_client.ledger import Call, HalfKey, Ledger, Outgoing
 from longshore_wire.engine_messages import (
     TO_AGENT,
     Accepted,
@@ -121,7 +120,6 @@ class Core:
         self._numbers = itertools.count(1)
         self._calls: dict[int, Call] = {}
         self._telling: deque[Call] = deque()
-        self._told_again: dict[HalfKey, list[Call]] = {}  # calls repeated to the connected agent
         self._telling_sent = False
         self._dial_at_s = 0.0
         self._dial_wait_s = RECONNECT_WAIT_MIN_S
@@ -170,17 +168,10 @@ class Core:
                 text = f"pool {number} is not registered: nothing to take back"
                 raise PoolRefused(text, reason=Reason.UNKNOWN_POOL)
         if call.key is not None:
-            self.ledger.sent(call.key, call.number, call.messages)  # type: ignore[arg-type] # only offers and claims have a key
+            self.ledger.sent(call.key, call)
         self._calls[call.number] = call
         if self.state is State.READY:
             self.outbox += call.outgoing
-
-    def cancel(self, half: Half, instance: str | None, room: int, pool: int) -> list[HalfKey]:
-        """Mark open halves as cancelled and return them. `instance` None matches every instance."""
-        keys = self.ledger.find(half, instance, room, pool)
-        for key in keys:
-            self.ledger.cancelled(key)
-        return keys
 
     def give_up(self, call: Call) -> None:
         """Record that the caller of an unanswered call no longer waits."""
@@ -188,9 +179,8 @@ class Core:
             # No living agent has received it, and none will.
             self._answer(call, Refused(call.number, Reason.WORKER_LOST, "withdrawn"))
             return
+        # Until the agent answers or is gone, it may have received the call.
         call.given_up = True
-        if call.key is not None:
-            self.ledger.gave_up(call.number)
 
     def no_answer(self, what: str, timeout_s: float | None) -> LongshoreError:
         """Return the error of a call that got no answer in time."""
@@ -351,7 +341,6 @@ class Core:
             self._report(self.ledger.agent_replaced())
         self._renew_every_s = max(message.lease_ns / 3e9, RENEW_WAIT_MIN_S)
         self._renew_at_s = now_s + self._renew_every_s
-        self._told_again = {}
         self._telling = deque((*self._pools_again(), *self._halves_again()))
         self._telling_sent, self._due_s = False, 0.0
         self.state = State.TELLING
@@ -377,9 +366,7 @@ class Core:
 
     def _halves_again(self) -> Iterator[Call]:
         for key, messages in self.ledger.replay():
-            call = Call(messages, key=key, again=True)
-            self._told_again.setdefault(key, []).append(call)
-            yield call
+            yield Call(messages, key=key, again=True)
 
     def _tell(self, now_s: float) -> None:
         """Repeat the next open item to a new agent. One at a time keeps the order and overflows no queue."""
@@ -432,12 +419,12 @@ class Core:
         self._settled.append(call)
         accepted = isinstance(answer, Accepted)
         match call.message:
-            case Offer() | Receive() if call.again:
-                if isinstance(answer, Refused) and call.key is not None:
+            case Offer() | Receive() if call.key is not None and call.again:
+                if isinstance(answer, Refused):
                     self._half_lost(call.key, answer)
-            case Offer() | Receive():
+            case Offer() | Receive() if call.key is not None:
                 if answer is not None:
-                    self.ledger.answered(call.number, accepted=accepted)
+                    self.ledger.answered(call.key, call, accepted=accepted)
             case RegisterPool(pool=number) if call.again:
                 if isinstance(answer, Refused):
                     self._unused.extend(self.pools.pop(number).descriptors)
@@ -465,8 +452,9 @@ class Core:
     def _half_lost(self, key: HalfKey, refused: Refused) -> None:
         """Fail a half that a new worker refuses; the worker that had accepted it is dead."""
         self._report(self.ledger.end(key, refused.reason, f"refused after the worker was lost: {refused.text}"))
-        for call in self._told_again.get(key, []):
-            self._settle(call, None)
+        for call in self._telling:
+            if call.key == key:
+                self._settle(call, None)
         for call in self._calls_of(key):
             self._answer(call, Refused(call.number, refused.reason, refused.text))
 

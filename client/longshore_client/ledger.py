@@ -1,6 +1,7 @@
-"""Records all that an engine has open at its agent, so that it can be repeated to a new agent. Pure: no I/O, no clock.
+"""Records calls to the agent and all that they have opened, so that it can be repeated to a new agent.
 
-Held by `core.Core`. A half of a room is open from its first offer or its claim until RELEASED.
+`client.Client` makes calls, `core.Core` sends and settles them and holds the ledger. A half of a room is open from its
+first offer or its claim until RELEASED. Pure: no I/O, no clock.
 """
 
 from __future__ import annotations
@@ -10,7 +11,19 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from longshore_client.errors import BUSY_HINT_S, Busy
-from longshore_wire.engine_messages import Half, Offer, Receive, RoomEvent, RoomEventKind
+from longshore_wire.engine_messages import (
+    TO_AGENT,
+    Accepted,
+    Cancel,
+    Half,
+    Offer,
+    Receive,
+    Refused,
+    RegisterPool,
+    RoomEvent,
+    RoomEventKind,
+    UnregisterPool,
+)
 from longshore_wire.errors import Reason, RoomError
 
 # Open halves: far more than an agent accepts, so that the agent's own limit applies first.
@@ -35,7 +48,57 @@ class Resume(NamedTuple):
     accepted_end_token: int
 
 
-Messages = tuple[Offer, ...] | tuple[Receive, ...]
+Messages = tuple[Offer | Receive | RegisterPool | UnregisterPool | Cancel, ...]
+
+
+class Outgoing(NamedTuple):
+    """One message for the agent's socket. Its descriptors are sent with it and stay open."""
+
+    data: bytes
+    descriptors: tuple[int, ...] = ()
+
+
+class Call:
+    """One call to the agent: its messages, and the answer when it has arrived.
+
+    Attributes:
+        number: of its request; unique in the client's life, so the call can be repeated to a new agent.
+        message: the first of its messages; the others are further parts of the same request.
+        outgoing: its messages as bytes; empty once it is settled.
+        key: the half of an offer or a claim.
+        again: True: repeats to a new agent what an earlier one accepted; no caller waits for it.
+        given_up: the caller no longer waits.
+        done: its half was reported as done before the answer arrived.
+        answer: None: not yet, or never.
+    """
+
+    def __init__(
+        self,
+        messages: Messages,
+        *,
+        key: HalfKey | None = None,
+        descriptors: tuple[int, ...] = (),
+        again: bool = False,
+    ) -> None:
+        """Encode the messages. Raises CodecError if one is too long."""
+        self.message = messages[0]
+        self.messages = messages
+        self.number = self.message.request
+        self.descriptors = descriptors
+        self.outgoing = [Outgoing(TO_AGENT.encode(message)) for message in messages]
+        if descriptors:
+            self.outgoing[0] = Outgoing(self.outgoing[0].data, descriptors)
+        self.key = key
+        self.again = again
+        self.given_up = False
+        self.done = False
+        self.settled = False
+        self.answer: Accepted | Refused | None = None
+
+    @property
+    def outlives_agent(self) -> bool:
+        """Whether it must be repeated to a new agent. Otherwise the death of the worker fulfils it."""
+        return not isinstance(self.message, UnregisterPool | Cancel)
 
 
 @dataclass(slots=True)
@@ -44,8 +107,7 @@ class OpenHalf:
 
     key: HalfKey
     accepted: list[Messages] = field(default_factory=list)
-    waiting: dict[int, Messages] = field(default_factory=dict)  # by request; sent and unanswered
-    unknown: dict[int, Messages] = field(default_factory=dict)  # by request; unanswered, the caller no longer waits
+    unanswered: dict[int, Call] = field(default_factory=dict)  # by number; some callers may no longer wait
     cancelled: bool = False
     ended: RoomEvent | None = None
     resume: Resume | None = None
@@ -56,7 +118,6 @@ class Ledger:
 
     def __init__(self) -> None:
         self._halves: dict[HalfKey, OpenHalf] = {}
-        self._requests: dict[int, HalfKey] = {}
         self.stale_event_count = 0
 
     def __len__(self) -> int:
@@ -69,15 +130,18 @@ class Ledger:
         """Return the open half, or None."""
         return self._halves.get(key)
 
-    def find(self, half: Half, instance: str | None, room: int, pool: int) -> list[HalfKey]:
-        """Return the keys of matching open halves. `instance` None matches every instance."""
+    def cancel(self, half: Half, instance: str | None, room: int, pool: int) -> list[HalfKey]:
+        """Mark open halves as cancelled and return their keys. `instance` None matches every instance."""
         if instance is not None:
-            key = HalfKey(half, instance, room, pool)
-            return [key] if key in self._halves else []
-        return [key for key in self._halves if (key.half, key.room, key.pool) == (half, room, pool)]
+            keys = [key for key in (HalfKey(half, instance, room, pool),) if key in self._halves]
+        else:
+            keys = [key for key in self._halves if (key.half, key.room, key.pool) == (half, room, pool)]
+        for key in keys:
+            self._halves[key].cancelled = True
+        return keys
 
-    def sent(self, key: HalfKey, request: int, messages: Messages) -> None:
-        """Record the messages of `request` before they are sent.
+    def sent(self, key: HalfKey, call: Call) -> None:
+        """Record a call on a half before its messages are sent.
 
         Raises:
             RoomError: the half has ended or was cancelled, or it is a claim that is already open.
@@ -90,29 +154,19 @@ class Ledger:
             found = self._halves[key] = OpenHalf(key)
         else:
             _check_open(found)
-        found.waiting[request] = messages
-        self._requests[request] = key
+        found.unanswered[call.number] = call
 
-    def answered(self, request: int, *, accepted: bool) -> None:
-        """Record the agent's answer. A refused request is dropped, and its half too if that has no other request."""
-        key = self._requests.pop(request, None)
-        found = self._halves.get(key) if key is not None else None
-        if found is None:
-            return
-        messages = found.waiting.pop(request, None) or found.unknown.pop(request, None)
+    def answered(self, key: HalfKey, call: Call, *, accepted: bool) -> None:
+        """Record the agent's answer. A refused call is dropped, and its half too if that has no other call."""
+        found = self._halves.get(key)
+        if found is None or found.unanswered.pop(call.number, None) is None:
+            return  # the half of this call was closed before
         if accepted:
             # An ended half is never repeated, so its pages need not be kept.
-            if messages is not None and found.ended is None:
-                found.accepted.append(messages)
-        elif not (found.accepted or found.waiting or found.unknown or found.ended):
-            del self._halves[found.key]
-
-    def gave_up(self, request: int) -> None:
-        """Record that the caller no longer waits. Until the agent answers or is gone, it may have the request."""
-        key = self._requests.get(request)
-        found = self._halves.get(key) if key is not None else None
-        if found is not None and request in found.waiting:
-            found.unknown[request] = found.waiting.pop(request)
+            if found.ended is None:
+                found.accepted.append(call.messages)
+        elif not (found.accepted or found.unanswered or found.ended):
+            del self._halves[key]
 
     def stopped(self, key: HalfKey, resume: Resume) -> None:
         """Record the accepted part of a `send` that the agent did not accept whole, if its half is open."""
@@ -128,10 +182,6 @@ class Ledger:
         resume, found.resume = found.resume, None
         return resume.accepted_end_token if resume[:3] == (first_token, end_token, last) else None
 
-    def cancelled(self, key: HalfKey) -> None:
-        """Record that the engine cancelled a half."""
-        self._halves[key].cancelled = True
-
     def take_event(self, event: RoomEvent) -> bool:
         """Record the agent's event; return whether to report it to the engine: only once, and only for an open half."""
         found = self._halves.get(HalfKey(event.half, event.instance, event.room, event.pool))
@@ -139,7 +189,7 @@ class Ledger:
             self.stale_event_count += 1
             return False
         if event.kind is RoomEventKind.RELEASED:
-            self._forget(found)
+            del self._halves[found.key]
         else:
             found.ended = event
             found.accepted.clear()
@@ -147,10 +197,9 @@ class Ledger:
 
     def end(self, key: HalfKey, reason: Reason, text: str) -> list[RoomEvent]:
         """Close a half that no agent knows any more; return the events to report to the engine, in order."""
-        found = self._halves.get(key)
+        found = self._halves.pop(key, None)
         if found is None:
             return []
-        self._forget(found)
         released = RoomEvent(*key, RoomEventKind.RELEASED)
         if found.ended is not None:
             return [released]
@@ -160,23 +209,17 @@ class Ledger:
         """Close the halves not to repeat to a new worker, after the old one has died. Returns the engine's events."""
         events: list[RoomEvent] = []
         for found in self:
-            for request in found.unknown:
-                self._requests.pop(request, None)
-            found.unknown.clear()
+            # Only the old worker may have received a call that its caller has given up.
+            found.unanswered = {call.number: call for call in found.unanswered.values() if not call.given_up}
             if found.ended is not None or found.cancelled:
                 events += self.end(found.key, Reason.CANCELLED, "the engine cancelled it before the worker was lost")
-            elif not (found.accepted or found.waiting):
+            elif not (found.accepted or found.unanswered):
                 events += self.end(found.key, Reason.WORKER_LOST, "the worker was lost before it had answered")
         return events
 
     def replay(self) -> list[tuple[HalfKey, Messages]]:
         """Return the messages for a new agent, in order: all accepted ones of each open half."""
         return [(found.key, messages) for found in self if found.ended is None for messages in found.accepted]
-
-    def _forget(self, found: OpenHalf) -> None:
-        del self._halves[found.key]
-        for request in (*found.waiting, *found.unknown):
-            self._requests.pop(request, None)
 
 
 def _check_open(found: OpenHalf) -> None:

@@ -1,6 +1,6 @@
 """Makes the memory that an engine shares with its agent, and describes the pages in it.
 
-Called by engines before `Client.register_pool`. Imports no tensor library: it uses only methods of a tensor.
+Called by engines before `Client.register_pool`, and by that for duplicates of descriptors. Imports no tensor library: it uses only methods of a tensor.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+from collections.abc import Sequence
 from typing import Protocol
 
 from longshore_client import arguments
@@ -137,6 +138,24 @@ def _seal(address: int, descriptor: int, length_bytes: int) -> None:
         os.dup2(fresh, descriptor, inheritable=False)
     finally:
         os.close(fresh)
+
+
+def duplicates(descriptors: Sequence[int]) -> tuple[int, ...]:
+    """Return a duplicate of each region's descriptor, which the caller closes. Raises ArgumentError if one is not open."""
+    made: list[int] = []
+    try:
+        for descriptor in descriptors:
+            made.append(fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3))
+    except OSError as error:
+        close_all(made)
+        raise ArgumentError(f"regions[{len(made)}] is {descriptor}, which is not open: {error}") from error
+    return tuple(made)
+
+
+def close_all(descriptors: Sequence[int]) -> None:
+    """Close descriptors."""
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def pool_geometry(

@@ -44,6 +44,18 @@ def packed_pages(pages: Sequence[int] | bytes) -> bytes:
     return packed
 
 
+def pages_for(pages: Sequence[int] | bytes, first_token: int, end_token: int, page_size: int) -> bytes:
+    """Return the packed ids of the pages that hold tokens [first, end). Raises ArgumentError if their count is another."""
+    packed = packed_pages(pages)
+    count, wanted = len(packed) // PAGE_BYTES, page_count(first_token, end_token, page_size)
+    if count != wanted:
+        raise ArgumentError(
+            f"{count} pages for tokens [{first_token}, {end_token}): pages of {page_size} tokens that "
+            f"hold them are {wanted}; begin with the page of the first token"
+        )
+    return packed
+
+
 def page_count(first_token: int, end_token: int, page_size: int) -> int:
     """Return the number of pages that hold tokens [first_token, end_token)."""
     return -(-end_token // page_size) - first_token // page_size if end_token > first_token else 0

@@ -12,10 +12,9 @@ from fake_agent import accept_all
 from scene import LAYOUT
 
 from longshore_client import Half, pool_geometry
-from longshore_client.calls import Call
 from longshore_client.client import Client
 from longshore_client.core import RECONNECT_WAIT_MAX_S, Core
-from longshore_client.ledger import HalfKey
+from longshore_client.ledger import Call, HalfKey
 from longshore_wire.engine_messages import (
     ENGINE_PROTOCOL_VERSION,
     TO_AGENT,

@@ -26,7 +26,7 @@ from longshore_client import (
     create_region,
     pool_geometry,
 )
-from longshore_client.agent_socket import AgentSocket
+from longshore_client.connection import AgentSocket
 from longshore_wire.engine_messages import Hello, Offer, Receive, Refused, RegisterPool
 
 # As root it becomes another user, like a pod's process; its groups are the arguments.

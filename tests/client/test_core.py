@@ -261,7 +261,7 @@ def test_a_call_in_flight_of_a_room_that_ended_is_settled_and_not_made_again():
     line = Line(answer=silent(Offer))
     done, failed, cancelled = line.offer(1), line.offer(2), line.offer(3)
     line.say(event(DONE, 1), event(RELEASED, 1), event(FAILED, 2, reason=Reason.PEER_LOST))
-    line.core.cancel(Half.SOURCE, None, 3, 0)
+    line.core.ledger.cancel(Half.SOURCE, None, 3, 0)
     line.lose()
     line.agent(epoch=2)
     assert line.of(Offer) == []
@@ -367,7 +367,7 @@ def test_no_pages_are_kept_of_what_has_ended_and_nothing_of_what_was_released():
     assert (ledger.replay(), len(ledger)) == ([], 1)
     line.say(event(FAILED, 1), event(RELEASED, 1), event(RELEASED, 1))
     assert [each[:2] for each in ends(line.client)] == [(1, DONE), (1, RELEASED)]
-    assert (len(ledger), len(ledger._requests), ledger.stale_event_count) == (0, 0, 2)
+    assert (len(ledger), ledger.stale_event_count) == (0, 2)
 
 
 def test_events_that_nobody_takes_are_limited_and_the_oldest_are_dropped(monkeypatch):

@@ -20,9 +20,8 @@ from sim_memory import Pages, Pool
 from sim_worker import LOCAL_NS, Worker
 from sim_world import MS, SECOND, ViolationError, World
 
-from longshore_client.calls import Call
 from longshore_client.core import Core, State
-from longshore_client.ledger import HalfKey
+from longshore_client.ledger import Call, HalfKey
 from longshore_client.memory import pool_geometry
 from longshore_wire.effects import SessionConfig
 from longshore_wire.engine_messages import (
@@ -319,7 +318,7 @@ class Client:
         self.world.say(repr(self), f"cancels room {key.room}")
         room.chunks.clear()
         room.cancelled = True
-        if not self.core.cancel(*key):
+        if not self.core.ledger.cancel(*key):
             # It was not accepted yet, and is not repeated.
             self._give_back(room)
             if self.half is Half.TARGET:
