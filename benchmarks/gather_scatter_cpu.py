@@ -27,7 +27,7 @@ from longshore_agent.kernels.cpu_copy import copy_rows
 from longshore_agent.memory.host_memory import StagingBuffer
 from longshore_agent.memory.pools import KVPool
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry
-from longshore_wire.trailer import slab_bytes
+from longshore_wire.slabs import slab_bytes
 
 LAYERS, HEADS, HEAD_DIM = 32, 8, 128
 

@@ -44,7 +44,7 @@ from longshore_agent.memory import cuda
 from longshore_agent.memory.host_memory import StagingPieces
 from longshore_agent.memory.pools import KVPool
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry
-from longshore_wire.trailer import Trailer, slab_bytes
+from longshore_wire.slabs import Trailer, slab_bytes
 
 HEAD_DIM, ELEMENT_BYTES, PAGE_SIZE = 128, 2, 64
 OPERATIONS = ("gather", "scatter")

@@ -38,7 +38,7 @@ from longshore_agent.memory.host_memory import StagingPieces
 from longshore_agent.memory.pools import KVPool
 from longshore_wire.errors import LongshoreError
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry
-from longshore_wire.trailer import SealedTrailer, slab_bytes
+from longshore_wire.slabs import SealedTrailer, slab_bytes
 
 Request = tuple[tuple[int, int], range, range]
 # Tokens; then layers and first head of the source, and of the target; then how many heads.

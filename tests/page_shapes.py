@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from longshore_agent.kernels.copier import Pages, View, pool_view, slab_view
 from longshore_agent.memory.pools import KVPool
-from longshore_wire import trailer as trailers
+from longshore_wire import slabs
 from longshore_wire.layout import Attention, KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry
 
 Bytes = npt.NDArray[np.uint8]
@@ -167,8 +167,8 @@ def payload_bytes(pool: KVPool, tokens: tuple[int, int], layers: range, heads: r
 TRAILER_KEY = b"a key of sixteen"
 
 
-def trailer_for(payload: int) -> trailers.SealedTrailer:
-    return trailers.Trailer(7, 0, 3, 1, 2, 11, 12, 13, payload).seal(TRAILER_KEY)
+def trailer_for(payload: int) -> slabs.SealedTrailer:
+    return slabs.Trailer(7, 0, 3, 1, 2, 11, 12, 13, payload).seal(TRAILER_KEY)
 
 
 SHAPES = {

@@ -34,7 +34,7 @@ from longshore_wire.agent_config import AgentConfig, Backend, is_loopback, opens
 from longshore_wire.allowed_wires import AllowedWires
 from longshore_wire.errors import ConfigError
 from longshore_wire.plan import Staging, Way
-from longshore_wire.trailer import slab_bytes
+from longshore_wire.slabs import slab_bytes
 
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 

@@ -17,7 +17,7 @@ from longshore_wire.effects import PeerId
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.peer_messages import PairKey, RegionInfo, RoomKey
 from longshore_wire.plan import Way
-from longshore_wire.trailer import slab_bytes
+from longshore_wire.slabs import slab_bytes
 
 PEER = PeerId("decode", 0, 0)
 TRAILER_KEY = b"of the ring"

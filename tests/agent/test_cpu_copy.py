@@ -30,7 +30,7 @@ from longshore_agent.kernels.copier import Pages, PlaneRows, Strides, View, pool
 from longshore_agent.kernels.cpu_copy import copy_addresses, copy_rows
 from longshore_agent.memory.host_memory import StagingBuffer
 from longshore_agent.memory.pools import KVPool
-from longshore_wire import trailer as trailers
+from longshore_wire import slabs
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.layout import PageOrder
 
@@ -38,7 +38,7 @@ from longshore_wire.layout import PageOrder
 def gathered(pool: KVPool, pages: Pages, tokens: tuple[int, int], layers: range, heads: range) -> tuple[Bytes, Bytes]:
     """The whole buffer, guards included, as the copy and as the reference leave it."""
     payload = payload_bytes(pool, tokens, layers, heads)
-    length = trailers.slab_bytes(payload)
+    length = slabs.slab_bytes(payload)
     results = []
     for each in (copy_rows, reference.copy):
         buffer = np.full(length + 2 * GUARD_BYTES, POISON, dtype=np.uint8)
@@ -181,12 +181,12 @@ def test_the_trailer_lies_at_the_aligned_end_and_no_old_byte_lies_before_it() ->
     with opened(shape, seed=1) as pool:
         chosen = ((0, 2), range(3), range(1))
         payload = payload_bytes(pool, *chosen)
-        assert payload % trailers.ALIGNMENT_BYTES != 0
-        slab = np.full(trailers.slab_bytes(payload), POISON, dtype=np.uint8)
+        assert payload % slabs.ALIGNMENT_BYTES != 0
+        slab = np.full(slabs.slab_bytes(payload), POISON, dtype=np.uint8)
         copy_rows(*chosen_of(pool, np.array([5], dtype=np.int32), *chosen, slab), chosen[0], trailer_for(payload))
         tail = slab[payload:].tobytes()
-        assert tail[-trailers.TRAILER_BYTES :] == trailer_for(payload).data
-        assert not any(tail[: -trailers.TRAILER_BYTES])
+        assert tail[-slabs.TRAILER_BYTES :] == trailer_for(payload).data
+        assert not any(tail[: -slabs.TRAILER_BYTES])
 
 
 def test_pages_out_of_range_are_refused_by_their_index_before_anything_is_written() -> None:

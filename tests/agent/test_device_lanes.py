@@ -21,7 +21,7 @@ from longshore_agent.transports.base import Pieces, WriteState
 from longshore_agent.worker.resources import lanes_bytes
 from longshore_wire.plan import Way
 from longshore_wire.ring import Ring
-from longshore_wire.trailer import slab_bytes
+from longshore_wire.slabs import slab_bytes
 
 SLAB_BYTES = 1 << 20
 

@@ -35,7 +35,7 @@ from longshore_wire.engine_messages import Endpoint, Offer, RankAddress, Receive
 from longshore_wire.errors import Reason
 from longshore_wire.peer_messages import PEER, Ping
 from longshore_wire.plan import Way
-from longshore_wire.trailer import TRAILER_KEY_BYTES
+from longshore_wire.slabs import TRAILER_KEY_BYTES
 
 PAGE_SIZE = 8
 TOKENS = 64

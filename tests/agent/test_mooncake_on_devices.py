@@ -33,7 +33,7 @@ from longshore_agent.transports.own_network import host_identity
 from longshore_wire.agent_config import Backend
 from longshore_wire.errors import Reason
 from longshore_wire.peer_messages import RegionInfo
-from longshore_wire.trailer import slab_bytes
+from longshore_wire.slabs import slab_bytes
 
 SIZE = 1 << 20
 LIMIT_S = 20.0

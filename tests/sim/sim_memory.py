@@ -12,7 +12,7 @@ from sim_world import ViolationError
 from longshore_wire.effects import StartScatter, StartWrite
 from longshore_wire.layout import KVLayout
 from longshore_wire.ring import Region, Ring
-from longshore_wire.trailer import TRAILER_BYTES, Trailer, aligned
+from longshore_wire.slabs import TRAILER_BYTES, Trailer, aligned
 
 WORD_BYTES = 8
 POISON = 0xDEAD_DEAD_DEAD_DEAD

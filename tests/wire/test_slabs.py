@@ -5,12 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore_wire.claims import even_tokens
 from longshore_wire.effects import PeerId
 from longshore_wire.peer_messages import PairKey, RoomKey
 from longshore_wire.plan import Way
 from longshore_wire.room import TargetPair
-from longshore_wire.slabs import SlabGrid
+from longshore_wire.slabs import SlabGrid, even_tokens
 from longshore_wire.states import TargetEvent, TargetSlab
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshore_wire.peer_messages import RegionInfo
-from longshore_wire.trailer import (
+from longshore_wire.slabs import (
     ALIGNMENT_BYTES,
     TRAILER_BYTES,
     TRAILER_KEY_BYTES,

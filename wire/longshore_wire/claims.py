@@ -13,7 +13,7 @@ from longshore_wire.errors import LayoutError, Reason, RingError, RoomError
 from longshore_wire.peer_messages import Attach, Claim, Demand, PairKey, PoolInfo, RoomKey
 from longshore_wire.plan import Pair, Plan, Staging, Way
 from longshore_wire.room import TargetPair
-from longshore_wire.slabs import SlabGrid, slab_limit_bytes, slab_units
+from longshore_wire.slabs import SlabGrid, even_tokens, slab_limit_bytes, slab_units
 
 IN_PLACE = frozenset({Way.CONTIGUOUS, Way.SLICES, Way.DIRECT})
 # Limit of the slabs that a peer can make us track for one claim.
@@ -210,22 +210,6 @@ def demanded_grid(config: SessionConfig, pair: TargetPair, tokens: tuple[int, in
                 reason=Reason.MALFORMED_MESSAGE,
             )
     return cut
-
-
-def even_tokens(count: int, tokens_min: int, tokens_max: int, page: int) -> int:
-    """Return the tokens of a slab: whole pages, above `tokens_min`, of equal length if pages allow.
-
-    Slabs that begin at a page have the same shape, for which a GPU launch is prepared once. A short last slab costs as much
-    control as any other and overlaps little.
-
-    Args:
-        count: tokens of the claim, more than `tokens_min`.
-        tokens_min: at least `page`.
-        tokens_max: limit of a slab; at least `tokens_min`.
-    """
-    slab_count = max(count // tokens_min, -(-count // tokens_max))
-    share = -(-count // slab_count)
-    return min(-(-share // page), tokens_max // page) * page
 
 
 def staged_unless_forbidden(asked: Staging) -> Staging:

@@ -20,8 +20,8 @@ from longshore_wire.peer_messages import Grant, RoomKey
 from longshore_wire.plan import Way
 from longshore_wire.ring import Ring
 from longshore_wire.room import TargetPair, TargetRoom
+from longshore_wire.slabs import ALIGNMENT_BYTES, slab_bytes
 from longshore_wire.states import TargetEvent, TargetSlab
-from longshore_wire.trailer import ALIGNMENT_BYTES, slab_bytes
 
 
 class Granter:

@@ -16,7 +16,7 @@ from longshore_wire.crossover import Why
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, PoolGeometry
 from longshore_wire.plan import Way
-from longshore_wire.trailer import TRAILER_KEY_BYTES_MAX
+from longshore_wire.slabs import TRAILER_KEY_BYTES_MAX
 
 PROTOCOL_VERSION = 1
 # Length of a reason's text. It is passed to engines and siblings and kept with ended rooms, whose sizes are limited.
@@ -49,7 +49,7 @@ class RegionInfo(msgspec.Struct, frozen=True, array_like=True):
     address: int
     length_bytes: int
     extent_bytes: int = 0  # size of the separately registered pieces, which no part of a write may cross; 0: one piece
-    # For a ring: the key with which a source seals the trailers of its slabs, see `trailer`.
+    # For a ring: the key with which a source seals the trailers of its slabs, see `slabs.Trailer`.
     trailer_key: Annotated[bytes, msgspec.Meta(max_length=TRAILER_KEY_BYTES_MAX)] = b""
 
     def __repr__(self) -> str:

@@ -28,6 +28,7 @@ from longshore_wire.peer_messages import (
 from longshore_wire.peers import Peer
 from longshore_wire.plan import Way
 from longshore_wire.room import SourcePair, SourceRoom
+from longshore_wire.slabs import slab_bytes
 from longshore_wire.source_peers import SourcePeers
 from longshore_wire.states import (
     SourceEvent,
@@ -37,7 +38,6 @@ from longshore_wire.states import (
     SourceRoomState,
     SourceSlab,
 )
-from longshore_wire.trailer import slab_bytes
 
 
 class SourceSession(SourcePeers):

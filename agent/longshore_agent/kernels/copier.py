@@ -22,7 +22,7 @@ from longshore_agent.errors import ShapeError
 from longshore_agent.memory.host_memory import StagingPieces
 from longshore_agent.memory.pools import KVPool, PlaneRun, plane_runs, row_bytes
 from longshore_wire.layout import KVLayout, PageOrder, PoolGeometry
-from longshore_wire.trailer import SealedTrailer
+from longshore_wire.slabs import SealedTrailer
 
 Bytes = npt.NDArray[np.uint8]
 Pages = npt.NDArray[np.int32]

@@ -32,7 +32,7 @@ from longshore_agent.kernels.copier import (
 )
 from longshore_agent.memory.host_memory import StagingBuffer
 from longshore_agent.memory.pools import KVPool
-from longshore_wire.trailer import TRAILER_BYTES, SealedTrailer, aligned, slab_bytes
+from longshore_wire.slabs import TRAILER_BYTES, SealedTrailer, aligned, slab_bytes
 
 
 class _Over:

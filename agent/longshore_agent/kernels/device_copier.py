@@ -21,7 +21,7 @@ from longshore_agent.memory import cuda
 from longshore_agent.memory.host_memory import StagingPieces
 from longshore_agent.memory.pools import KVPool
 from longshore_wire.errors import LongshoreError
-from longshore_wire.trailer import TRAILER_BYTES, aligned
+from longshore_wire.slabs import TRAILER_BYTES, aligned
 
 # A copy takes some milliseconds even beside an engine that computes without pause, and a queued one sees others end. A
 # device that ends no copy for hundreds of times as long is not just busy.

@@ -33,7 +33,7 @@ from longshore_agent.kernels.device_kernel import CopyStream, DeviceKernel, Laun
 from longshore_agent.memory import cuda
 from longshore_agent.memory.pools import KVPool
 from longshore_wire.errors import LongshoreError
-from longshore_wire.trailer import SealedTrailer, slab_bytes
+from longshore_wire.slabs import SealedTrailer, slab_bytes
 
 _ID_BYTES = 4
 _KERNEL = DeviceKernel()

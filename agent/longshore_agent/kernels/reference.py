@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from longshore_agent.kernels.copier import Bytes, View
-from longshore_wire.trailer import SealedTrailer, aligned
+from longshore_wire.slabs import SealedTrailer, aligned
 
 
 def copy(source: View, target: View, tokens: tuple[int, int], trailer: SealedTrailer | None = None) -> int:

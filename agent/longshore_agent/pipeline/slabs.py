@@ -24,7 +24,7 @@ from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout
 from longshore_wire.peer_messages import PEER, PoolInfo, RegionInfo, SlabReady
 from longshore_wire.plan import Pair
-from longshore_wire.trailer import SealedTrailer, Trailer
+from longshore_wire.slabs import SealedTrailer, Trailer
 
 Addresses = npt.NDArray[np.uint64]
 

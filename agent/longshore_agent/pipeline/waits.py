@@ -15,7 +15,7 @@ from longshore_agent.pipeline.slabs import OutboundSlab
 from longshore_agent.transports.base import Transport, Write, WriteState
 from longshore_wire.errors import RingError
 from longshore_wire.ring import Region, Ring
-from longshore_wire.trailer import slab_bytes
+from longshore_wire.slabs import slab_bytes
 
 
 class Wait(Protocol):

@@ -29,7 +29,7 @@ from longshore_agent.transport_choice import make_ports, make_transport
 from longshore_agent.worker.config import WorkerConfig
 from longshore_wire.engine_messages import Half
 from longshore_wire.peer_messages import RegionInfo
-from longshore_wire.trailer import TRAILER_KEY_BYTES, slab_bytes
+from longshore_wire.slabs import TRAILER_KEY_BYTES, slab_bytes
 
 # Large enough to show in a wire's counters, small enough to cost nothing.
 PROBE_BYTES = 1 << 20
