@@ -28,7 +28,7 @@ def first_rooms(near: Shape, fars: list[tuple[Shape, int]]) -> tuple[int, int, i
     copier, _ = make_copier()
     with ExitStack() as stack:
         source = on_device(stack.enter_context(opened(near, seed=1)))
-        copier.prepare(source, direct=True)
+        copier.prepare_pool(source, direct=True)
         at_registration = len(kernel.compiled)
         for far, heads in fars:
             target = on_device(stack.enter_context(opened(far, seed=None)))
@@ -50,7 +50,7 @@ def first_slabs(shape: Shape, counts: list[int]) -> tuple[int, int, int]:
     kernel, launches = play()
     copier, memory = make_copier()
     with opened(shape, seed=1) as pool:
-        copier.prepare(on_device(pool), direct=False)
+        copier.prepare_pool(on_device(pool), direct=False)
         at_registration = len(kernel.compiled)
         tokens = (0, shape.page_size)
         pages = page_ids(shape, tokens, 1, repeats=False)
@@ -119,7 +119,7 @@ def untried_triton() -> tuple[list[str], int, list[int], list[str]]:
     tokens = (0, shape.page_size)
     with opened(shape, seed=1) as pool:
         view = pool_view(on_device(pool), page_ids(shape, tokens, 1, repeats=False), 0, range(1), range(shape.heads))
-        copier.prepare(pool, direct=False)
+        copier.prepare_pool(pool, direct=False)
         queued = []
         for kind in ("gather", "scatter"):
             copy = copier.submit(staged(kind, view, memory, tokens))
@@ -155,7 +155,7 @@ def compiled_beside(*, fails: bool) -> dict[str, object]:
             pool_view(pool, page_ids(shape, tokens, 1, repeats=False), 0, range(1), range(shape.heads))
             for pool, shape in zip(pools, shapes, strict=True)
         ]
-        copier.prepare(pools[0], direct=True)
+        copier.prepare_pool(pools[0], direct=True)
         kernel.warmup = compile_slowly  # type: ignore[method-assign]
         found: dict[str, object] = {"first": [copier.submit(Copy(sides[0], sides[2], tokens)) for _ in range(3)]}
         found["held"] = any(pool.busy for pool in pools)
@@ -184,7 +184,7 @@ def failed_compilation(text: str) -> list[str]:
     with opened(Shape(), seed=1) as pool:
         for _ in range(2):
             try:
-                copier_module.DeviceCopier(DEVICE, None, None).prepare(on_device(pool), direct=True)
+                copier_module.DeviceCopier(DEVICE, None, None).prepare_pool(on_device(pool), direct=True)
             except LongshoreError as error:
                 errors.append(f"{error.reason.name} {error}")
     return errors

@@ -47,7 +47,7 @@ class EventScene:
         self.ended: list[Any] = []
 
     def turn(self) -> list[Any]:
-        self.ended += self.runner.turn()
+        self.ended += self.runner.advance()
         return self.ended
 
     def outcomes(self) -> list[tuple[int, str, bool]]:

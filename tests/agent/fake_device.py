@@ -22,6 +22,7 @@ from longshore_wire.slabs import slab_bytes
 PEER = PeerId("decode", 0, 0)
 TRAILER_KEY = b"of the ring"
 RING = RegionInfo(1 << 40, 1 << 30, trailer_key=TRAILER_KEY)
+ATTACH: Any = SimpleNamespace(ring=RING)
 
 
 def pair_of(room: int) -> PairKey:
@@ -65,7 +66,7 @@ class PlayedInbound(InboundSlab):
 def outbound_slab(slab: int, payload_bytes: int = 1 << 20, room: int = 1, pool: Any = None) -> OutboundSlab:
     effect = effect_of(slab, payload_bytes, room)
     nothing: Any = None
-    return PlayedOutbound(effect, pool, nothing, "decode", RING, None, nothing, transport_announces=True)
+    return PlayedOutbound(effect, pool, nothing, "decode", ATTACH, transport_announces=True)
 
 
 def inbound_slab(slab: int, payload_bytes: int = 1 << 20) -> InboundSlab:
@@ -117,10 +118,10 @@ class FakeDevice:
     def __post_init__(self) -> None:
         self._found = itertools.chain(self.trailers, itertools.repeat(b""))
 
-    def prepare(self, _pool: KVPool, *, direct: bool) -> None:
+    def prepare_pool(self, _pool: KVPool, *, direct: bool) -> None:
         self.admitted.append(f"pool, {'direct' if direct else 'staged'}")
 
-    def admit(self, pool: KVPool, pages: Any, first_page: int, *, to_write: bool, direct: bool) -> None:
+    def prepare_pages(self, pool: KVPool, pages: Any, first_page: int, *, to_write: bool, direct: bool) -> None:
         pool.check_pages(pages)
         self.admitted.append(f"{'write' if to_write else 'read'} {'direct' if direct else 'staged'} from {first_page}")
 

@@ -208,7 +208,7 @@ def test_no_write_begins_while_a_probe_measures_the_wire() -> None:
     found: list[Any] = []
     wait_for(lambda: found.extend(scene.ends.take()) or found, what="the probe's result")
     assert found == [ProbeEnd(probe, "CudaIPC")]
-    scene.runner.probed(probe)
+    scene.runner.end_probe(probe)
     scene.turn()
     assert len(scene.transport.begun) == 1
 

@@ -89,7 +89,7 @@ class Whole:
             effect.way = way
             key = effect.pair.key
             requests: Any = SimpleNamespace(
-                pools={0: SimpleNamespace(pages=self.pool)},
+                pools={0: SimpleNamespace(kv_pool=self.pool)},
                 tables={(Half.SOURCE, key): PageTable(0, np.zeros(1, "<i4"))},
             )
             self.mover.start_write(effect, requests, self.core, 0)
@@ -161,9 +161,9 @@ def test_page_ids_go_to_the_device_once_for_each_way_that_may_want_them(
     whole: Whole, ways: tuple[Way, ...], expected: list[str]
 ) -> None:
     table = PageTable(0, np.zeros(1, "<i4"))
-    whole.mover.admit(whole.pool, table, Half.SOURCE, frozenset(ways))
+    whole.mover.prepare_pages(whole.pool, table, Half.SOURCE, frozenset(ways))
     assert whole.device.admitted == expected
-    whole.mover.admit(whole.pool, table, Half.TARGET, frozenset())
+    whole.mover.prepare_pages(whole.pool, table, Half.TARGET, frozenset())
     assert whole.device.admitted == [*expected, "write staged from 0"]
 
 

@@ -230,10 +230,10 @@ def test_what_a_stranger_writes_into_the_ring_is_no_slab_though_he_knows_all_of_
     halves = make({"kind": "hold"}, trailer_deadline_ms=50)
     halves.begin(1)
     held = held_slab(halves)
-    assert held.ring is not None and len(held.ring.trailer_key) == TRAILER_KEY_BYTES
+    assert held.attach.ring is not None and len(held.attach.ring.trailer_key) == TRAILER_KEY_BYTES
     ring = halves.decode.mover.resources.ring_region
     assert ring is not None
-    key = held.ring.trailer_key if knows_the_key else bytes(TRAILER_KEY_BYTES)
+    key = held.attach.ring.trailer_key if knows_the_key else bytes(TRAILER_KEY_BYTES)
     slab = b"INTRUDER" * (held.effect.payload_bytes // 8) + trailer_of(held.effect).seal(key).data
     ctypes.memmove(ring.address + held.effect.offset_bytes, slab, len(slab))
     halves.decode.session.receive(PEERS[Half.SOURCE], held.ready_message(), time.monotonic_ns())

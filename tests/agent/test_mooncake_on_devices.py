@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -273,7 +274,7 @@ def test_lanes_go_on_although_writes_of_one_stream_end_together_and_their_target
     for number in range(slabs):
         slab = outbound_slab(number, payload_bytes)
         slab.peer_name, slab.transport_announces = scene.peer, False
-        slab.ring = RegionInfo(scene.target.ctypes.data, SIZE)
+        slab.attach = SimpleNamespace(ring=RegionInfo(scene.target.ctypes.data, SIZE))
         events.runner.send(slab)
     peak_count = 0
     for turn in range(40 * slabs):

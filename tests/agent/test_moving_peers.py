@@ -99,7 +99,7 @@ class Scene:
         effect: Any = effect_of(slab, 1 << 10, room)
         effect.way = way
         key = pair_of(room).key
-        requests: Any = SimpleNamespace(pools={0: SimpleNamespace(pages=None)}, tables={(Half.SOURCE, key): None})
+        requests: Any = SimpleNamespace(pools={0: SimpleNamespace(kv_pool=None)}, tables={(Half.SOURCE, key): None})
         self.mover.start_write(effect, requests, self.core, 0)
 
     def told(self) -> list[tuple[int, str, str]]:

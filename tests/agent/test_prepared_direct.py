@@ -92,7 +92,7 @@ class Recorder:
         self.pools: list[object] = []
         self.direct: list[object] = []
 
-    def prepare(self, pool: object, *, direct: bool) -> None:
+    def prepare_pool(self, pool: object, *, direct: bool) -> None:
         self.pools.append(pool)
         self.direct += [pool] * direct
 
@@ -125,7 +125,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch, device: str, roles: tuple[Half, ..
     """Whether a worker prepares a pool for DIRECT when it is registered."""
     mover, _ = moving_parts(monkeypatch, device, roles, agent, **changes)
     pool: Any = object()
-    mover.prepare(pool)
+    mover.prepare_pool(pool)
     copier: Any = mover.resources.copier
     mover.resources.close()
     if device == "cpu":

@@ -206,7 +206,7 @@ def test_a_pool_that_a_neighbour_was_given_is_answered_for_only_when_nobody_has_
     assert target.say(UnregisterPool(0, 0)) is None
     assert target.requests.take_left() == []
     assert not target.requests.pools
-    assert target.requests.taken == [0]
+    assert target.requests.unmapped == [0]
     # Its number is not free either: messages about the old pool must not apply to the new one.
     assert reason(target.register()) is Reason.ROOM_REUSED
     assert target.requests.free(1) == []

@@ -239,7 +239,7 @@ def check_prefix(first_token: int, pair: Pair) -> None:
 
 def _check_in_place(attach: Attach, claim: Claim, sound: dict[int, PoolInfo]) -> None:
     number, size = claim.pair.key.pool, attach.layout.page_size
-    pool = next((pool for pool in attach.pools if pool.pool == number), None)
+    pool = attach.pool(number)
     if pool is None or len(pool.region_addresses) != len(pool.geometry.region_bytes):
         raise RoomError(
             f"way {claim.way.name} writes pages in place, and decode {attach.instance} has not registered pool {number} "

@@ -92,6 +92,10 @@ class Attach(msgspec.Struct, frozen=True, array_like=True, tag=1):
     engine: int = 0  # the life of the sender's engine; 0: not known
     attempt: int = 0
 
+    def pool(self, number: int) -> PoolInfo | None:
+        """Return the sender's pool of this number, or None."""
+        return next((pool for pool in self.pools if pool.pool == number), None)
+
 
 class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """The answer to an unacceptable Attach: a retry helps only after a change."""

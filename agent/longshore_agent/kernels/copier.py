@@ -355,14 +355,14 @@ class Ticket(Protocol):
 class Copier(Protocol):
     """Copies between an engine's pages and staging memory, or between the pages of two ranks."""
 
-    def prepare(self, pool: KVPool, *, direct: bool) -> None:
+    def prepare_pool(self, pool: KVPool, *, direct: bool) -> None:
         """Prepare a pool before its registration, so that its slabs need not wait. Takes seconds on a GPU.
 
         Args:
             direct: its pages may also be copied to those of other ranks.
         """
 
-    def admit(self, pool: KVPool, pages: Pages, first_page: int, *, to_write: bool, direct: bool) -> None:
+    def prepare_pages(self, pool: KVPool, pages: Pages, first_page: int, *, to_write: bool, direct: bool) -> None:
         """Prepare the pages of a room, so that its slabs need not wait.
 
         Args:

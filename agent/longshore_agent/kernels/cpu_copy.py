@@ -60,10 +60,10 @@ class CpuCopier:
         """Compile the loop."""
         compile_loop()
 
-    def prepare(self, pool: KVPool, *, direct: bool) -> None:
+    def prepare_pool(self, pool: KVPool, *, direct: bool) -> None:
         """Do nothing: one compiled loop serves all pools."""
 
-    def admit(self, pool: KVPool, pages: Pages, first_page: int, *, to_write: bool, direct: bool) -> None:
+    def prepare_pages(self, pool: KVPool, pages: Pages, first_page: int, *, to_write: bool, direct: bool) -> None:
         """Do nothing: page ids are read from the host's memory."""
 
     def wait(self, limit_s: float) -> None:

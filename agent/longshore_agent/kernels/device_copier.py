@@ -121,7 +121,7 @@ class DeviceCopier:
         self._events: list[cuda.Event] = []
         self._places: list[cuda.HostBytes] = []
 
-    def prepare(self, pool: KVPool, *, direct: bool) -> None:
+    def prepare_pool(self, pool: KVPool, *, direct: bool) -> None:
         """See `copier.Copier`: copy a pool's table to the device and compile its kernels, a second each.
 
         A kernel's shape depends on the number of heads that a peer takes, so there is one for every TP size. Kernels of
@@ -139,7 +139,7 @@ class DeviceCopier:
             if direct:
                 BoundCopy(paged, paged, tokens, self._directs).prepare()
 
-    def admit(self, pool: KVPool, pages: Pages, first_page: int, *, to_write: bool, direct: bool) -> None:
+    def prepare_pages(self, pool: KVPool, pages: Pages, first_page: int, *, to_write: bool, direct: bool) -> None:
         """See `copier.Copier`: queue a copy of the page ids to the device, if they are not there, before their readers.
 
         Raises:

@@ -119,9 +119,9 @@ def outbound(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
 
 def _staged(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
     """Copy pages into staging memory, write that to the target's ring, and free it."""
-    effect, memory, transport = slab.effect, tools.memory, tools.transport
+    effect, memory, transport, ring = slab.effect, tools.memory, tools.transport, slab.attach.ring
     assert memory is not None
-    assert slab.ring is not None
+    assert ring is not None
     space = memory.take(slab)
     # No wait for a place: the runner begins a life only while the gate has one.
     tools.copies.enter()
@@ -145,7 +145,7 @@ def _staged(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
     write: Write | None = None
     error = ""
     try:
-        pieces = staged_pieces(memory.buffer, region.offset_bytes, slab.ring, effect.offset_bytes, space.length_bytes)
+        pieces = staged_pieces(memory.buffer, region.offset_bytes, ring, effect.offset_bytes, space.length_bytes)
         write = transport.draft(slab.peer_name, pieces, slab.notice())
         tools.log.count("longshore_write_pieces_total", len(pieces.lengths), way="staged")
     except TransportError as refused:
@@ -175,7 +175,7 @@ def _staged(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
     error, settled = written.release()
     tools.writes.leave()
     memory.free(region)
-    return _written(slab, tools, begun_ns, error, settled=settled)
+    return _ended(slab, tools, begun_ns, error, settled=settled)
 
 
 def _direct(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
@@ -198,7 +198,7 @@ def _direct(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
     tools.log.count("longshore_writes_total", 1, way="direct")
     # A device begins a copy after the previous one has ended.
     start_ns = max(start_ns, tools.passed_ns)
-    end = _written(slab, tools, start_ns)
+    end = _ended(slab, tools, start_ns)
     tools.passed_ns = time.monotonic_ns()
     return end
 
@@ -244,10 +244,10 @@ def _in_place(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
         error = error or str(failed)
     if not posted_count:
         return OutboundEnd(slab, error) if error else dropped(slab)
-    return _written(slab, tools, start_ns, error, settled=settled)
+    return _ended(slab, tools, start_ns, error, settled=settled)
 
 
-def _written(
+def _ended(
     slab: OutboundSlab, tools: OutboundTools, start_ns: int, error: str = "", *, settled: bool = True
 ) -> OutboundEnd:
     """Return the end of a slab after its last write or its direct copy, and record it."""

@@ -58,12 +58,12 @@ class Runner:
 
     @property
     def busy(self) -> bool:
-        """Whether `turn` has work."""
+        """Whether `advance` has work."""
         return False
 
     @property
     def copying(self) -> bool:
-        """Whether direct copies run whose end only `turn` notices."""
+        """Whether direct copies run whose end only `advance` notices."""
         return False
 
     def send(self, slab: OutboundSlab) -> None:
@@ -78,11 +78,11 @@ class Runner:
         """Begin a probe. Its result arrives through `Ends`."""
         raise NotImplementedError
 
-    def probed(self, probe: WireProbe) -> None:
+    def end_probe(self, probe: WireProbe) -> None:
         """Finish a probe whose result the caller has taken from `Ends`."""
 
-    def turn(self) -> list[End]:
-        """Resume the lives whose waits have passed; return the ends since the last turn. Raises DeviceError."""
+    def advance(self) -> list[End]:
+        """Resume the lives whose waits have passed; return the ends since the last call. Raises DeviceError."""
         return []
 
     def hurry(self) -> None:
@@ -183,16 +183,16 @@ class ThreadRunner(Runner):
                 continue
             slab.lane = index
             self._open[index] = slab
-            end = lived(outbound(slab, tools))
+            end = run_to_end(outbound(slab, tools))
             self._open[index] = None
             self._ends.put(end)
 
     def _run_inbound(self, tools: InboundTools) -> None:
         while (slab := self._inbound.get()) is not None:
-            self._ends.put(lived(inbound(slab, tools)))
+            self._ends.put(run_to_end(inbound(slab, tools)))
 
 
-def lived(life: Generator[Wait, None, SlabEnd]) -> SlabEnd:
+def run_to_end(life: Generator[Wait, None, SlabEnd]) -> SlabEnd:
     """Run a life to its end in the calling thread."""
     while True:
         try:
@@ -289,12 +289,12 @@ class EventRunner(Runner):
 
         threading.Thread(target=run, name="probe", daemon=True).start()
 
-    def probed(self, probe: WireProbe) -> None:
+    def end_probe(self, probe: WireProbe) -> None:
         """See `Runner`. After the last open probe, writes may start again."""
         self._probes_open.discard(id(probe))
         _known(self._staged_tools).writes.closed = bool(self._probes_open)
 
-    def turn(self) -> list[End]:
+    def advance(self) -> list[End]:
         """See `Runner`."""
         for track in (self._direct, self._staged, self._inbound):
             if track.busy:

@@ -21,8 +21,7 @@ from longshore_agent.memory.pools import KVPool
 from longshore_agent.transports.base import Pieces
 from longshore_wire.effects import PeerId, StartScatter, StartWrite
 from longshore_wire.errors import Reason
-from longshore_wire.layout import KVLayout
-from longshore_wire.peer_messages import PEER, PoolInfo, RegionInfo, SlabReady
+from longshore_wire.peer_messages import PEER, Attach, RegionInfo, SlabReady
 from longshore_wire.plan import Pair
 from longshore_wire.slabs import SealedTrailer, Trailer
 
@@ -65,49 +64,46 @@ class OutboundSlab:
     """One slab to bring to its target.
 
     Attributes:
-        pool, pages: of our engine.
+        pool, table: of our engine.
         peer_name: the target's name at the transport.
-        ring: the target's ring; None: it has none.
-        target_pool, target_layout: of the target; the pool is None if the target has not attached it.
+        attach: the target's newest Attach when the life began.
         transport_announces: True: the transport notifies the target that a staged slab has landed; False: a message
             does.
-        neighbour, neighbour_pages: for way DIRECT, the target's pool and pages, mapped into this process.
+        neighbour, neighbour_table: for way DIRECT, the target's pool, mapped into this process, and its pages.
         cancelled: the life checks it before it starts a copy or a write.
         lane: index of the lane that status and metrics count the slab for.
     """
 
     effect: StartWrite
     pool: KVPool
-    pages: PageTable
+    table: PageTable
     peer_name: str
-    ring: RegionInfo | None
-    target_pool: PoolInfo | None
-    target_layout: KVLayout
+    attach: Attach
     transport_announces: bool
     neighbour: KVPool | None = None
-    neighbour_pages: PageTable | None = None
+    neighbour_table: PageTable | None = None
     cancelled: bool = False
     stage: Stage = Stage.WAITING
     lane: int = 0
 
     def source(self) -> View:
         """Return the view of our engine's pages."""
-        return self.pages.view(self.pool, self.effect.route)
+        return self.table.view(self.pool, self.effect.route)
 
     def neighbour_target(self) -> View:
         """Return the view of the target's pages at their addresses in this process."""
         assert self.neighbour is not None
-        assert self.neighbour_pages is not None
-        return self.neighbour_pages.view(self.neighbour, self.effect.route)
+        assert self.neighbour_table is not None
+        return self.neighbour_table.view(self.neighbour, self.effect.route)
 
     def remote_target(self) -> View:
         """Return the view of the target's pages at their addresses in the target's process."""
-        assert self.target_pool is not None
-        route, layout = self.effect.route, self.target_layout
+        route, layout, pool = self.effect.route, self.attach.layout, self.attach.pool(self.effect.pair.key.pool)
+        assert pool is not None
         return remote_view(
             layout,
-            self.target_pool.geometry,
-            self.target_pool.region_addresses,
+            pool.geometry,
+            pool.region_addresses,
             page_ids(self.effect.target_pages),
             self.effect.first_claimed_token // layout.page_size,
             route.local_layers(layout),
@@ -116,8 +112,8 @@ class OutboundSlab:
 
     def sealed_trailer(self) -> SealedTrailer:
         """Return the trailer to write behind a staged slab, sealed with the key of the target's ring."""
-        assert self.ring is not None
-        return trailer_of(self.effect).seal(self.ring.trailer_key)
+        assert self.attach.ring is not None
+        return trailer_of(self.effect).seal(self.attach.ring.trailer_key)
 
     def ready_message(self) -> SlabReady:
         """Return the message that announces the slab to the target."""
@@ -139,13 +135,13 @@ class InboundSlab:
 
     effect: StartScatter
     pool: KVPool
-    pages: PageTable
+    table: PageTable
     landed_ns: int
     cancelled: bool = False
 
     def target(self) -> View:
         """Return the view of our engine's pages."""
-        return self.pages.view(self.pool, self.effect.route)
+        return self.table.view(self.pool, self.effect.route)
 
 
 def trailer_of(effect: StartWrite | StartScatter) -> Trailer:

@@ -63,10 +63,10 @@ def _nothing(*_: object) -> None:
 
 
 @dataclass(slots=True)
-class Pool:
+class RegisteredPool:
     """One registered pool: its mapping, and the registrations that peers need to write to it."""
 
-    pages: KVPool
+    kv_pool: KVPool
     tokens: list[int]  # of the transport's registrations
     handles: list[RegionHandle]  # of its regions, for workers of this node that write its pages by way DIRECT
     claimed: npt.NDArray[np.bool_]  # by page: an open room writes it
@@ -74,8 +74,8 @@ class Pool:
 
     def info(self, pool: int) -> PoolInfo:
         """Return the pool's description for peers."""
-        addresses = tuple(address for address, _ in self.pages.regions)
-        return PoolInfo(pool, self.pages.geometry, addresses)
+        addresses = tuple(address for address, _ in self.kv_pool.regions)
+        return PoolInfo(pool, self.kv_pool.geometry, addresses)
 
 
 @dataclass(slots=True)
@@ -86,16 +86,16 @@ class EngineRequests:
     transport: Transport
     source: SourceSession | None
     target: TargetSession | None
-    pools: dict[int, Pool] = field(default_factory=dict)
+    pools: dict[int, RegisteredPool] = field(default_factory=dict)
     tables: dict[tuple[Half, RoomKey], PageTable] = field(default_factory=dict)
     leaving: dict[int, int] = field(default_factory=dict)  # pool: request that waits until its rooms are released
     pools_changed: bool = False
-    taken: list[int] = field(default_factory=list)  # unmapped pools that neighbours must still be told to unmap
+    unmapped: list[int] = field(default_factory=list)  # pools that neighbours must still be told to unmap, too
     parting: dict[int, int] = field(default_factory=dict)  # pool: request that waits until no neighbour has it mapped
     device: Device | None = None  # the engine's GPU
-    prepare: Callable[[KVPool], None] = _nothing  # called before a pool is registered
+    prepare_pool: Callable[[KVPool], None] = _nothing  # called before a pool is registered
     # Called before a core gets a room's pages, with the ways that were claimed so far.
-    admit: Callable[[KVPool, PageTable, Half, frozenset[Way]], None] = _nothing
+    prepare_pages: Callable[[KVPool, PageTable, Half, frozenset[Way]], None] = _nothing
     closing: str = ""  # why new rooms are refused; empty: they are accepted
     finishes_claimed: bool = False  # while closing, a room that decode has claimed may still be offered
     _partial_claims: dict[tuple[str, int, int], bytearray] = field(default_factory=dict)
@@ -146,19 +146,21 @@ class EngineRequests:
                 reason=Reason.UNSUPPORTED,
             )
         _check_memory(message.memory)
-        pages = self._map(message, descriptors)
+        kv_pool = self._map(message, descriptors)
         tokens: list[int] = []
         try:
             # Pages on a GPU are not registered: a transport would keep them mapped after their engine's end.
-            self.prepare(pages)
-            if not pages.on_device:
-                tokens.extend(self.transport.register(address, length_bytes) for address, length_bytes in pages.regions)
+            self.prepare_pool(kv_pool)
+            if not kv_pool.on_device:
+                tokens.extend(
+                    self.transport.register(address, length_bytes) for address, length_bytes in kv_pool.regions
+                )
         except LongshoreError:
             self._deregister(tokens)
-            pages.close()
+            kv_pool.close()
             raise
         handles: list[RegionHandle] = [*map(os.dup, descriptors), *message.device_regions]
-        self.pools[message.pool] = Pool(pages, tokens, handles, np.zeros(pages.page_count, np.bool_))
+        self.pools[message.pool] = RegisteredPool(kv_pool, tokens, handles, np.zeros(kv_pool.page_count, np.bool_))
         self.pools_changed = True
 
     def _map(self, message: RegisterPool, descriptors: list[int]) -> KVPool:
@@ -205,12 +207,12 @@ class EngineRequests:
         """Unmap a pool now, or when the copy or write that uses it ends; return whether it is unmapped now."""
         found = self.pools.pop(pool)
         # Memory that a write of ours still reads must stay registered; then it is released with the process.
-        if not found.pages.busy:
+        if not found.kv_pool.busy:
             self._deregister(found.tokens)
         close_handles(found.handles)
-        self.taken.append(pool)
+        self.unmapped.append(pool)
         self.pools_changed = True
-        return found.pages.close()
+        return found.kv_pool.close()
 
     def fail_torn(self, now_ns: int) -> None:
         """Fail the rooms of pools whose memory was truncated since the last call. New rooms in them are refused."""
@@ -219,7 +221,7 @@ class EngineRequests:
         self._torn_count = torn_count()
         for number, pool in self.pools.items():
             try:
-                pool.pages.check_whole()
+                pool.kv_pool.check_whole()
             except MemoryLostError as error:
                 for session in (self.source, self.target):
                     if session is not None:
@@ -231,7 +233,7 @@ class EngineRequests:
         if effect.reason is not Reason.TRANSFER_FAILED or pool is None:
             return effect
         try:
-            pool.pages.check_whole(touch=not pool.pages.sealed)
+            pool.kv_pool.check_whole(touch=not pool.kv_pool.sealed)
         except MemoryLostError as error:
             return dataclasses.replace(effect, reason=error.reason, text=f"pool {effect.key.pool}: {error}")
         return effect
@@ -240,16 +242,16 @@ class EngineRequests:
         for token in tokens:
             self.transport.deregister(token)
 
-    def _pool(self, pool: int) -> Pool:
+    def _pool(self, pool: int) -> RegisteredPool:
         found = self.pools.get(pool)
         if found is None or pool in self.leaving:
             raise RoomError(f"pool {pool} is not registered: register_pool first", reason=Reason.UNKNOWN_POOL)
         return found
 
-    def _whole_pool(self, number: int) -> Pool:
+    def _whole_pool(self, number: int) -> RegisteredPool:
         """Return a pool for a new room. Raises MemoryLostError if its memory was truncated."""
         pool = self._pool(number)
-        pool.pages.check_whole(touch=not pool.pages.sealed)
+        pool.kv_pool.check_whole(touch=not pool.kv_pool.sealed)
         return pool
 
     # -- rooms -----------------------------------------------------------------------------------------------------
@@ -260,13 +262,13 @@ class EngineRequests:
         pool = self._whole_pool(message.pool)
         pages = _page_ids(message.pages)
         self._check_count(message.first_token, message.end_token, len(pages))
-        pool.pages.check_pages(pages)
+        pool.kv_pool.check_pages(pages)
         key = RoomKey(self.source.config.instance, message.room, message.pool)
         old = self.tables.get((Half.SOURCE, key))
         if old is None and not (self.finishes_claimed and key in self.source.rooms):
             self._check_open()
         table = self._extended(old, message, pages)
-        self.admit(pool.pages, table, Half.SOURCE, self._claimed_ways(key))
+        self.prepare_pages(pool.kv_pool, table, Half.SOURCE, self._claimed_ways(key))
         # The core may begin to write at once, which needs the pages.
         self.tables[Half.SOURCE, key] = table
         try:
@@ -312,14 +314,14 @@ class EngineRequests:
             return None
         pages = _page_ids(data)
         self._check_count(message.first_token, message.end_token, len(pages))
-        pool.pages.check_pages(pages, unique=True)
+        pool.kv_pool.check_pages(pages, unique=True)
         key = RoomKey(message.endpoint.instance, message.room, message.pool)
         if (Half.TARGET, key) in self.tables:
             raise RoomError(f"room {message.room} was claimed before: use a new id", reason=Reason.ROOM_REUSED)
         self._check_open()
         self._check_unclaimed(pool, message.pool, pages)
         table = PageTable(message.first_token // self.layout.page_size, pages)
-        self.admit(pool.pages, table, Half.TARGET, frozenset())
+        self.prepare_pages(pool.kv_pool, table, Half.TARGET, frozenset())
         self.tables[Half.TARGET, key] = table
         wanted = Wanted(
             key,
@@ -328,7 +330,7 @@ class EngineRequests:
             message.end_token,
             len(pages),
             data,
-            near=pool.pages.sealed,
+            near=pool.kv_pool.sealed,
         )
         try:
             self.target.claim(wanted, now_ns)
@@ -345,7 +347,7 @@ class EngineRequests:
             self.pools[key.pool].claimed[table.pages] = False
         return table is not None
 
-    def _check_unclaimed(self, pool: Pool, number: int, pages: npt.NDArray[np.int32]) -> None:
+    def _check_unclaimed(self, pool: RegisteredPool, number: int, pages: npt.NDArray[np.int32]) -> None:
         """Raise RoomError for a page that another open room writes: both would be DONE, one with wrong bytes."""
         taken = np.flatnonzero(pool.claimed[pages])
         if not taken.size:
@@ -371,13 +373,13 @@ class EngineRequests:
         pages = self._partial_claims.setdefault(name, bytearray())
         if message.page_offset == 0:
             pages.clear()
-        page_count = min(message.page_count, self.pools[message.pool].pages.page_count)
+        page_count = min(message.page_count, self.pools[message.pool].kv_pool.page_count)
         in_order = 4 * message.page_offset == len(pages) and 0 < len(message.pages) <= 4 * page_count - len(pages)
         if not in_order:
             del self._partial_claims[name]
             raise RoomError(
                 f"room {message.room}: {len(message.pages) // 4} pages at {message.page_offset}, after {len(pages) // 4} of "
-                f"{message.page_count} pages (the pool has {self.pools[message.pool].pages.page_count}): send the parts in order",
+                f"{message.page_count} pages (the pool has {self.pools[message.pool].kv_pool.page_count}): send the parts in order",
                 reason=Reason.MALFORMED_MESSAGE,
             )
         pages += message.pages

@@ -96,9 +96,14 @@ class Worker:
         self._health = WorkerHealth(settings, self.mover, target)
         self._gc_policy = GCPolicy(now_ns)
         self.requests = EngineRequests(
-            config.layout, self.mover.resources.transport, source, target, device=self.mover.resources.device
+            config.layout,
+            self.mover.resources.transport,
+            source,
+            target,
+            device=self.mover.resources.device,
+            prepare_pool=self.mover.prepare_pool,
+            prepare_pages=self.mover.prepare_pages,
         )
-        self.requests.prepare, self.requests.admit = self.mover.prepare, self.mover.admit
         keys = read_ring(Path(settings.keys_directory)) if settings.keys_directory else None
         route = f"{config.instance}/{config.layout.parallel.dp_rank}/{config.layout.rank}/{config.epoch}"
         self.net = PeerNet(settings.bind_host, config.port, route, keys, self.mover.resources.ports.admit)
@@ -130,7 +135,7 @@ class Worker:
         if self._take_notices(now_ns):
             # Begin the scatters of landed slabs before anything else.
             self._flush(now_ns)
-        if not ready and not ended and now_ns < self._due_ns and not self._owes_words():
+        if not ready and not ended and now_ns < self._due_ns and not self._has_pending_work():
             # No message and nothing due: this turn only polls the transport, which it does many times a second.
             return
         if ended:
@@ -166,7 +171,7 @@ class Worker:
             self._engine_lost(self._engine_error, now_ns)
         self._gc_policy.rest(now_ns, busy=any(session.rooms for session in self.sessions.values()))
 
-    def _owes_words(self) -> bool:
+    def _has_pending_work(self) -> bool:
         """Whether a message to the engine or supervisor is unsent, a liveness probe is open, or a writer is drained."""
         engine_waits = self.engine is not None and self.engine.outbox_count > 0
         waits = self._probes.waits or self.mover.drain_due_ns is not None
@@ -434,7 +439,7 @@ class Worker:
     def _close(self) -> None:
         # A closed connection proves to an engine that no process touches its pages, so unmap them first.
         self.mover.finish_copies()
-        pools = [pool.pages for pool in self.requests.pools.values()]
+        pools = [pool.kv_pool for pool in self.requests.pools.values()]
         for number in list(self.requests.pools):
             self.requests.let_go(number)
         # If this worker ends before its rooms, a thread may still copy into the pages.

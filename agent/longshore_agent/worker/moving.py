@@ -83,7 +83,7 @@ class Mover:
         if self.failure:
             return False
         if self._runner.busy:
-            self._take(self._runner.turn())
+            self._take(self._runner.advance())
         return bool(self._taken[Half.SOURCE] or self._taken[Half.TARGET])
 
     def hurry(self) -> None:
@@ -91,11 +91,11 @@ class Mover:
         if not self.failure:
             self._runner.hurry()
 
-    def prepare(self, pool: KVPool) -> None:
+    def prepare_pool(self, pool: KVPool) -> None:
         """Prepare a pool before its registration, so that no slab of it waits for that."""
-        self._copier.prepare(pool, direct=self._gives_directly)
+        self._copier.prepare_pool(pool, direct=self._gives_directly)
 
-    def admit(self, pool: KVPool, table: PageTable, half: Half, ways: frozenset[Way] = frozenset()) -> None:
+    def prepare_pages(self, pool: KVPool, table: PageTable, half: Half, ways: frozenset[Way] = frozenset()) -> None:
         """Prepare the pages of a half of a room, or pages that were added to it.
 
         Args:
@@ -104,10 +104,10 @@ class Mover:
         if not len(table.pages):
             return
         if half is Half.SOURCE and (Way.DIRECT in ways or (not ways and self._gives_directly)):
-            self._copier.admit(pool, table.pages, table.first_page, to_write=False, direct=True)
+            self._copier.prepare_pages(pool, table.pages, table.first_page, to_write=False, direct=True)
         if not ways or ways - {Way.DIRECT}:
             to_write = half is Half.TARGET
-            self._copier.admit(pool, table.pages, table.first_page, to_write=to_write, direct=False)
+            self._copier.prepare_pages(pool, table.pages, table.first_page, to_write=to_write, direct=False)
 
     # -- peers -----------------------------------------------------------------------------------------------------
 
@@ -203,12 +203,10 @@ class Mover:
         wire = known.wire if known is not None else UNKNOWN_WIRE
         slab = OutboundSlab(
             effect,
-            requests.pools[effect.pair.key.pool].pages,
+            requests.pools[effect.pair.key.pool].kv_pool,
             requests.tables[Half.SOURCE, effect.pair.key],
             name,
-            attach.ring,
-            next((pool for pool in attach.pools if pool.pool == effect.pair.key.pool), None),
-            attach.layout,
+            attach,
             transport_announces=wire not in self.resources.transport.announced_by_message,
         )
         self._track(Half.SOURCE, slab)
@@ -222,7 +220,7 @@ class Mover:
         if self.failure:
             return
         key = effect.pair.key
-        slab = InboundSlab(effect, requests.pools[key.pool].pages, requests.tables[Half.TARGET, key], now_ns)
+        slab = InboundSlab(effect, requests.pools[key.pool].kv_pool, requests.tables[Half.TARGET, key], now_ns)
         self._track(Half.TARGET, slab)
         self._runner.receive(slab)
 
@@ -255,7 +253,7 @@ class Mover:
             if isinstance(end, OutboundEnd):
                 self._sent(end, session, now_ns)
             else:
-                self._runner.probed(end.probe)
+                self._runner.end_probe(end.probe)
                 session.wire_found(end.probe.peer, end.probe.epoch, end.wire, end.error, now_ns)
 
     def finish_copies(self) -> None:

@@ -24,7 +24,7 @@ from longshore_agent.kernels.copier import Copier, IdentityCache
 from longshore_agent.memory.cuda import Device
 from longshore_agent.memory.pools import KVPool, RegionHandle, close_handles
 from longshore_agent.pipeline.slabs import Ends, OutboundEnd, OutboundSlab, PageTable, page_ids, still_wanted
-from longshore_agent.worker.engine_requests import EngineRequests, Pool
+from longshore_agent.worker.engine_requests import EngineRequests, RegisteredPool
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import DeviceRegion, Half, ToEngine
 from longshore_wire.errors import LongshoreError
@@ -110,7 +110,7 @@ class NeighbourPools:
         """
         mapped = self._mapped.get((owner, number))
         if mapped is not None:
-            self._admit_pages(mapped, pages, first_token)
+            self._prepare_pages(mapped, pages, first_token)
             return
         expected = self._ask((owner, number)).expected
         if len(expected) < _EXPECTED_MAX:
@@ -140,9 +140,9 @@ class NeighbourPools:
 
     def report(self, requests: EngineRequests) -> None:
         """Tell other workers which pools our engine has unregistered, and the owners which of theirs are unmapped."""
-        for pool in requests.taken:
+        for pool in requests.unmapped:
             self._tell(PoolGone(self._own, pool), None)
-        requests.taken.clear()
+        requests.unmapped.clear()
         for owner, pool in self.take_unmapped():
             self._tell(PoolUnmapped(owner, pool), None)
 
@@ -162,7 +162,7 @@ class NeighbourPools:
         if set(wanted.regions) != set(range(count)):
             return
         attach = self._attached.get((Half.SOURCE, owner))
-        info = next((pool for pool in attach.pools if pool.pool == number), None) if attach is not None else None
+        info = attach.pool(number) if attach is not None else None
         if attach is None or info is None:
             self._refuse(owner, number, f"rank {owner.rank} of {owner.instance} has left")
             return
@@ -176,7 +176,7 @@ class NeighbourPools:
         del self._wanted[owner, number]
         self._mapped[owner, number] = mapped
         for pages, first_token in wanted.expected:
-            self._admit_pages(mapped, pages, first_token)
+            self._prepare_pages(mapped, pages, first_token)
         for slab in wanted.slabs:
             self._begin(slab, mapped)
 
@@ -232,17 +232,17 @@ class NeighbourPools:
         first_page = first_token // mapped.layout.page_size
         return self._tables.get(lambda: PageTable(first_page, page_ids(pages)), pages)
 
-    def _admit_pages(self, mapped: KVPool, pages: bytes, first_token: int) -> None:
+    def _prepare_pages(self, mapped: KVPool, pages: bytes, first_token: int) -> None:
         table = self._table(mapped, pages, first_token)
         # The claim's slabs will fail with the same error, if any come.
         with contextlib.suppress(LongshoreError):
             if len(table.pages):
-                self._copier.admit(mapped, table.pages, table.first_page, to_write=True, direct=True)
+                self._copier.prepare_pages(mapped, table.pages, table.first_page, to_write=True, direct=True)
 
     def _begin(self, slab: OutboundSlab, mapped: KVPool) -> None:
         effect = slab.effect
         slab.neighbour = mapped
-        slab.neighbour_pages = self._table(mapped, effect.target_pages, effect.first_claimed_token)
+        slab.neighbour_table = self._table(mapped, effect.target_pages, effect.first_claimed_token)
         self._begin_life(slab)
 
 
@@ -250,9 +250,9 @@ def _matches(key: _Key, owner: PeerId, number: int) -> bool:
     return key[0] == owner and number in (ALL_POOLS, key[1])
 
 
-def _shown(pool: Pool | None, wanted: PoolWanted) -> Iterator[tuple[PoolRegion, int | None]]:
+def _shown(pool: RegisteredPool | None, wanted: PoolWanted) -> Iterator[tuple[PoolRegion, int | None]]:
     """Yield the regions of a pool, each with its file descriptor if any, for a worker that will write its pages."""
-    if pool is None or not pool.pages.sealed:
+    if pool is None or not pool.kv_pool.sealed:
         # If the engine could truncate the memory, that would end the asking worker, too.
         yield PoolRegion(wanted.owner, wanted.asker, wanted.pool, 0), None
         return

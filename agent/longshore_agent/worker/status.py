@@ -200,7 +200,7 @@ def _engines(worker: DescribedWorker) -> tuple[EngineStatus, ...]:
     if worker.engine is None:
         return ()
     pools = tuple(
-        PoolStatus(number, pool.pages.page_count, sum(length for _, length in pool.pages.regions))
+        PoolStatus(number, pool.kv_pool.page_count, sum(length for _, length in pool.kv_pool.regions))
         for number, pool in worker.requests.pools.items()
     )
     config = worker.config
