@@ -48,7 +48,7 @@ from gather_scatter_gpu import (
 
 from longshore_agent.kernels.copier import pool_view
 from longshore_agent.kernels.device_grid import Tuning
-from longshore_agent.kernels.device_launch import BoundCopy, DevicePages, HeldPages, Paged
+from longshore_agent.kernels.device_launch import BoundCopy, Paged, PageIds, PlaneTable
 from longshore_agent.memory import cuda
 from longshore_wire.layout import PageOrder
 
@@ -76,8 +76,8 @@ class DirectBench:
             self._ids.append(torch.from_numpy(pages.astype(np.int64)).to(device))
             first = heads // 2 if heads > case.slice_heads else 0
             view = pool_view(pool, pages, 0, range(layers), range(first, first + case.slice_heads))
-            self._sides.append(Paged(view, DevicePages(pool, [self.memories[-1].data_ptr()], home)))
-            self._lists.append(HeldPages(pool, pages, home))
+            self._sides.append(Paged(view, PlaneTable(pool, [self.memories[-1].data_ptr()], home)))
+            self._lists.append(PageIds(pool, pages, home))
         self._near = random_bytes(self.payload_bytes, home)
         self._far = torch.zeros(self.payload_bytes, dtype=torch.uint8, device=other)
         # torch's first copy between two devices enables peer access, which the kernel needs.

@@ -39,9 +39,9 @@ import triton.language as tl
 from longshore_agent.kernels.copier import Slab, pool_view
 from longshore_agent.kernels.device_grid import Tuning
 from longshore_agent.kernels.device_kernel import CopyStream
-from longshore_agent.kernels.device_launch import TUNINGS, BoundCopy, DevicePages, HeldPages, Paged
+from longshore_agent.kernels.device_launch import TUNINGS, BoundCopy, Paged, PageIds, PlaneTable
 from longshore_agent.memory import cuda
-from longshore_agent.memory.host_memory import StagingPieces
+from longshore_agent.memory.host_memory import StagingRange
 from longshore_agent.memory.pools import KVPool
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry
 from longshore_wire.slabs import Trailer, slab_bytes
@@ -139,15 +139,15 @@ class Bench:
         self._pool = open_pool(case.order, heads, layers, page_count)
         self.memory = random_bytes(self._pool.geometry.region_bytes[0], device)
         pages = np.random.default_rng(0).permutation(page_count)[:count].astype(np.int32)
-        self._pages = HeldPages(self._pool, pages, device)
-        table = DevicePages(self._pool, [self.memory.data_ptr()], device)
+        self._pages = PageIds(self._pool, pages, device)
+        table = PlaneTable(self._pool, [self.memory.data_ptr()], device)
         self._paged = Paged(pool_view(self._pool, pages, 0, self.layers, self.heads), table)
         self.stream = TimedStream(device)
         self.trailer = Trailer(1, 2, 3, 4, 5, 6, 7, 8, self.payload_bytes).seal(bytes(16))
         self.slab = random_bytes(slab_bytes(self.payload_bytes), device)
         self.other = torch.zeros_like(self.slab)
         memory = self.other if operation == "gather" else self.slab
-        self._slab = Slab(StagingPieces(memory.data_ptr(), memory.numel(), memory.numel()), 0, self.payload_bytes)
+        self._slab = Slab(StagingRange(memory.data_ptr(), memory.numel(), memory.numel()), 0, self.payload_bytes)
         # Dimensions: planes, pages, then tokens and heads in the order of a page, then bytes.
         middle = (PAGE_SIZE, heads) if case.order is PageOrder.NHD else (heads, PAGE_SIZE)
         self._view = (2 * layers, page_count, *middle, HEAD_DIM * ELEMENT_BYTES)

@@ -33,8 +33,8 @@ from longshore_agent.kernels import reference
 from longshore_agent.kernels.copier import Pages, Slab, View, pool_view
 from longshore_agent.kernels.device_grid import Tuning
 from longshore_agent.kernels.device_kernel import CopyStream
-from longshore_agent.kernels.device_launch import BoundCopy, DevicePages, HeldPages, Paged, Place, Side, shape_of
-from longshore_agent.memory.host_memory import StagingPieces
+from longshore_agent.kernels.device_launch import BoundCopy, Paged, PageIds, Place, PlaneTable, Side, shape_of
+from longshore_agent.memory.host_memory import StagingRange
 from longshore_agent.memory.pools import KVPool
 from longshore_wire.errors import LongshoreError
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry
@@ -55,14 +55,14 @@ class End(NamedTuple):
     place: Place
 
 
-def paged(view: View, table: DevicePages, device: torch.device) -> End:
+def paged(view: View, table: PlaneTable, device: torch.device) -> End:
     """Return a side of pages; copies their ids to the device."""
-    return End(Paged(view, table), HeldPages(view.own_pool, view.pages, device, view.first_page))
+    return End(Paged(view, table), PageIds(view.own_pool, view.pages, device, view.first_page))
 
 
 def packed(memory: torch.Tensor, payload_bytes: int) -> End:
     """Return a side that is a slab over a whole tensor of bytes."""
-    slab = Slab(StagingPieces(memory.data_ptr(), memory.numel(), 1 << 40), 0, payload_bytes)
+    slab = Slab(StagingRange(memory.data_ptr(), memory.numel(), 1 << 40), 0, payload_bytes)
     return End(slab, slab)
 
 
@@ -78,11 +78,11 @@ def copied(
     BoundCopy(source.side, target.side, tokens, stream, tuning).queue(source.place, target.place, tokens, trailer)
 
 
-def table_of(pool: KVPool, regions: Sequence[torch.Tensor], device: torch.device) -> DevicePages:
-    return DevicePages(pool, [region.data_ptr() for region in regions], device)
+def table_of(pool: KVPool, regions: Sequence[torch.Tensor], device: torch.device) -> PlaneTable:
+    return PlaneTable(pool, [region.data_ptr() for region in regions], device)
 
 
-def on_device(pool: KVPool, device: torch.device, shift: int = 0) -> tuple[DevicePages, list[torch.Tensor]]:
+def on_device(pool: KVPool, device: torch.device, shift: int = 0) -> tuple[PlaneTable, list[torch.Tensor]]:
     """Copies of the pool's regions on the device, each `shift` bytes behind an aligned address, and their table."""
     regions = []
     for index, length in enumerate(pool.geometry.region_bytes):
@@ -92,7 +92,7 @@ def on_device(pool: KVPool, device: torch.device, shift: int = 0) -> tuple[Devic
     return table_of(pool, regions, device), regions
 
 
-def reached(pool: KVPool, home: torch.device, other: torch.device) -> tuple[DevicePages, list[torch.Tensor]]:
+def reached(pool: KVPool, home: torch.device, other: torch.device) -> tuple[PlaneTable, list[torch.Tensor]]:
     """Copies of the pool's regions on `other`, and their table on `home`, which reaches them."""
     table, regions = on_device(pool, other)
     if home == other:
@@ -294,7 +294,7 @@ def read_beyond_a_fence() -> int:
     return int(ctypes.c_uint8.from_address(memory.data_ptr() + 100).value)
 
 
-def fenced_regions(pool: KVPool, *, at_end: bool) -> tuple[DevicePages, list[torch.Tensor], list[mmap.mmap]]:
+def fenced_regions(pool: KVPool, *, at_end: bool) -> tuple[PlaneTable, list[torch.Tensor], list[mmap.mmap]]:
     """Return copies of the pool's regions, each next to a forbidden page, and their table."""
     mappings, regions = zip(*(fenced(n, at_end=at_end) for n in pool.geometry.region_bytes), strict=True)
     for index, region in enumerate(regions):
@@ -388,7 +388,7 @@ def bound_refusals() -> list[str]:
         ids = np.array([2, 1], dtype=np.int32)
         near_end = paged(pool_view(source, ids, 0, range(3), range(4)), near, CPU)
         far_end = paged(pool_view(target, ids, 0, range(3), range(4)), far, CPU)
-        twice = HeldPages(target, np.array([3, 3], dtype=np.int32), CPU)
+        twice = PageIds(target, np.array([3, 3], dtype=np.int32), CPU)
         copy = BoundCopy(near_end.side, far_end.side, (0, 16), CopyStream(CPU))
         for place, tokens in ((far_end.place, (32, 48)), (twice, (0, 16))):
             try:
@@ -424,7 +424,7 @@ def check_far(what: str) -> int:
         generator = np.random.default_rng(5)
         for index in range(2):
             plane_of(pool, index)[:] = generator.integers(0, 256, plane_of(pool, index).shape, np.uint8)
-        table = DevicePages(pool, [address for address, _ in pool.regions], CPU)
+        table = PlaneTable(pool, [address for address, _ in pool.regions], CPU)
         stream, chosen = CopyStream(CPU), (range(1), range(2))
         view = pool_view(pool, pages, 0, *chosen)
         payload, end = view.payload_bytes(tokens), paged(view, table, CPU)

@@ -6,7 +6,7 @@ from typing import Any
 
 from fake_device import TRAILER_KEY, FakeDevice, FakeTransport
 
-from longshore_agent.memory.host_memory import StagingPieces
+from longshore_agent.memory.host_memory import StagingRange
 from longshore_agent.pipeline.life import InboundTools, LaneCounts, OutboundTools
 from longshore_agent.pipeline.runners import COPIES_AHEAD_MAX, DIRECT_COPIES_MAX, WRITES_OPEN_MAX, EventRunner
 from longshore_agent.pipeline.slabs import Ends
@@ -36,7 +36,7 @@ class EventScene:
         self.metrics, self.spans, self.ends = Metrics(), SpanRecorder(100), Ends()
         log = StageLog(self.metrics, self.spans, deferred=True)
         counts = LaneCounts([0] * lane_count, [0] * lane_count)
-        buffer = StagingPieces(base, memory_bytes, memory_bytes)
+        buffer = StagingRange(base, memory_bytes, memory_bytes)
         copier: Any = self.device
         direct = OutboundTools(copier, self.transport, None, counts, log, 1, Gate(DIRECT_COPIES_MAX))
         memory = StagingMemory(buffer, range(lane_count))

@@ -177,11 +177,11 @@ def test_planes_of_equal_strides_are_one_run_and_their_addresses_are_those_of_th
     )
     os.ftruncate(descriptor, geometry.region_bytes[0])
     pool = KVPool(LAYOUT, geometry, [descriptor])
-    assert [(run.first, len(run.addresses), run.page_stride) for run in pool.plane_runs] == [
+    assert [(run.first, len(run.addresses), run.page_stride) for run in pool.plane_groups] == [
         (0, 3, PAGE_BYTES),
         (3, 1, PAGE_BYTES + 2),
     ]
-    for run in pool.plane_runs:
+    for run in pool.plane_groups:
         for index, address in enumerate(run.addresses, run.first):
             assert address == plane_of(pool, index).ctypes.data
     pool.close()

@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore_agent.errors import ShapeError
-from longshore_agent.memory.host_memory import StagingPieces
-from longshore_agent.memory.pools import KVPool, PlaneRun, plane_runs, row_bytes
+from longshore_agent.memory.host_memory import StagingRange
+from longshore_agent.memory.pools import KVPool, PlaneGroup, plane_groups, row_bytes
 from longshore_wire.layout import KVLayout, PageOrder, PoolGeometry
 from longshore_wire.slabs import SealedTrailer
 
@@ -29,6 +29,89 @@ Pages = npt.NDArray[np.int32]
 Numbers = npt.NDArray[np.int64]
 
 Made = TypeVar("Made")
+
+
+class Slab(NamedTuple):
+    """A packed side in staging memory: [planes, rows, heads, row bytes] as the other side chooses, without gaps.
+
+    Attributes:
+        memory: the staging buffer.
+        offset_bytes: of the first row in `memory`, a multiple of 64.
+        payload_bytes: of all rows; the trailer begins at the next multiple of 64.
+    """
+
+    memory: StagingRange
+    offset_bytes: int
+    payload_bytes: int
+
+
+class Copy(NamedTuple):
+    """Tokens [first, end) of a sequence, from one side to the other. At most one side is packed.
+
+    Attributes:
+        source, target: of one model, with equally many layers and heads.
+        tokens: (first, end); see `cpu_copy.copy_rows`.
+        trailer: to be written behind a packed target, after its payload.
+        accepts: checks the 64 bytes behind a packed source, as they were before its payload was read.
+    """
+
+    source: View | Slab
+    target: View | Slab
+    tokens: tuple[int, int]
+    trailer: SealedTrailer | None = None
+    accepts: Callable[[bytes], bool] | None = None
+
+
+class Ticket(Protocol):
+    """One submitted copy. Its memory stays held until `end`."""
+
+    def passed(self) -> bool:
+        """Whether the copy has ended. Raises DeviceError if the device has failed or hangs."""
+
+    def end(self) -> bool:
+        """Release the memory. Call it once, after the copy has passed.
+
+        Returns:
+            False: `accepts` has refused the trailer. A GPU has copied the payload nevertheless, a CPU has not.
+        """
+
+
+class Copier(Protocol):
+    """Copies between an engine's pages and staging memory, or between the pages of two ranks."""
+
+    def prepare_pool(self, pool: KVPool, *, direct: bool) -> None:
+        """Prepare a pool before its registration, so that its slabs need not wait. Takes seconds on a GPU.
+
+        Args:
+            direct: its pages may also be copied to those of other ranks.
+        """
+
+    def prepare_pages(self, pool: KVPool, pages: Pages, first_page: int, *, to_write: bool, direct: bool) -> None:
+        """Prepare the pages of a room, so that its slabs need not wait.
+
+        Args:
+            pages: [n] int32, the same array object as in the room's views.
+            first_page: number of the first of them in the sequence.
+            to_write: True: copies write these pages; False: copies read them.
+            direct: for copies from pages to pages.
+        Raises:
+            LongshoreError: they are not pages of that pool.
+        """
+
+    def wait(self, limit_s: float) -> None:
+        """Wait until no copy runs. Raises DeviceError if one still runs after `limit_s`."""
+
+    def submit(self, copy: Copy) -> Ticket | None:
+        """Begin a copy.
+
+        Returns:
+            None: nothing has begun, since another thread compiles the kernel. Submit the copy again later.
+        Raises:
+            PoolError: an engine has unregistered its pages.
+            MemoryLostError: an engine has truncated its memory.
+            ShapeError, LongshoreError: the sides do not fit each other; names the argument. Nothing has begun.
+            DeviceError: the device refuses it.
+        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +126,7 @@ class View:
         row_tokens: tokens of a row: 1, or those of a page with PageOrder.OPAQUE.
         row_bytes: bytes of a row.
         layers, heads: chosen ones, counted from the first local one.
-        planes: runs of the chosen planes. `first` counts from the first chosen plane; addresses are of the first local
+        planes: groups of the chosen planes. `first` counts from the first chosen plane; addresses are of the first local
             head at page 0.
         plane_count: of the chosen layers.
         pool: the pool of the pages; None: a slab, or another process's pages.
@@ -57,7 +140,7 @@ class View:
     row_bytes: int
     layers: range
     heads: range
-    planes: tuple[PlaneRun, ...]
+    planes: tuple[PlaneGroup, ...]
     plane_count: int
     pool: KVPool | None = None
     slab: Bytes | None = None
@@ -104,7 +187,7 @@ def pool_view(pool: KVPool, pages: Pages, first_page: int, layers: range, heads:
     Raises:
         ShapeError: the pool lacks some of the layers or heads, or `pages` is not [n] int32; names the argument.
     """
-    return _pages_view(pool.layout, pool.plane_runs, pages, first_page, layers, heads, pool)
+    return _pages_view(pool.layout, pool.plane_groups, pages, first_page, layers, heads, pool)
 
 
 def remote_view(
@@ -117,7 +200,7 @@ def remote_view(
     heads: range,
 ) -> View:
     """Return the view of pages at addresses of another process. See `pool_view`; page ids are not checked."""
-    return _pages_view(layout, plane_runs(geometry, region_addresses), pages, first_page, layers, heads, None)
+    return _pages_view(layout, plane_groups(geometry, region_addresses), pages, first_page, layers, heads, None)
 
 
 def slab_view(slab: Bytes, like: View, tokens: tuple[int, int]) -> View:
@@ -143,7 +226,7 @@ def slab_view(slab: Bytes, like: View, tokens: tuple[int, int]) -> View:
         row_bytes=like.row_bytes,
         layers=range(len(like.layers)),
         heads=range(head_count),
-        planes=(PlaneRun(0, addresses, plane_bytes, token_bytes, like.row_bytes),),
+        planes=(PlaneGroup(0, addresses, plane_bytes, token_bytes, like.row_bytes),),
         plane_count=like.plane_count,
         slab=slab,
     )
@@ -227,7 +310,7 @@ class PlaneRows(NamedTuple):
 
 
 def plane_rows(source: View, target: View, tokens: tuple[int, int]) -> Iterator[PlaneRows]:
-    """Yield the rows of `tokens` for all runs of planes that both sides have. Checks nothing."""
+    """Yield the rows of `tokens` for all groups of planes that both sides have. Checks nothing."""
     found = _segments(source, target, source.rows(tokens))
     for here in source.planes:
         for there in target.planes:
@@ -263,7 +346,7 @@ def check_tokens(tokens: tuple[int, int], row_tokens: int) -> None:
 
 def _pages_view(
     layout: KVLayout,
-    runs: Sequence[PlaneRun],
+    groups: Sequence[PlaneGroup],
     pages: Pages,
     first_page: int,
     layers: range,
@@ -277,7 +360,7 @@ def _pages_view(
             raise ShapeError(f"{name} is {chosen}: give a range within [0, {count}), not empty, of step 1")
     opaque = layout.order is PageOrder.OPAQUE
     page_rows = 1 if opaque else layout.page_size
-    kinds = (runs[-1].first + len(runs[-1].addresses)) // len(layout.layers)
+    kinds = (groups[-1].first + len(groups[-1].addresses)) // len(layout.layers)
     return View(
         pages=pages,
         page_rows=page_rows,
@@ -286,108 +369,25 @@ def _pages_view(
         row_bytes=row_bytes(layout),
         layers=layers,
         heads=heads,
-        planes=tuple(_planes(runs, len(layout.layers), kinds, layers)),
+        planes=tuple(_planes(groups, len(layout.layers), kinds, layers)),
         plane_count=kinds * len(layers),
         pool=pool,
     )
 
 
-def _planes(runs: Sequence[PlaneRun], layer_count: int, kinds: int, layers: range) -> Iterator[PlaneRun]:
+def _planes(groups: Sequence[PlaneGroup], layer_count: int, kinds: int, layers: range) -> Iterator[PlaneGroup]:
     """Yield the planes of the chosen layers in their order."""
     spans = [(kind * layer_count + layers.start, kind * layer_count + layers.stop) for kind in range(kinds)]
     if len(layers) == layer_count:
         spans = [(0, kinds * layer_count)]
     number = 0
     for first, end in spans:
-        for run in runs:
-            begin, stop = max(first, run.first), min(end, run.first + len(run.addresses))
+        for group in groups:
+            begin, stop = max(first, group.first), min(end, group.first + len(group.addresses))
             if begin < stop:
-                addresses = run.addresses[begin - run.first : stop - run.first]
-                yield run._replace(first=number + begin - first, addresses=addresses)
+                addresses = group.addresses[begin - group.first : stop - group.first]
+                yield group._replace(first=number + begin - first, addresses=addresses)
         number += end - first
-
-
-class Slab(NamedTuple):
-    """A packed side in staging memory: [planes, rows, heads, row bytes] as the other side chooses, without gaps.
-
-    Attributes:
-        memory: the staging buffer.
-        offset_bytes: of the first row in `memory`, a multiple of 64.
-        payload_bytes: of all rows; the trailer begins at the next multiple of 64.
-    """
-
-    memory: StagingPieces
-    offset_bytes: int
-    payload_bytes: int
-
-
-class Copy(NamedTuple):
-    """Tokens [first, end) of a sequence, from one side to the other. At most one side is packed.
-
-    Attributes:
-        source, target: of one model, with equally many layers and heads.
-        tokens: (first, end); see `cpu_copy.copy_rows`.
-        trailer: to be written behind a packed target, after its payload.
-        accepts: checks the 64 bytes behind a packed source, as they were before its payload was read.
-    """
-
-    source: View | Slab
-    target: View | Slab
-    tokens: tuple[int, int]
-    trailer: SealedTrailer | None = None
-    accepts: Callable[[bytes], bool] | None = None
-
-
-class Ticket(Protocol):
-    """One submitted copy. Its memory stays held until `end`."""
-
-    def passed(self) -> bool:
-        """Whether the copy has ended. Raises DeviceError if the device has failed or hangs."""
-
-    def end(self) -> bool:
-        """Release the memory. Call it once, after the copy has passed.
-
-        Returns:
-            False: `accepts` has refused the trailer. A GPU has copied the payload nevertheless, a CPU has not.
-        """
-
-
-class Copier(Protocol):
-    """Copies between an engine's pages and staging memory, or between the pages of two ranks."""
-
-    def prepare_pool(self, pool: KVPool, *, direct: bool) -> None:
-        """Prepare a pool before its registration, so that its slabs need not wait. Takes seconds on a GPU.
-
-        Args:
-            direct: its pages may also be copied to those of other ranks.
-        """
-
-    def prepare_pages(self, pool: KVPool, pages: Pages, first_page: int, *, to_write: bool, direct: bool) -> None:
-        """Prepare the pages of a room, so that its slabs need not wait.
-
-        Args:
-            pages: [n] int32, the same array object as in the room's views.
-            first_page: number of the first of them in the sequence.
-            to_write: True: copies write these pages; False: copies read them.
-            direct: for copies from pages to pages.
-        Raises:
-            LongshoreError: they are not pages of that pool.
-        """
-
-    def wait(self, limit_s: float) -> None:
-        """Wait until no copy runs. Raises DeviceError if one still runs after `limit_s`."""
-
-    def submit(self, copy: Copy) -> Ticket | None:
-        """Begin a copy.
-
-        Returns:
-            None: nothing has begun, since another thread compiles the kernel. Submit the copy again later.
-        Raises:
-            PoolError: an engine has unregistered its pages.
-            MemoryLostError: an engine has truncated its memory.
-            ShapeError, LongshoreError: the sides do not fit each other; names the argument. Nothing has begun.
-            DeviceError: the device refuses it.
-        """
 
 
 class IdentityCache(Generic[Made]):

@@ -167,10 +167,10 @@ def _each(template: str) -> str:
     return "".join(template.replace("#", str(row)) for row in range(_STREAMS))
 
 
-# A long run is cut into rows of at most a memory page, which can be copied together. Shorter rows cost more than they
+# A long row is cut into units of at most a memory page, which can be copied together. Shorter units cost more than they
 # gain.
-_RUN_UNIT_BYTES_MAX = 4096
-_RUN_UNIT_BYTES_MIN = 512
+_UNIT_BYTES_MAX = 4096
+_UNIT_BYTES_MIN = 512
 
 _STEPS = _each(
     """  %source_apart.# = mul i64 %source_group, #
@@ -328,7 +328,7 @@ def copy_addresses(rows: PlaneRows, *, stream: bool) -> None:
         stream: use streaming stores; every address that is written, and every row, must be a multiple of LINE_BYTES.
     """
     source_planes, target_planes, segments, source, target, heads = rows
-    if stream and heads == 1 and (unit := _run_unit(segments)):
+    if stream and heads == 1 and (unit := _row_unit(segments)):
         segments = np.column_stack([segments[:, :2], segments[:, 3] // unit, np.full(len(segments), unit)])
         source = target = Strides(unit, 0)
     _compiled()(
@@ -344,13 +344,13 @@ def copy_addresses(rows: PlaneRows, *, stream: bool) -> None:
     )
 
 
-def _run_unit(segments: Numbers) -> int:
-    """Return the best row size in bytes for cutting segments of one long row each; 0: do not cut them."""
+def _row_unit(segments: Numbers) -> int:
+    """Return the best unit in bytes for cutting segments of one long row each; 0: do not cut them."""
     if int(segments[:, 2].max()) > 1:
         return 0
     lengths = int(np.bitwise_or.reduce(segments[:, 3]))
-    unit = min(lengths & -lengths, _RUN_UNIT_BYTES_MAX)
-    return unit if unit >= _RUN_UNIT_BYTES_MIN else 0
+    unit = min(lengths & -lengths, _UNIT_BYTES_MAX)
+    return unit if unit >= _UNIT_BYTES_MIN else 0
 
 
 def compile_loop() -> None:

@@ -16,9 +16,9 @@ import torch
 from longshore_agent.errors import DeviceError, ShapeError
 from longshore_agent.kernels.copier import Copy, IdentityCache, Pages, Slab, View, pool_view
 from longshore_agent.kernels.device_kernel import CopyStream
-from longshore_agent.kernels.device_launch import BoundCopy, DevicePages, HeldPages, Paged, Place, Side, shape_of
+from longshore_agent.kernels.device_launch import BoundCopy, Paged, PageIds, Place, PlaneTable, Side, shape_of
 from longshore_agent.memory import cuda
-from longshore_agent.memory.host_memory import StagingPieces
+from longshore_agent.memory.host_memory import StagingRange
 from longshore_agent.memory.pools import KVPool
 from longshore_wire.errors import LongshoreError
 from longshore_wire.slabs import TRAILER_BYTES, aligned
@@ -47,22 +47,22 @@ Mark = cuda.Event | CopyStream
 _Shape = tuple[KVPool | int | None, ...]
 
 
-class DeviceCopy:
+class DeviceTicket:
     """One queued copy; see `copier.Ticket`. Its pools stay mapped and its page ids stay on the device until `end`."""
 
-    __slots__ = ("_accepts", "_copier", "_held", "_mark", "_place", "_queued_s", "_stream")
+    __slots__ = ("_accepts", "_copier", "_held", "_mark", "_queued_s", "_stream", "_trailer")
 
     def __init__(
         self,
         copier: DeviceCopier,
         mark: Mark,
         stream: CopyStream,
-        held: list[HeldPages],
-        place: cuda.HostBytes | None,
+        held: list[PageIds],
+        trailer: cuda.HostBytes | None,
         accepts: Callable[[bytes], bool] | None,
     ) -> None:
         self._copier, self._mark, self._stream = copier, mark, stream
-        self._held, self._place, self._accepts = held, place, accepts
+        self._held, self._trailer, self._accepts = held, trailer, accepts
         self._queued_s = time.monotonic()
 
     def passed(self) -> bool:
@@ -76,8 +76,8 @@ class DeviceCopy:
 
     def end(self) -> bool:
         """Release pools, page ids and event, once, after `passed` returned True. Returns as `copier.Ticket.end`."""
-        trailer = b"" if self._place is None else self._place.read()
-        self._copier.take_back(self._mark, self._place)
+        trailer = b"" if self._trailer is None else self._trailer.read()
+        self._copier.take_back(self._mark, self._trailer)
         _let_go(self._held)
         return self._accepts is None or self._accepts(trailer)
 
@@ -100,7 +100,7 @@ class DeviceCopier:
         name: of the device, in errors.
     """
 
-    def __init__(self, device: cuda.Device, lanes: StagingPieces | None, ring: StagingPieces | None) -> None:
+    def __init__(self, device: cuda.Device, lanes: StagingRange | None, ring: StagingRange | None) -> None:
         """Open the streams.
 
         Args:
@@ -114,12 +114,12 @@ class DeviceCopier:
         # One stream for each kind, so that no copy waits for one of another kind.
         self._gathers, self._scatters, self._directs = (CopyStream(self._device) for _ in range(3))
         self._lanes, self._ring = lanes, ring
-        self._tables: dict[KVPool, DevicePages] = {}
+        self._tables: dict[KVPool, PlaneTable] = {}
         self._copies: dict[_Shape, BoundCopy] = {}
         # A room has one array of ids, and a new array after it has grown.
-        self._lists: IdentityCache[HeldPages] = IdentityCache(_HELD_LISTS_MAX)
+        self._lists: IdentityCache[PageIds] = IdentityCache(_HELD_LISTS_MAX)
         self._events: list[cuda.Event] = []
-        self._places: list[cuda.HostBytes] = []
+        self._trailers: list[cuda.HostBytes] = []
 
     def prepare_pool(self, pool: KVPool, *, direct: bool) -> None:
         """See `copier.Copier`: copy a pool's table to the device and compile its kernels, a second each.
@@ -143,12 +143,12 @@ class DeviceCopier:
         """See `copier.Copier`: queue a copy of the page ids to the device, if they are not there, before their readers.
 
         Raises:
-            ShapeError, LongshoreError, DeviceError: as `HeldPages`.
+            ShapeError, LongshoreError, DeviceError: as `PageIds`.
         """
         stream = self._directs if direct else self._scatters if to_write else self._gathers
         self._held(pool, pages, first_page, stream, to_write=to_write)
 
-    def submit(self, copy: Copy) -> DeviceCopy | None:
+    def submit(self, copy: Copy) -> DeviceTicket | None:
         """See `copier.Copier`. Compiles gathers and scatters in this thread, direct copies in another one.
 
         When a direct copy has passed, every later reader of the target's memory sees its bytes.
@@ -160,10 +160,10 @@ class DeviceCopier:
             stream = self._gathers if isinstance(target, Slab) else self._directs
         source_place = source if isinstance(source, Slab) else self._held_of(source, stream, to_write=False)
         target_place = target if isinstance(target, Slab) else self._held_of(target, stream, to_write=True)
-        held: list[HeldPages] = []
+        held: list[PageIds] = []
         try:
             for side in (source_place, target_place):
-                if isinstance(side, HeldPages):
+                if isinstance(side, PageIds):
                     side.pool.hold()
                     held.append(side)
             bound = self._bound(source, target, tokens, stream)
@@ -171,26 +171,26 @@ class DeviceCopier:
                 # Take the event before the launch: without one, no launch may run, since its end could not be seen.
                 event = self._events.pop() if self._events else cuda.Event(self._driver)
                 try:
-                    place = None if accepts is None else self._read_trailer(source_place)
+                    found = None if accepts is None else self._read_trailer(source_place)
                     bound.queue(source_place, target_place, tokens, trailer)
                 except LongshoreError:
-                    # Nothing was launched. The device may still write to `place`, so no copy uses that again.
+                    # Nothing was launched. The device may still write to `found`, so no copy uses that again.
                     self.take_back(event, None)
                     raise
                 mark = self._marked(event, stream)
-                return DeviceCopy(self, mark, stream, held, place, accepts)
+                return DeviceTicket(self, mark, stream, held, found, accepts)
         except LongshoreError:
             _let_go(held)
             raise
         _let_go(held)
         return None
 
-    def take_back(self, mark: Mark, place: cuda.HostBytes | None) -> None:
+    def take_back(self, mark: Mark, trailer: cuda.HostBytes | None) -> None:
         """Keep the event and host memory of an ended copy for the next one."""
         if isinstance(mark, cuda.Event):
             self._events.append(mark)
-        if place is not None:
-            self._places.append(place)
+        if trailer is not None:
+            self._trailers.append(trailer)
 
     def wait(self, limit_s: float) -> None:
         """Wait until the device has done all queued copies. Raises DeviceError if it has not within `limit_s`."""
@@ -206,12 +206,12 @@ class DeviceCopier:
         views = [pool_view(pool, ids, 0, layers, range(count)) for count in pool.layout.shared_head_counts]
         return [(Paged(view, self._table(pool)), tokens) for view in views]
 
-    def _held_of(self, view: View, stream: CopyStream, *, to_write: bool) -> HeldPages:
+    def _held_of(self, view: View, stream: CopyStream, *, to_write: bool) -> PageIds:
         return self._held(view.own_pool, view.pages, view.first_page, stream, to_write=to_write)
 
-    def _held(self, pool: KVPool, pages: Pages, first_page: int, stream: CopyStream, *, to_write: bool) -> HeldPages:
+    def _held(self, pool: KVPool, pages: Pages, first_page: int, stream: CopyStream, *, to_write: bool) -> PageIds:
         return self._lists.get(
-            lambda: HeldPages(pool, pages, self._device, first_page, stream, to_write=to_write), pages, pool, stream
+            lambda: PageIds(pool, pages, self._device, first_page, stream, to_write=to_write), pages, pool, stream
         )
 
     def _read_trailer(self, slab: Place) -> cuda.HostBytes:
@@ -220,9 +220,9 @@ class DeviceCopier:
         begin = slab.offset_bytes + aligned(slab.payload_bytes)
         if begin + TRAILER_BYTES > slab.memory.length_bytes:
             raise ShapeError(f"source has no trailer at {begin}: its memory has {slab.memory.length_bytes} bytes")
-        place = self._places.pop() if self._places else cuda.HostBytes(self._driver, TRAILER_BYTES)
-        place.fill(slab.memory.address + begin, self._scatters.handle)
-        return place
+        trailer = self._trailers.pop() if self._trailers else cuda.HostBytes(self._driver, TRAILER_BYTES)
+        trailer.fill(slab.memory.address + begin, self._scatters.handle)
+        return trailer
 
     def _marked(self, event: cuda.Event, stream: CopyStream) -> Mark:
         """Return the mark of the last launch on `stream`. Must not fail, even if the driver does: the launch runs."""
@@ -250,12 +250,12 @@ class DeviceCopier:
     def _side(self, side: View | Slab) -> Side:
         return side if isinstance(side, Slab) else Paged(side, self._table(side.own_pool))
 
-    def _table(self, pool: KVPool) -> DevicePages:
+    def _table(self, pool: KVPool) -> PlaneTable:
         found = self._tables.get(pool)
         if found is None:
             self._forget_closed()
             try:
-                found = DevicePages(pool, [address for address, _ in pool.regions], self._device)
+                found = PlaneTable(pool, [address for address, _ in pool.regions], self._device)
                 torch.cuda.current_stream(self._device).synchronize()
             except RuntimeError as error:
                 raise DeviceError(f"a pool's table cannot be copied to {self._device}: {error}") from error
@@ -269,7 +269,7 @@ class DeviceCopier:
         self._copies = {key: copy for key, copy in self._copies.items() if closed.isdisjoint(key)}
 
 
-def _let_go(held: list[HeldPages]) -> None:
+def _let_go(held: list[PageIds]) -> None:
     """Release all pools. Raises DeviceError afterwards if one could not be unmapped."""
     failed: DeviceError | None = None
     for side in held:

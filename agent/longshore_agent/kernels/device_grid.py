@@ -103,9 +103,9 @@ def choose_tile(
     limit = min(covered.values()) * (1 + _IDLE_COLUMNS_SHARE_MAX)
     columns = next(columns for columns in candidates if covered[columns] <= limit)
     rows = tile_words // columns
-    # Pages of both sides can be cut into pieces of this many rows.
-    piece_rows = math.gcd(*page_tokens)
-    page_rows = min(rows, piece_rows & -piece_rows)
+    # Pages of both sides can be cut into tiles of this many rows.
+    common_rows = math.gcd(*page_tokens)
+    page_rows = min(rows, common_rows & -common_rows)
     one_page = page_rows == rows or page_rows * columns * word_bytes >= _ONE_PAGE_BYTES_MIN
     rows = page_rows if one_page else rows
     # A 64-bit product for each row would cost more instructions than the copy itself.

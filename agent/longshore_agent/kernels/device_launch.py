@@ -48,8 +48,8 @@ _TRAILER_WORDS = struct.Struct("<8q")
 _NO_TAIL = (0,) * 9
 
 
-class DevicePages:
-    """The pages of one pool in the memory of one device.
+class PlaneTable:
+    """The table of one pool's planes in the memory of one device, as the kernel reads it.
 
     Attributes:
         pool: layout and geometry of the pages, already checked. Its own mapping is not used.
@@ -101,7 +101,7 @@ class DevicePages:
         return self._address + layer * PLANE_FIELDS * self._planes.element_size()
 
 
-class HeldPages:
+class PageIds:
     """The page ids of a sequence, in a device's memory. Keep it until every stream has passed the last launch on it.
 
     Attributes:
@@ -188,19 +188,19 @@ class Paged(NamedTuple):
     """A side in an engine's pages, with the table of planes on the device."""
 
     view: View
-    table: DevicePages
+    table: PlaneTable
 
 
 Side = Paged | Slab
 # A side of one copy of a shape.
-Place = HeldPages | Slab
+Place = PageIds | Slab
 
 
 class _BoundSide(NamedTuple):
     """The values that all copies of one shape share on one side. A slab has only a name."""
 
     name: str
-    table: DevicePages | None = None
+    table: PlaneTable | None = None
     planes: int = 0  # address of the table's line for the first chosen layer
 
 
@@ -236,7 +236,7 @@ class BoundCopy:
         self._tuning = tuning or TUNINGS[isinstance(source, Slab), isinstance(target, Slab)]
         self._grid = _grid(sides, tokens, self._tuning)
         self._sides = [_bound_side(*each) for each in zip(("source", "target"), sides, strict=True)]
-        places = (_place_in_pages(side, tokens, self._grid.counts[0]) for side in sides)
+        places = (_offsets_in_pages(side, tokens, self._grid.counts[0]) for side in sides)
         self._same = (
             *(number for pair in zip(*places, strict=True) for number in pair),
             len(views[0].layers),
@@ -286,15 +286,15 @@ class BoundCopy:
                     f"trailer.payload_bytes is {trailer.payload_bytes}: the target is a slab of {self._payload_bytes} bytes"
                 )
             tail = (self._tail_bytes, *_TRAILER_WORDS.unpack(trailer.data))
-        source_at, source_ids = self._placed(self._sides[0], source, tokens, 0)
-        target_at, target_ids = self._placed(self._sides[1], target, tokens, tail[0])
+        source_at, source_ids = self._addresses(self._sides[0], source, tokens, 0)
+        target_at, target_ids = self._addresses(self._sides[1], target, tokens, tail[0])
         launch = self._launch or self.prepare()
         launch(source_at, source_ids, target_at, target_ids, *self._same, *tail)
 
-    def _placed(self, side: _BoundSide, place: Place, tokens: tuple[int, int], tail_bytes: int) -> tuple[int, int]:
+    def _addresses(self, side: _BoundSide, place: Place, tokens: tuple[int, int], tail_bytes: int) -> tuple[int, int]:
         """Return the addresses of a side's planes or slab, and of its first page id."""
         if side.table is not None:
-            assert isinstance(place, HeldPages), f"{side.name} was pages"
+            assert isinstance(place, PageIds), f"{side.name} was pages"
             assert place.pool is side.table.pool, "page ids of another pool"
             return side.planes, place.address_of(tokens, unique=side.name == "target")
         assert isinstance(place, Slab), f"{side.name} was a slab"
@@ -317,7 +317,7 @@ def _bound_side(name: str, side: Side) -> _BoundSide:
     return _BoundSide(name, side.table, side.table.line(side.view.layers.start))
 
 
-def _place_in_pages(side: Side, tokens: tuple[int, int], skipped: int) -> tuple[int, int, int]:
+def _offsets_in_pages(side: Side, tokens: tuple[int, int], skipped: int) -> tuple[int, int, int]:
     """Return token, gap and head of one side, as `copy_kernel` counts them.
 
     Args:

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 
 from longshore_agent.errors import DeviceError, PoolError, ShapeError
 from longshore_agent.memory import cuda
-from longshore_agent.memory.host_memory import EXTENT_BYTES, StagingPieces
+from longshore_agent.memory.host_memory import EXTENT_BYTES, StagingRange
 from longshore_wire.engine_messages import DeviceRegion
 from longshore_wire.errors import Reason
 from longshore_wire.names import ENVIRONMENT_PREFIX
@@ -101,7 +101,7 @@ class DeviceMapping:
             return entry[0]
 
 
-class DeviceStagingBuffer(StagingPieces):
+class DeviceStagingBuffer(StagingRange):
     """Staging memory of a GPU worker, from `cudaMalloc` or `cuMemCreate`. The counterpart of `host_memory.StagingBuffer`.
 
     Attributes:

@@ -259,7 +259,7 @@ def map_shared(descriptor: int, length_bytes: int) -> Mapping:
         raise PoolError(f"the file cannot be mapped read and write: {error}") from error
 
 
-class StagingPieces:
+class StagingRange:
     """The address range of a buffer and its extents for registration, without its memory.
 
     Attributes:
@@ -295,7 +295,7 @@ class StagingPieces:
             )
 
 
-class StagingBuffer(StagingPieces):
+class StagingBuffer(StagingRange):
     """Private memory whose pages are all touched before the first transfer, so that none faults during one.
 
     Attributes:

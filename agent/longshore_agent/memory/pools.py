@@ -1,4 +1,4 @@
-"""Maps an engine's pages into this worker: checks the engine's declaration, gives views to kernels and leases to jobs.
+"""Maps an engine's pages into this worker: checks the engine's declaration, gives views to kernels, holds them while in use.
 
 Called by the worker (register, unregister) and by kernels. The engine's geometry is untrusted input. Nothing is mapped
 before all of its addresses are checked against their regions.
@@ -28,7 +28,7 @@ from longshore_wire.layout import KVLayout, PageOrder, PoolGeometry
 RegionHandle = int | DeviceRegion
 
 
-class PlaneRun(NamedTuple):
+class PlaneGroup(NamedTuple):
     """Consecutive planes with equal strides (bytes), from number `first` in the pool's order on.
 
     `addresses` are the addresses of their first pages in this process, [planes] int64.
@@ -56,7 +56,7 @@ class KVPool:
         on_device: the pages are in GPU memory, so the host cannot read them.
         sealed: the engine cannot truncate its memory, so that other engines' workers may map it.
         closed_s: time of `close` by `time.monotonic`; None before it.
-        plane_runs: all planes in order, mostly one run. Their addresses are valid only inside `in_use`.
+        plane_groups: all planes in order, mostly one group. Their addresses are valid only inside `in_use`.
     """
 
     def __init__(
@@ -89,10 +89,10 @@ class KVPool:
         self.device = device
         self._mappings = _map_regions(geometry, handles, device)
         self.sealed = all(mapping.sealed for mapping in self._mappings if isinstance(mapping, Mapping))
-        self.plane_runs = plane_runs(geometry, [mapping.address for mapping in self._mappings])
+        self.plane_groups = plane_groups(geometry, [mapping.address for mapping in self._mappings])
         self._regions = [mapping.bytes_view() for mapping in self._mappings if isinstance(mapping, Mapping)]
         self._lock = threading.Lock()
-        self._jobs_count = 0
+        self._users_count = 0
         self._closing = False
         self.closed_s: float | None = None
         self._closed = threading.Event()
@@ -104,9 +104,9 @@ class KVPool:
 
     @property
     def busy(self) -> bool:
-        """Whether a job uses the mapping."""
+        """Whether a copy or a write uses the mapping."""
         with self._lock:
-            return self._jobs_count > 0
+            return self._users_count > 0
 
     @property
     def regions(self) -> list[tuple[int, int]]:
@@ -143,7 +143,7 @@ class KVPool:
                 )
 
     def hold(self) -> None:
-        """Hold the mapping for one job, until `let_go`.
+        """Hold the mapping for one copy or write, until `let_go`.
 
         Raises:
             PoolError: `close` was called.
@@ -151,19 +151,19 @@ class KVPool:
         with self._lock:
             if self._closing:
                 raise PoolError("the pool is unregistered: register it again", reason=Reason.UNKNOWN_POOL)
-            self._jobs_count += 1
+            self._users_count += 1
 
     def let_go(self) -> None:
         """Release a `hold`. After `close`, the last release unmaps the pool."""
         with self._lock:
-            self._jobs_count -= 1
-            last = self._closing and self._jobs_count == 0
+            self._users_count -= 1
+            last = self._closing and self._users_count == 0
         if last:
             self._unmap()
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Hold the mapping for one job; may be nested. Raises the errors of `hold` and, at its end, of `check_whole`."""
+        """Hold the mapping for one copy or write; may be nested. Raises the errors of `hold` and, at its end, of `check_whole`."""
         self.hold()
         try:
             yield
@@ -190,17 +190,17 @@ class KVPool:
                 )
 
     def close(self) -> bool:
-        """Refuse new jobs and unmap at once or, if jobs run, when the last one ends. Idempotent; never blocks.
+        """Refuse new holds and unmap at once or, if some are left, with the last one. Idempotent; never blocks.
 
         Returns:
-            True if the memory is unmapped; False if jobs still use it, see `wait_closed`.
+            True if the memory is unmapped; False if it is still held, see `wait_closed`.
         """
         with self._lock:
             if self._closing:
                 return self._closed.is_set()
             self._closing = True
             self.closed_s = time.monotonic()
-            idle = self._jobs_count == 0
+            idle = self._users_count == 0
         if idle:
             self._unmap()
         return idle
@@ -245,14 +245,14 @@ def check_geometry(layout: KVLayout, geometry: PoolGeometry) -> None:
                 )
 
 
-def plane_runs(geometry: PoolGeometry, region_addresses: Sequence[int]) -> list[PlaneRun]:
+def plane_groups(geometry: PoolGeometry, region_addresses: Sequence[int]) -> list[PlaneGroup]:
     """Return all planes of a pool whose regions are at these addresses."""
     planes = geometry.planes
     strides = [(plane.page_stride, plane.token_stride, plane.head_stride) for plane in planes]
     starts = [index for index in range(len(planes)) if index == 0 or strides[index] != strides[index - 1]]
     addresses = np.array([region_addresses[plane.region] + plane.offset for plane in planes], dtype=np.int64)
     ends = [*starts[1:], len(planes)]
-    return [PlaneRun(start, addresses[start:end], *strides[start]) for start, end in zip(starts, ends, strict=True)]
+    return [PlaneGroup(start, addresses[start:end], *strides[start]) for start, end in zip(starts, ends, strict=True)]
 
 
 def close_handles(handles: Iterable[RegionHandle]) -> None:

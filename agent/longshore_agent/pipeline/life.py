@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from longshore_agent.errors import TransportError
 from longshore_agent.kernels.copier import Copier, Copy, Slab
-from longshore_agent.memory.host_memory import StagingPieces
+from longshore_agent.memory.host_memory import StagingRange
 from longshore_agent.pipeline.slabs import (
     InboundEnd,
     InboundSlab,
@@ -96,7 +96,7 @@ class InboundTools:
     """
 
     copier: Copier
-    ring: StagingPieces
+    ring: StagingRange
     log: StageLog
     trailer_key: bytes
     trailer_deadline_ns: int

@@ -341,11 +341,11 @@ AnySlab = TypeVar("AnySlab", bound=OutboundSlab | InboundSlab)
 class _Life(Generic[AnySlab]):
     """A life that has begun, and its current wait."""
 
-    __slots__ = ("over", "run", "slab", "wait")
+    __slots__ = ("over", "slab", "steps", "wait")
 
-    def __init__(self, slab: AnySlab, run: Generator[Wait, None, End]) -> None:
+    def __init__(self, slab: AnySlab, steps: Generator[Wait, None, End]) -> None:
         self.slab = slab
-        self.run = run
+        self.steps = steps
         self.wait: Wait = Now()
         self.over = False
 
@@ -427,7 +427,7 @@ class _Track(Generic[AnySlab]):
         """Run a life until it waits for something that has not passed."""
         while not life.over and life.wait.passed():
             try:
-                life.wait = next(life.run)
+                life.wait = next(life.steps)
             except StopIteration as stop:
                 life.over = True
                 self.open.remove(life)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore_agent.kernels.copier import Pages, PlaneRows, View, plane_rows, pool_view, remote_view
-from longshore_agent.memory.host_memory import StagingPieces
+from longshore_agent.memory.host_memory import StagingRange
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.transports.base import Pieces
 from longshore_wire.effects import PeerId, StartScatter, StartWrite
@@ -310,7 +310,7 @@ def _merge(sources: Addresses, targets: Addresses, lengths: Addresses) -> tuple[
 
 
 def staged_pieces(
-    buffer: StagingPieces, begin_bytes: int, ring: RegionInfo, offset_bytes: int, length_bytes: int
+    buffer: StagingRange, begin_bytes: int, ring: RegionInfo, offset_bytes: int, length_bytes: int
 ) -> Pieces:
     """Return the pieces of a staged slab's write, cut where a registration of either side ends. Mostly it is one.
 

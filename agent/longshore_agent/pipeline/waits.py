@@ -10,7 +10,7 @@ from collections import deque
 from typing import NamedTuple, Protocol
 
 from longshore_agent.kernels.copier import Ticket
-from longshore_agent.memory.host_memory import StagingPieces
+from longshore_agent.memory.host_memory import StagingRange
 from longshore_agent.pipeline.slabs import OutboundSlab
 from longshore_agent.transports.base import Transport, Write, WriteState
 from longshore_wire.errors import RingError
@@ -147,7 +147,7 @@ class StagingMemory:
         buffer: the memory.
     """
 
-    def __init__(self, buffer: StagingPieces, lanes: range) -> None:
+    def __init__(self, buffer: StagingRange, lanes: range) -> None:
         """Begin with everything free.
 
         Args:

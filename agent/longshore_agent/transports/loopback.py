@@ -31,10 +31,10 @@ from longshore_agent.transports.own_network import host_identity
 from longshore_agent.transports.process_memory import ProcessMemory, start_time
 from longshore_agent.transports.state import (
     Arrivals,
-    Checked,
+    CheckedTransport,
     Metadata,
-    OneWrite,
     Regions,
+    WriteBase,
     check_notice,
     regions_of,
     unseal,
@@ -136,7 +136,7 @@ class _Peer(msgspec.Struct):
     regions: Regions
 
 
-class LoopbackWrite(OneWrite[_Peer]):
+class LoopbackWrite(WriteBase[_Peer]):
     """One write. Fault rules use `number`, which it gets in `start`. Guarded by the transport's lock."""
 
     __slots__ = ("_pieces", "due_ns", "fault", "notices", "number")
@@ -189,7 +189,7 @@ class LoopbackWrite(OneWrite[_Peer]):
         self.fail(why, settled=True)
 
 
-class LoopbackTransport(Checked[_Peer]):
+class LoopbackTransport(CheckedTransport[_Peer]):
     """Copies between processes of one host, see the module.
 
     Args:

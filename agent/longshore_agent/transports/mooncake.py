@@ -40,7 +40,7 @@ from longshore_agent.transports.data_ports import DataPorts
 from longshore_agent.transports.mooncake_engine import MooncakeMetadata, check_reach, remote_address
 from longshore_agent.transports.own_network import host_identity
 from longshore_agent.transports.probe import find_wire
-from longshore_agent.transports.state import Checked, OneWrite, Regions, check_notice, regions_of, unseal
+from longshore_agent.transports.state import CheckedTransport, Regions, WriteBase, check_notice, regions_of, unseal
 
 # Requests under way to one peer. The library holds 1,024 and lets 1,024 more wait, for a second.
 _UNDER_WAY_COUNT_MAX = 1000
@@ -87,7 +87,7 @@ class Peer:
         self.greeter: threading.Thread | None = None
 
 
-class MooncakeWrite(OneWrite[Peer]):
+class MooncakeWrite(WriteBase[Peer]):
     """One write. Its fields are guarded by its peer's lock."""
 
     __slots__ = ("count", "failed_bytes", "failed_count", "open", "waiting")
@@ -126,7 +126,7 @@ def forget_open(peer: Peer, begun: list[MooncakeWrite]) -> None:
                 write.fail("the probe did not end in time", settled=False)
 
 
-class MooncakeTransport(Checked[Peer]):
+class MooncakeTransport(CheckedTransport[Peer]):
     """Moves host memory between workers over TCP (the library's own thread copies), or a GPU's over CUDA IPC.
 
     Args:

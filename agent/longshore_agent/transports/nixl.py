@@ -40,7 +40,7 @@ from longshore_agent.transports.data_ports import DataPorts
 from longshore_agent.transports.nixl_library import Envelope, check_reach, inbox_name, outbox_name, unpack
 from longshore_agent.transports.own_network import host_identity
 from longshore_agent.transports.probe import find_wire
-from longshore_agent.transports.state import Arrivals, Connected, OneWrite, PreparedList, check_notice
+from longshore_agent.transports.state import Arrivals, PreparedList, TransportBase, WriteBase, check_notice
 
 _CLOSE_PROGRESS_LIMIT_NS = 200_000_000
 _POLL_PAUSE_S = 0.0001
@@ -78,7 +78,7 @@ class NixlPeer(msgspec.Struct):
     wire: Wire = Wire.UNKNOWN
 
 
-class NixlWrite(OneWrite[NixlPeer]):
+class NixlWrite(WriteBase[NixlPeer]):
     """One write. Its fields are guarded by the transport's outbox lock."""
 
     __slots__ = ("handle", "notice")
@@ -90,7 +90,7 @@ class NixlWrite(OneWrite[NixlPeer]):
         self.notice = notice
 
 
-class NixlTransport(Connected[NixlPeer]):
+class NixlTransport(TransportBase[NixlPeer]):
     """Moves host memory or a GPU's between workers over UCX. Its callers drive progress; it has no thread of its own.
 
     Over TCP a write progresses only while its target calls `notices`, too.

@@ -41,7 +41,7 @@ class Metadata(msgspec.Struct, frozen=True, array_like=True):
     """The part of a worker's metadata that precedes its transport's own fields.
 
     Attributes:
-        name, life: see `Connected`.
+        name, life: see `TransportBase`.
         kernel: `host_identity` of the worker.
     """
 
@@ -199,7 +199,7 @@ _Peer = TypeVar("_Peer", bound=KnownPeer)
 _Checked = TypeVar("_Checked", bound=CheckedPeer)
 
 
-class OneWrite(Generic[_Peer]):
+class WriteBase(Generic[_Peer]):
     """One write; `release` returns `settled`."""
 
     backend: str
@@ -246,7 +246,7 @@ class PreparedList(Generic[_Content]):
         self.content: _Content | None = content
 
 
-class Connected(Generic[_Peer]):
+class TransportBase(Generic[_Peer]):
     """The part of a transport that knows its peers; see `base.Transport` for the attributes.
 
     Attributes:
@@ -310,7 +310,7 @@ class Connected(Generic[_Peer]):
         return prepared.content
 
 
-class Checked(Connected[_Checked]):
+class CheckedTransport(TransportBase[_Checked]):
     """The part of a transport that checks pieces against registered memory, because the layer below does not.
 
     Its lock guards its peers and its memory.

@@ -11,7 +11,7 @@ from longshore_agent.kernels.copier import Copier
 from longshore_agent.kernels.cpu_copy import CpuCopier
 from longshore_agent.memory.cuda import Device, open_device
 from longshore_agent.memory.device_memory import DeviceStagingBuffer
-from longshore_agent.memory.host_memory import EXTENT_BYTES, StagingBuffer, StagingPieces
+from longshore_agent.memory.host_memory import EXTENT_BYTES, StagingBuffer, StagingRange
 from longshore_agent.pipeline.life import InboundTools, LaneCounts, OutboundTools
 from longshore_agent.pipeline.runners import (
     COPIES_AHEAD_MAX,
@@ -35,7 +35,7 @@ from longshore_wire.slabs import TRAILER_KEY_BYTES, slab_bytes
 PROBE_BYTES = 1 << 20
 
 
-def device_copier(device: Device, lanes: StagingPieces | None, ring: StagingPieces | None) -> Copier:
+def device_copier(device: Device, lanes: StagingRange | None, ring: StagingRange | None) -> Copier:
     """Return the copier of a GPU. It loads the tensor library, which a worker on a CPU does without."""
     from longshore_agent.kernels.device_copier import DeviceCopier
 
@@ -131,16 +131,16 @@ class Resources:
             self.copier, self.transport, memory, counts, log, batch_count, copies or Gate(), writes or Gate()
         )
 
-    def _target(self, ring: StagingPieces, log: StageLog, thread: int = 0) -> InboundTools:
+    def _target(self, ring: StagingRange, log: StageLog, thread: int = 0) -> InboundTools:
         return InboundTools(self.copier, ring, log, self._trailer_key, self._settings.trailer_deadline_ns, thread)
 
-    def _registered(self, length_bytes: int, extent_bytes: int = 0) -> StagingPieces:
+    def _registered(self, length_bytes: int, extent_bytes: int = 0) -> StagingRange:
         """Return memory of this worker, registered with the transport. It lives as long as the worker.
 
         Args:
             extent_bytes: of each registration on a CPU; 0: the default. On a GPU, the buffer is one registration.
         """
-        buffer: StagingPieces
+        buffer: StagingRange
         if self.device is None:
             buffer = StagingBuffer(length_bytes, extent_bytes=extent_bytes or EXTENT_BYTES)
         else:
