@@ -134,7 +134,7 @@ def _say_once(stack: ExitStack) -> None:
 def _never_hang_up(stack: ExitStack) -> None:
     def beat(self: Any, peer: Any, now_ns: int) -> None:
         if peer in self.peers:
-            self.peers[peer].owed_until_ns = 1 << 62
+            self.peers[peer].outcomes_until_ns = 1 << 62
         real(self, peer, now_ns)
 
     real = _set(stack, TargetPeers, "_beat", beat)
@@ -300,10 +300,10 @@ def _count_parts(stack: ExitStack) -> None:
 
 
 def _watch_the_ring_alone(stack: ExitStack) -> None:
-    def owes_bytes(self: Any) -> bool:
+    def has_bytes_due(self: Any) -> bool:
         return self.way is Way.STAGED and bool(real.__get__(self))
 
-    real = _set(stack, TargetPair, "owes_bytes", property(owes_bytes))
+    real = _set(stack, TargetPair, "has_bytes_due", property(has_bytes_due))
 
 
 def _hide_what_is_due(stack: ExitStack) -> None:

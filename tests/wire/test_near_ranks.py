@@ -22,7 +22,7 @@ def claimed_way(agent: str, near: Staging | None, model: ModelShape = HEADS) -> 
     """Return the mode of the only pair, for a GPU worker of agent `here`, which must stage to other agents."""
     layout = KVLayout(model, Parallel(), 16)
     config = SessionConfig(
-        "d", "D", 9, layout, ring_bytes=1 << 20, staging=Staging.ALWAYS, near_staging=near, agent="here"
+        "d", "D", 9, layout, ring_bytes=1 << 20, staging=Staging.ALWAYS, neighbour_staging=near, agent="here"
     )
     session = TargetSession(config, now_ns=0)
     session.describe(b"", RegionInfo(0, 1 << 20), {})

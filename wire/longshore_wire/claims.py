@@ -34,7 +34,7 @@ class Wanted:
     end_token: int
     page_count: int
     pages: bytes
-    near: bool = True  # workers of the same agent may write the pages themselves
+    mappable: bool = True  # workers of the same agent may map the pages and write them
 
 
 class PageParts(Generic[K]):
@@ -157,10 +157,10 @@ def grid(config: SessionConfig, attach: Attach, claim: Claim, found: Route, soun
     else:
         limit = slab_limit_bytes(config.slab_bytes_max, attach.ring.length_bytes, found.writer_count)
     count, unit = claim.end_token - claim.first_token, found.pair.unit_tokens
-    pieces = 2 * config.lane_count
+    count_min = 2 * config.lane_count
     if claim.way is Way.DIRECT and config.direct_slab_bytes:
-        limit, pieces = max(config.direct_slab_bytes, found.pair.unit_bytes), 1
-    units = slab_units(found.pair.unit_bytes, -(-count // unit), limit, config.slab_bytes_min, pieces)
+        limit, count_min = max(config.direct_slab_bytes, found.pair.unit_bytes), 1
+    units = slab_units(found.pair.unit_bytes, -(-count // unit), limit, config.slab_bytes_min, count_min)
     tokens, tokens_max = units * unit, limit // found.pair.unit_bytes * unit
     page = max(config.layout.page_size, attach.layout.page_size)
     if claim.way in IN_PLACE and tokens < count:
@@ -281,7 +281,9 @@ def target_pairs(config: SessionConfig, wanted: Wanted, planned: Plan) -> list[T
                 f"the endpoint of {wanted.endpoint.instance} lacks rank {source}: pass it on only when complete",
                 reason=Reason.UNKNOWN_INSTANCE,
             )
-        way, why = (Way.STAGED, Why.DEFAULT) if pair is None else _given_way(config, pair)
+        way, why = Way.STAGED, Why.DEFAULT
+        if pair is not None:
+            way, why = given_way(pair, config.force_way, config.staging, config.layout.model.attention)
         if pair is not None and wanted.first_token < wanted.end_token:
             check_prefix(wanted.first_token, pair)
             if why is not Why.UNDECIDED:
@@ -298,10 +300,6 @@ def target_pairs(config: SessionConfig, wanted: Wanted, planned: Plan) -> list[T
         left_open = opened(planned, can_stage=can_stage) if why is Why.UNDECIDED else None
         pairs.append(TargetPair(pair_key, peer, pair, way, why, left_open, address=known[source]))
     return pairs
-
-
-def _given_way(config: SessionConfig, pair: Pair) -> tuple[Way, Why]:
-    return given_way(pair, config.force_way, config.staging, config.layout.model.attention)
 
 
 def chosen_way(config: SessionConfig, attach: Attach, found: TargetPair, tokens: tuple[int, int], wire: str) -> Choice:

@@ -56,7 +56,7 @@ class SessionConfig:
     crossover: Crossover = WHOLE_PAGES  # chooses the way where `staging` is AUTO
     agent: str = ""  # the worker's agent, for way DIRECT; empty: DIRECT is not used
     engine: int = 0  # the life of the worker's engine
-    near_staging: Staging | None = None  # between ranks of one agent, where it differs from `staging`
+    neighbour_staging: Staging | None = None  # between ranks of one agent; None: as `staging`
     in_place: bool = True  # a transport can access this worker's pages in place; False: they are on a GPU
     wires: tuple[str, ...] = ()  # names of the wires that a transport may use; empty: any
     direct_slab_bytes: int = 0  # slab size of way DIRECT, where one slab keeps the device busy; 0: as in other ways

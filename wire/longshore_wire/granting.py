@@ -123,14 +123,14 @@ class Granter:
         """Do not count `late_ns`, in which this worker did not run, as slowness of writers."""
         self._absent_ns += late_ns
 
-    def owes(self, pair: TargetPair, now_ns: int, *, landed: bool = False) -> None:
+    def note_due(self, pair: TargetPair, now_ns: int, *, landed: bool = False) -> None:
         """Note since when a pair's bytes are due: after a grant, after more is ready, and after a slab has `landed`."""
-        if landed or pair.owed_since_ns is None:
-            pair.owed_since_ns = now_ns - self._absent_ns if pair.owes_bytes else None
+        if landed or pair.due_since_ns is None:
+            pair.due_since_ns = now_ns - self._absent_ns if pair.has_bytes_due else None
 
     def overdue(self, pair: TargetPair, now_ns: int) -> bool:
         """Whether the bytes of a pair's writer are overdue."""
-        since_ns = pair.owed_since_ns
+        since_ns = pair.due_since_ns
         return since_ns is not None and now_ns - self._absent_ns - since_ns >= self._write_timeout_ns
 
     def free(self, room: TargetRoom, pair: TargetPair, slab: int) -> None:

@@ -48,7 +48,9 @@ class RegionInfo(msgspec.Struct, frozen=True, array_like=True):
 
     address: int
     length_bytes: int
-    extent_bytes: int = 0  # size of the separately registered pieces, which no part of a write may cross; 0: one piece
+    extent_bytes: int = (
+        0  # size of the separately registered extents, which no piece of a write may cross; 0: one extent
+    )
     # For a ring: the key with which a source seals the trailers of its slabs, see `slabs.Trailer`.
     trailer_key: Annotated[bytes, msgspec.Meta(max_length=TRAILER_KEY_BYTES_MAX)] = b""
 

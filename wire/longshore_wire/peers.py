@@ -125,8 +125,8 @@ class Peer:
     attempt: int = 0  # number of our newest Attach to it
     answered: int = 0  # number of the newest Attach that it has answered
     outcomes: dict[RoomKey, Outcome] = field(default_factory=dict)
-    told_epoch: int = 0  # the life for which outcomes of earlier lives' rooms were queued
-    owed_until_ns: int = 0  # until then a later life must be sent the outcomes of ended rooms
+    queued_epoch: int = 0  # the life for which outcomes of earlier lives' rooms were queued
+    outcomes_until_ns: int = 0  # until then a later life must be sent the outcomes of ended rooms
     writers: dict[int, Writer] = field(default_factory=dict)  # by epoch
     rival_since_ns: int | None = None  # since when a room names another address although the peer answers at `address`
 

@@ -174,11 +174,11 @@ class RunRule(msgspec.Struct, frozen=True):
     def count(self, pair: Pair, tokens: int) -> int:
         """Return the number of runs in `tokens` tokens that begin at a page on both sides and fill whole pages."""
         heads = 1 if self.heads_joined else pair.heads[1] - pair.heads[0]
-        pieces = tokens
+        counted = tokens
         if self.tokens_joined:
             one, other = self.source_page_size, self.target_page_size
-            pieces = -(-tokens // one) + -(-tokens // other) - -(-tokens // lcm(one, other))
-        return (pair.layers[1] - pair.layers[0]) * self.planes_per_layer * heads * pieces
+            counted = -(-tokens // one) + -(-tokens // other) - -(-tokens // lcm(one, other))
+        return (pair.layers[1] - pair.layers[0]) * self.planes_per_layer * heads * counted
 
 
 def plan(

@@ -199,7 +199,7 @@ class TargetPair:
     done_count: int = 0
     draining_count: int = 0
     total_tokens: int = -1
-    owed_since_ns: int | None = None  # since when nothing has landed in memory granted for ready tokens
+    due_since_ns: int | None = None  # since when nothing has landed in memory granted for ready tokens
     queued: bool = False
     attempts: int = 0
     state: TargetPairState = TargetPairState.WAITING
@@ -227,7 +227,7 @@ class TargetPair:
         return self.way is not Way.STAGED or any(self.states[slab] in _WRITABLE for slab in self.regions)
 
     @property
-    def owes_bytes(self) -> bool:
+    def has_bytes_due(self) -> bool:
         """Whether its writer has granted memory for ready tokens whose bytes have not landed."""
         if self.way is not Way.STAGED:
             return self.done_count < self.ready_count

@@ -124,7 +124,7 @@ class Session:
         raise NotImplementedError
 
     def fail_claimed(self, reason: Reason, text: str, now_ns: int) -> None:
-        """Fail every room that has pieces on sibling ranks; at a target, that is every room."""
+        """Fail every room that sibling ranks share; at a target, that is every room."""
         self.fail_all(reason, text, now_ns)
 
     def refuse(self, peer: PeerId, reason: Reason, text: str, now_ns: int) -> None:
@@ -325,8 +325,8 @@ class Session:
 
     def _plan(self, source: KVLayout, target: KVLayout, room: int, *, direct: bool = False) -> Plan:
         staging = self.config.staging
-        if direct and self.config.near_staging is not None:
-            staging = self.config.near_staging
+        if direct and self.config.neighbour_staging is not None:
+            staging = self.config.neighbour_staging
         return plan(source, target, staging=staging, direct=direct, room=room)
 
 

@@ -68,15 +68,15 @@ def slab_limit_bytes(lane_bytes: int, ring_bytes: int, source_count: int) -> int
     return (room_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES - TRAILER_BYTES
 
 
-def slab_units(unit_bytes: int, unit_count: int, limit_bytes: int, minimum_bytes: int, pieces: int) -> int:
-    """Return the units of a slab: about `pieces` slabs a claim, so that their stages overlap, within the limits.
+def slab_units(unit_bytes: int, unit_count: int, limit_bytes: int, minimum_bytes: int, count_min: int) -> int:
+    """Return the units of a slab: about `count_min` slabs a claim, so that their stages overlap, within the limits.
 
     Args:
         unit_bytes: bytes of one unit between this pair of ranks: a token, or a page whose content is opaque.
         unit_count: units in the claim.
         limit_bytes: see `slab_limit_bytes`.
         minimum_bytes: smaller slabs would cost more control than they gain by overlap.
-        pieces: minimum number of slabs in a claim, if they stay above `minimum_bytes`.
+        count_min: minimum number of slabs in a claim, if they stay above `minimum_bytes`.
     Raises:
         RingError: not even one unit fits.
     """
@@ -85,7 +85,7 @@ def slab_units(unit_bytes: int, unit_count: int, limit_bytes: int, minimum_bytes
             f"one token (one page, where it is opaque) is {unit_bytes} bytes between these ranks and a slab holds {max(limit_bytes, 0)}: "
             "enlarge staging.bufferSize of prefill and staging.poolSize of decode (two slabs for each source rank)"
         )
-    wanted_bytes = max(minimum_bytes, -(-unit_count * unit_bytes // pieces))
+    wanted_bytes = max(minimum_bytes, -(-unit_count * unit_bytes // count_min))
     return max(1, min(wanted_bytes, limit_bytes) // unit_bytes)
 
 

@@ -93,7 +93,7 @@ class SourceSession(SourcePeers):
             self._remember(key, reason, text, self._remembered_until_ns(now_ns))
 
     def fail_claimed(self, reason: Reason, text: str, now_ns: int) -> None:
-        """Fail every room that a target has claimed, since it has pieces on sibling ranks."""
+        """Fail every room that a target has claimed, since sibling ranks share it."""
         for room in list(self.rooms.values()):
             if room.pairs:
                 self._fail(room, reason, text, now_ns)

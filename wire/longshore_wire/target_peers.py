@@ -163,12 +163,12 @@ class TargetPeers(Session):
             self._effect(PeerAttached(known.peer, attach))
         known.state, known.heard_ns = PeerState.ATTACHED, now_ns
         self._peer_timers.set(known.peer, self._next_beat_ns(now_ns))
-        self._owe_outcomes(known, now_ns)
+        self._queue_outcomes(known, now_ns)
         for room, pair in self._rooms_of(known):
             if pair.state in (TargetPairState.WAITING, TargetPairState.CLAIMED) and not room.failed:
                 self._send_claim(room, pair, now_ns)
         for key in list(known.outcomes):
-            self._tell_outcome(known, key, now_ns)
+            self._send_outcome(known, key, now_ns)
         return True
 
     def _check_name(self, peer: PeerId, attach: Attach) -> tuple[Reason, str] | None:
@@ -246,8 +246,8 @@ class TargetPeers(Session):
         if known is None:
             return
         gone = known.state in (PeerState.REFUSED, PeerState.LOST)
-        owed = known.state is PeerState.LOST and now_ns < known.owed_until_ns
-        if gone and not known.rooms and not owed:
+        is_awaited = known.state is PeerState.LOST and now_ns < known.outcomes_until_ns
+        if gone and not known.rooms and not is_awaited:
             del self.peers[peer]
             self._effect(HangUp(peer))
             return
@@ -296,7 +296,7 @@ class TargetPeers(Session):
         lives = []
         for pair in room.pairs.values():
             known = self.peers[pair.peer]
-            known.owed_until_ns = max(known.owed_until_ns, until_ns)
+            known.outcomes_until_ns = max(known.outcomes_until_ns, until_ns)
             if self._concerns(known, pair):
                 lives.append(Life(pair.peer, pair.pair.source_epoch, pair.engine))
         # Most rooms have the same lives, so they share one tuple.
@@ -305,7 +305,7 @@ class TargetPeers(Session):
         shared = self._lives.setdefault(tuple(lives), tuple(lives))
         self._remember(room.key, reason, text, until_ns, shared)
 
-    def _owe_outcomes(self, known: Peer, now_ns: int) -> None:
+    def _queue_outcomes(self, known: Peer, now_ns: int) -> None:
         """Queue the outcomes of earlier lives' rooms for a source that has attached, once for each life."""
         attach = known.attach
         assert attach is not None
@@ -315,9 +315,9 @@ class TargetPeers(Session):
             if is_writer and room.key not in known.outcomes:
                 ended = Ended(room.reason, room.text, self._remembered_until_ns(now_ns))
                 self._note_outcome(known, room.key, ended, pair.serial)
-        if known.told_epoch == attach.epoch:
+        if known.queued_epoch == attach.epoch:
             return
-        known.told_epoch = attach.epoch
+        known.queued_epoch = attach.epoch
         for key, ended in self.ended.items():
             for life in ended.lives:
                 # Another engine of the same name never had the room.
@@ -328,17 +328,17 @@ class TargetPeers(Session):
             if pair.state is TargetPairState.COMPLETE and pair.pair.source_epoch != attach.epoch and not room.failed:
                 self._note_outcome(known, room.key, done)
 
-    def _owe(self, pair: TargetPair, key: RoomKey, ended: Ended, now_ns: int) -> None:
+    def _queue_outcome(self, pair: TargetPair, key: RoomKey, ended: Ended, now_ns: int) -> None:
         """Queue the outcome of an ended room for a pair's source, unless the room was for another worker of its name."""
         known = self.peers[pair.peer]
         if self._concerns(known, pair):
             self._note_outcome(known, key, ended, pair.serial)
-            self._tell_outcome(known, key, now_ns)
+            self._send_outcome(known, key, now_ns)
 
     def _note_outcome(self, known: Peer, key: RoomKey, ended: Ended, serial: int = 0) -> None:
         known.outcomes[key] = Outcome(ended, serial)
 
-    def _tell_outcome(self, known: Peer, key: RoomKey, now_ns: int) -> None:
+    def _send_outcome(self, known: Peer, key: RoomKey, now_ns: int) -> None:
         """Send a pair's outcome to its source and repeat until it answers; wait if it is not attached."""
         outcome = known.outcomes.get(key)
         if outcome is None or known.state is not PeerState.ATTACHED:

@@ -81,8 +81,8 @@ class TargetSession(TargetPeers):
                 f"tokens [{wanted.first_token}, {wanted.end_token}) are not a range: give 0 <= first <= end",
                 reason=Reason.TOKENS_MISSING,
             )
-        near = wanted.near and self.config.agent != "" and wanted.endpoint.agent == self.config.agent
-        planned = self._plan(wanted.endpoint.layout, self.config.layout, key.room, direct=near)
+        direct = wanted.mappable and self.config.agent != "" and wanted.endpoint.agent == self.config.agent
+        planned = self._plan(wanted.endpoint.layout, self.config.layout, key.room, direct=direct)
         pairs = target_pairs(self.config, wanted, planned)
         room = TargetRoom(
             key,
@@ -228,7 +228,7 @@ class TargetSession(TargetPeers):
             pair.ready_count = ready_count
             self._progress(room, now_ns)
         self._learn_total(room, pair, demand.total_tokens, now_ns)
-        self.granter.owes(pair, now_ns)
+        self.granter.note_due(pair, now_ns)
         pair.attempts = 0
         if not room.failed:
             self.granter.want(pair)
@@ -282,7 +282,7 @@ class TargetSession(TargetPeers):
             pair.step_slab(ready.slab, TargetEvent.PLACE)
             room.bytes_moved += ready.payload_bytes
             self._progress(room, now_ns)
-            self.granter.owes(pair, now_ns, landed=True)
+            self.granter.note_due(pair, now_ns, landed=True)
             self._ack(pair, ready.slab, 0)
             self._watch(room, pair, now_ns)
             self._finish(room, now_ns)
@@ -298,7 +298,7 @@ class TargetSession(TargetPeers):
             self._stale(ready)
             return
         pair.step_slab(ready.slab, TargetEvent.LAND)
-        self.granter.owes(pair, now_ns, landed=True)
+        self.granter.note_due(pair, now_ns, landed=True)
         pair.attempts = 0
         region = pair.regions[ready.slab]
         self._effect(
@@ -342,7 +342,7 @@ class TargetSession(TargetPeers):
         """Send the grants that free memory permits, and set the deadlines of their answers."""
         for room_key, pair, grant in self.granter.grants(self.rooms):
             self._send(pair.peer, grant)
-            self.granter.owes(pair, now_ns)
+            self.granter.note_due(pair, now_ns)
             self._watch(self.rooms[room_key], pair, now_ns)
         for key in self.granter.take_hopeless(now_ns):
             room = self.rooms.get(key)
@@ -372,7 +372,7 @@ class TargetSession(TargetPeers):
         if known is None or known.state is not PeerState.ATTACHED:
             return
         if key in known.outcomes:
-            self._tell_outcome(known, key, now_ns)
+            self._send_outcome(known, key, now_ns)
             return
         if room is None or pair is None:
             return
@@ -405,7 +405,7 @@ class TargetSession(TargetPeers):
             self._remember_room(room, Reason.NONE, "", now_ns)
             for pair in room.pairs.values():
                 if pair.state is TargetPairState.CLOSED:
-                    self._owe(pair, room.key, self.ended[room.key], now_ns)
+                    self._queue_outcome(pair, room.key, self.ended[room.key], now_ns)
             self._drop(room)
 
     def _give_up(self, room: TargetRoom, pair: TargetPair, reason: Reason, text: str, now_ns: int) -> None:
@@ -432,7 +432,7 @@ class TargetSession(TargetPeers):
                 self.granter.quarantine(pair)
                 self._abort_pair(pair)
             self._timers.clear((room.key, peer))
-            self._owe(pair, room.key, self.ended[room.key], now_ns)
+            self._queue_outcome(pair, room.key, self.ended[room.key], now_ns)
         if room.exposed:
             self.exposed_since_ns[room.key] = now_ns
         self._settle(room)

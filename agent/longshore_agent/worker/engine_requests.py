@@ -330,7 +330,7 @@ class EngineRequests:
             message.end_token,
             len(pages),
             data,
-            near=pool.kv_pool.sealed,
+            mappable=pool.kv_pool.sealed,
         )
         try:
             self.target.claim(wanted, now_ns)
