@@ -49,10 +49,10 @@ class Core(SourceSession):
         self.peers = defaultdict(lambda: Peer(owner("decode")))
 
     def write_done(
-        self, peer: PeerId, pair_key: Any, slab: int, payload_bytes: int, now_ns: int, *, notify: bool = False
+        self, peer: PeerId, pair_key: Any, slab: int, payload_bytes: int, now_ns: int, *, announce: bool = False
     ) -> None:
         self.told.append((slab, payload_bytes))
-        self.notified += [slab] * notify
+        self.notified += [slab] * announce
 
 
 class Whole:

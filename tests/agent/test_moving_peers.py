@@ -66,7 +66,7 @@ class Core(SourceSession):
         self.peers = {}
 
     def write_done(
-        self, peer: PeerId, pair_key: Any, slab: int, payload_bytes: int, now_ns: int, *, notify: bool = False
+        self, peer: PeerId, pair_key: Any, slab: int, payload_bytes: int, now_ns: int, *, announce: bool = False
     ) -> None:
         self.told.append((slab, "done" if payload_bytes else "dropped", ""))
 

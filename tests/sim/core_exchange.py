@@ -92,7 +92,7 @@ class Exchange:
                     if isinstance(effect, StartWrite):
                         self.slabs_count += 1
                         source.write_done(
-                            effect.peer, effect.pair, effect.slab, effect.payload_bytes, self.now_ns, notify=True
+                            effect.peer, effect.pair, effect.slab, effect.payload_bytes, self.now_ns, announce=True
                         )
                     self._note(effect)
             for effect in self.target.take_effects():

@@ -207,7 +207,7 @@ class Lanes:
         elif job.cancelled:
             core.write_done(effect.peer, effect.pair, effect.slab, 0, now_ns)
         else:
-            core.write_done(effect.peer, effect.pair, effect.slab, effect.payload_bytes, now_ns, notify=True)
+            core.write_done(effect.peer, effect.pair, effect.slab, effect.payload_bytes, now_ns, announce=True)
             worker.flush()
 
     # -- scatters --------------------------------------------------------------------------------------------------

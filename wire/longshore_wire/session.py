@@ -6,9 +6,10 @@ time are arguments; effects, messages to send among them, are returned as data, 
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Hashable, Mapping
+from typing import ClassVar, Generic, TypeVar
 
 from longshore_wire.allowed_wires import AllowedWires
 from longshore_wire.effects import SECOND_NS, Effect, PeerId, ProbeLiveness, Send, SessionConfig, Stale
@@ -19,7 +20,6 @@ from longshore_wire.peer_messages import PROTOCOL_VERSION, Attach, PeerMessage, 
 from longshore_wire.peers import Ended, Life, Peer, PeerState
 from longshore_wire.plan import Plan, Way, plan
 from longshore_wire.room import Room, SourcePair, SourceRoom, TargetPair, TargetRoom
-from longshore_wire.timers import Timers
 
 # Maximum backoff of repeats, as a multiple of the first interval. More repeats do not help a busy peer.
 BACKOFF_MAX = 16
@@ -27,6 +27,8 @@ BACKOFF_MAX = 16
 EXTENT_BYTES_MIN = 4096
 # After this many intervals without a heartbeat, a probe asks whether the peer still listens.
 PROBE_AFTER = 2
+
+K = TypeVar("K", bound=Hashable)
 
 
 class Session:
@@ -328,6 +330,48 @@ class Session:
         if direct and self.config.neighbour_staging is not None:
             staging = self.config.neighbour_staging
         return plan(source, target, staging=staging, direct=direct, room=room)
+
+
+class Timers(Generic[K]):
+    """Holds at most one deadline for each key; a new one replaces it. Time is an argument."""
+
+    def __init__(self) -> None:
+        self._due_ns: dict[K, int] = {}
+        self._heap: list[tuple[int, int, K]] = []
+        self._sequence = 0
+
+    def __len__(self) -> int:
+        return len(self._due_ns)
+
+    def set(self, key: K, due_ns: int) -> None:
+        """Set the deadline of `key` to `due_ns`."""
+        self._due_ns[key] = due_ns
+        self._sequence += 1
+        heapq.heappush(self._heap, (due_ns, self._sequence, key))
+        if len(self._heap) > 64 + 4 * len(self._due_ns):
+            self._heap = [(due, n, k) for n, (k, due) in enumerate(self._due_ns.items(), self._sequence)]
+            self._sequence += len(self._heap)
+            heapq.heapify(self._heap)
+
+    def clear(self, key: K) -> None:
+        """Remove the deadline of `key`, if any."""
+        self._due_ns.pop(key, None)
+
+    def pop(self, now_ns: int) -> list[K]:
+        """Return the due keys, earliest first, and remove their deadlines."""
+        due: list[K] = []
+        while self._heap and self._heap[0][0] <= now_ns:
+            due_ns, _, key = heapq.heappop(self._heap)
+            if self._due_ns.get(key) == due_ns:
+                del self._due_ns[key]
+                due.append(key)
+        return due
+
+    def next_ns(self) -> int | None:
+        """Return the earliest deadline, or None."""
+        while self._heap and self._due_ns.get(self._heap[0][2]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
 
 
 def _check_region(name: str, region: RegionInfo | None) -> None:

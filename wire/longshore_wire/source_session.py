@@ -101,12 +101,12 @@ class SourceSession(SourcePeers):
     # -- lanes -----------------------------------------------------------------------------------------------------
 
     def write_done(
-        self, peer: PeerId, pair_key: PairKey, slab: int, payload_bytes: int, now_ns: int, *, notify: bool = False
+        self, peer: PeerId, pair_key: PairKey, slab: int, payload_bytes: int, now_ns: int, *, announce: bool = False
     ) -> None:
         """Note that a slab's bytes are at the target, or that the lane has dropped it after an abort.
 
         Args:
-            notify: the target has no notice of it yet.
+            announce: True: the transport has not announced it to the target; a SlabReady message does.
         """
         room, pair = self._find(peer, pair_key)
         if room is None or pair is None:
@@ -116,7 +116,7 @@ class SourceSession(SourcePeers):
             room.bytes_moved += payload_bytes
             self._progress(room, now_ns)
         if state is SourceSlab.WRITTEN:
-            if notify:
+            if announce:
                 self._send_ready(room, pair, slab)
             self._timers.set((room.key, peer), now_ns + self.config.retry_ns)
         if room.failed:

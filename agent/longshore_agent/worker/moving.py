@@ -288,7 +288,7 @@ class Mover:
         if not end.dropped:
             self.metrics.add("longshore_slabs_total", 1, half="source", way=effect.way.name.lower())
         payload_bytes = 0 if end.dropped else effect.payload_bytes
-        session.write_done(effect.peer, effect.pair, effect.slab, payload_bytes, now_ns, notify=end.must_announce)
+        session.write_done(effect.peer, effect.pair, effect.slab, payload_bytes, now_ns, announce=end.must_announce)
 
     def _scattered(self, end: InboundEnd, session: TargetSession, now_ns: int) -> None:
         slab, effect = end.slab, end.slab.effect
