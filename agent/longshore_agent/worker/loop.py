@@ -41,7 +41,7 @@ from longshore_agent.worker.gc_policy import GCPolicy
 from longshore_agent.worker.health import WorkerHealth
 from longshore_agent.worker.moving import Mover
 from longshore_agent.worker.polling import Polling
-from longshore_agent.worker.status import count_ended, encode_snapshot
+from longshore_agent.worker.status import encode_snapshot
 from longshore_wire.effects import (
     Dial,
     DrainWriter,
@@ -248,7 +248,9 @@ class Worker:
 
     def _room_ended(self, effect: RoomEnded) -> None:
         effect = self.requests.explained(effect)
-        count_ended(self.metrics, effect)
+        outcome = {Reason.NONE: "done", Reason.CANCELLED: "cancelled"}.get(effect.reason, "failed")
+        labels = {"half": effect.half.name.lower(), "outcome": outcome, "reason": effect.reason.name.lower()}
+        self.metrics.add("longshore_rooms_total", 1, **labels)
         if (effect.half, effect.key) in self.requests.tables:
             # An engine that has not opened the room yet is refused when it does, so it needs no event.
             self._tell(ended_event(effect))

@@ -1,7 +1,6 @@
 """Builds a worker's snapshot for its supervisor: the cores' rooms and peers as the types of `status.snapshot`.
 
-Called by the worker's control thread. It updates the metrics and changes nothing else; `count_ended` counts a room when it
-ends.
+Called by the worker's control thread. It updates the metrics and changes nothing else.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ from longshore_agent.worker.config import WorkerConfig
 from longshore_agent.worker.engine_requests import EngineRequests
 from longshore_agent.worker.moving import Mover
 from longshore_wire.allowed_wires import needs_wire
-from longshore_wire.effects import RoomEnded
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason
 from longshore_wire.granting import Granter
@@ -134,15 +132,6 @@ def _count(worker: DescribedWorker) -> None:
         counters += session.counters
     _count_refused(metrics, counters)
     metrics.advance("longshore_authentication_failures_total", worker.net.refused_count)
-
-
-def count_ended(metrics: Metrics, effect: RoomEnded) -> None:
-    """Count the end of one room."""
-    outcome = "done" if effect.reason is Reason.NONE else "failed"
-    if effect.reason is Reason.CANCELLED:
-        outcome = "cancelled"
-    half = effect.half.name.lower()
-    metrics.add("longshore_rooms_total", 1, half=half, outcome=outcome, reason=effect.reason.name.lower())
 
 
 def _count_session(metrics: Metrics, half: Half, session: Session, rooms_open: int) -> None:
@@ -338,39 +327,25 @@ def _status(
     )
 
 
-def _way(pair: SourcePair | TargetPair) -> str:
-    return _NO_WAY if pair.route is None else pair.way.name.lower()
-
-
-def _why(pair: SourcePair | TargetPair) -> str:
-    return "" if pair.route is None else pair.why.name.lower()
-
-
 def _source_pair(pair: SourcePair) -> PairStatus:
     state = "done" if pair.done else "open" if pair.state is SourcePairState.OPEN else "aborting"
-    return PairStatus(
-        pair.peer.instance,
-        pair.peer.dp_rank,
-        pair.peer.rank,
-        _way(pair),
-        state,
-        pair.acked_count,
-        len(pair.states),
-        pair.busy_count,
-        why=_why(pair),
-    )
+    return _pair(pair, state, pair.acked_count, pair.busy_count)
 
 
 def _target_pair(pair: TargetPair) -> PairStatus:
-    state = _TARGET_PAIR_STATES[pair.state]
+    return _pair(pair, _TARGET_PAIR_STATES[pair.state], pair.done_count, len(pair.regions))
+
+
+def _pair(pair: SourcePair | TargetPair, state: str, done_count: int, open_count: int) -> PairStatus:
+    moves = pair.route is not None
     return PairStatus(
         pair.peer.instance,
         pair.peer.dp_rank,
         pair.peer.rank,
-        _way(pair),
+        pair.way.name.lower() if moves else _NO_WAY,
         state,
-        pair.done_count,
+        done_count,
         len(pair.states),
-        len(pair.regions),
-        why=_why(pair),
+        open_count,
+        why=pair.why.name.lower() if moves else "",
     )
