@@ -72,7 +72,7 @@ class State(Enum):
 
     DOWN = "down"
     GREETING = "greeting"  # Hello is sent, Welcome is pending
-    TELLING = "telling"  # everything that is open is repeated to the new agent
+    REPLAYING = "replaying"  # everything that is open is repeated to the new agent
     READY = "ready"
     CLOSED = "closed"
 
@@ -119,12 +119,12 @@ class Core:
         self._forbidden_dial_count = 0  # in a row
         self._numbers = itertools.count(1)
         self._calls: dict[int, Call] = {}
-        self._telling: deque[Call] = deque()
-        self._telling_sent = False
+        self._replay: deque[Call] = deque()
+        self._replay_sent = False
         self._dial_at_s = 0.0
         self._dial_wait_s = RECONNECT_WAIT_MIN_S
         self._up_since_s = 0.0
-        self._due_s = 0.0  # when GREETING fails, and when TELLING repeats a call
+        self._due_s = 0.0  # when GREETING fails, and when REPLAYING repeats a call
         self._renew_every_s = 1.0
         self._renew_at_s = 0.0
         self._settled: list[Call] = []
@@ -220,10 +220,10 @@ class Core:
         if self.state is State.CLOSED:
             return
         self.state = State.CLOSED
-        for call in (*self._calls.values(), *self._telling):
+        for call in (*self._calls.values(), *self._replay):
             self._settle(call, None)
         self._calls.clear()
-        self._telling.clear()
+        self._replay.clear()
         self.outbox.clear()
         for pool in self.pools.values():
             self._unused.extend(pool.descriptors)
@@ -256,9 +256,9 @@ class Core:
         self._forbidden_dial_count = self._forbidden_dial_count + 1 if isinstance(error, PermissionError) else 0
         if self._forbidden_dial_count >= FORBIDDEN_DIALS_MAX and self.welcome is None:
             self._refusal = NotPermitted(f"no engine can connect to the agent from this process: {error}")
-        was_up = self.state in (State.TELLING, State.READY)
+        was_up = self.state in (State.REPLAYING, State.READY)
         self.state = State.DOWN
-        self._telling.clear()
+        self._replay.clear()
         self.outbox.clear()
         if was_up:
             self.endpoint = None
@@ -285,9 +285,9 @@ class Core:
             if not self.outbox:
                 self.outbox.append(Outgoing(TO_AGENT.encode(Renew())))
         wait_s = self._renew_at_s - now_s
-        if self.state is State.TELLING:
-            self._tell(now_s)
-            if self._telling and not self._telling_sent:
+        if self.state is State.REPLAYING:
+            self._replay_next(now_s)
+            if self._replay and not self._replay_sent:
                 wait_s = min(wait_s, self._due_s - now_s)
         return wait_s
 
@@ -341,10 +341,10 @@ class Core:
             self._report(self.ledger.agent_replaced())
         self._renew_every_s = max(message.lease_ns / 3e9, RENEW_WAIT_MIN_S)
         self._renew_at_s = now_s + self._renew_every_s
-        self._telling = deque((*self._pools_again(), *self._halves_again()))
-        self._telling_sent, self._due_s = False, 0.0
-        self.state = State.TELLING
-        self._tell(now_s)
+        self._replay = deque((*self._pools_again(), *self._halves_again()))
+        self._replay_sent, self._due_s = False, 0.0
+        self.state = State.REPLAYING
+        self._replay_next(now_s)
 
     def _settle_ended(self) -> None:
         """Answer open calls whose half has ended, so that they are not repeated to a new worker."""
@@ -368,15 +368,15 @@ class Core:
         for key, messages in self.ledger.replay():
             yield Call(messages, key=key, again=True)
 
-    def _tell(self, now_s: float) -> None:
+    def _replay_next(self, now_s: float) -> None:
         """Repeat the next open item to a new agent. One at a time keeps the order and overflows no queue."""
-        while self._telling and self._telling[0].settled:
-            self._telling.popleft()
-            self._telling_sent = False
-        if self._telling:
-            if not self._telling_sent and now_s >= self._due_s:
-                self._telling_sent = True
-                self.outbox += self._telling[0].outgoing
+        while self._replay and self._replay[0].settled:
+            self._replay.popleft()
+            self._replay_sent = False
+        if self._replay:
+            if not self._replay_sent and now_s >= self._due_s:
+                self._replay_sent = True
+                self.outbox += self._replay[0].outgoing
             return
         self.state = State.READY
         for call in self._calls.values():
@@ -386,12 +386,12 @@ class Core:
     # -- answers and events ----------------------------------------------------------------------------------------
 
     def _take_answer(self, answer: Accepted | Refused, now_s: float) -> None:
-        if self._telling and self._telling[0].number == answer.request:
+        if self._replay and self._replay[0].number == answer.request:
             if isinstance(answer, Refused) and answer.reason is Reason.BUSY:
-                self._telling_sent, self._due_s = False, now_s + busy_hint_s(answer)
+                self._replay_sent, self._due_s = False, now_s + busy_hint_s(answer)
                 return
-            self._settle(self._telling[0], answer)
-            self._tell(now_s)
+            self._settle(self._replay[0], answer)
+            self._replay_next(now_s)
             return
         # An answer without a call belongs to one that an event has settled before.
         call = self._calls.get(answer.request)
@@ -452,7 +452,7 @@ class Core:
     def _half_lost(self, key: HalfKey, refused: Refused) -> None:
         """Fail a half that a new worker refuses; the worker that had accepted it is dead."""
         self._report(self.ledger.end(key, refused.reason, f"refused after the worker was lost: {refused.text}"))
-        for call in self._telling:
+        for call in self._replay:
             if call.key == key:
                 self._settle(call, None)
         for call in self._calls_of(key):
