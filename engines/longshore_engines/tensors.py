@@ -13,29 +13,13 @@ from typing import NamedTuple, Protocol
 
 from longshore_client.cuda import device_name, device_region
 from longshore_client.errors import ArgumentError
-from longshore_client.memory import torch_region
+from longshore_client.memory import CPUTensor, torch_region
 from longshore_wire.engine_messages import DeviceRegion
 from longshore_wire.errors import LayoutError
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry
 
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 _DIMENSIONS = ("block", "head", "token", "content")
-
-
-class Storage(Protocol):
-    """The part of `torch.UntypedStorage` that is used here."""
-
-    def nbytes(self) -> int:
-        """Return the size in bytes."""
-
-    def data_ptr(self) -> int:
-        """Return the address of the first byte."""
-
-    def is_shared(self) -> bool:
-        """Return whether the bytes are in shared memory already."""
-
-    def _share_fd_cpu_(self) -> tuple[int, int]:
-        """Move the bytes to shared memory in place; return (file descriptor, size in bytes)."""
 
 
 class Device(Protocol):
@@ -46,7 +30,7 @@ class Device(Protocol):
         """Return "cpu" or "cuda"."""
 
 
-class KVTensor(Protocol):
+class KVTensor(CPUTensor, Protocol):
     """The part of `torch.Tensor` that is used here: [blocks, heads, tokens, content] of one layer."""
 
     @property
@@ -59,15 +43,6 @@ class KVTensor(Protocol):
 
     def stride(self) -> Sequence[int]:
         """Return the stride of each dimension, in elements."""
-
-    def storage_offset(self) -> int:
-        """Return this tensor's first element in the storage, in elements."""
-
-    def element_size(self) -> int:
-        """Return the size of an element in bytes."""
-
-    def untyped_storage(self) -> Storage:
-        """Return the storage that this tensor and all its views share."""
 
     def data_ptr(self) -> int:
         """Return the address of the first element."""
