@@ -5,11 +5,20 @@ passed: a lane thread on a CPU, the control thread on a GPU. A life must not blo
 resumes it. Do not assume that an abandoned life cleans up: a staged or direct one keeps its memory, which a device or a
 peer may still use.
 
-Before a life: the engine's Offer, decode's Claim, our Demand and decode's Grant lead to StartWrite (`source_session`),
-and `worker.moving` makes a slab of it. After a life: `moving` calls `write_done` of the core, and the target is
-notified by the transport or by a SlabReady message. A staged slab has then landed in the ring: StartScatter begins its
-inbound life, and `scatter_done` acknowledges it (`target_session`). A slab that was copied directly or written in place
-has then arrived and has no inbound life. When all slabs of a room have arrived, both cores emit RoomEnded.
+The steps of a staged slab, from `send` to DONE:
+
+1. `send` of prefill's client gives its worker an Offer, `receive` of decode's a Receive. `worker.engine_requests` checks
+   the pages and passes both to the cores, `source_session` and `target_session`.
+2. Decode's core sends a Claim, prefill's answers with a Demand, and decode's grants ring memory (`granting`).
+3. Once the slab has its tokens, a grant and a wire, prefill's core emits StartWrite. `worker.moving` makes a slab of it,
+   and `outbound` runs.
+4. `moving` calls `write_done` of the core. The transport has announced the slab to the target with its notice, or the
+   core does so by a SlabReady message. The slab has landed in the ring.
+5. Decode's core emits StartScatter, and `inbound` runs.
+6. `moving` calls `scatter_done` of the core, which acknowledges the slab and frees its region.
+7. After the last slab of a room, both cores emit RoomEnded, and `worker.loop` sends DONE to the engines.
+
+A slab that was copied directly or written in place has arrived at step 4. It has no grant and no inbound life.
 """
 
 from __future__ import annotations
@@ -123,7 +132,7 @@ def _staged(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
     assert memory is not None
     assert ring is not None
     space = memory.take(slab)
-    # No wait for a place: the runner begins a life only while the gate has one.
+    # The runner begins a life only while this gate is free, so the life does not wait for its turn.
     tools.copies.enter()
     yield space
     region = space.region
