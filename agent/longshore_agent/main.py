@@ -16,10 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from longshore_agent import crossover_file
-from longshore_agent.atomic_write import write_whole
 from longshore_agent.control import curve
-from longshore_agent.secret_file import read_secret
+from longshore_agent.files import read_crossover, read_secret, write_whole
 from longshore_agent.settings import Settings, variable
 from longshore_agent.status.checks import Rules
 from longshore_agent.supervisor.loop import Supervisor
@@ -113,7 +111,7 @@ def _read_named(settings: Settings) -> _Named:
         named.token = _token(settings)
 
     def table() -> None:
-        named.crossover = crossover_file.load(settings.crossover_file)
+        named.crossover = read_crossover(settings.crossover_file)
 
     faults: list[str] = []
     for name, check in (

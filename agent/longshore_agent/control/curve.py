@@ -16,7 +16,7 @@ import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from longshore_agent.secret_file import read_secret
+from longshore_agent.files import read_secret
 from longshore_wire.errors import ConfigError
 
 KEYS_FILE = "curve.json"

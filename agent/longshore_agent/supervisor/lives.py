@@ -16,7 +16,7 @@ from typing import Annotated
 
 import msgspec
 
-from longshore_agent.atomic_write import write_whole
+from longshore_agent.files import write_whole
 from longshore_wire.effects import PeerId
 
 _log = logging.getLogger(__name__)

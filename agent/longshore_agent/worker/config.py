@@ -6,7 +6,7 @@ import dataclasses
 
 import msgspec
 
-from longshore_agent import crossover_file
+from longshore_agent.files import read_crossover
 from longshore_agent.memory.cuda import reached_by_all
 from longshore_agent.settings import Settings
 from longshore_wire.claims import staged_unless_forbidden
@@ -60,7 +60,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
             slab_bytes_max=settings.lane_bytes,
             neighbour_staging=settings.staging,
             wires=settings.allowed_wires.names,
-            crossover=crossover_file.load(settings.crossover_file),
+            crossover=read_crossover(settings.crossover_file),
             agent=self.agent,
             engine=self.engine,
         )
