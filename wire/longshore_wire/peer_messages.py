@@ -48,9 +48,7 @@ class RegionInfo(msgspec.Struct, frozen=True, array_like=True):
 
     address: int
     length_bytes: int
-    extent_bytes: int = (
-        0  # size of the separately registered extents, which no piece of a write may cross; 0: one extent
-    )
+    extent_bytes: int = 0  # of each registration in it, which no piece of a write may cross; 0: it is one
     # For a ring: the key with which a source seals the trailers of its slabs, see `slabs.Trailer`.
     trailer_key: Annotated[bytes, msgspec.Meta(max_length=TRAILER_KEY_BYTES_MAX)] = b""
 

@@ -1,7 +1,7 @@
-"""Maps an engine's pages into this worker: checks the engine's declaration, gives views to kernels, holds them while in use.
+"""Maps an engine's pages into this worker: checks the engine's declaration, gives views to kernels.
 
 Called by the worker (register, unregister) and by kernels. The engine's geometry is untrusted input. Nothing is mapped
-before all of its addresses are checked against their regions.
+before all of its addresses are checked against their regions. A closed pool stays mapped while a copy or write holds it.
 """
 
 from __future__ import annotations
