@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from source_voice import attach_to, stay_alive
 
 from longshore_wire.claims import Wanted
-from longshore_wire.crossover import WHOLE_PAGES, Crossover, Default, Measured, Row, Why, choose, opened, read, write
+from longshore_wire.crossover import WHOLE_PAGES, Crossover, Default, Measured, Open, Row, Why, choose, read, write
 from longshore_wire.effects import PeerId, SessionConfig
 from longshore_wire.engine_messages import Endpoint, RankAddress
 from longshore_wire.errors import ConfigError, Reason, RingError
@@ -47,7 +47,7 @@ def chosen(source: KVLayout, target: KVLayout, tokens: int, wire: str = "TCP", *
     can_stage = bool(options.pop("can_stage", True))
     table = options.pop("table", TABLE)
     assert isinstance(table, Crossover)
-    found = choose(opened(made, can_stage=can_stage), made.pairs[0], (0, tokens), table, "NIXL", wire)
+    found = choose(Open(made.in_place, made.runs, can_stage), made.pairs[0], (0, tokens), table, "NIXL", wire)
     return found.way, found.why
 
 

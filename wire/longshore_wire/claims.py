@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from longshore_wire.crossover import Choice, Why, choose, given_way, opened
+from longshore_wire.crossover import Choice, Open, Why, choose, given_way
 from longshore_wire.effects import PeerId, SessionConfig
 from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX, TOKENS_MAX, Endpoint
 from longshore_wire.errors import LayoutError, Reason, RingError, RoomError
@@ -297,7 +297,7 @@ def target_pairs(config: SessionConfig, wanted: Wanted, planned: Plan) -> list[T
         # The source's epoch is filled in when it has attached.
         pair_key = PairKey(wanted.key, source, rank, 0, config.epoch, config.instance, place.dp_rank)
         can_stage = why is Why.UNDECIDED and pair is not None and _ring_holds(config, pair, len(mine))
-        left_open = opened(planned, can_stage=can_stage) if why is Why.UNDECIDED else None
+        left_open = Open(planned.in_place, planned.runs, can_stage) if why is Why.UNDECIDED else None
         pairs.append(TargetPair(pair_key, peer, pair, way, why, left_open, address=known[source]))
     return pairs
 

@@ -19,7 +19,7 @@ import msgspec
 from longshore_wire.errors import ConfigError
 from longshore_wire.layout import Attention
 from longshore_wire.names import WIDER_WIRES
-from longshore_wire.plan import Pair, Plan, RunRule, Staging, Way
+from longshore_wire.plan import Pair, RunRule, Staging, Way
 
 VERSION = 1
 # A table takes a few KiB. The limit is far above any number of backends and wires.
@@ -131,16 +131,11 @@ class Choice(NamedTuple):
 
 
 class Open(NamedTuple):
-    """The input of a choice: the in-place way that the pages allow, and the rule that counts runs."""
+    """The input of a choice for a pair of a plan: the plan's in-place way, and its rule that counts runs."""
 
     in_place: Way
     runs: RunRule
     can_stage: bool  # the target's ring takes its slabs
-
-
-def opened(planned: Plan, *, can_stage: bool) -> Open:
-    """Return the input of `choose` for any pair of `planned`."""
-    return Open(planned.in_place, planned.runs, can_stage)
 
 
 def given_way(pair: Pair, force_way: Way | None, staging: Staging, attention: Attention) -> tuple[Way, Why]:

@@ -11,7 +11,7 @@ from longshore_agent.settings import Settings
 from longshore_agent.status.snapshot import InstanceStatus
 from longshore_agent.transports.base import Wire
 from longshore_wire.claims import check_place, staged_unless_forbidden
-from longshore_wire.crossover import WHOLE_PAGES, Choice, Crossover, Why, choose, given_way, opened
+from longshore_wire.crossover import WHOLE_PAGES, Choice, Crossover, Open, Why, choose, given_way
 from longshore_wire.errors import LayoutError, LongshoreError, Reason
 from longshore_wire.layout import (
     HEAD_DIM_MAX,
@@ -227,7 +227,7 @@ def _choice(
         return Choice(Way.STAGED, Why.STAGING)
     writers = len(found.of_target(pair.target_rank))
     can_stage = pair.unit_bytes <= slab_limit_bytes(slab_bytes, defaults.ring_bytes, writers)
-    return choose(opened(found, can_stage=can_stage), pair, (0, tokens), defaults.crossover, *over)
+    return choose(Open(found.in_place, found.runs, can_stage), pair, (0, tokens), defaults.crossover, *over)
 
 
 def _registered(side: str, name: str, instances: tuple[InstanceStatus, ...]) -> InstanceStatus:
