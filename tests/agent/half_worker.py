@@ -95,7 +95,7 @@ class HalfWorker:
         now_ns = time.monotonic_ns()
         self._hear(now_ns)
         self.mover.collect()
-        self.mover.take_results(self.half, self.session, now_ns)
+        self.mover.take_results({self.half: self.session}, now_ns)
         if self._target is not None and self.mover.resources.transport.notifies:
             for peer, message in self.mover.notices():
                 self.session.receive(peer, message, now_ns)

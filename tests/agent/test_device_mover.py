@@ -109,12 +109,12 @@ def test_a_target_is_told_by_a_message_of_each_slab_and_the_worker_looks_until_t
     assert not whole.mover.drive()
     whole.device.directs[0].done = True
     assert whole.mover.drive()
-    whole.mover.take_results(Half.SOURCE, whole.core, 0)
+    whole.mover.take_results({Half.SOURCE: whole.core}, 0)
     assert whole.core.notified == [0]
     assert whole.core.told == [(0, SLAB_BYTES)]
     whole.device.directs[1].done = True
     assert whole.mover.drive()
-    whole.mover.take_results(Half.SOURCE, whole.core, 0)
+    whole.mover.take_results({Half.SOURCE: whole.core}, 0)
     assert whole.core.notified == [0, 1]
     assert not whole.mover.resources.runner.copying
     while whole.mover.resources.runner.busy:
@@ -142,7 +142,7 @@ def test_a_room_that_is_given_up_is_answered_though_slabs_of_another_wait_before
     whole.start(500, 501, way=Way.STAGED, room=2)
     whole.mover.cancel(Half.SOURCE, effect_of(500, SLAB_BYTES, 2).pair.key)
     assert whole.mover.drive()
-    whole.mover.take_results(Half.SOURCE, whole.core, 0)
+    whole.mover.take_results({Half.SOURCE: whole.core}, 0)
     assert whole.core.told == [(500, 0), (501, 0)]
     assert len(whole.device.gathers) == begun
 
@@ -188,7 +188,7 @@ def test_a_claim_asks_for_a_pool_that_is_not_mapped_yet_once(whole: Whole) -> No
     # No slab waits for it, so it is dropped and no slab fails.
     whole.mover.neighbours.pool_gone(owner("later"))
     whole.mover.collect()
-    whole.mover.take_results(Half.SOURCE, whole.core, 0)
+    whole.mover.take_results({Half.SOURCE: whole.core}, 0)
     assert whole.core.told == []
     whole.mover.neighbours.expect(owner("later"), 0, pages, 0)
     assert whole.asked == [owner("later")] * 2
@@ -210,7 +210,7 @@ def test_a_device_that_has_failed_is_asked_for_nothing_and_given_nothing_more_an
     whole.mover.hurry()
     assert not whole.mover.drive()
     assert whole.device.directs == [direct]
-    whole.mover.take_results(Half.SOURCE, whole.core, 0)
+    whole.mover.take_results({Half.SOURCE: whole.core}, 0)
     assert whole.core.told == []
     assert whole.core.told == []
     assert whole.pool.busy

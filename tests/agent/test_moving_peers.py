@@ -104,7 +104,7 @@ class Scene:
 
     def told(self) -> list[tuple[int, str, str]]:
         self.mover.collect()
-        self.mover.take_results(Half.SOURCE, self.core, 0)
+        self.mover.take_results({Half.SOURCE: self.core}, 0)
         return self.core.told
 
     def close(self) -> None:

@@ -98,7 +98,7 @@ class Side:
         """Run one turn of a worker's loop; messages go directly to the other side."""
         self.now_ns += 1_000_000
         self.mover.collect()
-        self.mover.take_results(self.half, self.core, self.now_ns)
+        self.mover.take_results({self.half: self.core}, self.now_ns)
         if self.target is not None:
             for peer, message in self.mover.notices():
                 self.target.receive(peer, message, self.now_ns)

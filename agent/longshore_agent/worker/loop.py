@@ -261,8 +261,7 @@ class Worker:
 
     def _take_results(self, now_ns: int) -> None:
         self.requests.fail_torn(now_ns)
-        for half, session in self.sessions.items():
-            self.mover.take_results(half, session, now_ns)
+        self.mover.take_results(self.sessions, now_ns)
 
     def _check_health(self, now_ns: int) -> None:
         """End an unhealthy worker after its open rooms, so that a new one replaces it."""

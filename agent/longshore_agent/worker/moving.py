@@ -7,7 +7,7 @@ others.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from longshore_agent.control.node_link import PoolMessage
 from longshore_agent.errors import DeviceError, TransportError
@@ -67,7 +67,7 @@ class Mover:
         self._runner, self._copier = self.resources.runner, self.resources.copier
         self.peers = PeerBook()
         self._slabs: dict[tuple[Half, RoomKey], dict[int, OutboundSlab | InboundSlab]] = {}
-        self._taken: dict[Half, list[End]] = {Half.SOURCE: [], Half.TARGET: []}
+        self._taken: list[End] = []
         self.neighbours = NeighbourPools(
             config.peer, self.resources.device, self.peers.attached, self.ends, tell, self._runner.send, self._copier
         )
@@ -83,8 +83,8 @@ class Mover:
         if self.failure:
             return False
         if self._runner.busy:
-            self._take(self._runner.advance())
-        return bool(self._taken[Half.SOURCE] or self._taken[Half.TARGET])
+            self._taken += self._runner.advance()
+        return bool(self._taken)
 
     def hurry(self) -> None:
         """Start the next write if the oldest has ended. Called between other work of the thread."""
@@ -239,12 +239,13 @@ class Mover:
 
     def collect(self) -> None:
         """Take the ends that threads have put into `ends`. Called when `ends.wake` is readable."""
-        self._take(self.ends.take())
+        self._taken += self.ends.take()
 
-    def take_results(self, half: Half, session: Session, now_ns: int) -> None:
-        """Report the collected ends to the core of one half."""
-        taken, self._taken[half] = self._taken[half], []
+    def take_results(self, sessions: Mapping[Half, Session], now_ns: int) -> None:
+        """Report the collected ends to the cores."""
+        taken, self._taken = self._taken, []
         for end in taken:
+            session = sessions[Half.TARGET if isinstance(end, InboundEnd) else Half.SOURCE]
             if isinstance(end, InboundEnd):
                 assert isinstance(session, TargetSession)
                 self._scattered(end, session, now_ns)
@@ -267,10 +268,6 @@ class Mover:
         self._runner.stop()
         self._copier.wait(COPIES_LIMIT_S)
         self.drive()
-
-    def _take(self, ends: list[End]) -> None:
-        for end in ends:
-            self._taken[Half.TARGET if isinstance(end, InboundEnd) else Half.SOURCE].append(end)
 
     def _track(self, half: Half, slab: OutboundSlab | InboundSlab) -> None:
         self._slabs.setdefault((half, slab.effect.pair.key), {})[id(slab)] = slab
