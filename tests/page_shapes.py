@@ -27,7 +27,8 @@ class Shape:
     """One pool of a test.
 
     `spread` puts gaps of one element between pages, `split` puts each layer into its own region, `interleaved` puts all
-    planes of a page beside each other, `uneven` puts the pages of every third plane further apart.
+    planes of a page beside each other, `uneven` puts the pages of every third plane further apart. `transposed` keeps in
+    each head of a page its K with the tokens adjacent, then its V, as vLLM does on CPUs.
     """
 
     layers: int = 3
@@ -42,6 +43,7 @@ class Shape:
     split: bool = False
     interleaved: bool = False
     uneven: bool = False
+    transposed: bool = False
     guard_bytes: int = GUARD_BYTES
     blob_bytes: int = 0
 
@@ -53,6 +55,8 @@ class Shape:
     @property
     def geometry(self) -> PoolGeometry:
         row = self.head_dim * self.element_bytes
+        if self.transposed:
+            return self._transposed
         if self.order is PageOrder.NHD:
             token_stride, head_stride = self.heads * row, row
             page = self.page_size * token_stride
@@ -94,6 +98,18 @@ class Shape:
             )
         return PoolGeometry(self.page_count, regions, planes)
 
+    @property
+    def _transposed(self) -> PoolGeometry:
+        half = self.page_size * self.head_dim * self.element_bytes
+        page = self.heads * 2 * half
+        starts = [self.guard_bytes + layer * self.page_count * page for layer in range(self.layers)]
+        tall, row = self.page_size * self.element_bytes, self.head_dim * self.element_bytes
+        keys = [PlaneGeometry(0, start, page, self.element_bytes, 2 * half, tall) for start in starts]
+        values = [PlaneGeometry(0, start + half, page, row, 2 * half) for start in starts]
+        return PoolGeometry(
+            self.page_count, (self.layers * self.page_count * page + 2 * self.guard_bytes,), (*keys, *values)
+        )
+
 
 _ELEMENT_DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
@@ -111,7 +127,7 @@ def plane_of(pool: KVPool, index: int) -> npt.NDArray[np.unsignedinteger[Any]]:
         _ELEMENT_DTYPES[unit],
         pool.region(plane.region).data,
         plane.offset,
-        (plane.page_stride, plane.token_stride or unit, plane.head_stride, unit),
+        (plane.page_stride, plane.token_stride or unit, plane.head_stride, plane.element_stride or unit),
     )
 
 
@@ -187,6 +203,14 @@ SHAPES = {
     "planes of unequal strides": Shape(uneven=True),
     "latent": Shape(heads=1, attention=Attention.LATENT, head_dim=576),
     "one head": Shape(heads=1, order=PageOrder.HND),
+}
+
+# Only CPUs copy rows whose elements are apart.
+CPU_SHAPES = SHAPES | {
+    "K transposed": Shape(order=PageOrder.HND, transposed=True),
+    "K transposed, 4 bytes, pages of 17": Shape(
+        order=PageOrder.HND, transposed=True, element_bytes=4, page_size=17, head_dim=80
+    ),
 }
 
 

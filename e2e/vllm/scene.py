@@ -52,6 +52,7 @@ class Side:
     policy: str = "fail"
     block_tokens: int = BLOCK_TOKENS
     extra: Sequence[str] = ()
+    pages: str = "opaque"
 
 
 class Scene:
@@ -96,7 +97,11 @@ class Scene:
                 "kv_role": "kv_both",
                 "engine_id": side.name,
                 "kv_load_failure_policy": side.policy,
-                "kv_connector_extra_config": {"socket": agent.socket_path, "transfer_limit_s": transfer_limit_s},
+                "kv_connector_extra_config": {
+                    "socket": agent.socket_path,
+                    "transfer_limit_s": transfer_limit_s,
+                    "pages": side.pages,
+                },
             }
             environment = {"E2E_VLLM_ZERO": str(self.zero)}
             options = EngineOptions(

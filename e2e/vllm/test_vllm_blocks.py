@@ -1,4 +1,4 @@
-"""Tests blocks of 32 tokens at prefill and of 64 at decode. On a CPU a block is opaque, so the pair is refused."""
+"""Tests blocks of 32 tokens on one side and of 64 on the other. Opaque blocks are refused; blocks of tokens fit."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from engines import Nursery, tokens_of
-from prompts import NEW_TOKENS, PROMPTS, Oracle
-from scene import Scene, Side, prefill
+from prompts import NEW_TOKENS, PROMPTS, Oracle, at_once
+from scene import Scene, Side, check_nothing_is_lent, generate, prefill
 from tiny_model import TinyModel
 
 SMALL, LARGE, LENIENT = "small", "large", "lenient"
@@ -32,3 +32,23 @@ def test_the_load_is_refused_by_the_name_of_the_field_and_the_request_ends_as_th
     handed = prefill(scene.engines[SMALL], PROMPT)
     assert tokens_of(scene.engines[LENIENT].complete(PROMPT, NEW_TOKENS, handed)) == alone(PROMPT)
     assert tokens_of(scene.engines[LARGE].complete(PROMPT, NEW_TOKENS)) == alone(PROMPT)
+
+
+@pytest.fixture(scope="module")
+def by_tokens(nursery: Nursery, model: TinyModel, alone: Oracle) -> Iterator[Scene]:
+    sides = [Side(SMALL, 2, pages="tokens"), Side(LARGE, 1, block_tokens=64, pages="tokens")]
+    with Scene(nursery, model, sides) as running:
+        yield running
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("source", "target"), [(SMALL, LARGE), (LARGE, SMALL)])
+def test_blocks_of_tokens_are_moved_between_engines_with_other_block_sizes(
+    by_tokens: Scene, alone: Oracle, source: str, target: str
+) -> None:
+    near, far = by_tokens.engines[source], by_tokens.engines[target]
+    found = at_once(lambda prompt: generate(near, far, prompt, NEW_TOKENS), PROMPTS)
+    assert found == [alone(prompt) for prompt in PROMPTS]
+    moved = far.metrics().total("vllm:external_prefix_cache_hits_total")
+    assert moved > 0
+    check_nothing_is_lent(by_tokens, 60)

@@ -37,6 +37,15 @@ class Handover(msgspec.Struct, frozen=True, array_like=True):
     content: str  # meaning of a page's bytes, beyond the layout; equal on both sides
 
 
+def token_content(dtype: object) -> str:
+    """Return the `content` of pages in which each token's K and V of a head can be found, whatever the engine.
+
+    Args:
+        dtype: of an element, such as torch.float32.
+    """
+    return f"tokens of {dtype}"
+
+
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Handover)
 

@@ -6,6 +6,7 @@ of a tensor. Sharing moves a CPU tensor's bytes, so raw pointers that were taken
 
 from __future__ import annotations
 
+import enum
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -48,6 +49,17 @@ class KVTensor(CPUTensor, Protocol):
         """Return the address of the first element."""
 
 
+class PageFormat(enum.Enum):
+    """The meaning of the bytes of one head of one block: [tokens, content] of an engine's tensor.
+
+    Pages in the formats with tokens fit engines with other page sizes and orders; a blob fits its own kind alone.
+    """
+
+    BLOB = enum.auto()  # unknown, or of no use to other engines: moved whole
+    TOKEN_ROWS = enum.auto()  # of each token its K, then its V
+    TRANSPOSED_KEYS = enum.auto()  # K with adjacent tokens, [head_dim, tokens]; then V, [tokens, head_dim]
+
+
 class CacheShape(NamedTuple):
     """The properties of an engine's cache that its tensors do not show."""
 
@@ -79,8 +91,8 @@ def layer_number(name: str) -> int:
     return int(found[0])
 
 
-def opaque_layout(tensors: Mapping[str, KVTensor], cache: CacheShape) -> KVLayout:
-    """Return the layout of a rank whose (block, head) entries are opaque: heads can be split, tokens of a block cannot.
+def layout_of(tensors: Mapping[str, KVTensor], cache: CacheShape, pages: PageFormat = PageFormat.BLOB) -> KVLayout:
+    """Return the layout of a rank. Heads can always be split, tokens of a block only in a format with tokens.
 
     Args:
         tensors: by layer name; each [blocks, heads, tokens, content], without gaps inside a (block, head).
@@ -98,11 +110,15 @@ def opaque_layout(tensors: Mapping[str, KVTensor], cache: CacheShape) -> KVLayou
         ModelShape(cache.layers, cache.kv_heads, cache.head_dim, first.element_size()),
         cache.parallel,
         tokens,
-        PageOrder.OPAQUE,
+        PageOrder.OPAQUE if pages is PageFormat.BLOB else PageOrder.HND,
         stage_layers=cache.stage_layers,
-        blob_bytes=tokens * content * first.element_size(),
+        blob_bytes=tokens * content * first.element_size() if pages is PageFormat.BLOB else 0,
     )
     layout.check()
+    if pages is not PageFormat.BLOB and content != 2 * cache.head_dim:
+        raise LayoutError(
+            f"layer {names[0]} keeps {content} elements of a token and head: K and V have {2 * cache.head_dim} together"
+        )
     if [layer_number(name) for name in names] != list(layout.layers):
         raise LayoutError(
             f"this rank has KV of layers {[layer_number(name) for name in names]} and should have "
@@ -116,19 +132,19 @@ def opaque_layout(tensors: Mapping[str, KVTensor], cache: CacheShape) -> KVLayou
     return layout
 
 
-def share(tensors: Mapping[str, KVTensor], cache: CacheShape) -> SharedCache:
+def share(tensors: Mapping[str, KVTensor], cache: CacheShape, pages: PageFormat = PageFormat.BLOB) -> SharedCache:
     """Move CPU tensors to shared memory in place, or get the handles of a GPU's. Call it once, before their first use.
 
     Raises:
-        LayoutError, ArgumentError: as `opaque_layout`, or the memory cannot be shared.
+        LayoutError, ArgumentError: as `layout_of`, or the memory cannot be shared.
     """
-    layout = opaque_layout(tensors, cache)
+    layout = layout_of(tensors, cache, pages)
     ordered = [tensors[name] for name in sorted(tensors, key=layer_number)]
     first = ordered[0]
     regions: list[int | DeviceRegion] = []
     region_bytes: list[int] = []
     found: dict[int, int] = {}  # region by the address of its storage
-    planes: list[PlaneGeometry] = []
+    blocks: list[_Blocks] = []
     on_cpu = first.device.type == "cpu"
     try:
         for tensor in ordered:
@@ -142,8 +158,8 @@ def share(tensors: Mapping[str, KVTensor], cache: CacheShape) -> SharedCache:
                 regions.append(device_region(_whole(tensor)))
                 region_bytes.append(tensor.untyped_storage().nbytes())
                 found[tensor.untyped_storage().data_ptr()] = len(region_bytes) - 1
-            planes.append(_plane(tensor, found[tensor.untyped_storage().data_ptr()], layout))
-        geometry = PoolGeometry(first.shape[0], tuple(region_bytes), tuple(planes))
+            blocks.append(_blocks_of(tensor, found[tensor.untyped_storage().data_ptr()]))
+        geometry = PoolGeometry(first.shape[0], tuple(region_bytes), _planes(blocks, layout, pages))
         geometry.check(layout)
     except BaseException:
         for region in regions:
@@ -166,9 +182,34 @@ class _whole:  # noqa: N801 - reads as the tensor's storage, seen as a tensor
         return self._address
 
 
-def _plane(tensor: KVTensor, region: int, layout: KVLayout) -> PlaneGeometry:
+class _Blocks(NamedTuple):
+    """The blocks of one layer in a region. `offset` and `stride` count bytes."""
+
+    region: int
+    offset: int
+    stride: int
+
+
+def _blocks_of(tensor: KVTensor, region: int) -> _Blocks:
     size = tensor.element_size()
-    return PlaneGeometry(region, tensor.storage_offset() * size, tensor.stride()[0] * size, 0, layout.opaque_bytes)
+    return _Blocks(region, tensor.storage_offset() * size, tensor.stride()[0] * size)
+
+
+def _planes(blocks: Sequence[_Blocks], layout: KVLayout, pages: PageFormat) -> tuple[PlaneGeometry, ...]:
+    """Return the planes of all layers in the order of PoolGeometry."""
+    if pages is PageFormat.BLOB:
+        return tuple(PlaneGeometry(*each, 0, layout.opaque_bytes) for each in blocks)
+    row, element = layout.model.head_bytes, layout.model.element_bytes
+    half = layout.page_size * row
+    if pages is PageFormat.TRANSPOSED_KEYS:
+        keys, values = (0, element, 2 * half, layout.page_size * element), (half, row, 2 * half, 0)
+    else:
+        keys, values = (0, 2 * row, 2 * half, 0), (row, 2 * row, 2 * half, 0)
+    return tuple(
+        PlaneGeometry(region, offset + shift, stride, *strides)
+        for shift, *strides in (keys, values)
+        for region, offset, stride in blocks
+    )
 
 
 def _check_tensor(name: str, tensor: KVTensor, first_name: str, first: KVTensor) -> None:

@@ -30,11 +30,11 @@ from vllm.v1.request import RequestStatus
 
 from longshore_client.errors import ClientClosed, WaitTimeout
 from longshore_engines.agents import registered
-from longshore_engines.handover import Order
+from longshore_engines.handover import Order, token_content
 from longshore_engines.requests import RequestBook
 from longshore_engines.rooms import RankRooms
-from longshore_engines.tensors import CacheShape, share
-from longshore_engines.vllm_checks import check_engine, check_version, roles_of, setting
+from longshore_engines.tensors import CacheShape, PageFormat, share
+from longshore_engines.vllm_checks import check_engine, check_version, page_format, roles_of, setting
 from longshore_engines.vllm_stats import LongshoreMetrics, LongshoreStats
 from longshore_wire.engine_messages import Endpoint, Half
 from longshore_wire.layout import Parallel
@@ -95,7 +95,7 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
         super().__init__(vllm_config, role, kv_cache_config)
         check_engine(vllm_config, kv_cache_config)
         self._roles = roles_of(self._kv_transfer_config)
-        self._socket, self._limit_s, self._connect_s = setting(self._kv_transfer_config.kv_connector_extra_config)
+        self._setting = setting(self._kv_transfer_config.kv_connector_extra_config)
         self._book: RequestBook | None = None
         self._client: Client | None = None
         self._rooms: RankRooms | None = None
@@ -169,19 +169,25 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Share this rank's cache with the agent; called once, before anything is computed."""
-        shared = share(kv_caches, _cache_shape(self._vllm_config))
+        written_by, dtype = _written_by(self._vllm_config, next(iter(kv_caches))), next(iter(kv_caches.values())).dtype
+        pages = page_format(self._setting.pages, written_by)
+        shared = share(kv_caches, _cache_shape(self._vllm_config), pages)
         self._on_device = shared.device != "cpu"
         try:
             self._client, self._roles = registered(
-                self._socket, self._kv_transfer_config.engine_id, shared, self._roles, self._connect_s
+                self._setting.socket,
+                self._kv_transfer_config.engine_id,
+                shared,
+                self._roles,
+                self._setting.connect_s,
             )
             self._client.register_pool(0, shared.geometry, shared.regions)
         finally:
             for region in shared.regions:
                 if isinstance(region, int):
                     os.close(region)
-        self._content = f"{_content(self._vllm_config, next(iter(kv_caches)))} {next(iter(kv_caches.values())).dtype}"
-        self._rooms = RankRooms(self._client, self._limit_s)
+        self._content = f"{written_by} {dtype}" if pages is PageFormat.BLOB else token_content(dtype)
+        self._rooms = RankRooms(self._client, self._setting.limit_s)
 
     def get_handshake_metadata(self) -> RankHandshake | None:
         """Return this rank's registration. If it offers KV, wait until all ranks of this engine are registered."""
@@ -290,7 +296,7 @@ def _cache_shape(vllm_config: Any) -> CacheShape:
     )
 
 
-def _content(vllm_config: Any, layer_name: str) -> str:
+def _written_by(vllm_config: Any, layer_name: str) -> str:
     """Return the attention backend that writes pages, and its instruction set if that changes their order."""
     layer = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, [layer_name])[layer_name]
     return f"{layer.get_attn_backend().get_name()} {getattr(layer, 'isa', '')}".strip()

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from longshore_client.errors import ArgumentError
+from longshore_engines.tensors import PageFormat
 from longshore_wire.engine_messages import Half
 
 # vLLM calls its connector API experimental and changes it between releases, so each release is tested before it is
@@ -20,12 +21,22 @@ LIMIT_S, LIMIT_MIN_S, LIMIT_MAX_S = 120.0, 1.0, 86_400.0
 CONNECT_S = 120.0
 
 
+# The meaning of a page's bytes, by the attention backend that writes them and, on CPUs, its instruction set.
+PAGE_FORMATS = {
+    "CPU_ATTN vec": PageFormat.TRANSPOSED_KEYS,
+    "FLASH_ATTN": PageFormat.TOKEN_ROWS,
+    "TRITON_ATTN": PageFormat.TOKEN_ROWS,
+}
+OPAQUE, TOKENS = "opaque", "tokens"
+
+
 class Setting(NamedTuple):
     """The options in `kv_connector_extra_config`."""
 
     socket: str | None  # None: where the client finds it
     limit_s: float
     connect_s: float
+    pages: str  # OPAQUE or TOKENS
 
 
 def check_version(version: str) -> None:
@@ -55,7 +66,7 @@ def setting(extra: Mapping[str, Any]) -> Setting:
     Raises:
         ArgumentError: an option is unknown or out of range; names it.
     """
-    known: dict[str, Any] = {"socket": None, "transfer_limit_s": LIMIT_S, "connect_limit_s": CONNECT_S}
+    known: dict[str, Any] = {"socket": None, "transfer_limit_s": LIMIT_S, "connect_limit_s": CONNECT_S, "pages": OPAQUE}
     unknown = sorted(set(extra) - set(known))
     if unknown:
         raise ArgumentError(f"kv_connector_extra_config has {unknown[0]!r}: known are {', '.join(sorted(known))}")
@@ -70,7 +81,29 @@ def setting(extra: Mapping[str, Any]) -> Setting:
             raise ArgumentError(
                 f"kv_connector_extra_config.{name} is {value!r}: give seconds from {LIMIT_MIN_S:g} to {LIMIT_MAX_S:g}"
             )
-    return Setting(socket, float(values["transfer_limit_s"]), float(values["connect_limit_s"]))
+    if values["pages"] not in {OPAQUE, TOKENS}:
+        raise ArgumentError(f"kv_connector_extra_config.pages is {values['pages']!r}: give {OPAQUE!r} or {TOKENS!r}")
+    return Setting(socket, float(values["transfer_limit_s"]), float(values["connect_limit_s"]), values["pages"])
+
+
+def page_format(pages: str, written_by: str) -> PageFormat:
+    """Return the format in which pages are shared.
+
+    Args:
+        pages: the option.
+        written_by: the attention backend and its instruction set, as in PAGE_FORMATS.
+    Raises:
+        ArgumentError: tokens are wanted, and the place of a token is not known for this backend.
+    """
+    if pages == OPAQUE:
+        return PageFormat.BLOB
+    found = PAGE_FORMATS.get(written_by)
+    if found is None:
+        raise ArgumentError(
+            f"kv_connector_extra_config.pages is {TOKENS!r}: where {written_by} keeps a token is not known, only for "
+            f"{', '.join(sorted(PAGE_FORMATS))}; leave the option out for two engines with this backend"
+        )
+    return found
 
 
 def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from page_shapes import (
+    CPU_SHAPES,
     GUARD_BYTES,
     POISON,
-    SHAPES,
     Bytes,
     Shape,
     chosen_of,
@@ -48,7 +48,7 @@ def gathered(pool: KVPool, pages: Pages, tokens: tuple[int, int], layers: range,
     return results[0], results[1]
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("shape", CPU_SHAPES.values(), ids=CPU_SHAPES)
 def test_a_slab_is_what_the_reference_packs_and_nothing_around_it_is_touched(shape: Shape) -> None:
     with opened(shape, seed=1) as pool:
         before = contents(pool)
@@ -59,7 +59,7 @@ def test_a_slab_is_what_the_reference_packs_and_nothing_around_it_is_touched(sha
         assert all(map(np.array_equal, before, contents(pool)))
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("shape", CPU_SHAPES.values(), ids=CPU_SHAPES)
 def test_pages_hold_what_the_reference_writes_and_no_other_byte_of_the_pool_changes(shape: Shape) -> None:
     with opened(shape, seed=None) as pool, opened(shape, seed=None) as other:
         for seed, (tokens, layers, heads) in enumerate(requests_of(shape)):
@@ -100,8 +100,9 @@ def test_long_runs_of_pages_and_scattered_pages_give_the_same_bytes_as_the_refer
 @pytest.mark.parametrize("target_order", [PageOrder.NHD, PageOrder.HND])
 @pytest.mark.parametrize(("source_size", "target_size"), [(16, 64), (17, 1), (1, 16), (64, 17), (16, 16)])
 @pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 def test_pages_to_pages_and_through_a_slab_give_the_bytes_that_indexing_finds(
-    source_order: PageOrder, target_order: PageOrder, source_size: int, target_size: int, uneven: bool
+    source_order: PageOrder, target_order: PageOrder, source_size: int, target_size: int, uneven: bool, transposed: bool
 ) -> None:
     tokens = (19, 133)
     wide = Shape(
@@ -113,7 +114,12 @@ def test_pages_to_pages_and_through_a_slab_give_the_bytes_that_indexing_finds(
         uneven=uneven,
     )
     narrow = Shape(
-        heads=3, page_size=target_size, page_count=150 // target_size + 3, order=target_order, element_bytes=4
+        heads=3,
+        page_size=target_size,
+        page_count=150 // target_size + 3,
+        order=PageOrder.HND if transposed else target_order,
+        element_bytes=4,
+        transposed=transposed,
     )
     source_pages = page_ids(wide, tokens, 1, repeats=False)
     target_pages = page_ids(narrow, tokens, 2, repeats=False)

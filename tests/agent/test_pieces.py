@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from hypothesis import given
@@ -42,9 +43,19 @@ def side(
     count = -(-tokens[1] // size) - first_page
     page_count = count + data.draw(st.integers(0, 3))
     geometry = pool_geometry(layout, page_count, offset=data.draw(st.sampled_from([0, 64])))
+    if order is PageOrder.HND and data.draw(st.booleans(), "elements apart"):
+        geometry = with_elements_apart(layout, geometry)
     pages = np.array(chosen.sample(range(page_count), count), dtype=np.int32)
     address = data.draw(st.sampled_from([0, 1 << 40]), "address")
     return Side(layout, geometry, (address,), pages, first_page, range(len(layout.layers)), range(0))
+
+
+def with_elements_apart(layout: KVLayout, geometry: PoolGeometry) -> PoolGeometry:
+    """The same memory, with the tokens of a page beside each other in each head instead of the elements of a token."""
+    element = layout.model.element_bytes
+    strides = {"token_stride": element, "element_stride": layout.page_size * element}
+    planes = tuple(msgspec.structs.replace(plane, **strides) for plane in geometry.planes)
+    return PoolGeometry(geometry.page_count, geometry.region_bytes, planes)
 
 
 def common_heads(one: KVLayout, other: KVLayout) -> range:
@@ -61,6 +72,7 @@ def byte_of(found: Side, plane: int, token: int, local_head: int, byte: int) -> 
     """Return the address of one byte of the cache, by the definition of a geometry."""
     place = found.geometry.planes[plane]
     size = found.layout.page_size
+    element, inside = divmod(byte, found.layout.model.element_bytes)
     page = int(found.pages[token // size - found.first_page])
     return (
         found.region_addresses[place.region]
@@ -68,7 +80,8 @@ def byte_of(found: Side, plane: int, token: int, local_head: int, byte: int) -> 
         + page * place.page_stride
         + token % size * place.token_stride
         + local_head * place.head_stride
-        + byte
+        + element * (place.element_stride or found.layout.model.element_bytes)
+        + inside
     )
 
 

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 from page_shapes import create_memfd, plane_of
 
 from longshore_agent.errors import PoolError, ShapeError
+from longshore_agent.memory.cuda import Device
 from longshore_agent.memory.host_memory import StagingBuffer
 from longshore_agent.memory.pools import KVPool, check_geometry
 from longshore_wire.errors import LongshoreError, Reason
@@ -99,25 +101,28 @@ def test_a_geometry_that_reaches_outside_its_region_or_overlaps_is_refused_by_pl
 
 def test_every_accepted_geometry_of_a_random_sample_keeps_all_rows_inside_and_apart() -> None:
     rng = np.random.default_rng(0)
-    accepted = 0
-    for _ in range(3000):
+    accepted = [0, 0]
+    for number in range(24_000):
         strides = [int(rng.choice([-16, 0, 2, 16, 32, 64, 128, 256, 512])) for _ in range(3)]
-        plane = PlaneGeometry(0, int(rng.choice([-2, 0, 2, 64])), strides[0], strides[1], strides[2])
+        apart = int(rng.choice([-2, 2, 4, 8, 16, 32, 64, 128])) if number % 2 else 0
+        plane = PlaneGeometry(0, int(rng.choice([-2, 0, 2, 64])), strides[0], strides[1], strides[2], apart)
         geometry = PoolGeometry(PAGE_COUNT, (int(rng.choice([64, 640, 1280, 2560])),), (plane,) * 4)
         try:
             check_geometry(LAYOUT, geometry)
         except PoolError:
             continue
-        accepted += 1
+        accepted[apart > 2] += 1
         used = np.zeros(geometry.region_bytes[0], dtype=np.int32)
         for page in range(PAGE_COUNT):
             for token in range(PAGE_SIZE):
                 for head in range(HEADS):
                     begin = plane.offset + page * strides[0] + token * strides[1] + head * strides[2]
-                    assert 0 <= begin <= begin + 16 <= used.size
-                    used[begin : begin + 16] += 1
+                    for element in range(HEAD_DIM):
+                        at = begin + element * (apart or 2)
+                        assert 0 <= at <= at + 2 <= used.size
+                        used[at : at + 2] += 1
         assert used.max() == 1
-    assert accepted > 20
+    assert min(accepted) > 20
 
 
 @pytest.mark.parametrize("changes", [{"token_stride": 2}, {"head_stride": 0}, {"head_stride": 32}])
@@ -128,6 +133,15 @@ def test_opaque_planes_have_no_token_stride_and_blobs_of_one_size(changes: dict[
     wrong = (msgspec.structs.replace(right[0], **changes), right[1])
     with pytest.raises(PoolError, match=r"^planes\[[01]\]"):
         check_geometry(layout, PoolGeometry(PAGE_COUNT, (800,), wrong))
+
+
+def test_elements_that_are_apart_are_refused_in_the_memory_of_a_gpu(descriptor: int) -> None:
+    strides = {"token_stride": 2, "head_stride": PAGE_SIZE * HEAD_DIM * 2, "element_stride": PAGE_SIZE * 2}
+    layout, geometry = msgspec.structs.replace(LAYOUT, order=PageOrder.HND), with_plane(1, **strides)
+    KVPool(layout, geometry, [descriptor]).close()
+    no_device = cast(Device, object())  # refused before it is used
+    with pytest.raises(PoolError, match=r"^planes\[1\].element_stride is 8: .* GPU"):
+        KVPool(layout, geometry, [descriptor], no_device)
 
 
 def test_a_region_shorter_than_declared_is_refused_and_leaves_no_mapping_of_the_others(descriptor: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from longshore_client import ArgumentError, LayoutError, PageOrder, Parallel
-from longshore_engines.tensors import CacheShape, layer_number, opaque_layout, share
+from longshore_engines.tensors import CacheShape, PageFormat, layer_number, layout_of, share
 from longshore_wire.engine_messages import DeviceRegion
 
 BLOCKS, TOKENS, DIM = 6, 32, 8
@@ -56,18 +56,18 @@ def test_every_blob_lies_where_the_geometry_says_and_later_writes_are_seen(one_s
 
 
 def test_a_blob_is_what_the_engine_keeps_of_a_head_in_a_block():
-    layout = opaque_layout(tensors(), cache())
+    layout = layout_of(tensors(), cache())
     assert layout.blob_bytes == TOKENS * 2 * DIM * 4
     assert list(layout.heads) == [2, 3]
 
 
 def test_replicated_heads_are_one_a_rank():
-    layout = opaque_layout(tensors(heads=1), cache(tp=8, tp_rank=5))
+    layout = layout_of(tensors(heads=1), cache(tp=8, tp_rank=5))
     assert list(layout.heads) == [2]
 
 
 def test_a_stage_of_a_pipeline_holds_its_own_layers():
-    layout = opaque_layout(tensors((2, 3)), cache(layers=4, pp=2, pp_rank=1, stage_layers=(2, 2)))
+    layout = layout_of(tensors((2, 3)), cache(layers=4, pp=2, pp_rank=1, stage_layers=(2, 2)))
     assert list(layout.layers) == [2, 3]
 
 
@@ -131,3 +131,43 @@ def test_tensors_on_a_gpu_stay_where_they_are_and_go_by_one_handle_an_allocation
     assert shared.geometry.region_bytes == (storage.nbytes(),)
     layer_bytes = storage.nbytes() // 3
     assert [plane.offset for plane in shared.geometry.planes] == [0, layer_bytes, 2 * layer_bytes]
+
+
+@pytest.mark.parametrize("pages", [PageFormat.TOKEN_ROWS, PageFormat.TRANSPOSED_KEYS])
+def test_each_element_of_a_token_lies_where_the_geometry_says(pages):
+    shared = share(tensors(one_storage=False), cache(), pages)
+    assert (shared.layout.order, shared.layout.page_size, shared.layout.blob_bytes) == (PageOrder.HND, TOKENS, 0)
+    kept = tensors(one_storage=False)
+    for number, tensor in enumerate(kept.values()):
+        # As the engine's kernels see a (block, head): of each token K and V, or K of all tokens and then V of all.
+        fused = tensor.view(BLOCKS, 2, -1)
+        for token, kind in ((0, 0), (5, 0), (31, 1)):
+            content = torch.arange(DIM, dtype=torch.float32) + 1000 * token + 100 * kind + 10_000 * number
+            if pages is PageFormat.TOKEN_ROWS:
+                tensor[4, 1, token, kind * DIM : (kind + 1) * DIM] = content
+            elif kind == 0:
+                fused[4, 1, : TOKENS * DIM].view(DIM, TOKENS)[:, token] = content
+            else:
+                fused[4, 1, TOKENS * DIM :].view(TOKENS, DIM)[token] = content
+    layers = len(kept)
+    for number, tensor in enumerate(kept.values()):
+        memory = bytearray(tensor.untyped_storage())
+        for token, kind in ((0, 0), (5, 0), (31, 1)):
+            plane = shared.geometry.planes[kind * layers + number]
+            at = plane.offset + 4 * plane.page_stride + plane.head_stride + token * plane.token_stride
+            found = [
+                torch.frombuffer(
+                    memory, dtype=torch.float32, count=1, offset=at + i * (plane.element_stride or 4)
+                ).item()
+                for i in range(DIM)
+            ]
+            assert found == [i + 1000 * token + 100 * kind + 10_000 * number for i in range(DIM)]
+    shared.geometry.check(shared.layout)
+    for region in shared.regions:
+        os.close(region)
+
+
+def test_tokens_are_not_found_in_content_of_another_size():
+    odd = {f"model.layers.{n}.attn": torch.zeros(BLOCKS, 2, TOKENS, 2 * DIM + 4) for n in range(3)}
+    with pytest.raises(LayoutError, match="20 elements of a token"):
+        layout_of(odd, cache(), PageFormat.TOKEN_ROWS)

@@ -13,7 +13,8 @@ from scene import DONE, RELEASED, event
 from stand_in_vllm import Role, Status, installed
 
 from longshore_client import ArgumentError, ConnectError, Endpoint, Half, KVLayout, ModelShape, PageOrder, Parallel
-from longshore_wire.engine_messages import Cancel, EndpointUpdate, Offer, RankAddress, Receive, RegisterPool
+from longshore_engines.handover import handover_of
+from longshore_wire.engine_messages import Cancel, EndpointUpdate, Hello, Offer, RankAddress, Receive, RegisterPool
 
 HEADS, TOKENS, DIM = 2, 32, 8
 LAYOUT = KVLayout(ModelShape(2, 2, DIM, 4), Parallel(), TOKENS, PageOrder.OPAQUE, blob_bytes=TOKENS * 2 * DIM * 4)
@@ -246,3 +247,18 @@ def test_an_engine_waits_for_its_agent_as_long_as_is_set(module, tmp_path, monke
         worker.register_kv_caches(
             {f"model.layers.{n}.attn": torch.zeros((6, HEADS, TOKENS, 2 * DIM)) for n in range(2)}
         )
+
+
+def test_an_engine_shares_tokens_if_they_are_wanted_and_says_so_in_its_handover(module, tmp_path):
+    engine = Engine(module, tmp_path, "prefill", pages="tokens")
+    try:
+        (hello,) = engine.agent.of(Hello)
+        assert (hello.layout.order, hello.layout.blob_bytes) == (PageOrder.HND, 0)
+        (registered,) = engine.agent.of(RegisterPool)
+        assert [plane.element_stride for plane in registered.geometry.planes] == [TOKENS * 4] * 2 + [0] * 2
+        prompt = request("p", {"do_remote_decode": True})
+        engine.scheduler.get_num_new_matched_tokens(prompt, 0)
+        _, told = engine.scheduler.request_finished(prompt, [4, 2, 5])
+        assert handover_of(told).content == "tokens of torch.float32"
+    finally:
+        engine.stop()

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from longshore_client import ArgumentError, Half
-from longshore_engines.vllm_checks import check_engine, check_version, roles_of, setting
+from longshore_engines.tensors import PageFormat
+from longshore_engines.vllm_checks import check_engine, check_version, page_format, roles_of, setting
 
 
 def engine(*, groups=1, **changes):
@@ -61,7 +62,7 @@ def test_what_cannot_be_moved_is_refused_by_name(changes, said):
 
 def test_options_have_defaults_and_are_read():
     assert setting({}).socket is None
-    assert setting({"socket": "/a", "transfer_limit_s": 5}) == ("/a", 5.0, setting({}).connect_s)
+    assert setting({"socket": "/a", "transfer_limit_s": 5}) == ("/a", 5.0, setting({}).connect_s, "opaque")
 
 
 @pytest.mark.parametrize(
@@ -86,3 +87,13 @@ def test_a_wrong_option_is_named(extra, said):
 )
 def test_the_kv_role_says_what_an_engine_may_do(producer, consumer, roles):
     assert roles_of(SimpleNamespace(is_kv_producer=producer, is_kv_consumer=consumer)) == roles
+
+
+def test_tokens_are_shared_only_of_backends_whose_pages_are_known():
+    assert page_format("opaque", "CPU_ATTN amx") is PageFormat.BLOB
+    assert page_format("tokens", "CPU_ATTN vec") is PageFormat.TRANSPOSED_KEYS
+    assert page_format("tokens", "FLASH_ATTN") is PageFormat.TOKEN_ROWS
+    with pytest.raises(ArgumentError, match="CPU_ATTN amx"):
+        page_format("tokens", "CPU_ATTN amx")
+    with pytest.raises(ArgumentError, match="pages is 'pages'"):
+        setting({"pages": "pages"})

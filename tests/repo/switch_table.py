@@ -438,6 +438,7 @@ VLLM_OPTIONS: Shown = {
     "socket": (f"{_VLLM}::test_a_prompt_goes_from_one_engines_blocks_to_the_others",),
     "transfer_limit_s": (f"{_VLLM}::test_a_transfer_that_is_not_over_within_the_set_limit_is_given_up",),
     "connect_limit_s": (f"{_VLLM}::test_an_engine_waits_for_its_agent_as_long_as_is_set",),
+    "pages": (f"{_VLLM}::test_an_engine_shares_tokens_if_they_are_wanted_and_says_so_in_its_handover",),
 }
 
 _VALUE = (f"{_CHART}::test_a_value_changes_what_is_installed",)

@@ -165,6 +165,6 @@ def test_every_variable_that_a_program_or_a_page_names_is_a_setting() -> None:
 def test_a_switch_without_an_entry_and_a_test_that_does_not_exist_are_found() -> None:
     assert "decode.staging.poolSize" in resource_fields()
     assert "receive.digest" in client_arguments()
-    assert vllm_options() == {"socket", "transfer_limit_s", "connect_limit_s"}
+    assert vllm_options() == {"socket", "transfer_limit_s", "connect_limit_s", "pages"}
     assert {"image.tag", "settings", "test.limitSeconds"} <= chart_values()
     assert "test_nothing" not in functions_by_file()["tests/repo/test_every_switch.py"]

@@ -158,6 +158,30 @@ def test_pages_that_overlap_or_leave_their_region_are_refused_by_field(change: d
         msgspec.structs.replace(pool, planes=(plane, *pool.planes[1:])).check(one)
 
 
+def transposed(one: KVLayout, pages: int = 3) -> PoolGeometry:
+    """A geometry whose K has the tokens of a page adjacent, and whose V has the elements of a token adjacent."""
+    row, tall = one.model.head_bytes, one.page_size * one.model.element_bytes
+    half = one.page_size * row
+    page = len(one.heads) * 2 * half
+    keys = PlaneGeometry(0, 0, page, one.model.element_bytes, 2 * half, tall)
+    return PoolGeometry(pages, (pages * page,), (keys, PlaneGeometry(0, half, page, row, 2 * half)))
+
+
+def test_the_elements_of_a_head_may_lie_apart_and_then_its_tokens_beside_each_other() -> None:
+    one = layout(ModelShape(1, 2, 8, 2), 4, PageOrder.HND)
+    pool = transposed(one)
+    pool.check(one)
+    for name, value in (("element_stride", 6), ("token_stride", 1), ("head_stride", 30)):
+        planes = (msgspec.structs.replace(pool.planes[0], **{name: value}), pool.planes[1])
+        with pytest.raises(LayoutError, match=r"planes\[0\]\.\w+_stride is \d+: entries of \d+ bytes would overlap"):
+            msgspec.structs.replace(pool, planes=planes).check(one)
+    with pytest.raises(LayoutError, match=r"planes\[0\] ends at byte"):
+        msgspec.structs.replace(pool, region_bytes=(pool.region_bytes[0] // 3,)).check(one)
+    blob = layout(ModelShape(1, 2, 8, 2), 4, PageOrder.OPAQUE)
+    with pytest.raises(LayoutError, match="element_stride is 2"):
+        PoolGeometry(1, (4096,), (PlaneGeometry(0, 0, 256, 0, 128, 2),)).check(blob)
+
+
 def test_a_pool_needs_a_plane_for_each_kind_of_each_layer_and_at_least_a_page() -> None:
     one = layout(ModelShape(2, 2, 4, 2), page_size=4)
     pool = dense_pool(one, page_count=3)

@@ -253,7 +253,8 @@ class PlaneGeometry(msgspec.Struct, frozen=True, array_like=True):
     """The place of one plane of pages in a pool: one layer's K, V, or both together.
 
     The bytes of local head h of token t of page p begin at
-    `offset + p * page_stride + t * token_stride + h * head_stride`; head_dim elements follow without gaps.
+    `offset + p * page_stride + t * token_stride + h * head_stride`; head_dim elements follow without gaps, or
+    `element_stride` apart if that is not 0 (a transposed plane; in CPU memory only).
     With PageOrder.OPAQUE token_stride is 0 and `head_stride` is the layout's `opaque_bytes`. All in bytes.
     """
 
@@ -262,6 +263,11 @@ class PlaneGeometry(msgspec.Struct, frozen=True, array_like=True):
     page_stride: int
     token_stride: int
     head_stride: int
+    element_stride: int = 0
+
+
+# The fields of PlaneGeometry that count bytes.
+PLANE_BYTES = ("offset", "page_stride", "token_stride", "head_stride", "element_stride")
 
 
 class PoolGeometry(msgspec.Struct, frozen=True, array_like=True):
@@ -289,12 +295,14 @@ class PoolGeometry(msgspec.Struct, frozen=True, array_like=True):
                 raise LayoutError(
                     f"planes[{index}].region is {plane.region}: {len(self.region_bytes)} regions are given"
                 )
-            for name in ("offset", "page_stride", "token_stride", "head_stride"):
+            for name in PLANE_BYTES:
                 _between(f"planes[{index}].{name}", getattr(plane, name), 0, 2**63 - 1)
-            if layout.order is PageOrder.OPAQUE and (plane.token_stride, plane.head_stride) != (0, layout.opaque_bytes):
+            strides = (plane.token_stride, plane.element_stride, plane.head_stride)
+            if layout.order is PageOrder.OPAQUE and strides != (0, 0, layout.opaque_bytes):
                 raise LayoutError(
-                    f"planes[{index}].token_stride is {plane.token_stride} and head_stride is {plane.head_stride}: "
-                    f"opaque pages have no token stride (give 0) and blobs of blob_bytes ({layout.opaque_bytes})"
+                    f"planes[{index}].token_stride is {strides[0]}, element_stride is {strides[1]} and head_stride is "
+                    f"{strides[2]}: opaque pages have no tokens and elements (give 0) and blobs of blob_bytes "
+                    f"({layout.opaque_bytes})"
                 )
             span_bytes = _plane_span(index, plane, self.page_count, layout)
             if plane.offset + span_bytes > self.region_bytes[plane.region]:
@@ -307,6 +315,8 @@ class PoolGeometry(msgspec.Struct, frozen=True, array_like=True):
 def _plane_span(index: int, plane: PlaneGeometry, page_count: int, layout: KVLayout) -> int:
     """Return the bytes from a plane's offset to the end of its last entry; LayoutError if entries overlap."""
     span_bytes = layout.opaque_bytes if layout.order is PageOrder.OPAQUE else layout.model.head_bytes
+    if plane.element_stride:
+        span_bytes = layout.model.element_bytes
     for name, stride, count in sorted(_dimensions(plane, page_count, layout), key=lambda entry: entry[1]):
         if count == 1:
             continue
@@ -320,5 +330,7 @@ def _dimensions(plane: PlaneGeometry, page_count: int, layout: KVLayout) -> Iter
     """Yield (name, stride in bytes, entries) of each strided dimension."""
     yield "page_stride", plane.page_stride, page_count
     yield "head_stride", plane.head_stride, len(layout.heads)
+    if plane.element_stride:
+        yield "element_stride", plane.element_stride, layout.model.head_dim
     if layout.order is not PageOrder.OPAQUE:
         yield "token_stride", plane.token_stride, layout.page_size

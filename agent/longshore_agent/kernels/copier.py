@@ -125,6 +125,7 @@ class View:
         first_row: of the sequence, where `pages` begins.
         row_tokens: tokens of a row: 1, or those of a page with PageOrder.OPAQUE.
         row_bytes: bytes of a row.
+        element_bytes: bytes of an element of a row; a blob is one element. A plane may keep elements apart.
         layers, heads: chosen ones, counted from the first local one.
         planes: groups of the chosen planes. `first` counts from the first chosen plane; addresses are of the first local
             head at page 0.
@@ -138,6 +139,7 @@ class View:
     first_row: int
     row_tokens: int
     row_bytes: int
+    element_bytes: int
     layers: range
     heads: range
     planes: tuple[PlaneGroup, ...]
@@ -224,6 +226,7 @@ def slab_view(slab: Bytes, like: View, tokens: tuple[int, int]) -> View:
         first_row=first,
         row_tokens=like.row_tokens,
         row_bytes=like.row_bytes,
+        element_bytes=like.element_bytes,
         layers=range(len(like.layers)),
         heads=range(head_count),
         planes=(PlaneGroup(0, addresses, plane_bytes, token_bytes, like.row_bytes),),
@@ -292,7 +295,8 @@ class PlaneRows(NamedTuple):
         source_planes, target_planes: [p] addresses to which offsets are added.
         segments: [m, 4], C-contiguous: offset at the source, offset at the target, tokens, bytes of a row.
         source, target: strides on either side.
-        heads: rows of a token; 1 if the heads of a token are adjacent on both sides, and therefore one row.
+        heads: rows of a token; 1 if the heads of a token are adjacent on both sides, and therefore one row. If the elements
+            of a row are apart on a side, a row is one element of one head, and `heads` are the elements of that head.
     """
 
     source_planes: Numbers
@@ -318,22 +322,42 @@ def plane_rows(source: View, target: View, tokens: tuple[int, int]) -> Iterator[
             end = min(here.first + len(here.addresses), there.first + len(there.addresses))
             if first >= end:
                 continue
-            heads, row_bytes = len(source.heads), source.row_bytes
-            if here.head_stride == there.head_stride == row_bytes:
-                heads, row_bytes = 1, row_bytes * heads
             source_page, source_slot, target_page, target_slot, counts = found.T
             segments = np.empty((len(found), 4), dtype=np.int64)
             segments[:, 0] = source_page * here.page_stride + source_slot * here.token_stride
             segments[:, 1] = target_page * there.page_stride + target_slot * there.token_stride
-            segments[:, 2], segments[:, 3] = counts, row_bytes
-            yield PlaneRows(
+            segments[:, 2] = counts
+            rows = PlaneRows(
                 here.addresses[first - here.first : end - here.first] + source.heads.start * here.head_stride,
                 there.addresses[first - there.first : end - there.first] + target.heads.start * there.head_stride,
                 segments,
                 Strides(here.token_stride, here.head_stride),
                 Strides(there.token_stride, there.head_stride),
-                heads,
+                len(source.heads),
             )
+            if here.element_stride or there.element_stride:
+                yield from _element_rows(rows, here, there, source.row_bytes, source.element_bytes)
+                continue
+            adjacent = here.head_stride == there.head_stride == source.row_bytes
+            segments[:, 3] = source.row_bytes * (rows.heads if adjacent else 1)
+            yield rows._replace(heads=1) if adjacent else rows
+
+
+def _element_rows(
+    rows: PlaneRows, here: PlaneGroup, there: PlaneGroup, row_bytes: int, element_bytes: int
+) -> Iterator[PlaneRows]:
+    """Yield each head's rows, with one row for each element, for planes whose elements are apart on a side."""
+    source, target = (Strides(group.token_stride, group.element_stride or element_bytes) for group in (here, there))
+    rows.segments[:, 3] = element_bytes
+    for head in range(rows.heads):
+        yield PlaneRows(
+            rows.source_planes + head * here.head_stride,
+            rows.target_planes + head * there.head_stride,
+            rows.segments.copy(),
+            source,
+            target,
+            row_bytes // element_bytes,
+        )
 
 
 def check_tokens(tokens: tuple[int, int], row_tokens: int) -> None:
@@ -367,6 +391,7 @@ def _pages_view(
         first_row=first_page * page_rows,
         row_tokens=layout.page_size if opaque else 1,
         row_bytes=row_bytes(layout),
+        element_bytes=row_bytes(layout) if opaque else layout.model.element_bytes,
         layers=layers,
         heads=heads,
         planes=tuple(_planes(groups, len(layout.layers), kinds, layers)),

@@ -24,14 +24,16 @@ def copy(source: View, target: View, tokens: tuple[int, int], trailer: SealedTra
 
 
 def _row(view: View, plane: int, row: int, head: int) -> Bytes:
-    """Return the bytes of one row, by the definition of a slab or of a pool's geometry."""
+    """Return the bytes of one row, [elements, bytes of one], by the definition of a slab or of a pool's geometry."""
     if view.slab is not None:
         at = ((plane * view.page_rows + row - view.first_row) * len(view.heads) + head) * view.row_bytes
-        return view.slab[at : at + view.row_bytes]
+        return view.slab[at : at + view.row_bytes].reshape(-1, view.element_bytes)
     assert view.pool is not None
     kind, layer = divmod(plane, len(view.layers))
     place = view.pool.geometry.planes[kind * view.pool.layer_count + view.layers[layer]]
     page, slot = divmod(row - view.first_row, view.page_rows)
     at = place.offset + int(view.pages[page]) * place.page_stride + slot * place.token_stride
     at += view.heads[head] * place.head_stride
-    return view.pool.region(place.region)[at : at + view.row_bytes]
+    shape = (view.row_bytes // view.element_bytes, view.element_bytes)
+    strides = (place.element_stride or view.element_bytes, 1)
+    return np.lib.stride_tricks.as_strided(view.pool.region(place.region)[at:], shape, strides)

@@ -22,7 +22,7 @@ from longshore_agent.memory.device_memory import DeviceMapping
 from longshore_agent.memory.host_memory import Mapping, map_shared, torn_count
 from longshore_wire.engine_messages import DeviceRegion
 from longshore_wire.errors import LayoutError, LongshoreError, Reason
-from longshore_wire.layout import KVLayout, PageOrder, PoolGeometry
+from longshore_wire.layout import PLANE_BYTES, KVLayout, PageOrder, PoolGeometry
 
 # How a process gets a region of pages: a file descriptor, ours to close, or its place on a GPU.
 RegionHandle = int | DeviceRegion
@@ -31,7 +31,8 @@ RegionHandle = int | DeviceRegion
 class PlaneGroup(NamedTuple):
     """Consecutive planes with equal strides (bytes), from number `first` in the pool's order on.
 
-    `addresses` are the addresses of their first pages in this process, [planes] int64.
+    `addresses` are the addresses of their first pages in this process, [planes] int64. With an `element_stride` of 0 the
+    elements of a row are adjacent.
     """
 
     first: int
@@ -39,6 +40,7 @@ class PlaneGroup(NamedTuple):
     page_stride: int
     token_stride: int
     head_stride: int
+    element_stride: int = 0
 
 
 class KVPool:
@@ -75,6 +77,12 @@ class KVPool:
             PoolError: the geometry does not fit the layout, or its regions; names the region, or the plane and field.
         """
         check_geometry(layout, geometry)
+        strided = [index for index, plane in enumerate(geometry.planes) if plane.element_stride]
+        if strided and device is not None:
+            raise PoolError(
+                f"planes[{strided[0]}].element_stride is {geometry.planes[strided[0]].element_stride}: a row in the reach "
+                "of a GPU has adjacent elements, give 0"
+            )
         if len(handles) != len(geometry.region_bytes):
             raise PoolError(
                 f"{len(handles)} file descriptors for {len(geometry.region_bytes)} regions: pass one for each region"
@@ -237,7 +245,7 @@ def check_geometry(layout: KVLayout, geometry: PoolGeometry) -> None:
         raise PoolError(str(error)) from error
     element_bytes = 1 if layout.order is PageOrder.OPAQUE else layout.model.element_bytes
     for index, plane in enumerate(geometry.planes):
-        for field in ("offset", "page_stride", "token_stride", "head_stride"):
+        for field in PLANE_BYTES:
             value: int = getattr(plane, field)
             if value % element_bytes:
                 raise PoolError(
@@ -248,7 +256,7 @@ def check_geometry(layout: KVLayout, geometry: PoolGeometry) -> None:
 def plane_groups(geometry: PoolGeometry, region_addresses: Sequence[int]) -> list[PlaneGroup]:
     """Return all planes of a pool whose regions are at these addresses."""
     planes = geometry.planes
-    strides = [(plane.page_stride, plane.token_stride, plane.head_stride) for plane in planes]
+    strides = [(plane.page_stride, plane.token_stride, plane.head_stride, plane.element_stride) for plane in planes]
     starts = [index for index in range(len(planes)) if index == 0 or strides[index] != strides[index - 1]]
     addresses = np.array([region_addresses[plane.region] + plane.offset for plane in planes], dtype=np.int64)
     ends = [*starts[1:], len(planes)]
