@@ -12,6 +12,11 @@ _GAP_MAX_S = 25.0
 _STATUS_LIMIT_S = 60.0
 # Python starts with it, and the agent does not.
 _LITTLE_MEMORY = "64Mi"
+# A volume that its agent overfills, for which the kubelet evicts the pod.
+_SCRATCH = {
+    "volumes": [{"name": "scratch", "emptyDir": {"sizeLimit": "1Mi"}}],
+    "volumeMounts": [{"name": "scratch", "mountPath": "/scratch"}],
+}
 
 
 @pytest.mark.shortest
@@ -53,6 +58,31 @@ def test_an_agent_that_is_killed_for_its_memory_is_named_and_rooms_go_on_with_mo
     until(lambda: any("OOMKilled" in text for text, _ in placed.events().values()), "an event names the cause")
     placed.change({"decode": {"agents": {"resources": {"limits": {"memory": "1Gi"}}}}})
     load.more(10)
+    placed.wait("Ready", 60)
+
+
+def test_an_evicted_agent_is_replaced_and_rooms_go_on(site: Site, placed: Placed, load: Rooms) -> None:
+    first = placed.agent("decode")
+    placed.change({"decode": {"agents": _SCRATCH}})
+    until(
+        lambda: placed.agent("decode") != first and placed.is_ready(placed.agent("decode")), "an agent with the volume"
+    )
+    placed.wait("Ready")
+    load.more(5)
+    evicted = placed.agent("decode")
+    fill = "head -c 4000000 /dev/zero >/scratch/file"
+    site.kubectl("-n", placed.namespace, "exec", evicted, "-c", "agent", "--", "sh", "-c", fill)
+
+    def told() -> bool:
+        events = site.get(placed.namespace, "events", f"--field-selector=involvedObject.name={evicted},reason=Evicted")
+        return any("scratch" in entry["message"] for entry in events["items"])
+
+    until(told, "the kubelet evicts the agent", _STATUS_LIMIT_S)
+    until(
+        lambda: placed.agent("decode") != evicted and placed.is_ready(placed.agent("decode")), "another agent is ready"
+    )
+    load.more(10)
+    assert load.longest_gap_s() < _GAP_MAX_S, load.all()
     placed.wait("Ready", 60)
 
 

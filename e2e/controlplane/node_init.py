@@ -187,6 +187,8 @@ def kubelet_settings(node: dict[str, str], folder: Path) -> dict[str, object]:
         "imageGCHighThresholdPercent": 100,
         "imageGCLowThresholdPercent": 99,
         "nodeStatusUpdateFrequency": "5s",
+        # A volume over its limit is seen this soon. The default is a minute.
+        "volumeStatsAggPeriod": "5s",
         # Tests kill containers, and would wait up to five minutes for the next start.
         "crashLoopBackOff": {"maxContainerRestartPeriod": "10s"},
         "featureGates": {"KubeletCrashLoopBackOffMax": True},
