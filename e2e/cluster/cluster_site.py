@@ -27,6 +27,8 @@ from deployments import ROOT
 ROLE = "longshore.dev/role"
 CHART = ROOT / "charts" / "longshore"
 SYSTEM = "longshore-system"
+RELEASE = "longshore"
+_POD_SECURITY = "pod-security.kubernetes.io/enforce"
 _ROLE_KEY = ROLE.replace(".", r"\.")
 COMMAND_LIMIT_S = 240.0
 _OWN = ("KUBECONFIG", "E2E_PREFILL_NODE", "E2E_DECODE_NODE", "E2E_OPERATOR_IMAGE", "E2E_AGENT_IMAGE")
@@ -82,6 +84,21 @@ class Site:
             pytest.skip("turns a node off or cuts it off: only on the nodes that `make e2e-cluster` starts itself")
         return next(node for node in self.real.nodes if node.name == self.nodes[role])
 
+    def type(self, command: str) -> str:
+        """Run a command line of a page from the tree's root and return its output; AssertionError has all of it."""
+        folders = [str(binaries.find(program).parent) for program in ("kubectl", "helm")]
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", command],
+            cwd=ROOT,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_LIMIT_S,
+            env=os.environ | {"KUBECONFIG": str(self.kubeconfig), "PATH": ":".join([*folders, os.environ["PATH"]])},
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout
+
     def values(self) -> list[str]:
         """Return the chart's values that name the images and the nodes."""
         repository, _, tag = self.operator_image.rpartition(":")
@@ -104,6 +121,21 @@ class Site:
             input=stdin,
             timeout=COMMAND_LIMIT_S,
         )
+
+
+def install_release(site: Site) -> None:
+    """Install the chart; its namespace enforces the restricted profile when the operator's pod is created."""
+    site.kubectl("create", "namespace", SYSTEM)
+    site.kubectl("label", "namespace", SYSTEM, f"{_POD_SECURITY}=restricted")
+    site.helm("install", RELEASE, str(CHART), "-n", SYSTEM, "--wait", "--timeout=120s", *site.values())
+    # The agents of `helm test` share a folder of the node, which that profile forbids.
+    site.kubectl("label", "namespace", SYSTEM, "--overwrite", f"{_POD_SECURITY}=privileged")
+
+
+def remove_release(site: Site) -> None:
+    """Remove the release, if it is there, and its namespace with everything in it."""
+    site.try_helm("uninstall", RELEASE, "-n", SYSTEM, "--wait", "--timeout=120s")
+    site.try_kubectl("delete", "namespace", SYSTEM, "--timeout=120s")
 
 
 @contextmanager

@@ -7,9 +7,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 from cluster_pods import MANY, Placed, Rooms
-from cluster_site import CHART, SYSTEM, Site, any_site
-
-_LABEL = "pod-security.kubernetes.io/enforce"
+from cluster_site import RELEASE, Site, any_site, install_release, remove_release
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -46,14 +44,9 @@ def site() -> Iterator[Site]:
 @pytest.fixture(scope="session")
 def release(site: Site) -> Iterator[str]:
     """A release of the chart; its namespace enforces the restricted profile when the operator's pod is created."""
-    site.kubectl("create", "namespace", SYSTEM)
-    site.kubectl("label", "namespace", SYSTEM, f"{_LABEL}=restricted")
-    site.helm("install", "longshore", str(CHART), "-n", SYSTEM, "--wait", "--timeout=120s", *site.values())
-    # The agents of `helm test` share a folder of the node, which that profile forbids.
-    site.kubectl("label", "namespace", SYSTEM, "--overwrite", f"{_LABEL}=privileged")
-    yield "longshore"
-    site.try_helm("uninstall", "longshore", "-n", SYSTEM, "--wait", "--timeout=120s")
-    site.try_kubectl("delete", "namespace", SYSTEM, "--timeout=120s")
+    install_release(site)
+    yield RELEASE
+    remove_release(site)
 
 
 @pytest.fixture

@@ -1,0 +1,107 @@
+"""The commands of README and of the page on Kubernetes, typed on two nodes as they are written there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from cluster_pods import MANY, READY_LIMIT_S, Placed, Rooms
+from cluster_site import SYSTEM, Site, install_release, remove_release
+from controlplane.waiting import until
+from deployments import ROOT
+
+PAGE = "docs/how-to/kubernetes.md"
+NEXT_TAG = "0.1.1"
+# `make images` gives the images this prefix.
+_REGISTRY = "localhost"
+
+
+def commands(page: str, begin: str, end: str = "\n## ") -> list[str]:
+    """Return the command lines of helm and kubectl in a part of a page, without the backslashes between their lines."""
+    text = (ROOT / page).read_text(encoding="utf-8").partition(begin)[2].partition(end)[0]
+    code = re.sub(r"\\\n", " ", text)
+    return re.findall(r"^(?: {4,}|\$ )((?:helm|kubectl) .*)$", code, re.MULTILINE)
+
+
+def typed(site: Site, *lines: str, **values: str) -> list[str]:
+    """Type command lines with `values` for their placeholders; return what they printed."""
+    found = []
+    for line in lines:
+        text = line.replace("<registry>", _REGISTRY)
+        for name, value in values.items():
+            text = text.replace(f"<{name}>", value)
+        found.append(site.type(text))
+    return found
+
+
+@pytest.fixture
+def bare(site: Site, release: str) -> Iterator[Site]:
+    """The cluster without a release. The release comes back for the next test."""
+    if site.real is None:
+        pytest.skip("types commands that install into namespaces of a page: only on the nodes of `make e2e-cluster`")
+    remove_release(site)
+    yield site
+    remove_release(site)
+    install_release(site)
+
+
+@pytest.mark.shortest
+def test_readme_installs_a_release_and_its_example_becomes_ready(bare: Site) -> None:
+    lines = commands("README.md", "## Quickstart")
+    assert [line.split()[:2] for line in lines] == [["helm", "install"], ["kubectl", "apply"]]
+    typed(bare, *lines)
+    bare.kubectl("wait", "--for=condition=Ready", "dgdep/llama-70b", f"--timeout={READY_LIMIT_S:g}s")
+    bare.kubectl("delete", "dgdep", "llama-70b", "--cascade=foreground", "--timeout=120s")
+
+
+def test_the_page_on_kubernetes_installs_upgrades_rolls_back_and_removes(bare: Site, placed: Placed) -> None:
+    label, *install = commands(PAGE, "2. Label the nodes", "\n4. ")
+    typed(bare, label, node=bare.nodes["prefill"])
+    typed(bare, *install)
+    table = typed(bare, *(line for line in commands(PAGE, "This transcript") if "describe" not in line))[-1]
+    assert re.search(r"^llama-70b +True +Ready +1/1 TP4 +1/1 TP1 +2/2 +NIXL ", table, re.MULTILINE), table
+    bare.kubectl("delete", "dgdep", "llama-70b", "--cascade=foreground", "--timeout=120s")
+
+    rooms = _rooms(placed)
+    upgrade, roll_back = commands(PAGE, "## Upgrade and roll back")
+    for command, tag in ((upgrade, NEXT_TAG), (roll_back, "0.1.0")):
+        _tag_images(bare, NEXT_TAG)
+        typed(bare, command, tag=NEXT_TAG)
+        until(lambda tag=tag: _images(placed) == {f"{_REGISTRY}/longshore-agent:{tag}"}, f"all agents are of {tag}")  # type: ignore[misc]
+        placed.wait("Ready")
+        rooms.more(10)
+    assert rooms.failed() == []
+
+    typed(bare, "helm uninstall longshore -n longshore-system --wait", *commands(PAGE, "## Uninstall"))
+    until(
+        lambda: bare.get(placed.namespace, "pods", "-l", "app.kubernetes.io/name=longshore-agent")["items"] == [],
+        "gone",
+    )
+    assert "longshore" not in bare.kubectl("get", "crd,clusterrole,clusterrolebinding", "-o", "name")
+    assert bare.kubectl("-n", SYSTEM, "get", "lease,deployment,secret,role", "-o", "name") == ""
+
+
+def _rooms(placed: Placed) -> Rooms:
+    """Start rooms that move one after the other until the test ends."""
+    placed.create()
+    placed.wait("Ready")
+    placed.start_source()
+    rooms = placed.start_target(MANY, tokens=1024)
+    rooms.more(5)
+    return rooms
+
+
+def _tag_images(site: Site, tag: str) -> None:
+    """Give both images another tag on both nodes, as if a newer release were pulled."""
+    assert site.real is not None
+    for node in site.real.nodes:
+        for name in (site.operator_image, site.agent_image):
+            other = f"{name.rpartition(':')[0]}:{tag}"
+            node.run("ctr", "--namespace=k8s.io", "images", "tag", "--force", name, other)
+
+
+def _images(placed: Placed) -> set[str]:
+    """Return the images of the agents that are ready, and empty for one that is not."""
+    pods = placed.site.get(placed.namespace, "pods", "-l", "app.kubernetes.io/name=longshore-agent")["items"]
+    return {pod["spec"]["containers"][0]["image"] if placed.is_ready(pod["metadata"]["name"]) else "" for pod in pods}
