@@ -8,11 +8,21 @@ from collections.abc import Generator, Iterator
 import pytest
 from cluster_pods import MANY, Placed, Rooms
 from cluster_site import RELEASE, Site, any_site, install_release, remove_release
+from controlplane import binaries
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register our mark."""
+    """Register our marks."""
     config.addinivalue_line("markers", "shortest: the most valuable tests, in the least time")
+    config.addinivalue_line("markers", "programs(name, ...): programs of `controlplane.binaries` that the test runs")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Build the programs of the selected tests, because the network of the nodes does not reach the Go modules."""
+    for name in sorted(
+        {name for item in session.items for mark in item.iter_markers("programs") for name in mark.args}
+    ):
+        binaries.find(name)
 
 
 # The end of each log that a failed test shows.

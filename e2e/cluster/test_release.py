@@ -40,6 +40,12 @@ def called(
     )
 
 
+pytestmark = [
+    pytest.mark.programs("crane", "cosign"),
+    pytest.mark.skipif(os.environ.get("E2E_CLUSTER") == "own", reason="publishes the images of `make images`"),
+]
+
+
 @pytest.fixture(scope="module")
 def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a registry."""
