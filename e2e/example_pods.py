@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -39,3 +40,15 @@ def pod_of(controller: Body) -> Body:
     metadata = {**template["metadata"], "name": controller["metadata"]["name"]}
     metadata["namespace"] = controller["metadata"]["namespace"]
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+
+
+def without_settings(pod: Body) -> Body:
+    """Return an example's pod without the settings that the injection adds."""
+    found = copy.deepcopy(pod)
+    spec = found["spec"]
+    del spec["securityContext"]["supplementalGroups"]
+    spec["volumes"] = [volume for volume in spec["volumes"] if volume["name"] != "longshore"]
+    for container in spec["containers"]:
+        del container["envFrom"]
+        container["volumeMounts"] = [mount for mount in container["volumeMounts"] if mount["name"] != "longshore"]
+    return found

@@ -12,7 +12,7 @@ import pytest
 from controlplane.cluster import ControlPlane
 from controlplane.waiting import until
 from deployments import Deployments, to_text
-from example_pods import Body, example, moved, pods
+from example_pods import Body, example, moved, pods, without_settings
 from operator_process import OperatorProcess
 from test_chart import CHART, helm
 
@@ -73,18 +73,6 @@ def sorted_lists(value: Any) -> Any:
     return value
 
 
-def bare(pod: Body) -> Body:
-    """Return an example's pod without the settings that the injection adds."""
-    found = copy.deepcopy(pod)
-    spec = found["spec"]
-    del spec["securityContext"]["supplementalGroups"]
-    spec["volumes"] = [volume for volume in spec["volumes"] if volume["name"] != "longshore"]
-    for container in spec["containers"]:
-        del container["envFrom"]
-        container["volumeMounts"] = [mount for mount in container["volumeMounts"] if mount["name"] != "longshore"]
-    return found
-
-
 @pytest.mark.parametrize("file", PODS)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_labelled_pod_becomes_the_pod_of_the_example(
@@ -92,7 +80,7 @@ def test_a_labelled_pod_becomes_the_pod_of_the_example(
 ) -> None:
     name = example(PODS[file])[0]["metadata"]["name"]
     pod = pods(file, namespace)[f"{name}-{role}"]
-    injected = created(plane, labelled(bare(pod), namespace, f"{name}.{role}"))
+    injected = created(plane, labelled(without_settings(pod), namespace, f"{name}.{role}"))
     assert sorted_lists(injected["spec"]) == sorted_lists(created(plane, pod)["spec"])
     again = created(
         plane, {**injected, "metadata": {key: injected["metadata"][key] for key in ("name", "labels", "namespace")}}
@@ -164,7 +152,7 @@ def test_engines_that_come_before_their_deployment_start_when_it_is_there(plane:
     template = engines["spec"]["template"]
     template["metadata"]["labels"] = {"app": "early", LABEL: "late.prefill"}
     engines["spec"]["selector"]["matchLabels"] = {"app": "early"}
-    template["spec"] = bare({"spec": template["spec"]})["spec"]
+    template["spec"] = without_settings({"spec": template["spec"]})["spec"]
     plane.kubectl("apply", "-f", "-", stdin=to_text(engines))
     deployments = Deployments(plane, namespace, HTTP_PORT)
     until(

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
 
+import pytest
 from cluster_pods import READY_LIMIT_S
-from cluster_site import Site
+from cluster_site import CHART, SYSTEM, Site
 from controlplane.waiting import until
-from example_pods import EXAMPLES, Body, example, pod_of
+from example_pods import EXAMPLES, Body, example, pod_of, without_settings
+from pages import commands, typed
 
 _LIMIT_S = 120.0
+_PROGRAM = [f"--from-file={EXAMPLES / 'engine' / name}" for name in ("own_engine.py", "engine_pod.py")]
 
 
 def _on(site: Site, namespace: str, body: Body) -> Body:
@@ -54,8 +58,7 @@ def test_the_examples_engines_run_between_two_nodes_and_a_pod_that_lacks_somethi
     outsider["metadata"] |= {"name": "outsider"}
     outsider["spec"]["restartPolicy"] = "Never"
     del outsider["spec"]["securityContext"]["supplementalGroups"]
-    files = [f"--from-file={EXAMPLES / 'engine' / name}" for name in ("own_engine.py", "engine_pod.py")]
-    site.kubectl("-n", namespace, "create", "configmap", "own-engine-program", *files)
+    site.kubectl("-n", namespace, "create", "configmap", "own-engine-program", *_PROGRAM)
     site.kubectl(
         *("-n", namespace, "wait", "--for=condition=Ready", "dgdep/own-engine"), f"--timeout={READY_LIMIT_S:g}s"
     )
@@ -78,3 +81,42 @@ def test_the_examples_engines_run_between_two_nodes_and_a_pod_that_lacks_somethi
     )
     until(lambda: "NotPermitted" in log("outsider"), "the engine outside the group is told", _LIMIT_S)
     assert "mode 0660" in log("outsider") and "supplementalGroups: [10001]" in log("outsider")
+
+
+@pytest.fixture
+def injection(site: Site, namespace: str) -> Iterator[None]:
+    """Injection as the page on engines' pods switches it on. It is off again for the next test."""
+    if "mutatingadmissionpolicies" not in site.kubectl("api-resources", "-o", "name"):
+        pytest.skip("this API server does not serve MutatingAdmissionPolicy: see docs/how-to/engine-pods.md")
+    typed(site, *commands("docs/how-to/engine-pods.md", "## Injection"), namespace=namespace)
+    yield
+    off = ("--reuse-values", "--set=inject.enabled=false", "--wait", "--timeout=120s")
+    site.helm("upgrade", "longshore", str(CHART), "-n", SYSTEM, *off)
+
+
+def test_labelled_pods_get_what_an_engine_needs_and_move_requests(site: Site, namespace: str, injection: None) -> None:
+    for body in example("engine/deployment.yaml"):
+        site.apply(namespace, _on(site, namespace, body))
+    site.kubectl("-n", namespace, "create", "configmap", "own-engine-program", *_PROGRAM)
+    engines = {}
+    for role, pod in _engines(site, namespace).items():
+        engines[role] = without_settings(pod)
+        engines[role]["metadata"]["labels"]["longshore.dev/inject"] = f"own-engine.{role}"
+
+    def in_force() -> bool:
+        create = ("-n", namespace, "create", "--dry-run=server", "-o", "json", "-f", "-")
+        pod = json.loads(site.kubectl(*create, stdin=json.dumps(engines["prefill"])))
+        return "longshore" in {volume["name"] for volume in pod["spec"]["volumes"]}
+
+    until(in_force, "the policy is in force", _LIMIT_S)
+    site.apply(namespace, engines["prefill"])
+
+    def log(pod: str) -> str:
+        return site.try_kubectl("-n", namespace, "logs", pod).stdout
+
+    until(lambda: "prefill is registered" in log("own-engine-prefill"), "prefill is registered", _LIMIT_S)
+    # The nodes have no DNS for the Service's name.
+    address = site.get(namespace, "pod", "own-engine-prefill")["status"]["podIP"]
+    engines["decode"]["spec"]["containers"][0]["args"] = [address]
+    site.apply(namespace, engines["decode"])
+    until(lambda: "DONE, 409600 bytes, equal" in log("own-engine-decode"), "a request has moved", _LIMIT_S)

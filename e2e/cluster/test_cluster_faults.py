@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator
+
 import pytest
 from cluster_pods import Placed, Rooms
 from cluster_site import Site
@@ -21,11 +24,15 @@ _SCRATCH = {
 
 @pytest.mark.shortest
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_rooms_go_on_soon_after_an_agent_was_deleted(site: Site, placed: Placed, load: Rooms, role: str) -> None:
+def test_rooms_go_on_soon_after_an_agent_was_deleted(
+    site: Site, placed: Placed, load: Rooms, role: str, record_property: Callable[[str, object], None]
+) -> None:
     old = placed.agent(role)
     site.kubectl("-n", placed.namespace, "delete", "pod", old, "--wait=false")
     until(lambda: placed.agent(role) != old and placed.is_ready(placed.agent(role)), "another agent is ready")
     load.more(20)
+    # `--junitxml` shows it.
+    record_property("longest_gap_s", load.longest_gap_s())
     assert load.longest_gap_s() < _GAP_MAX_S, load.all()
     placed.wait("Ready", 30)
 
@@ -124,3 +131,35 @@ def test_an_image_that_cannot_be_pulled_is_named(site: Site, placed: Placed) -> 
         return message if status == "False" and "no-such-agent" in message else ""
 
     assert "ImagePull" in until(said, "the status names the image", _STATUS_LIMIT_S)
+
+
+@pytest.fixture
+def nowhere(site: Site, namespace: str) -> Iterator[str]:
+    """The name of a RuntimeClass whose handler no node has."""
+    name = f"{namespace}-nowhere"
+    body = {"apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": {"name": name}, "handler": "nowhere"}
+    site.kubectl("create", "-f", "-", stdin=json.dumps(body))
+    yield name
+    site.try_kubectl("delete", "runtimeclass", name)
+
+
+@pytest.mark.parametrize("what", ["mount", "sandbox"])
+def test_an_agent_that_its_kubelet_cannot_start_is_named_in_the_kubelets_words(
+    placed: Placed, nowhere: str, what: str
+) -> None:
+    table = {"name": "table", "configMap": {"name": "nothing"}}
+    agents, words = {
+        "mount": (
+            {"volumes": [table], "volumeMounts": [{"name": "table", "mountPath": "/table"}]},
+            'configmap "nothing" not found',
+        ),
+        "sandbox": ({"runtimeClassName": nowhere}, 'no runtime for "nowhere" is configured'),
+    }[what]
+    placed.create(tp=1, agents=agents)
+
+    def said() -> bool:
+        status, _, message = placed.condition("AgentsReady")
+        return status == "False" and words in message
+
+    until(said, "the status has the kubelet's words", _STATUS_LIMIT_S)
+    until(lambda: any(words in text for text, _ in placed.events().values()), "an event has them")

@@ -9,30 +9,10 @@ import pytest
 from cluster_pods import MANY, READY_LIMIT_S, Placed, Rooms
 from cluster_site import SYSTEM, Site, install_release, remove_release
 from controlplane.waiting import until
-from deployments import ROOT
+from pages import REGISTRY, commands, typed
 
 PAGE = "docs/how-to/kubernetes.md"
 NEXT_TAG = "0.1.1"
-# `make images` gives the images this prefix.
-_REGISTRY = "localhost"
-
-
-def commands(page: str, begin: str, end: str = "\n## ") -> list[str]:
-    """Return the command lines of helm and kubectl in a part of a page, without the backslashes between their lines."""
-    text = (ROOT / page).read_text(encoding="utf-8").partition(begin)[2].partition(end)[0]
-    code = re.sub(r"\\\n", " ", text)
-    return re.findall(r"^(?: {4,}|\$ )((?:helm|kubectl) .*)$", code, re.MULTILINE)
-
-
-def typed(site: Site, *lines: str, **values: str) -> list[str]:
-    """Type command lines with `values` for their placeholders; return what they printed."""
-    found = []
-    for line in lines:
-        text = line.replace("<registry>", _REGISTRY)
-        for name, value in values.items():
-            text = text.replace(f"<{name}>", value)
-        found.append(site.type(text))
-    return found
 
 
 @pytest.fixture
@@ -68,7 +48,7 @@ def test_the_page_on_kubernetes_installs_upgrades_rolls_back_and_removes(bare: S
     for command, tag in ((upgrade, NEXT_TAG), (roll_back, "0.1.0")):
         _tag_images(bare, NEXT_TAG)
         typed(bare, command, tag=NEXT_TAG)
-        until(lambda tag=tag: _images(placed) == {f"{_REGISTRY}/longshore-agent:{tag}"}, f"all agents are of {tag}")  # type: ignore[misc]
+        until(lambda tag=tag: _images(placed) == {f"{REGISTRY}/longshore-agent:{tag}"}, f"all agents are of {tag}")  # type: ignore[misc]
         placed.wait("Ready")
         rooms.more(10)
     assert rooms.failed() == []
