@@ -69,8 +69,9 @@ images: ## build both container images with buildah, and print their sizes
 
 # To use your own cluster: E2E_CLUSTER=own; see e2e/cluster/README.md
 e2e-cluster: controlplane ## run the tests on two real nodes of this machine (needs root); CLUSTER_TESTS='-m shortest' runs some
-	[[ "$${E2E_CLUSTER:-}" == own ]] || { .ci/install-cluster && .ci/images; }
-	export PATH="$(CURDIR)/$(BIN):$$PATH"; $(BIN)/python -m pytest e2e/cluster $(CLUSTER_TESTS)
+	export PATH="$(CURDIR)/$(BIN):$$PATH"; if [[ "$${E2E_CLUSTER:-}" != own ]]; then \
+	  .ci/install-cluster; .ci/images; E2E_VLLM_VENV="$$(.ci/install-vllm $(VENV))"; export E2E_VLLM_VENV; fi; \
+	$(BIN)/python -m pytest e2e/cluster $(CLUSTER_TESTS)
 
 e2e-vllm: install ## run the tests with a real vLLM, installed once into the cache; VLLM_TESTS='-m shortest' runs one pair
 	E2E_VLLM_VENV="$$(.ci/install-vllm $(VENV))" $(BIN)/python -m pytest e2e/vllm $(VLLM_TESTS)
