@@ -218,7 +218,8 @@ def test_an_operator_that_was_late_leaves_the_keys_of_another_as_they_are(
     deployments: Deployments, start: Start, proxy: FaultProxy
 ) -> None:
     """The late replica is delayed for longer than its Lease, in the middle of a write."""
-    late = start(kubeconfig=proxy.kubeconfig, resync_s=1)
+    # Its write waits for as long as the other replica takes.
+    late = start(kubeconfig=proxy.kubeconfig, resync_s=1, request_timeout_s=120)
     deployments.apply()
     deployments.wait_reason("Ready", "Ready")
     first = deployments.get("dgdep", "llama")["status"]["keys"]
