@@ -9,7 +9,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test layouts sim soak fuzz controlplane images e2e e2e-cluster e2e-vllm check fix bench bench-vllm gpu reference lock clean FORCE
+.PHONY: help install demo test layouts sim soak fuzz controlplane images e2e e2e-cluster e2e-vllm e2e-sglang check fix bench bench-vllm gpu reference lock clean FORCE
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -72,6 +72,9 @@ e2e-cluster: controlplane ## run the tests on two real nodes of this machine (ne
 	export PATH="$(CURDIR)/$(BIN):$$PATH"; if [[ "$${E2E_CLUSTER:-}" != own ]]; then \
 	  .ci/install-cluster; .ci/images; E2E_VLLM_VENV="$$(.ci/install-vllm $(VENV))"; export E2E_VLLM_VENV; fi; \
 	$(BIN)/python -m pytest e2e/cluster $(CLUSTER_TESTS)
+
+e2e-sglang: install ## run the tests with a real SGLang, installed once into the cache; SGLANG_TESTS='-m shortest' runs one pair
+	E2E_SGLANG_VENV="$$(.ci/install-sglang $(VENV))" $(BIN)/python -m pytest e2e/sglang $(SGLANG_TESTS)
 
 e2e-vllm: install ## run the tests with a real vLLM, installed once into the cache; VLLM_TESTS='-m shortest' runs one pair
 	E2E_VLLM_VENV="$$(.ci/install-vllm $(VENV))" $(BIN)/python -m pytest e2e/vllm $(VLLM_TESTS)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import httpx
 from controlplane.ports import free_port
 from controlplane.waiting import until
+from nurseries import EngineError, tail
+from nurseries import Nursery as EngineNursery
 from tiny_model import TinyModel
 
 from longshore_cli.metrics_page import MetricsPage
@@ -24,20 +25,14 @@ ROOT = FOLDER.parents[1]
 READY_LIMIT_S = 290.0
 # The first forward pass of an engine takes seconds, or tens of seconds with many processes on few cores.
 REQUEST_LIMIT_S = 180.0
-KILL_LIMIT_S = 60.0
 # An engine lends a prompt's blocks until decode has them, at most for a connector's limit of 120 s.
 LENT_LIMIT_S = 150.0
-LOG_TAIL_CHARACTERS = 4000
 KV_BYTES = 64 << 20
 BLOCK_TOKENS = 32
 # Prompts of more tokens than this are computed in chunks.
 CHUNK_TOKENS = 128
 TOKENS_MAX = 2048
 MODEL_NAME = "tiny"
-
-
-class EngineError(AssertionError):
-    """An engine did not start, or ended; has the end of its log."""
 
 
 @dataclass(frozen=True)
@@ -97,77 +92,11 @@ class EngineOptions:
         }
 
 
-class Nursery:
-    """The process from which engines are forked and which ends them. A context manager.
+class Nursery(EngineNursery):
+    """The process from which vLLM engines are forked."""
 
-    Start it from a thread that outlives it: it ends with that thread, and every engine with it.
-    """
-
-    def __init__(self, venv: Path, directory: Path) -> None:
-        self.venv = venv
-        self.directory = directory
-        self.log_path = directory / "nursery.log"
-        self._child: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> Self:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("LONGSHORE_")}
-        # Bytecode is cached in the engine's environment, which saves half of every later start.
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        environment |= {
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        with self.log_path.open("ab") as log:
-            self._child = subprocess.Popen(
-                [self.venv / "bin" / "python", FOLDER / "nursery.py"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment,
-                process_group=0,
-            )
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        assert self._child is not None
-        self._child.terminate()
-        try:
-            self._child.wait(KILL_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            self._child.kill()  # Its keepers end with it, and engines with their keepers.
-            self._child.wait()
-        for pipe in (self._child.stdin, self._child.stdout):
-            assert pipe is not None
-            pipe.close()
-
-    def wait_ready(self) -> None:
-        """Return when vLLM is imported."""
-        if not self._ready:
-            self._read()
-            self._ready = True
-
-    _ready = False
-
-    def ask(self, **command: Any) -> dict[str, Any]:
-        """Return the answer to one command."""
-        assert self._child is not None
-        assert self._child.stdin is not None
-        self.wait_ready()
-        self._child.stdin.write(json.dumps(command).encode() + b"\n")
-        self._child.stdin.flush()
-        return self._read()
-
-    def _read(self) -> dict[str, Any]:
-        assert self._child is not None
-        assert self._child.stdout is not None
-        line = self._child.stdout.readline()
-        if not line:
-            raise EngineError(f"the nursery ended:\n{_tail(self.log_path)}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+    program: ClassVar[Path] = FOLDER / "vllm_program.py"
+    environment: ClassVar[Mapping[str, str]] = {"VLLM_NO_USAGE_STATS": "1"}
 
 
 class Engine:
@@ -273,7 +202,7 @@ class Engine:
 
     def log(self) -> str:
         """Return the end of its log."""
-        return _tail(self.log_path)
+        return tail(self.log_path)
 
 
 class Prompt(list[int]):
@@ -309,10 +238,3 @@ def _until(look: Any, what: str, limit_s: float, engine: Engine) -> None:
         raise
     except AssertionError as error:
         raise EngineError(f"{error}\n{engine.log()}") from error
-
-
-def _tail(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL_CHARACTERS:]
-    except OSError as error:
-        return f"{path}: {error.strerror}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from longshore_client.cuda import device_name, device_region
@@ -140,6 +140,48 @@ def share(tensors: Mapping[str, KVTensor], cache: CacheShape, pages: PageFormat 
     """
     layout = layout_of(tensors, cache, pages)
     ordered = [tensors[name] for name in sorted(tensors, key=layer_number)]
+    return _shared(ordered, layout, ordered[0].shape[0], lambda blocks: _planes(blocks, layout, pages))
+
+
+def share_rows(tensors: Sequence[KVTensor], layout: KVLayout) -> SharedCache:
+    """Share tensors that have a row for each token, as `share` does: page p is the rows from p * page_size on.
+
+    Args:
+        tensors: each [tokens, heads, elements] without gaps; K of each local layer, then V of each, as `PoolGeometry`
+            has its planes. For Attention.LATENT one a layer.
+    Raises:
+        LayoutError, ArgumentError: this layout cannot describe the tensors, or the memory cannot be shared.
+    """
+    layout.check()
+    heads, elements, page_size = len(layout.heads), layout.model.head_dim, layout.page_size
+    for index, tensor in enumerate(tensors):
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        if (
+            shape[1:] != (heads, elements)
+            or stride != (heads * elements, elements, 1)
+            or shape != tuple(tensors[0].shape)
+        ):
+            raise LayoutError(
+                f"KV tensor {index} has the shape {shape} and the strides {stride}: this rank's layout has rows of "
+                f"{heads} heads of {elements} elements without gaps"
+            )
+    head_bytes = layout.model.head_bytes
+    row_bytes = heads * head_bytes
+
+    def planes(blocks: Sequence[_Blocks]) -> tuple[PlaneGeometry, ...]:
+        return tuple(
+            PlaneGeometry(each.region, each.offset, page_size * row_bytes, row_bytes, head_bytes) for each in blocks
+        )
+
+    return _shared(tensors, layout, tensors[0].shape[0] // page_size, planes)
+
+
+def _shared(
+    ordered: Sequence[KVTensor],
+    layout: KVLayout,
+    page_count: int,
+    planes: Callable[[Sequence[_Blocks]], tuple[PlaneGeometry, ...]],
+) -> SharedCache:
     first = ordered[0]
     regions: list[int | DeviceRegion] = []
     region_bytes: list[int] = []
@@ -159,7 +201,7 @@ def share(tensors: Mapping[str, KVTensor], cache: CacheShape, pages: PageFormat 
                 region_bytes.append(tensor.untyped_storage().nbytes())
                 found[tensor.untyped_storage().data_ptr()] = len(region_bytes) - 1
             blocks.append(_blocks_of(tensor, found[tensor.untyped_storage().data_ptr()]))
-        geometry = PoolGeometry(first.shape[0], tuple(region_bytes), _planes(blocks, layout, pages))
+        geometry = PoolGeometry(page_count, tuple(region_bytes), planes(blocks))
         geometry.check(layout)
     except BaseException:
         for region in regions:

@@ -1,10 +1,11 @@
-"""Starts vLLM engines by fork and ends all of their processes. Run by vLLM's interpreter; reads one command a line from stdin.
+"""Starts engines by fork and ends all of their processes. Run by the engine's interpreter; reads one command a line from stdin.
 
-Importing vLLM takes ten seconds of a core in every process of an engine. This process imports it once; an engine is a fork
-of it, runs the command line of `vllm`, and forks its own processes where vLLM would spawn them. Nothing else is changed.
+Importing an engine takes ten seconds of a core in every process of it. This process imports it once; an engine is a fork
+of it, runs its usual command line, and forks its own processes where it would spawn them. Nothing else is changed. The
+first argument is a file with `import_engine()` and `run(arguments)` for one kind of engine.
 
 Each engine has a keeper, a process that adopts the engine's orphans. So no process of an engine outlives the command to
-end it, or the death of the process that sends commands. Called by `engines`.
+end it, or the death of the process that sends commands. Called by `nurseries`.
 
     {"start": {"arguments": ["serve", ...], "environment": {...}, "log": path}}   answered by {"pid": of the keeper};
                        with "program": path, that is run instead of a fork
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import json
 import multiprocessing
 import os
@@ -37,12 +39,16 @@ _SESSION_NICENESS = Path("/proc/self/autogroup")
 
 
 def main() -> None:
-    """Import vLLM, report that, and execute commands until the input ends."""
+    """Import the engine, report that, and execute commands until the input ends."""
     answers = os.dup(1)
-    os.dup2(2, 1)  # Output of vLLM must not be read as an answer.
+    os.dup2(2, 1)  # Output of the engine must not be read as an answer.
     _tie_to_parent(signal.SIGTERM)
-    _import_engine()
+    program = Path(sys.argv[1])
+    sys.path.insert(0, str(program.parent))
+    importlib.import_module(program.stem).import_engine()
     multiprocessing.get_context = _fork_instead_of_spawn  # type: ignore[assignment]
+    multiprocessing.set_start_method("fork", force=True)
+    multiprocessing.set_start_method = _keep_start_method
     keepers: set[int] = set()
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles Ctrl-C and then closes our input.
@@ -131,12 +137,9 @@ def _be_engine(order: dict[str, Any]) -> NoReturn:
     if "program" in order:
         os.execv(order["program"], [order["program"], *order["arguments"]])
     sys.path[:0] = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
-    sys.argv = ["vllm", *order["arguments"]]
     status = 1
     try:
-        from vllm.entrypoints.cli.main import main as vllm_main
-
-        vllm_main()
+        importlib.import_module(Path(sys.argv[1]).stem).run(order["arguments"])
         status = 0
     except SystemExit as left:
         status = left.code if isinstance(left.code, int) else 1
@@ -147,24 +150,15 @@ def _be_engine(order: dict[str, Any]) -> NoReturn:
     os._exit(status)
 
 
-def _import_engine() -> None:
-    """Import the modules that all processes of an engine need, without starting a thread."""
-    import vllm.distributed.kv_transfer.kv_connector.v1
-    import vllm.entrypoints.cli.main
-    import vllm.entrypoints.cli.serve
-    import vllm.entrypoints.launchers.api_server.routers
-    import vllm.model_executor.models.qwen3
-    import vllm.v1.engine.async_llm
-    import vllm.v1.engine.core
-    import vllm.v1.executor.multiproc_executor
-    import vllm.v1.worker.cpu_worker  # noqa: F401
-
-
 _get_context = multiprocessing.get_context
 
 
 def _fork_instead_of_spawn(method: str | None = None) -> Any:
     return _get_context("fork" if method == "spawn" else method)
+
+
+def _keep_start_method(method: str | None, *, force: bool = False) -> None:
+    """Do nothing: engines choose to spawn."""
 
 
 def _tie_to_parent(number: signal.Signals) -> None:
@@ -191,7 +185,7 @@ def _answer(descriptor: int, value: dict[str, Any]) -> None:
 
 
 def _shared_memory(pid: int) -> set[int]:
-    """Return the inodes in shared memory that a process maps; vLLM's are left behind by a kill.
+    """Return the inodes in shared memory that a process maps; an engine's are left behind by a kill.
 
     Paths would not work, because a semaphore is created under a temporary name.
     """

@@ -1,0 +1,56 @@
+"""Fixtures: the nursery, the models and the oracle, created once for a run of `make e2e-sglang`. No test needs a cluster."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tiny_model
+from sglang_engines import Nursery
+from sglang_prompts import Oracle
+from tiny_model import TinyModel
+
+# Names the environment into which .ci/install-sglang installed SGLang.
+VENV_VARIABLE = "E2E_SGLANG_VENV"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register our mark."""
+    config.addinivalue_line("markers", "shortest: the pair that .ci/run tests")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ends_in_order() -> Iterator[None]:
+    """Turn SIGTERM into an interrupt, so that pytest also unwinds fixtures then."""
+
+    def interrupt(*_ignored: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """The process that starts engines."""
+    assert os.environ.get(VENV_VARIABLE), f"{VENV_VARIABLE} is not set: run `make e2e-sglang`"
+    with Nursery(Path(os.environ[VENV_VARIABLE]), tmp_path_factory.mktemp("engines")) as running:
+        running.wait_ready()
+        yield running
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """The model with 4 KV heads."""
+    return tiny_model.make(tmp_path_factory.mktemp("model"), 4)
+
+
+@pytest.fixture(scope="session")
+def alone(nursery: Nursery, model: TinyModel) -> Oracle:
+    """The answers of a single engine."""
+    return Oracle(nursery, model)

@@ -1,0 +1,221 @@
+"""Runs a prefill and a decode engine with an agent each, and asks both for a prompt as a router does. Called by tests."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import tempfile
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from controlplane.waiting import until
+from sglang_engines import LOOPBACK, PAGE_TOKENS, ROOT, Engine, EngineOptions, Nursery, Prompt, body
+from tiny_model import TinyModel
+
+from longshore_cli.local_agents import LocalAgent, make_keys
+
+# Small compared with a machine's memory, large compared with a prompt's KV: 700 tokens are 2.9 MB.
+RING_BYTES = 64 << 20
+LANE_BYTES = 4 << 20
+SLAB_BYTES_MIN = 64 << 10
+# Long enough that peers on a loaded machine are not considered dead.
+PEER_TIMEOUT_S = 60
+# The number of requests that a router sends at once.
+AT_ONCE = 24
+# See `sglang_zeroing`, which only SGLang's interpreter can import.
+ZERO_VARIABLE = "E2E_SGLANG_ZERO"
+END_LIMIT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Side:
+    """One engine of a scene."""
+
+    tp: int
+    page_tokens: int = PAGE_TOKENS
+    extra: Sequence[str] = ()
+    plain: Sequence[str] = EngineOptions.plain
+
+
+class Scene:
+    """Agents and engines of two sides; a context manager, which returns when all are ready.
+
+    Attributes:
+        zero: while this file exists, received KV is zeroed; see `sglang_zeroing`.
+    """
+
+    def __init__(
+        self,
+        nursery: Nursery,
+        model: TinyModel,
+        prefill: Side,
+        decode: Side,
+        *,
+        agent_settings: Mapping[str, str | int] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._stack = ExitStack()
+        self._logs = nursery.directory
+        # A socket's path may be 107 bytes long.
+        self._directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="e2e-sglang-")))
+        self.zero = self._directory / "zero"
+        keys = self._directory / "keys"
+        make_keys(keys)
+        plugins = write_plugins(self._directory)
+        self.agents: dict[str, LocalAgent] = {}
+        self.engines: dict[str, Engine] = {}
+        for role, side in (("prefill", prefill), ("decode", decode)):
+            settings: dict[str, str | int | float] = {
+                "deployment": "e2e/sglang",
+                "node": role,
+                "keys_directory": str(keys),
+                "ring_bytes": RING_BYTES,
+                "lane_bytes": LANE_BYTES,
+                "slab_bytes_min": SLAB_BYTES_MIN,
+                "peer_timeout_s": PEER_TIMEOUT_S,
+                **(agent_settings or {}),
+            }
+            agent = LocalAgent(settings, self._directory / role)
+            self.agents[role] = agent
+            variables = {
+                "LONGSHORE_ENGINE_SOCKET": agent.socket_path,
+                "LONGSHORE_ENGINE_INSTANCE_PREFIX": role,
+                ZERO_VARIABLE: str(self.zero),
+                **(environment or {}),
+            }
+            options = EngineOptions(
+                role,
+                model,
+                side.tp,
+                role,
+                variables,
+                side.page_tokens,
+                tuple(side.extra),
+                paths=(plugins,),
+                plain=tuple(side.plain),
+            )
+            self.engines[role] = Engine(nursery, options)
+
+    @property
+    def prefill(self) -> Engine:
+        """The prefill engine."""
+        return self.engines["prefill"]
+
+    @property
+    def decode(self) -> Engine:
+        """The decode engine."""
+        return self.engines["decode"]
+
+    def routed(self, room: int | None = None) -> dict[str, Any]:
+        """Return what a router adds to a request."""
+        return {
+            "bootstrap_host": LOOPBACK,
+            "bootstrap_port": self.prefill.bootstrap_port,
+            "bootstrap_room": random.randrange(1, 2**63) if room is None else room,
+        }
+
+    def ask(self, prompt: Prompt, max_tokens: int, **more: Any) -> Any:
+        """Send a prompt to both engines at once, as a router does; return decode's answer."""
+        content = body(prompt, max_tokens, **self.routed(), **more)
+        with ThreadPoolExecutor(1) as thread:
+            computed = thread.submit(self.prefill.post, content)
+            found = self.decode.post(content)
+            computed.result()
+        return found
+
+    def open_rooms(self) -> float:
+        """Return the number of open halves of rooms at the agents."""
+        return sum(agent.metrics().total("longshore_rooms_open") for agent in self.agents.values())
+
+    def received_bytes(self) -> float:
+        """Return the bytes of KV that decode's agent has scattered into pages."""
+        return self.agents["decode"].metrics().total("longshore_received_bytes_total")
+
+    def __enter__(self) -> Self:
+        try:
+            for agent in self.agents.values():
+                agent.start()
+            for agent in self.agents.values():
+                agent.wait_ready()
+            for engine in self.engines.values():
+                self._stack.enter_context(engine)
+            for engine in self.engines.values():
+                engine.wait_ready()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        for engine in self.engines.values():
+            engine.kill()
+        for agent in self.agents.values():
+            agent.terminate()
+        for role, agent in self.agents.items():
+            agent.stop()
+            if agent.log_path.exists():
+                shutil.copy(agent.log_path, self._logs / f"agent-{role}.log")
+        self._stack.close()
+
+
+def write_plugins(directory: Path) -> Path:
+    """Write the metadata by which SGLang finds the connector, as an installation has it, and the tests' plug-in."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    folder = directory / "plugins"
+    found = folder / "longshore-0.dist-info"
+    found.mkdir(parents=True)
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: longshore\nVersion: 0\n", encoding="utf-8")
+    group = "sglang.srt.plugins"
+    lines = [f"{name} = {value}" for name, value in project["entry-points"][group].items()]
+    text = "\n".join([f"[{group}]", *lines, "longshore-zeroing = sglang_zeroing:register", ""])
+    (found / "entry_points.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+def at_once(scene: Scene, prompts: Sequence[Prompt], max_tokens: int, **more: Any) -> list[Any]:
+    """Ask for all prompts concurrently; return decode's answers."""
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        return list(threads.map(lambda prompt: scene.ask(prompt, max_tokens, **more), prompts))
+
+
+@contextmanager
+def held(scene: Scene, role: str) -> Iterator[None]:
+    """Stop the workers of an agent during the block."""
+    workers = [int(worker["pid"]) for worker in scene.agents[role].status()["workers"] if worker.get("pid")]
+    for pid in workers:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in workers:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+def rooms_open(scene: Scene, role: str) -> float:
+    """Return the number of open halves at one agent."""
+    return scene.agents[role].metrics().total("longshore_rooms_open")
+
+
+def tokens_in_use(engine: Engine) -> int:
+    """Return the number of tokens in pages that an engine has not freed."""
+    found = engine.http.get("/v1/loads?include=core").raise_for_status().json()
+    return sum(int(load["num_used_tokens"]) for load in found["loads"])
+
+
+def check_nothing_is_lent(scene: Scene, limit_s: float = END_LIMIT_S) -> None:
+    """Wait until no room is open at any agent, and every engine has all its pages."""
+    until(lambda: scene.open_rooms() == 0, "no room is open at any agent", limit_s)
+    for role, engine in scene.engines.items():
+        until(lambda engine=engine: tokens_in_use(engine) == 0, f"{role} has all its pages", limit_s)

@@ -1,0 +1,107 @@
+"""Adds Longshore to SGLang's transfer backends: `--disaggregation-transfer-backend longshore`.
+
+SGLang calls `register` in each of its processes, by the entry point `sglang.srt.plugins`. Every hook does nothing unless
+that backend is chosen. SGLang only logs a plug-in's errors, so `sglang_manager` checks at start that all hooks took.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.server_args import add_disagg_transfer_backend_choices
+from sglang.version import __version__ as sglang_version
+
+from longshore_client.errors import ArgumentError
+from longshore_engines.sglang_checks import BACKEND, HOOKED, check_version, is_chosen
+from longshore_engines.sglang_pools import record, share_early, tell_kv_heads
+
+
+def register() -> None:
+    """Register the backend's name and the hooks. SGLang calls it before it reads the command line.
+
+    Raises:
+        SystemExit: the backend is chosen, and this version of SGLang was not tested. SGLang does not catch it.
+    """
+    try:
+        check_version(sglang_version)
+    except ArgumentError as error:
+        if is_chosen(sys.argv):
+            raise SystemExit(f"longshore: {error}") from error
+        return
+    from sglang.srt.disaggregation.utils import TransferBackend
+
+    add_disagg_transfer_backend_choices([BACKEND])
+    TransferBackend._missing_ = classmethod(_backend)
+    before, after, around = HookType.BEFORE, HookType.AFTER, HookType.AROUND
+    hooks = (
+        (_kv_class, around),
+        (_shared, after),
+        (_shared, after),
+        (_decode_begins, before),
+        (_metadata_follows, before),
+        (_release_waits, after),
+    )
+    for path, (hook, kind) in zip(HOOKED, hooks, strict=True):
+        HookRegistry.register(path.replace(":", "."), hook, kind)
+
+
+def _backend(enumeration: Any, value: object) -> Any:
+    """Return the member of SGLang's enumeration of backends for our name. Called for values that it does not have."""
+    if value != BACKEND:
+        return None
+    found = object.__new__(enumeration)
+    found._name_, found._value_ = BACKEND.upper(), BACKEND
+    enumeration._value2member_map_[BACKEND] = found
+    return found
+
+
+def _kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
+    if transfer_backend.value != BACKEND or class_type.name == "KVARGS":
+        return original(transfer_backend, class_type)
+    from longshore_engines import sglang_decode, sglang_manager, sglang_prefill
+
+    return {
+        "MANAGER": sglang_manager.LongshoreManager,
+        "SENDER": sglang_prefill.LongshoreSender,
+        "RECEIVER": sglang_decode.LongshoreReceiver,
+        "BOOTSTRAP_SERVER": sglang_prefill.LongshoreBootstrapServer,
+    }[class_type.name]
+
+
+def _shared(_result: Any, pool: Any) -> None:
+    """Move the memory of a new pool, before SGLang takes pointers to it."""
+    if _is_ours():
+        share_early(pool)
+        record(pool)
+
+
+def _decode_begins(queue: Any) -> None:
+    """Record the number of KV heads of the whole model, which SGLang tells its backends at prefill only."""
+    if _is_ours():
+        tell_kv_heads(queue.scheduler.model_config.get_total_num_kv_heads())
+
+
+def _metadata_follows(queue: Any, decode_req: Any, *_arguments: Any, **_named: Any) -> None:
+    """Tell a receiver the length of its prompt, of which SGLang tells it the number of pages."""
+    if queue.transfer_backend.value == BACKEND:
+        # `_rebootstrap_prefill_len` also counts the tokens of a request that prefill computes again.
+        decode_req.kv_receiver.prompt_tokens = queue._rebootstrap_prefill_len(decode_req.req)  # noqa: SLF001
+
+
+def _release_waits(_result: Any, queue: Any, *_arguments: Any, **_named: Any) -> None:
+    """Let pages of a failed transfer be freed when no process writes them, however long that takes.
+
+    SGLang otherwise frees them after 30 s.
+    """
+    if _is_ours():
+        queue.enable_deferred_kv_release = True
+        queue.deferred_kv_release_timeout = float("inf")
+
+
+def _is_ours() -> bool:
+    from sglang.srt.runtime_context import get_disagg
+
+    chosen = get_disagg()
+    return chosen.disaggregation_transfer_backend == BACKEND and chosen.disaggregation_mode in {"prefill", "decode"}

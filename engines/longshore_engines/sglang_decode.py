@@ -1,0 +1,205 @@
+"""Claims one prompt for SGLang's decode engine.
+
+SGLang makes a receiver for each request in each decode rank. `sglang_manager` passes prefill's answers to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+
+from longshore_client.errors import ArgumentError
+from longshore_engines.asks import Decline, FirstToken, Grant, Left
+from longshore_engines.sglang_prefill import ROOM_0
+
+if TYPE_CHECKING:
+    from longshore_engines.halves import OpenHalf
+
+_ABORTED = "Aborted by AbortReq."
+
+
+class LongshoreReceiver(CommonKVReceiver):  # type: ignore[misc] # SGLang is not installed where types are checked
+    """One prompt at one decode rank.
+
+    Attributes:
+        prompt_tokens: length of the prompt; the hook of `sglang` sets it.
+        half: its half of the room; None until prefill has told where it is.
+        failure: why it failed before that.
+    """
+
+    prompt_tokens = 0
+    conclude_state: Any
+    abort_notified: bool
+
+    def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
+        super().__init__(mgr, bootstrap_addr, bootstrap_room)
+        self.half: OpenHalf | None = None
+        self.failure = ""
+        self._ask = 0  # 0: SGLang has not given it pages yet
+        self._has_first_token = False
+        self._has_left = False
+        self._pages: list[int] = []
+        self._first_token = 0
+        self._aux_index = 0
+
+    def init(self, prefill_dp_rank: int) -> None:
+        """Find prefill's first rank."""
+        if not self.bootstrap_room:
+            self._conclude_failed(ROOM_0)
+            return
+        super().init(prefill_dp_rank)
+
+    def send_metadata(
+        self,
+        kv_indices: Any,
+        aux_index: int | None = None,
+        state_indices: Any = None,  # noqa: ARG002 -- engines with such state are refused at start
+        decode_prefix_len: int | None = None,
+        destination: Any = KVTransferDestination.DEVICE,
+        device_kv_indices: Any = None,  # noqa: ARG002 -- as above
+    ) -> None:
+        """Ask prefill for the prompt, whose tokens after `decode_prefix_len` belong into these pages."""
+        assert destination == KVTransferDestination.DEVICE
+        assert aux_index is not None
+        if not getattr(self, "bootstrap_infos", None):
+            self._conclude_failed(f"prefill at {self.bootstrap_addr} does not say where its ranks are")
+            return
+        self._pages, self._first_token, self._aux_index = kv_indices.tolist(), decode_prefix_len or 0, aux_index
+        self.init_time = time.time()
+        ask = self.kv_mgr.new_ask(self)
+        self._ask = ask.ask
+        self.kv_mgr.tell_prefill(self.bootstrap_infos[0], ask)
+
+    def answered(self, message: Grant | FirstToken | Decline) -> None:
+        """Take an answer of prefill; the manager's lock is held."""
+        match message:
+            case Grant():
+                self._claim(message)
+            case FirstToken():
+                self._take_rows(message.rows)
+            case Decline():
+                self._give_up(message.text)
+
+    def _claim(self, grant: Grant) -> None:
+        if self.half is not None or self.failure:
+            return
+        manager = self.kv_mgr
+        if grant.content != manager.content:
+            self.failure = (
+                f"pages hold {grant.content!r} at prefill and {manager.content!r} here: give both engines the same "
+                "--kv-cache-dtype"
+            )
+            return
+        try:
+            self.half = manager.halves.claim(
+                grant.room, grant.endpoint, self._pages, self._first_token, self.prompt_tokens
+            )
+        except ArgumentError as error:
+            self.failure = str(error)
+
+    def _take_rows(self, rows: tuple[bytes, ...]) -> None:
+        args = self.kv_mgr.kv_args
+        if [len(row) for row in rows] != list(args.aux_item_lens):
+            self._give_up(
+                f"the first token came in rows of {[len(row) for row in rows]} bytes and this engine has "
+                f"{list(args.aux_item_lens)}: give both engines the same options, such as "
+                "--disaggregation-enable-kv-checksum"
+            )
+            return
+        for address, length, row in zip(args.aux_data_ptrs, args.aux_item_lens, rows, strict=True):
+            ctypes.memmove(address + self._aux_index * length, row, length)
+        self._has_first_token = True
+
+    def _give_up(self, text: str) -> None:
+        """Fail the request; its pages are in use until its half has ended."""
+        if self.half is not None:
+            self.kv_mgr.halves.cancel(self.half, text)
+        self.failure = self.failure or text
+
+    def poll(self) -> int:
+        """Return the state. It is final only when no process writes the pages."""
+        if self.conclude_state is not None or not self._ask:
+            return int(super().poll())
+        state, text = self._look()
+        if state == KVPoll.Failed:
+            self._conclude_failed(text)
+        elif state == KVPoll.Success:
+            self.conclude_state = state
+        return state
+
+    def _look(self) -> tuple[int, str]:
+        manager, half = self.kv_mgr, self.half
+        if half is not None and half.ended:
+            if not half.done:
+                return KVPoll.Failed, half.failure
+            if self._has_first_token:
+                return KVPoll.Success, ""
+        text = self.failure or self._overdue()
+        if text:
+            with manager.lock:
+                # The peers' thread may have made the claim just now.
+                self._give_up(text)
+                half = self.half
+        if half is None or half.ended:
+            return (KVPoll.Failed, self.failure) if text else (KVPoll.Transferring, "")
+        return KVPoll.Transferring, ""
+
+    def _overdue(self) -> str:
+        manager = self.kv_mgr
+        if manager.request_status.get(self.bootstrap_room) == KVPoll.Failed:
+            known = manager.failure_records.get(self.bootstrap_room)
+            return known or "SGLang has lost the prefill engine"
+        assert self.init_time is not None
+        if time.time() - self.init_time > manager.waiting_timeout:
+            return (
+                f"the prompt did not come within {manager.waiting_timeout:g} s (SGLANG_DISAGGREGATION_WAITING_TIMEOUT)"
+            )
+        return ""
+
+    def abort(self) -> None:
+        """Give the request up, because the client has left or prefill cannot serve it."""
+        text = self.kv_mgr.mismatches.get(self.bootstrap_addr, _ABORTED)
+        if self.conclude_state is not None:
+            return
+        if not self._ask:
+            self._conclude_failed(text)
+            return
+        with self.kv_mgr.lock:
+            self._give_up(text)
+        self._leave(text)
+
+    def ensure_abort_notified(self, *, force_arm: bool = False) -> None:  # noqa: ARG002 -- SGLang's signature
+        """Give the request up, because it has failed at another rank. Its pages are kept until its half has ended."""
+        if self.abort_notified:
+            return
+        self.abort_notified = True
+        with self.kv_mgr.lock:
+            self._give_up("it failed at another rank of decode")
+        if self.half is not None:
+            self.kv_mgr.drain(self.bootstrap_room, self.half)
+        self._leave(self.failure)
+
+    def clear(self) -> None:
+        """Forget the request."""
+        self.kv_mgr.forget_ask(self._ask)
+        super().clear()
+
+    def _conclude_failed(self, text: str) -> None:
+        self.kv_mgr.forget_ask(self._ask)
+        self.kv_mgr.record_failure(self.bootstrap_room, text)
+        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+        self.conclude_state = KVPoll.Failed
+        self._leave(text)
+
+    def _leave(self, text: str) -> None:
+        """Tell prefill, once, that the prompt is not needed. It otherwise keeps the pages until its limit."""
+        infos = getattr(self, "bootstrap_infos", None)
+        if self._has_left or not self._ask or not infos:
+            return
+        self._has_left = True
+        manager = self.kv_mgr
+        manager.tell_prefill(infos[0], Left(self.bootstrap_room, manager.local_ip, manager.rank_port, text))

@@ -1,0 +1,239 @@
+"""Connects a rank of SGLang to its agent and to the ranks of the other side. One object a process.
+
+SGLang makes it by `sglang.get_kv_class` when its scheduler starts. `sglang_prefill` and `sglang_decode` use it for one
+request each. Peers' messages come by SGLang's own sockets and carry no KV.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import pkgutil
+import threading
+from functools import partial
+from typing import Any
+
+from sglang.srt.disaggregation.common.conn import CommonKVManager
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.utils.network import NetworkAddress
+
+from longshore_client.client import new_instance
+from longshore_client.errors import ArgumentError, ClientClosed, WaitTimeout
+from longshore_engines.agents import registered
+from longshore_engines.asks import (
+    Ask,
+    Asks,
+    Decline,
+    FirstToken,
+    Grant,
+    Left,
+    Message,
+    ToGrant,
+    ToTell,
+    packed,
+    unpacked,
+)
+from longshore_engines.calls import CallThread
+from longshore_engines.halves import Halves, OpenHalf
+from longshore_engines.sglang_checks import HOOKED, check_engine, check_hooks
+from longshore_engines.sglang_pools import found_pool, shared_pool, told_kv_heads
+from longshore_wire.engine_messages import Half
+from longshore_wire.layout import Parallel
+
+_log = logging.getLogger("longshore.sglang")
+
+# The tag of our messages on SGLang's sockets.
+TAG = b"LONGSHORE"
+# A starting engine may be faster than its agent.
+CONNECT_LIMIT_S = 120.0
+# All ranks register at about the same time, and a restarted agent is back in seconds.
+ENDPOINT_LIMIT_S = 30.0
+
+
+class LongshoreManager(CommonKVManager):  # type: ignore[misc] # SGLang is not installed where types are checked
+    """One rank's connection to its agent, and its messages to peers.
+
+    Attributes:
+        halves: its open rooms.
+        content: meaning of a page's bytes, beyond the layout; equal on both sides.
+        senders: at prefill, the senders of prompts that have not ended, by their rooms.
+        receivers: at decode, the receivers that wait for a grant or a first token, by their asks.
+        lock: guards `asks`, `senders`, `receivers`, and what peers' messages change in these.
+    Raises:
+        ArgumentError: from the constructor: this engine has a property that cannot be served; names it.
+    """
+
+    supports_deferred_decode_kv_release = True
+
+    def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False) -> None:
+        parallel = get_parallel()
+        check_hooks({path: pkgutil.resolve_name(path) for path in HOOKED})
+        check_engine(args, server_args, parallel, os.environ)
+        self.is_source = disaggregation_mode == DisaggregationMode.PREFILL
+        self.lock = threading.Lock()
+        self.asks = Asks()
+        self.senders: dict[int, Any] = {}
+        self.receivers: dict[int, Any] = {}
+        self.mismatches: dict[str, str] = {}
+        self._last_ask = 0
+        self._draining: dict[int, list[OpenHalf]] = {}
+        self._letters = CallThread("longshore-letters")
+        # Before the base class tells decode ranks of this rank.
+        self._connect_agent(args, parallel)
+        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        # Pages of a failed transfer are kept until `is_abort_release_safe`.
+        self.enable_deferred_decode_kv_release = True
+        threading.Thread(target=self._hear, name="longshore-peers", daemon=True).start()
+        if not self.is_source:
+            self._start_heartbeat_checker_thread()
+
+    def _connect_agent(self, args: Any, parallel: Any) -> None:
+        pool = found_pool(args.kv_data_ptrs)
+        # SGLang tells prefill in its arguments. It does not for MLA, which does not need it.
+        heads = getattr(args, "total_kv_head_num", 1) if self.is_source else told_kv_heads()
+        shared = shared_pool(pool, heads, _place(args, parallel), args.page_size)
+        world = parallel.world_group
+        instance = world.broadcast_object(new_instance() if world.rank_in_group == 0 else None, src=0)
+        role = Half.SOURCE if self.is_source else Half.TARGET
+        try:
+            self.client, _ = registered(None, instance, shared, (role,), CONNECT_LIMIT_S)
+            self.client.register_pool(0, shared.geometry, shared.regions)
+        finally:
+            for region in shared.regions:
+                if isinstance(region, int):
+                    os.close(region)
+        self.on_device = shared.device != "cpu"
+        self.content = f"NHD {args.kv_cache_dtype_str}"
+        self.halves = Halves(self.client)
+        _log.info("registered as %s of %s", role.name, instance)
+
+    # -- what SGLang calls -----------------------------------------------------------------------------------------
+
+    def build_receiver_registration_message(self) -> list[bytes]:
+        """Return SGLang's first message from a decode rank to a prefill rank. Its content is not needed."""
+        return [TAG]
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """Return whether a prefill engine's properties are known. A mismatch fails its requests, not this engine."""
+        try:
+            return bool(super().try_ensure_parallel_info(bootstrap_addr))
+        except RuntimeError as error:
+            _log.error("prefill at %s cannot serve this engine: %s", bootstrap_addr, error)
+            self.mismatches[bootstrap_addr] = str(error)
+            return False
+
+    def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:  # noqa: ARG002
+        """Return whether no process writes the pages of a failed request any more."""
+        safe: bool = all(half.ended for half in self._draining.get(bootstrap_room, ()))
+        return safe
+
+    def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
+        """Forget a failed request whose pages were freed."""
+        self._draining.pop(bootstrap_room, None)
+
+    def _resolve_rank_mapping(self, info: Any) -> None:
+        """Let every decode rank talk to the first rank of prefill's replica. Pages come by the agents, from all ranks.
+
+        SGLang's own mapping needs tensor parallel sizes of which one divides the other.
+        """
+        info.target_tp_rank = 0
+        info.target_tp_ranks, info.target_cp_ranks, info.target_pp_ranks = [0], [0], [0]
+        info.required_dst_info_num = info.required_prefill_response_num = 1
+
+    # -- what senders and receivers call ---------------------------------------------------------------------------
+
+    @property
+    def answers_asks(self) -> bool:
+        """Whether this is the rank of prefill that decode ranks ask."""
+        return self.attn_tp_rank == 0 and self.pp_rank == 0
+
+    def drain(self, bootstrap_room: int, half: OpenHalf) -> None:
+        """Keep the pages of a failed request until its half has ended."""
+        self._draining.setdefault(bootstrap_room, []).append(half)
+
+    def new_ask(self, receiver: Any) -> Ask:
+        """Return an ask for a receiver's prompt, whose answers go to that receiver."""
+        with self.lock:
+            self._last_ask += 1
+            self.receivers[self._last_ask] = receiver
+            return Ask(1, self._last_ask, receiver.bootstrap_room, self.local_ip, self.rank_port)
+
+    def forget_ask(self, ask: int) -> None:
+        """Ignore later answers to an ask."""
+        with self.lock:
+            self.receivers.pop(ask, None)
+
+    def aux_rows(self, index: int) -> tuple[bytes, ...]:
+        """Return SGLang's rows on the first token of a prompt."""
+        pairs = zip(self.kv_args.aux_data_ptrs, self.kv_args.aux_item_lens, strict=True)
+        return tuple(ctypes.string_at(address + index * length, length) for address, length in pairs)
+
+    def post(self, replies: Any) -> None:
+        """Send answers to decode ranks, in their order; return at once."""
+        for reply in replies:
+            self._letters.put(partial(self._post, reply))
+
+    def tell_prefill(self, rank: Any, message: Ask | Left) -> None:
+        """Send a message to a prefill rank, as SGLang's bootstrap server described it; return at once."""
+        self._letters.put(partial(self._send, rank["rank_ip"], rank["rank_port"], message))
+
+    # -- threads ---------------------------------------------------------------------------------------------------
+
+    def _post(self, reply: ToGrant | ToTell) -> None:
+        message: Message
+        if isinstance(reply, ToTell):
+            message = reply.message
+        else:
+            try:
+                endpoint = self.client.endpoint(ENDPOINT_LIMIT_S)
+                message = Grant(reply.asker.ask, reply.room, self.content, endpoint)
+            except (WaitTimeout, ClientClosed) as error:
+                message = Decline(reply.asker.ask, f"prefill's agent is away: {error}")
+        self._send(reply.asker.host, reply.asker.port, message)
+
+    def _send(self, host: str, port: int, message: Message) -> None:
+        address = NetworkAddress(host, port)
+        self._send_multipart_locked(address.to_tcp(), [TAG, packed(message)], is_ipv6=address.is_ipv6)
+
+    def _hear(self) -> None:
+        while True:
+            frames = self.server_socket.recv_multipart()
+            if len(frames) != 2 or frames[0] != TAG:  # noqa: PLR2004 -- our tag and a message
+                continue
+            try:
+                self._take(unpacked(frames[1]))
+            except ArgumentError as error:
+                _log.error("%s", error)
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case Ask():
+                with self.lock:
+                    replies = self.asks.asked(message)
+                self.post(replies)
+            case Left():
+                with self.lock:
+                    room = self.asks.left(message)
+                    sender = None if room is None else self.senders.get(room)
+                    if sender is not None:
+                        sender.fail(f"decode no longer needs it: {message.text}")
+            case Grant() | FirstToken() | Decline():
+                with self.lock:
+                    receiver = self.receivers.get(message.ask)
+                    if receiver is not None:
+                        receiver.answered(message)
+
+
+def _place(args: Any, parallel: Any) -> Parallel:
+    """Return this rank's place. With DP attention a replica is a group of attention ranks."""
+    by_attention = parallel.attn_dp_size > 1
+    return Parallel(
+        tp=parallel.attn_tp_size,
+        tp_rank=parallel.attn_tp_rank,
+        pp=parallel.pp_size,
+        pp_rank=args.pp_rank,
+        dp=parallel.attn_dp_size if by_attention else parallel.dp_size,
+        dp_rank=parallel.attn_dp_rank if by_attention else args.system_dp_rank or 0,
+    )

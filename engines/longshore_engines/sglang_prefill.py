@@ -1,0 +1,166 @@
+"""Offers one prompt of SGLang's prefill engine, chunk by chunk, and tells decode ranks where to claim it.
+
+SGLang makes a sender for each request in each prefill rank, and one bootstrap server for each engine. `sglang_manager`
+calls a sender when decode has left its prompt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVSender
+
+if TYPE_CHECKING:
+    from longshore_engines.halves import OpenHalf
+
+# SGLang's metadata has 0 where a prompt's first token has not arrived, so decode would wait for room 0 until its limit.
+ROOM_0 = "bootstrap_room is 0, which SGLang also uses for 'not yet': let the router draw numbers from 1 to 2**63 - 1"
+
+
+class LongshoreBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc] # SGLang is not installed where types are checked
+    """SGLang's bootstrap server. It does not say the page size, since decode refuses a prefill with another one."""
+
+    async def _handle_route_put(self, request: Any) -> Any:
+        answer = await super()._handle_route_put(request)
+        self.page_size = None
+        return answer
+
+
+class LongshoreSender(CommonKVSender):  # type: ignore[misc] # as above
+    """One prompt at one prefill rank. It is offered without waiting for decode.
+
+    Attributes:
+        room: the number of its room.
+        half: its half of the room; None until the first chunk.
+        failure: why it failed before the first chunk.
+    """
+
+    conclude_state: Any
+    _early_send_wait_event: Any
+
+    def __init__(
+        self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, req_has_disagg_prefill_dp_rank: bool = False
+    ) -> None:
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
+        self.half: OpenHalf | None = None
+        self.failure = "" if bootstrap_room else ROOM_0
+        self._first_token = 0
+        self._is_complete = False
+        with mgr.lock:
+            self.room, replies = mgr.asks.opened(bootstrap_room)
+            mgr.senders[self.room] = self
+        mgr.post(replies)
+        mgr.update_status(bootstrap_room, KVPoll.WaitingForInput)
+
+    def send(
+        self,
+        kv_indices: Any,
+        state_indices: Any = None,
+        num_kv_tokens: int | None = None,
+        indices_event: Any = None,  # noqa: ARG002 -- SGLang passes it only to senders that ask for it
+    ) -> None:
+        """Offer the next chunk. SGLang calls it when the chunk is computed, or in the stream that computes it."""
+        assert num_kv_tokens is not None
+        if self.conclude_state is not None or self.failure:
+            return
+        manager = self.kv_mgr
+        self.curr_idx += len(kv_indices)
+        self._is_complete = self.curr_idx == self.num_kv_indices
+        first, self._first_token = self._first_token, self._first_token + num_kv_tokens
+        if self._is_complete and manager.answers_asks:
+            rows = manager.aux_rows(self.aux_index)
+            with manager.lock:
+                replies = manager.asks.sampled(self.bootstrap_room, rows)
+            manager.post(replies)
+        half = manager.halves.offer(
+            self.room, kv_indices.tolist(), first, self._first_token, last=self._is_complete, fence=self._fence()
+        )
+        with manager.lock:
+            self.half = half
+            if self.failure:
+                manager.halves.cancel(half, self.failure)
+        self._record_transfer_indices(kv_indices, state_indices)
+
+    def poll(self) -> int:
+        """Return the state. It is final only when no process reads the pages."""
+        if self.conclude_state is None:
+            state, text = self._look()
+            if state == KVPoll.Failed:
+                self.kv_mgr.record_failure(self.bootstrap_room, text)
+            if state in {KVPoll.Failed, KVPoll.Success}:
+                self.conclude_state = state
+            return state
+        return int(self.conclude_state)
+
+    def _look(self) -> tuple[int, str]:
+        half, manager = self.half, self.kv_mgr
+        if half is None:
+            status = manager.request_status.get(self.bootstrap_room, KVPoll.Failed)
+            if self.failure or status == KVPoll.Failed:
+                known = manager.failure_records.get(self.bootstrap_room, "SGLang has dropped it")
+                return KVPoll.Failed, self.failure or known
+            return KVPoll.WaitingForInput, ""
+        if half.ended:
+            return (KVPoll.Success, "") if half.done else (KVPoll.Failed, half.failure)
+        limit_s = manager.bootstrap_timeout
+        if self._is_complete and time.monotonic() - half.touched_s > limit_s:
+            manager.halves.cancel(
+                half, f"no decode engine took it within {limit_s:g} s (SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)"
+            )
+        return KVPoll.Transferring, ""
+
+    def fail(self, text: str) -> None:
+        """Give the prompt up; `manager.lock` is held. Its state is final when no process reads its pages."""
+        if self.half is not None:
+            self.kv_mgr.halves.cancel(self.half, text)
+        self.failure = self.failure or text
+
+    def abort(self) -> None:
+        """Give the prompt up, because SGLang's client has left.
+
+        SGLang may reuse pages of a prompt at once that it has not computed to the end. The agent may then read other
+        bytes, and nobody gets them: such a room is never done, because its last chunk was not offered.
+        """
+        with self.kv_mgr.lock:
+            self.fail("Aborted by AbortReq.")
+        if self.half is None:
+            self.conclude_state = KVPoll.Failed
+        self._close(self.failure)
+
+    def clear(self) -> None:
+        """Forget the prompt."""
+        half = self.half
+        if half is not None:
+            self.kv_mgr.halves.cancel(half, "another rank of prefill failed")
+        done = half is not None and half.done
+        known = self.kv_mgr.failure_records.get(self.bootstrap_room, "another rank of prefill failed")
+        self._close("" if done else self.failure or known)
+        super().clear()
+
+    def _close(self, failure: str) -> None:
+        manager = self.kv_mgr
+        with manager.lock:
+            replies = manager.asks.closed(self.bootstrap_room, self.room, f"prefill: {failure}" if failure else "")
+            if manager.senders.get(self.room) is self:
+                del manager.senders[self.room]
+        manager.post(replies)
+
+    def _fence(self) -> Callable[[], None] | None:
+        """Return a wait for the device's work up to here, and for the event that SGLang may have left."""
+        early, self._early_send_wait_event = self._early_send_wait_event, None
+        if not self.kv_mgr.on_device:
+            return None
+        import torch
+
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+
+        def wait() -> None:
+            event.synchronize()
+            if early is not None:
+                early.synchronize()
+
+        return wait
