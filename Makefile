@@ -115,6 +115,10 @@ lock: install ## pin the newest versions that pyproject.toml permits
 	  $(BIN)/uv pip compile --quiet --python-version 3.11 --upgrade --override e2e/vllm/overrides.txt \
 	    --no-emit-index-url --no-annotate --no-header e2e/vllm/requirements.in; } > e2e/vllm/requirements.lock.new
 	mv e2e/vllm/requirements.lock.new e2e/vllm/requirements.lock
+	{ sed '/^[^#]/,$$d' e2e/sglang/requirements.lock; \
+	  $(BIN)/uv pip compile --quiet --python-version 3.11 --upgrade --override e2e/sglang/overrides.txt \
+	    --no-emit-index-url --no-annotate --no-header e2e/sglang/requirements.in; } > e2e/sglang/requirements.lock.new
+	mv e2e/sglang/requirements.lock.new e2e/sglang/requirements.lock
 
 clean: ## remove the virtual environment and all caches of the tree
 	rm -rf $(VENV) .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist

@@ -147,7 +147,7 @@ class LongshoreManager(CommonKVManager):  # type: ignore[misc] # SGLang is not i
     @property
     def answers_asks(self) -> bool:
         """Whether this is the rank of prefill that decode ranks ask."""
-        return self.attn_tp_rank == 0 and self.pp_rank == 0
+        return bool(self.attn_tp_rank == 0 and self.pp_rank == 0)
 
     def drain(self, bootstrap_room: int, half: OpenHalf) -> None:
         """Keep the pages of a failed request until its half has ended."""

@@ -23,7 +23,7 @@ DISTRIBUTION_OF = {
 EXTRAS_OF = {
     "longshore_wire": [],
     "longshore_client": [],
-    "longshore_engines": ["vllm"],
+    "longshore_engines": ["vllm", "sglang"],
     "longshore_agent": ["agent", "nixl", "mooncake"],
     "longshore_operator": ["operator"],
     "longshore_cli": ["cli"],
@@ -31,9 +31,12 @@ EXTRAS_OF = {
 }
 # The agent's config file is YAML. Agent and operator, which read and write it, require the parser; engines do not.
 BROUGHT_BY_THE_CALLER = {("wire/longshore_wire/strict_document.py", "pyyaml")}
-BROUGHT_BY_THE_ENGINE = {("engines/longshore_engines/vllm.py", "torch")}
-# It requires another torch than the tree; e2e/vllm has a separate lock.
-UNPINNED_EXTRAS = {"vllm"}
+BROUGHT_BY_THE_ENGINE = {
+    ("engines/longshore_engines/vllm.py", "torch"),
+    ("engines/longshore_engines/sglang_prefill.py", "torch"),
+}
+# They require another torch than the tree; e2e/vllm and e2e/sglang have separate locks.
+UNPINNED_EXTRAS = {"vllm", "sglang"}
 EXTRAS = {
     "agent",
     "operator",
@@ -45,6 +48,7 @@ EXTRAS = {
     "mooncake-cuda12",
     "mooncake-cuda13",
     "vllm",
+    "sglang",
     "dev",
 }
 
