@@ -30,7 +30,9 @@ def random_prompt(seed: int, length: int) -> Prompt:
 
 PROMPTS = tuple(random_prompt(seed, length) for seed, length in enumerate(LENGTHS))
 SHARES_A_PREFIX = Prompt([*PROMPTS[-2][:SHARED_TOKENS], *random_prompt(100, 100)])
-EVERY_PROMPT = (*PROMPTS, SHARES_A_PREFIX)
+# Computed in 16 chunks.
+LONG_PROMPT = random_prompt(101, 1990)
+EVERY_PROMPT = (*PROMPTS, SHARES_A_PREFIX, LONG_PROMPT)
 
 
 class Answer(NamedTuple):

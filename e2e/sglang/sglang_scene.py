@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import tiny_model
 from controlplane.waiting import until
 from sglang_engines import LOOPBACK, PAGE_TOKENS, ROOT, Engine, EngineOptions, Nursery, Prompt, body
 from tiny_model import TinyModel
@@ -80,6 +81,7 @@ class Scene:
                 "ring_bytes": RING_BYTES,
                 "lane_bytes": LANE_BYTES,
                 "slab_bytes_min": SLAB_BYTES_MIN,
+                "staging": "Always",
                 "peer_timeout_s": PEER_TIMEOUT_S,
                 **(agent_settings or {}),
             }
@@ -135,9 +137,13 @@ class Scene:
         """Return the number of open halves of rooms at the agents."""
         return sum(agent.metrics().total("longshore_rooms_open") for agent in self.agents.values())
 
+    def gathered_bytes(self) -> float:
+        """Return the bytes of KV that prefill's agent has gathered from pages."""
+        return self.agents["prefill"].metrics().total("longshore_stage_bytes_total", stage="gather")
+
     def received_bytes(self) -> float:
         """Return the bytes of KV that decode's agent has scattered into pages."""
-        return self.agents["decode"].metrics().total("longshore_received_bytes_total")
+        return self.agents["decode"].metrics().total("longshore_stage_bytes_total", stage="scatter")
 
     def __enter__(self) -> Self:
         try:
@@ -181,6 +187,11 @@ def write_plugins(directory: Path) -> Path:
     text = "\n".join([f"[{group}]", *lines, "longshore-zeroing = sglang_zeroing:register", ""])
     (found / "entry_points.txt").write_text(text, encoding="utf-8")
     return folder
+
+
+def token_bytes(model: TinyModel) -> int:
+    """Return the bytes of K and V of one token in all layers and heads."""
+    return 2 * tiny_model.LAYERS * model.kv_heads * tiny_model.HEAD_DIM * tiny_model.ELEMENT_BYTES
 
 
 def at_once(scene: Scene, prompts: Sequence[Prompt], max_tokens: int, **more: Any) -> list[Any]:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from sglang_engines import Nursery
-from sglang_prompts import LOGPROB_ERROR_MAX, NEW_TOKENS, PROMPTS, TELLING_TOKENS_MIN, Oracle, answer_of
-from sglang_scene import Scene, Side, at_once, check_nothing_is_lent
+from controlplane.waiting import until
+from sglang_engines import CHUNK_TOKENS, Nursery, body
+from sglang_prompts import (
+    LOGPROB_ERROR_MAX,
+    LONG_PROMPT,
+    NEW_TOKENS,
+    PROMPTS,
+    TELLING_TOKENS_MIN,
+    Oracle,
+    answer_of,
+)
+from sglang_scene import Scene, Side, at_once, check_nothing_is_lent, token_bytes
 from tiny_model import TinyModel
 
 pytestmark = [pytest.mark.shortest, pytest.mark.timeout(600)]
@@ -38,3 +50,36 @@ def test_with_the_moved_kv_zeroed_the_tokens_of_every_telling_prompt_differ(scen
         scene.zero.unlink()
     same = [len(p) for p, answer in zip(telling, answers, strict=True) if answer["output_ids"] == alone(p)]
     assert same == []
+
+
+def test_the_first_slab_leaves_before_the_last_chunk_is_computed(scene: Scene, alone: Oracle, model: TinyModel) -> None:
+    before, gathered = scene.received_bytes(), scene.gathered_bytes()
+    whole = len(LONG_PROMPT) * token_bytes(model)
+    engine = scene.prefill.processes()
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(scene.ask, LONG_PROMPT, NEW_TOKENS)
+        until(lambda: scene.received_bytes() > before, "a slab has arrived")
+        for pid in engine:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            # Nothing more can be computed or offered. Only slabs of chunks that were offered before still arrive.
+            until(lambda: scene.gathered_bytes() - gathered == scene.received_bytes() - before, "no slab is on its way")
+            arrived = scene.received_bytes() - before
+            assert 0 < arrived <= whole - CHUNK_TOKENS * token_bytes(model)
+            assert not asked.done()
+        finally:
+            for pid in engine:
+                os.kill(pid, signal.SIGCONT)
+        assert asked.result()["output_ids"] == alone(LONG_PROMPT)
+    assert scene.received_bytes() - before == whole
+
+
+def test_a_client_that_streams_gets_the_same_tokens(scene: Scene, alone: Oracle) -> None:
+    prompt = PROMPTS[-2]
+    content = body(prompt, NEW_TOKENS, **scene.routed())
+    with ThreadPoolExecutor(1) as thread:
+        computed = thread.submit(scene.prefill.post, content)
+        parts = list(scene.decode.stream(content))
+        computed.result()
+    assert parts[-1]["output_ids"] == alone(prompt)
+    assert len(parts) > 1

@@ -1,0 +1,125 @@
+"""Tests halves of rooms that are offered chunk by chunk, against a fake agent: when the engine may reuse their pages."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from fake_agent import WAIT_S, FakeAgent, accept_all
+from scene import DONE, ENDPOINT, FAILED, RELEASED, client_at, event
+
+from longshore_client import ArgumentError, Half, Reason
+from longshore_engines.halves import Halves
+from longshore_wire.engine_messages import Cancel, Offer, Receive, Refused
+
+
+class Scene:
+    def __init__(self, path, **agent):
+        self.agent = FakeAgent(path, **agent)
+        self.halves = Halves(client_at(path))
+
+    def expect(self, kind, count=1):
+        self.agent.expect(lambda: len([each for each in self.agent.heard if isinstance(each, kind)]) >= count)
+
+
+def wait_for(predicate):
+    deadline_s = time.monotonic() + WAIT_S
+    while not predicate():
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def scene(tmp_path):
+    made = []
+
+    def make(**options):
+        made.append(Scene(str(tmp_path / "engine.sock"), **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.halves.close()
+        each.agent.stop()
+
+
+def test_chunks_are_offered_in_order_and_the_half_ends_at_release(scene):
+    world = scene()
+    half = world.halves.offer(7, (1,), 0, 4, last=False)
+    assert world.halves.offer(7, (2,), 4, 6, last=True) is half
+    world.expect(Offer, 2)
+    offers = world.agent.of(Offer)
+    assert [(each.first_token, each.end_token, each.last) for each in offers] == [(0, 4, False), (4, 6, True)]
+    world.agent.say(event(DONE))
+    wait_for(lambda: half.done)
+    assert not half.ended
+    world.agent.say(event(RELEASED))
+    wait_for(lambda: half.ended)
+    assert (half.failure, world.halves.open_count) == ("", 0)
+
+
+def test_a_chunk_is_offered_only_after_its_fence(scene):
+    world = scene()
+    order = []
+    world.halves.offer(7, (1,), 0, 4, last=False, fence=lambda: order.append(len(world.agent.of(Offer))))
+    world.expect(Offer)
+    assert order == [0]
+
+
+def test_a_claim_that_is_cancelled_ends_only_at_release(scene):
+    world = scene()
+    half = world.halves.claim(7, ENDPOINT, (3, 4), 0, 6)
+    world.expect(Receive)
+    wait_for(lambda: world.halves._client.is_open(7, Half.TARGET, ENDPOINT.instance))
+    world.halves.cancel(half, "the client has left")
+    world.expect(Cancel)
+    world.agent.say(event(FAILED, half=Half.TARGET, reason=Reason.CANCELLED))
+    world.agent.say(event(DONE, room=1, half=Half.TARGET))  # of no room
+    assert not half.ended
+    world.agent.say(event(RELEASED, half=Half.TARGET))
+    wait_for(lambda: half.ended)
+    assert (half.done, half.failure) == (False, "the client has left")
+
+
+def test_a_half_that_is_cancelled_before_its_call_ends_without_an_event(scene):
+    world = scene()
+    reached, go = [], []
+
+    def fence():
+        reached.append(1)
+        wait_for(lambda: bool(go))
+
+    half = world.halves.offer(7, (1,), 0, 4, last=False, fence=fence)
+    wait_for(lambda: bool(reached))
+    world.halves.cancel(half, "no longer needed")
+    go.append(1)
+    wait_for(lambda: half.ended)
+    assert (half.failure, world.agent.of(Offer)) == ("no longer needed", [])
+
+
+def test_a_refused_call_ends_its_half_with_the_agents_reason(scene):
+    def refuse(message):
+        if isinstance(message, Offer):
+            return Refused(message.request, Reason.LAYOUT_MISMATCH, "other pages")
+        return accept_all(message)
+
+    world = scene(answer=refuse)
+    half = world.halves.offer(7, (1,), 0, 4, last=True)
+    wait_for(lambda: half.ended)
+    assert "other pages" in half.failure
+
+
+def test_a_room_is_claimed_once(scene):
+    world = scene()
+    world.halves.claim(7, ENDPOINT, (3, 4), 0, 6)
+    with pytest.raises(ArgumentError, match="room 7"):
+        world.halves.claim(7, ENDPOINT, (5, 6), 0, 6)
+
+
+def test_when_the_connection_is_closed_every_half_has_ended(scene):
+    world = scene()
+    half = world.halves.offer(7, (1,), 0, 4, last=False)
+    world.expect(Offer)
+    world.halves.close()
+    assert half.ended
+    assert "closed" in half.failure

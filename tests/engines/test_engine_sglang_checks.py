@@ -1,0 +1,94 @@
+"""Tests that the SGLang connector refuses what it cannot serve, and names it and the remedy."""
+
+from __future__ import annotations
+
+from functools import wraps
+from types import SimpleNamespace
+
+import pytest
+
+from longshore_client import ArgumentError
+from longshore_engines.sglang_checks import check_engine, check_hooks, check_pool, check_version, is_chosen
+
+
+def facts(**changed):
+    plain = {
+        "state_types": [],
+        "num_draft_entries": 0,
+        "speculative_algorithm": None,
+        "disaggregation_decode_allocation_policy": "early",
+        "enable_memory_saver": False,
+        "enable_hierarchical_cache": False,
+        "pp_size": 1,
+        "attn_cp_size": 1,
+        "attn_dcp_size": 1,
+        "enable_kv_cache_sharding": False,
+    }
+    return SimpleNamespace(**{**plain, **changed})
+
+
+def check(environment=None, **changed):
+    found = facts(**changed)
+    check_engine(found, found, found, environment or {})
+
+
+def test_a_plain_engine_is_served():
+    check()
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"state_types": [SimpleNamespace(value="swa")]}, "swa"),
+        ({"num_draft_entries": 2}, "speculative"),
+        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
+        ({"pp_size": 2}, "--pp-size 1"),
+        ({"attn_cp_size": 2}, "attention context parallel size is 2"),
+        ({"attn_dcp_size": 2}, "decode context parallel size is 2"),
+        ({"enable_kv_cache_sharding": True}, "--enable-kv-cache-sharding"),
+        ({"disaggregation_decode_allocation_policy": "prefill_complete"}, "'early'"),
+        ({"enable_memory_saver": True}, "--enable-memory-saver"),
+        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+        ({"environment": {"SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "NVLINK"}}, "SGLANG_MOONCAKE_CUSTOM_MEM_POOL"),
+    ],
+)
+def test_what_cannot_be_moved_is_refused_by_name(changed, named):
+    with pytest.raises(ArgumentError) as caught:
+        check(**changed)
+    assert named in str(caught.value)
+
+
+def test_other_layouts_of_a_pool_are_refused_by_name():
+    plain = SimpleNamespace(k_buffer=[], kv_cache_layout="nhd", head_dim=8, v_head_dim=8)
+    check_pool(plain)
+    check_pool(SimpleNamespace(kv_buffer=[]))
+    with pytest.raises(ArgumentError, match="SGLANG_USE_HND_KVCACHE"):
+        check_pool(SimpleNamespace(**{**vars(plain), "kv_cache_layout": "hnd"}))
+    with pytest.raises(ArgumentError, match="8 elements in K and 4 in V"):
+        check_pool(SimpleNamespace(**{**vars(plain), "v_head_dim": 4}))
+
+
+@pytest.mark.parametrize("version", ["0.5.22", "0.5.24", "0.6.0", "unknown"])
+def test_a_version_that_was_not_tested_is_refused_by_name(version):
+    check_version("0.5.23")
+    with pytest.raises(ArgumentError, match=f"SGLang {version} is not supported"):
+        check_version(version)
+
+
+def test_the_backend_is_chosen_by_either_form_of_its_argument():
+    assert is_chosen(["--disaggregation-transfer-backend", "longshore"])
+    assert is_chosen(["--disaggregation-transfer-backend=longshore"])
+    assert not is_chosen(["--disaggregation-transfer-backend", "nixl", "longshore"])
+
+
+def test_a_hook_that_did_not_take_is_named():
+    def plain():
+        pass
+
+    @wraps(plain)
+    def hooked():
+        pass
+
+    check_hooks({"module:hooked": hooked})
+    with pytest.raises(ArgumentError, match=r"module:plain did not take.*SGLANG_PLUGINS"):
+        check_hooks({"module:plain": plain})
