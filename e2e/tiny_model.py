@@ -1,6 +1,6 @@
-"""Writes a Qwen3 model small enough for two cores, with random weights from a fixed seed, as files for vLLM.
+"""Writes a Qwen3 model small enough for two cores, with random weights from a fixed seed, as files for vLLM and SGLang.
 
-Called by `conftest` and `benchmarks/vllm_connectors.py`. Needs only numpy. Its weights are unusually large: with smaller
+Called by the `conftest` of each engine and `benchmarks/vllm_connectors.py`. Needs only numpy. Its weights are unusually large: with smaller
 ones the most likely next token would not depend on the prompt.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,6 +33,20 @@ class TinyModel:
     kv_heads: int
 
 
+class _Sizes(NamedTuple):
+    heads: int
+    inner: int
+    vocabulary: int
+
+
+def _sizes(kv_heads: int) -> _Sizes:
+    """Return sizes that the number of KV heads divides, so that engines can split them over as many ranks."""
+    if HEADS % kv_heads == 0:
+        return _Sizes(HEADS, INNER, VOCABULARY)
+    # An engine rounds the vocabulary up to a multiple of 64.
+    return _Sizes(kv_heads, 64 * kv_heads, VOCABULARY // (64 * kv_heads) * 64 * kv_heads)
+
+
 def make(directory: Path, kv_heads: int) -> TinyModel:
     """Write the model with `kv_heads` KV heads below `directory` and return it."""
     path = directory / f"qwen3-{kv_heads}-kv-heads"
@@ -44,16 +59,17 @@ def make(directory: Path, kv_heads: int) -> TinyModel:
 
 
 def _config(kv_heads: int) -> dict[str, object]:
+    sizes = _sizes(kv_heads)
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "num_hidden_layers": LAYERS,
         "hidden_size": HIDDEN,
-        "intermediate_size": INNER,
-        "num_attention_heads": HEADS,
+        "intermediate_size": sizes.inner,
+        "num_attention_heads": sizes.heads,
         "num_key_value_heads": kv_heads,
         "head_dim": HEAD_DIM,
-        "vocab_size": VOCABULARY,
+        "vocab_size": sizes.vocabulary,
         "max_position_embeddings": POSITIONS_MAX,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
@@ -66,28 +82,29 @@ def _config(kv_heads: int) -> dict[str, object]:
 
 def _weights(kv_heads: int) -> dict[str, np.ndarray]:
     generator = np.random.default_rng(SEED)
+    sizes = _sizes(kv_heads)
 
     def random(rows: int, columns: int) -> np.ndarray:
         return (generator.standard_normal((rows, columns)) * WEIGHT_DEVIATION).astype(np.float32)
 
     ones = {size: np.ones(size, np.float32) for size in (HIDDEN, HEAD_DIM)}
-    weights = {"model.embed_tokens.weight": random(VOCABULARY, HIDDEN)}
+    weights = {"model.embed_tokens.weight": random(sizes.vocabulary, HIDDEN)}
     for layer in range(LAYERS):
         name = f"model.layers.{layer}"
         weights |= {
             f"{name}.input_layernorm.weight": ones[HIDDEN],
-            f"{name}.self_attn.q_proj.weight": random(HEADS * HEAD_DIM, HIDDEN),
+            f"{name}.self_attn.q_proj.weight": random(sizes.heads * HEAD_DIM, HIDDEN),
             f"{name}.self_attn.k_proj.weight": random(kv_heads * HEAD_DIM, HIDDEN),
             f"{name}.self_attn.v_proj.weight": random(kv_heads * HEAD_DIM, HIDDEN),
-            f"{name}.self_attn.o_proj.weight": random(HIDDEN, HEADS * HEAD_DIM),
+            f"{name}.self_attn.o_proj.weight": random(HIDDEN, sizes.heads * HEAD_DIM),
             f"{name}.self_attn.q_norm.weight": ones[HEAD_DIM],
             f"{name}.self_attn.k_norm.weight": ones[HEAD_DIM],
             f"{name}.post_attention_layernorm.weight": ones[HIDDEN],
-            f"{name}.mlp.gate_proj.weight": random(INNER, HIDDEN),
-            f"{name}.mlp.up_proj.weight": random(INNER, HIDDEN),
-            f"{name}.mlp.down_proj.weight": random(HIDDEN, INNER),
+            f"{name}.mlp.gate_proj.weight": random(sizes.inner, HIDDEN),
+            f"{name}.mlp.up_proj.weight": random(sizes.inner, HIDDEN),
+            f"{name}.mlp.down_proj.weight": random(HIDDEN, sizes.inner),
         }
-    return weights | {"model.norm.weight": ones[HIDDEN], "lm_head.weight": random(VOCABULARY, HIDDEN)}
+    return weights | {"model.norm.weight": ones[HIDDEN], "lm_head.weight": random(sizes.vocabulary, HIDDEN)}
 
 
 def _write_weights(path: Path, weights: dict[str, np.ndarray]) -> None:

@@ -54,3 +54,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 def alone(nursery: Nursery, model: TinyModel) -> Oracle:
     """The answers of a single engine."""
     return Oracle(nursery, model)
+
+
+@pytest.fixture(scope="session")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """The model with 6 KV heads, which ranks of TP2 and of TP3 share unequally."""
+    return tiny_model.make(tmp_path_factory.mktemp("model"), 6)
+
+
+@pytest.fixture(scope="session")
+def wide_alone(nursery: Nursery, wide_model: TinyModel) -> Oracle:
+    """The answers of a single engine with 6 KV heads."""
+    return Oracle(nursery, wide_model)

@@ -29,6 +29,8 @@ from tiny_model import TinyModel
 
 DECODE_PAGE_TOKENS = 8
 ROUTER_LIMIT_S = 120.0
+# With overlap scheduling SGLang records an event of a GPU before it sends a prefix from prefill's cache early.
+NO_EARLY_SEND = {"SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0"}
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -37,7 +39,8 @@ pytestmark = pytest.mark.timeout(900)
 def scene(nursery: Nursery, model: TinyModel, alone: Oracle) -> Iterator[Scene]:
     prefill = Side(1, plain=())
     decode = Side(2, DECODE_PAGE_TOKENS, ("--disaggregation-decode-enable-radix-cache",), plain=())
-    with Scene(nursery, model, prefill, decode, agent_settings={"backend": "Mooncake"}) as running:
+    mooncake = {"backend": "Mooncake"}
+    with Scene(nursery, model, prefill, decode, agent_settings=mooncake, environment=NO_EARLY_SEND) as running:
         yield running
 
 
