@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -24,9 +25,10 @@ class Scene:
 
 def wait_for(predicate):
     deadline_s = time.monotonic() + WAIT_S
+    never = threading.Event()
     while not predicate():
         assert time.monotonic() < deadline_s, "it did not happen in time"
-        time.sleep(0.01)
+        never.wait(0.01)
 
 
 @pytest.fixture
