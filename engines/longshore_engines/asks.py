@@ -158,12 +158,17 @@ class Asks:
             return [ToTell(asker, Decline(asker.ask, text))]
         found = self._prompts.get(message.prompt)
         if found is not None:
-            found.askers.append(asker)
+            # A rank repeats its ask when an answer may have been lost.
+            if asker not in found.askers:
+                found.askers.append(asker)
             first = [] if found.rows is None else [ToTell(asker, FirstToken(asker.ask, found.rows))]
             return [ToGrant(asker, found.room), *first]
         if message.prompt in self._failures:
             return [ToTell(asker, Decline(asker.ask, self._failures[message.prompt]))]
-        self._waiting.setdefault(message.prompt, []).append(asker)
+        waiting = self._waiting.setdefault(message.prompt, [])
+        if asker in waiting:
+            return []
+        waiting.append(asker)
         self._waiting_count += 1
         declined: list[ToTell] = []
         while self._waiting_count > WAITING_MAX:

@@ -14,12 +14,14 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
 from longshore_client.errors import ArgumentError
 from longshore_engines.asks import Decline, FirstToken, Grant, Left
-from longshore_engines.sglang_prefill import ROOM_0
+from longshore_engines.sglang_prefill import FAILURE_PAUSE_S, ROOM_0
 
 if TYPE_CHECKING:
     from longshore_engines.halves import OpenHalf
 
 _ABORTED = "Aborted by AbortReq."
+# An answer of prefill may be lost, and prefill may have been restarted, which SGLang notices late or never.
+ASK_AGAIN_S = 5.0
 
 
 class LongshoreReceiver(CommonKVReceiver):  # type: ignore[misc] # SGLang is not installed where types are checked
@@ -45,6 +47,8 @@ class LongshoreReceiver(CommonKVReceiver):  # type: ignore[misc] # SGLang is not
         self._pages: list[int] = []
         self._first_token = 0
         self._aux_index = 0
+        self._asked_s = 0.0
+        self._failed_s: float | None = None
 
     def init(self, prefill_dp_rank: int) -> None:
         """Find prefill's first rank."""
@@ -70,9 +74,9 @@ class LongshoreReceiver(CommonKVReceiver):  # type: ignore[misc] # SGLang is not
             return
         self._pages, self._first_token, self._aux_index = kv_indices.tolist(), decode_prefix_len or 0, aux_index
         self.init_time = time.time()
-        ask = self.kv_mgr.new_ask(self)
-        self._ask = ask.ask
-        self.kv_mgr.tell_prefill(self.bootstrap_infos[0], ask)
+        self._ask = self.kv_mgr.new_ask(self)
+        self._asked_s = time.monotonic()
+        self.kv_mgr.ask(self, self._ask)
 
     def answered(self, message: Grant | FirstToken | Decline) -> None:
         """Take an answer of prefill; the manager's lock is held."""
@@ -126,6 +130,9 @@ class LongshoreReceiver(CommonKVReceiver):  # type: ignore[misc] # SGLang is not
             return int(super().poll())
         state, text = self._look()
         if state == KVPoll.Failed:
+            self._failed_s = self._failed_s or time.monotonic()
+            if time.monotonic() - self._failed_s < FAILURE_PAUSE_S:
+                return int(KVPoll.Transferring)
             self._conclude_failed(text)
         elif state == KVPoll.Success:
             self.conclude_state = state
@@ -145,8 +152,24 @@ class LongshoreReceiver(CommonKVReceiver):  # type: ignore[misc] # SGLang is not
                 self._give_up(text)
                 half = self.half
         if half is None or half.ended:
-            return (KVPoll.Failed, self.failure) if text else (KVPoll.Transferring, "")
+            if text:
+                return KVPoll.Failed, self.failure
+            self._ask_again()
         return KVPoll.Transferring, ""
+
+    def _ask_again(self) -> None:
+        """Ask again, if prefill's answer or its first token does not come. The ask goes to prefill's present address."""
+        if time.monotonic() - self._asked_s > ASK_AGAIN_S:
+            self._asked_s = time.monotonic()
+            self.invalidate_cached_bootstrap_infos()
+            self.kv_mgr.ask(self, self._ask, is_repeated=True)
+
+    def failure_exception(self) -> None:
+        """Raise SGLang's error with the reason. SGLang calls it in every rank when any rank has failed."""
+        text = self.half.failure if self.half is not None else self.failure
+        if text and self.bootstrap_room not in self.kv_mgr.failure_records:
+            self.kv_mgr.record_failure(self.bootstrap_room, text)
+        super().failure_exception()
 
     def _overdue(self) -> str:
         manager = self.kv_mgr

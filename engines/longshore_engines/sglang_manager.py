@@ -23,6 +23,7 @@ from longshore_client.client import new_instance
 from longshore_client.errors import ArgumentError, ClientClosed, WaitTimeout
 from longshore_engines.agents import registered
 from longshore_engines.asks import (
+    VERSION,
     Ask,
     Asks,
     Decline,
@@ -153,12 +154,12 @@ class LongshoreManager(CommonKVManager):  # type: ignore[misc] # SGLang is not i
         """Keep the pages of a failed request until its half has ended."""
         self._draining.setdefault(bootstrap_room, []).append(half)
 
-    def new_ask(self, receiver: Any) -> Ask:
-        """Return an ask for a receiver's prompt, whose answers go to that receiver."""
+    def new_ask(self, receiver: Any) -> int:
+        """Return the number of an ask, whose answers go to this receiver."""
         with self.lock:
             self._last_ask += 1
             self.receivers[self._last_ask] = receiver
-            return Ask(1, self._last_ask, receiver.bootstrap_room, self.local_ip, self.rank_port)
+            return self._last_ask
 
     def forget_ask(self, ask: int) -> None:
         """Ignore later answers to an ask."""
@@ -174,6 +175,24 @@ class LongshoreManager(CommonKVManager):  # type: ignore[misc] # SGLang is not i
         """Send answers to decode ranks, in their order; return at once."""
         for reply in replies:
             self._letters.put(partial(self._post, reply))
+
+    def ask(self, receiver: Any, ask: int, *, is_repeated: bool = False) -> None:
+        """Ask prefill for a receiver's prompt; return at once.
+
+        Args:
+            is_repeated: find out first where prefill's first rank is now.
+        """
+        self._letters.put(partial(self._ask, receiver, ask, is_repeated=is_repeated))
+
+    def _ask(self, receiver: Any, ask: int, *, is_repeated: bool) -> None:
+        if is_repeated:
+            found = receiver._get_bootstrap_info_from_server(receiver.prefill_dp_rank, 0, 0, 0)  # noqa: SLF001
+            if found is None:
+                return
+            receiver.bootstrap_infos = [{**found, "is_dummy": False}]
+        rank = receiver.bootstrap_infos[0]
+        message = Ask(VERSION, ask, receiver.bootstrap_room, self.local_ip, self.rank_port)
+        self._send(rank["rank_ip"], rank["rank_port"], message)
 
     def tell_prefill(self, rank: Any, message: Ask | Left) -> None:
         """Send a message to a prefill rank, as SGLang's bootstrap server described it; return at once."""

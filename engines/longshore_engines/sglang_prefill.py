@@ -16,6 +16,9 @@ from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, Commo
 if TYPE_CHECKING:
     from longshore_engines.halves import OpenHalf
 
+# A failure is reported this long after it is final. SGLang answers with the reason of its first rank as soon as any rank
+# has failed, and ranks hear of one failure within milliseconds.
+FAILURE_PAUSE_S = 0.2
 # SGLang's metadata has 0 where a prompt's first token has not arrived, so decode would wait for room 0 until its limit.
 ROOM_0 = "bootstrap_room is 0, which SGLang also uses for 'not yet': let the router draw numbers from 1 to 2**63 - 1"
 
@@ -49,6 +52,7 @@ class LongshoreSender(CommonKVSender):  # type: ignore[misc] # as above
         self.failure = "" if bootstrap_room else ROOM_0
         self._first_token = 0
         self._is_complete = False
+        self._failed_s: float | None = None
         with mgr.lock:
             self.room, replies = mgr.asks.opened(bootstrap_room)
             mgr.senders[self.room] = self
@@ -88,6 +92,10 @@ class LongshoreSender(CommonKVSender):  # type: ignore[misc] # as above
         """Return the state. It is final only when no process reads the pages."""
         if self.conclude_state is None:
             state, text = self._look()
+            if state == KVPoll.Failed and self.half is not None:
+                self._failed_s = self._failed_s or time.monotonic()
+                if time.monotonic() - self._failed_s < FAILURE_PAUSE_S:
+                    return int(KVPoll.Transferring)
             if state == KVPoll.Failed:
                 self.kv_mgr.record_failure(self.bootstrap_room, text)
             if state in {KVPoll.Failed, KVPoll.Success}:
@@ -111,6 +119,13 @@ class LongshoreSender(CommonKVSender):  # type: ignore[misc] # as above
                 half, f"no decode engine took it within {limit_s:g} s (SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)"
             )
         return KVPoll.Transferring, ""
+
+    def failure_exception(self) -> None:
+        """Raise SGLang's error with the reason. SGLang calls it in every rank when any rank has failed."""
+        text = self.half.failure if self.half is not None else self.failure
+        if text and self.bootstrap_room not in self.kv_mgr.failure_records:
+            self.kv_mgr.record_failure(self.bootstrap_room, text)
+        super().failure_exception()
 
     def fail(self, text: str) -> None:
         """Give the prompt up; `manager.lock` is held. Its state is final when no process reads its pages."""

@@ -32,6 +32,15 @@ def test_who_asks_after_the_first_token_gets_both():
     assert book.asked(ask(FIRST)) == [ToGrant(FIRST, 5), ToTell(FIRST, FirstToken(1, ROWS))]
 
 
+def test_an_ask_that_is_repeated_is_answered_again_and_counts_once():
+    book = Asks()
+    assert book.asked(ask(FIRST)) == book.asked(ask(FIRST)) == []
+    assert book.opened(5) == (5, [ToGrant(FIRST, 5)])
+    assert book.asked(ask(FIRST)) == [ToGrant(FIRST, 5)]
+    assert book.sampled(5, ROWS) == [ToTell(FIRST, FirstToken(1, ROWS))]
+    assert book.asked(ask(FIRST)) == [ToGrant(FIRST, 5), ToTell(FIRST, FirstToken(1, ROWS))]
+
+
 def test_a_number_that_is_used_again_gets_another_room_which_every_rank_finds():
     ranks = Asks(), Asks()
     rooms = []
