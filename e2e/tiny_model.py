@@ -43,8 +43,8 @@ def _sizes(kv_heads: int) -> _Sizes:
     """Return sizes that the number of KV heads divides, so that engines can split them over as many ranks."""
     if HEADS % kv_heads == 0:
         return _Sizes(HEADS, INNER, VOCABULARY)
-    # An engine rounds the vocabulary up to a multiple of 64.
-    return _Sizes(kv_heads, 64 * kv_heads, VOCABULARY // (64 * kv_heads) * 64 * kv_heads)
+    # Engines round the vocabulary up to a multiple of 64 and divide it among the ranks.
+    return _Sizes(kv_heads, 64 * kv_heads, VOCABULARY - VOCABULARY % (32 * kv_heads))
 
 
 def make(directory: Path, kv_heads: int) -> TinyModel:
