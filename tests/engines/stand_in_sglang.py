@@ -1,0 +1,237 @@
+"""A minimal fake of the part of SGLang 0.5.23 that the connector imports, since SGLang cannot be installed with our torch.
+
+`installed` makes `import sglang` find it. e2e/sglang tests the connector with the real SGLang.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from queue import SimpleQueue
+from types import ModuleType, SimpleNamespace
+from typing import ClassVar
+
+OURS = ("sglang", "sglang_decode", "sglang_manager", "sglang_prefill")
+PAGE_TOKENS, LAYERS, HEADS, DIM = 4, 2, 2, 8
+AUX_LENGTHS = (8, 4)
+
+
+class KVPoll:
+    Failed, Bootstrapping, WaitingForInput, Transferring, Success = range(5)
+
+
+class Backend(Enum):
+    NIXL = "nixl"
+
+
+class Mode(Enum):
+    PREFILL, DECODE = "prefill", "decode"
+
+
+class Destination(Enum):
+    DEVICE = "device"
+
+
+class HookKind(Enum):
+    BEFORE, AFTER, AROUND, REPLACE = range(4)
+
+
+class Hooks:
+    registered: ClassVar[list] = []
+
+    @classmethod
+    def register(cls, target, hook, kind):
+        cls.registered.append((target, hook, kind))
+
+
+class TransferError(Exception):
+    pass
+
+
+class Manager:
+    """What every backend's manager has. Messages to peers are kept in `sent`; `heard` are those from peers."""
+
+    def __init__(self, args, mode, server_args, is_mla_backend=False):
+        self.kv_args, self.request_status, self.failure_records = args, {}, {}
+        self.attn_tp_rank, self.pp_rank = WORLD["parallel"].attn_tp_rank, 0
+        self.local_ip, self.rank_port = "127.0.0.1", 7001
+        self.bootstrap_timeout = self.waiting_timeout = 300
+        self.sent, self.heard = [], SimpleQueue()
+        self.server_socket = SimpleNamespace(recv_multipart=self.heard.get)
+        self.has_heartbeat = False
+
+    def update_status(self, room, status):
+        self.request_status[room] = status
+
+    def record_failure(self, room, text):
+        self.failure_records[room] = text
+
+    def try_ensure_parallel_info(self, address):
+        raise RuntimeError(f"{address} has another kv_cache_dtype")
+
+    def _start_heartbeat_checker_thread(self):
+        self.has_heartbeat = True
+
+    def _send_multipart_locked(self, address, parts, is_ipv6=False):
+        self.sent.append((address, parts))
+
+
+class _Request:
+    def __init__(self, mgr, address, room, *_more):
+        self.kv_mgr, self.bootstrap_addr, self.bootstrap_room = mgr, address, room
+        self.conclude_state = None
+        mgr.update_status(room, KVPoll.Bootstrapping)
+
+    def clear(self):
+        self.kv_mgr.request_status.pop(self.bootstrap_room, None)
+
+    def failure_exception(self):
+        self.conclude_state = KVPoll.Failed
+        self.clear()
+        raise TransferError(self.kv_mgr.failure_records.pop(self.bootstrap_room, "unknown"))
+
+
+class Sender(_Request):
+    _early_send_wait_event = None
+    curr_idx = 0
+
+    def init(self, pages, aux_index):
+        self.num_kv_indices, self.aux_index = pages, aux_index
+
+    def _record_transfer_indices(self, pages, state):
+        pass
+
+
+class Receiver(_Request):
+    abort_notified = False
+
+    def init(self, dp_rank):
+        self.prefill_dp_rank = dp_rank
+        self.bootstrap_infos = [{"rank_ip": "10.0.0.1", "rank_port": 7000}]
+        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.WaitingForInput)
+
+    def poll(self):
+        return self.conclude_state if self.conclude_state is not None else KVPoll.WaitingForInput
+
+    def invalidate_cached_bootstrap_infos(self):
+        pass
+
+    def _get_bootstrap_info_from_server(self, *_place):
+        return {"rank_ip": "10.0.0.9", "rank_port": 7009}
+
+
+class Pool:
+    def __init__(self, pages, torch):
+        self.k_buffer = [torch.zeros(pages * PAGE_TOKENS, HEADS, DIM) for _ in range(LAYERS)]
+        self.v_buffer = [torch.zeros(pages * PAGE_TOKENS, HEADS, DIM) for _ in range(LAYERS)]
+        self.layer_num, self.kv_cache_layout, self.head_dim, self.v_head_dim = LAYERS, "nhd", DIM, DIM
+
+
+class Group:
+    rank_in_group = 0
+
+    def broadcast_object(self, value, src):
+        return value
+
+
+def hooked(function):
+    @functools.wraps(function)
+    def wrapper(*arguments, **named):
+        return function(*arguments, **named)
+
+    return wrapper
+
+
+class Queue:
+    @hooked
+    def _init_kv_manager(self):
+        pass
+
+    @hooked
+    def _send_kv_metadata(self):
+        pass
+
+    @hooked
+    def __init__(self):
+        pass
+
+
+class HookedPool:
+    @hooked
+    def _create_buffers(self):
+        pass
+
+    _create_buffers_normal = _create_buffers
+
+
+WORLD: dict = {}
+
+
+def parallel(**changes):
+    plain = {
+        "attn_tp_size": 1,
+        "attn_tp_rank": 0,
+        "attn_dp_size": 1,
+        "attn_dp_rank": 0,
+        "dp_size": 1,
+        "pp_size": 1,
+        "attn_cp_size": 1,
+        "attn_dcp_size": 1,
+        "enable_kv_cache_sharding": False,
+        "world_group": Group(),
+    }
+    return SimpleNamespace(**{**plain, **changes})
+
+
+def content(version):
+    return {
+        "sglang.version": {"__version__": version},
+        "sglang.srt.plugins.hook_registry": {"HookRegistry": Hooks, "HookType": HookKind},
+        "sglang.srt.server_args": {"add_disagg_transfer_backend_choices": WORLD.setdefault("choices", []).extend},
+        "sglang.srt.disaggregation.utils": {
+            "TransferBackend": Backend,
+            "DisaggregationMode": Mode,
+            "get_kv_class": hooked(lambda: None),
+        },
+        "sglang.srt.disaggregation.base.conn": {"KVPoll": KVPoll, "KVTransferDestination": Destination},
+        "sglang.srt.disaggregation.common.conn": {
+            "CommonKVManager": Manager,
+            "CommonKVSender": Sender,
+            "CommonKVReceiver": Receiver,
+            "CommonKVBootstrapServer": object,
+        },
+        "sglang.srt.disaggregation.decode": {"DecodePreallocQueue": Queue, "DecodeTransferQueue": Queue},
+        "sglang.srt.mem_cache.memory_pool": {"MHATokenToKVPool": HookedPool, "MLATokenToKVPool": HookedPool},
+        "sglang.srt.runtime_context": {
+            "get_parallel": lambda: WORLD["parallel"],
+            "get_disagg": lambda: WORLD["disagg"],
+        },
+        "sglang.srt.utils.network": {
+            "NetworkAddress": lambda host, port: SimpleNamespace(to_tcp=lambda: f"tcp://{host}:{port}", is_ipv6=False)
+        },
+    }
+
+
+@contextmanager
+def installed(version: str = "0.5.23") -> Iterator[None]:
+    """During the block `import sglang` finds the fake; afterwards no module that used it is left."""
+    WORLD.clear()
+    Hooks.registered = []
+    WORLD["parallel"] = parallel()
+    WORLD["disagg"] = SimpleNamespace(disaggregation_transfer_backend="longshore", disaggregation_mode="decode")
+    before = dict(sys.modules)
+    for name, members in content(version).items():
+        parts = name.split(".")
+        for end in range(1, len(parts) + 1):
+            sys.modules.setdefault(".".join(parts[:end]), ModuleType(".".join(parts[:end])))
+        vars(sys.modules[name]).update(members)
+    try:
+        yield
+    finally:
+        for name in list(sys.modules):
+            ours = name.removeprefix("longshore_engines.") in OURS and name.startswith("longshore_engines.")
+            if ours or (name.partition(".")[0] == "sglang" and name not in before):
+                del sys.modules[name]

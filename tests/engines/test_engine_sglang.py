@@ -1,0 +1,362 @@
+"""Tests the SGLang connector's reaction to SGLang's calls, with a fake SGLang and a fake agent: when a state is final."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import stand_in_sglang as fake
+import torch
+from fake_agent import WAIT_S, FakeAgent
+from scene import DONE, FAILED, RELEASED, event
+from stand_in_sglang import AUX_LENGTHS, DIM, HEADS, LAYERS, PAGE_TOKENS, KVPoll, installed
+
+from longshore_client import Endpoint, Half, KVLayout, ModelShape, Parallel, Reason
+from longshore_engines import sglang_pools
+from longshore_engines.asks import Ask, Decline, FirstToken, Grant, Left, packed, unpacked
+from longshore_wire.engine_messages import Cancel, EndpointUpdate, Offer, RankAddress, Receive, RegisterPool
+
+LAYOUT = KVLayout(ModelShape(LAYERS, HEADS, DIM, 4), Parallel(), PAGE_TOKENS)
+ENDPOINT = Endpoint("prefill-0", LAYOUT, (RankAddress(0, "10.0.0.1:7000", 5),))
+ROWS = (b"12345678", b"abcd")
+ROOM = 7
+
+
+def wait_for(predicate):
+    deadline_s = time.monotonic() + WAIT_S
+    never = threading.Event()
+    while not predicate():
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        never.wait(0.01)
+
+
+class Engine:
+    """One rank with its pool, its rows on first tokens, and its connection to a fake agent."""
+
+    def __init__(self, tmp_path, monkeypatch, role):
+        self.agent = FakeAgent(str(tmp_path / role))
+        monkeypatch.setenv("LONGSHORE_ENGINE_SOCKET", self.agent.path)
+        manager = importlib.import_module("longshore_engines.sglang_manager")
+        self.pool = fake.Pool(4, torch)
+        sglang_pools.share_early(self.pool)
+        sglang_pools.record(self.pool)
+        sglang_pools.tell_kv_heads(HEADS)
+        self.rows = [(ctypes.c_char * (length * 2))() for length in AUX_LENGTHS]
+        tensors = [*self.pool.k_buffer, *self.pool.v_buffer]
+        args = SimpleNamespace(
+            kv_data_ptrs=[tensor.data_ptr() for tensor in tensors],
+            kv_cache_dtype_str="float32",
+            page_size=PAGE_TOKENS,
+            pp_rank=0,
+            system_dp_rank=None,
+            state_types=[],
+            num_draft_entries=0,
+            total_kv_head_num=HEADS,
+            aux_data_ptrs=[ctypes.addressof(row) for row in self.rows],
+            aux_item_lens=list(AUX_LENGTHS),
+        )
+        options = SimpleNamespace(
+            speculative_algorithm=None,
+            disaggregation_decode_allocation_policy="early",
+            enable_memory_saver=False,
+            enable_hierarchical_cache=False,
+        )
+        self.manager = manager.LongshoreManager(args, fake.Mode(role), options)
+
+    def heard(self, kind, count=1):
+        self.agent.expect(lambda: len([each for each in self.agent.heard if isinstance(each, kind)]) >= count)
+        return self.agent.of(kind)
+
+    def sent(self, count=1):
+        """Return the messages to peers, once there are so many."""
+        wait_for(lambda: len(self.manager.sent) >= count)
+        return [unpacked(parts[1]) for _, parts in self.manager.sent]
+
+    def hears(self, message):
+        self.manager.heard.put([b"LONGSHORE", packed(message)])
+
+    def stop(self):
+        self.manager.halves.close()
+        self.agent.stop()
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    engines = []
+    with installed():
+
+        def made(role):
+            engines.append(Engine(tmp_path, monkeypatch, role))
+            return engines[-1]
+
+        yield made
+        for each in engines:
+            each.stop()
+
+
+@pytest.fixture
+def decode(make):
+    return make("decode")
+
+
+@pytest.fixture
+def prefill(make):
+    engine = make("prefill")
+    instance = engine.manager.client.instance
+    engine.agent.say(EndpointUpdate(Endpoint(instance, LAYOUT, ENDPOINT.ranks)))
+    return engine
+
+
+def receiver_of(engine, *, prefix=0):
+    module = importlib.import_module("longshore_engines.sglang_decode")
+    receiver = module.LongshoreReceiver(engine.manager, "10.0.0.1:8998", ROOM)
+    receiver.init(0)
+    receiver.prompt_tokens = 6
+    receiver.send_metadata(np.array([2, 3]), 1, None, decode_prefix_len=prefix)
+    return receiver
+
+
+def granted(engine, receiver):
+    engine.hears(Grant(receiver._ask, ROOM, "NHD float32", ENDPOINT))
+    engine.heard(Receive)
+    wait_for(lambda: engine.manager.client.is_open(ROOM, Half.TARGET, "prefill-0"))
+
+
+def target(kind, **more):
+    return event(kind, room=ROOM, half=Half.TARGET, **more)
+
+
+def sender_of(engine):
+    module = importlib.import_module("longshore_engines.sglang_prefill")
+    sender = module.LongshoreSender(engine.manager, "10.0.0.1:8998", ROOM)
+    sender.init(2, 1)
+    return sender
+
+
+def final(request):
+    """Return the state once it is final."""
+    wait_for(lambda: request.poll() in {KVPoll.Failed, KVPoll.Success})
+    return request.poll()
+
+
+def test_the_pool_is_registered_as_rows_of_tokens(decode):
+    (pool,) = decode.heard(RegisterPool)
+    row_bytes = HEADS * DIM * 4
+    assert pool.geometry.page_count == 4
+    assert [(each.page_stride, each.token_stride, each.head_stride) for each in pool.geometry.planes] == [
+        (PAGE_TOKENS * row_bytes, row_bytes, DIM * 4)
+    ] * (2 * LAYERS)
+
+
+def test_decode_asks_claims_and_is_done_when_pages_are_released_and_the_first_token_is_there(decode):
+    receiver = receiver_of(decode)
+    (ask,) = decode.sent()
+    assert (ask.prompt, ask.ask) == (ROOM, receiver._ask)
+    granted(decode, receiver)
+    (claim,) = decode.heard(Receive)
+    assert (claim.first_token, claim.end_token, claim.page_count) == (0, 6, 2)
+    decode.agent.say(target(DONE))
+    wait_for(lambda: receiver.half.done)
+    assert receiver.poll() == KVPoll.Transferring
+    decode.agent.say(target(RELEASED))
+    wait_for(lambda: receiver.half.ended)
+    assert receiver.poll() == KVPoll.Transferring
+    decode.hears(FirstToken(receiver._ask, ROWS))
+    assert final(receiver) == KVPoll.Success
+    assert tuple(row[length : 2 * length] for row, length in zip(decode.rows, AUX_LENGTHS, strict=True)) == ROWS
+
+
+def test_a_prefix_that_decode_has_is_not_claimed(decode):
+    receiver = receiver_of(decode, prefix=4)
+    receiver._pages = [3]
+    granted(decode, receiver)
+    (claim,) = decode.heard(Receive)
+    assert (claim.first_token, claim.end_token, claim.page_count) == (4, 6, 1)
+
+
+def test_an_abort_is_final_only_when_no_process_writes_the_pages(decode):
+    receiver = receiver_of(decode)
+    granted(decode, receiver)
+    receiver.abort()
+    decode.heard(Cancel)
+    decode.agent.say(target(FAILED, reason=Reason.CANCELLED))
+    assert isinstance(decode.sent(2)[1], Left)
+    assert receiver.poll() == KVPoll.Transferring
+    decode.agent.say(target(RELEASED))
+    assert final(receiver) == KVPoll.Failed
+    with pytest.raises(fake.TransferError, match="AbortReq"):
+        receiver.failure_exception()
+
+
+def test_pages_of_a_request_that_failed_at_another_rank_are_kept_until_this_rank_is_released(decode):
+    receiver = receiver_of(decode)
+    granted(decode, receiver)
+    with pytest.raises(fake.TransferError):
+        receiver.failure_exception()
+    receiver.ensure_abort_notified(force_arm=True)
+    decode.heard(Cancel)
+    assert not decode.manager.is_abort_release_safe(ROOM, 1)
+    decode.agent.say(target(FAILED, reason=Reason.CANCELLED))
+    decode.agent.say(target(RELEASED))
+    wait_for(lambda: decode.manager.is_abort_release_safe(ROOM, 1))
+    decode.manager.clear_deferred_abort_state(ROOM)
+    assert decode.manager._draining == {}
+
+
+def test_a_first_token_that_comes_after_the_request_was_forgotten_is_not_written(decode):
+    receiver = receiver_of(decode)
+    receiver.abort()
+    final(receiver)
+    receiver.clear()
+    decode.hears(FirstToken(receiver._ask, ROWS))
+    decode.hears(Grant(receiver._ask, ROOM, "NHD float32", ENDPOINT))
+    wait_for(decode.manager.heard.empty)
+    later = receiver_of(decode)
+    granted(decode, later)
+    assert [bytes(row) for row in decode.rows] == [bytes(len(row)) for row in decode.rows]
+    assert len(decode.heard(Receive)) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (Decline(1, "prefill: out of memory"), "out of memory"),
+        (Grant(1, ROOM, "NHD bfloat16", ENDPOINT), "--kv-cache-dtype"),
+        (FirstToken(1, (b"short",)), "--disaggregation-enable-kv-checksum"),
+    ],
+)
+def test_an_answer_that_decode_cannot_use_fails_the_request_with_the_reason(decode, answer, reason):
+    receiver = receiver_of(decode)
+    decode.hears(answer)
+    assert final(receiver) == KVPoll.Failed
+    with pytest.raises(fake.TransferError) as caught:
+        receiver.failure_exception()
+    assert reason in str(caught.value)
+
+
+def test_an_ask_without_an_answer_is_repeated_at_prefills_present_address(decode, monkeypatch):
+    module = importlib.import_module("longshore_engines.sglang_decode")
+    receiver = receiver_of(decode)
+    decode.sent()
+    monkeypatch.setattr(module, "ASK_AGAIN_S", 0.0)
+    receiver.poll()
+    first, again = decode.sent(2)[:2]
+    assert first == again
+    assert [address for address, _ in decode.manager.sent[:2]] == ["tcp://10.0.0.1:7000", "tcp://10.0.0.9:7009"]
+
+
+def test_a_prompt_that_does_not_come_in_time_fails_with_the_name_of_the_limit(decode):
+    receiver = receiver_of(decode)
+    decode.manager.waiting_timeout = 0
+    assert final(receiver) == KVPoll.Failed
+    with pytest.raises(fake.TransferError, match="SGLANG_DISAGGREGATION_WAITING_TIMEOUT"):
+        receiver.failure_exception()
+
+
+def test_a_prefill_that_cannot_serve_fails_its_requests_and_not_the_engine(decode):
+    assert decode.manager.try_ensure_parallel_info("10.0.0.1:8998") is False
+    module = importlib.import_module("longshore_engines.sglang_decode")
+    receiver = module.LongshoreReceiver(decode.manager, "10.0.0.1:8998", ROOM)
+    receiver.abort()
+    with pytest.raises(fake.TransferError, match="another kv_cache_dtype"):
+        receiver.failure_exception()
+
+
+def test_prefill_offers_chunks_without_decode_and_hands_out_the_first_token_with_the_last(prefill):
+    sender = sender_of(prefill)
+    assert sender.poll() == KVPoll.WaitingForInput
+    sender.send(np.array([1]), None, num_kv_tokens=4)
+    prefill.heard(Offer)
+    prefill.hears(Ask(1, 3, ROOM, "10.0.0.2", 7002))
+    assert isinstance(prefill.sent()[0], Grant)
+    prefill.rows[0][8:16], prefill.rows[1][4:8] = ROWS
+    sender.send(np.array([2]), None, num_kv_tokens=2)
+    offers = prefill.heard(Offer, 2)
+    assert [(each.first_token, each.end_token, each.last) for each in offers] == [(0, 4, False), (4, 6, True)]
+    assert prefill.sent(2)[1] == FirstToken(3, ROWS)
+    instance = prefill.manager.client.instance
+    prefill.agent.say(event(DONE, room=ROOM, instance=instance))
+    wait_for(lambda: sender.half.done)
+    assert sender.poll() == KVPoll.Transferring
+    prefill.agent.say(event(RELEASED, room=ROOM, instance=instance))
+    assert final(sender) == KVPoll.Success
+    sender.clear()
+    assert prefill.manager.senders == {}
+
+
+def test_a_prompt_that_decode_has_left_is_cancelled_at_prefill(prefill):
+    sender = sender_of(prefill)
+    sender.send(np.array([1]), None, num_kv_tokens=4)
+    prefill.heard(Offer)
+    prefill.hears(Ask(1, 3, ROOM, "10.0.0.2", 7002))
+    prefill.sent()
+    prefill.hears(Left(ROOM, "10.0.0.2", 7002, "the client has left"))
+    prefill.heard(Cancel)
+    sender.send(np.array([2]), None, num_kv_tokens=2)
+    assert len(prefill.agent.of(Offer)) == 1
+    instance = prefill.manager.client.instance
+    prefill.agent.say(event(FAILED, room=ROOM, instance=instance, reason=Reason.CANCELLED))
+    prefill.agent.say(event(RELEASED, room=ROOM, instance=instance))
+    assert final(sender) == KVPoll.Failed
+    with pytest.raises(fake.TransferError, match="the client has left"):
+        sender.failure_exception()
+
+
+def test_a_prompt_that_no_decode_takes_is_cancelled_after_sglangs_limit(prefill):
+    prefill.manager.bootstrap_timeout = 0
+    sender = sender_of(prefill)
+    sender.send(np.array([1, 2]), None, num_kv_tokens=6)
+    prefill.heard(Offer)
+    wait_for(lambda: sender.poll() == KVPoll.Transferring and prefill.agent.of(Cancel))
+    assert "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT" in sender.half.failure
+
+
+def test_messages_of_strangers_change_nothing(prefill):
+    for frames in ([], [b"other"], [b"LONGSHORE"], [b"LONGSHORE", b"\xc1"], [b"LONGSHORE", b"", b""]):
+        prefill.manager.heard.put(frames)
+    sender_of(prefill)
+    prefill.hears(Ask(1, 3, ROOM, "10.0.0.2", 7002))
+    assert isinstance(prefill.sent()[0], Grant)
+
+
+def test_nothing_is_hooked_for_a_release_that_was_not_tested_and_it_ends_if_it_was_chosen(monkeypatch):
+    with installed("0.5.24"):
+        plugin = importlib.import_module("longshore_engines.sglang")
+        monkeypatch.setattr("sys.argv", ["server", "--disaggregation-transfer-backend", "nixl"])
+        plugin.register()
+        assert fake.Hooks.registered == []
+        monkeypatch.setattr("sys.argv", ["server", "--disaggregation-transfer-backend", "longshore"])
+        with pytest.raises(SystemExit, match=r"0\.5\.24 is not supported"):
+            plugin.register()
+
+
+def test_hooks_do_nothing_unless_the_backend_is_chosen():
+    with installed():
+        plugin = importlib.import_module("longshore_engines.sglang")
+        plugin.register()
+        assert fake.WORLD["choices"] == ["longshore"]
+        assert len(fake.Hooks.registered) == 6
+        assert fake.Backend("longshore").value == "longshore"
+        with pytest.raises(ValueError, match="unknown"):
+            fake.Backend("unknown")
+        fake.WORLD["disagg"].disaggregation_transfer_backend = "nixl"
+        kind = SimpleNamespace(name="MANAGER")
+        assert plugin._kv_class(lambda *given: given, fake.Backend.NIXL, kind) == (fake.Backend.NIXL, kind)
+        pool = fake.Pool(1, torch)
+        plugin._shared(None, pool)
+        assert not pool.k_buffer[0].is_shared()
+        queue = SimpleNamespace(transfer_backend=fake.Backend.NIXL, deferred_kv_release_timeout=30.0)
+        request = SimpleNamespace(kv_receiver=SimpleNamespace())
+        plugin._metadata_follows(queue, request)
+        plugin._release_waits(None, queue)
+        assert (vars(request.kv_receiver), queue.deferred_kv_release_timeout) == ({}, 30.0)
+        fake.WORLD["disagg"].disaggregation_transfer_backend = "longshore"
+        plugin._shared(None, pool)
+        plugin._release_waits(None, queue)
+        assert pool.k_buffer[0].is_shared()
+        assert queue.deferred_kv_release_timeout == float("inf")
