@@ -50,12 +50,18 @@ def answer_of(found: Any) -> Answer:
 class Oracle:
     """The answers of a single engine, by prompt."""
 
-    def __init__(self, nursery: Nursery, model: TinyModel, prompts: Sequence[Prompt] = EVERY_PROMPT) -> None:
-        options = EngineOptions(f"alone-{model.kv_heads}", model, 1, chunk_tokens=2048)
+    def __init__(
+        self,
+        nursery: Nursery,
+        model: TinyModel,
+        prompts: Sequence[Prompt] = EVERY_PROMPT,
+        max_tokens: int = NEW_TOKENS,
+    ) -> None:
+        options = EngineOptions(f"alone-{model.kv_heads}-{max_tokens}", model, 1, chunk_tokens=2048)
         with Engine(nursery, options) as engine:
             engine.wait_ready()
             self._answers = {
-                tuple(prompt): answer_of(engine.post(body(prompt, NEW_TOKENS, return_logprob=True)))
+                tuple(prompt): answer_of(engine.post(body(prompt, max_tokens, return_logprob=True)))
                 for prompt in prompts
             }
 

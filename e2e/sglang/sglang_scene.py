@@ -126,7 +126,7 @@ class Scene:
 
     def ask(self, prompt: Prompt, max_tokens: int, **more: Any) -> Any:
         """Send a prompt to both engines at once, as a router does; return decode's answer."""
-        content = body(prompt, max_tokens, **self.routed(), **more)
+        content = body(prompt, max_tokens, **{**self.routed(), **more})
         with ThreadPoolExecutor(1) as thread:
             computed = thread.submit(self.prefill.post, content)
             found = self.decode.post(content)

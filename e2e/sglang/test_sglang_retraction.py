@@ -1,0 +1,38 @@
+"""Decode retracts requests whose KV was moved, because its pool is full, and resumes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from sglang_engines import Nursery
+from sglang_prompts import Oracle, random_prompt
+from sglang_scene import Scene, Side, at_once, check_nothing_is_lent
+from tiny_model import TinyModel
+
+PROMPTS = tuple(random_prompt(seed, 100) for seed in range(400, 406))
+# Six requests end with 1,800 tokens.
+NEW_TOKENS = 200
+POOL = ("--max-total-tokens", "1024", "--num-reserved-decode-tokens", "16")
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def alone_longer(nursery: Nursery, model: TinyModel) -> Oracle:
+    return Oracle(nursery, model, PROMPTS, NEW_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def scene(nursery: Nursery, model: TinyModel, alone_longer: Oracle) -> Iterator[Scene]:
+    with Scene(nursery, model, Side(2), Side(1, extra=POOL)) as running:
+        yield running
+
+
+def test_a_request_that_is_retracted_after_its_kv_was_moved_ends_with_the_tokens_of_one_engine_alone(
+    scene: Scene, alone_longer: Oracle
+) -> None:
+    answers = [found["output_ids"] for found in at_once(scene, PROMPTS, NEW_TOKENS)]
+    assert "etract" in scene.decode.log_path.read_text(encoding="utf-8", errors="replace").split("ready to roll")[-1]
+    assert answers == [alone_longer(prompt) for prompt in PROMPTS]
+    check_nothing_is_lent(scene)
