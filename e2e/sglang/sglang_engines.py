@@ -136,9 +136,7 @@ class Engine:
         self._keeper = self._nursery.ask(start=order)["pid"]
 
     def serves(self) -> bool:
-        """Whether it answers. Raises EngineError if it has ended."""
-        if not self.processes():
-            raise EngineError(f"{self.options.name} ended:\n{self.log()}")
+        """Whether it answers."""
         try:
             return self.http.get("/health", timeout=5.0).status_code == httpx.codes.OK
         except httpx.TransportError:
@@ -147,11 +145,12 @@ class Engine:
     def wait_ready(self) -> None:
         """Wait until it serves."""
         try:
-            until(self.serves, f"{self.options.name} serves", READY_LIMIT_S)
-        except EngineError:
-            raise
+            until(self.processes, f"{self.options.name} has processes", READY_LIMIT_S)
+            until(lambda: not self.processes() or self.serves(), f"{self.options.name} serves", READY_LIMIT_S)
         except AssertionError as error:
             raise EngineError(f"{error}\n{self.log()}") from error
+        if not self.processes():
+            raise EngineError(f"{self.options.name} ended:\n{self.log()}")
 
     def processes(self) -> list[int]:
         """Return the ids of its processes; empty if it has ended."""

@@ -1,4 +1,4 @@
-"""Tests KV tensors in vLLM's layouts: detection, sharing in place, and refusals by name."""
+"""Tests KV tensors in the layouts of vLLM and SGLang: detection, sharing in place, and refusals by name."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from longshore_client import ArgumentError, LayoutError, PageOrder, Parallel
-from longshore_engines.tensors import CacheShape, PageFormat, layer_number, layout_of, share
+from longshore_client import ArgumentError, KVLayout, LayoutError, ModelShape, PageOrder, Parallel
+from longshore_engines.tensors import CacheShape, PageFormat, layer_number, layout_of, share, share_rows
 from longshore_wire.engine_messages import DeviceRegion
 
 BLOCKS, TOKENS, DIM = 6, 32, 8
@@ -171,3 +171,27 @@ def test_tokens_are_not_found_in_content_of_another_size():
     odd = {f"model.layers.{n}.attn": torch.zeros(BLOCKS, 2, TOKENS, 2 * DIM + 4) for n in range(3)}
     with pytest.raises(LayoutError, match="20 elements of a token"):
         layout_of(odd, cache(), PageFormat.TOKEN_ROWS)
+
+
+def test_rows_of_tokens_are_shared_with_k_and_v_of_a_layer_in_one_region():
+    layers = [torch.zeros(2, 16, 2, 8) for _ in range(2)]
+    layout = KVLayout(ModelShape(2, 2, 8, 4), Parallel(), 4)
+    shared = share_rows([*(each[0] for each in layers), *(each[1] for each in layers)], layout)
+    for descriptor in shared.regions:
+        os.close(descriptor)
+    assert (shared.geometry.page_count, len(shared.regions), shared.device) == (4, 2, "cpu")
+    half_bytes = 16 * 2 * 8 * 4
+    assert [(each.region, each.offset) for each in shared.geometry.planes] == [
+        (0, 0),
+        (1, 0),
+        (0, half_bytes),
+        (1, half_bytes),
+    ]
+    assert {each[1].is_shared() for each in layers} == {True}
+
+
+def test_rows_of_other_heads_or_with_gaps_are_refused():
+    layout = KVLayout(ModelShape(1, 2, 8, 4), Parallel(), 4)
+    for tensor in (torch.zeros(16, 4, 8), torch.zeros(16, 2, 16)[:, :, :8]):
+        with pytest.raises(LayoutError, match="rows of 2 heads of 8 elements without gaps"):
+            share_rows([tensor, tensor], layout)
