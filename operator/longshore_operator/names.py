@@ -25,6 +25,7 @@ KEYS_ANNOTATION = "longshore.dev/keys"
 TEMPLATE_ANNOTATION = "longshore.dev/template"
 
 # Variables for the arguments of engines, in the ConfigMap of their role. Those that the client reads are the wire's.
+ROLE_VARIABLE = f"{names.ENGINE_PREFIX}ROLE"
 TENSOR_PARALLEL_VARIABLE = f"{names.ENGINE_PREFIX}TENSOR_PARALLEL"
 PIPELINE_PARALLEL_VARIABLE = f"{names.ENGINE_PREFIX}PIPELINE_PARALLEL"
 DATA_PARALLEL_VARIABLE = f"{names.ENGINE_PREFIX}DATA_PARALLEL"

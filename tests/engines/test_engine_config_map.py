@@ -129,5 +129,20 @@ def test_the_page_names_every_variable_and_no_other() -> None:
     assert set(re.findall(r"LONGSHORE_ENGINE_\w+", page)) == set(written)
 
 
+@pytest.mark.parametrize("role", HALVES)
+def test_sglangs_mode_is_the_role(role: str) -> None:
+    assert variables(deployment("sglang/tiny.yaml"), role)["LONGSHORE_ENGINE_ROLE"] == role
+
+
+def test_vllm_shares_tokens_where_the_deployment_has_pages_of_tokens() -> None:
+    text = (EXAMPLES / "sglang/tiny.yaml").read_text().replace("pageSize: 16", "pageSize: 16\n    pageOrder: HND")
+    read = manifest.load(text)
+    wanted = Wanted(read, read.agent_config(), "uid", ImageChoice("agent", "IfNotPresent"), "keys", "0123")
+    config = json.loads(variables(wanted, "prefill")["LONGSHORE_ENGINE_VLLM_CONFIG"])
+    assert setting(config["kv_connector_extra_config"]).pages == "tokens"
+    assert setting(transfer_config("prefill")["kv_connector_extra_config"]).pages == "opaque"
+    assert "LONGSHORE_ENGINE_VLLM_CONFIG" not in variables(wanted, "decode")
+
+
 def test_a_deployment_whose_pages_vllm_does_not_have_says_nothing_of_vllm() -> None:
     assert "LONGSHORE_ENGINE_VLLM_CONFIG" not in variables(deployment("llama-70b.yaml"), "prefill")

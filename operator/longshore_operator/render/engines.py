@@ -16,6 +16,9 @@ from longshore_wire.agent_config import Attention, Order, Role
 # The name by which vLLM knows what an engine does with KV.
 _VLLM_ROLES = {names.PREFILL: "kv_producer", names.DECODE: "kv_consumer"}
 
+# The option of vLLM's connector by which it registers pages of an order.
+_VLLM_PAGES = {Order.OPAQUE: "opaque", Order.HND: "tokens"}
+
 
 def engine_config_map(wanted: Wanted, role: str) -> Body:
     """Return the ConfigMap for engines of one role, names.PREFILL or names.DECODE."""
@@ -24,25 +27,27 @@ def engine_config_map(wanted: Wanted, role: str) -> Body:
     data = {
         wire_names.ENGINE_SOCKET_VARIABLE: socket,
         wire_names.INSTANCE_PREFIX_VARIABLE: f"{wanted.name}-{role}",
+        names.ROLE_VARIABLE: role,
         names.TENSOR_PARALLEL_VARIABLE: str(declared.tensor_parallel),
         names.PIPELINE_PARALLEL_VARIABLE: str(declared.pipeline_parallel),
         names.DATA_PARALLEL_VARIABLE: str(declared.data_parallel),
         names.PAGE_SIZE_VARIABLE: str(declared.page_size),
         names.PAGE_ORDER_VARIABLE: declared.page_order.value,
     }
-    # The connector registers opaque pages and moves no MLA: engines of other deployments would be refused.
-    if declared.page_order is Order.OPAQUE and wanted.config.model.attention is not Attention.MLA:
-        data[names.VLLM_CONFIG_VARIABLE] = vllm_config(role, socket)
+    # vLLM's connector registers pages of these orders and moves no MLA: engines of other deployments would be refused.
+    pages = _VLLM_PAGES.get(declared.page_order)
+    if pages is not None and wanted.config.model.attention is not Attention.MLA:
+        data[names.VLLM_CONFIG_VARIABLE] = vllm_config(role, socket, pages)
     labels = {names.ENGINE_LABEL: role}
     return child(wanted, kinds.CONFIG_MAP, {"data": data}, names.engine(wanted.name, role), labels)
 
 
-def vllm_config(role: str, socket: str) -> str:
+def vllm_config(role: str, socket: str, pages: str) -> str:
     """Return the value of vLLM's --kv-transfer-config. Without an engine_id, vLLM draws a new one at each start."""
     config = {
         "kv_connector": "LongshoreConnector",
         "kv_connector_module_path": "longshore_engines.vllm",
         "kv_role": _VLLM_ROLES[role],
-        "kv_connector_extra_config": {"socket": socket},
+        "kv_connector_extra_config": {"socket": socket, "pages": pages},
     }
     return json.dumps(config, separators=(",", ":"))
