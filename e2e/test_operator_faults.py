@@ -37,6 +37,9 @@ def test_nothing_is_written_while_nothing_happens(deployments: Deployments, star
     deployments.apply()
     deployments.wait_reason("Ready", "Ready")
     until(lambda: deployments.condition("Progressing").get("reason") == "Settled", "settled")
+    # The reconcile that wrote this status posts its events afterwards, and is counted at its end.
+    written = looks(one)
+    until(lambda: looks(one) > written, "the reconcile that wrote this status has ended")
     before, seen = writes(one), looks(one)
     version = deployments.get("dgdep", "llama")["metadata"]["resourceVersion"]
     until(lambda: looks(one) >= seen + 10, "ten more looks at it")
