@@ -127,10 +127,13 @@ class Placed:
 
     def start_target(self, rooms: int, tokens: int, name: str = "target") -> Rooms:
         """Start an engine for decode that moves `rooms` rooms."""
-        peer = f"{self.site.get(self.namespace, 'service', 'source')['spec']['clusterIP']}:{_PORT}"
-        command = ["python", "/kit/room_pod.py", "target", self.socket, peer, rooms, tokens]
-        self.site.apply(self.namespace, self._engine(name, "decode", command))
-        return Rooms(self, name)
+        return self._start_decode(name, "target", rooms, tokens)
+
+    def open_room(self) -> Rooms:
+        """Start an engine for decode with one room that prefill never sends; return when that room is open."""
+        one = self._start_decode("open", "open")
+        until(lambda: any("claimed" in line for line in self.lines(one.pod)), "a room is open", ROOMS_LIMIT_S)
+        return one
 
     def start_reference(self, prompts: int, tokens: int) -> str:
         """Start the reference engine in two pods of this machine; return the name of the pod that compares tokens."""
@@ -168,6 +171,12 @@ class Placed:
 
         phase = until(ended, f"pod {pod} ends", limit_s)
         assert phase == "Succeeded", self.log(pod)[-4000:]
+
+    def _start_decode(self, name: str, what: str, *numbers: int) -> Rooms:
+        peer = f"{self.site.get(self.namespace, 'service', 'source')['spec']['clusterIP']}:{_PORT}"
+        command = ["python", "/kit/room_pod.py", what, self.socket, peer, *numbers]
+        self.site.apply(self.namespace, self._engine(name, "decode", command))
+        return Rooms(self, name)
 
     def _install(self) -> None:
         files = {name: (_HERE / name).read_text(encoding="utf-8") for name in ("room_pod.py", "engine_pod.py")}

@@ -78,11 +78,23 @@ def placed(site: Site, namespace: str) -> Placed:
 
 
 @pytest.fixture
-def load(placed: Placed) -> Rooms:
-    """Rooms that move one after the other until the test ends."""
+def served(placed: Placed) -> Placed:
+    """The deployment is Ready, and an engine serves prefill."""
     placed.create()
     placed.wait("Ready")
     placed.start_source()
-    rooms = placed.start_target(MANY, tokens=1024)
+    return placed
+
+
+@pytest.fixture
+def open_room(served: Placed) -> Rooms:
+    """A room that is open until something ends it. Named before `load`: prefill answers one decode engine at a time."""
+    return served.open_room()
+
+
+@pytest.fixture
+def load(served: Placed) -> Rooms:
+    """Rooms that move one after the other until the test ends."""
+    rooms = served.start_target(MANY, tokens=1024)
     rooms.more(5)
     return rooms

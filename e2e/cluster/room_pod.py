@@ -2,6 +2,7 @@
 
     room_pod.py source SOCKET PORT TP                  prefill with pages of 16 tokens; serves one target at a time
     room_pod.py target SOCKET HOST:PORT ROOMS TOKENS   decode of TP1 with pages of 8 tokens; moves ROOMS rooms in sequence
+    room_pod.py open SOCKET HOST:PORT                  decode of one room that prefill never sends, which stays open
 
 Its pods get this file from a ConfigMap. It prints one JSON object a line for each room: its end, the time, and whether the
 bytes are correct. Both sides derive the expected bytes from the room's number.
@@ -16,7 +17,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -128,13 +129,36 @@ def serve(ranks: list[Rank], instance: str, ask: dict[str, int]) -> Any:
     return {}
 
 
-def target(path: str, peer: str, room_count: int, tokens: int) -> int:
-    """Move rooms; return 0 if all were DONE with the right bytes."""
+def decode_rank(path: str) -> Rank:
+    """Return the rank of a new instance for decode."""
     instance = f"decode-{uuid.uuid4().hex[:6]}"
     rank = Rank(path, instance, ls.KVLayout(MODEL, ls.Parallel(), TARGET_PAGE), ls.Half.TARGET)
     say(instance=instance)
-    base, bad, stream = int(time.time()) * 100_000, 0, None
-    for room in itertools.islice(itertools.count(base), room_count):
+    return rank
+
+
+def rooms() -> Iterator[int]:
+    """Yield numbers of rooms that no earlier process of the cluster has used."""
+    return itertools.count(time.time_ns())
+
+
+def open_room(path: str, peer: str) -> int:
+    """Claim a room that prefill never sends; return after its end."""
+    rank, room = decode_rank(path), next(rooms())
+    with call(peer) as stream:
+        endpoint = msgspec.convert(exchange(stream, {}), ls.Endpoint)
+    insist(partial(rank.client.receive, room, endpoint, [0], 0, TARGET_PAGE))
+    say(claimed=room)
+    say_end(room, rank.ended(room, endpoint.instance))
+    rank.client.close()
+    return 0
+
+
+def target(path: str, peer: str, room_count: int, tokens: int) -> int:
+    """Move rooms; return 0 if all were DONE with the right bytes."""
+    rank = decode_rank(path)
+    bad, stream = 0, None
+    for room in itertools.islice(rooms(), room_count):
         try:
             if stream is None:
                 stream = call(peer)
@@ -165,8 +189,14 @@ def move(rank: Rank, stream: Any, room: int, endpoint: ls.Endpoint, tokens: int)
     event = rank.ended(room, endpoint.instance)
     moved = rank.pages[:, :, pages].reshape(2, MODEL.layers, -1, MODEL.kv_heads, MODEL.head_dim)[:, :, :tokens]
     equal = bool(np.array_equal(moved, content(room, tokens)))
-    say(room=room, end=event.kind.name, reason=event.reason.name, text=event.text, bytes=event.bytes_moved, equal=equal)
+    say_end(room, event, equal=equal)
     return event
+
+
+def say_end(room: int, event: ls.RoomEvent, **words: Any) -> None:
+    """Print how a room ended."""
+    end, reason = event.kind.name, event.reason.name
+    say(room=room, end=end, reason=reason, text=event.text, bytes=event.bytes_moved, **words)
 
 
 def exchange(stream: Any, ask: dict[str, int]) -> Any:
@@ -202,6 +232,8 @@ def main() -> int:
     role, *rest = sys.argv[1:]
     if role == "target":
         return target(rest[0], rest[1], int(rest[2]), int(rest[3]))
+    if role == "open":
+        return open_room(rest[0], rest[1])
     source(rest[0], int(rest[1]), int(rest[2]))
     return 0
 
