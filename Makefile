@@ -74,7 +74,8 @@ e2e-cluster: controlplane ## run the tests on two real nodes of this machine (ne
 	$(BIN)/python -m pytest e2e/cluster $(CLUSTER_TESTS)
 
 e2e-sglang: install ## run the tests with a real SGLang, installed once into the cache; SGLANG_TESTS='-m shortest' runs one pair
-	E2E_SGLANG_VENV="$$(.ci/install-sglang $(VENV))" $(BIN)/python -m pytest e2e/sglang $(SGLANG_TESTS)
+	E2E_SGLANG_VENV="$$(.ci/install-sglang $(VENV))"; E2E_VLLM_VENV="$$(.ci/install-vllm $(VENV))"; \
+	export E2E_SGLANG_VENV E2E_VLLM_VENV; $(BIN)/python -m pytest e2e/sglang $(SGLANG_TESTS)
 
 e2e-vllm: install ## run the tests with a real vLLM, installed once into the cache; VLLM_TESTS='-m shortest' runs one pair
 	E2E_VLLM_VENV="$$(.ci/install-vllm $(VENV))" $(BIN)/python -m pytest e2e/vllm $(VLLM_TESTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,9 @@ import tiny_model
 from sglang_engines import Nursery
 from sglang_prompts import Oracle
 from tiny_model import TinyModel
+
+# One scene has a vLLM, as those of the tests with vLLM.
+sys.path.append(str(Path(__file__).parents[1] / "vllm"))
 
 # Names the environment into which .ci/install-sglang installed SGLang.
 VENV_VARIABLE = "E2E_SGLANG_VENV"

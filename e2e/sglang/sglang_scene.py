@@ -49,6 +49,9 @@ class Side:
 class Scene:
     """Agents and engines of two sides; a context manager, which returns when all are ready.
 
+    Args:
+        prefill, decode: None: the engine of this side is in another scene.
+        keys: the agents' keys, where agents of another scene are their peers.
     Attributes:
         zero: while this file exists, received KV is zeroed; see `sglang_zeroing`.
     """
@@ -57,25 +60,29 @@ class Scene:
         self,
         nursery: Nursery,
         model: TinyModel,
-        prefill: Side,
-        decode: Side,
+        prefill: Side | None,
+        decode: Side | None,
         *,
         agent_settings: Mapping[str, str | int] | None = None,
         environment: Mapping[str, str] | None = None,
+        keys: Path | None = None,
     ) -> None:
         self._stack = ExitStack()
         self._logs = nursery.directory
         # A socket's path may be 107 bytes long.
         self._directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="e2e-sglang-")))
         self.zero = self._directory / "zero"
-        keys = self._directory / "keys"
-        make_keys(keys)
+        if keys is None:
+            keys = self._directory / "keys"
+            make_keys(keys)
         plugins = write_plugins(self._directory)
         self.agents: dict[str, LocalAgent] = {}
         self.engines: dict[str, Engine] = {}
         for role, side in (("prefill", prefill), ("decode", decode)):
+            if side is None:
+                continue
             settings: dict[str, str | int | float] = {
-                "deployment": "e2e/sglang",
+                "deployment": "e2e/engines",
                 "node": role,
                 "keys_directory": str(keys),
                 "ring_bytes": RING_BYTES,

@@ -56,8 +56,10 @@ class Side:
 
 
 class Scene:
-    """Agents and engines of two sides; a context manager, which returns when all are ready.
+    """Agents and engines of some sides; a context manager, which returns when all are ready.
 
+    Args:
+        keys: the agents' keys, where agents of another scene are their peers.
     Attributes:
         zero: while this file exists, received KV is zeroed; see `zeroing`.
     """
@@ -69,19 +71,21 @@ class Scene:
         sides: Sequence[Side],
         peer_timeout_s: int = PEER_TIMEOUT_S,
         transfer_limit_s: float = TRANSFER_LIMIT_S,
+        keys: Path | None = None,
     ) -> None:
         self._stack = ExitStack()
         self._logs = nursery.directory
         # A socket's path may be 107 bytes long.
         self._directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="e2e-vllm-")))
         self.zero = self._directory / "zero"
-        keys = self._directory / "keys"
-        make_keys(keys)
+        if keys is None:
+            keys = self._directory / "keys"
+            make_keys(keys)
         self.agents: dict[str, LocalAgent] = {}
         self.engines: dict[str, Engine] = {}
         for side in sides:
             settings: dict[str, str | int | float] = {
-                "deployment": "e2e/vllm",
+                "deployment": "e2e/engines",
                 "node": side.name,
                 "keys_directory": str(keys),
                 "ring_bytes": RING_BYTES,

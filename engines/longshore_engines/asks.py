@@ -19,6 +19,8 @@ from longshore_client.errors import ArgumentError
 from longshore_wire.engine_messages import Endpoint
 
 VERSION = 1
+# The frame before a message, on sockets that also carry an engine's own messages.
+TAG = b"LONGSHORE"
 # Prompts that decode ranks ask for before prefill knows them. A router sends a prompt to both sides at once, so more
 # than a few are asks for prompts that prefill never got.
 WAITING_MAX = 65_536

@@ -43,7 +43,12 @@ def token_content(dtype: object) -> str:
     Args:
         dtype: of an element, such as torch.float32.
     """
-    return f"tokens of {dtype}"
+    return f"tokens of {str(dtype).removeprefix('torch.')}"
+
+
+def parameters_for_decode(handover: Handover) -> dict[str, Any]:
+    """Return the `kv_transfer_params` with which a router passes a prompt on to a decode engine."""
+    return {WANTS_PREFILL: True, WANTS_DECODE: False, KEY: packed_handover(handover)}
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -55,30 +60,32 @@ def packed_handover(handover: Handover) -> str:
     return base64.b64encode(_ENCODER.encode(handover)).decode()
 
 
-def handover_of(parameters: Mapping[str, Any]) -> Handover:
+def handover_of(parameters: Mapping[str, Any], of: str = "kv_transfer_params") -> Handover:
     """Return the handover in a request's parameters.
 
+    Args:
+        of: the name of these parameters in the request.
     Raises:
         ArgumentError: there is none, or this version cannot read it; names the likely cause.
     """
-    text = parameters.get(KEY)
+    text, name = parameters.get(KEY), f"{of}.{KEY}"
     if not isinstance(text, str) or len(text) > HANDOVER_CHARACTERS_MAX:
         raise ArgumentError(
-            f"kv_transfer_params.{KEY} is {'missing' if text is None else 'no handover'}: the router must pass on what "
-            "the prefill engine answered, and that engine must use this connector"
+            f"{name} is {'missing' if text is None else 'no handover'}: the router must pass on what the prefill engine "
+            "answered, and that engine must use this connector"
         )
     try:
         found = _DECODER.decode(base64.b64decode(text, validate=True))
         found.endpoint.layout.check()
     except (binascii.Error, msgspec.MsgspecError, LongshoreError, ValueError) as error:
-        raise ArgumentError(f"kv_transfer_params.{KEY} is no handover of this version: {error}") from error
+        raise ArgumentError(f"{name} is no handover of this version: {error}") from error
     if found.version != HANDOVER_VERSION:
         raise ArgumentError(
-            f"kv_transfer_params.{KEY} has version {found.version}, this side reads {HANDOVER_VERSION}: "
+            f"{name} has version {found.version}, this side reads {HANDOVER_VERSION}: "
             "run the same release at prefill and decode"
         )
     if found.tokens < 0 or found.room < 0:
-        raise ArgumentError(f"kv_transfer_params.{KEY} names room {found.room} of {found.tokens} tokens")
+        raise ArgumentError(f"{name} names room {found.room} of {found.tokens} tokens")
     return found
 
 

@@ -13,7 +13,6 @@ from typing import Any
 from longshore_client.errors import ArgumentError
 from longshore_engines.handover import (
     HANDOVER_VERSION,
-    KEY,
     WANTS_DECODE,
     WANTS_PREFILL,
     Claim,
@@ -23,7 +22,7 @@ from longshore_engines.handover import (
     Order,
     Withdraw,
     handover_of,
-    packed_handover,
+    parameters_for_decode,
 )
 from longshore_wire.engine_messages import Endpoint, Half
 
@@ -164,7 +163,7 @@ class RequestBook:
         room, self._room = self._room, self._room + 1
         self._orders.append(Offer(request_id, room, tuple(pages[:page_count]), prompt_tokens))
         handover = Handover(HANDOVER_VERSION, room, prompt_tokens, self._endpoint, self._content)
-        return {WANTS_PREFILL: True, WANTS_DECODE: False, KEY: packed_handover(handover)}
+        return parameters_for_decode(handover)
 
     def received(self, request_ids: Collection[str]) -> None:
         """Record that every rank has reported the end of these requests' claims."""

@@ -40,6 +40,7 @@ def register() -> None:
         (_shared, after),
         (_shared, after),
         (_decode_begins, before),
+        (_receiver_made, after),
         (_metadata_follows, before),
         (_release_waits, after),
     )
@@ -60,13 +61,13 @@ def _backend(enumeration: Any, value: object) -> Any:
 def _kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
     if transfer_backend.value != BACKEND or class_type.name == "KVARGS":
         return original(transfer_backend, class_type)
-    from longshore_engines import sglang_decode, sglang_manager, sglang_prefill
+    from longshore_engines import sglang_bootstrap, sglang_decode, sglang_manager, sglang_prefill
 
     return {
         "MANAGER": sglang_manager.LongshoreManager,
         "SENDER": sglang_prefill.LongshoreSender,
         "RECEIVER": sglang_decode.LongshoreReceiver,
-        "BOOTSTRAP_SERVER": sglang_prefill.LongshoreBootstrapServer,
+        "BOOTSTRAP_SERVER": sglang_bootstrap.LongshoreBootstrapServer,
     }[class_type.name]
 
 
@@ -81,6 +82,12 @@ def _decode_begins(queue: Any) -> None:
     """Record the number of KV heads of the whole model, which SGLang tells its backends at prefill only."""
     if _is_ours():
         tell_kv_heads(queue.scheduler.model_config.get_total_num_kv_heads())
+
+
+def _receiver_made(decode_req: Any, queue: Any, *_arguments: Any, **_named: Any) -> None:
+    """Tell a receiver what a router may have passed on of a prefill engine other than SGLang."""
+    if queue.transfer_backend.value == BACKEND:
+        decode_req.kv_receiver.told(decode_req.req, queue.metadata_buffers)
 
 
 def _metadata_follows(queue: Any, decode_req: Any, *_arguments: Any, **_named: Any) -> None:

@@ -20,6 +20,7 @@ HOOKED = (
     "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool._create_buffers_normal",
     "sglang.srt.mem_cache.memory_pool:MLATokenToKVPool._create_buffers",
     "sglang.srt.disaggregation.decode:DecodePreallocQueue._init_kv_manager",
+    "sglang.srt.disaggregation.decode:DecodePreallocQueue._create_receiver_and_enqueue",
     "sglang.srt.disaggregation.decode:DecodePreallocQueue._send_kv_metadata",
     "sglang.srt.disaggregation.decode:DecodeTransferQueue.__init__",
 )

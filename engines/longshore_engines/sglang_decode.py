@@ -1,19 +1,22 @@
 """Claims one prompt for SGLang's decode engine.
 
-SGLang makes a receiver for each request in each decode rank. `sglang_manager` passes prefill's answers to it.
+SGLang makes a receiver for each request in each decode rank. `sglang_manager` passes prefill's answers to it. If the
+request has a handover of a prefill engine other than SGLang, that and the first token in the request replace the answers.
 """
 
 from __future__ import annotations
 
 import ctypes
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
 from longshore_client.errors import ArgumentError
 from longshore_engines.asks import Decline, FirstToken, Grant, Left
+from longshore_engines.handover import KEY, Handover, handover_of
 from longshore_engines.sglang_prefill import FAILURE_PAUSE_S, ROOM_0
 
 if TYPE_CHECKING:
@@ -22,6 +25,39 @@ if TYPE_CHECKING:
 _ABORTED = "Aborted by AbortReq."
 # An answer of prefill may be lost, and prefill may have been restarted, which SGLang notices late or never.
 ASK_AGAIN_S = 5.0
+# SGLang's ids of tokens are signed numbers of 32 bits.
+TOKEN_END = 1 << 31
+
+
+class HandedOver(NamedTuple):
+    """What a router passes on of a prefill engine other than SGLang, in a request's `custom_params`."""
+
+    handover: Handover
+    first_token: int
+    first_logprob: float
+
+
+def handed_over(parameters: Mapping[str, Any], request: Any) -> HandedOver:
+    """Return what a router passed on.
+
+    Raises:
+        ArgumentError: a part is missing or wrong; names it.
+    """
+    found = handover_of(parameters, "custom_params")
+    token, logprob = parameters.get("first_token"), parameters.get("first_logprob")
+    if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < TOKEN_END:
+        raise ArgumentError(f"custom_params.first_token is {token!r}: give the id of the token that prefill sampled")
+    if not request.return_logprob:
+        logprob = 0.0
+    elif request.logprob.top_logprobs_num:
+        raise ArgumentError(
+            "the request wants top logprobs, which are not handed over for the first token: ask for none"
+        )
+    if not isinstance(logprob, int | float) or isinstance(logprob, bool):
+        raise ArgumentError(
+            f"custom_params.first_logprob is {logprob!r}: the request wants logprobs, so give that of the first token"
+        )
+    return HandedOver(found, token, float(logprob))
 
 
 class LongshoreReceiver(CommonKVReceiver):  # type: ignore[misc] # SGLang is not installed where types are checked
@@ -49,13 +85,33 @@ class LongshoreReceiver(CommonKVReceiver):  # type: ignore[misc] # SGLang is not
         self._aux_index = 0
         self._asked_s = 0.0
         self._failed_s: float | None = None
+        self._handed: HandedOver | None = None
+        self._buffers: Any = None
+
+    def told(self, request: Any, buffers: Any) -> None:
+        """Take a request, which may have a handover, and SGLang's rows on first tokens."""
+        parameters = request.sampling_params.custom_params
+        if not isinstance(parameters, Mapping) or KEY not in parameters:
+            return
+        self.kv_mgr.know_prefill(self.bootstrap_addr)
+        self._buffers = buffers
+        try:
+            self._handed = handed_over(parameters, request)
+        except ArgumentError as error:
+            self.failure = str(error)
 
     def init(self, prefill_dp_rank: int) -> None:
-        """Find prefill's first rank."""
+        """Find prefill's first rank, unless the request has a handover."""
         if not self.bootstrap_room:
             self._conclude_failed(ROOM_0)
-            return
-        super().init(prefill_dp_rank)
+        elif self.failure:
+            self._conclude_failed(self.failure)
+        elif self._handed is not None:
+            # SGLang counts the ranks of prefill that it would have to tell of an abort.
+            self.bootstrap_infos: list[Any] = []
+            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.WaitingForInput)
+        else:
+            super().init(prefill_dp_rank)
 
     def send_metadata(
         self,
@@ -69,14 +125,18 @@ class LongshoreReceiver(CommonKVReceiver):  # type: ignore[misc] # SGLang is not
         """Ask prefill for the prompt, whose tokens after `decode_prefix_len` belong into these pages."""
         assert destination == KVTransferDestination.DEVICE
         assert aux_index is not None
-        if not getattr(self, "bootstrap_infos", None):
+        if self._handed is None and not getattr(self, "bootstrap_infos", None):
             self._conclude_failed(f"prefill at {self.bootstrap_addr} does not say where its ranks are")
             return
         self._pages, self._first_token, self._aux_index = kv_indices.tolist(), decode_prefix_len or 0, aux_index
         self.init_time = time.time()
         self._ask = self.kv_mgr.new_ask(self)
         self._asked_s = time.monotonic()
-        self.kv_mgr.ask(self, self._ask)
+        if self._handed is None:
+            self.kv_mgr.ask(self, self._ask)
+        else:
+            with self.kv_mgr.lock:
+                self._take_handed(self._handed)
 
     def answered(self, message: Grant | FirstToken | Decline) -> None:
         """Take an answer of prefill; the manager's lock is held."""
@@ -88,14 +148,32 @@ class LongshoreReceiver(CommonKVReceiver):  # type: ignore[misc] # SGLang is not
             case Decline():
                 self._give_up(message.text)
 
-    def _claim(self, grant: Grant) -> None:
+    def _take_handed(self, handed: HandedOver) -> None:
+        tokens = handed.handover.tokens
+        if tokens != self.prompt_tokens:
+            self.failure = (
+                f"the prompt has {self.prompt_tokens} tokens here and {tokens} at prefill: let the router pass the prompt "
+                "on as token ids"
+            )
+            return
+        self._claim(handed.handover)
+        buffers, row = self._buffers, self._aux_index
+        for each in (buffers.cached_tokens, buffers.output_top_logprobs_val, buffers.output_top_logprobs_idx):
+            each[row] = 0
+        buffers.output_ids[row, 0] = buffers.output_token_logprobs_idx[row, 0] = handed.first_token
+        buffers.output_token_logprobs_val[row, 0] = handed.first_logprob
+        # SGLang takes the row as written when it has the room.
+        buffers.bootstrap_room[row, 0] = self.bootstrap_room
+        self._has_first_token = True
+
+    def _claim(self, grant: Grant | Handover) -> None:
         if self.half is not None or self.failure:
             return
         manager = self.kv_mgr
         if grant.content != manager.content:
             self.failure = (
-                f"pages hold {grant.content!r} at prefill and {manager.content!r} here: give both engines the same "
-                "--kv-cache-dtype"
+                f"pages hold {grant.content!r} at prefill and {manager.content!r} here: give both engines the same data "
+                "type of the KV cache, and vLLM the option pages: tokens"
             )
             return
         try:

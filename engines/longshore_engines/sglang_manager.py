@@ -14,7 +14,7 @@ import threading
 from functools import partial
 from typing import Any
 
-from sglang.srt.disaggregation.common.conn import CommonKVManager
+from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.network import NetworkAddress
@@ -23,6 +23,7 @@ from longshore_client.client import new_instance
 from longshore_client.errors import ArgumentError, ClientClosed, WaitTimeout
 from longshore_engines.agents import registered
 from longshore_engines.asks import (
+    TAG,
     VERSION,
     Ask,
     Asks,
@@ -39,14 +40,12 @@ from longshore_engines.asks import (
 from longshore_engines.calls import CallThread
 from longshore_engines.halves import Halves, OpenHalf
 from longshore_engines.sglang_checks import HOOKED, check_engine, check_hooks
-from longshore_engines.sglang_pools import found_pool, shared_pool, told_kv_heads
+from longshore_engines.sglang_pools import content_of, found_pool, shared_pool, told_kv_heads
 from longshore_wire.engine_messages import Half
 from longshore_wire.layout import Parallel
 
 _log = logging.getLogger("longshore.sglang")
 
-# The tag of our messages on SGLang's sockets.
-TAG = b"LONGSHORE"
 # A starting engine may be faster than its agent.
 CONNECT_LIMIT_S = 120.0
 # All ranks register at about the same time, and a restarted agent is back in seconds.
@@ -106,7 +105,7 @@ class LongshoreManager(CommonKVManager):  # type: ignore[misc] # SGLang is not i
                 if isinstance(region, int):
                     os.close(region)
         self.on_device = shared.device != "cpu"
-        self.content = f"NHD {args.kv_cache_dtype_str}"
+        self.content = content_of(pool)
         self.halves = Halves(self.client)
         _log.info("registered as %s of %s", role.name, instance)
 
@@ -124,6 +123,27 @@ class LongshoreManager(CommonKVManager):  # type: ignore[misc] # SGLang is not i
             _log.error("prefill at %s cannot serve this engine: %s", bootstrap_addr, error)
             self.mismatches[bootstrap_addr] = str(error)
             return False
+
+    def know_prefill(self, address: str) -> None:
+        """Take requests of a prefill engine other than SGLang, which has no bootstrap server.
+
+        Args:
+            address: of its HTTP server. SGLang asks it for `/health`, and fails its requests when it is gone.
+        """
+        with self.connection_lock:
+            if address in self.prefill_info_table:
+                return
+            info = PrefillServerInfo(
+                attn_tp_size=1,
+                attn_cp_size=1,
+                dp_size=1,
+                pp_size=1,
+                page_size=None,
+                kv_cache_dtype=None,
+                follow_bootstrap_room=True,
+            )
+            self._resolve_rank_mapping(info)
+            self.prefill_info_table[address] = info
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:  # noqa: ARG002
         """Return whether no process writes the pages of a failed request any more."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from longshore_client.errors import ArgumentError
 from longshore_client.memory import torch_region
+from longshore_engines.handover import token_content
 from longshore_engines.sglang_checks import check_pool
 from longshore_engines.tensors import SharedCache, share_rows
 from longshore_wire.layout import Attention, KVLayout, ModelShape, Parallel
@@ -85,6 +86,11 @@ def shared_pool(pool: Any, kv_heads: int, parallel: Parallel, page_size: int) ->
         Attention.LATENT if is_latent else Attention.HEADS,
     )
     return share_rows(tensors, KVLayout(model, parallel, page_size))
+
+
+def content_of(pool: Any) -> str:
+    """Return the meaning of the bytes of a pool's pages, beyond the layout; equal on both sides."""
+    return token_content(pool.dtype) if hasattr(pool, "k_buffer") else f"SGLang's latents of {pool.dtype}"
 
 
 def _tensors(pool: Any) -> list[Any]:

@@ -1,7 +1,6 @@
 """Offers one prompt of SGLang's prefill engine, chunk by chunk, and tells decode ranks where to claim it.
 
-SGLang makes a sender for each request in each prefill rank, and one bootstrap server for each engine. `sglang_manager`
-calls a sender when decode has left its prompt.
+SGLang makes a sender for each request in each prefill rank. `sglang_manager` calls it when decode has left its prompt.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVSender
+from sglang.srt.disaggregation.common.conn import CommonKVSender
 
 if TYPE_CHECKING:
     from longshore_engines.halves import OpenHalf
@@ -23,16 +22,7 @@ FAILURE_PAUSE_S = 0.2
 ROOM_0 = "bootstrap_room is 0, which SGLang also uses for 'not yet': let the router draw numbers from 1 to 2**63 - 1"
 
 
-class LongshoreBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc] # SGLang is not installed where types are checked
-    """SGLang's bootstrap server. It does not say the page size, since decode refuses a prefill with another one."""
-
-    async def _handle_route_put(self, request: Any) -> Any:
-        answer = await super()._handle_route_put(request)
-        self.page_size = None
-        return answer
-
-
-class LongshoreSender(CommonKVSender):  # type: ignore[misc] # as above
+class LongshoreSender(CommonKVSender):  # type: ignore[misc] # SGLang is not installed where types are checked
     """One prompt at one prefill rank. It is offered without waiting for decode.
 
     Attributes:

@@ -2,8 +2,14 @@
 
     python proxy.py --prefill http://10.0.0.1:8100 --decode http://10.0.0.2:8200 --port 8000
 
-Serves /v1/completions and /v1/chat/completions, also streaming. An engine's error reaches the client with its status; after
-the first tokens, the router closes the stream instead. It uses several engines of a kind in turn.
+One of the two kinds may be SGLang with the backend `longshore`; 8998 is SGLang's bootstrap port:
+
+    python proxy.py --prefill http://10.0.0.1:8100 --sglang-decode http://10.0.0.2:8200
+    python proxy.py --sglang-prefill http://10.0.0.1:8100 8998 --decode http://10.0.0.2:8200
+
+Between engines of two kinds it serves /v1/completions of one prompt, which it passes on as token ids. Otherwise it serves /v1/completions and
+/v1/chat/completions. Answers may stream. An engine's error reaches the client with its status; after the first tokens, the
+router closes the stream instead. It uses several engines of a kind in turn.
 """
 
 from __future__ import annotations
@@ -12,9 +18,11 @@ import argparse
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator, Awaitable, Iterator
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import httpx
 import uvicorn
@@ -30,6 +38,16 @@ ANSWER_FIELDS = ("stream_options", "min_tokens", "n", "best_of", "max_completion
 OK, BAD_REQUEST, CLIENT_GONE, BAD_GATEWAY, GATEWAY_TIMEOUT = 200, 400, 499, 502, 504
 
 
+class SGLang(NamedTuple):
+    """An SGLang engine; a prefill engine has a bootstrap server."""
+
+    url: str
+    bootstrap_port: int = 0
+
+
+Engine = str | SGLang
+
+
 class EngineError(Exception):
     """An engine failed; becomes the client's response."""
 
@@ -39,8 +57,10 @@ class EngineError(Exception):
         self.content = content if isinstance(content, bytes) else _error(status, content)
 
 
-def make_app(prefill: list[str], decode: list[str], transport: httpx.AsyncBaseTransport | None = None) -> FastAPI:
-    """Return the router for these engines' addresses. Tests pass a `transport`."""
+def make_app(
+    prefill: Sequence[Engine], decode: Sequence[Engine], transport: httpx.AsyncBaseTransport | None = None
+) -> FastAPI:
+    """Return the router for these engines; a vLLM engine is its address. Tests pass a `transport`."""
     engines = itertools.cycle(prefill), itertools.cycle(decode)
     client = httpx.AsyncClient(timeout=TIMEOUT, limits=httpx.Limits(max_connections=None), transport=transport)
 
@@ -69,24 +89,130 @@ def make_app(prefill: list[str], decode: list[str], transport: httpx.AsyncBaseTr
 
 
 async def _complete(
-    client: httpx.AsyncClient, request: Request, engines: tuple[Iterator[str], Iterator[str]]
+    client: httpx.AsyncClient, request: Request, engines: tuple[Iterator[Engine], Iterator[Engine]]
 ) -> Response:
     try:
         body = dict(json.loads(await request.body()))
     except (ValueError, TypeError) as error:
         raise EngineError(BAD_REQUEST, f"the body is no JSON object: {error}") from error
     headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
-    prefill, decode = (next(each).rstrip("/") + request.url.path for each in engines)
-
+    call = Call(client, request.url.path, headers)
+    prefill, decode = next(engines[0]), next(engines[1])
+    is_mixed = isinstance(prefill, SGLang) or isinstance(decode, SGLang)
+    if is_mixed and (not call.path.endswith("/v1/completions") or body.get("n", 1) != 1):
+        raise EngineError(BAD_REQUEST, "between engines of two kinds only /v1/completions with n=1 is served")
     prompt = {name: value for name, value in body.items() if name not in ANSWER_FIELDS}
-    prompt |= {"max_tokens": 1, "stream": False, "kv_transfer_params": {"do_remote_decode": True}}
-    answer = await client.post(prefill, json=prompt, headers=headers)
-    if answer.status_code != OK:
-        raise EngineError(answer.status_code, answer.content)
+    prompt |= {"max_tokens": 1, "stream": False}
+    if isinstance(prefill, SGLang):
+        assert isinstance(decode, str)
+        return await _from_sglang(call, prompt, body, prefill, decode)
+    prompt |= {"kv_transfer_params": {"do_remote_decode": True}}
+    if isinstance(decode, SGLang):
+        prompt |= {"return_token_ids": True}
+    answer = await call.post(prefill, prompt)
+    if isinstance(decode, SGLang):
+        return await call.answer(decode.url, body | _for_sglang(answer, prefill))
     # Only decode reads prefill's parameters. If there are none, prefill's agent is away and decode computes the prompt.
-    body["kv_transfer_params"] = answer.json().get("kv_transfer_params")
-    sent = await client.send(client.build_request("POST", decode, json=body, headers=headers), stream=True)
-    if sent.status_code != OK or not body.get("stream"):
+    return await call.answer(decode, body | {"kv_transfer_params": answer.get("kv_transfer_params")})
+
+
+class Call(NamedTuple):
+    """A client's request, as the engines get it."""
+
+    client: httpx.AsyncClient
+    path: str
+    headers: dict[str, str]
+
+    async def post(self, url: str, body: dict[str, Any], path: str = "") -> Any:
+        """Return an engine's answer."""
+        answer = await self.client.post(url.rstrip("/") + (path or self.path), json=body, headers=self.headers)
+        if answer.status_code != OK:
+            raise EngineError(answer.status_code, answer.content)
+        return answer.json()
+
+    async def answer(self, url: str, body: dict[str, Any]) -> Response:
+        """Return decode's answer for the client."""
+        request = self.client.build_request("POST", url.rstrip("/") + self.path, json=body, headers=self.headers)
+        sent = await self.client.send(request, stream=True)
+        return await _answered(sent, is_stream=bool(body.get("stream")))
+
+
+def _for_sglang(answer: Any, prefill: str) -> dict[str, Any]:
+    """Return what an SGLang decode engine needs of vLLM's answer to a prompt."""
+    parameters, choices, place = answer.get("kv_transfer_params"), answer["choices"], urlsplit(prefill)
+    if not parameters:
+        raise EngineError(BAD_GATEWAY, "vLLM did not hand the prompt out: its agent is away")
+    if len(choices) != 1:
+        raise EngineError(BAD_REQUEST, "between engines of two kinds only one prompt a request is served")
+    logprobs = (choices[0].get("logprobs") or {}).get("token_logprobs") or [None]
+    return {
+        "prompt": choices[0]["prompt_token_ids"],
+        "custom_params": {
+            "longshore": parameters["longshore"],
+            "first_token": choices[0]["token_ids"][0],
+            "first_logprob": logprobs[0],
+        },
+        # SGLang asks this address for /health while it waits for the prompt.
+        "bootstrap_host": place.hostname,
+        "bootstrap_port": place.port or 80,
+        "bootstrap_room": _new_room(),
+    }
+
+
+async def _from_sglang(
+    call: Call, prompt: dict[str, Any], body: dict[str, Any], prefill: SGLang, decode: str
+) -> Response:
+    """Let SGLang compute the prompt while vLLM waits for it."""
+    tokens, host, room = prompt.get("prompt"), urlsplit(prefill.url).hostname, _new_room()
+    if isinstance(tokens, str):
+        tokens = (await call.post(decode, {"model": prompt.get("model"), "prompt": tokens}, "/tokenize"))["tokens"]
+    if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
+        raise EngineError(BAD_REQUEST, "between engines of two kinds the prompt is one text, or its token ids")
+    place = {"bootstrap_host": host, "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": room}
+    computed = asyncio.create_task(call.post(prefill.url, prompt | {"prompt": tokens} | place))
+    COMPUTING.add(computed)
+    computed.add_done_callback(_end)
+    try:
+        asked = asyncio.create_task(
+            call.client.get(
+                f"http://{host}:{prefill.bootstrap_port}/longshore/handover",
+                params={"room": room, "tokens": len(tokens)},
+            )
+        )
+        # Prefill answers when decode has the prompt, so an earlier answer is an error.
+        await asyncio.wait({computed, asked}, return_when=asyncio.FIRST_COMPLETED)
+        if not asked.done():
+            asked.cancel()
+            await computed
+            raise EngineError(BAD_GATEWAY, "prefill answered before decode had the prompt")
+        told = asked.result()
+        if told.status_code != OK:
+            raise EngineError(told.status_code, told.content)
+        return await call.answer(decode, body | {"prompt": tokens, "kv_transfer_params": told.json()})
+    except BaseException:
+        # SGLang then frees the prompt's pages.
+        computed.cancel()
+        raise
+
+
+# Requests to SGLang's prefill engines, which end after decode has begun to answer.
+COMPUTING: set[asyncio.Task[Any]] = set()
+
+
+def _end(computed: asyncio.Task[Any]) -> None:
+    COMPUTING.discard(computed)
+    if not computed.cancelled():
+        # Decode's answer says what went wrong.
+        computed.exception()
+
+
+def _new_room() -> int:
+    """Return a number that SGLang takes for a prompt's room: not 0."""
+    return secrets.randbelow(2**63 - 1) + 1
+
+
+async def _answered(sent: httpx.Response, *, is_stream: bool) -> Response:
+    if sent.status_code != OK or not is_stream:
         content = await sent.aread()
         if sent.status_code != OK or _has_failed(json.loads(content)):
             raise EngineError(sent.status_code if sent.status_code != OK else BAD_GATEWAY, content)
@@ -142,9 +268,20 @@ def _error(status: int, message: str) -> bytes:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--prefill", action="append", required=True, metavar="URL", help="a prefill engine; repeatable")
-    parser.add_argument("--decode", action="append", required=True, metavar="URL", help="a decode engine; repeatable")
+    many = {"action": "append", "default": []}
+    parser.add_argument("--prefill", **many, metavar="URL", help="a vLLM prefill engine; repeatable")
+    parser.add_argument("--decode", **many, metavar="URL", help="a vLLM decode engine; repeatable")
+    parser.add_argument(
+        "--sglang-prefill", **many, nargs=2, metavar=("URL", "PORT"), help="SGLang, and its bootstrap port; repeatable"
+    )
+    parser.add_argument("--sglang-decode", **many, metavar="URL", help="an SGLang decode engine; repeatable")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     chosen = parser.parse_args()
-    uvicorn.run(make_app(chosen.prefill, chosen.decode), host=chosen.host, port=chosen.port, log_level="warning")
+    prefill_engines = [*chosen.prefill, *(SGLang(url, int(port)) for url, port in chosen.sglang_prefill)]
+    decode_engines = [*chosen.decode, *(SGLang(url) for url in chosen.sglang_decode)]
+    if not prefill_engines or not decode_engines:
+        parser.error("name at least one prefill engine and one decode engine")
+    if chosen.sglang_prefill and chosen.sglang_decode:
+        parser.error("for SGLang on both sides use SGLang's own router")
+    uvicorn.run(make_app(prefill_engines, decode_engines), host=chosen.host, port=chosen.port, log_level="warning")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -14,7 +15,9 @@ from queue import SimpleQueue
 from types import ModuleType, SimpleNamespace
 from typing import ClassVar
 
-OURS = ("sglang", "sglang_decode", "sglang_manager", "sglang_prefill")
+from aiohttp import web
+
+OURS = ("sglang", "sglang_bootstrap", "sglang_decode", "sglang_manager", "sglang_prefill")
 PAGE_TOKENS, LAYERS, HEADS, DIM = 4, 2, 2, 8
 AUX_LENGTHS = (8, 4)
 
@@ -62,6 +65,7 @@ class Manager:
         self.sent, self.heard = [], SimpleQueue()
         self.server_socket = SimpleNamespace(recv_multipart=self.heard.get)
         self.has_heartbeat = False
+        self.connection_lock, self.prefill_info_table = threading.Lock(), {}
 
     def update_status(self, room, status):
         self.request_status[room] = status
@@ -123,10 +127,44 @@ class Receiver(_Request):
         return {"rank_ip": "10.0.0.9", "rank_port": 7009}
 
 
+class BootstrapServer:
+    """Has one rank of prefill at `port`, once a test has set it."""
+
+    dp_size, port = None, 0
+
+    def __init__(self, host, port):
+        self.app = web.Application()
+        self._setup_routes()
+
+    def _setup_routes(self):
+        pass
+
+    def _is_ready(self):
+        return bool(self.port)
+
+    @property
+    def prefill_port_table(self):
+        return {0: {0: {0: {0: SimpleNamespace(rank_ip="127.0.0.1", rank_port=self.port)}}}}
+
+
+class Rows:
+    """SGLang's rows on first tokens, as its scheduler sees them."""
+
+    def __init__(self, torch):
+        self.output_ids = torch.zeros((2, 16), dtype=torch.int32)
+        self.cached_tokens = torch.full((2, 16), 7, dtype=torch.int32)
+        self.output_token_logprobs_val = torch.full((2, 16), -9.0)
+        self.output_token_logprobs_idx = torch.zeros((2, 16), dtype=torch.int32)
+        self.output_top_logprobs_val = torch.zeros((2, 128))
+        self.output_top_logprobs_idx = torch.zeros((2, 128), dtype=torch.int32)
+        self.bootstrap_room = torch.zeros((2, 8), dtype=torch.uint64)
+
+
 class Pool:
     def __init__(self, pages, torch):
         self.k_buffer = [torch.zeros(pages * PAGE_TOKENS, HEADS, DIM) for _ in range(LAYERS)]
         self.v_buffer = [torch.zeros(pages * PAGE_TOKENS, HEADS, DIM) for _ in range(LAYERS)]
+        self.dtype = torch.float32
         self.layer_num, self.kv_cache_layout, self.head_dim, self.v_head_dim = LAYERS, "nhd", DIM, DIM
 
 
@@ -148,6 +186,10 @@ def hooked(function):
 class Queue:
     @hooked
     def _init_kv_manager(self):
+        pass
+
+    @hooked
+    def _create_receiver_and_enqueue(self):
         pass
 
     @hooked
@@ -201,7 +243,8 @@ def content(version):
             "CommonKVManager": Manager,
             "CommonKVSender": Sender,
             "CommonKVReceiver": Receiver,
-            "CommonKVBootstrapServer": object,
+            "CommonKVBootstrapServer": BootstrapServer,
+            "PrefillServerInfo": SimpleNamespace,
         },
         "sglang.srt.disaggregation.decode": {"DecodePreallocQueue": Queue, "DecodeTransferQueue": Queue},
         "sglang.srt.mem_cache.memory_pool": {"MHATokenToKVPool": HookedPool, "MLATokenToKVPool": HookedPool},
@@ -210,7 +253,8 @@ def content(version):
             "get_disagg": lambda: WORLD["disagg"],
         },
         "sglang.srt.utils.network": {
-            "NetworkAddress": lambda host, port: SimpleNamespace(to_tcp=lambda: f"tcp://{host}:{port}", is_ipv6=False)
+            "NetworkAddress": lambda host, port: SimpleNamespace(to_tcp=lambda: f"tcp://{host}:{port}", is_ipv6=False),
+            "get_local_ip_auto": lambda: "127.0.0.1",
         },
     }
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import importlib
+import json
 import threading
 import time
+from asyncio import timeout
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 import stand_in_sglang as fake
 import torch
+import zmq
 from fake_agent import WAIT_S, FakeAgent
 from scene import DONE, FAILED, RELEASED, event
 from stand_in_sglang import AUX_LENGTHS, DIM, HEADS, LAYERS, PAGE_TOKENS, KVPoll, installed
@@ -19,12 +24,14 @@ from stand_in_sglang import AUX_LENGTHS, DIM, HEADS, LAYERS, PAGE_TOKENS, KVPoll
 from longshore_client import Endpoint, Half, KVLayout, ModelShape, Parallel, Reason
 from longshore_engines import sglang_pools
 from longshore_engines.asks import Ask, Decline, FirstToken, Grant, Left, packed, unpacked
+from longshore_engines.handover import HANDOVER_VERSION, Handover, handover_of, packed_handover
 from longshore_wire.engine_messages import Cancel, EndpointUpdate, Offer, RankAddress, Receive, RegisterPool
 
 LAYOUT = KVLayout(ModelShape(LAYERS, HEADS, DIM, 4), Parallel(), PAGE_TOKENS)
 ENDPOINT = Endpoint("prefill-0", LAYOUT, (RankAddress(0, "10.0.0.1:7000", 5),))
 ROWS = (b"12345678", b"abcd")
 ROOM = 7
+HANDOVER = Handover(HANDOVER_VERSION, ROOM, 6, ENDPOINT, "tokens of float32")
 
 
 def wait_for(predicate):
@@ -122,7 +129,7 @@ def receiver_of(engine, *, prefix=0):
 
 
 def granted(engine, receiver):
-    engine.hears(Grant(receiver._ask, ROOM, "NHD float32", ENDPOINT))
+    engine.hears(Grant(receiver._ask, ROOM, "tokens of float32", ENDPOINT))
     engine.heard(Receive)
     wait_for(lambda: engine.manager.client.is_open(ROOM, Half.TARGET, "prefill-0"))
 
@@ -214,7 +221,7 @@ def test_a_first_token_that_comes_after_the_request_was_forgotten_is_not_written
     final(receiver)
     receiver.clear()
     decode.hears(FirstToken(receiver._ask, ROWS))
-    decode.hears(Grant(receiver._ask, ROOM, "NHD float32", ENDPOINT))
+    decode.hears(Grant(receiver._ask, ROOM, "tokens of float32", ENDPOINT))
     wait_for(decode.manager.heard.empty)
     later = receiver_of(decode)
     granted(decode, later)
@@ -226,7 +233,7 @@ def test_a_first_token_that_comes_after_the_request_was_forgotten_is_not_written
     ("answer", "reason"),
     [
         (Decline(1, "prefill: out of memory"), "out of memory"),
-        (Grant(1, ROOM, "NHD bfloat16", ENDPOINT), "--kv-cache-dtype"),
+        (Grant(1, ROOM, "tokens of bfloat16", ENDPOINT), "data type of the KV cache"),
         (FirstToken(1, (b"short",)), "--disaggregation-enable-kv-checksum"),
     ],
 )
@@ -265,6 +272,142 @@ def test_a_prefill_that_cannot_serve_fails_its_requests_and_not_the_engine(decod
     receiver.abort()
     with pytest.raises(fake.TransferError, match="another kv_cache_dtype"):
         receiver.failure_exception()
+
+
+def handed(engine, rows, *, handover=HANDOVER, wants_logprobs=False, top_logprobs=0, **changed):
+    """Return a receiver whose request has a handover, after SGLang gave it pages."""
+    parameters = {"longshore": packed_handover(handover), "first_token": 40, **changed}
+    request = SimpleNamespace(
+        sampling_params=SimpleNamespace(custom_params=parameters),
+        return_logprob=wants_logprobs,
+        logprob=SimpleNamespace(top_logprobs_num=top_logprobs),
+    )
+    module = importlib.import_module("longshore_engines.sglang_decode")
+    receiver = module.LongshoreReceiver(engine.manager, "10.0.0.5:8100", 99)
+    receiver.told(request, rows)
+    receiver.init(0)
+    receiver.prompt_tokens = 6
+    if receiver.poll() == KVPoll.WaitingForInput:
+        receiver.send_metadata(np.array([2, 3]), 1, None, decode_prefix_len=0)
+    return receiver
+
+
+def test_a_handover_in_the_request_is_claimed_without_asking_prefill_and_has_the_first_token(decode):
+    rows = fake.Rows(torch)
+    receiver = handed(decode, rows, wants_logprobs=True, first_logprob=-0.5)
+    (claim,) = decode.heard(Receive)
+    assert (claim.room, claim.first_token, claim.end_token, claim.page_count) == (ROOM, 0, 6, 2)
+    assert decode.manager.sent == []
+    assert decode.manager.prefill_info_table["10.0.0.5:8100"].dp_size == 1
+    wait_for(lambda: decode.manager.client.is_open(ROOM, Half.TARGET, "prefill-0"))
+    decode.agent.say(target(DONE))
+    wait_for(lambda: receiver.half.done)
+    assert receiver.poll() == KVPoll.Transferring
+    decode.agent.say(target(RELEASED))
+    assert final(receiver) == KVPoll.Success
+    assert (rows.output_ids[1, 0].item(), rows.bootstrap_room[1, 0].item()) == (40, 99)
+    assert rows.output_token_logprobs_val[1, 0].item() == -0.5
+    assert rows.cached_tokens[1].sum().item() == 0
+    assert rows.output_ids[0].sum().item() == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"longshore": "%"}, "custom_params.longshore is no handover"),
+        ({"first_token": None}, "custom_params.first_token is None"),
+        ({"first_token": True}, "custom_params.first_token is True"),
+        ({"first_token": 1 << 31}, "custom_params.first_token is 2147483648"),
+        ({"wants_logprobs": True}, "custom_params.first_logprob is None"),
+        ({"wants_logprobs": True, "first_logprob": 0.0, "top_logprobs": 2}, "top logprobs"),
+        ({"handover": msgspec.structs.replace(HANDOVER, tokens=5)}, "5 at prefill"),
+        ({"handover": msgspec.structs.replace(HANDOVER, content="FLASH_ATTN float32")}, "pages: tokens"),
+    ],
+)
+def test_a_handover_that_decode_cannot_use_fails_the_request_with_the_reason(decode, changed, reason):
+    receiver = handed(decode, fake.Rows(torch), **changed)
+    assert final(receiver) == KVPoll.Failed
+    with pytest.raises(fake.TransferError) as caught:
+        receiver.failure_exception()
+    assert reason in str(caught.value)
+    assert decode.agent.of(Receive) == []
+
+
+@pytest.fixture
+def rank():
+    """The socket of prefill's first rank, and its port."""
+    with zmq.Context.instance().socket(zmq.PULL) as socket:
+        yield socket, socket.bind_to_random_port("tcp://127.0.0.1")
+
+
+def told_router(port, answer, *, dp_size=1, **query):
+    """Return the status and the body of the bootstrap server's answer to a router."""
+    with installed():
+        module = importlib.import_module("longshore_engines.sglang_bootstrap")
+        server = module.LongshoreBootstrapServer("127.0.0.1", 0)
+        server.port, server.dp_size = port, dp_size
+        replies = threading.Thread(target=answer or (lambda: None))
+        replies.start()
+        found = asyncio.run(server._handle_handover(SimpleNamespace(query=query)))
+        replies.join()
+        return found.status, json.loads(found.body)
+
+
+def answering(socket, make):
+    """Return a call that answers one ask, as prefill's first rank does, with what `make` returns for it."""
+
+    def answer():
+        tag, frame = socket.recv_multipart()
+        ask = unpacked(frame)
+        with zmq.Context.instance().socket(zmq.PUSH) as push:
+            push.connect(f"tcp://{ask.host}:{ask.port}")
+            push.send_multipart([tag, b"\xc1"])
+            push.send_multipart([tag, packed(make(ask))])
+
+    return answer
+
+
+def test_a_router_gets_the_handover_of_a_prompt_at_prefill(rank):
+    socket, port = rank
+    answer = answering(socket, lambda ask: Grant(ask.ask, ask.prompt, "tokens of float32", ENDPOINT))
+    status, body = told_router(port, answer, room=str(ROOM), tokens="6")
+    assert (status, body["do_remote_prefill"], body["do_remote_decode"]) == (200, True, False)
+    assert handover_of(body) == HANDOVER
+
+
+@pytest.mark.parametrize(
+    ("dp_size", "query", "status", "text"),
+    [
+        (1, {"room": "7"}, 400, "tokens"),
+        (1, {"room": "7", "tokens": "six"}, 400, "tokens"),
+        (None, {"room": "7", "tokens": "6"}, 503, "not registered"),
+        (2, {"room": "7", "tokens": "6"}, 501, "2 replicas"),
+    ],
+)
+def test_a_router_that_cannot_be_told_gets_the_reason(dp_size, query, status, text):
+    found, body = told_router(1, None, dp_size=dp_size, **query)
+    assert found == status
+    assert text in body["error"]["message"]
+
+
+def test_a_prompt_that_prefill_declines_is_no_handover(rank):
+    socket, port = rank
+    answer = answering(socket, lambda ask: Decline(ask.ask, "prefill's agent is away"))
+    status, body = told_router(port, answer, room=str(ROOM), tokens="6")
+    assert (status, body["error"]["message"]) == (502, "prefill's agent is away")
+
+
+def test_a_prompt_that_prefill_never_gets_is_left_after_the_limit(rank, monkeypatch):
+    socket, port = rank
+    heard = []
+
+    def hear():
+        heard.extend(unpacked(socket.recv_multipart()[1]) for _ in range(2))
+
+    monkeypatch.setattr(asyncio, "timeout", lambda _limit_s: timeout(0.05))
+    status, body = told_router(port, hear, room=str(ROOM), tokens="6")
+    assert (status, [type(each) for each in heard]) == (502, [Ask, Left])
+    assert "send it to prefill" in body["error"]["message"]
 
 
 def test_prefill_offers_chunks_without_decode_and_hands_out_the_first_token_with_the_last(prefill):
@@ -340,7 +483,7 @@ def test_hooks_do_nothing_unless_the_backend_is_chosen():
         plugin = importlib.import_module("longshore_engines.sglang")
         plugin.register()
         assert fake.WORLD["choices"] == ["longshore"]
-        assert len(fake.Hooks.registered) == 6
+        assert len(fake.Hooks.registered) == 7
         assert fake.Backend("longshore").value == "longshore"
         with pytest.raises(ValueError, match="unknown"):
             fake.Backend("unknown")
@@ -353,6 +496,7 @@ def test_hooks_do_nothing_unless_the_backend_is_chosen():
         queue = SimpleNamespace(transfer_backend=fake.Backend.NIXL, deferred_kv_release_timeout=30.0)
         request = SimpleNamespace(kv_receiver=SimpleNamespace())
         plugin._metadata_follows(queue, request)
+        plugin._receiver_made(request, queue)
         plugin._release_waits(None, queue)
         assert (vars(request.kv_receiver), queue.deferred_kv_release_timeout) == ({}, 30.0)
         fake.WORLD["disagg"].disaggregation_transfer_backend = "longshore"

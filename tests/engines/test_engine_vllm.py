@@ -259,6 +259,6 @@ def test_an_engine_shares_tokens_if_they_are_wanted_and_says_so_in_its_handover(
         prompt = request("p", {"do_remote_decode": True})
         engine.scheduler.get_num_new_matched_tokens(prompt, 0)
         _, told = engine.scheduler.request_finished(prompt, [4, 2, 5])
-        assert handover_of(told).content == "tokens of torch.float32"
+        assert handover_of(told).content == "tokens of float32"
     finally:
         engine.stop()

@@ -166,3 +166,109 @@ def test_a_client_that_leaves_ends_the_work_for_it(proxy, monkeypatch):
             await asyncio.get_running_loop().run_in_executor(None, int)
 
     asyncio.run(scene())
+
+
+IDS = [5, 6, 7]
+FOR_SGLANG = {
+    "choices": [
+        {"text": "a", "token_ids": [40], "prompt_token_ids": IDS, "logprobs": {"token_logprobs": [-0.5]}},
+    ],
+    "kv_transfer_params": TOLD,
+}
+
+
+class MixedEngines(Engines):
+    """Engines of two kinds, by name: prefill, decode and bootstrap answer as a test set."""
+
+    def __init__(self, **answers):
+        super().__init__(
+            tokenize=httpx.Response(200, json={"tokens": IDS}), bootstrap=httpx.Response(200, json=TOLD), **answers
+        )
+        self.places = {}
+
+    async def handle(self, request):
+        name = {"/tokenize": "tokenize", "/longshore/handover": "bootstrap"}.get(request.url.path, request.url.host)
+        body = json.loads(request.content) if request.content else dict(request.url.params)
+        self.heard.append((name, body))
+        if name == "prefill" and "bootstrap" in self.places:
+            # SGLang answers when decode has the prompt.
+            await self.places["bootstrap"].wait()
+        answer = self.answers[name]
+        if name == "decode":
+            self.places.get("bootstrap", asyncio.Event()).set()
+        return answer
+
+    def ask(self, proxy, body, *, to_sglang, path="/v1/completions"):
+        if to_sglang:
+            sides = ["http://prefill:8100"], [proxy.SGLang("http://decode")]
+        else:
+            sides = [proxy.SGLang("http://prefill", 8998)], ["http://decode"]
+        app = proxy.make_app(*sides, httpx.MockTransport(self.handle))
+        with TestClient(app) as client:
+            return client.post(path, json=body)
+
+
+def test_sglang_decode_gets_vllms_handover_its_first_token_and_the_prompts_ids(proxy):
+    engines = MixedEngines(prefill=httpx.Response(200, json=FOR_SGLANG))
+    answer = engines.ask(proxy, {"model": "m", "prompt": "p", "max_tokens": 9, "logprobs": 0}, to_sglang=True)
+    assert answer.status_code == 200
+    (_, prompt), (_, decoded) = engines.heard
+    assert (prompt["return_token_ids"], prompt["max_tokens"], prompt["logprobs"]) == (True, 1, 0)
+    assert 0 < decoded.pop("bootstrap_room") < 2**63
+    assert decoded == {
+        "model": "m",
+        "prompt": IDS,
+        "max_tokens": 9,
+        "logprobs": 0,
+        "custom_params": {"longshore": "opaque", "first_token": 40, "first_logprob": -0.5},
+        "bootstrap_host": "prefill",
+        "bootstrap_port": 8100,
+    }
+
+
+def test_vllm_decode_gets_the_handover_of_sglangs_bootstrap_server_while_sglang_computes(proxy):
+    engines = MixedEngines()
+    engines.places["bootstrap"] = asyncio.Event()
+    answer = engines.ask(proxy, {"model": "m", "prompt": "p", "max_tokens": 9}, to_sglang=False)
+    assert answer.json()["choices"][0]["text"] == "answer"
+    heard = dict(engines.heard)
+    room = heard["prefill"]["bootstrap_room"]
+    assert heard["tokenize"] == {"model": "m", "prompt": "p"}
+    assert (heard["prefill"]["prompt"], heard["prefill"]["bootstrap_port"], heard["prefill"]["max_tokens"]) == (
+        IDS,
+        8998,
+        1,
+    )
+    assert heard["bootstrap"] == {"room": str(room), "tokens": "3"}
+    assert heard["decode"] == {"model": "m", "prompt": IDS, "max_tokens": 9, "kv_transfer_params": TOLD}
+
+
+@pytest.mark.parametrize("to_sglang", [True, False])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/chat/completions", {"messages": []}), ("/v1/completions", {"prompt": "p", "n": 2})],
+)
+def test_what_two_kinds_of_engines_cannot_serve_is_refused(proxy, to_sglang, path, body):
+    engines = MixedEngines()
+    answer = engines.ask(proxy, body, to_sglang=to_sglang, path=path)
+    assert (answer.status_code, engines.heard) == (400, [])
+
+
+def test_a_vllm_that_hands_nothing_out_is_an_error_for_sglang(proxy):
+    silent = httpx.Response(200, json={**FOR_SGLANG, "kv_transfer_params": None})
+    answer = MixedEngines(prefill=silent).ask(proxy, {"prompt": "p"}, to_sglang=True)
+    assert (answer.status_code, "agent is away" in answer.text) == (502, True)
+
+
+def test_several_prompts_in_a_request_are_refused(proxy):
+    two = httpx.Response(200, json={**FOR_SGLANG, "choices": FOR_SGLANG["choices"] * 2})
+    assert MixedEngines(prefill=two).ask(proxy, {"prompt": ["p", "q"]}, to_sglang=True).status_code == 400
+    assert MixedEngines().ask(proxy, {"prompt": ["p", "q"]}, to_sglang=False).status_code == 400
+
+
+def test_an_error_of_sglangs_prefill_or_its_bootstrap_server_reaches_the_client(proxy):
+    engines = MixedEngines(prefill=httpx.Response(400, json={"error": {"message": "too long"}}))
+    engines.answers["bootstrap"] = httpx.Response(502, json={"error": {"message": "no prompt"}})
+    answer = engines.ask(proxy, {"prompt": "p"}, to_sglang=False)
+    assert answer.status_code in {400, 502}
+    assert "decode" not in dict(engines.heard)
