@@ -14,8 +14,8 @@ from sglang_engines import Nursery
 from sglang_prompts import Oracle
 from tiny_model import TinyModel
 
-# One scene has a vLLM, as those of the tests with vLLM.
-sys.path.append(str(Path(__file__).parents[1] / "vllm"))
+# One pair has a vLLM. Other folders of tests also have a module `scene`.
+sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
 
 # Names the environment into which .ci/install-sglang installed SGLang.
 VENV_VARIABLE = "E2E_SGLANG_VENV"

@@ -49,7 +49,7 @@ class Pair:
         """The file of decode's scene that lets received KV be zeroed."""
         return self.sglang.zero if self.direction == TO_SGLANG else self.vllm.zero
 
-    def ask(self, prompt: Prompt, **more: Any) -> Any:
+    def ask(self, prompt: Prompt | str, **more: Any) -> Any:
         """Return the choice in the router's answer."""
         answer = httpx.post(f"{self.url}/v1/completions", json=body(prompt, **more), timeout=REQUEST_LIMIT_S)
         assert answer.status_code == httpx.codes.OK, answer.text
@@ -61,9 +61,9 @@ class Pair:
             return list(threads.map(lambda prompt: self.ask(prompt, **more), prompts))
 
 
-def body(prompt: Prompt, **more: Any) -> dict[str, Any]:
+def body(prompt: Prompt | str, **more: Any) -> dict[str, Any]:
     fixed = {"model": "tiny", "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
-    return {"prompt": list(prompt), **fixed, **more}
+    return {"prompt": prompt if isinstance(prompt, str) else list(prompt), **fixed, **more}
 
 
 def tokens_of(text: str) -> list[int]:
@@ -150,7 +150,7 @@ def test_with_the_moved_kv_zeroed_the_tokens_of_every_telling_prompt_differ(pair
 
 def test_a_text_has_the_tokens_and_first_logprob_of_its_ids(pair: Pair, alone: Oracle) -> None:
     prompt = PROMPTS[-2]
-    choice = pair.ask(prompt, prompt=" ".join(f"w{token}" for token in prompt), logprobs=0)
+    choice = pair.ask(" ".join(f"w{token}" for token in prompt), logprobs=0)
     assert tokens_of(choice["text"]) == alone(prompt)
     assert abs(choice["logprobs"]["token_logprobs"][0] - alone.first_logprob(prompt)) < LOGPROB_ERROR_MAX
 

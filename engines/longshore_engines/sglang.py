@@ -86,8 +86,10 @@ def _decode_begins(queue: Any) -> None:
 
 def _receiver_made(decode_req: Any, queue: Any, *_arguments: Any, **_named: Any) -> None:
     """Tell a receiver what a router may have passed on of a prefill engine other than SGLang."""
-    if queue.transfer_backend.value == BACKEND:
-        decode_req.kv_receiver.told(decode_req.req, queue.metadata_buffers)
+    # SGLang makes its own receivers for requests with which it tests its health.
+    tell = getattr(decode_req.kv_receiver, "told", None)
+    if queue.transfer_backend.value == BACKEND and tell is not None:
+        tell(decode_req.req, queue.metadata_buffers)
 
 
 def _metadata_follows(queue: Any, decode_req: Any, *_arguments: Any, **_named: Any) -> None:

@@ -499,6 +499,8 @@ def test_hooks_do_nothing_unless_the_backend_is_chosen():
         plugin._receiver_made(request, queue)
         plugin._release_waits(None, queue)
         assert (vars(request.kv_receiver), queue.deferred_kv_release_timeout) == ({}, 30.0)
+        ours = SimpleNamespace(transfer_backend=fake.Backend("longshore"), metadata_buffers=None)
+        plugin._receiver_made(request, ours)
         fake.WORLD["disagg"].disaggregation_transfer_backend = "longshore"
         plugin._shared(None, pool)
         plugin._release_waits(None, queue)
