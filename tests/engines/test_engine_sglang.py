@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import importlib
-import json
 import threading
 import time
-from asyncio import timeout
 from types import SimpleNamespace
 
 import msgspec
@@ -16,7 +13,6 @@ import numpy as np
 import pytest
 import stand_in_sglang as fake
 import torch
-import zmq
 from fake_agent import WAIT_S, FakeAgent
 from scene import DONE, FAILED, RELEASED, event
 from stand_in_sglang import AUX_LENGTHS, DIM, HEADS, LAYERS, PAGE_TOKENS, KVPoll, installed
@@ -24,7 +20,7 @@ from stand_in_sglang import AUX_LENGTHS, DIM, HEADS, LAYERS, PAGE_TOKENS, KVPoll
 from longshore_client import Endpoint, Half, KVLayout, ModelShape, Parallel, Reason
 from longshore_engines import sglang_pools
 from longshore_engines.asks import Ask, Decline, FirstToken, Grant, Left, packed, unpacked
-from longshore_engines.handover import HANDOVER_VERSION, Handover, handover_of, packed_handover
+from longshore_engines.handover import HANDOVER_VERSION, Handover, packed_handover
 from longshore_wire.engine_messages import Cancel, EndpointUpdate, Offer, RankAddress, Receive, RegisterPool
 
 LAYOUT = KVLayout(ModelShape(LAYERS, HEADS, DIM, 4), Parallel(), PAGE_TOKENS)
@@ -331,83 +327,6 @@ def test_a_handover_that_decode_cannot_use_fails_the_request_with_the_reason(dec
         receiver.failure_exception()
     assert reason in str(caught.value)
     assert decode.agent.of(Receive) == []
-
-
-@pytest.fixture
-def rank():
-    """The socket of prefill's first rank, and its port."""
-    with zmq.Context.instance().socket(zmq.PULL) as socket:
-        yield socket, socket.bind_to_random_port("tcp://127.0.0.1")
-
-
-def told_router(port, answer, *, dp_size=1, **query):
-    """Return the status and the body of the bootstrap server's answer to a router."""
-    with installed():
-        module = importlib.import_module("longshore_engines.sglang_bootstrap")
-        server = module.LongshoreBootstrapServer("127.0.0.1", 0)
-        server.port, server.dp_size = port, dp_size
-        replies = threading.Thread(target=answer or (lambda: None))
-        replies.start()
-        found = asyncio.run(server._handle_handover(SimpleNamespace(query=query)))
-        replies.join()
-        return found.status, json.loads(found.body)
-
-
-def answering(socket, make):
-    """Return a call that answers one ask, as prefill's first rank does, with what `make` returns for it."""
-
-    def answer():
-        tag, frame = socket.recv_multipart()
-        ask = unpacked(frame)
-        with zmq.Context.instance().socket(zmq.PUSH) as push:
-            push.connect(f"tcp://{ask.host}:{ask.port}")
-            push.send_multipart([tag, b"\xc1"])
-            push.send_multipart([tag, packed(make(ask))])
-
-    return answer
-
-
-def test_a_router_gets_the_handover_of_a_prompt_at_prefill(rank):
-    socket, port = rank
-    answer = answering(socket, lambda ask: Grant(ask.ask, ask.prompt, "tokens of float32", ENDPOINT))
-    status, body = told_router(port, answer, room=str(ROOM), tokens="6")
-    assert (status, body["do_remote_prefill"], body["do_remote_decode"]) == (200, True, False)
-    assert handover_of(body) == HANDOVER
-
-
-@pytest.mark.parametrize(
-    ("dp_size", "query", "status", "text"),
-    [
-        (1, {"room": "7"}, 400, "tokens"),
-        (1, {"room": "7", "tokens": "six"}, 400, "tokens"),
-        (None, {"room": "7", "tokens": "6"}, 503, "not registered"),
-        (2, {"room": "7", "tokens": "6"}, 501, "2 replicas"),
-    ],
-)
-def test_a_router_that_cannot_be_told_gets_the_reason(dp_size, query, status, text):
-    found, body = told_router(1, None, dp_size=dp_size, **query)
-    assert found == status
-    assert text in body["error"]["message"]
-
-
-def test_a_prompt_that_prefill_declines_is_no_handover(rank):
-    socket, port = rank
-    answer = answering(socket, lambda ask: Decline(ask.ask, "prefill's agent is away"))
-    status, body = told_router(port, answer, room=str(ROOM), tokens="6")
-    assert (status, body["error"]["message"]) == (502, "prefill's agent is away")
-
-
-def test_a_prompt_that_prefill_never_gets_is_left_after_the_limit(rank, monkeypatch):
-    socket, port = rank
-    heard = []
-
-    def hear():
-        heard.extend(unpacked(socket.recv_multipart()[1]) for _ in range(2))
-
-    monkeypatch.setattr(asyncio, "timeout", lambda _limit_s: timeout(0.05))
-    status, body = told_router(port, hear, room=str(ROOM), tokens="6")
-    assert (status, [type(each) for each in heard]) == (502, [Ask, Left])
-    assert "send it to prefill" in body["error"]["message"]
 
 
 def test_prefill_offers_chunks_without_decode_and_hands_out_the_first_token_with_the_last(prefill):

@@ -34,6 +34,8 @@ BROUGHT_BY_THE_CALLER = {("wire/longshore_wire/strict_document.py", "pyyaml")}
 BROUGHT_BY_THE_ENGINE = {
     ("engines/longshore_engines/vllm.py", "torch"),
     ("engines/longshore_engines/sglang_prefill.py", "torch"),
+    ("engines/longshore_engines/sglang_bootstrap.py", "pyzmq"),
+    ("engines/longshore_engines/sglang_bootstrap.py", "aiohttp"),
 }
 # They require another torch than the tree; e2e/vllm and e2e/sglang have separate locks.
 UNPINNED_EXTRAS = {"vllm", "sglang"}
