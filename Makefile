@@ -9,7 +9,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test layouts sim soak fuzz controlplane images e2e e2e-cluster e2e-vllm e2e-sglang check fix bench bench-vllm gpu reference lock clean FORCE
+.PHONY: help install demo test layouts sim soak fuzz controlplane images e2e e2e-cluster e2e-vllm e2e-sglang check fix bench bench-vllm bench-sglang gpu reference lock clean FORCE
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -101,6 +101,9 @@ bench: install ## measure staged, contiguous and slice-by-slice transfers in one
 
 bench-vllm: install ## compare Longshore's connector with vLLM's NixlConnector in one run
 	E2E_VLLM_VENV="$$(.ci/install-vllm $(VENV))" PYTHONPATH=e2e:e2e/vllm $(BIN)/python benchmarks/vllm_connectors.py
+
+bench-sglang: install ## compare Longshore with SGLang's own NIXL backend in one run
+	E2E_SGLANG_VENV="$$(.ci/install-sglang $(VENV))" PYTHONPATH=e2e:e2e/sglang $(BIN)/python benchmarks/sglang_backends.py
 
 reference: install ## regenerate the reference pages of settings, metrics and faults from their tables
 	$(BIN)/python -m longshore_agent.settings >docs/reference/settings.md

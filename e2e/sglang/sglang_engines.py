@@ -55,6 +55,7 @@ class EngineOptions:
         extra: further arguments.
         paths: folders that Python searches first.
         plain: arguments that switch features of SGLang off.
+        backend: SGLang's name of the transfer backend.
     """
 
     name: str
@@ -67,6 +68,7 @@ class EngineOptions:
     paths: Sequence[Path] = ()
     chunk_tokens: int = CHUNK_TOKENS
     plain: Sequence[str] = ("--disable-radix-cache", "--disable-overlap-schedule")
+    backend: str = "longshore"
 
     def arguments(self, port: int, bootstrap_port: int) -> list[str]:
         """Return the arguments of SGLang's server."""
@@ -79,7 +81,7 @@ class EngineOptions:
             *self.plain,
         ]
         if self.role is not None:
-            given += ["--disaggregation-mode", self.role, "--disaggregation-transfer-backend", "longshore"]
+            given += ["--disaggregation-mode", self.role, "--disaggregation-transfer-backend", self.backend]
         if self.role == "prefill":
             given += ["--disaggregation-bootstrap-port", str(bootstrap_port)]
         if self.role == "decode":

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -33,6 +34,8 @@ PEER_TIMEOUT_S = 60
 AT_ONCE = 24
 # See `sglang_zeroing`, which only SGLang's interpreter can import.
 ZERO_VARIABLE = "E2E_SGLANG_ZERO"
+# The same for `sglang_nixl`.
+NIXL_VARIABLE = "E2E_SGLANG_NIXL"
 END_LIMIT_S = 120.0
 
 
@@ -125,11 +128,7 @@ class Scene:
 
     def routed(self, room: int | None = None) -> dict[str, Any]:
         """Return what a router adds to a request."""
-        return {
-            "bootstrap_host": LOOPBACK,
-            "bootstrap_port": self.prefill.bootstrap_port,
-            "bootstrap_room": random.randrange(1, 2**63) if room is None else room,
-        }
+        return routed(self.prefill, room)
 
     def ask(self, prompt: Prompt, max_tokens: int, **more: Any) -> Any:
         """Send a prompt to both engines at once, as a router does; return decode's answer."""
@@ -182,8 +181,62 @@ class Scene:
         self._stack.close()
 
 
+class NixlScene:
+    """Two engines with SGLang's own NIXL backend, in host memory (see `sglang_nixl`); a context manager as `Scene`.
+
+    Args:
+        packages: folder in which Python finds NIXL.
+    """
+
+    def __init__(self, nursery: Nursery, model: TinyModel, prefill: Side, decode: Side, packages: Path) -> None:
+        self._stack = ExitStack()
+        directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="e2e-sglang-")))
+        paths = (write_plugins(directory), packages)
+        self.prefill, self.decode = (
+            Engine(
+                nursery,
+                EngineOptions(
+                    f"nixl-{role}",
+                    model,
+                    side.tp,
+                    role,
+                    {NIXL_VARIABLE: "1"},
+                    side.page_tokens,
+                    tuple(side.extra),
+                    paths,
+                    plain=tuple(side.plain),
+                    backend="nixl",
+                ),
+            )
+            for role, side in (("prefill", prefill), ("decode", decode))
+        )
+
+    def __enter__(self) -> Self:
+        try:
+            for engine in (self.prefill, self.decode):
+                self._stack.enter_context(engine)
+            for engine in (self.prefill, self.decode):
+                engine.wait_ready()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stack.close()
+
+
+def routed(prefill: Engine, room: int | None = None) -> dict[str, Any]:
+    """Return what a router adds to a request that it sends to a prefill and a decode engine."""
+    return {
+        "bootstrap_host": LOOPBACK,
+        "bootstrap_port": prefill.bootstrap_port,
+        "bootstrap_room": random.randrange(1, 2**63) if room is None else room,
+    }
+
+
 def write_plugins(directory: Path) -> Path:
-    """Write the metadata by which SGLang finds the connector, as an installation has it, and the tests' plug-in."""
+    """Write the metadata by which SGLang finds the connector, as an installation has it, and the tests' plug-ins."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     folder = directory / "plugins"
     found = folder / "longshore-0.dist-info"
@@ -191,7 +244,9 @@ def write_plugins(directory: Path) -> Path:
     (found / "METADATA").write_text("Metadata-Version: 2.1\nName: longshore\nVersion: 0\n", encoding="utf-8")
     group = "sglang.srt.plugins"
     lines = [f"{name} = {value}" for name, value in project["entry-points"][group].items()]
-    text = "\n".join([f"[{group}]", *lines, "longshore-zeroing = sglang_zeroing:register", ""])
+    text = "\n".join(
+        [f"[{group}]", *lines, "longshore-zeroing = sglang_zeroing:register", "nixl-on-cpu = sglang_nixl:register", ""]
+    )
     (found / "entry_points.txt").write_text(text, encoding="utf-8")
     return folder
 
@@ -236,4 +291,8 @@ def check_nothing_is_lent(scene: Scene, limit_s: float = END_LIMIT_S) -> None:
     """Wait until no room is open at any agent, and every engine has all its pages."""
     until(lambda: scene.open_rooms() == 0, "no room is open at any agent", limit_s)
     for role, engine in scene.engines.items():
-        until(lambda engine=engine: tokens_in_use(engine) == 0, f"{role} has all its pages", limit_s)
+        until(partial(_has_all_pages, engine), f"{role} has all its pages", limit_s)
+
+
+def _has_all_pages(engine: Engine) -> bool:
+    return tokens_in_use(engine) == 0
