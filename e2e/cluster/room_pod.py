@@ -147,7 +147,9 @@ def open_room(path: str, peer: str) -> int:
     rank, room = decode_rank(path), next(rooms())
     with call(peer) as stream:
         endpoint = msgspec.convert(exchange(stream, {}), ls.Endpoint)
-    insist(partial(rank.client.receive, room, endpoint, [0], 0, TARGET_PAGE))
+    # Large enough to be staged: pages that prefill writes itself are released only when prefill is known to have stopped.
+    pages = list(range(TOKENS_MAX // TARGET_PAGE))
+    insist(partial(rank.client.receive, room, endpoint, pages, 0, TOKENS_MAX))
     say(claimed=room)
     say_end(room, rank.ended(room, endpoint.instance))
     rank.client.close()
