@@ -69,6 +69,7 @@ class EngineOptions:
     chunk_tokens: int = CHUNK_TOKENS
     plain: Sequence[str] = ("--disable-radix-cache", "--disable-overlap-schedule")
     backend: str = "longshore"
+    pp: int = 1
 
     def arguments(self, port: int, bootstrap_port: int) -> list[str]:
         """Return the arguments of SGLang's server."""
@@ -80,6 +81,8 @@ class EngineOptions:
             *("--max-running-requests", str(RUNNING_MAX), "--chunked-prefill-size", str(self.chunk_tokens)),
             *self.plain,
         ]
+        if self.pp > 1:
+            given += ["--pp-size", str(self.pp)]
         if self.role is not None:
             given += ["--disaggregation-mode", self.role, "--disaggregation-transfer-backend", self.backend]
         if self.role == "prefill":
@@ -92,7 +95,7 @@ class EngineOptions:
     def variables(self) -> dict[str, str]:
         """Return the environment, with the processor of each rank."""
         cores = sorted(os.sched_getaffinity(0))
-        ranks = "|".join(str(cores[rank % len(cores)]) for rank in range(self.tp))
+        ranks = "|".join(str(cores[rank % len(cores)]) for rank in range(self.tp * self.pp))
         return {
             "SGLANG_CPU_OMP_THREADS_BIND": ranks,
             "PYTHONPATH": os.pathsep.join(

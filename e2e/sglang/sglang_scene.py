@@ -47,6 +47,7 @@ class Side:
     page_tokens: int = PAGE_TOKENS
     extra: Sequence[str] = ()
     plain: Sequence[str] = EngineOptions.plain
+    pp: int = 1
 
 
 class Scene:
@@ -113,6 +114,7 @@ class Scene:
                 tuple(side.extra),
                 paths=(plugins,),
                 plain=tuple(side.plain),
+                pp=side.pp,
             )
             self.engines[role] = Engine(nursery, options)
 

@@ -33,10 +33,16 @@ END_LIMIT_S = 140.0
 pytestmark = pytest.mark.timeout(900)
 
 
-@pytest.fixture(scope="module")
-def scene(nursery: Nursery, model: TinyModel, alone: Oracle) -> Iterator[Scene]:
-    # Prefill has a radix cache, and sends a prefix from it before it computes the rest.
-    prefill = Side(2, plain=("--disable-overlap-schedule",))
+# Prefill has a radix cache, and sends a prefix from it before it computes the rest.
+PREFILLS = {
+    "tensor": Side(2, plain=("--disable-overlap-schedule",)),
+    "pipeline": Side(1, plain=("--disable-overlap-schedule",), pp=2),
+}
+
+
+@pytest.fixture(scope="module", params=PREFILLS)
+def scene(request: pytest.FixtureRequest, nursery: Nursery, model: TinyModel, alone: Oracle) -> Iterator[Scene]:
+    prefill = PREFILLS[request.param]
     with Scene(
         nursery, model, prefill, Side(1), agent_settings={"peer_timeout_s": PEER_TIMEOUT_S}, environment=LIMITS
     ) as running:

@@ -66,8 +66,6 @@ def check_engine(kv_args: Any, server_args: Any, parallel: Any, environment: Map
             "speculative decoding is on: its draft layers have a cache of their own that is not moved; start without "
             "--speculative-algorithm"
         )
-    if parallel.pp_size > 1:
-        raise ArgumentError(f"the pipeline parallel size is {parallel.pp_size}: it was not tested; use --pp-size 1")
     for name, value in (
         ("attention context parallel size", parallel.attn_cp_size),
         ("decode context parallel size", parallel.attn_dcp_size),

@@ -93,7 +93,8 @@ class LongshoreManager(CommonKVManager):  # type: ignore[misc] # SGLang is not i
         pool = found_pool(args.kv_data_ptrs)
         # SGLang tells prefill in its arguments. It does not for MLA, which does not need it.
         heads = getattr(args, "total_kv_head_num", 1) if self.is_source else told_kv_heads()
-        shared = shared_pool(pool, heads, _place(args, parallel), args.page_size)
+        layers = parallel.pp_group.all_gather_object(pool.layer_num)
+        shared = shared_pool(pool, heads, layers, _place(args, parallel), args.page_size)
         world = parallel.world_group
         instance = world.broadcast_object(new_instance() if world.rank_in_group == 0 else None, src=0)
         role = Half.SOURCE if self.is_source else Half.TARGET

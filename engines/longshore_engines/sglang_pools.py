@@ -67,11 +67,12 @@ def found_pool(pointers: Sequence[int]) -> Any:
     )
 
 
-def shared_pool(pool: Any, kv_heads: int, parallel: Parallel, page_size: int) -> SharedCache:
+def shared_pool(pool: Any, kv_heads: int, layers: Sequence[int], parallel: Parallel, page_size: int) -> SharedCache:
     """Share a found pool.
 
     Args:
         kv_heads: of the whole model; not used for MLA.
+        layers: number of layers of each pipeline stage.
     Raises:
         LayoutError, ArgumentError: as `share_rows`.
     """
@@ -79,13 +80,15 @@ def shared_pool(pool: Any, kv_heads: int, parallel: Parallel, page_size: int) ->
     is_latent = not hasattr(pool, "k_buffer")
     first = tensors[0]
     model = ModelShape(
-        pool.layer_num,
+        sum(layers),
         1 if is_latent else kv_heads,
         first.shape[2],
         first.element_size(),
         Attention.LATENT if is_latent else Attention.HEADS,
     )
-    return share_rows(tensors, KVLayout(model, parallel, page_size))
+    return share_rows(
+        tensors, KVLayout(model, parallel, page_size, stage_layers=tuple(layers) if len(layers) > 1 else None)
+    )
 
 
 def content_of(pool: Any) -> str:

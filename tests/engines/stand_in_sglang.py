@@ -169,10 +169,18 @@ class Pool:
 
 
 class Group:
+    """This rank's values, and `others`' after them."""
+
     rank_in_group = 0
+
+    def __init__(self, *others):
+        self.others = others
 
     def broadcast_object(self, value, src):
         return value
+
+    def all_gather_object(self, value):
+        return [value, *self.others]
 
 
 def hooked(function):
@@ -224,6 +232,7 @@ def parallel(**changes):
         "attn_dcp_size": 1,
         "enable_kv_cache_sharding": False,
         "world_group": Group(),
+        "pp_group": Group(),
     }
     return SimpleNamespace(**{**plain, **changes})
 

@@ -21,7 +21,7 @@ from longshore_client import Endpoint, Half, KVLayout, ModelShape, Parallel, Rea
 from longshore_engines import sglang_pools
 from longshore_engines.asks import Ask, Decline, FirstToken, Grant, Left, packed, unpacked
 from longshore_engines.handover import HANDOVER_VERSION, Handover, packed_handover
-from longshore_wire.engine_messages import Cancel, EndpointUpdate, Offer, RankAddress, Receive, RegisterPool
+from longshore_wire.engine_messages import Cancel, EndpointUpdate, Hello, Offer, RankAddress, Receive, RegisterPool
 
 LAYOUT = KVLayout(ModelShape(LAYERS, HEADS, DIM, 4), Parallel(), PAGE_TOKENS)
 ENDPOINT = Endpoint("prefill-0", LAYOUT, (RankAddress(0, "10.0.0.1:7000", 5),))
@@ -154,6 +154,13 @@ def test_the_pool_is_registered_as_rows_of_tokens(decode):
     assert [(each.page_stride, each.token_stride, each.head_stride) for each in pool.geometry.planes] == [
         (PAGE_TOKENS * row_bytes, row_bytes, DIM * 4)
     ] * (2 * LAYERS)
+
+
+def test_a_pipeline_stage_tells_the_layers_of_all_stages(make):
+    fake.WORLD["parallel"] = fake.parallel(pp_size=2, pp_group=fake.Group(LAYERS + 1))
+    (hello,) = make("prefill").heard(Hello)
+    assert hello.layout.model.layers == 2 * LAYERS + 1
+    assert (hello.layout.parallel.pp, hello.layout.stage_layers) == (2, (LAYERS, LAYERS + 1))
 
 
 def test_decode_asks_claims_and_is_done_when_pages_are_released_and_the_first_token_is_there(decode):

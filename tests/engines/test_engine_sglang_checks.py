@@ -42,7 +42,6 @@ def test_a_plain_engine_is_served():
         ({"state_types": [SimpleNamespace(value="swa")]}, "swa"),
         ({"num_draft_entries": 2}, "speculative"),
         ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
-        ({"pp_size": 2}, "--pp-size 1"),
         ({"attn_cp_size": 2}, "attention context parallel size is 2"),
         ({"attn_dcp_size": 2}, "decode context parallel size is 2"),
         ({"enable_kv_cache_sharding": True}, "--enable-kv-cache-sharding"),
