@@ -31,6 +31,7 @@ from longshore_cli.lifetime import InterruptedBySignal, interrupts_raised
 LENGTHS = (32, 128, 300, 700)
 REPEATS = 7
 AT_ONCE = (1, 4, 16, 64)
+ROUNDS = 3
 # Tokens of each prompt in the second table.
 LENGTH_AT_ONCE = 300
 NEW_TOKENS = 4
@@ -141,7 +142,10 @@ def main() -> None:
                     computed_s(scene, prompts[0])
                     first_token_s(scene, prompts[0], alone)
                 rows[name] = {length: measure(scene, alone, prompts[1:]) for length, prompts in sets.items()}
-                rates[name] = {count: prompts_a_second(scene, alone, many[:count]) for count in AT_ONCE}
+                rates[name] = {
+                    count: statistics.median(prompts_a_second(scene, alone, many[:count]) for _ in range(ROUNDS))
+                    for count in AT_ONCE
+                }
     print_tables(rows, rates)
 
 
@@ -162,7 +166,7 @@ def print_tables(rows: dict[str, dict[int, Row]], rates: dict[str, dict[int, flo
             f"  {our.first_token_s / their.first_token_s:5.2f}"
             f"  {1e3 * our.moved_s:11.0f}  {1e3 * their.moved_s:11.0f}  {our.moved_s / their.moved_s:5.2f}"
         )
-    print(f"\nprompts of {LENGTH_AT_ONCE} tokens a second")
+    print(f"\nprompts of {LENGTH_AT_ONCE} tokens a second, medians of {ROUNDS}")
     print(f"at once  {OURS:>11}  {THEIRS:>11}  ratio")
     for count in AT_ONCE:
         ours, theirs = rates[OURS][count], rates[THEIRS][count]
