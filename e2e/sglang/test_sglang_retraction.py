@@ -1,13 +1,18 @@
-"""Decode retracts requests whose KV was moved, because its pool is full, and resumes them."""
+"""Decode retracts requests whose KV was moved, and resumes them.
+
+It does so because its pool is full, and keeps a copy of the KV; or because it is paused, as for new weights. Then prefill
+computes the prompt and the tokens generated so far again, and decode gets all KV once more under the same number.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from sglang_engines import Nursery
+from sglang_engines import Nursery, body
 from sglang_prompts import Oracle, random_prompt
-from sglang_scene import Scene, Side, at_once, check_nothing_is_lent
+from sglang_scene import Scene, Side, at_once, check_nothing_is_lent, token_bytes
 from tiny_model import TinyModel
 
 PROMPTS = tuple(random_prompt(seed, 100) for seed in range(400, 406))
@@ -35,4 +40,24 @@ def test_a_request_that_is_retracted_after_its_kv_was_moved_ends_with_the_tokens
     answers = [found["output_ids"] for found in at_once(scene, PROMPTS, NEW_TOKENS)]
     assert "etract" in scene.decode.log_path.read_text(encoding="utf-8", errors="replace").split("ready to roll")[-1]
     assert answers == [alone_longer(prompt) for prompt in PROMPTS]
+    check_nothing_is_lent(scene)
+
+
+def test_a_request_that_prefill_computes_again_after_a_pause_ends_with_the_tokens_of_one_engine_alone(
+    scene: Scene, alone_longer: Oracle, model: TinyModel
+) -> None:
+    prompt, decode = PROMPTS[0], scene.decode.http
+    content = body(prompt, NEW_TOKENS, **scene.routed())
+    with ThreadPoolExecutor(1) as thread:
+        computed = thread.submit(scene.prefill.post, content)
+        parts = scene.decode.stream(content)
+        first = next(parts)["output_ids"]
+        before = scene.received_bytes()
+        decode.post("/pause_generation", json={"mode": "retract"}).raise_for_status()
+        decode.post("/continue_generation", json={}).raise_for_status()
+        tokens = [part["output_ids"] for part in parts][-1]
+        computed.result()
+    assert len(first) < len(tokens)
+    assert tokens == alone_longer(prompt)
+    assert scene.received_bytes() - before >= len(prompt) * token_bytes(model)
     check_nothing_is_lent(scene)
