@@ -1,4 +1,4 @@
-"""Writes a Qwen3 model small enough for two cores, with random weights from a fixed seed, as files for vLLM and SGLang.
+"""Writes models small enough for two cores, with random weights from a fixed seed, as files for vLLM and SGLang.
 
 Called by the `conftest` of each engine and `benchmarks/vllm_connectors.py`. Needs only numpy. Its weights are unusually large: with smaller
 ones the most likely next token would not depend on the prompt.
@@ -23,6 +23,9 @@ POSITIONS_MAX = 2048
 SEED = 0
 WEIGHT_DEVIATION = 0.2
 ELEMENT_BYTES = 4
+# Elements of the DeepSeek model's latent, and of the part of a key that knows its position.
+LATENT = 64
+POSITIONAL = 16
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,18 @@ def _sizes(kv_heads: int) -> _Sizes:
 def make(directory: Path, kv_heads: int) -> TinyModel:
     """Write the model with `kv_heads` KV heads below `directory` and return it."""
     path = directory / f"qwen3-{kv_heads}-kv-heads"
+    return _write(path, kv_heads, _config(kv_heads), _weights(kv_heads))
+
+
+def make_latent(directory: Path) -> TinyModel:
+    """Write a DeepSeek model with MLA and without experts below `directory` and return it."""
+    return _write(directory / "deepseek", 1, _latent_config(), _latent_weights())
+
+
+def _write(path: Path, kv_heads: int, config: dict[str, object], weights: dict[str, np.ndarray]) -> TinyModel:
     path.mkdir(parents=True)
-    _write_json(path / "config.json", _config(kv_heads))
-    _write_weights(path / "model.safetensors", _weights(kv_heads))
+    _write_json(path / "config.json", config)
+    _write_weights(path / "model.safetensors", weights)
     _write_json(path / "tokenizer.json", _tokenizer())
     _write_json(path / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0"})
     return TinyModel(path, kv_heads)
@@ -78,6 +90,54 @@ def _config(kv_heads: int) -> dict[str, object]:
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
     }
+
+
+def _latent_config() -> dict[str, object]:
+    return _config(HEADS) | {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "kv_lora_rank": LATENT,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": POSITIONAL,
+        "qk_nope_head_dim": HEAD_DIM,
+        "v_head_dim": HEAD_DIM,
+        # All layers come before the first one with experts.
+        "first_k_dense_replace": LAYERS,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": INNER,
+        "moe_layer_freq": 1,
+        # SGLang has no other kind for MLA on CPUs.
+        "rope_scaling": {
+            "type": "yarn",
+            "rope_type": "deepseek_yarn",
+            "factor": 2.0,
+            "original_max_position_embeddings": POSITIONS_MAX // 2,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    }
+
+
+def _latent_weights() -> dict[str, np.ndarray]:
+    weights = _weights(HEADS)
+    generator = np.random.default_rng(SEED + 1)
+    for layer in range(LAYERS):
+        name = f"model.layers.{layer}.self_attn"
+        for absent in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm"):
+            del weights[f"{name}.{absent}.weight"]
+        for part, rows, columns in (
+            ("q_proj", HEADS * (HEAD_DIM + POSITIONAL), HIDDEN),
+            ("kv_a_proj_with_mqa", LATENT + POSITIONAL, HIDDEN),
+            ("kv_b_proj", HEADS * 2 * HEAD_DIM, LATENT),
+        ):
+            random = generator.standard_normal((rows, columns)) * WEIGHT_DEVIATION
+            weights[f"{name}.{part}.weight"] = random.astype(np.float32)
+        weights[f"{name}.kv_a_layernorm.weight"] = np.ones(LATENT, np.float32)
+    return weights
 
 
 def _weights(kv_heads: int) -> dict[str, np.ndarray]:

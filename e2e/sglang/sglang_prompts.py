@@ -48,7 +48,11 @@ def answer_of(found: Any) -> Answer:
 
 
 class Oracle:
-    """The answers of a single engine, by prompt."""
+    """The answers of a single engine, by prompt.
+
+    Args:
+        options: further ones of `EngineOptions`.
+    """
 
     def __init__(
         self,
@@ -56,9 +60,10 @@ class Oracle:
         model: TinyModel,
         prompts: Sequence[Prompt] = EVERY_PROMPT,
         max_tokens: int = NEW_TOKENS,
+        **options: Any,
     ) -> None:
-        options = EngineOptions(f"alone-{model.kv_heads}-{max_tokens}", model, 1, chunk_tokens=2048)
-        with Engine(nursery, options) as engine:
+        alone = EngineOptions(f"alone-{model.kv_heads}-{max_tokens}", model, 1, chunk_tokens=2048, **options)
+        with Engine(nursery, alone) as engine:
             engine.wait_ready()
             self._answers = {
                 tuple(prompt): answer_of(engine.post(body(prompt, max_tokens, return_logprob=True)))

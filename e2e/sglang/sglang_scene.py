@@ -36,6 +36,8 @@ AT_ONCE = 24
 ZERO_VARIABLE = "E2E_SGLANG_ZERO"
 # The same for `sglang_nixl`.
 NIXL_VARIABLE = "E2E_SGLANG_NIXL"
+# The same for `sglang_latent`.
+LATENT_VARIABLE = "E2E_SGLANG_LATENT"
 END_LIMIT_S = 120.0
 
 
@@ -246,10 +248,8 @@ def write_plugins(directory: Path) -> Path:
     (found / "METADATA").write_text("Metadata-Version: 2.1\nName: longshore\nVersion: 0\n", encoding="utf-8")
     group = "sglang.srt.plugins"
     lines = [f"{name} = {value}" for name, value in project["entry-points"][group].items()]
-    text = "\n".join(
-        [f"[{group}]", *lines, "longshore-zeroing = sglang_zeroing:register", "nixl-on-cpu = sglang_nixl:register", ""]
-    )
-    (found / "entry_points.txt").write_text(text, encoding="utf-8")
+    lines += [f"{name} = {name}:register" for name in ("sglang_zeroing", "sglang_nixl", "sglang_latent")]
+    (found / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]), encoding="utf-8")
     return folder
 
 
