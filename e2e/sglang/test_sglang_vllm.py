@@ -174,6 +174,23 @@ def test_a_client_that_leaves_and_a_room_that_decode_cannot_use_leave_nothing_le
     check_nothing_is_lent(pair)
 
 
+def test_a_prompt_of_vllm_that_sglang_would_let_prefill_compute_again_ends_with_a_reason(pair: Pair) -> None:
+    if pair.direction == TO_VLLM:
+        pytest.skip("vLLM has no such pause")
+    content, decode = body(PROMPTS[-1], max_tokens=1000, stream=True), pair.sglang.decode
+    with httpx.stream("POST", f"{pair.url}/v1/completions", json=content, timeout=REQUEST_LIMIT_S) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        decode.http.post("/pause_generation", json={"mode": "retract"}).raise_for_status()
+        decode.http.post("/continue_generation", json={}).raise_for_status()
+        # After the first token the reason cannot reach the client: the stream breaks off.
+        with pytest.raises(httpx.RemoteProtocolError):
+            list(lines)
+    text = "could not resolve the prefill /generate URL"
+    until(lambda: text in decode.log_path.read_text(encoding="utf-8", errors="replace"), "decode's log has the reason")
+    check_nothing_is_lent(pair)
+
+
 def test_an_agent_that_dies_gives_an_error_with_its_reason_and_the_next_request_is_answered(
     pair: Pair, alone: Oracle
 ) -> None:
