@@ -24,7 +24,7 @@ from pathlib import Path
 import tiny_model
 from sglang_engines import Nursery, Prompt, body
 from sglang_prompts import Oracle, random_prompt
-from sglang_scene import NixlScene, Scene, Side, routed
+from sglang_scene import NIXL_VARIABLE, Scene, Side
 
 from longshore_cli.lifetime import InterruptedBySignal, interrupts_raised
 
@@ -55,23 +55,23 @@ class Row:
         return self.first_token_s - self.computed_s
 
 
-def measure(scene: Scene | NixlScene, alone: Oracle, prompts: Sequence[Prompt]) -> Row:
+def measure(scene: Scene, alone: Oracle, prompts: Sequence[Prompt]) -> Row:
     """Move prompts of one length one after another."""
     computed = [computed_s(scene, prompt) for prompt in prompts]
     seconds = [first_token_s(scene, prompt, alone) for prompt in prompts]
     return Row(statistics.median(computed), statistics.median(seconds), max(seconds))
 
 
-def computed_s(scene: Scene | NixlScene, prompt: Prompt) -> float:
+def computed_s(scene: Scene, prompt: Prompt) -> float:
     """Return the time in which prefill computes a prompt that it moves nowhere."""
     start_s = time.monotonic()
     scene.prefill.post(body(prompt, 1, **NOWHERE))
     return time.monotonic() - start_s
 
 
-def first_token_s(scene: Scene | NixlScene, prompt: Prompt, alone: Oracle) -> float:
+def first_token_s(scene: Scene, prompt: Prompt, alone: Oracle) -> float:
     """Return the time from the request to the first token of decode."""
-    content = body(prompt, NEW_TOKENS, **routed(scene.prefill))
+    content = body(prompt, NEW_TOKENS, **scene.routed())
     with ThreadPoolExecutor(1) as thread:
         start_s = time.monotonic()
         computed = thread.submit(scene.prefill.post, content)
@@ -84,10 +84,10 @@ def first_token_s(scene: Scene | NixlScene, prompt: Prompt, alone: Oracle) -> fl
     return first_s
 
 
-def prompts_a_second(scene: Scene | NixlScene, alone: Oracle, prompts: Sequence[Prompt]) -> float:
+def prompts_a_second(scene: Scene, alone: Oracle, prompts: Sequence[Prompt]) -> float:
     """Return the rate of prompts that are all sent at once."""
     with ThreadPoolExecutor(2 * len(prompts)) as threads:
-        contents = [body(prompt, NEW_TOKENS, **routed(scene.prefill)) for prompt in prompts]
+        contents = [body(prompt, NEW_TOKENS, **scene.routed()) for prompt in prompts]
         start_s = time.monotonic()
         computed = [threads.submit(scene.prefill.post, content) for content in contents]
         found = list(threads.map(scene.decode.post, contents))
@@ -132,9 +132,16 @@ def main() -> None:
         )
         rows: dict[str, dict[int, Row]] = {}
         rates: dict[str, dict[int, float]] = {}
-        scenes: dict[str, Scene | NixlScene] = {
+        scenes = {
             OURS: Scene(nursery, model, *SIDES),
-            THEIRS: NixlScene(nursery, model, *SIDES, nixl_packages(directory)),
+            THEIRS: Scene(
+                nursery,
+                model,
+                *SIDES,
+                backend="nixl",
+                environment={NIXL_VARIABLE: "1"},
+                paths=(nixl_packages(directory),),
+            ),
         }
         for name, scene in scenes.items():
             with scene:
@@ -178,4 +185,4 @@ if __name__ == "__main__":
         with interrupts_raised():
             main()
     except InterruptedBySignal as interrupted:
-        sys.exit(128 + interrupted.number)
+        sys.exit(interrupted.status)

@@ -155,4 +155,4 @@ if __name__ == "__main__":
         with interrupts_raised():
             main()
     except InterruptedBySignal as interrupted:
-        sys.exit(128 + interrupted.number)
+        sys.exit(interrupted.status)

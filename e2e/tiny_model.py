@@ -1,12 +1,13 @@
 """Writes models small enough for two cores, with random weights from a fixed seed, as files for vLLM and SGLang.
 
-Called by the `conftest` of each engine and `benchmarks/vllm_connectors.py`. Needs only numpy. Its weights are unusually large: with smaller
+Called by the tests of both engines and their benchmarks. Needs only numpy. Its weights are unusually large: with smaller
 ones the most likely next token would not depend on the prompt.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -53,12 +54,14 @@ def _sizes(kv_heads: int) -> _Sizes:
 def make(directory: Path, kv_heads: int) -> TinyModel:
     """Write the model with `kv_heads` KV heads below `directory` and return it."""
     path = directory / f"qwen3-{kv_heads}-kv-heads"
-    return _write(path, kv_heads, _config(kv_heads), _weights(kv_heads))
+    sizes = _sizes(kv_heads)
+    return _write(path, kv_heads, _config(kv_heads), _weights(sizes, _attention(sizes, kv_heads)))
 
 
 def make_latent(directory: Path) -> TinyModel:
     """Write a DeepSeek model with MLA and without experts below `directory` and return it."""
-    return _write(directory / "deepseek", 1, _latent_config(), _latent_weights())
+    weights = _weights(_sizes(HEADS), _latent_attention())
+    return _write(directory / "deepseek", 1, _latent_config(), weights)
 
 
 def _write(path: Path, kv_heads: int, config: dict[str, object], weights: dict[str, np.ndarray]) -> TinyModel:
@@ -122,49 +125,48 @@ def _latent_config() -> dict[str, object]:
     }
 
 
-def _latent_weights() -> dict[str, np.ndarray]:
-    weights = _weights(HEADS)
-    generator = np.random.default_rng(SEED + 1)
-    for layer in range(LAYERS):
-        name = f"model.layers.{layer}.self_attn"
-        for absent in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm"):
-            del weights[f"{name}.{absent}.weight"]
-        for part, rows, columns in (
-            ("q_proj", HEADS * (HEAD_DIM + POSITIONAL), HIDDEN),
-            ("kv_a_proj_with_mqa", LATENT + POSITIONAL, HIDDEN),
-            ("kv_b_proj", HEADS * 2 * HEAD_DIM, LATENT),
-        ):
-            random = generator.standard_normal((rows, columns)) * WEIGHT_DEVIATION
-            weights[f"{name}.{part}.weight"] = random.astype(np.float32)
-        weights[f"{name}.kv_a_layernorm.weight"] = np.ones(LATENT, np.float32)
-    return weights
+def _attention(sizes: _Sizes, kv_heads: int) -> dict[str, tuple[int, ...]]:
+    return {
+        "q_proj": (sizes.heads * HEAD_DIM, HIDDEN),
+        "k_proj": (kv_heads * HEAD_DIM, HIDDEN),
+        "v_proj": (kv_heads * HEAD_DIM, HIDDEN),
+        "o_proj": (HIDDEN, sizes.heads * HEAD_DIM),
+        "q_norm": (HEAD_DIM,),
+        "k_norm": (HEAD_DIM,),
+    }
 
 
-def _weights(kv_heads: int) -> dict[str, np.ndarray]:
+def _latent_attention() -> dict[str, tuple[int, ...]]:
+    return {
+        "q_proj": (HEADS * (HEAD_DIM + POSITIONAL), HIDDEN),
+        "kv_a_proj_with_mqa": (LATENT + POSITIONAL, HIDDEN),
+        "kv_a_layernorm": (LATENT,),
+        "kv_b_proj": (HEADS * 2 * HEAD_DIM, LATENT),
+        "o_proj": (HIDDEN, HEADS * HEAD_DIM),
+    }
+
+
+def _weights(sizes: _Sizes, attention: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """Return random matrices, and norms of ones; `attention` has the shapes of a layer's weights for attention."""
     generator = np.random.default_rng(SEED)
-    sizes = _sizes(kv_heads)
 
-    def random(rows: int, columns: int) -> np.ndarray:
-        return (generator.standard_normal((rows, columns)) * WEIGHT_DEVIATION).astype(np.float32)
+    def made(*shape: int) -> np.ndarray:
+        if len(shape) == 1:
+            return np.ones(shape, np.float32)
+        return (generator.standard_normal(shape) * WEIGHT_DEVIATION).astype(np.float32)
 
-    ones = {size: np.ones(size, np.float32) for size in (HIDDEN, HEAD_DIM)}
-    weights = {"model.embed_tokens.weight": random(sizes.vocabulary, HIDDEN)}
+    weights = {"model.embed_tokens.weight": made(sizes.vocabulary, HIDDEN)}
     for layer in range(LAYERS):
         name = f"model.layers.{layer}"
+        weights |= {f"{name}.self_attn.{part}.weight": made(*shape) for part, shape in attention.items()}
         weights |= {
-            f"{name}.input_layernorm.weight": ones[HIDDEN],
-            f"{name}.self_attn.q_proj.weight": random(sizes.heads * HEAD_DIM, HIDDEN),
-            f"{name}.self_attn.k_proj.weight": random(kv_heads * HEAD_DIM, HIDDEN),
-            f"{name}.self_attn.v_proj.weight": random(kv_heads * HEAD_DIM, HIDDEN),
-            f"{name}.self_attn.o_proj.weight": random(HIDDEN, sizes.heads * HEAD_DIM),
-            f"{name}.self_attn.q_norm.weight": ones[HEAD_DIM],
-            f"{name}.self_attn.k_norm.weight": ones[HEAD_DIM],
-            f"{name}.post_attention_layernorm.weight": ones[HIDDEN],
-            f"{name}.mlp.gate_proj.weight": random(sizes.inner, HIDDEN),
-            f"{name}.mlp.up_proj.weight": random(sizes.inner, HIDDEN),
-            f"{name}.mlp.down_proj.weight": random(HIDDEN, sizes.inner),
+            f"{name}.input_layernorm.weight": made(HIDDEN),
+            f"{name}.post_attention_layernorm.weight": made(HIDDEN),
+            f"{name}.mlp.gate_proj.weight": made(sizes.inner, HIDDEN),
+            f"{name}.mlp.up_proj.weight": made(sizes.inner, HIDDEN),
+            f"{name}.mlp.down_proj.weight": made(HIDDEN, sizes.inner),
         }
-    return weights | {"model.norm.weight": ones[HIDDEN], "lm_head.weight": random(sizes.vocabulary, HIDDEN)}
+    return weights | {"model.norm.weight": made(HIDDEN), "lm_head.weight": made(sizes.vocabulary, HIDDEN)}
 
 
 def _write_weights(path: Path, weights: dict[str, np.ndarray]) -> None:

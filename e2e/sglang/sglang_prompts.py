@@ -12,6 +12,7 @@ from tiny_model import TinyModel
 # Around the ends of pages of 8 and 16 tokens and of chunks of 128, and far beyond them.
 LENGTHS = (2, 8, 15, 16, 17, 127, 128, 129, 300, 700)
 NEW_TOKENS = 8
+AT_ONCE = 24
 # The shortest prompt whose tokens change if its KV is zeroed. Decode computes only what follows the prompt.
 TELLING_TOKENS_MIN = 8
 # Of the tiny model that has the fewest tokens.
@@ -29,6 +30,8 @@ def random_prompt(seed: int, length: int) -> Prompt:
 
 
 PROMPTS = tuple(random_prompt(seed, length) for seed, length in enumerate(LENGTHS))
+# The requests that a router sends at once.
+MANY_PROMPTS = tuple(PROMPTS[index % len(PROMPTS)] for index in range(AT_ONCE))
 SHARES_A_PREFIX = Prompt([*PROMPTS[-2][:SHARED_TOKENS], *random_prompt(100, 100)])
 # Computed in 16 chunks.
 LONG_PROMPT = random_prompt(101, 1990)
@@ -77,3 +80,7 @@ class Oracle:
     def first_logprob(self, prompt: Prompt) -> float:
         """Return the logprob of its first token."""
         return self._answers[tuple(prompt)].first_logprob
+
+    def first_logprob_error(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> float:
+        """Return the largest difference between the first logprob of an answer and that of a single engine."""
+        return max(abs(found.first_logprob - self.first_logprob(p)) for p, found in zip(prompts, answers, strict=True))

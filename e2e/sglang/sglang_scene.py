@@ -20,6 +20,7 @@ from typing import Any, Self
 import tiny_model
 from controlplane.waiting import until
 from sglang_engines import LOOPBACK, PAGE_TOKENS, ROOT, Engine, EngineOptions, Nursery, Prompt, body
+from sglang_prompts import AT_ONCE, NEW_TOKENS, PROMPTS, TELLING_TOKENS_MIN, Answer, Oracle, answer_of
 from tiny_model import TinyModel
 
 from longshore_cli.local_agents import LocalAgent, make_keys
@@ -30,8 +31,6 @@ LANE_BYTES = 4 << 20
 SLAB_BYTES_MIN = 64 << 10
 # Long enough that peers on a loaded machine are not considered dead.
 PEER_TIMEOUT_S = 60
-# The number of requests that a router sends at once.
-AT_ONCE = 24
 # See `sglang_zeroing`, which only SGLang's interpreter can import.
 ZERO_VARIABLE = "E2E_SGLANG_ZERO"
 # The same for `sglang_nixl`.
@@ -58,6 +57,8 @@ class Scene:
     Args:
         prefill, decode: None: the engine of this side is in another scene.
         keys: the agents' keys, where agents of another scene are their peers.
+        backend: SGLang's name of the transfer backend. Only ours has agents.
+        paths: folders that the engines' Python searches first.
     Attributes:
         zero: while this file exists, received KV is zeroed; see `sglang_zeroing`.
     """
@@ -72,6 +73,8 @@ class Scene:
         agent_settings: Mapping[str, str | int] | None = None,
         environment: Mapping[str, str] | None = None,
         keys: Path | None = None,
+        backend: str = EngineOptions.backend,
+        paths: Sequence[Path] = (),
     ) -> None:
         self._stack = ExitStack()
         self._logs = nursery.directory
@@ -87,36 +90,37 @@ class Scene:
         for role, side in (("prefill", prefill), ("decode", decode)):
             if side is None:
                 continue
-            settings: dict[str, str | int | float] = {
-                "deployment": "e2e/engines",
-                "node": role,
-                "keys_directory": str(keys),
-                "ring_bytes": RING_BYTES,
-                "lane_bytes": LANE_BYTES,
-                "slab_bytes_min": SLAB_BYTES_MIN,
-                "staging": "Always",
-                "peer_timeout_s": PEER_TIMEOUT_S,
-                **(agent_settings or {}),
-            }
-            agent = LocalAgent(settings, self._directory / role)
-            self.agents[role] = agent
-            variables = {
-                "LONGSHORE_ENGINE_SOCKET": agent.socket_path,
-                "LONGSHORE_ENGINE_INSTANCE_PREFIX": role,
-                ZERO_VARIABLE: str(self.zero),
-                **(environment or {}),
-            }
+            variables: dict[str, str] = {}
+            if backend == EngineOptions.backend:
+                settings: dict[str, str | int | float] = {
+                    "deployment": "e2e/engines",
+                    "node": role,
+                    "keys_directory": str(keys),
+                    "ring_bytes": RING_BYTES,
+                    "lane_bytes": LANE_BYTES,
+                    "slab_bytes_min": SLAB_BYTES_MIN,
+                    "staging": "Always",
+                    "peer_timeout_s": PEER_TIMEOUT_S,
+                    **(agent_settings or {}),
+                }
+                agent = self.agents[role] = LocalAgent(settings, self._directory / role)
+                variables = {
+                    "LONGSHORE_ENGINE_SOCKET": agent.socket_path,
+                    "LONGSHORE_ENGINE_INSTANCE_PREFIX": role,
+                    ZERO_VARIABLE: str(self.zero),
+                }
             options = EngineOptions(
                 role,
                 model,
                 side.tp,
                 role,
-                variables,
+                variables | dict(environment or {}),
                 side.page_tokens,
                 tuple(side.extra),
-                paths=(plugins,),
+                paths=(plugins, *paths),
                 plain=tuple(side.plain),
                 pp=side.pp,
+                backend=backend,
             )
             self.engines[role] = Engine(nursery, options)
 
@@ -132,7 +136,11 @@ class Scene:
 
     def routed(self, room: int | None = None) -> dict[str, Any]:
         """Return what a router adds to a request."""
-        return routed(self.prefill, room)
+        return {
+            "bootstrap_host": LOOPBACK,
+            "bootstrap_port": self.prefill.bootstrap_port,
+            "bootstrap_room": random.randrange(1, 2**63) if room is None else room,
+        }
 
     def ask(self, prompt: Prompt, max_tokens: int, **more: Any) -> Any:
         """Send a prompt to both engines at once, as a router does; return decode's answer."""
@@ -185,60 +193,6 @@ class Scene:
         self._stack.close()
 
 
-class NixlScene:
-    """Two engines with SGLang's own NIXL backend, in host memory (see `sglang_nixl`); a context manager as `Scene`.
-
-    Args:
-        packages: folder in which Python finds NIXL.
-    """
-
-    def __init__(self, nursery: Nursery, model: TinyModel, prefill: Side, decode: Side, packages: Path) -> None:
-        self._stack = ExitStack()
-        directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="e2e-sglang-")))
-        paths = (write_plugins(directory), packages)
-        self.prefill, self.decode = (
-            Engine(
-                nursery,
-                EngineOptions(
-                    f"nixl-{role}",
-                    model,
-                    side.tp,
-                    role,
-                    {NIXL_VARIABLE: "1"},
-                    side.page_tokens,
-                    tuple(side.extra),
-                    paths,
-                    plain=tuple(side.plain),
-                    backend="nixl",
-                ),
-            )
-            for role, side in (("prefill", prefill), ("decode", decode))
-        )
-
-    def __enter__(self) -> Self:
-        try:
-            for engine in (self.prefill, self.decode):
-                self._stack.enter_context(engine)
-            for engine in (self.prefill, self.decode):
-                engine.wait_ready()
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._stack.close()
-
-
-def routed(prefill: Engine, room: int | None = None) -> dict[str, Any]:
-    """Return what a router adds to a request that it sends to a prefill and a decode engine."""
-    return {
-        "bootstrap_host": LOOPBACK,
-        "bootstrap_port": prefill.bootstrap_port,
-        "bootstrap_room": random.randrange(1, 2**63) if room is None else room,
-    }
-
-
 def write_plugins(directory: Path) -> Path:
     """Write the metadata by which SGLang finds the connector, as an installation has it, and the tests' plug-ins."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -262,6 +216,22 @@ def at_once(scene: Scene, prompts: Sequence[Prompt], max_tokens: int, **more: An
     """Ask for all prompts concurrently; return decode's answers."""
     with ThreadPoolExecutor(AT_ONCE) as threads:
         return list(threads.map(lambda prompt: scene.ask(prompt, max_tokens, **more), prompts))
+
+
+def answers_at_once(scene: Scene, prompts: Sequence[Prompt]) -> list[Answer]:
+    """Ask for all prompts concurrently, with logprobs."""
+    return [answer_of(found) for found in at_once(scene, prompts, NEW_TOKENS, return_logprob=True)]
+
+
+def unchanged_by_zeroing(scene: Scene, alone: Oracle) -> list[int]:
+    """Zero received KV; return the lengths of the telling prompts whose tokens are still those of one engine alone."""
+    telling = [prompt for prompt in PROMPTS if len(prompt) >= TELLING_TOKENS_MIN]
+    scene.zero.touch()
+    try:
+        answers = at_once(scene, telling, NEW_TOKENS)
+    finally:
+        scene.zero.unlink()
+    return [len(p) for p, found in zip(telling, answers, strict=True) if found["output_ids"] == alone(p)]
 
 
 @contextmanager

@@ -7,8 +7,16 @@ from collections.abc import Iterator
 import pytest
 import tiny_model
 from sglang_engines import Nursery
-from sglang_prompts import LOGPROB_ERROR_MAX, NEW_TOKENS, PROMPTS, TELLING_TOKENS_MIN, Oracle, answer_of
-from sglang_scene import AT_ONCE, LATENT_VARIABLE, Scene, Side, at_once, check_nothing_is_lent, write_plugins
+from sglang_prompts import LOGPROB_ERROR_MAX, MANY_PROMPTS, PROMPTS, Oracle
+from sglang_scene import (
+    LATENT_VARIABLE,
+    Scene,
+    Side,
+    answers_at_once,
+    check_nothing_is_lent,
+    unchanged_by_zeroing,
+    write_plugins,
+)
 from tiny_model import TinyModel
 
 SWITCHED_ON = {LATENT_VARIABLE: "1"}
@@ -37,23 +45,13 @@ def scene(nursery: Nursery, latent_model: TinyModel, latent_alone: Oracle) -> It
 def test_tokens_and_first_logprobs_of_24_prompts_at_once_equal_those_of_one_engine_alone(
     scene: Scene, latent_alone: Oracle
 ) -> None:
-    prompts = [PROMPTS[index % len(PROMPTS)] for index in range(AT_ONCE)]
-    answers = [answer_of(found) for found in at_once(scene, prompts, NEW_TOKENS, return_logprob=True)]
-    assert [answer.tokens for answer in answers] == [latent_alone(prompt) for prompt in prompts]
-    expected = [latent_alone.first_logprob(prompt) for prompt in prompts]
-    errors = [abs(answer.first_logprob - logprob) for answer, logprob in zip(answers, expected, strict=True)]
-    assert max(errors) < LOGPROB_ERROR_MAX
+    answers = answers_at_once(scene, MANY_PROMPTS)
+    assert [answer.tokens for answer in answers] == [latent_alone(prompt) for prompt in MANY_PROMPTS]
+    assert latent_alone.first_logprob_error(MANY_PROMPTS, answers) < LOGPROB_ERROR_MAX
     check_nothing_is_lent(scene)
 
 
 def test_with_the_moved_latents_zeroed_the_tokens_of_every_telling_prompt_differ(
     scene: Scene, latent_alone: Oracle
 ) -> None:
-    telling = [prompt for prompt in PROMPTS if len(prompt) >= TELLING_TOKENS_MIN]
-    scene.zero.touch()
-    try:
-        answers = at_once(scene, telling, NEW_TOKENS)
-    finally:
-        scene.zero.unlink()
-    same = [len(p) for p, found in zip(telling, answers, strict=True) if found["output_ids"] == latent_alone(p)]
-    assert same == []
+    assert unchanged_by_zeroing(scene, latent_alone) == []

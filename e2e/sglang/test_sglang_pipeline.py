@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 from sglang_engines import Nursery
-from sglang_prompts import LOGPROB_ERROR_MAX, NEW_TOKENS, PROMPTS, TELLING_TOKENS_MIN, Oracle, answer_of
-from sglang_scene import AT_ONCE, Scene, Side, at_once, check_nothing_is_lent
+from sglang_prompts import LOGPROB_ERROR_MAX, MANY_PROMPTS, Oracle
+from sglang_scene import Scene, Side, answers_at_once, check_nothing_is_lent, unchanged_by_zeroing
 from tiny_model import TinyModel
 
 PAIRS = {
@@ -30,20 +30,11 @@ def scene(request: pytest.FixtureRequest, nursery: Nursery, model: TinyModel, al
 def test_tokens_and_first_logprobs_of_24_prompts_at_once_equal_those_of_one_engine_alone(
     scene: Scene, alone: Oracle
 ) -> None:
-    prompts = [PROMPTS[index % len(PROMPTS)] for index in range(AT_ONCE)]
-    answers = [answer_of(found) for found in at_once(scene, prompts, NEW_TOKENS, return_logprob=True)]
-    assert [answer.tokens for answer in answers] == [alone(prompt) for prompt in prompts]
-    errors = [abs(answer.first_logprob - alone.first_logprob(p)) for answer, p in zip(answers, prompts, strict=True)]
-    assert max(errors) < LOGPROB_ERROR_MAX
+    answers = answers_at_once(scene, MANY_PROMPTS)
+    assert [answer.tokens for answer in answers] == [alone(prompt) for prompt in MANY_PROMPTS]
+    assert alone.first_logprob_error(MANY_PROMPTS, answers) < LOGPROB_ERROR_MAX
     check_nothing_is_lent(scene)
 
 
 def test_with_the_moved_kv_zeroed_the_tokens_of_every_telling_prompt_differ(scene: Scene, alone: Oracle) -> None:
-    telling = [prompt for prompt in PROMPTS if len(prompt) >= TELLING_TOKENS_MIN]
-    scene.zero.touch()
-    try:
-        answers = at_once(scene, telling, NEW_TOKENS)
-    finally:
-        scene.zero.unlink()
-    same = [len(p) for p, answer in zip(telling, answers, strict=True) if answer["output_ids"] == alone(p)]
-    assert same == []
+    assert unchanged_by_zeroing(scene, alone) == []

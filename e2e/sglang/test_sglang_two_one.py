@@ -10,16 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from controlplane.waiting import until
 from sglang_engines import CHUNK_TOKENS, Nursery, body
-from sglang_prompts import (
-    LOGPROB_ERROR_MAX,
-    LONG_PROMPT,
-    NEW_TOKENS,
-    PROMPTS,
-    TELLING_TOKENS_MIN,
-    Oracle,
-    answer_of,
-)
-from sglang_scene import Scene, Side, at_once, check_nothing_is_lent, token_bytes
+from sglang_prompts import LOGPROB_ERROR_MAX, LONG_PROMPT, NEW_TOKENS, PROMPTS, Oracle
+from sglang_scene import Scene, Side, answers_at_once, check_nothing_is_lent, token_bytes, unchanged_by_zeroing
 from tiny_model import TinyModel
 
 pytestmark = [pytest.mark.shortest, pytest.mark.timeout(600)]
@@ -34,22 +26,14 @@ def scene(nursery: Nursery, model: TinyModel, alone: Oracle) -> Iterator[Scene]:
 def test_tokens_and_first_logprobs_of_prompts_that_are_moved_at_once_equal_those_of_one_engine_alone(
     scene: Scene, alone: Oracle
 ) -> None:
-    answers = [answer_of(found) for found in at_once(scene, PROMPTS, NEW_TOKENS, return_logprob=True)]
+    answers = answers_at_once(scene, PROMPTS)
     assert [answer.tokens for answer in answers] == [alone(prompt) for prompt in PROMPTS]
-    errors = [abs(answer.first_logprob - alone.first_logprob(p)) for answer, p in zip(answers, PROMPTS, strict=True)]
-    assert max(errors) < LOGPROB_ERROR_MAX
+    assert alone.first_logprob_error(PROMPTS, answers) < LOGPROB_ERROR_MAX
     check_nothing_is_lent(scene)
 
 
 def test_with_the_moved_kv_zeroed_the_tokens_of_every_telling_prompt_differ(scene: Scene, alone: Oracle) -> None:
-    telling = [prompt for prompt in PROMPTS if len(prompt) >= TELLING_TOKENS_MIN]
-    scene.zero.touch()
-    try:
-        answers = at_once(scene, telling, NEW_TOKENS)
-    finally:
-        scene.zero.unlink()
-    same = [len(p) for p, answer in zip(telling, answers, strict=True) if answer["output_ids"] == alone(p)]
-    assert same == []
+    assert unchanged_by_zeroing(scene, alone) == []
 
 
 def test_the_first_slab_leaves_before_the_last_chunk_is_computed(scene: Scene, alone: Oracle, model: TinyModel) -> None:

@@ -15,19 +15,27 @@ import stand_in_sglang as fake
 import torch
 from fake_agent import WAIT_S, FakeAgent
 from scene import DONE, FAILED, RELEASED, event
-from stand_in_sglang import AUX_LENGTHS, DIM, HEADS, LAYERS, PAGE_TOKENS, KVPoll, installed
+from stand_in_sglang import (
+    AUX_LENGTHS,
+    DIM,
+    ENDPOINT,
+    HANDOVER,
+    HEADS,
+    LAYERS,
+    LAYOUT,
+    PAGE_TOKENS,
+    ROOM,
+    KVPoll,
+    installed,
+)
 
-from longshore_client import Endpoint, Half, KVLayout, ModelShape, Parallel, Reason
+from longshore_client import Endpoint, Half, Reason
 from longshore_engines import sglang_pools
 from longshore_engines.asks import Ask, Decline, FirstToken, Grant, Left, packed, unpacked
-from longshore_engines.handover import HANDOVER_VERSION, Handover, packed_handover
-from longshore_wire.engine_messages import Cancel, EndpointUpdate, Hello, Offer, RankAddress, Receive, RegisterPool
+from longshore_engines.handover import packed_handover
+from longshore_wire.engine_messages import Cancel, EndpointUpdate, Hello, Offer, Receive, RegisterPool
 
-LAYOUT = KVLayout(ModelShape(LAYERS, HEADS, DIM, 4), Parallel(), PAGE_TOKENS)
-ENDPOINT = Endpoint("prefill-0", LAYOUT, (RankAddress(0, "10.0.0.1:7000", 5),))
 ROWS = (b"12345678", b"abcd")
-ROOM = 7
-HANDOVER = Handover(HANDOVER_VERSION, ROOM, 6, ENDPOINT, "tokens of float32")
 
 
 def wait_for(predicate):

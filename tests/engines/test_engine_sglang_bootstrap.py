@@ -11,17 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 import zmq
-from stand_in_sglang import DIM, HEADS, LAYERS, PAGE_TOKENS, installed
+from stand_in_sglang import ENDPOINT, HANDOVER, ROOM, installed
 
-from longshore_client import Endpoint, KVLayout, ModelShape, Parallel
 from longshore_engines.asks import Ask, Decline, Grant, Left, packed, unpacked
-from longshore_engines.handover import HANDOVER_VERSION, Handover, handover_of
-from longshore_wire.engine_messages import RankAddress
-
-LAYOUT = KVLayout(ModelShape(LAYERS, HEADS, DIM, 4), Parallel(), PAGE_TOKENS)
-ENDPOINT = Endpoint("prefill-0", LAYOUT, (RankAddress(0, "10.0.0.1:7000", 5),))
-ROOM = 7
-HANDOVER = Handover(HANDOVER_VERSION, ROOM, 6, ENDPOINT, "tokens of float32")
+from longshore_engines.handover import handover_of
 
 
 @pytest.fixture
