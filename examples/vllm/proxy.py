@@ -54,7 +54,7 @@ class EngineError(Exception):
     def __init__(self, status: int, content: bytes | str) -> None:
         super().__init__(content)
         self.status = status
-        self.content = content if isinstance(content, bytes) else _error(status, content)
+        self.content = _in_openais_form(content) if isinstance(content, bytes) else _error(status, content)
 
 
 def make_app(
@@ -260,6 +260,16 @@ async def _while_connected(request: Request, work: Awaitable[Response]) -> Respo
         return task.result()
     finally:
         task.cancel()
+
+
+def _in_openais_form(content: bytes) -> bytes:
+    """Return an engine's error. SGLang puts the fields of an error where OpenAI's API has them below `error`."""
+    try:
+        found = json.loads(content)
+    except ValueError:
+        return content
+    is_sglangs = isinstance(found, dict) and found.get("object") == "error" and "error" not in found
+    return json.dumps({"error": found}).encode() if is_sglangs else content
 
 
 def _error(status: int, message: str) -> bytes:

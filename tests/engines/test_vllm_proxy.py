@@ -266,6 +266,13 @@ def test_several_prompts_in_a_request_are_refused(proxy):
     assert MixedEngines().ask(proxy, {"prompt": ["p", "q"]}, to_sglang=False).status_code == 400
 
 
+def test_an_error_of_sglangs_decode_engine_has_openais_form(proxy):
+    failed = {"object": "error", "message": "Decode transfer failed", "type": "500", "param": None, "code": 500}
+    engines = MixedEngines(prefill=httpx.Response(200, json=FOR_SGLANG), decode=httpx.Response(500, json=failed))
+    answer = engines.ask(proxy, {"prompt": "p"}, to_sglang=True)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (500, "Decode transfer failed")
+
+
 def test_an_error_of_sglangs_prefill_or_its_bootstrap_server_reaches_the_client(proxy):
     engines = MixedEngines(prefill=httpx.Response(400, json={"error": {"message": "too long"}}))
     engines.answers["bootstrap"] = httpx.Response(502, json={"error": {"message": "no prompt"}})
