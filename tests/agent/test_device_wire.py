@@ -21,6 +21,14 @@ class Clocked:
         self.now_ns = self._due_ns = 0
         self.released = 0
 
+    def control(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Make this the clock of the process."""
+        monkeypatch.setattr("time.perf_counter_ns", lambda: self.now_ns)
+        monkeypatch.setattr("time.sleep", self._sleep)
+
+    def _sleep(self, seconds: float) -> None:
+        self.now_ns += int(seconds * 1e9)
+
     def begin(self) -> str:
         self._due_ns = self.now_ns + self._taken_ns[min(self.released, len(self._taken_ns) - 1)]
         return "a write"
@@ -39,17 +47,18 @@ class Clocked:
     [
         ([40_000], WriteState.DONE, Wire.CUDA_IPC),
         ([9_000_000, 400_000, 40_000], WriteState.DONE, Wire.CUDA_IPC),
+        ([3_000_000] * 60 + [40_000], WriteState.DONE, Wire.CUDA_IPC),
         ([300_000], WriteState.DONE, Wire.UNKNOWN),
         ([40_000], WriteState.FAILED, Wire.UNKNOWN),
         ([10_000_000_000], WriteState.DONE, Wire.UNKNOWN),
     ],
-    ids=["fast", "fast once warm", "through the host", "failed", "stuck"],
+    ids=["fast", "fast once warm", "processes share the GPU", "through the host", "failed", "stuck"],
 )
 def test_a_wire_between_gpus_is_named_only_if_one_write_was_too_fast_for_the_hosts_memory(
     taken_ns: list[int], end: WriteState, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transport = Clocked(taken_ns, end)
-    monkeypatch.setattr("time.perf_counter_ns", lambda: transport.now_ns)
+    transport.control(monkeypatch)
     assert find_device_wire(transport, transport.begin, 1 << 20, ("", "")) is wire
     assert transport.released >= 1
 
@@ -69,7 +78,7 @@ def test_a_fast_wire_is_nvlink_between_two_gpus_that_it_joins_and_cuda_ipc_other
     links: set[frozenset[int]], peer: int, taken_ns: int, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transport = Clocked([taken_ns])
-    monkeypatch.setattr("time.perf_counter_ns", lambda: transport.now_ns)
+    transport.control(monkeypatch)
     monkeypatch.setattr(nvml, "_library", lambda: started(FakeNVML(links)))
     assert find_device_wire(transport, transport.begin, 1 << 20, (NAMES[0], NAMES[peer])) is wire
 

@@ -27,9 +27,11 @@ _INFINIBAND_DIRECTORY = Path("/sys/class/infiniband")
 _PORT_WORD_BYTES = 4
 # Writes through the host's memory reach 3 GB/s here, direct writes of a GPU to its peer 30 GB/s and more.
 _DIRECT_BYTES_PER_S_MIN = 10e9
-# The first writes map memory. One fast write proves the wire; this many slow ones disprove it.
-_TRIES = 8
+# One fast write proves the wire. The first writes map memory, and processes that share a GPU wait milliseconds for their
+# time slices, so only slow writes for this long disprove it.
+_TRIES_LIMIT_NS = 1_000_000_000
 _TRY_LIMIT_NS = 500_000_000
+_TRY_PAUSE_S = 0.001
 
 
 def find_wire(
@@ -137,15 +139,15 @@ def _infiniband_bytes() -> int:
 def find_device_wire(
     transport: Transport, begin: Callable[[], Write], length_bytes: int, devices: tuple[str, str]
 ) -> Wire:
-    """Write a few times. Return NVLINK or CUDA_IPC if one write is faster than host memory allows, otherwise UNKNOWN.
+    """Write for a second at most. Return NVLINK or CUDA_IPC once a write is faster than host memory allows, or UNKNOWN.
 
     Args:
         begin: drafts and starts the write of `length_bytes`, a megabyte or more.
         devices: UUIDs of the GPU here and of the peer's; empty: unknown. NVLINK only if NVML reports it between the
             two.
     """
-    for _ in range(_TRIES):
-        start_ns = time.perf_counter_ns()
+    end_ns = time.perf_counter_ns() + _TRIES_LIMIT_NS
+    while (start_ns := time.perf_counter_ns()) < end_ns:
         write = begin()
         while transport.state(write) is WriteState.OPEN and time.perf_counter_ns() - start_ns < _TRY_LIMIT_NS:
             pass
@@ -154,4 +156,5 @@ def find_device_wire(
         transport.release(write)
         if done and length_bytes / taken_ns * 1e9 >= _DIRECT_BYTES_PER_S_MIN:
             return Wire.NVLINK if nvml.joined_by_nvlink(*devices) else Wire.CUDA_IPC
+        time.sleep(_TRY_PAUSE_S)
     return Wire.UNKNOWN
