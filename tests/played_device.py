@@ -16,7 +16,7 @@ from page_shapes import trailer_for
 
 from longshore_agent.errors import DeviceError
 from longshore_agent.kernels import device_copier as copier_module
-from longshore_agent.kernels import device_kernel, device_launch
+from longshore_agent.kernels import device_digest, device_kernel, device_launch
 from longshore_agent.kernels.copier import Copy, Slab, View
 from longshore_agent.kernels.device_kernel import CopyStream
 from longshore_agent.memory import cuda
@@ -27,16 +27,21 @@ CPU = torch.device("cpu")
 DEVICE: Any = SimpleNamespace(index=0, name="GPU-0", enter=lambda: None)
 
 
+# Names of the simulated kernels' functions.
+FUNCTIONS = {1: "copy", 2: "digest"}
+
+
 @dataclass
 class PlayedKernel:
     """Replaces Triton's kernel and counts compilations."""
 
+    function: int = 1
     compiled: list[dict[str, object]] = field(default_factory=list)
     launched: list[tuple[object, ...]] = field(default_factory=list)  # as Triton's users do it
 
     def warmup(self, *_: object, **constants: object) -> Any:
         self.compiled.append(constants)
-        return SimpleNamespace(function=1, metadata=SimpleNamespace(shared=0), _init_handles=lambda: None)
+        return SimpleNamespace(function=self.function, metadata=SimpleNamespace(shared=0), _init_handles=lambda: None)
 
     def __getitem__(self, programs: tuple[int, int, int]) -> Any:
         return lambda *values, **constants: self.launched.append((programs, values, constants))
@@ -45,14 +50,21 @@ class PlayedKernel:
 class PlayedBytes:
     found = bytes(range(64))
 
-    def __init__(self, *_: object) -> None:
-        pass
+    def __init__(self, _: object, length_bytes: int) -> None:
+        self.length_bytes = length_bytes
 
     def fill(self, *_: object) -> None:
         pass
 
     def read(self) -> bytes:
         return self.found
+
+
+class MemoryBytes(PlayedBytes):
+    """Host memory to which the host copies at once."""
+
+    def fill(self, source: int, _: int) -> None:
+        self.found = ctypes.string_at(source, self.length_bytes)
 
 
 class PlayedEvent:
@@ -79,24 +91,26 @@ def stream_of(_: torch.device) -> CopyStream:
     return stream
 
 
+# What the copier uses of torch.
+_TORCH = SimpleNamespace(
+    device=lambda *_: CPU,
+    cuda=SimpleNamespace(set_device=lambda _: None, current_stream=lambda _: SimpleNamespace(synchronize=lambda: None)),
+)
+
+
 def play() -> tuple[PlayedKernel, list[tuple[object, ...]]]:
     """Replace driver and device; return the fake kernel and the list of launches."""
     kernel, launches = PlayedKernel(), []
     modules: dict[Any, dict[str, Any]] = {
         device_launch: {"_KERNEL": device_kernel.DeviceKernel(kernel)},
+        device_digest: {
+            "_KERNEL": device_kernel.DeviceKernel(PlayedKernel(2), device_digest.ARGUMENTS, device_digest.constants)
+        },
         device_kernel: {
             "torch": SimpleNamespace(cuda=SimpleNamespace(device=lambda _: nullcontext())),
             "triton": SimpleNamespace(__version__="3.6.0"),
         },
-        copier_module: {
-            "CopyStream": stream_of,
-            "torch": SimpleNamespace(
-                device=lambda *_: CPU,
-                cuda=SimpleNamespace(
-                    set_device=lambda _: None, current_stream=lambda _: SimpleNamespace(synchronize=lambda: None)
-                ),
-            ),
-        },
+        copier_module: {"CopyStream": stream_of, "torch": _TORCH},
         cuda: {
             "copy_to_device": lambda _, target, source, length, stream: ctypes.memmove(target, source, length),
             "launch": lambda *arguments: launches.append(arguments),
@@ -104,10 +118,24 @@ def play() -> tuple[PlayedKernel, list[tuple[object, ...]]]:
             "HostBytes": PlayedBytes,
         },
     }
+    _change(modules)
+    return kernel, launches
+
+
+def interpret() -> None:
+    """Replace driver and device for Triton's interpreter, which executes the kernels at once."""
+    _change(
+        {
+            copier_module: {"CopyStream": lambda _: CopyStream(CPU), "torch": _TORCH},
+            cuda: {"Event": PlayedEvent, "HostBytes": MemoryBytes},
+        }
+    )
+
+
+def _change(modules: dict[Any, dict[str, Any]]) -> None:
     for module, changes in modules.items():
         for name, value in changes.items():
             setattr(module, name, value)
-    return kernel, launches
 
 
 def make_copier() -> tuple[Any, StagingBuffer]:

@@ -1,8 +1,9 @@
-"""Compares the copy kernel on a real GPU with the reference, bit for bit. Skipped without a GPU."""
+"""Compares the kernels on a real GPU with the reference, bit for bit. Skipped without a GPU."""
 
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,15 @@ def checks() -> Any:
     import copy_checks
 
     return copy_checks
+
+
+@pytest.fixture(scope="module")
+def digests(checks: Any) -> Any:
+    """Return the checks of digests."""
+    assert checks
+    import digest_checks
+
+    return digest_checks
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -85,3 +95,47 @@ def test_an_untried_triton_launches_through_its_public_interface(checks: Any, mo
     for name in ("NHD", "HND, pages of 17, gaps"):
         assert checks.check_gather(SHAPES[name], requests_of(SHAPES[name]), DEVICE) > 0
         assert checks.check_scatter(SHAPES[name], requests_of(SHAPES[name]), DEVICE) > 0
+
+
+OPAQUE = Shape(order=PageOrder.OPAQUE, blob_bytes=65536 + 5)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES.values(), OPAQUE], ids=[*SHAPES, "opaque"])
+def test_a_gpu_computes_the_digests_of_the_reference(shape: Shape, digests: Any) -> None:
+    size, layers, heads = shape.page_size, range(shape.layers), range(shape.heads)
+    first = 0 if shape.order is PageOrder.OPAQUE else size // 2
+    requests = [
+        ((first, 2 * size + (size + 1) // 2), layers, heads),
+        ((first, first + 1), layers, range(shape.heads // 3, shape.heads // 3 + 1)),
+        ((1000 * size, 1002 * size), range(1, 2), range(shape.heads // 2, shape.heads)),
+    ]
+    assert digests.check_digests(shape, requests, DEVICE) > 0
+
+
+@pytest.mark.parametrize("shift", [1, 2, 4, 8])
+def test_a_gpu_computes_digests_at_odd_addresses(shift: int, digests: Any) -> None:
+    shape = Shape(layers=2, heads=2)
+    assert digests.check_digests(shape, [((4, 30), range(2), range(2))], DEVICE, pool_shift=shift) > 0
+
+
+@pytest.mark.parametrize(
+    ("near", "far", "tokens"),
+    [
+        (Shape(page_size=4, page_count=30), Shape(page_size=17, order=PageOrder.HND), (3, 70)),
+        (Shape(), Shape(heads=2, interleaved=True), (8, 100)),
+        (SHAPES["latent"], replace(SHAPES["latent"], page_size=64), (1, 130)),
+        (OPAQUE, OPAQUE, (0, 100)),
+    ],
+    ids=["HND in larger pages", "fewer heads", "latent", "opaque"],
+)
+def test_a_gpu_returns_the_digests_of_the_sides_that_are_pages(
+    near: Shape, far: Shape, tokens: tuple[int, int], digests: Any
+) -> None:
+    planes = near.layout.plane_count
+    assert digests.check_copies(near, far, tokens, DEVICE) == planes * min(near.heads, far.heads)
+
+
+@pytest.mark.parametrize("name", ["NHD", "HND, pages of 17, gaps", "latent"])
+def test_a_flipped_bit_on_a_gpu_changes_the_digest_of_its_plane_and_head(name: str, digests: Any) -> None:
+    shape = SHAPES[name]
+    assert digests.check_flip(shape, (3, 4 * shape.page_size + 1), DEVICE) == shape.layout.plane_count * shape.heads

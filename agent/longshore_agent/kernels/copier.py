@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore_agent.errors import ShapeError
+from longshore_agent.kernels.digest import Digests
 from longshore_agent.memory.host_memory import StagingRange
 from longshore_agent.memory.pools import KVPool, PlaneGroup, plane_groups, row_bytes
 from longshore_wire.layout import KVLayout, PageOrder, PoolGeometry
@@ -53,6 +54,8 @@ class Copy(NamedTuple):
         tokens: (first, end); see `cpu_copy.copy_rows`.
         trailer: to be written behind a packed target, after its payload.
         accepts: checks the 64 bytes behind a packed source, as they were before its payload was read.
+        digest_key: of the digests of each side that is pages: of the source before the copy, of the target after it. Empty:
+            compute none.
     """
 
     source: View | Slab
@@ -60,10 +63,15 @@ class Copy(NamedTuple):
     tokens: tuple[int, int]
     trailer: SealedTrailer | None = None
     accepts: Callable[[bytes], bool] | None = None
+    digest_key: bytes = b""
 
 
 class Ticket(Protocol):
     """One submitted copy. Its memory stays held until `end`."""
+
+    @property
+    def digests(self) -> Digests:
+        """The digests that the copy was to compute. Read them after `end`."""
 
     def passed(self) -> bool:
         """Whether the copy has ended. Raises DeviceError if the device has failed or hangs."""
@@ -112,6 +120,9 @@ class Copier(Protocol):
             ShapeError, LongshoreError: the sides do not fit each other; names the argument. Nothing has begun.
             DeviceError: the device refuses it.
         """
+
+    def digest(self, view: View, tokens: tuple[int, int], key: bytes) -> Ticket:
+        """Begin to read the pages of a view; its ticket's `digests.source` are theirs. Raises as `submit`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,6 +292,17 @@ def _page_ends(view: View, rows: tuple[int, int]) -> Numbers:
     return np.arange(next_page, end, view.page_rows, dtype=np.int64)
 
 
+def row_segments(view: View, rows: tuple[int, int]) -> Numbers:
+    """Cut rows where a page ends. Returns [m, 4]: page, slot, number of the first row in the sequence, row count."""
+    edges = np.concatenate([[rows[0]], _page_ends(view, rows), [rows[1]]])
+    found = np.empty((len(edges) - 1, 4), dtype=np.int64)
+    numbers, found[:, 1] = np.divmod(edges[:-1] - view.first_row, view.page_rows)
+    found[:, 0] = view.pages[numbers]
+    found[:, 2] = edges[:-1]
+    found[:, 3] = np.diff(edges)
+    return found
+
+
 class Strides(NamedTuple):
     """Bytes from one token, and from one head, to the next."""
 
@@ -297,6 +319,7 @@ class PlaneRows(NamedTuple):
         source, target: strides on either side.
         heads: rows of a token; 1 if the heads of a token are adjacent on both sides, and therefore one row. If the elements
             of a row are apart on a side, a row is one element of one head, and `heads` are the elements of that head.
+        first: number of the first of these planes, counted from the first chosen one.
     """
 
     source_planes: Numbers
@@ -305,6 +328,7 @@ class PlaneRows(NamedTuple):
     source: Strides
     target: Strides
     heads: int
+    first: int = 0
 
     def join_tokens(self) -> None:
         """Make one row of the tokens of each segment, if they are adjacent on both sides."""
@@ -334,6 +358,7 @@ def plane_rows(source: View, target: View, tokens: tuple[int, int]) -> Iterator[
                 Strides(here.token_stride, here.head_stride),
                 Strides(there.token_stride, there.head_stride),
                 len(source.heads),
+                first,
             )
             if here.element_stride or there.element_stride:
                 yield from _element_rows(rows, here, there, source.row_bytes, source.element_bytes)
@@ -357,6 +382,7 @@ def _element_rows(
             source,
             target,
             row_bytes // element_bytes,
+            rows.first,
         )
 
 

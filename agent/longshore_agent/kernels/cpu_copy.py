@@ -10,13 +10,13 @@ torch nor numpy has them for strided copies. Measured in docs/design/2026-11-23-
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable
 
 import numpy as np
 
 from longshore_agent.errors import ShapeError
+from longshore_agent.kernels.compiled_loop import compiled_loop, loop_address
 from longshore_agent.kernels.copier import (
     Copy,
     Numbers,
@@ -30,6 +30,8 @@ from longshore_agent.kernels.copier import (
     plane_rows,
     slab_view,
 )
+from longshore_agent.kernels.cpu_digest import Interleaved, ViewDigests, compile_digest_loops, copy_and_digest
+from longshore_agent.kernels.digest import NO_DIGESTS, READ_BACK_EVERY, Digests
 from longshore_agent.memory.host_memory import StagingBuffer
 from longshore_agent.memory.pools import KVPool
 from longshore_wire.slabs import TRAILER_BYTES, SealedTrailer, aligned, slab_bytes
@@ -38,8 +40,9 @@ from longshore_wire.slabs import TRAILER_BYTES, SealedTrailer, aligned, slab_byt
 class _Over:
     """The ticket of a copy that ended inside `submit`."""
 
-    def __init__(self, *, accepted: bool) -> None:
+    def __init__(self, *, accepted: bool, digests: Digests = NO_DIGESTS) -> None:
         self._accepted = accepted
+        self.digests = digests
 
     def passed(self) -> bool:
         """Return True."""
@@ -50,7 +53,7 @@ class _Over:
         return self._accepted
 
 
-_DONE, _REFUSED = _Over(accepted=True), _Over(accepted=False)
+_REFUSED = _Over(accepted=False)
 
 
 class CpuCopier:
@@ -82,8 +85,12 @@ class CpuCopier:
         if isinstance(target, Slab):
             length_bytes = target.payload_bytes if copy.trailer is None else slab_bytes(target.payload_bytes)
             target = _packed(target, source, copy.tokens, length_bytes)
-        copy_rows(source, target, copy.tokens, copy.trailer)
-        return _DONE
+        digests = copy_digested(source, target, copy.tokens, copy.trailer, copy.digest_key)
+        return _Over(accepted=True, digests=digests)
+
+    def digest(self, view: View, tokens: tuple[int, int], key: bytes) -> Ticket:
+        """Read the pages; see `copier.Copier.digest`."""
+        return _Over(accepted=True, digests=Digests(digest_rows(view, tokens, key)))
 
 
 def _buffer_of(slab: Slab) -> StagingBuffer:
@@ -118,6 +125,18 @@ def copy_rows(source: View, target: View, tokens: tuple[int, int], trailer: Seal
         PoolError: a pool is unregistered.
         MemoryLostError: an engine has truncated its memory; bytes may be missing.
     """
+    copy_digested(source, target, tokens, trailer, b"")
+    return source.payload_bytes(tokens)
+
+
+def copy_digested(
+    source: View, target: View, tokens: tuple[int, int], trailer: SealedTrailer | None, key: bytes
+) -> Digests:
+    """As `copy_rows`; return the digests of the sides that are pages: the source before its copy, the target after it.
+
+    Args:
+        key: of the digests; empty: compute none.
+    """
     with source.in_use(), target.in_use():
         check_fit(source, target, tokens)
         chosen = source.rows(tokens)
@@ -127,12 +146,60 @@ def copy_rows(source: View, target: View, tokens: tuple[int, int], trailer: Seal
         tail = b"" if trailer is None else _tail(trailer, target, payload)
         # Pages need not be in our cache: an engine reads them, in another process and later.
         stream = target.slab is None or payload > _CACHED_BYTES_MAX
+        sums = _Sums(source, target, tokens, key) if key else None
         for rows in plane_rows(source, target, tokens):
-            _copy_planes(rows, stream=stream)
+            _copy_planes(rows, stream=stream, digests=None if sums is None else sums.interleaved(rows))
         if tail:
             assert target.slab is not None
             target.slab[payload : payload + len(tail)] = np.frombuffer(tail, dtype=np.uint8)
-    return payload
+    return NO_DIGESTS if sums is None else sums.digests()
+
+
+class _Sums:
+    """The digests of one copy; see `digest` for what is read."""
+
+    def __init__(self, source: View, target: View, tokens: tuple[int, int], key: bytes) -> None:
+        self._source, self._target, self._key = source, target, key
+        self._read, self._written = (ViewDigests(view, tokens, key) for view in (source, target))
+        # Rows of elements come head by head, so their planes are not copied one after another.
+        self._by_plane = not any(group.element_stride for view in (source, target) for group in view.planes)
+        every = min(READ_BACK_EVERY, source.plane_count) if self._by_plane else 1
+        self._turns = every, tokens[0] // (tokens[1] - tokens[0]) % every
+        if not self._by_plane:
+            self._read.compute()
+
+    def interleaved(self, rows: PlaneRows) -> Interleaved | None:
+        """Return the digests to compute while these planes are copied."""
+        if not self._by_plane:
+            return None
+        planes = (rows.first, rows.first + len(rows.source_planes))
+        written = None if self._target.slab is not None else self._written.part(*planes)
+        every, turn = self._turns
+        turns = every, (turn - rows.first) % every
+        return Interleaved(self._read.part(*planes), written, turns, self._source, self._key)
+
+    def digests(self) -> Digests:
+        """Return the digests of the sides that are pages, after the copy."""
+        if self._target.slab is not None:
+            return Digests(self._read.found.tobytes())
+        found = self._read.found.copy()
+        if self._by_plane:
+            every, turn = self._turns
+            found[turn::every] = self._written.found[turn::every]
+        else:
+            self._written.compute()
+            found = self._written.found
+        return Digests(self._read.found.tobytes() if self._source.slab is None else b"", found.tobytes())
+
+
+def digest_rows(view: View, tokens: tuple[int, int], key: bytes) -> bytes:
+    """Return the digests of tokens [first, end), as `Digests.source`. Raises as `copy_rows`."""
+    with view.in_use():
+        check_fit(view, view, tokens)
+        view.check_pages(view.rows(tokens), unique=False)
+        sums = ViewDigests(view, tokens, key)
+        sums.compute()
+    return sums.found.tobytes()
 
 
 def _tail(trailer: SealedTrailer, target: View, payload: int) -> bytes:
@@ -144,15 +211,15 @@ def _tail(trailer: SealedTrailer, target: View, payload: int) -> bytes:
     return bytes(aligned(payload) - payload) + trailer.data
 
 
-def _copy_planes(rows: PlaneRows, *, stream: bool) -> None:
-    _, target_planes, segments, _, target, heads = rows
+def _copy_planes(rows: PlaneRows, *, stream: bool, digests: Interleaved | None) -> None:
+    _, target_planes, segments, _, target, heads, _ = rows
     if heads == 1:
         rows.join_tokens()
     if stream:
         bits = int(np.bitwise_or.reduce(target_planes)) | int(np.bitwise_or.reduce(segments[:, 1]))
         bits |= int(np.bitwise_or.reduce(segments[:, 3])) | target.token | (target.head if heads > 1 else 0)
         stream = bits % LINE_BYTES == 0
-    copy_addresses(rows, stream=stream)
+    copy_addresses(rows, stream=stream, digests=digests)
 
 
 # A streaming store writes one cache line. Rows and strides of other sizes are copied by memcpy.
@@ -320,18 +387,19 @@ end:
 )
 
 
-def copy_addresses(rows: PlaneRows, *, stream: bool) -> None:
+def copy_addresses(rows: PlaneRows, *, stream: bool, digests: Interleaved | None = None) -> None:
     """Copy all rows of all planes. Checks nothing: a wrong address ends the process. Releases the GIL.
 
     Args:
         rows: at least one plane, one segment, and one token and one byte in each segment.
         stream: use streaming stores; every address that is written, and every row, must be a multiple of LINE_BYTES.
+        digests: of these planes; None: none.
     """
-    source_planes, target_planes, segments, source, target, heads = rows
+    source_planes, target_planes, segments, source, target, heads, _ = rows
     if stream and heads == 1 and (unit := _row_unit(segments)):
         segments = np.column_stack([segments[:, :2], segments[:, 3] // unit, np.full(len(segments), unit)])
         source = target = Strides(unit, 0)
-    _compiled()(
+    arguments = (
         source_planes.ctypes.data,
         target_planes.ctypes.data,
         len(source_planes),
@@ -342,6 +410,10 @@ def copy_addresses(rows: PlaneRows, *, stream: bool) -> None:
         heads,
         int(stream),
     )
+    if digests is None:
+        _compiled()(*arguments)
+    else:
+        copy_and_digest(loop_address(_MODULE, "copy"), arguments, digests)
 
 
 def _row_unit(segments: Numbers) -> int:
@@ -354,24 +426,11 @@ def _row_unit(segments: Numbers) -> int:
 
 
 def compile_loop() -> None:
-    """Compile the loop now (some 50 ms) instead of in the first transfer."""
+    """Compile the loops now (some 50 ms each) instead of in the first transfer."""
     _compiled()
+    compile_digest_loops()
 
 
 @functools.cache
 def _compiled() -> Callable[..., None]:
-    from llvmlite import binding
-
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
-    machine = binding.Target.from_default_triple().create_target_machine(
-        cpu=binding.get_host_cpu_name(), features=binding.get_host_cpu_features().flatten(), opt=3, jit=True
-    )
-    engine = binding.create_mcjit_compiler(binding.parse_assembly(_MODULE), machine)
-    engine.finalize_object()
-    # The engine owns the code, so keep it as long as the process.
-    _ENGINES.append(engine)
-    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 11)(engine.get_function_address("copy"))
-
-
-_ENGINES: list[object] = []
+    return compiled_loop(_MODULE, "copy", 11)

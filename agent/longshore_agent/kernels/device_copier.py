@@ -1,5 +1,7 @@
 """Queues the copies of a GPU's worker: gathers into the lanes' memory, scatters from the ring, and direct copies.
 
+A copy with a digest key also queues the digests of its pages, in the order of its stream.
+
 Made and called in the worker's control thread, which polls each copy's ticket; see `copier`. Tables of pools and page
 lists stay on the device between slabs. A kernel that is not compiled yet blocks a gather or scatter for about a second.
 """
@@ -15,8 +17,10 @@ import torch
 
 from longshore_agent.errors import DeviceError, ShapeError
 from longshore_agent.kernels.copier import Copy, IdentityCache, Pages, Slab, View, pool_view
+from longshore_agent.kernels.device_digest import BoundDigest, CopyDigests, Digested, DigestMemories
 from longshore_agent.kernels.device_kernel import CopyStream
 from longshore_agent.kernels.device_launch import BoundCopy, Paged, PageIds, Place, PlaneTable, Side, shape_of
+from longshore_agent.kernels.digest import NO_DIGESTS
 from longshore_agent.memory import cuda
 from longshore_agent.memory.host_memory import StagingRange
 from longshore_agent.memory.pools import KVPool
@@ -45,12 +49,28 @@ _WAIT_PAUSE_S = 0.0002
 Mark = cuda.Event | CopyStream
 # Of each side of a copy, its pool (None: a slab) and then `shape_of`.
 _Shape = tuple[KVPool | int | None, ...]
+# Digests read page ids of their own, which a damaged list of a copy cannot be. It is a part of those lists' cache key.
+_FOR_DIGESTS = object()
 
 
 class DeviceTicket:
-    """One queued copy; see `copier.Ticket`. Its pools stay mapped and its page ids stay on the device until `end`."""
+    """One queued copy; see `copier.Ticket`. Its pools stay mapped and its page ids stay on the device until `end`.
 
-    __slots__ = ("_accepts", "_copier", "_held", "_mark", "_queued_s", "_stream", "_trailer")
+    Attributes:
+        digests: those of the copy; set by `end`.
+    """
+
+    __slots__ = (
+        "_accepts",
+        "_copier",
+        "_copy_digests",
+        "_held",
+        "_mark",
+        "_queued_s",
+        "_stream",
+        "_trailer",
+        "digests",
+    )
 
     def __init__(
         self,
@@ -60,9 +80,11 @@ class DeviceTicket:
         held: list[PageIds],
         trailer: cuda.HostBytes | None,
         accepts: Callable[[bytes], bool] | None,
+        copy_digests: CopyDigests | None = None,
     ) -> None:
         self._copier, self._mark, self._stream = copier, mark, stream
         self._held, self._trailer, self._accepts = held, trailer, accepts
+        self._copy_digests, self.digests = copy_digests, NO_DIGESTS
         self._queued_s = time.monotonic()
 
     def passed(self) -> bool:
@@ -75,10 +97,20 @@ class DeviceTicket:
         return passed
 
     def end(self) -> bool:
-        """Release pools, page ids and event, once, after `passed` returned True. Returns as `copier.Ticket.end`."""
+        """Release pools, page ids and event, once, after `passed` returned True. Returns as `copier.Ticket.end`.
+
+        Raises:
+            DeviceError: a pool could not be unmapped, or the driver has queued only a part of a copy with digests.
+        """
         trailer = b"" if self._trailer is None else self._trailer.read()
-        self._copier.take_back(self._mark, self._trailer)
+        copy_digests, self._copy_digests = self._copy_digests, None
+        failure = None if copy_digests is None else copy_digests.failure
+        if copy_digests is not None and failure is None:
+            self.digests = copy_digests.read()
+        self._copier.take_back(self._mark, self._trailer, copy_digests)
         _let_go(self._held)
+        if failure is not None:
+            raise failure
         return self._accepts is None or self._accepts(trailer)
 
     def _check_progress(self, now_s: float, since_s: float) -> None:
@@ -120,6 +152,9 @@ class DeviceCopier:
         self._lists: IdentityCache[PageIds] = IdentityCache(_HELD_LISTS_MAX)
         self._events: list[cuda.Event] = []
         self._trailers: list[cuda.HostBytes] = []
+        # Keys: a pool, the stream, and `shape_of`.
+        self._bound_digests: dict[tuple[object, ...], BoundDigest] = {}
+        self._digest_memories = DigestMemories(device)
 
     def prepare_pool(self, pool: KVPool, *, direct: bool) -> None:
         """See `copier.Copier`: copy a pool's table to the device and compile its kernels, a second each.
@@ -151,9 +186,10 @@ class DeviceCopier:
     def submit(self, copy: Copy) -> DeviceTicket | None:
         """See `copier.Copier`. Compiles gathers and scatters in this thread, direct copies in another one.
 
-        When a direct copy has passed, every later reader of the target's memory sees its bytes.
+        When a direct copy has passed, every later reader of the target's memory sees its bytes. If the driver refuses
+        one of several launches, the ticket of those before it is returned, and its `end` raises DeviceError.
         """
-        source, target, tokens, trailer, accepts = copy
+        source, target, tokens, trailer, accepts, key = copy
         if isinstance(source, Slab):
             stream = self._scatters
         else:
@@ -169,28 +205,54 @@ class DeviceCopier:
             bound = self._bound(source, target, tokens, stream)
             if stream is not self._directs or bound.ready():
                 # Take the event before the launch: without one, no launch may run, since its end could not be seen.
-                event = self._events.pop() if self._events else cuda.Event(self._driver)
+                event = self._event()
+                digests: CopyDigests | None = None
                 try:
                     found = None if accepts is None else self._read_trailer(source_place)
-                    bound.queue(source_place, target_place, tokens, trailer)
+                    if key:
+                        digests = self._digests((source, target), tokens, key, stream)
+                        digests.queue(bound.checked(source_place, target_place, tokens, trailer))
+                    else:
+                        bound.queue(source_place, target_place, tokens, trailer)
                 except LongshoreError:
                     # Nothing was launched. The device may still write to `found`, so no copy uses that again.
-                    self.take_back(event, None)
+                    self.take_back(event, None, digests)
                     raise
                 mark = self._marked(event, stream)
-                return DeviceTicket(self, mark, stream, held, found, accepts)
+                return DeviceTicket(self, mark, stream, held, found, accepts, digests)
         except LongshoreError:
             _let_go(held)
             raise
         _let_go(held)
         return None
 
-    def take_back(self, mark: Mark, trailer: cuda.HostBytes | None) -> None:
-        """Keep the event and host memory of an ended copy for the next one."""
+    def digest(self, view: View, tokens: tuple[int, int], key: bytes) -> DeviceTicket:
+        """See `copier.Copier`. Compiles the kernel in this thread, and reads on the stream of gathers."""
+        stream = self._gathers
+        ids = self._held_of(view, stream, _FOR_DIGESTS, to_write=False)
+        ids.pool.hold()
+        try:
+            event = self._event()
+            digests: CopyDigests | None = None
+            try:
+                digests = self._digests((view, None), tokens, key, stream)
+                digests.queue(None)
+            except LongshoreError:
+                self.take_back(event, None, digests)
+                raise
+        except LongshoreError:
+            _let_go([ids])
+            raise
+        return DeviceTicket(self, self._marked(event, stream), stream, [ids], None, None, digests)
+
+    def take_back(self, mark: Mark, trailer: cuda.HostBytes | None, digests: CopyDigests | None) -> None:
+        """Keep the event and the memory of an ended copy for the next one."""
         if isinstance(mark, cuda.Event):
             self._events.append(mark)
         if trailer is not None:
             self._trailers.append(trailer)
+        if digests is not None:
+            self._digest_memories.give_back(digests.memory)
 
     def wait(self, limit_s: float) -> None:
         """Wait until the device has done all queued copies. Raises DeviceError if it has not within `limit_s`."""
@@ -206,13 +268,39 @@ class DeviceCopier:
         views = [pool_view(pool, ids, 0, layers, range(count)) for count in pool.layout.shared_head_counts]
         return [(Paged(view, self._table(pool)), tokens) for view in views]
 
-    def _held_of(self, view: View, stream: CopyStream, *, to_write: bool) -> PageIds:
-        return self._held(view.own_pool, view.pages, view.first_page, stream, to_write=to_write)
+    def _held_of(self, view: View, stream: CopyStream, *purpose: object, to_write: bool) -> PageIds:
+        return self._held(view.own_pool, view.pages, view.first_page, stream, *purpose, to_write=to_write)
 
-    def _held(self, pool: KVPool, pages: Pages, first_page: int, stream: CopyStream, *, to_write: bool) -> PageIds:
+    def _held(
+        self, pool: KVPool, pages: Pages, first_page: int, stream: CopyStream, *purpose: object, to_write: bool
+    ) -> PageIds:
         return self._lists.get(
-            lambda: PageIds(pool, pages, self._device, first_page, stream, to_write=to_write), pages, pool, stream
+            lambda: PageIds(pool, pages, self._device, first_page, stream, to_write=to_write),
+            pages,
+            pool,
+            stream,
+            *purpose,
         )
+
+    def _event(self) -> cuda.Event:
+        return self._events.pop() if self._events else cuda.Event(self._driver)
+
+    def _digests(
+        self, sides: tuple[View | Slab, View | Slab | None], tokens: tuple[int, int], key: bytes, stream: CopyStream
+    ) -> CopyDigests:
+        """Return the digests of the sides that are pages, checked and compiled. Queues only their page ids."""
+        source, target = (self._digested(side, tokens, stream) if isinstance(side, View) else None for side in sides)
+        return CopyDigests(self._digest_memories, stream, (source, target), tokens, key)
+
+    def _digested(self, view: View, tokens: tuple[int, int], stream: CopyStream) -> Digested:
+        ids = self._held_of(view, stream, _FOR_DIGESTS, to_write=False)
+        key = (view.own_pool, stream, *shape_of(view, tokens))
+        bound = self._bound_digests.get(key)
+        if bound is None:
+            if len(self._bound_digests) >= _SHAPES_MAX:
+                self._bound_digests.clear()
+            bound = self._bound_digests[key] = BoundDigest(Paged(view, self._table(view.own_pool)), tokens, stream)
+        return Digested(bound, ids)
 
     def _read_trailer(self, slab: Place) -> cuda.HostBytes:
         """Queue a copy of the 64 bytes behind a landed slab to the host; return the host memory."""
@@ -267,6 +355,7 @@ class DeviceCopier:
         closed = {pool for pool in self._tables if pool.wait_closed(0)}
         self._tables = {pool: table for pool, table in self._tables.items() if pool not in closed}
         self._copies = {key: copy for key, copy in self._copies.items() if closed.isdisjoint(key)}
+        self._bound_digests = {key: bound for key, bound in self._bound_digests.items() if key[0] not in closed}
 
 
 def _let_go(held: list[PageIds]) -> None:

@@ -1,9 +1,9 @@
-"""Compiles the copy kernel once for each shape of tile, and launches it on a stream through the driver.
+"""Compiles a kernel once for each shape of tile, and launches it on a stream through the driver.
 
-Called by `device_launch`. Triton's public launch inspects each argument in Python and takes 30 us or more. This module
-keeps the compiled function, so that a launch writes its numbers and makes one call. The function's name and the order
-of its arguments are internals of Triton, which only this file uses; with an untested version, it uses the public
-launch.
+Called by `device_launch` and `device_digest`. Triton's public launch inspects each argument in Python and takes 30 us
+or more. This module keeps the compiled function, so that a launch writes its numbers and makes one call. The function's
+name and the order of its arguments are internals of Triton, which only this file uses; with an untested version, it
+uses the public launch.
 """
 
 from __future__ import annotations
@@ -96,11 +96,21 @@ Launch = Callable[..., None]
 
 
 class DeviceKernel:
-    """The copy kernel, compiled for each shape of tile. It takes values, which never specialize, and then constants."""
+    """A kernel, compiled for each shape of tile. It takes values, which never specialize, and then constants."""
 
-    def __init__(self, kernel: Any = copy_kernel) -> None:
-        """Compile nothing."""
-        self._kernel = kernel
+    def __init__(
+        self,
+        kernel: Any = copy_kernel,
+        arguments: tuple[int, int, int] = ARGUMENTS,
+        constants_of: Callable[[Tile, Tuning], dict[str, object]] = constants,
+    ) -> None:
+        """Compile nothing.
+
+        Args:
+            arguments: number of the kernel's addresses, 32-bit numbers and 64-bit words, in this order.
+            constants_of: returns the kernel's compile-time arguments.
+        """
+        self._kernel, self._arguments, self._constants_of = kernel, arguments, constants_of
         self._compiled: dict[tuple[object, ...], _Compiled] = {}
 
     def ready(self, stream: CopyStream, tile: Tile, tuning: Tuning) -> bool:
@@ -124,7 +134,7 @@ class DeviceKernel:
 
     def _driver_launch(self, stream: CopyStream, compiled: _Compiled, programs: tuple[int, int, int]) -> Launch:
         """Return a launch that is one call of the driver."""
-        block, device, handle = ArgumentBlock(*ARGUMENTS), stream.context, stream.handle
+        block, device, handle = ArgumentBlock(*self._arguments), stream.context, stream.handle
         assert device is not None
         function, threads, shared_bytes, _ = compiled
 
@@ -146,7 +156,7 @@ class DeviceKernel:
         return launch
 
     def _options(self, tile: Tile, tuning: Tuning) -> dict[str, object]:
-        return {**constants(tile, tuning), "num_warps": tuning.warps}
+        return {**self._constants_of(tile, tuning), "num_warps": tuning.warps}
 
     def _compile(self, stream: CopyStream, tile: Tile, tuning: Tuning) -> _Compiled:
         key = _key(stream, tile, tuning)
@@ -154,7 +164,7 @@ class DeviceKernel:
             if (found := self._compiled.get(key)) is not None:
                 return found
             try:
-                values = (_ANY_VALUE,) * sum(ARGUMENTS)
+                values = (_ANY_VALUE,) * sum(self._arguments)
                 made = self._kernel.warmup(*values, **self._options(tile, tuning), grid=(1,))
                 found = _Compiled(0, 0, 0, made)
                 if _is_tried(triton.__version__):

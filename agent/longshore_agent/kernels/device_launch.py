@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import operator
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -278,6 +278,21 @@ class BoundCopy:
             LongshoreError: TOKENS_OVERLAP if a target page is in its list twice; nothing was launched.
             DeviceError: the driver refuses the launch, or the kernel cannot be compiled.
         """
+        values = self._values(source, target, tokens, trailer)
+        launch = self._launch or self.prepare()
+        launch(*values)
+
+    def checked(
+        self, source: Place, target: Place, tokens: tuple[int, int], trailer: SealedTrailer | None = None
+    ) -> Callable[[], None]:
+        """Check as `queue`, and return the call that queues the copy; it raises only DeviceError."""
+        values = self._values(source, target, tokens, trailer)
+        return functools.partial(self._launch or self.prepare(), *values)
+
+    def _values(
+        self, source: Place, target: Place, tokens: tuple[int, int], trailer: SealedTrailer | None
+    ) -> tuple[int, ...]:
+        """Return the values of one launch. Raises ShapeError and LongshoreError as `queue`."""
         assert tokens[1] - tokens[0] == self._token_count, (tokens, self._token_count)
         tail = _NO_TAIL
         if trailer is not None:
@@ -288,8 +303,7 @@ class BoundCopy:
             tail = (self._tail_bytes, *_TRAILER_WORDS.unpack(trailer.data))
         source_at, source_ids = self._addresses(self._sides[0], source, tokens, 0)
         target_at, target_ids = self._addresses(self._sides[1], target, tokens, tail[0])
-        launch = self._launch or self.prepare()
-        launch(source_at, source_ids, target_at, target_ids, *self._same, *tail)
+        return (source_at, source_ids, target_at, target_ids, *self._same, *tail)
 
     def _addresses(self, side: _BoundSide, place: Place, tokens: tuple[int, int], tail_bytes: int) -> tuple[int, int]:
         """Return the addresses of a side's planes or slab, and of its first page id."""
