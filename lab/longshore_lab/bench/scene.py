@@ -43,12 +43,13 @@ UNKNOWN_WIRE = "Unknown"
 
 @dataclass(frozen=True)
 class Course:
-    """One line of the table: a way between two layouts."""
+    """One line of the table: a way between two layouts, with digests or without."""
 
     name: str
     way: str
     source_tp: int
     target_tp: int
+    digest: bool = False
 
     @property
     def ring(self) -> str:
@@ -106,7 +107,8 @@ class Scene:
             pages.wipe(token_count)
         claims = zip(self.target.clients, self.target.pages, strict=True)
         for client, pages in claims:
-            client.receive(room, self._endpoint, pages.pages_of(token_count), 0, token_count)
+            table = pages.pages_of(token_count)
+            client.receive(room, self._endpoint, table, 0, token_count, digest=self.course.digest)
         self._wait_prefetched(room)
         offers = [
             (client, pages.pages_of(token_count))

@@ -39,6 +39,7 @@ _BATCHES = (100, 300, 1000)
 _BATCH_PROBE_BYTES = 16 * MIB
 _WAYS = ["staged", "direct", "contiguous", "slices"]
 _WAYS_ON_GPUS = ["staged", "staged-equal", "direct", "direct-equal"]
+_WITH_DIGESTS = ["staged-digest", "direct-digest"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ways",
         type=lambda text: text.split(","),
-        help="any of staged, direct (engines of one agent), contiguous, slices, staged-equal and direct-equal (equal layouts); "
+        help="any of staged, direct (engines of one agent), contiguous, slices, staged-equal and direct-equal (equal layouts), "
+        "staged-digest and direct-digest (digests are compared); "
         f"default: {','.join(_WAYS)}; on GPUs: {','.join(_WAYS_ON_GPUS)}",
     )
     parser.add_argument("--repeats", type=whole(1), default=5, help="repetitions of each size and way (5)")
@@ -233,15 +235,22 @@ def _courses(ways: list[str] | None, placement: Placement, source_tp: int, targe
         "contiguous": Course(f"contiguous {target_tp}→{target_tp}", "Contiguous", target_tp, target_tp),
         "direct": Course(f"direct {source_tp}→{target_tp}", "Direct", source_tp, target_tp),
         "direct-equal": Course(f"direct {target_tp}→{target_tp}", "Direct", target_tp, target_tp),
+        "staged-digest": Course(
+            f"staged {source_tp}→{target_tp}, digests", "Staged", source_tp, target_tp, digest=True
+        ),
+        "direct-digest": Course(
+            f"direct {source_tp}→{target_tp}, digests", "Direct", source_tp, target_tp, digest=True
+        ),
         "slices": Course(f"slices {source_tp}→{target_tp}", "Slices", source_tp, target_tp),
     }
     unknown = [way for way in ways if way not in known]
     if unknown:
         raise BenchError(f"--ways names {unknown[0]!r}: use {', '.join(known)}")
-    missing = [way for way in ways if placement.on_gpus and way not in _WAYS_ON_GPUS]
+    on_gpus = _WAYS_ON_GPUS + _WITH_DIGESTS
+    missing = [way for way in ways if placement.on_gpus and way not in on_gpus]
     if missing:
         raise BenchError(
-            f"--ways names {missing[0]!r}, and on GPUs there are no {devices.WAYS_LEFT_OUT}: use {', '.join(_WAYS_ON_GPUS)}"
+            f"--ways names {missing[0]!r}, and on GPUs there are no {devices.WAYS_LEFT_OUT}: use {', '.join(on_gpus)}"
         )
     return [known[way] for way in ways]
 

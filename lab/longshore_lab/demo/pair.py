@@ -17,7 +17,7 @@ import msgspec
 
 from longshore_lab.demo import compare
 from longshore_lab.demo.cluster import DIRECT, PAGE_SIZE, SLICES, STAGED, Agents, Engines
-from longshore_lab.demo.counts import Counts, PairResult, Transfer, lane_shares, ring_rounds, wires_of
+from longshore_lab.demo.counts import Counts, PairResult, Transfer, lane_shares, of_instance, ring_rounds, wires_of
 from longshore_lab.demo.errors import DifferenceError
 from longshore_lab.demo.progress import Progress
 from longshore_lab.demo.prompts import Request
@@ -138,7 +138,7 @@ class PairRun:
             if room.request.prefix:
                 self._decode.prefill(room.request.tokens, room.decode_pages, 0, room.request.prefix)
         marks = [compare.Fingerprint(self._decode, room.decode_pages, *room.interval) for room in rooms]
-        self._claim(STAGED, rooms)
+        self._claim(STAGED, rooms, digest=True)
         self._say(f"decode has claimed {len(rooms)} rooms; prefill begins")
         first_tokens = []
         for place, room in enumerate(rooms):
@@ -149,9 +149,19 @@ class PairRun:
                 self._offer([room.offered(first, end)])
             first_tokens.append(token)
         self._arrived(STAGED, rooms)
+        self._check_compared()
         for room, mark in zip(rooms, marks, strict=True):
             mark.check(room.number)
         return first_tokens
+
+    def _check_compared(self) -> None:
+        """Check that decode's agent has compared the digests of every slab with prefill's."""
+        page, instance = self._agents.decode[STAGED].metrics(), self._engines.decode_instances[STAGED]
+        slabs = of_instance(page, instance, "longshore_slabs_total", way=STAGED, half="target")
+        equal = of_instance(page, instance, "longshore_digests_total", result="equal")
+        if not 0 < slabs == equal:
+            raise DifferenceError(f"{equal:.0f} of {slabs:.0f} slabs were compared by digest and equal")
+        self._say(f"{equal:,.0f} slabs had the same digests in prefill's pages and in decode's")
 
     def _first_token(self, place: int, room: Room, first: int, end: int) -> int:
         """Compute a chunk, unless an earlier run has; return the token that follows it."""
@@ -284,10 +294,9 @@ class PairRun:
         replies = self._extra(self._prefill, GetEndpoint(self._agents.registration(STAGED)))
         return msgspec.msgpack.decode(replies[0].body, type=Endpoint)
 
-    def _claim(self, way: str, rooms: Sequence[Room]) -> None:
-        self._extra(
-            self._decode, Claim(self._agents.registration(way), self._endpoint, [room.claimed() for room in rooms])
-        )
+    def _claim(self, way: str, rooms: Sequence[Room], *, digest: bool = False) -> None:
+        parts = [room.claimed() for room in rooms]
+        self._extra(self._decode, Claim(self._agents.registration(way), self._endpoint, parts, digest))
 
     def _offer(self, parts: list[Part]) -> int:
         """Offer parts on every rank; return the time at which the first was accepted."""

@@ -91,11 +91,12 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
 
 
 class Claim(msgspec.Struct, frozen=True, tag=True):
-    """Claim parts of an instance's rooms. Answered by an empty body."""
+    """Claim parts of an instance's rooms, with digests or without. Answered by an empty body."""
 
     agent: str
     endpoint: Endpoint
     parts: list[Part]
+    digest: bool = False
 
 
 class Await(msgspec.Struct, frozen=True, tag=True):
@@ -172,9 +173,10 @@ class Connector:
                 return msgspec.msgpack.encode(client.endpoint(ENDPOINT_TIMEOUT_S))
             case Offer(parts=parts):
                 return msgspec.msgpack.encode(self._offer(client, parts))
-            case Claim(endpoint=endpoint, parts=parts):
+            case Claim(endpoint=endpoint, parts=parts, digest=digest):
                 for part in parts:
-                    _insistently(partial(client.receive, part.room, endpoint, part.pages, part.first, part.end))
+                    where = (part.room, endpoint, part.pages, part.first, part.end)
+                    _insistently(partial(client.receive, *where, digest=digest))
                 return b""
             case Await(rooms=rooms, timeout_s=timeout_s):
                 return msgspec.msgpack.encode(self._await(client, rooms, timeout_s))
