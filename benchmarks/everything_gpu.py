@@ -77,7 +77,7 @@ TESTS = "tests"
 STEPS = {
     # Quick runs leave out the slow tests: the demo, which is a separate step, and GPUs that hang.
     TESTS: Step(
-        TESTS, ("-m", "pytest", "-q", "-p", "no:cacheprovider"), "tests/gpu/*.py", 570, 440, ("-m", "not slow")
+        TESTS, ("-m", "pytest", "-q", "-p", "no:cacheprovider"), "tests/gpu/*.py", 570, 510, ("-m", "not slow")
     ),
     "demo": Step(
         "demo",

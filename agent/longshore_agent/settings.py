@@ -233,6 +233,9 @@ class Settings:
         high=1 << 24,
         file="transfer.chunk_tokens",
     )
+    digest: bool = _core(
+        False, Role.DECODE, "Every room compares digests of both sides' pages.", file="integrity.digest"
+    )
     direct: bool = _setting(
         True, Role.BOTH, "Ranks of one agent copy directly into each other's pages, without staging and transport."
     )

@@ -310,7 +310,8 @@ class Client:
             pages: see `send`; without the pages before `first_token` (a prefix that is here already).
             end_token: the sequence's length; equal to `first_token` for a full hit.
             memory: DEVICE. HOST is refused: it is not implemented.
-            digest: False. True is refused: it is not implemented.
+            digest: compare digests of both sides' pages, even if the deployment does not (`integrity.digest`). If they differ,
+                the room fails with DIGEST_MISMATCH and names layer, head and rank.
         Raises:
             ArgumentError, Busy, RoomError, AgentLost, CallTimeout, ClientClosed: as `send`.
         """
@@ -318,8 +319,7 @@ class Client:
         endpoint = arguments.struct("endpoint", endpoint, Endpoint)
         first_token, end_token = arguments.token_range(first_token, end_token)
         memory, timeout_s = arguments.device_memory(memory), arguments.timeout(timeout_s)
-        if arguments.flag("digest", digest):
-            raise ArgumentError("digest is True: digests are not built yet; leave it False")
+        digest = arguments.flag("digest", digest)
         packed = pages_for(pages, first_token, end_token, self.layout.page_size)
         key = HalfKey(Half.TARGET, endpoint.instance, room, pool)
         whole = Receive(

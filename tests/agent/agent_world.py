@@ -320,6 +320,7 @@ class Request:
     prefix: int = 0
     cuts: Sequence[int] = ()
     room: int = field(default_factory=lambda: next(room_ids))
+    digest: bool = False
     source_pages: list[int] = field(default_factory=list)
     target_pages: list[int] = field(default_factory=list)
 
@@ -348,7 +349,7 @@ class Request:
         """Claim at all ranks, and expect the bytes."""
         endpoint = self.source.endpoint()
         for rank in self.target.ranks:
-            rank.client.receive(self.room, endpoint, self.target_pages, self.prefix, self.total)
+            rank.client.receive(self.room, endpoint, self.target_pages, self.prefix, self.total, digest=self.digest)
             if self.target_pages:
                 rank.put(rank.expected, self.target_pages, self.data, self.prefix, self.total)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import own_network
 import pytest
 from agent_world import living_agents
 from fault_judge import SceneJudge, WrongJudge
 from fault_table import Scene
+from half_worker import Halves
 
 
 @pytest.fixture
@@ -20,6 +21,20 @@ def judge(request: pytest.FixtureRequest) -> Iterator[SceneJudge | WrongJudge]:
     yield found
     if request.session.testsfailed == failed_count:
         assert not found.left(), "the test has not compared its whole row"
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Halves]]:
+    """Yield a function that makes both halves of a worker, from faults of the loopback transport and settings."""
+    made: list[Halves] = []
+
+    def build(*faults: dict[str, object], **settings: object) -> Halves:
+        made.append(Halves(list(faults), **settings))
+        return made[-1]
+
+    yield build
+    for halves in made:
+        halves.close()
 
 
 # Lines of each agent's log: enough for a traceback, but the logs of several agents must not hide the failure.

@@ -7,11 +7,13 @@ one half in each of two processes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import select
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,9 @@ from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.worker.config import WorkerConfig
 from longshore_agent.worker.engine_requests import EngineRequests
 from longshore_agent.worker.moving import Mover
+from longshore_client import ModelShape, Parallel
+from longshore_client.pages import packed_pages
+from longshore_wire.agent_config import Backend
 from longshore_wire.effects import (
     PeerAttached,
     PeerGone,
@@ -33,13 +38,31 @@ from longshore_wire.effects import (
     StartScatter,
     StartWrite,
 )
-from longshore_wire.engine_messages import Accepted, Half, RegisterPool, ToAgent
+from longshore_wire.engine_messages import Accepted, Endpoint, Half, Offer, RankAddress, Receive, RegisterPool, ToAgent
 from longshore_wire.layout import KVLayout
 from longshore_wire.peer_messages import PEER, PeerMessage
+from longshore_wire.plan import Way
 from longshore_wire.session import Session
 from longshore_wire.source_session import SourceSession
 from longshore_wire.target_session import TargetSession
 
+PAGE_SIZE = 8
+TOKENS = 64
+ROOM_PAGES = TOKENS // PAGE_SIZE
+LAYOUT = KVLayout(ModelShape(layers=2, kv_heads=2, head_dim=16, element_bytes=4), Parallel(), PAGE_SIZE)
+SETTINGS = Settings(
+    deployment="tests/storm",
+    backend=Backend.LOOPBACK,
+    ring_bytes=1 << 20,
+    ring_extent_bytes=1 << 20,
+    lane_count=1,
+    lane_bytes=1 << 20,
+    slab_bytes_min=1 << 20,
+    force_way=Way.STAGED,
+    retry_ms=100,
+    peer_timeout_s=300.0,
+)
+LIMIT_S = 30.0
 PEERS = {Half.SOURCE: PeerId("prefill", 0, 0), Half.TARGET: PeerId("decode", 0, 0)}
 _DATAGRAM_BYTES_MAX = 1 << 20
 # At least the size of a transport's metadata, which is one datagram.
@@ -173,3 +196,54 @@ def stamped(base: np.ndarray, room: int) -> np.ndarray:
     stamp = (room * 2654435761) & 0xFFFFFFFF
     found: np.ndarray = base ^ np.uint32(stamp)
     return found
+
+
+class Halves:
+    """Both halves in this process, connected by the loopback transport."""
+
+    def __init__(self, faults: list[dict[str, object]], **settings: object) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        made = dataclasses.replace(SETTINGS, **settings)
+        self.prefill = HalfWorker(
+            Half.SOURCE, LAYOUT, 64, dataclasses.replace(made, loopback_faults=json.dumps(faults)), ours
+        )
+        self.decode = HalfWorker(Half.TARGET, LAYOUT, 64, made, theirs)
+        self.data = np.random.default_rng(2).integers(0, 1 << 32, (2, 2, TOKENS, 2, 16), dtype=np.uint32)
+
+    def begin(self, room: int, *, digest: bool = False) -> list[int]:
+        """Claim and offer a room; return decode's pages."""
+        pages = list(range(room * ROOM_PAGES, (room + 1) * ROOM_PAGES))
+        self.prefill.pages.put(self.prefill.pages.planes, pages, self.data, 0, TOKENS)
+        packed = packed_pages(pages)
+        endpoint = Endpoint("prefill", LAYOUT, (RankAddress(0, "storm:1", self.prefill.session.config.epoch),))
+        self.decode.ask(Receive(1, room, 0, endpoint, 0, TOKENS, 0, len(pages), packed, digest=digest))
+        self.decode.flush(time.monotonic_ns())
+        self.prefill.ask(Offer(1, room, 0, 0, TOKENS, last=True, pages=packed))
+        return pages
+
+    def run(self, until: Callable[[], object]) -> None:
+        end_s = time.monotonic() + LIMIT_S
+        while not until():
+            assert time.monotonic() < end_s, "not in time"
+            for half in (self.prefill, self.decode):
+                half.turn(0.001)
+
+    def end(self, room: int, half: Half = Half.TARGET) -> RoomEnded:
+        """Wait for the end of a room in one half."""
+        worker = self.decode if half is Half.TARGET else self.prefill
+        found: list[RoomEnded] = []
+
+        def is_over() -> bool:
+            found[:] = [end for end in worker.effects if isinstance(end, RoomEnded) and end.key.room == room]
+            return bool(found)
+
+        self.run(is_over)
+        return found[0]
+
+    def arrived(self, pages: list[int]) -> bool:
+        self.decode.pages.put(self.decode.pages.expected, pages, self.data, 0, TOKENS)
+        return self.decode.pages.intact()
+
+    def close(self) -> None:
+        for half in (self.prefill, self.decode):
+            half.close()

@@ -8,115 +8,29 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import json
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 
-import numpy as np
 import pytest
 import zmq
-from half_worker import PEERS, HalfWorker
+from half_worker import PEERS, ROOM_PAGES, SETTINGS, TOKENS, Halves
 
 from longshore_agent.control.peer_net import PeerNet
 from longshore_agent.pipeline.slabs import OutboundSlab, trailer_of
-from longshore_agent.settings import Settings
 from longshore_agent.transports.base import Write, WriteState
 from longshore_agent.transports.loopback import LoopbackTransport
 from longshore_agent.worker.health import WorkerHealth
-from longshore_client import Half, KVLayout, ModelShape, Parallel
+from longshore_client import Half
 from longshore_client.pages import packed_pages
 from longshore_wire.agent_config import Backend
 from longshore_wire.effects import PeerId, RoomEnded
-from longshore_wire.engine_messages import Endpoint, Offer, RankAddress, Receive
 from longshore_wire.errors import Reason
 from longshore_wire.peer_messages import PEER, Ping
 from longshore_wire.plan import Way
 from longshore_wire.slabs import TRAILER_KEY_BYTES
-
-PAGE_SIZE = 8
-TOKENS = 64
-ROOM_PAGES = TOKENS // PAGE_SIZE
-LAYOUT = KVLayout(ModelShape(layers=2, kv_heads=2, head_dim=16, element_bytes=4), Parallel(), PAGE_SIZE)
-SETTINGS = Settings(
-    deployment="tests/storm",
-    backend=Backend.LOOPBACK,
-    ring_bytes=1 << 20,
-    ring_extent_bytes=1 << 20,
-    lane_count=1,
-    lane_bytes=1 << 20,
-    slab_bytes_min=1 << 20,
-    force_way=Way.STAGED,
-    retry_ms=100,
-    peer_timeout_s=300.0,
-)
-LIMIT_S = 30.0
-
-
-class Halves:
-    """Both halves in this process, connected by the loopback transport."""
-
-    def __init__(self, faults: list[dict[str, object]], **settings: object) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        made = dataclasses.replace(SETTINGS, **settings)
-        self.prefill = HalfWorker(
-            Half.SOURCE, LAYOUT, 64, dataclasses.replace(made, loopback_faults=json.dumps(faults)), ours
-        )
-        self.decode = HalfWorker(Half.TARGET, LAYOUT, 64, made, theirs)
-        self.data = np.random.default_rng(2).integers(0, 1 << 32, (2, 2, TOKENS, 2, 16), dtype=np.uint32)
-
-    def begin(self, room: int) -> list[int]:
-        """Claim and offer a room; return decode's pages."""
-        pages = list(range(room * ROOM_PAGES, (room + 1) * ROOM_PAGES))
-        self.prefill.pages.put(self.prefill.pages.planes, pages, self.data, 0, TOKENS)
-        packed = packed_pages(pages)
-        endpoint = Endpoint("prefill", LAYOUT, (RankAddress(0, "storm:1", self.prefill.session.config.epoch),))
-        self.decode.ask(Receive(1, room, 0, endpoint, 0, TOKENS, 0, len(pages), packed))
-        self.decode.flush(time.monotonic_ns())
-        self.prefill.ask(Offer(1, room, 0, 0, TOKENS, last=True, pages=packed))
-        return pages
-
-    def run(self, until: Callable[[], object]) -> None:
-        end_s = time.monotonic() + LIMIT_S
-        while not until():
-            assert time.monotonic() < end_s, "not in time"
-            for half in (self.prefill, self.decode):
-                half.turn(0.001)
-
-    def end(self, room: int) -> RoomEnded:
-        """Wait for the end of a room in decode."""
-        found: list[RoomEnded] = []
-
-        def is_over() -> bool:
-            found[:] = [end for end in self.decode.effects if isinstance(end, RoomEnded) and end.key.room == room]
-            return bool(found)
-
-        self.run(is_over)
-        return found[0]
-
-    def arrived(self, pages: list[int]) -> bool:
-        self.decode.pages.put(self.decode.pages.expected, pages, self.data, 0, TOKENS)
-        return self.decode.pages.intact()
-
-    def close(self) -> None:
-        for half in (self.prefill, self.decode):
-            half.close()
-
-
-@pytest.fixture
-def make() -> Iterator[Callable[..., Halves]]:
-    made: list[Halves] = []
-
-    def build(*faults: dict[str, object], **settings: object) -> Halves:
-        made.append(Halves(list(faults), **settings))
-        return made[-1]
-
-    yield build
-    for halves in made:
-        halves.close()
 
 
 def lane_threads() -> set[threading.Thread]:

@@ -131,6 +131,7 @@ SETTINGS = [
     ("transfer.staging", "Always", "staging", Staging.ALWAYS),
     ("transfer.chunkTokens", 777, "chunk_tokens", 777),
     ("transfer.wires", ["TCP", "RDMA"], "wires", (Wire.TCP, Wire.RDMA)),
+    ("integrity.digest", True, "digest", True),
     ("agents.httpPort", 9999, "http_port", 9999),
     ("agents.workerPort", 9700, "worker_port", 9700),
     ("agents.hostNetwork", True, "host_network", True),

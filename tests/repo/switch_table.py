@@ -48,6 +48,7 @@ _OPEN_PORTS = (
 _BACKENDS = (
     f"{_AGENT}/test_agent_layouts.py::test_every_byte_arrives_once_between_layouts_of_each_kind_over_every_transport",
 )
+_DIGESTS = (f"{_AGENT}/test_digests.py::test_a_deployment_that_asks_for_digests_compares_every_room",)
 _STAGING = (
     f"{_CHANGE}::test_staging_is_used_always_or_never_as_it_is_set",
     f"{_AGENT}/test_agent_layouts.py::test_without_staging_the_same_bytes_travel_slice_by_slice",
@@ -94,6 +95,7 @@ AGENT_SETTINGS: Shown = {
     ),
     "wires": _WIRES,
     "staging": _STAGING,
+    "digest": _DIGESTS,
     "crossover_file": (
         (
             f"{_AGENT}/test_agent_crossover.py::"
@@ -299,7 +301,7 @@ RESOURCE_FIELDS: Shown = {
             "test_a_pair_that_is_refused_for_its_wire_is_named_with_the_wire_the_allowed_ones_and_the_way_out"
         ),
     ),
-    "integrity.digest": _UNBUILT,
+    "integrity.digest": (_SETTING, *_DIGESTS),
     **{f"prefill.agents.{name}": tests for name, tests in _POD_SETTINGS.items()},
     **{f"decode.agents.{name}": tests for name, tests in _POD_SETTINGS.items()},
     **{f"agents.{name}": tests for name, tests in _POD_SETTINGS.items()},

@@ -338,6 +338,29 @@ def _dial_before_the_room_counts(stack: ExitStack) -> None:
     real = _set(stack, TargetPeers, "_dial", dial)
 
 
+def _compare_staged_alone(stack: ExitStack) -> None:
+    def on_ready(self: Any, peer: Any, ready: Any, now_ns: int) -> None:
+        room, pair = self._find(peer, ready.pair)
+        was = room is not None and room.digest
+        if was and pair is not None:
+            room.digest = pair.way is Way.STAGED
+        real(self, peer, ready, now_ns)
+        if was:
+            room.digest = True
+
+    real = _set(stack, TargetSession, "_on_ready", on_ready)
+
+
+def _send_other_digests(stack: ExitStack) -> None:
+    def send_ready(self: Any, room: Any, pair: Any, slab: int) -> None:
+        kept = dict(pair.digests)
+        pair.digests[slab] = next(iter(kept.values()), b"")
+        real(self, room, pair, slab)
+        pair.digests = kept
+
+    real = _set(stack, SourceSession, "_send_ready", send_ready)
+
+
 # Not planted: a starting worker does not get its siblings' failures. The supervisor decides that, and the simulator has
 # its own copy of the supervisor's rules (`sim_agent`). There, 19,000 rooms of five mixes did not detect that no sibling
 # got a failure.
@@ -413,6 +436,12 @@ PLANTS = {
         "a source that is found lost when a room names its new address is not dialled there",
         _dial_before_the_room_counts,
         ("engines of lost hosts start elsewhere",),
+    ),
+    "unchecked in place": Plant(
+        "digests of pages that were written in place are not compared", _compare_staged_alone, ("damage",)
+    ),
+    "another slab's digests": Plant(
+        "a slab is announced with the digests of an older one", _send_other_digests, ("digests",)
     ),
     "forgetful client": Plant("a client repeats no open half to a new worker", _repeat_nothing, ("workers die",)),
 }

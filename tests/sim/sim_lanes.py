@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from sim_memory import Pages, Words
+from sim_memory import Pages, Words, damaged, digests
 from sim_world import MS, ViolationError, Write
 
 from longshore_wire.effects import StartScatter, StartWrite
@@ -44,6 +44,8 @@ class Job:
     lost: bool = False
     overtaken_ns: int | None = None
     words: Words | None = None
+    digests: bytes = b""
+    differs: bool = False  # a direct copy has found other digests at its target
 
 
 class Lanes:
@@ -144,6 +146,11 @@ class Lanes:
             return
         layers, heads = self._place(effect)
         job.words = job.room.pages.read(layers, *effect.tokens, heads)
+        if effect.digest_key:
+            job.digests = digests(job.words, effect.tokens[0])
+        if fate.damage:
+            self._world.counts["damaged slabs"] += 1
+            job.words = damaged(job.words, fate.damage)
         if fate.land_ns is not None:
             job.target.lanes._comes(job, worker, fate.land_ns)
         if fate.end_ns is not None:
@@ -186,6 +193,8 @@ class Lanes:
             pages = Pages(room.pages.pool, room.pages.serial, numbers, effect.first_claimed_token // size)
             layers, heads = self._place(effect)
             pages.write(layers, *effect.tokens, heads, words)
+            found = digests(pages.read(layers, *effect.tokens, heads), effect.tokens[0])
+            job.differs = effect.way is Way.DIRECT and bool(job.digests) and found != job.digests
 
     def _end_write(self, job: Job) -> None:
         assert job.target is not None
@@ -204,16 +213,28 @@ class Lanes:
             settled = job.fate.settled or lost
             self.unsettled = self.unsettled or not settled
             core.write_failed(effect.peer, effect.pair, effect.slab, "the write failed", now_ns, settled=settled)
+        elif job.differs:
+            core.write_failed(
+                effect.peer, effect.pair, effect.slab, "digests differ", now_ns, reason=Reason.DIGEST_MISMATCH
+            )
         elif job.cancelled:
             core.write_done(effect.peer, effect.pair, effect.slab, 0, now_ns)
         else:
-            core.write_done(effect.peer, effect.pair, effect.slab, effect.payload_bytes, now_ns, announce=True)
+            core.write_done(
+                effect.peer,
+                effect.pair,
+                effect.slab,
+                effect.payload_bytes,
+                now_ns,
+                announce=True,
+                digests=job.digests,
+            )
             worker.flush()
 
     # -- scatters --------------------------------------------------------------------------------------------------
 
     def start_scatter(self, effect: StartScatter) -> None:
-        """Start to scatter one landed slab into the pages."""
+        """Start to scatter one landed slab into the pages, or to compare pages that were written in place."""
         job = self._job(effect, "scatter")
         self._world.at(job.fate.begin_ns, self._worker.thread, self._scatter, job)
 
@@ -221,11 +242,19 @@ class Lanes:
         effect, reason = job.effect, Reason.NONE
         if not job.cancelled and job.room.lives:
             layers, heads = self._place(effect)
-            words = self._worker.staging.take(effect, (len(layers), effect.tokens[1] - effect.tokens[0], len(heads)))
-            if words is None:
-                reason = Reason.TRAILER_MISMATCH
-            else:
-                job.room.pages.write(layers, *effect.tokens, heads, words)
+            if effect.way is Way.STAGED:
+                shape = (len(layers), effect.tokens[1] - effect.tokens[0], len(heads))
+                words = self._worker.staging.take(effect, shape)
+                if words is None:
+                    reason = Reason.TRAILER_MISMATCH
+                else:
+                    if job.fate.damage:
+                        self._world.counts["damaged slabs"] += 1
+                        words = damaged(words, job.fate.damage)
+                    job.room.pages.write(layers, *effect.tokens, heads, words)
+            if effect.digest_key and reason is Reason.NONE:
+                found = digests(job.room.pages.read(layers, *effect.tokens, heads), effect.tokens[0])
+                reason = Reason.NONE if found == effect.digests else Reason.DIGEST_MISMATCH
         self._worker.deliver(self._scattered, job, reason)
 
     def _scattered(self, job: Job, reason: Reason) -> None:
@@ -234,4 +263,4 @@ class Lanes:
         if reason is Reason.NONE or job.cancelled:
             core.scatter_done(effect.peer, effect.pair, effect.slab, effect.payload_bytes, now_ns)
         else:
-            core.scatter_failed(effect.peer, effect.pair, effect.slab, reason, "another trailer", now_ns)
+            core.scatter_failed(effect.peer, effect.pair, effect.slab, reason, "other bytes", now_ns)

@@ -19,6 +19,29 @@ POISON = 0xDEAD_DEAD_DEAD_DEAD
 Words = npt.NDArray[np.uint64]
 
 
+def digests(words: Words, first_token: int) -> bytes:
+    """Return the digests of words [layers, tokens, heads], of which the first token is `first_token`, as agents send them."""
+    places = (np.arange(words.shape[1], dtype=np.uint64) + np.uint64(first_token)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = words * np.uint64(0xBF58476D1CE4E5B9) + places[None, :, None]
+    mixed = (mixed ^ mixed >> np.uint64(31)) * np.uint64(0x94D049BB133111EB)
+    return np.ascontiguousarray((mixed ^ mixed >> np.uint64(29)).sum(axis=1)).tobytes()
+
+
+def damaged(words: Words, damage: int) -> Words:
+    """Return other words: with a changed bit, tokens or heads at each other's places, or those of nobody."""
+    kind, place = damage % 4, damage // 4 % words.size
+    found = words.copy()
+    if kind == 1 and words.shape[1] > 1:
+        return np.roll(found, 1, axis=1)
+    if kind == 2 and words.shape[2] > 1:
+        return np.roll(found, 1, axis=2)
+    if kind == 3:
+        found[...] = POISON
+        return found
+    found.reshape(-1)[place] ^= np.uint64(1 << damage % 64)
+    return found
+
+
 class Pool:
     """Pages of one engine rank. Freed pages are allocated next."""
 

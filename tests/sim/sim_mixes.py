@@ -75,6 +75,7 @@ CALM = Odds()
 BAD = Odds(loss=0.1, repeat=0.1, late=0.05)
 WORSE = Odds(loss=0.1, repeat=0.1, late=0.05, slow_write=0.1, failed_write=0.01, unsettled_write=0.005)
 TINY = (1024, 2048)
+DIGESTS = {"digest": True, "digest_key": b"sim"}
 CANCELS = frozenset({Reason.CANCELLED, Reason.TIMED_OUT})
 
 MIXES: dict[str, Mix] = {
@@ -157,6 +158,20 @@ MIXES: dict[str, Mix] = {
         {"cancel": (0, 5), "kill_worker": (0, 1)},
         settings={"ended_rooms_max": 3},
         forgets=True,
+    ),
+    "digests": Mix(Odds(loss=0.02, repeat=0.1, slow_write=0.05), sure=True, settings=DIGESTS),
+    "digests nearby": Mix(Odds(repeat=0.1), sure=True, near=True, settings=DIGESTS),
+    "damage": Mix(
+        Odds(damage=0.02, repeat=0.05), rooms=(20, 60), reasons=frozenset({Reason.DIGEST_MISMATCH}), settings=DIGESTS
+    ),
+    "damage nearby": Mix(
+        Odds(damage=0.02), rooms=(20, 60), near=True, reasons=frozenset({Reason.DIGEST_MISMATCH}), settings=DIGESTS
+    ),
+    "damage and deaths": Mix(
+        Odds(damage=0.02, loss=0.05, slow_write=0.1),
+        {"kill_worker": (1, 2), "cancel": (0, 10)},
+        ways=(None, Way.STAGED, Way.SLICES),
+        settings=DIGESTS,
     ),
     "everything": Mix(
         WORSE,

@@ -40,6 +40,7 @@ class Odds:
     failed_write: float = 0.0  # nothing of it lands any more
     unsettled_write: float = 0.0  # it is said to have failed, and lands later
     endless_write: float = 0.0  # it ends with its process
+    damage: float = 0.0  # a write, or a scatter, brings other bytes than it was given
 
 
 class Write(NamedTuple):
@@ -50,6 +51,7 @@ class Write(NamedTuple):
     end_ns: int | None
     fails: bool = False
     settled: bool = True
+    damage: int = 0  # not 0: what is wrong, see `sim_memory.damaged`
 
 
 # For runs without random delays.
@@ -134,7 +136,7 @@ class Chance:
         usual = STEADY_WRITE if self._steady else Write(begin_ns, length_ns, length_ns + begin_ns)
         if self._fixed is not None:
             return self._fixed.get(key, usual)  # type: ignore[no-any-return]
-        edges = [odds.slow_write, odds.failed_write, odds.unsettled_write, odds.endless_write]
+        edges = [odds.slow_write, odds.failed_write, odds.unsettled_write, odds.endless_write, odds.damage]
         if self.calm or r >= sum(edges):
             return usual
         slow_ns = int(draws.below(odds.slow_write_ns))
@@ -144,6 +146,8 @@ class Chance:
             fate = Write(begin_ns, None, length_ns, fails=True)
         elif r < sum(edges[:3]):
             fate = Write(begin_ns, slow_ns, int(draws.below(length_ns)), fails=True, settled=False)
+        elif r >= sum(edges[:4]):
+            fate = usual._replace(damage=1 + int(draws.below(1 << 16)))
         else:
             fate = Write(begin_ns, slow_ns if draws.below(1) < 0.5 else None, None)
         self.drawn[key] = fate

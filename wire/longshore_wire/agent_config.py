@@ -234,7 +234,7 @@ class Control(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class Integrity(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """Whether both sides compare digests of each room's bytes. Not implemented, and `check` refuses it."""
+    """Whether both sides compare digests of each room's pages."""
 
     digest: bool = False
 
@@ -271,7 +271,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
         """Raise ConfigError with all faults if valid fields contradict each other."""
         faults = [*_identity_faults(self.api_version, self.kind), *_transfer_faults(self.transfer)]
         faults += _network_faults(self.transfer, self.control)
-        faults += _unbuilt_faults(self.decode, self.integrity)
+        faults += _unbuilt_faults(self.decode)
         faults += _layout_faults(self.model, self.prefill, self.decode)
         if not faults:
             faults += _plan_faults(self)
@@ -378,13 +378,8 @@ def _network_faults(transfer: Transfer, control: Control) -> list[str]:
     return [fault]
 
 
-def _unbuilt_faults(decode: Decode, integrity: Integrity) -> list[str]:
-    faults = []
-    if decode.target is Target.HOST:
-        faults.append("decode.target: Host is not built yet: leave it Device")
-    if integrity.digest:
-        faults.append("integrity.digest: true is not built yet: leave it false")
-    return faults
+def _unbuilt_faults(decode: Decode) -> list[str]:
+    return ["decode.target: Host is not built yet: leave it Device"] if decode.target is Target.HOST else []
 
 
 def _remedies(backend: Backend) -> str:

@@ -35,6 +35,7 @@ class Wanted:
     page_count: int
     pages: bytes
     mappable: bool = True  # workers of the same agent may map the pages and write them
+    digest: bool = False  # compare digests, even if the deployment does not
 
 
 class PageParts(Generic[K]):

@@ -59,6 +59,8 @@ class SessionConfig:
     neighbour_staging: Staging | None = None  # between ranks of one agent; None: as `staging`
     in_place: bool = True  # a transport can access this worker's pages in place; False: they are on a GPU
     wires: tuple[str, ...] = ()  # names of the wires that a transport may use; empty: any
+    digest: bool = False  # every room compares digests
+    digest_key: bytes = b""  # of the digests of rooms that are received here
     direct_slab_bytes: int = 0  # slab size of way DIRECT, where one slab keeps the device busy; 0: as in other ways
 
 
@@ -135,11 +137,15 @@ class StartWrite:
     total_tokens: int  # -1: the engine has not said `last` yet
     target_pages: bytes  # int32, little endian, from page number first claimed token // page size on; empty if staged
     first_claimed_token: int
+    digest_key: bytes = b""  # empty: no digests
 
 
 @dataclass(frozen=True, slots=True)
 class StartScatter:
-    """Copy one landed slab into pages; answer with `scatter_done` or `scatter_failed`."""
+    """Copy one landed slab into pages and compare digests, or compare those of pages that were written in place.
+
+    Answer with `scatter_done` or `scatter_failed`.
+    """
 
     peer: PeerId
     pair: PairKey
@@ -149,6 +155,9 @@ class StartScatter:
     payload_bytes: int
     offset_bytes: int
     generation: int
+    way: Way = Way.STAGED
+    digest_key: bytes = b""  # empty: compare no digests
+    digests: bytes = b""  # of the source's pages, see SlabReady
 
 
 @dataclass(frozen=True, slots=True)

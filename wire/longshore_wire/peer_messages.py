@@ -143,6 +143,7 @@ class Claim(msgspec.Struct, frozen=True, array_like=True, tag=5):
     pages: bytes = b""
     why: Why = Why.UNDECIDED  # of the way, for status only
     serial: int = 0  # number of the claim, counted from 1 within the target's life and this source
+    digest_key: bytes = b""  # of the digests that each SlabReady has; empty: none
 
 
 class Demand(msgspec.Struct, frozen=True, array_like=True, tag=6):
@@ -169,13 +170,18 @@ class Grant(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
 
 class SlabReady(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """All bytes of one slab have landed. Also used as the notice of a write."""
+    """All bytes of one slab have landed. Also used as the notice of a write, without digests.
+
+    The digests are those of the source's pages, [planes * heads] uint64, little-endian, if the claim has a key for
+    them. With way DIRECT the source compares the digests of both sides itself.
+    """
 
     pair: PairKey
     slab: int
     generation: int  # of the grant; 0 if pages were written in place
     payload_bytes: int
     total_tokens: int = -1
+    digests: bytes = b""
 
 
 class SlabAck(msgspec.Struct, frozen=True, array_like=True, tag=9):

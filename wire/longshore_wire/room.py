@@ -54,6 +54,8 @@ class SourcePair:
     target_pages: bytes = b""
     why: Why = Why.UNDECIDED
     grants: dict[int, Grant] = field(default_factory=dict)
+    digest_key: bytes = b""  # empty: no digests
+    digests: dict[int, bytes] = field(default_factory=dict)  # of the slabs that are written and not acknowledged
     ready_count: int = 0
     next_slab: int = 0  # for ways without grants
     busy_count: int = 0
@@ -81,6 +83,7 @@ class SourcePair:
     def abort(self) -> None:
         """Drop the slabs that have not started; drain those that a lane holds."""
         self.grants.clear()
+        self.digests.clear()
         for slab, state in enumerate(self.states):
             if state is not SourceSlab.DROPPED and state is not SourceSlab.DRAINING:
                 self.step_slab(slab, SourceEvent.ABORT)
@@ -261,6 +264,7 @@ class TargetRoom(Room):
     end_token: int
     page_count: int
     pages: bytes
+    digest: bool = False
     pairs: dict[PeerId, TargetPair] = field(default_factory=dict)
     ring_bytes: int = 0  # granted and not freed
     state: TargetRoomState = TargetRoomState.OPEN

@@ -101,12 +101,21 @@ class SourceSession(SourcePeers):
     # -- lanes -----------------------------------------------------------------------------------------------------
 
     def write_done(
-        self, peer: PeerId, pair_key: PairKey, slab: int, payload_bytes: int, now_ns: int, *, announce: bool = False
+        self,
+        peer: PeerId,
+        pair_key: PairKey,
+        slab: int,
+        payload_bytes: int,
+        now_ns: int,
+        *,
+        announce: bool = False,
+        digests: bytes = b"",
     ) -> None:
         """Note that a slab's bytes are at the target, or that the lane has dropped it after an abort.
 
         Args:
             announce: True: the transport has not announced it to the target; a SlabReady message does.
+            digests: of the source's pages, for that message.
         """
         room, pair = self._find(peer, pair_key)
         if room is None or pair is None:
@@ -116,6 +125,8 @@ class SourceSession(SourcePeers):
             room.bytes_moved += payload_bytes
             self._progress(room, now_ns)
         if state is SourceSlab.WRITTEN:
+            if digests:
+                pair.digests[slab] = digests
             if announce:
                 self._send_ready(room, pair, slab)
             self._timers.set((room.key, peer), now_ns + self.config.retry_ns)
@@ -126,7 +137,15 @@ class SourceSession(SourcePeers):
             self._finish(room, now_ns)
 
     def write_failed(
-        self, peer: PeerId, pair_key: PairKey, slab: int, text: str, now_ns: int, *, settled: bool = True
+        self,
+        peer: PeerId,
+        pair_key: PairKey,
+        slab: int,
+        text: str,
+        now_ns: int,
+        *,
+        settled: bool = True,
+        reason: Reason = Reason.TRANSFER_FAILED,
     ) -> None:
         """Fail the room of a slab that the lane could not write. If not `settled`, bytes may still land: the target
         then gets no confirmation, and may use the memory only after the end of this worker's life.
@@ -134,7 +153,7 @@ class SourceSession(SourcePeers):
         room, pair = self._find(peer, pair_key)
         if room is None or pair is None:
             return
-        self._fail(room, Reason.TRANSFER_FAILED, text, now_ns)
+        self._fail(room, reason, text, now_ns)
         if settled and pair.states[slab] is SourceSlab.DRAINING:
             pair.step_slab(slab, SourceEvent.WROTE)
         self._settle(room)
@@ -236,6 +255,7 @@ class SourceSession(SourcePeers):
         states = [SourceSlab.WAITING] * cut.count
         self.rooms[room.key] = room
         pair = SourcePair(claim.pair, known.peer, found.pair, claim.way, cut, states, pages, claim.why)
+        pair.digest_key = claim.digest_key
         room.pairs[known.peer] = pair
         room.expected, room.claimer = found.expected, claimer
         known.claimed(room.key, claim.way if found.pair is not None else None)
@@ -277,6 +297,7 @@ class SourceSession(SourcePeers):
             return
         pair.step_slab(ack.slab, SourceEvent.ACK)
         pair.grants.pop(ack.slab, None)
+        pair.digests.pop(ack.slab, None)
         pair.attempts = 0
         self._progress(room, now_ns)
         self._advance(room, pair, now_ns)
@@ -374,6 +395,7 @@ class SourceSession(SourcePeers):
                 total_tokens=room.total_tokens,
                 target_pages=pair.target_pages,
                 first_claimed_token=pair.grid.first_token,
+                digest_key=pair.digest_key,
             )
         )
 
@@ -388,7 +410,8 @@ class SourceSession(SourcePeers):
         payload_bytes = pair.route.payload_bytes(*pair.grid.tokens(slab))
         grant = pair.grants.get(slab)
         generation = grant.generation if grant else 0
-        self._send(pair.peer, SlabReady(pair.pair, slab, generation, payload_bytes, room.total_tokens))
+        ready = SlabReady(pair.pair, slab, generation, payload_bytes, room.total_tokens, pair.digests.get(slab, b""))
+        self._send(pair.peer, ready)
 
     def _repeat(self, key: RoomKey, peer: PeerId, now_ns: int) -> None:
         room = self.rooms.get(key)

@@ -55,7 +55,7 @@ class TargetSlab(Enum):
 
     WANTED = "wanted"
     GRANTED = "granted"  # a writer may write our ring
-    LANDED = "landed"  # its scatter is queued or running
+    LANDED = "landed"  # its scatter, or the digest of its pages, is queued or running
     DONE = "done"
     QUARANTINED = "quarantined"  # aborted, but a writer may still write
     DRAINING = "draining"  # aborted while its scatter runs
@@ -76,6 +76,8 @@ class TargetEvent(Enum):
 TARGET_SLAB: Mapping[tuple[TargetSlab, TargetEvent], TargetSlab] = {
     (TargetSlab.WANTED, TargetEvent.GRANT): TargetSlab.GRANTED,
     (TargetSlab.WANTED, TargetEvent.PLACE): TargetSlab.DONE,
+    # Written in place, with digests to compare.
+    (TargetSlab.WANTED, TargetEvent.LAND): TargetSlab.LANDED,
     (TargetSlab.GRANTED, TargetEvent.LAND): TargetSlab.LANDED,
     (TargetSlab.LANDED, TargetEvent.SCATTERED): TargetSlab.DONE,
     (TargetSlab.WANTED, TargetEvent.ABORT): TargetSlab.FREED,

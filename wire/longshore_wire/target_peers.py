@@ -390,12 +390,15 @@ class TargetPeers(Session):
             pair.serial = self._claim_counts[pair.peer]
         pair.step(TargetPairEvent.CLAIM)
         first = room.end_token if pair.route is None else room.first_token
+        digest_key = self.config.digest_key if room.digest else b""
         count = room.page_count if pair.way is not Way.STAGED and first < room.end_token else 0
         for offset in range(0, max(count, 1), PAGES_PER_MESSAGE_MAX):
             pages = room.pages[4 * offset : 4 * (offset + PAGES_PER_MESSAGE_MAX)] if count else b""
             self._send(
                 pair.peer,
-                Claim(pair.pair, first, room.end_token, pair.way, offset, count, pages, pair.why, pair.serial),
+                Claim(
+                    pair.pair, first, room.end_token, pair.way, offset, count, pages, pair.why, pair.serial, digest_key
+                ),
             )
         self._repeat_later(room.key, pair.peer, pair.attempts, now_ns)
 

@@ -90,6 +90,7 @@ class TargetSession(TargetPeers):
             wanted.end_token,
             wanted.page_count,
             wanted.pages,
+            wanted.digest or self.config.digest,
             opened_ns=now_ns,
         )
         self.rooms[key] = room
@@ -121,13 +122,11 @@ class TargetSession(TargetPeers):
         room, pair = self._find(peer, pair_key)
         if room is None or pair is None:
             return
-        state = pair.step_slab(slab, TargetEvent.SCATTERED)
-        region = pair.regions[slab]
-        self.granter.free(room, pair, slab)
-        if state is TargetSlab.DONE:
+        region = pair.regions.get(slab)
+        if self._scattered(room, pair, slab) is TargetSlab.DONE:
             room.bytes_moved += payload_bytes
             self._progress(room, now_ns)
-            self._ack(pair, slab, region.generation)
+            self._ack(pair, slab, 0 if region is None else region.generation)
             self._finish(room, now_ns)
         else:
             self._settle(room)
@@ -136,15 +135,21 @@ class TargetSession(TargetPeers):
     def scatter_failed(
         self, peer: PeerId, pair_key: PairKey, slab: int, reason: Reason, text: str, now_ns: int
     ) -> None:
-        """Fail the room of a slab that cannot be scattered."""
+        """Fail the room of a slab that cannot be scattered, or whose digests differ."""
         room, pair = self._find(peer, pair_key)
         if room is None or pair is None:
             return
         self._fail(room, reason, text, now_ns)
-        pair.step_slab(slab, TargetEvent.SCATTERED)
-        self.granter.free(room, pair, slab)
+        self._scattered(room, pair, slab)
         self._settle(room)
         self._pump(now_ns)
+
+    def _scattered(self, room: TargetRoom, pair: TargetPair, slab: int) -> TargetSlab:
+        """Free the region of a slab; return the slab's state. Pages written in place have none."""
+        state = pair.step_slab(slab, TargetEvent.SCATTERED)
+        if slab in pair.regions:
+            self.granter.free(room, pair, slab)
+        return state
 
     # -- peers -----------------------------------------------------------------------------------------------------
 
@@ -261,10 +266,12 @@ class TargetSession(TargetPeers):
             self._stale(ready)
             if room is None:
                 ended = self.ended.get(ready.pair.key)
-                if ended is not None and ended.reason is Reason.NONE:
+                if ended is None:
+                    self._send(peer, Abort(ready.pair, Reason.STALE_EPOCH, "the room is not open here"))
+                elif ended.reason is Reason.NONE:
                     self._send(peer, SlabAck(ready.pair, ready.slab, ready.generation))
                 else:
-                    self._send(peer, Abort(ready.pair, Reason.STALE_EPOCH, "the room is not open here"))
+                    self._send(peer, Abort(ready.pair, ended.reason, ended.text))
             return
         if room.failed:
             self._stale(ready)
@@ -277,8 +284,12 @@ class TargetSession(TargetPeers):
             self._stale(ready)
             self._ack(pair, ready.slab, ready.generation)
         elif state is TargetSlab.GRANTED and pair.regions[ready.slab].generation == ready.generation:
-            self._land(pair, ready, now_ns)
+            self._land(room, pair, ready, now_ns)
         elif state is TargetSlab.WANTED and pair.way is not Way.STAGED and ready.generation == 0:
+            if room.digest and pair.way is not Way.DIRECT:
+                self._land(room, pair, ready, now_ns)
+                self._watch(room, pair, now_ns)
+                return
             pair.step_slab(ready.slab, TargetEvent.PLACE)
             room.bytes_moved += ready.payload_bytes
             self._progress(room, now_ns)
@@ -289,7 +300,7 @@ class TargetSession(TargetPeers):
         else:
             self._stale(ready)
 
-    def _land(self, pair: TargetPair, ready: SlabReady, now_ns: int) -> None:
+    def _land(self, room: TargetRoom, pair: TargetPair, ready: SlabReady, now_ns: int) -> None:
         assert pair.route is not None
         assert pair.grid is not None
         tokens = pair.grid.tokens(ready.slab)
@@ -297,10 +308,14 @@ class TargetSession(TargetPeers):
         if payload_bytes != ready.payload_bytes:
             self._stale(ready)
             return
+        if room.digest and not ready.digests:
+            text = f"{self._name(pair.peer)} has sent no digests: its agent is older than this one, update it"
+            self._fail(room, Reason.DIGEST_MISMATCH, text, now_ns)
+            return
         pair.step_slab(ready.slab, TargetEvent.LAND)
         self.granter.note_due(pair, now_ns, landed=True)
         pair.attempts = 0
-        region = pair.regions[ready.slab]
+        region = pair.regions.get(ready.slab)
         self._effect(
             StartScatter(
                 pair.peer,
@@ -309,8 +324,11 @@ class TargetSession(TargetPeers):
                 tokens,
                 pair.route,
                 payload_bytes,
-                region.offset_bytes,
-                region.generation,
+                0 if region is None else region.offset_bytes,
+                0 if region is None else region.generation,
+                pair.way,
+                self.config.digest_key if room.digest else b"",
+                ready.digests,
             )
         )
 

@@ -19,6 +19,10 @@ The steps of a staged slab, from `send` to DONE:
 7. After the last slab of a room, both cores emit RoomEnded, and `worker.loop` sends DONE to the engines.
 
 A slab that was copied directly or written in place has arrived at step 4. It has no grant and no inbound life.
+
+If the claim has a digest key, the source's copy also computes digests of its pages, and the SlabReady message of step 4
+has them. The inbound life computes those of the target's pages after its copy, and fails the room if they differ. A
+slab in place gets an inbound life for that; a direct copy compares both sides itself.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ from longshore_agent.pipeline.slabs import (
     OutboundEnd,
     OutboundSlab,
     Stage,
+    digest_fault,
     dropped,
     pieces_in_place,
     staged_pieces,
@@ -48,6 +53,7 @@ from longshore_agent.pipeline.slabs import (
 from longshore_agent.pipeline.waits import Compiled, Copied, Gate, Now, StagingMemory, Until, Wait, Written
 from longshore_agent.status.spans import StageLog
 from longshore_agent.transports.base import Selection, Transport, Write
+from longshore_wire.effects import StartScatter, StartWrite
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.plan import Way
 from longshore_wire.slabs import Trailer, unseal
@@ -98,14 +104,14 @@ class InboundTools:
     """The tools of lives at a target. A CPU's worker has one set for each scatter thread, a GPU's has one.
 
     Attributes:
-        ring: staging memory that sources write to.
+        ring: staging memory that sources write to; None: these lives only compare digests.
         trailer_key: authenticates the trailers of this ring's slabs.
         trailer_deadline_ns: how long a life waits for a correct trailer.
         thread: index of the thread that runs these lives, for spans.
     """
 
     copier: Copier
-    ring: StagingRange
+    ring: StagingRange | None
     log: StageLog
     trailer_key: bytes
     trailer_deadline_ns: int
@@ -143,7 +149,8 @@ def _staged(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
     start_ns = time.monotonic_ns()
     try:
         staged = Slab(memory.buffer, region.offset_bytes, effect.payload_bytes)
-        ticket = tools.copier.submit(Copy(slab.source(), staged, effect.tokens, trailer=slab.sealed_trailer()))
+        copy = Copy(slab.source(), staged, effect.tokens, slab.sealed_trailer(), digest_key=effect.digest_key)
+        ticket = tools.copier.submit(copy)
     except LongshoreError:
         memory.free(region)
         tools.copies.leave()
@@ -184,12 +191,13 @@ def _staged(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
     error, settled = written.release()
     tools.writes.leave()
     memory.free(region)
-    return _ended(slab, tools, begun_ns, error, settled=settled)
+    return _ended(slab, tools, begun_ns, error, settled=settled, digests=ticket.digests.source)
 
 
 def _direct(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
     """Copy pages into the target's pages, which are mapped into this process."""
-    copy = Copy(slab.source(), slab.neighbour_target(), slab.effect.tokens)
+    effect = slab.effect
+    copy = Copy(slab.source(), slab.neighbour_target(), effect.tokens, digest_key=effect.digest_key)
     while True:
         yield tools.copies.turn(slab)
         if slab.cancelled:
@@ -204,6 +212,9 @@ def _direct(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
     yield Copied(ticket)
     tools.copies.leave()
     ticket.end()
+    fault = _compare(effect, *ticket.digests, tools.log) if effect.digest_key else ""
+    if fault:
+        return OutboundEnd(slab, fault, Reason.DIGEST_MISMATCH)
     tools.log.count("longshore_writes_total", 1, way="direct")
     # A device begins a copy after the previous one has ended.
     start_ns = max(start_ns, tools.passed_ns)
@@ -218,9 +229,14 @@ def _in_place(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
     slab.stage = Stage.WRITING
     start_ns = time.monotonic_ns()
     posted_count = 0
-    error, settled = "", True
+    error, settled, digests = "", True, b""
     try:
         with slab.pool.in_use():
+            if slab.effect.digest_key:
+                ticket = tools.copier.digest(slab.source(), slab.effect.tokens, slab.effect.digest_key)
+                yield Copied(ticket)
+                ticket.end()
+                digests = ticket.digests.source
             pieces = pieces_in_place(slab.source(), slab.remote_target(), slab.effect.tokens)
             count = len(pieces.lengths)
             tools.log.count("longshore_write_pieces_total", count, way=way)
@@ -253,11 +269,24 @@ def _in_place(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
         error = error or str(failed)
     if not posted_count:
         return OutboundEnd(slab, error) if error else dropped(slab)
-    return _ended(slab, tools, start_ns, error, settled=settled)
+    return _ended(slab, tools, start_ns, error, settled=settled, digests=digests)
+
+
+def _compare(effect: StartWrite | StartScatter, source: bytes, target: bytes, log: StageLog) -> str:
+    """Compare digests and count the slab; see `digest_fault`."""
+    fault = digest_fault(effect, source, target)
+    log.count("longshore_digests_total", 1, result="different" if fault else "equal")
+    return fault
 
 
 def _ended(
-    slab: OutboundSlab, tools: OutboundTools, start_ns: int, error: str = "", *, settled: bool = True
+    slab: OutboundSlab,
+    tools: OutboundTools,
+    start_ns: int,
+    error: str = "",
+    *,
+    settled: bool = True,
+    digests: bytes = b"",
 ) -> OutboundEnd:
     """Return the end of a slab after its last write or its direct copy, and record it."""
     effect, lane, log = slab.effect, slab.lane, tools.log
@@ -272,17 +301,19 @@ def _ended(
     tools.lanes.payload_bytes[lane] += effect.payload_bytes
     log.count("longshore_lane_slabs_total", 1, lane=lane)
     log.count("longshore_lane_bytes_total", effect.payload_bytes, lane=lane)
-    return OutboundEnd(slab, must_announce=effect.way is not Way.STAGED or not slab.transport_announces)
+    must_announce = effect.way is not Way.STAGED or not slab.transport_announces
+    return OutboundEnd(slab, must_announce=must_announce, digests=digests)
 
 
 def inbound(slab: InboundSlab, tools: InboundTools) -> InboundLife:
-    """Copy a landed slab into pages. The slab counts only if its trailer was correct before the copy.
+    """Copy a landed slab into pages, and compare digests. The slab counts only if its trailer was correct before the copy.
 
     A GPU copies a slab even if its trailer is wrong. That is safe: until its room ends, nothing else uses the room's
     pages.
     """
     effect, wanted = slab.effect, trailer_of(slab.effect)
     found: Trailer | None = None
+    staged = effect.way is Way.STAGED
 
     def accepts(data: bytes) -> bool:
         nonlocal found
@@ -293,8 +324,13 @@ def inbound(slab: InboundSlab, tools: InboundTools) -> InboundLife:
     while not slab.cancelled:
         start_ns = time.monotonic_ns()
         try:
-            landed = Slab(tools.ring, effect.offset_bytes, effect.payload_bytes)
-            ticket = tools.copier.submit(Copy(landed, slab.target(), effect.tokens, accepts=accepts))
+            if staged:
+                assert tools.ring is not None
+                landed = Slab(tools.ring, effect.offset_bytes, effect.payload_bytes)
+                copy = Copy(landed, slab.target(), effect.tokens, accepts=accepts, digest_key=effect.digest_key)
+                ticket = tools.copier.submit(copy)
+            else:
+                ticket = tools.copier.digest(slab.target(), effect.tokens, effect.digest_key)
         except LongshoreError as error:
             # The pages of a slab that was cancelled meanwhile may be unmapped.
             return InboundEnd(slab, dropped=True) if slab.cancelled else InboundEnd(slab, error.reason, str(error))
@@ -302,7 +338,12 @@ def inbound(slab: InboundSlab, tools: InboundTools) -> InboundLife:
         yield Copied(ticket)
         end_ns = time.monotonic_ns()
         if ticket.end():
-            tools.log.stage("scatter", effect, tools.thread, start_ns, end_ns)
+            if staged:
+                tools.log.stage("scatter", effect, tools.thread, start_ns, end_ns)
+            if effect.digest_key and not slab.cancelled:
+                target = ticket.digests.target if staged else ticket.digests.source
+                if fault := _compare(effect, effect.digests, target, tools.log):
+                    return InboundEnd(slab, Reason.DIGEST_MISMATCH, fault)
             return InboundEnd(slab)
         if slab.cancelled:
             return InboundEnd(slab, Reason.TRAILER_MISMATCH, "the room was given up")

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore_agent.kernels.copier import Pages, PlaneRows, View, plane_rows, pool_view, remote_view
+from longshore_agent.kernels.digest import first_difference
 from longshore_agent.memory.host_memory import StagingRange
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.transports.base import Pieces
@@ -127,7 +128,7 @@ class OutboundSlab:
 
 @dataclass(slots=True, eq=False)
 class InboundSlab:
-    """One landed slab to copy into pages.
+    """One slab to copy into pages and to compare, or only to compare because it was written in place.
 
     Attributes:
         landed_ns: time.monotonic_ns when the control thread started the scatter.
@@ -142,6 +143,23 @@ class InboundSlab:
     def target(self) -> View:
         """Return the view of our engine's pages."""
         return self.table.view(self.pool, self.effect.route)
+
+
+def digest_fault(effect: StartWrite | StartScatter, source: bytes, target: bytes) -> str:
+    """Compare the digests of both sides' pages (`kernels.digest.Digests`). Returns what differs; empty: nothing does."""
+    index = first_difference(source, target)
+    if index is None:
+        return ""
+    (first_layer, end_layer), (first_head, end_head) = effect.route.layers, effect.route.heads
+    layers, heads = end_layer - first_layer, end_head - first_head
+    plane, head = divmod(index, heads)
+    kind, layer = divmod(plane, layers)
+    has_kinds = max(len(source), len(target)) > 8 * layers * heads
+    place = f"layer {first_layer + layer}, {'KV'[min(kind, 1)] + ', ' if has_kinds else ''}head {first_head + head}"
+    return (
+        f"{place}: tokens {effect.tokens[0]} to {effect.tokens[1]} in decode rank {effect.pair.target_rank}'s pages are not those of "
+        f"prefill rank {effect.pair.source_rank} (slab {effect.slab}, {effect.route.way.name.lower()})"
+    )
 
 
 def trailer_of(effect: StartWrite | StartScatter) -> Trailer:
@@ -181,16 +199,20 @@ class OutboundEnd:
 
     Attributes:
         error: why the slab failed; empty: it did not.
+        reason: of the error.
         dropped: True: the slab was cancelled, and the target is not notified even if bytes were written.
         must_announce: True: the transport has not notified the target; send a control message.
         settled: False: bytes of a failed write may still land.
+        digests: of the source's pages, for that message; empty: none.
     """
 
     slab: OutboundSlab
     error: str = ""
+    reason: Reason = Reason.TRANSFER_FAILED
     dropped: bool = False
     must_announce: bool = False
     settled: bool = True
+    digests: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

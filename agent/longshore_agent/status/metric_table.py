@@ -27,6 +27,7 @@ STAGES = ("gather", "write", "deliver", "scatter")
 HALVES = ("source", "target")
 WAYS = ("staged", "contiguous", "direct", "slices")
 WHYS = tuple(why.name.lower() for why in Why)
+RESULTS = ("equal", "different")
 OUTCOMES = ("done", "failed", "cancelled")
 WIRES = (*(wire.value for wire in WireName), UNKNOWN_WIRE)
 PEER_STATES = ("connecting", "attached", "refused", "lost")
@@ -44,6 +45,7 @@ _DOMAINS: Mapping[str, tuple[str, ...]] = {
     "state": PEER_STATES,
     "wire": WIRES,
     "protection": PROTECTIONS[1:],
+    "result": RESULTS,
 }
 
 
@@ -86,6 +88,9 @@ TABLE: tuple[Metric, ...] = (
     _counter("writes", "writes", ("way",), "Writes posted to the transport."),
     _counter("write_pieces", "pieces", ("way",), "Pieces of memory in these writes."),
     _counter("overtaken_writes", "writes", ("way",), "Writes of slabs that were in progress when their room failed."),
+    _counter(
+        "digests", "slabs", ("result",), "Slabs whose pages were compared by digest at both sides, by the result."
+    ),
     _counter("lane_bytes", "bytes", ("lane",), "Bytes that a lane wrote."),
     _counter("lane_slabs", "slabs", ("lane",), "Slabs that a lane wrote."),
     _gauge("ring_capacity_bytes", "bytes", (), "Size of the staging ring."),

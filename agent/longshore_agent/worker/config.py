@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import msgspec
 
 from longshore_agent.files import read_crossover
+from longshore_agent.kernels.digest import DIGEST_KEY_BYTES
 from longshore_agent.memory.cuda import reached_by_all
 from longshore_agent.settings import Settings
 from longshore_wire.claims import staged_unless_forbidden
@@ -63,6 +65,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
             crossover=read_crossover(settings.crossover_file),
             agent=self.agent,
             engine=self.engine,
+            digest_key=os.urandom(DIGEST_KEY_BYTES),
         )
         if self.device == "cpu":
             return core

@@ -306,8 +306,6 @@ class EngineRequests:
         if self.target is None:
             raise RoomError("this engine did not register as a target", reason=Reason.UNSUPPORTED)
         _check_memory(message.memory)
-        if message.digest:
-            raise RoomError("digest is True: digests are not built yet; leave it False", reason=Reason.UNSUPPORTED)
         pool = self._whole_pool(message.pool)
         data = self._joined(message)
         if data is None:
@@ -331,6 +329,7 @@ class EngineRequests:
             len(pages),
             data,
             mappable=pool.kv_pool.sealed,
+            digest=message.digest,
         )
         try:
             self.target.claim(wanted, now_ns)

@@ -207,7 +207,8 @@ class Mover:
             requests.tables[Half.SOURCE, effect.pair.key],
             name,
             attach,
-            transport_announces=wire not in self.resources.transport.announced_by_message,
+            # A notice has no place for digests.
+            transport_announces=not effect.digest_key and wire not in self.resources.transport.announced_by_message,
         )
         self._track(Half.SOURCE, slab)
         if effect.way is Way.DIRECT:
@@ -280,12 +281,22 @@ class Mover:
         self._untrack(Half.SOURCE, slab)
         if end.error:
             self.unsettled = self.unsettled or not end.settled
-            session.write_failed(effect.peer, effect.pair, effect.slab, end.error, now_ns, settled=end.settled)
+            session.write_failed(
+                effect.peer, effect.pair, effect.slab, end.error, now_ns, settled=end.settled, reason=end.reason
+            )
             return
         if not end.dropped:
             self.metrics.add("longshore_slabs_total", 1, half="source", way=effect.way.name.lower())
         payload_bytes = 0 if end.dropped else effect.payload_bytes
-        session.write_done(effect.peer, effect.pair, effect.slab, payload_bytes, now_ns, announce=end.must_announce)
+        session.write_done(
+            effect.peer,
+            effect.pair,
+            effect.slab,
+            payload_bytes,
+            now_ns,
+            announce=end.must_announce,
+            digests=end.digests,
+        )
 
     def _scattered(self, end: InboundEnd, session: TargetSession, now_ns: int) -> None:
         slab, effect = end.slab, end.slab.effect
@@ -294,7 +305,7 @@ class Mover:
             session.scatter_failed(effect.peer, effect.pair, effect.slab, end.reason, end.error, now_ns)
             return
         if not end.dropped:
-            self.metrics.add("longshore_slabs_total", 1, half="target", way="staged")
+            self.metrics.add("longshore_slabs_total", 1, half="target", way=effect.way.name.lower())
             self.metrics.observe("longshore_stage_seconds", (now_ns - slab.landed_ns) / 1e9, stage="deliver")
         session.scatter_done(effect.peer, effect.pair, effect.slab, effect.payload_bytes, now_ns)
 

@@ -78,11 +78,11 @@ class Resources:
         lane_count = settings.lane_count if Half.SOURCE in config.roles else 0
         ring_bytes = settings.ring_bytes if Half.TARGET in config.roles else 0
         if self.device is None:
-            self._start_threads(lane_count, ring_bytes, log)
+            self._start_threads(lane_count, ring_bytes, log, is_target=Half.TARGET in config.roles)
         else:
             self._start_events(self.device, lane_count, ring_bytes, log)
 
-    def _start_threads(self, lane_count: int, ring_bytes: int, log: StageLog) -> None:
+    def _start_threads(self, lane_count: int, ring_bytes: int, log: StageLog, *, is_target: bool) -> None:
         """Start lanes and scatter threads. Each lane has a buffer of its own."""
         settings = self._settings
         self.copier = CpuCopier()
@@ -91,13 +91,15 @@ class Resources:
             StagingMemory(self._registered(settings.lane_bytes), range(lane, lane + 1)) for lane in range(lane_count)
         ]
         sources = [self._source(memory, counts, log) for memory in memories]
-        targets: list[InboundTools] = []
+        ring: StagingRange | None = None
         if ring_bytes:
             ring = self._registered(ring_bytes, settings.ring_extent_bytes)
             self.ring_region = RegionInfo(
                 ring.address, ring.length_bytes, settings.ring_extent_bytes, self._trailer_key
             )
-            targets = [self._target(ring, log, thread) for thread in range(settings.scatter_threads)]
+        # Without a ring, they compare the digests of pages that were written in place.
+        thread_count = settings.scatter_threads if is_target else 0
+        targets = [self._target(ring, log, thread) for thread in range(thread_count)]
         self.runner = ThreadRunner(sources, targets, self._ends, probe_address=self._probe_address)
 
     def _start_events(self, device: Device, lane_count: int, ring_bytes: int, log: StageLog) -> None:
@@ -131,7 +133,7 @@ class Resources:
             self.copier, self.transport, memory, counts, log, batch_count, copies or Gate(), writes or Gate()
         )
 
-    def _target(self, ring: StagingRange, log: StageLog, thread: int = 0) -> InboundTools:
+    def _target(self, ring: StagingRange | None, log: StageLog, thread: int = 0) -> InboundTools:
         return InboundTools(self.copier, ring, log, self._trailer_key, self._settings.trailer_deadline_ns, thread)
 
     def _registered(self, length_bytes: int, extent_bytes: int = 0) -> StagingRange:
