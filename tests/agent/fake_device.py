@@ -10,6 +10,7 @@ from typing import Any
 
 from longshore_agent.errors import DeviceError, PoolError, TransportError
 from longshore_agent.kernels.copier import Copy, Slab
+from longshore_agent.kernels.digest import NO_DIGESTS, Digests
 from longshore_agent.memory.pools import KVPool
 from longshore_agent.pipeline.slabs import InboundSlab, OutboundSlab, trailer_of
 from longshore_agent.transports.base import Pieces, Wire, WriteState
@@ -43,6 +44,8 @@ def effect_of(slab: int, payload_bytes: int, room: int = 1) -> Any:
         total_tokens=-1,
         target_pages=b"",
         first_claimed_token=0,
+        digest_key=b"",
+        digests=b"",
     )
 
 
@@ -86,6 +89,7 @@ class FakeCopy:
     broken: DeviceError | None = None  # the device's answer to a poll
     pools: list[Any] = field(default_factory=list)
     accepts: Any = None
+    digests: Digests = NO_DIGESTS
 
     def passed(self) -> bool:
         assert not self.ended, "a copy is asked after its end"
@@ -145,6 +149,10 @@ class FakeDevice:
         found = next(self._found) or trailer_of(target.effect).seal(TRAILER_KEY).data
         self.scatters.append(FakeCopy(target, source.offset_bytes, found, accepts=copy.accepts))
         return self.scatters[-1]
+
+    def digest(self, view: Any, tokens: tuple[int, int], key: bytes) -> FakeCopy:
+        """Refuse: a GPU's pages are not written in place."""
+        raise AssertionError(f"a digest of {view}, {tokens}, with {key!r}")
 
     def _direct(self, slab: OutboundSlab) -> FakeCopy | None:
         if slab.effect.pair.key.room in self.compiling:

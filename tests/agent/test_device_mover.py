@@ -49,7 +49,15 @@ class Core(SourceSession):
         self.peers = defaultdict(lambda: Peer(owner("decode")))
 
     def write_done(
-        self, peer: PeerId, pair_key: Any, slab: int, payload_bytes: int, now_ns: int, *, announce: bool = False
+        self,
+        peer: PeerId,
+        pair_key: Any,
+        slab: int,
+        payload_bytes: int,
+        now_ns: int,
+        *,
+        announce: bool = False,
+        **_: Any,
     ) -> None:
         self.told.append((slab, payload_bytes))
         self.notified += [slab] * announce

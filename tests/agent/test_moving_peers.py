@@ -66,13 +66,19 @@ class Core(SourceSession):
         self.peers = {}
 
     def write_done(
-        self, peer: PeerId, pair_key: Any, slab: int, payload_bytes: int, now_ns: int, *, announce: bool = False
+        self,
+        peer: PeerId,
+        pair_key: Any,
+        slab: int,
+        payload_bytes: int,
+        now_ns: int,
+        *,
+        announce: bool = False,
+        **_: Any,
     ) -> None:
         self.told.append((slab, "done" if payload_bytes else "dropped", ""))
 
-    def write_failed(
-        self, peer: PeerId, pair_key: Any, slab: int, text: str, now_ns: int, *, settled: bool = True
-    ) -> None:
+    def write_failed(self, peer: PeerId, pair_key: Any, slab: int, text: str, now_ns: int, **_: Any) -> None:
         self.told.append((slab, "failed", text))
 
 

@@ -105,7 +105,7 @@ def test_page_lists_that_are_no_numbers_are_refused_and_end_nobody(make, listed)
     assert reason(target.say(claim(1, 4, listed, count=1))) is Reason.MALFORMED_MESSAGE
 
 
-def test_host_memory_and_a_digest_are_refused_by_name_and_nothing_is_kept(make):
+def test_host_memory_is_refused_by_name_and_nothing_is_kept(make):
     target = make("D", Half.TARGET)
     pool = target.say(RegisterPool(0, 0, target.geometry, TargetMemory.HOST), (target.descriptor,))
     assert (reason(pool), target.requests.pools) == (Reason.UNSUPPORTED, {})
@@ -114,9 +114,6 @@ def test_host_memory_and_a_digest_are_refused_by_name_and_nothing_is_kept(make):
     host = target.say(msgspec.structs.replace(claim(1, 8, pages(1, 2)), memory=TargetMemory.HOST))
     assert reason(host) is Reason.UNSUPPORTED
     assert "memory is HOST" in host.text
-    digest = target.say(msgspec.structs.replace(claim(1, 8, pages(1, 2)), digest=True))
-    assert reason(digest) is Reason.UNSUPPORTED
-    assert "digest is True" in digest.text and "leave it False" in digest.text
     assert (target.core.rooms, target.requests.tables) == ({}, {})
 
 

@@ -117,7 +117,7 @@ CALLS = {
             **ROOM_CALL,
             "endpoint": NO_ENDPOINT,
             "memory": other_than(TargetMemory) | st.just(TargetMemory.HOST),
-            "digest": other_than(bool) | st.just(True),
+            "digest": other_than(bool),
             "timeout_s": NO_TIME_NOR_NONE,
         },
     ),

@@ -345,7 +345,7 @@ _SAYS_WHO = f"{_ARGUMENTS}::test_an_engine_says_who_it_is_where_its_pages_are_an
 _OFFERED = f"{_CLIENTS}::test_an_offer_and_a_claim_arrive_as_they_were_made"
 _MOVED = f"{_AGENT}/test_agent_layouts.py::test_every_byte_arrives_once_between_any_two_layouts_and_with_any_prefix"
 _OF_POOL = f"{_AGENT}/test_agent_pools.py::test_a_room_moves_pages_of_the_pool_that_it_names_and_of_no_other"
-_NOT_BUILT = f"{_CLIENTS}::test_host_memory_and_a_digest_are_refused_by_name_before_anything_is_sent"
+_NOT_BUILT = f"{_CLIENTS}::test_host_memory_is_refused_by_name_before_anything_is_sent"
 _REGISTERED = f"{_ARGUMENTS}::test_a_pool_is_registered_under_its_number_with_its_geometry"
 _PLANES = f"{_ARGUMENTS}::test_each_argument_of_a_geometry_moves_its_planes"
 _NAMED = f"{_ARGUMENTS}::test_a_region_has_the_name_and_the_length_that_are_given"
@@ -397,7 +397,9 @@ CLIENT_ARGUMENTS: Shown = {
     ),
     "receive.pool": (_OF_POOL,),
     "receive.memory": (_NOT_BUILT,),
-    "receive.digest": (_NOT_BUILT,),
+    "receive.digest": (
+        f"{_AGENT}/test_digests.py::test_real_agents_compare_every_slab_of_a_room_that_asks_for_it_and_of_no_other",
+    ),
     "receive.timeout_s": (_PATIENT,),
     "cancel.room": (_MEANT,),
     "cancel.half": (_MEANT,),
