@@ -346,6 +346,14 @@ WRONGS: tuple[Wrong, ...] = (
     ),
 )
 
+# A bit that changes between two pages.
+_DIFFER = (failed(Reason.DIGEST_MISMATCH), failed(Reason.DIGEST_MISMATCH), "longshore_digests_total")
+DAMAGES: tuple[Wrong, ...] = (
+    Wrong("a bit changes on the wire, staged, with digests", *_DIFFER, {"result": "different"}, DECODE),
+    Wrong("a bit changes on the wire, in place, with digests", *_DIFFER, {"result": "different"}, DECODE),
+    Wrong("a bit changes on the wire, without digests", DONE, DONE, at=DECODE, why_not="nothing compares the pages"),
+)
+
 # Cases that are valid and must succeed.
 PASSES: tuple[Wrong, ...] = (
     Wrong("the room ids 2^63 and 2^64 - 1", DONE, DONE, "longshore_rooms_total", {"half": "source", "outcome": "done"}),
@@ -370,7 +378,7 @@ PASSES: tuple[Wrong, ...] = (
 
 def wrong(fault: str) -> Wrong:
     """Return the row of one invalid request."""
-    (found,) = (row for row in (*WRONGS, *PASSES) if row.fault == fault)
+    (found,) = (row for row in (*WRONGS, *DAMAGES, *PASSES) if row.fault == fault)
     return found
 
 
@@ -420,6 +428,9 @@ def reference() -> str:
     lines += ["", "## Invalid requests", "", "After a refused call the room continues with the correct call.", ""]
     lines += ["| fault | prefill sees | decode sees | counted by |", "|---|---|---|---|"]
     lines += [_wrong_line(row) for row in WRONGS]
+    lines += ["", "## Damage", "", "The room fails alone, and its text names layer, head, ranks and slab.", ""]
+    lines += ["| fault | prefill sees | decode sees | counted by |", "|---|---|---|---|"]
+    lines += [_wrong_line(row) for row in DAMAGES]
     lines += ["", "## Valid edge cases", "", "| case | prefill sees | decode sees | counted by |", "|---|---|---|---|"]
     lines += [_wrong_line(row) for row in PASSES]
     return "\n".join(lines) + "\n"

@@ -6,8 +6,10 @@ Both halves have the real core, pipeline and transport, in this process, so that
 from __future__ import annotations
 
 import ctypes
+import json
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +17,9 @@ import numpy as np
 import pytest
 from agent_fleet import World
 from agent_world import Engine, Request
+from fault_judge import carries
+from fault_table import DAMAGES, DONE
+from fault_table import failed as failed_with
 from half_worker import TOKENS, Halves
 from page_shapes import Shape, opened
 
@@ -27,7 +32,7 @@ from longshore_agent.pipeline.slabs import OutboundEnd, OutboundSlab, PageTable
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder, StageLog
 from longshore_agent.transports.base import Pieces
-from longshore_client import Half, PageOrder
+from longshore_client import Half, PageOrder, RoomEventKind
 from longshore_wire.agent_config import Backend
 from longshore_wire.effects import PeerId, StartScatter, StartWrite
 from longshore_wire.errors import Reason
@@ -315,6 +320,55 @@ def fleet(tmp_path_factory) -> Iterator[tuple[Engine, dict[str, Engine]]]:
         yield source.result(), {name: engine.result() for name, engine in starting.items()}
     finally:
         world.close()
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory) -> Iterator[tuple[Path, Engine, dict[str, Engine]]]:
+    """Real agents whose writes each land with a bit changed while a file exists."""
+    directory = tmp_path_factory.mktemp("damaged")
+    rule = {"kind": "damage", "count": None, "when": str(directory / "damage")}
+    world = World(directory, LONGSHORE_BACKEND="Loopback")
+    try:
+        source = world.engine(
+            world.agent("prefill", LONGSHORE_LOOPBACK_FAULTS=json.dumps([rule])), "from", 2, roles=[Half.SOURCE]
+        )
+        starting = {
+            name: world.engine(world.agent(name, LONGSHORE_FORCE_WAY=way), name, roles=[Half.TARGET])
+            for name, way in (("staged", "Staged"), ("in-place", "Slices"))
+        }
+        yield directory / "damage", source.result(), {name: engine.result() for name, engine in starting.items()}
+    finally:
+        world.close()
+
+
+@carries(*DAMAGES)
+def test_a_bit_that_changes_on_the_wire_ends_as_the_table_says_and_the_next_room_arrives(damaged, judge) -> None:
+    switch, source, targets = damaged
+    target = targets["in-place" if "in place" in judge.wrong.fault else "staged"]
+    judge.begin(source.agent, target.agent)
+    before = target.agent.metric("longshore_digests_total", result="different")
+    each = Request(source, target, 40, digest="with digests" in judge.wrong.fault)
+    switch.touch()
+    each.claim()
+    each.offer()
+    found = each.ends()
+    switch.unlink()
+    words = [DONE if end.kind is RoomEventKind.DONE else failed_with(end.reason) for end in found]
+    (prefill,), (decode,) = set(words[:2]), set(words[2:])
+    judge.sees(prefill, decode)
+    different = round(target.agent.metric("longshore_digests_total", result="different") - before)
+    judge.counts(different)
+    if judge.wrong.counted:
+        assert different >= 1
+        assert "in decode rank 0's pages are not those of prefill rank" in found[-1].text
+    else:
+        assert not target.intact()
+        target.ranks[0].expected[:] = target.ranks[0].planes
+    after = Request(source, target, 40, digest=True)
+    after.claim()
+    after.offer()
+    after.arrives()
+    assert target.intact()
 
 
 @pytest.mark.parametrize("way", ["direct", "staged", "slices"])

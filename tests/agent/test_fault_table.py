@@ -6,12 +6,13 @@ import importlib
 from pathlib import Path
 
 from fault_judge import CARRIED
-from fault_table import LOOPBACK, PASSES, SCENES, STAGES, UNHELD, WRONGS, reference
+from fault_table import DAMAGES, LOOPBACK, PASSES, SCENES, STAGES, UNHELD, WRONGS, reference
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "faults.md"
 # Importing them fills CARRIED, whether or not their tests run.
 CARRIERS = (
     "test_agent_drain",
+    "test_digests",
     "test_faults_at_every_stage",
     "test_faults_of_requests",
     "test_faults_over_transports",
@@ -26,7 +27,7 @@ def test_every_row_is_carried_by_exactly_one_test_for_each_transport() -> None:
     for name in CARRIERS:
         importlib.import_module(name)
     wanted = {(scene.name, transport) for scene in SCENES for transport in scene.transports}
-    wanted |= {(row.name, LOOPBACK) for row in (*WRONGS, *PASSES)}
+    wanted |= {(row.name, LOOPBACK) for row in (*WRONGS, *DAMAGES, *PASSES)}
     assert {key: len(tests) for key, tests in CARRIED.items()} == dict.fromkeys(wanted, 1)
 
 

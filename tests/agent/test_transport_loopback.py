@@ -69,6 +69,17 @@ def test_a_dropped_notice_is_lost_though_the_bytes_land_and_the_next_one_arrives
     assert world.notices() == [b"kept"]
 
 
+def test_a_damaged_write_succeeds_with_one_bit_changed_at_the_target(world: World) -> None:
+    world.sender.faults = FaultPlan((Fault(FaultKind.DAMAGE),))
+    write = world.post()
+    assert world.sender.state(write) is WriteState.DONE
+    assert world.notices() == [b"n"]
+    assert world.target.tolist() == [0] + [1] * (SIZE - 1)
+    assert world.source.all()
+    world.post()
+    assert world.target.all()
+
+
 def test_a_repeated_notice_arrives_twice(world: World) -> None:
     world.sender.faults = FaultPlan((Fault(FaultKind.REPEAT),))
     world.post()

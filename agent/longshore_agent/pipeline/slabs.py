@@ -158,7 +158,7 @@ def digest_fault(effect: StartWrite | StartScatter, source: bytes, target: bytes
     place = f"layer {first_layer + layer}, {'KV'[min(kind, 1)] + ', ' if has_kinds else ''}head {first_head + head}"
     return (
         f"{place}: tokens {effect.tokens[0]} to {effect.tokens[1]} in decode rank {effect.pair.target_rank}'s pages are not those of "
-        f"prefill rank {effect.pair.source_rank} (slab {effect.slab}, {effect.route.way.name.lower()})"
+        f"prefill rank {effect.pair.source_rank} (slab {effect.slab}, {effect.way.name.lower()})"
     )
 
 

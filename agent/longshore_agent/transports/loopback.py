@@ -59,7 +59,12 @@ class FaultKind(Enum):
     FAIL = "fail"  # the first half of the first piece lands, then the write is FAILED and settled
     LATE = "late"  # FAILED at once, but its bytes (as they were when it began) land when it is released
     HOLD = "hold"  # OPEN until it is released; then the bytes of that moment land and the write succeeds
+    DAMAGE = "damage"  # one bit of the first piece lands changed; the write succeeds
     MUTE = "mute"  # the bytes land, but it is OPEN and its notice waits until it is released; then the write succeeds
+
+
+# A write with one of these faults lands when it begins.
+_AT_ONCE = (FaultKind.DROP, FaultKind.REPEAT, FaultKind.DAMAGE)
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -283,7 +288,7 @@ class LoopbackTransport(CheckedTransport[_Peer]):
             write.fault = self.faults.fault_of(write.number, write.peer.name)
             if write.fault is not None:
                 self._befall(write, write.fault)
-        if write.fault is None or write.fault.kind in (FaultKind.DROP, FaultKind.REPEAT):
+        if write.fault is None or write.fault.kind in _AT_ONCE:
             # Outside the lock: a copy takes milliseconds, and no other thread knows this write yet.
             self._finish(write)
         if write.state is WriteState.OPEN or not write.has_landed:
@@ -366,6 +371,9 @@ class LoopbackTransport(CheckedTransport[_Peer]):
                 self._copies[write] = write.keep_copy()
                 write.notices = []
                 write.fail(f"number {write.number} failed on demand, its bytes land late", settled=False)
+            case FaultKind.DAMAGE:
+                copies = self._copies[write] = write.keep_copy()
+                copies[0][0] ^= 1
             case FaultKind.MUTE:
                 write.land()
             case FaultKind.DELAY | FaultKind.HOLD:
