@@ -35,8 +35,8 @@ entry:
   %heads_outside = icmp sgt i64 %head_stride, %token_stride
   %outer_stride = select i1 %heads_outside, i64 %head_stride, i64 %token_stride
   %inner_stride = select i1 %heads_outside, i64 %token_stride, i64 %head_stride
-  %two_tokens = shl i64 %token_stride, 1
-  %ahead = select i1 %heads_outside, i64 1024, i64 %two_tokens
+  %four_tokens = shl i64 %token_stride, 2
+  %ahead = select i1 %heads_outside, i64 4096, i64 %four_tokens
   %row_step = mul i64 %blocks, %step
   %outer_step = select i1 %heads_outside, i64 0, i64 %row_step
   %inner_step = select i1 %heads_outside, i64 %row_step, i64 0
@@ -94,7 +94,7 @@ line:
   %line_at = inttoptr i64 %line_address to ptr
   %later_address = add i64 %line_address, %ahead
   %later_at = inttoptr i64 %later_address to ptr
-  call void @llvm.prefetch.p0(ptr %later_at, i32 0, i32 3, i32 1)
+  call void @llvm.prefetch.p0(ptr %later_at, i32 0, i32 1, i32 1)
   %key_at = getelementptr i8, ptr %key, i64 %b
   %words = load <16 x i32>, ptr %line_at, align 1
   %key_words = load <16 x i32>, ptr %key_at, align 8
