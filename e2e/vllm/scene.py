@@ -60,6 +60,7 @@ class Scene:
 
     Args:
         keys: the agents' keys, where agents of another scene are their peers.
+        digest: agents compare digests of both sides' pages.
     Attributes:
         zero: while this file exists, received KV is zeroed; see `zeroing`.
     """
@@ -72,6 +73,8 @@ class Scene:
         peer_timeout_s: int = PEER_TIMEOUT_S,
         transfer_limit_s: float = TRANSFER_LIMIT_S,
         keys: Path | None = None,
+        *,
+        digest: bool = False,
     ) -> None:
         self._stack = ExitStack()
         self._logs = nursery.directory
@@ -92,6 +95,7 @@ class Scene:
                 "lane_bytes": LANE_BYTES,
                 "slab_bytes_min": SLAB_BYTES_MIN,
                 "peer_timeout_s": peer_timeout_s,
+                "digest": str(digest).lower(),
             }
             agent = LocalAgent(settings, self._directory / side.name)
             self.agents[side.name] = agent
