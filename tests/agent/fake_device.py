@@ -90,6 +90,7 @@ class FakeCopy:
     pools: list[Any] = field(default_factory=list)
     accepts: Any = None
     digests: Digests = NO_DIGESTS
+    unmapped: DeviceError | None = None  # raised by `end`
 
     def passed(self) -> bool:
         assert not self.ended, "a copy is asked after its end"
@@ -103,6 +104,8 @@ class FakeCopy:
         self.ended = True
         for pool in self.pools:
             pool.let_go()
+        if self.unmapped is not None:
+            raise self.unmapped
         return self.accepts is None or self.accepts(self.found)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,10 +24,10 @@ from page_shapes import (
 )
 
 from longshore_agent.errors import ShapeError
-from longshore_agent.kernels import reference
-from longshore_agent.kernels.copier import Copy, Slab, View, pool_view, slab_view
+from longshore_agent.kernels import cpu_copy, reference
+from longshore_agent.kernels.copier import Copy, PlaneRows, Slab, View, pool_view, slab_view
 from longshore_agent.kernels.cpu_copy import CpuCopier, copy_rows, digest_rows
-from longshore_agent.kernels.digest import Digests, Words, first_difference
+from longshore_agent.kernels.digest import READ_BACK_EVERY, Digests, Words, first_difference
 from longshore_agent.memory.host_memory import StagingBuffer
 from longshore_agent.memory.pools import KVPool
 from longshore_wire.layout import PageOrder
@@ -161,6 +162,33 @@ def test_a_copy_gives_the_digests_of_its_pages_and_the_bytes_that_it_copies_with
         assert direct.digests == Digests(expected, expected)
         assert copier.submit(Copy(near, pages, tokens)).digests == Digests()
         assert copier.digest(pages, tokens, KEY).digests == Digests(expected)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_plane_that_is_always_written_elsewhere_is_found_within_as_many_copies_as_planes(
+    direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = dataclasses.replace(NEAR, layers=8)
+    real = cpu_copy.copy_addresses
+
+    def copy_addresses(rows: PlaneRows, **given: Any) -> None:
+        planes = rows.target_planes.copy()
+        # Streaming stores need the alignment of the right address.
+        planes[5] = scratch.ctypes.data + (planes[5] - scratch.ctypes.data) % 64
+        real(rows._replace(target_planes=planes), **given)
+
+    with opened(shape, seed=1) as source, opened(shape, seed=2) as target:
+        views = whole(source, [1, 2, 3]), whole(target, [4, 5, 6])
+        scratch = np.zeros(1 << 20, np.uint8)
+        buffer = StagingBuffer(slab_bytes(views[0].payload_bytes((0, 12))))
+        slab = Slab(buffer, 0, views[0].payload_bytes((0, 12)))
+        copier = CpuCopier()
+        copier.submit(Copy(views[0], slab, (0, 12)))
+        wanted = digest_rows(views[0], (0, 12), KEY)
+        monkeypatch.setattr(cpu_copy, "copy_addresses", copy_addresses)
+        copy = Copy(views[0] if direct else slab, views[1], (0, 12), digest_key=KEY)
+        found = [copier.submit(copy).digests.target for _ in range(READ_BACK_EVERY)]
+        assert [first_difference(wanted, each) for each in found].count(5 * shape.heads) == 1
 
 
 def test_pages_that_lack_tokens_are_refused() -> None:

@@ -6,13 +6,18 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
 from agent_world import wait_for
 from event_scene import HOUR_NS, EventScene
 from fake_device import inbound_slab
 
+from longshore_agent.errors import DeviceError
+from longshore_agent.kernels.digest import Digests
 from longshore_wire.errors import Reason
+from longshore_wire.plan import Pair, Way
 
 WRONG = bytes(64)
+ROUTE = Pair(0, 0, (0, 1), (0, 1), 1, Way.STAGED)
 
 
 class Scene(EventScene):
@@ -94,6 +99,29 @@ def test_a_slab_that_nobody_cancelled_fails_if_its_pool_has_left() -> None:
     scene.turn()
     assert scene.reasons() == [(0, Reason.UNKNOWN_POOL, False)]
     assert not scene.device.scatters
+
+
+def test_a_copy_that_the_driver_has_queued_in_part_fails_its_slab_alone() -> None:
+    scene = Scene()
+    scene.put(0)
+    scene.put(1)
+    scene.turn()
+    scene.device.scatters[0].unmapped = DeviceError("the driver refuses a launch")
+    scene.passed()
+    scene.turn()
+    assert scene.reasons() == [(0, Reason.INTERNAL, False), (1, Reason.NONE, False)]
+
+
+@pytest.mark.parametrize(("found", "reason"), [(b"12345678", Reason.NONE), (b"1234567x", Reason.DIGEST_MISMATCH)])
+def test_a_scatter_fails_its_slab_if_the_digests_of_its_pages_are_not_the_sources(found: bytes, reason: Reason) -> None:
+    scene = Scene()
+    slab = scene.put(0)
+    slab.effect.digest_key, slab.effect.digests, slab.effect.route = b"key", b"12345678", ROUTE
+    scene.turn()
+    scene.device.scatters[0].digests = Digests(b"", found)
+    scene.passed()
+    scene.turn()
+    assert scene.reasons() == [(0, reason, False)]
 
 
 def test_spans_are_written_down_when_nothing_waits_and_then_the_scatters_are_idle() -> None:

@@ -24,7 +24,8 @@ def digests(words: Words, first_token: int) -> bytes:
     places = (np.arange(words.shape[1], dtype=np.uint64) + np.uint64(first_token)) * np.uint64(0x9E3779B97F4A7C15)
     mixed = words * np.uint64(0xBF58476D1CE4E5B9) + places[None, :, None]
     mixed = (mixed ^ mixed >> np.uint64(31)) * np.uint64(0x94D049BB133111EB)
-    return np.ascontiguousarray((mixed ^ mixed >> np.uint64(29)).sum(axis=1)).tobytes()
+    # A word is K and V, which are two planes.
+    return 2 * np.ascontiguousarray((mixed ^ mixed >> np.uint64(29)).sum(axis=1)).tobytes()
 
 
 def damaged(words: Words, damage: int) -> Words:

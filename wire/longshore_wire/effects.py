@@ -5,7 +5,7 @@ The worker executes effects and reports the results to the core. A core performs
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from longshore_wire.crossover import WHOLE_PAGES, Crossover
@@ -60,7 +60,7 @@ class SessionConfig:
     in_place: bool = True  # a transport can access this worker's pages in place; False: they are on a GPU
     wires: tuple[str, ...] = ()  # names of the wires that a transport may use; empty: any
     digest: bool = False  # every room compares digests
-    digest_key: bytes = b""  # of the digests of rooms that are received here
+    digest_key: bytes = field(default=b"", repr=False)  # of the digests of rooms that are received here
     direct_slab_bytes: int = 0  # slab size of way DIRECT, where one slab keeps the device busy; 0: as in other ways
 
 
@@ -137,7 +137,7 @@ class StartWrite:
     total_tokens: int  # -1: the engine has not said `last` yet
     target_pages: bytes  # int32, little endian, from page number first claimed token // page size on; empty if staged
     first_claimed_token: int
-    digest_key: bytes = b""  # empty: no digests
+    digest_key: bytes = field(default=b"", repr=False)  # empty: no digests
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class StartScatter:
     offset_bytes: int
     generation: int
     way: Way = Way.STAGED
-    digest_key: bytes = b""  # empty: compare no digests
+    digest_key: bytes = field(default=b"", repr=False)  # empty: compare no digests
     digests: bytes = b""  # of the source's pages, see SlabReady
 
 

@@ -43,6 +43,9 @@ class PairKey(msgspec.Struct, frozen=True, array_like=True):
     dp_rank: int = 0  # of the target
 
 
+DIGEST_KEY_BYTES_MAX = 32
+
+
 class RegionInfo(msgspec.Struct, frozen=True, array_like=True):
     """Memory that the sender of an Attach has registered with its transport; addresses are the sender's."""
 
@@ -143,7 +146,12 @@ class Claim(msgspec.Struct, frozen=True, array_like=True, tag=5):
     pages: bytes = b""
     why: Why = Why.UNDECIDED  # of the way, for status only
     serial: int = 0  # number of the claim, counted from 1 within the target's life and this source
-    digest_key: bytes = b""  # of the digests that each SlabReady has; empty: none
+    # Of the digests that each SlabReady has; empty: none.
+    digest_key: Annotated[bytes, msgspec.Meta(max_length=DIGEST_KEY_BYTES_MAX)] = b""
+
+    def __repr__(self) -> str:
+        """Omit pages and key, since messages may be logged."""
+        return f"Claim(pair={self.pair}, tokens=[{self.first_token}, {self.end_token}), way={self.way.name})"
 
 
 class Demand(msgspec.Struct, frozen=True, array_like=True, tag=6):

@@ -78,6 +78,12 @@ class Pair(msgspec.Struct, frozen=True):
         return range(self.heads[0] - layout.heads.start, self.heads[1] - layout.heads.start)
 
 
+def digests_bytes(pair: Pair, layout: KVLayout) -> int:
+    """Return the bytes of a slab's digests, 8 for each head of each plane that a pair moves, of one of its ranks."""
+    kinds = layout.plane_count // len(layout.layers)
+    return 8 * kinds * (pair.layers[1] - pair.layers[0]) * (pair.heads[1] - pair.heads[0])
+
+
 class Summary(msgspec.Struct, frozen=True, rename="camel"):
     """A plan's numbers for the operator's status. Counts are for one chunk and all pairs."""
 

@@ -201,6 +201,7 @@ class TargetPair:
     next_grant: int = 0
     done_count: int = 0
     draining_count: int = 0
+    landed_count: int = 0  # their scatters, or the digests of their pages, are queued or running
     total_tokens: int = -1
     due_since_ns: int | None = None  # since when nothing has landed in memory granted for ready tokens
     queued: bool = False
@@ -220,6 +221,7 @@ class TargetPair:
         after = self.states[slab] = step(TARGET_SLAB, before, event)
         self.done_count += (after is TargetSlab.DONE) - (before is TargetSlab.DONE)
         self.draining_count += (after is TargetSlab.DRAINING) - (before is TargetSlab.DRAINING)
+        self.landed_count += (after is TargetSlab.LANDED) - (before is TargetSlab.LANDED)
         return after
 
     @property
@@ -233,7 +235,7 @@ class TargetPair:
     def has_bytes_due(self) -> bool:
         """Whether its writer has granted memory for ready tokens whose bytes have not landed."""
         if self.way is not Way.STAGED:
-            return self.done_count < self.ready_count
+            return self.done_count + self.landed_count < self.ready_count
         return any(slab < self.ready_count and self.states[slab] is TargetSlab.GRANTED for slab in self.regions)
 
     @property

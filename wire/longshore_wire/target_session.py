@@ -32,7 +32,7 @@ from longshore_wire.peer_messages import (
     WireFound,
 )
 from longshore_wire.peers import Peer, PeerState
-from longshore_wire.plan import Way
+from longshore_wire.plan import Way, digests_bytes
 from longshore_wire.room import TargetPair, TargetRoom
 from longshore_wire.states import (
     TargetEvent,
@@ -308,9 +308,11 @@ class TargetSession(TargetPeers):
         if payload_bytes != ready.payload_bytes:
             self._stale(ready)
             return
-        if room.digest and not ready.digests:
-            text = f"{self._name(pair.peer)} has sent no digests: its agent is older than this one, update it"
-            self._fail(room, Reason.DIGEST_MISMATCH, text, now_ns)
+        if room.digest and len(ready.digests) != (wanted := digests_bytes(pair.route, self.config.layout)):
+            has_none = f"{self._name(pair.peer)} has sent no digests, which the room asks for: update its agent"
+            malformed = f"{self._name(pair.peer)} has sent {len(ready.digests)} bytes of digests instead of {wanted}"
+            reason = Reason.MALFORMED_MESSAGE if ready.digests else Reason.UNSUPPORTED
+            self._fail(room, reason, malformed if ready.digests else has_none, now_ns)
             return
         pair.step_slab(ready.slab, TargetEvent.LAND)
         self.granter.note_due(pair, now_ns, landed=True)
@@ -328,7 +330,7 @@ class TargetSession(TargetPeers):
                 0 if region is None else region.generation,
                 pair.way,
                 self.config.digest_key if room.digest else b"",
-                ready.digests,
+                ready.digests if room.digest else b"",
             )
         )
 

@@ -54,8 +54,7 @@ class Copy(NamedTuple):
         tokens: (first, end); see `cpu_copy.copy_rows`.
         trailer: to be written behind a packed target, after its payload.
         accepts: checks the 64 bytes behind a packed source, as they were before its payload was read.
-        digest_key: of the digests of each side that is pages: of the source before the copy, of the target after it. Empty:
-            compute none.
+        digest_key: of the digests of each side that is pages; see `digest` for what is read. Empty: compute none.
     """
 
     source: View | Slab

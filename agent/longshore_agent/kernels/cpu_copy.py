@@ -11,6 +11,7 @@ torch nor numpy has them for strided copies. Measured in docs/design/2026-11-23-
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -132,7 +133,7 @@ def copy_rows(source: View, target: View, tokens: tuple[int, int], trailer: Seal
 def copy_digested(
     source: View, target: View, tokens: tuple[int, int], trailer: SealedTrailer | None, key: bytes
 ) -> Digests:
-    """As `copy_rows`; return the digests of the sides that are pages: the source before its copy, the target after it.
+    """As `copy_rows`; return the digests of the sides that are pages, see `digest` for what is read.
 
     Args:
         key: of the digests; empty: compute none.
@@ -155,6 +156,10 @@ def copy_digested(
     return NO_DIGESTS if sums is None else sums.digests()
 
 
+# Numbers copies, so that each reads other planes again than the last one.
+_TURNS = itertools.count()
+
+
 class _Sums:
     """The digests of one copy; see `digest` for what is read."""
 
@@ -163,8 +168,9 @@ class _Sums:
         self._read, self._written = (ViewDigests(view, tokens, key) for view in (source, target))
         # Rows of elements come head by head, so their planes are not copied one after another.
         self._by_plane = not any(group.element_stride for view in (source, target) for group in view.planes)
-        every = min(READ_BACK_EVERY, source.plane_count) if self._by_plane else 1
-        self._turns = every, tokens[0] // (tokens[1] - tokens[0]) % every
+        # The planes of the target that are read again.
+        self._again = np.full(source.plane_count, fill_value=not self._by_plane)
+        self._turn = next(_TURNS)
         if not self._by_plane:
             self._read.compute()
 
@@ -172,23 +178,21 @@ class _Sums:
         """Return the digests to compute while these planes are copied."""
         if not self._by_plane:
             return None
-        planes = (rows.first, rows.first + len(rows.source_planes))
+        count = len(rows.source_planes)
+        planes = (rows.first, rows.first + count)
         written = None if self._target.slab is not None else self._written.part(*planes)
-        every, turn = self._turns
-        turns = every, (turn - rows.first) % every
-        return Interleaved(self._read.part(*planes), written, turns, self._source, self._key)
+        every = min(READ_BACK_EVERY, count)
+        turn = self._turn % every
+        self._again[planes[0] + turn : planes[1] : every] = True
+        return Interleaved(self._read.part(*planes), written, (every, turn), self._source, self._key)
 
     def digests(self) -> Digests:
         """Return the digests of the sides that are pages, after the copy."""
         if self._target.slab is not None:
             return Digests(self._read.found.tobytes())
-        found = self._read.found.copy()
-        if self._by_plane:
-            every, turn = self._turns
-            found[turn::every] = self._written.found[turn::every]
-        else:
+        if not self._by_plane:
             self._written.compute()
-            found = self._written.found
+        found = np.where(self._again[:, None], self._written.found, self._read.found)
         return Digests(self._read.found.tobytes() if self._source.slab is None else b"", found.tobytes())
 
 

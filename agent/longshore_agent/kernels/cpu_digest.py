@@ -307,6 +307,8 @@ def digest_addresses(
         segments: [m, 3], C-contiguous: offset from a plane, number of the first row in the sequence, rows.
         found: [p, heads], C-contiguous.
     """
+    # The loop reads the key without the GIL, so this frame must hold it.
+    words = expanded(key)
     _compiled()(
         planes.ctypes.data,
         len(planes),
@@ -316,7 +318,7 @@ def digest_addresses(
         heads,
         row_bytes,
         blocks_of(row_bytes),
-        expanded(key).ctypes.data,
+        words.ctypes.data,
         found.ctypes.data,
     )
 
@@ -347,6 +349,7 @@ def copy_and_digest(copy: int, arguments: Sequence[int], digests: Interleaved) -
         arguments: its arguments.
     """
     source, target, turns, like, key = digests
+    words = expanded(key)
     _interleaved()(
         copy,
         *arguments,
@@ -356,7 +359,7 @@ def copy_and_digest(copy: int, arguments: Sequence[int], digests: Interleaved) -
         len(like.heads),
         like.row_bytes,
         blocks_of(like.row_bytes),
-        expanded(key).ctypes.data,
+        words.ctypes.data,
     )
 
 

@@ -184,7 +184,7 @@ class DeviceCopier:
         self._held(pool, pages, first_page, stream, to_write=to_write)
 
     def submit(self, copy: Copy) -> DeviceTicket | None:
-        """See `copier.Copier`. Compiles gathers and scatters in this thread, direct copies in another one.
+        """See `copier.Copier`. Compiles gathers, scatters and digests in this thread, direct copies in another one.
 
         When a direct copy has passed, every later reader of the target's memory sees its bytes. If the driver refuses
         one of several launches, the ticket of those before it is returned, and its `end` raises DeviceError.

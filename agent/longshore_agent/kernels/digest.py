@@ -11,10 +11,11 @@ A block is BLOCK_BYTES of a row, the last one of a row is shorter and padded wit
 word is 8 bytes, little-endian; k is the word of the key with the same index in the block. `nh` is the hash of UMAC
 (RFC 4418): two blocks that differ have equal values with a probability of at most 2**-32, for anyone without the key.
 
-A source's digests are those of its pages, found by the room's page list and not by the addresses that the copy uses. A
-target's are those of the bytes that the copy reads and, for one plane in READ_BACK_EVERY and another one for each slab, of
-the pages after the copy. All planes have the same pages, so a wrong page or head changes each of them, and one shows it. A
-GPU, and pages that were written in place, have the digests of all planes of the target's pages.
+A source's digests are those of its pages, found by the room's page list and not by the addresses that the copy uses. On a
+GPU, and for pages that were written in place, a target's are those of its pages, after the copy. On a CPU they are those
+of the bytes that the copy reads and, for one in READ_BACK_EVERY planes of equal strides, of the pages after the copy. Each
+copy reads other planes again. A wrong page id changes all planes, so each copy shows it. A fault of one plane shows in one
+copy of READ_BACK_EVERY.
 """
 
 from __future__ import annotations

@@ -18,11 +18,12 @@ The steps of a staged slab, from `send` to DONE:
 6. `moving` calls `scatter_done` of the core, which acknowledges the slab and frees its region.
 7. After the last slab of a room, both cores emit RoomEnded, and `worker.loop` sends DONE to the engines.
 
-A slab that was copied directly or written in place has arrived at step 4. It has no grant and no inbound life.
+A slab that was copied directly or written in place has arrived at step 4. It has no grant and, without digests, no inbound
+life.
 
 If the claim has a digest key, the source's copy also computes digests of its pages, and the SlabReady message of step 4
-has them. The inbound life computes those of the target's pages after its copy, and fails the room if they differ. A
-slab in place gets an inbound life for that; a direct copy compares both sides itself.
+has them. The inbound life computes the target's, and fails the room if they differ. A slab in place gets an inbound life
+for that alone. A direct copy compares both sides itself.
 """
 
 from __future__ import annotations
@@ -337,7 +338,11 @@ def inbound(slab: InboundSlab, tools: InboundTools) -> InboundLife:
         assert ticket is not None, "only direct copies wait for their kernel"
         yield Copied(ticket)
         end_ns = time.monotonic_ns()
-        if ticket.end():
+        try:
+            is_copied = ticket.end()
+        except LongshoreError as error:
+            return InboundEnd(slab, error.reason, str(error))
+        if is_copied:
             if staged:
                 tools.log.stage("scatter", effect, tools.thread, start_ns, end_ns)
             if effect.digest_key and not slab.cancelled:

@@ -89,7 +89,10 @@ TABLE: tuple[Metric, ...] = (
     _counter("write_pieces", "pieces", ("way",), "Pieces of memory in these writes."),
     _counter("overtaken_writes", "writes", ("way",), "Writes of slabs that were in progress when their room failed."),
     _counter(
-        "digests", "slabs", ("result",), "Slabs whose pages were compared by digest at both sides, by the result."
+        "digests",
+        "slabs",
+        ("result",),
+        "Slabs whose digests of both sides were compared here: at decode, and at prefill for direct copies.",
     ),
     _counter("lane_bytes", "bytes", ("lane",), "Bytes that a lane wrote."),
     _counter("lane_slabs", "slabs", ("lane",), "Slabs that a lane wrote."),
