@@ -100,7 +100,7 @@ def _count_arrivals(stack: ExitStack) -> None:
                 for slab, region in other.regions.items():
                     if other.states[slab] is TargetSlab.GRANTED:
                         payload_bytes = other.route.payload_bytes(*other.grid.tokens(slab))
-                        self._land(other, SlabReady(other.pair, slab, region.generation, payload_bytes), now_ns)
+                        self._land(room, other, SlabReady(other.pair, slab, region.generation, payload_bytes), now_ns)
                         return
         real(self, peer, ready, now_ns)
 
