@@ -158,11 +158,11 @@ def _free_in_order(stack: ExitStack) -> None:
 def _scatter_unlanded(stack: ExitStack) -> None:
     def on_demand(self: Any, peer: Any, demand: Any, now_ns: int) -> None:
         real(self, peer, demand, now_ns)
-        _, pair = self._find(peer, demand.pair)
+        room, pair = self._find(peer, demand.pair)
         for slab, region in list(pair.regions.items()) if pair is not None else ():
             if slab < pair.ready_count and pair.states[slab] is TargetSlab.GRANTED:
                 payload_bytes = pair.route.payload_bytes(*pair.grid.tokens(slab))
-                self._land(pair, SlabReady(pair.pair, slab, region.generation, payload_bytes), now_ns)
+                self._land(room, pair, SlabReady(pair.pair, slab, region.generation, payload_bytes), now_ns)
 
     real = _set(stack, TargetSession, "_on_demand", on_demand)
 
