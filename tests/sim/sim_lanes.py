@@ -193,8 +193,8 @@ class Lanes:
             pages = Pages(room.pages.pool, room.pages.serial, numbers, effect.first_claimed_token // size)
             layers, heads = self._place(effect)
             pages.write(layers, *effect.tokens, heads, words)
-            found = digests(pages.read(layers, *effect.tokens, heads), effect.tokens[0])
-            job.differs = effect.way is Way.DIRECT and bool(job.digests) and found != job.digests
+            if effect.way is Way.DIRECT and job.digests:
+                job.differs = digests(pages.read(layers, *effect.tokens, heads), effect.tokens[0]) != job.digests
 
     def _end_write(self, job: Job) -> None:
         assert job.target is not None

@@ -43,6 +43,8 @@ class PairKey(msgspec.Struct, frozen=True, array_like=True):
     dp_rank: int = 0  # of the target
 
 
+# The key length that a target uses, and the limit for peers.
+DIGEST_KEY_BYTES = 16
 DIGEST_KEY_BYTES_MAX = 32
 
 

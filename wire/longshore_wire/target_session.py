@@ -285,11 +285,12 @@ class TargetSession(TargetPeers):
             self._ack(pair, ready.slab, ready.generation)
         elif state is TargetSlab.GRANTED and pair.regions[ready.slab].generation == ready.generation:
             self._land(room, pair, ready, now_ns)
-        elif state is TargetSlab.WANTED and pair.way is not Way.STAGED and ready.generation == 0:
-            if room.digest and pair.way is not Way.DIRECT:
-                self._land(room, pair, ready, now_ns)
-                self._watch(room, pair, now_ns)
-                return
+        elif state is not TargetSlab.WANTED or pair.way is Way.STAGED or ready.generation:
+            self._stale(ready)
+        elif room.digest and pair.way is not Way.DIRECT:
+            self._land(room, pair, ready, now_ns)
+            self._watch(room, pair, now_ns)
+        else:
             pair.step_slab(ready.slab, TargetEvent.PLACE)
             room.bytes_moved += ready.payload_bytes
             self._progress(room, now_ns)
@@ -297,8 +298,6 @@ class TargetSession(TargetPeers):
             self._ack(pair, ready.slab, 0)
             self._watch(room, pair, now_ns)
             self._finish(room, now_ns)
-        else:
-            self._stale(ready)
 
     def _land(self, room: TargetRoom, pair: TargetPair, ready: SlabReady, now_ns: int) -> None:
         assert pair.route is not None
@@ -308,11 +307,12 @@ class TargetSession(TargetPeers):
         if payload_bytes != ready.payload_bytes:
             self._stale(ready)
             return
-        if room.digest and len(ready.digests) != (wanted := digests_bytes(pair.route, self.config.layout)):
-            has_none = f"{self._name(pair.peer)} has sent no digests, which the room asks for: update its agent"
-            malformed = f"{self._name(pair.peer)} has sent {len(ready.digests)} bytes of digests instead of {wanted}"
-            reason = Reason.MALFORMED_MESSAGE if ready.digests else Reason.UNSUPPORTED
-            self._fail(room, reason, malformed if ready.digests else has_none, now_ns)
+        found, wanted = len(ready.digests), digests_bytes(pair.route, self.config.layout)
+        if room.digest and found != wanted:
+            reason, text = Reason.MALFORMED_MESSAGE, f"has sent {found} bytes of digests instead of {wanted}"
+            if not found:
+                reason, text = Reason.UNSUPPORTED, "has sent no digests, which the room asks for: update its agent"
+            self._fail(room, reason, f"{self._name(pair.peer)} {text}", now_ns)
             return
         pair.step_slab(ready.slab, TargetEvent.LAND)
         self.granter.note_due(pair, now_ns, landed=True)

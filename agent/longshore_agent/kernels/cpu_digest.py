@@ -1,6 +1,6 @@
 """Computes digests of pages in host memory; see `digest` for their definition.
 
-Called by `cpu_copy`. Its loop is compiled like that of copies. It reads each row once, and is as fast as memory.
+Called by `cpu_copy`. Its loop is compiled like that of copies, and reads each row once.
 """
 
 from __future__ import annotations
@@ -16,6 +16,19 @@ from longshore_agent.kernels.compiled_loop import compiled_loop
 from longshore_agent.kernels.copier import Bytes, Numbers, Strides, View, row_segments
 from longshore_agent.kernels.digest import BLOCK_BYTES, BLOCK_WORDS, LINE_BYTES, MIX, Words, blocks_of, expanded
 from longshore_agent.memory.pools import PlaneGroup
+
+
+def _hashed(name: str, line: str, key: str, sums: str, align: int) -> str:
+    """Return the lines that add the `nh` of a line to eight sums. They define the value `name`."""
+    return f"""  %{name}.words = load <16 x i32>, ptr {line}, align {align}
+  %{name}.key = load <16 x i32>, ptr {key}, align 8
+  %{name}.added = add <16 x i32> %{name}.words, %{name}.key
+  %{name}.pairs = bitcast <16 x i32> %{name}.added to <8 x i64>
+  %{name}.low = and <8 x i64> %{name}.pairs, splat (i64 4294967295)
+  %{name}.high = lshr <8 x i64> %{name}.pairs, splat (i64 32)
+  %{name}.products = mul <8 x i64> %{name}.low, %{name}.high
+  %{name} = add <8 x i64> {sums}, %{name}.products"""
+
 
 # Loops: plane, segment, then token and head, the one with the shorter stride inside, then block and line. A segment is three
 # numbers: its offset from the plane, the number of its first row in the sequence, and its rows.
@@ -96,14 +109,7 @@ line:
   %later_at = inttoptr i64 %later_address to ptr
   call void @llvm.prefetch.p0(ptr %later_at, i32 0, i32 1, i32 1)
   %key_at = getelementptr i8, ptr %key, i64 %b
-  %words = load <16 x i32>, ptr %line_at, align 1
-  %key_words = load <16 x i32>, ptr %key_at, align 8
-  %added = add <16 x i32> %words, %key_words
-  %pairs = bitcast <16 x i32> %added to <8 x i64>
-  %low = and <8 x i64> %pairs, splat (i64 4294967295)
-  %high = lshr <8 x i64> %pairs, splat (i64 32)
-  %products = mul <8 x i64> %low, %high
-  %many1 = add <8 x i64> %many, %products
+{_hashed("many1", "%line_at", "%key_at", "%many", 1)}
   %b1 = add i64 %b, {LINE_BYTES}
   %more_lines = icmp ult i64 %b1, %whole
   br i1 %more_lines, label %line, label %rest
@@ -118,14 +124,7 @@ padding:
   %rest_at = inttoptr i64 %rest_address to ptr
   call void @llvm.memcpy.p0.p0.i64(ptr %padded, ptr %rest_at, i64 %rest_bytes, i1 false)
   %rest_key_at = getelementptr i8, ptr %key, i64 %whole
-  %rest_words = load <16 x i32>, ptr %padded, align 64
-  %rest_key = load <16 x i32>, ptr %rest_key_at, align 8
-  %rest_added = add <16 x i32> %rest_words, %rest_key
-  %rest_pairs = bitcast <16 x i32> %rest_added to <8 x i64>
-  %rest_low = and <8 x i64> %rest_pairs, splat (i64 4294967295)
-  %rest_high = lshr <8 x i64> %rest_pairs, splat (i64 32)
-  %rest_products = mul <8 x i64> %rest_low, %rest_high
-  %after = add <8 x i64> %before, %rest_products
+{_hashed("after", "%padded", "%rest_key_at", "%before", 64)}
   br label %block_end
 block_end:
   %all = phi <8 x i64> [ %before, %rest ], [ %after, %padding ]

@@ -49,7 +49,7 @@ _WAIT_PAUSE_S = 0.0002
 Mark = cuda.Event | CopyStream
 # Of each side of a copy, its pool (None: a slab) and then `shape_of`.
 _Shape = tuple[KVPool | int | None, ...]
-# Digests read page ids of their own, which a damaged list of a copy cannot be. It is a part of those lists' cache key.
+# Digests have page ids of their own, so that a damaged list of a copy does not hide itself. This is in their cache key.
 _FOR_DIGESTS = object()
 
 

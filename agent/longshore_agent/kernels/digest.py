@@ -32,7 +32,6 @@ Words = npt.NDArray[np.uint64]
 BLOCK_BYTES = 512
 LINE_BYTES = 64
 BLOCK_WORDS = BLOCK_BYTES // 8
-DIGEST_KEY_BYTES = 16
 # A copy on a CPU reads this part of the target's planes again; see the module.
 READ_BACK_EVERY = 8
 MIX = 0xD6E8FEB86659FD93

@@ -8,13 +8,13 @@ import os
 import msgspec
 
 from longshore_agent.files import read_crossover
-from longshore_agent.kernels.digest import DIGEST_KEY_BYTES
 from longshore_agent.memory.cuda import reached_by_all
 from longshore_agent.settings import Settings
 from longshore_wire.claims import staged_unless_forbidden
 from longshore_wire.effects import PeerId, SessionConfig
 from longshore_wire.engine_messages import Half
 from longshore_wire.layout import KVLayout
+from longshore_wire.peer_messages import DIGEST_KEY_BYTES
 from longshore_wire.plan import Staging, Way
 
 # Size of a direct slab on a GPU, in lanes. No buffer holds it. One kernel copies 256 MiB between two GPUs in less than
