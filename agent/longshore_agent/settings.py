@@ -30,7 +30,7 @@ from longshore_agent.setting_values import (
 )
 from longshore_agent.transports.base import Wire
 from longshore_wire import names
-from longshore_wire.agent_config import AgentConfig, Backend, is_loopback, opens_data_ports
+from longshore_wire.agent_config import AgentConfig, Backend, Target, is_loopback, opens_data_ports
 from longshore_wire.allowed_wires import AllowedWires
 from longshore_wire.errors import ConfigError
 from longshore_wire.plan import Staging, Way
@@ -233,6 +233,9 @@ class Settings:
         high=1 << 24,
         file="transfer.chunk_tokens",
     )
+    decode_target: Target = _setting(  # noqa: RUF009
+        Target.DEVICE, Role.DECODE, "Memory of the pages of claims that name none.", file="decode.target"
+    )
     digest: bool = _core(
         False, Role.DECODE, "Every room compares digests of both sides' pages.", file="integrity.digest"
     )
@@ -396,8 +399,8 @@ class Settings:
 
     def for_core(self) -> dict[str, Any]:
         """Return what the protocol core gets, by the names of `SessionConfig`."""
-        rows = (row.name for row in dataclasses.fields(self) if row.metadata["core"])
-        return dict(setting_values.in_nanoseconds(name, getattr(self, name)) for name in rows)
+        given = [row.name for row in dataclasses.fields(self) if row.metadata["core"]]
+        return dict(setting_values.in_nanoseconds(name, getattr(self, name)) for name in given)
 
     def contradictions(self) -> list[tuple[str, str, str]]:
         """Return (setting, other setting, remedy) for each contradiction."""

@@ -19,7 +19,8 @@ import msgspec
 
 from longshore_client.errors import ArgumentError
 from longshore_wire import names
-from longshore_wire.engine_messages import TOKENS_MAX, DeviceRegion, Half, RoomEventKind, TargetMemory
+from longshore_wire.engine_messages import TOKENS_MAX, DeviceRegion, Half, Hello, RoomEventKind, TargetMemory
+from longshore_wire.layout import KVLayout
 
 ROOM_MAX = 2**64 - 1
 POOL_MAX = 2**31 - 1
@@ -138,13 +139,25 @@ def kinds_of(kinds: object) -> frozenset[RoomEventKind]:
     return frozenset(found)
 
 
-def device_memory(memory: object) -> TargetMemory:
-    """Return a kind of memory that agents support."""
-    if memory is TargetMemory.HOST:
-        raise ArgumentError("memory is HOST: host memory is not built yet; leave it DEVICE")
-    if memory is not TargetMemory.DEVICE:
-        raise ArgumentError(f"memory is {_shown(memory)}: give TargetMemory.DEVICE")
-    return TargetMemory.DEVICE
+def memory_of(memory: object) -> TargetMemory:
+    """Return a memory of pages. A number is refused, as in `half_of`."""
+    if not isinstance(memory, TargetMemory):
+        raise ArgumentError(f"memory is {_shown(memory)}: give TargetMemory.DEVICE or TargetMemory.HOST")
+    return memory
+
+
+def host_hello(hello: Hello, layout: object) -> Hello:
+    """Return the Hello for the pages in host memory of a rank whose device says `hello`."""
+    if Half.TARGET not in hello.roles:
+        raise ArgumentError("host_layout is given and roles has no TARGET: only claims have pages in host memory")
+    found = struct("host_layout", layout, KVLayout)
+    found.check()
+    if (found.model, found.parallel) != (hello.layout.model, hello.layout.parallel):
+        raise ArgumentError(
+            f"host_layout has {found.model} and {found.parallel}, layout has {hello.layout.model} and {hello.layout.parallel}: "
+            "only page size and order may differ"
+        )
+    return msgspec.structs.replace(hello, layout=found, device="cpu", roles=(Half.TARGET,), memory=TargetMemory.HOST)
 
 
 def region_lists(regions: object, count: int, count_max: int) -> tuple[tuple[int, ...], tuple[DeviceRegion, ...]]:

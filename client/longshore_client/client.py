@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
 import msgspec
 
 from longshore_client import arguments
-from longshore_client.connection import Connection
-from longshore_client.core import Core, State
+from longshore_client.connection import Connection, open_links
+from longshore_client.core import State
 from longshore_client.errors import (
     AgentLost,
     ArgumentError,
@@ -44,7 +44,7 @@ from longshore_wire.engine_messages import (
     TargetMemory,
     UnregisterPool,
 )
-from longshore_wire.errors import LongshoreError, RoomError
+from longshore_wire.errors import LongshoreError, Reason, RoomError
 from longshore_wire.layout import KVLayout, PoolGeometry
 from longshore_wire.names import INSTANCE_PREFIX_VARIABLE
 
@@ -62,6 +62,7 @@ def connect(
     layout: KVLayout,
     device: str = "cpu",
     roles: Collection[Half] = (Half.SOURCE, Half.TARGET),
+    host_layout: KVLayout | None = None,
     timeout_s: float = 60.0,
 ) -> Client:
     """Register this engine rank at its node's agent. Retries until an agent accepts it or `timeout_s` is over.
@@ -72,8 +73,10 @@ def connect(
         layout: this rank's share of the cache.
         device: "cpu", or the UUID of the GPU that holds the pages (never an index).
         roles: SOURCE to offer (prefill), TARGET to claim (decode).
+        host_layout: this rank's share in pages in host memory, beside those of the device; page size and order may
+            differ. Pools there are registered and claimed with memory HOST. None: there are none.
     Raises:
-        ArgumentError: an argument is of another type, or out of range.
+        ArgumentError: an argument is of another type, or out of range; or `host_layout` without TARGET among the roles.
         LayoutError: the layout cannot exist.
         HelloRefused: the agent refuses this engine; `reason` says why. If the cause may pass (BUSY: an engine rank of
             this name is registered), this is raised only when `timeout_s` is over.
@@ -92,9 +95,10 @@ def connect(
     )
     hello.layout.check()
     path, timeout_s = arguments.engine_socket(path), arguments.timeout(timeout_s)
-    connection = Connection(path, Core(hello, path))
-    connection.start(timeout_s)
-    return Client(hello, connection)
+    hellos = {TargetMemory.DEVICE: hello}
+    if host_layout is not None:
+        hellos[TargetMemory.HOST] = arguments.host_hello(hello, host_layout)
+    return Client(hello, open_links(path, hellos, timeout_s))
 
 
 def new_instance() -> str:
@@ -108,16 +112,17 @@ def new_instance() -> str:
 class Client:
     """One engine rank's connection to its agent; made by `connect`. Every method may be called from any thread.
 
+    Pages in host memory have an agent's worker and a connection of their own, behind the same calls.
     When the agent's worker dies, the client connects to the new one by itself and repeats every pool, open offer, open
     claim and unanswered call. No event is reported twice.
     """
 
-    def __init__(self, hello: Hello, connection: Connection) -> None:
+    def __init__(self, hello: Hello, links: Mapping[TargetMemory, Connection]) -> None:
         self.instance = hello.instance
         self.layout = hello.layout
-        self._connection = connection
-        self._core = connection.core
-        self._changed = connection.changed
+        self._links = links
+        self._core = links[TargetMemory.DEVICE].core
+        self._changed = links[TargetMemory.DEVICE].changed
 
     def __enter__(self) -> Self:
         return self
@@ -129,7 +134,7 @@ class Client:
 
     @property
     def epoch(self) -> int:
-        """The number of the worker's life that serves this engine; another number after a restart."""
+        """The number of the life of the worker that serves the device's pages; another number after a restart."""
         return self._core.welcome.epoch if self._core.welcome is not None else 0
 
     @property
@@ -139,14 +144,14 @@ class Client:
 
     @property
     def connected(self) -> bool:
-        """Whether a worker serves this engine now and has been told of everything that is open."""
-        return self._core.state is State.READY
+        """Whether each memory's worker serves this engine now and has been told of everything that is open."""
+        return all(link.core.state is State.READY for link in self._links.values())
 
     @property
     def open_count(self) -> int:
         """The number of open halves of rooms: offered or claimed, and not RELEASED."""
         with self._changed:
-            return len(self._core.ledger)
+            return sum(len(link.core.ledger) for link in self._links.values())
 
     def is_open(self, room: int, half: Half, instance: str, *, pool: int = 0) -> bool:
         """Whether a half is open: a part of it was, or may have been, accepted, and it is not RELEASED.
@@ -160,12 +165,12 @@ class Client:
             arguments.pool_number(pool),
         )
         with self._changed:
-            return self._core.ledger.get(key) is not None
+            return any(link.core.ledger.get(key) is not None for link in self._links.values())
 
     @property
     def dropped_event_count(self) -> int:
         """The number of events that were dropped because no call took them."""
-        return self._core.dropped_event_count
+        return sum(link.core.dropped_event_count for link in self._links.values())
 
     def endpoint(self, timeout_s: float) -> Endpoint:
         """Return the endpoint by which decode reaches all ranks of this instance. Waits until all are registered.
@@ -206,7 +211,8 @@ class Client:
         covers that.
 
         Args:
-            pool: any number, by which `send` and `receive` name it.
+            pool: any number, by which `send` and `receive` name it. Each memory has numbers of its own.
+            memory: of the pages; HOST needs a `host_layout` of `connect`.
             geometry: where the pages lie; see `memory.pool_geometry`.
             regions: for each of `geometry.region_bytes`, a file descriptor, which the client duplicates; or a
                 `cuda.device_region`, whose memory must stay allocated until the pool is unregistered.
@@ -216,19 +222,21 @@ class Client:
             AgentLost, CallTimeout, ClientClosed: as `send`.
         """
         pool, timeout_s = arguments.pool_number(pool), arguments.timeout(timeout_s)
-        memory, geometry = arguments.device_memory(memory), arguments.struct("geometry", geometry, PoolGeometry)
+        link, geometry = self._link(arguments.memory_of(memory)), arguments.struct("geometry", geometry, PoolGeometry)
         descriptors, on_device = arguments.region_lists(regions, len(geometry.region_bytes), REGIONS_PER_POOL_MAX)
-        message = RegisterPool(self._core.next_number(), pool, geometry, memory, on_device)
+        message = RegisterPool(link.core.next_number(), pool, geometry, on_device)
         kept = duplicates(descriptors)
         try:
             call = Call((message,), descriptors=kept)
-            self._enter(call, f"register_pool {pool}")
+            self._enter(link, call, f"register_pool {pool}")
         except BaseException:
             close_all(kept)
             raise
-        self._wait_answer(call, f"register_pool {pool}", timeout_s, PoolRefused)
+        self._wait_answer(link, call, f"register_pool {pool}", timeout_s, PoolRefused)
 
-    def unregister_pool(self, pool: int, *, timeout_s: float | None = None) -> None:
+    def unregister_pool(
+        self, pool: int, memory: TargetMemory = TargetMemory.DEVICE, *, timeout_s: float | None = None
+    ) -> None:
         """Withdraw a pool; its open rooms fail. When this returns, no process uses its pages: free them only then.
 
         Raises:
@@ -236,8 +244,9 @@ class Client:
             AgentLost, CallTimeout, ClientClosed: as `send`; with a `timeout_s` of None only ClientClosed.
         """
         pool, timeout_s = arguments.pool_number(pool), arguments.timeout_or_none(timeout_s)
-        call = Call((UnregisterPool(self._core.next_number(), pool),))
-        self._tell(call, f"unregister_pool {pool}", timeout_s, PoolRefused)
+        link = self._link(arguments.memory_of(memory))
+        call = Call((UnregisterPool(link.core.next_number(), pool),))
+        self._tell(link, call, f"unregister_pool {pool}", timeout_s, PoolRefused)
 
     # -- rooms -----------------------------------------------------------------------------------------------------
 
@@ -275,7 +284,7 @@ class Client:
         packed = pages_for(pages, first_token, end_token, self.layout.page_size)
         if first_token == end_token and not last:
             raise ArgumentError(f"room {room}: tokens [{first_token}, {end_token}) are none: only `last` may be empty")
-        key = HalfKey(Half.SOURCE, self.instance, room, pool)
+        key, link = HalfKey(Half.SOURCE, self.instance, room, pool), self._link(TargetMemory.DEVICE)
         with self._changed:
             resume_token = self._core.ledger.resumed(key, first_token, end_token, last=last)
         for part in split_offer(room, pool, packed, first_token, end_token, last=last, page_size=self.layout.page_size):
@@ -283,7 +292,7 @@ class Client:
                 continue
             offer = msgspec.structs.replace(part, request=self._core.next_number())
             try:
-                self._tell(Call((offer,), key=key), f"send of room {room}", timeout_s)
+                self._tell(link, Call((offer,), key=key), f"send of room {room}", timeout_s)
             except (Busy, AgentLost):
                 with self._changed:
                     self._core.ledger.stopped(key, Resume(first_token, end_token, last, part.first_token))
@@ -298,7 +307,7 @@ class Client:
         end_token: int,
         *,
         pool: int = 0,
-        memory: TargetMemory = TargetMemory.DEVICE,
+        memory: TargetMemory | None = None,
         digest: bool = False,
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
@@ -309,7 +318,7 @@ class Client:
             endpoint: the result of `endpoint()` at the prefill engine.
             pages: see `send`; without the pages before `first_token` (a prefix that is here already).
             end_token: the sequence's length; equal to `first_token` for a full hit.
-            memory: DEVICE. HOST is refused: it is not implemented.
+            memory: that of the pool, DEVICE or HOST; None: the deployment's `decode.target`.
             digest: compare digests of both sides' pages, even if the deployment does not (`integrity.digest`). If they differ,
                 the room fails with DIGEST_MISMATCH and names layer, head and rank.
         Raises:
@@ -318,12 +327,18 @@ class Client:
         room, pool = arguments.room_number(room), arguments.pool_number(pool)
         endpoint = arguments.struct("endpoint", endpoint, Endpoint)
         first_token, end_token = arguments.token_range(first_token, end_token)
-        memory, timeout_s = arguments.device_memory(memory), arguments.timeout(timeout_s)
+        link, timeout_s = self._link(memory), arguments.timeout(timeout_s)
         digest = arguments.flag("digest", digest)
-        packed = pages_for(pages, first_token, end_token, self.layout.page_size)
+        packed = pages_for(pages, first_token, end_token, link.core.layout.page_size)
         key = HalfKey(Half.TARGET, endpoint.instance, room, pool)
+        with self._changed:
+            if any(other is not link and other.core.ledger.get(key) for other in self._links.values()):
+                raise RoomError(
+                    f"room {room} is claimed already, into another memory: use one claim a room",
+                    reason=Reason.ROOM_REUSED,
+                )
         whole = Receive(
-            request=self._core.next_number(),
+            request=link.core.next_number(),
             room=room,
             pool=pool,
             endpoint=endpoint,
@@ -332,10 +347,9 @@ class Client:
             page_offset=0,
             page_count=len(packed) // PAGE_BYTES,
             pages=b"",
-            memory=memory,
             digest=digest,
         )
-        self._tell(Call(tuple(split_claim(whole, packed)), key=key), f"receive of room {room}", timeout_s)
+        self._tell(link, Call(tuple(split_claim(whole, packed)), key=key), f"receive of room {room}", timeout_s)
 
     def cancel(
         self, room: int, half: Half, *, instance: str | None = None, pool: int = 0, timeout_s: float = CALL_TIMEOUT_S
@@ -357,11 +371,13 @@ class Client:
         what = f"cancel of room {room}"
         with self._changed:
             self._check_open(what)
-            keys = self._core.ledger.cancel(half, instance, room, pool)
-        own = half is Half.SOURCE and instance in (None, self.instance)
-        for key in keys or ([HalfKey(half, self.instance, room, pool)] if own else []):
-            message = Cancel(self._core.next_number(), key.half, key.instance, key.room, key.pool)
-            self._tell(Call((message,)), what, timeout_s)
+            ledgers = [(link, link.core.ledger) for link in self._links.values()]
+            found = [(link, key) for link, ledger in ledgers for key in ledger.cancel(half, instance, room, pool)]
+        if not found and half is Half.SOURCE and instance in (None, self.instance):
+            found = [(self._links[TargetMemory.DEVICE], HalfKey(half, self.instance, room, pool))]
+        for link, key in found:
+            message = Cancel(link.core.next_number(), key.half, key.instance, key.room, key.pool)
+            self._tell(link, Call((message,)), what, timeout_s)
 
     def poll(self, timeout_s: float = 0.0) -> list[RoomEvent]:
         """Return the events since the last call, in order. Each event is returned once, by `poll` or by one `wait`.
@@ -374,7 +390,7 @@ class Client:
         timeout_s = arguments.timeout(timeout_s)
         with self._changed:
             if timeout_s > 0 and not self._core.events:
-                self._changed.wait_for(lambda: bool(self._core.events) or self._core.state is State.CLOSED, timeout_s)
+                self._changed.wait_for(lambda: bool(self._core.events) or self._closed, timeout_s)
             events = list(self._core.events)
             self._core.events.clear()
             if not events:
@@ -417,39 +433,67 @@ class Client:
 
     def close(self) -> None:
         """Leave the agent, which then releases all of this engine's memory. Waits in other threads end. Idempotent."""
-        self._connection.close()
+        for link in self._links.values():
+            link.close()
 
     # -- calls -----------------------------------------------------------------------------------------------------
 
+    @property
+    def _closed(self) -> bool:
+        return any(link.core.state is State.CLOSED for link in self._links.values())
+
+    def _link(self, memory: TargetMemory | None) -> Connection:
+        """Return the connection for pages in a memory; None: the deployment's."""
+        welcome = self._core.welcome
+        if memory is None and welcome is not None and welcome.target is TargetMemory.HOST:
+            chosen, named = TargetMemory.HOST, "memory is not given, and the deployment's decode.target is Host"
+        else:
+            chosen = TargetMemory.DEVICE if memory is None else arguments.memory_of(memory)
+            named = f"memory is {chosen.name}"
+        link = self._links.get(chosen)
+        if link is None:
+            raise ArgumentError(f"{named}: give connect the host_layout of this rank's pages there, or use DEVICE")
+        return link
+
     def _check_open(self, what: str) -> None:
-        self._core.check_open(what)
-        self._connection.check_process(what)
+        for link in self._links.values():
+            link.core.check_open(what)
+            link.check_process(what)
 
-    def _tell(self, call: Call, what: str, timeout_s: float | None, refused: type[LongshoreError] = RoomError) -> None:
-        self._enter(call, what)
-        self._wait_answer(call, what, timeout_s, refused)
+    def _tell(
+        self,
+        link: Connection,
+        call: Call,
+        what: str,
+        timeout_s: float | None,
+        refused: type[LongshoreError] = RoomError,
+    ) -> None:
+        self._enter(link, call, what)
+        self._wait_answer(link, call, what, timeout_s, refused)
 
-    def _enter(self, call: Call, what: str) -> None:
+    def _enter(self, link: Connection, call: Call, what: str) -> None:
         with self._changed:
             self._check_open(what)
-            self._core.enter(call, what)
-            self._connection.expect(call)
-            self._connection.carry_out()
+            link.core.enter(call, what)
+            link.expect(call)
+            link.carry_out()
 
-    def _wait_answer(self, call: Call, what: str, timeout_s: float | None, refused: type[LongshoreError]) -> None:
+    def _wait_answer(
+        self, link: Connection, call: Call, what: str, timeout_s: float | None, refused: type[LongshoreError]
+    ) -> None:
         """Wait until the agent, or a later one, has accepted an entered call."""
-        if not self._connection.wait(call, timeout_s):
+        if not link.wait(call, timeout_s):
             with self._changed:
                 if not call.settled:
-                    self._core.give_up(call)
-                    self._connection.carry_out()
-                    raise self._core.no_answer(what, timeout_s)
+                    link.core.give_up(call)
+                    link.carry_out()
+                    raise link.core.no_answer(what, timeout_s)
         if call.answer is None:
             raise ClientClosed(f"{what}: the client was closed")
         if isinstance(call.answer, Refused):
             raise from_refusal(call.answer, what, refused)
 
     def _wait_for(self, predicate: Callable[[], bool], timeout_s: float | None, what: str) -> None:
-        self._changed.wait_for(lambda: predicate() or self._core.state is State.CLOSED, timeout_s)
-        if self._core.state is State.CLOSED and not predicate():
+        self._changed.wait_for(lambda: predicate() or self._closed, timeout_s)
+        if self._closed and not predicate():
             raise ClientClosed(f"{what}: the client was closed")

@@ -15,13 +15,21 @@ import stat
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 
 from longshore_client.core import Core, State
 from longshore_client.errors import ArgumentError
 from longshore_client.ledger import Call, Outgoing
-from longshore_wire.engine_messages import ENGINE_MESSAGE_BYTES_MAX, TO_ENGINE, ToEngine
-from longshore_wire.errors import CodecError
+from longshore_wire.engine_messages import (
+    ENGINE_MESSAGE_BYTES_MAX,
+    TO_ENGINE,
+    Hello,
+    RoomEvent,
+    TargetMemory,
+    ToEngine,
+)
+from longshore_wire.errors import CodecError, LongshoreError
 from longshore_wire.names import AGENT_USER_ID
 
 # Pause after the kernel had no memory for a message.
@@ -130,10 +138,14 @@ def _what_is_lacking(path: str) -> str:
 
 
 class Connection:
-    """Keeps one connection to an agent alive until `close`. `changed` is the lock of the core and of its callers."""
+    """Keeps one connection to an agent alive until `close`.
 
-    def __init__(self, path: str, core: Core) -> None:
-        self.changed = threading.Condition()
+    Attributes:
+        changed: the lock of the core and of its callers. The connections of one client share it, as their cores share events.
+    """
+
+    def __init__(self, path: str, core: Core, changed: threading.Condition) -> None:
+        self.changed = changed
         self.core = core
         self._path = path
         self._process_id = os.getpid()
@@ -277,3 +289,24 @@ class Connection:
         if self._socket is not None and self.core.state in (State.DOWN, State.CLOSED):
             self._socket.close()
             self._socket = None
+
+
+def open_links(path: str, hellos: Mapping[TargetMemory, Hello], timeout_s: float) -> dict[TargetMemory, Connection]:
+    """Open one client's connections, one for each memory; return when an agent has sent Welcome on all.
+
+    Raises:
+        HelloRefused, CodecError, ConnectError: no agent has within `timeout_s`; all are closed.
+    """
+    changed, events = threading.Condition(), deque[RoomEvent]()
+    links: dict[TargetMemory, Connection] = {}
+    end_s = time.monotonic() + timeout_s
+    for memory, hello in hellos.items():
+        link = Connection(path, Core(hello, path, events), changed)
+        try:
+            link.start(max(0.0, end_s - time.monotonic()))
+        except LongshoreError:
+            for started in links.values():
+                started.close()
+            raise
+        links[memory] = link
+    return links

@@ -100,13 +100,15 @@ class Core:
 
     Args:
         path: of the agent's socket, for error texts only.
+        events: the queue of events, which the cores of one client share.
     """
 
-    def __init__(self, hello: Hello, path: str) -> None:
+    def __init__(self, hello: Hello, path: str, events: deque[RoomEvent]) -> None:
         self.state = State.DOWN
+        self.layout = hello.layout
         self.ledger = Ledger()
         self.pools: dict[int, Pool] = {}
-        self.events: deque[RoomEvent] = deque()
+        self.events: deque[RoomEvent] = events
         self.dropped_event_count = 0
         self.outbox: deque[Outgoing] = deque()
         self.welcome: Welcome | None = None

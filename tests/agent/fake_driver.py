@@ -10,7 +10,7 @@ from typing import Any
 from longshore_agent.memory import cuda
 from longshore_agent.memory.device_memory import AccessDescription, AllocationProperties
 
-INVALID_VALUE, OUT_OF_MEMORY = 1, 2
+INVALID_VALUE, OUT_OF_MEMORY, ALREADY_REGISTERED = 1, 2, 712
 FIRST_ADDRESS = 0x7F00_0000_0000
 FABRIC, GPU_DIRECT_RDMA = 128, 110
 
@@ -25,6 +25,8 @@ class FakeDriver:
         lengths: the byte counts passed to each call, by its name.
         reserved, created, mapped, plain: current allocations: bytes by address or handle, and (handle, bytes) by address.
         properties: those of the last allocation.
+        host: registered ranges of host memory: bytes by address.
+        host_shift: the distance between a device's address of host memory and the host's.
     """
 
     def __init__(self, granularity_bytes: int = 2 << 20) -> None:
@@ -38,6 +40,8 @@ class FakeDriver:
         self.mapped: dict[int, tuple[int, int]] = {}
         self.plain: dict[int, int] = {}
         self.accessible: set[int] = set()
+        self.host: dict[int, int] = {}
+        self.host_shift = 0
         self.properties = AllocationProperties()
         self._acts: dict[str, Callable[..., int | None]] = {
             "cuDeviceGetAttribute": self._device_get_attribute,
@@ -53,6 +57,9 @@ class FakeDriver:
             "cuMemAlloc_v2": self._alloc,
             "cuMemFree_v2": self._free,
             "cuMemsetD8_v2": self._set,
+            "cuMemHostRegister_v2": self._register_host,
+            "cuMemHostUnregister": self._unregister_host,
+            "cuMemHostGetDevicePointer_v2": self._device_pointer,
         }
         functions = {
             name: ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(self._answering(name))
@@ -149,6 +156,23 @@ class FakeDriver:
 
     def _free(self, address: int) -> int:
         return 0 if self.plain.pop(address, None) is not None else INVALID_VALUE
+
+    def _register_host(self, address: int, length: int, flags: int) -> int:
+        end = address + length
+        if any(first < end and address < first + there for first, there in self.host.items()) or flags != 3:
+            return ALREADY_REGISTERED
+        # The driver pins pages that exist: it fails on a range that is not mapped.
+        ctypes.string_at(address, 1)
+        ctypes.string_at(end - 1, 1)
+        self.host[address] = length
+        return 0
+
+    def _unregister_host(self, address: int) -> int:
+        return 0 if self.host.pop(address, None) is not None else INVALID_VALUE
+
+    def _device_pointer(self, found: Any, address: int, flags: int) -> int:
+        found[0] = address + self.host_shift
+        return 0 if address in self.host and not flags else INVALID_VALUE
 
     def _set(self, address: int, value: int, length: int) -> int:
         self.lengths["cuMemsetD8_v2"] = length

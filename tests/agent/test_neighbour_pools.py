@@ -103,15 +103,3 @@ def test_a_region_of_an_answer_that_was_refused_is_no_region_of_the_next() -> No
     assert not is_open(late)
     assert scene.lanes == [slab]
     assert [int(slab.neighbour.region(index)[0]) for index in range(2)] == [3, 4]
-
-
-def test_descriptors_are_closed_also_where_they_come_to_a_worker_on_a_gpu() -> None:
-    scene = Scene(device=object())
-    scene.put(0)
-    regions = [region(1), region(2)]
-    for index, descriptor in enumerate(regions):
-        scene.near.pool_given(OWNER, 0, index, 2, descriptor)
-    (end,) = scene.ends.take()
-    assert isinstance(end, OutboundEnd)
-    assert "cannot be neighbours" in end.error
-    assert not any(map(is_open, regions))

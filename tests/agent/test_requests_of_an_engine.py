@@ -21,7 +21,6 @@ from longshore_wire.engine_messages import (
     Receive,
     Refused,
     RegisterPool,
-    TargetMemory,
     UnregisterPool,
 )
 from longshore_wire.errors import Reason
@@ -103,18 +102,6 @@ def test_page_lists_that_are_no_numbers_are_refused_and_end_nobody(make, listed)
     target.register()
     assert reason(source.say(Offer(0, 1, 0, 0, 4, True, listed))) is Reason.MALFORMED_MESSAGE
     assert reason(target.say(claim(1, 4, listed, count=1))) is Reason.MALFORMED_MESSAGE
-
-
-def test_host_memory_is_refused_by_name_and_nothing_is_kept(make):
-    target = make("D", Half.TARGET)
-    pool = target.say(RegisterPool(0, 0, target.geometry, TargetMemory.HOST), (target.descriptor,))
-    assert (reason(pool), target.requests.pools) == (Reason.UNSUPPORTED, {})
-    assert "memory is HOST" in pool.text and "leave it DEVICE" in pool.text
-    target.register()
-    host = target.say(msgspec.structs.replace(claim(1, 8, pages(1, 2)), memory=TargetMemory.HOST))
-    assert reason(host) is Reason.UNSUPPORTED
-    assert "memory is HOST" in host.text
-    assert (target.core.rooms, target.requests.tables) == ({}, {})
 
 
 def test_cuda_handles_are_refused_by_a_worker_on_a_cpu_and_nothing_is_mapped(make):

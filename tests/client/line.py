@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 
 from fake_agent import accept_all
@@ -21,6 +22,7 @@ from longshore_wire.engine_messages import (
     Hello,
     Offer,
     RegisterPool,
+    TargetMemory,
     ToAgent,
     ToEngine,
     Welcome,
@@ -35,9 +37,14 @@ STEP_MIN_S = 0.001
 class Line:
     """An agent that answers by script (see `agent`), a client's core, and a clock that only `pass_s` moves."""
 
-    def __init__(self, *, reached: bool = True, **agent) -> None:
-        self.core, self.changed = Core(HELLO, PATH), threading.Condition()
-        self.client = Client(HELLO, self)
+    def __init__(self, *, reached: bool = True, hello: Hello = HELLO, beside: Line | None = None, **agent) -> None:
+        """Make a client's only connection, or one `beside` the device's, whose client then has both."""
+        events, self.changed = (
+            (deque(), threading.Condition()) if beside is None else (beside.core.events, beside.changed)
+        )
+        self.core = Core(hello, PATH, events)
+        links = {} if beside is None else {TargetMemory.DEVICE: beside}
+        self.client = Client(HELLO, {**links, hello.memory: self})
         self.now_s = 100.0
         self.dials_s, self.given_back, self.descriptors, self.heard = [], [], {}, []
         self.steps = 0

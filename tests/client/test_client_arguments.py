@@ -116,7 +116,7 @@ CALLS = {
         {
             **ROOM_CALL,
             "endpoint": NO_ENDPOINT,
-            "memory": other_than(TargetMemory) | st.just(TargetMemory.HOST),
+            "memory": other_than(TargetMemory).filter(lambda value: value is not None) | st.just(TargetMemory.HOST),
             "digest": other_than(bool),
             "timeout_s": NO_TIME_NOR_NONE,
         },
@@ -149,7 +149,9 @@ CALLS = {
         },
     ),
     "unregister_pool": Call(
-        Client.unregister_pool, {"pool": 9, "timeout_s": 5.0}, {"pool": NO_POOL, "timeout_s": NO_TIME}
+        Client.unregister_pool,
+        {"pool": 9, "memory": TargetMemory.DEVICE, "timeout_s": 5.0},
+        {"pool": NO_POOL, "memory": other_than(TargetMemory) | st.just(TargetMemory.HOST), "timeout_s": NO_TIME},
     ),
     "cancel": Call(
         Client.cancel,
@@ -192,6 +194,7 @@ FREE_CALLS = {
             "layout": LAYOUT,
             "device": "cpu",
             "roles": [Half.SOURCE],
+            "host_layout": None,
             "timeout_s": 0,
         },
         {
@@ -200,6 +203,7 @@ FREE_CALLS = {
             "layout": NO_LAYOUT,
             "device": NO_TEXT,
             "roles": other_than(list, dict) | st.sampled_from([[], (), "source", [0], [Half.SOURCE, Half.SOURCE]]),
+            "host_layout": NO_LAYOUT.filter(lambda value: value is not None),
             "timeout_s": NO_TIME_NOR_NONE,
         },
     ),

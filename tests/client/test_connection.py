@@ -22,12 +22,11 @@ from longshore_client import (
     Half,
     PoolRefused,
     Reason,
-    TargetMemory,
     create_region,
     pool_geometry,
 )
 from longshore_client.connection import AgentSocket
-from longshore_wire.engine_messages import Hello, Offer, Receive, Refused, RegisterPool
+from longshore_wire.engine_messages import Hello, Offer, Receive, Refused, RegisterPool, TargetMemory
 
 # As root it becomes another user, like a pod's process; its groups are the arguments.
 OTHER_USER = f"""
@@ -132,7 +131,7 @@ def test_the_regions_of_a_pool_arrive_and_are_the_same_memory(path):
     with FakeAgent(path) as agent, client_at(path) as client:
         client.register_pool(4, geometry, descriptors)
         (message,) = agent.of(RegisterPool)
-        assert (message.pool, message.geometry, message.memory) == (4, geometry, TargetMemory.DEVICE)
+        assert (message.pool, message.geometry) == (4, geometry)
         for number, descriptor in enumerate(agent.descriptors[message.request]):
             with mmap.mmap(descriptor, 8192) as there:
                 memories[number][100] = 50 + number
@@ -270,8 +269,8 @@ def test_a_client_without_an_agent_sleeps_between_its_tries(path, monkeypatch):
     dial = AgentSocket.dial
     with client_at(path) as client:
         monkeypatch.setattr(AgentSocket, "dial", lambda path: (dials.append(path), dial(path))[1])
-        turn = client._connection._turn
-        client._connection._turn = lambda: (turns.append(1), turn())
+        turn = client._links[TargetMemory.DEVICE]._turn
+        client._links[TargetMemory.DEVICE]._turn = lambda: (turns.append(1), turn())
         agent.die()
         wait_until(client, lambda: len(dials) >= 4)
         assert len(turns) <= 4 * len(dials)

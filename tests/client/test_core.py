@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from itertools import pairwise
 
 import pytest
@@ -95,7 +96,11 @@ def test_a_socket_that_stays_forbidden_ends_the_attempts_and_one_that_is_forbidd
         assert core.should_dial(now_s)
         core.disconnected(error, now_s)
 
-    core, forbidden, absent = Core(HELLO, PATH), PermissionError("group 10001 may use it"), FileNotFoundError("no file")
+    core, forbidden, absent = (
+        Core(HELLO, PATH, deque()),
+        PermissionError("group 10001 may use it"),
+        FileNotFoundError("no file"),
+    )
     for second, error in enumerate([*[forbidden] * (FORBIDDEN_DIALS_MAX - 1), absent, forbidden]):
         dial(core, second, error)
         assert core.state is State.DOWN

@@ -139,7 +139,6 @@ def test_a_key_that_is_given_twice_is_a_fault(text: str) -> None:
         ),
         ("v1alpha1", "v9", "apiVersion", "longshore.dev/v9"),
         ("AgentConfig", "DisaggDeployment", "kind", "DisaggDeployment"),
-        ("target: Device", "target: Host", "decode.target", "Host is not built yet: leave it Device"),
         ("[RDMA, TCP]", "[TCP, TCP]", "transfer.wires", "TCP is listed 2 times"),
         ("layers: 80", "layers: 80.0", "model.layers", "Expected `int`, got `float`"),
         ("layers: 80", "layers: '80'", "model.layers", "Expected `int`, got `str`"),

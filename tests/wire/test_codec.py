@@ -23,6 +23,7 @@ from longshore_wire.engine_messages import (
     Receive,
     RoomEvent,
     RoomEventKind,
+    TargetMemory,
 )
 from longshore_wire.errors import CodecError, Reason
 from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry
@@ -109,9 +110,9 @@ def test_a_peer_message_comes_out_as_it_went_in(message: peer_messages.PeerMessa
 
 
 def test_a_hello_of_a_release_without_the_engines_pid_is_understood_and_later_fields_are_ignored() -> None:
-    hello = Hello(1, "prefill-0", LAYOUT, "cpu", (Half.SOURCE,), 7, 77)
+    hello = Hello(1, "prefill-0", LAYOUT, "cpu", (Half.SOURCE,), 7, 77, TargetMemory.DEVICE)
     fields = msgspec.msgpack.decode(TO_AGENT.encode(hello)[1:])
-    earlier = b"\x01" + msgspec.msgpack.encode(fields[:-1])
+    earlier = b"\x01" + msgspec.msgpack.encode(fields[:-2])
     later = b"\x01" + msgspec.msgpack.encode([*fields, "later"])
     assert TO_AGENT.decode(earlier) == msgspec.structs.replace(hello, pid=0)
     assert TO_AGENT.decode(later) == hello

@@ -61,7 +61,6 @@ def test_what_the_api_server_adds_is_no_fault() -> None:
             "backend: Mooncake}\n  agents: {hostNetwork: true}",
             "spec.agents.hostNetwork: true opens the data ports of Mooncake",
         ),
-        ("target: Device", "target: Host", "spec.decode.target: Host is not built yet: leave it Device"),
         ("spec:", "specs:", "specs: unknown key; there are apiVersion, kind, metadata, spec, status"),
     ],
 )

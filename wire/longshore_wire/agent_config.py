@@ -96,7 +96,7 @@ class Order(Enum):
 
 
 class Target(Enum):
-    """The memory for decode's pages. HOST is not implemented, and `check` refuses it."""
+    """The memory of decode's pages: that of its device (a GPU or the CPU), or host memory beside it."""
 
     DEVICE = "Device"
     HOST = "Host"
@@ -271,7 +271,6 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
         """Raise ConfigError with all faults if valid fields contradict each other."""
         faults = [*_identity_faults(self.api_version, self.kind), *_transfer_faults(self.transfer)]
         faults += _network_faults(self.transfer, self.control)
-        faults += _unbuilt_faults(self.decode)
         faults += _layout_faults(self.model, self.prefill, self.decode)
         if not faults:
             faults += _plan_faults(self)
@@ -376,10 +375,6 @@ def _network_faults(transfer: Transfer, control: Control) -> list[str]:
         f"address: {remedy}, {_remedies(transfer.backend)}accept it with control.allowOpenDataPath"
     )
     return [fault]
-
-
-def _unbuilt_faults(decode: Decode) -> list[str]:
-    return ["decode.target: Host is not built yet: leave it Device"] if decode.target is Target.HOST else []
 
 
 def _remedies(backend: Backend) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from longshore_wire import names
 from longshore_wire.crossover import Choice, Open, Why, choose, given_way
 from longshore_wire.effects import PeerId, SessionConfig
 from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX, TOKENS_MAX, Endpoint
@@ -35,6 +36,7 @@ class Wanted:
     page_count: int
     pages: bytes
     mappable: bool = True  # workers of the same agent may map the pages and write them
+    adjacent: bool = True  # the elements of a row are adjacent, as kernels of GPUs need them
     digest: bool = False  # compare digests, even if the deployment does not
 
 
@@ -263,6 +265,19 @@ def _check_in_place(attach: Attach, claim: Claim, sound: dict[int, PoolInfo]) ->
         )
 
 
+def is_near(agent: str, near: str, *, adjacent: bool = True) -> bool:
+    """Return whether a source's worker may copy into a target's pages by way DIRECT.
+
+    Workers of a GPU reach the pages of their agent's GPUs and of its host memory; those of a CPU only the latter.
+
+    Args:
+        agent: of the source's endpoint.
+        near: of the target: the agent in its own endpoint; empty: no worker may.
+        adjacent: the elements of each row in the target's pages are adjacent.
+    """
+    return near != "" and (agent == near or (adjacent and agent == f"{near}{names.ON_GPU}"))
+
+
 def target_pairs(config: SessionConfig, wanted: Wanted, planned: Plan) -> list[TargetPair]:
     """Return the pairs that a claim opens at its target: its sources, and those of which it needs nothing.
 
@@ -296,7 +311,7 @@ def target_pairs(config: SessionConfig, wanted: Wanted, planned: Plan) -> list[T
             why = Why.DEFAULT
         peer = PeerId(wanted.endpoint.instance, wanted.endpoint.layout.parallel.dp_rank, source)
         # The source's epoch is filled in when it has attached.
-        pair_key = PairKey(wanted.key, source, rank, 0, config.epoch, config.instance, place.dp_rank)
+        pair_key = PairKey(wanted.key, source, rank, 0, config.epoch, config.instance, place.dp_rank, config.memory)
         can_stage = why is Why.UNDECIDED and pair is not None and _ring_holds(config, pair, len(mine))
         left_open = Open(planned.in_place, planned.runs, can_stage) if why is Why.UNDECIDED else None
         pairs.append(TargetPair(pair_key, peer, pair, way, why, left_open, address=known[source]))

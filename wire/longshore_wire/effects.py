@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from longshore_wire.crossover import WHOLE_PAGES, Crossover
-from longshore_wire.engine_messages import Half
+from longshore_wire.engine_messages import Half, TargetMemory
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout
 from longshore_wire.peer_messages import Attach, PairKey, PeerMessage, RoomKey
@@ -18,12 +18,36 @@ from longshore_wire.plan import Pair, Staging, Way
 SECOND_NS = 1_000_000_000
 
 
+class Replica(NamedTuple):
+    """What the workers of all ranks of one replica share in their identities."""
+
+    instance: str
+    dp_rank: int
+    memory: TargetMemory
+
+
 class PeerId(NamedTuple):
-    """The identity of a worker of another engine rank, over all of its lives."""
+    """The identity of a worker, over all of its lives. An engine rank has one worker for each memory that holds its pages."""
 
     instance: str
     dp_rank: int
     rank: int
+    memory: TargetMemory = TargetMemory.DEVICE
+
+    @property
+    def replica(self) -> Replica:
+        """The replica whose rank this is."""
+        return Replica(self.instance, self.dp_rank, self.memory)
+
+    @property
+    def path(self) -> str:
+        """Its name in logs, metrics and messages."""
+        return f"{self.instance}/{self.dp_rank}/{self.rank}{'/host' if self.memory is TargetMemory.HOST else ''}"
+
+
+def sender(attach: Attach) -> PeerId:
+    """Return the worker that sends an Attach."""
+    return PeerId(attach.instance, attach.layout.parallel.dp_rank, attach.layout.rank, attach.memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +58,7 @@ class SessionConfig:
     instance: str
     epoch: int
     layout: KVLayout
+    memory: TargetMemory = TargetMemory.DEVICE  # of its pages
     backend: str = "Loopback"
     lane_count: int = 4
     slab_bytes_max: int = 64 << 20  # payload, padding and trailer

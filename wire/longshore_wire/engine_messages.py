@@ -38,10 +38,10 @@ class RoomEventKind(IntEnum):
 
 
 class TargetMemory(IntEnum):
-    """The memory in which the decode side wants a room's bytes."""
+    """The memory of an engine's pages. Prefill's are always DEVICE."""
 
-    DEVICE = 0
-    HOST = 1
+    DEVICE = 0  # of the engine's device, which may be the CPU
+    HOST = 1  # host memory beside the device's
 
 
 class RankAddress(msgspec.Struct, frozen=True, array_like=True):
@@ -73,6 +73,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=64):
         device: "cpu" or a GPU's UUID, never an index.
         engine: a random number for the life of this engine, the same at each reconnect; 0 if unknown.
         pid: its process in its own PID namespace, as CUDA writes it into handles; 0 if unknown.
+        memory: of the pages of this connection. An engine rank has one connection for each memory. The one for HOST has
+            device "cpu", claims only, and may have another page size and order.
     """
 
     version: int
@@ -82,6 +84,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=64):
     roles: tuple[Half, ...]
     engine: int = 0
     pid: int = 0
+    memory: TargetMemory = TargetMemory.DEVICE
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=65):
@@ -91,6 +94,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=65):
     epoch: int
     deployment: str
     lease_ns: int
+    target: TargetMemory = TargetMemory.DEVICE  # the deployment's memory for decode's pages
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=66):
@@ -121,7 +125,6 @@ class RegisterPool(msgspec.Struct, frozen=True, array_like=True, tag=68):
     request: int
     pool: int
     geometry: PoolGeometry
-    memory: TargetMemory = TargetMemory.DEVICE
     device_regions: tuple[DeviceRegion, ...] = ()
 
 
@@ -163,7 +166,6 @@ class Receive(msgspec.Struct, frozen=True, array_like=True, tag=71):
     page_offset: int
     page_count: int
     pages: bytes
-    memory: TargetMemory = TargetMemory.DEVICE
     digest: bool = False
 
 

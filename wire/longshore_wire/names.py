@@ -36,6 +36,8 @@ HTTP_PORT = 9470
 # Filtered: the kernel admits only addresses of attached peers. Bound: every host that reaches the agent's address reaches them.
 # Open: every host that reaches any address of the agent's network namespace reaches them.
 PROTECTIONS = ("Absent", "Loopback", "Filtered", "Bound", "Open")
+# Suffix of an agent's name in endpoints of engines on GPUs.
+ON_GPU = ".gpu"
 # The name of a wire that no probe has found.
 UNKNOWN_WIRE = "Unknown"
 # Wires that another one includes: CUDA IPC may use NVLink, so its permissions and measurements also apply to NVLink.

@@ -13,6 +13,7 @@ import msgspec
 
 from longshore_wire.codec import Codec
 from longshore_wire.crossover import Why
+from longshore_wire.engine_messages import TargetMemory
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, PoolGeometry
 from longshore_wire.plan import Way
@@ -41,6 +42,7 @@ class PairKey(msgspec.Struct, frozen=True, array_like=True):
     target_epoch: int
     target_instance: str
     dp_rank: int = 0  # of the target
+    memory: TargetMemory = TargetMemory.DEVICE  # of the target's pages
 
 
 # The key length that a target uses, and the limit for peers.
@@ -96,6 +98,7 @@ class Attach(msgspec.Struct, frozen=True, array_like=True, tag=1):
     address: str = ""  # of the sender's own worker, see `addresses`
     engine: int = 0  # the life of the sender's engine; 0: not known
     attempt: int = 0
+    memory: TargetMemory = TargetMemory.DEVICE  # of the sender's pages
 
     def pool(self, number: int) -> PoolInfo | None:
         """Return the sender's pool of this number, or None."""

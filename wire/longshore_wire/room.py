@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass, field
 
 from longshore_wire.crossover import Open, Why
-from longshore_wire.effects import PeerId
+from longshore_wire.effects import PeerId, Replica
 from longshore_wire.errors import Reason, RoomError
 from longshore_wire.peer_messages import Grant, PairKey, RoomKey
 from longshore_wire.plan import Pair, Way
@@ -117,7 +117,7 @@ class SourceRoom(Room):
     total_tokens: int = -1  # -1: unknown before `last`
     pairs: dict[PeerId, SourcePair] = field(default_factory=dict)
     expected: frozenset[int] | None = None  # target ranks that must claim; None before the first claim
-    claimer: tuple[str, int] | None = None  # (instance, dp rank)
+    claimer: Replica | None = None
 
     def step(self, event: SourceRoomEvent) -> None:
         """Change the room's state."""

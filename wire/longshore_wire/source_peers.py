@@ -151,8 +151,8 @@ class SourcePeers(Session):
     def _speaks_for(self, known: Peer, pair: PairKey) -> bool:
         """Whether a pair belongs to this rank and to the current life of that target."""
         peer = known.peer
-        theirs = (pair.target_instance, pair.dp_rank, pair.target_rank, pair.target_epoch)
-        return theirs == (peer.instance, peer.dp_rank, peer.rank, known.epoch) and pair.source_rank == self.rank
+        theirs = (pair.target_instance, pair.dp_rank, pair.target_rank, pair.memory, pair.target_epoch)
+        return theirs == (*peer, known.epoch) and pair.source_rank == self.rank
 
     def _on_ping(self, peer: PeerId, ping: Ping, now_ns: int) -> None:
         known = self.peers.get(peer)
@@ -194,11 +194,11 @@ class SourcePeers(Session):
 
     def _open_complete(self, room: SourceRoom, peer: PeerId, completed: Completed) -> None:
         """Add a pair with nothing left to send to the room."""
-        known, claimer = self.peers.get(peer), (peer.instance, peer.dp_rank)
-        if peer in room.pairs or room.claimer not in (None, claimer):
+        known = self.peers.get(peer)
+        if peer in room.pairs or room.claimer not in (None, peer.replica):
             return
         pair = room.pairs[peer] = SourcePair(completed.pair, peer, None, Way.STAGED, SlabGrid(0, 0, 1), [])
-        room.expected, room.claimer = completed.expected, claimer
+        room.expected, room.claimer = completed.expected, peer.replica
         if known is not None and known.epoch == completed.pair.target_epoch:
             known.claimed(room.key, None)
         else:
@@ -233,7 +233,7 @@ class SourcePeers(Session):
         # BUSY would make the engine retry, which is useless for an ended room.
         reason = Reason.CANCELLED if abort.reason is Reason.BUSY else abort.reason or Reason.MALFORMED_MESSAGE
         room = self.rooms.get(key)
-        if room is not None and room.claimer in (None, (peer.instance, peer.dp_rank)):
+        if room is not None and room.claimer in (None, peer.replica):
             self._fail(room, reason, abort.text, now_ns)
         elif room is None and key not in self.ended and key.instance == self.config.instance:
             self._completed.pop(key, None)

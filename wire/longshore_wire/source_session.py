@@ -234,11 +234,11 @@ class SourceSession(SourcePeers):
 
     def _open_pair(self, room: SourceRoom, known: Peer, claim: Claim, now_ns: int) -> SourcePair | None:
         assert known.attach is not None
-        claimer = (known.peer.instance, known.peer.dp_rank)
+        claimer = known.peer.replica
         try:
             if room.claimer is not None and room.claimer != claimer:
                 raise RoomError(
-                    f"room {room.key.room} was claimed by {room.claimer[0]} already: a room has one target",
+                    f"room {room.key.room} was claimed by {room.claimer.instance} already: a room has one target",
                     reason=Reason.ROOM_REUSED,
                 )
             direct = claim.way is Way.DIRECT

@@ -21,6 +21,7 @@ from longshore_wire.effects import (
     PeerId,
     ProbeLiveness,
     SessionConfig,
+    sender,
 )
 from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX, Endpoint, Half
 from longshore_wire.errors import Reason
@@ -173,7 +174,7 @@ class TargetPeers(Session):
 
     def _check_name(self, peer: PeerId, attach: Attach) -> tuple[Reason, str] | None:
         """Return why the answering worker is not the dialled one, or None. Another worker may get a port that became free."""
-        found = PeerId(attach.instance, attach.layout.parallel.dp_rank, attach.layout.rank)
+        found = sender(attach)
         if found == peer:
             return None
         text = f"{self._name(found)} listens at {attach.address}, and {self._name(peer)} was dialled there"
@@ -423,7 +424,7 @@ class TargetPeers(Session):
     def _pair_key(self, room: RoomKey, source: PeerId, source_epoch: int) -> PairKey:
         """Return the key of this rank and life, and one life of a source, in a room."""
         us = self.identity
-        return PairKey(room, source.rank, us.rank, source_epoch, self.config.epoch, us.instance, us.dp_rank)
+        return PairKey(room, source.rank, us.rank, source_epoch, self.config.epoch, us.instance, us.dp_rank, us.memory)
 
     def _rooms_of(self, known: Peer) -> list[tuple[TargetRoom, TargetPair]]:
         """Return a peer's open rooms with its pairs in them, in the order in which they were opened."""

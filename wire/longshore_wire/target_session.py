@@ -6,7 +6,7 @@ scatters (`scatter_done`, `scatter_failed`) and time (`tick`). `granting` decide
 
 from __future__ import annotations
 
-from longshore_wire.claims import Wanted, demanded_grid, target_pairs
+from longshore_wire.claims import Wanted, demanded_grid, is_near, target_pairs
 from longshore_wire.effects import (
     PeerId,
     RoomEnded,
@@ -81,7 +81,7 @@ class TargetSession(TargetPeers):
                 f"tokens [{wanted.first_token}, {wanted.end_token}) are not a range: give 0 <= first <= end",
                 reason=Reason.TOKENS_MISSING,
             )
-        direct = wanted.mappable and self.config.agent != "" and wanted.endpoint.agent == self.config.agent
+        direct = wanted.mappable and is_near(wanted.endpoint.agent, self.config.agent, adjacent=wanted.adjacent)
         planned = self._plan(wanted.endpoint.layout, self.config.layout, key.room, direct=direct)
         pairs = target_pairs(self.config, wanted, planned)
         room = TargetRoom(

@@ -24,6 +24,8 @@ _SUCCESS = 0
 NOT_PERMITTED = 800
 NOT_SUPPORTED = 801
 _NOT_READY = 600
+# Flags of registered host memory: for all contexts, and mapped for devices.
+_HOST_PORTABLE, _HOST_MAPPED = 1, 2
 # A flag of events. Events without timing cost less.
 _EVENT_DISABLE_TIMING = 2
 
@@ -92,6 +94,9 @@ _SIGNATURES = {
     "cuMemMap": [ctypes.c_uint64, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_ulonglong],
     "cuMemUnmap": [ctypes.c_uint64, ctypes.c_size_t],
     "cuMemSetAccess": [ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t],
+    "cuMemHostRegister_v2": [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint],
+    "cuMemHostUnregister": [ctypes.c_void_p],
+    "cuMemHostGetDevicePointer_v2": [ctypes.POINTER(ctypes.c_uint64), ctypes.c_void_p, ctypes.c_uint],
     "cuMemHostAlloc": [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t, ctypes.c_uint],
     "cuEventCreate": [ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint],
     "cuIpcGetMemHandle": [ctypes.POINTER(_IpcHandle), ctypes.c_uint64],
@@ -173,6 +178,29 @@ class Device:
         """Unmap memory of `open_shared`."""
         self.enter()
         call("cuIpcCloseMemHandle", address)
+
+    def register_host(self, address: int, length_bytes: int) -> None:
+        """Pin a range of this process's memory, so that the device's kernels access it by the same addresses.
+
+        The driver allocates missing pages, so this takes about a second for 4 GiB. It does not hold the GIL.
+
+        Raises:
+            DeviceError: the driver cannot pin it, or the device does not use the host's addresses.
+        """
+        self.enter()
+        call("cuMemHostRegister_v2", address, length_bytes, _HOST_PORTABLE | _HOST_MAPPED)
+        seen = ctypes.c_uint64()
+        call("cuMemHostGetDevicePointer_v2", ctypes.byref(seen), address, 0)
+        if seen.value != address:
+            self.unregister_host(address)
+            raise DeviceError(
+                f"device {self.index} sees host memory at other addresses than the host: its engines cannot write it directly"
+            )
+
+    def unregister_host(self, address: int) -> None:
+        """Undo `register_host` of the range that begins at `address`. No device work may use it."""
+        self.enter()
+        call("cuMemHostUnregister", address)
 
 
 class Event:

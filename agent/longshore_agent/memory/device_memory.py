@@ -1,4 +1,4 @@
-"""Maps engines' GPU regions by handle, and allocates a worker's GPU staging memory.
+"""Maps engines' GPU regions by handle, registers host memory for a GPU, and allocates a worker's GPU staging memory.
 
 Called by `pools` and by the worker; the counterpart of `host_memory`. All calls of the driver go through `cuda`,
 which converts its errors to ours. Staging memory of `cuMemCreate` is mapped by other processes by fabric handles. Our pinned
@@ -14,7 +14,7 @@ from contextlib import ExitStack
 
 from longshore_agent.errors import DeviceError, PoolError, ShapeError
 from longshore_agent.memory import cuda
-from longshore_agent.memory.host_memory import EXTENT_BYTES, StagingRange
+from longshore_agent.memory.host_memory import EXTENT_BYTES, StagingRange, map_shared
 from longshore_wire.engine_messages import DeviceRegion
 from longshore_wire.errors import Reason
 from longshore_wire.names import ENVIRONMENT_PREFIX
@@ -42,6 +42,8 @@ _WAY_OUT = (
 # and the driver maps it only once in a process.
 _mapped: dict[tuple[int, bytes], list[int]] = {}
 _lock = threading.Lock()
+# Piece of host memory that is registered at once. Other threads call the driver between two pieces.
+_REGISTERED_BYTES = 256 << 20
 
 
 class DeviceMapping:
@@ -99,6 +101,45 @@ class DeviceMapping:
                 entry = _mapped[self._key] = [self.device.open_shared(self._key[1]), 0]
             entry[1] += 1
             return entry[0]
+
+
+class RegisteredMapping:
+    """One region of an engine's host memory, mapped into this process and registered for a GPU's kernels.
+
+    Attributes:
+        address: the address of its first byte, for the host and the device.
+        length_bytes: the declared size.
+    """
+
+    def __init__(self, device: cuda.Device, descriptor: int, length_bytes: int) -> None:
+        """Map a memory file, whose descriptor stays the caller's, and register it piece by piece.
+
+        Raises:
+            PoolError: the file is shorter, its owner could truncate it, or the driver cannot register it.
+        """
+        self._device = device
+        self._mapping = map_shared(descriptor, length_bytes)
+        self._registered: list[int] = []
+        self.address, self.length_bytes = self._mapping.address, length_bytes
+        try:
+            if not self._mapping.sealed:
+                raise PoolError("a GPU can only be given memory that nobody can truncate: seal it (F_SEAL_SHRINK)")
+            for start in range(0, length_bytes, _REGISTERED_BYTES):
+                piece = self.address + start
+                device.register_host(piece, min(_REGISTERED_BYTES, length_bytes - start))
+                self._registered.append(piece)
+        except DeviceError as error:
+            self.unmap()
+            raise PoolError(f"the GPU's driver cannot register the memory: {error}") from error
+        except PoolError:
+            self.unmap()
+            raise
+
+    def unmap(self) -> None:
+        """Undo the registration, then the mapping. No device work may use it. Idempotent."""
+        while self._registered:
+            self._device.unregister_host(self._registered.pop())
+        self._mapping.unmap()
 
 
 class DeviceStagingBuffer(StagingRange):

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from longshore_agent.errors import MemoryLostError, PoolError
 from longshore_agent.memory.cuda import Device
-from longshore_agent.memory.device_memory import DeviceMapping
+from longshore_agent.memory.device_memory import DeviceMapping, RegisteredMapping
 from longshore_agent.memory.host_memory import Mapping, map_shared, torn_count
 from longshore_wire.engine_messages import DeviceRegion
 from longshore_wire.errors import LayoutError, LongshoreError, Reason
@@ -54,8 +54,9 @@ class KVPool:
         head_count: local heads.
         row_bytes: bytes of one head of one token (of one page with PageOrder.OPAQUE), without gaps.
         page_tokens: rows of one head in a page.
-        device: the GPU for which the pages are mapped, in its memory or within its reach; None if they are on the CPU.
-        on_device: the pages are in GPU memory, so the host cannot read them.
+        device: the GPU for which the pages are mapped: in its memory, or that of another GPU or the host within its reach;
+            None if they are for the CPU.
+        on_device: they are for a GPU.
         sealed: the engine cannot truncate its memory, so that other engines' workers may map it.
         closed_s: time of `close` by `time.monotonic`; None before it.
         plane_groups: all planes in order, mostly one group. Their addresses are valid only inside `in_use`.
@@ -71,8 +72,8 @@ class KVPool:
         """Check the geometry and map its regions. The caller keeps the descriptors and may close them afterwards.
 
         Args:
-            handles: one for each region: file descriptors, or places on a GPU if `device` is given.
-            device: the GPU for which to map the regions.
+            handles: one for each region: file descriptors of host memory, or places on a GPU if `device` is given.
+            device: the GPU for which to map the regions. It is given host memory only if nobody can truncate that.
         Raises:
             PoolError: the geometry does not fit the layout, or its regions; names the region, or the plane and field.
         """
@@ -272,16 +273,18 @@ def close_handles(handles: Iterable[RegionHandle]) -> None:
 
 def _map_regions(
     geometry: PoolGeometry, handles: Sequence[RegionHandle], device: Device | None
-) -> list[Mapping | DeviceMapping]:
-    mappings: list[Mapping | DeviceMapping] = []
+) -> list[Mapping | DeviceMapping | RegisteredMapping]:
+    mappings: list[Mapping | DeviceMapping | RegisteredMapping] = []
     try:
         for index, (handle, length_bytes) in enumerate(zip(handles, geometry.region_bytes, strict=True)):
             try:
-                if isinstance(handle, int):
-                    mappings.append(map_shared(handle, length_bytes))
-                else:
+                if isinstance(handle, DeviceRegion):
                     assert device is not None, "a region on a GPU needs the device that maps it"
                     mappings.append(DeviceMapping(device, handle, length_bytes))
+                elif device is None:
+                    mappings.append(map_shared(handle, length_bytes))
+                else:
+                    mappings.append(RegisteredMapping(device, handle, length_bytes))
             except PoolError as error:
                 raise PoolError(f"region {index}: {error}") from error
     except PoolError:

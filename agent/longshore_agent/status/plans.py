@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from longshore_agent.settings import Settings
 from longshore_agent.status.snapshot import InstanceStatus
 from longshore_agent.transports.base import Wire
-from longshore_wire.claims import check_place, staged_unless_forbidden
+from longshore_wire.claims import check_place, is_near, staged_unless_forbidden
 from longshore_wire.crossover import WHOLE_PAGES, Choice, Crossover, Open, Why, choose, given_way
 from longshore_wire.errors import LayoutError, LongshoreError, Reason
 from longshore_wire.layout import (
@@ -45,6 +45,7 @@ class PlanQuery(BaseModel):
 
     source: str = Field("", description="A registered prefill instance; requires `target`.")
     target: str = Field("", description="A registered decode instance.")
+    target_memory: Literal["device", "host"] = Field("device", description="The memory of its pages.")
     layers: int = Field(80, ge=1, le=LAYERS_MAX)
     kv_heads: int = Field(8, ge=1, le=HEADS_MAX)
     head_dim: int = Field(128, ge=1, le=HEAD_DIM_MAX)
@@ -122,6 +123,7 @@ class PlanView(msgspec.Struct, frozen=True):
         way: the way of all pairs, or `Mixed`.
         backend, wire: the backend and wire for which the ways were chosen.
         rule: the name of the rule if `why` is `default`.
+        source_page_size, target_page_size: tokens.
     """
 
     way: str
@@ -132,6 +134,8 @@ class PlanView(msgspec.Struct, frozen=True):
     chunk_tokens: int
     writes_per_chunk: int
     slices_per_chunk: int
+    source_page_size: int
+    target_page_size: int
     pairs: tuple[PairView, ...]
     idle_sources: tuple[int, ...]
     idle_targets: tuple[int, ...]
@@ -151,7 +155,10 @@ def answer(
     """
     staging = defaults.staging if query.staging is None else Staging[query.staging.upper()]
     if query.source or query.target:
-        named = _registered("source", query.source, instances), _registered("target", query.target, instances)
+        named = (
+            _registered("source", query.source, instances, "device"),
+            _registered("target", query.target, instances, query.target_memory),
+        )
         source, target = (side.layout.layout() for side in named)
     else:
         named = None
@@ -202,7 +209,7 @@ def _reach(named: tuple[InstanceStatus, InstanceStatus] | None, rank: int, stagi
     source, target = named
     in_place = all(each.device == "cpu" for each in source.ranks)
     place = next((each for each in target.ranks if each.rank == rank), target.ranks[0])
-    near = place.near != "" and place.near == source.agent
+    near = is_near(source.agent, place.near)
     # No transport writes an engine's pages on a GPU in place.
     on_gpu = place.device != "cpu"
     asked = staged_unless_forbidden(staging) if on_gpu and not near else staging
@@ -230,13 +237,14 @@ def _choice(
     return choose(Open(found.in_place, found.runs, can_stage), pair, (0, tokens), defaults.crossover, *over)
 
 
-def _registered(side: str, name: str, instances: tuple[InstanceStatus, ...]) -> InstanceStatus:
+def _registered(side: str, name: str, instances: tuple[InstanceStatus, ...], memory: str) -> InstanceStatus:
     for instance in instances:
-        if instance.instance == name:
+        if (instance.instance, instance.memory) == (name, memory):
             return instance
-    known = ", ".join(sorted({instance.instance for instance in instances})) or "none"
+    known = ", ".join(sorted(f"{instance.instance} ({instance.memory})" for instance in instances)) or "none"
     raise LongshoreError(
-        f"{side}: no instance {name!r} is registered here; registered are: {known}", reason=Reason.UNKNOWN_INSTANCE
+        f"{side}: no instance {name!r} with pages in {memory} memory is registered here; registered are: {known}",
+        reason=Reason.UNKNOWN_INSTANCE,
     )
 
 
@@ -267,6 +275,8 @@ def _view(
         chunk_tokens=chunk_tokens,
         writes_per_chunk=summary.writes_per_chunk,
         slices_per_chunk=summary.slices_per_chunk,
+        source_page_size=found.runs.source_page_size,
+        target_page_size=found.runs.target_page_size,
         pairs=tuple(
             PairView(
                 source_rank=pair.source_rank,

@@ -14,7 +14,7 @@ import msgspec
 
 from longshore_agent.status.metrics import MetricsSnapshot
 from longshore_agent.status.spans import Span
-from longshore_wire.engine_messages import Endpoint, RankAddress
+from longshore_wire.engine_messages import Endpoint, RankAddress, TargetMemory
 from longshore_wire.layout import Attention, KVLayout, ModelShape, PageOrder, Parallel
 
 # Limits of one worker's lists in a snapshot; the counts are exact. The oldest open rooms are the interesting
@@ -118,7 +118,7 @@ class RankStatus(msgspec.Struct, frozen=True):
 
     Attributes:
         device: "cpu", or the UUID of the GPU that holds its pages.
-        near: engines with the same `agent` write its pages by way DIRECT; empty if none does.
+        near: engines with the same `agent`, or with this name and `.gpu`, write its pages by way DIRECT; empty if none does.
     """
 
     rank: int
@@ -134,6 +134,7 @@ class InstanceStatus(msgspec.Struct, frozen=True):
     Attributes:
         complete: every rank of the replica is known, so peers may use it.
         agent: the endpoint's name for the agent's life and kind of devices, which ranks compare with their `near`.
+        memory: of these workers' pages: `device` or `host`.
     """
 
     instance: str
@@ -142,10 +143,15 @@ class InstanceStatus(msgspec.Struct, frozen=True):
     ranks: tuple[RankStatus, ...]
     complete: bool
     agent: str = ""
+    memory: str = "device"
 
     @classmethod
     def of(
-        cls, endpoint: Endpoint, roles: tuple[str, ...] = (), places: Mapping[int, tuple[str, str]] | None = None
+        cls,
+        endpoint: Endpoint,
+        roles: tuple[str, ...] = (),
+        places: Mapping[int, tuple[str, str]] | None = None,
+        memory: TargetMemory = TargetMemory.DEVICE,
     ) -> InstanceStatus:
         """Return the status of `endpoint`.
 
@@ -164,6 +170,7 @@ class InstanceStatus(msgspec.Struct, frozen=True):
             ),
             complete=endpoint.complete,
             agent=endpoint.agent,
+            memory=memory.name.lower(),
         )
 
     def endpoint(self) -> Endpoint:
@@ -181,7 +188,7 @@ class PoolStatus(msgspec.Struct, frozen=True):
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
-    """One engine rank at its worker."""
+    """One engine rank at its worker. `memory` is that of the pages which the worker serves: `device` or `host`."""
 
     instance: str
     rank: int
@@ -189,6 +196,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     layout: LayoutStatus
     pools: tuple[PoolStatus, ...] = ()
     pid: int = 0
+    memory: str = "device"
 
 
 class PeerStatus(msgspec.Struct, frozen=True):
@@ -210,6 +218,7 @@ class PeerStatus(msgspec.Struct, frozen=True):
     epoch: str
     error: str = ""
     ways: tuple[str, ...] = ()
+    memory: str = "device"
 
 
 class RingStatus(msgspec.Struct, frozen=True):
@@ -264,6 +273,7 @@ class PairStatus(msgspec.Struct, frozen=True):
     busy: int = 0
     reason: str = ""
     why: str = ""
+    peer_memory: str = "device"
 
 
 class RoomStatus(msgspec.Struct, frozen=True):

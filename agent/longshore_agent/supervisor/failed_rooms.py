@@ -9,29 +9,28 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from longshore_agent.control.node_link import RoomFailed
+from longshore_wire.effects import Replica
 from longshore_wire.engine_messages import Half
 from longshore_wire.peer_messages import RoomKey
 
 # Rooms kept for one instance, the newest ones: more than an engine has open concurrently.
 FAILED_ROOMS_MAX = 16_384
 
-Family = tuple[str, int]  # instance, DP rank
-
 
 class FailedRooms:
-    """Failed rooms by family. Time is an argument."""
+    """Failed rooms by replica. Time is an argument."""
 
     def __init__(self, kept_s: float) -> None:
         """Keep each failure for `kept_s` seconds."""
         self._kept_s = kept_s
-        self._families: dict[Family, OrderedDict[tuple[Half, RoomKey], tuple[RoomFailed, float]]] = {}
+        self._replicas: dict[Replica, OrderedDict[tuple[Half, RoomKey], tuple[RoomFailed, float]]] = {}
 
-    def add(self, family: Family, message: RoomFailed, now_s: float) -> bool:
-        """Record that a worker of a family has failed a room; return whether its siblings must be notified.
+    def add(self, replica: Replica, message: RoomFailed, now_s: float) -> bool:
+        """Record that a worker of a replica has failed a room; return whether its siblings must be notified.
 
         Siblings that fail the room for this reason also report it; the first message is kept.
         """
-        rooms = self._families.setdefault(family, OrderedDict())
+        rooms = self._replicas.setdefault(replica, OrderedDict())
         if (message.half, message.key) in rooms:
             return False
         rooms[message.half, message.key] = (message, now_s + self._kept_s)
@@ -39,13 +38,13 @@ class FailedRooms:
             rooms.popitem(last=False)
         return True
 
-    def of(self, family: Family, now_s: float) -> list[RoomFailed]:
-        """Return the failures to send to a new worker of a family."""
-        rooms = self._families.get(family, OrderedDict())
+    def of(self, replica: Replica, now_s: float) -> list[RoomFailed]:
+        """Return the failures to send to a new worker of a replica."""
+        rooms = self._replicas.get(replica, OrderedDict())
         while rooms and next(iter(rooms.values()))[1] <= now_s:
             rooms.popitem(last=False)
         return [message for message, _ in rooms.values()]
 
-    def forget(self, family: Family) -> None:
-        """Drop a family without workers, since its next engine may use the same room ids."""
-        self._families.pop(family, None)
+    def forget(self, replica: Replica) -> None:
+        """Drop a replica without workers, since its next engine may use the same room ids."""
+        self._replicas.pop(replica, None)

@@ -18,6 +18,7 @@ import msgspec
 
 from longshore_agent.files import write_whole
 from longshore_wire.effects import PeerId
+from longshore_wire.engine_messages import TargetMemory
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class _Port(msgspec.Struct, frozen=True, array_like=True):
     instance: str
     dp_rank: int
     rank: int
+    memory: TargetMemory
     port: int
 
 
@@ -48,7 +50,7 @@ class Lives:
         kept = self._read()
         self._epoch = kept.epoch
         ports = [each for each in kept.ports if 0 < each.port <= PORT_MAX][-PORTS_MAX:]
-        self._ports = {PeerId(each.instance, each.dp_rank, each.rank): each.port for each in ports}
+        self._ports = {PeerId(each.instance, each.dp_rank, each.rank, each.memory): each.port for each in ports}
         self._is_kept = True
 
     def next_epoch(self) -> int:

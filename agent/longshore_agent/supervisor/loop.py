@@ -53,10 +53,10 @@ from longshore_agent.supervisor.slots import Slot
 from longshore_agent.supervisor.snapshots import Call, Snapshots
 from longshore_wire.addresses import main_address
 from longshore_wire.agent_config import AgentConfig, digests
-from longshore_wire.effects import PeerId
+from longshore_wire.effects import PeerId, Replica
 from longshore_wire.engine_messages import Endpoint, Hello
 from longshore_wire.errors import LongshoreError, Reason
-from longshore_wire.names import SOCKET_FILE, UNKNOWN_WIRE
+from longshore_wire.names import ON_GPU, SOCKET_FILE, UNKNOWN_WIRE
 
 _log = logging.getLogger(__name__)
 
@@ -127,13 +127,8 @@ class Supervisor:
         """Accept an engine. Raises LongshoreError, which refuses it."""
         if self._stopping_s is not None:
             raise LongshoreError("the agent stops and takes no engine now: try again", reason=Reason.SHUTTING_DOWN)
-        family = (hello.instance, hello.layout.parallel.dp_rank)
-        alive = [
-            slot
-            for key, slot in self._slots.items()
-            if key[:2] == family and key.rank != hello.layout.rank and slot.lives
-        ]
-        key = self._reception.admit(hello, [slot.hello.layout for slot in alive])
+        key = self._reception.admit(hello)
+        self._reception.check_siblings(hello, [slot.hello.layout for slot in self._siblings(key) if slot.lives])
         if self.settings.direct:
             self._reception.check_pid(hello, [(slot.config.name, slot.process.pid) for slot in self._gpu_slots()])
         process = process_of(connection)
@@ -143,14 +138,12 @@ class Supervisor:
 
     def _start_worker(self, key: PeerId, hello: Hello, connection: socket.socket, engine: PeerProcess) -> None:
         if key in self._slots:
-            text = (
-                f"{key.instance} rank {key.rank} is registered: wait until its worker has ended, or use a new instance"
-            )
+            text = f"{key.path} is registered: wait until its worker has ended, or use a new instance"
             self._callers.turn_away(connection, Reason.BUSY, text)
             return
         if writers := self._pools.writers(key):
             # An engine takes its new worker as proof that no worker writes the pages of the last one.
-            text = f"{', '.join(map(slots.worker_name, writers))} may still write the pages of {key.instance} rank {key.rank}: its last worker has just ended"
+            text = f"{', '.join(writer.path for writer in writers)} may still write the pages of {key.instance} rank {key.rank}: its last worker has just ended"
             self._callers.turn_away(connection, Reason.BUSY, text)
             return
         now_s = time.monotonic()
@@ -158,8 +151,8 @@ class Supervisor:
             self._callers.turn_away(connection, Reason.BUSY, self._restarts.told(key, now_s), wait_s)
             return
         self._restarts.starting(key, now_s)
-        # Pages on a CPU and those on a GPU are not within reach of each other.
-        life = self._life if hello.device == "cpu" else f"{self._life}.gpu"
+        # See `claims.is_near`.
+        life = self._life if hello.device == "cpu" else f"{self._life}{ON_GPU}"
         agent = life if self.settings.direct else ""
         port = self._lives.choose_port(key, self._slots)
         # CUDA cannot open memory of a process with the opener's PID, also if they are in two PID namespaces.
@@ -209,7 +202,7 @@ class Supervisor:
             slot.address, slot.near = message.address, message.near
             self._lives.note_port(slot.key, int(main_address(message.address).rpartition(":")[2]))
             if slot.connection is not None:
-                for failed in self._failed_rooms.of(slot.key[:2], time.monotonic()):
+                for failed in self._failed_rooms.of(slot.key.replica, time.monotonic()):
                     slot.link.send(failed)
                 slot.link.send(AdoptEngine(slot.hello), slot.connection.fileno())
                 # The worker has a copy. While ours is open, the engine would not see the worker's death.
@@ -243,7 +236,7 @@ class Supervisor:
             if not (slot.error and message.reason is Reason.WORKER_LOST):
                 self._tell_siblings(slot.key, SiblingLost(message.reason, message.text))
         elif isinstance(message, RoomFailed):
-            if self._failed_rooms.add(slot.key[:2], message, time.monotonic()):
+            if self._failed_rooms.add(slot.key.replica, message, time.monotonic()):
                 self._tell_siblings(slot.key, message)
         elif isinstance(message, SnapshotPart) and slot.take_part(message):
             self.snapshots.answered(message.number, slot.key)
@@ -267,7 +260,7 @@ class Supervisor:
         if self._slots.get(slot.key) is slot:
             del self._slots[slot.key]
             if not self._siblings(slot.key):
-                self._failed_rooms.forget(slot.key[:2])
+                self._failed_rooms.forget(slot.key.replica)
         if slot.error and slot.state is WorkerState.DRAINING:
             self._restarts.replaced(slot.key)
         elif slot.state is not WorkerState.DRAINING and self._stopping_s is None:
@@ -284,7 +277,7 @@ class Supervisor:
         return [slot for slot in self._slots.values() if slot.lives and slot.hello.device != "cpu"]
 
     def _siblings(self, key: PeerId) -> list[Slot]:
-        return [slot for other, slot in self._slots.items() if other[:2] == key[:2] and other != key]
+        return [slot for other, slot in self._slots.items() if other.replica == key.replica and other != key]
 
     def _tell_siblings(self, key: PeerId, message: RoomFailed | SiblingLost) -> None:
         for slot in self._siblings(key):
@@ -320,10 +313,10 @@ class Supervisor:
             self._describe(call)
 
     def _describe(self, call: Call) -> None:
-        families: dict[tuple[str, int], list[Slot]] = {}
+        families: dict[Replica, list[Slot]] = {}
         for slot in self._slots.values():
             if slot.state is WorkerState.READY:
-                families.setdefault((slot.key.instance, slot.key.dp_rank), []).append(slot)
+                families.setdefault(slot.key.replica, []).append(slot)
         now_s = time.monotonic()
         call.answer(
             AgentSnapshot(
@@ -344,8 +337,9 @@ class Supervisor:
                         self._endpoint(family),
                         tuple(half.name.lower() for half in family[0].hello.roles),
                         {slot.key.rank: (slot.hello.device, slot.near) for slot in family},
+                        replica.memory,
                     )
-                    for family in families.values()
+                    for replica, family in families.items()
                 ),
                 workers=tuple(slot.described(self._restarts.count(key)) for key, slot in self._slots.items()),
                 metrics=self.metrics.snapshot(),

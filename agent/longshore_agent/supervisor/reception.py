@@ -15,7 +15,7 @@ from longshore_agent.control.engine_link import PeerProcess
 from longshore_agent.settings import Settings, variable
 from longshore_wire.agent_config import AgentConfig
 from longshore_wire.effects import PeerId
-from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Half, Hello
+from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Half, Hello, TargetMemory
 from longshore_wire.errors import CodecError, LayoutError, LongshoreError, Reason
 from longshore_wire.layout import KVLayout, ModelShape
 
@@ -38,14 +38,12 @@ class Reception:
         except PackageNotFoundError:
             self.version = "unknown"
 
-    def admit(self, hello: Hello, siblings: Sequence[KVLayout] = ()) -> PeerId:
+    def admit(self, hello: Hello) -> PeerId:
         """Return whose slot an engine takes.
 
-        Args:
-            siblings: layouts of ranks that are registered as the same replica of the same instance.
         Raises:
             CodecError: another protocol version.
-            LayoutError: the layout cannot be, is not the declared one, or contradicts a sibling's; names the field.
+            LayoutError: the layout cannot be, or is not the declared one; names the field.
             LongshoreError: a name or a device that this agent cannot serve.
         """
         if hello.version != ENGINE_PROTOCOL_VERSION:
@@ -71,14 +69,27 @@ class Reception:
                 f"device is {hello.device!r}: this agent sees no NVIDIA driver; give its pod the GPUs of its engines",
                 reason=Reason.UNSUPPORTED,
             )
+        if hello.memory is TargetMemory.HOST and (hello.device != "cpu" or hello.roles != (Half.TARGET,)):
+            raise LongshoreError(
+                f"device is {hello.device!r} and roles are {', '.join(half.name for half in hello.roles)} for pages in host memory: "
+                "give 'cpu' and TARGET alone",
+                reason=Reason.UNSUPPORTED,
+            )
         hello.layout.check()
         if self._config is not None:
             for half in hello.roles:
-                self._compare(half, hello.layout, self._config)
+                self._compare(half, hello, self._config)
+        return PeerId(hello.instance, hello.layout.parallel.dp_rank, hello.layout.rank, hello.memory)
+
+    @staticmethod
+    def check_siblings(hello: Hello, siblings: Sequence[KVLayout]) -> None:
+        """Raise LayoutError if an engine's layout contradicts that of another rank of its replica; names the field.
+
+        Args:
+            siblings: layouts of those that are registered.
+        """
         for sibling in siblings:
             _check_siblings(hello.instance, hello.layout, sibling)
-        parallel = hello.layout.parallel
-        return PeerId(hello.instance, parallel.dp_rank, hello.layout.rank)
 
     @staticmethod
     def check_pid(hello: Hello, workers: Sequence[tuple[str, int]]) -> None:
@@ -123,18 +134,23 @@ class Reception:
                 )
 
     @staticmethod
-    def _compare(half: Half, layout: KVLayout, config: AgentConfig) -> None:
+    def _compare(half: Half, hello: Hello, config: AgentConfig) -> None:
+        layout = hello.layout
         role = config.prefill if half is Half.SOURCE else config.decode
         name = "prefill" if half is Half.SOURCE else "decode"
         declared = role.layout(config.model)
-        checks = (
+        checks = [
             *((f"model.{each}", getattr(layout.model, each), getattr(declared.model, each)) for each in _MODEL),
             (f"{name}.tensorParallel", layout.parallel.tp, declared.parallel.tp),
             (f"{name}.pipelineParallel", layout.parallel.pp, declared.parallel.pp),
             (f"{name}.dataParallel", layout.parallel.dp, declared.parallel.dp),
-            (f"{name}.pageSize", layout.page_size, declared.page_size),
-            (f"{name}.pageOrder", layout.order, declared.order),
-        )
+        ]
+        # Pages in decode's other memory may have another size and order.
+        if half is Half.SOURCE or hello.memory.name == config.decode.target.name:
+            checks += [
+                (f"{name}.pageSize", layout.page_size, declared.page_size),
+                (f"{name}.pageOrder", layout.order, declared.order),
+            ]
         faults = [
             f"{field} is {_shown(found)} at the engine and {_shown(wanted)} in the deployment"
             for field, found, wanted in checks

@@ -107,11 +107,6 @@ class Slot:
         os.close(self.pidfd)
 
 
-def worker_name(peer: PeerId) -> str:
-    """Return what logs and metrics call a worker."""
-    return f"{peer.instance}/{peer.dp_rank}/{peer.rank}"
-
-
 def process_environment() -> dict[str, str]:
     """Return the variables of a process that the supervisor starts. Settings are passed separately."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
@@ -137,7 +132,7 @@ def start(
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     config = WorkerConfig(
-        name=worker_name(key),
+        name=key.path,
         instance=key.instance,
         epoch=epoch,
         layout=hello.layout,
@@ -147,6 +142,7 @@ def start(
         agent=agent,
         device=hello.device,
         engine=hello.engine,
+        memory=hello.memory,
     )
     command = [sys.executable, "-m", "longshore_agent.worker.main", config.name, str(theirs.fileno())]
     try:

@@ -12,7 +12,7 @@ from longshore_agent.memory.cuda import reached_by_all
 from longshore_agent.settings import Settings
 from longshore_wire.claims import staged_unless_forbidden
 from longshore_wire.effects import PeerId, SessionConfig
-from longshore_wire.engine_messages import Half
+from longshore_wire.engine_messages import Half, TargetMemory
 from longshore_wire.layout import KVLayout
 from longshore_wire.peer_messages import DIGEST_KEY_BYTES
 from longshore_wire.plan import Staging, Way
@@ -32,6 +32,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
         port: for peers to dial; 0: a free one.
         device: "cpu", or the UUID of the GPU that holds the engine's pages.
         engine: the engine's life, from its Hello.
+        memory: of the engine's pages that this worker serves.
     """
 
     name: str
@@ -44,11 +45,12 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     agent: str = ""
     device: str = "cpu"
     engine: int = 0
+    memory: TargetMemory = TargetMemory.DEVICE
 
     @property
     def peer(self) -> PeerId:
         """The name of this worker for peers."""
-        return PeerId(self.instance, self.layout.parallel.dp_rank, self.layout.rank)
+        return PeerId(self.instance, self.layout.parallel.dp_rank, self.layout.rank, self.memory)
 
     def session_config(self) -> SessionConfig:
         """Return the configuration of the protocol cores. Raises ConfigError if the crossover table is unreadable."""
@@ -58,6 +60,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
             instance=self.instance,
             epoch=self.epoch,
             layout=self.layout,
+            memory=self.memory,
             backend=settings.backend.value,
             slab_bytes_max=settings.lane_bytes,
             neighbour_staging=settings.staging,

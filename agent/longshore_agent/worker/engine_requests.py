@@ -35,7 +35,6 @@ from longshore_wire.engine_messages import (
     Renew,
     RoomEvent,
     RoomEventKind,
-    TargetMemory,
     ToAgent,
     ToEngine,
     UnregisterPool,
@@ -145,7 +144,6 @@ class EngineRequests:
                 "one pool, or unregister one",
                 reason=Reason.UNSUPPORTED,
             )
-        _check_memory(message.memory)
         kv_pool = self._map(message, descriptors)
         tokens: list[int] = []
         try:
@@ -305,7 +303,6 @@ class EngineRequests:
     def _receive(self, message: Receive, now_ns: int) -> ToEngine | None:
         if self.target is None:
             raise RoomError("this engine did not register as a target", reason=Reason.UNSUPPORTED)
-        _check_memory(message.memory)
         pool = self._whole_pool(message.pool)
         data = self._joined(message)
         if data is None:
@@ -329,6 +326,7 @@ class EngineRequests:
             len(pages),
             data,
             mappable=pool.kv_pool.sealed,
+            adjacent=not any(plane.element_stride for plane in pool.kv_pool.geometry.planes),
             digest=message.digest,
         )
         try:
@@ -415,14 +413,6 @@ class EngineRequests:
                 f"tokens [{first_token}, {end_token}) lie in {needed} pages of {size} tokens, and {count} were given",
                 reason=Reason.PAGE_OUT_OF_RANGE,
             )
-
-
-def _check_memory(memory: TargetMemory) -> None:
-    if memory is not TargetMemory.DEVICE:
-        raise RoomError(
-            f"memory is {memory.name}: host memory is not built yet; leave it DEVICE",
-            reason=Reason.UNSUPPORTED,
-        )
 
 
 def _page_ids(data: bytes) -> npt.NDArray[np.int32]:

@@ -56,7 +56,15 @@ from longshore_wire.effects import (
     StartScatter,
     StartWrite,
 )
-from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, EndpointUpdate, Half, Refused, ToEngine, Welcome
+from longshore_wire.engine_messages import (
+    ENGINE_PROTOCOL_VERSION,
+    EndpointUpdate,
+    Half,
+    Refused,
+    TargetMemory,
+    ToEngine,
+    Welcome,
+)
 from longshore_wire.errors import CodecError, Reason
 from longshore_wire.peer_messages import Claim
 from longshore_wire.session import Session
@@ -105,7 +113,7 @@ class Worker:
             prepare_pages=self.mover.prepare_pages,
         )
         keys = read_ring(Path(settings.keys_directory)) if settings.keys_directory else None
-        route = f"{config.instance}/{config.layout.parallel.dp_rank}/{config.layout.rank}/{config.epoch}"
+        route = f"{config.peer.path}/{config.epoch}"
         self.net = PeerNet(settings.bind_host, config.port, route, keys, self.mover.resources.ports.admit)
         self._describe()
         for descriptor in (link.fileno(), self.mover.ends.wake):
@@ -414,7 +422,13 @@ class Worker:
         for session in self.sessions.values():
             session.renew(now_ns)
         self._tell(
-            Welcome(ENGINE_PROTOCOL_VERSION, self.config.epoch, self.settings.deployment, self.settings.lease_ns)
+            Welcome(
+                ENGINE_PROTOCOL_VERSION,
+                self.config.epoch,
+                self.settings.deployment,
+                self.settings.lease_ns,
+                TargetMemory[self.settings.decode_target.name],
+            )
         )
         self._link.send(EngineAdopted())
 

@@ -239,8 +239,9 @@ class Mover:
         self._slabs.pop((half, key), None)
 
     def collect(self) -> None:
-        """Take the ends that threads have put into `ends`. Called when `ends.wake` is readable."""
+        """Take what threads have done: ends, and pools that were registered for a GPU. Called when `ends.wake` is readable."""
         self._taken += self.ends.take()
+        self.neighbours.take_registered()
 
     def take_results(self, sessions: Mapping[Half, Session], now_ns: int) -> None:
         """Report the collected ends to the cores."""

@@ -1,14 +1,17 @@
 """Maps pools of neighbours, the other ranks of this node, so that slabs are copied into their pages by way DIRECT.
 
-Called by `moving` and by `loop`, in the control thread. Copies nothing itself. Holds the slabs that wait for a pool, and
-sets each slab's `neighbour`. Owners send file descriptors, or handles of GPU memory, through the supervisor, and
+Called by `moving` and by `loop`, in the control thread. Host memory is mapped for a GPU in a thread of its own, since the
+driver takes seconds to register many GiB. Copies nothing itself. Holds the slabs that wait for a pool, and sets each slab's
+`neighbour`. Owners send file descriptors, or handles of GPU memory, through the supervisor, and
 announce when a pool is unregistered. The worker confirms when it is unmapped here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from longshore_agent.control.node_link import (
@@ -88,6 +91,10 @@ class NeighbourPools:
         # All slabs of a claim carry its page ids as the same object.
         self._tables: IdentityCache[PageTable] = IdentityCache(_TABLES_MAX)
         self._wanted: dict[_Key, _Wanted] = {}
+        # Pools that the thread maps or has mapped, until `take_registered`, and those of them that are gone since.
+        self._registering: dict[_Key, Future[KVPool]] = {}
+        self._abandoned: dict[_Key, list[Future[KVPool]]] = {}
+        self._registrar = ThreadPoolExecutor(1, "register")
         self._mapped: dict[_Key, KVPool] = {}
         # Pools that are gone, until their last copy ends, and those of them whose owners wait for that.
         self._leaving: dict[_Key, list[KVPool]] = {}
@@ -152,7 +159,7 @@ class NeighbourPools:
             self._refuse(owner, number, f"no worker of this node has pool {number} of {owner.instance} now")
             return
         wanted = self._wanted.get((owner, number))
-        if wanted is None:
+        if wanted is None or (owner, number) in self._registering:
             # The owner was lost after the request. Its late region must not be taken for one of the next answer.
             close_handles([handle])
             return
@@ -167,13 +174,40 @@ class NeighbourPools:
             self._refuse(owner, number, f"rank {owner.rank} of {owner.instance} has left")
             return
         handles = [wanted.regions[each] for each in range(count)]
+        wanted.regions.clear()
+        if self._device is None or all(isinstance(handle, DeviceRegion) for handle in handles):
+            found: Future[KVPool] = Future()
+            try:
+                found.set_result(self._map(attach.layout, info.geometry, handles))
+            except PoolError as error:
+                found.set_exception(error)
+            self._take(owner, number, found)
+            return
+        started = self._registrar.submit(self._map, attach.layout, info.geometry, handles)
+        self._registering[owner, number] = started
+        started.add_done_callback(lambda _: os.eventfd_write(self._ends.wake, 1))
+
+    def take_registered(self) -> None:
+        """Take the pools that the thread has mapped since the last call, and begin the slabs that wait for them."""
+        for key, found in [(key, found) for key, found in self._registering.items() if found.done()]:
+            del self._registering[key]
+            self._take(*key, found)
+        for key, abandoned in list(self._abandoned.items()):
+            for found in [found for found in abandoned if found.done()]:
+                abandoned.remove(found)
+                if found.exception() is None:
+                    found.result().close()
+            if not abandoned:
+                del self._abandoned[key]
+
+    def _take(self, owner: PeerId, number: int, found: Future[KVPool]) -> None:
+        """Take a pool that was mapped, or could not be."""
         try:
-            mapped = self._map(attach.layout, info.geometry, handles)
+            mapped = found.result()
         except PoolError as error:
             self._refuse(owner, number, f"pool {number} of {owner.instance} cannot be mapped: {error}")
             return
-        close_handles(handles)
-        del self._wanted[owner, number]
+        wanted = self._wanted.pop((owner, number))
         self._mapped[owner, number] = mapped
         for pages, first_token in wanted.expected:
             self._prepare_pages(mapped, pages, first_token)
@@ -188,6 +222,8 @@ class NeighbourPools:
                 self._leaving.setdefault(key, []).append(pool)
         if number != ALL_POOLS:
             self._owed.append((owner, number))
+        for key in [key for key in self._registering if _matches(key, owner, number)]:
+            self._abandoned.setdefault(key, []).append(self._registering.pop(key))
         for _, pool_number in [key for key in self._wanted if _matches(key, owner, number)]:
             why = "was unregistered" if number == pool_number else f"is gone: rank {owner.rank} has left"
             self._refuse(owner, pool_number, f"pool {pool_number} of {owner.instance} {why}")
@@ -197,8 +233,9 @@ class NeighbourPools:
         for key, pools in list(self._leaving.items()):
             if all(pool.wait_closed(0) for pool in pools):
                 del self._leaving[key]
-        done = [key for key in self._owed if key not in self._leaving]
-        self._owed = [key for key in self._owed if key in self._leaving]
+        used = self._leaving.keys() | self._abandoned.keys()
+        done = [key for key in self._owed if key not in used]
+        self._owed = [key for key in self._owed if key in used]
         return done
 
     # -- one pool --------------------------------------------------------------------------------------------------
@@ -212,11 +249,20 @@ class NeighbourPools:
         return found
 
     def _map(self, layout: KVLayout, geometry: PoolGeometry, handles: list[RegionHandle]) -> KVPool:
-        """Map a pool. Raises PoolError: it does not match its owner's declaration, or is out of reach."""
-        regions = [handle for handle in handles if isinstance(handle, DeviceRegion)]
-        if len(regions) != (0 if self._device is None else len(geometry.region_bytes)):
-            raise PoolError("one engine's pages are on a GPU and the other's are not: their ranks cannot be neighbours")
-        return KVPool(layout, geometry, regions or handles, self._device)
+        """Map a pool, and close its handles. Raises PoolError: it does not match its owner's declaration, or is out of reach."""
+        try:
+            on_gpu = {isinstance(handle, DeviceRegion) for handle in handles}
+            if (
+                len(handles) != len(geometry.region_bytes)
+                or len(on_gpu) != 1
+                or (self._device is None and True in on_gpu)
+            ):
+                raise PoolError(
+                    "its pages are on a GPU, and a worker on a CPU cannot write them: they cannot be neighbours"
+                )
+            return KVPool(layout, geometry, handles, self._device)
+        finally:
+            close_handles(handles)
 
     def _refuse(self, owner: PeerId, number: int, text: str) -> None:
         """End the slabs that wait for a pool, and close its regions: they are no regions of the next answer."""

@@ -65,8 +65,7 @@ class Resources:
         if self.device is not None:
             # The transport's library uses the device that is current in the calling thread.
             self.device.enter()
-        layout = config.layout
-        name = f"{config.instance}.{layout.parallel.dp_rank}.{layout.rank}"
+        name = config.peer.path.replace("/", ".")
         self.ports = make_ports(settings)
         self.transport = make_transport(settings, name, self.ports, self.device)
         probe = self._registered(2 * PROBE_BYTES)

@@ -195,7 +195,8 @@ def _engines(worker: DescribedWorker) -> tuple[EngineStatus, ...]:
     config = worker.config
     roles = tuple(half.name.lower() for half in config.roles)
     layout = LayoutStatus.of(config.layout)
-    return (EngineStatus(config.instance, config.layout.rank, roles, layout, pools, worker.engine.peer.pid),)
+    memory = config.memory.name.lower()
+    return (EngineStatus(config.instance, config.layout.rank, roles, layout, pools, worker.engine.peer.pid, memory),)
 
 
 def _peers(worker: DescribedWorker) -> Iterable[PeerStatus]:
@@ -210,6 +211,7 @@ def _peers(worker: DescribedWorker) -> Iterable[PeerStatus]:
                 str(peer.epoch),
                 error=_trouble(session, peer),
                 ways=_ways(peer),
+                memory=peer.peer.memory.name.lower(),
             )
 
 
@@ -348,4 +350,5 @@ def _pair(pair: SourcePair | TargetPair, state: str, done_count: int, open_count
         len(pair.states),
         open_count,
         why=pair.why.name.lower() if moves else "",
+        peer_memory=pair.peer.memory.name.lower(),
     )

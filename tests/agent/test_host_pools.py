@@ -1,0 +1,324 @@
+"""Tests real agents and an engine whose ranks have pages in host memory beside those of their device.
+
+Here the device is the CPU, too, so each memory's pages are seen whole. The workers of the two memories share the engine's
+name, its rooms' numbers and its pools' numbers. `tests/gpu/test_host_memory_on_gpu.py` has prefill on a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from agent_fleet import World
+from agent_world import (
+    EVENT_LIMIT_S,
+    MODEL,
+    START_LIMIT_S,
+    Agent,
+    Engine,
+    holders_of,
+    memory_name,
+    room_ids,
+    wait_for,
+    wait_for_none,
+)
+from engine_pages import EnginePages, content
+
+from longshore_client import (
+    Client,
+    Half,
+    HelloRefused,
+    KVLayout,
+    ModelShape,
+    Parallel,
+    Reason,
+    RoomError,
+    RoomEventKind,
+    TargetMemory,
+    connect,
+)
+from longshore_wire.layout import Attention
+
+LATENT = ModelShape(3, 1, 72, 2, Attention.LATENT)
+DEVICE_PAGE_SIZE, TOKENS_MAX = 16, 1024
+# (total, prefix): lengths and prefixes around the edges of prefill's pages of 16 tokens, and one token.
+REQUESTS = ((1, 0), (15, 0), (16, 0), (17, 16), (33, 15), (64, 64), (211, 37), (397, 128))
+
+
+class HostRank:
+    """A decode rank with a pool 0 in each memory, of which that in host memory has pages of one token."""
+
+    def __init__(self, agent: Agent, instance: str, model: ModelShape, place: Parallel) -> None:
+        self.instance = instance
+        sizes = {TargetMemory.DEVICE: DEVICE_PAGE_SIZE, TargetMemory.HOST: 1}
+        layouts = {memory: KVLayout(model, place, size) for memory, size in sizes.items()}
+        self.pools = {
+            memory: EnginePages(layout, TOKENS_MAX // layout.page_size, memory_name(f"{instance}-{memory.name}"))
+            for memory, layout in layouts.items()
+        }
+        self.client: Client = connect(
+            agent.socket,
+            instance=instance,
+            layout=layouts[TargetMemory.DEVICE],
+            host_layout=layouts[TargetMemory.HOST],
+            roles=(Half.TARGET,),
+            timeout_s=START_LIMIT_S,
+        )
+        for memory, pool in self.pools.items():
+            self.client.register_pool(0, pool.geometry, [pool.descriptor], memory=memory)
+
+    def claim(self, source: Engine, room: int, memory: TargetMemory | None, data: Any, total: int, prefix: int) -> None:
+        """Claim a room into the last pages of a pool, in descending order, and expect its bytes."""
+        pool = self.pools[TargetMemory.DEVICE if memory is None else memory]
+        size, count = pool.layout.page_size, pool.geometry.page_count
+        pages = [count - 1 - page for page in range(-(-total // size) - prefix // size)] if total > prefix else []
+        self.client.receive(room, source.endpoint(), pages, prefix, total, memory=memory)
+        if pages:
+            pool.put(pool.expected, pages, data, prefix, total)
+
+    def intact(self) -> bool:
+        return all(pool.intact() for pool in self.pools.values())
+
+    def close(self) -> None:
+        self.client.close()
+        for pool in self.pools.values():
+            pool.close()
+
+
+@dataclass
+class Place:
+    """A prefill instance, and a decode instance with both memories, at one agent each."""
+
+    prefill: Agent
+    decode: Agent
+    source: Engine
+    ranks: list[HostRank]
+
+    def offer(self, total: int) -> tuple[int, Any]:
+        """Offer a new room; return its number and content."""
+        room = next(room_ids)
+        pages = self.source.take_pages(0, total)
+        data = content(room, total, self.source.ranks[0].layout)
+        for rank in self.source.ranks:
+            rank.put(rank.planes, pages, data, 0, total)
+            rank.client.send(room, pages, 0, total, last=True)
+        self.source.free += pages
+        return room, data
+
+    def ends(self, room: int, kind: RoomEventKind = RoomEventKind.DONE) -> None:
+        for half, ranks in ((Half.SOURCE, self.source.ranks), (Half.TARGET, self.ranks)):
+            for rank in ranks:
+                end = rank.client.wait(room, half, timeout_s=EVENT_LIMIT_S)
+                assert end.kind is kind, end
+                rank.client.wait(room, half, None, [RoomEventKind.RELEASED], EVENT_LIMIT_S)
+
+    def moves(self, memory: TargetMemory | None, total: int, prefix: int = 0) -> None:
+        room, data = self.offer(total)
+        for rank in self.ranks:
+            rank.claim(self.source, room, memory, data, total, prefix)
+        self.ends(room)
+
+    def leftovers(self) -> list[str]:
+        return self.prefill.leftovers() + self.decode.leftovers()
+
+
+Make = Callable[..., Place]
+
+
+@pytest.fixture
+def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Make]:
+    """Yield a function that starts a place, of a backend, a model, TP sizes and settings."""
+    worlds: list[World] = []
+
+    def build(
+        backend: str,
+        model: ModelShape = MODEL,
+        tp: tuple[int, int] = (1, 1),
+        *,
+        together: bool = False,
+        **settings: str,
+    ) -> Place:
+        worlds.append(World(tmp_path_factory.mktemp("host"), LONGSHORE_BACKEND=backend, **settings))
+        world = worlds[-1]
+        prefill = world.agent("prefill")
+        decode = prefill if together else world.agent("decode")
+        source = world.engine(prefill, "source", tp[0], model=model, page_size=64, roles=[Half.SOURCE])
+        assert decode.http
+        places = [Parallel(tp[1], rank) for rank in range(tp[1])]
+        ranks = [world._keep(HostRank(decode, "target", model, place)) for place in places]  # type: ignore[type-var]
+        return Place(prefill, decode, source.result(), ranks)
+
+    yield build
+    for world in worlds:
+        world.close()
+
+
+@pytest.mark.parametrize(
+    ("backend", "model", "tp"),
+    [
+        ("NIXL", MODEL, (2, 1)),
+        ("NIXL", MODEL, (1, 2)),
+        ("NIXL", LATENT, (2, 1)),
+        ("Mooncake", MODEL, (2, 1)),
+        ("Loopback", LATENT, (1, 1)),
+    ],
+)
+def test_rooms_into_both_memories_at_once_arrive_to_the_token_and_nothing_else_is_written(
+    make: Make, backend: str, model: ModelShape, tp: tuple[int, int]
+) -> None:
+    place = make(backend, model, tp)
+    for total, prefix in REQUESTS:
+        rooms = [(memory, *place.offer(total)) for memory in TargetMemory]
+        for memory, room, data in rooms:
+            for rank in place.ranks:
+                rank.claim(place.source, room, memory, data, total, prefix)
+        for _, room, _ in rooms:
+            place.ends(room)
+        assert all(rank.intact() for rank in place.ranks), (total, prefix)
+    wait_for_none(place.leftovers, 10)
+
+
+def test_a_room_of_two_pools_goes_into_both_memories_and_each_pool_ends_for_itself(make: Make) -> None:
+    place = make("NIXL")
+    (rank,), (source,) = place.ranks, place.source.ranks
+    state = EnginePages(source.layout, 4, memory_name("source-state"))
+    source.client.register_pool(1, state.geometry, [state.descriptor])
+    beside = EnginePages(rank.pools[TargetMemory.DEVICE].layout, 16, memory_name("target-state"))
+    rank.client.register_pool(1, beside.geometry, [beside.descriptor], memory=TargetMemory.DEVICE)
+    room, data = place.offer(150)
+    other = content(room + 1, 150, source.layout)
+    state.put(state.planes, [3, 0, 2], other, 0, 150)
+    source.client.send(room, [3, 0, 2], 0, 150, last=True, pool=1)
+    rank.claim(place.source, room, TargetMemory.HOST, data, 150, 0)
+    pages = list(range(15, 5, -1))
+    rank.client.receive(room, place.source.endpoint(), pages, 0, 150, pool=1, memory=TargetMemory.DEVICE)
+    beside.put(beside.expected, pages, other, 0, 150)
+    for pool in (0, 1):
+        assert rank.client.wait(room, Half.TARGET, pool=pool, timeout_s=EVENT_LIMIT_S).kind is RoomEventKind.DONE
+    assert rank.intact()
+    assert beside.intact()
+    for pool in (0, 1):
+        rank.client.wait(room, Half.TARGET, None, [RoomEventKind.RELEASED], EVENT_LIMIT_S, pool=pool)
+    state.close()
+    beside.close()
+
+
+@pytest.mark.parametrize("lost", TargetMemory)
+def test_a_lost_worker_of_one_memory_is_replaced_and_the_other_memory_goes_on(make: Make, lost: TargetMemory) -> None:
+    place = make("NIXL", LONGSHORE_HEARTBEAT_S="0.2", LONGSHORE_PEER_TIMEOUT_S="3")
+    (rank,) = place.ranks
+    room, total = next(room_ids), 200
+    data = content(room, total, place.source.ranks[0].layout)
+    rank.claim(place.source, room, lost, data, total, 0)
+    suffix = "/host" if lost is TargetMemory.HOST else ""
+
+    def found() -> dict[str, Any]:
+        return {worker["worker"]: worker for worker in place.decode.status()["workers"] if worker["state"] == "ready"}
+
+    before = found()
+    assert set(before) == {"target/0/0", "target/0/0/host"}
+    os.kill(before[f"target/0/0{suffix}"]["pid"], signal.SIGKILL)
+    other = TargetMemory(1 - lost)
+    place.moves(other, 130)
+    after = wait_for(lambda: (now := found()) if len(now := found()) == 2 and rank.client.connected else None)
+    changed = {name for name in after if after[name]["epoch"] != before[name]["epoch"]}
+    assert changed == {f"target/0/0{suffix}"}
+    source = place.source.ranks[0]
+    pages = place.source.take_pages(0, total)
+    source.put(source.planes, pages, data, 0, total)
+    source.client.send(room, pages, 0, total, last=True)
+    place.ends(room)
+    assert rank.intact()
+    wait_for_none(place.leftovers, 10)
+
+
+def test_the_status_and_the_plan_name_each_memory(make: Make) -> None:
+    place = make("Loopback")
+    place.moves(TargetMemory.HOST, 100)
+    place.moves(TargetMemory.DEVICE, 100)
+    status = place.decode.status()
+    assert {(each["instance"], each["memory"]) for each in status["instances"]} == {
+        ("target", "device"),
+        ("target", "host"),
+    }
+    assert {each["engines"][0]["memory"] for each in status["workers"]} == {"device", "host"}
+    peers = place.prefill.status()["workers"][0]["peers"]
+    assert {(peer["instance"], peer["memory"], peer["state"]) for peer in peers} == {
+        ("target", "device", "attached"),
+        ("target", "host", "attached"),
+    }
+
+
+def test_engines_of_one_agent_copy_directly_into_host_memory_and_the_plan_says_so(make: Make) -> None:
+    place = make("NIXL", together=True, LONGSHORE_DIRECT="true")
+    place.moves(TargetMemory.HOST, 203)
+    assert place.ranks[0].intact()
+    assert place.prefill.metric("longshore_writes_total", way="direct") > 0
+    assert place.prefill.metric("longshore_writes_total", way="staged") == 0
+    for memory, page_size in (("host", 1), ("device", DEVICE_PAGE_SIZE)):
+        found = place.prefill.get(f"/v1/plan?source=source&target=target&target_memory={memory}")
+        assert (found["way"], found["pairs"][0]["why"]) == ("Direct", "near")
+        assert (found["source_page_size"], found["target_page_size"]) == (64, page_size)
+
+
+def test_host_memory_is_let_go_when_its_pool_is_unregistered_and_when_its_engine_leaves(make: Make) -> None:
+    place = make("NIXL", together=True, LONGSHORE_DIRECT="true")
+    (rank,) = place.ranks
+    for memory in TargetMemory:
+        place.moves(memory, 100)
+    agents = {worker["pid"] for worker in place.decode.status()["workers"]}
+    host, device = (f"target-{memory}" for memory in ("HOST", "DEVICE"))
+    assert len(agents & holders_of(host).keys()) == len(agents & holders_of(device).keys()) == 2
+    rank.client.unregister_pool(0, TargetMemory.HOST)
+    assert not agents & holders_of(host).keys()
+    assert len(agents & holders_of(device).keys()) == 2
+    rank.client.close()
+    wait_for_none(lambda: [str(pid) for pid in agents & holders_of(device).keys()])
+    # The worker of the prefill rank goes on.
+    assert [worker["worker"] for worker in wait_for(lambda: workers_of(place, 1))] == ["source/0/0"]
+
+
+def workers_of(place: Place, count: int) -> list[dict[str, Any]] | None:
+    found: list[dict[str, Any]] = place.decode.status()["workers"]
+    return found if len(found) == count else None
+
+
+def test_a_room_that_is_claimed_into_host_memory_is_refused_to_another_engines_device(make: Make) -> None:
+    place = make("Loopback")
+    (rank,) = place.ranks
+    room, data = place.offer(100)
+    rank.claim(place.source, room, TargetMemory.HOST, data, 100, 0)
+    place.ends(room)
+    with pytest.raises(RoomError) as caught:
+        rank.claim(place.source, room, TargetMemory.HOST, data, 100, 0)
+    assert caught.value.reason is Reason.ROOM_REUSED
+    # The worker of the other memory does not know the room. Prefill refuses it.
+    pages = list(range(7))
+    rank.client.receive(room, place.source.endpoint(), pages, 0, 100, memory=TargetMemory.DEVICE)
+    end = rank.client.wait(room, Half.TARGET, timeout_s=EVENT_LIMIT_S)
+    assert end.kind is RoomEventKind.FAILED
+    assert np.array_equal(rank.pools[TargetMemory.DEVICE].planes, rank.pools[TargetMemory.DEVICE].expected)
+
+
+def test_a_deployment_with_host_memory_is_the_default_of_claims_and_declares_the_page_size_there(make: Make) -> None:
+    place = make("Loopback", LONGSHORE_DECODE_TARGET="Host")
+    (rank,) = place.ranks
+    room, data = place.offer(77)
+    pool = rank.pools[TargetMemory.HOST]
+    pages = list(range(100, 177))
+    rank.client.receive(room, place.source.endpoint(), pages, 0, 77)
+    pool.put(pool.expected, pages, data, 0, 77)
+    place.ends(room)
+    assert rank.intact()
+
+
+def test_an_engine_rank_registers_each_memory_once(make: Make) -> None:
+    place = make("Loopback")
+    layout = place.ranks[0].pools[TargetMemory.DEVICE].layout
+    with pytest.raises(HelloRefused, match="target/0/0 is registered"):
+        connect(place.decode.socket, instance="target", layout=layout, roles=(Half.TARGET,), timeout_s=0.3)
