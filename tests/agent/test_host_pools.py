@@ -212,9 +212,9 @@ def test_a_room_of_two_pools_goes_into_both_memories_and_each_pool_ends_for_itse
 def test_a_lost_worker_of_one_memory_is_replaced_and_the_other_memory_goes_on(make: Make, lost: TargetMemory) -> None:
     place = make("NIXL", LONGSHORE_HEARTBEAT_S="0.2", LONGSHORE_PEER_TIMEOUT_S="3")
     (rank,) = place.ranks
-    room, total = next(room_ids), 200
-    data = content(room, total, place.source.ranks[0].layout)
-    rank.claim(place.source, room, lost, data, total, 0)
+    room = next(room_ids)
+    size = rank.pools[lost].layout.page_size
+    rank.client.receive(room, place.source.endpoint(), list(range(192 // size)), 0, 192, memory=lost)
     suffix = "/host" if lost is TargetMemory.HOST else ""
 
     def found() -> dict[str, Any]:
@@ -223,16 +223,13 @@ def test_a_lost_worker_of_one_memory_is_replaced_and_the_other_memory_goes_on(ma
     before = found()
     assert set(before) == {"target/0/0", "target/0/0/host"}
     os.kill(before[f"target/0/0{suffix}"]["pid"], signal.SIGKILL)
-    other = TargetMemory(1 - lost)
-    place.moves(other, 130)
-    after = wait_for(lambda: (now := found()) if len(now := found()) == 2 and rank.client.connected else None)
-    changed = {name for name in after if after[name]["epoch"] != before[name]["epoch"]}
-    assert changed == {f"target/0/0{suffix}"}
-    source = place.source.ranks[0]
-    pages = place.source.take_pages(0, total)
-    source.put(source.planes, pages, data, 0, total)
-    source.client.send(room, pages, 0, total, last=True)
-    place.ends(room)
+    place.moves(TargetMemory(1 - lost), 130)
+    # Prefill had heard of the claim, so it ends with the worker that made it.
+    assert rank.client.wait(room, Half.TARGET, timeout_s=EVENT_LIMIT_S).reason is Reason.PEER_LOST
+    wait_for(lambda: rank.client.connected and len(found()) == 2)
+    after = found()
+    assert {name for name in after if after[name]["epoch"] != before[name]["epoch"]} == {f"target/0/0{suffix}"}
+    place.moves(lost, 210)
     assert rank.intact()
     wait_for_none(place.leftovers, 10)
 
