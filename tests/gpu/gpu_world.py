@@ -23,7 +23,7 @@ from typing import Any, Self
 import msgspec
 from line_commands import obey
 
-from longshore_client import Half, KVLayout, ModelShape, Parallel, connect, pool_geometry
+from longshore_client import Half, KVLayout, ModelShape, Parallel, TargetMemory, connect, create_region, pool_geometry
 from longshore_client.cuda import device_name, device_region
 from longshore_wire.engine_messages import Endpoint, RoomEventKind
 
@@ -33,6 +33,8 @@ ROOM_LIMIT_S = 60.0
 POISON = 0x5AA5
 # Pages do not begin at the start of their allocation, like most engines' pages.
 OFFSET_BYTES = 1 << 20
+# The name of pages in host memory in /proc.
+HOST_PAGES = "longshore-host-pages"
 _PAUSE_S = 0.005
 
 
@@ -175,7 +177,7 @@ class _Rank:
         """Allocate memory for the pages and poison it."""
         import torch
 
-        self.torch = torch
+        self.torch, self.memory = torch, TargetMemory.DEVICE
         self.layout = KVLayout(ModelShape(layers, kv_heads, 128, 2), Parallel(tp, rank), page_size)
         self.geometry = pool_geometry(self.layout, page_count)
         length = self.geometry.region_bytes[0]
@@ -193,6 +195,34 @@ class _Rank:
             "bytes": length,
             "device": device_name(self.pages),
         }
+
+    def allocate_host(self, *, layers: int, kv_heads: int, tp: int, rank: int, page_size: int, page_count: int) -> None:
+        """As `allocate`, in host memory."""
+        import torch
+
+        self.torch, self.memory = torch, TargetMemory.HOST
+        self.layout = KVLayout(ModelShape(layers, kv_heads, 128, 2), Parallel(tp, rank), page_size)
+        self.geometry = pool_geometry(self.layout, page_count)
+        self.descriptor, mapped = create_region(self.geometry.region_bytes[0], HOST_PAGES)
+        self.device = torch.device("cpu")
+        shape = (len(self.geometry.planes), page_count, page_size, len(self.layout.heads), 128)
+        self.pages = torch.frombuffer(mapped, dtype=torch.int16).view(shape)
+        self.pages.fill_(POISON)
+
+    def register_host(self, *, socket: str, instance: str, device: str) -> None:
+        """Register pages of `allocate_host`, of an engine whose device is `device` ("cpu": all of its pages are there)."""
+        only = device == "cpu"
+        self.memory = TargetMemory.DEVICE if only else TargetMemory.HOST
+        self.client = connect(
+            socket,
+            instance=instance,
+            layout=self.layout,
+            device=device,
+            roles=(Half.TARGET,),
+            host_layout=None if only else self.layout,
+            timeout_s=START_LIMIT_S,
+        )
+        self.client.register_pool(0, self.geometry, [self.descriptor], memory=self.memory, timeout_s=START_LIMIT_S)
 
     def register(self, *, socket: str, instance: str, role: str) -> None:
         self.client = connect(
@@ -216,11 +246,11 @@ class _Rank:
 
     def poison(self) -> None:
         self.pages.fill_(POISON)
-        self.torch.cuda.synchronize(self.device)
+        self._settle()
 
     def differences(self, *, sequences: list[tuple[int, int, list[int]]]) -> int:
         """Return the number of wrong elements in the pool: `pages` must hold (seed, tokens), all others poison."""
-        self.torch.cuda.synchronize(self.device)
+        self._settle()
         wrong = 0
         for plane in range(len(self.geometry.planes)):
             expected = self.torch.full_like(self.pages[plane], POISON)
@@ -239,9 +269,9 @@ class _Rank:
             accepted_s = accepted_s or time.monotonic()
         return start_s, accepted_s
 
-    def receive(self, *, room: int, endpoint: str, pages: list[int], tokens: int) -> None:
+    def receive(self, *, room: int, endpoint: str, pages: list[int], tokens: int, digest: bool = False) -> None:
         known = msgspec.msgpack.decode(bytes.fromhex(endpoint), type=Endpoint)
-        self.client.receive(room, known, pages, first_token=0, end_token=tokens)
+        self.client.receive(room, known, pages, 0, tokens, memory=self.memory, digest=digest)
 
     def wait(self, *, room: int, half: str, instance: str) -> tuple[str, str, float]:
         """Return the end of one half, its text and its time."""
@@ -250,13 +280,28 @@ class _Rank:
         self.client.wait(room, Half[half], instance=instance, kinds=(RoomEventKind.RELEASED,), timeout_s=ROOM_LIMIT_S)
         return event.kind.name, event.text, end_s
 
+    def to_host(self, *, page_count: int) -> float:
+        """Copy the first pages to pinned host memory, in one piece a plane; return the seconds."""
+        if not hasattr(self, "pinned"):
+            self.pinned = self.torch.empty(self.pages.shape, dtype=self.pages.dtype, pin_memory=True)
+        self._settle()
+        begin_s = time.monotonic()
+        for near, far in zip(self.pages, self.pinned, strict=True):
+            far[:page_count].copy_(near[:page_count], non_blocking=True)
+        self._settle()
+        return time.monotonic() - begin_s
+
     def unregister(self) -> None:
-        self.client.unregister_pool(0)
+        self.client.unregister_pool(0, self.memory)
 
     def free(self) -> None:
         """Free the pages' memory."""
         del self.pages
         self.torch.cuda.empty_cache()
+
+    def _settle(self) -> None:
+        if self.device.type == "cuda":
+            self.torch.cuda.synchronize(self.device)
 
     def _values(self, seed: int, plane: int, tokens: int) -> Any:
         """Return [tokens, heads, elements] of one plane; the same for every rank that holds these heads."""
