@@ -6,6 +6,7 @@ tests/gpu/test_mooncake_on_gpu.py tests the library itself, with a GPU if there 
 from __future__ import annotations
 
 import ctypes
+import re
 import select
 import socket
 import threading
@@ -21,7 +22,7 @@ from event_scene import EventScene
 from fake_device import outbound_slab
 from transport_peer import finish, post, row
 
-from longshore_agent.errors import PeerMetadataError, TransportError
+from longshore_agent.errors import TransportError
 from longshore_agent.memory.cuda import Device
 from longshore_agent.settings import Settings
 from longshore_agent.transport_choice import make_transport
@@ -29,8 +30,9 @@ from longshore_agent.transports import mooncake_engine, nvml
 from longshore_agent.transports.base import Pieces, Wire, WriteState
 from longshore_agent.transports.data_ports import DataPorts
 from longshore_agent.transports.mooncake import MooncakeTransport
-from longshore_agent.transports.mooncake_engine import MooncakeMetadata, check_reach
+from longshore_agent.transports.mooncake_engine import MooncakeMetadata, reach_fault
 from longshore_agent.transports.own_network import host_identity
+from longshore_agent.transports.state import seal
 from longshore_wire.agent_config import Backend
 from longshore_wire.errors import Reason
 from longshore_wire.peer_messages import RegionInfo
@@ -302,18 +304,28 @@ def test_over_cuda_ipc_no_access_is_revocable_and_nothing_notifies(scene: Scene)
     assert not scene.near.notifies
 
 
-def test_hosts_and_kinds_of_memory_that_cannot_be_reached_are_refused() -> None:
+def test_hosts_and_kinds_of_memory_that_cannot_be_reached_are_known_by_name() -> None:
     here, elsewhere = host_identity(), "another kernel"
     on_device = MooncakeMetadata("peer", "life", here, "127.0.0.1", 5, (), 0)
     on_host = MooncakeMetadata("peer", "life", here, "127.0.0.1", 5, ())
-    check_reach(on_device, 1)
-    check_reach(on_host, -1)
-    check_reach(MooncakeMetadata("peer", "life", elsewhere, "10.0.0.1", 5, ()), -1)
-    with pytest.raises(PeerMetadataError, match=r"'peer' is on another host.*choose NIXL"):
-        check_reach(MooncakeMetadata("peer", "life", elsewhere, "10.0.0.1", 5, (), 0), 0)
+    assert reach_fault(on_device, 1) == reach_fault(on_host, -1) == ""
+    assert reach_fault(MooncakeMetadata("peer", "life", elsewhere, "10.0.0.1", 5, ()), -1) == ""
+    far = reach_fault(MooncakeMetadata("peer", "life", elsewhere, "10.0.0.1", 5, (), 0), 0)
+    assert re.search(r"'peer' is on another host.*use NIXL", far)
     for metadata, index in ((on_device, -1), (on_host, 0)):
-        with pytest.raises(PeerMetadataError, match="two of a kind"):
-            check_reach(metadata, index)
+        assert "two of a kind" in reach_fault(metadata, index)
+
+
+def test_a_peer_with_memory_of_another_kind_is_known_and_only_its_writes_are_refused(scene: Scene) -> None:
+    region = (scene.target.ctypes.data, scene.target.nbytes)
+    other = MooncakeMetadata("host peer", "life", host_identity(), "127.0.0.1", 5, (region,))
+    peer = scene.near.connect(seal(scene.near.magic, other))
+    assert peer == "host peer"
+    pieces = Pieces.one(scene.source.ctypes.data, *region)
+    with pytest.raises(TransportError, match="two of a kind") as caught:
+        scene.near.draft(peer, pieces, b"")
+    assert caught.value.reason is Reason.UNSUPPORTED
+    scene.near.disconnect(peer)
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ _WAY_OUT = (
 _mapped: dict[tuple[int, bytes], list[int]] = {}
 _lock = threading.Lock()
 # Piece of host memory that is registered at once. Other threads call the driver between two pieces.
-_REGISTERED_BYTES = 256 << 20
+_REGISTERED_BYTES = 8 << 20
 
 
 class DeviceMapping:
@@ -125,8 +125,9 @@ class RegisteredMapping:
             if not self._mapping.sealed:
                 raise PoolError("a GPU can only be given memory that nobody can truncate: seal it (F_SEAL_SHRINK)")
             for start in range(0, length_bytes, _REGISTERED_BYTES):
-                piece = self.address + start
-                device.register_host(piece, min(_REGISTERED_BYTES, length_bytes - start))
+                piece, piece_bytes = self.address + start, min(_REGISTERED_BYTES, length_bytes - start)
+                self._mapping.populate(start, piece_bytes)
+                device.register_host(piece, piece_bytes)
                 self._registered.append(piece)
         except DeviceError as error:
             self.unmap()

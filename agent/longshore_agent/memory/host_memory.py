@@ -54,6 +54,8 @@ _BUS_ADRERR = 2
 # Map private zeros at exactly that address, even if little memory is left.
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _PRIVATE_ZEROS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
+# Of Linux 5.14.
+_MADV_POPULATE_WRITE = 23
 _SA_SIGINFO, _SA_NODEFER = 4, 0x40000000
 _PAGE_BYTES = mmap.PAGESIZE
 
@@ -221,6 +223,10 @@ class Mapping:
     def advise_huge_pages(self) -> None:
         """Request huge pages for an anonymous mapping. The kernel may ignore that."""
         _LIBC.madvise(self.address, self.length_bytes, mmap.MADV_HUGEPAGE)
+
+    def populate(self, offset_bytes: int, length_bytes: int) -> None:
+        """Have the kernel allocate the pages of a part that begins at a page. It may ignore that."""
+        _LIBC.madvise(self.address + offset_bytes, length_bytes, _MADV_POPULATE_WRITE)
 
     def unmap(self) -> None:
         """Unmap the range at once, even if views exist. Idempotent."""

@@ -147,7 +147,7 @@ def start(
     command = [sys.executable, "-m", "longshore_agent.worker.main", config.name, str(theirs.fileno())]
     try:
         ours.sendall(config.to_bytes())
-        process = _start_process(command, theirs.fileno(), avoided_pids)
+        process = _start_process(command, theirs.fileno(), hello.device, avoided_pids)
         try:
             pidfd = os.pidfd_open(process.pid)
         except OSError:
@@ -162,10 +162,16 @@ def start(
     return Slot(key, hello, engine, config, process, pidfd, NodeLink(ours), connection)
 
 
-def _start_process(command: Sequence[str], descriptor: int, avoided_pids: Collection[int]) -> subprocess.Popen[bytes]:
+def _start_process(
+    command: Sequence[str], descriptor: int, device: str, avoided_pids: Collection[int]
+) -> subprocess.Popen[bytes]:
     """Start a process with none of these PIDs. The kernel gives the next process another one."""
+    environment = process_environment()
+    if device == "cpu":
+        # Transports' libraries would open every GPU that they see.
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     for _ in range(len(avoided_pids) + 1):
-        process = subprocess.Popen(command, pass_fds=[descriptor], env=process_environment(), stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(command, pass_fds=[descriptor], env=environment, stdin=subprocess.DEVNULL)
         if process.pid not in avoided_pids:
             return process
         process.kill()

@@ -37,7 +37,7 @@ from longshore_agent.errors import PeerMetadataError, TransportError
 from longshore_agent.transports import mooncake_engine
 from longshore_agent.transports.base import Pieces, Selection, Wire, Write, WriteState
 from longshore_agent.transports.data_ports import DataPorts
-from longshore_agent.transports.mooncake_engine import MooncakeMetadata, check_reach, remote_address
+from longshore_agent.transports.mooncake_engine import MooncakeMetadata, reach_fault, remote_address
 from longshore_agent.transports.own_network import host_identity
 from longshore_agent.transports.probe import find_wire
 from longshore_agent.transports.state import CheckedTransport, Regions, WriteBase, check_notice, regions_of, unseal
@@ -68,12 +68,14 @@ class Peer:
     Attributes:
         engine: for GPU memory, the library's engine that writes to this peer; None: not yet, or no more.
         left: requests that were open when the peer went; only this list still tracks them.
+        fault: why its memory cannot be written; empty if it can.
     """
 
-    def __init__(self, metadata: MooncakeMetadata, regions: Regions, address: str) -> None:
+    def __init__(self, metadata: MooncakeMetadata, regions: Regions, address: str, fault: str = "") -> None:
         self.name = metadata.name
         self.life = metadata.life
         self.address = address
+        self.fault = fault
         self.same_host = metadata.is_here
         self.device = metadata.device
         self.regions = regions
@@ -203,7 +205,7 @@ class MooncakeTransport(CheckedTransport[Peer]):
         """Learn a peer, its newer metadata, or its next life under the same name; see `Transport.connect`."""
         fresh = unseal(self.magic, metadata, MooncakeMetadata)
         regions = regions_of(fresh.name, fresh.regions)
-        check_reach(fresh, self._device_index)
+        fault = reach_fault(fresh, self._device_index)
         with self._lock:
             self._check_open()
             known = self._peers.get(fresh.name)
@@ -222,7 +224,7 @@ class MooncakeTransport(CheckedTransport[Peer]):
             address = remote_address(fresh.host, fresh.port, lives.index(fresh.life))
             if known is not None:
                 self._forget_peer(known)
-            self._peers[fresh.name] = Peer(fresh, regions, address)
+            self._peers[fresh.name] = Peer(fresh, regions, address, fault)
             return fresh.name
 
     def disconnect(self, peer: str) -> None:
@@ -236,6 +238,8 @@ class MooncakeTransport(CheckedTransport[Peer]):
         """Check where n pieces lie; see `Transport.draft`. The notice is ignored, as `notifies` says."""
         check_notice(notice)
         known = self._peer(peer)
+        if known.fault:
+            raise TransportError(known.fault, reason=Reason.UNSUPPORTED)
         return MooncakeWrite(known, self._looked_up(known, pieces))
 
     def start(self, write: Write) -> None:

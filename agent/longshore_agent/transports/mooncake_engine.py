@@ -54,17 +54,20 @@ class MooncakeMetadata(Metadata, frozen=True, array_like=True):
     device: str = ""
 
 
-def check_reach(peer: MooncakeMetadata, device_index: int) -> None:
-    """Raise PeerMetadataError if a peer's memory cannot be written from that of `device_index` (-1: the host's)."""
+def reach_fault(peer: MooncakeMetadata, device_index: int) -> str:
+    """Return why a peer's memory cannot be written from that of `device_index` (-1: the host's); empty if it can.
+
+    Workers of one agent may still copy directly.
+    """
     if (peer.device_index < 0) != (device_index < 0):
         ours, theirs = ("the host", "a GPU") if device_index < 0 else ("a GPU", "the host")
-        raise PeerMetadataError(
-            f"peer {peer.name!r} has memory of {theirs}, this worker of {ours}: Mooncake moves between two of a kind"
+        return (
+            f"peer {peer.name!r} has memory of {theirs}, this worker of {ours}: Mooncake moves between two of a kind; use NIXL, "
+            "or have one agent serve both engines"
         )
     if device_index >= 0 and peer.kernel != host_identity():
-        raise PeerMetadataError(
-            f"peer {peer.name!r} is on another host: Mooncake moves GPUs' memory inside one only, choose NIXL"
-        )
+        return f"peer {peer.name!r} is on another host: Mooncake moves GPUs' memory inside one only; use NIXL"
+    return ""
 
 
 def remote_address(host: str, port: int, earlier_lives: int) -> str:
