@@ -9,11 +9,15 @@ import msgspec
 
 
 class Instance(msgspec.Struct, frozen=True):
-    """One replica of an engine instance, as registered with an agent. `roles` holds source, target or both."""
+    """The workers of one memory of a replica of an engine instance, as registered with an agent.
+
+    `roles` holds source, target or both; `memory` is device or host.
+    """
 
     instance: str
     roles: tuple[str, ...] = ()
     complete: bool = True
+    memory: str = "device"
 
 
 class Engine(msgspec.Struct, frozen=True):
@@ -34,6 +38,7 @@ class Peer(msgspec.Struct, frozen=True):
     wire: str
     error: str = ""
     ways: tuple[str, ...] = ()
+    memory: str = "device"
 
 
 class Worker(msgspec.Struct, frozen=True):

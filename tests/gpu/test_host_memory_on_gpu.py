@@ -93,12 +93,12 @@ def ways(agent: GPUAgent) -> dict[str, float]:
     return {way: count for way, count in found.items() if count}
 
 
-def maps_host_pages(pid: int) -> bool:
-    return HOST_PAGES in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
+def maps_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("backend", "on_gpu"), [("NIXL", True), ("NIXL", False), ("Mooncake", False)])
-def test_one_kernel_writes_decodes_host_memory_to_the_token_and_decodes_gpu_has_no_part_in_it(
+def test_one_kernel_writes_decodes_host_memory_to_the_token_and_lets_it_go_with_its_pool_or_engine(
     backend: str, on_gpu: bool, torch: Any
 ) -> None:
     with place_of(torch, 1, on_gpu=on_gpu, LONGSHORE_BACKEND=backend) as place:
@@ -108,10 +108,22 @@ def test_one_kernel_writes_decodes_host_memory_to_the_token_and_decodes_gpu_has_
         place.move(333, digest=True)
         assert place.is_right()
         assert ways(place.prefill_agent).keys() == {"direct"}
+        source = place.worker("prefill/0/0")
         # A process that computes on a GPU, or has memory there, maps the driver's unified memory.
-        maps = Path(f"/proc/{place.worker('decode/0/0/host' if on_gpu else 'decode/0/0')}/maps").read_text("utf-8")
-        assert "nvidia-uvm" not in maps
-        assert "nvidia-uvm" in Path(f"/proc/{place.worker('prefill/0/0')}/maps").read_text("utf-8")
+        assert "nvidia-uvm" in maps_of(source)
+        assert "nvidia-uvm" not in maps_of(place.worker("decode/0/0/host" if on_gpu else "decode/0/0"))
+        assert maps_of(source).count(HOST_PAGES) == 1
+        if on_gpu:
+            place.decode.ask("unregister")
+            assert HOST_PAGES not in maps_of(source)
+            assert place.is_right()
+        else:
+            place.decode.kill()
+            end_s = time.monotonic() + LET_GO_S
+            while HOST_PAGES in maps_of(source):
+                assert time.monotonic() < end_s, "the pages of a dead engine stay mapped"
+            # The worker and its GPU serve the next engine.
+            assert place.prefill.ask("endpoint") == place.endpoint
 
 
 def test_agents_that_share_no_memory_stage_pages_of_a_gpu_into_host_memory(torch: Any) -> None:
@@ -123,32 +135,10 @@ def test_agents_that_share_no_memory_stage_pages_of_a_gpu_into_host_memory(torch
         assert ways(place.prefill_agent).keys() == {"staged"}
 
 
+@pytest.mark.slow
 def test_mooncake_between_two_agents_refuses_memory_of_another_kind_by_name(torch: Any) -> None:
     with (
         place_of(torch, 2, on_gpu=False, LONGSHORE_BACKEND="Mooncake") as place,
         pytest.raises(AssertionError, match=r"two of a kind; use NIXL, or have one agent serve both engines"),
     ):
         place.move(64)
-
-
-def test_host_memory_is_registered_once_and_let_go_with_its_pool_or_its_engine(torch: Any) -> None:
-    with place_of(torch, 1, on_gpu=True) as place:
-        for _ in range(3):
-            place.move(100)
-        source = place.worker("prefill/0/0")
-        maps = Path(f"/proc/{source}/maps").read_text(encoding="utf-8")
-        assert maps.count(HOST_PAGES) == 1
-        place.decode.ask("unregister")
-        assert not maps_host_pages(source)
-        assert place.is_right()
-
-    with place_of(torch, 1, on_gpu=True) as place:
-        place.move(100)
-        source = place.worker("prefill/0/0")
-        assert maps_host_pages(source)
-        place.decode.kill()
-        end_s = time.monotonic() + LET_GO_S
-        while maps_host_pages(source):
-            assert time.monotonic() < end_s, "the pages of a dead engine stay mapped"
-        # The worker and its GPU serve the next engine.
-        assert place.prefill.ask("endpoint") == place.endpoint

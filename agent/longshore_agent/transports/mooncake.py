@@ -41,6 +41,7 @@ from longshore_agent.transports.mooncake_engine import MooncakeMetadata, reach_f
 from longshore_agent.transports.own_network import host_identity
 from longshore_agent.transports.probe import find_wire
 from longshore_agent.transports.state import CheckedTransport, Regions, WriteBase, check_notice, regions_of, unseal
+from longshore_wire.errors import Reason
 
 # Requests under way to one peer. The library holds 1,024 and lets 1,024 more wait, for a second.
 _UNDER_WAY_COUNT_MAX = 1000

@@ -79,17 +79,22 @@ def connections(agents: tuple[Agent, ...]) -> Connections:
     """Combine the agents' reports."""
     answering = [agent for agent in agents if agent.report is not None]
     complete: dict[str, set[str]] = {PREFILL: set(), DECODE: set()}
-    seen: set[str] = set()
+    # (instance, memory): an engine whose ranks have pages in two memories needs all ranks' workers of both.
+    seen: set[tuple[str, str]] = set()
+    whole: set[tuple[str, str]] = set()
     for agent in answering:
         assert agent.report is not None
         for entry in agent.report.instances:
-            seen.add(entry.instance)
+            seen.add((entry.instance, entry.memory))
+            if entry.complete:
+                whole.add((entry.instance, entry.memory))
             for half in entry.roles:
                 if entry.complete and half in complete:
                     complete[half].add(entry.instance)
+    partial = {instance for instance, _ in seen - whole}
     return Connections(
-        instances={half: frozenset(found) for half, found in complete.items()},
-        partial=frozenset(seen - complete[PREFILL] - complete[DECODE]),
+        instances={half: frozenset(found - partial) for half, found in complete.items()},
+        partial=frozenset(partial),
         peers=tuple(_peers(answering)),
         workers=tuple(worker for agent in answering if agent.report is not None for worker in agent.report.workers),
         silent=tuple(agent.pod.node for agent in agents if agent.silent and not agent.pod.ending),
@@ -207,4 +212,4 @@ def _known(peer: Peer) -> bool:
 
 
 def _name(peer: Peer) -> str:
-    return f"{peer.instance}/{peer.dp_rank}/{peer.rank}"
+    return f"{peer.instance}/{peer.dp_rank}/{peer.rank}{'/host' if peer.memory == 'host' else ''}"
