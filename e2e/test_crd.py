@@ -106,6 +106,7 @@ GOOD = {
     "a pause": changed(paused=True),
     "no digests": changed(integrity={"digest": False}),
     "digests": changed(integrity={"digest": True}),
+    "host memory": changed(decode__target="Host"),
     "nobody expected": changed(prefill__instances=0),
     "a name of 40": named("a" * 40),
 }
@@ -163,7 +164,6 @@ BAD = {
     "no such wire": (changed(transfer__wires=["Carrier"]), "spec.transfer.wires[0]"),
     "a wire twice": (changed(transfer__wires=["TCP", "TCP"]), "spec.transfer.wires[1]: Duplicate value"),
     "no such target": (changed(decode__target="Disk"), 'supported values: "Device", "Host"'),
-    "host memory": (changed(decode__target="Host"), "decode.target Host is not built yet: leave it Device"),
     "an open data path": (changed(agents={"hostNetwork": True}), "accept it with agents.allowOpenDataPath"),
     "an open data path without a policy": (
         changed(agents={"networkPolicy": False}),

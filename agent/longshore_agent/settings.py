@@ -236,9 +236,7 @@ class Settings:
     decode_target: Target = _setting(  # noqa: RUF009
         Target.DEVICE, Role.DECODE, "Memory of the pages of claims that name none.", file="decode.target"
     )
-    digest: bool = _core(
-        False, Role.DECODE, "Every room compares digests of both sides' pages.", file="integrity.digest"
-    )
+    digest: bool = _core(False, Role.DECODE, "Rooms compare digests of both sides' pages.", file="integrity.digest")
     direct: bool = _setting(
         True, Role.BOTH, "Ranks of one agent copy directly into each other's pages, without staging and transport."
     )

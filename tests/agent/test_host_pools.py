@@ -168,7 +168,7 @@ def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         ("Loopback", LATENT, (1, 1)),
     ],
 )
-def test_rooms_into_both_memories_at_once_arrive_to_the_token_and_nothing_else_is_written(
+def test_rooms_into_both_memories_at_once_arrive_to_the_token(
     make: Make, backend: str, model: ModelShape, tp: tuple[int, int]
 ) -> None:
     place = make(backend, model, tp)
@@ -302,7 +302,7 @@ def test_a_room_that_is_claimed_into_host_memory_is_refused_to_another_engines_d
     assert np.array_equal(rank.pools[TargetMemory.DEVICE].planes, rank.pools[TargetMemory.DEVICE].expected)
 
 
-def test_a_deployment_with_host_memory_is_the_default_of_claims_and_declares_the_page_size_there(make: Make) -> None:
+def test_a_deployment_with_host_memory_is_the_default_of_claims(make: Make) -> None:
     place = make("Loopback", LONGSHORE_DECODE_TARGET="Host")
     (rank,) = place.ranks
     room, data = place.offer(77)

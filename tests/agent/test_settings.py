@@ -236,7 +236,7 @@ def test_a_config_file_that_says_nothing_gives_the_defaults_of_the_table() -> No
     assert made == expected
 
 
-def test_every_field_of_the_config_file_on_staging_transfer_control_and_integrity_is_in_the_table() -> None:
+def test_every_field_of_the_config_file_that_an_agent_acts_on_is_in_the_table() -> None:
     parts = {
         "prefill.staging": agent_config.PrefillStaging,
         "decode.staging": agent_config.DecodeStaging,
@@ -244,7 +244,7 @@ def test_every_field_of_the_config_file_on_staging_transfer_control_and_integrit
         "control": agent_config.Control,
         "integrity": agent_config.Integrity,
     }
-    declared = {f"{path}.{name}" for path, part in parts.items() for name in part.__struct_fields__}
+    declared = {f"{path}.{name}" for path, part in parts.items() for name in part.__struct_fields__} | {"decode.target"}
     linked = {row.metadata["file"] for row in dataclasses.fields(Settings)} - {""}
     # The agent also finds its socket's folder if the file names none.
     assert linked == declared - {"control.run_directory"} | {"run_directory", "deployment.full_name"}

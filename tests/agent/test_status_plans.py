@@ -14,7 +14,7 @@ from longshore_agent.worker import config as worker_config
 from longshore_agent.worker.config import WorkerConfig
 from longshore_wire.claims import Wanted, chosen_way
 from longshore_wire.engine_messages import Endpoint, Half, RankAddress
-from longshore_wire.errors import LayoutError, RoomError
+from longshore_wire.errors import LayoutError, LongshoreError, RoomError
 from longshore_wire.layout import Attention, KVLayout, ModelShape, Parallel
 from longshore_wire.peer_messages import Attach, RegionInfo, RoomKey
 from longshore_wire.plan import Staging, Way
@@ -82,11 +82,6 @@ def test_a_plan_by_names_says_what_the_session_of_the_decode_rank_chooses(
     monkeypatch.setattr(worker_config, "reached_by_all", lambda _: reached)
     near = agent_of(target_device) if reached or target_device == "cpu" else ""
     source, target = instance("p", layout(tp), source_device), instance("d", layout(1), target_device, near)
-    if (source_device, target_device, staging) == (GPU, "cpu", Staging.NEVER):
-        # Decode claims, and prefill refuses: no transport can read its pages in place.
-        with pytest.raises(RoomError, match="on a GPU"):
-            planned(source, target, staging)
-        return
     if target_device == GPU and staging is Staging.NEVER and near != source.agent:
         for ask in (planned, lambda *given: claimed(*given, GPU)):
             with pytest.raises(RoomError, match="those of decode d are on a GPU"):
@@ -96,13 +91,51 @@ def test_a_plan_by_names_says_what_the_session_of_the_decode_rank_chooses(
     assert (found.way.upper(), found.why.upper()) == claimed(source, target, staging, target_device)
 
 
-def test_a_cpu_engine_and_a_gpu_engine_of_one_agent_are_not_direct() -> None:
+def test_a_gpu_writes_host_memory_and_gpus_of_its_agent_directly_and_a_cpu_host_memory_only() -> None:
     ranks = {device: instance("p", layout(2), device) for device in ("cpu", GPU)}
-    for source_device, target_device in (("cpu", GPU), (GPU, "cpu")):
-        target = instance("d", layout(1), target_device)
-        assert planned(ranks[source_device], target).way == "Staged"
-    for device, source in ranks.items():
-        assert planned(source, instance("d", layout(1), device)).way == "Direct"
+    found = {
+        (source_device, target_device): planned(source, instance("d", layout(1), target_device)).way
+        for source_device, source in ranks.items()
+        for target_device in ranks
+    }
+    assert [ends for ends, way in found.items() if way != "Direct"] == [("cpu", GPU)]
+
+
+def test_a_gpu_of_another_agent_stages_into_host_memory_and_is_refused_where_staging_is_forbidden() -> None:
+    source = msgspec.structs.replace(instance("p", layout(2), GPU), agent="another.gpu")
+    target = instance("d", layout(1), "cpu")
+    assert planned(source, target).way == "Staged"
+    # Decode claims, and prefill refuses: no transport can read its pages in place.
+    with pytest.raises(RoomError, match="on a GPU"):
+        planned(source, target, Staging.NEVER)
+
+
+def test_a_gpu_stages_into_pages_whose_rows_are_apart() -> None:
+    source, target = instance("p", layout(2), GPU), instance("d", layout(1), "cpu")
+    settings = Settings()
+    config = WorkerConfig(
+        "d/0/0", "d", 9, target.layout.layout(), (Half.TARGET,), settings, port=0, agent=LIFE
+    ).session_config()  # fmt: skip
+    session = TargetSession(config, now_ns=0)
+    session.describe(b"", RegionInfo(0, 1 << 30), {})
+    for room, adjacent in ((1, True), (2, False)):
+        key = RoomKey("p", room, 0)
+        pages = (TOKENS // 16, bytes(4 * TOKENS // 16))
+        session.claim(Wanted(key, source.endpoint(), 0, TOKENS, *pages, adjacent=adjacent), 0)
+    ways = [{pair.way for pair in session.rooms[RoomKey("p", room, 0)].pairs.values() if pair.route} for room in (1, 2)]
+    assert ways == [{Way.DIRECT}, {Way.STAGED}]
+
+
+def test_a_plan_by_names_is_for_the_memory_that_is_asked_for() -> None:
+    source, device = instance("p", layout(2), GPU), instance("d", layout(1), GPU)
+    host = msgspec.structs.replace(instance("d", layout(1), "cpu"), memory="host")
+    defaults = PlanDefaults.of(Settings())
+    for memory in ("device", "host"):
+        query = PlanQuery.model_validate({"source": "p", "target": "d", "target_memory": memory})
+        assert answer(query, (source, device, host), defaults).way == "Direct"
+    query = PlanQuery.model_validate({"source": "p", "target": "d", "target_memory": "host"})
+    with pytest.raises(LongshoreError, match=r"no instance 'd' with pages in host memory.*d \(device\)"):
+        answer(query, (source, device), defaults)
 
 
 def test_an_engine_whose_agent_takes_no_part_in_direct_is_not_direct() -> None:

@@ -11,7 +11,7 @@ from longshore_agent.settings import Settings
 from longshore_agent.supervisor.reception import Reception
 from longshore_agent.transports.base import Wire
 from longshore_operator.reports import Instance
-from longshore_wire.agent_config import AgentConfig, Backend, Decode, Prefill, load
+from longshore_wire.agent_config import AgentConfig, Backend, Decode, Prefill, Target, load
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Half, Hello
 from longshore_wire.errors import LayoutError
 from longshore_wire.plan import Staging
@@ -131,6 +131,7 @@ SETTINGS = [
     ("transfer.staging", "Always", "staging", Staging.ALWAYS),
     ("transfer.chunkTokens", 777, "chunk_tokens", 777),
     ("transfer.wires", ["TCP", "RDMA"], "wires", (Wire.TCP, Wire.RDMA)),
+    ("decode.target", "Host", "decode_target", Target.HOST),
     ("integrity.digest", True, "digest", True),
     ("agents.httpPort", 9999, "http_port", 9999),
     ("agents.workerPort", 9700, "worker_port", 9700),

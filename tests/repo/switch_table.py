@@ -48,6 +48,7 @@ _OPEN_PORTS = (
 _BACKENDS = (
     f"{_AGENT}/test_agent_layouts.py::test_every_byte_arrives_once_between_layouts_of_each_kind_over_every_transport",
 )
+_HOSTS = f"{_AGENT}/test_host_pools.py::test_a_deployment_with_host_memory_is_the_default_of_claims"
 _DIGESTS = (f"{_AGENT}/test_digests.py::test_a_deployment_that_asks_for_digests_compares_every_room",)
 _STAGING = (
     f"{_CHANGE}::test_staging_is_used_always_or_never_as_it_is_set",
@@ -95,6 +96,7 @@ AGENT_SETTINGS: Shown = {
     ),
     "wires": _WIRES,
     "staging": _STAGING,
+    "decode_target": (_HOSTS,),
     "digest": _DIGESTS,
     "crossover_file": (
         (
@@ -251,9 +253,9 @@ _SELECTED = (
     f"{_FIELDS}::test_agents_run_on_the_nodes_that_a_selector_picks",
     "e2e/test_operator_lifecycle.py::test_a_deployment_becomes_agents_on_the_nodes_of_both_roles",
 )
-_UNBUILT = (
-    f"{_WIRE}/test_agent_config.py::test_each_fault_names_its_path_and_what_is_wrong",
-    "e2e/test_crd.py::test_what_cannot_work_is_refused_before_it_is_stored",
+_HOST_POOLS = (
+    f"{_CLIENT}/test_host_memory.py::test_pools_and_claims_go_to_the_worker_of_their_memory",
+    f"{_AGENT}/test_host_pools.py::test_rooms_into_both_memories_at_once_arrive_to_the_token",
 )
 
 
@@ -288,7 +290,7 @@ RESOURCE_FIELDS: Shown = {
     "prefill.staging.bufferSize": (_SETTING, _PLAN, *_SLABS),
     "prefill.staging.lanes": (_SETTING, _LANES),
     **_role("decode"),
-    "decode.target": _UNBUILT,
+    "decode.target": (_SETTING, _HOSTS),
     "decode.staging.poolSize": (_SETTING, *_RING),
     "transfer.backend": (_SETTING, *_BACKENDS),
     "transfer.staging": (_SETTING, _PLAN, *_STAGING),
@@ -345,7 +347,6 @@ _SAYS_WHO = f"{_ARGUMENTS}::test_an_engine_says_who_it_is_where_its_pages_are_an
 _OFFERED = f"{_CLIENTS}::test_an_offer_and_a_claim_arrive_as_they_were_made"
 _MOVED = f"{_AGENT}/test_agent_layouts.py::test_every_byte_arrives_once_between_any_two_layouts_and_with_any_prefix"
 _OF_POOL = f"{_AGENT}/test_agent_pools.py::test_a_room_moves_pages_of_the_pool_that_it_names_and_of_no_other"
-_NOT_BUILT = f"{_CLIENTS}::test_host_memory_is_refused_by_name_before_anything_is_sent"
 _REGISTERED = f"{_ARGUMENTS}::test_a_pool_is_registered_under_its_number_with_its_geometry"
 _PLANES = f"{_ARGUMENTS}::test_each_argument_of_a_geometry_moves_its_planes"
 _NAMED = f"{_ARGUMENTS}::test_a_region_has_the_name_and_the_length_that_are_given"
@@ -374,6 +375,7 @@ CLIENT_ARGUMENTS: Shown = {
         _SAYS_WHO,
         f"{_AGENT}/test_requests_of_an_engine.py::test_page_lists_are_checked_by_the_worker_itself_whatever_the_client_did",
     ),
+    "connect.host_layout": _HOST_POOLS,
     "connect.timeout_s": (f"{_VLLM}::test_an_engine_waits_for_its_agent_as_long_as_is_set",),
     "send.room": (_OFFERED, _MEANT),
     "send.pages": (_OFFERED, _MOVED),
@@ -396,7 +398,10 @@ CLIENT_ARGUMENTS: Shown = {
         f"{_AGENT}/test_agent_control.py::test_halves_that_state_different_totals_fail_on_both_sides_and_name_both",
     ),
     "receive.pool": (_OF_POOL,),
-    "receive.memory": (_NOT_BUILT,),
+    "receive.memory": (
+        *_HOST_POOLS,
+        f"{_CLIENT}/test_host_memory.py::test_a_claim_that_names_no_memory_gets_the_deployments",
+    ),
     "receive.digest": (
         f"{_AGENT}/test_digests.py::test_real_agents_compare_every_slab_of_a_room_that_asks_for_it_and_of_no_other",
     ),
@@ -421,9 +426,10 @@ CLIENT_ARGUMENTS: Shown = {
     "register_pool.pool": (_REGISTERED, _OF_POOL),
     "register_pool.geometry": (_REGISTERED, _MOVED),
     "register_pool.regions": (f"{_CONNECTION}::test_the_regions_of_a_pool_arrive_and_are_the_same_memory",),
-    "register_pool.memory": (_NOT_BUILT,),
+    "register_pool.memory": _HOST_POOLS,
     "register_pool.timeout_s": (_PATIENT,),
     "unregister_pool.pool": (_OF_POOL,),
+    "unregister_pool.memory": _HOST_POOLS,
     "unregister_pool.timeout_s": (_PATIENT,),
     "pool_geometry.layout": (f"{_MEMORY}::test_the_plain_geometry_addresses_each_element_of_a_contiguous_tensor",),
     "pool_geometry.page_count": (_PLANES,),

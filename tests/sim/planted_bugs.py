@@ -1,7 +1,7 @@
 """Puts known bugs into the protocol core and the client's core, to check that the simulator finds them.
 
 Only tests use this. The first thirteen are those bugs of docs/design/2026-11-21-defects-of-others.md that a core can
-have, by their letters. This core once had the others.
+have, by their letters. This core once had the others, except the two on a rank with two memories.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from typing import Any
 from unittest.mock import patch
 
 from longshore_client.core import Core
+from longshore_wire import effects
 from longshore_wire.claims import PageParts
 from longshore_wire.effects import Send
+from longshore_wire.engine_messages import TargetMemory
 from longshore_wire.errors import Reason, RingError
 from longshore_wire.peer_messages import EndAck, SlabReady
 from longshore_wire.peers import PeerState, UsedSerials
@@ -39,7 +41,7 @@ class Plant:
     mixes: tuple[str, ...]
 
 
-def _set(stack: ExitStack, owner: type, name: str, value: Any) -> Any:
+def _set(stack: ExitStack, owner: Any, name: str, value: Any) -> Any:
     """Replace an attribute by `value`; return the old value."""
     real = getattr(owner, name)
     stack.enter_context(patch.object(owner, name, value))
@@ -361,6 +363,24 @@ def _send_other_digests(stack: ExitStack) -> None:
     real = _set(stack, SourceSession, "_send_ready", send_ready)
 
 
+# -- confusions of an engine rank's two workers ------------------------------------------------------------------------
+
+
+def _attach_without_memory(stack: ExitStack) -> None:
+    real = _set(stack, effects, "sender", lambda attach: real(attach)._replace(memory=TargetMemory.DEVICE))
+
+
+def _restart_both_memories(stack: ExitStack) -> None:
+    def on_attach(self: Any, peer: Any, attach: Any, now_ns: int) -> None:
+        last = self.peers.get(peer)
+        if last is not None and last.epoch < attach.epoch:
+            for other in [other for other in self.peers if other[:3] == peer[:3] and other != peer]:
+                self.peer_lost(other, f"{self._name(other)} was restarted", now_ns)
+        real(self, peer, attach, now_ns)
+
+    real = _set(stack, SourcePeers, "_on_attach", on_attach)
+
+
 # Not planted: a starting worker does not get its siblings' failures. The supervisor decides that, and the simulator has
 # its own copy of the supervisor's rules (`sim_agent`). There, 19,000 rooms of five mixes did not detect that no sibling
 # got a failure.
@@ -442,6 +462,14 @@ PLANTS = {
     ),
     "another slab's digests": Plant(
         "a slab is announced with the digests of an older one", _send_other_digests, ("digests",)
+    ),
+    "one for both memories": Plant(
+        "a source takes a decode rank's workers of both memories for one", _attach_without_memory, ("host memory",)
+    ),
+    "restart of the other": Plant(
+        "the restart of one memory's worker is taken for that of the other's, too",
+        _restart_both_memories,
+        ("host memory and dying workers",),
     ),
     "forgetful client": Plant("a client repeats no open half to a new worker", _repeat_nothing, ("workers die",)),
 }

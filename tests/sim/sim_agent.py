@@ -12,7 +12,7 @@ from sim_world import MS, SECOND, US, Host, World
 
 from longshore_agent.control.node_link import RoomFailed
 from longshore_agent.supervisor.failed_rooms import FailedRooms
-from longshore_wire.effects import RoomEnded
+from longshore_wire.effects import PeerId, RoomEnded
 from longshore_wire.engine_messages import Endpoint, RankAddress
 from longshore_wire.errors import Reason
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from sim_engine import Client
 
 KEPT_S = 2 * LEASE_NS / SECOND
-Key = tuple[str, int, int]  # instance, DP rank, rank
 
 
 @dataclass(eq=False)
@@ -43,7 +42,7 @@ class Agent:
     wire: str = ""
     revocable: bool = False
     alive: bool = True
-    slots: dict[Key, Worker | None] = field(default_factory=dict)
+    slots: dict[PeerId, Worker | None] = field(default_factory=dict)
     epoch: int = 0
     life: int = 1
     _failed: FailedRooms = field(default_factory=lambda: FailedRooms(KEPT_S))
@@ -54,7 +53,7 @@ class Agent:
         return self.host.name
 
     def hello(self, client: Client) -> None:
-        """Give an engine rank a worker, or refuse it; a refused engine connects again."""
+        """Give an engine rank a worker for one memory, or refuse it; a refused engine connects again."""
         if not client.alive:
             return
         # A new worker proves to its engine that no process writes the pages of the last worker's rooms any more.
@@ -78,7 +77,7 @@ class Agent:
         worker = Worker(self.world, self, client, epoch, client.config(epoch))
         self.slots[client.key] = worker
         self.world.say(repr(worker), "starts")
-        for failed in self._failed.of(client.key[:2], self.world.now_ns / SECOND):
+        for failed in self._failed.of(client.key.replica, self.world.now_ns / SECOND):
             worker.deliver(worker.sibling_failed, failed.key, failed.reason, failed.text)
         self.world.at(LOCAL_NS, worker.deliver, worker.adopt)
 
@@ -87,8 +86,8 @@ class Agent:
         self.world.at(LOCAL_NS, self._publish, worker)
 
     def _family(self, worker: Worker) -> list[Worker]:
-        family = worker.client.key[:2]
-        found = [slot for key, slot in self.slots.items() if key[:2] == family and slot is not None]
+        replica = worker.client.key.replica
+        found = [slot for key, slot in self.slots.items() if key.replica == replica and slot is not None]
         return [slot for slot in found if slot.ready and not slot.draining and slot.alive]
 
     def _publish(self, worker: Worker) -> None:
@@ -98,16 +97,15 @@ class Agent:
         ranks = sorted(
             (RankAddress(each.peer.rank, each.address, each.epoch) for each in workers), key=lambda each: each.rank
         )
-        # Ranks of one agent may copy into each other's pages.
-        near = f"{self.name}.{self.life}" if worker.core.config.agent else ""
-        endpoint = Endpoint(worker.peer.instance, worker.core.config.layout, tuple(ranks), near)
+        config = worker.core.config
+        endpoint = Endpoint(worker.peer.instance, config.layout, tuple(ranks), config.agent)
         for each in workers:
             self.world.at(LOCAL_NS, each.client.learn, each, endpoint)
 
     def _siblings(self, worker: Worker) -> list[Worker]:
-        """Return the other ranks' workers, also started ones that serve no engine yet."""
-        family = worker.client.key[:2]
-        started = [slot for key, slot in self.slots.items() if key[:2] == family and slot is not None]
+        """Return the other ranks' workers for this memory, also started ones that serve no engine yet."""
+        replica = worker.client.key.replica
+        started = [slot for key, slot in self.slots.items() if key.replica == replica and slot is not None]
         return [each for each in started if each is not worker and not each.draining and each.alive and self.alive]
 
     def room_failed(self, worker: Worker, effect: RoomEnded) -> None:
@@ -115,7 +113,7 @@ class Agent:
         if not self.alive:
             return
         failed = RoomFailed(effect.half, effect.key, effect.reason, effect.text)
-        self._failed.add(worker.client.key[:2], failed, self.world.now_ns / SECOND)
+        self._failed.add(worker.client.key.replica, failed, self.world.now_ns / SECOND)
         for each in self._siblings(worker):
             self.world.at(LOCAL_NS, each.deliver, each.sibling_failed, effect.key, effect.reason, effect.text)
 
@@ -130,8 +128,9 @@ class Agent:
         """A worker's process has ended."""
         if self.slots.get(worker.client.key) is worker:
             del self.slots[worker.client.key]
-            if not any(key[:2] == worker.client.key[:2] for key in self.slots):
-                self._failed.forget(worker.client.key[:2])
+            replica = worker.client.key.replica
+            if not any(key.replica == replica for key in self.slots):
+                self._failed.forget(replica)
         if not worker.draining:
             worker.draining = True
             for each in self._siblings(worker):

@@ -23,7 +23,7 @@ from sim_world import MS, SECOND, ViolationError, World
 from longshore_client.core import Core, State
 from longshore_client.ledger import Call, HalfKey
 from longshore_client.memory import pool_geometry
-from longshore_wire.effects import SessionConfig
+from longshore_wire.effects import PeerId, SessionConfig
 from longshore_wire.engine_messages import (
     ENGINE_PROTOCOL_VERSION,
     TO_AGENT,
@@ -38,6 +38,7 @@ from longshore_wire.engine_messages import (
     Refused,
     RoomEvent,
     RoomEventKind,
+    TargetMemory,
     ToEngine,
     Welcome,
 )
@@ -48,7 +49,8 @@ from longshore_wire.peer_messages import RoomKey
 if TYPE_CHECKING:
     from sim_agent import Agent
 
-PAGES_MAX = 512
+# Host memory is larger, and its pages may hold one token.
+PAGES_MAX = {TargetMemory.DEVICE: 512, TargetMemory.HOST: 2048}
 REDIAL_NS = 100 * MS
 # An engine aborts a request if its agent is busy for this long.
 TRIES_MAX = 60
@@ -56,8 +58,8 @@ _serials = itertools.count(1)
 
 
 @lru_cache(maxsize=256)
-def _geometry(layout: KVLayout) -> PoolGeometry:
-    return pool_geometry(layout, PAGES_MAX)
+def _geometry(layout: KVLayout, page_count: int) -> PoolGeometry:
+    return pool_geometry(layout, page_count)
 
 
 @dataclass(eq=False, slots=True)
@@ -95,18 +97,23 @@ class Room:
 
 
 class Client:
-    """One engine rank: the real client's core, and an engine that uses it."""
+    """One engine rank's pages in one memory: the real client's core for them, and an engine that uses it.
+
+    A rank with pages in both memories has two, which live, stop and die together, while their workers do not.
+    """
 
     def __init__(self, world: World, agent: Agent, half: Half, make: Callable[[int], SessionConfig]) -> None:
         self.world, self.agent, self.half, self.config = world, agent, half, make
         config = make(0)
         layout = config.layout
         self.layout, self.instance, self.lease_ns = layout, config.instance, config.lease_ns
-        self.key = (config.instance, layout.parallel.dp_rank, layout.rank)
-        self.geometry = _geometry(layout)
-        self.pool = Pool(layout, PAGES_MAX)
-        hello = Hello(ENGINE_PROTOCOL_VERSION, config.instance, layout, "cpu", (half,), config.engine)
-        self.core = Core(hello, agent.name)
+        self.key = PeerId(config.instance, layout.parallel.dp_rank, layout.rank, config.memory)
+        self.geometry = _geometry(layout, PAGES_MAX[config.memory])
+        self.pool = Pool(layout, PAGES_MAX[config.memory])
+        hello = Hello(
+            ENGINE_PROTOCOL_VERSION, config.instance, layout, "cpu", (half,), config.engine, memory=config.memory
+        )
+        self.core = Core(hello, agent.name, deque())
         self.rooms: dict[RoomKey, Room] = {}
         self.alive, self.paused = True, False
         self.worker: Worker | None = None
@@ -115,7 +122,7 @@ class Client:
         self._wake(world.now_ns + LOCAL_NS)
 
     def __repr__(self) -> str:
-        return f"engine {'/'.join(map(str, self.key))}@{self.agent.name}"
+        return f"engine {self.key.path}@{self.agent.name}"
 
     @property
     def served(self) -> bool:
@@ -361,9 +368,22 @@ class Client:
 
 @dataclass(eq=False)
 class Engine:
-    """One life of an engine of one replica: its ranks live and die together, or one by one."""
+    """One life of an engine of one replica: its ranks live and die together, or one by one.
+
+    Attributes:
+        clients: of all ranks, first those of the device's memory, then those of host memory, if it has pages there.
+    """
 
     clients: list[Client]
+
+    def of(self, memory: TargetMemory) -> list[Client]:
+        """Return the clients of all ranks for one memory."""
+        return [client for client in self.clients if client.key.memory is memory]
+
+    def process(self, number: int) -> list[Client]:
+        """Return the clients in the process that has client `number`."""
+        rank = self.clients[number].key.rank
+        return [client for client in self.clients if client.key.rank == rank]
 
     @property
     def alive(self) -> bool:

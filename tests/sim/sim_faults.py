@@ -73,7 +73,8 @@ class Faults:
         place, life = self._run.places[at], self._life(at, rank)
         if life is None:
             return
-        life.clients[rank].die()
+        for client in life.process(rank):
+            client.die()
         self._world.at(pause_ns // 4, self._end, life)
         self._world.at(pause_ns, self._again, place)
 
@@ -163,8 +164,9 @@ class Faults:
         """SIGSTOP and SIGCONT of an engine's rank."""
         life = self._life(at, rank)
         if life is not None:
-            life.clients[rank].paused = True
-            self._world.at(pause_ns, life.clients[rank].resume)
+            for client in life.process(rank):
+                client.paused = True
+                self._world.at(pause_ns, client.resume)
 
     def jump(self, at: int, _: int, pause_ns: int) -> None:
         """A host's clock jumps ahead."""

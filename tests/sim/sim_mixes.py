@@ -27,6 +27,11 @@ SHAPES: tuple[Shape, ...] = (
     (6, ((3, 1), (1, 1)), (2, 1)),
 )
 SHAPE_WEIGHTS = (4, 4, 4, 2, 2, 1, 2, 1, 1, 2, 1)
+# Those in which each prefill instance has another TP than decode.
+UNEQUAL: dict[str, Any] = {
+    "shapes": SHAPES[1:9] + SHAPES[10:],
+    "shape_weights": SHAPE_WEIGHTS[1:9] + SHAPE_WEIGHTS[10:],
+}
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ class Mix:
         prompt_ns: time limit for such rooms, from when both halves are open; 0: none.
         reasons: reasons with which rooms may fail; None: any.
         forgets: workers remember fewer rooms than there are.
+        host_memory: decode's ranks also have pages in host memory, of one token each, and rooms go to either.
         never_fits: rooms of the prefill instance with the most ranks can never be staged; other rooms must not suffer.
     """
 
@@ -61,6 +67,7 @@ class Mix:
     reasons: frozenset[Reason] | None = None
     forgets: bool = False
     never_fits: bool = False
+    host_memory: bool = False
     shapes: tuple[Shape, ...] = SHAPES
     shape_weights: tuple[int, ...] = SHAPE_WEIGHTS
     wire: bool = False
@@ -172,6 +179,33 @@ MIXES: dict[str, Mix] = {
         {"kill_worker": (1, 2), "cancel": (0, 10)},
         ways=(None, Way.STAGED, Way.SLICES),
         settings=DIGESTS,
+    ),
+    "host memory": Mix(Odds(loss=0.02, repeat=0.1, late=0.02), sure=True, host_memory=True, **UNEQUAL),
+    "host memory and dying workers": Mix(
+        LATE, {"kill_decode_worker": (1, 3), "kill_worker": (0, 2)}, alone=True, host_memory=True, **UNEQUAL
+    ),
+    "host memory nearby": Mix(
+        Odds(slow_write=0.1, slow_write_ns=50 * MS),
+        {"cancel": (0, 10), "kill_worker": (0, 2)},
+        near=True,
+        host_memory=True,
+        **UNEQUAL,
+    ),
+    "host memory and everything": Mix(
+        WORSE,
+        {
+            "cancel": (0, 10),
+            "kill_worker": (0, 3),
+            "kill_engine": (0, 1),
+            "kill_agent": (0, 1),
+            "cut": (0, 1),
+            "stop_worker": (0, 2),
+            "stop_engine": (0, 1),
+            "move": (0, 1),
+        },
+        rings=(1024, 4096, 32768),
+        host_memory=True,
+        **UNEQUAL,
     ),
     "everything": Mix(
         WORSE,

@@ -33,7 +33,7 @@ class Net:
         world.counts["messages"] += 1
         if not isinstance(message, Ping | Pong):
             world.counts["attaches" if isinstance(message, Attach) else "words"] += 1
-        label = "/".join(map(str, peer))
+        label = peer.path
         delays = world.chance.message(sender.label, label)
         if world.trace is not None and not isinstance(message, Ping | Pong):
             note = "" if len(delays) == 1 else " (lost)" if not delays else f" ({len(delays)} times)"

@@ -25,9 +25,10 @@ from sim_world import MS, SECOND, Chance, Host, ViolationError, World
 
 from longshore_wire import claims, target_peers
 from longshore_wire.effects import SessionConfig
-from longshore_wire.engine_messages import Endpoint, Half
+from longshore_wire.engine_messages import Endpoint, Half, TargetMemory
 from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, Parallel
+from longshore_wire.names import ON_GPU
 from longshore_wire.peer_messages import RoomKey
 
 # Engines and agents have started by then.
@@ -38,6 +39,7 @@ LIMIT_NS = 90 * SECOND
 MEMORY_NS = 60 * SECOND
 WAIT_NS = 50 * MS
 HOST_FAULTS = frozenset({"kill_agent", "cut", "reboot", "replace", "depart", "jump"})
+WORKER_FAULTS = frozenset({"kill_worker", "stop_worker"})
 TWINS = frozenset({"twin", "replace"})
 TRIES_MAX = 400
 
@@ -122,19 +124,29 @@ class Run:
         half = Half.SOURCE if place.spec.prefill else Half.TARGET
         ranks = range(place.spec.tp * place.spec.pp)
         self._engines += 1
-        made = [partial(self._config, place.spec, agent, self._engines, rank) for rank in ranks]
+        made = [
+            partial(self._config, place.spec, agent, self._engines, rank, memory)
+            for memory in place.spec.memories
+            for rank in ranks
+        ]
         place.lives.append(Engine([Client(self.world, agent, half, each) for each in made]))
         self.world.say(f"engine {place.spec.instance}/{place.spec.dp_rank}", f"starts on {agent.name}")
 
-    def _config(self, spec: Replica, agent: Agent, engine: int, rank: int, epoch: int) -> SessionConfig:
+    def _config(
+        self, spec: Replica, agent: Agent, engine: int, rank: int, memory: TargetMemory, epoch: int
+    ) -> SessionConfig:
         place = Parallel(spec.tp, rank % spec.tp, spec.pp, rank // spec.tp, spec.dp, spec.dp_rank)
+        on_device = memory is TargetMemory.DEVICE
+        # Ranks of one agent may copy into each other's pages.
+        near = f"{agent.name}.{agent.life}{ON_GPU if self.scenario.on_gpu and on_device else ''}"
         return SessionConfig(
             "sim",
             spec.instance,
             epoch,
-            KVLayout(self.scenario.model, place, spec.page_size),
+            KVLayout(self.scenario.model, place, spec.page_size if on_device else spec.host_page_size),
+            memory,
             engine=engine,
-            agent=f"{agent.name}.{agent.life}" if self.scenario.near else "",
+            agent=near if self.scenario.near else "",
             **self.scenario.settings,
         )
 
@@ -176,7 +188,7 @@ class Run:
             if tries < TRIES_MAX:
                 self.world.at(WAIT_NS, self._claim, spec, prefill, decode, None, tries + 1)
             return
-        for client in decode.clients:
+        for client in decode.of(spec.memory):
             end = max(spec.first, spec.end + spec.lie)
             room = client.open(spec.number, endpoint.instance, spec.first, end, spec.keep_ns) if client.alive else None
             if room is not None:
@@ -269,7 +281,8 @@ class Run:
         for spec in self.scenario.rooms:
             if mix.never_fits and self.places[spec.prefill].spec.tp == most:
                 continue
-            alone = mix.alone and spec.number not in cancelled and not struck & {spec.prefill, spec.decode}
+            sides = {(spec.prefill, TargetMemory.DEVICE), (spec.decode, spec.memory)}
+            alone = mix.alone and spec.number not in cancelled and not struck & sides
             after = mix.aftermath and spec.at_ns >= last_ns + AFTERMATH_NS
             halves = [room for engine, _ in self._sides(spec.number) for room in engine.rooms(spec.number)]
             for room in halves:
@@ -291,7 +304,9 @@ class Run:
             return
         for engine, other in self._sides(number):
             halves, others = engine.rooms(number), other.rooms(number)
-            if len(others) < len(other.clients) or any(half.cancelled or not half.lives for half in (*halves, *others)):
+            if len(others) < len(other.of(TargetMemory.DEVICE)) or any(
+                half.cancelled or not half.lives for half in (*halves, *others)
+            ):
                 continue
             if not all(half.opened for half in (*halves, *others)):
                 continue
@@ -301,14 +316,17 @@ class Run:
                 if half.ended is Reason.TIMED_OUT and half.ended_ns < lived_until_ns:
                     raise ViolationError(f"room {number} waits until time is over at {half.client}")
 
-    def _struck(self, fault: Fault) -> set[int]:
-        """Return the replicas that a fault may have harmed: all of a struck host, also after a move."""
+    def _struck(self, fault: Fault) -> set[tuple[int, TargetMemory]]:
+        """Return the replicas that a fault may have harmed, and in which memory: all of a struck host, also after a move."""
         if fault.what == "cancel":
             return set()
-        hosts = {self.places[fault.who[0]].spec.host}
+        at, spec = fault.who[0], self.places[fault.who[0]].spec
+        if fault.what in WORKER_FAULTS:
+            return {(at, spec.memory_of(fault.who[1]))}
+        harmed = [at]
         if fault.what in HOST_FAULTS:
-            return {at for at, place in enumerate(self.places) if place.spec.host in hosts}
-        return {fault.who[0]}
+            harmed = [other for other, place in enumerate(self.places) if place.spec.host == spec.host]
+        return {(each, memory) for each in harmed for memory in TargetMemory}
 
     def _check_forgotten(self) -> None:
         for worker in self._workers():

@@ -13,7 +13,7 @@ from sim_mixes import MIXES, Mix
 from sim_world import MS, SECOND, Odds
 
 from longshore_wire.crossover import WHOLE_PAGES, Crossover, Measured, Row
-from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX
+from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX, TargetMemory
 from longshore_wire.layout import ModelShape
 
 # In place is cheaper for small rooms over a wire that is known.
@@ -22,7 +22,7 @@ TABLE = Crossover(measured=(Measured("Loopback", "sim", (Row(64, (500, 2_000), (
 
 @dataclass(frozen=True)
 class Replica:
-    """One DP replica of an engine instance."""
+    """One DP replica of an engine instance. `host` is the machine; `host_page_size` is 0 without pages in host memory."""
 
     instance: str
     prefill: bool
@@ -32,6 +32,16 @@ class Replica:
     dp_rank: int
     page_size: int
     host: int
+    host_page_size: int = 0
+
+    @property
+    def memories(self) -> tuple[TargetMemory, ...]:
+        """The memories that its ranks have pages in, each with a worker of its own."""
+        return (TargetMemory.DEVICE, TargetMemory.HOST) if self.host_page_size else (TargetMemory.DEVICE,)
+
+    def memory_of(self, worker: int) -> TargetMemory:
+        """Return the memory of a worker, by its number among those of this replica."""
+        return self.memories[worker // (self.tp * self.pp)]
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,7 @@ class RoomSpec:
     skew_ns: int = 0  # each prefill rank is later than the one before
     stale_endpoint: bool = False  # the endpoint is that of the request's begin
     lie: int = 0  # added to the total that decode claims
+    memory: TargetMemory = TargetMemory.DEVICE  # of decode's pages
 
 
 @dataclass(frozen=True)
@@ -71,6 +82,7 @@ class Scenario:
     Attributes:
         fates: fates of single messages and writes that are not drawn from the seed.
         steady: usual delays are constant.
+        on_gpu: the devices of engines are GPUs, whose workers also reach host memory.
     """
 
     mix: str
@@ -87,6 +99,7 @@ class Scenario:
     wire: str = ""
     revocable: bool = False
     near: bool = False
+    on_gpu: bool = False
     codec: bool = False
     message_pages: int = PAGES_PER_MESSAGE_MAX  # page lists of claims come in messages of so many
     fates: dict[tuple[str, ...], Any] | None = None
@@ -109,7 +122,7 @@ def scenario(mix_name: str, seed: int) -> Scenario:
     heads, prefills, decode = draw.choices(mix.shapes, mix.shape_weights)[0]
     model = ModelShape(layers=3 if decode[1] == 3 else 2, kv_heads=heads, head_dim=1, element_bytes=4)
     host_count = draw.choice((2, 2, 3, 4))
-    replicas = tuple(_replicas(draw, prefills, decode, host_count, near=mix.near))
+    replicas = tuple(_replicas(draw, prefills, decode, host_count, mix))
     ring_bytes = draw.choice(mix.rings)
     sources = [at for at, each in enumerate(replicas) if each.prefill]
     targets = [at for at, each in enumerate(replicas) if not each.prefill]
@@ -156,13 +169,14 @@ def scenario(mix_name: str, seed: int) -> Scenario:
         wire="sim" if mix.wire else "",
         revocable=mix.revocable,
         near=mix.near,
+        on_gpu=mix.near and mix.host_memory,
         codec=draw.random() < 0.1,
         message_pages=draw.choice((PAGES_PER_MESSAGE_MAX, PAGES_PER_MESSAGE_MAX, 1, 3)),
     )
 
 
 def _replicas(
-    draw: random.Random, prefills: tuple[tuple[int, int], ...], decode: tuple[int, int], host_count: int, *, near: bool
+    draw: random.Random, prefills: tuple[tuple[int, int], ...], decode: tuple[int, int], host_count: int, mix: Mix
 ) -> list[Replica]:
     found = []
     for is_prefill, shapes in ((True, prefills), (False, (decode,))):
@@ -170,9 +184,12 @@ def _replicas(
         for number in range(max(len(shapes), draw.choice((1, 1, 2)))):
             tp, pp = shapes[number % len(shapes)]
             dp = draw.choice((1, 1, 2)) if tp * pp < 3 else 1
-            host = 0 if near else draw.randrange(host_count)
+            host = 0 if mix.near else draw.randrange(host_count)
+            host_page_size = 1 if mix.host_memory and not is_prefill else 0
             name = f"{'P' if is_prefill else 'D'}{number}"
-            found += [Replica(name, is_prefill, tp, pp, dp, each, page_size, host) for each in range(dp)]
+            found += [
+                Replica(name, is_prefill, tp, pp, dp, each, page_size, host, host_page_size) for each in range(dp)
+            ]
     return found
 
 
@@ -198,6 +215,7 @@ def _room(draw: random.Random, mix: Mix, number: int, prefill: int, decode: int,
         draw.choice((0, 0, 10 * MS, 800 * MS)),
         draw.random() < mix.stale,
         draw.choice((-1, 1)) if draw.random() < mix.lies else 0,
+        draw.choice(tuple(TargetMemory)) if mix.host_memory else TargetMemory.DEVICE,
     )
 
 
@@ -229,5 +247,5 @@ def _fault(
     wanted = next((side for name, side in sides.items() if name in kind), [True, False])
     at = draw.choice([at for at, each in enumerate(replicas) if each.prefill in wanted])
     what = kind.replace("_prefill", "").replace("_decode", "")
-    ranks = replicas[at].tp * replicas[at].pp
-    return Fault(at_ns, what, (at, draw.randrange(ranks)), 0 if what in AT_ONCE else pause_ns)
+    workers = replicas[at].tp * replicas[at].pp * len(replicas[at].memories)
+    return Fault(at_ns, what, (at, draw.randrange(workers)), 0 if what in AT_ONCE else pause_ns)

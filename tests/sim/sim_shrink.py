@@ -20,7 +20,9 @@ RUNS_MAX = 1500
 
 def kind(fault: str) -> str:
     """Return the text of a fault without its numbers and names; a smaller run must show the same."""
-    text = re.sub(r"(engine |room )?[PD]\d/\d/\d@h\d(#\d+)?|RoomKey\([^)]*\)", "X", fault.split(";", maxsplit=1)[0])
+    text = re.sub(
+        r"(engine |room )?[PD]\d/\d/\d(/host)?@h\d(#\d+)?|RoomKey\([^)]*\)", "X", fault.split(";", maxsplit=1)[0]
+    )
     text = re.sub(r"ended with \w+ and not released|not ended", "open", text)
     return re.sub(r"[\d,\[\]]+", "N", text)[:60]
 

@@ -13,6 +13,7 @@ from sim_lanes import Lanes
 from sim_memory import ShadowRing, Staging
 from sim_world import MS, SECOND, US, ViolationError, World
 
+from longshore_wire import effects
 from longshore_wire.claims import Wanted
 from longshore_wire.effects import (
     Dial,
@@ -83,8 +84,8 @@ class Worker:
     def __init__(self, world: World, agent: Agent, client: Client, epoch: int, config: SessionConfig) -> None:
         self.world, self.agent, self.client, self.host = world, agent, client, agent.host
         self.epoch, self.half = epoch, client.half
-        self.peer = PeerId(config.instance, config.layout.parallel.dp_rank, config.layout.rank)
-        self.label = "/".join(map(str, self.peer))
+        self.peer = PeerId(config.instance, config.layout.parallel.dp_rank, config.layout.rank, config.memory)
+        self.label = self.peer.path
         self.address = f"{agent.name}:{self.label}"
         if self.address in world.listeners:
             # The last life still has its port: a stopped process does not notice that its agent is gone.
@@ -95,6 +96,7 @@ class Worker:
         self.tables: dict[RoomKey, Room] = {}
         self.routes: dict[PeerId, Worker] = {}  # a source's: where the newest Attach of a target came from
         self.refused: dict[PeerId, Worker] = {}
+        self.names: dict[Worker, PeerId] = {}  # a source's: who a target is, by its Attach
         self.attached: set[PeerId] = set()
         self.connections: dict[PeerId, str] = {}  # a target's
         self.access: dict[int, int] = {}  # by the epoch of a writer: how often it was taken from it
@@ -179,8 +181,8 @@ class Worker:
 
     def flush(self) -> None:
         """Carry out the core's effects until there are none."""
-        while effects := self.core.take_effects():
-            for effect in effects:
+        while taken := self.core.take_effects():
+            for effect in taken:
                 self._apply(effect)
 
     def _apply(self, effect: Effect) -> None:
@@ -313,12 +315,17 @@ class Worker:
 
     def hear(self, sender: Worker, message: PeerMessage) -> None:
         """Give a message to the core, as the links of a worker do."""
-        if self.half is Half.TARGET or self._admit(sender, message):
+        if self.half is Half.TARGET:
             self.core.receive(sender.peer, message, self.clock())
+            return
+        if isinstance(message, Attach):
+            self.names[sender] = effects.sender(message)
+        peer = self.names.get(sender, sender.peer)
+        if self._admit(peer, sender, message):
+            self.core.receive(peer, message, self.clock())
 
-    def _admit(self, sender: Worker, message: PeerMessage) -> bool:
+    def _admit(self, peer: PeerId, sender: Worker, message: PeerMessage) -> bool:
         """Store the address of a target's life. A live one that is not the newest is heard only when it attaches."""
-        peer = sender.peer
         route = self.routes.get(peer)
         if isinstance(message, Attach):
             if route is not None and route.epoch > sender.epoch:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from sim_engine import Client
 from sim_mixes import MIXES
-from sim_run import Outcome, play
+from sim_run import Outcome, Run, play
 from sim_scenarios import scenario
+from sim_world import MS
 from simulate import SEEDS, is_deep
 
+from longshore_wire.engine_messages import TargetMemory
 from longshore_wire.layout import ModelShape
 
 RUN = list(MIXES)
@@ -66,6 +69,36 @@ def test_rooms_of_many_ranks_are_delivered_exactly_once_however_messages_are_los
     assert not found.fault, found.where
     ranks = prefill[0] * prefill[1] + decode[0] * decode[1]
     assert found.counts["source done"] + found.counts["target done"] == len(rooms) * ranks
+
+
+def test_one_run_has_rooms_in_both_memories_of_a_decode_rank_at_once_and_a_worker_of_either_dies_alone() -> None:
+    shared, alone = set(), set()
+    for seed in range(2 * QUICK_SEEDS):
+        run = Run(scenario("host memory and dying workers", seed))
+        ranks = [
+            [client for client in place.lives[0].clients if client.key.rank == rank]
+            for place in run.places
+            for rank in range(place.spec.tp * place.spec.pp if place.spec.host_page_size else 0)
+        ]
+        assert all({client.layout.page_size for client in rank} > {1} for rank in ranks)
+
+        def look(run: Run = run, ranks: list[list[Client]] = ranks) -> None:
+            for device, host in ranks:
+                if all(client.served and len(client.core.ledger) for client in (device, host)):
+                    shared.add(run.scenario.seed)
+                alone.update(other.key.memory for one, other in ((device, host), (host, device)) if _dead(one, other))
+            run.world.at(MS, look)
+
+        run.world.at(0, look)
+        run.play(deep=False)
+
+    assert len(shared) == 2 * QUICK_SEEDS
+    assert alone == set(TargetMemory)
+
+
+def _dead(one: Client, other: Client) -> bool:
+    """Whether a worker has died while that of the other memory serves open rooms."""
+    return one.worker is None and one.core.welcome is not None and other.served and bool(len(other.core.ledger))
 
 
 @pytest.mark.parametrize("mix", ["calm", "stopped processes"])

@@ -2,7 +2,8 @@
 
 For each transport the decode engines are registered with two agents, so that one run can move the same pages by both ways
 and by every transport. One agent is configured for staged slabs, the other for slices. Slices do not reach KV on GPUs:
-there the other agent is prefill's own, whose engines exchange pages directly.
+there the other agent is prefill's own, whose engines exchange pages directly. Engines of one pair also have pages in host
+memory, registered with the agent for staged slabs, or on GPUs with prefill's own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from longshore_lab.engine.processes import EngineProcesses
 from longshore_lab.engine.starter import RankStarter
 from longshore_wire.engine_messages import Half
 
-STAGED, SLICES, DIRECT = "staged", "slices", "direct"
+STAGED, SLICES, DIRECT, HOST = "staged", "slices", "direct", "host"
 PAGE_SIZE = 16
 # Small compared with a prompt, so that the ring wraps many times. Each lane's buffer still holds a slab of 1 MiB or more.
 _RING_BYTES = 12 << 20
@@ -61,6 +62,16 @@ class Agents:
             if placement.on_gpus
             else LocalAgent(common | {"node": "decode-slices", "force_way": "Slices"}, directory / "slices"),
         }
+
+    @property
+    def host(self) -> LocalAgent:
+        """The agent that serves decode's pages in host memory."""
+        return self.decode[self.host_way]
+
+    @property
+    def host_way(self) -> str:
+        """The way to these pages."""
+        return DIRECT if self.other_way == DIRECT else STAGED
 
     @property
     def all(self) -> list[LocalAgent]:
@@ -102,6 +113,7 @@ class Engines:
     Attributes:
         name: the pair's name, such as `TP4 -> TP1`.
         prefill_instance, decode_instances: names of the instances, the latter by the way of its agent.
+        has_host: decode's ranks also have pages in host memory, at the first transport's agent.
     """
 
     def __init__(
@@ -113,12 +125,15 @@ class Engines:
         seed: int,
         placement: Placement,
         starter: RankStarter,
+        *,
+        has_host: bool = False,
     ) -> None:
         self._starter = starter
+        self.has_host = has_host
         self._transports = transports
         self.name = f"TP{prefill_tp} -> TP{decode_tp}"
         self.prefill_instance = f"prefill-{prefill_tp}-{decode_tp}"
-        ways = [way for agents in transports for way in agents.decode]
+        ways = [*(way for agents in transports for way in agents.decode), *([HOST] if has_host else [])]
         self.decode_instances = {way: f"decode-{prefill_tp}-{decode_tp}-{way}" for way in ways}
         self._started: list[EngineProcesses] = []
         prefill = {
@@ -130,6 +145,10 @@ class Engines:
             for agents in transports
             for way, agent in agents.decode.items()
         }
+        if has_host:
+            agents = transports[0]
+            name = self.decode_instances[HOST]
+            decode[agents.registration(HOST)] = Registration(name, agents.host.socket_path, host=True)
         try:
             near, far = ConnectorOptions(Half.SOURCE, prefill), ConnectorOptions(Half.TARGET, decode)
             self.prefill = self._start(near, prefill_tp, page_count, seed, placement.prefill)

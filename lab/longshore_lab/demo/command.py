@@ -103,7 +103,8 @@ def _judged(arguments: argparse.Namespace, placement: Placement, directory: Path
     print(f"\n{rendered(results)}\n")
     print("Everything is equal: pages byte for byte, and tokens with those of one engine that did both.")
     print("GB/s: all rooms at once, from the first accepted send to the last DONE, the middle one of several times;")
-    print("pieces: the separate pieces of memory in all writes; vs slices: against the same rooms slice by slice.")
+    print("pieces: the separate pieces of memory in all writes; vs slices: against the same rooms slice by slice;")
+    print("host: into pages of one token in decode's host memory, compared after decode had copied them into its own.")
     if placement.on_gpus:
         print(f"KV was in GPU memory throughout: {placement}. The one engine has its own in host memory.")
         print(f"Left out on GPUs: {devices.WAYS_LEFT_OUT}.")
@@ -132,10 +133,12 @@ def _all_pairs(
     page_count = 2 * pages_for(total_tokens(quick=arguments.quick), PAGE_SIZE)
     results: list[PairResult] = []
     requests: list[Request] = []
-    for prefill_tp, decode_tp in pairs:
+    for number, (prefill_tp, decode_tp) in enumerate(pairs, 1):
         if results:
             progress.say(f"starting the engines of TP{prefill_tp} -> TP{decode_tp}")
-        with Engines(transports, prefill_tp, decode_tp, page_count, arguments.seed, placement, starter) as engines:
+        # One pair is enough to show decode's host memory, which takes two more workers for each of its ranks.
+        shape = (prefill_tp, decode_tp, page_count, arguments.seed)
+        with Engines(transports, *shape, placement, starter, has_host=number == len(pairs)) as engines:
             if not requests:
                 requests = _reference(arguments, progress, starter)
                 for agents in transports:

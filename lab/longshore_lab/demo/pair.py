@@ -16,7 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from longshore_lab.demo import compare
-from longshore_lab.demo.cluster import DIRECT, PAGE_SIZE, SLICES, STAGED, Agents, Engines
+from longshore_lab.demo.cluster import DIRECT, HOST, PAGE_SIZE, SLICES, STAGED, Agents, Engines
 from longshore_lab.demo.counts import Counts, PairResult, Transfer, lane_shares, of_instance, ring_rounds, wires_of
 from longshore_lab.demo.errors import DifferenceError
 from longshore_lab.demo.progress import Progress
@@ -110,9 +110,16 @@ class PairRun:
             f"{staged.payload_bytes / 1e6:.0f} MB again, {_times(staged)} staged in {staged.median_s:.2f} s, "
             f"{_times(other)} {_IN_WORDS[other_way]} in {other.median_s:.2f} s; rings wrapped {_ends(rounds)} times"
         )
+        transfers = [staged, other]
+        if self._engines.has_host and not self._earlier:
+            host = self._measure(rooms, HOST, 1)
+            transfers.append(host)
+            self._say(
+                f"{host.payload_bytes / 1e6:.0f} MB into pages of one token in decode's host memory in {host.median_s:.2f} s"
+            )
         shares = lane_shares(self._agents.prefill.metrics(), self._engines.prefill_instance)
         name, backend = self._engines.name, self._agents.backend
-        return PairResult(name, backend, (staged, other), rounds, shares, compared_bytes, compared_tokens)
+        return PairResult(name, backend, tuple(transfers), rounds, shares, compared_bytes, compared_tokens)
 
     def _say(self, text: str) -> None:
         self._progress.say(f"{self._engines.name} by {self._agents.backend}: {text}")
@@ -249,7 +256,8 @@ class PairRun:
                 "reach each other's memory; name others, or one"
             )
         counts = Counts(total.slabs // rounds, total.writes // rounds, total.pieces // rounds)
-        wires = wires_of(self._agents.decode[way].status()["workers"], self._engines.decode_instances[way])
+        agent = self._agents.host if way == HOST else self._agents.decode[way]
+        wires = wires_of(agent.status()["workers"], self._engines.decode_instances[way])
         return Transfer(way, len(rooms), counts, moved[0], tuple(seconds), wires)
 
     def _move(self, rooms: Sequence[Room], way: str) -> tuple[float, int]:
@@ -281,7 +289,8 @@ class PairRun:
             self._decode.release(room.decode_pages)
 
     def _counted(self, way: str) -> Counts:
-        return Counts.of(self._agents.prefill.metrics(), self._engines.prefill_instance, way)
+        counted = self._agents.host_way if way == HOST else way
+        return Counts.of(self._agents.prefill.metrics(), self._engines.prefill_instance, counted)
 
     # -- both ------------------------------------------------------------------------------------------------------
 

@@ -119,6 +119,19 @@ class PagePool:
         page, slot = self._locate(pages, first, end)
         return self.planes[:, page, slot].contiguous().cpu()
 
+    def put_tokens(self, pages: Sequence[int], first: int, end: int, rows: Tensor) -> None:
+        """Store the result of `dump_tokens` of another pool as tokens [first, end).
+
+        Args:
+            pages: those from the page of `first` on.
+        Raises:
+            EngineError: a page is out of range.
+        """
+        size = self.layout.page_size
+        page, slot = self._locate([pages[0]] * (first // size) + list(pages), first, end)
+        self.planes[:, page, slot] = rows.to(self.planes.device)
+        self._settle()
+
     def digest_tokens(self, pages: Sequence[int], first: int, end: int) -> list[HeadDigest]:
         """Digest the bytes of tokens [first, end), one entry for each global layer, K or V, and global head.
 

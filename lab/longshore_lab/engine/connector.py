@@ -22,6 +22,7 @@ from longshore_client import (
     Half,
     RoomEvent,
     RoomEventKind,
+    TargetMemory,
     connect,
 )
 from longshore_lab.devices import CPU
@@ -30,6 +31,7 @@ from longshore_wire.errors import Reason
 
 if TYPE_CHECKING:
     # The driver imports the commands below and must not load torch.
+    from longshore_lab.engine.cache import PagePool
     from longshore_lab.engine.rank import EngineRank
 
 # The value of `RankOptions.extension` that loads this module.
@@ -49,10 +51,13 @@ class Registration(msgspec.Struct, frozen=True):
         instance: name of the engine instance there, the same for all of its ranks. Peers identify a rank by it: an
             instance that registers with two agents has two names.
         socket: the agent's engine socket.
+        host: its rooms go into pages of one token in host memory. The rank copies them into its own pages afterwards, as an
+            engine does that pages in what a step needs.
     """
 
     instance: str
     socket: str
+    host: bool = False
 
 
 class ConnectorOptions(msgspec.Struct, frozen=True):
@@ -135,11 +140,16 @@ class Connector:
     def __init__(self, engine: EngineRank, options: bytes) -> None:
         self._options = msgspec.msgpack.decode(options, type=ConnectorOptions)
         self._clients: dict[str, Client] = {}
+        self._pool = engine.pool
+        # Pages of one token for `Registration.host`, and the parts that are claimed into them, by room.
+        self._host_pool: PagePool | None = None
+        self._host_parts: dict[int, Part] = {}
         self._open = ExitStack()
         self._decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
         pool, memory = engine.pool, engine.pool.device_memory
         try:
             for name, agent in self._options.agents.items():
+                host = self._made_host_pool(pool) if agent.host else None
                 client = self._open.enter_context(
                     connect(
                         agent.socket,
@@ -147,13 +157,17 @@ class Connector:
                         layout=engine.options.layout,
                         device=CPU if memory is None else memory.name,
                         roles=(self._options.half,),
+                        host_layout=host.layout if host else None,
                         timeout_s=CONNECT_TIMEOUT_S,
                     )
                 )
+                self._clients[name] = client
+                if host:
+                    client.register_pool(0, host.geometry, [host.region_fd], TargetMemory.HOST)
+                    continue
                 regions = [pool.region_fd] if memory is None else [memory.region]
                 # On a GPU this compiles the kernels of this layout, so that no room waits for them.
                 client.register_pool(0, pool.geometry, regions, timeout_s=CONNECT_TIMEOUT_S)
-                self._clients[name] = client
         except BaseException:
             self._open.close()
             raise
@@ -174,16 +188,48 @@ class Connector:
             case Offer(parts=parts):
                 return msgspec.msgpack.encode(self._offer(client, parts))
             case Claim(endpoint=endpoint, parts=parts, digest=digest):
+                host = self._options.agents[command.agent].host
+                memory = TargetMemory.HOST if host else TargetMemory.DEVICE
                 for part in parts:
-                    where = (part.room, endpoint, part.pages, part.first, part.end)
-                    _insistently(partial(client.receive, *where, digest=digest))
+                    pages = self._host_pages(part) if host else part.pages
+                    where = (part.room, endpoint, pages, part.first, part.end)
+                    _insistently(partial(client.receive, *where, memory=memory, digest=digest))
+                    if host:
+                        self._host_parts[part.room] = part
                 return b""
             case Await(rooms=rooms, timeout_s=timeout_s):
                 return msgspec.msgpack.encode(self._await(client, rooms, timeout_s))
 
     def close(self) -> None:
-        """Disconnect from the agents, which unmap the pool at once."""
+        """Disconnect from the agents, which unmap the pools at once."""
         self._open.close()
+
+    def _made_host_pool(self, pool: PagePool) -> PagePool:
+        """Return the pool in host memory for as many tokens as `pool`."""
+        if self._host_pool is None:
+            layout = msgspec.structs.replace(pool.layout, page_size=1)
+            self._host_pool = type(pool)(layout, pool.page_count * pool.layout.page_size)
+            self._open.callback(self._host_pool.close)
+        return self._host_pool
+
+    def _host_pages(self, part: Part) -> list[int]:
+        """Return a page of one token for each token of a part, wherever its own pages are."""
+        size = self._pool.layout.page_size
+        return [
+            part.pages[token // size - part.first // size] * size + token % size
+            for token in range(part.first, part.end)
+        ]
+
+    def _page_in(self, room: int) -> None:
+        """Copy a room from the pages in host memory into the rank's own."""
+        part = self._host_parts.pop(room, None)
+        if part is None:
+            return
+        assert self._host_pool is not None
+        pages = self._host_pages(part)
+        rows = self._host_pool.dump_tokens([pages[0]] * part.first + pages, part.first, part.end)
+        self._pool.put_tokens(part.pages, part.first, part.end, rows)
+        self._host_pool.poison(pages)
 
     @staticmethod
     def _offer(client: Client, parts: list[Part]) -> Offered:
@@ -204,6 +250,7 @@ class Connector:
         done_ns = time.monotonic_ns()
         for room in rooms:
             self._wait(client, room, {RoomEventKind.RELEASED}, deadline_s)
+            self._page_in(room)
         return Arrived(done_ns, bytes_moved)
 
     def _wait(self, client: Client, room: int, kinds: set[RoomEventKind], deadline_s: float) -> RoomEvent:
