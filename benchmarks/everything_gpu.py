@@ -77,7 +77,7 @@ TESTS = "tests"
 STEPS = {
     # Quick runs leave out the slow tests: the demo, which is a separate step, and GPUs that hang.
     TESTS: Step(
-        TESTS, ("-m", "pytest", "-q", "-p", "no:cacheprovider"), "tests/gpu/*.py", 570, 510, ("-m", "not slow")
+        TESTS, ("-m", "pytest", "-q", "-p", "no:cacheprovider"), "tests/gpu/*.py", 590, 530, ("-m", "not slow")
     ),
     "demo": Step(
         "demo",
@@ -120,6 +120,14 @@ STEPS = {
         570,
         85,
         ("--sizes", "64,256", "--cases", "70B 4->1", "--tokens", "256,800,4096,8192", "--repetitions", "7"),
+    ),
+    "host": Step(
+        "host_target",
+        ("benchmarks/host_target_gpu.py",),
+        "benchmarks/host_target_gpu.py",
+        240,
+        120,
+        ("--repetitions", "9"),
     ),
     "rooms": Step(
         "rooms",

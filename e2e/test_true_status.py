@@ -113,6 +113,39 @@ def test_a_restart_of_the_operator_changes_no_condition_and_posts_no_event(
     responder.silent -= {first, second}
 
 
+def test_each_new_slab_with_differing_digests_is_told_by_one_event_of_its_worker(
+    deployments: Deployments, start: Start, responder: AgentResponder
+) -> None:
+    one = start()
+    deployments.apply()
+    deployments.wait_reason("Ready", "Ready")
+    address = deployments.pods()[0]["status"]["podIP"]
+    text = "room 7 of p-0: digest of layer 3, K of head 5 differs"
+
+    def reported(count: int) -> None:
+        found = report(instance("d-0", "target"))
+        found["workers"][0] |= {"mismatches": count, "mismatch": text}
+        responder.answers[address] = found
+
+    def events() -> list[tuple[str, int]]:
+        return [(entry["type"], entry["count"]) for entry in deployments.events("DigestMismatch")]
+
+    reported(0)
+    deployments.wait_reason("EnginesConnected", "EnginesConnected")
+    assert events() == []
+    for count in (1, 3):
+        reported(count)
+        until(lambda count=count: events() == [("Warning", min(count, 2))], "an event")
+    (event,) = deployments.events("DigestMismatch")
+    assert text in event["message"]
+    assert "w/0/0 on " in event["message"]
+    one.process.stop()
+    again = start()
+    seen = looks(again)
+    until(lambda: looks(again) >= seen + 3, "it has looked several times")
+    assert events() == [("Warning", 2)]
+
+
 def looks(one: OperatorProcess) -> float:
     return one.metric("longshore_operator_reconcile_seconds_count")
 

@@ -253,6 +253,22 @@ class Applier:
                 text = f"{entry.condition.value}: {entry.message}"
                 await self._say(observed, "Warning" if bad else "Normal", entry.reason, text, entry.condition.value)
 
+    async def tell_mismatches(self, observed: Observed, told: dict[tuple[str, str], int]) -> None:
+        """Post an event for each worker with new slabs whose digests differed.
+
+        Args:
+            told: by node and worker, the counts that were told; updated.
+        """
+        for agent in observed.agents:
+            for worker in agent.report.workers if agent.report is not None else ():
+                place = agent.pod.node, worker.worker
+                # A worker that was restarted counts from 0 again. An earlier operator may have told the first count.
+                if worker.mismatches and worker.mismatches != told.get(place):
+                    text = f"{worker.worker} on {place[0]}: {worker.mismatch}"
+                    about, again = "/".join(place), place in told
+                    await self._say(observed, "Warning", "DigestMismatch", text, about, again=again)
+                told[place] = worker.mismatches
+
     async def tell_left(self, observed: Observed, message: str) -> None:
         """Post the event that another operator serves the deployment, unless it is there."""
         await self._say(observed, "Normal", "ServedByAnother", message, message, again=False)

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from longshore_operator import timestamps
 from longshore_operator.api import Api
@@ -49,6 +49,7 @@ class _Kept:
         failing_s: since when requests have failed; None: they succeed.
         probed_s: when the existence of its keys was checked.
         uid: of the deployment whose PodMonitor was read, at `monitor_s`.
+        mismatches: slabs with differing digests that events have told of, by node and worker.
     """
 
     refusal: Refusal | None = None
@@ -58,6 +59,7 @@ class _Kept:
     probed_s: float = float("-inf")
     uid: str = ""
     monitor_s: float = 0.0
+    mismatches: dict[tuple[str, str], int] = field(default_factory=dict)
 
 
 class Reconciler:
@@ -149,6 +151,7 @@ class Reconciler:
         if decision.status is not None:
             await self._applier.write_status(observed, decision.status)
             await self._applier.tell(observed, decision.transitions)
+        await self._applier.tell_mismatches(observed, self._of(key).mismatches)
 
     async def _look_for_monitor(self, observed: Observed) -> None:
         """Read the PodMonitor of a new deployment, and at each resync of one that has it, since no watch covers it."""

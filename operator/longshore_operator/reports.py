@@ -42,12 +42,19 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 class Worker(msgspec.Struct, frozen=True):
-    """One worker of an agent. `data_path` is one of `names.PROTECTIONS`; empty until the worker reports it."""
+    """One worker of an agent.
+
+    Attributes:
+        data_path: one of `names.PROTECTIONS`; empty until the worker reports it.
+        mismatches, mismatch: slabs whose digests differed since its start, and the text of the newest one's room.
+    """
 
     worker: str
     engines: tuple[Engine, ...] = ()
     peers: tuple[Peer, ...] = ()
     data_path: str = ""
+    mismatches: int = 0
+    mismatch: str = ""
 
 
 class AgentReport(msgspec.Struct, frozen=True):

@@ -317,6 +317,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
         error: why it failed; empty if it did not.
         data_path: the weakest protection of its `data_ports`, one of `names.PROTECTIONS`; empty until its first answer.
         rooms_open, rooms_ended: exact counts; the lists are bounded.
+        mismatches, mismatch: slabs whose digests differed, and the text of the newest one's room.
     """
 
     worker: str
@@ -337,6 +338,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     data_ports: tuple[DataPortStatus, ...] = ()
     rooms_open: int = 0
     rooms_ended: int = 0
+    mismatches: int = 0
+    mismatch: str = ""
 
 
 class WorkerSnapshot(WorkerStatus, frozen=True, kw_only=True):

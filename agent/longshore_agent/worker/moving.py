@@ -59,6 +59,8 @@ class Mover:
         self.ends = Ends()
         self.unsettled = False
         self.disconnected_count = 0
+        # Slabs whose digests differed, and what was said of the newest.
+        self.mismatch_count, self.mismatch = 0, ""
         self.failure = ""  # of the device: see `fail`
         self.counters: Counter[str] = Counter()
         self._drains: dict[tuple[PeerId, int], Drain] = {}
@@ -277,9 +279,16 @@ class Mover:
     def _untrack(self, half: Half, slab: OutboundSlab | InboundSlab) -> None:
         self._slabs.get((half, slab.effect.pair.key), {}).pop(id(slab), None)
 
+    def _note_mismatch(self, end: OutboundEnd | InboundEnd) -> None:
+        if end.reason is Reason.DIGEST_MISMATCH:
+            key = end.slab.effect.pair.key
+            self.mismatch_count += 1
+            self.mismatch = f"room {key.room} of {key.instance}: {end.error}"
+
     def _sent(self, end: OutboundEnd, session: SourceSession, now_ns: int) -> None:
         slab, effect = end.slab, end.slab.effect
         self._untrack(Half.SOURCE, slab)
+        self._note_mismatch(end)
         if end.error:
             self.unsettled = self.unsettled or not end.settled
             session.write_failed(
@@ -302,6 +311,7 @@ class Mover:
     def _scattered(self, end: InboundEnd, session: TargetSession, now_ns: int) -> None:
         slab, effect = end.slab, end.slab.effect
         self._untrack(Half.TARGET, slab)
+        self._note_mismatch(end)
         if end.reason is not Reason.NONE:
             session.scatter_failed(effect.peer, effect.pair, effect.slab, end.reason, end.error, now_ns)
             return

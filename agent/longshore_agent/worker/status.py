@@ -111,6 +111,8 @@ def encode_snapshot(worker: DescribedWorker, room: int | None, now_ns: int) -> b
         data_ports=ports,
         rooms_open=sum(len(session.rooms) for session in worker.sessions.values()),
         rooms_ended=sum(len(session.ended) for session in worker.sessions.values()),
+        mismatches=worker.mover.mismatch_count,
+        mismatch=worker.mover.mismatch,
         rooms=tuple(_open_rooms(worker, room, now_ns)),
         ended=tuple(_ended_rooms(worker, room)),
         spans=worker.spans.of_room(room, limit=SPANS_LISTED_MAX) if room is not None else (),
