@@ -77,7 +77,7 @@ TESTS = "tests"
 STEPS = {
     # Quick runs leave out the slow tests: the demo, which is a separate step, and GPUs that hang.
     TESTS: Step(
-        TESTS, ("-m", "pytest", "-q", "-p", "no:cacheprovider"), "tests/gpu/*.py", 590, 530, ("-m", "not slow")
+        TESTS, ("-m", "pytest", "-q", "-p", "no:cacheprovider"), "tests/gpu/*.py", 570, 530, ("-m", "not slow")
     ),
     "demo": Step(
         "demo",
@@ -388,7 +388,7 @@ def main() -> int:
         return 0
     device_count = options.plan or count_devices()
     planned = plan(chosen, quick=options.quick, device_count=device_count, tests=options.tests)
-    budget_s = options.budget_s or (QUICK_BUDGET_S if options.quick else sum(each.limit_s for each in planned))
+    budget_s = options.budget_s or (QUICK_BUDGET_S if options.quick else sum(each.limit_s for each in planned) + GRACE_S)
     print(described(planned, budget_s), flush=True)
     return 0 if options.plan else run_all(planned, budget_s, device_count, options.out)
 

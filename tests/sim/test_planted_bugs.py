@@ -12,7 +12,7 @@ from simulate import ROOMS_MAX, is_deep, search
 FOUND = ("ViolationError", "AssertionError")
 
 
-@pytest.mark.parametrize("name", ["A", "F", "dead by address"])
+@pytest.mark.parametrize("name", ["A", "F", "dead by address", "one for both memories", "restart of the other"])
 def test_a_planted_bug_is_found_and_the_same_run_holds_without_it(name: str) -> None:
     found, _ = search(name, ROOMS_MAX)
     assert found is not None

@@ -25,6 +25,9 @@ class Replica(NamedTuple):
     dp_rank: int
     memory: TargetMemory
 
+    def __str__(self) -> str:
+        return f"{self.instance}{' (host memory)' if self.memory is TargetMemory.HOST else ''}"
+
 
 class PeerId(NamedTuple):
     """The identity of a worker, over all of its lives. An engine rank has one worker for each memory that holds its pages."""

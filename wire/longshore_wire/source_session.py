@@ -238,7 +238,7 @@ class SourceSession(SourcePeers):
         try:
             if room.claimer is not None and room.claimer != claimer:
                 raise RoomError(
-                    f"room {room.key.room} was claimed by {room.claimer.instance} already: a room has one target",
+                    f"room {room.key.room} was claimed by {room.claimer} already: a room has one target",
                     reason=Reason.ROOM_REUSED,
                 )
             direct = claim.way is Way.DIRECT
