@@ -388,7 +388,9 @@ def main() -> int:
         return 0
     device_count = options.plan or count_devices()
     planned = plan(chosen, quick=options.quick, device_count=device_count, tests=options.tests)
-    budget_s = options.budget_s or (QUICK_BUDGET_S if options.quick else sum(each.limit_s for each in planned) + GRACE_S)
+    budget_s = options.budget_s or (
+        QUICK_BUDGET_S if options.quick else sum(each.limit_s for each in planned) + GRACE_S
+    )
     print(described(planned, budget_s), flush=True)
     return 0 if options.plan else run_all(planned, budget_s, device_count, options.out)
 

@@ -21,6 +21,7 @@ MODEL = ls.ModelShape(layers=4, kv_heads=4, head_dim=32, element_bytes=4)
 PREFILL_TP = 2
 TOKENS, CHUNK_TOKENS = 100, 64
 LIMIT_S = 60.0
+TARGET = ls.Half.TARGET
 
 
 class Rank:
@@ -73,12 +74,34 @@ def prefill(ranks: list[Rank], room: int, page_ids: list[int], cache: np.ndarray
             insist(partial(rank.client.send, room, ids, first, end, last=end == TOKENS))
 
 
+def into_host_memory(socket: str, endpoint: ls.Endpoint, layout: ls.KVLayout, cache: np.ndarray) -> Callable[[], bool]:
+    """Claim room 3 into pages of one token in host memory; return a function that waits for it and compares it."""
+    host_layout = msgspec.structs.replace(layout, page_size=1)
+    client = ls.connect(socket, instance="my-sparse-decode", layout=layout, roles=(TARGET,), host_layout=host_layout)
+    geometry = ls.pool_geometry(host_layout, TOKENS)
+    descriptor, memory = ls.create_region(geometry.region_bytes[0])
+    client.register_pool(0, geometry, [descriptor], memory=ls.TargetMemory.HOST)
+    os.close(descriptor)
+    insist(partial(client.receive, 3, endpoint, list(range(TOKENS)), 0, TOKENS, memory=ls.TargetMemory.HOST))
+
+    def arrived() -> bool:
+        event = client.wait(3, TARGET, timeout_s=LIMIT_S)
+        same = np.array_equal(np.frombuffer(memory, np.float32), cache.ravel())
+        print(
+            f"room 3: {event.kind.name}, {event.bytes_moved} bytes in host memory, {'equal' if same else 'NOT EQUAL'}"
+        )
+        client.close()
+        return same
+
+    return arrived
+
+
 def main(directory: str) -> int:
-    """Move one request and abort another one; return 0 if both ended as expected."""
+    """Move one request, abort another one, and move one into host memory; return 0 if all ended as expected."""
     near, far = f"{directory}/prefill-0/agent.sock", f"{directory}/decode-0/agent.sock"
     layouts = [ls.KVLayout(MODEL, ls.Parallel(tp=PREFILL_TP, tp_rank=rank), page_size=16) for rank in range(PREFILL_TP)]
     sources = [Rank(near, "my-prefill", layout, ls.Half.SOURCE, page_count=16) for layout in layouts]
-    target = Rank(far, "my-decode", ls.KVLayout(MODEL, ls.Parallel(), page_size=8), ls.Half.TARGET, page_count=32)
+    target = Rank(far, "my-decode", ls.KVLayout(MODEL, ls.Parallel(), page_size=8), TARGET, page_count=32)
     # Engines pass the room and this endpoint to each other with a request. It is plain data, here as JSON.
     handover = msgspec.json.encode(sources[0].client.endpoint(timeout_s=LIMIT_S))
     endpoint = msgspec.json.decode(handover, type=ls.Endpoint)
@@ -100,9 +123,13 @@ def main(directory: str) -> int:
     failed = target.ended(2, "my-prefill")
     print(f"room 2: {failed.kind.name}, {failed.reason.name}: compute the prompt at decode, its pages are free")
     print("prefill:", *(rank.ended(2, "my-prefill").kind.name for rank in sources))
+
+    arrived = into_host_memory(far, endpoint, target.layout, cache)
+    prefill(sources, 3, from_pages, cache, TOKENS)
+    sparse = arrived()
     for rank in (*sources, target):
         rank.client.close()
-    return 0 if same and failed.kind is ls.RoomEventKind.FAILED else 1
+    return 0 if same and sparse and failed.kind is ls.RoomEventKind.FAILED else 1
 
 
 if __name__ == "__main__":

@@ -66,7 +66,8 @@ class Looker:
         ranks: dict[str, int] = {}
         for worker in status["workers"]:
             for engine in worker["engines"]:
-                ranks[engine["instance"]] = ranks.get(engine["instance"], 0) + 1
+                shown = engine["instance"] + (" in host memory" if engine["memory"] == "host" else "")
+                ranks[shown] = ranks.get(shown, 0) + 1
         sent_bytes, now_s = page.total("longshore_stage_bytes_total", stage="write"), time.monotonic()
         before_s, before_bytes = self._sent.get(name, (now_s, sent_bytes))
         self._sent[name] = (now_s, sent_bytes)
