@@ -317,5 +317,5 @@ def test_a_deployment_with_host_memory_is_the_default_of_claims(make: Make) -> N
 def test_an_engine_rank_registers_each_memory_once(make: Make) -> None:
     place = make("Loopback")
     layout = place.ranks[0].pools[TargetMemory.DEVICE].layout
-    with pytest.raises(HelloRefused, match="target/0/0 is registered"):
+    with pytest.raises(HelloRefused, match="target rank 0 is registered"):
         connect(place.decode.socket, instance="target", layout=layout, roles=(Half.TARGET,), timeout_s=0.3)

@@ -138,7 +138,9 @@ class Supervisor:
 
     def _start_worker(self, key: PeerId, hello: Hello, connection: socket.socket, engine: PeerProcess) -> None:
         if key in self._slots:
-            text = f"{key.path} is registered: wait until its worker has ended, or use a new instance"
+            text = (
+                f"{key.replica} rank {key.rank} is registered: wait until its worker has ended, or use a new instance"
+            )
             self._callers.turn_away(connection, Reason.BUSY, text)
             return
         if writers := self._pools.writers(key):

@@ -66,7 +66,7 @@ class Looker:
         ranks: dict[str, int] = {}
         for worker in status["workers"]:
             for engine in worker["engines"]:
-                shown = engine["instance"] + (" in host memory" if engine["memory"] == "host" else "")
+                shown = engine["instance"] + (" in host memory" if engine.get("memory") == "host" else "")
                 ranks[shown] = ranks.get(shown, 0) + 1
         sent_bytes, now_s = page.total("longshore_stage_bytes_total", stage="write"), time.monotonic()
         before_s, before_bytes = self._sent.get(name, (now_s, sent_bytes))
