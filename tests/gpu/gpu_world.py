@@ -280,6 +280,24 @@ class _Rank:
         self.client.wait(room, Half[half], instance=instance, kinds=(RoomEventKind.RELEASED,), timeout_s=ROOM_LIMIT_S)
         return event.kind.name, event.text, end_s
 
+    def damage(self, *, page: int) -> None:
+        """Change a bit of the first row of a page again and again, until `heal`."""
+        place = self.pages[0, page, 0, 0, :1]
+        self.healed = threading.Event()
+
+        def change() -> None:
+            while not self.healed.is_set():
+                place.bitwise_xor_(1)
+                self._settle()
+
+        self.damaging = threading.Thread(target=change)
+        self.damaging.start()
+
+    def heal(self) -> None:
+        """Stop `damage`."""
+        self.healed.set()
+        self.damaging.join()
+
     def to_host(self, *, page_count: int) -> float:
         """Copy the first pages to pinned host memory, in one piece a plane; return the seconds."""
         if not hasattr(self, "pinned"):
