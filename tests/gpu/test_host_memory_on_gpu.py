@@ -97,7 +97,10 @@ def maps_of(pid: int) -> str:
     return Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("backend", "on_gpu"), [("NIXL", True), ("NIXL", False), ("Mooncake", False)])
+@pytest.mark.parametrize(
+    ("backend", "on_gpu"),
+    [("NIXL", True), ("NIXL", False), pytest.param("Mooncake", False, marks=pytest.mark.slow)],
+)
 def test_one_kernel_writes_decodes_host_memory_to_the_token_and_lets_it_go_with_its_pool_or_engine(
     backend: str, on_gpu: bool, torch: Any
 ) -> None:
