@@ -1,13 +1,15 @@
-"""Tests pages of prefill on a GPU that go into decode's host memory: directly, and staged between two agents."""
+"""Tests pages of prefill on a GPU that go into decode's host memory, directly and staged, and digests of such rooms."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import re
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,95 @@ from gpu_world import HOST_PAGES, EngineProcess, GPUAgent, agent_status
 
 pytestmark = pytest.mark.gpu
 
-SHAPE = {"layers": 8, "kv_heads": 8}
-PREFILL_PAGE_SIZE, TOKENS_MAX = 64, 4096
+SHAPE = {"layers": 4, "kv_heads": 8}
+PREFILL_TP, PREFILL_PAGE_SIZE, TOKENS_MAX = 2, 64, 4096
 ROOMS = itertools.count(2**63 + 1)
 # Lengths around the edges of prefill's pages; decode's have one token.
 LENGTHS = (1, 63, 64, 65, 700)
+DAMAGED_TOKENS = 200
+# Each room is found with a probability of about a half, if the bit changes fast enough.
+DAMAGED_ROOMS_MAX = 200
 SETTINGS = {"LONGSHORE_RING_BYTES": "24Mi", "LONGSHORE_LANE_BYTES": "2Mi", "LONGSHORE_SLAB_BYTES_MIN": "64Ki"}
 LET_GO_S = 10.0
+
+
+@dataclass
+class Decode:
+    """A decode rank of TP1: its process, its pages' size, and the rooms that its pool holds."""
+
+    engine: EngineProcess
+    page_size: int
+    moved: list[tuple[int, int, list[int]]] = field(default_factory=list)
+
+    def pages(self, first_token: int, tokens: int) -> list[int]:
+        """Return the pages of a room from a place on, in descending order."""
+        first, count = first_token // self.page_size, -(-tokens // self.page_size)
+        return list(range(first + count - 1, first - 1, -1))
+
+    def is_right(self) -> bool:
+        return bool(self.engine.ask("differences", sequences=self.moved) == 0)
+
+
+@dataclass
+class Place:
+    """A prefill instance on a GPU at the agent `near`, and decode ranks in every kind of place.
+
+    Attributes:
+        host: at `near`, an engine on the GPU with pages in host memory, too.
+        alone: at `near`, an engine with host memory only.
+        apart: at `far`, an engine with host memory only.
+        device: at `far`, an engine with pages on the last GPU.
+    """
+
+    near: GPUAgent
+    far: GPUAgent
+    prefill: list[EngineProcess]
+    host: Decode
+    alone: Decode
+    apart: Decode
+    device: Decode
+    endpoint: str
+
+    def fill(self, seed: int, tokens: int) -> None:
+        pages = list(range(-(-tokens // PREFILL_PAGE_SIZE)))
+        for prefill in self.prefill:
+            prefill.ask("fill", seed=seed, tokens=tokens, pages=pages)
+
+    def move(self, decode: Decode, tokens: int, first_token: int, *, digest: bool = False) -> tuple[str, str]:
+        """Move a room of prefill's first pages; return its end at decode, and the text."""
+        room, far = next(ROOMS), decode.pages(first_token, tokens)
+        near = list(range(-(-tokens // PREFILL_PAGE_SIZE)))
+        decode.engine.ask("receive", room=room, endpoint=self.endpoint, pages=far, tokens=tokens, digest=digest)
+        for prefill in self.prefill:
+            prefill.ask("send", room=room, pages=near, tokens=tokens, chunk=256)
+        kind, text, _ = decode.engine.ask("wait", room=room, half="TARGET", instance="prefill")
+        for prefill in self.prefill:
+            prefill.ask("wait", room=room, half="SOURCE", instance="prefill")
+        return kind, text
+
+    def ways(self) -> dict[str, float]:
+        """Return the writes of prefill so far, by way."""
+        http = json.loads((self.near.directory / "agent.json").read_bytes())["http"]
+        with urllib.request.urlopen(http + "/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        found: dict[str, float] = {}
+        for line in lines:
+            if line.startswith("longshore_writes_total{"):
+                way = line.partition('way="')[2].partition('"')[0]
+                found[way] = found.get(way, 0) + float(line.rsplit(" ", 1)[1])
+        return found
+
+    def maps(self, worker: str) -> str:
+        """Return the mappings of a worker at `near`."""
+        workers = agent_status(self.near)["workers"]
+        pid = next(each["pid"] for each in workers if each["worker"] == worker)
+        return Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
+
+
+def together(engines: list[EngineProcess], command: str, arguments: list[dict[str, Any]]) -> list[Any]:
+    for engine, given in zip(engines, arguments, strict=True):
+        engine.begin(command, **given)
+    return [engine.end() for engine in engines]
 
 
 @pytest.fixture(scope="module")
@@ -34,114 +118,112 @@ def torch() -> Any:
     return found
 
 
-class Place:
-    """A prefill rank on a GPU, and a decode rank with pages of one token in host memory."""
-
-    def __init__(self, stack: ExitStack, torch: Any, agents: list[GPUAgent], *, on_gpu: bool) -> None:
-        self.prefill_agent, self.decode_agent = agents[0], agents[-1]
-        self.prefill, self.decode = (stack.enter_context(EngineProcess()) for _ in range(2))
-        shape = SHAPE | {"tp": 1, "rank": 0}
-        self.prefill.begin("allocate", device=0, page_size=PREFILL_PAGE_SIZE, page_count=TOKENS_MAX // 64, **shape)
-        self.decode.ask("allocate_host", page_size=1, page_count=TOKENS_MAX, **shape)
-        uuid = self.prefill.end()["device"]
-        device = uuid if on_gpu else "cpu"
-        self.prefill.begin("register", socket=self.prefill_agent.socket, instance="prefill", role="SOURCE")
-        self.decode.ask("register_host", socket=self.decode_agent.socket, instance="decode", device=device)
-        self.prefill.end()
-        self.endpoint = self.prefill.ask("endpoint")
-        self.moved: list[tuple[int, int, list[int]]] = []
-
-    def move(self, tokens: int, *, digest: bool = False) -> None:
-        """Move one room into pages that no other has, in descending order."""
-        room, seed = next(ROOMS), len(self.moved) + 1
-        first = sum(len(pages) for _, _, pages in self.moved)
-        far = list(range(first + tokens - 1, first - 1, -1))
-        near = [(7 * page + seed) % 64 for page in range(-(-tokens // PREFILL_PAGE_SIZE))]
-        self.prefill.ask("fill", seed=seed, tokens=tokens, pages=near)
-        self.decode.ask("receive", room=room, endpoint=self.endpoint, pages=far, tokens=tokens, digest=digest)
-        self.prefill.ask("send", room=room, pages=near, tokens=tokens, chunk=256)
-        for engine, half in ((self.decode, "TARGET"), (self.prefill, "SOURCE")):
-            kind, text, _ = engine.ask("wait", room=room, half=half, instance="prefill")
-            assert kind == "DONE", text
-        self.moved.append((seed, tokens, far))
-
-    def is_right(self) -> bool:
-        return bool(self.decode.ask("differences", sequences=self.moved) == 0)
-
-    def worker(self, name: str) -> int:
-        """Return the PID of a worker."""
-        workers = agent_status(self.prefill_agent)["workers"] + agent_status(self.decode_agent)["workers"]
-        return int(next(worker["pid"] for worker in workers if worker["worker"] == name))
-
-
-@contextmanager
-def place_of(torch: Any, agent_count: int, *, on_gpu: bool, **settings: str) -> Iterator[Place]:
+@pytest.fixture(scope="module")
+def place(torch: Any) -> Iterator[Place]:
     with ExitStack() as stack:
-        agents = [stack.enter_context(GPUAgent(**SETTINGS, **settings)) for _ in range(agent_count)]
-        yield Place(stack, torch, agents, on_gpu=on_gpu)
+        near, far = (stack.enter_context(GPUAgent(**SETTINGS)) for _ in range(2))
+        engines = [stack.enter_context(EngineProcess()) for _ in range(PREFILL_TP + 4)]
+        on_gpu, in_host = engines[: PREFILL_TP + 1], engines[PREFILL_TP + 1 :]
+        pool = {"page_size": PREFILL_PAGE_SIZE, "page_count": TOKENS_MAX // PREFILL_PAGE_SIZE, **SHAPE}
+        given = [{"device": 0, "tp": PREFILL_TP, "rank": rank} | pool for rank in range(PREFILL_TP)]
+        given += [{"device": torch.cuda.device_count() - 1, "tp": 1, "rank": 0} | pool]
+        uuid = together(on_gpu, "allocate", given)[0]["device"]
+        tokens = {"page_size": 1, "page_count": TOKENS_MAX, "tp": 1, "rank": 0, **SHAPE}
+        together(in_host, "allocate_host", [tokens] * 3)
+        named = [{"socket": near.socket, "instance": "prefill", "role": "SOURCE"}] * PREFILL_TP
+        named += [{"socket": far.socket, "instance": "device", "role": "TARGET"}]
+        together(on_gpu, "register", named)
+        agents = ((near, "host", uuid), (near, "alone", "cpu"), (far, "apart", "cpu"))
+        hosts = [{"socket": agent.socket, "instance": name, "device": device} for agent, name, device in agents]
+        together(in_host, "register_host", hosts)
+        ranks = [Decode(engine, 1) for engine in in_host]
+        device = Decode(on_gpu[-1], PREFILL_PAGE_SIZE)
+        prefill = on_gpu[:PREFILL_TP]
+        yield Place(near, far, prefill, *ranks, device, prefill[0].ask("endpoint"))
 
 
-def ways(agent: GPUAgent) -> dict[str, float]:
-    http = json.loads((agent.directory / "agent.json").read_bytes())["http"]
-    with urllib.request.urlopen(http + "/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
-    found: dict[str, float] = {}
-    for line in lines:
-        if line.startswith("longshore_writes_total{"):
-            way = line.partition('way="')[2].partition('"')[0]
-            found[way] = found.get(way, 0) + float(line.rsplit(" ", 1)[1])
-    return {way: count for way, count in found.items() if count}
+@pytest.mark.parametrize(("name", "way"), [("host", "direct"), ("alone", "direct"), ("apart", "staged")])
+def test_pages_of_a_gpu_arrive_in_host_memory_to_the_token(name: str, way: str, place: Place) -> None:
+    decode: Decode = getattr(place, name)
+    before, first = place.ways(), 0
+    for seed, tokens in enumerate((*LENGTHS, 333), 1):
+        place.fill(seed, tokens)
+        assert place.move(decode, tokens, first, digest=seed > len(LENGTHS)) == ("DONE", "")
+        decode.moved.append((seed, tokens, decode.pages(first, tokens)))
+        assert decode.is_right(), tokens
+        first += tokens
+    after = place.ways()
+    assert {way for way, count in after.items() if count > before.get(way, 0)} == {way}
 
 
-def maps_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
+def test_the_worker_of_host_memory_uses_no_gpu_and_prefill_maps_each_pool_once(place: Place) -> None:
+    # A process that computes on a GPU, or has memory there, maps the driver's unified memory.
+    assert ["nvidia-uvm" in place.maps(name) for name in ("prefill/0/0", "host/0/0/host", "alone/0/0")] == [
+        True,
+        False,
+        False,
+    ]
+    assert place.maps("prefill/0/0").count(HOST_PAGES) == 2
 
 
-@pytest.mark.parametrize(
-    ("backend", "on_gpu"),
-    [("NIXL", True), ("NIXL", False), pytest.param("Mooncake", False, marks=pytest.mark.slow)],
-)
-def test_one_kernel_writes_decodes_host_memory_to_the_token_and_lets_it_go_with_its_pool_or_engine(
-    backend: str, on_gpu: bool, torch: Any
+@pytest.mark.parametrize(("name", "damaged"), [("host", "host"), ("host", "prefill"), ("device", "prefill")])
+def test_a_bit_that_changes_while_a_room_is_copied_fails_it_and_names_layer_head_and_slab(
+    name: str, damaged: str, place: Place
 ) -> None:
-    with place_of(torch, 1, on_gpu=on_gpu, LONGSHORE_BACKEND=backend) as place:
-        for tokens in LENGTHS:
-            place.move(tokens)
-            assert place.is_right(), tokens
-        place.move(333, digest=True)
-        assert place.is_right()
-        assert ways(place.prefill_agent).keys() == {"direct"}
-        source = place.worker("prefill/0/0")
-        # A process that computes on a GPU, or has memory there, maps the driver's unified memory.
-        assert "nvidia-uvm" in maps_of(source)
-        assert "nvidia-uvm" not in maps_of(place.worker("decode/0/0/host" if on_gpu else "decode/0/0"))
-        assert maps_of(source).count(HOST_PAGES) == 1
-        if on_gpu:
-            place.decode.ask("unregister")
-            assert HOST_PAGES not in maps_of(source)
-            assert place.is_right()
-        else:
-            place.decode.kill()
-            end_s = time.monotonic() + LET_GO_S
-            while HOST_PAGES in maps_of(source):
-                assert time.monotonic() < end_s, "the pages of a dead engine stay mapped"
-            # The worker and its GPU serve the next engine.
-            assert place.prefill.ask("endpoint") == place.endpoint
+    """Nothing runs on decode's GPU between the kernels of scatter and digests, so pages there are not changed here."""
+    decode: Decode = getattr(place, name)
+    victim = decode.engine if damaged == name else place.prefill[0]
+    first, calm = 2048, 3072
+    place.fill(90, DAMAGED_TOKENS)
+    assert place.move(decode, DAMAGED_TOKENS, first, digest=True) == ("DONE", "")
+    victim.ask("damage", page=decode.pages(first, DAMAGED_TOKENS)[0] if damaged == name else 0)
+    failed: tuple[str, str] | None = None
+    for _ in range(DAMAGED_ROOMS_MAX):
+        found = place.move(decode, DAMAGED_TOKENS, first, digest=True)
+        if found[0] != "DONE":
+            failed = found
+            break
+        # Rooms into other pages, from pages that nobody changes, are untouched.
+        assert damaged == "prefill" or place.move(decode, DAMAGED_TOKENS, calm, digest=True) == ("DONE", "")
+    victim.ask("heal")
+    assert failed is not None, f"no room of {DAMAGED_ROOMS_MAX} was found"
+    assert failed[0] == "FAILED"
+    assert re.match(r"layer 0, K, head 0: tokens 0 to \d+ in decode rank 0's pages are not those of prefill", failed[1])
+    place.fill(90, DAMAGED_TOKENS)
+    for place_of_room in (first, calm):
+        assert place.move(decode, DAMAGED_TOKENS, place_of_room, digest=True) == ("DONE", "")
+    whole = [(90, DAMAGED_TOKENS, decode.pages(at, DAMAGED_TOKENS)) for at in (first, calm)]
+    assert decode.engine.ask("differences", sequences=decode.moved + whole) == 0
 
 
-def test_agents_that_share_no_memory_stage_pages_of_a_gpu_into_host_memory(torch: Any) -> None:
-    with place_of(torch, 2, on_gpu=False) as place:
-        for tokens in LENGTHS:
-            place.move(tokens)
-            assert place.is_right(), tokens
-        place.move(333, digest=True)
-        assert ways(place.prefill_agent).keys() == {"staged"}
+def test_host_memory_is_let_go_when_its_pool_is_unregistered_and_when_its_engine_is_killed(place: Place) -> None:
+    assert place.maps("prefill/0/1").count(HOST_PAGES) == 2
+    place.host.engine.ask("unregister")
+    assert place.maps("prefill/0/1").count(HOST_PAGES) == 1
+    place.alone.engine.kill()
+    end_s = time.monotonic() + LET_GO_S
+    while HOST_PAGES in place.maps("prefill/0/0") + place.maps("prefill/0/1"):
+        assert time.monotonic() < end_s, "the pages of a dead engine stay mapped"
+    # The workers and their GPU serve the next engine.
+    place.fill(91, 64)
+    assert place.move(place.apart, 64, 3000) == ("DONE", "")
 
 
 @pytest.mark.slow
-def test_mooncake_between_two_agents_refuses_memory_of_another_kind_by_name(torch: Any) -> None:
-    with (
-        place_of(torch, 2, on_gpu=False, LONGSHORE_BACKEND="Mooncake") as place,
-        pytest.raises(AssertionError, match=r"two of a kind; use NIXL, or have one agent serve both engines"),
-    ):
-        place.move(64)
+def test_mooncake_writes_host_memory_directly_and_refuses_it_between_two_agents_by_name(torch: Any) -> None:
+    with ExitStack() as stack:
+        near, far = (stack.enter_context(GPUAgent(**SETTINGS, LONGSHORE_BACKEND="Mooncake")) for _ in range(2))
+        prefill, alone, apart = (stack.enter_context(EngineProcess()) for _ in range(3))
+        prefill.ask("allocate", device=0, tp=1, rank=0, page_size=64, page_count=64, **SHAPE)
+        together([alone, apart], "allocate_host", [{"page_size": 1, "page_count": 64, "tp": 1, "rank": 0, **SHAPE}] * 2)
+        prefill.ask("register", socket=near.socket, instance="prefill", role="SOURCE")
+        hosts = [{"socket": agent.socket, "device": "cpu"} for agent in (near, far)]
+        together([alone, apart], "register_host", [{"instance": f"d-{i}", **host} for i, host in enumerate(hosts)])
+        ranks = [Decode(alone, 1), Decode(apart, 1)]
+        place = Place(near, far, [prefill], *ranks, *ranks, prefill.ask("endpoint"))
+        place.fill(1, 64)
+        assert place.move(ranks[0], 64, 0) == ("DONE", "")
+        assert alone.ask("differences", sequences=[(1, 64, ranks[0].pages(0, 64))]) == 0
+        kind, text = place.move(ranks[1], 64, 0)
+        assert kind == "FAILED"
+        assert "two of a kind; use NIXL, or have one agent serve both engines" in text
