@@ -190,7 +190,7 @@ SCENES: tuple[Scene, ...] = (
     Scene(
         "worker killed",
         DECODE,
-        "SIGKILL. The engine gets another worker.",
+        "SIGKILL. The engine gets another worker. If its ranks have pages in two memories, the other memory's worker goes on.",
         20,
         _rows(Reason.PEER_LOST, DECODE, offered=_BOTH_DONE),
         _EVERYWHERE,

@@ -6,6 +6,7 @@ name, its rooms' numbers and its pools' numbers. `tests/gpu/test_host_memory_on_
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -130,8 +131,8 @@ class Place:
 Make = Callable[..., Place]
 
 
-@pytest.fixture
-def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Make]:
+@contextlib.contextmanager
+def making(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Make]:
     """Yield a function that starts a place, of a backend, a model, TP sizes and settings."""
     worlds: list[World] = []
 
@@ -158,14 +159,33 @@ def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         world.close()
 
 
+@pytest.fixture
+def make(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Make]:
+    with making(tmp_path_factory) as build:
+        yield build
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """Yield a place of two agents that no test breaks."""
+    with making(tmp_path_factory) as build:
+        yield build("NIXL")
+
+
+@pytest.fixture(scope="module")
+def near(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """Yield a place of one agent."""
+    with making(tmp_path_factory) as build:
+        yield build("NIXL", together=True, LONGSHORE_DIRECT="true")
+
+
 @pytest.mark.parametrize(
     ("backend", "model", "tp"),
     [
         ("NIXL", MODEL, (2, 1)),
-        ("NIXL", MODEL, (1, 2)),
-        ("NIXL", LATENT, (2, 1)),
-        ("Mooncake", MODEL, (2, 1)),
-        ("Loopback", LATENT, (1, 1)),
+        ("NIXL", LATENT, (1, 2)),
+        ("Mooncake", MODEL, (1, 2)),
+        ("Loopback", LATENT, (2, 1)),
     ],
 )
 def test_rooms_into_both_memories_at_once_arrive_to_the_token(
@@ -183,8 +203,7 @@ def test_rooms_into_both_memories_at_once_arrive_to_the_token(
     wait_for_none(place.leftovers, 10)
 
 
-def test_a_room_of_two_pools_goes_into_both_memories_and_each_pool_ends_for_itself(make: Make) -> None:
-    place = make("NIXL")
+def test_a_room_of_two_pools_goes_into_both_memories_and_each_pool_ends_for_itself(place: Place) -> None:
     (rank,), (source,) = place.ranks, place.source.ranks
     state = EnginePages(source.layout, 4, memory_name("source-state"))
     source.client.register_pool(1, state.geometry, [state.descriptor])
@@ -234,8 +253,7 @@ def test_a_lost_worker_of_one_memory_is_replaced_and_the_other_memory_goes_on(ma
     wait_for_none(place.leftovers, 10)
 
 
-def test_the_status_and_the_plan_name_each_memory(make: Make) -> None:
-    place = make("Loopback")
+def test_the_status_names_each_memory(place: Place) -> None:
     place.moves(TargetMemory.HOST, 100)
     place.moves(TargetMemory.DEVICE, 100)
     status = place.decode.status()
@@ -251,8 +269,8 @@ def test_the_status_and_the_plan_name_each_memory(make: Make) -> None:
     }
 
 
-def test_engines_of_one_agent_copy_directly_into_host_memory_and_the_plan_says_so(make: Make) -> None:
-    place = make("NIXL", together=True, LONGSHORE_DIRECT="true")
+def test_engines_of_one_agent_copy_directly_into_host_memory_and_the_plan_says_so(near: Place) -> None:
+    place = near
     place.moves(TargetMemory.HOST, 203)
     assert place.ranks[0].intact()
     assert place.prefill.metric("longshore_writes_total", way="direct") > 0
@@ -263,8 +281,8 @@ def test_engines_of_one_agent_copy_directly_into_host_memory_and_the_plan_says_s
         assert (found["source_page_size"], found["target_page_size"]) == (64, page_size)
 
 
-def test_host_memory_is_let_go_when_its_pool_is_unregistered_and_when_its_engine_leaves(make: Make) -> None:
-    place = make("NIXL", together=True, LONGSHORE_DIRECT="true")
+def test_host_memory_is_let_go_when_its_pool_is_unregistered_and_when_its_engine_leaves(near: Place) -> None:
+    place = near
     (rank,) = place.ranks
     for memory in TargetMemory:
         place.moves(memory, 100)
@@ -285,8 +303,7 @@ def workers_of(place: Place, count: int) -> list[dict[str, Any]] | None:
     return found if len(found) == count else None
 
 
-def test_a_room_that_is_claimed_into_host_memory_is_refused_to_another_engines_device(make: Make) -> None:
-    place = make("Loopback")
+def test_a_room_that_is_claimed_into_host_memory_is_refused_to_the_device(place: Place) -> None:
     (rank,) = place.ranks
     room, data = place.offer(100)
     rank.claim(place.source, room, TargetMemory.HOST, data, 100, 0)
@@ -314,8 +331,7 @@ def test_a_deployment_with_host_memory_is_the_default_of_claims(make: Make) -> N
     assert rank.intact()
 
 
-def test_an_engine_rank_registers_each_memory_once(make: Make) -> None:
-    place = make("Loopback")
+def test_an_engine_rank_registers_each_memory_once(place: Place) -> None:
     layout = place.ranks[0].pools[TargetMemory.DEVICE].layout
     with pytest.raises(HelloRefused, match="target rank 0 is registered"):
         connect(place.decode.socket, instance="target", layout=layout, roles=(Half.TARGET,), timeout_s=0.3)
