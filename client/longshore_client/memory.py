@@ -6,6 +6,7 @@ Called by engines before `Client.register_pool`, and by that for duplicates of d
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -22,6 +23,7 @@ LENGTH_BYTES_MAX = 2**63 - 1
 # would die if they accessed truncated memory.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 _MAP_FIXED = 0x10
+_MADV_POPULATE_WRITE = 23
 
 
 class SharedStorage(Protocol):
@@ -56,6 +58,7 @@ class CPUTensor(Protocol):
 def create_region(length_bytes: int, name: str = "longshore-pages") -> tuple[int, mmap.mmap]:
     """Make zeroed anonymous shared memory; return (file descriptor, its mapping in this process).
 
+    All pages are allocated at once, so they count as this process's memory, not as that of the agent that writes first.
     It cannot be shrunk. It exists while any process has a descriptor or a mapping of it; no file is left behind. The
     caller closes both. `name` appears only in /proc.
 
@@ -66,13 +69,25 @@ def create_region(length_bytes: int, name: str = "longshore-pages") -> tuple[int
     descriptor = -1
     try:
         descriptor = _sealed_memory(length_bytes, arguments.text("name", name))
-        return descriptor, mmap.mmap(descriptor, length_bytes)
+        return descriptor, _allocated(mmap.mmap(descriptor, length_bytes))
     except OSError as error:
         if descriptor >= 0:
             os.close(descriptor)
         raise ArgumentError(
             f"length_bytes is {length_bytes} and name is {name[: arguments.SHOWN_MAX]!r}: {error}"
         ) from error
+
+
+def _allocated(mapping: mmap.mmap) -> mmap.mmap:
+    """Have the kernel allocate all pages of a mapping, and return it. Raises OSError: there is not enough memory."""
+    try:
+        mapping.madvise(_MADV_POPULATE_WRITE)
+    except OSError as error:
+        # A kernel before 5.14 allocates each page at its first access.
+        if error.errno != errno.EINVAL:
+            mapping.close()
+            raise
+    return mapping
 
 
 def torch_region(tensor: CPUTensor) -> tuple[int, int, int]:

@@ -41,6 +41,14 @@ def test_a_region_is_the_same_memory_through_every_mapping_of_its_descriptor():
     os.close(descriptor)
 
 
+def test_the_pages_of_a_region_are_allocated_before_anybody_uses_them():
+    descriptor, here = create_region(3 << 20, "test-region")
+    assert os.fstat(descriptor).st_blocks * 512 == 3 << 20
+    assert not any(here[:4096])
+    here.close()
+    os.close(descriptor)
+
+
 def test_memory_that_is_shared_with_an_agent_cannot_be_made_smaller():
     region, here = create_region(10_000, "test-region")
     tensor = torch.arange(1000.0)

@@ -235,6 +235,14 @@ def test_staging_on_gpus_is_no_memory_of_the_node() -> None:
     assert memory(agents={"gpuAccess": "CDI"}) == {"requests": {"memory": "2304Mi"}}
 
 
+def test_pages_in_host_memory_take_a_worker_and_a_ring_of_their_own_beside_each_ranks_gpu() -> None:
+    host = DECODE | {"target": "Host", "ranksPerNode": 2}
+    for agents, each in (({"gpuAccess": "CDI"}, 2048 + 256 + 4096), ({}, 2 * (256 + 4096))):
+        expected = {"memory": f"{256 + 2 * each}Mi"}
+        assert memory(agents=agents, decode=host) == {"requests": expected, "limits": expected}
+    assert memory("prefill", decode=host) == memory("prefill")
+
+
 def test_the_ranks_of_a_node_limit_its_agents_memory() -> None:
     eight = {"memory": "35072Mi"}
     assert memory(decode=DECODE | {"ranksPerNode": 8}) == {"requests": eight, "limits": eight}

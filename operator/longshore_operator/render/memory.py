@@ -11,6 +11,7 @@ from typing import Any
 
 from longshore_operator import names
 from longshore_operator.render.groups import Group
+from longshore_wire.agent_config import Target
 from longshore_wire.manifest import DecodeSpec, PrefillSpec, Spec
 from longshore_wire.quantity import format_quantity
 
@@ -48,7 +49,8 @@ def resources(spec: Spec, group: Group, settings: Body) -> Body:
 
 def shared_memory_limit(spec: Spec, group: Group) -> str:
     """Return the size of /dev/shm."""
-    return format_quantity(_SHARED_BYTES + _SHARED_RANK_BYTES * sum(_ranks(spec, role) for role in group.role_names))
+    workers = sum(_ranks(spec, role) + _host_workers(spec, role) for role in group.role_names)
+    return format_quantity(_SHARED_BYTES + _SHARED_RANK_BYTES * workers)
 
 
 def _bytes(spec: Spec, group: Group, *, gpus: bool) -> int:
@@ -56,12 +58,18 @@ def _bytes(spec: Spec, group: Group, *, gpus: bool) -> int:
     for role in group.role_names:
         worker = _GPU_WORKER_BYTES if gpus else _WORKER_BYTES + _staging_bytes(spec, role)
         total += worker * _ranks(spec, role)
+        total += (_WORKER_BYTES + _staging_bytes(spec, role)) * _host_workers(spec, role)
     return total
 
 
 def _ranks(spec: Spec, role: str) -> int:
     found = _role(spec, role)
     return found.tensor_parallel if found.ranks_per_node is None else found.ranks_per_node
+
+
+def _host_workers(spec: Spec, role: str) -> int:
+    """Return the workers on a node that serve pages in host memory beside those of their ranks' devices."""
+    return _ranks(spec, role) if role == names.DECODE and spec.decode.target is Target.HOST else 0
 
 
 def _staging_bytes(spec: Spec, role: str) -> int:
