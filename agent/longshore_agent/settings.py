@@ -279,7 +279,7 @@ class Settings:
     process_workers_max: int = _setting(
         8,
         Role.AGENT,
-        "Workers of one engine process, one a rank. Each takes 190 MiB in addition to its staging.",
+        "Workers of one engine process, one for each rank and memory. Each takes 190 MiB in addition to its staging.",
         low=1,
         high=4096,
     )
