@@ -331,12 +331,6 @@ class Client:
         digest = arguments.flag("digest", digest)
         packed = pages_for(pages, first_token, end_token, link.core.layout.page_size)
         key = HalfKey(Half.TARGET, endpoint.instance, room, pool)
-        with self._changed:
-            if any(other is not link and other.core.ledger.get(key) for other in self._links.values()):
-                raise RoomError(
-                    f"room {room} is claimed already, into another memory: use one claim a room",
-                    reason=Reason.ROOM_REUSED,
-                )
         whole = Receive(
             request=link.core.next_number(),
             room=room,
@@ -445,7 +439,9 @@ class Client:
     def _link(self, memory: TargetMemory | None) -> Connection:
         """Return the connection for pages in a memory; None: the deployment's."""
         welcome = self._core.welcome
-        if memory is None and welcome is not None and welcome.target is TargetMemory.HOST:
+        # The pages of an engine whose device is the CPU are in host memory anyway.
+        is_apart = TargetMemory.HOST in self._links or self._core.device != "cpu"
+        if memory is None and is_apart and welcome is not None and welcome.target is TargetMemory.HOST:
             chosen, named = TargetMemory.HOST, "memory is not given, and the deployment's decode.target is Host"
         else:
             chosen = TargetMemory.DEVICE if memory is None else arguments.memory_of(memory)
@@ -474,6 +470,11 @@ class Client:
     def _enter(self, link: Connection, call: Call, what: str) -> None:
         with self._changed:
             self._check_open(what)
+            if call.key and any(
+                other is not link and other.core.ledger.get(call.key) for other in self._links.values()
+            ):
+                text = f"room {call.key.room} is claimed already, into another memory: use one claim a room"
+                raise RoomError(text, reason=Reason.ROOM_REUSED)
             link.core.enter(call, what)
             link.expect(call)
             link.carry_out()

@@ -157,15 +157,15 @@ class Connection:
 
     # -- callers' threads ------------------------------------------------------------------------------------------
 
-    def start(self, timeout_s: float) -> None:
-        """Connect; return when an agent has sent Welcome.
+    def start(self, timeout_s: float, left_s: float) -> None:
+        """Connect; return when an agent has sent Welcome within the `left_s` that are left of `timeout_s`.
 
         Raises:
             HelloRefused, CodecError, ConnectError: no agent has; the connection is closed.
         """
         self._thread.start()
         with self.changed:
-            self.changed.wait_for(lambda: self.core.state in (State.READY, State.CLOSED), timeout_s)
+            self.changed.wait_for(lambda: self.core.state in (State.READY, State.CLOSED), left_s)
             if self.core.state is State.READY:
                 return
             error = self.core.connect_error(timeout_s)
@@ -303,7 +303,7 @@ def open_links(path: str, hellos: Mapping[TargetMemory, Hello], timeout_s: float
     for memory, hello in hellos.items():
         link = Connection(path, Core(hello, path, events), changed)
         try:
-            link.start(max(0.0, end_s - time.monotonic()))
+            link.start(timeout_s, max(0.0, end_s - time.monotonic()))
         except LongshoreError:
             for started in links.values():
                 started.close()

@@ -39,6 +39,7 @@ from longshore_wire.engine_messages import (
     Renew,
     RoomEvent,
     RoomEventKind,
+    TargetMemory,
     ToEngine,
     UnregisterPool,
     Welcome,
@@ -105,7 +106,8 @@ class Core:
 
     def __init__(self, hello: Hello, path: str, events: deque[RoomEvent]) -> None:
         self.state = State.DOWN
-        self.layout = hello.layout
+        self.layout, self.device = hello.layout, hello.device
+        self._place = " for pages in host memory" if hello.memory is TargetMemory.HOST else ""
         self.ledger = Ledger()
         self.pools: dict[int, Pool] = {}
         self.events: deque[RoomEvent] = events
@@ -203,7 +205,7 @@ class Core:
         if self._turned_away is not None:
             return HelloRefused(f"{self._turned_away}; tried for {timeout_s:g} s", reason=self._turned_away.reason)
         return ConnectError(
-            f"no agent welcomed this engine at {self._path} within {timeout_s:g} s ({self.last_error}): "
+            f"no agent welcomed this engine{self._place} at {self._path} within {timeout_s:g} s ({self.last_error}): "
             "check that the agent runs on this node and that the path is its engine socket"
         )
 

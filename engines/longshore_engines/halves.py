@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from longshore_client.client import Client
 from longshore_client.errors import AgentLost, ArgumentError, CallTimeout, ClientClosed
 from longshore_engines.calls import CALL_TIMEOUT_MIN_S, CallThread, insist
-from longshore_wire.engine_messages import Endpoint, Half, RoomEvent, RoomEventKind
+from longshore_wire.engine_messages import Endpoint, Half, RoomEvent, RoomEventKind, TargetMemory
 from longshore_wire.errors import LongshoreError
 
 # A worker's restart takes seconds. A call that waits for longer delays those behind it.
@@ -131,7 +131,7 @@ class Halves:
             lambda: self._make(
                 found,
                 lambda timeout_s: self._client.receive(
-                    room, endpoint, pages, first_token, end_token, timeout_s=timeout_s
+                    room, endpoint, pages, first_token, end_token, memory=TargetMemory.DEVICE, timeout_s=timeout_s
                 ),
             )
         )

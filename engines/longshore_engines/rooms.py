@@ -18,7 +18,7 @@ from typing import NamedTuple
 from longshore_client.client import Client
 from longshore_client.errors import AgentLost, Busy, CallTimeout, ClientClosed
 from longshore_engines.handover import Claim, Fail, Offer, Order, Withdraw
-from longshore_wire.engine_messages import Half, RoomEvent, RoomEventKind
+from longshore_wire.engine_messages import Half, RoomEvent, RoomEventKind, TargetMemory
 from longshore_wire.errors import LongshoreError
 
 _log = logging.getLogger("vllm.longshore")
@@ -262,9 +262,8 @@ class RankRooms:
         if isinstance(order, Offer):
             self._client.send(order.room, order.pages, 0, order.end_token, last=True, timeout_s=timeout_s)
         else:
-            self._client.receive(
-                order.room, order.endpoint, order.pages, order.first_token, order.end_token, timeout_s=timeout_s
-            )
+            where = (order.room, order.endpoint, order.pages, order.first_token, order.end_token)
+            self._client.receive(*where, memory=TargetMemory.DEVICE, timeout_s=timeout_s)
 
     def _call_failed(self, key: _RoomKey, text: str) -> None:
         # If a part of the call was accepted, events of its end follow; otherwise the room is not open at the client.

@@ -260,14 +260,19 @@ class Applier:
             told: by node and worker, the counts that were told; updated.
         """
         for agent in observed.agents:
-            for worker in agent.report.workers if agent.report is not None else ():
-                place = agent.pod.node, worker.worker
-                # A worker that was restarted counts from 0 again. An earlier operator may have told the first count.
-                if worker.mismatches and worker.mismatches != told.get(place):
-                    text = f"{worker.worker} on {place[0]}: {worker.mismatch}"
-                    about, again = "/".join(place), place in told
-                    await self._say(observed, "Warning", "DigestMismatch", text, about, again=again)
-                told[place] = worker.mismatches
+            if agent.report is None:
+                continue
+            found = {(agent.pod.node, worker.worker): worker for worker in agent.report.workers if worker.mismatches}
+            for place in [place for place in told if place[0] == agent.pod.node and place not in found]:
+                del told[place]
+            for place, worker in found.items():
+                if worker.mismatches == told.get(place):
+                    continue
+                text = f"{worker.worker} on {agent.pod.node}: {worker.mismatch}"
+                # An earlier operator may have told of the same slabs.
+                again = place in told
+                if await self._say(observed, "Warning", "DigestMismatch", text, "/".join(place), again=again):
+                    told[place] = worker.mismatches
 
     async def tell_left(self, observed: Observed, message: str) -> None:
         """Post the event that another operator serves the deployment, unless it is there."""
@@ -275,12 +280,12 @@ class Applier:
 
     async def _say(
         self, observed: Observed, level: str, name: str, message: str, about: str, *, again: bool = True
-    ) -> None:
-        """Post an event. A repeated one counts up.
+    ) -> bool:
+        """Post an event; return whether it is there. A repeated one counts up.
 
         Args:
             about: what distinguishes events with the same reason.
-            again: whether to count the event if it is there.
+            again: whether to count an event that is there with the same message.
         """
         same = f"{observed.uid}/{level}/{name}/{about}"
         now = timestamps.now()
@@ -312,13 +317,15 @@ class Applier:
             try:
                 await self._api.create(kinds.EVENT, body)
             except ConflictError:
-                if again:
-                    found = await self._api.get(kinds.EVENT, observed.key.namespace, event)
+                found = await self._api.get(kinds.EVENT, observed.key.namespace, event)
+                if again or found.get("message") != body["message"]:
                     more = {"count": int(found.get("count") or 0) + 1, "lastTimestamp": now}
                     await self._api.replace(kinds.EVENT, found | more | {"message": body["message"]})
         except ApiError as error:
-            # A lost event is harmless: the status has the same text.
+            # Mostly the status has the same text.
             _log.warning("%s/%s: no event: %s", *observed.key, error)
+            return False
+        return True
 
     async def _writing(self, key: Key, call: Any) -> Body:
         try:

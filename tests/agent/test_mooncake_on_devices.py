@@ -325,6 +325,9 @@ def test_a_peer_with_memory_of_another_kind_is_known_and_only_its_writes_are_ref
     with pytest.raises(TransportError, match="two of a kind") as caught:
         scene.near.draft(peer, pieces, b"")
     assert caught.value.reason is Reason.UNSUPPORTED
+    with pytest.raises(TransportError, match="two of a kind"):
+        scene.near.probe_wire(peer, scene.source.ctypes.data, region[0], 1 << 10)
+    assert scene.submitted == []
     scene.near.disconnect(peer)
 
 

@@ -43,12 +43,15 @@ def test_only_memory_of_a_gpu_is_refused_to_a_worker_with_the_engines_pid() -> N
 
 @pytest.mark.parametrize(("target", "other"), [("Device", "HOST"), ("Host", "DEVICE")])
 def test_page_size_and_order_are_declared_for_decodes_target_and_free_in_its_other_memory(
-    target: str, other: str
+    target: str, other: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr("longshore_agent.supervisor.reception._DRIVER_FILE", tmp_path)
     config = replace(CONFIG, decode=replace(CONFIG.decode, target=Target(target)))
     reception, declared = Reception(Settings(), config), CONFIG.decode.layout(CONFIG.model)
     for memory in TargetMemory:
-        engine = replace(hello(replace(declared, page_size=1)), roles=(Half.TARGET,), memory=memory)
+        device = "cpu" if memory is TargetMemory.HOST else f"GPU-{'0' * 8}-0000-0000-0000-{'0' * 12}"
+        layout = replace(declared, page_size=1)
+        engine = replace(hello(layout), roles=(Half.TARGET,), memory=memory, device=device)
         if memory.name == other:
             assert reception.admit(engine).memory is memory
             assert reception.admit(replace(engine, layout=replace(declared, order=PageOrder.HND))).memory is memory

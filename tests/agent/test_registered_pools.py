@@ -19,6 +19,7 @@ from fake_device import FakeDevice, outbound_slab
 from fake_driver import OUT_OF_MEMORY, FakeDriver
 from page_shapes import Shape
 
+from longshore_agent.errors import DeviceError
 from longshore_agent.memory import cuda, device_memory
 from longshore_agent.pipeline.slabs import Ends, OutboundEnd
 from longshore_agent.worker.neighbour_pools import NeighbourPools
@@ -112,6 +113,7 @@ def test_a_pool_is_registered_once_piece_by_piece_before_its_slabs_begin(
     assert set(addresses) <= driver.host.keys()
     assert not any(map(is_open, regions))
     scene.near.pool_gone(OWNER, 0)
+    assert scene.turn() == []
     assert (driver.host, mappings()) == ({}, 0)
 
 
@@ -125,18 +127,77 @@ def test_a_pool_is_unregistered_before_it_is_unmapped_and_its_owner_hears_of_it_
     assert scene.near.take_unmapped() == []
     assert len(driver.host) == mappings() == 2
     slab.neighbour.let_go()
+    assert scene.turn() == []
     assert scene.near.take_unmapped() == [(OWNER, 0)]
     assert (driver.host, mappings()) == ({}, 0)
 
 
-def test_a_pool_that_is_gone_while_it_is_registered_fails_its_slabs_at_once_and_is_unmapped_later(
+def test_unregistering_does_not_hold_up_the_control_thread(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene, goes_on = Scene(), threading.Event()
+    unregister = cuda.Device.unregister_host
+    monkeypatch.setattr(cuda.Device, "unregister_host", lambda *given: (goes_on.wait(LIMIT_S), unregister(*given)))
+    scene.put(0)
+    scene.give(region(), region())
+    scene.turn()
+    scene.near.pool_gone(OWNER, 0)
+    assert scene.near.take_unmapped() == []
+    assert len(driver.host) == 2
+    goes_on.set()
+    scene.turn()
+    assert scene.near.take_unmapped() == [(OWNER, 0)]
+    assert (driver.host, mappings()) == ({}, 0)
+
+
+def test_a_refusal_while_the_pool_is_registered_belongs_to_a_later_request(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene, goes_on = Scene(), threading.Event()
     register = cuda.Device.register_host
     monkeypatch.setattr(cuda.Device, "register_host", lambda *given: (goes_on.wait(LIMIT_S), register(*given)))
+    slab = scene.put(0)
+    scene.give(region(), region())
+    scene.near.pool_given(OWNER, 0, 0, 0, None)
+    goes_on.set()
+    assert scene.turn() == []
+    assert scene.begun == [slab]
+    scene.near.pool_gone(OWNER, 0)
+    scene.turn()
+    assert (driver.host, mappings()) == ({}, 0)
+
+
+def test_memory_that_the_driver_does_not_give_back_fails_the_device(driver: FakeDriver) -> None:
+    scene = Scene()
     scene.put(0)
     scene.give(region(), region())
+    scene.turn()
+    driver.fails["cuMemHostUnregister"] = 1
+    scene.near.pool_gone(OWNER, 0)
+    with pytest.raises(DeviceError, match="cuMemHostUnregister"):
+        scene.turn()
+    assert scene.near.take_unmapped() == []
+    assert (len(driver.host), mappings()) == (2, 2)
+    driver.fails.clear()
+    for pool in scene.near._leaving[OWNER, 0]:
+        pool._unmap()
+
+
+def test_a_pool_that_is_gone_while_it_is_registered_fails_its_slabs_at_once_and_is_unmapped_later(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_memory, "_REGISTERED_BYTES", 4096)
+    scene, goes_on, pieces = Scene(), threading.Event(), []
+    register = cuda.Device.register_host
+
+    def registers(*given: Any) -> None:
+        pieces.append(given)
+        assert goes_on.wait(LIMIT_S)
+        register(*given)
+
+    monkeypatch.setattr(cuda.Device, "register_host", registers)
+    scene.put(0)
+    scene.give(region(), region())
+    while not pieces:
+        goes_on.wait(0.001)
     scene.near.pool_gone(OWNER, 0)
     (end,) = scene.ends.take()
     assert isinstance(end, OutboundEnd)
@@ -146,6 +207,8 @@ def test_a_pool_that_is_gone_while_it_is_registered_fails_its_slabs_at_once_and_
     assert scene.turn() == []
     assert scene.near.take_unmapped() == [(OWNER, 0)]
     assert (driver.host, mappings(), scene.begun) == ({}, 0, [])
+    # The thread has stopped after the piece at which it was.
+    assert len(pieces) == 1
 
 
 @pytest.mark.parametrize(
@@ -153,6 +216,7 @@ def test_a_pool_that_is_gone_while_it_is_registered_fails_its_slabs_at_once_and_
     [
         (lambda driver: driver.fails.update(cuMemHostRegister_v2=OUT_OF_MEMORY), "cannot register the memory"),
         (lambda driver: setattr(driver, "host_shift", 1 << 40), "other addresses than the host"),
+        (lambda driver: driver.fails.update(cuMemHostGetDevicePointer_v2=1), "cuMemHostGetDevicePointer"),
     ],
 )
 def test_memory_that_the_driver_cannot_register_fails_the_slabs_with_its_reason(

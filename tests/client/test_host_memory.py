@@ -59,11 +59,17 @@ def test_a_claim_that_names_no_memory_gets_the_deployments(target):
 
 
 def test_a_deployment_with_host_memory_needs_a_host_layout_or_a_memory_by_name():
-    device = Line(greet=lambda hello: Welcome(ENGINE_PROTOCOL_VERSION, 1, "demo", 60_000_000_000, TargetMemory.HOST))
+    on_gpu = msgspec.structs.replace(HELLO, device="GPU-1")
+    welcome = Welcome(ENGINE_PROTOCOL_VERSION, 1, "demo", 60_000_000_000, TargetMemory.HOST)
+    device = Line(hello=on_gpu, greet=lambda hello: welcome)
     with pytest.raises(ArgumentError, match=r"decode\.target is Host: give connect the host_layout"):
         device.client.receive(1, ENDPOINT, [1, 2], 4, 12)
     device.client.receive(1, ENDPOINT, [1, 2], 4, 12, memory=TargetMemory.DEVICE)
     assert len(device.of(Receive)) == 1
+    # All pages of an engine on a CPU are in host memory.
+    on_cpu = Line(greet=lambda hello: welcome)
+    on_cpu.client.receive(1, ENDPOINT, [1, 2], 4, 12)
+    assert len(on_cpu.of(Receive)) == 1
 
 
 def test_pages_are_counted_by_the_page_size_of_their_memory(lines):

@@ -182,7 +182,7 @@ class Device:
     def register_host(self, address: int, length_bytes: int) -> None:
         """Pin a range of this process's memory, so that the device's kernels access it by the same addresses.
 
-        The driver allocates missing pages, so this takes about a second for 4 GiB. It does not hold the GIL.
+        Existing pages take about 0.1 s for each GiB, missing ones 0.8 s. It does not hold the GIL.
 
         Raises:
             DeviceError: the driver cannot pin it, or the device does not use the host's addresses.
@@ -190,12 +190,15 @@ class Device:
         self.enter()
         call("cuMemHostRegister_v2", address, length_bytes, _HOST_PORTABLE | _HOST_MAPPED)
         seen = ctypes.c_uint64()
-        call("cuMemHostGetDevicePointer_v2", ctypes.byref(seen), address, 0)
-        if seen.value != address:
+        try:
+            call("cuMemHostGetDevicePointer_v2", ctypes.byref(seen), address, 0)
+            if seen.value != address:
+                raise DeviceError(
+                    f"device {self.index} sees host memory at other addresses than the host: its engines cannot write it directly"
+                )
+        except DeviceError:
             self.unregister_host(address)
-            raise DeviceError(
-                f"device {self.index} sees host memory at other addresses than the host: its engines cannot write it directly"
-            )
+            raise
 
     def unregister_host(self, address: int) -> None:
         """Undo `register_host` of the range that begins at `address`. No device work may use it."""

@@ -111,11 +111,13 @@ class RegisteredMapping:
         length_bytes: the declared size.
     """
 
-    def __init__(self, device: cuda.Device, descriptor: int, length_bytes: int) -> None:
-        """Map a memory file, whose descriptor stays the caller's, and register it piece by piece.
+    def __init__(
+        self, device: cuda.Device, descriptor: int, length_bytes: int, stop: threading.Event | None = None
+    ) -> None:
+        """Map a memory file, whose descriptor stays the caller's, and register it piece by piece until `stop` is set.
 
         Raises:
-            PoolError: the file is shorter, its owner could truncate it, or the driver cannot register it.
+            PoolError: the file is shorter, its owner could truncate it, the driver cannot register it, or it was stopped.
         """
         self._device = device
         self._mapping = map_shared(descriptor, length_bytes)
@@ -125,6 +127,8 @@ class RegisteredMapping:
             if not self._mapping.sealed:
                 raise PoolError("a GPU can only be given memory that nobody can truncate: seal it (F_SEAL_SHRINK)")
             for start in range(0, length_bytes, _REGISTERED_BYTES):
+                if stop is not None and stop.is_set():
+                    raise PoolError("it is no longer needed")
                 piece, piece_bytes = self.address + start, min(_REGISTERED_BYTES, length_bytes - start)
                 self._mapping.populate(start, piece_bytes)
                 device.register_host(piece, piece_bytes)
@@ -137,7 +141,11 @@ class RegisteredMapping:
             raise
 
     def unmap(self) -> None:
-        """Undo the registration, then the mapping. No device work may use it. Idempotent."""
+        """Undo the registration, then the mapping. No device work may use it. Idempotent.
+
+        Raises:
+            DeviceError: the driver keeps a part, so the mapping stays, too.
+        """
         while self._registered:
             self._device.unregister_host(self._registered.pop())
         self._mapping.unmap()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -68,12 +68,17 @@ class KVPool:
         geometry: PoolGeometry,
         handles: Sequence[RegionHandle],
         device: Device | None = None,
+        *,
+        stop: threading.Event | None = None,
+        unmap_later: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
         """Check the geometry and map its regions. The caller keeps the descriptors and may close them afterwards.
 
         Args:
             handles: one for each region: file descriptors of host memory, or places on a GPU if `device` is given.
             device: the GPU for which to map the regions. It is given host memory only if nobody can truncate that.
+            stop: give up mapping host memory for the GPU when it is set.
+            unmap_later: calls its argument, which unmaps the regions, in another thread; None: this thread unmaps them.
         Raises:
             PoolError: the geometry does not fit the layout, or its regions; names the region, or the plane and field.
         """
@@ -96,7 +101,8 @@ class KVPool:
         self.page_tokens = 1 if layout.order is PageOrder.OPAQUE else layout.page_size
         self.on_device = device is not None
         self.device = device
-        self._mappings = _map_regions(geometry, handles, device)
+        self._unmap_later = unmap_later
+        self._mappings = _map_regions(geometry, handles, device, stop)
         self.sealed = all(mapping.sealed for mapping in self._mappings if isinstance(mapping, Mapping))
         self.plane_groups = plane_groups(geometry, [mapping.address for mapping in self._mappings])
         self._regions = [mapping.bytes_view() for mapping in self._mappings if isinstance(mapping, Mapping)]
@@ -168,7 +174,7 @@ class KVPool:
             self._users_count -= 1
             last = self._closing and self._users_count == 0
         if last:
-            self._unmap()
+            self._end()
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -202,7 +208,7 @@ class KVPool:
         """Refuse new holds and unmap at once or, if some are left, with the last one. Idempotent; never blocks.
 
         Returns:
-            True if the memory is unmapped; False if it is still held, see `wait_closed`.
+            True if the memory is unmapped; False if it is still held or another thread unmaps it, see `wait_closed`.
         """
         with self._lock:
             if self._closing:
@@ -211,12 +217,18 @@ class KVPool:
             self.closed_s = time.monotonic()
             idle = self._users_count == 0
         if idle:
-            self._unmap()
-        return idle
+            self._end()
+        return self._closed.is_set()
 
     def wait_closed(self, timeout_s: float) -> bool:
         """Wait until the memory is unmapped after `close`; return whether it is."""
         return self._closed.wait(timeout_s)
+
+    def _end(self) -> None:
+        if self._unmap_later is None:
+            self._unmap()
+        else:
+            self._unmap_later(self._unmap)
 
     def _unmap(self) -> None:
         # Drop this pool's own views first, so that none points to unmapped memory.
@@ -272,7 +284,7 @@ def close_handles(handles: Iterable[RegionHandle]) -> None:
 
 
 def _map_regions(
-    geometry: PoolGeometry, handles: Sequence[RegionHandle], device: Device | None
+    geometry: PoolGeometry, handles: Sequence[RegionHandle], device: Device | None, stop: threading.Event | None
 ) -> list[Mapping | DeviceMapping | RegisteredMapping]:
     mappings: list[Mapping | DeviceMapping | RegisteredMapping] = []
     try:
@@ -284,10 +296,10 @@ def _map_regions(
                 elif device is None:
                     mappings.append(map_shared(handle, length_bytes))
                 else:
-                    mappings.append(RegisteredMapping(device, handle, length_bytes))
+                    mappings.append(RegisteredMapping(device, handle, length_bytes, stop))
             except PoolError as error:
                 raise PoolError(f"region {index}: {error}") from error
-    except PoolError:
+    except BaseException:
         for mapping in mappings:
             mapping.unmap()
         raise

@@ -32,8 +32,8 @@ class _Port(msgspec.Struct, frozen=True, array_like=True):
     instance: str
     dp_rank: int
     rank: int
-    memory: TargetMemory
     port: int
+    memory: TargetMemory = TargetMemory.DEVICE
 
 
 class _Kept(msgspec.Struct, frozen=True):
@@ -89,7 +89,7 @@ class Lives:
             return _Kept()
 
     def _write(self) -> None:
-        kept = _Kept(self._epoch, tuple(_Port(*key, port) for key, port in self._ports.items()))
+        kept = _Kept(self._epoch, tuple(_Port(*key[:3], port, key.memory) for key, port in self._ports.items()))
         try:
             # An agent may be killed at any instant.
             write_whole(self._path, msgspec.json.encode(kept))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from longshore_agent.control.engine_link import PeerProcess
 from longshore_agent.settings import Settings, variable
-from longshore_wire.agent_config import AgentConfig
+from longshore_wire.agent_config import AgentConfig, Target
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Half, Hello, TargetMemory
 from longshore_wire.errors import CodecError, LayoutError, LongshoreError, Reason
@@ -145,8 +145,11 @@ class Reception:
             (f"{name}.pipelineParallel", layout.parallel.pp, declared.parallel.pp),
             (f"{name}.dataParallel", layout.parallel.dp, declared.parallel.dp),
         ]
-        # Pages in decode's other memory may have another size and order.
-        if half is Half.SOURCE or hello.memory.name == config.decode.target.name:
+        # Pages in decode's other memory may have another size and order. Those of a CPU are in host memory.
+        in_host = hello.memory is TargetMemory.HOST or hello.device == "cpu"
+        if half is Half.SOURCE or (
+            in_host if config.decode.target is Target.HOST else hello.memory is not TargetMemory.HOST
+        ):
             checks += [
                 (f"{name}.pageSize", layout.page_size, declared.page_size),
                 (f"{name}.pageOrder", layout.order, declared.order),

@@ -238,9 +238,7 @@ class MooncakeTransport(CheckedTransport[Peer]):
     def draft(self, peer: str, pieces: Pieces | Selection, notice: bytes) -> MooncakeWrite:
         """Check where n pieces lie; see `Transport.draft`. The notice is ignored, as `notifies` says."""
         check_notice(notice)
-        known = self._peer(peer)
-        if known.fault:
-            raise TransportError(known.fault, reason=Reason.UNSUPPORTED)
+        known = self._reached(peer)
         return MooncakeWrite(known, self._looked_up(known, pieces))
 
     def start(self, write: Write) -> None:
@@ -277,7 +275,7 @@ class MooncakeTransport(CheckedTransport[Peer]):
     def probe_wire(self, peer: str, source: int, target: int, length_bytes: int) -> Wire:
         """Write once and read the kernel's counters; see `Transport.probe_wire` and `probe`."""
         with self._gate:
-            known = self._peer(peer)
+            known = self._reached(peer)
             pieces = self._looked_up(known, Pieces.one(source, target, length_bytes))
             begun: list[MooncakeWrite] = []
 
@@ -305,6 +303,13 @@ class MooncakeTransport(CheckedTransport[Peer]):
     def _stop(self) -> None:
         # The library stops with its last reference; a thread inside a call still has one.
         self._engine = None
+
+    def _reached(self, name: str) -> Peer:
+        """Return a peer. Raises TransportError if its memory cannot be written from here."""
+        known = self._peer(name)
+        if known.fault:
+            raise TransportError(known.fault, reason=Reason.UNSUPPORTED)
+        return known
 
     def _begin(self, write: MooncakeWrite) -> None:
         """Start a draft. Called with the gate."""

@@ -1,7 +1,7 @@
 """Maps pools of neighbours, the other ranks of this node, so that slabs are copied into their pages by way DIRECT.
 
-Called by `moving` and by `loop`, in the control thread. Host memory is mapped for a GPU in a thread of its own, since the
-driver takes seconds to register many GiB. Copies nothing itself. Holds the slabs that wait for a pool, and sets each slab's
+Called by `moving` and by `loop`, in the control thread. Host memory is mapped and unmapped for a GPU in a thread of its own,
+since the driver takes seconds to register many GiB. Copies nothing itself. Holds the slabs that wait for a pool, and sets each slab's
 `neighbour`. Owners send file descriptors, or handles of GPU memory, through the supervisor, and
 announce when a pool is unregistered. The worker confirms when it is unmapped here.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -41,6 +42,14 @@ _EXPECTED_MAX = 64
 _TABLES_MAX = 2048
 
 _Key = tuple[PeerId, int]  # owner and number of a pool
+
+
+@dataclass(slots=True)
+class _Registering:
+    """A pool in host memory that the thread maps or has mapped. `stop` ends that early."""
+
+    pool: Future[KVPool]
+    stop: threading.Event
 
 
 @dataclass(slots=True)
@@ -92,9 +101,10 @@ class NeighbourPools:
         self._tables: IdentityCache[PageTable] = IdentityCache(_TABLES_MAX)
         self._wanted: dict[_Key, _Wanted] = {}
         # Pools that the thread maps or has mapped, until `take_registered`, and those of them that are gone since.
-        self._registering: dict[_Key, Future[KVPool]] = {}
+        self._registering: dict[_Key, _Registering] = {}
         self._abandoned: dict[_Key, list[Future[KVPool]]] = {}
         self._registrar = ThreadPoolExecutor(1, "register")
+        self._unmappings: list[Future[None]] = []
         self._mapped: dict[_Key, KVPool] = {}
         # Pools that are gone, until their last copy ends, and those of them whose owners wait for that.
         self._leaving: dict[_Key, list[KVPool]] = {}
@@ -155,13 +165,13 @@ class NeighbourPools:
 
     def pool_given(self, owner: PeerId, number: int, index: int, count: int, handle: RegionHandle | None) -> None:
         """Take region `index` of a neighbour's pool (`count` 0: it has none). Map the pool when all have arrived."""
-        if count == 0 or handle is None:
-            self._refuse(owner, number, f"no worker of this node has pool {number} of {owner.instance} now")
-            return
         wanted = self._wanted.get((owner, number))
         if wanted is None or (owner, number) in self._registering:
-            # The owner was lost after the request. Its late region must not be taken for one of the next answer.
-            close_handles([handle])
+            # The owner was lost after a request, whose late answer must not be taken for that of the next one.
+            close_handles([] if handle is None else [handle])
+            return
+        if count == 0 or handle is None:
+            self._refuse(owner, number, f"no worker of this node has pool {number} of {owner.instance} now")
             return
         if index in wanted.regions:
             close_handles([wanted.regions[index]])
@@ -183,22 +193,42 @@ class NeighbourPools:
                 found.set_exception(error)
             self._take(owner, number, found)
             return
-        started = self._registrar.submit(self._map, attach.layout, info.geometry, handles)
-        self._registering[owner, number] = started
-        started.add_done_callback(lambda _: os.eventfd_write(self._ends.wake, 1))
+        stop = threading.Event()
+        started = self._registrar.submit(self._map, attach.layout, info.geometry, handles, stop)
+        self._registering[owner, number] = _Registering(started, stop)
+        started.add_done_callback(self._wake)
 
     def take_registered(self) -> None:
-        """Take the pools that the thread has mapped since the last call, and begin the slabs that wait for them."""
-        for key, found in [(key, found) for key, found in self._registering.items() if found.done()]:
+        """Take the pools that the thread has mapped since the last call, and begin the slabs that wait for them.
+
+        Raises:
+            DeviceError: the driver has refused what it must not: the memory may stay in its reach.
+        """
+        for key, made in [(key, made) for key, made in self._registering.items() if made.pool.done()]:
             del self._registering[key]
-            self._take(*key, found)
+            self._take(*key, made.pool)
         for key, abandoned in list(self._abandoned.items()):
             for found in [found for found in abandoned if found.done()]:
                 abandoned.remove(found)
-                if found.exception() is None:
-                    found.result().close()
+                with contextlib.suppress(PoolError):
+                    self._close(key, found.result())
             if not abandoned:
                 del self._abandoned[key]
+        for unmapping in [each for each in self._unmappings if each.done()]:
+            self._unmappings.remove(unmapping)
+            unmapping.result()
+
+    def _wake(self, _: object) -> None:
+        os.eventfd_write(self._ends.wake, 1)
+
+    def _unmap_later(self, unmap: Callable[[], None]) -> None:
+        unmapping = self._registrar.submit(unmap)
+        self._unmappings.append(unmapping)
+        unmapping.add_done_callback(self._wake)
+
+    def _close(self, key: _Key, pool: KVPool) -> None:
+        if not pool.close():
+            self._leaving.setdefault(key, []).append(pool)
 
     def _take(self, owner: PeerId, number: int, found: Future[KVPool]) -> None:
         """Take a pool that was mapped, or could not be."""
@@ -217,13 +247,13 @@ class NeighbourPools:
     def pool_gone(self, owner: PeerId, number: int = ALL_POOLS) -> None:
         """Unmap a neighbour's pool, which is not registered any more, at once or when the last copy into it ends."""
         for key in [key for key in self._mapped if _matches(key, owner, number)]:
-            pool = self._mapped.pop(key)
-            if not pool.close():
-                self._leaving.setdefault(key, []).append(pool)
+            self._close(key, self._mapped.pop(key))
         if number != ALL_POOLS:
             self._owed.append((owner, number))
         for key in [key for key in self._registering if _matches(key, owner, number)]:
-            self._abandoned.setdefault(key, []).append(self._registering.pop(key))
+            made = self._registering.pop(key)
+            made.stop.set()
+            self._abandoned.setdefault(key, []).append(made.pool)
         for _, pool_number in [key for key in self._wanted if _matches(key, owner, number)]:
             why = "was unregistered" if number == pool_number else f"is gone: rank {owner.rank} has left"
             self._refuse(owner, pool_number, f"pool {pool_number} of {owner.instance} {why}")
@@ -248,7 +278,13 @@ class NeighbourPools:
             self._tell(PoolWanted(key[0], self._own, key[1]), None)
         return found
 
-    def _map(self, layout: KVLayout, geometry: PoolGeometry, handles: list[RegionHandle]) -> KVPool:
+    def _map(
+        self,
+        layout: KVLayout,
+        geometry: PoolGeometry,
+        handles: list[RegionHandle],
+        stop: threading.Event | None = None,
+    ) -> KVPool:
         """Map a pool, and close its handles. Raises PoolError: it does not match its owner's declaration, or is out of reach."""
         try:
             on_gpu = {isinstance(handle, DeviceRegion) for handle in handles}
@@ -260,7 +296,8 @@ class NeighbourPools:
                 raise PoolError(
                     "its pages are on a GPU, and a worker on a CPU cannot write them: they cannot be neighbours"
                 )
-            return KVPool(layout, geometry, handles, self._device)
+            later = None if stop is None else self._unmap_later
+            return KVPool(layout, geometry, handles, self._device, stop=stop, unmap_later=later)
         finally:
             close_handles(handles)
 
