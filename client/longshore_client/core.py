@@ -205,7 +205,7 @@ class Core:
         if self._turned_away is not None:
             return HelloRefused(f"{self._turned_away}; tried for {timeout_s:g} s", reason=self._turned_away.reason)
         return ConnectError(
-            f"no agent welcomed this engine{self._place} at {self._path} within {timeout_s:g} s ({self.last_error}): "
+            f"no agent welcomed this engine at {self._path}{self._place} within {timeout_s:g} s ({self.last_error}): "
             "check that the agent runs on this node and that the path is its engine socket"
         )
 
