@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import played_device
@@ -14,11 +16,11 @@ from page_shapes import Shape, contents, opened, page_ids, trailer_for
 from played_device import make_copier, play, staged, wait_compiled
 
 from longshore_agent.errors import DeviceError
-from longshore_agent.kernels import reference
+from longshore_agent.kernels import device_digest, device_kernel, reference
 from longshore_agent.kernels.copier import Copy, Slab, View, pool_view
 from longshore_agent.kernels.device_copier import DeviceCopier
 from longshore_agent.kernels.device_digest import BoundDigest
-from longshore_agent.kernels.device_kernel import CopyStream
+from longshore_agent.kernels.device_kernel import CopyStream, DeviceKernel
 from longshore_agent.kernels.device_launch import PlaneTable
 from longshore_agent.kernels.digest import Digests, Words, expanded
 from longshore_agent.memory import cuda
@@ -177,6 +179,30 @@ def check_flip(near: Shape, tokens: tuple[int, int], device_name: str) -> int:
             settle(place.device)
         assert np.array_equal(place.digest(view, tokens), before)
     return int(before.size)
+
+
+def compiling_threads(shape: Shape, device_name: str) -> list[str]:
+    """Register a pool, and compute digests of it; return the threads that compiled the kernel of digests."""
+    threads: list[str] = []
+    compile_it = DeviceKernel._compile
+
+    def compiles(kernel: DeviceKernel, stream: Any, tile: Any, tuning: Any) -> Any:
+        if kernel is device_digest._KERNEL and device_kernel._key(stream, tile, tuning) not in kernel._compiled:
+            threads.append(threading.current_thread().name)
+        return compile_it(kernel, stream, tile, tuning)
+
+    tokens = (0, 2 * shape.page_size)
+    with (
+        opened(shape, seed=1) as pool,
+        opened(shape, seed=None) as other,
+        patch.object(DeviceKernel, "_compile", compiles),
+    ):
+        view, _ = views_of((pool, other), (shape, shape), tokens)
+        place = Place(device_name, pool, other, view.payload_bytes(tokens))
+        place.copier.prepare_pool(pool, direct=False)
+        wait_compiled()
+        assert np.array_equal(place.digest(view, tokens), reference.digests(view, tokens, KEY).ravel())
+    return threads
 
 
 def damaged_list(shape: Shape, tokens: tuple[int, int]) -> tuple[int, int]:

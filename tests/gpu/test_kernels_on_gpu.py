@@ -135,6 +135,12 @@ def test_a_gpu_returns_the_digests_of_the_sides_that_are_pages(
     assert digests.check_copies(near, far, tokens, DEVICE) == planes * min(near.heads, far.heads)
 
 
+def test_the_first_digests_of_a_registered_pool_do_not_wait_for_a_compiler(digests: Any) -> None:
+    # No other test has this shape, whose kernel would be compiled already.
+    threads = digests.compiling_threads(Shape(page_size=24, page_count=40, head_dim=40), DEVICE)
+    assert [name.startswith("compile") for name in threads] == [True]
+
+
 @pytest.mark.parametrize("name", ["NHD", "HND, pages of 17, gaps", "latent"])
 def test_a_flipped_bit_on_a_gpu_changes_the_digest_of_its_plane_and_head(name: str, digests: Any) -> None:
     shape = SHAPES[name]

@@ -8,6 +8,7 @@ lists stay on the device between slabs. A kernel that is not compiled yet blocks
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -159,6 +160,8 @@ class DeviceCopier:
     def prepare_pool(self, pool: KVPool, *, direct: bool) -> None:
         """See `copier.Copier`: copy a pool's table to the device and compile its kernels, a second each.
 
+        The kernel of digests is compiled in another thread. A room that needs it before waits for it.
+
         A kernel's shape depends on the number of heads that a peer takes, so there is one for every TP size. Kernels of
         direct copies to pools of other page sizes, orders or alignments are compiled at the first such copy.
 
@@ -173,6 +176,9 @@ class DeviceCopier:
                 BoundCopy(Slab(self._ring, 0, payload_bytes), paged, tokens, self._scatters).prepare()
             if direct:
                 BoundCopy(paged, paged, tokens, self._directs).prepare()
+        # One kernel computes digests for all TP sizes. Most rooms have none, so nobody waits for it here.
+        with contextlib.suppress(ShapeError):
+            BoundDigest(*self._peers(pool)[0], self._gathers).prepare()
 
     def prepare_pages(self, pool: KVPool, pages: Pages, first_page: int, *, to_write: bool, direct: bool) -> None:
         """See `copier.Copier`: queue a copy of the page ids to the device, if they are not there, before their readers.

@@ -239,6 +239,10 @@ class BoundDigest:
         self.count = view.plane_count * len(view.heads)
         self._launch: Launch | None = None
 
+    def prepare(self) -> None:
+        """Begin to compile the kernel in another thread. Raises DeviceError: the last attempt failed."""
+        _KERNEL.ready(self._stream, self._grid.tile, self._tuning)
+
     def checked(self, ids: PageIds, tokens: tuple[int, int]) -> Callable[[int, int], None]:
         """Return the call that queues the digests of tokens [first, end); it raises only DeviceError.
 
