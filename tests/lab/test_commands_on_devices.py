@@ -45,10 +45,12 @@ def test_the_demo_moves_kv_staged_and_directly_and_names_what_it_leaves_out(tmp_
     whole = json.loads(found.read_bytes())
     assert whole["options"] == {"backends": ["NIXL"], "seed": 0, "quick": True, "devices": ["cuda:0", "cuda:1"]}
     (pair,) = whole["pairs"]
-    staged, direct = pair["transfers"]
-    assert (staged["way"], direct["way"]) == ("staged", "direct")
-    assert direct["counts"]["writes"] == direct["counts"]["slabs"] > 0
-    assert direct["payload_bytes"] == staged["payload_bytes"] > 30e6
+    staged, direct, host = pair["transfers"]
+    assert (staged["way"], direct["way"], host["way"]) == ("staged", "direct", "host")
+    for near in (direct, host):
+        assert near["counts"]["writes"] == near["counts"]["slabs"] > 0
+        assert near["payload_bytes"] == staged["payload_bytes"] > 30e6
+        assert near["wires"] == []
     assert pair["tokens_compared"] == 24
     assert "starting 2 agents" in said
     assert "Left out on GPUs: contiguous and slices" in said
