@@ -179,6 +179,7 @@ def test_memory_that_the_driver_does_not_give_back_fails_the_device(driver: Fake
     driver.fails.clear()
     for pool in scene.near._leaving[OWNER, 0]:
         pool._unmap()
+    assert (driver.host, mappings()) == ({}, 0)
 
 
 def test_a_pool_that_is_gone_while_it_is_registered_fails_its_slabs_at_once_and_is_unmapped_later(

@@ -147,7 +147,8 @@ class RegisteredMapping:
             DeviceError: the driver keeps a part, so the mapping stays, too.
         """
         while self._registered:
-            self._device.unregister_host(self._registered.pop())
+            self._device.unregister_host(self._registered[-1])
+            self._registered.pop()
         self._mapping.unmap()
 
 
