@@ -47,15 +47,14 @@ from longshore_wire.layout import Attention
 
 LATENT = ModelShape(3, 1, 72, 2, Attention.LATENT)
 DEVICE_PAGE_SIZE, TOKENS_MAX = 16, 1024
-# (total, prefix): lengths and prefixes around the edges of prefill's pages of 16 tokens, and one token.
-REQUESTS = ((1, 0), (15, 0), (16, 0), (17, 16), (33, 15), (64, 64), (211, 37), (397, 128))
+# (total, prefix): around the edges of pages of 16 tokens (decode's device) and of 64 (prefill), and one token.
+REQUESTS = ((1, 0), (15, 0), (16, 0), (17, 16), (33, 15), (63, 0), (64, 64), (65, 63), (211, 37), (397, 128))
 
 
 class HostRank:
     """A decode rank with a pool 0 in each memory, of which that in host memory has pages of one token."""
 
     def __init__(self, agent: Agent, instance: str, model: ModelShape, place: Parallel) -> None:
-        self.instance = instance
         sizes = {TargetMemory.DEVICE: DEVICE_PAGE_SIZE, TargetMemory.HOST: 1}
         layouts = {memory: KVLayout(model, place, size) for memory, size in sizes.items()}
         self.pools = {
@@ -73,9 +72,9 @@ class HostRank:
         for memory, pool in self.pools.items():
             self.client.register_pool(0, pool.geometry, [pool.descriptor], memory=memory)
 
-    def claim(self, source: Engine, room: int, memory: TargetMemory | None, data: Any, total: int, prefix: int) -> None:
+    def claim(self, source: Engine, room: int, memory: TargetMemory, data: Any, total: int, prefix: int) -> None:
         """Claim a room into the last pages of a pool, in descending order, and expect its bytes."""
-        pool = self.pools[TargetMemory.DEVICE if memory is None else memory]
+        pool = self.pools[memory]
         size, count = pool.layout.page_size, pool.geometry.page_count
         pages = [count - 1 - page for page in range(-(-total // size) - prefix // size)] if total > prefix else []
         self.client.receive(room, source.endpoint(), pages, prefix, total, memory=memory)
@@ -111,18 +110,19 @@ class Place:
         self.source.free += pages
         return room, data
 
-    def ends(self, room: int, kind: RoomEventKind = RoomEventKind.DONE) -> None:
+    def arrives(self, room: int) -> None:
+        """Wait until a room is DONE and released at every rank."""
         for half, ranks in ((Half.SOURCE, self.source.ranks), (Half.TARGET, self.ranks)):
             for rank in ranks:
                 end = rank.client.wait(room, half, timeout_s=EVENT_LIMIT_S)
-                assert end.kind is kind, end
+                assert end.kind is RoomEventKind.DONE, end
                 rank.client.wait(room, half, None, [RoomEventKind.RELEASED], EVENT_LIMIT_S)
 
-    def moves(self, memory: TargetMemory | None, total: int, prefix: int = 0) -> None:
+    def moves(self, memory: TargetMemory, total: int, prefix: int = 0) -> None:
         room, data = self.offer(total)
         for rank in self.ranks:
             rank.claim(self.source, room, memory, data, total, prefix)
-        self.ends(room)
+        self.arrives(room)
 
     def leftovers(self) -> list[str]:
         return self.prefill.leftovers() + self.decode.leftovers()
@@ -198,7 +198,7 @@ def test_rooms_into_both_memories_at_once_arrive_to_the_token(
             for rank in place.ranks:
                 rank.claim(place.source, room, memory, data, total, prefix)
         for _, room, _ in rooms:
-            place.ends(room)
+            place.arrives(room)
         assert all(rank.intact() for rank in place.ranks), (total, prefix)
     wait_for_none(place.leftovers, 10)
 
@@ -307,7 +307,7 @@ def test_a_room_that_is_claimed_into_host_memory_is_refused_to_the_device(place:
     (rank,) = place.ranks
     room, data = place.offer(100)
     rank.claim(place.source, room, TargetMemory.HOST, data, 100, 0)
-    place.ends(room)
+    place.arrives(room)
     with pytest.raises(RoomError) as caught:
         rank.claim(place.source, room, TargetMemory.HOST, data, 100, 0)
     assert caught.value.reason is Reason.ROOM_REUSED
@@ -327,7 +327,7 @@ def test_a_deployment_with_host_memory_is_the_default_of_claims(make: Make) -> N
     pages = list(range(100, 177))
     rank.client.receive(room, place.source.endpoint(), pages, 0, 77)
     pool.put(pool.expected, pages, data, 0, 77)
-    place.ends(room)
+    place.arrives(room)
     assert rank.intact()
 
 

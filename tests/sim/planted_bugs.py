@@ -13,12 +13,11 @@ from typing import Any
 from unittest.mock import patch
 
 from longshore_client.core import Core
-from longshore_wire import effects
 from longshore_wire.claims import PageParts
-from longshore_wire.effects import Send
+from longshore_wire.effects import PeerId, Send
 from longshore_wire.engine_messages import TargetMemory
 from longshore_wire.errors import Reason, RingError
-from longshore_wire.peer_messages import EndAck, SlabReady
+from longshore_wire.peer_messages import Attach, EndAck, SlabReady
 from longshore_wire.peers import PeerState, UsedSerials
 from longshore_wire.plan import Way
 from longshore_wire.ring import Ring
@@ -367,7 +366,11 @@ def _send_other_digests(stack: ExitStack) -> None:
 
 
 def _attach_without_memory(stack: ExitStack) -> None:
-    real = _set(stack, effects, "sender", lambda attach: real(attach)._replace(memory=TargetMemory.DEVICE))
+    def of(named: Any) -> PeerId:
+        found: PeerId = real(named)
+        return found._replace(memory=TargetMemory.DEVICE) if isinstance(named, Attach) else found
+
+    real = _set(stack, PeerId, "of", of)
 
 
 def _restart_both_memories(stack: ExitStack) -> None:

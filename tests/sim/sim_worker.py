@@ -13,7 +13,6 @@ from sim_lanes import Lanes
 from sim_memory import ShadowRing, Staging
 from sim_world import MS, SECOND, US, ViolationError, World
 
-from longshore_wire import effects
 from longshore_wire.claims import Wanted
 from longshore_wire.effects import (
     Dial,
@@ -319,7 +318,7 @@ class Worker:
             self.core.receive(sender.peer, message, self.clock())
             return
         if isinstance(message, Attach):
-            self.names[sender] = effects.sender(message)
+            self.names[sender] = PeerId.of(message)
         peer = self.names.get(sender, sender.peer)
         if self._admit(peer, sender, message):
             self.core.receive(peer, message, self.clock())

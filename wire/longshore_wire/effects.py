@@ -6,7 +6,7 @@ The worker executes effects and reports the results to the core. A core performs
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from longshore_wire.crossover import WHOLE_PAGES, Crossover
 from longshore_wire.engine_messages import Half, TargetMemory
@@ -16,6 +16,22 @@ from longshore_wire.peer_messages import Attach, PairKey, PeerMessage, RoomKey
 from longshore_wire.plan import Pair, Staging, Way
 
 SECOND_NS = 1_000_000_000
+
+
+class Named(Protocol):
+    """What names a worker."""
+
+    @property
+    def instance(self) -> str:
+        """The engine instance."""
+
+    @property
+    def layout(self) -> KVLayout:
+        """Of one rank."""
+
+    @property
+    def memory(self) -> TargetMemory:
+        """Of the pages that it serves."""
 
 
 class Replica(NamedTuple):
@@ -37,6 +53,11 @@ class PeerId(NamedTuple):
     rank: int
     memory: TargetMemory = TargetMemory.DEVICE
 
+    @classmethod
+    def of(cls, named: Named) -> PeerId:
+        """Return the identity of the worker that a Hello, an Attach or a configuration names."""
+        return cls(named.instance, named.layout.parallel.dp_rank, named.layout.rank, named.memory)
+
     @property
     def replica(self) -> Replica:
         """The replica whose rank this is."""
@@ -46,11 +67,6 @@ class PeerId(NamedTuple):
     def path(self) -> str:
         """Its name in logs, metrics and messages."""
         return f"{self.instance}/{self.dp_rank}/{self.rank}{'/host' if self.memory is TargetMemory.HOST else ''}"
-
-
-def sender(attach: Attach) -> PeerId:
-    """Return the worker that sends an Attach."""
-    return PeerId(attach.instance, attach.layout.parallel.dp_rank, attach.layout.rank, attach.memory)
 
 
 @dataclass(frozen=True, slots=True)

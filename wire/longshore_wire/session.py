@@ -13,7 +13,7 @@ from typing import ClassVar, Generic, TypeVar
 
 from longshore_wire.allowed_wires import AllowedWires
 from longshore_wire.effects import SECOND_NS, Effect, PeerId, ProbeLiveness, Send, SessionConfig, Stale
-from longshore_wire.engine_messages import Half, TargetMemory
+from longshore_wire.engine_messages import Half
 from longshore_wire.errors import LayoutError, Reason
 from longshore_wire.layout import KVLayout
 from longshore_wire.peer_messages import PROTOCOL_VERSION, Attach, PeerMessage, PoolInfo, RegionInfo, RoomKey
@@ -64,7 +64,7 @@ class Session:
     @property
     def identity(self) -> PeerId:
         """The identity by which peers know this worker."""
-        return PeerId(self.config.instance, self.config.layout.parallel.dp_rank, self.rank, self.config.memory)
+        return PeerId.of(self.config)
 
     def wire_fault(self, known: Peer) -> str:
         """Return why no transport may connect a peer with this worker; empty if one may or the wire is unknown."""
@@ -76,8 +76,7 @@ class Session:
 
     def _name(self, peer: PeerId) -> str:
         """Return a peer's name for messages."""
-        memory = " (host memory)" if peer.memory is TargetMemory.HOST else ""
-        return f"{'decode' if self.half is Half.SOURCE else 'prefill'} {peer.instance} rank {peer.rank}{memory}"
+        return f"{'decode' if self.half is Half.SOURCE else 'prefill'} {peer.replica} rank {peer.rank}"
 
     def take_effects(self) -> list[Effect]:
         """Return what the world must do, messages among it, in the order in which it must happen; and forget it."""

@@ -21,7 +21,6 @@ from longshore_wire.effects import (
     PeerId,
     ProbeLiveness,
     SessionConfig,
-    sender,
 )
 from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX, Endpoint, Half
 from longshore_wire.errors import Reason
@@ -174,7 +173,7 @@ class TargetPeers(Session):
 
     def _check_name(self, peer: PeerId, attach: Attach) -> tuple[Reason, str] | None:
         """Return why the answering worker is not the dialled one, or None. Another worker may get a port that became free."""
-        found = sender(attach)
+        found = PeerId.of(attach)
         if found == peer:
             return None
         text = f"{self._name(found)} listens at {attach.address}, and {self._name(peer)} was dialled there"

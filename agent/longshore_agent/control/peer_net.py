@@ -15,7 +15,7 @@ import zmq
 from longshore_agent.control.curve import CurveKeys, Gatekeeper, KeyRing
 from longshore_agent.errors import TransportError
 from longshore_wire.addresses import Listener, join, split
-from longshore_wire.effects import PeerId, sender
+from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import CodecError, Reason
 from longshore_wire.peer_messages import PEER, PEER_MESSAGE_BYTES_MAX, Attach, PeerMessage, Ping, Pong, Refuse
@@ -304,7 +304,7 @@ class PeerNet:
 
     def _learn_route(self, route: bytes, attach: Attach, address: str) -> PeerId:
         """Record the route of a target's life, unless a newer life has one."""
-        peer = sender(attach)
+        peer = PeerId.of(attach)
         old = self._routes.get(peer)
         if old is not None and self._epochs[peer] > attach.epoch:
             self._note_refused(peer, route)

@@ -160,15 +160,15 @@ class DeviceCopier:
     def prepare_pool(self, pool: KVPool, *, direct: bool) -> None:
         """See `copier.Copier`: copy a pool's table to the device and compile its kernels, a second each.
 
-        The kernel of digests is compiled in another thread. A room that needs it before waits for it.
-
         A kernel's shape depends on the number of heads that a peer takes, so there is one for every TP size. Kernels of
-        direct copies to pools of other page sizes, orders or alignments are compiled at the first such copy.
+        direct copies to pools of other page sizes, orders or alignments are compiled at the first such copy. The kernel of
+        digests is compiled in another thread; a room that needs it earlier waits for it.
 
         Raises:
             DeviceError: a kernel cannot be compiled.
         """
-        for paged, tokens in self._peers(pool):
+        peers = self._peers(pool)
+        for paged, tokens in peers:
             payload_bytes = paged.view.payload_bytes(tokens)
             if self._lanes is not None:
                 BoundCopy(paged, Slab(self._lanes, 0, payload_bytes), tokens, self._gathers).prepare()
@@ -176,9 +176,10 @@ class DeviceCopier:
                 BoundCopy(Slab(self._ring, 0, payload_bytes), paged, tokens, self._scatters).prepare()
             if direct:
                 BoundCopy(paged, paged, tokens, self._directs).prepare()
-        # One kernel computes digests for all TP sizes. Most rooms have none, so nobody waits for it here.
+        # One kernel computes digests for all TP sizes. Most rooms have none, so nobody waits for it here. Rows that are too
+        # long for digests fail only a room that asks for them.
         with contextlib.suppress(ShapeError):
-            BoundDigest(*self._peers(pool)[0], self._gathers).prepare()
+            BoundDigest(*peers[0], self._gathers).prepare()
 
     def prepare_pages(self, pool: KVPool, pages: Pages, first_page: int, *, to_write: bool, direct: bool) -> None:
         """See `copier.Copier`: queue a copy of the page ids to the device, if they are not there, before their readers.

@@ -79,7 +79,7 @@ class Reception:
         if self._config is not None:
             for half in hello.roles:
                 self._compare(half, hello, self._config)
-        return PeerId(hello.instance, hello.layout.parallel.dp_rank, hello.layout.rank, hello.memory)
+        return PeerId.of(hello)
 
     @staticmethod
     def check_siblings(hello: Hello, siblings: Sequence[KVLayout]) -> None:

@@ -50,7 +50,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     @property
     def peer(self) -> PeerId:
         """The name of this worker for peers."""
-        return PeerId(self.instance, self.layout.parallel.dp_rank, self.layout.rank, self.memory)
+        return PeerId.of(self)
 
     def session_config(self) -> SessionConfig:
         """Return the configuration of the protocol cores. Raises ConfigError if the crossover table is unreadable."""
