@@ -186,8 +186,8 @@ def run_agents(
 ) -> list[dict[str, Any]]:
     """Move rooms of each size between engines of one agent, with the two clocks of `gpu_path`; return a row for each."""
     # gpu_path extends sys.path, so that gpu_world is found.
-    from gpu_path import Scene, measure_room_sizes, page, start
-    from gpu_world import GPUAgent
+    from gpu_path import Scene, measure_room_sizes, start
+    from gpu_world import GPUAgent, writes_by_way
 
     page_count = -(-max(sizes) // PAGE_SIZE)
     with ExitStack() as stack:
@@ -196,8 +196,7 @@ def run_agents(
         decode = start(stack, agent, "TARGET", 1, target_device, 2 * page_count)[0]
         scene = Scene(agent, agent, prefill, decode, prefill[0].ask("endpoint"), page_count)
         rows = measure_room_sizes(scene, sizes, repetitions, f"direct TP{source_tp}->TP1")
-        lines = [line for line in page(agent, "/metrics").splitlines() if line.startswith("longshore_writes_total")]
-        ways = {line.split('way="')[1].split('"')[0] for line in lines if not line.endswith(" 0")}
+        ways = {way for way, count in writes_by_way(agent).items() if count}
         if ways != {"direct"}:
             raise SystemExit(f"not every write was direct: {ways}")
         if trace is not None:

@@ -30,7 +30,6 @@ import statistics
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -41,7 +40,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "gpu"))
-from gpu_world import EngineProcess, GPUAgent
+from gpu_world import EngineProcess, GPUAgent, agent_page
 
 from longshore_agent.transports import create
 from longshore_agent.transports.base import Pieces, Selection, Transport, Write, WriteState
@@ -73,17 +72,12 @@ def start(stack: ExitStack, agent: GPUAgent, role: str, tp: int, device: int, pa
     return ranks
 
 
-def page(agent: GPUAgent, path: str) -> str:
-    """Return a page of an agent's HTTP server."""
-    http = json.loads((agent.directory / "agent.json").read_bytes())["http"]
-    with urllib.request.urlopen(http + path, timeout=10) as answer:  # noqa: S310 - the agent's own address
-        return str(answer.read().decode())
-
-
 def wires(agent: GPUAgent) -> list[str]:
     """Return the wires that an agent's workers use."""
     found = [
-        peer.get("wire", "") for worker in json.loads(page(agent, "/v1/status"))["workers"] for peer in worker["peers"]
+        peer.get("wire", "")
+        for worker in json.loads(agent_page(agent, "/v1/status"))["workers"]
+        for peer in worker["peers"]
     ]
     return sorted(set(found))
 
@@ -91,7 +85,7 @@ def wires(agent: GPUAgent) -> list[str]:
 def stage_seconds(agent: GPUAgent) -> dict[str, tuple[float, float]]:
     """Return (seconds, count) of every stage so far."""
     sums: dict[str, list[float]] = {}
-    for line in page(agent, "/metrics").splitlines():
+    for line in agent_page(agent, "/metrics").splitlines():
         for index, suffix in enumerate(("_sum", "_count")):
             if line.startswith(f"longshore_stage_seconds{suffix}{{"):
                 stage = line.split('stage="')[1].split('"')[0]
@@ -101,7 +95,7 @@ def stage_seconds(agent: GPUAgent) -> dict[str, tuple[float, float]]:
 
 def spans(agent: GPUAgent, room: int) -> list[dict[str, Any]]:
     """Return the spans of a room's slabs at one agent."""
-    return list(json.loads(page(agent, f"/v1/rooms/{room}"))["spans"])
+    return list(json.loads(agent_page(agent, f"/v1/rooms/{room}"))["spans"])
 
 
 def show_spans(found: list[dict[str, Any]], accepted_ns: int) -> None:

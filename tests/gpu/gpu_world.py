@@ -79,11 +79,26 @@ class GPUAgent:
         self.close()
 
 
+def agent_page(agent: GPUAgent, path: str) -> str:
+    """Return a page of an agent's HTTP server."""
+    http = json.loads((agent.directory / "agent.json").read_bytes())["http"]
+    with urllib.request.urlopen(http + path, timeout=10) as answer:
+        return str(answer.read().decode())
+
+
 def agent_status(agent: GPUAgent) -> dict[str, Any]:
     """Return an agent's status."""
-    http = json.loads((agent.directory / "agent.json").read_bytes())["http"]
-    with urllib.request.urlopen(http + "/v1/status", timeout=10) as answer:
-        return dict(json.loads(answer.read()))
+    return dict(json.loads(agent_page(agent, "/v1/status")))
+
+
+def writes_by_way(agent: GPUAgent) -> dict[str, float]:
+    """Return the writes of an agent's workers so far, by way."""
+    found: dict[str, float] = {}
+    for line in agent_page(agent, "/metrics").splitlines():
+        if line.startswith("longshore_writes_total{"):
+            way = line.partition('way="')[2].partition('"')[0]
+            found[way] = found.get(way, 0) + float(line.rsplit(" ", 1)[1])
+    return found
 
 
 def wire_between(one: int, other: int) -> str:

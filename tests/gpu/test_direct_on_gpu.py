@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_world import START_LIMIT_S, EngineProcess, GPUAgent, agent_status
+from gpu_world import START_LIMIT_S, EngineProcess, GPUAgent, agent_status, writes_by_way
 from page_shapes import Shape
 
 from longshore_agent.kernels.device_grid import Tuning
@@ -97,14 +97,7 @@ def together(ranks: list[EngineProcess], command: str, **arguments: Any) -> list
 
 
 def writes(agent: GPUAgent, way: str) -> float:
-    import json
-    import urllib.request
-
-    http = json.loads((agent.directory / "agent.json").read_bytes())["http"]
-    with urllib.request.urlopen(http + "/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
-    found = [line for line in lines if line.startswith("longshore_writes_total{") and f'way="{way}"' in line]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+    return writes_by_way(agent).get(way, 0.0)
 
 
 def move(prefill: list[EngineProcess], decode: list[EngineProcess], tokens: int, seed: int, far: list[int]) -> None:

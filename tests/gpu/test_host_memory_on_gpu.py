@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_world import HOST_PAGES, EngineProcess, GPUAgent, agent_status
+from gpu_world import HOST_PAGES, EngineProcess, GPUAgent, agent_status, writes_by_way
 
 pytestmark = pytest.mark.gpu
 
@@ -84,18 +82,6 @@ class Place:
             prefill.ask("wait", room=room, half="SOURCE", instance="prefill")
         return kind, text
 
-    def ways(self) -> dict[str, float]:
-        """Return the writes of prefill so far, by way."""
-        http = json.loads((self.near.directory / "agent.json").read_bytes())["http"]
-        with urllib.request.urlopen(http + "/metrics", timeout=10) as answer:
-            lines = answer.read().decode().splitlines()
-        found: dict[str, float] = {}
-        for line in lines:
-            if line.startswith("longshore_writes_total{"):
-                way = line.partition('way="')[2].partition('"')[0]
-                found[way] = found.get(way, 0) + float(line.rsplit(" ", 1)[1])
-        return found
-
     def maps(self, worker: str) -> str:
         """Return the mappings of a worker at `near`."""
         workers = agent_status(self.near)["workers"]
@@ -145,14 +131,14 @@ def place(torch: Any) -> Iterator[Place]:
 @pytest.mark.parametrize(("name", "way"), [("host", "direct"), ("alone", "direct"), ("apart", "staged")])
 def test_pages_of_a_gpu_arrive_in_host_memory_to_the_token(name: str, way: str, place: Place) -> None:
     decode: Decode = getattr(place, name)
-    before, first = place.ways(), 0
+    before, first = writes_by_way(place.near), 0
     for seed, tokens in enumerate((*LENGTHS, 333), 1):
         place.fill(seed, tokens)
         assert place.move(decode, tokens, first, digest=seed > len(LENGTHS)) == ("DONE", "")
         decode.moved.append((seed, tokens, decode.pages(first, tokens)))
         assert decode.is_right(), tokens
         first += tokens
-    after = place.ways()
+    after = writes_by_way(place.near)
     assert {way for way, count in after.items() if count > before.get(way, 0)} == {way}
 
 

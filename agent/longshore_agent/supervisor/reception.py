@@ -146,10 +146,9 @@ class Reception:
             (f"{name}.dataParallel", layout.parallel.dp, declared.parallel.dp),
         ]
         # Pages in decode's other memory may have another size and order. Those of a CPU are in host memory.
-        in_host = hello.memory is TargetMemory.HOST or hello.device == "cpu"
-        if half is Half.SOURCE or (
-            in_host if config.decode.target is Target.HOST else hello.memory is not TargetMemory.HOST
-        ):
+        wants_host, is_host = config.decode.target is Target.HOST, hello.memory is TargetMemory.HOST
+        is_declared = is_host or hello.device == "cpu" if wants_host else not is_host
+        if half is Half.SOURCE or is_declared:
             checks += [
                 (f"{name}.pageSize", layout.page_size, declared.page_size),
                 (f"{name}.pageOrder", layout.order, declared.order),
