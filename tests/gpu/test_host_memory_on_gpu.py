@@ -22,7 +22,7 @@ ROOMS = itertools.count(2**63 + 1)
 # Lengths around the edges of prefill's pages; decode's have one token.
 LENGTHS = (1, 63, 64, 65, 700)
 DAMAGED_TOKENS = 200
-# Each room is found with a probability of about a half, if the bit changes fast enough.
+# On three machines a room of the first few was found.
 DAMAGED_ROOMS_MAX = 200
 SETTINGS = {"LONGSHORE_RING_BYTES": "24Mi", "LONGSHORE_LANE_BYTES": "2Mi", "LONGSHORE_SLAB_BYTES_MIN": "64Ki"}
 LET_GO_S = 10.0
@@ -152,11 +152,15 @@ def test_the_worker_of_host_memory_uses_no_gpu_and_prefill_maps_each_pool_once(p
     assert place.maps("prefill/0/0").count(HOST_PAGES) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "damaged"), [("host", "host"), ("host", "prefill"), ("device", "prefill")])
 def test_a_bit_that_changes_while_a_room_is_copied_fails_it_and_names_layer_head_and_slab(
     name: str, damaged: str, place: Place
 ) -> None:
-    """Nothing runs on decode's GPU between the kernels of scatter and digests, so pages there are not changed here."""
+    """Depends on chance: a bit must change between two kernels. On one of four machines it never did in 200 rooms.
+
+    Nothing runs on decode's GPU between the kernels of scatter and digests, so pages there are not changed here.
+    """
     decode: Decode = getattr(place, name)
     victim = decode.engine if damaged == name else place.prefill[0]
     first, calm = 2048, 3072
