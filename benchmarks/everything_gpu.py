@@ -75,7 +75,7 @@ class Planned(NamedTuple):
 TESTS = "tests"
 # They run in this order, tests first. Each compares bytes itself and fails if one is wrong.
 STEPS = {
-    # Quick runs leave out the slow tests: the demo, which is a separate step, GPUs that hang, and damage by chance.
+    # Quick runs leave out the slow tests: the demo, which is a separate step, and GPUs that hang.
     TESTS: Step(
         TESTS, ("-m", "pytest", "-q", "-p", "no:cacheprovider"), "tests/gpu/*.py", 570, 530, ("-m", "not slow")
     ),

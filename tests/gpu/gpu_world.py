@@ -35,18 +35,23 @@ POISON = 0x5AA5
 OFFSET_BYTES = 1 << 20
 # The name of pages in host memory in /proc.
 HOST_PAGES = "longshore-host-pages"
+_PLANTS = str(Path(__file__).parent / "plants")
 _PAUSE_S = 0.005
 
 
 class GPUAgent:
-    """One real agent; `settings` are environment variables."""
+    """One real agent; `settings` are environment variables.
+
+    With `PLANT_FILE` its copies can be damaged; see `plants/sitecustomize.py`.
+    """
 
     def __init__(self, **settings: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="longshore-gpu-")
         self.directory = Path(self._folder.name)
         environment = {key: value for key, value in os.environ.items() if not key.startswith("LONGSHORE_")}
         environment |= {"LONGSHORE_DEPLOYMENT": "tests/gpu", **settings}
-        environment |= {"LONGSHORE_RUN_DIRECTORY": str(self.directory), "PYTHONPATH": os.pathsep.join(sys.path)}
+        path = [_PLANTS, *sys.path] if "PLANT_FILE" in settings else sys.path
+        environment |= {"LONGSHORE_RUN_DIRECTORY": str(self.directory), "PYTHONPATH": os.pathsep.join(path)}
         with (self.directory / "log").open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "longshore_agent.main"], env=environment, stderr=log, stdin=subprocess.DEVNULL
@@ -294,24 +299,6 @@ class _Rank:
         end_s = time.monotonic()
         self.client.wait(room, Half[half], instance=instance, kinds=(RoomEventKind.RELEASED,), timeout_s=ROOM_LIMIT_S)
         return event.kind.name, event.text, end_s
-
-    def damage(self, *, page: int) -> None:
-        """Change a bit of the first row of a page again and again, until `heal`."""
-        place = self.pages[0, page, 0, 0, :1]
-        self.healed = threading.Event()
-
-        def change() -> None:
-            while not self.healed.is_set():
-                place.bitwise_xor_(1)
-                self._settle()
-
-        self.damaging = threading.Thread(target=change)
-        self.damaging.start()
-
-    def heal(self) -> None:
-        """Stop `damage`."""
-        self.healed.set()
-        self.damaging.join()
 
     def to_host(self, *, page_count: int) -> float:
         """Copy the first pages to pinned host memory, in one piece a plane; return the seconds."""
