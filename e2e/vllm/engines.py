@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -223,6 +225,16 @@ def body(prompt: Prompt, max_tokens: int, transfer: Mapping[str, Any] | None = N
     if transfer is not None:
         found["kv_transfer_params"] = dict(transfer)
     return found
+
+
+@contextmanager
+def client(engine: Engine, prompt: Prompt, max_tokens: int, transfer: Mapping[str, Any]) -> Iterator[None]:
+    """Send a request, and disconnect at the end of the block, whether or not an answer has come."""
+    content = json.dumps(body(prompt, max_tokens, transfer)).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: e2e\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", engine.port)) as connection:
+        connection.sendall(head.encode() + content)
+        yield
 
 
 def tokens_of(answer: Mapping[str, Any]) -> list[int]:

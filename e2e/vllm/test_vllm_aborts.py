@@ -6,14 +6,11 @@ vLLM treats a closed connection as an abort.
 from __future__ import annotations
 
 import contextlib
-import json
-import socket
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 from controlplane.waiting import until
-from engines import Engine, Nursery, Prompt, body, tokens_of
+from engines import Engine, Nursery, client, tokens_of
 from prompts import NEW_TOKENS, PROMPTS, Oracle, random_prompt
 from scene import TO_PREFILL, Scene, Side, check_nothing_is_lent, generate, held, prefill, rooms_open
 from tiny_model import TinyModel
@@ -39,16 +36,6 @@ def _fresh(scene: Scene) -> None:
     """Empty the prefix caches, so that each test computes its own KV."""
     for engine in scene.engines.values():
         engine.forget_prefixes()
-
-
-@contextlib.contextmanager
-def client(engine: Engine, prompt: Prompt, max_tokens: int, transfer: Mapping[str, Any]) -> Iterator[None]:
-    """A client that sends a request and disconnects at the end of the block, whether or not an answer has come."""
-    content = json.dumps(body(prompt, max_tokens, transfer)).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: e2e\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", engine.port)) as connection:
-        connection.sendall(head.encode() + content)
-        yield
 
 
 def running_count(engine: Engine) -> float:

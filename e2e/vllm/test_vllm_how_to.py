@@ -14,7 +14,7 @@ import pytest
 from controlplane.ports import free_port
 from controlplane.processes import Process
 from controlplane.waiting import until
-from engines import ROOT, Engine, EngineOptions, Nursery, body, tokens_of
+from engines import ROOT, Engine, EngineOptions, Nursery, Prompt, body, tokens_of
 from prompts import NEW_TOKENS, PROMPTS, Oracle
 from tiny_model import TinyModel
 
@@ -22,7 +22,6 @@ from longshore_operator.render.engines import vllm_config
 
 EXAMPLES = ROOT / "examples" / "vllm"
 LIMIT_S = 120.0
-PROMPT = PROMPTS[-2]
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -67,14 +66,25 @@ def answers(url: str) -> bool:
         return False
 
 
-def test_a_client_that_streams_gets_the_tokens_of_one_engine_alone_and_the_prompt_was_moved(
+def test_clients_that_stream_get_the_tokens_of_one_engine_alone_and_their_prompts_were_moved(
     stage: tuple[str, Engine], alone: Oracle
 ) -> None:
     url, decode = stage
+    moved = 0
+    # The router sends the second prompt to both engines at once.
+    for count, prompt in enumerate((PROMPTS[-2], PROMPTS[-1]), 1):
+        assert streamed(url, prompt) == alone(prompt)
+        moved += len(prompt)
+        assert decode.metrics().total("vllm:external_prefix_cache_hits_total") == moved
+        assert decode.metrics().total("vllm:longshore_load_bytes_count") == count
+
+
+def streamed(url: str, prompt: Prompt) -> list[int]:
+    """Return the tokens of a streamed answer, which comes in several events."""
     tokens: list[int] = []
     events = 0
     with httpx.stream(
-        "POST", f"{url}/v1/completions", json=body(PROMPT, NEW_TOKENS, stream=True), timeout=LIMIT_S
+        "POST", f"{url}/v1/completions", json=body(prompt, NEW_TOKENS, stream=True), timeout=LIMIT_S
     ) as answer:
         assert answer.status_code == httpx.codes.OK
         for line in answer.iter_lines():
@@ -82,13 +92,11 @@ def test_a_client_that_streams_gets_the_tokens_of_one_engine_alone_and_the_promp
                 event = json.loads(line.removeprefix("data: "))
                 tokens += tokens_of(event) if event["choices"] else []
                 events += 1
-    assert tokens == alone(PROMPT)
     assert events > 1
-    assert decode.metrics().total("vllm:external_prefix_cache_hits_total") == len(PROMPT)
-    assert decode.metrics().total("vllm:longshore_load_bytes_count") == 1
+    return tokens
 
 
 def test_an_error_of_an_engine_reaches_the_client_as_an_error(stage: tuple[str, Engine]) -> None:
     url, _ = stage
-    answer = httpx.post(f"{url}/v1/completions", json=body(PROMPT, 1) | {"model": "another"}, timeout=LIMIT_S)
+    answer = httpx.post(f"{url}/v1/completions", json=body(PROMPTS[0], 1) | {"model": "another"}, timeout=LIMIT_S)
     assert answer.status_code == httpx.codes.NOT_FOUND

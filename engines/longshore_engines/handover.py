@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -21,6 +22,12 @@ from longshore_wire.errors import LongshoreError
 HANDOVER_VERSION = 1
 # The key of a request's `kv_transfer_params` that holds the handover.
 KEY = "longshore"
+# The key that holds the number of the prompt's room, if the router names it. Both engines then begin at once, and decode
+# gets the handover of an earlier prompt of the same prefill engine.
+ROOM = "longshore_room"
+# The key of a short text that changes when decode can no longer use a handover of an earlier prompt.
+LIFE = "longshore_life"
+ROOM_END = 1 << 64
 # The flags with which routers for vLLM control prefill and decode.
 WANTS_DECODE, WANTS_PREFILL = "do_remote_decode", "do_remote_prefill"
 # An endpoint of 2,048 ranks is about 130 kB. A router must not make an engine decode much more.
@@ -37,6 +44,10 @@ class Handover(msgspec.Struct, frozen=True, array_like=True):
     content: str  # meaning of a page's bytes, beyond the layout; equal on both sides
 
 
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(Handover)
+
+
 def token_content(dtype: object) -> str:
     """Return the `content` of pages in which each token's K and V of a head can be found, whatever the engine.
 
@@ -48,11 +59,9 @@ def token_content(dtype: object) -> str:
 
 def parameters_for_decode(handover: Handover) -> dict[str, Any]:
     """Return the `kv_transfer_params` with which a router passes a prompt on to a decode engine."""
-    return {WANTS_PREFILL: True, WANTS_DECODE: False, KEY: packed_handover(handover)}
-
-
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(Handover)
+    place = _ENCODER.encode((handover.endpoint, handover.content))
+    life = hashlib.blake2b(place, digest_size=8).hexdigest()
+    return {WANTS_PREFILL: True, WANTS_DECODE: False, KEY: packed_handover(handover), LIFE: life}
 
 
 def packed_handover(handover: Handover) -> str:
@@ -89,13 +98,57 @@ def handover_of(parameters: Mapping[str, Any], of: str = "kv_transfer_params") -
     return found
 
 
+def room_of(parameters: Mapping[str, Any]) -> int | None:
+    """Return the room that the router has named; None: it has not.
+
+    Raises:
+        ArgumentError: it is no number of a room.
+    """
+    room = parameters.get(ROOM)
+    if room is None:
+        return None
+    if not isinstance(room, int) or isinstance(room, bool) or not 0 <= room < ROOM_END:
+        raise ArgumentError(
+            f"kv_transfer_params.{ROOM} is {room!r}: give a random whole number from 0 to 2**64 - 1 for each prompt"
+        )
+    return room
+
+
+def promised_handover(parameters: Mapping[str, Any], prompt_tokens: int) -> Handover:
+    """Return the handover of a prompt of `prompt_tokens`, which prefill may not have computed yet.
+
+    Raises:
+        ArgumentError: as `handover_of` and `room_of`.
+    """
+    found, room = handover_of(parameters), room_of(parameters)
+    return found if room is None else msgspec.structs.replace(found, room=room, tokens=prompt_tokens)
+
+
 class Offer(NamedTuple):
-    """To a prefill rank: offer these pages, which hold the whole prompt of a request, as `room`."""
+    """To a prefill rank: offer tokens [first_token, end_token) of a request's prompt, which this step computes, as `room`.
+
+    Chunks of a room follow each other. `pages` holds these tokens; all chunks but the last end with a page.
+    """
 
     request_id: str
     room: int
     pages: tuple[int, ...]
+    first_token: int
     end_token: int
+    last: bool
+
+
+class ReportSent(NamedTuple):
+    """To a prefill rank: the engine keeps the pages of this room for it. Report the request when the room has ended."""
+
+    request_id: str
+    room: int
+
+
+class TakeBack(NamedTuple):
+    """To a prefill rank: the engine needs this request's pages now. Cancel its room, and wait for its end."""
+
+    request_id: str
 
 
 class Claim(NamedTuple):
@@ -110,7 +163,7 @@ class Claim(NamedTuple):
 
 
 class Withdraw(NamedTuple):
-    """To a decode rank: cancel this request's claim, which is no longer needed."""
+    """To a rank: cancel this request's room, which is no longer needed."""
 
     request_id: str
 
@@ -122,4 +175,4 @@ class Fail(NamedTuple):
     text: str
 
 
-Order = Offer | Claim | Withdraw | Fail
+Order = Offer | ReportSent | TakeBack | Claim | Withdraw | Fail

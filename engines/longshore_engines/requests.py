@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from longshore_client.errors import ArgumentError
 from longshore_engines.handover import (
     HANDOVER_VERSION,
+    ROOM,
     WANTS_DECODE,
     WANTS_PREFILL,
     Claim,
@@ -20,9 +22,12 @@ from longshore_engines.handover import (
     Handover,
     Offer,
     Order,
+    ReportSent,
+    TakeBack,
     Withdraw,
-    handover_of,
     parameters_for_decode,
+    promised_handover,
+    room_of,
 )
 from longshore_wire.engine_messages import Endpoint, Half
 
@@ -33,6 +38,15 @@ _log = logging.getLogger("vllm.longshore")
 ENDPOINT_AGE_MAX_S = 1.0
 # A restarted agent is back in seconds. A prompt waits this long for it, and is then computed without an offer.
 AGENT_AWAY_MAX_S = 30.0
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt that decode wants. Its first `offered` tokens are offered as `room`."""
+
+    room: int
+    tokens: int
+    offered: int = 0
 
 
 class RequestBook:
@@ -54,6 +68,7 @@ class RequestBook:
         self._away_since_s: float | None = None
         self._orders: list[Order] = []
         self._loading: set[str] = set()
+        self._prompts: dict[str, _Prompt] = {}
 
     def introduced(self, roles: Collection[Half], content: str) -> None:
         """Record a rank's roles and the content of its pages; `content` is equal on ranks that can exchange pages."""
@@ -87,7 +102,7 @@ class RequestBook:
         if not parameters.get(WANTS_PREFILL):
             return 0
         try:
-            found = handover_of(parameters)
+            found = promised_handover(parameters, prompt_tokens)
             self._check(found, prompt_tokens)
             tokens = found.tokens
         except ArgumentError:
@@ -103,18 +118,23 @@ class RequestBook:
         prompt_tokens: int,
         external_tokens: int,
     ) -> None:
-        """Record the pages of a request that claims `external_tokens`, and order the claim once."""
-        if not parameters or not parameters.get(WANTS_PREFILL):
+        """Record that a request has got pages. Open its room, or order once the claim of `external_tokens`."""
+        if not parameters:
+            return
+        if parameters.get(WANTS_DECODE) and Half.SOURCE in self._roles:
+            self._open(request_id, parameters, prompt_tokens)
+            return
+        if not parameters.get(WANTS_PREFILL):
             return
         parameters[WANTS_PREFILL] = False
         try:
-            found = handover_of(parameters)
+            found = promised_handover(parameters, prompt_tokens)
             self._check(found, prompt_tokens)
         except ArgumentError as error:
             if external_tokens:
                 self._loading.add(request_id)
                 self._orders.append(Fail(request_id, str(error)))
-            self._decline(request_id, parameters)
+            self._decline(request_id, parameters, prompt_tokens)
             return
         if not external_tokens:
             self._orders.append(_nothing_of(found, request_id))
@@ -126,44 +146,53 @@ class RequestBook:
             Claim(request_id, found.room, found.endpoint, tuple(pages[first_page:end_page]), first_token, found.tokens)
         )
 
-    def finished(
-        self,
-        request_id: str,
-        parameters: dict[str, Any] | None,
-        pages: Sequence[int],
-        prompt_tokens: int,
-        *,
-        complete: bool,
-    ) -> dict[str, Any] | None:
-        """Record the end of a request. If its pages are offered, keep them and return the parameters for decode.
+    @property
+    def computing(self) -> Collection[str]:
+        """The requests whose prompts are not offered whole."""
+        return [request_id for request_id, prompt in self._prompts.items() if prompt.offered < prompt.tokens]
+
+    def computed(self, request_id: str, pages: Sequence[int], end_token: int) -> None:
+        """Record that this step computes a request up to `end_token`, and order the offer of its new whole pages.
 
         Args:
-            pages: of its computed tokens, in order.
+            pages: of the request, from its first token on.
+        """
+        prompt, size = self._prompts[request_id], self._page_size
+        first, last = prompt.offered, end_token >= prompt.tokens
+        end = prompt.tokens if last else end_token - end_token % size
+        if end > first:
+            chunk = tuple(pages[first // size : -(-end // size)])
+            self._orders.append(Offer(request_id, prompt.room, chunk, first, end, last))
+            prompt.offered = end
+
+    def preempted(self, request_id: str) -> None:
+        """Record that a request has lost its pages. It will be computed again, and offered as another room."""
+        prompt = self._prompts.get(request_id)
+        if prompt is not None and prompt.offered:
+            self._orders.append(TakeBack(request_id))
+            self._prompts[request_id] = _Prompt(self._next_room(), prompt.tokens)
+
+    def finished(
+        self, request_id: str, parameters: dict[str, Any] | None, prompt_tokens: int, *, complete: bool
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Record the end of a request.
+
+        Args:
             complete: True: it ended normally, so its whole prompt is computed; False: by an abort or an error.
+        Returns:
+            Whether the engine must keep its pages until the ranks report it as sent, and the parameters for decode if its
+            prompt is offered.
         """
         if request_id in self._loading:
             self._orders.append(Withdraw(request_id))
-        if not parameters:
-            return None
-        if parameters.get(WANTS_PREFILL):
+        prompt = self._prompts.pop(request_id, None)
+        if prompt is not None:
+            return self._hand_out(request_id, prompt, complete=complete)
+        if parameters and parameters.get(WANTS_PREFILL):
             # It ended before it got pages. Make an empty claim, since the prefill engine keeps its pages for one.
             parameters[WANTS_PREFILL] = False
-            self._decline(request_id, parameters)
-            return None
-        if not (parameters.get(WANTS_DECODE) and complete and Half.SOURCE in self._roles):
-            return None
-        page_count = -(-prompt_tokens // self._page_size)
-        if not page_count or len(pages) < page_count:
-            return None
-        if self._endpoint is None or self._away_since_s is not None:
-            _log.error(
-                "request %s is not handed out: the agent of this engine, or of one of its ranks, is away", request_id
-            )
-            return None
-        room, self._room = self._room, self._room + 1
-        self._orders.append(Offer(request_id, room, tuple(pages[:page_count]), prompt_tokens))
-        handover = Handover(HANDOVER_VERSION, room, prompt_tokens, self._endpoint, self._content)
-        return parameters_for_decode(handover)
+            self._decline(request_id, parameters, prompt_tokens)
+        return False, None
 
     def received(self, request_ids: Collection[str]) -> None:
         """Record that every rank has reported the end of these requests' claims."""
@@ -179,12 +208,57 @@ class RequestBook:
         orders, self._orders = tuple(self._orders), []
         return orders
 
-    def _decline(self, request_id: str, parameters: Mapping[str, Any]) -> None:
+    def _open(self, request_id: str, parameters: dict[str, Any], prompt_tokens: int) -> None:
+        """Choose the room of a prompt, unless it has one. Its pages are offered when they are computed."""
+        if request_id in self._prompts:
+            return
+        if self._is_away():
+            self._log_away(request_id)
+            return
+        try:
+            room = room_of(parameters)
+        except ArgumentError as error:
+            # Decode gets the same number, and its load fails with the same text.
+            _log.error("request %s: %s", request_id, error)
+            room = None
+        # A room is used once, even if the request is.
+        parameters.pop(ROOM, None)
+        self._prompts[request_id] = _Prompt(self._next_room() if room is None else room, prompt_tokens)
+
+    def _hand_out(self, request_id: str, prompt: _Prompt, *, complete: bool) -> tuple[bool, dict[str, Any] | None]:
+        """Return what `finished` does for a prompt that decode wants."""
+        if not prompt.offered:
+            return False, None
+        told: dict[str, Any] | None = None
+        if complete and prompt.offered == prompt.tokens:
+            if self._endpoint is None or self._is_away():
+                self._log_away(request_id)
+            else:
+                handover = Handover(HANDOVER_VERSION, prompt.room, prompt.tokens, self._endpoint, self._content)
+                told = parameters_for_decode(handover)
+        if told is None:
+            self._orders.append(Withdraw(request_id))
+        self._orders.append(ReportSent(request_id, prompt.room))
+        return True, told
+
+    def _next_room(self) -> int:
+        room, self._room = self._room, self._room + 1
+        return room
+
+    def _is_away(self) -> bool:
+        return self._endpoint is None or self._away_since_s is not None
+
+    def _log_away(self, request_id: str) -> None:
+        _log.error(
+            "request %s is not handed out: the agent of this engine, or of one of its ranks, is away", request_id
+        )
+
+    def _decline(self, request_id: str, parameters: Mapping[str, Any], prompt_tokens: int) -> None:
         """Order an empty claim, so that prefill releases its pages, if its handover can be read."""
         if Half.TARGET not in self._roles:
             return
         try:
-            self._orders.append(_nothing_of(handover_of(parameters), request_id))
+            self._orders.append(_nothing_of(promised_handover(parameters, prompt_tokens), request_id))
         except ArgumentError as error:
             _log.warning("request %s: prefill keeps its pages until its limit: %s", request_id, error)
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from longshore_client.client import Client
 from longshore_client.errors import AgentLost, Busy, CallTimeout, ClientClosed
-from longshore_engines.handover import Claim, Fail, Offer, Order, Withdraw
+from longshore_engines.handover import Claim, Fail, Offer, Order, ReportSent, TakeBack, Withdraw
 from longshore_wire.engine_messages import Half, RoomEvent, RoomEventKind, TargetMemory
 from longshore_wire.errors import LongshoreError
 
@@ -27,6 +27,9 @@ _log = logging.getLogger("vllm.longshore")
 CALL_TIMEOUT_S = 30.0
 # The shortest timeout of a call, even if earlier calls have used up its time.
 CALL_TIMEOUT_MIN_S = 0.1
+# Longest wait for one event while pages are taken back, and interval of the warnings that this takes long.
+TAKE_BACK_LOOK_S = 0.05
+TAKE_BACK_WARNING_S = 10.0
 
 _RoomKey = tuple[Half, str, int]
 
@@ -52,11 +55,20 @@ class Ended:
 
 @dataclass(slots=True)
 class _Open:
-    """A half of a room, from its order until no process uses its pages."""
+    """A half of a room, from its order until no process uses its pages.
+
+    Attributes:
+        order: the claim, or the last offer so far.
+        since_s: time of that order.
+        refused: a call was refused for good, so no other is made. Only the thread that makes calls uses it.
+        reported: of a prefill half: the engine keeps its pages until it hears that the half has ended.
+    """
 
     order: Offer | Claim
     since_s: float
     done: bool = False
+    refused: bool = False
+    reported: bool = False
     withdrawn: bool = False
     unwanted: bool = False  # withdrawn because the engine no longer needs it: no failure
     unclear: bool = False  # a call has failed, so the agent may or may not have it
@@ -88,7 +100,7 @@ class RankRooms:
         self._limit_s = limit_s
         self._clock_s = clock_s
         self._open: dict[_RoomKey, _Open] = {}
-        self._claims: dict[str, _RoomKey] = {}  # by request
+        self._by_request: dict[str, _RoomKey] = {}
         self._ended = Ended()
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._answers: deque[_Answer] = deque()
@@ -111,15 +123,34 @@ class RankRooms:
                 case Offer() | Claim():
                     self._begin(order, fence)
                 case Withdraw():
-                    key = self._claims.get(order.request_id)
-                    if key is not None:
-                        self._open[key].unwanted = True
-                        self._withdraw(key)
+                    self._give_up(order.request_id)
+                case ReportSent():
+                    found = self._open.get(self._source_key(order.room))
+                    if found is not None and found.order.request_id == order.request_id:
+                        found.reported = True
+                    else:
+                        self._ended.sent.add(order.request_id)
                 case Fail():
                     _log.error("request %s: %s", order.request_id, order.text)
                     self._ended.received.add(order.request_id)
                     self._ended.failed.add(order.request_id)
                     self._ended.transfers.append(Transfer(Half.TARGET, 0.0, 0, order.text))
+
+    def take_back(self, orders: Sequence[Order]) -> None:
+        """Cancel the rooms of all `TakeBack` orders, and wait until no process uses their pages.
+
+        If the agent is away, this waits for the next one. A room that could still be done would be read from pages that
+        the engine has given to another request.
+        """
+        wanted = [order.request_id for order in orders if isinstance(order, TakeBack)]
+        keys = [key for request_id in wanted if (key := self._give_up(request_id)) is not None]
+        begin_s = warned_s = time.monotonic()
+        while any(key in self._open for key in keys):
+            self._hear(TAKE_BACK_LOOK_S)
+            now_s = time.monotonic()
+            if now_s - warned_s >= TAKE_BACK_WARNING_S:
+                warned_s = now_s
+                _log.warning("a preempted prompt waits for the agent for %.0f s to release its pages", now_s - begin_s)
 
     def poll(self, pause_s: float = 0.0) -> Ended:
         """Return the requests that have ended since the last call.
@@ -127,6 +158,20 @@ class RankRooms:
         Args:
             pause_s: how long to wait for an end if rooms are open; 0: do not wait.
         """
+        self._hear(pause_s)
+        ended, self._ended = self._ended, Ended()
+        return ended
+
+    def close(self) -> None:
+        """Leave the agent, which then releases all rooms and pages."""
+        self._calls.put(None)
+        self._client.close()
+        self._thread.join()
+
+    # -- the model's thread ----------------------------------------------------------------------------------------
+
+    def _hear(self, pause_s: float) -> None:
+        """Take the answers of calls, and the events of rooms."""
         now_s = self._clock_s()
         while self._answers:
             answer = self._answers.popleft()
@@ -143,44 +188,62 @@ class RankRooms:
                 found.failure = found.failure or "the connection to the agent was closed"
                 self._end(key, found, now_s)
         self._look_at_slow(now_s)
-        ended, self._ended = self._ended, Ended()
-        return ended
-
-    def close(self) -> None:
-        """Leave the agent, which then releases all rooms and pages."""
-        self._calls.put(None)
-        self._client.close()
-        self._thread.join()
-
-    # -- the model's thread ----------------------------------------------------------------------------------------
 
     def _begin(self, order: Offer | Claim, fence: Callable[[], None] | None) -> None:
         if isinstance(order, Offer):
-            key = (Half.SOURCE, self._client.instance, order.room)
+            key = self._source_key(order.room)
         else:
             key = (Half.TARGET, order.endpoint.instance, order.room)
-        if key in self._open:
-            # A router has sent one handover to this engine twice. The second request cannot have the room.
+        found, now_s = self._open.get(key), self._clock_s()
+        if found is not None and found.order.request_id != order.request_id:
+            # A router has used one room for two prompts. The second request cannot have it.
             self._fail_twin(order)
             return
-        found = self._open[key] = _Open(order, self._clock_s())
-        if isinstance(order, Claim) and order.pages:
-            self._claims[order.request_id] = key
+        if isinstance(order, Offer) and order.first_token:
+            if found is None:
+                # It has ended, such as by decode's cancellation, while the engine computes the rest.
+                return
+            del self._open[key]
+            found.order, found.since_s = order, now_s
+        elif found is None:
+            found = _Open(order, now_s)
+        else:
+            self._fail_twin(order)
+            return
+        self._open[key] = found
+        if order.pages:
+            self._by_request[order.request_id] = key
         deadline_s = time.monotonic() + CALL_TIMEOUT_S
 
         def call() -> None:
             if fence is not None:
                 fence()
-            self._insist(key, found, deadline_s)
+            self._insist(key, found, order, deadline_s)
 
         self._calls.put(call)
 
     def _fail_twin(self, order: Offer | Claim) -> None:
-        text = f"room {order.room} is open at this rank already: a router must use each handover once"
-        if order.pages:
-            _log.error("request %s: %s", order.request_id, text)
+        if not order.pages:
+            return
+        _log.error(
+            "request %s: room %d is open at this rank already: a router must use each room for one prompt",
+            order.request_id,
+            order.room,
+        )
+        if isinstance(order, Claim):
             self._ended.received.add(order.request_id)
             self._ended.failed.add(order.request_id)
+
+    def _source_key(self, room: int) -> _RoomKey:
+        return Half.SOURCE, self._client.instance, room
+
+    def _give_up(self, request_id: str) -> _RoomKey | None:
+        """Cancel the open room of a request, which the engine no longer needs; return the room's key."""
+        key = self._by_request.get(request_id)
+        if key is not None:
+            self._open[key].unwanted = True
+            self._withdraw(key)
+        return key
 
     def _withdraw(self, key: _RoomKey) -> None:
         found = self._open[key]
@@ -229,10 +292,11 @@ class RankRooms:
                 key[1],
                 failure,
             )
-        if isinstance(order, Offer):
+        if order.pages:
+            self._by_request.pop(order.request_id, None)
+        if found.reported:
             self._ended.sent.add(order.request_id)
-        elif order.pages:
-            self._claims.pop(order.request_id, None)
+        if isinstance(order, Claim) and order.pages:
             self._ended.received.add(order.request_id)
             if failure:
                 self._ended.failed.add(order.request_id)
@@ -243,29 +307,31 @@ class RankRooms:
         while (call := self._calls.get()) is not None:
             call()
 
-    def _insist(self, key: _RoomKey, found: _Open, deadline_s: float) -> None:
-        """Make the call of a room, and repeat it while the agent is busy or away. Report a final failure."""
-        while True:
+    def _insist(self, key: _RoomKey, found: _Open, order: Offer | Claim, deadline_s: float) -> None:
+        """Make a call of a room, and repeat it while the agent is busy or away. Report a final failure."""
+        while not found.refused:
             left_s = max(CALL_TIMEOUT_MIN_S, deadline_s - time.monotonic())
             try:
-                self._tell(found.order, left_s)
+                self._tell(order, left_s)
             except Busy as error:
                 if time.monotonic() + error.retry_after_s <= deadline_s:
                     time.sleep(error.retry_after_s)
                     continue
-                self._call_failed(key, str(error))
+                self._call_failed(key, found, str(error))
             except LongshoreError as error:
-                self._call_failed(key, str(error))
+                self._call_failed(key, found, str(error))
             return
 
     def _tell(self, order: Offer | Claim, timeout_s: float) -> None:
         if isinstance(order, Offer):
-            self._client.send(order.room, order.pages, 0, order.end_token, last=True, timeout_s=timeout_s)
+            chunk = (order.room, order.pages, order.first_token, order.end_token)
+            self._client.send(*chunk, last=order.last, timeout_s=timeout_s)
         else:
             where = (order.room, order.endpoint, order.pages, order.first_token, order.end_token)
             self._client.receive(*where, memory=TargetMemory.DEVICE, timeout_s=timeout_s)
 
-    def _call_failed(self, key: _RoomKey, text: str) -> None:
+    def _call_failed(self, key: _RoomKey, found: _Open, text: str) -> None:
+        found.refused = True
         # If a part of the call was accepted, events of its end follow; otherwise the room is not open at the client.
         self._cancel(key)
         self._answers.append(_Answer(key, text))

@@ -119,7 +119,7 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
         return found, bool(found)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Order the load of a request's tokens into its blocks."""
+        """Open the room of a prompt that decode wants, or order the load of a request's tokens into its blocks."""
         assert self._book is not None
         self._book.allocated(
             request.request_id,
@@ -129,22 +129,31 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
             num_external_tokens,
         )
 
-    def build_connector_meta(self, scheduler_output: Any) -> StepOrders:  # noqa: ARG002
-        """Return the orders for the workers."""
+    def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
+        """Return the orders for the workers, with offers of what this step computes."""
         assert self._book is not None
+        for request_id in scheduler_output.preempted_req_ids or ():
+            self._book.preempted(request_id)
+        scheduled = scheduler_output.num_scheduled_tokens
+        computing = [request_id for request_id in self._book.computing if request_id in scheduled]
+        if computing:
+            cached = scheduler_output.scheduled_cached_reqs
+            before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+            before |= {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+            for request_id in computing:
+                (blocks,) = scheduler_output.kv_connector_block_state.get_block_ids(request_id)
+                self._book.computed(request_id, blocks, before[request_id] + scheduled[request_id])
         return StepOrders(self._book.take_orders())
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Return whether a request's blocks are offered, and if so the parameters for decode."""
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
+        """Return whether a request's blocks are offered, and the parameters for decode if it can have them."""
         assert self._book is not None
-        told = self._book.finished(
+        return self._book.finished(
             request.request_id,
             request.kv_transfer_params,
-            block_ids,
             request.num_prompt_tokens,
             complete=request.status in _DONE_STATUS,
         )
-        return told is not None, told
 
     def has_pending_push_work(self) -> bool:
         """Return whether a step is needed without a request, since workers get orders only in steps."""
@@ -197,12 +206,14 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
             self._endpoint = self._client.endpoint(SIBLINGS_TIMEOUT_S)
         return RankHandshake(self._endpoint, self._roles, self._content)
 
+    def handle_preemptions(self, kv_connector_metadata: StepOrders) -> None:
+        """Wait until no process uses the blocks of preempted prompts, since this step may write to them."""
+        if self._rooms is not None:
+            self._rooms.take_back(kv_connector_metadata.orders)
+
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
-        """Begin the scheduler's orders."""
+        """Do nothing: the orders of a step begin behind its model work."""
         self._step_is_empty = forward_context.attn_metadata is None
-        orders = self._get_connector_metadata().orders
-        if orders and self._rooms is not None:
-            self._rooms.carry_out(orders, self._fence())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: a request is scheduled after its load."""
@@ -211,7 +222,10 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
         """Do nothing: blocks are offered in place."""
 
     def wait_for_save(self) -> None:
-        """Do nothing: blocks stay until their transfer has ended."""
+        """Begin the scheduler's orders. The device may still compute what they offer, so they wait for it elsewhere."""
+        orders = self._get_connector_metadata().orders
+        if orders and self._rooms is not None:
+            self._rooms.carry_out(orders, self._fence())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
         """Return the requests whose blocks belong to the engine again."""

@@ -1,4 +1,7 @@
-"""A router for vLLM engines that use LongshoreConnector: sends each prompt to a prefill engine, then to a decode engine.
+"""A router for vLLM engines that use LongshoreConnector: sends each prompt to a prefill engine and to a decode engine.
+
+Both get the prompt at once: KV that prefill has computed travels while it computes the rest. Decode needs an earlier answer
+of the same prefill engine for that, so the first prompt goes to prefill and then to decode.
 
     python proxy.py --prefill http://10.0.0.1:8100 --decode http://10.0.0.2:8200 --port 8000
 
@@ -20,7 +23,7 @@ import itertools
 import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -48,6 +51,14 @@ class SGLang(NamedTuple):
 Engine = str | SGLang
 
 
+class Engines(NamedTuple):
+    """The engines of each kind in turn, and the transfer parameters that each vLLM prefill engine has answered last."""
+
+    prefill: Iterator[Engine]
+    decode: Iterator[Engine]
+    told: dict[str, dict[str, Any]]
+
+
 class EngineError(Exception):
     """An engine failed; becomes the client's response."""
 
@@ -61,7 +72,7 @@ def make_app(
     prefill: Sequence[Engine], decode: Sequence[Engine], transport: httpx.AsyncBaseTransport | None = None
 ) -> FastAPI:
     """Return the router for these engines; a vLLM engine is its address. Tests pass a `transport`."""
-    engines = itertools.cycle(prefill), itertools.cycle(decode)
+    engines = Engines(itertools.cycle(prefill), itertools.cycle(decode), {})
     client = httpx.AsyncClient(timeout=TIMEOUT, limits=httpx.Limits(max_connections=None), transport=transport)
 
     @asynccontextmanager
@@ -74,7 +85,7 @@ def make_app(
     @app.post("/v1/completions")
     @app.post("/v1/chat/completions")
     async def complete(request: Request) -> Response:
-        """Send the prompt to prefill, and prefill's answer with it to decode."""
+        """Send the prompt to prefill and to decode; return decode's answer."""
         try:
             return await _while_connected(request, _complete(client, request, engines))
         except EngineError as error:
@@ -88,16 +99,14 @@ def make_app(
     return app
 
 
-async def _complete(
-    client: httpx.AsyncClient, request: Request, engines: tuple[Iterator[Engine], Iterator[Engine]]
-) -> Response:
+async def _complete(client: httpx.AsyncClient, request: Request, engines: Engines) -> Response:
     try:
         body = dict(json.loads(await request.body()))
     except (ValueError, TypeError) as error:
         raise EngineError(BAD_REQUEST, f"the body is no JSON object: {error}") from error
     headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
     call = Call(client, request.url.path, headers)
-    prefill, decode = next(engines[0]), next(engines[1])
+    prefill, decode = next(engines.prefill), next(engines.decode)
     is_mixed = isinstance(prefill, SGLang) or isinstance(decode, SGLang)
     if is_mixed and (not call.path.endswith("/v1/completions") or body.get("n", 1) != 1):
         raise EngineError(BAD_REQUEST, "between engines of two kinds only /v1/completions with n=1 is served")
@@ -108,12 +117,74 @@ async def _complete(
         return await _from_sglang(call, prompt, body, prefill, decode)
     prompt |= {"kv_transfer_params": {"do_remote_decode": True}}
     if isinstance(decode, SGLang):
-        prompt |= {"return_token_ids": True}
-    answer = await call.post(prefill, prompt)
-    if isinstance(decode, SGLang):
+        answer = await call.post(prefill, prompt | {"return_token_ids": True})
         return await call.answer(decode.url, body | _for_sglang(answer, prefill))
+    if prefill in engines.told and _is_one_prompt(body):
+        return await _at_once(call, prompt, body, prefill, decode, engines.told)
     # Only decode reads prefill's parameters. If there are none, prefill's agent is away and decode computes the prompt.
-    return await call.answer(decode, body | {"kv_transfer_params": answer.get("kv_transfer_params")})
+    told = await _told(call, prompt, prefill, engines.told)
+    return await call.answer(decode, body | {"kv_transfer_params": told})
+
+
+def _is_one_prompt(body: dict[str, Any]) -> bool:
+    """Whether decode makes one request of it, so that one room is enough."""
+    prompt = body.get("prompt", "")
+    is_one = isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(token, int) for token in prompt))
+    return is_one and body.get("n") in (None, 1)
+
+
+async def _told(call: Call, prompt: dict[str, Any], prefill: str, all_told: dict[str, dict[str, Any]]) -> Any:
+    """Let vLLM compute the prompt; return the transfer parameters that it answers, and keep them for later prompts."""
+    told = None
+    try:
+        told = (await call.post(prefill, prompt)).get("kv_transfer_params")
+    finally:
+        if told:
+            all_told[prefill] = told
+        else:
+            all_told.pop(prefill, None)
+    return told
+
+
+async def _at_once(
+    call: Call,
+    prompt: dict[str, Any],
+    body: dict[str, Any],
+    prefill: str,
+    decode: str,
+    all_told: dict[str, dict[str, Any]],
+) -> Response:
+    """Let decode take the prompt while prefill computes it. If that fails, give decode what prefill has answered."""
+    earlier, room = all_told[prefill], {"longshore_room": _new_room()}
+    computed = asyncio.create_task(
+        _told(call, prompt | {"kv_transfer_params": prompt["kv_transfer_params"] | room}, prefill, all_told)
+    )
+    COMPUTING.add(computed)
+    computed.add_done_callback(_end)
+    answered = asyncio.create_task(call.answer(decode, body | {"kv_transfer_params": earlier | room}))
+    try:
+        await asyncio.wait({computed, answered}, return_when=asyncio.FIRST_COMPLETED)
+        if answered.done() and answered.exception() is None:
+            return answered.result()
+        told = await computed
+        # Prefill or its agent was restarted if it now answers another life: decode would wait for the former one.
+        if told and told.get("longshore_life") == earlier.get("longshore_life"):
+            with suppress(EngineError):
+                return await answered
+        await _stopped(answered)
+        return await call.answer(decode, body | {"kv_transfer_params": told})
+    except BaseException:
+        computed.cancel()
+        answered.cancel()
+        raise
+
+
+async def _stopped(task: asyncio.Task[Any]) -> None:
+    """Cancel a request to an engine, and wait until it has ended."""
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()
 
 
 class Call(NamedTuple):

@@ -10,9 +10,13 @@ from scene import ENDPOINT
 from longshore_client import ArgumentError, Half
 from longshore_engines.handover import (
     KEY,
+    LIFE,
+    ROOM,
     Claim,
     Fail,
     Offer,
+    ReportSent,
+    TakeBack,
     Withdraw,
     handover_of,
 )
@@ -29,28 +33,95 @@ def book(roles=BOTH, *, content="attention float32", first_room=9, endpoint=ENDP
     return made
 
 
+def computed(prefill, name="p", tokens=70, pages=(7, 3, 5, 6), parameters=None):
+    """Let prefill compute a prompt in one step; return what its end returns."""
+    parameters = parameters or {"do_remote_decode": True}
+    prefill.allocated(name, parameters, pages, tokens, 0)
+    if name in prefill.computing:
+        prefill.computed(name, pages, tokens)
+    return prefill.finished(name, parameters, tokens, complete=True)
+
+
 def handed_out(tokens=70, **options):
     """Return prefill's transfer parameters of a prompt."""
-    return book(**options).finished("p", {"do_remote_decode": True}, list(range(9)), tokens, complete=True)
+    return computed(book(**options), tokens=tokens, pages=list(range(9)))[1]
 
 
-def test_a_prompt_that_decode_wants_keeps_its_pages_and_is_offered_whole():
+def test_a_prompt_that_decode_wants_is_offered_and_its_pages_are_kept_until_it_is_reported():
     prefill = book()
-    told = prefill.finished("p", {"do_remote_decode": True}, [7, 3, 5, 6], 70, complete=True)
+    kept, told = computed(prefill)
+    assert kept
     assert (told["do_remote_prefill"], told["do_remote_decode"]) == (True, False)
     found = handover_of(told)
     assert (found.room, found.tokens, found.endpoint) == (9, 70, ENDPOINT)
     # A fourth page holds the tokens generated after the prompt.
-    assert prefill.take_orders() == (Offer("p", 9, (7, 3, 5), 70),)
+    assert prefill.take_orders() == (Offer("p", 9, (7, 3, 5), 0, 70, last=True), ReportSent("p", 9))
     assert prefill.take_orders() == ()
+
+
+def test_whole_pages_are_offered_in_the_step_that_computes_them_and_the_rest_with_the_last():
+    prefill = book()
+    prefill.allocated("p", {"do_remote_decode": True}, [7, 3, 5], 90, 0)
+    for end, offered in ((20, ()), (50, (Offer("p", 9, (7,), 0, 32, last=False),)), (63, ())):
+        prefill.computed("p", [7, 3], end)
+        assert prefill.take_orders() == offered
+    assert prefill.computing == ["p"]
+    prefill.computed("p", [7, 3, 5], 90)
+    assert prefill.take_orders() == (Offer("p", 9, (3, 5), 32, 90, last=True),)
+    assert prefill.computing == []
 
 
 def test_no_two_requests_get_the_same_room():
     prefill = book()
-    rooms = {
-        handover_of(prefill.finished(f"p{n}", {"do_remote_decode": True}, [n], 4, complete=True)).room for n in range(5)
-    }
+    rooms = {handover_of(computed(prefill, f"p{n}", 4, [n])[1]).room for n in range(5)}
     assert len(rooms) == 5
+
+
+def test_a_router_names_the_room_and_decode_claims_it_by_the_handover_of_an_earlier_prompt():
+    prefill, decode, earlier = book(), book(), handed_out(33)
+    _, told = computed(prefill, parameters={"do_remote_decode": True, ROOM: 2**63 + 5})
+    assert handover_of(told).room == 2**63 + 5
+    assert prefill.take_orders()[0].room == 2**63 + 5
+    assert told[LIFE] == earlier[LIFE]
+    parameters = {**earlier, ROOM: 2**63 + 5}
+    assert decode.matched(parameters, 70, 32, 0.0) == 38
+    decode.allocated("d", parameters, [11, 12, 13], 70, 38)
+    assert decode.take_orders() == (Claim("d", 2**63 + 5, ENDPOINT, (12, 13), 32, 70),)
+
+
+def test_the_handover_of_an_earlier_prompt_is_recognised_as_of_another_life():
+    other = ENDPOINT.__class__("prefill-0", ENDPOINT.layout, ENDPOINT.ranks[:1] * 2)
+    assert len({handed_out()[LIFE], handed_out(endpoint=other)[LIFE], handed_out(content="bfloat16")[LIFE]}) == 3
+
+
+@pytest.mark.parametrize("room", ["7", -1, 2**64, True, 1.5])
+def test_a_number_that_is_no_room_fails_the_load_and_prefill_chooses_its_own(room, caplog):
+    prefill, decode, earlier = book(), book(), handed_out()
+    computed(prefill, parameters={"do_remote_decode": True, ROOM: room})
+    assert prefill.take_orders()[0].room == 9
+    assert f"kv_transfer_params.{ROOM} is {room!r}" in caplog.text
+    parameters = {**earlier, ROOM: room}
+    assert decode.matched(parameters, 70, 0, 0.0) == 70
+    decode.allocated("d", parameters, [11, 12, 13], 70, 70)
+    (order,) = decode.take_orders()
+    assert f"kv_transfer_params.{ROOM} is {room!r}" in order.text
+
+
+def test_a_preempted_prompt_loses_its_room_and_is_offered_as_another():
+    prefill, parameters = book(), {"do_remote_decode": True, ROOM: 5}
+    prefill.allocated("p", parameters, [7, 3, 5], 70, 0)
+    prefill.preempted("p")  # Nothing of it was offered: the room that decode waits for stays.
+    prefill.allocated("p", parameters, [7, 3, 5], 70, 0)
+    prefill.computed("p", [7, 3, 5], 64)
+    prefill.preempted("p")
+    assert prefill.take_orders() == (Offer("p", 5, (7, 3), 0, 64, last=False), TakeBack("p"))
+    prefill.allocated("p", parameters, [1, 2, 4], 70, 0)
+    prefill.computed("p", [1, 2, 4], 70)
+    kept, told = prefill.finished("p", parameters, 70, complete=True)
+    assert (kept, handover_of(told).room) == (True, 9)
+    assert prefill.take_orders() == (Offer("p", 9, (1, 2, 4), 0, 70, last=True), ReportSent("p", 9))
+    prefill.preempted("somebody else")
+    assert not prefill.has_orders
 
 
 @pytest.mark.parametrize("parameters", [None, {}, {"do_remote_decode": False}, {"do_remote_prefill": False}])
@@ -58,20 +129,32 @@ def test_a_request_without_a_wish_is_left_alone(parameters):
     alone = book()
     assert alone.matched(parameters, 70, 0, 0.0) == 0
     alone.allocated("r", parameters, [1, 2, 3], 70, 0)
-    assert alone.finished("r", parameters, [1, 2, 3], 70, complete=True) is None
+    assert alone.finished("r", parameters, 70, complete=True) == (False, None)
     assert alone.take_orders() == ()
 
 
-def test_an_aborted_prompt_is_not_handed_out():
+@pytest.mark.parametrize("computed_tokens", [0, 64, 70])
+def test_an_aborted_prompt_is_not_handed_out_and_keeps_what_is_offered_until_it_is_reported(computed_tokens):
+    prefill, parameters = book(), {"do_remote_decode": True}
+    prefill.allocated("p", parameters, [1, 2, 3], 70, 0)
+    if computed_tokens:
+        prefill.computed("p", [1, 2, 3], computed_tokens)
+    kept = computed_tokens > 0
+    assert prefill.finished("p", parameters, 70, complete=False) == (kept, None)
+    assert prefill.take_orders()[1:] == ((Withdraw("p"), ReportSent("p", 9)) if kept else ())
+    assert prefill.computing == []
+
+
+def test_a_prompt_that_is_aborted_before_it_got_pages_has_no_room():
     prefill = book()
-    assert prefill.finished("p", {"do_remote_decode": True}, [1, 2, 3], 70, complete=False) is None
+    assert prefill.finished("p", {"do_remote_decode": True}, 70, complete=False) == (False, None)
     assert prefill.take_orders() == ()
 
 
 def test_an_engine_that_only_consumes_hands_nothing_out():
     consumer = book((Half.TARGET,))
     assert consumer.matched({"do_remote_decode": True}, 70, 0, 0.0) == 0
-    assert consumer.finished("p", {"do_remote_decode": True}, [1, 2, 3], 70, complete=True) is None
+    assert computed(consumer) == (False, None)
 
 
 def test_all_tokens_that_are_not_here_are_claimed_into_the_pages_behind_the_prefix():
@@ -89,7 +172,7 @@ def test_a_request_is_claimed_once_however_often_it_gets_pages():
     # The load is complete. Later the request is preempted and computes its prompt itself.
     assert decode.matched(parameters, 70, 0, 0.0) == 0
     decode.allocated("d", parameters, [11, 12, 13], 70, 0)
-    assert decode.finished("d", parameters, [11, 12, 13], 70, complete=True) is None
+    assert decode.finished("d", parameters, 70, complete=True) == (False, None)
     assert decode.take_orders() == ()
 
 
@@ -108,7 +191,7 @@ def test_a_request_that_needs_nothing_frees_the_pages_of_prefill():
 
 def test_a_request_that_ends_before_it_got_pages_frees_those_of_prefill():
     decode, parameters = book(), handed_out(70)
-    assert decode.finished("d", parameters, [], 70, complete=False) is None
+    assert decode.finished("d", parameters, 70, complete=False) == (False, None)
     assert decode.take_orders() == (Claim("d", 9, ENDPOINT, (), 70, 70),)
 
 
@@ -118,8 +201,8 @@ def test_a_request_that_ends_while_it_loads_is_withdrawn_and_one_that_has_loaded
     decode.allocated("d2", second, [14, 15, 16], 70, 70)
     decode.take_orders()
     decode.received({"d2"})
-    decode.finished("d1", first, [11, 12, 13], 70, complete=False)
-    decode.finished("d2", second, [14, 15, 16], 70, complete=False)
+    decode.finished("d1", first, 70, complete=False)
+    decode.finished("d2", second, 70, complete=False)
     assert decode.take_orders() == (Withdraw("d1"),)
 
 
@@ -186,7 +269,7 @@ def test_a_prompt_waits_for_an_agent_that_is_away_and_is_handed_out_by_the_one_t
     other = ENDPOINT.__class__("prefill-0", ENDPOINT.layout, ENDPOINT.ranks[:1] * 2)
     prefill.heard(other, 12.0)
     assert prefill.matched(parameters, 70, 0, 12.0) == 0
-    assert handover_of(prefill.finished("p", parameters, [1, 2, 3], 70, complete=True)).endpoint == other
+    assert handover_of(computed(prefill, parameters=parameters)[1]).endpoint == other
 
 
 def test_a_prompt_whose_agent_stays_away_is_computed_and_not_handed_out():
@@ -195,5 +278,14 @@ def test_a_prompt_whose_agent_stays_away_is_computed_and_not_handed_out():
     late_s = 10.0 + AGENT_AWAY_MAX_S + 1
     prefill.heard(None, late_s, away=True)
     assert prefill.matched(parameters, 70, 0, late_s) == 0
-    assert prefill.finished("p", parameters, [1, 2, 3], 70, complete=True) is None
+    assert computed(prefill, parameters=parameters) == (False, None)
     assert prefill.take_orders() == ()
+
+
+def test_a_prompt_whose_agent_goes_away_while_it_is_computed_is_withdrawn():
+    prefill, parameters = book(), {"do_remote_decode": True}
+    prefill.allocated("p", parameters, [1, 2, 3], 70, 0)
+    prefill.computed("p", [1, 2, 3], 70)
+    prefill.heard(None, 10.0, away=True)
+    assert prefill.finished("p", parameters, 70, complete=True) == (True, None)
+    assert prefill.take_orders()[1:] == (Withdraw("p"), ReportSent("p", 9))

@@ -8,13 +8,15 @@ from fake_agent import WAIT_S, FakeAgent, accept_all
 from scene import DONE, ENDPOINT, FAILED, RELEASED, client_at, event
 
 from longshore_client import Half, Reason
-from longshore_engines.handover import Claim, Fail, Offer, Withdraw
+from longshore_engines.handover import Claim, Fail, Offer, ReportSent, TakeBack, Withdraw
 from longshore_engines.rooms import RankRooms
 from longshore_wire.engine_messages import Cancel, Refused
 from longshore_wire.engine_messages import Offer as OfferMessage
 from longshore_wire.engine_messages import Receive as ReceiveMessage
 
-OFFER = Offer("p", 7, (1, 2), 6)
+OFFER = Offer("p", 7, (1, 2), 0, 6, last=True)
+REPORT = ReportSent("p", 7)
+FIRST, SECOND = Offer("p", 7, (1,), 0, 4, last=False), Offer("p", 7, (2,), 4, 6, last=True)
 CLAIM = Claim("d", 7, ENDPOINT, (3, 4), 0, 6)
 
 
@@ -68,7 +70,7 @@ def scene(tmp_path):
 
 def test_an_offer_is_sent_whole_and_its_pages_are_the_engines_again_at_release(scene):
     world = scene()
-    world.rooms.carry_out([OFFER])
+    world.rooms.carry_out([OFFER, REPORT])
     world.expect(OfferMessage)
     (offer,) = world.heard(OfferMessage)
     assert (offer.room, offer.first_token, offer.end_token, offer.last) == (7, 0, 6, True)
@@ -80,6 +82,91 @@ def test_an_offer_is_sent_whole_and_its_pages_are_the_engines_again_at_release(s
     world.look_until(lambda: world.sent == {"p"})
     assert (world.received, world.failed, world.rooms.open_count) == (set(), set(), 0)
     assert [(each.half, each.failure) for each in world.transfers] == [(Half.SOURCE, "")]
+
+
+def test_a_prompt_is_offered_chunk_by_chunk_and_reported_after_both_its_end_and_its_order(scene):
+    world = scene()
+    world.rooms.carry_out([FIRST])
+    world.rooms.carry_out([SECOND])
+    world.expect(OfferMessage, 2)
+    assert [(each.room, each.first_token, each.end_token, each.last) for each in world.heard(OfferMessage)] == [
+        (7, 0, 4, False),
+        (7, 4, 6, True),
+    ]
+    # Decode has all of it while prefill still samples its first token.
+    world.agent.say(event(DONE))
+    world.agent.say(event(RELEASED))
+    world.look_until(lambda: world.rooms.open_count == 0)
+    assert world.sent == set()
+    world.rooms.carry_out([REPORT])
+    world.look()
+    assert world.sent == {"p"}
+
+
+def test_chunks_of_a_room_that_has_ended_are_not_offered(scene):
+    world = scene()
+    world.rooms.carry_out([FIRST])
+    world.expect(OfferMessage)
+    world.agent.say(event(FAILED, reason=Reason.CANCELLED))
+    world.agent.say(event(RELEASED))
+    world.look_until(lambda: world.rooms.open_count == 0)
+    world.rooms.carry_out([SECOND, REPORT])
+    world.look()
+    assert (world.sent, world.rooms.open_count, len(world.heard(OfferMessage))) == ({"p"}, 0, 1)
+
+
+def test_after_a_refused_chunk_no_other_is_offered(scene):
+    def refuse(message):
+        if isinstance(message, OfferMessage):
+            return Refused(message.request, Reason.UNKNOWN_POOL, "no pool 0")
+        return accept_all(message)
+
+    world = scene(answer=refuse)
+    world.rooms.carry_out([FIRST, SECOND, REPORT])
+    world.look_until(lambda: world.sent)
+    assert len(world.heard(OfferMessage)) == 1
+
+
+def test_a_rooms_limit_counts_from_its_last_chunk(scene):
+    world = scene(limit_s=100.0)
+    world.rooms.carry_out([FIRST])
+    world.now_s = 90.0
+    world.rooms.carry_out([SECOND, REPORT])
+    world.expect(OfferMessage, 2)
+    world.now_s = 180.0
+    world.look()
+    assert world.heard(Cancel) == []
+    world.now_s = 190.0
+    world.look()
+    world.expect(Cancel)
+
+
+def test_pages_are_taken_back_only_when_no_process_uses_them(scene):
+    def end_if_cancelled(message):
+        if isinstance(message, Cancel):
+            world.agent.say(event(FAILED, reason=Reason.CANCELLED))
+            world.agent.say(event(RELEASED))
+        return accept_all(message)
+
+    world = scene(answer=end_if_cancelled)
+    world.rooms.carry_out([FIRST])
+    world.rooms.take_back([OFFER, TakeBack("somebody else")])
+    assert world.rooms.open_count == 1
+    world.rooms.take_back([TakeBack("p")])
+    assert world.rooms.open_count == 0
+    world.look()
+    # The engine computes the prompt again, and has not ended.
+    assert (world.sent, world.transfers) == (set(), [])
+
+
+def test_a_room_that_a_router_names_twice_is_the_first_prompts_alone(scene, caplog):
+    world = scene()
+    world.rooms.carry_out([FIRST, Offer("twin", 7, (8,), 0, 4, last=True), ReportSent("twin", 7)])
+    world.look()
+    assert (world.sent, world.received) == ({"twin"}, set())
+    assert "request twin: room 7 is open" in caplog.text
+    world.expect(OfferMessage)
+    assert len(world.heard(OfferMessage)) == 1
 
 
 def test_a_claim_is_received_at_release_and_not_before(scene):
@@ -111,7 +198,7 @@ def test_a_claim_that_failed_is_reported_only_when_nobody_writes_its_pages_any_m
 
 def test_an_offer_that_failed_gives_its_pages_back_at_release(scene):
     world = scene()
-    world.rooms.carry_out([OFFER])
+    world.rooms.carry_out([OFFER, REPORT])
     world.expect(OfferMessage)
     world.agent.say(event(FAILED, reason=Reason.CANCELLED))
     world.look()
@@ -167,15 +254,15 @@ def test_a_claim_that_cannot_be_made_is_reported_as_failed(scene):
     assert world.transfers[0].failure == "no handover"
 
 
-@pytest.mark.parametrize("order", [OFFER, CLAIM])
-def test_what_the_agent_refuses_is_over_at_once(scene, order):
+@pytest.mark.parametrize("orders", [[OFFER, REPORT], [CLAIM]])
+def test_what_the_agent_refuses_is_over_at_once(scene, orders):
     def refuse(message):
         if isinstance(message, OfferMessage | ReceiveMessage):
             return Refused(message.request, Reason.LAYOUT_MISMATCH, "pages of 64 tokens")
         return accept_all(message)
 
     world = scene(answer=refuse)
-    world.rooms.carry_out([order])
+    world.rooms.carry_out(orders)
     world.look_until(lambda: world.sent | world.received)
     assert world.failed == world.received
     assert "pages of 64 tokens" in world.transfers[0].failure
@@ -193,7 +280,7 @@ def test_a_busy_agent_is_asked_again(scene):
         return accept_all(message)
 
     world = scene(answer=busy_once)
-    world.rooms.carry_out([OFFER])
+    world.rooms.carry_out([OFFER, REPORT])
     world.expect(OfferMessage, 2)
     world.agent.say(event(RELEASED))
     world.look_until(lambda: world.sent == {"p"})
@@ -201,9 +288,9 @@ def test_a_busy_agent_is_asked_again(scene):
 
 def test_a_room_that_is_not_done_within_its_limit_is_given_up_and_lent_until_release(scene):
     world = scene(limit_s=100.0)
-    world.rooms.carry_out([OFFER])
+    world.rooms.carry_out([OFFER, REPORT])
     world.now_s = 50.0
-    world.rooms.carry_out([Offer("later", 8, (5,), 4)])
+    world.rooms.carry_out([Offer("later", 8, (5,), 0, 4, last=True)])
     world.expect(OfferMessage, 2)
     world.now_s = 100.0
     world.look()
@@ -249,7 +336,7 @@ def test_a_handover_that_is_used_twice_fails_the_second_request_alone(scene):
 
 def test_what_is_open_when_the_client_is_closed_is_over_and_not_taken_for_success(scene):
     world = scene()
-    world.rooms.carry_out([OFFER, CLAIM])
+    world.rooms.carry_out([OFFER, REPORT, CLAIM])
     world.expect(ReceiveMessage)
     world.rooms.close()
     world.look()
@@ -262,7 +349,7 @@ def test_pages_of_a_call_without_an_answer_are_lent_until_it_is_known_that_nobod
 ):
     monkeypatch.setattr("longshore_engines.rooms.CALL_TIMEOUT_S", 0.05)
     world = scene(answer=lambda message: None)
-    world.rooms.carry_out([OFFER])
+    world.rooms.carry_out([OFFER, REPORT])
     world.look_until(lambda: next(iter(world.rooms._open.values())).unclear)
     assert world.sent == set()
     (offer,) = world.heard(OfferMessage)

@@ -65,8 +65,17 @@ class Engine:
         self.agent.say(EndpointUpdate(endpoint(instance)))
         self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): self.worker.get_handshake_metadata()})
 
-    def step(self):
-        self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(None))
+    def prefill(self, name="p", tokens=70, status=Status.FINISHED_LENGTH_CAPPED, numbers=(4, 2, 5)):
+        """Compute a prompt in one step; return what its end returns."""
+        prompt = request(name, {"do_remote_decode": True}, tokens, status)
+        self.scheduler.update_state_after_alloc(prompt, blocks(*numbers), 0)
+        self.step(scheduled(numbers, **{name: (0, tokens)}))
+        return self.scheduler.request_finished(prompt, list(numbers))
+
+    def step(self, output=None):
+        metadata = self.scheduler.build_connector_meta(output or scheduled())
+        self.worker.handle_preemptions(metadata)
+        self.worker.bind_connector_metadata(metadata)
         self.worker.start_load_kv(SimpleNamespace(attn_metadata=object()))
         self.worker.wait_for_save()
         results = self.worker.get_transfer_results(set())
@@ -114,13 +123,27 @@ def blocks(*numbers):
     return SimpleNamespace(get_block_ids=lambda: (list(numbers),))
 
 
+def scheduled(numbers=(), *, preempted=(), new=True, **tokens):
+    """Return vLLM's output for a step that computes tokens (those before it, and how many) of requests."""
+    before = {name: first for name, (first, _) in tokens.items()}
+    cached = {} if new else before
+    return SimpleNamespace(
+        preempted_req_ids=set(preempted),
+        num_scheduled_tokens={name: count for name, (_, count) in tokens.items()},
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=name, num_computed_tokens=first) for name, first in before.items() if new
+        ],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=list(cached), num_computed_tokens=list(cached.values())),
+        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: (list(numbers),)),
+    )
+
+
 def test_a_prompt_goes_from_one_engines_blocks_to_the_others(engines):
     prefill, decode = engines
     prompt = request("p", {"do_remote_decode": True})
     assert prefill.scheduler.get_num_new_matched_tokens(prompt, 0) == (0, False)
-    kept, told = prefill.scheduler.request_finished(prompt, [4, 2, 5])
+    kept, told = prefill.prefill()
     assert kept
-    prefill.step()
     prefill.agent.expect(lambda: prefill.agent.of(Offer))
 
     wanting = request("d", told)
@@ -149,7 +172,7 @@ def test_a_cache_is_registered_once_for_its_whole_life(engines):
 
 def test_an_engine_without_requests_goes_on_until_its_workers_were_told(engines):
     prefill, decode = engines
-    _, told = prefill.scheduler.request_finished(request("p", {"do_remote_decode": True}), [4, 2, 5])
+    _, told = prefill.prefill()
     assert not decode.scheduler.has_pending_push_work()
     # The client disconnected before the request got blocks. Prefill must not wait for a claim that never comes.
     decode.scheduler.request_finished(request("d", told, status=Status.FINISHED_ABORTED), [])
@@ -167,12 +190,42 @@ def test_an_aborted_prompt_keeps_no_blocks(engines):
     assert prefill.scheduler.request_finished(aborted, [4, 2, 5]) == (False, None)
 
 
+def test_chunks_are_offered_in_the_steps_that_compute_them(engines):
+    prefill, _ = engines
+    prompt = request("p", {"do_remote_decode": True, "longshore_room": 99})
+    prefill.scheduler.update_state_after_alloc(prompt, blocks(4, 2, 5), 0)
+    # 32 tokens were in prefill's own cache.
+    prefill.step(scheduled((4, 2), p=(32, 20)))
+    prefill.step(scheduled((4, 2, 5), new=False, p=(52, 18), other=(0, 40)))
+    prefill.agent.expect(lambda: len(prefill.agent.of(Offer)) == 2)
+    assert [(each.room, each.first_token, each.end_token, each.last) for each in prefill.agent.of(Offer)] == [
+        (99, 0, 32, False),
+        (99, 32, 70, True),
+    ]
+    assert not prefill.scheduler.has_pending_push_work()
+    kept, told = prefill.scheduler.request_finished(prompt, [4, 2, 5])
+    assert (kept, handover_of(told).room) == (True, 99)
+
+
+def test_blocks_of_a_preempted_prompt_are_overwritten_only_after_their_release(engines):
+    prefill, _ = engines
+    prompt = request("p", {"do_remote_decode": True})
+    prefill.scheduler.update_state_after_alloc(prompt, blocks(4, 2, 5), 0)
+    prefill.step(scheduled((4, 2), p=(0, 64)))
+    prefill.agent.expect(lambda: prefill.agent.of(Offer))
+    (offer,) = prefill.agent.of(Offer)
+    prefill.agent.say(event(RELEASED, room=offer.room, instance="prefill"))
+    prefill.step(scheduled(preempted=["p"]))
+    assert prefill.worker._rooms.open_count == 0
+    prefill.agent.expect(lambda: [each.room for each in prefill.agent.of(Cancel)] == [offer.room])
+
+
 def test_decode_is_told_where_prefill_listens_after_its_agent_came_back(engines):
     prefill, decode = engines
     moved = endpoint("prefill", "10.0.0.9:7100")
     prefill.agent.say(EndpointUpdate(moved))
     prefill.step_until(lambda _: prefill.worker._endpoint == moved)
-    _, told = prefill.scheduler.request_finished(request("p", {"do_remote_decode": True}), [4, 2, 5])
+    _, told = prefill.prefill()
     wanting = request("d", told)
     decode.scheduler.update_state_after_alloc(wanting, blocks(1, 3, 0), 70)
     decode.step()
@@ -229,7 +282,7 @@ def test_another_vllm_is_refused_when_the_connector_is_loaded():
 def test_a_transfer_that_is_not_over_within_the_set_limit_is_given_up(module, tmp_path, monkeypatch):
     monkeypatch.setattr("longshore_engines.vllm_checks.LIMIT_MIN_S", 0.01)
     engine = Engine(module, tmp_path, "hasty", transfer_limit_s=0.05)
-    engine.scheduler.request_finished(request("p", {"do_remote_decode": True}), [4, 2, 5])
+    engine.prefill()
     engine.step_until(lambda found: engine.agent.of(Cancel))
     (offer,) = engine.agent.of(Offer)
     assert [cancel.room for cancel in engine.agent.of(Cancel)] == [offer.room]
@@ -256,9 +309,7 @@ def test_an_engine_shares_tokens_if_they_are_wanted_and_says_so_in_its_handover(
         assert (hello.layout.order, hello.layout.blob_bytes) == (PageOrder.HND, 0)
         (registered,) = engine.agent.of(RegisterPool)
         assert [plane.element_stride for plane in registered.geometry.planes] == [TOKENS * 4] * 2 + [0] * 2
-        prompt = request("p", {"do_remote_decode": True})
-        engine.scheduler.get_num_new_matched_tokens(prompt, 0)
-        _, told = engine.scheduler.request_finished(prompt, [4, 2, 5])
+        _, told = engine.prefill()
         assert handover_of(told).content == "tokens of float32"
     finally:
         engine.stop()

@@ -168,6 +168,116 @@ def test_a_client_that_leaves_ends_the_work_for_it(proxy, monkeypatch):
     asyncio.run(scene())
 
 
+LATER = {**TOLD, "longshore": "later", "longshore_life": "1"}
+EARLIER = {**TOLD, "longshore": "earlier", "longshore_life": "1"}
+ANSWER = httpx.Response(200, json={"choices": [{"text": "answer", "finish_reason": "length"}]})
+
+
+class EnginesAtOnce:
+    """Engines whose answers to the second prompt are coroutines of a test. The first prompt makes the router know prefill."""
+
+    def __init__(self, proxy, *, prefill, decode):
+        self.heard, self.begun = [], {name: asyncio.Event() for name in ("prefill", "decode")}
+        self._second = {"prefill": prefill, "decode": decode}
+        self._app = proxy.make_app(["http://prefill"], ["http://decode"], httpx.MockTransport(self._handle))
+
+    async def _handle(self, request):
+        name, body = request.url.host, json.loads(request.content)
+        if body["prompt"] != "second":
+            return httpx.Response(200, json={"choices": [], "kv_transfer_params": EARLIER})
+        self.heard.append((name, body["kv_transfer_params"]))
+        self.begun[name].set()
+        return await asyncio.wait_for(self._second[name](self), 20)
+
+    def ask(self, **more):
+        """Return the answer to the second prompt."""
+        with TestClient(self._app) as client:
+            assert client.post("/v1/completions", json={"prompt": "first"}).status_code == 200
+            return client.post("/v1/completions", json={"prompt": "second", **more})
+
+
+async def when_the_other_has_begun(engines):
+    await asyncio.gather(*(event.wait() for event in engines.begun.values()))
+    return httpx.Response(200, json={**json.loads(ANSWER.content), "kv_transfer_params": LATER})
+
+
+async def never(_engines):
+    await asyncio.Event().wait()
+
+
+def test_both_engines_get_a_later_prompt_at_once_and_one_room(proxy):
+    engines = EnginesAtOnce(proxy, prefill=when_the_other_has_begun, decode=when_the_other_has_begun)
+    assert engines.ask().json()["choices"][0]["text"] == "answer"
+    heard = dict(engines.heard)
+    room = heard["prefill"].pop("longshore_room")
+    assert 0 < room < 2**63
+    assert heard == {"prefill": {"do_remote_decode": True}, "decode": {**EARLIER, "longshore_room": room}}
+
+
+@pytest.mark.parametrize("more", [{"n": 2}, {"prompt": ["second", "third"]}])
+def test_decode_gets_several_requests_at_once_only_after_prefill(proxy, more):
+    engines = Engines()
+    app = proxy.make_app(["http://prefill"], ["http://decode"], httpx.MockTransport(engines.handle))
+    with TestClient(app) as client:
+        for body in ({"prompt": "first"}, {"prompt": "second", **more}):
+            engines.answers["prefill"] = httpx.Response(200, json={"kv_transfer_params": TOLD})
+            engines.answers["decode"] = httpx.Response(200, json={"choices": []})
+            assert client.post("/v1/completions", json=body).status_code == 200
+    assert [body["kv_transfer_params"] for _, _, body, _ in engines.heard] == [{"do_remote_decode": True}, TOLD] * 2
+
+
+def decode_that_first(does):
+    """Return decode's answers: the first as `does` makes it, and then a right one."""
+    left = [does]
+
+    async def decode(engines):
+        return await left.pop()(engines) if left else httpx.Response(200, content=ANSWER.content)
+
+    return decode
+
+
+async def fails(_engines):
+    return httpx.Response(503, json={"error": {"message": "KV load failure"}})
+
+
+@pytest.mark.parametrize(
+    ("first", "told"),
+    [
+        pytest.param(fails, LATER, id="decode fails"),
+        pytest.param(never, {**LATER, "longshore_life": "2"}, id="prefill was restarted"),
+        pytest.param(never, None, id="prefill's agent is away"),
+    ],
+)
+def test_decode_gets_what_prefill_answers_if_it_cannot_have_the_prompt_otherwise(proxy, first, told):
+    async def prefill(engines):
+        await engines.begun["decode"].wait()
+        return httpx.Response(200, json={"choices": [], "kv_transfer_params": told})
+
+    engines = EnginesAtOnce(proxy, prefill=prefill, decode=decode_that_first(first))
+    assert engines.ask().json()["choices"][0]["text"] == "answer"
+    assert engines.heard[-1] == ("decode", told)
+    assert [name for name, _ in engines.heard].count("decode") == 2
+
+
+def test_an_error_of_prefill_ends_decodes_request_too(proxy):
+    ended = []
+
+    async def waits(_engines):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    async def refuses(engines):
+        await engines.begun["decode"].wait()
+        return httpx.Response(400, json={"error": {"message": "too long"}})
+
+    engines = EnginesAtOnce(proxy, prefill=refuses, decode=waits)
+    answer = engines.ask()
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "too long")
+    assert ended == [True]
+
+
 IDS = [5, 6, 7]
 FOR_SGLANG = {
     "choices": [
