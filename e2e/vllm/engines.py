@@ -35,6 +35,26 @@ BLOCK_TOKENS = 32
 CHUNK_TOKENS = 128
 TOKENS_MAX = 2048
 MODEL_NAME = "tiny"
+# Numbers of GPUs, such as "0,1", that engines run on instead of processors; see README.md.
+DEVICES = [number for number in os.environ.get("E2E_VLLM_DEVICES", "").split(",") if number]
+# The attention backend on GPUs. The tests need one for float32.
+BACKEND = "TRITON_ATTN"
+# Graphs for steps of decode, and no compiler, which would take minutes at each start.
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 4, 16]}
+ON_GPUS = (
+    *("--attention-backend", BACKEND, "--compilation-config", json.dumps(GRAPHS)),
+    # It is checked at the start, against the memory that other engines leave.
+    *("--gpu-memory-utilization", "0.05"),
+)
+GPU_VARIABLES = {
+    # Programs that the usual packages compile at their first use.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_USE_DEEP_GEMM": "0",
+    # Attention in full float32, so that rounding changes no token.
+    "TRITON_F32_DEFAULT": "ieee",
+    # The agent maps the cache by CUDA IPC handles.
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False",
+}
 
 
 @dataclass(frozen=True)
@@ -71,7 +91,8 @@ class EngineOptions:
                 "--port",
                 str(port),
             ),
-            *("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(KV_BYTES)),
+            *("--dtype", "float32", "--kv-cache-memory-bytes", str(KV_BYTES)),
+            *(ON_GPUS if DEVICES else ("--enforce-eager",)),
             *("--block-size", str(self.block_tokens), "--max-model-len", str(TOKENS_MAX), "--max-num-seqs", "16"),
             *("--max-num-batched-tokens", str(CHUNK_TOKENS), "--tensor-parallel-size", str(self.tp)),
         ]
@@ -80,11 +101,14 @@ class EngineOptions:
         return [*given, *self.extra]
 
     def variables(self) -> dict[str, str]:
-        """Return the environment, with the processor of each rank."""
-        cores = sorted(os.sched_getaffinity(0))
-        ranks = "|".join(str(cores[rank % len(cores)]) for rank in range(self.tp))
+        """Return the environment, with the processor or the GPU of each rank."""
+        if DEVICES:
+            places = {"CUDA_VISIBLE_DEVICES": ",".join(DEVICES[-self.tp :])} | GPU_VARIABLES
+        else:
+            cores = sorted(os.sched_getaffinity(0))
+            places = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(self.tp))}
         return {
-            "VLLM_CPU_OMP_THREADS_BIND": ranks,
+            **places,
             "VLLM_LOGGING_LEVEL": "INFO",
             "VLLM_SERVER_DEV_MODE": "1",  # POST /reset_prefix_cache
             "PYTHONPATH": os.pathsep.join(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from engines import Nursery
+from engines import DEVICES, Nursery
 from prompts import NEW_TOKENS, PROMPTS, TELLING_TOKENS_MIN, Oracle, at_once
 from scene import Scene, Side, generate
 from tiny_model import TinyModel
 
 FOUR, TWO = "four", "two"
+
+pytestmark = pytest.mark.skipif(0 < len(DEVICES) < 4, reason="needs four GPUs")
 
 
 def check_tokens(scene: Scene, alone: Oracle) -> None:

@@ -46,7 +46,7 @@ def stage(nursery: Nursery, model: TinyModel) -> Iterator[tuple[str, Engine]]:
             )
             for role, tp in (("prefill", 2), ("decode", 1))
             # The variables that the operator provides for an engine's pod of this role.
-            if (transfer := json.loads(vllm_config(role, str(sockets[role]))))
+            if (transfer := json.loads(vllm_config(role, str(sockets[role]), "opaque")))
         }
         for engine in engines.values():
             engine.wait_ready()

@@ -1,0 +1,211 @@
+"""Runs real vLLM engines on GPUs, with an agent or with another connector, for `vllm_on_gpus`.
+
+An engine of TP2 runs on both GPUs, and one of TP1 on the last. Engines of a scene serve each other in both directions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "gpu"))
+from gpu_world import GPUAgent
+
+ROOT = Path(__file__).parents[1]
+# The second engine of a size serves prefill of the same size.
+SIDES: Mapping[str, tuple[int, ...]] = {"TP2": (0, 1), "TP1": (1,), "TP2 second": (0, 1), "TP1 second": (0,)}
+READY_LIMIT_S, REQUEST_LIMIT_S, END_LIMIT_S = 240.0, 120.0, 20.0
+TOKENS_MAX, CHUNK_TOKENS, BLOCK_TOKENS = 16_384, 2_048, 16
+# Of TP1; a rank of TP2 has half.
+KV_BYTES = 8 << 30
+LOG_CHARACTERS = 6000
+# vLLM's interpreter, and folders of its packages if that interpreter does not have them itself.
+PYTHON, PATH = "VLLM_PYTHON", "VLLM_PATH"
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    # Programs that the usual packages compile at their first use.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_USE_DEEP_GEMM": "0",
+    # The agent maps the cache by CUDA IPC handles.
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False",
+}
+TO_PREFILL: Mapping[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+@dataclass
+class Engine:
+    """One `vllm serve`; `start` returns at once."""
+
+    name: str
+    model: Path
+    devices: tuple[int, ...]
+    port: int
+    transfer: Mapping[str, Any]
+    directory: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    arguments: Sequence[str] = ()
+
+    def start(self) -> None:
+        """Start its processes, in a group of their own."""
+        tp = len(self.devices)
+        command = [
+            *(os.environ.get(PYTHON, sys.executable), "-m", "vllm.entrypoints.cli.main", "serve", str(self.model)),
+            *("--served-model-name", "model", "--host", "127.0.0.1", "--port", str(self.port)),
+            *("--tensor-parallel-size", str(tp), "--dtype", "bfloat16", "--block-size", str(BLOCK_TOKENS)),
+            *("--max-model-len", str(TOKENS_MAX), "--max-num-batched-tokens", str(CHUNK_TOKENS)),
+            *("--max-num-seqs", "64", "--kv-cache-memory-bytes", str(KV_BYTES // tp)),
+            # It is checked at the start, against the memory that other engines leave.
+            *("--gpu-memory-utilization", "0.1", "--no-enable-prefix-caching"),
+            *("--kv-transfer-config", json.dumps(dict(self.transfer)), *self.arguments),
+        ]
+        folders = [ROOT / "engines", ROOT / "client", ROOT / "wire", Path(__file__).parent, *sys.path]
+        path = os.pathsep.join([*filter(None, [os.environ.get(PATH)]), *map(str, folders)])
+        visible = ",".join(map(str, self.devices))
+        environment = os.environ | ENVIRONMENT | dict(self.environment)
+        self.log_path = self.directory / f"{self.name}.log"
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                process_group=0,
+                env=environment | {"CUDA_VISIBLE_DEVICES": visible, "PYTHONPATH": path},
+            )
+        limits = httpx.Limits(max_connections=None)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=REQUEST_LIMIT_S, limits=limits)
+
+    def wait_ready(self) -> None:
+        """Return when it serves. Raises SystemExit with its log if it does not."""
+        end_s = time.monotonic() + READY_LIMIT_S
+        while True:
+            try:
+                if self.http.get("/health", timeout=5.0).status_code == httpx.codes.OK:
+                    return
+            except httpx.TransportError:
+                pass
+            if self.process.poll() is not None or time.monotonic() > end_s:
+                raise SystemExit(f"{self.name} does not serve:\n{self.log()}")
+            time.sleep(0.1)
+
+    def log(self) -> str:
+        """Return the end of its log."""
+        return self.log_path.read_text(errors="replace")[-LOG_CHARACTERS:]
+
+    def body(self, prompt: list[int], max_tokens: int, transfer: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return the JSON of a greedy completion of token ids."""
+        found: dict[str, Any] = {"model": "model", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+        found |= {"ignore_eos": True, "return_token_ids": True}
+        return found | ({} if transfer is None else {"kv_transfer_params": dict(transfer)})
+
+    def complete(self, prompt: list[int], max_tokens: int, transfer: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the answer to a completion."""
+        answer = self.http.post("/v1/completions", json=self.body(prompt, max_tokens, transfer))
+        if answer.is_error:
+            raise SystemExit(f"{self.name}: {answer.text}\n{self.log()}")
+        return dict(answer.json())
+
+    def stream(
+        self, prompt: list[int], max_tokens: int, transfer: Mapping[str, Any] | None = None
+    ) -> Iterator[tuple[float, list[int]]]:
+        """Yield the tokens of each event of an answer, and when it came."""
+        body = self.body(prompt, max_tokens, transfer) | {"stream": True}
+        with self.http.stream("POST", "/v1/completions", json=body) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    if not event.get("choices"):
+                        raise SystemExit(f"{self.name}: {event}\n{self.log()}")
+                    yield time.monotonic(), event["choices"][0]["token_ids"] or []
+
+    def end(self) -> None:
+        """End its processes."""
+        for signal_number in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self.process.pid, signal_number)
+                self.process.wait(END_LIMIT_S)
+            except ProcessLookupError:
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        self.process.wait()
+        self.http.close()
+
+
+class Scene:
+    """The engines of one connector, by their names in `SIDES`, and their agents.
+
+    Attributes:
+        kinds: how prompts are given to the engines: "in turn", "at once", or "floor".
+    """
+
+    def __init__(
+        self,
+        name: str,
+        sides: Sequence[str],
+        model: Path,
+        directory: Path,
+        first_port: int,
+        environment: Mapping[str, str],
+        arguments: Sequence[str],
+    ) -> None:
+        self.name, self.agents = name, list[GPUAgent]()
+        self._stack = ExitStack()
+        self.kinds = (
+            ("floor",) if name == "floor" else ("in turn", "at once") if name.startswith("Long") else ("in turn",)
+        )
+        agents = {"Longshore, two agents": 2, "Longshore, one agent": 1}.get(name, 0)
+        self.agents = [
+            self._stack.enter_context(GPUAgent(LONGSHORE_DEPLOYMENT="bench/vllm", **environment)) for _ in range(agents)
+        ]
+        self.engines: dict[str, Engine] = {}
+        for index, side in enumerate(sides):
+            variables = dict(environment)
+            transfer: dict[str, Any] = {"kv_role": "kv_both", "engine_id": f"{side}-{first_port}".replace(" ", "-")}
+            if self.agents:
+                socket = self.agents[index % len(self.agents)].socket
+                transfer |= {"kv_connector": "LongshoreConnector", "kv_connector_module_path": "longshore_engines.vllm"}
+                transfer |= {"kv_connector_extra_config": {"socket": socket}}
+            elif name == "floor":
+                transfer |= {"kv_connector": "FloorConnector", "kv_connector_module_path": "floor_connector"}
+            else:
+                transfer |= {"kv_connector": name}
+                variables |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
+                variables |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(first_port + 50 + 10 * index)}
+            label = f"{name}-{side}".replace(",", "").replace(" ", "-")
+            engine = Engine(label, model, SIDES[side], first_port + index, transfer, directory, variables, arguments)
+            self.engines[side] = engine
+
+    def __enter__(self) -> Self:
+        for engine in self.engines.values():
+            engine.start()
+            self._stack.callback(engine.end)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stack.close()
+
+    def processes(self) -> dict[str, list[int]]:
+        """Return the processes of agents and of engines."""
+        agents = [agent.process.pid for agent in self.agents]
+        return {"agents": agents, "engines": [engine.process.pid for engine in self.engines.values()]}

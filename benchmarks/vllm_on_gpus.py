@@ -1,0 +1,414 @@
+"""Compares Longshore under a real vLLM on two GPUs with vLLM's NixlConnector, and with vLLM's own time: `make bench-vllm-gpu`.
+
+    python benchmarks/vllm_on_gpus.py --json FILE [--quick] [--mps] [--directions TP2:TP2]
+
+Engines of all connectors run at the same time, and get the same prompts in turn, so that no figure of a table is of another
+run. Longshore has an agent for each engine (staged)
+or one for both (direct). "in turn": decode gets a prompt after prefill's answer. "at once": both get it together, as
+examples/vllm/proxy.py does it. "floor": decode computes the prompt's last token over blocks that nobody wrote.
+
+`alone`: one prompt at a time, by length: from the request to decode's first token, and from prefill's answer to it. The
+tokens of all connectors are compared. `loads`: fixed traces of prompts and answers of mixed length, with some number at
+once: tokens that differ are counted, since vLLM's batches, and with them its rounding, depend on time. `memory`: of each
+worker of an agent, by nvidia-smi, before the first prompt.
+
+With --mps all engines and agents share the GPUs by a daemon of CUDA's Multi-Process Service, which this starts and ends.
+
+Needs two GPUs; an interpreter with vLLM (VLLM_PYTHON, VLLM_PATH; e2e/vllm/requirements-gpu.lock) and NIXL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from everything_gpu import commit
+from vllm_gpu_scenes import SIDES, TO_PREFILL, Scene
+
+RIVAL = "NixlConnector"
+NAMES = ("Longshore, two agents", "Longshore, one agent", RIVAL, "floor")
+DIRECTIONS = "TP2:TP1,TP1:TP2"
+LENGTHS, QUICK_LENGTHS = (64, 512, 2_048, 4_096, 8_192, 16_000), (512, 4_096, 16_000)
+REPEATS, QUICK_REPEATS = 9, 5
+AT_ONCE, QUICK_AT_ONCE = (4, 16, 64), (16,)
+REQUESTS, TRACES = 64, 3
+NEW_TOKENS, VOCABULARY = 8, 32_000
+# Of the trace: medians of prompts and answers, and the spread of their logarithms.
+PROMPT_MEDIAN, PROMPT_SPREAD, PROMPT_MAX = 900, 1.0, 8_000
+ANSWER_MEDIAN, ANSWER_SPREAD, ANSWER_MAX = 24, 0.7, 96
+FIRST_PORT = 18_000
+# Graphs for steps of decode, and no compiler, which would take minutes at each start.
+ENGINE_ARGUMENTS = '--compilation-config \'{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 4, 16, 64]}\''
+SEED = 11
+CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+HIDDEN, LAYERS, HEADS, HEAD_DIM = 1024, 32, 8, 128
+MAKE_MODEL = f"""
+import sys, torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+torch.manual_seed(0)
+config = Qwen3Config(vocab_size={VOCABULARY}, hidden_size={HIDDEN}, intermediate_size=2048, num_hidden_layers={LAYERS},
+    num_attention_heads=16, num_key_value_heads={HEADS}, head_dim={HEAD_DIM}, max_position_embeddings=32768,
+    initializer_range=0.1, tie_word_embeddings=True)
+with torch.device("cuda"):
+    model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+model.save_pretrained(sys.argv[1])
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+words = Tokenizer(models.WordLevel({{f"w{{n}}": n for n in range({VOCABULARY})}}, unk_token="w3"))
+PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w0", eos_token="w1", pad_token="w2", unk_token="w3"
+    ).save_pretrained(sys.argv[1])
+"""
+
+
+class Moved(NamedTuple):
+    """One request: its times (s, from its beginning; negative if decode was earlier than prefill's answer) and tokens."""
+
+    prefill_s: float
+    first_s: float
+    steps_s: list[float]
+    tokens: list[int]
+
+    def milliseconds(self) -> list[float]:
+        """Return the times of prefill's answer and of decode's first token."""
+        return [round(1e3 * self.prefill_s, 2), round(1e3 * self.first_s, 2)]
+
+
+class Ask(NamedTuple):
+    """One request of a trace."""
+
+    prompt: list[int]
+    new_tokens: int
+
+
+def prompts_of(seed: int, length: int, count: int) -> list[Ask]:
+    """Return prompts of one length, the same for the same seed."""
+    draw = random.Random(f"{seed} {length}")
+    return [Ask([draw.randrange(10, VOCABULARY) for _ in range(length)], NEW_TOKENS) for _ in range(count)]
+
+
+def trace(seed: int, count: int) -> list[Ask]:
+    """Return requests of mixed length, the same for the same seed."""
+    draw = random.Random(seed)
+
+    def size(median: float, spread: float, most: int) -> int:
+        return min(most, max(2, round(median * draw.lognormvariate(0, spread))))
+
+    sizes = [
+        (size(PROMPT_MEDIAN, PROMPT_SPREAD, PROMPT_MAX), size(ANSWER_MEDIAN, ANSWER_SPREAD, ANSWER_MAX))
+        for _ in range(count)
+    ]
+    return [Ask([draw.randrange(10, VOCABULARY) for _ in range(prompt)], answer) for prompt, answer in sizes]
+
+
+class Router:
+    """Gives prompts to two engines of a scene in one of its ways."""
+
+    def __init__(self, scene: Scene, kind: str, source: str, target: str) -> None:
+        self._kind = kind
+        self._source, self._target = scene.engines[source], scene.engines[target]
+        self._earlier: Mapping[str, Any] = {}
+
+    def move(self, ask: Ask) -> Moved:
+        """Move one request."""
+        begin_s = time.monotonic()
+        answered: list[float] = []
+
+        def computed(more: Mapping[str, Any]) -> Mapping[str, Any]:
+            wanted = None if self._kind == "floor" else {**TO_PREFILL, **more}
+            told: Mapping[str, Any] = self._source.complete(ask.prompt, 1, wanted).get("kv_transfer_params") or {}
+            answered.append(time.monotonic())
+            return told
+
+        if self._kind == "at once" and self._earlier:
+            room = {"longshore_room": random.getrandbits(63)}
+            thread = threading.Thread(target=computed, args=(room,))
+            thread.start()
+            first_s, steps, tokens = self._decode(ask, {**self._earlier, **room})
+            thread.join()
+        else:
+            told = computed({})
+            self._earlier = told
+            first_s, steps, tokens = self._decode(ask, {"floor": True} if self._kind == "floor" else told)
+        return Moved(answered[0] - begin_s, first_s - begin_s, steps, tokens)
+
+    def _decode(self, ask: Ask, transfer: Mapping[str, Any]) -> tuple[float, list[float], list[int]]:
+        times, tokens = list[float](), list[int]()
+        for came_s, found in self._target.stream(ask.prompt, ask.new_tokens, transfer):
+            times += [came_s] * len(found)
+            tokens += found
+        if len(tokens) != ask.new_tokens:
+            raise SystemExit(f"{self._target.name} answered {len(tokens)} tokens instead of {ask.new_tokens}")
+        return times[0], [after - before for before, after in itertools.pairwise(times)], tokens
+
+
+class Burnt:
+    """Counts the processor seconds of process trees."""
+
+    def __init__(self, roots: Mapping[str, list[int]]) -> None:
+        self._roots, self._before = roots, self._read(roots)
+
+    def seconds(self) -> dict[str, float]:
+        """Return those since the beginning, by kind."""
+        return {kind: round(found - self._before[kind], 3) for kind, found in self._read(self._roots).items()}
+
+    @staticmethod
+    def _read(roots: Mapping[str, list[int]]) -> dict[str, float]:
+        parents: dict[int, int] = {}
+        ticks: dict[int, int] = {}
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                words = path.read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            parents[int(path.parent.name)] = int(words[1])
+            ticks[int(path.parent.name)] = int(words[11]) + int(words[12])
+        found = {}
+        for kind, tops in roots.items():
+            mine = set(tops)
+            while more := {pid for pid, parent in parents.items() if parent in mine} - mine:
+                mine |= more
+            found[kind] = sum(ticks.get(pid, 0) for pid in mine) / CLOCK_TICKS
+        return found
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Return median and 99th percentile in milliseconds."""
+    ordered = sorted(values)
+    high = ordered[min(len(ordered) - 1, round(0.99 * (len(ordered) - 1)))]
+    return {"p50_ms": round(1e3 * statistics.median(ordered), 2), "p99_ms": round(1e3 * high, 2)}
+
+
+def alone(scenes: list[Scene], source: str, target: str, length: int, repeats: int, turn: int) -> list[dict[str, Any]]:
+    """Move prompts of one length, one at a time and each in every way; count those whose tokens differ from the rival's."""
+    ways = [(scene.name, kind, Router(scene, kind, source, target)) for scene in scenes for kind in scene.kinds]
+    asks = prompts_of(SEED + turn, length, repeats + 1)
+    # The first prompt connects peers, and vLLM compiles kernels for it.
+    first, *moved = [[router.move(ask) for _, _, router in ways] for ask in asks]
+    (rival,) = [index for index, (name, _, _) in enumerate(ways) if name == RIVAL]
+    return [
+        {
+            "direction": f"{source}->{target}",
+            "tokens": length,
+            "connector": name,
+            "way": kind,
+            "first": spread([each[index].first_s for each in moved]),
+            "after_prefill": spread([each[index].first_s - each[index].prefill_s for each in moved]),
+            "first_prompt_ms": first[index].milliseconds(),
+            "samples_ms": [each[index].milliseconds() for each in moved],
+            "other_tokens": sum(each[index].tokens != each[rival].tokens for each in moved),
+        }
+        for index, (name, kind, _) in enumerate(ways)
+    ]
+
+
+class Load(NamedTuple):
+    """What some traces took in one way: the time of each (s), all requests, and processor seconds by kind of process."""
+
+    all_s: list[float]
+    moves: list[Moved]
+    processor_s: list[dict[str, float]]
+
+
+def loads(scenes: list[Scene], source: str, target: str, at_once: int, turn: int) -> list[dict[str, Any]]:
+    """Move traces in each way, the ways in turn; count the requests whose tokens differ from the rival's."""
+    ways = [(scene, kind, Router(scene, kind, source, target)) for scene in scenes for kind in scene.kinds]
+    found = [Load([], [], []) for _ in ways]
+    for number in range(TRACES):
+        asks = trace(SEED + 100 * turn + number, REQUESTS)
+        for (scene, _, router), mine in zip(ways, found, strict=True):
+            router.move(prompts_of(SEED + number, 65 + turn, 1)[0])
+            burnt, begin_s = Burnt(scene.processes()), time.monotonic()
+            with ThreadPoolExecutor(at_once) as threads:
+                mine.moves.extend(threads.map(router.move, asks))
+            mine.all_s.append(round(time.monotonic() - begin_s, 3))
+            mine.processor_s.append(burnt.seconds())
+    (right,) = [mine.moves for (scene, _, _), mine in zip(ways, found, strict=True) if scene.name == RIVAL]
+    return [
+        {
+            "direction": f"{source}->{target}",
+            "at_once": at_once,
+            "connector": scene.name,
+            "way": kind,
+            "requests": len(mine.moves),
+            "all_s": mine.all_s,
+            "requests_per_s": round(len(mine.moves) / sum(mine.all_s), 2),
+            "first": spread([each.first_s for each in mine.moves]),
+            "after_prefill": spread([each.first_s - each.prefill_s for each in mine.moves]),
+            "step": spread([step for each in mine.moves for step in each.steps_s]),
+            "processor_s": {
+                name: round(sum(each[name] for each in mine.processor_s), 2) for name in mine.processor_s[0]
+            },
+            "other_tokens": sum(one.tokens != other.tokens for one, other in zip(mine.moves, right, strict=True)),
+        }
+        for (scene, kind, _), mine in zip(ways, found, strict=True)
+    ]
+
+
+def memory_taken(scenes: list[Scene]) -> dict[str, list[float]]:
+    """Return the GPU memory of each worker of each scene's agents, in MiB, by `nvidia-smi`."""
+    query = [program("nvidia-smi"), "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    listed = subprocess.run(query, check=False, capture_output=True, text=True, timeout=60).stdout
+    used = [line.split(",") for line in listed.splitlines() if line.strip()]
+    found = {}
+    for scene in scenes:
+        workers = {child for agent in scene.agents for child in children_of(agent.process.pid)}
+        found[scene.name] = [float(size) for pid, size in used if int(pid) in workers and size.strip().isdigit()]
+    return found
+
+
+def program(name: str) -> str:
+    """Return the path of a program of the driver. Raises SystemExit if it is not installed."""
+    found = shutil.which(name)
+    if found is None:
+        raise SystemExit(f"{name} is not in PATH: install the driver's programs")
+    return found
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the children of a process."""
+    return [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
+
+
+@contextmanager
+def mps(directory: Path, *, wanted: bool) -> Iterator[Mapping[str, str]]:
+    """Run the daemon of CUDA's Multi-Process Service if it is wanted; yield the variables of its clients."""
+    if not wanted:
+        yield {}
+        return
+    variables = {
+        "CUDA_MPS_PIPE_DIRECTORY": str(directory / "mps"),
+        "CUDA_MPS_LOG_DIRECTORY": str(directory / "mps-log"),
+    }
+    for folder in variables.values():
+        Path(folder).mkdir()
+    environment = os.environ | variables
+    subprocess.run([program("nvidia-cuda-mps-control"), "-d"], check=True, env=environment, timeout=60)
+    try:
+        yield variables
+    finally:
+        subprocess.run(
+            [program("nvidia-cuda-mps-control")], check=False, env=environment, timeout=60, input="quit\n", text=True
+        )
+
+
+def make_model(directory: Path) -> Path:
+    """Make the model with random weights; return its folder."""
+    command = [os.environ.get("VLLM_PYTHON", sys.executable), "-c", MAKE_MODEL, str(directory / "model")]
+    subprocess.run(command, check=True, timeout=240)
+    return directory / "model"
+
+
+def measure(
+    scenes: list[Scene],
+    directions: list[tuple[str, str]],
+    note: Callable[[str, list[dict[str, Any]]], None],
+    *,
+    quick: bool,
+) -> None:
+    """Measure everything; call `note` with each table's new rows."""
+    turn = 0
+    for source, target in directions:
+        for length in QUICK_LENGTHS if quick else LENGTHS:
+            turn += 1
+            note("alone", alone(scenes, source, target, length, QUICK_REPEATS if quick else REPEATS, turn))
+        for at_once in QUICK_AT_ONCE if quick else AT_ONCE:
+            turn += 1
+            note("loads", loads(scenes, source, target, at_once, turn))
+
+
+def directions_of(text: str) -> list[tuple[str, str]]:
+    """Return pairs of engines' names. Raises SystemExit for an unknown one."""
+    found = []
+    for pair in text.split(","):
+        source, _, target = pair.partition(":")
+        target += " second" if source == target else ""
+        if not {source, target} <= set(SIDES):
+            raise SystemExit(f"--directions has {pair!r}: give pairs of TP1 and TP2, such as TP2:TP1")
+        found.append((source, target))
+    return found
+
+
+def main() -> None:
+    """Run everything, and write the results after each table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--json", type=Path, required=True, metavar="FILE", help="results; those of other modes are kept"
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer lengths, repeats and loads")
+    parser.add_argument("--directions", default=DIRECTIONS, help=f"pairs of prefill and decode (default {DIRECTIONS})")
+    parser.add_argument("--mps", action="store_true", help="share the GPUs by CUDA's Multi-Process Service")
+    parser.add_argument("--engine-arguments", default=ENGINE_ARGUMENTS, help="further arguments of vLLM, as one text")
+    parser.add_argument("--logs", type=Path, help="keep the engines' logs in this folder")
+    chosen = parser.parse_args()
+    directions = directions_of(chosen.directions)
+    sides = [side for side in SIDES if any(side in pair for pair in directions)]
+    arguments = shlex.split(chosen.engine_arguments)
+    mode = f"{chosen.directions} {'mps' if chosen.mps else 'time-sliced'}"
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-vllm-")))
+        logs = chosen.logs or directory
+        logs.mkdir(parents=True, exist_ok=True)
+        model = make_model(directory)
+        variables = stack.enter_context(mps(directory, wanted=chosen.mps))
+        begin_s = time.monotonic()
+        scenes = [
+            stack.enter_context(Scene(name, sides, model, logs, FIRST_PORT + 100 * index, variables, arguments))
+            for index, name in enumerate(NAMES)
+        ]
+        for engine in [engine for scene in scenes for engine in scene.engines.values()]:
+            engine.wait_ready()
+        print(f"{mode}: all engines serve after {time.monotonic() - begin_s:.0f} s", flush=True)
+        kept = json.loads(chosen.json.read_text()) if chosen.json.exists() else {}
+        results: dict[str, Any] = {"memory_mib": memory_taken(scenes), "alone": [], "loads": []} | about(arguments)
+
+        def note(table: str, rows: list[dict[str, Any]]) -> None:
+            results[table] += rows
+            chosen.json.write_text(json.dumps(kept | {mode: results}, indent=1) + "\n")
+            for row in rows:
+                print(line_of(row), flush=True)
+
+        measure(scenes, directions, note, quick=chosen.quick)
+
+
+def about(arguments: list[str]) -> dict[str, Any]:
+    """Return where and of what this ran."""
+    query = [program("nvidia-smi"), "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    gpus = subprocess.run(query, check=False, capture_output=True, text=True, timeout=60).stdout.splitlines()
+    return {
+        "gpus": gpus,
+        "processors": os.cpu_count(),
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "engine_arguments": arguments,
+    }
+
+
+def line_of(row: Mapping[str, Any]) -> str:
+    """Return a row as a line of text."""
+    what = f"{row['tokens']:6} tokens" if "tokens" in row else f"{row['at_once']:3} at once "
+    text = f"{row['direction']}  {what}  {row['connector']:21} {row['way']:7}"
+    text += f"  first {row['first']['p50_ms']:8.1f} ({row['first']['p99_ms']:8.1f})"
+    text += f"  after prefill {row['after_prefill']['p50_ms']:8.1f} ({row['after_prefill']['p99_ms']:8.1f})"
+    if "all_s" in row:
+        text += f"  {row['requests_per_s']:6.1f}/s  step {row['step']['p50_ms']:6.1f}  {row['processor_s']}"
+    return text + f"  other tokens {row['other_tokens']}"
+
+
+if __name__ == "__main__":
+    main()
