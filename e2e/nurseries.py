@@ -15,7 +15,7 @@ KILL_LIMIT_S = 60.0
 LOG_TAIL_CHARACTERS = 4000
 
 
-class EngineError(AssertionError):
+class EngineError(Exception):
     """An engine did not start, or ended; has the end of its log."""
 
 

@@ -66,7 +66,8 @@ class EngineOptions:
         transfer: --kv-transfer-config; None for an engine that moves nothing.
         environment: variables of the engine's processes in addition to ours.
         extra: further arguments of `vllm serve`.
-        is_spawned: start the program `vllm` as a user does. Takes 10 s of a core a process longer than a fork.
+        is_spawned: start the program `vllm` as a user does, as always on GPUs. Takes 10 s of a core a process longer
+            than a fork.
     """
 
     name: str
@@ -157,7 +158,8 @@ class Engine:
             "environment": self.options.variables(),
             "log": str(self.log_path),
         }
-        if self.options.is_spawned:
+        if self.options.is_spawned or DEVICES:
+            # vLLM does not work on a GPU in a fork of a process that has imported it.
             order["program"] = str(self._nursery.venv / "bin" / "vllm")
         self._keeper = self._nursery.ask(start=order)["pid"]
 
@@ -172,6 +174,7 @@ class Engine:
             except httpx.TransportError:
                 return False
 
+        _until(self.processes, f"{self.options.name} has processes", READY_LIMIT_S, self)
         _until(serves, f"{self.options.name} serves", READY_LIMIT_S, self)
         self.complete(Prompt([1, 2]), 2)
 
