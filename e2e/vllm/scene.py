@@ -63,6 +63,7 @@ class Scene:
         digest: agents compare digests of both sides' pages.
     Attributes:
         zero: while this file exists, received KV is zeroed; see `zeroing`.
+        hold: while this file exists, prefill stands still between two chunks at the token that it names.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Scene:
         self._logs = nursery.directory
         # A socket's path may be 107 bytes long.
         self._directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="e2e-vllm-")))
-        self.zero = self._directory / "zero"
+        self.zero, self.hold = self._directory / "zero", self._directory / "hold"
         if keys is None:
             keys = self._directory / "keys"
             make_keys(keys)
@@ -111,7 +112,7 @@ class Scene:
                     "pages": side.pages,
                 },
             }
-            environment = {"E2E_VLLM_ZERO": str(self.zero)}
+            environment = {"E2E_VLLM_ZERO": str(self.zero), "E2E_VLLM_HOLD": str(self.hold)}
             options = EngineOptions(
                 side.name, model, side.tp, transfer, environment, side.block_tokens, tuple(side.extra)
             )
