@@ -9,7 +9,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test layouts sim soak fuzz controlplane images e2e e2e-cluster e2e-vllm e2e-sglang check fix bench bench-vllm bench-sglang gpu reference lock clean FORCE
+.PHONY: help install demo test layouts sim soak fuzz controlplane images e2e e2e-cluster e2e-vllm e2e-sglang check fix bench bench-vllm bench-vllm-gpu bench-sglang gpu reference lock clean FORCE
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -77,6 +77,7 @@ e2e-sglang: install ## run the tests with a real SGLang, installed once into the
 	E2E_SGLANG_VENV="$$(.ci/install-sglang $(VENV))"; E2E_VLLM_VENV="$$(.ci/install-vllm $(VENV))"; \
 	export E2E_SGLANG_VENV E2E_VLLM_VENV; $(BIN)/python -m pytest e2e/sglang $(SGLANG_TESTS)
 
+# On GPUs: make e2e-vllm E2E_VLLM_VENV=<environment of e2e/vllm/requirements-gpu.lock> E2E_VLLM_DEVICES=0,1
 e2e-vllm: install ## run the tests with a real vLLM, installed once into the cache; VLLM_TESTS='-m shortest' runs one pair
 	E2E_VLLM_VENV="$$(.ci/install-vllm $(VENV))" $(BIN)/python -m pytest e2e/vllm $(VLLM_TESTS)
 
@@ -102,6 +103,11 @@ bench: install ## measure staged, contiguous and slice-by-slice transfers in one
 bench-vllm: install ## compare Longshore's connector with vLLM's NixlConnector in one run
 	E2E_VLLM_VENV="$$(.ci/install-vllm $(VENV))" PYTHONPATH=e2e:e2e/vllm $(BIN)/python benchmarks/vllm_connectors.py
 
+# With an interpreter that has torch, and another one for vLLM: make bench-vllm-gpu GPU_PYTHON=python3 VLLM_PYTHON=/venv/bin/python
+# Further options: GPU_OPTIONS="--quick --mps --directions TP2:TP2"
+bench-vllm-gpu: $(if $(GPU_PYTHON),,install) ## compare the same on two GPUs in one run, also with both engines at once
+	$(or $(GPU_PYTHON),$(BIN)/python) benchmarks/vllm_on_gpus.py --json build/vllm-gpu.json $(GPU_OPTIONS)
+
 bench-sglang: install ## compare Longshore with SGLang's own NIXL backend in one run
 	E2E_SGLANG_VENV="$$(.ci/install-sglang $(VENV))" PYTHONPATH=e2e:e2e/sglang $(BIN)/python benchmarks/sglang_backends.py
 
@@ -119,6 +125,11 @@ lock: install ## pin the newest versions that pyproject.toml permits
 	  $(BIN)/uv pip compile --quiet --python-version 3.11 --upgrade --override e2e/vllm/overrides.txt \
 	    --no-emit-index-url --no-annotate --no-header e2e/vllm/requirements.in; } > e2e/vllm/requirements.lock.new
 	mv e2e/vllm/requirements.lock.new e2e/vllm/requirements.lock
+	{ sed '/^[^#]/,$$d' e2e/vllm/requirements-gpu.lock; \
+	  $(BIN)/uv pip compile --quiet --python-version 3.12 --python-platform x86_64-manylinux_2_28 --upgrade \
+	    --override e2e/vllm/overrides-gpu.txt --no-emit-index-url --no-annotate --no-header e2e/vllm/requirements-gpu.in; \
+	  } > e2e/vllm/requirements-gpu.lock.new
+	mv e2e/vllm/requirements-gpu.lock.new e2e/vllm/requirements-gpu.lock
 	{ sed '/^[^#]/,$$d' e2e/sglang/requirements.lock; \
 	  $(BIN)/uv pip compile --quiet --python-version 3.11 --upgrade --override e2e/sglang/overrides.txt \
 	    --no-emit-index-url --no-annotate --no-header e2e/sglang/requirements.in; } > e2e/sglang/requirements.lock.new

@@ -169,7 +169,7 @@ class Scene:
         environment: Mapping[str, str],
         arguments: Sequence[str],
     ) -> None:
-        self.name, self.agents = name, list[GPUAgent]()
+        self.name, self._directory = name, directory
         self._stack = ExitStack()
         self.kinds = (
             ("floor",) if name == "floor" else ("in turn", "at once") if name.startswith("Long") else ("in turn",)
@@ -203,6 +203,9 @@ class Scene:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for index, agent in enumerate(self.agents):
+            label = self.name.replace(",", "").replace(" ", "-")
+            (self._directory / f"{label}-agent-{index}.log").write_text(agent.log(), encoding="utf-8")
         self._stack.close()
 
     def processes(self) -> dict[str, list[int]]:

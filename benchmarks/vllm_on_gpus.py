@@ -350,16 +350,23 @@ def main() -> None:
     parser.add_argument(
         "--json", type=Path, required=True, metavar="FILE", help="results; those of other modes are kept"
     )
+    parser.add_argument(
+        "--draw", type=Path, metavar="PNG", help="only draw the results, one row of plots for each mode"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer lengths, repeats and loads")
     parser.add_argument("--directions", default=DIRECTIONS, help=f"pairs of prefill and decode (default {DIRECTIONS})")
     parser.add_argument("--mps", action="store_true", help="share the GPUs by CUDA's Multi-Process Service")
     parser.add_argument("--engine-arguments", default=ENGINE_ARGUMENTS, help="further arguments of vLLM, as one text")
     parser.add_argument("--logs", type=Path, help="keep the engines' logs in this folder")
     chosen = parser.parse_args()
+    if chosen.draw:
+        draw(json.loads(chosen.json.read_text()), chosen.draw)
+        return
     directions = directions_of(chosen.directions)
     sides = [side for side in SIDES if any(side in pair for pair in directions)]
     arguments = shlex.split(chosen.engine_arguments)
     mode = f"{chosen.directions} {'mps' if chosen.mps else 'time-sliced'}"
+    chosen.json.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-vllm-")))
         logs = chosen.logs or directory
@@ -397,6 +404,53 @@ def about(arguments: list[str]) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d"),
         "engine_arguments": arguments,
     }
+
+
+def draw(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """Plot first tokens after prefill by length and requests a second by load, for each mode and direction."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    plots = [
+        (mode, table, direction)
+        for mode, found in results.items()
+        for direction in dict.fromkeys(row["direction"] for row in found["alone"])
+        for table in ("alone", "loads")
+    ]
+    figure, axes = plt.subplots(-(-len(plots) // 4), 4, figsize=(21, 4.5 * -(-len(plots) // 4)), squeeze=False)
+    for place, (mode, table, direction) in zip(axes.flat, plots, strict=False):
+        rows = [row for row in results[mode][table] if row["direction"] == direction]
+        for connector, way in dict.fromkeys((row["connector"], row["way"]) for row in rows):
+            mine = [row for row in rows if (row["connector"], row["way"]) == (connector, way)]
+            label = connector if way in {connector, "in turn"} else f"{connector}, {way}"
+            if table == "alone":
+                place.plot(
+                    [row["tokens"] for row in mine], [row["after_prefill"]["p50_ms"] for row in mine], "o-", label=label
+                )
+            else:
+                place.plot([row["at_once"] for row in mine], [row["requests_per_s"] for row in mine], "o-", label=label)
+        if table == "alone":
+            place.set(
+                xscale="log",
+                yscale="log",
+                xlabel="tokens",
+                ylabel="ms",
+                title=f"{direction}: first token after prefill",
+            )
+        else:
+            place.set_xscale("log", base=2)
+            place.set(
+                xlabel="requests at once",
+                ylabel="requests/s",
+                ylim=(0, None),
+                title=f"{direction}: mixed load",
+            )
+        place.grid(alpha=0.3)
+        place.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
 
 
 def line_of(row: Mapping[str, Any]) -> str:
