@@ -17,9 +17,18 @@ from longshore_client.errors import (
     WaitTimeout,
 )
 from longshore_client.memory import create_region, pool_geometry, torch_region
-from longshore_wire.engine_messages import Endpoint, Half, RoomEvent, RoomEventKind, TargetMemory
+from longshore_wire.engine_messages import Endpoint, Half, RoomEvent, RoomEventKind
 from longshore_wire.errors import CodecError, LayoutError, LongshoreError, Reason, RoomError
-from longshore_wire.layout import Attention, KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry
+from longshore_wire.layout import (
+    Attention,
+    KVLayout,
+    ModelShape,
+    PageOrder,
+    Parallel,
+    PlaneGeometry,
+    PoolGeometry,
+    TargetMemory,
+)
 
 __all__ = [
     "AgentLost",

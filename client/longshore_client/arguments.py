@@ -19,8 +19,8 @@ import msgspec
 
 from longshore_client.errors import ArgumentError
 from longshore_wire import names
-from longshore_wire.engine_messages import TOKENS_MAX, DeviceRegion, Half, Hello, RoomEventKind, TargetMemory
-from longshore_wire.layout import KVLayout
+from longshore_wire.engine_messages import TOKENS_MAX, DeviceRegion, Half, Hello, RoomEventKind
+from longshore_wire.layout import KVLayout, TargetMemory
 
 ROOM_MAX = 2**64 - 1
 POOL_MAX = 2**31 - 1

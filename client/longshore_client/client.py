@@ -41,11 +41,10 @@ from longshore_wire.engine_messages import (
     RegisterPool,
     RoomEvent,
     RoomEventKind,
-    TargetMemory,
     UnregisterPool,
 )
 from longshore_wire.errors import LongshoreError, Reason, RoomError
-from longshore_wire.layout import KVLayout, PoolGeometry
+from longshore_wire.layout import KVLayout, PoolGeometry, TargetMemory
 from longshore_wire.names import INSTANCE_PREFIX_VARIABLE
 
 # An agent answers in well under a millisecond. A worker's restart takes seconds, and a call may outlast it.

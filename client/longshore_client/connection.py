@@ -21,15 +21,9 @@ from pathlib import Path
 from longshore_client.core import Core, State
 from longshore_client.errors import ArgumentError
 from longshore_client.ledger import Call, Outgoing
-from longshore_wire.engine_messages import (
-    ENGINE_MESSAGE_BYTES_MAX,
-    TO_ENGINE,
-    Hello,
-    RoomEvent,
-    TargetMemory,
-    ToEngine,
-)
+from longshore_wire.engine_messages import ENGINE_MESSAGE_BYTES_MAX, TO_ENGINE, Hello, RoomEvent, ToEngine
 from longshore_wire.errors import CodecError, LongshoreError
+from longshore_wire.layout import TargetMemory
 from longshore_wire.names import AGENT_USER_ID
 
 # Pause after the kernel had no memory for a message.

@@ -39,12 +39,12 @@ from longshore_wire.engine_messages import (
     Renew,
     RoomEvent,
     RoomEventKind,
-    TargetMemory,
     ToEngine,
     UnregisterPool,
     Welcome,
 )
 from longshore_wire.errors import CodecError, LongshoreError, Reason
+from longshore_wire.layout import TargetMemory
 
 # Messages that wait for space in the socket. A claim of a million pages is 123 messages, and each thread has one open
 # call.

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from longshore_client.client import Client
 from longshore_client.errors import AgentLost, ArgumentError, CallTimeout, ClientClosed
 from longshore_engines.calls import CALL_TIMEOUT_MIN_S, CallThread, insist
-from longshore_wire.engine_messages import Endpoint, Half, RoomEvent, RoomEventKind, TargetMemory
+from longshore_wire.engine_messages import Endpoint, Half, RoomEvent, RoomEventKind
 from longshore_wire.errors import LongshoreError
+from longshore_wire.layout import TargetMemory
 
 # A worker's restart takes seconds. A call that waits for longer delays those behind it.
 CALL_LIMIT_S = 30.0

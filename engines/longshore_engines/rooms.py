@@ -18,8 +18,9 @@ from typing import NamedTuple
 from longshore_client.client import Client
 from longshore_client.errors import AgentLost, Busy, CallTimeout, ClientClosed
 from longshore_engines.handover import Claim, Fail, Offer, Order, ReportSent, TakeBack, Withdraw
-from longshore_wire.engine_messages import Half, RoomEvent, RoomEventKind, TargetMemory
+from longshore_wire.engine_messages import Half, RoomEvent, RoomEventKind
 from longshore_wire.errors import LongshoreError
+from longshore_wire.layout import TargetMemory
 
 _log = logging.getLogger("vllm.longshore")
 

@@ -21,7 +21,8 @@ from longshore_client import (
 )
 from longshore_wire import manifest
 from longshore_wire.agent_config import Target
-from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Hello, TargetMemory
+from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Hello
+from longshore_wire.layout import TargetMemory
 
 CONFIG = manifest.load((Path(__file__).parents[2] / "examples" / "llama-70b.yaml").read_bytes()).agent_config()
 MODEL = ModelShape(layers=80, kv_heads=8, head_dim=128, element_bytes=2)

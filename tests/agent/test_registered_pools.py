@@ -24,7 +24,8 @@ from longshore_agent.memory import cuda, device_memory
 from longshore_agent.pipeline.slabs import Ends, OutboundEnd
 from longshore_agent.worker.neighbour_pools import NeighbourPools
 from longshore_wire.effects import PeerId
-from longshore_wire.engine_messages import DeviceRegion, Half, TargetMemory
+from longshore_wire.engine_messages import DeviceRegion, Half
+from longshore_wire.layout import TargetMemory
 from longshore_wire.peer_messages import Attach, PoolInfo
 
 OWNER = PeerId("decode", 0, 0, TargetMemory.HOST)

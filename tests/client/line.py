@@ -22,11 +22,11 @@ from longshore_wire.engine_messages import (
     Hello,
     Offer,
     RegisterPool,
-    TargetMemory,
     ToAgent,
     ToEngine,
     Welcome,
 )
+from longshore_wire.layout import TargetMemory
 
 PATH = "/run/engine.sock"
 HELLO = Hello(ENGINE_PROTOCOL_VERSION, "prefill-0", LAYOUT, "cpu", (Half.SOURCE, Half.TARGET))

@@ -26,7 +26,8 @@ from longshore_client import (
     pool_geometry,
 )
 from longshore_client.connection import AgentSocket
-from longshore_wire.engine_messages import Hello, Offer, Receive, Refused, RegisterPool, TargetMemory
+from longshore_wire.engine_messages import Hello, Offer, Receive, Refused, RegisterPool
+from longshore_wire.layout import TargetMemory
 
 # As root it becomes another user, like a pod's process; its groups are the arguments.
 OTHER_USER = f"""

@@ -70,3 +70,9 @@ def test_the_standard_librarys_operator_is_found_from_the_trees_root() -> None:
 
 def test_the_folders_around_the_packages_are_no_packages() -> None:
     assert [str(folder) for folder in PACKAGES.values() if (folder.parent / "__init__.py").exists()] == []
+
+
+def test_every_wall_between_packages_holds() -> None:
+    command = [Path(sys.executable).with_name("lint-imports"), "--no-cache"]
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

@@ -15,8 +15,8 @@ from unittest.mock import patch
 from longshore_client.core import Core
 from longshore_wire.claims import PageParts
 from longshore_wire.effects import PeerId, Send
-from longshore_wire.engine_messages import TargetMemory
 from longshore_wire.errors import Reason, RingError
+from longshore_wire.layout import TargetMemory
 from longshore_wire.peer_messages import Attach, EndAck, SlabReady
 from longshore_wire.peers import PeerState, UsedSerials
 from longshore_wire.plan import Way

@@ -38,12 +38,11 @@ from longshore_wire.engine_messages import (
     Refused,
     RoomEvent,
     RoomEventKind,
-    TargetMemory,
     ToEngine,
     Welcome,
 )
 from longshore_wire.errors import LongshoreError, Reason
-from longshore_wire.layout import KVLayout, PoolGeometry
+from longshore_wire.layout import KVLayout, PoolGeometry, TargetMemory
 from longshore_wire.peer_messages import RoomKey
 
 if TYPE_CHECKING:

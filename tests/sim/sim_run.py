@@ -25,9 +25,9 @@ from sim_world import MS, SECOND, Chance, Host, ViolationError, World
 
 from longshore_wire import claims, target_peers
 from longshore_wire.effects import SessionConfig
-from longshore_wire.engine_messages import Endpoint, Half, TargetMemory
+from longshore_wire.engine_messages import Endpoint, Half
 from longshore_wire.errors import Reason
-from longshore_wire.layout import KVLayout, Parallel
+from longshore_wire.layout import KVLayout, Parallel, TargetMemory
 from longshore_wire.names import ON_GPU
 from longshore_wire.peer_messages import RoomKey
 

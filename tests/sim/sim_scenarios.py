@@ -13,8 +13,8 @@ from sim_mixes import MIXES, Mix
 from sim_world import MS, SECOND, Odds
 
 from longshore_wire.crossover import WHOLE_PAGES, Crossover, Measured, Row
-from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX, TargetMemory
-from longshore_wire.layout import ModelShape
+from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX
+from longshore_wire.layout import ModelShape, TargetMemory
 
 # In place is cheaper for small rooms over a wire that is known.
 TABLE = Crossover(measured=(Measured("Loopback", "sim", (Row(64, (500, 2_000), (0.01, 0.01), (0.001, 0.1)),)),))

@@ -12,8 +12,7 @@ from sim_scenarios import scenario
 from sim_world import MS
 from simulate import SEEDS, is_deep
 
-from longshore_wire.engine_messages import TargetMemory
-from longshore_wire.layout import ModelShape
+from longshore_wire.layout import ModelShape, TargetMemory
 
 RUN = list(MIXES)
 QUICK_SEEDS = 2

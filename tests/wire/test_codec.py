@@ -23,10 +23,9 @@ from longshore_wire.engine_messages import (
     Receive,
     RoomEvent,
     RoomEventKind,
-    TargetMemory,
 )
 from longshore_wire.errors import CodecError, Reason
-from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry
+from longshore_wire.layout import KVLayout, ModelShape, PageOrder, Parallel, PlaneGeometry, PoolGeometry, TargetMemory
 from longshore_wire.peer_messages import (
     PEER,
     PEER_MESSAGE_BYTES_MAX,

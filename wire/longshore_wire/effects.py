@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from longshore_wire.crossover import WHOLE_PAGES, Crossover
-from longshore_wire.engine_messages import Half, TargetMemory
+from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason
-from longshore_wire.layout import KVLayout
+from longshore_wire.layout import KVLayout, TargetMemory
 from longshore_wire.peer_messages import Attach, PairKey, PeerMessage, RoomKey
 from longshore_wire.plan import Pair, Staging, Way
 

@@ -13,7 +13,7 @@ import msgspec
 
 from longshore_wire.codec import Codec
 from longshore_wire.errors import Reason
-from longshore_wire.layout import KVLayout, PoolGeometry
+from longshore_wire.layout import KVLayout, PoolGeometry, TargetMemory
 
 ENGINE_PROTOCOL_VERSION = 1
 # Pages in one message: 8192 * 4 bytes stays well below the 64 KiB of a datagram.
@@ -35,13 +35,6 @@ class RoomEventKind(IntEnum):
     DONE = 1  # source: all claimed tokens have arrived; target: all claimed tokens are in the pages
     FAILED = 2  # see the reason; the pages stay leased until RELEASED
     RELEASED = 3  # no writer or reader of ours accesses the room's pages any more
-
-
-class TargetMemory(IntEnum):
-    """The memory of an engine's pages. Prefill's are always DEVICE."""
-
-    DEVICE = 0  # of the engine's device, which may be the CPU
-    HOST = 1  # host memory beside the device's
 
 
 class RankAddress(msgspec.Struct, frozen=True, array_like=True):

@@ -44,6 +44,13 @@ class Attention(IntEnum):
     LATENT = 1  # MLA: one latent per token, no heads to split
 
 
+class TargetMemory(IntEnum):
+    """The memory of an engine's pages. Prefill's are always DEVICE."""
+
+    DEVICE = 0  # of the engine's device, which may be the CPU
+    HOST = 1  # host memory beside the device's
+
+
 class ModelShape(msgspec.Struct, frozen=True, array_like=True):
     """The part of a layout that must be equal on both sides of a transfer.
 

@@ -13,9 +13,8 @@ import msgspec
 
 from longshore_wire.codec import Codec
 from longshore_wire.crossover import Why
-from longshore_wire.engine_messages import TargetMemory
 from longshore_wire.errors import Reason
-from longshore_wire.layout import KVLayout, PoolGeometry
+from longshore_wire.layout import KVLayout, PoolGeometry, TargetMemory
 from longshore_wire.plan import Way
 from longshore_wire.slabs import TRAILER_KEY_BYTES_MAX
 

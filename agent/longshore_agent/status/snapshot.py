@@ -14,8 +14,8 @@ import msgspec
 
 from longshore_agent.status.metrics import MetricsSnapshot
 from longshore_agent.status.spans import Span
-from longshore_wire.engine_messages import Endpoint, RankAddress, TargetMemory
-from longshore_wire.layout import Attention, KVLayout, ModelShape, PageOrder, Parallel
+from longshore_wire.engine_messages import Endpoint, RankAddress
+from longshore_wire.layout import Attention, KVLayout, ModelShape, PageOrder, Parallel, TargetMemory
 
 # Limits of one worker's lists in a snapshot; the counts are exact. The oldest open rooms are the interesting
 # ones, so these are listed, and the newest ended ones. A requested room is always included.

@@ -18,7 +18,7 @@ import msgspec
 
 from longshore_agent.files import write_whole
 from longshore_wire.effects import PeerId
-from longshore_wire.engine_messages import TargetMemory
+from longshore_wire.layout import TargetMemory
 
 _log = logging.getLogger(__name__)
 

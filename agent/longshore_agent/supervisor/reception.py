@@ -15,9 +15,9 @@ from longshore_agent.control.engine_link import PeerProcess
 from longshore_agent.settings import Settings, variable
 from longshore_wire.agent_config import AgentConfig, Target
 from longshore_wire.effects import PeerId
-from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Half, Hello, TargetMemory
+from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Half, Hello
 from longshore_wire.errors import CodecError, LayoutError, LongshoreError, Reason
-from longshore_wire.layout import KVLayout, ModelShape
+from longshore_wire.layout import KVLayout, ModelShape, TargetMemory
 
 # The first file that CUDA opens. Only workers load the driver itself.
 _DRIVER_FILE = Path("/dev/nvidiactl")

@@ -12,8 +12,8 @@ from longshore_agent.memory.cuda import reached_by_all
 from longshore_agent.settings import Settings
 from longshore_wire.claims import staged_unless_forbidden
 from longshore_wire.effects import PeerId, SessionConfig
-from longshore_wire.engine_messages import Half, TargetMemory
-from longshore_wire.layout import KVLayout
+from longshore_wire.engine_messages import Half
+from longshore_wire.layout import KVLayout, TargetMemory
 from longshore_wire.peer_messages import DIGEST_KEY_BYTES
 from longshore_wire.plan import Staging, Way
 

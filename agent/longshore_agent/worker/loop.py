@@ -56,16 +56,9 @@ from longshore_wire.effects import (
     StartScatter,
     StartWrite,
 )
-from longshore_wire.engine_messages import (
-    ENGINE_PROTOCOL_VERSION,
-    EndpointUpdate,
-    Half,
-    Refused,
-    TargetMemory,
-    ToEngine,
-    Welcome,
-)
+from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, EndpointUpdate, Half, Refused, ToEngine, Welcome
 from longshore_wire.errors import CodecError, Reason
+from longshore_wire.layout import TargetMemory
 from longshore_wire.peer_messages import Claim
 from longshore_wire.session import Session
 from longshore_wire.source_session import SourceSession
