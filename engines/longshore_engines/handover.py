@@ -59,9 +59,15 @@ def token_content(dtype: object) -> str:
 
 def parameters_for_decode(handover: Handover) -> dict[str, Any]:
     """Return the `kv_transfer_params` with which a router passes a prompt on to a decode engine."""
-    place = _ENCODER.encode((handover.endpoint, handover.content))
-    life = hashlib.blake2b(place, digest_size=8).hexdigest()
-    return {WANTS_PREFILL: True, WANTS_DECODE: False, KEY: packed_handover(handover), LIFE: life}
+    found = {WANTS_PREFILL: True, WANTS_DECODE: False, KEY: packed_handover(handover)}
+    return found | {LIFE: _life(handover.endpoint, handover.content)}
+
+
+def _life(endpoint: Endpoint, content: str) -> str:
+    # Decode also finds a worker that was restarted, at the same address with another epoch.
+    addresses = [(each.rank, each.address) for each in endpoint.ranks]
+    place = _ENCODER.encode((endpoint.instance, endpoint.layout, addresses, content))
+    return hashlib.blake2b(place, digest_size=8).hexdigest()
 
 
 def packed_handover(handover: Handover) -> str:

@@ -166,10 +166,14 @@ class RequestBook:
             prompt.offered = end
 
     def preempted(self, request_id: str) -> None:
-        """Record that a request has lost its pages. It will be computed again, and offered as another room."""
+        """Record that a request has lost its pages. It will be computed again, and offered as another room.
+
+        It may have ended in the meantime.
+        """
         prompt = self._prompts.get(request_id)
-        if prompt is not None and prompt.offered:
+        if prompt is None or prompt.offered:
             self._orders.append(TakeBack(request_id))
+        if prompt is not None and prompt.offered:
             self._prompts[request_id] = _Prompt(self._next_room(), prompt.tokens)
 
     def finished(

@@ -61,7 +61,7 @@ class _Open:
     Attributes:
         order: the claim, or the last offer so far.
         since_s: time of that order.
-        refused: a call was refused for good, so no other is made. Only the thread that makes calls uses it.
+        refused: a call was refused for good, or the room has ended, so no other call is made.
         reported: of a prefill half: the engine keeps its pages until it hears that the half has ended.
     """
 
@@ -201,7 +201,7 @@ class RankRooms:
             self._fail_twin(order)
             return
         if isinstance(order, Offer) and order.first_token:
-            if found is None:
+            if found is None or found.withdrawn:
                 # It has ended, such as by decode's cancellation, while the engine computes the rest.
                 return
             del self._open[key]
@@ -279,6 +279,8 @@ class RankRooms:
 
     def _end(self, key: _RoomKey, found: _Open, now_s: float) -> None:
         del self._open[key]
+        # A chunk that is still queued would open the room again at a restarted worker.
+        found.refused = True
         order, failure = found.order, "" if found.done else found.failure or "it ended without a reason"
         # An empty claim only tells prefill not to wait. vLLM requests one even for rooms that were claimed.
         unwanted = found.unwanted or not order.pages
@@ -339,10 +341,13 @@ class RankRooms:
 
     def _cancel(self, key: _RoomKey) -> None:
         half, instance, room = key
-        try:
-            self._client.cancel(room, half, instance=instance, timeout_s=CALL_TIMEOUT_MIN_S)
-        except (AgentLost, CallTimeout):
-            # The client repeats the cancellation to the next agent.
-            return
-        except ClientClosed:
+        while True:
+            try:
+                self._client.cancel(room, half, instance=instance, timeout_s=CALL_TIMEOUT_MIN_S)
+            except Busy as error:
+                time.sleep(error.retry_after_s)
+                continue
+            except (AgentLost, CallTimeout, ClientClosed):
+                # The client repeats the cancellation to the next agent. A closed client has released everything.
+                pass
             return

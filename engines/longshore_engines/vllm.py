@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ from vllm.v1.request import RequestStatus
 
 from longshore_client.errors import ClientClosed, WaitTimeout
 from longshore_engines.agents import registered
-from longshore_engines.handover import Order, token_content
+from longshore_engines.handover import Offer, Order, token_content
 from longshore_engines.requests import RequestBook
 from longshore_engines.rooms import RankRooms
 from longshore_engines.tensors import CacheShape, PageFormat, share
@@ -56,9 +57,10 @@ _DONE_STATUS = frozenset({RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED
 
 @dataclass
 class StepOrders(KVConnectorMetadata):  # type: ignore[misc] # vLLM is not installed where types are checked
-    """From the scheduler to the workers, in every step."""
+    """From the scheduler to the workers, in every step; `is_empty`: the step computes nothing."""
 
     orders: tuple[Order, ...]
+    is_empty: bool
 
 
 @dataclass
@@ -143,7 +145,7 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
             for request_id in computing:
                 (blocks,) = scheduler_output.kv_connector_block_state.get_block_ids(request_id)
                 self._book.computed(request_id, blocks, before[request_id] + scheduled[request_id])
-        return StepOrders(self._book.take_orders())
+        return StepOrders(self._book.take_orders(), is_empty=not scheduled)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
         """Return whether a request's blocks are offered, and the parameters for decode if it can have them."""
@@ -213,7 +215,6 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
         """Do nothing: the orders of a step begin behind its model work."""
-        self._step_is_empty = forward_context.attn_metadata is None
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: a request is scheduled after its load."""
@@ -223,7 +224,11 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
 
     def wait_for_save(self) -> None:
         """Begin the scheduler's orders. The device may still compute what they offer, so they wait for it elsewhere."""
-        orders = self._get_connector_metadata().orders
+        metadata = self._get_connector_metadata()
+        self._step_is_empty, orders = metadata.is_empty, metadata.orders
+        if sys.exception() is not None:
+            # The model's work has failed, and vLLM calls this on its way out.
+            orders = tuple(order for order in orders if not isinstance(order, Offer))
         if orders and self._rooms is not None:
             self._rooms.carry_out(orders, self._fence())
 

@@ -23,7 +23,7 @@ import itertools
 import json
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -38,7 +38,9 @@ DISCONNECT_LOOK_S = 0.5
 PASSED_ON = ("authorization", "x-request-id")
 # Fields about the response, which are removed from the request for prefill's single token.
 ANSWER_FIELDS = ("stream_options", "min_tokens", "n", "best_of", "max_completion_tokens")
-OK, BAD_REQUEST, CLIENT_GONE, BAD_GATEWAY, GATEWAY_TIMEOUT = 200, 400, 499, 502, 504
+OK, BAD_REQUEST, CLIENT_GONE, INTERNAL_ERROR, BAD_GATEWAY, GATEWAY_TIMEOUT = 200, 400, 499, 500, 502, 504
+# Fields of a vLLM prefill engine's answer that decode can use for any prompt.
+OF_ANY_PROMPT = ("do_remote_prefill", "do_remote_decode", "longshore", "longshore_life")
 
 
 class SGLang(NamedTuple):
@@ -135,14 +137,11 @@ def _is_one_prompt(body: dict[str, Any]) -> bool:
 
 async def _told(call: Call, prompt: dict[str, Any], prefill: str, all_told: dict[str, dict[str, Any]]) -> Any:
     """Let vLLM compute the prompt; return the transfer parameters that it answers, and keep them for later prompts."""
-    told = None
-    try:
-        told = (await call.post(prefill, prompt)).get("kv_transfer_params")
-    finally:
-        if told:
-            all_told[prefill] = told
-        else:
-            all_told.pop(prefill, None)
+    told = (await call.post(prefill, prompt)).get("kv_transfer_params")
+    if told:
+        all_told[prefill] = told
+    else:
+        all_told.pop(prefill, None)
     return told
 
 
@@ -155,7 +154,9 @@ async def _at_once(
     all_told: dict[str, dict[str, Any]],
 ) -> Response:
     """Let decode take the prompt while prefill computes it. If that fails, give decode what prefill has answered."""
-    earlier, room = all_told[prefill], {"longshore_room": _new_room()}
+    room = {"longshore_room": _new_room()}
+    # vLLM adds counts of the earlier prompt to the others.
+    earlier = {name: value for name, value in all_told[prefill].items() if name in OF_ANY_PROMPT}
     computed = asyncio.create_task(
         _told(call, prompt | {"kv_transfer_params": prompt["kv_transfer_params"] | room}, prefill, all_told)
     )
@@ -164,19 +165,35 @@ async def _at_once(
     answered = asyncio.create_task(call.answer(decode, body | {"kv_transfer_params": earlier | room}))
     try:
         await asyncio.wait({computed, answered}, return_when=asyncio.FIRST_COMPLETED)
-        if answered.done() and answered.exception() is None:
-            return answered.result()
+        if answered.done() and (answer := await _unless_failed(answered)) is not None:
+            return answer
         told = await computed
         # Prefill or its agent was restarted if it now answers another life: decode would wait for the former one.
-        if told and told.get("longshore_life") == earlier.get("longshore_life"):
-            with suppress(EngineError):
-                return await answered
+        is_there = told and told.get("longshore_life") == earlier.get("longshore_life")
+        if is_there and (answer := await _unless_failed(answered)) is not None:
+            return answer
         await _stopped(answered)
+        if told:
+            # It is another room if prefill has preempted the prompt. Decode cannot have the same one twice.
+            answer = await _unless_failed(call.answer(decode, body | {"kv_transfer_params": told}))
+            if answer is not None:
+                return answer
+            told = await _told(call, prompt, prefill, all_told)
         return await call.answer(decode, body | {"kv_transfer_params": told})
     except BaseException:
         computed.cancel()
         answered.cancel()
         raise
+
+
+async def _unless_failed(answer: Awaitable[Response]) -> Response | None:
+    """Return an engine's answer; None: the engine has failed. Raises EngineError if it refuses the request."""
+    try:
+        return await answer
+    except EngineError as error:
+        if error.status < INTERNAL_ERROR:
+            raise
+        return None
 
 
 async def _stopped(task: asyncio.Task[Any]) -> None:
@@ -292,16 +309,22 @@ async def _answered(sent: httpx.Response, *, is_stream: bool) -> Response:
 
 
 async def _streamed(sent: httpx.Response) -> StreamingResponse:
-    """Return a stream after its first event, if that is no error, so that an early failure keeps its own status."""
-    lines = sent.aiter_lines()
-    first = await anext(lines, "")
-    if _event_failed(first) or not first:
+    """Return a stream after its first token, if that is no error, so that an early failure keeps its own status."""
+    lines, held = sent.aiter_lines(), list[str]()
+    async for line in lines:
+        held.append(line)
+        if not _tells_nothing(line):
+            break
+    last = held[-1] if held else ""
+    if _tells_nothing(last) or _event_failed(last):
         await sent.aclose()
-        raise EngineError(BAD_GATEWAY, first.removeprefix("data:").strip() or "decode ended without an answer")
+        said = "" if _tells_nothing(last) else last.removeprefix("data:").strip()
+        raise EngineError(BAD_GATEWAY, said or "decode ended without an answer")
 
     async def events() -> AsyncIterator[str]:
         try:
-            yield first + "\n"
+            for line in held:
+                yield line + "\n"
             async for line in lines:
                 yield line + "\n"
                 if _event_failed(line):
@@ -310,6 +333,20 @@ async def _streamed(sent: httpx.Response) -> StreamingResponse:
             await sent.aclose()
 
     return StreamingResponse(events(), media_type="text/event-stream")
+
+
+def _tells_nothing(line: str) -> bool:
+    """Whether a line of a stream is empty, or an event that only names the role of a chat's answer."""
+    text = line.removeprefix("data:").strip()
+    if not text.startswith("{"):
+        return not text
+    found = json.loads(text)
+    deltas = [each.get("delta", {}) for each in found.get("choices", ()) if not each.get("finish_reason")]
+    return bool(deltas) and len(deltas) == len(found["choices"]) and all(_is_role(delta) for delta in deltas)
+
+
+def _is_role(delta: dict[str, Any]) -> bool:
+    return "role" in delta and not any(value for name, value in delta.items() if name != "role")
 
 
 def _event_failed(line: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 
+import msgspec
 import pytest
 from scene import ENDPOINT
 
@@ -91,6 +92,9 @@ def test_a_router_names_the_room_and_decode_claims_it_by_the_handover_of_an_earl
 
 def test_the_handover_of_an_earlier_prompt_is_recognised_as_of_another_life():
     other = ENDPOINT.__class__("prefill-0", ENDPOINT.layout, ENDPOINT.ranks[:1] * 2)
+    # Decode finds a worker that was restarted at the same address.
+    restarted = [msgspec.structs.replace(each, epoch=each.epoch + 1) for each in ENDPOINT.ranks]
+    assert handed_out(endpoint=msgspec.structs.replace(ENDPOINT, ranks=tuple(restarted)))[LIFE] == handed_out()[LIFE]
     assert len({handed_out()[LIFE], handed_out(endpoint=other)[LIFE], handed_out(content="bfloat16")[LIFE]}) == 3
 
 
@@ -120,8 +124,16 @@ def test_a_preempted_prompt_loses_its_room_and_is_offered_as_another():
     kept, told = prefill.finished("p", parameters, 70, complete=True)
     assert (kept, handover_of(told).room) == (True, 9)
     assert prefill.take_orders() == (Offer("p", 9, (1, 2, 4), 0, 70, last=True), ReportSent("p", 9))
-    prefill.preempted("somebody else")
-    assert not prefill.has_orders
+
+
+def test_pages_of_a_prompt_that_ended_after_it_was_preempted_are_taken_back_too():
+    prefill, parameters = book(), {"do_remote_decode": True}
+    prefill.allocated("p", parameters, [7, 3, 5], 70, 0)
+    prefill.computed("p", [7, 3, 5], 70)
+    prefill.take_orders()
+    assert prefill.finished("p", parameters, 70, complete=False) == (True, None)
+    prefill.preempted("p")
+    assert prefill.take_orders() == (Withdraw("p"), ReportSent("p", 9), TakeBack("p"))
 
 
 @pytest.mark.parametrize("parameters", [None, {}, {"do_remote_decode": False}, {"do_remote_prefill": False}])

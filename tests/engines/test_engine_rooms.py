@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import msgspec
 import pytest
 from fake_agent import WAIT_S, FakeAgent, accept_all
 from scene import DONE, ENDPOINT, FAILED, RELEASED, client_at, event
 
-from longshore_client import Half, Reason
+from longshore_client import Busy, Half, Reason
 from longshore_engines.handover import Claim, Fail, Offer, ReportSent, TakeBack, Withdraw
 from longshore_engines.rooms import RankRooms
 from longshore_wire.engine_messages import Cancel, Refused
@@ -113,6 +115,47 @@ def test_chunks_of_a_room_that_has_ended_are_not_offered(scene):
     world.rooms.carry_out([SECOND, REPORT])
     world.look()
     assert (world.sent, world.rooms.open_count, len(world.heard(OfferMessage))) == ({"p"}, 0, 1)
+
+
+def test_a_chunk_behind_a_cancellation_is_not_offered(scene):
+    world = scene()
+    world.rooms.carry_out([FIRST])
+    world.rooms.carry_out([Withdraw("p"), SECOND])
+    world.expect(Cancel)
+    world.agent.say(event(FAILED, reason=Reason.CANCELLED))
+    world.agent.say(event(RELEASED))
+    world.look_until(lambda: world.rooms.open_count == 0)
+    assert len(world.heard(OfferMessage)) == 1
+
+
+def test_a_chunk_that_waits_for_the_device_does_not_open_its_room_again(scene):
+    world, computed = scene(), threading.Event()
+    world.rooms.carry_out([FIRST])
+    world.expect(OfferMessage)
+    world.rooms.carry_out([SECOND], computed.wait)
+    world.agent.say(event(FAILED, reason=Reason.CANCELLED))
+    world.agent.say(event(RELEASED))
+    world.look_until(lambda: world.rooms.open_count == 0)
+    computed.set()
+    world.rooms.carry_out([CLAIM])
+    world.expect(ReceiveMessage)
+    assert len(world.heard(OfferMessage)) == 1
+
+
+def test_a_cancellation_waits_for_a_place_at_a_busy_client(scene, monkeypatch):
+    world = scene()
+    world.rooms.carry_out([CLAIM])
+    world.expect(ReceiveMessage)
+    real, refusals = world.rooms._client.cancel, [Busy("full", retry_after_s=0.0)]
+
+    def cancel(*given, **named):
+        if refusals:
+            raise refusals.pop()
+        real(*given, **named)
+
+    monkeypatch.setattr(world.rooms._client, "cancel", cancel)
+    world.rooms.carry_out([Withdraw("d")])
+    world.expect(Cancel)
 
 
 def test_after_a_refused_chunk_no_other_is_offered(scene):

@@ -207,6 +207,32 @@ def test_chunks_are_offered_in_the_steps_that_compute_them(engines):
     assert (kept, handover_of(told).room) == (True, 99)
 
 
+def test_a_step_whose_model_work_fails_offers_nothing(engines):
+    prefill, _ = engines
+    prompt = request("p", {"do_remote_decode": True})
+    prefill.scheduler.update_state_after_alloc(prompt, blocks(4, 2, 5), 0)
+    prefill.worker.bind_connector_metadata(prefill.scheduler.build_connector_meta(scheduled((4, 2, 5), p=(0, 70))))
+
+    def forward():
+        try:
+            raise RuntimeError("no memory")
+        finally:
+            prefill.worker.wait_for_save()
+
+    with pytest.raises(RuntimeError):
+        forward()
+    assert prefill.worker._rooms.open_count == 0
+
+
+def test_only_a_step_that_computes_nothing_pauses_while_rooms_are_open(engines, monkeypatch):
+    prefill, _ = engines
+    pauses, real = [], prefill.worker._rooms.poll
+    monkeypatch.setattr(prefill.worker._rooms, "poll", lambda pause_s: (pauses.append(pause_s > 0), real(0.0))[1])
+    prefill.prefill()
+    prefill.step()
+    assert pauses == [False, True]
+
+
 def test_blocks_of_a_preempted_prompt_are_overwritten_only_after_their_release(engines):
     prefill, _ = engines
     prompt = request("p", {"do_remote_decode": True})

@@ -168,8 +168,9 @@ def test_a_client_that_leaves_ends_the_work_for_it(proxy, monkeypatch):
     asyncio.run(scene())
 
 
-LATER = {**TOLD, "longshore": "later", "longshore_life": "1"}
-EARLIER = {**TOLD, "longshore": "earlier", "longshore_life": "1"}
+FLAGS = {"do_remote_prefill": True, "do_remote_decode": False}
+LATER = {**FLAGS, "longshore": "later", "longshore_life": "1"}
+EARLIER = {**FLAGS, "longshore": "earlier", "longshore_life": "1"}
 ANSWER = httpx.Response(200, json={"choices": [{"text": "answer", "finish_reason": "length"}]})
 
 
@@ -184,16 +185,17 @@ class EnginesAtOnce:
     async def _handle(self, request):
         name, body = request.url.host, json.loads(request.content)
         if body["prompt"] != "second":
-            return httpx.Response(200, json={"choices": [], "kv_transfer_params": EARLIER})
+            counted = {"remote_prefill_cached_tokens": 96}
+            return httpx.Response(200, json={"choices": [], "kv_transfer_params": {**EARLIER, **counted}})
         self.heard.append((name, body["kv_transfer_params"]))
         self.begun[name].set()
         return await asyncio.wait_for(self._second[name](self), 20)
 
-    def ask(self, **more):
+    def ask(self, path="/v1/completions", **more):
         """Return the answer to the second prompt."""
         with TestClient(self._app) as client:
             assert client.post("/v1/completions", json={"prompt": "first"}).status_code == 200
-            return client.post("/v1/completions", json={"prompt": "second", **more})
+            return client.post(path, json={"prompt": "second", **more})
 
 
 async def when_the_other_has_begun(engines):
@@ -226,37 +228,77 @@ def test_decode_gets_several_requests_at_once_only_after_prefill(proxy, more):
     assert [body["kv_transfer_params"] for _, _, body, _ in engines.heard] == [{"do_remote_decode": True}, TOLD] * 2
 
 
-def decode_that_first(does):
-    """Return decode's answers: the first as `does` makes it, and then a right one."""
-    left = [does]
+def first(*answers):
+    """Return an engine's answers: the first as these make it, and then a right one."""
+    left = list(answers)
 
-    async def decode(engines):
-        return await left.pop()(engines) if left else httpx.Response(200, content=ANSWER.content)
+    async def answer(engines):
+        return await left.pop(0)(engines) if left else httpx.Response(200, content=ANSWER.content)
 
-    return decode
+    return answer
 
 
 async def fails(_engines):
     return httpx.Response(503, json={"error": {"message": "KV load failure"}})
 
 
+def answers_when_decode_has_begun(told):
+    async def answer(engines):
+        await engines.begun["decode"].wait()
+        return httpx.Response(200, json={"choices": [], "kv_transfer_params": told})
+
+    return answer
+
+
 @pytest.mark.parametrize(
-    ("first", "told"),
+    ("decode", "told"),
     [
         pytest.param(fails, LATER, id="decode fails"),
         pytest.param(never, {**LATER, "longshore_life": "2"}, id="prefill was restarted"),
         pytest.param(never, None, id="prefill's agent is away"),
     ],
 )
-def test_decode_gets_what_prefill_answers_if_it_cannot_have_the_prompt_otherwise(proxy, first, told):
-    async def prefill(engines):
-        await engines.begun["decode"].wait()
-        return httpx.Response(200, json={"choices": [], "kv_transfer_params": told})
-
-    engines = EnginesAtOnce(proxy, prefill=prefill, decode=decode_that_first(first))
+def test_decode_gets_what_prefill_answers_if_it_cannot_have_the_prompt_otherwise(proxy, decode, told):
+    engines = EnginesAtOnce(proxy, prefill=answers_when_decode_has_begun(told), decode=first(decode))
     assert engines.ask().json()["choices"][0]["text"] == "answer"
     assert engines.heard[-1] == ("decode", told)
     assert [name for name, _ in engines.heard].count("decode") == 2
+
+
+def test_if_decode_cannot_have_the_room_again_prefill_makes_another_one(proxy):
+    again = {**LATER, "longshore": "again"}
+    prefill = first(answers_when_decode_has_begun(LATER), answers_when_decode_has_begun(again))
+    engines = EnginesAtOnce(proxy, prefill=prefill, decode=first(fails, fails))
+    assert engines.ask().json()["choices"][0]["text"] == "answer"
+    assert engines.heard[2:] == [("decode", LATER), ("prefill", {"do_remote_decode": True}), ("decode", again)]
+
+
+def test_a_request_that_decode_refuses_is_not_repeated(proxy):
+    async def refuses(_engines):
+        return httpx.Response(400, json={"error": {"message": "no such model"}})
+
+    engines = EnginesAtOnce(proxy, prefill=never, decode=refuses)
+    answer = engines.ask()
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "no such model")
+    assert [name for name, _ in engines.heard].count("decode") == 1
+
+
+def test_an_error_behind_the_role_of_a_chats_stream_is_an_early_one(proxy):
+    role = '{"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": null}]}'
+    token = '{"choices": [{"delta": {"content": "a"}, "finish_reason": null}]}'
+
+    async def fails_late(_engines):
+        return stream(role, '{"error": {"message": "KV load failure"}}')
+
+    async def streams(_engines):
+        return stream(role, token, "[DONE]")
+
+    engines = EnginesAtOnce(proxy, prefill=answers_when_decode_has_begun(LATER), decode=first(fails_late, streams))
+    answer = engines.ask("/v1/chat/completions", stream=True)
+    assert answer.status_code == 200
+    assert [line for line in answer.text.splitlines() if line] == [f"data: {each}" for each in (role, token, "[DONE]")]
+    alone = Engines(decode=stream(role)).ask(proxy, {"prompt": "p", "stream": True}, "/v1/chat/completions")
+    assert (alone.status_code, "without an answer" in alone.text) == (502, True)
 
 
 def test_an_error_of_prefill_ends_decodes_request_too(proxy):
