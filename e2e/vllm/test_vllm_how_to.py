@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ from controlplane.ports import free_port
 from controlplane.processes import Process
 from controlplane.waiting import until
 from engines import ROOT, Engine, EngineOptions, Nursery, Prompt, body, tokens_of
-from prompts import NEW_TOKENS, PROMPTS, Oracle
+from prompts import NEW_TOKENS, PROMPTS, SHARES_A_PREFIX, Oracle
 from tiny_model import TinyModel
 
 from longshore_operator.render.engines import vllm_config
@@ -27,8 +29,8 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
-def stage(nursery: Nursery, model: TinyModel) -> Iterator[tuple[str, Engine]]:
-    """Yield the router's address and its decode engine."""
+def stage(nursery: Nursery, model: TinyModel) -> Iterator[tuple[str, Engine, Path]]:
+    """Yield the router's address, its decode engine, and the folder of prefill's agent."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="e2e-vllm-")))
         longshore = Path(sys.executable).with_name("longshore")
@@ -56,7 +58,7 @@ def stage(nursery: Nursery, model: TinyModel) -> Iterator[tuple[str, Engine]]:
         stack.callback(proxy.stop)
         url = f"http://127.0.0.1:{port}"
         until(lambda: proxy.check() and answers(url), "the router listens", LIMIT_S)
-        yield url, engines["decode"]
+        yield url, engines["decode"], sockets["prefill"].parent
 
 
 def answers(url: str) -> bool:
@@ -67,9 +69,9 @@ def answers(url: str) -> bool:
 
 
 def test_clients_that_stream_get_the_tokens_of_one_engine_alone_and_their_prompts_were_moved(
-    stage: tuple[str, Engine], alone: Oracle
+    stage: tuple[str, Engine, Path], alone: Oracle
 ) -> None:
-    url, decode = stage
+    url, decode, _ = stage
     moved = 0
     # The router sends the second prompt to both engines at once.
     for count, prompt in enumerate((PROMPTS[-2], PROMPTS[-1]), 1):
@@ -96,7 +98,31 @@ def streamed(url: str, prompt: Prompt) -> list[int]:
     return tokens
 
 
-def test_an_error_of_an_engine_reaches_the_client_as_an_error(stage: tuple[str, Engine]) -> None:
-    url, _ = stage
+def workers_of(folder: Path) -> list[int]:
+    """Return the workers of an agent that serve an engine's rank."""
+    http = json.loads((folder / "agent.json").read_bytes())["http"]
+    workers = httpx.get(f"{http}/v1/status").raise_for_status().json()["workers"]
+    return [int(each["pid"]) for each in workers if each["engines"]]
+
+
+def test_prompts_are_answered_after_the_workers_of_prefills_agent_were_killed(
+    stage: tuple[str, Engine, Path], alone: Oracle
+) -> None:
+    url, _, prefill_folder = stage
+    assert streamed(url, PROMPTS[-3]) == alone(PROMPTS[-3])
+    before = workers_of(prefill_folder)
+    for pid in before:
+        os.kill(pid, signal.SIGKILL)
+    until(
+        lambda: len(now := workers_of(prefill_folder)) == len(before) and not set(now) & set(before),
+        "prefill's ranks have new workers",
+        LIMIT_S,
+    )
+    for prompt in (PROMPTS[-4], SHARES_A_PREFIX):
+        assert streamed(url, prompt) == alone(prompt)
+
+
+def test_an_error_of_an_engine_reaches_the_client_as_an_error(stage: tuple[str, Engine, Path]) -> None:
+    url, _, _ = stage
     answer = httpx.post(f"{url}/v1/completions", json=body(PROMPTS[0], 1) | {"model": "another"}, timeout=LIMIT_S)
     assert answer.status_code == httpx.codes.NOT_FOUND
