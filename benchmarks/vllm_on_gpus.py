@@ -3,9 +3,9 @@
     python benchmarks/vllm_on_gpus.py --json FILE [--quick] [--mps] [--directions TP2:TP2]
 
 Engines of all connectors run at the same time, and get the same prompts in turn, so that no figure of a table is of another
-run. Longshore has an agent for each engine (staged)
-or one for both (direct). "in turn": decode gets a prompt after prefill's answer. "at once": both get it together, as
-examples/vllm/proxy.py does it. "floor": decode computes the prompt's last token over blocks that nobody wrote.
+run. Longshore has an agent for each engine (staged) or one for both (direct). "in turn": decode gets a prompt after
+prefill's answer. "at once": both get it together, as examples/vllm/proxy.py does it. "floor": decode computes the prompt's
+last token over blocks that nobody wrote.
 
 `alone`: one prompt at a time, by length: from the request to decode's first token, and from prefill's answer to it. The
 tokens of all connectors are compared. `loads`: fixed traces of prompts and answers of mixed length, with some number at
