@@ -170,7 +170,7 @@ async def _at_once(
         told = await computed
         # Prefill or its agent was restarted if it now answers another life: decode would wait for the former one.
         is_there = told and told.get("longshore_life") == earlier.get("longshore_life")
-        if is_there and (answer := await _unless_failed(answered)) is not None:
+        if (is_there or answered.done()) and (answer := await _unless_failed(answered)) is not None:
             return answer
         await _stopped(answered)
         if told:
@@ -182,7 +182,7 @@ async def _at_once(
         return await call.answer(decode, body | {"kv_transfer_params": told})
     except BaseException:
         computed.cancel()
-        answered.cancel()
+        await _stopped(answered)
         raise
 
 
@@ -197,11 +197,11 @@ async def _unless_failed(answer: Awaitable[Response]) -> Response | None:
 
 
 async def _stopped(task: asyncio.Task[Any]) -> None:
-    """Cancel a request to an engine, and wait until it has ended."""
+    """Cancel a request to an engine, and wait until it has ended. Close the stream of an answer that has come."""
     task.cancel()
     await asyncio.wait({task})
-    if not task.cancelled():
-        task.exception()
+    if not task.cancelled() and task.exception() is None and isinstance(task.result(), Stream):
+        await task.result().sent.aclose()
 
 
 class Call(NamedTuple):
@@ -308,7 +308,13 @@ async def _answered(sent: httpx.Response, *, is_stream: bool) -> Response:
     return await _streamed(sent)
 
 
-async def _streamed(sent: httpx.Response) -> StreamingResponse:
+class Stream(StreamingResponse):
+    """A stream of decode, `sent`, which is closed at its end, or by `_stopped` if nobody reads it."""
+
+    sent: httpx.Response
+
+
+async def _streamed(sent: httpx.Response) -> Stream:
     """Return a stream after its first token, if that is no error, so that an early failure keeps its own status."""
     lines, held = sent.aiter_lines(), list[str]()
     async for line in lines:
@@ -332,7 +338,9 @@ async def _streamed(sent: httpx.Response) -> StreamingResponse:
         finally:
             await sent.aclose()
 
-    return StreamingResponse(events(), media_type="text/event-stream")
+    stream = Stream(events(), media_type="text/event-stream")
+    stream.sent = sent
+    return stream
 
 
 def _tells_nothing(line: str) -> bool:
@@ -366,8 +374,9 @@ async def _while_connected(request: Request, work: Awaitable[Response]) -> Respo
             if await request.is_disconnected():
                 raise EngineError(CLIENT_GONE, "the client has left")
         return task.result()
-    finally:
-        task.cancel()
+    except BaseException:
+        await _stopped(task)
+        raise
 
 
 def _in_openais_form(content: bytes) -> bytes:

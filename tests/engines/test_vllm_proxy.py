@@ -169,6 +169,24 @@ def test_a_client_that_leaves_ends_the_work_for_it(proxy, monkeypatch):
 
 
 FLAGS = {"do_remote_prefill": True, "do_remote_decode": False}
+
+
+def test_a_stream_that_nobody_will_read_is_closed_at_the_engine(proxy):
+    async def tokens():
+        while True:
+            yield b'data: {"choices": [{"text": "a"}]}\n\n'
+
+    async def scene():
+        sent = httpx.Response(200, content=tokens())
+        task = asyncio.ensure_future(proxy._streamed(sent))
+        await asyncio.wait({task})
+        assert not sent.is_closed
+        await proxy._stopped(task)
+        assert sent.is_closed
+
+    asyncio.run(scene())
+
+
 LATER = {**FLAGS, "longshore": "later", "longshore_life": "1"}
 EARLIER = {**FLAGS, "longshore": "earlier", "longshore_life": "1"}
 ANSWER = httpx.Response(200, json={"choices": [{"text": "answer", "finish_reason": "length"}]})
