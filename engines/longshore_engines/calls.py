@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from longshore_client.errors import AgentLost, Busy
+from longshore_client.client import Client
+from longshore_client.errors import AgentLost, Busy, CallTimeout, ClientClosed
+from longshore_wire.engine_messages import Half
 
 _log = logging.getLogger("longshore.engines")
 
@@ -68,3 +70,17 @@ def insist(call: Callable[[float], None], limit_s: float) -> None:
             time.sleep(pause_s)
         else:
             return
+
+
+def cancel(client: Client, half: Half, instance: str, room: int) -> None:
+    """Cancel a half of a room. If the client has no place for the call, wait for one, since no other call does it."""
+    while True:
+        try:
+            client.cancel(room, half, instance=instance, timeout_s=CALL_TIMEOUT_MIN_S)
+        except Busy as error:
+            time.sleep(error.retry_after_s)
+            continue
+        except (AgentLost, CallTimeout, ClientClosed):
+            # The client repeats the cancellation to the next agent. A closed client has released everything.
+            pass
+        return

@@ -9,12 +9,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from longshore_client.client import Client
-from longshore_client.errors import AgentLost, ArgumentError, CallTimeout, ClientClosed
-from longshore_engines.calls import CALL_TIMEOUT_MIN_S, CallThread, insist
+from longshore_client.errors import ArgumentError, ClientClosed
+from longshore_engines.calls import CallThread, cancel, insist
 from longshore_wire.engine_messages import Endpoint, Half, RoomEvent, RoomEventKind
 from longshore_wire.errors import LongshoreError
 from longshore_wire.layout import TargetMemory
@@ -179,9 +178,7 @@ class Halves:
             self._cancel(half)
 
     def _cancel(self, half: OpenHalf) -> None:
-        # A cancellation that gets no answer is repeated to the next agent. A closed client has released everything.
-        with suppress(AgentLost, CallTimeout, ClientClosed):
-            self._client.cancel(half.room, half.half, instance=half.instance, timeout_s=CALL_TIMEOUT_MIN_S)
+        cancel(self._client, *half.key)
         # If no call for it was accepted, no event follows.
         if not self._client.is_open(half.room, half.half, half.instance):
             self._end(half)

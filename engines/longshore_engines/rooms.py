@@ -7,16 +7,15 @@ another thread makes the calls, and events are read from memory. Knows no engine
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 from typing import NamedTuple
 
 from longshore_client.client import Client
-from longshore_client.errors import AgentLost, Busy, CallTimeout, ClientClosed
+from longshore_client.errors import Busy, ClientClosed
+from longshore_engines.calls import CALL_TIMEOUT_MIN_S, CallThread, cancel
 from longshore_engines.handover import Claim, Fail, Offer, Order, ReportSent, TakeBack, Withdraw
 from longshore_wire.engine_messages import Half, RoomEvent, RoomEventKind
 from longshore_wire.errors import LongshoreError
@@ -26,8 +25,6 @@ _log = logging.getLogger("vllm.longshore")
 
 # A worker's restart takes seconds. A call that waits for longer delays those behind it.
 CALL_TIMEOUT_S = 30.0
-# The shortest timeout of a call, even if earlier calls have used up its time.
-CALL_TIMEOUT_MIN_S = 0.1
 # Longest wait for one event while pages are taken back, and interval of the warnings that this takes long.
 TAKE_BACK_LOOK_S = 0.05
 TAKE_BACK_WARNING_S = 10.0
@@ -103,10 +100,8 @@ class RankRooms:
         self._open: dict[_RoomKey, _Open] = {}
         self._by_request: dict[str, _RoomKey] = {}
         self._ended = Ended()
-        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._answers: deque[_Answer] = deque()
-        self._thread = threading.Thread(target=self._call_all, name="longshore-calls", daemon=True)
-        self._thread.start()
+        self._calls = CallThread("longshore-calls")
 
     @property
     def open_count(self) -> int:
@@ -165,9 +160,8 @@ class RankRooms:
 
     def close(self) -> None:
         """Leave the agent, which then releases all rooms and pages."""
-        self._calls.put(None)
         self._client.close()
-        self._thread.join()
+        self._calls.close()
 
     # -- the model's thread ----------------------------------------------------------------------------------------
 
@@ -250,7 +244,7 @@ class RankRooms:
         found = self._open[key]
         if not found.withdrawn:
             found.withdrawn = True
-            self._calls.put(lambda: self._cancel(key))
+            self._calls.put(lambda: cancel(self._client, *key))
 
     def _take(self, event: RoomEvent, now_s: float) -> None:
         key = (event.half, event.instance, event.room)
@@ -306,10 +300,6 @@ class RankRooms:
 
     # -- the thread that makes calls -------------------------------------------------------------------------------
 
-    def _call_all(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
-
     def _insist(self, key: _RoomKey, found: _Open, order: Offer | Claim, deadline_s: float) -> None:
         """Make a call of a room, and repeat it while the agent is busy or away. Report a final failure."""
         while not found.refused:
@@ -336,18 +326,5 @@ class RankRooms:
     def _call_failed(self, key: _RoomKey, found: _Open, text: str) -> None:
         found.refused = True
         # If a part of the call was accepted, events of its end follow; otherwise the room is not open at the client.
-        self._cancel(key)
+        cancel(self._client, *key)
         self._answers.append(_Answer(key, text))
-
-    def _cancel(self, key: _RoomKey) -> None:
-        half, instance, room = key
-        while True:
-            try:
-                self._client.cancel(room, half, instance=instance, timeout_s=CALL_TIMEOUT_MIN_S)
-            except Busy as error:
-                time.sleep(error.retry_after_s)
-                continue
-            except (AgentLost, CallTimeout, ClientClosed):
-                # The client repeats the cancellation to the next agent. A closed client has released everything.
-                pass
-            return

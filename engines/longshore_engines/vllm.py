@@ -105,7 +105,6 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
         self._endpoint: Endpoint | None = None
         self._on_device = False
         self._content = ""
-        self._step_is_empty = False
         if role is KVConnectorRole.SCHEDULER:
             # A random start, so that an engine that keeps its name over a restart repeats no number.
             self._book = RequestBook(vllm_config.cache_config.block_size, self._roles, secrets.randbits(62))
@@ -224,8 +223,7 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
 
     def wait_for_save(self) -> None:
         """Begin the scheduler's orders. The device may still compute what they offer, so they wait for it elsewhere."""
-        metadata = self._get_connector_metadata()
-        self._step_is_empty, orders = metadata.is_empty, metadata.orders
+        orders = self._get_connector_metadata().orders
         if sys.exception() is not None:
             # The model's work has failed, and vLLM calls this on its way out.
             orders = tuple(order for order in orders if not isinstance(order, Offer))
@@ -236,7 +234,7 @@ class LongshoreConnector(KVConnectorBase_V1):  # type: ignore[misc] # as above
         """Return the requests whose blocks belong to the engine again."""
         results = KVConnectorTransferResults()
         if self._rooms is not None:
-            ended = self._rooms.poll(EMPTY_STEP_PAUSE_S if self._step_is_empty else 0.0)
+            ended = self._rooms.poll(EMPTY_STEP_PAUSE_S if self._get_connector_metadata().is_empty else 0.0)
             for transfer in ended.transfers:
                 self._stats.add(transfer)
             results.finished_sending = ended.sent

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 from fake_agent import WAIT_S
 
-from longshore_client import Half, KVLayout, ModelShape, Parallel, Reason, RoomEvent, RoomEventKind, connect
+from longshore_client import Busy, Half, KVLayout, ModelShape, Parallel, Reason, RoomEvent, RoomEventKind, connect
 from longshore_wire.engine_messages import Endpoint, RankAddress
 
 LAYOUT = KVLayout(ModelShape(2, 4, 8, 2), Parallel(tp=2, tp_rank=0), 4)
@@ -57,3 +57,15 @@ def left_open(before, expected=0):
     while (left := len(open_descriptors() - before)) > expected and time.monotonic() < end_s:
         select.select([], [], [], _LOOK_S)
     return left
+
+
+def refuse_the_first_cancel(monkeypatch, client):
+    """Let a client have no place for its first cancellation."""
+    real, refusals = client.cancel, [Busy("full", retry_after_s=0.0)]
+
+    def cancel(*given, **named):
+        if refusals:
+            raise refusals.pop()
+        real(*given, **named)
+
+    monkeypatch.setattr(client, "cancel", cancel)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from fake_agent import WAIT_S, FakeAgent, accept_all
-from scene import DONE, ENDPOINT, FAILED, RELEASED, client_at, event
+from scene import DONE, ENDPOINT, FAILED, RELEASED, client_at, event, refuse_the_first_cancel
 
 from longshore_client import ArgumentError, Half, Reason
 from longshore_engines.halves import Halves
@@ -125,3 +125,12 @@ def test_when_the_connection_is_closed_every_half_has_ended(scene):
     world.halves.close()
     assert half.ended
     assert "closed" in half.failure
+
+
+def test_a_cancellation_waits_for_a_place_at_a_busy_client(scene, monkeypatch):
+    world = scene()
+    half = world.halves.claim(7, ENDPOINT, (3, 4), 0, 6)
+    world.expect(Receive)
+    refuse_the_first_cancel(monkeypatch, world.halves._client)
+    world.halves.cancel(half, "the client has left")
+    world.expect(Cancel)

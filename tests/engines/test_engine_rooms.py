@@ -7,9 +7,9 @@ import threading
 import msgspec
 import pytest
 from fake_agent import WAIT_S, FakeAgent, accept_all
-from scene import DONE, ENDPOINT, FAILED, RELEASED, client_at, event
+from scene import DONE, ENDPOINT, FAILED, RELEASED, client_at, event, refuse_the_first_cancel
 
-from longshore_client import Busy, Half, Reason
+from longshore_client import Half, Reason
 from longshore_engines.handover import Claim, Fail, Offer, ReportSent, TakeBack, Withdraw
 from longshore_engines.rooms import RankRooms
 from longshore_wire.engine_messages import Cancel, Refused
@@ -146,14 +146,7 @@ def test_a_cancellation_waits_for_a_place_at_a_busy_client(scene, monkeypatch):
     world = scene()
     world.rooms.carry_out([CLAIM])
     world.expect(ReceiveMessage)
-    real, refusals = world.rooms._client.cancel, [Busy("full", retry_after_s=0.0)]
-
-    def cancel(*given, **named):
-        if refusals:
-            raise refusals.pop()
-        real(*given, **named)
-
-    monkeypatch.setattr(world.rooms._client, "cancel", cancel)
+    refuse_the_first_cancel(monkeypatch, world.rooms._client)
     world.rooms.carry_out([Withdraw("d")])
     world.expect(Cancel)
 
