@@ -40,10 +40,11 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "gpu"))
-from gpu_world import EngineProcess, GPUAgent, agent_page
+from gpu_world import EngineProcess, GPUAgent, agent_page, agent_status
 
 from longshore_agent.transports import create
 from longshore_agent.transports.base import Pieces, Selection, Transport, Write, WriteState
+from longshore_cli.metrics_page import MetricsPage
 
 SHAPE = {"layers": 80, "kv_heads": 8, "page_size": 64}
 TOKEN_BYTES = 80 * 2 * 8 * 256
@@ -74,23 +75,14 @@ def start(stack: ExitStack, agent: GPUAgent, role: str, tp: int, device: int, pa
 
 def wires(agent: GPUAgent) -> list[str]:
     """Return the wires that an agent's workers use."""
-    found = [
-        peer.get("wire", "")
-        for worker in json.loads(agent_page(agent, "/v1/status"))["workers"]
-        for peer in worker["peers"]
-    ]
-    return sorted(set(found))
+    return sorted({peer.get("wire", "") for worker in agent_status(agent)["workers"] for peer in worker["peers"]})
 
 
 def stage_seconds(agent: GPUAgent) -> dict[str, tuple[float, float]]:
     """Return (seconds, count) of every stage so far."""
-    sums: dict[str, list[float]] = {}
-    for line in agent_page(agent, "/metrics").splitlines():
-        for index, suffix in enumerate(("_sum", "_count")):
-            if line.startswith(f"longshore_stage_seconds{suffix}{{"):
-                stage = line.split('stage="')[1].split('"')[0]
-                sums.setdefault(stage, [0.0, 0.0])[index] += float(line.rsplit(" ", 1)[1])
-    return {stage: (total, count) for stage, (total, count) in sums.items()}
+    page = MetricsPage(agent_page(agent, "/metrics"))
+    sums, counts = (page.by("stage", f"longshore_stage_seconds_{part}") for part in ("sum", "count"))
+    return {stage: (total, counts[stage]) for stage, total in sums.items()}
 
 
 def spans(agent: GPUAgent, room: int) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from typing import Any, Self
 import msgspec
 from line_commands import obey
 
+from longshore_cli.metrics_page import MetricsPage
 from longshore_client import Half, KVLayout, ModelShape, Parallel, TargetMemory, connect, create_region, pool_geometry
 from longshore_client.cuda import device_name, device_region
 from longshore_wire.engine_messages import Endpoint, RoomEventKind
@@ -98,12 +99,7 @@ def agent_status(agent: GPUAgent) -> dict[str, Any]:
 
 def writes_by_way(agent: GPUAgent) -> dict[str, float]:
     """Return the writes of an agent's workers so far, by way."""
-    found: dict[str, float] = {}
-    for line in agent_page(agent, "/metrics").splitlines():
-        if line.startswith("longshore_writes_total{"):
-            way = line.partition('way="')[2].partition('"')[0]
-            found[way] = found.get(way, 0) + float(line.rsplit(" ", 1)[1])
-    return found
+    return MetricsPage(agent_page(agent, "/metrics")).by("way", "longshore_writes_total")
 
 
 def wire_between(one: int, other: int) -> str:

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from gpu_world import HOST_PAGES, EngineProcess, GPUAgent, agent_page, agent_status, writes_by_way
 
+from longshore_cli.metrics_page import MetricsPage
+
 pytestmark = pytest.mark.gpu
 
 SHAPE = {"layers": 4, "kv_heads": 8}
@@ -107,9 +109,7 @@ def together(engines: list[EngineProcess], command: str, arguments: list[dict[st
 
 def mismatches(agent: GPUAgent) -> float:
     """Return how many slabs of an agent had unequal digests so far."""
-    lines = agent_page(agent, "/metrics").splitlines()
-    found = [line for line in lines if line.startswith("longshore_digests_total{") and 'result="different"' in line]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+    return MetricsPage(agent_page(agent, "/metrics")).total("longshore_digests_total", result="different")
 
 
 @pytest.fixture(scope="module")
