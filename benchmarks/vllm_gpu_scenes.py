@@ -21,6 +21,9 @@ from typing import Any, Self
 import httpx
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "gpu"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e" / "vllm"))
+from engines import GPU_VARIABLES, MODEL_NAME, Prompt, body
 from gpu_world import GPUAgent
 
 ROOT = Path(__file__).parents[1]
@@ -31,25 +34,8 @@ TOKENS_MAX, CHUNK_TOKENS, BLOCK_TOKENS = 16_384, 2_048, 16
 # Of TP1; a rank of TP2 has half.
 KV_BYTES = 8 << 30
 LOG_CHARACTERS = 6000
-# vLLM's interpreter, and folders of its packages if that interpreter does not have them itself.
+# vLLM's interpreter, and folders of packages that it does not have itself.
 PYTHON, PATH = "VLLM_PYTHON", "VLLM_PATH"
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    # Programs that the usual packages compile at their first use.
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_USE_DEEP_GEMM": "0",
-    # The agent maps the cache by CUDA IPC handles.
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False",
-}
-TO_PREFILL: Mapping[str, Any] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 
 
 @dataclass
@@ -70,7 +56,7 @@ class Engine:
         tp = len(self.devices)
         command = [
             *(os.environ.get(PYTHON, sys.executable), "-m", "vllm.entrypoints.cli.main", "serve", str(self.model)),
-            *("--served-model-name", "model", "--host", "127.0.0.1", "--port", str(self.port)),
+            *("--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(self.port)),
             *("--tensor-parallel-size", str(tp), "--dtype", "bfloat16", "--block-size", str(BLOCK_TOKENS)),
             *("--max-model-len", str(TOKENS_MAX), "--max-num-batched-tokens", str(CHUNK_TOKENS)),
             *("--max-num-seqs", "64", "--kv-cache-memory-bytes", str(KV_BYTES // tp)),
@@ -78,10 +64,12 @@ class Engine:
             *("--gpu-memory-utilization", "0.1", "--no-enable-prefix-caching"),
             *("--kv-transfer-config", json.dumps(dict(self.transfer)), *self.arguments),
         ]
-        folders = [ROOT / "engines", ROOT / "client", ROOT / "wire", Path(__file__).parent, *sys.path]
+        folders = [ROOT / "engines", ROOT / "client", ROOT / "wire", Path(__file__).parent]
         path = os.pathsep.join([*filter(None, [os.environ.get(PATH)]), *map(str, folders)])
         visible = ",".join(map(str, self.devices))
-        environment = os.environ | ENVIRONMENT | dict(self.environment)
+        environment = (
+            os.environ | GPU_VARIABLES | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"} | dict(self.environment)
+        )
         self.log_path = self.directory / f"{self.name}.log"
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
@@ -112,25 +100,19 @@ class Engine:
         """Return the end of its log."""
         return self.log_path.read_text(errors="replace")[-LOG_CHARACTERS:]
 
-    def body(self, prompt: list[int], max_tokens: int, transfer: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the JSON of a greedy completion of token ids."""
-        found: dict[str, Any] = {"model": "model", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-        found |= {"ignore_eos": True, "return_token_ids": True}
-        return found | ({} if transfer is None else {"kv_transfer_params": dict(transfer)})
-
-    def complete(self, prompt: list[int], max_tokens: int, transfer: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def complete(self, prompt: Prompt, max_tokens: int, transfer: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the answer to a completion."""
-        answer = self.http.post("/v1/completions", json=self.body(prompt, max_tokens, transfer))
+        answer = self.http.post("/v1/completions", json=body(prompt, max_tokens, transfer))
         if answer.is_error:
             raise SystemExit(f"{self.name}: {answer.text}\n{self.log()}")
         return dict(answer.json())
 
     def stream(
-        self, prompt: list[int], max_tokens: int, transfer: Mapping[str, Any] | None = None
+        self, prompt: Prompt, max_tokens: int, transfer: Mapping[str, Any] | None = None
     ) -> Iterator[tuple[float, list[int]]]:
         """Yield the tokens of each event of an answer, and when it came."""
-        body = self.body(prompt, max_tokens, transfer) | {"stream": True}
-        with self.http.stream("POST", "/v1/completions", json=body) as answer:
+        wanted = body(prompt, max_tokens, transfer, stream=True)
+        with self.http.stream("POST", "/v1/completions", json=wanted) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     event = json.loads(line.removeprefix("data: "))

@@ -14,7 +14,8 @@ worker of an agent, by nvidia-smi, before the first prompt.
 
 With --mps all engines and agents share the GPUs by a daemon of CUDA's Multi-Process Service, which this starts and ends.
 
-Needs two GPUs; an interpreter with vLLM (VLLM_PYTHON, VLLM_PATH; e2e/vllm/requirements-gpu.lock) and NIXL.
+Needs two GPUs, and an interpreter with vLLM and NIXL as e2e/vllm/requirements-gpu.lock pins them: VLLM_PYTHON, or this one.
+VLLM_PATH has folders of packages that it lacks.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from everything_gpu import commit
-from vllm_gpu_scenes import SIDES, TO_PREFILL, Scene
+from vllm_gpu_scenes import SIDES, Scene
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e" / "vllm"))
+from engines import Prompt
+from scene import TO_PREFILL
 
 RIVAL = "NixlConnector"
 NAMES = ("Longshore, two agents", "Longshore, one agent", RIVAL, "floor")
@@ -92,14 +97,14 @@ class Moved(NamedTuple):
 class Ask(NamedTuple):
     """One request of a trace."""
 
-    prompt: list[int]
+    prompt: Prompt
     new_tokens: int
 
 
 def prompts_of(seed: int, length: int, count: int) -> list[Ask]:
     """Return prompts of one length, the same for the same seed."""
     draw = random.Random(f"{seed} {length}")
-    return [Ask([draw.randrange(10, VOCABULARY) for _ in range(length)], NEW_TOKENS) for _ in range(count)]
+    return [Ask(Prompt(draw.randrange(10, VOCABULARY) for _ in range(length)), NEW_TOKENS) for _ in range(count)]
 
 
 def trace(seed: int, count: int) -> list[Ask]:
@@ -113,7 +118,7 @@ def trace(seed: int, count: int) -> list[Ask]:
         (size(PROMPT_MEDIAN, PROMPT_SPREAD, PROMPT_MAX), size(ANSWER_MEDIAN, ANSWER_SPREAD, ANSWER_MAX))
         for _ in range(count)
     ]
-    return [Ask([draw.randrange(10, VOCABULARY) for _ in range(prompt)], answer) for prompt, answer in sizes]
+    return [Ask(Prompt(draw.randrange(10, VOCABULARY) for _ in range(prompt)), answer) for prompt, answer in sizes]
 
 
 class Router:

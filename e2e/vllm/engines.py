@@ -50,8 +50,6 @@ GPU_VARIABLES = {
     # Programs that the usual packages compile at their first use.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_USE_DEEP_GEMM": "0",
-    # Attention in full float32, so that rounding changes no token.
-    "TRITON_F32_DEFAULT": "ieee",
     # The agent maps the cache by CUDA IPC handles.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False",
 }
@@ -104,7 +102,9 @@ class EngineOptions:
     def variables(self) -> dict[str, str]:
         """Return the environment, with the processor or the GPU of each rank."""
         if DEVICES:
-            places = {"CUDA_VISIBLE_DEVICES": ",".join(DEVICES[-self.tp :])} | GPU_VARIABLES
+            # Attention in full float32, so that rounding changes no token.
+            places = {"TRITON_F32_DEFAULT": "ieee", "CUDA_VISIBLE_DEVICES": ",".join(DEVICES[-self.tp :])}
+            places |= GPU_VARIABLES
         else:
             cores = sorted(os.sched_getaffinity(0))
             places = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(self.tp))}
