@@ -216,8 +216,7 @@ class RequestBook:
         """Choose the room of a prompt, unless it has one. Its pages are offered when they are computed."""
         if request_id in self._prompts:
             return
-        if self._is_away():
-            self._log_away(request_id)
+        if self._present_endpoint(request_id) is None:
             return
         try:
             room = room_of(parameters)
@@ -235,10 +234,9 @@ class RequestBook:
             return False, None
         told: dict[str, Any] | None = None
         if complete and prompt.offered == prompt.tokens:
-            if self._endpoint is None or self._is_away():
-                self._log_away(request_id)
-            else:
-                handover = Handover(HANDOVER_VERSION, prompt.room, prompt.tokens, self._endpoint, self._content)
+            endpoint = self._present_endpoint(request_id)
+            if endpoint is not None:
+                handover = Handover(HANDOVER_VERSION, prompt.room, prompt.tokens, endpoint, self._content)
                 told = parameters_for_decode(handover)
         if told is None:
             self._orders.append(Withdraw(request_id))
@@ -249,13 +247,14 @@ class RequestBook:
         room, self._room = self._room, self._room + 1
         return room
 
-    def _is_away(self) -> bool:
-        return self._endpoint is None or self._away_since_s is not None
-
-    def _log_away(self, request_id: str) -> None:
+    def _present_endpoint(self, request_id: str) -> Endpoint | None:
+        """Return this instance's endpoint; None, with a log message on the request, while an agent is away."""
+        if self._endpoint is not None and self._away_since_s is None:
+            return self._endpoint
         _log.error(
             "request %s is not handed out: the agent of this engine, or of one of its ranks, is away", request_id
         )
+        return None
 
     def _decline(self, request_id: str, parameters: Mapping[str, Any], prompt_tokens: int) -> None:
         """Order an empty claim, so that prefill releases its pages, if its handover can be read."""

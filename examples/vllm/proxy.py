@@ -131,8 +131,12 @@ async def _complete(client: httpx.AsyncClient, request: Request, engines: Engine
 def _is_one_prompt(body: dict[str, Any]) -> bool:
     """Whether decode makes one request of it, so that one room is enough."""
     prompt = body.get("prompt", "")
-    is_one = isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(token, int) for token in prompt))
-    return is_one and body.get("n") in (None, 1)
+    return (isinstance(prompt, str) or _is_ids(prompt)) and body.get("n") in (None, 1)
+
+
+def _is_ids(prompt: Any) -> bool:
+    """Whether a prompt is a list of token ids."""
+    return isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
 
 
 async def _told(call: Call, prompt: dict[str, Any], prefill: str, all_told: dict[str, dict[str, Any]]) -> Any:
@@ -254,7 +258,7 @@ async def _from_sglang(
     tokens, host, room = prompt.get("prompt"), urlsplit(prefill.url).hostname, _new_room()
     if isinstance(tokens, str):
         tokens = (await call.post(decode, {"model": prompt.get("model"), "prompt": tokens}, "/tokenize"))["tokens"]
-    if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
+    if not _is_ids(tokens):
         raise EngineError(BAD_REQUEST, "between engines of two kinds the prompt is one text, or its token ids")
     place = {"bootstrap_host": host, "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": room}
     computed = asyncio.create_task(call.post(prefill.url, prompt | {"prompt": tokens} | place))
