@@ -1,7 +1,8 @@
 """Keeps a client connected to its agent: owns the socket, its thread, and the descriptors.
 
 Used by `client.Client` only. `AgentSocket` moves messages and descriptors. `Connection` passes messages and time to the
-core and applies the core's effects. It decides nothing and knows nothing of rooms, pools or calls.
+core and applies the core's effects. It decides nothing and knows nothing of rooms, pools or calls. `Waits` lets a thread
+that waits for a message read it from the socket itself.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from longshore_client.core import Core, State
@@ -113,7 +115,9 @@ class AgentSocket:
         return messages
 
     def close(self) -> None:
-        """Close the socket. Idempotent."""
+        """Close the socket, and wake a thread that polls it. Idempotent."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
@@ -131,6 +135,66 @@ def _what_is_lacking(path: str) -> str:
     )
 
 
+class Waits(threading.Condition):
+    """The lock of one client's cores. One thread at a time that waits for a change reads the sockets itself.
+
+    The answer to a call then wakes its caller, not the connection's thread first. Further waiting threads are notified.
+
+    Attributes:
+        links: the client's connections.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[Connection] = []
+        self._is_reading = False
+
+    def wait_until(self, predicate: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Wait until `predicate` is true, at most `timeout_s` (None: no limit); return its value.
+
+        Called under the lock, held once.
+        """
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while not (found := predicate()):
+            left_s = None if end_s is None else end_s - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                break
+            if not self.read(left_s):
+                self.wait(left_s)
+        return found
+
+    def read(self, timeout_s: float | None) -> bool:
+        """Read the sockets until one has a message, at most `timeout_s` seconds (None: no limit).
+
+        Called under the lock, held once, which is free while this thread waits.
+
+        Returns:
+            False: another thread reads them, or no agent is connected; nothing was done.
+        """
+        lent = {found.fileno(): (link, found) for link in self.links if (found := link.lendable) is not None}
+        if self._is_reading or not lent:
+            return False
+        poller = select.poll()
+        self._is_reading = True
+        try:
+            for descriptor, (link, _) in lent.items():
+                link.lend(is_lent=True)
+                poller.register(descriptor, select.POLLIN)
+            self.release()
+            try:
+                ready = poller.poll(None if timeout_s is None else timeout_s * 1e3)
+            finally:
+                self.acquire()
+            for descriptor, _ in ready:
+                link, found = lent[descriptor]
+                link.read(found)
+        finally:
+            self._is_reading = False
+            for link, _ in lent.values():
+                link.lend(is_lent=False)
+        return True
+
+
 class Connection:
     """Keeps one connection to an agent alive until `close`.
 
@@ -138,14 +202,19 @@ class Connection:
         changed: the lock of the core and of its callers. The connections of one client share it, as their cores share events.
     """
 
-    def __init__(self, path: str, core: Core, changed: threading.Condition) -> None:
+    def __init__(self, path: str, core: Core, changed: Waits) -> None:
         self.changed = changed
+        changed.links.append(self)
         self.core = core
         self._path = path
         self._process_id = os.getpid()
         self._socket: AgentSocket | None = None
         self._waiting: dict[int, threading.Event] = {}  # by number of the call
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = select.epoll()
+        self._poller.register(self._wake, select.EPOLLIN)
+        self._watched = 0  # events of the socket for which the thread polls
+        self._is_lent = False  # a waiting caller reads the socket
         # A daemon thread does not keep an engine alive that ends without `close`.
         self._thread = threading.Thread(target=self._run, name="longshore-link", daemon=True)
 
@@ -159,7 +228,7 @@ class Connection:
         """
         self._thread.start()
         with self.changed:
-            self.changed.wait_for(lambda: self.core.state in (State.READY, State.CLOSED), left_s)
+            self.changed.wait_until(lambda: self.core.state in (State.READY, State.CLOSED), left_s)
             if self.core.state is State.READY:
                 return
             error = self.core.connect_error(timeout_s)
@@ -187,7 +256,32 @@ class Connection:
         Call `expect` first. Returns whether the call is settled.
         """
         event = self._waiting.get(call.number)
-        return event is None or event.wait(timeout_s)
+        if event is None:
+            return True
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        left_s = timeout_s
+        with self.changed:
+            while not event.is_set() and (left_s is None or left_s > 0) and self.changed.read(left_s):
+                left_s = None if end_s is None else end_s - time.monotonic()
+        return event.wait(left_s)
+
+    @property
+    def lendable(self) -> AgentSocket | None:
+        """The socket, if a waiting caller may read it now. Read under the lock."""
+        return self._socket if self.core.state is State.READY else None
+
+    def lend(self, *, is_lent: bool) -> None:
+        """Leave the socket's messages to a waiting caller, or read them again. Called under the lock."""
+        self._is_lent = is_lent
+        self._watch()
+
+    def read(self, connected: AgentSocket) -> None:
+        """Receive what a lent socket has, for the waiting caller. Called under the lock."""
+        if connected is not self._socket:
+            return  # closed while the caller waited for the lock
+        self._receive(connected, time.monotonic())
+        if self.core.state is not State.READY:
+            os.eventfd_write(self._wake, 1)  # the thread connects again, or ends
 
     def close(self) -> None:
         """End the thread and the connection; calls and waits in other threads end. Idempotent.
@@ -216,24 +310,42 @@ class Connection:
                 self.core.close()
                 self._carry_out()
                 self._hang_up()
+                self._poller.close()
                 os.close(self._wake)
 
     def _turn(self) -> None:
         with self.changed:
             wait_s = self._advance(time.monotonic())
-            poller = select.poll()
-            poller.register(self._wake, select.POLLIN)
             connected = self._socket
-            if connected is not None:
-                writing = bool(self.core.outbox) and not connected.starved
-                poller.register(connected.fileno(), select.POLLIN | (select.POLLOUT if writing else 0))
-                wait_s = min(wait_s, STARVED_WAIT_S) if connected.starved else wait_s
-        ready = poller.poll(max(wait_s, 0.0) * 1e3)
+            if connected is not None and connected.starved:
+                wait_s = min(wait_s, STARVED_WAIT_S)
+            self._watch()
+        ready = dict(self._poller.poll(max(wait_s, 0.0)))
         with self.changed:
-            if any(descriptor == self._wake for descriptor, _ in ready):
+            if ready.pop(self._wake, None):
                 os.eventfd_read(self._wake)
-            if connected is not None and (ready or self.core.outbox):
+            if connected is not None and connected is self._socket and (ready or self.core.outbox):
                 self._exchange(connected, time.monotonic())
+
+    def _watch(self) -> None:
+        """Poll the socket for what the thread has to do with it now. Called under the lock."""
+        connected, wanted = self._socket, 0
+        if connected is None:
+            return
+        if not self._is_lent:
+            wanted |= select.EPOLLIN
+        if self.core.outbox and not connected.starved:
+            wanted |= select.EPOLLOUT
+        if wanted == self._watched:
+            return
+        if not wanted:
+            # A registered descriptor reports its end even for no event.
+            self._poller.unregister(connected.fileno())
+        elif self._watched:
+            self._poller.modify(connected.fileno(), wanted)
+        else:
+            self._poller.register(connected.fileno(), wanted)
+        self._watched = wanted
 
     def _advance(self, now_s: float) -> float:
         """Connect if necessary and do all due work; return the time until more is due, in seconds."""
@@ -250,9 +362,20 @@ class Connection:
         return wait_s
 
     def _exchange(self, connected: AgentSocket, now_s: float) -> None:
-        """Send and receive available messages."""
+        """Send and receive available messages; leave those of a lent socket to the caller that reads it."""
         try:
             connected.flush(self.core.outbox)
+        except OSError as error:
+            self.core.disconnected(error, now_s)
+        if not self._is_lent and self.core.state is not State.DOWN:
+            self._receive(connected, now_s)
+            return
+        self._carry_out()
+        self._hang_up()
+
+    def _receive(self, connected: AgentSocket, now_s: float) -> None:
+        """Receive available messages."""
+        try:
             for message in connected.receive():
                 self.core.take(message, now_s)
         except (OSError, CodecError) as error:
@@ -279,8 +402,11 @@ class Connection:
             self.changed.notify_all()
 
     def _hang_up(self) -> None:
-        """Close the socket if the core no longer needs it. Called by the thread only, which may be polling it."""
+        """Close the socket if the core no longer needs it. Called under the lock."""
         if self._socket is not None and self.core.state in (State.DOWN, State.CLOSED):
+            if self._watched:
+                self._poller.unregister(self._socket.fileno())
+                self._watched = 0
             self._socket.close()
             self._socket = None
 
@@ -291,7 +417,7 @@ def open_links(path: str, hellos: Mapping[TargetMemory, Hello], timeout_s: float
     Raises:
         HelloRefused, CodecError, ConnectError: no agent has within `timeout_s`; all are closed.
     """
-    changed, events = threading.Condition(), deque[RoomEvent]()
+    changed, events = Waits(), deque[RoomEvent]()
     links: dict[TargetMemory, Connection] = {}
     end_s = time.monotonic() + timeout_s
     for memory, hello in hellos.items():

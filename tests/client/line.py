@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 
@@ -14,6 +13,7 @@ from scene import LAYOUT
 
 from longshore_client import Half, pool_geometry
 from longshore_client.client import Client
+from longshore_client.connection import Waits
 from longshore_client.core import RECONNECT_WAIT_MAX_S, Core
 from longshore_client.ledger import Call, HalfKey
 from longshore_wire.engine_messages import (
@@ -39,9 +39,7 @@ class Line:
 
     def __init__(self, *, reached: bool = True, hello: Hello = HELLO, beside: Line | None = None, **agent) -> None:
         """Make a client's only connection, or one `beside` the device's, whose client then has both."""
-        events, self.changed = (
-            (deque(), threading.Condition()) if beside is None else (beside.core.events, beside.changed)
-        )
+        events, self.changed = (deque(), Waits()) if beside is None else (beside.core.events, beside.changed)
         self.core = Core(hello, PATH, events)
         links = {} if beside is None else {TargetMemory.DEVICE: beside}
         self.client = Client(HELLO, {**links, hello.memory: self})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fake_agent import WAIT_S, FakeAgent
+from fake_agent import WAIT_S, FakeAgent, accept_all
 from scene import DONE, ENDPOINT, LAYOUT, client_at, event, left_open, open_descriptors, wait_until
 
 from longshore_client import (
@@ -26,7 +27,7 @@ from longshore_client import (
     pool_geometry,
 )
 from longshore_client.connection import AgentSocket
-from longshore_wire.engine_messages import Hello, Offer, Receive, Refused, RegisterPool
+from longshore_wire.engine_messages import Accepted, Hello, Offer, Receive, Refused, RegisterPool
 from longshore_wire.layout import TargetMemory
 
 # As root it becomes another user, like a pod's process; its groups are the arguments.
@@ -227,6 +228,120 @@ def test_poll_waits_for_an_event_and_ends_when_the_client_is_closed(path):
         with pytest.raises(ClientClosed):
             client.poll(WAIT_S)
         closing.join()
+
+
+@pytest.fixture
+def readers(monkeypatch):
+    """Return a list to which each thread that gets messages from a socket is added."""
+    found = []
+    receive = AgentSocket.receive
+
+    def recorded(connected):
+        messages = receive(connected)
+        found.extend([threading.current_thread()] * len(messages))
+        return messages
+
+    monkeypatch.setattr(AgentSocket, "receive", recorded)
+    return found
+
+
+def in_threads(*calls):
+    """Start a thread for each call; return a function that waits for them and returns their results in order."""
+    results = {}
+    threads = [
+        threading.Thread(target=lambda index=index, call=call: results.update({index: call()}))
+        for index, call in enumerate(calls)
+    ]
+    for thread in threads:
+        thread.start()
+
+    def join():
+        for thread in threads:
+            thread.join(WAIT_S)
+        return [results[index] for index in range(len(calls))]
+
+    return join
+
+
+def is_read_by_a_caller(client):
+    return client._links[TargetMemory.DEVICE]._is_lent
+
+
+def test_a_thread_that_waits_reads_the_message_itself_and_otherwise_the_connections_thread_does(path, readers):
+    with FakeAgent(path) as agent, client_at(path) as client:
+        for room in (1, 2):
+            client.send(room, [1], 0, 4, last=True)
+        readers.clear()
+        say = in_threads(lambda: (wait_until(client, lambda: is_read_by_a_caller(client)), agent.say(event(DONE, 1))))
+        assert client.wait(1, Half.SOURCE, timeout_s=WAIT_S).room == 1
+        assert readers == [threading.current_thread()]
+        say()
+        agent.say(event(DONE, 2))
+        wait_until(client, lambda: len(readers) == 2)
+        assert readers[1].name == "longshore-link"
+        assert [each.room for each in client.poll()] == [2]
+
+
+def test_threads_that_wait_at_once_each_get_their_own_event_and_answer(path):
+    def answer(message):
+        return None if isinstance(message, Offer) and message.room >= 10 else accept_all(message)
+
+    with FakeAgent(path, answer=answer) as agent, client_at(path) as client:
+        rooms = range(1, 9)
+        for room in rooms:
+            client.send(room, [1], 0, 4, last=True)
+        waits = [lambda room=room: client.wait(room, Half.SOURCE, timeout_s=WAIT_S).room for room in rooms]
+        sends = [lambda room=room: client.send(room, [1], 0, 4, last=True) for room in (10, 11)]
+        results = in_threads(*waits, *sends)
+        wait_until(client, lambda: is_read_by_a_caller(client))
+        agent.expect(lambda: len(agent.of(Offer)) == 10)
+        offers = agent.of(Offer)[-2:]
+        for room in reversed(rooms):
+            agent.say(event(DONE, room))
+        for offer in offers:
+            agent.say(Accepted(offer.request))
+        assert results() == [*rooms, None, None]
+        assert not is_read_by_a_caller(client)
+
+
+def test_an_interrupted_wait_leaves_the_socket_to_the_connections_thread(path):
+    class InterruptedForTestError(Exception):
+        pass
+
+    def interrupt(signal_number, frame):
+        raise InterruptedForTestError
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with FakeAgent(path) as agent, client_at(path) as client:
+            client.send(1, [1], 0, 4, last=True)
+            main = threading.get_ident()
+            send = in_threads(
+                lambda: (
+                    wait_until(client, lambda: is_read_by_a_caller(client)),
+                    signal.pthread_kill(main, signal.SIGUSR1),
+                )
+            )
+            with pytest.raises(InterruptedForTestError):
+                client.wait(1, Half.SOURCE, timeout_s=WAIT_S)
+            send()
+            assert not is_read_by_a_caller(client)
+            agent.say(event(DONE, 1))
+            wait_until(client, lambda: len(client._core.events) == 1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_wait_goes_on_when_its_agent_is_replaced(path):
+    with FakeAgent(path, epoch=1) as first, client_at(path) as client:
+        client.send(1, [1], 0, 4, last=True)
+        result = in_threads(lambda: client.wait(1, Half.SOURCE, timeout_s=10 * WAIT_S).room)
+        wait_until(client, lambda: is_read_by_a_caller(client))
+        first.stop()
+        with FakeAgent(path, epoch=2) as second:
+            wait_until(client, lambda: client.epoch == 2 and client.connected)
+            second.say(event(DONE, 1))
+            assert result() == [1]
 
 
 def test_a_killed_agent_process_is_replaced_and_the_next_one_gets_the_descriptors_too(path):
