@@ -93,12 +93,13 @@ class EngineRequests:
     parting: dict[int, int] = field(default_factory=dict)  # pool: request that waits until no neighbour has it mapped
     device: Device | None = None  # the engine's GPU
     prepare_pool: Callable[[KVPool], None] = _nothing  # called before a pool is registered
-    # Called before a core gets a room's pages, with the ways that were claimed so far.
+    # Called after a room's pages are accepted, before a copy of them begins, with the ways that were claimed so far.
     prepare_pages: Callable[[KVPool, PageTable, Half, frozenset[Way]], None] = _nothing
     closing: str = ""  # why new rooms are refused; empty: they are accepted
     finishes_claimed: bool = False  # while closing, a room that decode has claimed may still be offered
     _partial_claims: dict[tuple[str, int, int], bytearray] = field(default_factory=dict)
     _torn_count: int = 0  # as of the last `fail_torn`
+    _unprepared: list[tuple[KVPool, PageTable, Half, frozenset[Way]]] = field(default_factory=list)
 
     def handle(self, message: ToAgent, descriptors: list[int], now_ns: int) -> ToEngine | None:
         """Handle one request; return its answer, or None if the answer comes later or is not due."""
@@ -132,6 +133,11 @@ class EngineRequests:
         else:
             raise RoomError("this connection has said Hello already", reason=Reason.MALFORMED_MESSAGE)
         return Accepted(message.request)
+
+    def prepare_new(self) -> None:
+        """Prepare the pages that the last requests have added. Their engine has its answers and does not wait for this."""
+        while self._unprepared:
+            self.prepare_pages(*self._unprepared.pop())
 
     # -- pools -----------------------------------------------------------------------------------------------------
 
@@ -266,7 +272,6 @@ class EngineRequests:
         if old is None and not (self.finishes_claimed and key in self.source.rooms):
             self._check_open()
         table = self._extended(old, message, pages)
-        self.prepare_pages(pool.kv_pool, table, Half.SOURCE, self._claimed_ways(key))
         # The core may begin to write at once, which needs the pages.
         self.tables[Half.SOURCE, key] = table
         try:
@@ -279,6 +284,7 @@ class EngineRequests:
             else:
                 self.tables[Half.SOURCE, key] = old
             raise
+        self._unprepared.append((pool.kv_pool, table, Half.SOURCE, self._claimed_ways(key)))
 
     def _claimed_ways(self, key: RoomKey) -> frozenset[Way]:
         room = self.source.rooms.get(key) if self.source is not None else None
@@ -316,7 +322,6 @@ class EngineRequests:
         self._check_open()
         self._check_unclaimed(pool, message.pool, pages)
         table = PageTable(message.first_token // self.layout.page_size, pages)
-        self.prepare_pages(pool.kv_pool, table, Half.TARGET, frozenset())
         self.tables[Half.TARGET, key] = table
         wanted = Wanted(
             key,
@@ -335,6 +340,7 @@ class EngineRequests:
             del self.tables[Half.TARGET, key]
             raise
         pool.claimed[pages] = True
+        self._unprepared.append((pool.kv_pool, table, Half.TARGET, frozenset()))
         return Accepted(message.request)
 
     def release(self, half: Half, key: RoomKey) -> bool:

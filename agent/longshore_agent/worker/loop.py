@@ -86,6 +86,7 @@ class Worker:
         self._stop_ns: int | None = None
         self._retire_ns: int | None = None
         self._due_ns = 0
+        self._letters: list[tuple[Half, Send]] = []
         session_config = config.session_config()
         source = SourceSession(session_config, now_ns=now_ns) if Half.SOURCE in config.roles else None
         target = TargetSession(session_config, now_ns=now_ns) if Half.TARGET in config.roles else None
@@ -179,7 +180,10 @@ class Worker:
         return engine_waits or self._link.wants_write or bool(self._engine_error) or waits
 
     def _flush(self, now_ns: int) -> None:
-        """Apply the cores' effects until there are none, then send pending answers."""
+        """Apply the cores' effects until there are none, then send pending answers.
+
+        Messages to peers follow all other effects, because waking ZeroMQ's thread takes longer than starting a copy.
+        """
         if self.requests.pools_changed:
             self._describe()
         asked = True
@@ -189,18 +193,30 @@ class Worker:
                 effects = session.take_effects()
                 asked = asked or bool(effects)
                 for effect in effects:
+                    if isinstance(effect, Send):
+                        self._letters.append((half, effect))
+                        continue
+                    if isinstance(effect, HangUp | PeerGone):
+                        # These end the connection over which earlier messages go.
+                        self._post()
                     self._apply(half, session, effect, now_ns)
                 self.mover.hurry()
+        self._post()
         for answer in self.requests.take_left():
             self._tell(answer)
         self.mover.neighbours.report(self.requests)
         if self._link.wants_write:
             self._link.flush()
 
-    def _apply(self, half: Half, session: Session, effect: Effect, now_ns: int) -> None:
-        if isinstance(effect, Send):
+    def _post(self) -> None:
+        """Send the messages that wait for the other effects of this turn."""
+        letters, self._letters = self._letters, []
+        for half, effect in letters:
             self.net.send(half, effect.peer, effect.message)
-        elif isinstance(effect, StartWrite):
+            self.mover.hurry()
+
+    def _apply(self, half: Half, session: Session, effect: Effect, now_ns: int) -> None:
+        if isinstance(effect, StartWrite):
             assert self.source is not None
             self.mover.start_write(effect, self.requests, self.source, now_ns)
         elif isinstance(effect, StartScatter):
@@ -313,6 +329,7 @@ class Worker:
                     self.net.counters[f"refused.{answer.reason.name}"] += 1
                 if answer is not None:
                     self._tell(answer)
+                self.requests.prepare_new()
             if self.engine.pidfd is not None and self.engine.pidfd in ready:
                 raise EngineClosedError(f"{self.engine.peer.shown} died")
         except (EngineClosedError, EngineStuckError) as error:
