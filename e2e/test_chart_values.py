@@ -136,6 +136,13 @@ VALUES: dict[str, tuple[Body, Callable[[Objects], object], object, object]] = {
         "IPC_LOCK,NICE",
     ),
     "allow.hostPaths": ({"allow": {"hostPaths": ["/a", "/b"]}}, variable("ALLOW_HOST_PATHS"), "", "/a,/b"),
+    "gpu.mps.hostDirectory": (
+        {"gpu": {"mps": {"hostDirectory": "/run/m"}}},
+        variable("MPS_HOST_DIRECTORY"),
+        "",
+        "/run/m",
+    ),
+    "gpu.mps.pipeDirectory": ({"gpu": {"mps": {"pipeDirectory": "/m"}}}, variable("MPS_PIPE_DIRECTORY"), "", "/m"),
     "aggregateToEdit": ({"aggregateToEdit": True}, edits, False, True),
     "inject.enabled": ({"inject": {"enabled": True}}, there(INJECTION), False, True),
     "replicas": (

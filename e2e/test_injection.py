@@ -115,6 +115,39 @@ def test_what_a_pod_has_stays(plane: ControlPlane, namespace: str) -> None:
     assert not {"envFrom", "volumeMounts"} & set(found["initContainers"][0])
 
 
+def test_a_pod_of_a_deployment_with_mps_gets_the_pipes_of_the_nodes_daemon(plane: ControlPlane, namespace: str) -> None:
+    # As the operator writes it, of a deployment that does not exist: it would replace a ConfigMap of its own.
+    config = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {
+            "name": "shared-engine-decode",
+            "namespace": namespace,
+            "labels": {"longshore.dev/deployment": "shared", "longshore.dev/engine": "decode"},
+        },
+        "data": {
+            "LONGSHORE_ENGINE_SOCKET": f"/run/longshore/{namespace}/shared/agent.sock",
+            "LONGSHORE_ENGINE_MPS_HOST_DIRECTORY": "/run/nvidia/mps/pipe",
+            "CUDA_MPS_PIPE_DIRECTORY": "/mps/pipe",
+        },
+    }
+    plane.kubectl("apply", "-f", "-", stdin=to_text(config))
+    own = {"name": "b", "image": "i", "volumeMounts": [{"name": "own", "mountPath": "/mps/pipe"}]}
+    spec = {"containers": [{"name": "a", "image": "i"}, own], "volumes": [{"name": "own", "emptyDir": {}}]}
+    pod = labelled({"spec": spec}, namespace, "shared.decode")
+    until(lambda: plane.try_kubectl("create", "--dry-run=server", "-f", "-", stdin=to_text(pod)).returncode == 0, "it")
+    found = created(plane, pod)["spec"]
+    first, second = found["containers"]
+    assert {"name": "longshore-mps", "hostPath": {"path": "/run/nvidia/mps/pipe", "type": "Directory"}} in found[
+        "volumes"
+    ]
+    assert {"name": "longshore-mps", "mountPath": "/mps/pipe"} in first["volumeMounts"]
+    # A container's own mount stays.
+    assert [mount["name"] for mount in second["volumeMounts"]] == ["own", "longshore"]
+    again = labelled({"spec": found}, namespace, "shared.decode")
+    assert created(plane, again)["spec"] == found
+
+
 def test_pods_without_the_label_and_namespaces_that_have_not_opted_in_are_left_alone(
     plane: ControlPlane, namespace: str
 ) -> None:

@@ -161,6 +161,7 @@ class Settings:
         Role.BOTH,
         "How a GPU worker allocates lanes, ring and probe memory. cuMemCreate needs NIXL and an IMEX channel of the host.",
     )
+    gpu_mps: bool = _setting(False, Role.BOTH, "A GPU's worker only starts as a client of CUDA MPS.", file="gpu.mps")
     wires: tuple[Wire, ...] = _setting(
         (),
         Role.BOTH,

@@ -20,7 +20,7 @@ from longshore_operator.lease import LostLeaseError, Mutex
 from longshore_operator.metrics import Metrics
 from longshore_operator.observe import Moment, Observed, Refusal, Warned, observe
 from longshore_operator.ownership import Claim, LeaseWatch, may_claim
-from longshore_operator.render.wanted import Allowed, ImageChoice
+from longshore_operator.render.wanted import Allowed, ImageChoice, MpsDirectory
 from longshore_operator.settings import Settings, listed
 from longshore_operator.work_queue import WorkQueue
 from longshore_operator.world import Key, World
@@ -84,6 +84,7 @@ class Reconciler:
                 frozenset(listed(settings.allow)),
                 frozenset(listed(settings.allow_capabilities)),
                 listed(settings.allow_host_paths),
+                MpsDirectory(settings.mps_host_directory, settings.mps_pipe_directory or settings.mps_host_directory),
             ),
         )
         self._claim = Claim.of(settings)

@@ -50,6 +50,12 @@ class Settings:
     allow_host_paths: str = _row(
         "", "", "Paths of nodes that agents may mount, with all below, by commas, such as /dev/infiniband."
     )
+    mps_host_directory: str = _row(
+        "",
+        "",
+        "Directory on the nodes with the pipes of their MPS daemon, for deployments with gpu.mps. Empty: none may.",
+    )
+    mps_pipe_directory: str = _row("", "", "The same directory as pods see it. Empty: by the node's path.")
     http_host: str = _row("127.0.0.1", "", "Address that serves health and metrics: the pod's own.")
     http_port: int = _row(8080, "", "Port of health and metrics.")
     lease_s: float = _row(15.0, "seconds", "A Lease that was not renewed for this long has expired.")
@@ -103,6 +109,11 @@ class Settings:
             )
         unknown = sorted(set(listed(self.allow)) - set(ALLOWABLE))
         faults += [f"{variable('allow')}: {name} is none of {', '.join(ALLOWABLE)}" for name in unknown]
+        for name in ("mps_host_directory", "mps_pipe_directory"):
+            if (path := getattr(self, name)) and not path.startswith("/"):
+                faults.append(f"{variable(name)}: {path} is no absolute path")
+        if self.mps_pipe_directory and not self.mps_host_directory:
+            faults.append(f"{variable('mps_pipe_directory')}: give {variable('mps_host_directory')} too")
         if self.log_level not in {"debug", "info", "warning", "error"}:
             faults.append(f"{variable('log_level')}: {self.log_level} is none of debug, info, warning, error")
         if faults:

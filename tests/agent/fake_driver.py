@@ -12,7 +12,7 @@ from longshore_agent.memory.device_memory import AccessDescription, AllocationPr
 
 INVALID_VALUE, OUT_OF_MEMORY, ALREADY_REGISTERED = 1, 2, 712
 FIRST_ADDRESS = 0x7F00_0000_0000
-FABRIC, GPU_DIRECT_RDMA = 128, 110
+FABRIC, GPU_DIRECT_RDMA, MPS = 128, 110, 133
 
 
 class FakeDriver:
@@ -44,6 +44,7 @@ class FakeDriver:
         self.host_shift = 0
         self.properties = AllocationProperties()
         self._acts: dict[str, Callable[..., int | None]] = {
+            "cuDeviceGetCount": self._device_get_count,
             "cuDeviceGetAttribute": self._device_get_attribute,
             "cuMemGetAllocationGranularity": self._get_allocation_granularity,
             "cuMemAddressReserve": self._address_reserve,
@@ -81,6 +82,9 @@ class FakeDriver:
             return int(act(*arguments) or 0) if act is not None else 0
 
         return answer
+
+    def _device_get_count(self, found: Any) -> None:
+        found[0] = 1
 
     def _device_get_attribute(self, found: Any, attribute: int, _: int) -> int:
         found[0] = self.attributes.get(attribute, 0)

@@ -110,7 +110,7 @@ def moving_parts(
     settings = dataclasses.replace(Settings(), lane_bytes=1 << 20, ring_bytes=1 << 20, **changes)
     transport = SimpleNamespace(register=lambda *_: 1, close=lambda: None)
     played: dict[str, object] = {
-        "open_device": lambda _: SimpleNamespace(index=0, enter=lambda: None),
+        "open_device": lambda _: SimpleNamespace(index=0, enter=lambda: None, attribute=lambda _: 0),
         "make_transport": lambda *_: transport,
         "DeviceStagingBuffer": buffer,
         "device_copier": lambda *_: Recorder(),

@@ -243,6 +243,7 @@ def test_every_field_of_the_config_file_that_an_agent_acts_on_is_in_the_table() 
         "transfer": agent_config.Transfer,
         "control": agent_config.Control,
         "integrity": agent_config.Integrity,
+        "gpu": agent_config.Gpu,
     }
     declared = {f"{path}.{name}" for path, part in parts.items() for name in part.__struct_fields__} | {"decode.target"}
     linked = {row.metadata["file"] for row in dataclasses.fields(Settings)} - {""}

@@ -81,6 +81,15 @@ def test_status_shows_workers_with_their_engines_but_neither_rooms_nor_metrics(
     assert not {"rooms", "metrics", "spans"} & shown.keys()
 
 
+@pytest.mark.parametrize("shared", [True, False, None])
+def test_status_says_of_each_worker_whether_its_gpu_is_shared_by_mps(
+    client: httpx.Client, source: Source, *, shared: bool | None
+) -> None:
+    source.state = agent(worker(device="GPU-1", mps=shared))
+    (shown,) = client.get("/v1/status").json()["workers"]
+    assert (shown["device"], shown["mps"]) == ("GPU-1", shared)
+
+
 def test_rooms_come_in_pages_that_neither_miss_nor_repeat_one(client: httpx.Client, source: Source) -> None:
     numbers = [5, 3, BIG_ROOM, 2**63, 2**53 + 1, 2**53]
     source.state = agent(

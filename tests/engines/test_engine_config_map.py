@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import re
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 from stand_in_vllm import installed
@@ -18,8 +20,9 @@ from longshore_agent.supervisor.reception import Reception
 from longshore_client import Half, KVLayout, PageOrder, Parallel, arguments, new_instance
 from longshore_engines.vllm_checks import roles_of, setting
 from longshore_operator.render.engines import engine_config_map
-from longshore_operator.render.wanted import ImageChoice, Wanted
+from longshore_operator.render.wanted import Allowed, ImageChoice, MpsDirectory, Wanted
 from longshore_wire import manifest
+from longshore_wire.agent_config import Gpu
 from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, Hello
 from longshore_wire.names import AGENT_USER_ID
 
@@ -125,8 +128,12 @@ def test_the_examples_take_what_the_operator_writes_and_nothing_else_of_the_node
 
 def test_the_page_names_every_variable_and_no_other() -> None:
     page = (EXAMPLES.parent / "docs" / "how-to" / "engine-pods.md").read_text()
-    written = variables(deployment("vllm/tiny.yaml"), "prefill")
-    assert set(re.findall(r"LONGSHORE_ENGINE_\w+", page)) == set(written)
+    wanted = deployment("vllm/tiny.yaml")
+    spec = msgspec.structs.replace(wanted.manifest.spec, gpu=Gpu(mps=True))
+    images = ImageChoice("agent", "IfNotPresent", allowed=Allowed(mps=MpsDirectory("/run/mps", "/mps")))
+    manifest_with_mps = msgspec.structs.replace(wanted.manifest, spec=spec)
+    written = variables(dataclasses.replace(wanted, manifest=manifest_with_mps, images=images), "prefill")
+    assert set(re.findall(r"LONGSHORE_ENGINE_\w+|CUDA_MPS_\w+", page)) == set(written)
 
 
 @pytest.mark.parametrize("role", HALVES)

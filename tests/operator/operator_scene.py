@@ -9,14 +9,15 @@ from longshore_operator import kinds, names
 from longshore_operator.decide.decision import Decision, decide
 from longshore_operator.kinds import Kind
 from longshore_operator.observe import Moment, Observed, observe
-from longshore_operator.render.wanted import Allowed, ImageChoice
+from longshore_operator.render.wanted import Allowed, ImageChoice, MpsDirectory
 from longshore_operator.reports import AgentReport, Engine, Instance, Peer, Worker
 from longshore_operator.settings import ALLOWABLE
 from longshore_operator.world import Key, Poll, World
 
 Body = dict[str, Any]
 # An administrator who allows everything.
-ALLOWED = Allowed(frozenset(ALLOWABLE), frozenset({"IPC_LOCK"}), ("/dev/infiniband",))
+MPS = MpsDirectory("/run/nvidia/mps/nvidia.com/gpu/pipe", "/mps/nvidia.com/gpu/pipe")
+ALLOWED = Allowed(frozenset(ALLOWABLE), frozenset({"IPC_LOCK"}), ("/dev/infiniband",), MPS)
 IMAGES = ImageChoice("agent:1", "IfNotPresent", operator_image="operator:1", allowed=ALLOWED)
 KEY = Key("team", "llama")
 NOW_S = 1000.0

@@ -133,6 +133,7 @@ SETTINGS = [
     ("transfer.wires", ["TCP", "RDMA"], "wires", (Wire.TCP, Wire.RDMA)),
     ("decode.target", "Host", "decode_target", Target.HOST),
     ("integrity.digest", True, "digest", True),
+    ("gpu.mps", True, "gpu_mps", True),
     ("agents.httpPort", 9999, "http_port", 9999),
     ("agents.workerPort", 9700, "worker_port", 9700),
     ("agents.hostNetwork", True, "host_network", True),

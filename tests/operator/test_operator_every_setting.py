@@ -340,6 +340,28 @@ def test_deployments_get_what_the_settings_allow() -> None:
         Settings.from_environment({"LONGSHORE_ALLOW": "hostPID"})
 
 
+def test_deployments_with_mps_get_the_directory_that_is_set_under_the_path_that_is_set() -> None:
+    scene = Scene(gpu={"mps": True})
+
+    def mounted(**settings: str) -> tuple[str, str, str]:
+        images = reconciler(scene.world, **settings)._images
+        children = {kind.name: body for kind, body in decide(scene.observe(), images).apply}
+        spec = children["DaemonSet"]["spec"]["template"]["spec"]
+        (host,) = (entry["hostPath"]["path"] for entry in spec["volumes"] if entry["name"] == "mps")
+        (agent,) = spec["containers"]
+        (path,) = (entry["mountPath"] for entry in agent["volumeMounts"] if entry["name"] == "mps")
+        (value,) = (entry["value"] for entry in agent["env"] if entry["name"] == "CUDA_MPS_PIPE_DIRECTORY")
+        return host, path, value
+
+    assert mounted(mps_host_directory="/run/mps") == ("/run/mps", "/run/mps", "/run/mps")
+    assert mounted(mps_host_directory="/run/mps", mps_pipe_directory="/mps") == ("/run/mps", "/mps", "/mps")
+    assert scene.reasons(images=reconciler(scene.world)._images)["Compatible"] == "NotAllowed"
+    with pytest.raises(ConfigError, match="LONGSHORE_MPS_HOST_DIRECTORY: mps is no absolute path"):
+        Settings.from_environment({"LONGSHORE_MPS_HOST_DIRECTORY": "mps"})
+    with pytest.raises(ConfigError, match="LONGSHORE_MPS_PIPE_DIRECTORY: give LONGSHORE_MPS_HOST_DIRECTORY too"):
+        Settings.from_environment({"LONGSHORE_MPS_PIPE_DIRECTORY": "/mps"})
+
+
 @pytest.mark.parametrize(("stale_s", "silent"), [(5.0, True), (60.0, False)])
 def test_an_answer_counts_for_as_long_as_is_set(stale_s: float, *, silent: bool) -> None:
     scene = Scene()

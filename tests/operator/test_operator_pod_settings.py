@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from operator_scene import IMAGES, Scene
+from operator_scene import IMAGES, MPS, Scene
 
 from longshore_agent.settings import Role, Settings, variable
 from longshore_operator import kinds, names
@@ -212,6 +212,47 @@ def test_agents_with_gpus_tolerate_the_taint_of_gpu_nodes(agents: Body) -> None:
 @pytest.mark.parametrize("own", [{"operator": "Exists"}, {"key": "nvidia.com/gpu", "value": "h100"}], ids=str)
 def test_an_own_toleration_of_that_taint_stands(own: Body) -> None:
     assert pod(gpuAccess="CDI", tolerations=[own])["tolerations"] == [own]
+
+
+def engine_variables(**spec: Any) -> dict[str, Body]:
+    """The variables of engines' pods by role."""
+    found = [body for kind, body in Scene(**spec).decide().apply if kind is kinds.CONFIG_MAP]
+    return {role: body["data"] for body in found if (role := body["metadata"]["labels"].get(names.ENGINE_LABEL))}
+
+
+def test_with_gpu_mps_agents_and_engines_find_the_pipes_of_the_nodes_daemon() -> None:
+    spec = {"gpu": {"mps": True}}
+    for template in templates(**spec).values():
+        (agent,) = template["spec"]["containers"]
+        assert {"name": "CUDA_MPS_PIPE_DIRECTORY", "value": MPS.pod} in agent["env"]
+        # Clients lock a file there.
+        assert {"name": "mps", "mountPath": MPS.pod} in agent["volumeMounts"]
+        assert {"name": "mps", "hostPath": {"path": MPS.host, "type": "Directory"}} in template["spec"]["volumes"]
+        # The init container is root, and has nothing to do there.
+        assert "mps" not in str(template["spec"]["initContainers"])
+    for data in engine_variables(**spec).values():
+        assert data["CUDA_MPS_PIPE_DIRECTORY"] == MPS.pod
+        assert data["LONGSHORE_ENGINE_MPS_HOST_DIRECTORY"] == MPS.host
+    plain = f"{list(templates().values())} {engine_variables()}"
+    assert "mps" not in plain.lower()
+    assert set(engine_variables()) == {"prefill", "decode"}
+
+
+def test_no_own_volume_hides_that_of_the_daemon() -> None:
+    agents = {"volumes": [{"name": "mps", "emptyDir": {}}]}
+    assert "the agent has a volume mps" in fault(agents=agents, gpu={"mps": True})
+    assert Scene(agents=agents).reasons()["Compatible"] == "PlanMade"
+
+
+def test_mps_is_refused_where_the_administrator_names_no_daemon() -> None:
+    strict = dataclasses.replace(IMAGES, allowed=Allowed())
+    scene = Scene(gpu={"mps": True})
+    assert scene.decide(strict).apply == ()
+    assert scene.reasons(images=strict)["Compatible"] == "NotAllowed"
+    message = scene.message("Compatible", images=strict)
+    assert message.startswith("spec.gpu.mps: ")
+    assert message.endswith("ask for the chart's value gpu.mps.hostDirectory")
+    assert Scene(gpu={"mps": False}).reasons(images=strict)["Compatible"] == "PlanMade"
 
 
 # -- memory --------------------------------------------------------------------------------------------------------

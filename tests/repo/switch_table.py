@@ -59,6 +59,9 @@ _WIRES = (
     f"{_AGENT}/test_data_ports.py::test_no_port_is_open_where_no_allowed_wire_needs_one",
 )
 _RING = (f"{_CHANGE}::test_the_ring_is_as_large_as_it_is_set_and_without_one_nothing_is_staged",)
+_REQUIRED_MPS = (
+    f"{_AGENT}/test_mps.py::test_with_gpu_mps_a_worker_that_is_no_client_does_not_start_and_names_directory_and_way_out",
+)
 _SLABS = (f"{_CHANGE}::test_a_slab_is_no_longer_than_a_lane",)
 _CHUNK = (f"{_AS_SET}::test_a_plan_counts_the_writes_of_a_chunk_of_the_set_length",)
 
@@ -94,6 +97,7 @@ AGENT_SETTINGS: Shown = {
             "test_lanes_ring_and_the_memory_of_probes_are_of_the_kind_that_the_settings_name"
         ),
     ),
+    "gpu_mps": _REQUIRED_MPS,
     "wires": _WIRES,
     "staging": _STAGING,
     "decode_target": (_HOSTS,),
@@ -178,6 +182,7 @@ _SERVED = (f"{_OPERATORS}::test_pages_are_served_where_they_are_set_to_be",)
 
 # The operator's settings, LONGSHORE_ and the name in capitals.
 _ALLOWS = (f"{_OPERATORS}::test_deployments_get_what_the_settings_allow",)
+_PIPES = (f"{_OPERATORS}::test_deployments_with_mps_get_the_directory_that_is_set_under_the_path_that_is_set",)
 OPERATOR_SETTINGS: Shown = {
     "namespace": _LEASE,
     "watch_namespace": _WATCHES,
@@ -195,6 +200,8 @@ OPERATOR_SETTINGS: Shown = {
     "allow": _ALLOWS,
     "allow_capabilities": _ALLOWS,
     "allow_host_paths": _ALLOWS,
+    "mps_host_directory": _PIPES,
+    "mps_pipe_directory": _PIPES,
     "http_host": _SERVED,
     "http_port": _SERVED,
     "lease_s": (
@@ -304,6 +311,11 @@ RESOURCE_FIELDS: Shown = {
         ),
     ),
     "integrity.digest": (_SETTING, *_DIGESTS),
+    "gpu.mps": (
+        _SETTING,
+        *_REQUIRED_MPS,
+        f"{_PODS}::test_with_gpu_mps_agents_and_engines_find_the_pipes_of_the_nodes_daemon",
+    ),
     **{f"prefill.agents.{name}": tests for name, tests in _POD_SETTINGS.items()},
     **{f"decode.agents.{name}": tests for name, tests in _POD_SETTINGS.items()},
     **{f"agents.{name}": tests for name, tests in _POD_SETTINGS.items()},
@@ -467,26 +479,15 @@ CHART_VALUES: Shown = {
     "agent.pullPolicy": _VALUE,
     "agent.pullSecrets": _VALUE,
     "agent.runtimeClassName": _VALUE,
-    "allow.image": _VALUE,
-    "allow.hostNetwork": _VALUE,
-    "allow.hostIPC": _VALUE,
-    "allow.noNetworkPolicy": _VALUE,
-    "allow.capabilities": _VALUE,
-    "allow.hostPaths": _VALUE,
-    "aggregateToEdit": _VALUE,
-    "inject.enabled": _VALUE,
-    "replicas": _VALUE,
-    "logLevel": _VALUE,
-    "settings": _VALUE,
-    "resources.requests.cpu": _VALUE,
-    "resources.requests.memory": _VALUE,
-    "resources.limits.memory": _VALUE,
-    "resources.requests.ephemeral-storage": _VALUE,
-    "resources.limits.ephemeral-storage": _VALUE,
-    "nodeSelector": _VALUE,
-    "tolerations": _VALUE,
-    "affinity": _VALUE,
-    "priorityClassName": _VALUE,
+    **{
+        f"allow.{name}": _VALUE
+        for name in ("image", "hostNetwork", "hostIPC", "noNetworkPolicy", "capabilities", "hostPaths")
+    },
+    **{f"gpu.mps.{name}": _VALUE for name in ("hostDirectory", "pipeDirectory")},
+    **dict.fromkeys(("aggregateToEdit", "inject.enabled", "replicas", "logLevel", "settings"), _VALUE),
+    **dict.fromkeys(("resources.requests.cpu", "resources.requests.memory", "resources.limits.memory"), _VALUE),
+    **{f"resources.{name}.ephemeral-storage": _VALUE for name in ("requests", "limits")},
+    **dict.fromkeys(("nodeSelector", "tolerations", "affinity", "priorityClassName"), _VALUE),
     "podDisruptionBudget.enabled": _VALUE,
     "networkPolicy.enabled": _VALUE,
     "test.nodeSelector": _VALUE,

@@ -239,6 +239,12 @@ class Integrity(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     digest: bool = False
 
 
+class Gpu(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """How the GPUs of a node are shared. With `mps`, agents only work as clients of CUDA's Multi-Process Service."""
+
+    mps: bool = False
+
+
 class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """The whole file. `load` reads it; `check` tests the rules that concern several fields."""
 
@@ -251,6 +257,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     transfer: Transfer = Transfer()
     control: Control = Control()
     integrity: Integrity = Integrity()
+    gpu: Gpu = Gpu()
 
     @property
     def run_directory(self) -> str:

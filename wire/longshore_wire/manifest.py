@@ -19,6 +19,7 @@ from longshore_wire.agent_config import (
     Control,
     Decode,
     Deployment,
+    Gpu,
     Integrity,
     Model,
     Port,
@@ -123,6 +124,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     decode: DecodeSpec
     transfer: Transfer = Transfer()
     integrity: Integrity = Integrity()
+    gpu: Gpu = Gpu()
     agents: Agents = Agents()
 
 
@@ -149,6 +151,7 @@ class DisaggDeployment(msgspec.Struct, frozen=True, kw_only=True):
             transfer=spec.transfer,
             control=spec.agents.control,
             integrity=spec.integrity,
+            gpu=spec.gpu,
         )
         try:
             config.check()

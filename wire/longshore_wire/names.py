@@ -29,6 +29,8 @@ ENGINE_PREFIX = f"{ENVIRONMENT_PREFIX}ENGINE_"
 ENGINE_SOCKET_VARIABLE = f"{ENGINE_PREFIX}SOCKET"
 # The variable with which the names of an engine's instances begin.
 INSTANCE_PREFIX_VARIABLE = f"{ENGINE_PREFIX}INSTANCE_PREFIX"
+# The variable in which the CUDA driver finds the daemon of the Multi-Process Service (MPS).
+MPS_PIPE_VARIABLE = "CUDA_MPS_PIPE_DIRECTORY"
 # User and group of the agent's image. The engine socket is for this group.
 AGENT_USER_ID = 10001
 HTTP_PORT = 9470

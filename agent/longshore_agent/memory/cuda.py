@@ -21,9 +21,14 @@ _UUID_BYTES = 16
 _IPC_LAZY_PEER_ACCESS = 1
 _SUCCESS = 0
 # Errors that callers distinguish.
+_INVALID_VALUE = 1
 NOT_PERMITTED = 800
 NOT_SUPPORTED = 801
 _NOT_READY = 600
+# The driver's errors while a server of MPS starts or ends, or its daemon is away. A later start may succeed.
+_MPS_AWAY = frozenset({805, 806, 807})
+# A device attribute, from the driver's CUdevice_attribute.
+MPS_ENABLED = 133
 # Flags of registered host memory: for all contexts, and mapped for devices.
 _HOST_PORTABLE, _HOST_MAPPED = 1, 2
 # A flag of events. Events without timing cost less.
@@ -47,6 +52,10 @@ class DriverError(DeviceError):
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
         self.code = code
+
+
+class MpsAwayError(DriverError):
+    """The server of CUDA's Multi-Process Service does not answer at the moment."""
 
 
 class _IpcHandle(ctypes.Structure):
@@ -126,6 +135,17 @@ class Device:
         handle = ctypes.c_int()
         call("cuDeviceGet", ctypes.byref(handle), self.index)
         return handle.value
+
+    def attribute(self, number: int) -> int | None:
+        """Return a device attribute by the driver's number; None: the driver does not know it. Raises DeviceError."""
+        found = ctypes.c_int()
+        try:
+            call("cuDeviceGetAttribute", ctypes.byref(found), number, self.ordinal())
+        except DriverError as error:
+            if error.code != _INVALID_VALUE:
+                raise
+            return None
+        return found.value
 
     def enter(self) -> None:
         """Make the context current for this thread. Every thread must call it before it uses CUDA or a library that does."""
@@ -282,10 +302,13 @@ def open_device(name: str) -> Device:
 
     Raises:
         DeviceError: UNSUPPORTED if this process does not see it.
+        MpsAwayError: the driver cannot be initialized at the moment.
     """
     count = ctypes.c_int()
     try:
         call("cuDeviceGetCount", ctypes.byref(count))
+    except MpsAwayError:
+        raise
     except DeviceError as error:
         raise DeviceError(f"device is {name!r}: {error}", reason=Reason.UNSUPPORTED) from error
     seen = [device_uuid(index) for index in range(count.value)]
@@ -339,7 +362,8 @@ def _driver() -> ctypes.CDLL:
         function.argtypes, function.restype = arguments, ctypes.c_int
     code = driver.cuInit(0)
     if code != _SUCCESS:
-        raise DeviceError(f"cuInit: error {code}")
+        kind = MpsAwayError if code in _MPS_AWAY else DriverError
+        raise kind(f"cuInit: {_name_in(driver, code)}", code)
     return driver
 
 
@@ -373,6 +397,10 @@ def call(name: str, *arguments: object) -> None:
 
 
 def _error_name(error: int) -> str:
+    return _name_in(_driver(), error)
+
+
+def _name_in(driver: ctypes.CDLL, error: int) -> str:
     found = ctypes.c_char_p()
-    _driver().cuGetErrorName(error, ctypes.byref(found))
+    driver.cuGetErrorName(error, ctypes.byref(found))
     return f"{(found.value or b'an unknown error').decode()} ({error})"

@@ -247,13 +247,13 @@ class VirtualMemory:
         """
         device.enter()
         ordinal = device.ordinal()
-        if not _attribute(ordinal, _FABRIC_HANDLES_SUPPORTED):
+        if not device.attribute(_FABRIC_HANDLES_SUPPORTED):
             raise DeviceError(_refusal(device, "it does not support them"), reason=Reason.UNSUPPORTED)
         properties = AllocationProperties(
             type=_PINNED, requested_handle_types=_FABRIC, location=_Location(_ON_DEVICE, ordinal)
         )
         # Memory of cudaMalloc always has this property: an InfiniBand card may access it.
-        properties.flags.gpu_direct_rdma_capable = int(_attribute(ordinal, _GPU_DIRECT_RDMA_SUPPORTED))
+        properties.flags.gpu_direct_rdma_capable = device.attribute(_GPU_DIRECT_RDMA_SUPPORTED) or 0
         self._device = device
         with ExitStack() as undo:
             try:
@@ -287,16 +287,6 @@ class VirtualMemory:
         undo.callback(cuda.call, "cuMemUnmap", self.address, self.length_bytes)
         access = AccessDescription(properties.location, _READ_WRITE)
         cuda.call("cuMemSetAccess", self.address, self.length_bytes, ctypes.byref(access), 1)
-
-
-def _attribute(ordinal: int, attribute: int) -> bool:
-    found = ctypes.c_int()
-    try:
-        cuda.call("cuDeviceGetAttribute", ctypes.byref(found), attribute, ordinal)
-    except cuda.DriverError:
-        # A driver that does not know the attribute lacks the feature.
-        return False
-    return bool(found.value)
 
 
 def _refusal(device: cuda.Device, why: str) -> str:

@@ -315,6 +315,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
         silent_s: seconds without an answer; set by the supervisor.
         restarts: number of its restarts.
         error: why it failed; empty if it did not.
+        mps: whether its GPU is shared by CUDA's Multi-Process Service; null: a CPU, or the driver does not tell.
         data_path: the weakest protection of its `data_ports`, one of `names.PROTECTIONS`; empty until its first answer.
         rooms_open, rooms_ended: exact counts; the lists are bounded.
         mismatches, mismatch: slabs whose digests differed, and the text of the newest one's room.
@@ -329,6 +330,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0
     error: str = ""
     device: str = "cpu"
+    mps: bool | None = None
     self_test: SelfTest | None = None
     engines: tuple[EngineStatus, ...] = ()
     peers: tuple[PeerStatus, ...] = ()

@@ -9,6 +9,7 @@ import os
 
 from longshore_agent.kernels.copier import Copier
 from longshore_agent.kernels.cpu_copy import CpuCopier
+from longshore_agent.memory import mps
 from longshore_agent.memory.cuda import Device, open_device
 from longshore_agent.memory.device_memory import DeviceStagingBuffer
 from longshore_agent.memory.host_memory import EXTENT_BYTES, StagingBuffer, StagingRange
@@ -47,6 +48,7 @@ class Resources:
 
     Attributes:
         device: None: a CPU.
+        mps: whether the GPU is shared by CUDA's Multi-Process Service; None: a CPU, or the driver does not tell.
         ports: the ports at which the transport listens for bytes.
         probe_region: memory that peers may write to find out their wire to this worker.
         ring_region: None: this worker is no target, or its ring has no memory.
@@ -62,7 +64,11 @@ class Resources:
         self._settings = settings = config.settings
         self._ends = ends
         self.device = None if config.device == "cpu" else open_device(config.device)
+        self.mps: bool | None = None
         if self.device is not None:
+            if settings.gpu_mps:
+                mps.require(self.device)
+            self.mps = mps.is_client(self.device)
             # The transport's library uses the device that is current in the calling thread.
             self.device.enter()
         name = config.peer.path.replace("/", ".")

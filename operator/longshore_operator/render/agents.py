@@ -6,7 +6,7 @@ from longshore_operator import kinds, names
 from longshore_operator.render.config import config_digest
 from longshore_operator.render.groups import Group
 from longshore_operator.render.memory import INIT_RESOURCES, resources, shared_memory_limit
-from longshore_operator.render.pod_settings import merged
+from longshore_operator.render.pod_settings import MPS_VOLUME, merged
 from longshore_operator.render.wanted import Body, Wanted, child, digest
 from longshore_wire import names as wire_names
 from longshore_wire.manifest import UpdateStrategy, UpdateType
@@ -121,7 +121,7 @@ def _container(wanted: Wanted, settings: Body) -> Body:
         "name": names.CONTAINER,
         "image": wanted.agents.image or wanted.images.image,
         "imagePullPolicy": wanted.images.pull_policy,
-        "env": [*_environment(), *settings.get("env", [])],
+        "env": [*_environment(wanted), *settings.get("env", [])],
         "ports": _ports(wanted),
         "startupProbe": _probe("/healthz") | {"periodSeconds": 2, "failureThreshold": _START_TRIES},
         "livenessProbe": _probe("/healthz") | {"periodSeconds": 10, "timeoutSeconds": 5},
@@ -133,17 +133,20 @@ def _container(wanted: Wanted, settings: Body) -> Body:
             {"name": "run", "mountPath": wanted.config.run_directory},
             {"name": "shared-memory", "mountPath": "/dev/shm"},  # noqa: S108 - a volume of the pod's own
             {"name": "temporary", "mountPath": "/tmp"},  # noqa: S108 - as above
+            # Clients of MPS lock a file there, so that the mount is not read-only.
+            *([{"name": MPS_VOLUME, "mountPath": wanted.mps.pod}] if wanted.mps else []),
             *settings.get("volumeMounts", []),
         ],
     }
 
 
-def _environment() -> list[Body]:
+def _environment(wanted: Wanted) -> list[Body]:
     return [
         {"name": "LONGSHORE_CONFIG_FILE", "value": wire_names.CONFIG_PATH},
         {"name": "LONGSHORE_NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
         {"name": "LONGSHORE_BIND_HOST", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "LONGSHORE_DRAIN_S", "value": str(DRAIN_S)},
+        *([{"name": wire_names.MPS_PIPE_VARIABLE, "value": wanted.mps.pod}] if wanted.mps else []),
     ]
 
 
@@ -171,6 +174,8 @@ def _volumes(wanted: Wanted, shared_memory: str) -> list[Body]:
         {"name": "run", "hostPath": {"path": wanted.config.run_directory, "type": "DirectoryOrCreate"}},
         {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": shared_memory}},
         {"name": "temporary", "emptyDir": {}},
+        # Without the daemon's directory, the pod waits, and its events name the path.
+        *([{"name": MPS_VOLUME, "hostPath": {"path": wanted.mps.host, "type": "Directory"}}] if wanted.mps else []),
     ]
 
 

@@ -34,6 +34,9 @@ def engine_config_map(wanted: Wanted, role: str) -> Body:
         names.PAGE_SIZE_VARIABLE: str(declared.page_size),
         names.PAGE_ORDER_VARIABLE: declared.page_order.value,
     }
+    if wanted.mps is not None:
+        data[wire_names.MPS_PIPE_VARIABLE] = wanted.mps.pod
+        data[names.MPS_HOST_VARIABLE] = wanted.mps.host
     # vLLM's connector registers pages of these orders and moves no MLA: engines of other deployments would be refused.
     pages = _VLLM_PAGES.get(declared.page_order)
     if pages is not None and wanted.config.model.attention is not Attention.MLA:

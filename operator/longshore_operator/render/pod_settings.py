@@ -19,6 +19,8 @@ from longshore_wire.pod_settings import AGENT_VARIABLES, LIBRARY_PREFIXES, GpuAc
 Body = dict[str, Any]
 # Volumes and folders of the agent's container that are the operator's.
 _OWN_VOLUMES = ("config", "keys", "run", "shared-memory", "temporary")
+# One more volume with `gpu.mps`.
+MPS_VOLUME = "mps"
 _OWN_FOLDERS = ("/etc/longshore", wire_names.RUN_DIRECTORY, "/dev/shm", "/tmp")  # noqa: S108 - volumes of the pod
 _GPU_TAINT = "nvidia.com/gpu"
 _CDI_ANNOTATION = "cdi.k8s.io/longshore-agent"
@@ -91,7 +93,8 @@ def faults(spec: Spec) -> list[str]:
         for field, keys in (("labels", settings.labels), ("annotations", settings.annotations)):
             reserved = [key for key in keys if _is_reserved(key)]
             found += [f"{path}.{field}: {key} is set by the operator: leave it out" for key in reserved]
-        taken = [volume.name for volume in settings.volumes if volume.name in _OWN_VOLUMES]
+        own = (*_OWN_VOLUMES, MPS_VOLUME) if spec.gpu.mps else _OWN_VOLUMES
+        taken = [volume.name for volume in settings.volumes if volume.name in own]
         found += [f"{path}.volumes: the agent has a volume {name}: choose another name" for name in taken]
         hidden = [mount.mount_path for mount in settings.volume_mounts if _hides_own(mount.mount_path)]
         found += [
@@ -122,16 +125,18 @@ def not_allowed(spec: Spec, allowed: Allowed) -> list[str]:
         "networkPolicy": (not agents.network_policy, "noNetworkPolicy"),
     }
     found = [
-        f"spec.agents.{field}: {_refusal(value)}"
+        f"spec.agents.{field}: {_refusal(f'allow.{value}')}"
         for field, (is_asked, value) in asked.items()
         if is_asked and field not in allowed.fields
     ]
+    if spec.gpu.mps and not allowed.mps.host:
+        found.append(f"spec.gpu.mps: {_refusal('gpu.mps.hostDirectory')}")
     for path, settings in _sections(spec):
         more = sorted(set(settings.security_context.capabilities.add) - allowed.capabilities)
-        found += [f"{path}.securityContext.capabilities.add: {name}: {_refusal('capabilities')}" for name in more]
+        found += [f"{path}.securityContext.capabilities.add: {name}: {_refusal('allow.capabilities')}" for name in more]
         paths = [str(volume.host_path.get("path")) for volume in settings.volumes if volume.host_path is not None]
         found += [
-            f"{path}.volumes: hostPath {entry}: {_refusal('hostPaths')}"
+            f"{path}.volumes: hostPath {entry}: {_refusal('allow.hostPaths')}"
             for entry in paths
             if not any(entry == root or entry.startswith(f"{root.rstrip('/')}/") for root in allowed.host_paths)
         ]
@@ -139,7 +144,7 @@ def not_allowed(spec: Spec, allowed: Allowed) -> list[str]:
 
 
 def _refusal(value: str) -> str:
-    return f"the cluster's administrator does not allow it: leave it out, or ask for the chart's value allow.{value}"
+    return f"the cluster's administrator does not allow it: leave it out, or ask for the chart's value {value}"
 
 
 def _sections(spec: Spec) -> tuple[tuple[str, PodSettings], ...]:

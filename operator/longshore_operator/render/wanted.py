@@ -19,17 +19,32 @@ Body = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
+class MpsDirectory:
+    """Where the nodes' daemon of CUDA's Multi-Process Service has its pipes; empty: nodes have no such daemon.
+
+    Attributes:
+        host: the path on the node.
+        pod: the path in pods, which is the value of CUDA_MPS_PIPE_DIRECTORY there.
+    """
+
+    host: str = ""
+    pod: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Allowed:
     """The fields that the cluster's administrator allows deployments to use.
 
     Attributes:
         fields: of `spec.agents`, by name; `networkPolicy` allows to have none.
         host_paths: each with all below it.
+        mps: the daemon that deployments may use.
     """
 
     fields: frozenset[str] = frozenset()
     capabilities: frozenset[str] = frozenset()
     host_paths: tuple[str, ...] = ()
+    mps: MpsDirectory = MpsDirectory()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +81,11 @@ class Wanted:
     def agents(self) -> Agents:
         """The spec's section on agents."""
         return self.manifest.spec.agents
+
+    @property
+    def mps(self) -> MpsDirectory | None:
+        """The pipes of the daemon that agents and engines use; None: they use none."""
+        return self.images.allowed.mps if self.manifest.spec.gpu.mps else None
 
     @property
     def name(self) -> str:
