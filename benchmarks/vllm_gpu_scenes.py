@@ -157,9 +157,8 @@ class Scene:
             ("floor",) if name == "floor" else ("in turn", "at once") if name.startswith("Long") else ("in turn",)
         )
         agents = {"Longshore, two agents": 2, "Longshore, one agent": 1}.get(name, 0)
-        self.agents = [
-            self._stack.enter_context(GPUAgent(LONGSHORE_DEPLOYMENT="bench/vllm", **environment)) for _ in range(agents)
-        ]
+        settings = {"LONGSHORE_DEPLOYMENT": "bench/vllm", "LONGSHORE_GPU_MPS": str(bool(environment)).lower()}
+        self.agents = [self._stack.enter_context(GPUAgent(**settings, **environment)) for _ in range(agents)]
         self.engines: dict[str, Engine] = {}
         for index, side in enumerate(sides):
             variables = dict(environment)
@@ -189,6 +188,15 @@ class Scene:
             label = self.name.replace(",", "").replace(" ", "-")
             (self._directory / f"{label}-agent-{index}.log").write_text(agent.log(), encoding="utf-8")
         self._stack.close()
+
+    def wait_ready(self) -> None:
+        """Return when all engines serve. Raises SystemExit with the engine's and the agents' logs if one does not."""
+        for engine in self.engines.values():
+            try:
+                engine.wait_ready()
+            except SystemExit as error:
+                agents = [f"agent {index}:\n{agent.log()[-LOG_CHARACTERS:]}" for index, agent in enumerate(self.agents)]
+                raise SystemExit("\n".join([str(error), *agents])) from error
 
     def processes(self) -> dict[str, list[int]]:
         """Return the processes of agents and of engines."""

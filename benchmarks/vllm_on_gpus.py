@@ -12,7 +12,8 @@ tokens of all connectors are compared. `loads`: fixed traces of prompts and answ
 once: tokens that differ are counted, since vLLM's batches, and with them its rounding, depend on time. `memory`: of each
 worker of an agent, by nvidia-smi, before the first prompt.
 
-With --mps all engines and agents share the GPUs by a daemon of CUDA's Multi-Process Service, which this starts and ends.
+With --mps all engines and agents share the GPUs by a daemon of CUDA's Multi-Process Service, which this starts and ends. Its
+server takes clients before the first of them starts, and agents refuse engines where they are no clients of it.
 
 Needs two GPUs, and an interpreter with vLLM and NIXL as e2e/vllm/requirements-gpu.lock pins them: VLLM_PYTHON, or this one.
 VLLM_PATH has folders of packages that it lacks.
@@ -44,6 +45,7 @@ from vllm_gpu_scenes import SIDES, Scene
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e" / "vllm"))
 from engines import Prompt
+from mps_daemon import mps_daemon, mps_logs
 from scene import TO_PREFILL
 
 RIVAL = "NixlConnector"
@@ -61,6 +63,7 @@ FIRST_PORT = 18_000
 # Graphs for steps of decode, and no compiler, which would take minutes at each start.
 ENGINE_ARGUMENTS = '--compilation-config \'{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 4, 16, 64]}\''
 SEED = 11
+LOG_CHARACTERS_MAX = 1_000_000
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 HIDDEN, LAYERS, HEADS, HEAD_DIM = 1024, 32, 8, 128
 MAKE_MODEL = f"""
@@ -291,25 +294,16 @@ def children_of(pid: int) -> list[int]:
 
 
 @contextmanager
-def mps(directory: Path, *, wanted: bool) -> Iterator[Mapping[str, str]]:
+def mps(directory: Path, logs: Path, *, wanted: bool) -> Iterator[Mapping[str, str]]:
     """Run the daemon of CUDA's Multi-Process Service if it is wanted; yield the variables of its clients."""
     if not wanted:
         yield {}
         return
-    variables = {
-        "CUDA_MPS_PIPE_DIRECTORY": str(directory / "mps"),
-        "CUDA_MPS_LOG_DIRECTORY": str(directory / "mps-log"),
-    }
-    for folder in variables.values():
-        Path(folder).mkdir()
-    environment = os.environ | variables
-    subprocess.run([program("nvidia-cuda-mps-control"), "-d"], check=True, env=environment, timeout=60)
     try:
-        yield variables
+        with mps_daemon(directory) as variables:
+            yield variables
     finally:
-        subprocess.run(
-            [program("nvidia-cuda-mps-control")], check=False, env=environment, timeout=60, input="quit\n", text=True
-        )
+        (logs / "mps.log").write_text(mps_logs(directory, LOG_CHARACTERS_MAX), encoding="utf-8")
 
 
 def make_model(directory: Path) -> Path:
@@ -377,14 +371,14 @@ def main() -> None:
         logs = chosen.logs or directory
         logs.mkdir(parents=True, exist_ok=True)
         model = make_model(directory)
-        variables = stack.enter_context(mps(directory, wanted=chosen.mps))
+        variables = stack.enter_context(mps(directory / "mps", logs, wanted=chosen.mps))
         begin_s = time.monotonic()
         scenes = [
             stack.enter_context(Scene(name, sides, model, logs, FIRST_PORT + 100 * index, variables, arguments))
             for index, name in enumerate(NAMES)
         ]
-        for engine in [engine for scene in scenes for engine in scene.engines.values()]:
-            engine.wait_ready()
+        for scene in scenes:
+            scene.wait_ready()
         print(f"{mode}: all engines serve after {time.monotonic() - begin_s:.0f} s", flush=True)
         kept = json.loads(chosen.json.read_text()) if chosen.json.exists() else {}
         results: dict[str, Any] = {"memory_mib": memory_taken(scenes), "alone": [], "loads": []} | about(arguments)
