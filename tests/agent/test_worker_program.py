@@ -17,7 +17,6 @@ import pytest
 
 from longshore_agent.control.node_link import EngineLeft, NodeLink, NotStarted, SnapshotWanted
 from longshore_agent.errors import DeviceError, TransportError
-from longshore_agent.memory.cuda import MpsAwayError
 from longshore_agent.settings import Settings
 from longshore_agent.worker import main as program
 from longshore_agent.worker.config import WorkerConfig
@@ -74,18 +73,8 @@ def test_what_another_start_would_not_mend_is_told_to_the_engine(
     assert str(failure) in said.text
 
 
-@pytest.mark.parametrize(
-    "failure",
-    [
-        TransportError("Mooncake does not start: it says -1"),
-        MpsAwayError("cuInit: CUDA_ERROR_MPS_SERVER_NOT_READY", 807),
-    ],
-    ids=["transport", "server of MPS"],
-)
-def test_what_may_start_the_next_time_is_started_again(
-    failure: LongshoreError, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert started(monkeypatch, failure) == []
+def test_a_transport_that_may_start_the_next_time_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert started(monkeypatch, TransportError("Mooncake does not start: it says -1")) == []
 
 
 def test_the_last_messages_of_a_worker_arrive_although_it_ended_before_it_had_read_its_own():

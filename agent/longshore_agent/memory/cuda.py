@@ -55,7 +55,7 @@ class DriverError(DeviceError):
 
 
 class MpsAwayError(DriverError):
-    """The server of CUDA's Multi-Process Service does not answer at the moment."""
+    """The server of CUDA's Multi-Process Service does not answer at the moment. The engine may try again."""
 
 
 class _IpcHandle(ctypes.Structure):
@@ -362,8 +362,7 @@ def _driver() -> ctypes.CDLL:
         function.argtypes, function.restype = arguments, ctypes.c_int
     code = driver.cuInit(0)
     if code != _SUCCESS:
-        kind = MpsAwayError if code in _MPS_AWAY else DriverError
-        raise kind(f"cuInit: {_name_in(driver, code)}", code)
+        raise _refused("cuInit", code, driver)
     return driver
 
 
@@ -393,7 +392,12 @@ def call(name: str, *arguments: object) -> None:
     """Call a function of the driver that is in the table. Raises DriverError."""
     error = getattr(_driver(), name)(*arguments)
     if error != _SUCCESS:
-        raise DriverError(f"{name}: {_error_name(error)}", error)
+        raise _refused(name, error, _driver())
+
+
+def _refused(name: str, code: int, driver: ctypes.CDLL) -> DriverError:
+    kind = MpsAwayError if code in _MPS_AWAY else DriverError
+    return kind(f"{name}: {_name_in(driver, code)}", code)
 
 
 def _error_name(error: int) -> str:

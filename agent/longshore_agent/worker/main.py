@@ -16,7 +16,6 @@ from typing import NoReturn
 
 from longshore_agent.control.node_link import DATAGRAM_BYTES_MAX, NodeLink, NotStarted
 from longshore_agent.errors import DeviceError, TransportError
-from longshore_agent.memory.cuda import MpsAwayError
 from longshore_agent.worker.config import WorkerConfig
 from longshore_agent.worker.loop import Worker
 from longshore_wire.errors import Reason
@@ -54,9 +53,6 @@ def main() -> NoReturn:
     link = NodeLink(end)
     try:
         worker = Worker(config, link)
-    except MpsAwayError:
-        # The supervisor starts the next worker after a wait, and the engine waits with it.
-        raise
     except (DeviceError, TransportError) as error:
         if isinstance(error, TransportError) and error.reason is not Reason.UNSUPPORTED:
             raise
