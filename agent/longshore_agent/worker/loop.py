@@ -53,6 +53,7 @@ from longshore_wire.effects import (
     RoomEnded,
     RoomReleased,
     Send,
+    Stale,
     StartScatter,
     StartWrite,
 )
@@ -243,7 +244,7 @@ class Worker:
             self.mover.drain(effect, now_ns)
         elif isinstance(effect, Dial):
             self._dial(effect, now_ns)
-        else:
+        elif isinstance(effect, Stale):
             self.metrics.add("longshore_stale_messages_total", 1, message=effect.message)
 
     def _peer_gone(self, half: Half, session: Session, effect: PeerGone, now_ns: int) -> None:
