@@ -12,6 +12,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,12 +93,13 @@ class Scene:
         self._endpoint = source.clients[0].endpoint(_START_S)
         self.clocks = [_process_clock(pid) for pid in self.worker_pids()]
         self.last_room = 0
+        self._ranks = ThreadPoolExecutor(len(source.clients), "rank")
         self._event_pause_s = _EVENT_PAUSE_S if target.pages[0].device == CPU else _GPU_EVENT_PAUSE_S
 
     def move(self, token_count: int) -> Moved:
         """Move tokens [0, n) of the sequence once and compare every byte. The claim is made before the offer.
 
-        The clock runs from the call of `send` (the first rank's) to the last target rank's DONE.
+        The clock runs from the call of `send` (that of the first rank that calls it) to the last target rank's DONE.
 
         Raises:
             BenchError: a room failed, or bytes are wrong.
@@ -110,15 +112,12 @@ class Scene:
             table = pages.pages_of(token_count)
             client.receive(room, self._endpoint, table, 0, token_count, digest=self.course.digest)
         self._wait_prefetched(room)
-        offers = [
-            (client, pages.pages_of(token_count))
-            for client, pages in zip(self.source.clients, self.source.pages, strict=True)
-        ]
-        core_s, begin_s = self._core_s(), time.perf_counter()
-        for client, table in offers:
-            client.send(room, table, 0, token_count, last=True)
+        tables = [{room: pages.pages_of(token_count)} for pages in self.source.pages]
+        core_s = self._core_s()
+        offers = self._offer(tables, token_count)
         ends = [client.wait(room, Half.TARGET, timeout_s=_ROOM_S) for client in self.target.clients]
-        seconds = time.perf_counter() - begin_s
+        end_s = time.perf_counter()
+        seconds = end_s - min(offer.result()[room] for offer in offers)
         ends += [client.wait(room, Half.SOURCE, timeout_s=_ROOM_S) for client in self.source.clients]
         core_s = self._core_s() - core_s
         self._check(room, ends, token_count)
@@ -132,7 +131,7 @@ class Scene:
         Args:
             token_count: a multiple of the page size.
         Returns:
-            Seconds of each room, from the call of its `send` (the first rank's) to the last target rank's DONE.
+            Seconds of each room, from the call of its `send` (that of the first rank that calls it) to the last target rank's DONE.
         Raises:
             BenchError: a room failed, rooms did not end in time, or bytes are wrong.
         """
@@ -145,12 +144,12 @@ class Scene:
             for client, pages in zip(self.target.clients, self.target.pages, strict=True):
                 client.receive(room, self._endpoint, pages.table[part], 0, token_count)
         self._wait_prefetched(rooms[-1])
-        begun_s: dict[int, float] = {}
-        for room, part in zip(rooms, parts, strict=True):
-            begun_s[room] = time.perf_counter()
-            for client, pages in zip(self.source.clients, self.source.pages, strict=True):
-                client.send(room, pages.table[part], 0, token_count, last=True)
-        ended_s = self._take_ends(rooms)
+        tables = [
+            {room: pages.table[part] for room, part in zip(rooms, parts, strict=True)} for pages in self.source.pages
+        ]
+        offers = self._offer(tables, token_count)
+        ended_s = self._take_ends(rooms, offers)
+        begun_s = {room: min(offer.result()[room] for offer in offers) for room in rooms}
         for engine, half in ((self.source, Half.SOURCE), (self.target, Half.TARGET)):
             for client in engine.clients:
                 _forget_events(client, half, rooms)
@@ -158,7 +157,25 @@ class Scene:
             pages.check(self._content, count * token_count)
         return [ended_s[room] - begun_s[room] for room in rooms]
 
-    def _take_ends(self, rooms: Sequence[int]) -> dict[int, float]:
+    def _offer(self, tables: Sequence[Mapping[int, Sequence[int]]], token_count: int) -> list[Future[dict[int, float]]]:
+        """Let each source rank offer its rooms in a thread of its own, as ranks of an engine do.
+
+        Args:
+            tables: for each rank, the pages of each room, in the order of the calls.
+        Returns:
+            For each rank, the time at which it called `send` for each room.
+        """
+
+        def offer(client: Client, mine: Mapping[int, Sequence[int]]) -> dict[int, float]:
+            begun_s = {}
+            for room, table in mine.items():
+                begun_s[room] = time.perf_counter()
+                client.send(room, table, 0, token_count, last=True)
+            return begun_s
+
+        return [self._ranks.submit(offer, *each) for each in zip(self.source.clients, tables, strict=True)]
+
+    def _take_ends(self, rooms: Sequence[int], offers: Sequence[Future[Any]]) -> dict[int, float]:
         """Wait for all rooms; return the time at which each was done at its last target rank."""
         open_ranks = {room: len(self.target.clients) for room in rooms}
         ended_s: dict[int, float] = {}
@@ -172,6 +189,9 @@ class Scene:
                         open_ranks[event.room] -= 1
                         if open_ranks[event.room] == 0:
                             ended_s[event.room] = time.perf_counter()
+            for offer in offers:
+                if offer.done():
+                    offer.result()  # raises the error of a refused offer
             if time.perf_counter() > deadline_s:
                 raise BenchError(f"{self.course.name}: {len(rooms) - len(ended_s)} rooms did not end")
             time.sleep(self._event_pause_s)
