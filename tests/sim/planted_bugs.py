@@ -110,7 +110,7 @@ def _count_arrivals(stack: ExitStack) -> None:
 
 def _done_when_allocated(stack: ExitStack) -> None:
     def done(self: Any) -> bool:
-        asked = [pair for pair in self.pairs.values() if pair.route is not None and (pair.next_grant or pair.done)]
+        asked = [pair for pair in self.pairs.values() if pair.route is not None and pair.next_grant]
         return bool(asked) and all(pair.state is TargetPairState.COMPLETE for pair in asked)
 
     _set(stack, TargetRoom, "done", property(done))

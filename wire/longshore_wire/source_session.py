@@ -357,7 +357,10 @@ class SourceSession(SourcePeers):
         if room.total_tokens < 0:
             # The last slab starts only when both halves have the same total.
             ready = min(ready, pair.grid.count - 1) if pair.grid.count else 0
-        grew, pair.ready_count = ready > pair.ready_count, max(ready, pair.ready_count)
+        if ready > pair.ready_count:
+            pair.ready_count = ready
+            # First, and also without need of a grant: it wakes the target, which then polls for bytes without pause.
+            self._send_demand(room, pair)
         if not self._wire_allows(room, pair, now_ns):
             pass
         elif pair.way in IN_PLACE:
@@ -367,9 +370,6 @@ class SourceSession(SourcePeers):
         else:
             for slab in [slab for slab in pair.grants if slab < ready and pair.states[slab] is SourceSlab.WAITING]:
                 self._begin(room, pair, slab, pair.grants[slab])
-        if grew and SourceSlab.WAITING in pair.states[:ready]:
-            # The target must grant memory for these. Of the others it hears when their bytes have landed.
-            self._send_demand(room, pair)
         if not pair.done and not room.failed:
             self._repeat_later(room.key, pair.peer, pair.attempts, now_ns)
 

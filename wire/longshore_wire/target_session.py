@@ -126,8 +126,9 @@ class TargetSession(TargetPeers):
         if self._scattered(room, pair, slab) is TargetSlab.DONE:
             room.bytes_moved += payload_bytes
             self._progress(room, now_ns)
-            self._ack(pair, slab, 0 if region is None else region.generation)
+            # The engine hears of its room before the source does of its slab: a message to a peer takes longer to send.
             self._finish(room, now_ns)
+            self._ack(pair, slab, 0 if region is None else region.generation)
         else:
             self._settle(room)
         self._pump(now_ns)
@@ -295,9 +296,9 @@ class TargetSession(TargetPeers):
             room.bytes_moved += ready.payload_bytes
             self._progress(room, now_ns)
             self.granter.note_due(pair, now_ns, landed=True)
-            self._ack(pair, ready.slab, 0)
             self._watch(room, pair, now_ns)
             self._finish(room, now_ns)
+            self._ack(pair, ready.slab, 0)
 
     def _land(self, room: TargetRoom, pair: TargetPair, ready: SlabReady, now_ns: int) -> None:
         assert pair.route is not None

@@ -53,7 +53,6 @@ from longshore_wire.effects import (
     RoomEnded,
     RoomReleased,
     Send,
-    Stale,
     StartScatter,
     StartWrite,
 )
@@ -87,7 +86,6 @@ class Worker:
         self._stop_ns: int | None = None
         self._retire_ns: int | None = None
         self._due_ns = 0
-        self._letters: list[tuple[Half, Send]] = []
         session_config = config.session_config()
         source = SourceSession(session_config, now_ns=now_ns) if Half.SOURCE in config.roles else None
         target = TargetSession(session_config, now_ns=now_ns) if Half.TARGET in config.roles else None
@@ -181,10 +179,7 @@ class Worker:
         return engine_waits or self._link.wants_write or bool(self._engine_error) or waits
 
     def _flush(self, now_ns: int) -> None:
-        """Apply the cores' effects until there are none, then send pending answers.
-
-        Messages to peers follow all other effects, because waking ZeroMQ's thread takes longer than starting a copy.
-        """
+        """Apply the cores' effects until there are none, then send pending answers."""
         if self.requests.pools_changed:
             self._describe()
         asked = True
@@ -194,30 +189,18 @@ class Worker:
                 effects = session.take_effects()
                 asked = asked or bool(effects)
                 for effect in effects:
-                    if isinstance(effect, Send):
-                        self._letters.append((half, effect))
-                        continue
-                    if isinstance(effect, HangUp | PeerGone):
-                        # These end the connection over which earlier messages go.
-                        self._post()
                     self._apply(half, session, effect, now_ns)
                 self.mover.hurry()
-        self._post()
         for answer in self.requests.take_left():
             self._tell(answer)
         self.mover.neighbours.report(self.requests)
         if self._link.wants_write:
             self._link.flush()
 
-    def _post(self) -> None:
-        """Send the messages that wait for the other effects of this turn."""
-        letters, self._letters = self._letters, []
-        for half, effect in letters:
-            self.net.send(half, effect.peer, effect.message)
-            self.mover.hurry()
-
     def _apply(self, half: Half, session: Session, effect: Effect, now_ns: int) -> None:
-        if isinstance(effect, StartWrite):
+        if isinstance(effect, Send):
+            self.net.send(half, effect.peer, effect.message)
+        elif isinstance(effect, StartWrite):
             assert self.source is not None
             self.mover.start_write(effect, self.requests, self.source, now_ns)
         elif isinstance(effect, StartScatter):
@@ -244,7 +227,7 @@ class Worker:
             self.mover.drain(effect, now_ns)
         elif isinstance(effect, Dial):
             self._dial(effect, now_ns)
-        elif isinstance(effect, Stale):
+        else:
             self.metrics.add("longshore_stale_messages_total", 1, message=effect.message)
 
     def _peer_gone(self, half: Half, session: Session, effect: PeerGone, now_ns: int) -> None:
