@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
@@ -43,6 +44,12 @@ class Nursery(EngineNursery):
         "SGLANG_HOST_IP": LOOPBACK,
     }
 
+    @cached_property
+    def version(self) -> str:
+        """The version of SGLang in the environment."""
+        (found,) = self.venv.glob("lib/python3*/site-packages/sglang-*.dist-info")
+        return found.name.removeprefix("sglang-").removesuffix(".dist-info")
+
 
 @dataclass(frozen=True)
 class EngineOptions:
@@ -71,8 +78,8 @@ class EngineOptions:
     backend: str = "longshore"
     pp: int = 1
 
-    def arguments(self, port: int, bootstrap_port: int) -> list[str]:
-        """Return the arguments of SGLang's server."""
+    def arguments(self, port: int, bootstrap_port: int, version: str) -> list[str]:
+        """Return the arguments of the server of a version of SGLang."""
         given = [
             *("--model-path", str(self.model.path), "--served-model-name", "tiny", "--skip-server-warmup"),
             *("--host", LOOPBACK, "--port", str(port), "--tp-size", str(self.tp), "--page-size", str(self.page_tokens)),
@@ -87,8 +94,8 @@ class EngineOptions:
             given += ["--disaggregation-mode", self.role, "--disaggregation-transfer-backend", self.backend]
         if self.role == "prefill":
             given += ["--disaggregation-bootstrap-port", str(bootstrap_port)]
-        if self.role == "decode":
-            # The default uses a GPU.
+        if self.role == "decode" and version != "0.5.16":
+            # The default uses a GPU. 0.5.16 has no such option and uses the CPU.
             given += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
         return [*given, *self.extra]
 
@@ -134,7 +141,7 @@ class Engine:
         """Start its processes."""
         assert self._keeper is None, "the engine runs already"
         order: dict[str, Any] = {
-            "arguments": self.options.arguments(self.port, self.bootstrap_port),
+            "arguments": self.options.arguments(self.port, self.bootstrap_port, self._nursery.version),
             "environment": self.options.variables(),
             "log": str(self.log_path),
         }

@@ -7,6 +7,7 @@ that backend is chosen. SGLang only logs a plug-in's errors, so `sglang_manager`
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -14,7 +15,7 @@ from sglang.srt.server_args import add_disagg_transfer_backend_choices
 from sglang.version import __version__ as sglang_version
 
 from longshore_client.errors import ArgumentError
-from longshore_engines.sglang_checks import BACKEND, HOOKED, check_version, is_chosen
+from longshore_engines.sglang_checks import BACKEND, HOOKED, HOOKED_BY_VERSION, V0_5_16, check_version, is_chosen
 from longshore_engines.sglang_pools import record, share_early, tell_kv_heads
 
 
@@ -41,10 +42,9 @@ def register() -> None:
         (_shared, after),
         (_decode_begins, before),
         (_receiver_made, after),
-        (_metadata_follows, before),
-        (_release_waits, after),
+        (_sender_made if sglang_version == V0_5_16 else _release_waits, after),
     )
-    for path, (hook, kind) in zip(HOOKED, hooks, strict=True):
+    for path, (hook, kind) in zip((*HOOKED, HOOKED_BY_VERSION[sglang_version]), hooks, strict=True):
         HookRegistry.register(path.replace(":", "."), hook, kind)
 
 
@@ -59,11 +59,14 @@ def _backend(enumeration: Any, value: object) -> Any:
 
 
 def _kv_class(original: Any, transfer_backend: Any, class_type: Any) -> Any:
-    if transfer_backend.value != BACKEND or class_type.name == "KVARGS":
+    if transfer_backend.value != BACKEND:
         return original(transfer_backend, class_type)
+    from sglang.srt.disaggregation.base.conn import KVArgs
+
     from longshore_engines import sglang_bootstrap, sglang_decode, sglang_manager, sglang_prefill
 
     return {
+        "KVARGS": KVArgs,
         "MANAGER": sglang_manager.LongshoreManager,
         "SENDER": sglang_prefill.LongshoreSender,
         "RECEIVER": sglang_decode.LongshoreReceiver,
@@ -85,18 +88,22 @@ def _decode_begins(queue: Any) -> None:
 
 
 def _receiver_made(decode_req: Any, queue: Any, *_arguments: Any, **_named: Any) -> None:
-    """Tell a receiver what a router may have passed on of a prefill engine other than SGLang."""
+    """Tell a receiver of its request, of which SGLang tells it the number of pages.
+
+    A router may have passed on in it what a prefill engine other than SGLang said.
+    """
     # SGLang makes its own receivers for requests with which it tests its health.
     tell = getattr(decode_req.kv_receiver, "told", None)
     if queue.transfer_backend.value == BACKEND and tell is not None:
-        tell(decode_req.req, queue.metadata_buffers)
-
-
-def _metadata_follows(queue: Any, decode_req: Any, *_arguments: Any, **_named: Any) -> None:
-    """Tell a receiver the length of its prompt, of which SGLang tells it the number of pages."""
-    if queue.transfer_backend.value == BACKEND:
         # `_rebootstrap_prefill_len` also counts the tokens of a request that prefill computes again.
-        decode_req.kv_receiver.prompt_tokens = queue._rebootstrap_prefill_len(decode_req.req)  # noqa: SLF001
+        length = partial(queue._rebootstrap_prefill_len, decode_req.req)  # noqa: SLF001
+        tell(decode_req.req, queue.metadata_buffers, length)
+
+
+def _sender_made(made: Any, queue: Any, request: Any, *_arguments: Any, **_named: Any) -> None:
+    """Tell a sender the length of its prompt, of which SGLang 0.5.16 tells it the number of pages."""
+    if made and queue.transfer_backend.value == BACKEND:
+        request.disagg_kv_sender.prompt_tokens = len(request.origin_input_ids)
 
 
 def _release_waits(_result: Any, queue: Any, *_arguments: Any, **_named: Any) -> None:
@@ -110,7 +117,7 @@ def _release_waits(_result: Any, queue: Any, *_arguments: Any, **_named: Any) ->
 
 
 def _is_ours() -> bool:
-    from sglang.srt.runtime_context import get_disagg
+    from longshore_engines.sglang_versions import disaggregation
 
-    chosen = get_disagg()
+    chosen = disaggregation()
     return chosen.disaggregation_transfer_backend == BACKEND and chosen.disaggregation_mode in {"prefill", "decode"}

@@ -13,7 +13,8 @@ from longshore_client.errors import ArgumentError
 
 BACKEND = "longshore"
 # Transfer backends are no stable interface of SGLang, so each release is tested before it is allowed.
-VERSIONS = ("0.5.23",)
+V0_5_16 = "0.5.16"
+VERSIONS = ("0.5.23", V0_5_16)
 # The functions of SGLang that `sglang.register` hooks, in the order of its hooks.
 HOOKED = (
     "sglang.srt.disaggregation.utils:get_kv_class",
@@ -21,9 +22,12 @@ HOOKED = (
     "sglang.srt.mem_cache.memory_pool:MLATokenToKVPool._create_buffers",
     "sglang.srt.disaggregation.decode:DecodePreallocQueue._init_kv_manager",
     "sglang.srt.disaggregation.decode:DecodePreallocQueue._create_receiver_and_enqueue",
-    "sglang.srt.disaggregation.decode:DecodePreallocQueue._send_kv_metadata",
-    "sglang.srt.disaggregation.decode:DecodeTransferQueue.__init__",
 )
+# And one more of each version. 0.5.16 does not tell senders the tokens of a chunk.
+HOOKED_BY_VERSION = {
+    "0.5.23": "sglang.srt.disaggregation.decode:DecodeTransferQueue.__init__",
+    V0_5_16: "sglang.srt.disaggregation.prefill:PrefillBootstrapQueue.create_sender",
+}
 _FLAG = "--disaggregation-transfer-backend"
 # SGLang allocates its metadata on the GPU if this is set.
 _METADATA_VARIABLE = "SGLANG_MOONCAKE_CUSTOM_MEM_POOL"
@@ -61,7 +65,8 @@ def check_engine(kv_args: Any, server_args: Any, parallel: Any, environment: Map
             f"the model keeps state of the kind {kinds} beside its KV (hybrid or windowed attention, scales): only one "
             "KV pool is moved; use a model with plain attention"
         )
-    if kv_args.num_draft_entries or server_args.speculative_algorithm is not None:
+    # 0.5.16 has neither draft entries nor the two options below that are read in this way.
+    if getattr(kv_args, "num_draft_entries", 0) or server_args.speculative_algorithm is not None:
         raise ArgumentError(
             "speculative decoding is on: its draft layers have a cache of their own that is not moved; start without "
             "--speculative-algorithm"
@@ -72,13 +77,14 @@ def check_engine(kv_args: Any, server_args: Any, parallel: Any, environment: Map
     ):
         if value > 1:
             raise ArgumentError(f"the {name} is {value}: tokens of a prompt would lie on several ranks; use 1")
-    if parallel.enable_kv_cache_sharding:
+    if getattr(parallel, "enable_kv_cache_sharding", False):
         raise ArgumentError(
             "--enable-kv-cache-sharding is on: pages of a prompt would lie on several ranks; leave it out"
         )
-    if server_args.disaggregation_decode_allocation_policy != "early":
+    policy = getattr(server_args, "disaggregation_decode_allocation_policy", "early")
+    if policy != "early":
         raise ArgumentError(
-            f"--disaggregation-decode-allocation-policy is {server_args.disaggregation_decode_allocation_policy}: "
+            f"--disaggregation-decode-allocation-policy is {policy}: "
             "chunks are moved while later ones are computed, which needs 'early' on both sides"
         )
     if server_args.enable_memory_saver:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
-from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+from sglang.srt.disaggregation.base.conn import KVPoll
 
 from longshore_client.errors import ArgumentError
 from longshore_engines.asks import Decline, FirstToken, Grant, Left
 from longshore_engines.handover import KEY, Handover, handover_of
 from longshore_engines.sglang_prefill import FAILURE_PAUSE_S, ROOM_0
+from longshore_engines.sglang_versions import ReceiverBase
 
 if TYPE_CHECKING:
     from longshore_engines.halves import OpenHalf
@@ -60,11 +60,11 @@ def handed_over(parameters: Mapping[str, Any], request: Any) -> HandedOver:
     return HandedOver(found, token, float(logprob))
 
 
-class LongshoreReceiver(CommonKVReceiver):  # type: ignore[misc] # SGLang is not installed where types are checked
+class LongshoreReceiver(ReceiverBase):  # type: ignore[misc] # SGLang is not installed where types are checked
     """One prompt at one decode rank.
 
     Attributes:
-        prompt_tokens: length of the prompt; the hook of `sglang` sets it.
+        prompt_tokens: length of the prompt, once SGLang has given it pages.
         half: its half of the room; None until prefill has told where it is.
         failure: why it failed before that.
     """
@@ -87,9 +87,14 @@ class LongshoreReceiver(CommonKVReceiver):  # type: ignore[misc] # SGLang is not
         self._failed_s: float | None = None
         self._handed: HandedOver | None = None
         self._buffers: Any = None
+        self._prompt_length: Callable[[], int] = int
 
-    def told(self, request: Any, buffers: Any) -> None:
-        """Take a request, which may have a handover, and SGLang's rows on first tokens."""
+    def told(self, request: Any, buffers: Any, prompt_length: Callable[[], int]) -> None:
+        """Take a request, which may have a handover, SGLang's rows on first tokens, and how to get a prompt's length.
+
+        SGLang calls this before it knows whether prefill computes the request again.
+        """
+        self._prompt_length = prompt_length
         parameters = request.sampling_params.custom_params
         if not isinstance(parameters, Mapping) or KEY not in parameters:
             return
@@ -119,12 +124,13 @@ class LongshoreReceiver(CommonKVReceiver):  # type: ignore[misc] # SGLang is not
         aux_index: int | None = None,
         state_indices: Any = None,  # noqa: ARG002 -- engines with such state are refused at start
         decode_prefix_len: int | None = None,
-        destination: Any = KVTransferDestination.DEVICE,
+        destination: Any = "device",
         device_kv_indices: Any = None,  # noqa: ARG002 -- as above
     ) -> None:
         """Ask prefill for the prompt, whose tokens after `decode_prefix_len` belong into these pages."""
-        assert destination == KVTransferDestination.DEVICE
+        assert destination == "device"
         assert aux_index is not None
+        self.prompt_tokens = self._prompt_length()
         if self._handed is None and not getattr(self, "bootstrap_infos", None):
             self._conclude_failed(f"prefill at {self.bootstrap_addr} does not say where its ranks are")
             return

@@ -14,10 +14,11 @@ import threading
 from functools import partial
 from typing import Any
 
-from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
+from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.network import NetworkAddress
+from sglang.version import __version__ as sglang_version
 
 from longshore_client.client import new_instance
 from longshore_client.errors import ArgumentError, ClientClosed, WaitTimeout
@@ -39,8 +40,9 @@ from longshore_engines.asks import (
 )
 from longshore_engines.calls import CallThread
 from longshore_engines.halves import Halves, OpenHalf
-from longshore_engines.sglang_checks import HOOKED, check_engine, check_hooks
+from longshore_engines.sglang_checks import HOOKED, HOOKED_BY_VERSION, check_engine, check_hooks
 from longshore_engines.sglang_pools import content_of, found_pool, shared_pool, told_kv_heads
+from longshore_engines.sglang_versions import ManagerBase, replicas
 from longshore_wire.engine_messages import Half
 from longshore_wire.layout import Parallel
 
@@ -52,7 +54,7 @@ CONNECT_LIMIT_S = 120.0
 ENDPOINT_LIMIT_S = 30.0
 
 
-class LongshoreManager(CommonKVManager):  # type: ignore[misc] # SGLang is not installed where types are checked
+class LongshoreManager(ManagerBase):  # type: ignore[misc] # SGLang is not installed where types are checked
     """One rank's connection to its agent, and its messages to peers.
 
     Attributes:
@@ -69,7 +71,7 @@ class LongshoreManager(CommonKVManager):  # type: ignore[misc] # SGLang is not i
 
     def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False) -> None:
         parallel = get_parallel()
-        check_hooks({path: pkgutil.resolve_name(path) for path in HOOKED})
+        check_hooks({path: pkgutil.resolve_name(path) for path in (*HOOKED, HOOKED_BY_VERSION[sglang_version])})
         check_engine(args, server_args, parallel, os.environ)
         self.is_source = disaggregation_mode == DisaggregationMode.PREFILL
         self.lock = threading.Lock()
@@ -81,7 +83,7 @@ class LongshoreManager(CommonKVManager):  # type: ignore[misc] # SGLang is not i
         self._draining: dict[int, list[OpenHalf]] = {}
         self._letters = CallThread("longshore-letters")
         # Before the base class tells decode ranks of this rank.
-        self._connect_agent(args, parallel)
+        self._connect_agent(args, _place(args, parallel, replicas(parallel, server_args)), parallel)
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         # Pages of a failed transfer are kept until `is_abort_release_safe`.
         self.enable_deferred_decode_kv_release = True
@@ -89,12 +91,12 @@ class LongshoreManager(CommonKVManager):  # type: ignore[misc] # SGLang is not i
         if not self.is_source:
             self._start_heartbeat_checker_thread()
 
-    def _connect_agent(self, args: Any, parallel: Any) -> None:
+    def _connect_agent(self, args: Any, place: Parallel, parallel: Any) -> None:
         pool = found_pool(args.kv_data_ptrs)
         # SGLang tells prefill in its arguments. It does not for MLA, which does not need it.
         heads = getattr(args, "total_kv_head_num", 1) if self.is_source else told_kv_heads()
         layers = parallel.pp_group.all_gather_object(pool.layer_num)
-        shared = shared_pool(pool, heads, layers, _place(args, parallel), args.page_size)
+        shared = shared_pool(pool, heads, layers, place, args.page_size)
         world = parallel.world_group
         instance = world.broadcast_object(new_instance() if world.rank_in_group == 0 else None, src=0)
         role = Half.SOURCE if self.is_source else Half.TARGET
@@ -266,7 +268,7 @@ class LongshoreManager(CommonKVManager):  # type: ignore[misc] # SGLang is not i
                         receiver.answered(message)
 
 
-def _place(args: Any, parallel: Any) -> Parallel:
+def _place(args: Any, parallel: Any, replica_count: int) -> Parallel:
     """Return this rank's place. With DP attention a replica is a group of attention ranks."""
     by_attention = parallel.attn_dp_size > 1
     return Parallel(
@@ -274,6 +276,6 @@ def _place(args: Any, parallel: Any) -> Parallel:
         tp_rank=parallel.attn_tp_rank,
         pp=parallel.pp_size,
         pp_rank=args.pp_rank,
-        dp=parallel.attn_dp_size if by_attention else parallel.dp_size,
+        dp=parallel.attn_dp_size if by_attention else replica_count,
         dp_rank=parallel.attn_dp_rank if by_attention else args.system_dp_rank or 0,
     )

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVSender
+
+from longshore_engines.sglang_versions import SenderBase
 
 if TYPE_CHECKING:
     from longshore_engines.halves import OpenHalf
@@ -22,7 +23,7 @@ FAILURE_PAUSE_S = 0.2
 ROOM_0 = "bootstrap_room is 0, which SGLang also uses for 'not yet': let the router draw numbers from 1 to 2**63 - 1"
 
 
-class LongshoreSender(CommonKVSender):  # type: ignore[misc] # SGLang is not installed where types are checked
+class LongshoreSender(SenderBase):  # type: ignore[misc] # SGLang is not installed where types are checked
     """One prompt at one prefill rank. It is offered without waiting for decode.
 
     Attributes:
@@ -35,7 +36,12 @@ class LongshoreSender(CommonKVSender):  # type: ignore[misc] # SGLang is not ins
     _early_send_wait_event: Any
 
     def __init__(
-        self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, req_has_disagg_prefill_dp_rank: bool = False
+        self,
+        mgr: Any,
+        bootstrap_addr: str,
+        bootstrap_room: int,
+        req_has_disagg_prefill_dp_rank: bool = False,
+        **_unused: Any,
     ) -> None:
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
         self.half: OpenHalf | None = None
@@ -57,13 +63,17 @@ class LongshoreSender(CommonKVSender):  # type: ignore[misc] # SGLang is not ins
         indices_event: Any = None,  # noqa: ARG002 -- SGLang passes it only to senders that ask for it
     ) -> None:
         """Offer the next chunk. SGLang calls it when the chunk is computed, or in the stream that computes it."""
-        assert num_kv_tokens is not None
         if self.conclude_state is not None or self.failure:
             return
         manager = self.kv_mgr
         self.curr_idx += len(kv_indices)
         self._is_complete = self.curr_idx == self.num_kv_indices
-        first, self._first_token = self._first_token, self._first_token + num_kv_tokens
+        first = self._first_token
+        if num_kv_tokens is None:
+            # SGLang 0.5.16 does not say it. All chunks but the last end with a page.
+            pages_tokens = len(kv_indices) * manager.kv_args.page_size
+            num_kv_tokens = self.prompt_tokens - first if self._is_complete else pages_tokens
+        self._first_token = first + num_kv_tokens
         if self._is_complete and manager.answers_asks:
             rows = manager.aux_rows(self.aux_index)
             with manager.lock:

@@ -1,6 +1,6 @@
-"""A minimal fake of the part of SGLang 0.5.23 that the connector imports, since SGLang cannot be installed with our torch.
+"""A minimal fake of the part of SGLang that the connector imports, since SGLang cannot be installed with our torch.
 
-`installed` makes `import sglang` find it. e2e/sglang tests the connector with the real SGLang.
+It is 0.5.23, or 0.5.16 with what that lacks. `installed` makes `import sglang` find it. e2e/sglang tests the connector with the real SGLang.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from longshore_client import Endpoint, KVLayout, ModelShape, Parallel
 from longshore_engines.handover import HANDOVER_VERSION, Handover
 from longshore_wire.engine_messages import RankAddress
 
-OURS = ("sglang", "sglang_bootstrap", "sglang_decode", "sglang_manager", "sglang_prefill")
+OURS = ("sglang", "sglang_bootstrap", "sglang_decode", "sglang_manager", "sglang_prefill", "sglang_versions")
+OLD = "0.5.16"
 PAGE_TOKENS, LAYERS, HEADS, DIM = 4, 2, 2, 8
 AUX_LENGTHS = (8, 4)
 # A prompt of six tokens at a prefill engine.
@@ -43,8 +44,8 @@ class Mode(Enum):
     PREFILL, DECODE = "prefill", "decode"
 
 
-class Destination(Enum):
-    DEVICE = "device"
+class KVArgs:
+    pass
 
 
 class HookKind(Enum):
@@ -60,7 +61,9 @@ class Hooks:
 
 
 class TransferError(Exception):
-    pass
+    def __init__(self, _room, text, is_from_another_rank=False):
+        super().__init__(text)
+        self.is_from_another_rank = is_from_another_rank
 
 
 class Manager:
@@ -74,7 +77,8 @@ class Manager:
         self.sent, self.heard = [], SimpleQueue()
         self.server_socket = SimpleNamespace(recv_multipart=self.heard.get)
         self.has_heartbeat = False
-        self.connection_lock, self.prefill_info_table = threading.Lock(), {}
+        self.connection_lock, self.failure_lock = threading.Lock(), threading.Lock()
+        self.prefill_info_table, self.connection_pool = {}, {}
 
     def update_status(self, room, status):
         self.request_status[room] = status
@@ -104,7 +108,7 @@ class _Request:
     def failure_exception(self):
         self.conclude_state = KVPoll.Failed
         self.clear()
-        raise TransferError(self.kv_mgr.failure_records.pop(self.bootstrap_room, "unknown"))
+        raise TransferError(0, self.kv_mgr.failure_records.pop(self.bootstrap_room, "unknown"))
 
 
 class Sender(_Request):
@@ -134,6 +138,27 @@ class Receiver(_Request):
 
     def _get_bootstrap_info_from_server(self, *_place):
         return {"rank_ip": "10.0.0.9", "rank_port": 7009}
+
+
+class OldManager(Manager):
+    _send_multipart_locked = None
+
+    def check_status(self, room):
+        return self.request_status[room]
+
+    def _connect(self, address, is_ipv6=False):
+        return SimpleNamespace(send_multipart=lambda parts: self.sent.append((address, parts)))
+
+
+class OldSender(Sender):
+    def __init__(self, mgr, address, room, dest_tp_ranks, pp_rank, is_rank_known):
+        super().__init__(mgr, address, room)
+
+    failure_exception = None
+
+
+class OldReceiver(Receiver):
+    poll = failure_exception = invalidate_cached_bootstrap_infos = None
 
 
 class BootstrapServer:
@@ -210,7 +235,7 @@ class Queue:
         pass
 
     @hooked
-    def _send_kv_metadata(self):
+    def create_sender(self):
         pass
 
     @hooked
@@ -247,6 +272,8 @@ def parallel(**changes):
 
 
 def content(version):
+    is_old = version == OLD
+    options = {"get_server_args" if is_old else "get_disagg": lambda: WORLD["disagg"]}
     return {
         "sglang.version": {"__version__": version},
         "sglang.srt.plugins.hook_registry": {"HookRegistry": Hooks, "HookType": HookKind},
@@ -256,20 +283,19 @@ def content(version):
             "DisaggregationMode": Mode,
             "get_kv_class": hooked(lambda: None),
         },
-        "sglang.srt.disaggregation.base.conn": {"KVPoll": KVPoll, "KVTransferDestination": Destination},
+        "sglang.srt.disaggregation.base.conn": {"KVPoll": KVPoll, "KVArgs": KVArgs},
         "sglang.srt.disaggregation.common.conn": {
-            "CommonKVManager": Manager,
-            "CommonKVSender": Sender,
-            "CommonKVReceiver": Receiver,
+            "CommonKVManager": OldManager if is_old else Manager,
+            "CommonKVSender": OldSender if is_old else Sender,
+            "CommonKVReceiver": OldReceiver if is_old else Receiver,
+            "KVTransferError": TransferError,
             "CommonKVBootstrapServer": BootstrapServer,
             "PrefillServerInfo": SimpleNamespace,
         },
         "sglang.srt.disaggregation.decode": {"DecodePreallocQueue": Queue, "DecodeTransferQueue": Queue},
+        "sglang.srt.disaggregation.prefill": {"PrefillBootstrapQueue": Queue},
         "sglang.srt.mem_cache.memory_pool": {"MHATokenToKVPool": HookedPool, "MLATokenToKVPool": HookedPool},
-        "sglang.srt.runtime_context": {
-            "get_parallel": lambda: WORLD["parallel"],
-            "get_disagg": lambda: WORLD["disagg"],
-        },
+        "sglang.srt.runtime_context": {"get_parallel": lambda: WORLD["parallel"], **options},
         "sglang.srt.utils.network": {
             "NetworkAddress": lambda host, port: SimpleNamespace(to_tcp=lambda: f"tcp://{host}:{port}", is_ipv6=False),
             "get_local_ip_auto": lambda: "127.0.0.1",

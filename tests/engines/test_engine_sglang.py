@@ -73,6 +73,7 @@ class Engine:
         )
         options = SimpleNamespace(
             speculative_algorithm=None,
+            dp_size=1,
             disaggregation_decode_allocation_policy="early",
             enable_memory_saver=False,
             enable_hierarchical_cache=False,
@@ -123,11 +124,18 @@ def prefill(make):
     return engine
 
 
+REQUEST = SimpleNamespace(sampling_params=SimpleNamespace(custom_params=None))
+
+
+def told(receiver, request, rows=None):
+    receiver.told(request, rows, lambda: 6)
+
+
 def receiver_of(engine, *, prefix=0):
     module = importlib.import_module("longshore_engines.sglang_decode")
     receiver = module.LongshoreReceiver(engine.manager, "10.0.0.1:8998", ROOM)
+    told(receiver, REQUEST)
     receiver.init(0)
-    receiver.prompt_tokens = 6
     receiver.send_metadata(np.array([2, 3]), 1, None, decode_prefix_len=prefix)
     return receiver
 
@@ -295,9 +303,8 @@ def handed(engine, rows, *, handover=HANDOVER, wants_logprobs=False, top_logprob
     )
     module = importlib.import_module("longshore_engines.sglang_decode")
     receiver = module.LongshoreReceiver(engine.manager, "10.0.0.5:8100", 99)
-    receiver.told(request, rows)
+    told(receiver, request, rows)
     receiver.init(0)
-    receiver.prompt_tokens = 6
     if receiver.poll() == KVPoll.WaitingForInput:
         receiver.send_metadata(np.array([2, 3]), 1, None, decode_prefix_len=0)
     return receiver
@@ -417,7 +424,7 @@ def test_hooks_do_nothing_unless_the_backend_is_chosen():
         plugin = importlib.import_module("longshore_engines.sglang")
         plugin.register()
         assert fake.WORLD["choices"] == ["longshore"]
-        assert len(fake.Hooks.registered) == 7
+        assert len(fake.Hooks.registered) == 6
         assert fake.Backend("longshore").value == "longshore"
         with pytest.raises(ValueError, match="unknown"):
             fake.Backend("unknown")
@@ -429,12 +436,18 @@ def test_hooks_do_nothing_unless_the_backend_is_chosen():
         assert not pool.k_buffer[0].is_shared()
         queue = SimpleNamespace(transfer_backend=fake.Backend.NIXL, deferred_kv_release_timeout=30.0)
         request = SimpleNamespace(kv_receiver=SimpleNamespace())
-        plugin._metadata_follows(queue, request)
         plugin._receiver_made(request, queue)
         plugin._release_waits(None, queue)
         assert (vars(request.kv_receiver), queue.deferred_kv_release_timeout) == ({}, 30.0)
-        ours = SimpleNamespace(transfer_backend=fake.Backend("longshore"), metadata_buffers=None)
+        ours = SimpleNamespace(
+            transfer_backend=fake.Backend("longshore"), metadata_buffers=None, _rebootstrap_prefill_len=len
+        )
         plugin._receiver_made(request, ours)
+        heard = []
+        receiver = SimpleNamespace(told=lambda *given: heard.append(given))
+        plugin._receiver_made(SimpleNamespace(kv_receiver=receiver, req=[1, 2, 3]), ours)
+        ((request, buffers, length),) = heard
+        assert (request, buffers, length()) == ([1, 2, 3], None, 3)
         fake.WORLD["disagg"].disaggregation_transfer_backend = "longshore"
         plugin._shared(None, pool)
         plugin._release_waits(None, queue)

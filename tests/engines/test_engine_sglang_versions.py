@@ -1,0 +1,121 @@
+"""Tests the SGLang connector with what SGLang 0.5.16 lacks: it tells no tokens of a chunk, and frees failed pages at once."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import stand_in_sglang as fake
+from scene import FAILED, RELEASED
+from stand_in_sglang import OLD, ROOM, KVPoll, installed
+from test_engine_sglang import Engine, final, granted, receiver_of, sender_of, target, wait_for
+
+from longshore_client import Reason
+from longshore_engines.asks import Grant, Left
+from longshore_wire.engine_messages import Cancel, Offer
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    engines = []
+    with installed(OLD):
+
+        def made(role):
+            engines.append(Engine(tmp_path, monkeypatch, role))
+            return engines[-1]
+
+        yield made
+        for each in engines:
+            each.stop()
+
+
+def test_a_hook_tells_senders_the_length_of_their_prompts():
+    with installed(OLD):
+        plugin = importlib.import_module("longshore_engines.sglang")
+        plugin.register()
+        assert fake.Hooks.registered[-1][:2] == (
+            "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender",
+            plugin._sender_made,
+        )
+        request = SimpleNamespace(origin_input_ids=[1, 2, 3], disagg_kv_sender=SimpleNamespace())
+        queue = SimpleNamespace(transfer_backend=fake.Backend.NIXL)
+        plugin._sender_made(True, queue, request, 2)
+        queue.transfer_backend = fake.Backend("longshore")
+        plugin._sender_made(False, queue, request, 2)
+        assert vars(request.disagg_kv_sender) == {}
+        plugin._sender_made(True, queue, request, 2)
+        assert request.disagg_kv_sender.prompt_tokens == 3
+
+
+def test_the_tokens_of_chunks_follow_from_their_pages_and_the_length_of_the_prompt(make):
+    prefill = make("prefill")
+    sender = sender_of(prefill)
+    sender.prompt_tokens = 6
+    sender.send(np.array([1]), None)
+    sender.send(np.array([2]), None)
+    offers = prefill.heard(Offer, 2)
+    assert [(each.first_token, each.end_token, each.last) for each in offers] == [(0, 4, False), (4, 6, True)]
+
+
+def test_a_request_that_failed_at_another_rank_fails_here_only_when_its_pages_were_released(make):
+    decode = make("decode")
+    receiver = receiver_of(decode)
+    granted(decode, receiver)
+    failed = []
+
+    def fail():
+        with pytest.raises(fake.TransferError) as caught:
+            receiver.failure_exception()
+        failed.append(caught.value)
+
+    thread = threading.Thread(target=fail)
+    thread.start()
+    decode.heard(Cancel)
+    assert failed == []
+    decode.agent.say(target(FAILED, reason=Reason.CANCELLED))
+    assert failed == []
+    decode.agent.say(target(RELEASED))
+    thread.join()
+    assert receiver.conclude_state == KVPoll.Failed
+    assert "another rank" in str(failed[0])
+    assert isinstance(decode.sent(2)[1], Left)
+    assert decode.manager._draining == {}
+
+
+def test_an_abort_has_its_reason(make):
+    decode = make("decode")
+    receiver = receiver_of(decode)
+    granted(decode, receiver)
+    receiver.abort()
+    decode.heard(Cancel)
+    decode.agent.say(target(RELEASED))
+    assert final(receiver) == KVPoll.Failed
+    with pytest.raises(fake.TransferError, match="AbortReq") as caught:
+        receiver.failure_exception()
+    assert not caught.value.is_from_another_rank
+
+
+def test_where_prefill_was_is_forgotten_before_it_is_asked_again(make, monkeypatch):
+    decode = make("decode")
+    module = importlib.import_module("longshore_engines.sglang_decode")
+    receiver = receiver_of(decode)
+    decode.sent()
+    decode.manager.connection_pool.update({"10.0.0.1:8998_0_0_0": [], "10.0.0.11:8998_0_0_0": []})
+    monkeypatch.setattr(module, "ASK_AGAIN_S", 0.0)
+    receiver.poll()
+    assert [address for address, _ in decode.manager.sent[:1]] == ["tcp://10.0.0.1:7000"]
+    wait_for(lambda: [address for address, _ in decode.manager.sent][1:] == ["tcp://10.0.0.9:7009"])
+    assert list(decode.manager.connection_pool) == ["10.0.0.11:8998_0_0_0"]
+    decode.hears(Grant(receiver._ask, ROOM, "tokens of float32", fake.ENDPOINT))
+
+
+def test_a_request_without_pages_has_sglangs_state(make):
+    decode = make("decode")
+    module = importlib.import_module("longshore_engines.sglang_decode")
+    receiver = module.LongshoreReceiver(decode.manager, "10.0.0.1:8998", ROOM)
+    assert receiver.poll() == KVPoll.Bootstrapping
+    receiver.init(0)
+    assert receiver.poll() == KVPoll.WaitingForInput
