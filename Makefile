@@ -9,7 +9,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test layouts sim soak fuzz controlplane images e2e e2e-cluster e2e-vllm e2e-sglang check fix bench bench-vllm bench-vllm-gpu bench-sglang gpu reference lock clean FORCE
+.PHONY: help install demo test layouts sim soak fuzz controlplane images e2e e2e-cluster e2e-vllm e2e-sglang check fix bench bench-vllm bench-vllm-gpu bench-sglang bench-sglang-gpu gpu reference lock clean FORCE
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -110,6 +110,10 @@ bench-vllm-gpu: $(if $(GPU_PYTHON),,install) ## compare the same on two GPUs in 
 
 bench-sglang: install ## compare Longshore with SGLang's own NIXL backend in one run
 	E2E_SGLANG_VENV="$$(.ci/install-sglang $(VENV))" PYTHONPATH=e2e:e2e/sglang $(BIN)/python benchmarks/sglang_backends.py
+
+# The same with SGLANG_PYTHON and GPU_OPTIONS: make bench-sglang-gpu GPU_PYTHON=python3 SGLANG_PYTHON=/venv/bin/python
+bench-sglang-gpu: $(if $(GPU_PYTHON),,install) ## compare the same on two GPUs in one run, also with SGLang's staging buffer
+	$(or $(GPU_PYTHON),$(BIN)/python) benchmarks/sglang_on_gpus.py --json build/sglang-gpu.json $(GPU_OPTIONS)
 
 reference: install ## regenerate the reference pages of settings, metrics and faults from their tables
 	$(BIN)/python -m longshore_agent.settings >docs/reference/settings.md

@@ -20,9 +20,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, Protocol
 
 import tiny_model
-from sglang_engines import Nursery, Prompt, body
+from sglang_engines import Nursery, Prompt, Server, body
 from sglang_prompts import Oracle, random_prompt
 from sglang_scene import NIXL_VARIABLE, Scene, Side
 
@@ -62,7 +63,22 @@ def measure(scene: Scene, alone: Oracle, prompts: Sequence[Prompt]) -> Row:
     return Row(statistics.median(computed), statistics.median(seconds), max(seconds))
 
 
-def computed_s(scene: Scene, prompt: Prompt) -> float:
+class Pair(Protocol):
+    """A prefill and a decode engine, and what a router adds to a request."""
+
+    @property
+    def prefill(self) -> Server:
+        """Return the prefill engine."""
+
+    @property
+    def decode(self) -> Server:
+        """Return the decode engine."""
+
+    def routed(self) -> dict[str, Any]:
+        """Return what a router adds to a request."""
+
+
+def computed_s(scene: Pair, prompt: Prompt) -> float:
     """Return the time in which prefill computes a prompt that it moves nowhere."""
     start_s = time.monotonic()
     scene.prefill.post(body(prompt, 1, **NOWHERE))
@@ -71,6 +87,13 @@ def computed_s(scene: Scene, prompt: Prompt) -> float:
 
 def first_token_s(scene: Scene, prompt: Prompt, alone: Oracle) -> float:
     """Return the time from the request to the first token of decode."""
+    first_s, tokens = moved(scene, prompt)
+    check(tokens, prompt, alone)
+    return first_s
+
+
+def moved(scene: Pair, prompt: Prompt) -> tuple[float, list[int]]:
+    """Return the time from the request to the first token of decode, and all tokens."""
     content = body(prompt, NEW_TOKENS, **scene.routed())
     with ThreadPoolExecutor(1) as thread:
         start_s = time.monotonic()
@@ -80,8 +103,7 @@ def first_token_s(scene: Scene, prompt: Prompt, alone: Oracle) -> float:
         first_s = time.monotonic() - start_s
         found.extend(parts)
         computed.result()
-    check(found[-1]["output_ids"], prompt, alone)
-    return first_s
+    return first_s, found[-1]["output_ids"]
 
 
 def prompts_a_second(scene: Scene, alone: Oracle, prompts: Sequence[Prompt]) -> float:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import httpx
+from served_engines import ServedEngine, python_path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "gpu"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
@@ -26,35 +24,25 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "e2e" / "vllm"))
 from engines import GPU_VARIABLES, MODEL_NAME, Prompt, body
 from gpu_world import GPUAgent
 
-ROOT = Path(__file__).parents[1]
 # The second engine of a size serves prefill of the same size.
 SIDES: Mapping[str, tuple[int, ...]] = {"TP2": (0, 1), "TP1": (1,), "TP2 second": (0, 1), "TP1 second": (0,)}
-READY_LIMIT_S, REQUEST_LIMIT_S, END_LIMIT_S = 240.0, 120.0, 20.0
 TOKENS_MAX, CHUNK_TOKENS, BLOCK_TOKENS = 16_384, 2_048, 16
 # Of TP1; a rank of TP2 has half.
 KV_BYTES = 8 << 30
-LOG_CHARACTERS = 6000
 # vLLM's interpreter, and folders of packages that it does not have itself.
 PYTHON, PATH = "VLLM_PYTHON", "VLLM_PATH"
 
 
 @dataclass
-class Engine:
+class Engine(ServedEngine):
     """One `vllm serve`; `start` returns at once."""
 
-    name: str
-    model: Path
-    devices: tuple[int, ...]
-    port: int
-    transfer: Mapping[str, Any]
-    directory: Path
-    environment: Mapping[str, str] = field(default_factory=dict)
-    arguments: Sequence[str] = ()
+    transfer: Mapping[str, Any] = field(default_factory=dict)
 
-    def start(self) -> None:
-        """Start its processes, in a group of their own."""
+    def command(self) -> list[str]:
+        """Return the program and its arguments."""
         tp = len(self.devices)
-        command = [
+        return [
             *(os.environ.get(PYTHON, sys.executable), "-m", "vllm.entrypoints.cli.main", "serve", str(self.model)),
             *("--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(self.port)),
             *("--tensor-parallel-size", str(tp), "--dtype", "bfloat16", "--block-size", str(BLOCK_TOKENS)),
@@ -64,41 +52,10 @@ class Engine:
             *("--gpu-memory-utilization", "0.1", "--no-enable-prefix-caching"),
             *("--kv-transfer-config", json.dumps(dict(self.transfer)), *self.arguments),
         ]
-        folders = [ROOT / "engines", ROOT / "client", ROOT / "wire", Path(__file__).parent]
-        path = os.pathsep.join([*filter(None, [os.environ.get(PATH)]), *map(str, folders)])
-        visible = ",".join(map(str, self.devices))
-        environment = (
-            os.environ | GPU_VARIABLES | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"} | dict(self.environment)
-        )
-        self.log_path = self.directory / f"{self.name}.log"
-        with self.log_path.open("wb") as log:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                process_group=0,
-                env=environment | {"CUDA_VISIBLE_DEVICES": visible, "PYTHONPATH": path},
-            )
-        limits = httpx.Limits(max_connections=None)
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=REQUEST_LIMIT_S, limits=limits)
 
-    def wait_ready(self) -> None:
-        """Return when it serves. Raises SystemExit with its log if it does not."""
-        end_s = time.monotonic() + READY_LIMIT_S
-        while True:
-            try:
-                if self.http.get("/health", timeout=5.0).status_code == httpx.codes.OK:
-                    return
-            except httpx.TransportError:
-                pass
-            if self.process.poll() is not None or time.monotonic() > end_s:
-                raise SystemExit(f"{self.name} does not serve:\n{self.log()}")
-            time.sleep(0.1)
-
-    def log(self) -> str:
-        """Return the end of its log."""
-        return self.log_path.read_text(errors="replace")[-LOG_CHARACTERS:]
+    def variables(self) -> dict[str, str]:
+        """Return the environment in addition to ours."""
+        return {**GPU_VARIABLES, "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": python_path(os.environ.get(PATH))}
 
     def complete(self, prompt: Prompt, max_tokens: int, transfer: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the answer to a completion."""
@@ -119,19 +76,6 @@ class Engine:
                     if not event.get("choices"):
                         raise SystemExit(f"{self.name}: {event}\n{self.log()}")
                     yield time.monotonic(), event["choices"][0]["token_ids"] or []
-
-    def end(self) -> None:
-        """End its processes."""
-        for signal_number in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(self.process.pid, signal_number)
-                self.process.wait(END_LIMIT_S)
-            except ProcessLookupError:
-                break
-            except subprocess.TimeoutExpired:
-                continue
-        self.process.wait()
-        self.http.close()
 
 
 class Scene:
@@ -174,7 +118,7 @@ class Scene:
                 variables |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
                 variables |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(first_port + 50 + 10 * index)}
             label = f"{name}-{side}".replace(",", "").replace(" ", "-")
-            engine = Engine(label, model, SIDES[side], first_port + index, transfer, directory, variables, arguments)
+            engine = Engine(label, model, SIDES[side], first_port + index, directory, variables, arguments, transfer)
             self.engines[side] = engine
 
     def __enter__(self) -> Self:

@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from everything_gpu import commit
-from vllm_gpu_scenes import SIDES, Scene
+from vllm_gpu_scenes import PATH, PYTHON, SIDES, Scene
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e" / "vllm"))
 from engines import Prompt
@@ -306,10 +306,10 @@ def mps(directory: Path, logs: Path, *, wanted: bool) -> Iterator[Mapping[str, s
         (logs / "mps.log").write_text(mps_logs(directory, LOG_CHARACTERS_MAX), encoding="utf-8")
 
 
-def make_model(directory: Path) -> Path:
-    """Make the model with random weights; return its folder."""
-    command = [os.environ.get("VLLM_PYTHON", sys.executable), "-c", MAKE_MODEL, str(directory / "model")]
-    subprocess.run(command, check=True, timeout=240)
+def make_model(directory: Path, python: str, path: str) -> Path:
+    """Make the model with random weights, by an interpreter that also searches these folders; return its folder."""
+    command = [python, "-c", MAKE_MODEL, str(directory / "model")]
+    subprocess.run(command, check=True, timeout=240, env=os.environ | {"PYTHONPATH": path})
     return directory / "model"
 
 
@@ -370,7 +370,7 @@ def main() -> None:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-vllm-")))
         logs = chosen.logs or directory
         logs.mkdir(parents=True, exist_ok=True)
-        model = make_model(directory)
+        model = make_model(directory, os.environ.get(PYTHON, sys.executable), os.environ.get(PATH, ""))
         variables = stack.enter_context(mps(directory / "mps", logs, wanted=chosen.mps))
         begin_s = time.monotonic()
         scenes = [

@@ -112,7 +112,28 @@ class EngineOptions:
         }
 
 
-class Engine:
+class Server:
+    """The HTTP server of an engine."""
+
+    http: httpx.Client
+
+    def post(self, content: Mapping[str, Any], path: str = "/generate") -> Any:
+        """Return the answer to a request. Raises httpx.HTTPStatusError with its text unless it succeeds."""
+        response = self.http.post(path, json=content)
+        if response.is_error:
+            raise httpx.HTTPStatusError(response.text, request=response.request, response=response)
+        return response.json()
+
+    def stream(self, content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the parts of a response as they arrive."""
+        with self.http.stream("POST", "/generate", json={**content, "stream": True}) as response:
+            response.raise_for_status()
+            for line in response.iter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    yield json.loads(line.removeprefix("data: "))
+
+
+class Engine(Server):
     """One engine: `start` returns at once, `wait_ready` when it answers. A killed one may be started again."""
 
     def __init__(self, nursery: Nursery, options: EngineOptions) -> None:
@@ -176,21 +197,6 @@ class Engine:
         if self._keeper is not None:
             self._nursery.ask(kill=self._keeper)
             self._keeper = None
-
-    def post(self, content: Mapping[str, Any], path: str = "/generate") -> Any:
-        """Return the answer to a request. Raises httpx.HTTPStatusError with its text unless it succeeds."""
-        response = self.http.post(path, json=content)
-        if response.is_error:
-            raise httpx.HTTPStatusError(response.text, request=response.request, response=response)
-        return response.json()
-
-    def stream(self, content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the parts of a response as they arrive."""
-        with self.http.stream("POST", "/generate", json={**content, "stream": True}) as response:
-            response.raise_for_status()
-            for line in response.iter_lines():
-                if line.startswith("data: ") and line != "data: [DONE]":
-                    yield json.loads(line.removeprefix("data: "))
 
     def log(self) -> str:
         """Return the end of its log."""

@@ -38,6 +38,7 @@ NIXL_VARIABLE = "E2E_SGLANG_NIXL"
 # The same for `sglang_latent`.
 LATENT_VARIABLE = "E2E_SGLANG_LATENT"
 END_LIMIT_S = 120.0
+TEST_PLUGINS = ("sglang_zeroing", "sglang_nixl", "sglang_latent")
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ class Scene:
         self._stack.close()
 
 
-def write_plugins(directory: Path) -> Path:
+def write_plugins(directory: Path, tests: Sequence[str] = TEST_PLUGINS) -> Path:
     """Write the metadata by which SGLang finds the connector, as an installation has it, and the tests' plug-ins."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     folder = directory / "plugins"
@@ -202,7 +203,7 @@ def write_plugins(directory: Path) -> Path:
     (found / "METADATA").write_text("Metadata-Version: 2.1\nName: longshore\nVersion: 0\n", encoding="utf-8")
     group = "sglang.srt.plugins"
     lines = [f"{name} = {value}" for name, value in project["entry-points"][group].items()]
-    lines += [f"{name} = {name}:register" for name in ("sglang_zeroing", "sglang_nixl", "sglang_latent")]
+    lines += [f"{name} = {name}:register" for name in tests]
     (found / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]), encoding="utf-8")
     return folder
 
