@@ -214,7 +214,7 @@ def main() -> None:
         logs = chosen.logs or directory
         logs.mkdir(parents=True, exist_ok=True)
         model = chosen.model or make_model(directory, os.environ.get(PYTHON, sys.executable), os.environ.get(PATH, ""))
-        variables = stack.enter_context(mps(directory, wanted=chosen.mps))
+        variables = stack.enter_context(mps(directory / "mps", logs, wanted=chosen.mps))
         print(f"{mode}: the model is there after {time.monotonic() - begin_s:.0f} s", flush=True)
         scenes = [
             stack.enter_context(

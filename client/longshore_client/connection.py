@@ -148,6 +148,7 @@ class Waits(threading.Condition):
         super().__init__()
         self.links: list[Connection] = []
         self._is_reading = False
+        self._wake_reader = -1  # a descriptor that wakes the thread that polls the sockets; -1: none does
 
     def wait_until(self, predicate: Callable[[], bool], timeout_s: float | None) -> bool:
         """Wait until `predicate` is true, at most `timeout_s` (None: no limit); return its value.
@@ -174,9 +175,10 @@ class Waits(threading.Condition):
         lent = {found.fileno(): (link, found) for link in self.links if (found := link.lendable) is not None}
         if self._is_reading or not lent:
             return False
-        poller = select.poll()
-        self._is_reading = True
+        self._is_reading, self._wake_reader = True, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
+            poller = select.poll()
+            poller.register(self._wake_reader, select.POLLIN)
             for descriptor, (link, _) in lent.items():
                 link.lend(is_lent=True)
                 poller.register(descriptor, select.POLLIN)
@@ -185,14 +187,24 @@ class Waits(threading.Condition):
                 ready = poller.poll(None if timeout_s is None else timeout_s * 1e3)
             finally:
                 self.acquire()
+                os.close(self._wake_reader)
+                self._wake_reader = -1
             for descriptor, _ in ready:
-                link, found = lent[descriptor]
-                link.read(found)
+                if descriptor in lent:
+                    link, found = lent[descriptor]
+                    link.read(found)
         finally:
             self._is_reading = False
             for link, _ in lent.values():
                 link.lend(is_lent=False)
         return True
+
+    def wake(self, *, news: bool) -> None:
+        """Wake the thread that reads, and with `news` those that wait for it, after another thread has changed a core."""
+        if self._wake_reader >= 0:
+            os.eventfd_write(self._wake_reader, 1)
+        if news:
+            self.notify_all()
 
 
 class Connection:
@@ -398,8 +410,8 @@ class Connection:
             event = self._waiting.pop(call.number, None)
             if event is not None:
                 event.set()
-        if effects.news:
-            self.changed.notify_all()
+        if effects.settled or effects.news:
+            self.changed.wake(news=effects.news)
 
     def _hang_up(self) -> None:
         """Close the socket if the core no longer needs it. Called under the lock."""

@@ -92,6 +92,12 @@ class FakeAgent:
             for link in self.links:
                 link._socket.send(data)
 
+    def hang_up(self, index: int) -> None:
+        """Close one engine's connection, by its place among the connected ones."""
+        with self.changed:
+            self.links.pop(index).close()
+        os.eventfd_write(self._wake, 1)
+
     def read_nothing(self) -> None:
         """Stop reading until `read_on`."""
         self._reading.clear()

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import msgspec
 import pytest
-from fake_agent import FakeAgent, accept_all
+from fake_agent import WAIT_S, FakeAgent, accept_all
 from line import HELLO, Line
-from scene import DONE, ENDPOINT, LAYOUT, RELEASED, event
+from scene import DONE, ENDPOINT, LAYOUT, RELEASED, event, wait_until
 
-from longshore_client import ArgumentError, Half, KVLayout, LayoutError, RoomError, TargetMemory, connect, pool_geometry
+from longshore_client import (
+    ArgumentError,
+    Half,
+    KVLayout,
+    LayoutError,
+    Reason,
+    RoomError,
+    TargetMemory,
+    connect,
+    pool_geometry,
+)
+from longshore_client.core import State
 from longshore_wire.engine_messages import (
     ENGINE_PROTOCOL_VERSION,
     Cancel,
     Hello,
     Receive,
+    Refused,
     RegisterPool,
     UnregisterPool,
     Welcome,
@@ -121,6 +134,34 @@ def test_connect_opens_one_connection_for_each_memory_and_close_ends_both(tmp_pa
     assert [hello.layout.page_size for hello in hellos] == [LAYOUT.page_size, 1]
     assert (hellos[1].device, hellos[1].roles) == ("cpu", (Half.TARGET,))
     assert hellos[0].engine == hellos[1].engine
+
+
+def test_a_thread_that_reads_one_connection_takes_news_of_the_other(tmp_path):
+    """The host's agent is away when the wait begins, so that only the device's connection is read by the waiting thread."""
+    path, back = str(tmp_path / "agent.sock"), threading.Event()
+
+    def greet(hello):
+        if hello.memory is TargetMemory.HOST and agent.of(Hello)[2:] and not back.is_set():
+            return Refused(0, Reason.BUSY, "later", 1)
+        return Welcome(ENGINE_PROTOCOL_VERSION, 1, "demo", 10**13)
+
+    with FakeAgent(path, greet=greet) as agent:
+        client = connect(path, instance="decode-0", layout=LAYOUT, host_layout=HOST_LAYOUT, timeout_s=WAIT_S)
+        client.receive(2, ENDPOINT, list(range(8)), 4, 12, memory=TargetMemory.HOST)
+        device, host = (client._links[memory] for memory in (TargetMemory.DEVICE, TargetMemory.HOST))
+        agent.hang_up(1)
+        wait_until(client, lambda: host.core.state is not State.READY)
+        found = []
+        waiting = threading.Thread(target=lambda: found.append(client.wait(2, Half.TARGET, timeout_s=10 * WAIT_S)))
+        waiting.start()
+        wait_until(client, lambda: device._is_lent)
+        back.set()
+        wait_until(client, lambda: client.connected)
+        with agent.changed:
+            agent.links[-1].send(event(DONE, 2, Half.TARGET, instance=ENDPOINT.instance))
+        waiting.join(WAIT_S)
+        client.close()
+    assert [each.room for each in found] == [2]
 
 
 @pytest.mark.parametrize(
