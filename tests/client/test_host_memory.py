@@ -160,7 +160,9 @@ def test_a_thread_that_reads_one_connection_takes_news_of_the_other(tmp_path):
         with agent.changed:
             agent.links[-1].send(event(DONE, 2, Half.TARGET, instance=ENDPOINT.instance))
         waiting.join(WAIT_S)
+        is_told = not waiting.is_alive()
         client.close()
+    assert is_told
     assert [each.room for each in found] == [2]
 
 
