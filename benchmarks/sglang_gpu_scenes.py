@@ -31,7 +31,7 @@ DEVICES: Mapping[tuple[str, int], tuple[int, ...]] = {
     ("prefill", 1): (0,),
     ("decode", 1): (1,),
 }
-TOKENS_MAX, CHUNK_TOKENS, PAGE_TOKENS, AT_ONCE_MAX = 16_384, 2_048, 16, 64
+TOKENS_MAX, PAGE_TOKENS, AT_ONCE_MAX = 16_384, 16, 64
 # SGLang's interpreter, and folders of packages that it does not have itself.
 PYTHON, PATH = "SGLANG_PYTHON", "SGLANG_PATH"
 STAGED, PLAIN = "SGLang NIXL, staging", "SGLang NIXL"
@@ -86,7 +86,8 @@ class SGLangEngine(ServedEngine, Server):
             *("--served-model-name", "tiny", "--host", LOOPBACK, "--port", str(self.port), "--skip-server-warmup"),
             *("--tp-size", str(self.tp), "--page-size", str(PAGE_TOKENS), "--disable-radix-cache"),
             *("--max-total-tokens", str(self.kv_tokens), "--context-length", str(TOKENS_MAX)),
-            *("--max-running-requests", str(AT_ONCE_MAX), "--chunked-prefill-size", str(CHUNK_TOKENS)),
+            # One chunk a prompt: 0.5.16 computes the first chunk of a prompt that it moves nowhere again and again.
+            *("--max-running-requests", str(AT_ONCE_MAX), "--chunked-prefill-size", str(TOKENS_MAX)),
             *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
             *("--disaggregation-mode", self.role, "--disaggregation-transfer-backend", self.backend),
             *(ON_GPU if self.devices else ON_CPU),
