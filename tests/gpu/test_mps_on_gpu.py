@@ -206,6 +206,7 @@ def test_a_client_in_namespaces_and_a_dev_shm_of_its_own_opens_an_engines_memory
         assert found["read"] == "a55a" * 4
 
 
+@pytest.mark.slow
 def test_another_user_is_a_client_of_a_daemon_for_all_users(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if os.getuid():
         pytest.skip("needs root, to be another user")
