@@ -30,6 +30,8 @@ from longshore_wire.names import AGENT_USER_ID
 
 # Pause after the kernel had no memory for a message.
 STARVED_WAIT_S = 0.01
+# `select.poll` takes at most 2**31 ms.
+POLL_MAX_S = 3600.0
 # Messages read before callers get the lock again.
 RECEIVE_BATCH_MAX = 64
 _STARVED = frozenset({errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS})
@@ -184,7 +186,7 @@ class Waits(threading.Condition):
                 poller.register(descriptor, select.POLLIN)
             self.release()
             try:
-                ready = poller.poll(None if timeout_s is None else timeout_s * 1e3)
+                ready = poller.poll(None if timeout_s is None else min(timeout_s, POLL_MAX_S) * 1e3)
             finally:
                 self.acquire()
                 os.close(self._wake_reader)
@@ -292,8 +294,8 @@ class Connection:
         if connected is not self._socket:
             return  # closed while the caller waited for the lock
         self._receive(connected, time.monotonic())
-        if self.core.state is not State.READY:
-            os.eventfd_write(self._wake, 1)  # the thread connects again, or ends
+        if self.core.state is not State.READY or self.core.outbox:
+            os.eventfd_write(self._wake, 1)  # the thread connects again, ends, or sends
 
     def close(self) -> None:
         """End the thread and the connection; calls and waits in other threads end. Idempotent.

@@ -304,6 +304,14 @@ def test_threads_that_wait_at_once_each_get_their_own_event_and_answer(path):
         assert not is_read_by_a_caller(client)
 
 
+def test_a_wait_may_have_the_longest_timeout(path):
+    with FakeAgent(path) as agent, client_at(path) as client:
+        client.send(1, [1], 0, 4, last=True, timeout_s=threading.TIMEOUT_MAX)
+        say = in_threads(lambda: (wait_until(client, lambda: is_read_by_a_caller(client)), agent.say(event(DONE, 1))))
+        assert client.wait(1, Half.SOURCE, timeout_s=threading.TIMEOUT_MAX).room == 1
+        say()
+
+
 def test_an_interrupted_wait_leaves_the_socket_to_the_connections_thread(path):
     class InterruptedForTestError(Exception):
         pass
