@@ -90,10 +90,7 @@ class LongshoreReceiver(ReceiverBase):  # type: ignore[misc] # SGLang is not ins
         self._prompt_length: Callable[[], int] = int
 
     def told(self, request: Any, buffers: Any, prompt_length: Callable[[], int]) -> None:
-        """Take a request, which may have a handover, SGLang's rows on first tokens, and how to get a prompt's length.
-
-        SGLang calls this before it knows whether prefill computes the request again.
-        """
+        """Take a request, which may have a handover, SGLang's rows on first tokens, and how to get a prompt's length."""
         self._prompt_length = prompt_length
         parameters = request.sampling_params.custom_params
         if not isinstance(parameters, Mapping) or KEY not in parameters:

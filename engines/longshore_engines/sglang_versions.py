@@ -1,12 +1,14 @@
-"""Makes SGLang 0.5.16 look like 0.5.23: what differs between them is here, and in `sglang_checks.HOOKED_BY_VERSION`.
+"""Gives SGLang 0.5.16 what the connector uses of 0.5.23.
 
-The connector's other modules use these classes instead of SGLang's. 0.5.23 needs torch 2.14, and 0.5.16 is pinned to torch
-2.11. Nothing here may depend on the transfer of a request.
+The connector's other modules use these classes instead of SGLang's. Its hooks differ by `sglang_checks.HOOKED_BY_VERSION`.
+0.5.23 needs torch 2.14, and 0.5.16 is pinned to torch 2.11.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -23,6 +25,8 @@ IS_0_5_16 = sglang_version == V0_5_16
 # How often a rank looks whether its pages were released, and the interval of the warnings that this takes long.
 RELEASE_LOOK_S = 0.001
 RELEASE_WARNING_S = 10.0
+# An agent ends a worker that hangs within its lease, a minute, and starts another one. Beyond this limit it hangs itself.
+RELEASE_LIMIT_S = 300.0
 
 
 def disaggregation() -> Any:
@@ -68,7 +72,15 @@ class _Sender(CommonKVSender):  # type: ignore[misc] # as above
 
 class _Receiver(CommonKVReceiver):  # type: ignore[misc] # as above
     def poll(self) -> Any:
-        return self.kv_mgr.check_status(self.bootstrap_room) if self.conclude_state is None else self.conclude_state
+        if self.conclude_state is not None:
+            return self.conclude_state
+        # Another request with the same room may have been cleared.
+        return self.kv_mgr.request_status.get(self.bootstrap_room, _failed())
+
+    def clear(self) -> None:
+        super().clear()
+        # 0.5.16 leaves this to its own backends.
+        self.kv_mgr.addr_to_rooms_tracker[self.bootstrap_addr].discard(self.bootstrap_room)
 
     def invalidate_cached_bootstrap_infos(self) -> None:
         manager = self.kv_mgr
@@ -77,12 +89,19 @@ class _Receiver(CommonKVReceiver):  # type: ignore[misc] # as above
                 del manager.connection_pool[key]
 
     def failure_exception(self) -> None:
-        """Raise the reason when no process writes this rank's pages: 0.5.16 frees them at once when this returns."""
+        """Raise the reason when no process writes this rank's pages: 0.5.16 frees them at once when this returns.
+
+        Ends the engine if its agent does not release them in time.
+        """
         self.ensure_abort_notified()
         manager, room, begin_s = self.kv_mgr, self.bootstrap_room, time.monotonic()
         warned_s = begin_s
         while not manager.is_abort_release_safe(room, 0):
             time.sleep(RELEASE_LOOK_S)
+            if time.monotonic() - begin_s >= RELEASE_LIMIT_S:
+                _end_engine(
+                    f"room {room}: the agent has not released its pages for {RELEASE_LIMIT_S:g} s: restart the agent"
+                )
             if time.monotonic() - warned_s >= RELEASE_WARNING_S:
                 warned_s = time.monotonic()
                 _log.warning("a failed prompt waits for the agent for %.0f s to release its pages", warned_s - begin_s)
@@ -90,6 +109,13 @@ class _Receiver(CommonKVReceiver):  # type: ignore[misc] # as above
         self.conclude_state = _failed()
         self.clear()
         raise _error(self)
+
+
+def _end_engine(text: str) -> None:
+    """End the engine, as SGLang does when a scheduler fails. Its pages may still be written, so that it cannot go on."""
+    _log.critical("%s; this engine ends", text)
+    os.kill(os.getppid(), signal.SIGQUIT)
+    raise SystemExit(text)
 
 
 def _failed() -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -79,6 +80,7 @@ class Manager:
         self.has_heartbeat = False
         self.connection_lock, self.failure_lock = threading.Lock(), threading.Lock()
         self.prefill_info_table, self.connection_pool = {}, {}
+        self.addr_to_rooms_tracker = defaultdict(set)
 
     def update_status(self, room, status):
         self.request_status[room] = status
@@ -125,6 +127,14 @@ class Sender(_Request):
 class Receiver(_Request):
     abort_notified = False
 
+    def __init__(self, mgr, address, room, *more):
+        super().__init__(mgr, address, room, *more)
+        mgr.addr_to_rooms_tracker[address].add(room)
+
+    def clear(self):
+        super().clear()
+        self.kv_mgr.addr_to_rooms_tracker[self.bootstrap_addr].discard(self.bootstrap_room)
+
     def init(self, dp_rank):
         self.prefill_dp_rank = dp_rank
         self.bootstrap_infos = [{"rank_ip": "10.0.0.1", "rank_port": 7000}]
@@ -143,9 +153,6 @@ class Receiver(_Request):
 class OldManager(Manager):
     _send_multipart_locked = None
 
-    def check_status(self, room):
-        return self.request_status[room]
-
     def _connect(self, address, is_ipv6=False):
         return SimpleNamespace(send_multipart=lambda parts: self.sent.append((address, parts)))
 
@@ -159,6 +166,7 @@ class OldSender(Sender):
 
 class OldReceiver(Receiver):
     poll = failure_exception = invalidate_cached_bootstrap_infos = None
+    clear = _Request.clear
 
 
 class BootstrapServer:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import threading
 from types import SimpleNamespace
 
@@ -83,6 +85,28 @@ def test_a_request_that_failed_at_another_rank_fails_here_only_when_its_pages_we
     assert "another rank" in str(failed[0])
     assert isinstance(decode.sent(2)[1], Left)
     assert decode.manager._draining == {}
+
+
+def test_an_agent_that_does_not_release_pages_in_time_ends_the_engine(make, monkeypatch):
+    decode = make("decode")
+    module = importlib.import_module("longshore_engines.sglang_versions")
+    killed = []
+    monkeypatch.setattr(module, "RELEASE_LIMIT_S", 0.0)
+    monkeypatch.setattr(module.os, "kill", lambda *arguments: killed.append(arguments))
+    receiver = receiver_of(decode)
+    granted(decode, receiver)
+    with pytest.raises(SystemExit, match=f"room {ROOM}: the agent has not released its pages"):
+        receiver.failure_exception()
+    assert killed == [(os.getppid(), signal.SIGQUIT)]
+
+
+def test_a_cleared_request_leaves_no_entry_at_its_prefill(make):
+    decode = make("decode")
+    receiver = receiver_of(decode)
+    rooms = decode.manager.addr_to_rooms_tracker[receiver.bootstrap_addr]
+    assert rooms == {ROOM}
+    receiver.clear()
+    assert rooms == set()
 
 
 def test_an_abort_has_its_reason(make):
