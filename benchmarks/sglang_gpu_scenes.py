@@ -149,8 +149,9 @@ class Scene:
 
     def __enter__(self) -> Self:
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="sglang-plugins-")))
+        settings = {"LONGSHORE_DEPLOYMENT": "bench/sglang", "LONGSHORE_GPU_MPS": str(bool(self.environment)).lower()}
         for _ in range(AGENTS.get(self.name, 0)):
-            agent = GPUAgent(LONGSHORE_DEPLOYMENT="bench/sglang", **self.environment)
+            agent = GPUAgent(**settings, **self.environment)
             self.agents.append(self._stack.enter_context(agent))
         plugins = write_plugins(folder, ())
         for index, direction in enumerate(self.directions):

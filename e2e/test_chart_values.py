@@ -142,7 +142,12 @@ VALUES: dict[str, tuple[Body, Callable[[Objects], object], object, object]] = {
         "",
         "/run/m",
     ),
-    "gpu.mps.pipeDirectory": ({"gpu": {"mps": {"pipeDirectory": "/m"}}}, variable("MPS_PIPE_DIRECTORY"), "", "/m"),
+    "gpu.mps.pipeDirectory": (
+        {"gpu": {"mps": {"hostDirectory": "/run/m", "pipeDirectory": "/m"}}},
+        variable("MPS_PIPE_DIRECTORY"),
+        "",
+        "/m",
+    ),
     "aggregateToEdit": ({"aggregateToEdit": True}, edits, False, True),
     "inject.enabled": ({"inject": {"enabled": True}}, there(INJECTION), False, True),
     "replicas": (
@@ -220,6 +225,12 @@ def test_a_setting_that_is_unknown_or_set_by_another_value_is_refused(settings: 
     with pytest.raises(subprocess.CalledProcessError) as caught:
         changed({"settings": settings})
     assert next(iter(settings)) in caught.value.stderr
+
+
+def test_a_path_of_mps_in_pods_needs_one_on_nodes() -> None:
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        changed({"gpu": {"mps": {"pipeDirectory": "/m"}}})
+    assert "hostDirectory" in caught.value.stderr
 
 
 def test_no_variable_comes_twice() -> None:

@@ -244,6 +244,16 @@ def test_no_own_volume_hides_that_of_the_daemon() -> None:
     assert Scene(agents=agents).reasons()["Compatible"] == "PlanMade"
 
 
+def test_a_mount_at_the_pipes_of_gpu_mps_is_refused_by_its_path() -> None:
+    mounts = [{"name": "pipes", "mountPath": f"{MPS.pod}/"}]
+    volumes = [{"name": "pipes", "hostPath": {"path": MPS.host}}]
+    agents = {"volumes": volumes, "volumeMounts": mounts}
+    for spec, reason in (({"mps": True}, "NotAllowed"), ({"mps": False}, "PlanMade")):
+        scene = Scene(gpu=spec, agents=agents)
+        images = dataclasses.replace(IMAGES, allowed=Allowed(host_paths=(MPS.host,), mps=MPS))
+        assert scene.reasons(images=images)["Compatible"] == reason
+
+
 def test_mps_is_refused_where_the_administrator_names_no_daemon() -> None:
     strict = dataclasses.replace(IMAGES, allowed=Allowed())
     scene = Scene(gpu={"mps": True})

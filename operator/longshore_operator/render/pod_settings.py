@@ -132,6 +132,8 @@ def not_allowed(spec: Spec, allowed: Allowed) -> list[str]:
     if spec.gpu.mps and not allowed.mps.host:
         found.append(f"spec.gpu.mps: {_refusal('gpu.mps.hostDirectory')}")
     for path, settings in _sections(spec):
+        if spec.gpu.mps and allowed.mps.pod in {mount.mount_path.rstrip("/") for mount in settings.volume_mounts}:
+            found.append(f"{path}.volumeMounts: {allowed.mps.pod} is mounted by gpu.mps: leave it out")
         more = sorted(set(settings.security_context.capabilities.add) - allowed.capabilities)
         found += [f"{path}.securityContext.capabilities.add: {name}: {_refusal('allow.capabilities')}" for name in more]
         paths = [str(volume.host_path.get("path")) for volume in settings.volumes if volume.host_path is not None]
