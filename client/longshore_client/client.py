@@ -382,8 +382,7 @@ class Client:
         """
         timeout_s = arguments.timeout(timeout_s)
         with self._changed:
-            if timeout_s > 0 and not self._core.events:
-                self._changed.wait_until(lambda: bool(self._core.events) or self._closed, timeout_s)
+            self._wait_for(lambda: bool(self._core.events) or self._closed, timeout_s, "poll")
             events = list(self._core.events)
             self._core.events.clear()
             if not events:
@@ -494,6 +493,8 @@ class Client:
             raise from_refusal(call.answer, what, refused)
 
     def _wait_for(self, predicate: Callable[[], bool], timeout_s: float | None, what: str) -> None:
+        for link in self._links.values():
+            link.check_process(what)
         self._changed.wait_until(lambda: predicate() or self._closed, timeout_s)
         if self._closed and not predicate():
             raise ClientClosed(f"{what}: the client was closed")

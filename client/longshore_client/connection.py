@@ -140,7 +140,8 @@ def _what_is_lacking(path: str) -> str:
 class Waits(threading.Condition):
     """The lock of one client's cores. One thread at a time that waits for a change reads the sockets itself.
 
-    The answer to a call then wakes its caller, not the connection's thread first. Further waiting threads are notified.
+    The answer to a call then wakes its caller, not the connection's thread first. Further waiting threads are notified, and
+    so is the main thread: Python runs signal handlers there, and one that raises would lose a message that is half read.
 
     Attributes:
         links: the client's connections.
@@ -172,12 +173,18 @@ class Waits(threading.Condition):
         Called under the lock, held once, which is free while this thread waits.
 
         Returns:
-            False: another thread reads them, or no agent is connected; nothing was done.
+            False: this thread is to wait for a notification. Nothing was read.
         """
-        lent = {found.fileno(): (link, found) for link in self.links if (found := link.lendable) is not None}
-        if self._is_reading or not lent:
+        if self._is_reading or threading.current_thread() is threading.main_thread():
             return False
-        self._is_reading, self._wake_reader = True, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        lent = {found.fileno(): (link, found) for link in self.links if (found := link.lendable) is not None}
+        if not lent:
+            return False
+        try:
+            self._wake_reader = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        except OSError:
+            return False  # no descriptor is left
+        self._is_reading = True
         try:
             poller = select.poll()
             poller.register(self._wake_reader, select.POLLIN)
@@ -281,8 +288,8 @@ class Connection:
 
     @property
     def lendable(self) -> AgentSocket | None:
-        """The socket, if a waiting caller may read it now. Read under the lock."""
-        return self._socket if self.core.state is State.READY else None
+        """The socket, if a waiting caller may read it now: a forked child may not. Read under the lock."""
+        return self._socket if self.core.state is State.READY and os.getpid() == self._process_id else None
 
     def lend(self, *, is_lent: bool) -> None:
         """Leave the socket's messages to a waiting caller, or read them again. Called under the lock."""

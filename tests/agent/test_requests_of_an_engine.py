@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from worker_side import PAGE_COUNT, Make, claim, endpoint, pages, run, side_maker
 
+from longshore_agent.errors import DeviceError
 from longshore_agent.worker.engine_requests import PARTIAL_CLAIMS_MAX
 from longshore_wire.engine_messages import (
     TOKENS_MAX,
@@ -55,6 +56,29 @@ def test_page_lists_are_checked_by_the_worker_itself_whatever_the_client_did(mak
     assert not target.core.rooms
     assert not source.requests.tables
     assert not target.requests.tables
+
+
+def test_pages_are_prepared_after_the_answer_and_a_failure_of_that_is_left_to_the_copy(make):
+    prepared = []
+
+    def prepare(_pool, table, half, _ways):
+        prepared.append((half, table.pages.tolist()))
+        raise DeviceError("the GPU has no memory left for 2 page ids")
+
+    for name, half, message in (
+        ("P", Half.SOURCE, Offer(0, 1, 0, 0, 8, True, pages(1, 2))),
+        ("D", Half.TARGET, claim(1, 8, pages(3, 4))),
+    ):
+        side = make(name, half)
+        side.requests.prepare_pages = prepare
+        side.register()
+        prepared.clear()
+        assert isinstance(side.say(message), Accepted)
+        assert prepared == []
+        side.requests.prepare_new()
+        side.requests.prepare_new()
+        assert prepared == [(half, [1, 2] if half is Half.SOURCE else [3, 4])]
+        assert len(side.core.rooms) == 1
 
 
 def test_a_page_that_an_open_room_writes_is_refused_to_every_other_room_until_it_is_released(make):

@@ -137,7 +137,9 @@ class EngineRequests:
     def prepare_new(self) -> None:
         """Prepare the pages that the last requests have added. Their engine has its answers and does not wait for this."""
         while self._unprepared:
-            self.prepare_pages(*self._unprepared.pop())
+            # A copy prepares them again, and fails its room alone.
+            with contextlib.suppress(LongshoreError):
+                self.prepare_pages(*self._unprepared.pop())
 
     # -- pools -----------------------------------------------------------------------------------------------------
 

@@ -114,10 +114,9 @@ class Scene:
         self._wait_prefetched(room)
         tables = [{room: pages.pages_of(token_count)} for pages in self.source.pages]
         core_s = self._core_s()
-        offers = self._offer(tables, token_count)
+        begin_s = min(offer.result()[room] for offer in self._offer(tables, token_count))
         ends = [client.wait(room, Half.TARGET, timeout_s=_ROOM_S) for client in self.target.clients]
-        end_s = time.perf_counter()
-        seconds = end_s - min(offer.result()[room] for offer in offers)
+        seconds = time.perf_counter() - begin_s
         ends += [client.wait(room, Half.SOURCE, timeout_s=_ROOM_S) for client in self.source.clients]
         core_s = self._core_s() - core_s
         self._check(room, ends, token_count)
