@@ -1,21 +1,47 @@
-"""Runs an engine's server on GPUs as a group of processes, for the benchmarks of real engines on GPUs."""
+"""What the benchmarks of real engines on GPUs share: a server as a group of processes, the model, MPS, and summaries."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import statistics
 import subprocess
+import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
+from everything_gpu import commit
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "gpu"))
+from mps_daemon import mps_daemon, mps_logs
 
 ROOT = Path(__file__).parents[1]
 READY_LIMIT_S, REQUEST_LIMIT_S, END_LIMIT_S = 240.0, 120.0, 20.0
-LOG_CHARACTERS = 6000
+LOG_CHARACTERS, LOG_CHARACTERS_MAX = 6000, 1_000_000
+VOCABULARY, HIDDEN, LAYERS, HEADS, HEAD_DIM = 32_000, 1024, 32, 8, 128
+MAKE_MODEL = f"""
+import sys, torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+torch.manual_seed(0)
+config = Qwen3Config(vocab_size={VOCABULARY}, hidden_size={HIDDEN}, intermediate_size=2048, num_hidden_layers={LAYERS},
+    num_attention_heads=16, num_key_value_heads={HEADS}, head_dim={HEAD_DIM}, max_position_embeddings=32768,
+    initializer_range=0.1, tie_word_embeddings=True)
+with torch.device("cuda"):
+    model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+model.save_pretrained(sys.argv[1])
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+words = Tokenizer(models.WordLevel({{f"w{{n}}": n for n in range({VOCABULARY})}}, unk_token="w3"))
+PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w0", eos_token="w1", pad_token="w2", unk_token="w3"
+    ).save_pretrained(sys.argv[1])
+"""
 
 
 def python_path(first: str | None) -> str:
@@ -96,3 +122,51 @@ class ServedEngine(ABC):
                 continue
         self.process.wait()
         self.http.close()
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Return median and 99th percentile in milliseconds."""
+    ordered = sorted(values)
+    high = ordered[min(len(ordered) - 1, round(0.99 * (len(ordered) - 1)))]
+    return {"p50_ms": round(1e3 * statistics.median(ordered), 2), "p99_ms": round(1e3 * high, 2)}
+
+
+def program(name: str) -> str:
+    """Return the path of a program of the driver. Raises SystemExit if it is not installed."""
+    found = shutil.which(name)
+    if found is None:
+        raise SystemExit(f"{name} is not in PATH: install the driver's programs")
+    return found
+
+
+@contextmanager
+def mps(directory: Path, logs: Path, *, wanted: bool) -> Iterator[Mapping[str, str]]:
+    """Run the daemon of CUDA's Multi-Process Service if it is wanted; yield the variables of its clients."""
+    if not wanted:
+        yield {}
+        return
+    try:
+        with mps_daemon(directory) as variables:
+            yield variables
+    finally:
+        (logs / "mps.log").write_text(mps_logs(directory, LOG_CHARACTERS_MAX), encoding="utf-8")
+
+
+def make_model(directory: Path, python: str, path: str) -> Path:
+    """Make the model with random weights, by an interpreter that also searches these folders; return its folder."""
+    command = [python, "-c", MAKE_MODEL, str(directory / "model")]
+    subprocess.run(command, check=True, timeout=240, env=os.environ | {"PYTHONPATH": path})
+    return directory / "model"
+
+
+def about(arguments: list[str]) -> dict[str, Any]:
+    """Return where and of what this ran."""
+    query = [program("nvidia-smi"), "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    gpus = subprocess.run(query, check=False, capture_output=True, text=True, timeout=60).stdout.splitlines()
+    return {
+        "gpus": gpus,
+        "processors": os.cpu_count(),
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%d"),
+        "engine_arguments": arguments,
+    }

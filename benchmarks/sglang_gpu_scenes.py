@@ -148,11 +148,17 @@ class Scene:
     _stack: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> Self:
-        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="sglang-plugins-")))
+        with ExitStack() as stack:
+            self._start(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def _start(self, stack: ExitStack) -> None:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sglang-plugins-")))
         settings = {"LONGSHORE_DEPLOYMENT": "bench/sglang", "LONGSHORE_GPU_MPS": str(bool(self.environment)).lower()}
         for _ in range(AGENTS.get(self.name, 0)):
             agent = GPUAgent(**settings, **self.environment)
-            self.agents.append(self._stack.enter_context(agent))
+            self.agents.append(stack.enter_context(agent))
         plugins = write_plugins(folder, ())
         for index, direction in enumerate(self.directions):
             roles = zip(("prefill", "decode"), direction, strict=True)
@@ -163,8 +169,7 @@ class Scene:
             self.pairs[direction] = Pair(*engines)
             for engine in engines:
                 engine.start()
-                self._stack.callback(engine.end)
-        return self
+                stack.callback(engine.end)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for index, agent in enumerate(self.agents):

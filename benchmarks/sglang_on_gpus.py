@@ -31,8 +31,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from served_engines import VOCABULARY, about, make_model, mps, spread
 from sglang_gpu_scenes import AGENTS, AT_ONCE_MAX, BACKENDS, PATH, PLAIN, PYTHON, STAGED, Pair, Scene
-from vllm_on_gpus import VOCABULARY, about, make_model, mps, spread
 
 # The folders of tests are in the path now.
 from sglang_backends import computed_s, moved  # isort: skip
@@ -59,9 +59,9 @@ def prompts_of(seed: int, length: int, count: int) -> list[Prompt]:
     return [Prompt(draw.randrange(10, VOCABULARY) for _ in range(length)) for _ in range(count)]
 
 
-def others(found: Sequence[list[int]], right: Sequence[list[int]]) -> int:
-    """Return the number of answers that differ."""
-    return sum(one != other for one, other in zip(found, right, strict=True))
+def others(found: Sequence[list[int]], right: Sequence[list[int]]) -> int | None:
+    """Return the number of answers that differ; None: there is nothing to compare with."""
+    return None if found is right else sum(one != other for one, other in zip(found, right, strict=True))
 
 
 def alone(
@@ -179,7 +179,8 @@ def line_of(row: dict[str, Any]) -> str:
         text += f"  moved {row['moved']['p50_ms']:8.1f}"
     else:
         text += f"  {row['prompts_per_s']:6.1f}/s"
-    return text + f"  other tokens {row['other_tokens']}"
+    count = row["other_tokens"]
+    return text + ("  the reference of tokens" if count is None else f"  other tokens {count}")
 
 
 def options() -> argparse.Namespace:

@@ -27,25 +27,22 @@ import json
 import os
 import random
 import shlex
-import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from everything_gpu import commit
+from served_engines import VOCABULARY, about, make_model, mps, program, spread
 from vllm_gpu_scenes import PATH, PYTHON, SIDES, Scene
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e" / "vllm"))
 from engines import Prompt
-from mps_daemon import mps_daemon, mps_logs
 from scene import TO_PREFILL
 
 RIVAL = "NixlConnector"
@@ -55,7 +52,7 @@ LENGTHS, QUICK_LENGTHS = (64, 512, 2_048, 4_096, 8_192, 16_000), (512, 4_096, 16
 REPEATS, QUICK_REPEATS = 9, 5
 AT_ONCE, QUICK_AT_ONCE = (4, 16, 64), (16,)
 REQUESTS, TRACES = 64, 3
-NEW_TOKENS, VOCABULARY = 8, 32_000
+NEW_TOKENS = 8
 # Of the trace: medians of prompts and answers, and the spread of their logarithms.
 PROMPT_MEDIAN, PROMPT_SPREAD, PROMPT_MAX = 900, 1.0, 8_000
 ANSWER_MEDIAN, ANSWER_SPREAD, ANSWER_MAX = 24, 0.7, 96
@@ -63,25 +60,7 @@ FIRST_PORT = 18_000
 # Graphs for steps of decode, and no compiler, which would take minutes at each start.
 ENGINE_ARGUMENTS = '--compilation-config \'{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 4, 16, 64]}\''
 SEED = 11
-LOG_CHARACTERS_MAX = 1_000_000
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
-HIDDEN, LAYERS, HEADS, HEAD_DIM = 1024, 32, 8, 128
-MAKE_MODEL = f"""
-import sys, torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
-torch.manual_seed(0)
-config = Qwen3Config(vocab_size={VOCABULARY}, hidden_size={HIDDEN}, intermediate_size=2048, num_hidden_layers={LAYERS},
-    num_attention_heads=16, num_key_value_heads={HEADS}, head_dim={HEAD_DIM}, max_position_embeddings=32768,
-    initializer_range=0.1, tie_word_embeddings=True)
-with torch.device("cuda"):
-    model = Qwen3ForCausalLM(config).to(torch.bfloat16)
-model.save_pretrained(sys.argv[1])
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
-words = Tokenizer(models.WordLevel({{f"w{{n}}": n for n in range({VOCABULARY})}}, unk_token="w3"))
-PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w0", eos_token="w1", pad_token="w2", unk_token="w3"
-    ).save_pretrained(sys.argv[1])
-"""
 
 
 class Moved(NamedTuple):
@@ -195,13 +174,6 @@ class Burnt:
         return found
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    """Return median and 99th percentile in milliseconds."""
-    ordered = sorted(values)
-    high = ordered[min(len(ordered) - 1, round(0.99 * (len(ordered) - 1)))]
-    return {"p50_ms": round(1e3 * statistics.median(ordered), 2), "p99_ms": round(1e3 * high, 2)}
-
-
 def alone(scenes: list[Scene], source: str, target: str, length: int, repeats: int, turn: int) -> list[dict[str, Any]]:
     """Move prompts of one length, one at a time and each in every way; count those whose tokens differ from the rival's."""
     ways = [(scene.name, kind, Router(scene, kind, source, target)) for scene in scenes for kind in scene.kinds]
@@ -280,37 +252,9 @@ def memory_taken(scenes: list[Scene]) -> dict[str, list[float]]:
     return found
 
 
-def program(name: str) -> str:
-    """Return the path of a program of the driver. Raises SystemExit if it is not installed."""
-    found = shutil.which(name)
-    if found is None:
-        raise SystemExit(f"{name} is not in PATH: install the driver's programs")
-    return found
-
-
 def children_of(pid: int) -> list[int]:
     """Return the children of a process."""
     return [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
-
-
-@contextmanager
-def mps(directory: Path, logs: Path, *, wanted: bool) -> Iterator[Mapping[str, str]]:
-    """Run the daemon of CUDA's Multi-Process Service if it is wanted; yield the variables of its clients."""
-    if not wanted:
-        yield {}
-        return
-    try:
-        with mps_daemon(directory) as variables:
-            yield variables
-    finally:
-        (logs / "mps.log").write_text(mps_logs(directory, LOG_CHARACTERS_MAX), encoding="utf-8")
-
-
-def make_model(directory: Path, python: str, path: str) -> Path:
-    """Make the model with random weights, by an interpreter that also searches these folders; return its folder."""
-    command = [python, "-c", MAKE_MODEL, str(directory / "model")]
-    subprocess.run(command, check=True, timeout=240, env=os.environ | {"PYTHONPATH": path})
-    return directory / "model"
 
 
 def measure(
@@ -390,19 +334,6 @@ def main() -> None:
                 print(line_of(row), flush=True)
 
         measure(scenes, directions, note, quick=chosen.quick)
-
-
-def about(arguments: list[str]) -> dict[str, Any]:
-    """Return where and of what this ran."""
-    query = [program("nvidia-smi"), "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    gpus = subprocess.run(query, check=False, capture_output=True, text=True, timeout=60).stdout.splitlines()
-    return {
-        "gpus": gpus,
-        "processors": os.cpu_count(),
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d"),
-        "engine_arguments": arguments,
-    }
 
 
 def draw(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
