@@ -42,9 +42,9 @@ def register() -> None:
         (_shared, after),
         (_decode_begins, before),
         (_receiver_made, after),
-        (_sender_made if sglang_version == V0_5_16 else _release_waits, after),
+        *(((_sender_made, after), (_aborted, before)) if sglang_version == V0_5_16 else ((_release_waits, after),)),
     )
-    for path, (hook, kind) in zip((*HOOKED, HOOKED_BY_VERSION[sglang_version]), hooks, strict=True):
+    for path, (hook, kind) in zip((*HOOKED, *HOOKED_BY_VERSION[sglang_version]), hooks, strict=True):
         HookRegistry.register(path.replace(":", "."), hook, kind)
 
 
@@ -104,6 +104,16 @@ def _sender_made(made: Any, queue: Any, request: Any, *_arguments: Any, **_named
     """Tell a sender the length of its prompt, of which SGLang 0.5.16 tells it the number of pages."""
     if made and queue.transfer_backend.value == BACKEND:
         request.disagg_kv_sender.prompt_tokens = len(request.origin_input_ids)
+
+
+def _aborted(scheduler: Any, abort: Any, *_arguments: Any, **_named: Any) -> None:
+    """Tell the senders of waiting prompts that SGLang 0.5.16 is about to drop them."""
+    if not _is_ours() or scheduler.disaggregation_mode.value != "prefill":
+        return
+    for request in scheduler.waiting_queue:
+        sender = getattr(request, "disagg_kv_sender", None)
+        if sender is not None and (abort.abort_all or request.rid.startswith(abort.rid)):
+            sender.abort()
 
 
 def _release_waits(_result: Any, queue: Any, *_arguments: Any, **_named: Any) -> None:

@@ -71,7 +71,7 @@ class LongshoreManager(ManagerBase):  # type: ignore[misc] # SGLang is not insta
 
     def __init__(self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False) -> None:
         parallel = get_parallel()
-        check_hooks({path: pkgutil.resolve_name(path) for path in (*HOOKED, HOOKED_BY_VERSION[sglang_version])})
+        check_hooks({path: pkgutil.resolve_name(path) for path in (*HOOKED, *HOOKED_BY_VERSION[sglang_version])})
         check_engine(args, server_args, parallel, os.environ)
         self.is_source = disaggregation_mode == DisaggregationMode.PREFILL
         self.lock = threading.Lock()

@@ -247,6 +247,10 @@ class Queue:
         pass
 
     @hooked
+    def abort_request(self):
+        pass
+
+    @hooked
     def __init__(self):
         pass
 
@@ -302,6 +306,7 @@ def content(version):
         },
         "sglang.srt.disaggregation.decode": {"DecodePreallocQueue": Queue, "DecodeTransferQueue": Queue},
         "sglang.srt.disaggregation.prefill": {"PrefillBootstrapQueue": Queue},
+        "sglang.srt.managers.scheduler": {"Scheduler": Queue},
         "sglang.srt.mem_cache.memory_pool": {"MHATokenToKVPool": HookedPool, "MLATokenToKVPool": HookedPool},
         "sglang.srt.runtime_context": {"get_parallel": lambda: WORLD["parallel"], **options},
         "sglang.srt.utils.network": {

@@ -38,10 +38,10 @@ def test_a_hook_tells_senders_the_length_of_their_prompts():
     with installed(OLD):
         plugin = importlib.import_module("longshore_engines.sglang")
         plugin.register()
-        assert fake.Hooks.registered[-1][:2] == (
-            "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender",
-            plugin._sender_made,
-        )
+        assert [each[:2] for each in fake.Hooks.registered[-2:]] == [
+            ("sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender", plugin._sender_made),
+            ("sglang.srt.managers.scheduler.Scheduler.abort_request", plugin._aborted),
+        ]
         request = SimpleNamespace(origin_input_ids=[1, 2, 3], disagg_kv_sender=SimpleNamespace())
         queue = SimpleNamespace(transfer_backend=fake.Backend.NIXL)
         plugin._sender_made(True, queue, request, 2)
@@ -50,6 +50,28 @@ def test_a_hook_tells_senders_the_length_of_their_prompts():
         assert vars(request.disagg_kv_sender) == {}
         plugin._sender_made(True, queue, request, 2)
         assert request.disagg_kv_sender.prompt_tokens == 3
+
+
+@pytest.mark.parametrize(("mode", "told"), [("prefill", ["r-1"]), ("decode", [])])
+def test_a_hook_tells_senders_of_waiting_prompts_that_are_aborted(monkeypatch, mode, told):
+    with installed(OLD):
+        plugin = importlib.import_module("longshore_engines.sglang")
+        monkeypatch.setitem(
+            fake.WORLD,
+            "disagg",
+            SimpleNamespace(disaggregation_transfer_backend="longshore", disaggregation_mode=mode),
+        )
+        aborted = []
+        waiting = [
+            SimpleNamespace(rid=rid, disagg_kv_sender=SimpleNamespace(abort=lambda rid=rid: aborted.append(rid)))
+            for rid in ("r-1", "s-2")
+        ]
+        waiting.append(SimpleNamespace(rid="r-3", disagg_kv_sender=None))
+        scheduler = SimpleNamespace(disaggregation_mode=SimpleNamespace(value=mode), waiting_queue=waiting)
+        plugin._aborted(scheduler, SimpleNamespace(abort_all=False, rid="r-"))
+        assert aborted == told
+        plugin._aborted(scheduler, SimpleNamespace(abort_all=True, rid=""))
+        assert aborted[len(told) :] == (["r-1", "s-2"] if told else [])
 
 
 def test_the_tokens_of_chunks_follow_from_their_pages_and_the_length_of_the_prompt(make):
