@@ -71,7 +71,7 @@ class Whole:
         transport: Any = FakeTransport()
         transport.register, transport.connect = (lambda *_: 1), bytes.decode
         played: dict[str, object] = {
-            "open_device": lambda _: SimpleNamespace(index=0, enter=lambda: None),
+            "open_device": lambda _: SimpleNamespace(index=0, enter=lambda: None, attribute=lambda _: 0),
             "make_transport": lambda *_: transport,
             "DeviceStagingBuffer": lambda _, length_bytes, **_options: StagingBuffer(length_bytes),
             "device_copier": lambda *_: self.device,
