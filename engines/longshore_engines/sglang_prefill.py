@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.disaggregation.base.conn import KVPoll
 
 from longshore_engines.sglang_versions import SenderBase
+from longshore_wire.errors import Reason
 
 if TYPE_CHECKING:
     from longshore_engines.halves import OpenHalf
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 # A failure is reported this long after it is final. SGLang answers with the reason of its first rank as soon as any rank
 # has failed, and ranks hear of one failure within milliseconds.
 FAILURE_PAUSE_S = 0.2
+# In this time all ranks of an engine offer the last chunk of a prompt.
+SIBLINGS_S = 1.0
 # SGLang's metadata has 0 where a prompt's first token has not arrived, so decode would wait for room 0 until its limit.
 ROOM_0 = "bootstrap_room is 0, which SGLang also uses for 'not yet': let the router draw numbers from 1 to 2**63 - 1"
 
@@ -111,13 +114,15 @@ class LongshoreSender(SenderBase):  # type: ignore[misc] # SGLang is not install
                 known = manager.failure_records.get(self.bootstrap_room, "SGLang has dropped it")
                 return KVPoll.Failed, self.failure or known
             return KVPoll.WaitingForInput, ""
-        if half.ended:
-            return (KVPoll.Success, "") if half.done else (KVPoll.Failed, half.failure)
         limit_s = manager.bootstrap_timeout
-        if self._is_complete and time.monotonic() - half.touched_s > limit_s:
-            manager.halves.cancel(
-                half, f"no decode engine took it within {limit_s:g} s (SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)"
-            )
+        late = f"no decode engine took it within {limit_s:g} s (SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT)"
+        waited_s = time.monotonic() - half.touched_s if self._is_complete else 0.0
+        if half.ended:
+            # A sibling rank whose limit has passed a moment earlier cancels the room of all ranks.
+            is_late = waited_s > limit_s - SIBLINGS_S and half.failure.startswith(Reason.CANCELLED.name)
+            return (KVPoll.Success, "") if half.done else (KVPoll.Failed, late if is_late else half.failure)
+        if waited_s > limit_s:
+            manager.halves.cancel(half, late)
         return KVPoll.Transferring, ""
 
     def failure_exception(self) -> None:

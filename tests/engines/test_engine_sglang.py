@@ -400,6 +400,23 @@ def test_a_prompt_that_no_decode_takes_is_cancelled_after_sglangs_limit(prefill)
     assert "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT" in sender.half.failure
 
 
+@pytest.mark.parametrize(
+    ("limit_s", "reason"), [(1, "no decode engine took it within 1 s"), (300, "at a sibling rank")]
+)
+def test_a_sibling_whose_limit_passes_a_moment_earlier_leaves_the_reason(prefill, limit_s, reason):
+    prefill.manager.bootstrap_timeout = limit_s
+    sender = sender_of(prefill)
+    sender.send(np.array([1, 2]), None, num_kv_tokens=6)
+    prefill.heard(Offer)
+    instance = prefill.manager.client.instance
+    failed = event(FAILED, room=ROOM, instance=instance, reason=Reason.CANCELLED)
+    prefill.agent.say(msgspec.structs.replace(failed, text="at a sibling rank: cancelled by its engine"))
+    prefill.agent.say(event(RELEASED, room=ROOM, instance=instance))
+    assert final(sender) == KVPoll.Failed
+    with pytest.raises(fake.TransferError, match=reason):
+        sender.failure_exception()
+
+
 def test_messages_of_strangers_change_nothing(prefill):
     for frames in ([], [b"other"], [b"LONGSHORE"], [b"LONGSHORE", b"\xc1"], [b"LONGSHORE", b"", b""]):
         prefill.manager.heard.put(frames)
