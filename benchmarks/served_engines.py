@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import statistics
@@ -122,6 +123,12 @@ class ServedEngine(ABC):
                 continue
         self.process.wait()
         self.http.close()
+
+
+def tokens_of(seed: int, length: int, count: int) -> list[list[int]]:
+    """Return the tokens of prompts of one length, the same for the same seed."""
+    draw = random.Random(f"{seed} {length}")
+    return [[draw.randrange(10, VOCABULARY) for _ in range(length)] for _ in range(count)]
 
 
 def spread(values: list[float]) -> dict[str, float]:

@@ -6,7 +6,6 @@ An engine of TP2 runs on both GPUs, a prefill of TP1 on the first and a decode o
 from __future__ import annotations
 
 import os
-import random
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e" / "sglang"))
 from gpu_world import GPUAgent
 from sglang_engines import LOOPBACK, Server
-from sglang_scene import write_plugins
+from sglang_scene import routed, write_plugins
 
 DEVICES: Mapping[tuple[str, int], tuple[int, ...]] = {
     ("prefill", 2): (0, 1),
@@ -120,11 +119,7 @@ class Pair:
 
     def routed(self) -> dict[str, Any]:
         """Return what a router adds to a request."""
-        return {
-            "bootstrap_host": LOOPBACK,
-            "bootstrap_port": self.prefill.bootstrap_port,
-            "bootstrap_room": random.randrange(1, 2**63),
-        }
+        return routed(self.prefill.bootstrap_port)
 
 
 @dataclass

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import statistics
 import sys
 import tempfile
@@ -31,7 +30,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from served_engines import VOCABULARY, about, make_model, mps, spread
+from served_engines import about, make_model, mps, spread, tokens_of
 from sglang_gpu_scenes import AGENTS, AT_ONCE_MAX, BACKENDS, PATH, PLAIN, PYTHON, STAGED, Pair, Scene
 
 # The folders of tests are in the path now.
@@ -55,8 +54,7 @@ LIMIT_S = 480.0
 
 def prompts_of(seed: int, length: int, count: int) -> list[Prompt]:
     """Return prompts of one length, the same for the same seed."""
-    draw = random.Random(f"{seed} {length}")
-    return [Prompt(draw.randrange(10, VOCABULARY) for _ in range(length)) for _ in range(count)]
+    return [Prompt(tokens) for tokens in tokens_of(seed, length, count)]
 
 
 def others(found: Sequence[list[int]], right: Sequence[list[int]]) -> int | None:

@@ -38,7 +38,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from served_engines import VOCABULARY, about, make_model, mps, program, spread
+from served_engines import VOCABULARY, about, make_model, mps, program, spread, tokens_of
 from vllm_gpu_scenes import PATH, PYTHON, SIDES, Scene
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e" / "vllm"))
@@ -85,8 +85,7 @@ class Ask(NamedTuple):
 
 def prompts_of(seed: int, length: int, count: int) -> list[Ask]:
     """Return prompts of one length, the same for the same seed."""
-    draw = random.Random(f"{seed} {length}")
-    return [Ask(Prompt(draw.randrange(10, VOCABULARY) for _ in range(length)), NEW_TOKENS) for _ in range(count)]
+    return [Ask(Prompt(tokens), NEW_TOKENS) for tokens in tokens_of(seed, length, count)]
 
 
 def trace(seed: int, count: int) -> list[Ask]:

@@ -52,6 +52,15 @@ class Side:
     pp: int = 1
 
 
+def routed(bootstrap_port: int, room: int | None = None) -> dict[str, Any]:
+    """Return what a router adds to a request for a prefill engine; without a `room`, a new one."""
+    return {
+        "bootstrap_host": LOOPBACK,
+        "bootstrap_port": bootstrap_port,
+        "bootstrap_room": random.randrange(1, 2**63) if room is None else room,
+    }
+
+
 class Scene:
     """Agents and engines of two sides; a context manager, which returns when all are ready.
 
@@ -137,11 +146,7 @@ class Scene:
 
     def routed(self, room: int | None = None) -> dict[str, Any]:
         """Return what a router adds to a request."""
-        return {
-            "bootstrap_host": LOOPBACK,
-            "bootstrap_port": self.prefill.bootstrap_port,
-            "bootstrap_room": random.randrange(1, 2**63) if room is None else room,
-        }
+        return routed(self.prefill.bootstrap_port, room)
 
     def ask(self, prompt: Prompt, max_tokens: int, **more: Any) -> Any:
         """Send a prompt to both engines at once, as a router does; return decode's answer."""

@@ -15,7 +15,15 @@ from sglang.srt.server_args import add_disagg_transfer_backend_choices
 from sglang.version import __version__ as sglang_version
 
 from longshore_client.errors import ArgumentError
-from longshore_engines.sglang_checks import BACKEND, HOOKED, HOOKED_BY_VERSION, V0_5_16, check_version, is_chosen
+from longshore_engines.sglang_checks import (
+    BACKEND,
+    HOOKED,
+    HOOKED_BY_VERSION,
+    V0_5_16,
+    V0_5_23,
+    check_version,
+    is_chosen,
+)
 from longshore_engines.sglang_pools import record, share_early, tell_kv_heads
 
 
@@ -36,13 +44,17 @@ def register() -> None:
     add_disagg_transfer_backend_choices([BACKEND])
     TransferBackend._missing_ = classmethod(_backend)
     before, after, around = HookType.BEFORE, HookType.AFTER, HookType.AROUND
+    of_version = {
+        V0_5_16: ((_sender_made, after), (_aborted, before)),
+        V0_5_23: ((_release_waits, after),),
+    }
     hooks = (
         (_kv_class, around),
         (_shared, after),
         (_shared, after),
         (_decode_begins, before),
         (_receiver_made, after),
-        *(((_sender_made, after), (_aborted, before)) if sglang_version == V0_5_16 else ((_release_waits, after),)),
+        *of_version[sglang_version],
     )
     for path, (hook, kind) in zip((*HOOKED, *HOOKED_BY_VERSION[sglang_version]), hooks, strict=True):
         HookRegistry.register(path.replace(":", "."), hook, kind)

@@ -13,8 +13,7 @@ from longshore_client.errors import ArgumentError
 
 BACKEND = "longshore"
 # Transfer backends are no stable interface of SGLang, so each release is tested before it is allowed.
-V0_5_16 = "0.5.16"
-VERSIONS = ("0.5.23", V0_5_16)
+V0_5_16, V0_5_23 = VERSIONS = ("0.5.16", "0.5.23")
 # The functions of SGLang that `sglang.register` hooks, in the order of its hooks.
 HOOKED = (
     "sglang.srt.disaggregation.utils:get_kv_class",
@@ -25,7 +24,7 @@ HOOKED = (
 )
 # And more of each version. 0.5.16 does not tell senders the tokens of a chunk, and not that their waiting prompt was aborted.
 HOOKED_BY_VERSION = {
-    "0.5.23": ("sglang.srt.disaggregation.decode:DecodeTransferQueue.__init__",),
+    V0_5_23: ("sglang.srt.disaggregation.decode:DecodeTransferQueue.__init__",),
     V0_5_16: (
         "sglang.srt.disaggregation.prefill:PrefillBootstrapQueue.create_sender",
         "sglang.srt.managers.scheduler:Scheduler.abort_request",

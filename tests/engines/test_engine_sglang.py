@@ -6,6 +6,7 @@ import ctypes
 import importlib
 import threading
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import msgspec
@@ -97,10 +98,11 @@ class Engine:
         self.agent.stop()
 
 
-@pytest.fixture
-def make(tmp_path, monkeypatch):
+@contextmanager
+def engines_of(tmp_path, monkeypatch, *version):
+    """Yield what makes engines of a version of SGLang."""
     engines = []
-    with installed():
+    with installed(*version):
 
         def made(role):
             engines.append(Engine(tmp_path, monkeypatch, role))
@@ -109,6 +111,12 @@ def make(tmp_path, monkeypatch):
         yield made
         for each in engines:
             each.stop()
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    with engines_of(tmp_path, monkeypatch) as made:
+        yield made
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 import stand_in_sglang as fake
 from scene import FAILED, RELEASED
 from stand_in_sglang import OLD, ROOM, KVPoll, installed
-from test_engine_sglang import Engine, final, granted, receiver_of, sender_of, target, wait_for
+from test_engine_sglang import engines_of, final, granted, receiver_of, sender_of, target, wait_for
 
 from longshore_client import Reason
 from longshore_engines.asks import Grant, Left
@@ -22,16 +22,8 @@ from longshore_wire.engine_messages import Cancel, Offer
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):
-    engines = []
-    with installed(OLD):
-
-        def made(role):
-            engines.append(Engine(tmp_path, monkeypatch, role))
-            return engines[-1]
-
+    with engines_of(tmp_path, monkeypatch, OLD) as made:
         yield made
-        for each in engines:
-            each.stop()
 
 
 def test_a_hook_tells_senders_the_length_of_their_prompts():
