@@ -153,6 +153,9 @@ def test_rooms_at_once_are_measured_by_every_way_with_right_bytes(tmp_path, caps
         (way, count) for way in ("staged 2→1", "contiguous 1→1", "slices 2→1") for count in (1, 3)
     }
     assert all(0 < load["p50_s"] <= load["p99_s"] for load in loads)
+    # A run lasts from the first `send` to the last end, and so longer than each of its rooms unless the first one ends last.
+    beyond = [load["whole_s"][0] - max(load["room_s"]) for load in loads if load["rooms"] == 3]
+    assert min(beyond) >= 0 < max(beyond)
     assert "p99 / equal" in capsys.readouterr().out
     assert picture.read_bytes().startswith(PNG)
 

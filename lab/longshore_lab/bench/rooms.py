@@ -47,7 +47,7 @@ _BESIDE = {
 
 @dataclass(frozen=True)
 class Load:
-    """One way with one number of rooms at once: seconds of every room, and of each whole run."""
+    """One way with one number of rooms at once: seconds of every room of all runs, and of each whole run."""
 
     course: str
     rooms: int
@@ -125,13 +125,13 @@ def measure(arguments: argparse.Namespace, placement: Placement) -> tuple[list[L
                 for scene in scenes:
                     if scene.course is SLICES and count > arguments.slices_limit:
                         continue
-                    seconds = scene.move_many(count, arguments.tokens)
+                    crowd = scene.move_many(count, arguments.tokens)
                     if repetition < _WARM_UPS:
                         continue
                     key = (scene.course.name, count)
                     load = found.setdefault(key, Load(scene.course.name, count, room_bytes, [], []))
-                    load.seconds.extend(seconds)
-                    load.whole_s.append(max(seconds))
+                    load.seconds.extend(crowd.seconds)
+                    load.whole_s.append(crowd.whole_s)
         wire = scenes[0].wire()
         check_direct(scenes)
     return list(found.values()), wire
@@ -163,6 +163,7 @@ def as_json(loads: list[Load], backend: str, wire: str, placement: Placement = H
             "p99_s": load.percentile(99),
             "gb_per_s": load.gb_per_s,
             "whole_s": load.whole_s,
+            "room_s": load.seconds,
         }
         for load in loads
     ]

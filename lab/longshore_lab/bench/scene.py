@@ -67,6 +67,19 @@ class Moved:
 
 
 @dataclass(frozen=True)
+class Crowd:
+    """Concurrent transfers.
+
+    Attributes:
+        seconds: of each room, from the call of its `send` (that of the first rank that calls it) to the last target rank's DONE.
+        whole_s: from the first `send` of all to the last DONE of all.
+    """
+
+    seconds: list[float]
+    whole_s: float
+
+
+@dataclass(frozen=True)
 class Engine:
     """All ranks of one engine instance."""
 
@@ -122,15 +135,13 @@ class Scene:
         self._check(room, ends, token_count)
         return Moved(seconds, core_s)
 
-    def move_many(self, count: int, token_count: int) -> list[float]:
+    def move_many(self, count: int, token_count: int) -> Crowd:
         """Move `count` rooms of `token_count` tokens concurrently and compare every byte. All claims precede the offers.
 
         Room i moves tokens [i * token_count, (i + 1) * token_count) of the scene's sequence.
 
         Args:
             token_count: a multiple of the page size.
-        Returns:
-            Seconds of each room, from the call of its `send` (that of the first rank that calls it) to the last target rank's DONE.
         Raises:
             BenchError: a room failed, rooms did not end in time, or bytes are wrong.
         """
@@ -154,20 +165,25 @@ class Scene:
                 _forget_events(client, half, rooms)
         for pages in self.target.pages:
             pages.check(self._content, count * token_count)
-        return [ended_s[room] - begun_s[room] for room in rooms]
+        seconds = [ended_s[room] - begun_s[room] for room in rooms]
+        return Crowd(seconds, max(ended_s.values()) - min(begun_s.values()))
 
     def _offer(self, tables: Sequence[Mapping[int, Sequence[int]]], token_count: int) -> list[Future[dict[int, float]]]:
-        """Let each source rank offer its rooms in a thread of its own, as ranks of an engine do.
+        """Let each source rank offer its rooms in a thread of its own. All ranks offer a room at the same time.
+
+        Ranks of an engine compute a step together. Without that, one rank here would be dozens of rooms ahead.
 
         Args:
             tables: for each rank, the pages of each room, in the order of the calls.
         Returns:
             For each rank, the time at which it called `send` for each room.
         """
+        together = threading.Barrier(len(self.source.clients), timeout=_ROOM_S)
 
         def offer(client: Client, mine: Mapping[int, Sequence[int]]) -> dict[int, float]:
             begun_s = {}
             for room, table in mine.items():
+                together.wait()
                 begun_s[room] = time.perf_counter()
                 client.send(room, table, 0, token_count, last=True)
             return begun_s
@@ -195,6 +211,10 @@ class Scene:
                 raise BenchError(f"{self.course.name}: {len(rooms) - len(ended_s)} rooms did not end")
             time.sleep(self._event_pause_s)
         return ended_s
+
+    def close(self) -> None:
+        """End the ranks' threads."""
+        self._ranks.shutdown()
 
     def wire(self) -> str:
         """Return the wire that the prefill worker's probe found; UNKNOWN_WIRE if it found none."""
@@ -266,7 +286,9 @@ class Stage:
             if engine.name not in self._engines_watched:
                 self._engines_watched.add(engine.name)
                 self._stack.callback(engine.agent.workers_watched_by(self._watch, [engine.name]))
-        return Scene(course, source, target, content)
+        scene = Scene(course, source, target, content)
+        self._stack.callback(scene.close)
+        return scene
 
     def engine(self, name: str, agent: LocalAgent, pages: list[Pages], half: Half) -> Engine:
         """Register all ranks of an engine at an agent."""
