@@ -260,16 +260,16 @@ def measure(
     scenes: list[Scene],
     directions: list[tuple[str, str]],
     note: Callable[[str, list[dict[str, Any]]], None],
-    *,
-    quick: bool,
+    chosen: argparse.Namespace,
 ) -> None:
     """Measure everything; call `note` with each table's new rows."""
     turn = 0
+    lengths, repeats = (QUICK_LENGTHS, QUICK_REPEATS) if chosen.quick else (LENGTHS, REPEATS)
     for source, target in directions:
-        for length in QUICK_LENGTHS if quick else LENGTHS:
+        for length in chosen.lengths or lengths:
             turn += 1
-            note("alone", alone(scenes, source, target, length, QUICK_REPEATS if quick else REPEATS, turn))
-        for at_once in QUICK_AT_ONCE if quick else AT_ONCE:
+            note("alone", alone(scenes, source, target, length, repeats, turn))
+        for at_once in QUICK_AT_ONCE if chosen.quick else AT_ONCE:
             turn += 1
             note("loads", loads(scenes, source, target, at_once, turn))
 
@@ -297,6 +297,7 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="fewer lengths, repeats and loads")
     parser.add_argument("--directions", default=DIRECTIONS, help=f"pairs of prefill and decode (default {DIRECTIONS})")
+    parser.add_argument("--lengths", type=lambda text: [int(each) for each in text.split(",")], help="of prompts alone")
     parser.add_argument("--mps", action="store_true", help="share the GPUs by CUDA's Multi-Process Service")
     parser.add_argument("--engine-arguments", default=ENGINE_ARGUMENTS, help="further arguments of vLLM, as one text")
     parser.add_argument("--logs", type=Path, help="keep the engines' logs in this folder")
@@ -332,7 +333,7 @@ def main() -> None:
             for row in rows:
                 print(line_of(row), flush=True)
 
-        measure(scenes, directions, note, quick=chosen.quick)
+        measure(scenes, directions, note, chosen)
 
 
 def draw(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
