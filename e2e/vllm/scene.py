@@ -95,6 +95,8 @@ class Scene:
                 "ring_bytes": RING_BYTES,
                 "lane_bytes": LANE_BYTES,
                 "slab_bytes_min": SLAB_BYTES_MIN,
+                # The usual minimum on a GPU is more than a whole prompt has here.
+                "gpu_slab_bytes_min": SLAB_BYTES_MIN,
                 "peer_timeout_s": peer_timeout_s,
                 "digest": str(digest).lower(),
             }
