@@ -59,6 +59,7 @@ class ServedEngine(ABC):
         devices: the GPUs that its processes see.
         environment: variables in addition to those of its kind.
         arguments: further arguments of its program.
+        request_limit_s: the longest time without any answer to a request.
     """
 
     name: str
@@ -68,6 +69,7 @@ class ServedEngine(ABC):
     directory: Path
     environment: Mapping[str, str] = field(default_factory=dict)
     arguments: Sequence[str] = ()
+    request_limit_s: float = REQUEST_LIMIT_S
 
     @abstractmethod
     def command(self) -> list[str]:
@@ -92,7 +94,7 @@ class ServedEngine(ABC):
                 env=environment | {"CUDA_VISIBLE_DEVICES": visible},
             )
         limits = httpx.Limits(max_connections=None)
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=REQUEST_LIMIT_S, limits=limits)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=self.request_limit_s, limits=limits)
 
     def wait_ready(self) -> None:
         """Return when it serves. Raises SystemExit with its log if it does not."""

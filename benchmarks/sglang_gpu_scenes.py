@@ -31,6 +31,8 @@ DEVICES: Mapping[tuple[str, int], tuple[int, ...]] = {
     ("decode", 1): (1,),
 }
 TOKENS_MAX, PAGE_TOKENS, AT_ONCE_MAX = 16_384, 16, 64
+# A backend that has not answered by then has failed. The slowest answer that was seen took 3 s.
+REQUEST_LIMIT_S = 40.0
 # SGLang's interpreter, and folders of packages that it does not have itself.
 PYTHON, PATH = "SGLANG_PYTHON", "SGLANG_PATH"
 STAGED, PLAIN = "SGLang NIXL, staging", "SGLang NIXL"
@@ -199,6 +201,7 @@ class Scene:
             backend="longshore" if self.agents else "nixl",
             kv_tokens=self.kv_tokens,
             tp=tp,
+            request_limit_s=REQUEST_LIMIT_S,
         )
         own = engine.variables()["PYTHONPATH"]
         engine.environment = variables | {"PYTHONPATH": os.pathsep.join([str(plugins), own])}

@@ -9,7 +9,8 @@ prefill and one for decode (staged), or one for both (direct).
 `alone`: one prompt at a time, by length: the time in which prefill computes it and moves it nowhere, and the time from the
 request to decode's first token. `at once`: many prompts of one length together: prompts a second, and the time to each
 first token. Prefill and decode get a prompt at the same time, as SGLang's router sends it. Tokens that differ from those of
-the last backend are counted: none may of prompts that are moved alone. In batches, rounding depends on time.
+the last backend are counted: none may of prompts that are moved alone. In batches, rounding depends on time. A backend that
+does not answer a prompt has a row with its error.
 
 Needs two GPUs, and an interpreter with SGLang 0.5.16 or 0.5.23 and NIXL: SGLANG_PYTHON, or this one. SGLANG_PATH has folders of
 packages that it lacks.
@@ -27,9 +28,12 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 from served_engines import about, make_model, mps, spread, tokens_of
 from sglang_gpu_scenes import AGENTS, AT_ONCE_MAX, BACKENDS, PATH, PLAIN, PYTHON, STAGED, Pair, Scene
 
@@ -48,6 +52,7 @@ LENGTH_AT_ONCE = 700
 KV_TOKENS = 49_152
 FIRST_PORT = 19_000
 SEED = 11
+FAILURE_CHARACTERS = 300
 # Nothing is begun after this time, which is counted from the start of the program.
 LIMIT_S = 480.0
 
@@ -57,9 +62,41 @@ def prompts_of(seed: int, length: int, count: int) -> list[Prompt]:
     return [Prompt(tokens) for tokens in tokens_of(seed, length, count)]
 
 
-def others(found: Sequence[list[int]], right: Sequence[list[int]]) -> int | None:
-    """Return the number of answers that differ; None: there is nothing to compare with."""
-    return None if found is right else sum(one != other for one, other in zip(found, right, strict=True))
+@dataclass
+class Found:
+    """What a backend made of some prompts: times (s), tokens, and why it got no more of them.
+
+    Attributes:
+        computed_s: times in which prefill computed a prompt and moved it nowhere.
+        first_s: times from a request to decode's first token.
+        rates: prompts a second.
+    """
+
+    computed_s: list[float] = field(default_factory=list)
+    first_s: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
+    failed: str = ""
+
+    def take(self, call: Callable[[], None]) -> None:
+        """Make a call, unless one has failed. A backend that fails is a result."""
+        try:
+            if not self.failed:
+                call()
+        except (httpx.HTTPError, StopIteration, json.JSONDecodeError) as error:
+            self.failed = f"{type(error).__name__}: {error}"[:FAILURE_CHARACTERS]
+
+    def others(self, right: Found) -> int | None:
+        """Return the number of answers that differ from those of `right`; None: there is nothing to compare with."""
+        if self is right or right.failed:
+            return None
+        return sum(one != other for one, other in zip(self.tokens, right.tokens, strict=False))
+
+    def row(self, right: Found) -> dict[str, Any]:
+        """Return what all tables have."""
+        shown: dict[str, Any] = {"first": spread(self.first_s)} if self.first_s else {}
+        shown |= {"samples_ms": [round(1e3 * each, 2) for each in self.first_s], "other_tokens": self.others(right)}
+        return shown | ({"failed": self.failed} if self.failed else {})
 
 
 def alone(
@@ -69,55 +106,64 @@ def alone(
     pairs = [scene.pairs[direction] for scene in scenes]
     # It connects peers, and SGLang compiles programs for it.
     first, *prompts = prompts_of(SEED + turn, length, repeats + 1)
-    warm = [round(1e3 * moved(pair, first)[0], 1) for pair in pairs]
-    computed: list[list[float]] = [[] for _ in pairs]
-    times: list[list[float]] = [[] for _ in pairs]
-    tokens: list[list[list[int]]] = [[] for _ in pairs]
-    for prompt in prompts:
-        for index, pair in enumerate(pairs):
-            computed[index].append(computed_s(pair, prompt))
-            first_s, found = moved(pair, prompt)
-            times[index].append(first_s)
-            tokens[index].append(found)
+    warm, found = [Found() for _ in pairs], [Found() for _ in pairs]
+
+    def move(pair: Pair, prompt: Prompt, mine: Found) -> None:
+        computed = computed_s(pair, prompt)
+        first_s, tokens = moved(pair, prompt)
+        mine.computed_s.append(computed)
+        mine.first_s.append(first_s)
+        mine.tokens.append(tokens)
+
+    for prompt, rows in [(first, warm), *((prompt, found) for prompt in prompts)]:
+        for pair, mine in zip(pairs, rows, strict=True):
+            mine.take(partial(move, pair, prompt, mine))
+        for mine, before in zip(found, warm, strict=True):
+            mine.failed = mine.failed or before.failed
     return [
         {
             "direction": name_of(direction),
             "tokens": length,
             "backend": scene.name,
-            "computed": spread(computed[index]),
-            "first": spread(times[index]),
-            "moved": spread([one - other for one, other in zip(times[index], computed[index], strict=True)]),
-            "first_prompt_ms": warm[index],
-            "samples_ms": [round(1e3 * each, 2) for each in times[index]],
-            "other_tokens": others(tokens[index], tokens[-1]),
+            "first_prompt_ms": [round(1e3 * each, 1) for each in before.first_s],
+            **mine.row(found[-1]),
+            **(
+                {
+                    "computed": spread(mine.computed_s),
+                    "moved": spread([one - other for one, other in zip(mine.first_s, mine.computed_s, strict=True)]),
+                }
+                if mine.first_s
+                else {}
+            ),
         }
-        for index, scene in enumerate(scenes)
+        for scene, mine, before in zip(scenes, found, warm, strict=True)
     ]
 
 
 def at_once(scenes: Sequence[Scene], direction: tuple[int, int], count: int, turn: int) -> list[dict[str, Any]]:
     """Move many prompts together, the backends in turn."""
-    rates: list[list[float]] = [[] for _ in scenes]
-    times: list[list[float]] = [[] for _ in scenes]
-    tokens: list[list[list[int]]] = [[] for _ in scenes]
+    found = [Found() for _ in scenes]
+
+    def move(pair: Pair, prompts: Sequence[Prompt], mine: Found) -> None:
+        seconds, answers = together(pair, prompts)
+        mine.rates.append(round(count / seconds, 2))
+        mine.first_s += [each[0] for each in answers]
+        mine.tokens += [each[1] for each in answers]
+
     for number in range(ROUNDS):
         prompts = prompts_of(SEED + 100 * turn + number, LENGTH_AT_ONCE, count)
-        for index, scene in enumerate(scenes):
-            seconds, answers = together(scene.pairs[direction], prompts)
-            rates[index].append(round(count / seconds, 2))
-            times[index] += [each[0] for each in answers]
-            tokens[index] += [each[1] for each in answers]
+        for scene, mine in zip(scenes, found, strict=True):
+            mine.take(partial(move, scene.pairs[direction], prompts, mine))
     return [
         {
             "direction": name_of(direction),
             "at_once": count,
             "backend": scene.name,
-            "prompts_per_s": statistics.median(rates[index]),
-            "rates": rates[index],
-            "first": spread(times[index]),
-            "other_tokens": others(tokens[index], tokens[-1]),
+            "prompts_per_s": statistics.median(mine.rates) if mine.rates else 0.0,
+            "rates": mine.rates,
+            **mine.row(found[-1]),
         }
-        for index, scene in enumerate(scenes)
+        for scene, mine in zip(scenes, found, strict=True)
     ]
 
 
@@ -172,13 +218,15 @@ def line_of(row: dict[str, Any]) -> str:
     text = f"{row['direction']}  {what}  {row['backend']:21}"
     if "computed" in row:
         text += f"  prefill alone {row['computed']['p50_ms']:8.1f}"
-    text += f"  first {row['first']['p50_ms']:8.1f} ({row['first']['p99_ms']:8.1f})"
+    if "first" in row:
+        text += f"  first {row['first']['p50_ms']:8.1f} ({row['first']['p99_ms']:8.1f})"
     if "moved" in row:
         text += f"  moved {row['moved']['p50_ms']:8.1f}"
-    else:
+    if "prompts_per_s" in row:
         text += f"  {row['prompts_per_s']:6.1f}/s"
     count = row["other_tokens"]
-    return text + ("  the reference of tokens" if count is None else f"  other tokens {count}")
+    text += "  not compared" if count is None else f"  other tokens {count}"
+    return text + (f"  FAILED: {row['failed']}" if "failed" in row else "")
 
 
 def options() -> argparse.Namespace:

@@ -118,7 +118,8 @@ class Scene:
                 variables |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
                 variables |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(first_port + 50 + 10 * index)}
             label = f"{name}-{side}".replace(",", "").replace(" ", "-")
-            engine = Engine(label, model, SIDES[side], first_port + index, directory, variables, arguments, transfer)
+            place = (SIDES[side], first_port + index, directory)
+            engine = Engine(label, model, *place, variables, arguments, transfer=transfer)
             self.engines[side] = engine
 
     def __enter__(self) -> Self:
