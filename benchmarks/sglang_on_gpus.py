@@ -88,7 +88,7 @@ class Found:
 
     def others(self, right: Found) -> int | None:
         """Return the number of answers that differ from those of `right`; None: there is nothing to compare with."""
-        if self is right or right.failed:
+        if self is right or right.failed or not self.tokens:
             return None
         return sum(one != other for one, other in zip(self.tokens, right.tokens, strict=False))
 
