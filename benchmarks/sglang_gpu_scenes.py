@@ -38,6 +38,8 @@ PYTHON, PATH = "SGLANG_PYTHON", "SGLANG_PATH"
 STAGED, PLAIN = "SGLang NIXL, staging", "SGLang NIXL"
 AGENTS: Mapping[str, int] = {"Longshore, two agents": 2, "Longshore, one agent": 1}
 BACKENDS = (*AGENTS, STAGED, PLAIN)
+# A chunk that is larger than prefill's buffer, of 64 MB by default, moves as without staging. This holds the longest.
+STAGING_VARIABLES = {"SGLANG_DISAGG_STAGING_BUFFER": "1", "SGLANG_DISAGG_STAGING_BUFFER_SIZE_MB": "2304"}
 VARIABLES = {
     "SGLANG_HOST_IP": LOOPBACK,
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
@@ -190,7 +192,7 @@ class Scene:
             agent = self.agents[len(self.agents) - 1 if role == "decode" else 0]
             variables |= {"LONGSHORE_ENGINE_SOCKET": agent.socket, "LONGSHORE_ENGINE_INSTANCE_PREFIX": f"{role}-{port}"}
         elif self.name == STAGED:
-            variables |= {"SGLANG_DISAGG_STAGING_BUFFER": "1"}
+            variables |= STAGING_VARIABLES
         engine = SGLangEngine(
             name=f"{self.label}-{role}-TP{tp}",
             model=self.model,
