@@ -2,6 +2,7 @@
 
     python benchmarks/gather_scatter_gpu.py --json FILE           the table
     python benchmarks/gather_scatter_gpu.py --sweep --json FILE   first try tile shapes, warps and caps on programs
+    python benchmarks/gather_scatter_gpu.py --rival --json FILE   also the kernels of SGLang's staging buffer
 
 The models have 80 layers and 8 KV heads ("70B"), or 94 layers and 4 KV heads ("235B"). A head is 128 elements of 2 bytes.
 Pages have 64 tokens and are in random order. A slab is the slice that one pair of ranks moves.
@@ -11,6 +12,10 @@ copies as many bytes in one piece: its distance to a plain copy is not due to pa
 overwrites a gigabyte, so that caches are cold and the host has queued everything before the copy begins. `host` is the time
 of a call on an idle device. `bound` is the time of a worker's call, whose launch is bound to its shape once: page checks,
 trailer, launch and event. Every size is compared with indexing before and after it is measured; a wrong byte ends the run.
+
+`rival` is SGLang's kernel on the same pages, heads and slab (`sglang_staging`); SGLang has none for HND pages. `done` is the
+time from a call on an idle device to the end of the copy: of a worker's call, and of SGLang's function, which also copies
+page ids and addresses to the device.
 
 Needs torch and Triton besides the package, and no network. To try the script without a GPU, use
 `--device cpu --layers 2 --sizes 0.1` with TRITON_INTERPRET=1; its times mean nothing.
@@ -35,6 +40,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from sglang_staging import StagedCopy, Staging, load_staging
 
 from longshore_agent.kernels.copier import Slab, pool_view
 from longshore_agent.kernels.device_grid import Tuning
@@ -53,6 +59,7 @@ WORKER_TUNINGS = {"gather": TUNINGS[False, True], "scatter": TUNINGS[True, False
 FLUSH_BYTES = 1 << 30
 PIECE_WORDS, PIECE_WARPS = 2048, 4
 TITLES = f"{'pages':14}{'':8}{'MB':>8}   copy us piece us kernel us of copy of piece host us bound us"
+RIVAL_TITLES = "  rival us of copy rival/kernel  done us rival us"
 
 Mark = torch.cuda.Event | float
 Moment = Callable[[], Mark]
@@ -127,7 +134,15 @@ def queue_piece(ends: tuple[torch.Tensor, torch.Tensor], stream: TimedStream) ->
 class Bench:
     """One operation of one case at one size, checked and ready to be measured."""
 
-    def __init__(self, case: Case, operation: str, layers: int, megabytes: float, device: torch.device) -> None:
+    def __init__(
+        self,
+        case: Case,
+        operation: str,
+        layers: int,
+        megabytes: float,
+        device: torch.device,
+        staging: Staging | None = None,
+    ) -> None:
         page_slice_bytes = 2 * layers * case.slice_heads * HEAD_DIM * ELEMENT_BYTES * PAGE_SIZE
         count = max(1, round(megabytes * 1e6 / page_slice_bytes))
         self.case, self.operation, self.tokens = case, operation, count * PAGE_SIZE
@@ -152,6 +167,10 @@ class Bench:
         middle = (PAGE_SIZE, heads) if case.order is PageOrder.NHD else (heads, PAGE_SIZE)
         self._view = (2 * layers, page_count, *middle, HEAD_DIM * ELEMENT_BYTES)
         self._ids = torch.from_numpy(pages.astype(np.int64)).to(device)
+        self.rival: StagedCopy | None = None
+        if staging is not None and case.order is PageOrder.NHD:
+            planes = self.memory.view(torch.bfloat16).view(*self._view[:4], HEAD_DIM)
+            self.rival = StagedCopy(staging, operation, planes, pages, self.heads, memory, self.stream)
 
     def run(self, tuning: Tuning) -> None:
         """Queue one gather into `other`, or one scatter of `slab`."""
@@ -188,11 +207,16 @@ class Bench:
         """Return source and target of a copy of as many bytes in one piece."""
         return self.slab[: self.payload_bytes], self.other[: self.payload_bytes]
 
-    def check(self, job: Callable[[], None], name: str) -> None:
-        """Raise AssertionError unless every byte is where indexing puts it after `job`, and no other byte has changed."""
+    def check(self, job: Callable[[], object], name: str, *, sealed: bool = True) -> None:
+        """Raise AssertionError unless every byte is where indexing puts it after `job`, and no other byte has changed.
+
+        Args:
+            sealed: the job writes a trailer behind the payload of a gather.
+        """
         if self.operation == "gather":
-            expected = torch.cat([self._selected().reshape(-1), self._tail()])
             self.other.fill_(0xA5)
+            tail = self._tail() if sealed else self.other[self.payload_bytes :]
+            expected = torch.cat([self._selected().reshape(-1), tail])
             self.stream.settle()
             job()
             self.stream.settle()
@@ -262,6 +286,8 @@ def measure(bench: Bench, tuning: Tuning, repetitions: int, flush: torch.Tensor)
         ("piece", partial(queue_piece, bench.ends(), stream)),
         ("kernel", partial(bench.run, tuning)),
     ]
+    if bench.rival is not None:
+        jobs.append(("rival", bench.rival.launch))
     source, target = bench.ends()
     for name, job in jobs:
         target.zero_()
@@ -269,7 +295,9 @@ def measure(bench: Bench, tuning: Tuning, repetitions: int, flush: torch.Tensor)
             torch.cuda.synchronize(target.device)
         job()  # compiles
         stream.settle()
-        assert name == "kernel" or torch.equal(target.to(source.device), source), f"the bytes of the {name} are wrong"
+        assert name in {"kernel", "rival"} or torch.equal(target.to(source.device), source), (
+            f"the bytes of the {name} are wrong"
+        )
     for _ in range(repetitions):
         for name, job in jobs:
             stream.settle()
@@ -283,13 +311,15 @@ def measure(bench: Bench, tuning: Tuning, repetitions: int, flush: torch.Tensor)
     return samples
 
 
-def host_microseconds(bench: Bench, job: Callable[[], None], repetitions: int) -> float:
-    """Return the median time of a call on an idle device."""
+def host_microseconds(bench: Bench, job: Callable[[], object], repetitions: int, *, done: bool = False) -> float:
+    """Return the median time of a call on an idle device; `done`: and of the copy that it queues."""
     samples = []
     for _ in range(repetitions):
         bench.stream.settle()
         begin = time.perf_counter()
         job()
+        if done:
+            bench.stream.settle()
         samples.append(time.perf_counter() - begin)
     bench.stream.settle()
     return statistics.median(samples) * 1e6
@@ -332,26 +362,44 @@ def table_row(bench: Bench, tuning: Tuning, repetitions: int, flush: torch.Tenso
     """Check, measure, check again; print and return one row."""
     jobs = {"host": partial(bench.run, tuning), "bound": bench.bound()}
     there = {name: job for name, job in jobs.items() if job is not None}
-    for name, job in there.items():
-        bench.check(job, name)
+    check_all(bench, there)
     samples = measure(bench, tuning, repetitions, flush)
     host_us = {name: host_microseconds(bench, job, repetitions) for name, job in there.items()}
-    for name, job in there.items():
-        bench.check(job, name)
-    copy, piece, kernel = (statistics.median(samples[name]) * 1e3 for name in ("copy", "piece", "kernel"))
-    shares = f"{100 * copy / kernel:5.1f} % {100 * piece / kernel:8.1f} %"
-    cells = f"{copy:8.1f} {piece:8.1f} {kernel:9.1f} {shares} " + " ".join(f"{us:6.1f}" for us in host_us.values())
-    print(f"{bench.case.name:14}{bench.operation:8}{bench.payload_bytes / 1e6:8.1f}  {cells}", flush=True)
+    done_us = {}
+    if bench.rival is not None:
+        calls = {"done": there.get("bound", there["host"]), "rival_done": bench.rival.call}
+        done_us = {name: host_microseconds(bench, job, repetitions, done=True) for name, job in calls.items()}
+    check_all(bench, there)
+    device_us = {name: statistics.median(times) * 1e3 for name, times in samples.items()}
+    print_row(bench, device_us, host_us, done_us)
     return {
         "case": bench.case.name,
         "operation": bench.operation,
         "bytes": bench.payload_bytes,
-        "copy_us": copy,
-        "piece_us": piece,
-        "kernel_us": kernel,
-        **{f"{name}_us": us for name, us in host_us.items()},
+        **{f"{name}_us": us for name, us in (device_us | host_us | done_us).items()},
         "ms": samples,
     }
+
+
+def check_all(bench: Bench, jobs: dict[str, Callable[[], None]]) -> None:
+    """Check our calls, and SGLang's function and its kernel. Raises AssertionError."""
+    for name, job in jobs.items():
+        bench.check(job, name)
+    if bench.rival is not None:
+        bench.check(bench.rival.call, "SGLang's function", sealed=False)
+        bench.check(bench.rival.launch, "SGLang's kernel", sealed=False)
+
+
+def print_row(bench: Bench, device_us: dict[str, float], host_us: dict[str, float], done_us: dict[str, float]) -> None:
+    """Print the medians of a row."""
+    copy, piece, kernel = (device_us[name] for name in ("copy", "piece", "kernel"))
+    shares = f"{100 * copy / kernel:5.1f} % {100 * piece / kernel:8.1f} %"
+    cells = f"{copy:8.1f} {piece:8.1f} {kernel:9.1f} {shares} " + " ".join(f"{us:6.1f}" for us in host_us.values())
+    if done_us:
+        rival = device_us["rival"]
+        cells += f"  {rival:9.1f} {100 * copy / rival:5.1f} % {rival / kernel:12.2f} "
+        cells += " ".join(f"{us:8.1f}" for us in done_us.values())
+    print(f"{bench.case.name:14}{bench.operation:8}{bench.payload_bytes / 1e6:8.1f}  {cells}", flush=True)
 
 
 def main() -> None:
@@ -361,6 +409,7 @@ def main() -> None:
     parser.add_argument(
         "--sweep", action="store_true", help="first try tile shapes, numbers of warps and caps on programs"
     )
+    parser.add_argument("--rival", action="store_true", help="also SGLang's, of the folders in SGLANG_PATH")
     parser.add_argument("--sweep-sizes", default="84,256", help="MB of the sweep's slabs")
     parser.add_argument("--sizes", default="1,4,16,64,84,256,512,1500", help="MB of a slab, separated by commas")
     parser.add_argument("--cases", default="", help="names of cases, separated by commas; empty: all")
@@ -373,6 +422,7 @@ def main() -> None:
         raise SystemExit("no CUDA device: this benchmark needs one")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "Triton's interpreter: times mean nothing"
     print(f"{name}, torch {torch.__version__}, Triton {triton.__version__}, Python {platform.python_version()}")
+    staging = load_staging() if options.rival else None
     flush = torch.zeros(FLUSH_BYTES if device.type == "cuda" else 1, dtype=torch.uint8, device=device)
     result: dict[str, object] = {"device": name, "torch": torch.__version__, "triton": triton.__version__}
     tunings = {operation: WORKER_TUNINGS[operation] for operation in OPERATIONS}
@@ -385,10 +435,13 @@ def main() -> None:
             bench.close()
         result["sweep"] = swept
     result["tuning"] = {operation: asdict(tuning) for operation, tuning in tunings.items()}
-    print(TITLES)
+    if staging is not None:
+        print(f"rival: the staging buffer of SGLang {staging.version}")
+        result["rival"] = f"SGLang {staging.version}"
+    print(TITLES + (RIVAL_TITLES if staging else ""))
     rows = []
     for case, operation, megabytes in itertools.product(cases, OPERATIONS, map(float, options.sizes.split(","))):
-        bench = Bench(case, operation, options.layers or case.layers, megabytes, device)
+        bench = Bench(case, operation, options.layers or case.layers, megabytes, device, staging)
         rows.append(table_row(bench, tunings[operation], options.repetitions, flush))
         bench.close()
     result["rows"] = rows
