@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,25 +27,42 @@ from gpu_world import GPUAgent
 
 # The second engine of a size serves prefill of the same size.
 SIDES: Mapping[str, tuple[int, ...]] = {"TP2": (0, 1), "TP1": (1,), "TP2 second": (0, 1), "TP1 second": (0,)}
+LOOPBACK = "127.0.0.1"
 TOKENS_MAX, CHUNK_TOKENS, BLOCK_TOKENS = 16_384, 2_048, 16
 # Of TP1; a rank of TP2 has half.
 KV_BYTES = 8 << 30
 # vLLM's interpreter, and folders of packages that it does not have itself.
 PYTHON, PATH = "VLLM_PYTHON", "VLLM_PATH"
+AGENTS: Mapping[str, int] = {"Longshore, two agents": 2, "Longshore, one agent": 1}
+NIXL, MOONCAKE, FLOOR = "NixlConnector", "MooncakeConnector", "floor"
+MOONCAKE_TCP = f"{MOONCAKE}, TCP"
+# Mooncake's library chooses its transport by these variables, not by `mooncake_protocol`. TCP fails a prompt with more pieces
+# than may wait for a peer, by default some 2,000; vLLM makes a piece of each block, layer and pair of ranks.
+MOONCAKES: Mapping[str, Mapping[str, str]] = {
+    MOONCAKE: {"MC_INTRANODE_NVLINK": "1"},
+    MOONCAKE_TCP: {"MC_FORCE_TCP": "1", "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535"},
+}
+CONNECTORS = (*AGENTS, NIXL, *MOONCAKES, FLOOR)
 
 
 @dataclass
 class Engine(ServedEngine):
-    """One `vllm serve`; `start` returns at once."""
+    """One `vllm serve`; `start` returns at once.
+
+    Attributes:
+        transfer: vLLM's `--kv-transfer-config`.
+        known: of its prompts, for decode, if that is known before prefill answers.
+    """
 
     transfer: Mapping[str, Any] = field(default_factory=dict)
+    known: Mapping[str, Any] = field(default_factory=dict)
 
     def command(self) -> list[str]:
         """Return the program and its arguments."""
         tp = len(self.devices)
         return [
             *(os.environ.get(PYTHON, sys.executable), "-m", "vllm.entrypoints.cli.main", "serve", str(self.model)),
-            *("--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(self.port)),
+            *("--served-model-name", MODEL_NAME, "--host", LOOPBACK, "--port", str(self.port)),
             *("--tensor-parallel-size", str(tp), "--dtype", "bfloat16", "--block-size", str(BLOCK_TOKENS)),
             *("--max-model-len", str(TOKENS_MAX), "--max-num-batched-tokens", str(CHUNK_TOKENS)),
             *("--max-num-seqs", "64", "--kv-cache-memory-bytes", str(KV_BYTES // tp)),
@@ -97,30 +115,46 @@ class Scene:
     ) -> None:
         self.name, self._directory = name, directory
         self._stack = ExitStack()
-        self.kinds = (
-            ("floor",) if name == "floor" else ("in turn", "at once") if name.startswith("Long") else ("in turn",)
-        )
-        agents = {"Longshore, two agents": 2, "Longshore, one agent": 1}.get(name, 0)
+        self.kinds = (FLOOR,) if name == FLOOR else ("in turn",) if name == NIXL else ("in turn", "at once")
         settings = {"LONGSHORE_DEPLOYMENT": "bench/vllm", "LONGSHORE_GPU_MPS": str(bool(environment)).lower()}
-        self.agents = [self._stack.enter_context(GPUAgent(**settings, **environment)) for _ in range(agents)]
+        self.agents = [
+            self._stack.enter_context(GPUAgent(**settings, **environment)) for _ in range(AGENTS.get(name, 0))
+        ]
         self.engines: dict[str, Engine] = {}
         for index, side in enumerate(sides):
-            variables = dict(environment)
-            transfer: dict[str, Any] = {"kv_role": "kv_both", "engine_id": f"{side}-{first_port}".replace(" ", "-")}
-            if self.agents:
-                socket = self.agents[index % len(self.agents)].socket
-                transfer |= {"kv_connector": "LongshoreConnector", "kv_connector_module_path": "longshore_engines.vllm"}
-                transfer |= {"kv_connector_extra_config": {"socket": socket}}
-            elif name == "floor":
-                transfer |= {"kv_connector": "FloorConnector", "kv_connector_module_path": "floor_connector"}
-            else:
-                transfer |= {"kv_connector": name}
-                variables |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
-                variables |= {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(first_port + 50 + 10 * index)}
+            instance = f"{side}-{first_port}".replace(" ", "-")
+            more, variables, known = self._connector(index, first_port + 50 + 10 * index)
+            transfer = {"kv_role": "kv_both", "engine_id": instance, **more}
+            known |= {"remote_engine_id": instance} if known else {}
             label = f"{name}-{side}".replace(",", "").replace(" ", "-")
-            place = (SIDES[side], first_port + index, directory)
-            engine = Engine(label, model, *place, variables, arguments, transfer=transfer)
-            self.engines[side] = engine
+            self.engines[side] = Engine(
+                *(label, model, SIDES[side], first_port + index, directory, {**environment, **variables}, arguments),
+                transfer=transfer,
+                known=known,
+            )
+
+    def _connector(self, index: int, port: int) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
+        """Return an engine's transfer configuration, its environment, and what decode must be told of each of its prompts."""
+        if self.agents:
+            extra = {"socket": self.agents[index % len(self.agents)].socket}
+            module = "longshore_engines.vllm"
+            named = {"kv_connector": "LongshoreConnector", "kv_connector_module_path": module}
+            return named | {"kv_connector_extra_config": extra}, {}, {}
+        if self.name == FLOOR:
+            return {"kv_connector": "FloorConnector", "kv_connector_module_path": "floor_connector"}, {}, {}
+        if self.name == NIXL:
+            variables = {"VLLM_NIXL_SIDE_CHANNEL_HOST": LOOPBACK, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+            return {"kv_connector": NIXL}, variables, {}
+        variables = {"VLLM_HOST_IP": LOOPBACK, "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(port), **MOONCAKES[self.name]}
+        known = {"do_remote_prefill": True, "remote_bootstrap_addr": f"http://{LOOPBACK}:{port}"}
+        extra = {"mooncake_protocol": "tcp"}
+        return {"kv_connector": MOONCAKE, "kv_connector_extra_config": extra}, variables, known
+
+    def room(self) -> dict[str, Any]:
+        """Return the number of a prompt that both engines get; it lets them have the prompt at once."""
+        if self.name in MOONCAKES:
+            return {"transfer_id": f"{random.getrandbits(63):x}"}
+        return {"longshore_room": random.getrandbits(63)} if self.agents else {}
 
     def __enter__(self) -> Self:
         for engine in self.engines.values():

@@ -1,11 +1,12 @@
 """Compares Longshore under a real vLLM on two GPUs with vLLM's NixlConnector, and with vLLM's own time: `make bench-vllm-gpu`.
 
-    python benchmarks/vllm_on_gpus.py --json FILE [--quick] [--mps] [--directions TP2:TP2]
+    python benchmarks/vllm_on_gpus.py --json FILE [--quick] [--mps] [--directions TP2:TP2] [--connectors NAME;NAME]
 
 Engines of all connectors run at the same time, and get the same prompts in turn, so that no figure of a table is of another
 run. Longshore has an agent for each engine (staged) or one for both (direct). "in turn": decode gets a prompt after
 prefill's answer. "at once": both get it together, as examples/vllm/proxy.py does it. "floor": decode computes the prompt's
-last token over blocks that nobody wrote.
+last token over blocks that nobody wrote. "MooncakeConnector" is vLLM's, over CUDA IPC or over TCP; it is left out unless it is
+named. Its router names each prompt, and so can give it to both engines at once.
 
 `alone`: one prompt at a time, by length: from the request to decode's first token, and from prefill's answer to it. The
 tokens of all connectors are compared. `loads`: fixed traces of prompts and answers of mixed length, with some number at
@@ -16,7 +17,7 @@ With --mps all engines and agents share the GPUs by a daemon of CUDA's Multi-Pro
 server takes clients before the first of them starts, and agents refuse engines where they are no clients of it.
 
 Needs two GPUs, and an interpreter with vLLM and NIXL as e2e/vllm/requirements-gpu.lock pins them: VLLM_PYTHON, or this one.
-VLLM_PATH has folders of packages that it lacks.
+VLLM_PATH has folders of packages that it lacks, such as Mooncake's (mooncake-transfer-engine-cuda13).
 """
 
 from __future__ import annotations
@@ -32,21 +33,20 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from served_engines import VOCABULARY, about, make_model, mps, program, spread, tokens_of
-from vllm_gpu_scenes import PATH, PYTHON, SIDES, Scene
+from vllm_gpu_scenes import AGENTS, CONNECTORS, FLOOR, NIXL, PATH, PYTHON, SIDES, Scene
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e" / "vllm"))
 from engines import Prompt
 from scene import TO_PREFILL
 
-RIVAL = "NixlConnector"
-NAMES = ("Longshore, two agents", "Longshore, one agent", RIVAL, "floor")
+DEFAULT_CONNECTORS = (*AGENTS, NIXL, FLOOR)
 DIRECTIONS = "TP2:TP1,TP1:TP2"
 LENGTHS, QUICK_LENGTHS = (64, 512, 2_048, 4_096, 8_192, 16_000), (512, 4_096, 16_000)
 REPEATS, QUICK_REPEATS = 9, 5
@@ -106,9 +106,9 @@ class Router:
     """Gives prompts to two engines of a scene in one of its ways."""
 
     def __init__(self, scene: Scene, kind: str, source: str, target: str) -> None:
-        self._kind = kind
+        self._scene, self._kind = scene, kind
         self._source, self._target = scene.engines[source], scene.engines[target]
-        self._earlier: Mapping[str, Any] = {}
+        self._known = self._source.known
 
     def move(self, ask: Ask) -> Moved:
         """Move one request."""
@@ -116,21 +116,22 @@ class Router:
         answered: list[float] = []
 
         def computed(more: Mapping[str, Any]) -> Mapping[str, Any]:
-            wanted = None if self._kind == "floor" else {**TO_PREFILL, **more}
+            wanted = None if self._kind == FLOOR else {**TO_PREFILL, **more}
             told: Mapping[str, Any] = self._source.complete(ask.prompt, 1, wanted).get("kv_transfer_params") or {}
             answered.append(time.monotonic())
             return told
 
-        if self._kind == "at once" and self._earlier:
-            room = {"longshore_room": random.getrandbits(63)}
+        if self._kind == "at once" and self._known:
+            room = self._scene.room()
             thread = threading.Thread(target=computed, args=(room,))
             thread.start()
-            first_s, steps, tokens = self._decode(ask, {**self._earlier, **room})
+            first_s, steps, tokens = self._decode(ask, {**self._known, **room})
             thread.join()
         else:
-            told = computed({})
-            self._earlier = told
-            first_s, steps, tokens = self._decode(ask, {"floor": True} if self._kind == "floor" else told)
+            room = self._scene.room() if self._source.known else {}
+            told = {**self._source.known, **computed(room)}
+            self._known = told
+            first_s, steps, tokens = self._decode(ask, {"floor": True} if self._kind == FLOOR else {**told, **room})
         return Moved(answered[0] - begin_s, first_s - begin_s, steps, tokens)
 
     def _decode(self, ask: Ask, transfer: Mapping[str, Any]) -> tuple[float, list[float], list[int]]:
@@ -174,12 +175,12 @@ class Burnt:
 
 
 def alone(scenes: list[Scene], source: str, target: str, length: int, repeats: int, turn: int) -> list[dict[str, Any]]:
-    """Move prompts of one length, one at a time and each in every way; count those whose tokens differ from the rival's."""
+    """Move prompts of one length, one at a time and each in every way; count those whose tokens are not the reference's."""
     ways = [(scene.name, kind, Router(scene, kind, source, target)) for scene in scenes for kind in scene.kinds]
     asks = prompts_of(SEED + turn, length, repeats + 1)
     # The first prompt connects peers, and vLLM compiles kernels for it.
     first, *moved = [[router.move(ask) for _, _, router in ways] for ask in asks]
-    (rival,) = [index for index, (name, _, _) in enumerate(ways) if name == RIVAL]
+    right = reference([name for name, _, _ in ways])
     return [
         {
             "direction": f"{source}->{target}",
@@ -190,10 +191,15 @@ def alone(scenes: list[Scene], source: str, target: str, length: int, repeats: i
             "after_prefill": spread([each[index].first_s - each[index].prefill_s for each in moved]),
             "first_prompt_ms": first[index].milliseconds(),
             "samples_ms": [each[index].milliseconds() for each in moved],
-            "other_tokens": sum(each[index].tokens != each[rival].tokens for each in moved),
+            "other_tokens": sum(each[index].tokens != each[right].tokens for each in moved),
         }
         for index, (name, kind, _) in enumerate(ways)
     ]
+
+
+def reference(names: Sequence[str]) -> int:
+    """Return the index of the way whose tokens are right: NixlConnector's, else the first that moves KV."""
+    return names.index(NIXL) if NIXL in names else next(i for i, name in enumerate(names) if name != FLOOR)
 
 
 class Load(NamedTuple):
@@ -205,7 +211,7 @@ class Load(NamedTuple):
 
 
 def loads(scenes: list[Scene], source: str, target: str, at_once: int, turn: int) -> list[dict[str, Any]]:
-    """Move traces in each way, the ways in turn; count the requests whose tokens differ from the rival's."""
+    """Move traces in each way, the ways in turn; count the requests whose tokens are not the reference's."""
     ways = [(scene, kind, Router(scene, kind, source, target)) for scene in scenes for kind in scene.kinds]
     found = [Load([], [], []) for _ in ways]
     for number in range(TRACES):
@@ -217,7 +223,7 @@ def loads(scenes: list[Scene], source: str, target: str, at_once: int, turn: int
                 mine.moves.extend(threads.map(router.move, asks))
             mine.all_s.append(round(time.monotonic() - begin_s, 3))
             mine.processor_s.append(burnt.seconds())
-    (right,) = [mine.moves for (scene, _, _), mine in zip(ways, found, strict=True) if scene.name == RIVAL]
+    right = found[reference([scene.name for scene, _, _ in ways])].moves
     return [
         {
             "direction": f"{source}->{target}",
@@ -298,6 +304,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer lengths, repeats and loads")
     parser.add_argument("--directions", default=DIRECTIONS, help=f"pairs of prefill and decode (default {DIRECTIONS})")
     parser.add_argument("--lengths", type=lambda text: [int(each) for each in text.split(",")], help="of prompts alone")
+    parser.add_argument("--connectors", default=";".join(DEFAULT_CONNECTORS), help=f"of {'; '.join(CONNECTORS)}")
     parser.add_argument("--mps", action="store_true", help="share the GPUs by CUDA's Multi-Process Service")
     parser.add_argument("--engine-arguments", default=ENGINE_ARGUMENTS, help="further arguments of vLLM, as one text")
     parser.add_argument("--logs", type=Path, help="keep the engines' logs in this folder")
@@ -305,7 +312,9 @@ def main() -> None:
     if chosen.draw:
         draw(json.loads(chosen.json.read_text()), chosen.draw)
         return
-    directions = directions_of(chosen.directions)
+    directions, names = directions_of(chosen.directions), chosen.connectors.split(";")
+    if not set(names) <= set(CONNECTORS) or set(names) == {FLOOR}:
+        raise SystemExit(f"--connectors has {chosen.connectors!r}: give some of {'; '.join(CONNECTORS)}")
     sides = [side for side in SIDES if any(side in pair for pair in directions)]
     arguments = shlex.split(chosen.engine_arguments)
     mode = f"{chosen.directions} {'mps' if chosen.mps else 'time-sliced'}"
@@ -319,7 +328,7 @@ def main() -> None:
         begin_s = time.monotonic()
         scenes = [
             stack.enter_context(Scene(name, sides, model, logs, FIRST_PORT + 100 * index, variables, arguments))
-            for index, name in enumerate(NAMES)
+            for index, name in enumerate(names)
         ]
         for scene in scenes:
             scene.wait_ready()
