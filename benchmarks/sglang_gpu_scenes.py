@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from served_engines import ServedEngine, python_path
+from served_engines import HEAD_DIM, HEADS, LAYERS, ServedEngine, python_path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "gpu"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
@@ -38,8 +38,13 @@ PYTHON, PATH = "SGLANG_PYTHON", "SGLANG_PATH"
 STAGED, PLAIN = "SGLang NIXL, staging", "SGLang NIXL"
 AGENTS: Mapping[str, int] = {"Longshore, two agents": 2, "Longshore, one agent": 1}
 BACKENDS = (*AGENTS, STAGED, PLAIN)
-# A chunk that is larger than prefill's buffer, of 64 MB by default, moves as without staging. This holds the longest.
-STAGING_VARIABLES = {"SGLANG_DISAGG_STAGING_BUFFER": "1", "SGLANG_DISAGG_STAGING_BUFFER_SIZE_MB": "2304"}
+# Prefill gathers half the heads of a chunk's K and V, 2 bytes an element, into one buffer for each of its queues. 0.5.16 has
+# 64 MB: it sends what does not fit in slices, over which decode then scatters memory that nobody wrote. 0.5.23 has enough.
+STAGING_BYTES = TOKENS_MAX * 2 * LAYERS * HEADS // 2 * HEAD_DIM * 2
+STAGING_VARIABLES = {
+    "SGLANG_DISAGG_STAGING_BUFFER": "1",
+    "SGLANG_DISAGG_STAGING_BUFFER_SIZE_MB": str(STAGING_BYTES >> 20),
+}
 VARIABLES = {
     "SGLANG_HOST_IP": LOOPBACK,
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
