@@ -17,7 +17,7 @@ trailer, launch and event. Every size is compared with indexing before and after
 time from a call on an idle device to the end of the copy: of a worker's call, and of SGLang's function, which also copies
 page ids and addresses to the device.
 
-Needs torch and Triton besides the package, and no network. To try the script without a GPU, use
+Needs torch, Triton and llvmlite besides the package, and no network. To try the script without a GPU, use
 `--device cpu --layers 2 --sizes 0.1` with TRITON_INTERPRET=1; its times mean nothing.
 """
 

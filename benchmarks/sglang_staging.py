@@ -136,7 +136,8 @@ class StagedCopy:
         self._k, self._v = list(tokens[: len(tokens) // 2]), list(tokens[len(tokens) // 2 :])
         self._module, self._name = staging.module, KERNELS[operation]
         self._pages, self._page_size, self._heads, self._pool_heads = pages, planes.shape[2], heads, planes.shape[3]
-        self._ids = torch.from_numpy(pages.astype(np.int64)).to(planes.device)
+        # As int32, like the ids that SGLang passes.
+        self._ids = torch.from_numpy(pages).to(planes.device)
         self._slab, self._stream = slab, stream
         gathers = operation == "gather"
         self._writer_count = 1 if gathers else self._pool_heads // len(heads)
