@@ -110,10 +110,7 @@ class Settings:
         file="control.keys_directory",
     )
     bind_host: str = _setting(
-        "127.0.0.1",
-        Role.AGENT,
-        "IPv4 address of workers and HTTP: the pod's.",
-        file="control.bind_address",
+        "127.0.0.1", Role.AGENT, "IPv4 address of workers and HTTP: the pod's.", file="control.bind_address"
     )
     http_port: int = _setting(
         0,
@@ -299,7 +296,10 @@ class Settings:
         high=100,
     )
     spans_max: int = _setting(
-        65536, Role.BOTH, "Spans of stages that one worker keeps: the newest ones.", low=1, high=1 << 22
+        65536, Role.BOTH, "Spans of stages and steps that one worker keeps: the newest ones.", low=1, high=1 << 22
+    )
+    client_spans: bool = _setting(
+        False, Role.BOTH, "Engines' clients report their own steps of each room when it ends, one message each."
     )
 
     self_test_bytes: int = _setting(

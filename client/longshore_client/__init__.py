@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from longshore_client.client import Client, connect, new_instance
+from longshore_client.client import Client
 from longshore_client.errors import (
     AgentLost,
     ArgumentError,
@@ -17,6 +17,7 @@ from longshore_client.errors import (
     WaitTimeout,
 )
 from longshore_client.memory import create_region, pool_geometry, torch_region
+from longshore_client.registration import connect, new_instance
 from longshore_wire.engine_messages import Endpoint, Half, RoomEvent, RoomEventKind
 from longshore_wire.errors import CodecError, LayoutError, LongshoreError, Reason, RoomError
 from longshore_wire.layout import (

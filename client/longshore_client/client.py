@@ -6,8 +6,7 @@ transfer. This module checks arguments, locks and waits; `core` decides everythi
 
 from __future__ import annotations
 
-import os
-import secrets
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Self
@@ -15,7 +14,7 @@ from typing import Self
 import msgspec
 
 from longshore_client import arguments
-from longshore_client.connection import Connection, open_links
+from longshore_client.connection import Connection
 from longshore_client.core import State
 from longshore_client.errors import (
     AgentLost,
@@ -30,7 +29,6 @@ from longshore_client.ledger import Call, HalfKey, Resume
 from longshore_client.memory import close_all, duplicates
 from longshore_client.pages import PAGE_BYTES, pages_for, split_claim, split_offer
 from longshore_wire.engine_messages import (
-    ENGINE_PROTOCOL_VERSION,
     Cancel,
     DeviceRegion,
     Endpoint,
@@ -44,8 +42,7 @@ from longshore_wire.engine_messages import (
     UnregisterPool,
 )
 from longshore_wire.errors import LongshoreError, Reason, RoomError
-from longshore_wire.layout import KVLayout, PoolGeometry, TargetMemory
-from longshore_wire.names import INSTANCE_PREFIX_VARIABLE
+from longshore_wire.layout import PoolGeometry, TargetMemory
 
 # An agent answers in well under a millisecond. A worker's restart takes seconds, and a call may outlast it.
 CALL_TIMEOUT_S = 30.0
@@ -54,62 +51,8 @@ REGIONS_PER_POOL_MAX = 253
 ENDED = frozenset({RoomEventKind.DONE, RoomEventKind.FAILED})
 
 
-def connect(
-    path: str | None = None,
-    *,
-    instance: str,
-    layout: KVLayout,
-    device: str = "cpu",
-    roles: Collection[Half] = (Half.SOURCE, Half.TARGET),
-    host_layout: KVLayout | None = None,
-    timeout_s: float = 60.0,
-) -> Client:
-    """Register this engine rank at its node's agent. Retries until an agent accepts it or `timeout_s` is over.
-
-    Args:
-        path: the agent's engine socket. None: the path in LONGSHORE_ENGINE_SOCKET, or /run/longshore/agent.sock.
-        instance: the engine instance, the same for all its ranks.
-        layout: this rank's share of the cache.
-        device: "cpu", or the UUID of the GPU that holds the pages (never an index).
-        roles: SOURCE to offer (prefill), TARGET to claim (decode).
-        host_layout: this rank's share in pages in host memory, beside those of the device; page size and order may
-            differ. Pools there are registered and claimed with memory HOST. None: there are none.
-    Raises:
-        ArgumentError: an argument is of another type, or out of range; or `host_layout` without TARGET among the roles.
-        LayoutError: the layout cannot exist.
-        HelloRefused: the agent refuses this engine; `reason` says why. If the cause may pass (BUSY: an engine rank of
-            this name is registered), this is raised only when `timeout_s` is over.
-        CodecError: the process that listens there does not speak this protocol.
-        NotPermitted: this process may not use the socket; says which group it lacks. Raised at once.
-        ConnectError: no agent answered in time.
-    """
-    hello = Hello(
-        ENGINE_PROTOCOL_VERSION,
-        arguments.text("instance", instance),
-        arguments.struct("layout", layout, KVLayout),
-        arguments.text("device", device),
-        arguments.roles_of(roles),
-        engine=1 + secrets.randbelow(2**63 - 1),
-        pid=os.getpid(),
-    )
-    hello.layout.check()
-    path, timeout_s = arguments.engine_socket(path), arguments.timeout(timeout_s)
-    hellos = {TargetMemory.DEVICE: hello}
-    if host_layout is not None:
-        hellos[TargetMemory.HOST] = arguments.host_hello(hello, host_layout)
-    return Client(hello, open_links(path, hellos, timeout_s))
-
-
-def new_instance() -> str:
-    """Return an instance name that no other start of an engine has. Draw it once, for all ranks of the engine.
-
-    It begins with LONGSHORE_ENGINE_INSTANCE_PREFIX, or "engine".
-    """
-    return f"{os.environ.get(INSTANCE_PREFIX_VARIABLE) or 'engine'}-{secrets.token_hex(6)}"
-
-
 class Client:
-    """One engine rank's connection to its agent; made by `connect`. Every method may be called from any thread.
+    """One engine rank's connection to its agent; made by `registration.connect`. Every method may be called from any thread.
 
     Pages in host memory have an agent's worker and a connection of their own, behind the same calls.
     When the agent's worker dies, the client connects to the new one by itself and repeats every pool, open offer, open
@@ -245,7 +188,7 @@ class Client:
         pool, timeout_s = arguments.pool_number(pool), arguments.timeout_or_none(timeout_s)
         link = self._link(arguments.memory_of(memory))
         call = Call((UnregisterPool(link.core.next_number(), pool),))
-        self._tell(link, call, f"unregister_pool {pool}", timeout_s, PoolRefused)
+        self._tell(link, call, f"unregister_pool {pool}", timeout_s, refused=PoolRefused)
 
     # -- rooms -----------------------------------------------------------------------------------------------------
 
@@ -277,6 +220,7 @@ class Client:
             CallTimeout: the agent did not answer; cancel the room.
             ClientClosed: the client was closed.
         """
+        begun_ns = time.monotonic_ns()
         room, pool = arguments.room_number(room), arguments.pool_number(pool)
         first_token, end_token = arguments.token_range(first_token, end_token)
         last, timeout_s = arguments.flag("last", last), arguments.timeout(timeout_s)
@@ -291,7 +235,7 @@ class Client:
                 continue
             offer = msgspec.structs.replace(part, request=self._core.next_number())
             try:
-                self._tell(link, Call((offer,), key=key), f"send of room {room}", timeout_s)
+                begun_ns = self._tell(link, Call((offer,), key=key), f"send of room {room}", timeout_s, begun_ns)
             except (Busy, AgentLost):
                 with self._changed:
                     self._core.ledger.stopped(key, Resume(first_token, end_token, last, part.first_token))
@@ -323,6 +267,7 @@ class Client:
         Raises:
             ArgumentError, Busy, RoomError, AgentLost, CallTimeout, ClientClosed: as `send`.
         """
+        begun_ns = time.monotonic_ns()
         room, pool = arguments.room_number(room), arguments.pool_number(pool)
         endpoint = arguments.struct("endpoint", endpoint, Endpoint)
         first_token, end_token = arguments.token_range(first_token, end_token)
@@ -342,7 +287,8 @@ class Client:
             pages=b"",
             digest=digest,
         )
-        self._tell(link, Call(tuple(split_claim(whole, packed)), key=key), f"receive of room {room}", timeout_s)
+        call = Call(tuple(split_claim(whole, packed)), key=key)
+        self._tell(link, call, f"receive of room {room}", timeout_s, begun_ns)
 
     def cancel(
         self, room: int, half: Half, *, instance: str | None = None, pool: int = 0, timeout_s: float = CALL_TIMEOUT_S
@@ -387,6 +333,7 @@ class Client:
             self._core.events.clear()
             if not events:
                 self._check_open("poll")
+            self._taken(events)
             return events
 
     def wait(
@@ -421,6 +368,7 @@ class Client:
                     "wait again, or cancel the room"
                 )
             self._core.events.remove(event)
+            self._taken([event])
             return event
 
     def close(self) -> None:
@@ -460,10 +408,24 @@ class Client:
         call: Call,
         what: str,
         timeout_s: float | None,
+        begun_ns: int = 0,
         refused: type[LongshoreError] = RoomError,
-    ) -> None:
+    ) -> int:
+        """Make a call that began at `begun_ns`; return when the agent had accepted it (time.monotonic_ns)."""
         self._enter(link, call, what)
+        sent_ns = time.monotonic_ns()
         self._wait_answer(link, call, what, timeout_s, refused)
+        ended_ns = time.monotonic_ns()
+        if call.key is not None and link.core.steps.wanted:
+            with self._changed:
+                link.core.steps.called(call.key, begun_ns, sent_ns, ended_ns)
+        return ended_ns
+
+    def _taken(self, events: Sequence[RoomEvent]) -> None:
+        """Record that the engine takes events, and report the steps of halves that are over. Called under the lock."""
+        for link in self._links.values():
+            if link.core.take_steps(events, time.monotonic_ns()):
+                link.carry_out()
 
     def _enter(self, link: Connection, call: Call, what: str) -> None:
         with self._changed:

@@ -25,11 +25,13 @@ from longshore_client.errors import (
     busy_hint_s,
 )
 from longshore_client.ledger import Call, HalfKey, Ledger, Outgoing
+from longshore_client.steps import Steps
 from longshore_wire.engine_messages import (
     TO_AGENT,
     Accepted,
     Endpoint,
     EndpointUpdate,
+    EngineSteps,
     Half,
     Hello,
     Offer,
@@ -49,6 +51,8 @@ from longshore_wire.layout import TargetMemory
 # Messages that wait for space in the socket. A claim of a million pages is 123 messages, and each thread has one open
 # call.
 OUTBOX_MESSAGES_MAX = 4096
+# Messages that wait for space in the socket while steps are still sent. Calls have the rest.
+STEPS_OUTBOX_MAX = 1024
 # Events that no call has taken: three for each of 65,536 halves. Beyond that the caller never polls; drop the oldest.
 EVENTS_MAX = 196_608
 # Pause between attempts to connect: at once after a worker's restart, then at least four attempts a second.
@@ -109,6 +113,7 @@ class Core:
         self.layout, self.device = hello.layout, hello.device
         self._place = " for pages in host memory" if hello.memory is TargetMemory.HOST else ""
         self.ledger = Ledger()
+        self.steps = Steps()
         self.pools: dict[int, Pool] = {}
         self.events: deque[RoomEvent] = events
         self.dropped_event_count = 0
@@ -219,6 +224,18 @@ class Core:
                 return event
         return None
 
+    def take_steps(self, events: Sequence[RoomEvent], now_ns: int) -> bool:
+        """Record that the engine takes events; return whether there are steps to send to the agent."""
+        return self.steps.wanted and self._report_steps(self.steps.taken(events, now_ns))
+
+    def _report_steps(self, found: Sequence[EngineSteps | None]) -> bool:
+        """Send steps to the agent, unless more urgent messages wait for it."""
+        if self.state is not State.READY or len(self.outbox) >= STEPS_OUTBOX_MAX:
+            return False
+        sent = [Outgoing(TO_AGENT.encode(steps)) for steps in found if steps is not None]
+        self.outbox += sent
+        return bool(sent)
+
     def close(self) -> None:
         """End everything: calls get no answer, and all descriptors are to be closed. Idempotent."""
         if self.state is State.CLOSED:
@@ -306,7 +323,7 @@ class Core:
             case Accepted() | Refused():
                 self._take_answer(message, now_s)
             case RoomEvent():
-                self._take_event(message)
+                self._take_event(message, now_s)
             case EndpointUpdate():
                 self.endpoint = message.endpoint
                 self._news = True
@@ -335,6 +352,8 @@ class Core:
 
     def _take_welcome(self, message: Welcome, now_s: float) -> None:
         first, self.welcome = self.welcome is None, message
+        self.steps.wanted = message.steps
+        self.steps.clear()
         for call in list(self._calls.values()):
             if call.given_up:
                 self._answer(call, None)
@@ -402,9 +421,12 @@ class Core:
         if call is not None:
             self._answer(call, answer)
 
-    def _take_event(self, event: RoomEvent) -> None:
+    def _take_event(self, event: RoomEvent, now_s: float) -> None:
         if not self.ledger.take_event(event):
             return
+        if self.steps.wanted:
+            self.steps.arrived(event, round(now_s * 1e9))
+            self._report_steps([self.steps.over(HalfKey(event.half, event.instance, event.room, event.pool))])
         self._report([event])
         if event.kind is RoomEventKind.DONE:
             # Only an accepted room can be done, so its calls are accepted even if the worker dies before it answers.

@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from longshore_client.client import Client, connect
+from longshore_client.client import Client
 from longshore_client.errors import HelloRefused
+from longshore_client.registration import connect
 from longshore_engines.tensors import SharedCache
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason

@@ -20,8 +20,8 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.network import NetworkAddress
 from sglang.version import __version__ as sglang_version
 
-from longshore_client.client import new_instance
 from longshore_client.errors import ArgumentError, ClientClosed, WaitTimeout
+from longshore_client.registration import new_instance
 from longshore_engines.agents import registered
 from longshore_engines.asks import (
     TAG,

@@ -17,6 +17,7 @@ from longshore_agent.errors import EngineClosedError
 from longshore_wire.engine_messages import (
     ENGINE_PROTOCOL_VERSION,
     Accepted,
+    EngineSteps,
     Hello,
     Receive,
     Renew,
@@ -30,7 +31,7 @@ WAIT_S = 20.0
 
 def accept_all(message: ToAgent) -> ToEngine | None:
     """Accept each message with a request number; a claim once its page list is complete."""
-    if isinstance(message, Hello | Renew):
+    if isinstance(message, EngineSteps | Hello | Renew):
         return None
     if isinstance(message, Receive) and message.page_offset + len(message.pages) // 4 < message.page_count:
         return None

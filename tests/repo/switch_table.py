@@ -20,6 +20,7 @@ _CLIENTS = f"{_CLIENT}/test_client.py"
 _CONNECTION = f"{_CLIENT}/test_connection.py"
 _CORE = f"{_CLIENT}/test_core.py"
 _MEMORY = f"{_CLIENT}/test_memory.py"
+_TIMELINE = f"{_AGENT}/test_room_timeline.py"
 _VLLM = "tests/engines/test_engine_vllm.py"
 _CHART = "e2e/test_chart_values.py"
 
@@ -150,6 +151,7 @@ AGENT_SETTINGS: Shown = {
     ),
     "quarantine_percent": (f"{_MOVE}::test_a_worker_is_replaced_above_the_part_in_quarantine_that_is_set",),
     "spans_max": (f"{_AS_SET}::test_as_many_spans_are_kept_as_are_set",),
+    "client_spans": (f"{_TIMELINE}::test_without_the_setting_no_engine_sends_its_steps",),
     "self_test_bytes": (f"{_AS_SET}::test_the_self_test_moves_as_many_bytes_as_are_set",),
     "start_limit_s": (f"{_CHANGE}::test_a_worker_may_start_as_long_as_is_set_before_its_agent_is_unready",),
     "drain_s": (

@@ -14,6 +14,7 @@ from longshore_wire import engine_messages, peer_messages
 from longshore_wire.codec import Codec
 from longshore_wire.engine_messages import (
     ENGINE_MESSAGE_BYTES_MAX,
+    ENGINE_STEPS_MAX,
     PAGES_PER_MESSAGE_MAX,
     TO_AGENT,
     TO_ENGINE,
@@ -79,6 +80,7 @@ FROZEN_ENGINE_NUMBERS = {
     "Renew": 73,
     "RoomEvent": 74,
     "EndpointUpdate": 75,
+    "EngineSteps": 76,
 }
 
 
@@ -115,6 +117,23 @@ def test_a_hello_of_a_release_without_the_engines_pid_is_understood_and_later_fi
     later = b"\x01" + msgspec.msgpack.encode([*fields, "later"])
     assert TO_AGENT.decode(earlier) == msgspec.structs.replace(hello, pid=0)
     assert TO_AGENT.decode(later) == hello
+
+
+def test_a_welcome_of_a_release_that_asks_for_no_steps_is_understood_and_later_fields_are_ignored() -> None:
+    welcome = engine_messages.Welcome(1, 7, "demo", 60, TargetMemory.HOST, True)
+    fields = msgspec.msgpack.decode(TO_ENGINE.encode(welcome)[1:])
+    earlier = b"\x01" + msgspec.msgpack.encode(fields[:-1])
+    later = b"\x01" + msgspec.msgpack.encode([*fields, "later"])
+    assert TO_ENGINE.decode(earlier) == msgspec.structs.replace(welcome, steps=False)
+    assert TO_ENGINE.decode(later) == welcome
+
+
+def test_the_most_steps_of_a_half_fit_into_a_datagram_and_more_are_refused() -> None:
+    step = engine_messages.EngineStep("n" * 32, 2**63, 2**64 - 1, True)
+    most = engine_messages.EngineSteps(Half.TARGET, "p" * 200, 2**64 - 1, 2**31, (step,) * ENGINE_STEPS_MAX)
+    assert TO_AGENT.decode(TO_AGENT.encode(most)) == most
+    with pytest.raises(CodecError):
+        TO_AGENT.decode(TO_AGENT.encode(msgspec.structs.replace(most, steps=(*most.steps, step))))
 
 
 def test_a_notice_fits_into_the_kilobyte_that_transports_carry() -> None:

@@ -8,6 +8,7 @@ check sizes and types. Engines import this module: it must load no module of the
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Annotated
 
 import msgspec
 
@@ -88,6 +89,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=65):
     deployment: str
     lease_ns: int
     target: TargetMemory = TargetMemory.DEVICE  # the deployment's memory for decode's pages
+    steps: bool = False  # after each half of a room, send its EngineSteps
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=66):
@@ -195,7 +197,31 @@ class EndpointUpdate(msgspec.Struct, frozen=True, array_like=True, tag=75):
     endpoint: Endpoint
 
 
-ToAgent = Hello | RegisterPool | UnregisterPool | Offer | Receive | Cancel | Renew
+# Above those of a prompt that is offered in many chunks. All of them fit a datagram.
+ENGINE_STEPS_MAX = 256
+_StepName = Annotated[str, msgspec.Meta(max_length=32)]
+
+
+class EngineStep(msgspec.Struct, frozen=True, array_like=True):
+    """One step of an engine's client, by its host's monotonic clock."""
+
+    name: _StepName
+    start_ns: int
+    end_ns: int
+    waits: bool = False  # nothing ran: it waited for an answer, or for the engine to take an event
+
+
+class EngineSteps(msgspec.Struct, frozen=True, array_like=True, tag=76):
+    """Engine to agent: what the client did for an ended half of a room. Only if Welcome asks for it; not answered."""
+
+    half: Half
+    instance: str  # of the prefill engine
+    room: int
+    pool: int
+    steps: Annotated[tuple[EngineStep, ...], msgspec.Meta(max_length=ENGINE_STEPS_MAX)]
+
+
+ToAgent = Hello | RegisterPool | UnregisterPool | Offer | Receive | Cancel | Renew | EngineSteps
 ToEngine = Welcome | Refused | Accepted | RoomEvent | EndpointUpdate
 
 # A datagram of this size passes through a UNIX socket with default buffers.

@@ -6,6 +6,7 @@ a byte of the cache.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Protocol
 
@@ -22,6 +23,7 @@ from longshore_agent.status.checks import Check, Rules, Verdict, liveness, readi
 from longshore_agent.status.metrics import CONTENT_TYPE, render
 from longshore_agent.status.plans import PlanDefaults, PlanQuery, PlanView, answer
 from longshore_agent.status.snapshot import AgentSnapshot, AgentStatus, InstanceStatus
+from longshore_agent.transports.own_network import host_identity
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.names import UNKNOWN_WIRE
 
@@ -151,11 +153,13 @@ def _add_rooms(app: FastAPI, source: StatusSource) -> None:
         room: Annotated[int, Path(ge=0, le=rooms.ROOM_MAX, description="The room's id.")],
         instance: Annotated[str | None, Query(description="Show only rooms of this prefill instance.")] = None,
     ) -> Response:
-        """One room: each of its halves at this agent, its pairs of ranks, and the spans of its slabs."""
+        """One room: each of its halves at this agent, its pairs of ranks, and the spans of its slabs and messages."""
+        received_ns = time.monotonic_ns()
         found = rooms.detail(_asked(source, room), room, instance)
         if found is None:
             raise _RefusalError(404, ErrorBody("UnknownRoom", f"no worker of this agent knows room {room}"))
-        return _json(found)
+        clock = rooms.Clock(host_identity(), received_ns, time.monotonic_ns())
+        return _json(msgspec.structs.replace(found, clock=clock))
 
 
 def _add_plans(app: FastAPI, source: StatusSource, defaults: PlanDefaults) -> None:

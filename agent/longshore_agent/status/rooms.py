@@ -44,12 +44,26 @@ class RoomList(msgspec.Struct, frozen=True):
     next: str = ""
 
 
+class Clock(msgspec.Struct, frozen=True):
+    """The clock of all spans of an answer: the monotonic clock of the agent's host.
+
+    Attributes:
+        boot_id: equal exactly for processes with one such clock; empty if the host does not tell.
+        received_ns, answered_ns: when the agent read the request, and when it answered.
+    """
+
+    boot_id: str
+    received_ns: int
+    answered_ns: int
+
+
 class RoomDetail(msgspec.Struct, frozen=True):
-    """All halves of a room at this agent, with the spans of its slabs sorted by start."""
+    """All halves of a room at this agent, with the spans of its slabs and messages sorted by start."""
 
     room: str
     halves: tuple[RoomEntry, ...]
     spans: tuple[Span, ...]
+    clock: Clock | None = None
 
 
 def page(snapshot: AgentSnapshot, *, limit: int, after: str, half: str | None, ended: bool | None) -> RoomList:
@@ -91,8 +105,12 @@ def detail(snapshot: AgentSnapshot, room: int, instance: str | None) -> RoomDeta
     )
     if not halves:
         return None
-    spans = (span for worker in snapshot.workers for span in worker.spans)
-    found = [span for span in spans if span.room == text and instance in (None, span.instance)]
+    found = [
+        msgspec.structs.replace(span, worker=worker.worker)
+        for worker in snapshot.workers
+        for span in worker.spans
+        if span.room == text and instance in (None, span.instance)
+    ]
     return RoomDetail(text, halves, tuple(sorted(found, key=lambda span: (span.start_ns, span.end_ns))))
 
 

@@ -1,30 +1,47 @@
-"""Records the stages of slabs in one worker: the newest spans, and the metrics of each stage.
+"""Records what one worker does for its rooms: the newest spans, and the metrics of each stage.
 
-Lanes, scatter threads and the control thread record stages; the status page and tests read the spans.
+Lanes, scatter threads and the control thread record stages of slabs, and `steps` the control thread's messages; the
+status page and tests read the spans.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from enum import Enum
 from typing import NamedTuple
 
 import msgspec
 
 from longshore_agent.status.metrics import Metrics
 from longshore_wire.effects import StartScatter, StartWrite
-from longshore_wire.peer_messages import PairKey
+from longshore_wire.peer_messages import PairKey, RoomKey
 
 # When so many records are pending, each new one first writes the oldest.
 _PENDING_MAX = 4096
 
 
+class Kind(Enum):
+    """What a span is."""
+
+    STAGE = "stage"  # a slab in a stage of its pipeline
+    HANDLE = "handle"  # the control thread reads and handles a message
+    SEND = "send"  # the control thread sends a message
+    START = "start"  # the control thread starts a slab, or prepares pages
+    CALL = "call"  # the engine's client works
+    WAIT = "wait"  # the engine's client waits: for an answer, or for the engine to take an event
+
+
 class Span(msgspec.Struct, frozen=True):
-    """One slab in one stage. Times are of the host's monotonic clock, which all processes share.
+    """One step of a room. Times are of the host's monotonic clock, which all processes share.
 
     Attributes:
+        stage: the stage of a slab, the name of a message, or the call of an engine.
         room: the room's id as decimal text, because many JSON parsers lose digits of large numbers.
+        source_rank, target_rank, slab: -1 if the step is of no rank there, or of no slab.
         lane: index of the lane or thread; -1 if none.
+        woken_ns: when the control thread woke for the turn of this step; 0 for a step of another thread.
+        worker: the name of the worker that has recorded it, or whose engine has.
     """
 
     stage: str
@@ -37,6 +54,13 @@ class Span(msgspec.Struct, frozen=True):
     lane: int
     start_ns: int
     end_ns: int
+    kind: Kind = Kind.STAGE
+    woken_ns: int = 0
+    worker: str = ""
+
+
+# stage, pair or room, slab, lane, start, end, kind, woken
+_Record = tuple[str, PairKey | RoomKey, int, int, int, int, Kind, int]
 
 
 class SpanRecorder:
@@ -46,16 +70,26 @@ class SpanRecorder:
         assert capacity > 0, capacity
         self._lock = threading.Lock()
         self._capacity = capacity
-        self._spans: list[tuple[str, PairKey, int, int, int, int]] = []
+        self._spans: list[_Record] = []
         self._next = 0
 
     def __len__(self) -> int:
         return len(self._spans)
 
-    def record(self, stage: str, pair: PairKey, slab: int, lane: int, start_ns: int, end_ns: int) -> None:
-        """Record that `slab` of `pair` was in `stage` from `start_ns` to `end_ns` (time.monotonic_ns)."""
+    def record(
+        self,
+        stage: str,
+        key: PairKey | RoomKey,
+        slab: int,
+        lane: int,
+        start_ns: int,
+        end_ns: int,
+        kind: Kind = Kind.STAGE,
+        woken_ns: int = 0,
+    ) -> None:
+        """Record that `slab` of a pair or a room was in `stage` from `start_ns` to `end_ns` (time.monotonic_ns)."""
         assert start_ns <= end_ns, (stage, start_ns, end_ns)
-        span = (stage, pair, slab, lane, start_ns, end_ns)
+        span = (stage, key, slab, lane, start_ns, end_ns, kind, woken_ns)
         with self._lock:
             if len(self._spans) < self._capacity:
                 self._spans.append(span)
@@ -65,40 +99,57 @@ class SpanRecorder:
 
     def of_room(self, room: int, *, limit: int, instance: str | None = None) -> tuple[Span, ...]:
         """Return the newest `limit` spans of a room of any prefill instance, or of `instance`, sorted by start."""
-        found = [
-            span
-            for span in self._copy()
-            if span[1].key.room == room and (instance is None or span[1].key.instance == instance)
-        ]
+        found = []
+        for span in self._copy():
+            key = _room(span[1])
+            if key.room == room and instance in (None, key.instance):
+                found.append(span)
         return _ordered(found, limit)
 
     def newest(self, *, limit: int) -> tuple[Span, ...]:
         """Return the newest `limit` spans of all rooms, sorted by start."""
         return _ordered(self._copy(), limit)
 
-    def _copy(self) -> list[tuple[str, PairKey, int, int, int, int]]:
+    def _copy(self) -> list[_Record]:
         """Return a copy of all spans, so that recorders do not wait for a search."""
         with self._lock:
             return list(self._spans)
 
 
-def _ordered(found: list[tuple[str, PairKey, int, int, int, int]], limit: int) -> tuple[Span, ...]:
+def _room(key: PairKey | RoomKey) -> RoomKey:
+    return key.key if isinstance(key, PairKey) else key
+
+
+def _ordered(found: list[_Record], limit: int) -> tuple[Span, ...]:
     assert limit > 0, limit
-    found.sort(key=lambda span: span[4:])
-    return tuple(
-        Span(
-            stage=stage,
-            instance=pair.key.instance,
-            room=str(pair.key.room),
-            pool=pair.key.pool,
-            source_rank=pair.source_rank,
-            target_rank=pair.target_rank,
-            slab=slab,
-            lane=lane,
-            start_ns=start_ns,
-            end_ns=end_ns,
-        )
-        for stage, pair, slab, lane, start_ns, end_ns in found[-limit:]
+    found.sort(key=lambda span: span[4:6])
+    return tuple(_span(*span) for span in found[-limit:])
+
+
+def _span(
+    stage: str,
+    key: PairKey | RoomKey,
+    slab: int,
+    lane: int,
+    start_ns: int,
+    end_ns: int,
+    kind: Kind,
+    woken_ns: int,
+) -> Span:
+    room, pair = _room(key), key if isinstance(key, PairKey) else None
+    return Span(
+        stage=stage,
+        instance=room.instance,
+        room=str(room.room),
+        pool=room.pool,
+        source_rank=pair.source_rank if pair is not None else -1,
+        target_rank=pair.target_rank if pair is not None else -1,
+        slab=slab,
+        lane=lane,
+        start_ns=start_ns,
+        end_ns=end_ns,
+        kind=kind,
+        woken_ns=woken_ns,
     )
 
 

@@ -34,6 +34,7 @@ from longshore_agent.control.peer_net import PeerNet
 from longshore_agent.errors import DeviceError, EngineClosedError, EngineStuckError, TransportError
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
+from longshore_agent.status.steps import StepLog
 from longshore_agent.worker import ending
 from longshore_agent.worker.config import WorkerConfig
 from longshore_agent.worker.engine_requests import EngineRequests, ended_event, released_event
@@ -56,7 +57,15 @@ from longshore_wire.effects import (
     StartScatter,
     StartWrite,
 )
-from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, EndpointUpdate, Half, Refused, ToEngine, Welcome
+from longshore_wire.engine_messages import (
+    ENGINE_PROTOCOL_VERSION,
+    EndpointUpdate,
+    EngineSteps,
+    Half,
+    Refused,
+    ToEngine,
+    Welcome,
+)
 from longshore_wire.errors import CodecError, Reason
 from longshore_wire.layout import TargetMemory
 from longshore_wire.peer_messages import Claim
@@ -78,6 +87,7 @@ class Worker:
         self.settings = settings = config.settings
         self.metrics = Metrics()
         self.spans = SpanRecorder(settings.spans_max)
+        self._steps = StepLog(self.spans, config.instance)
         self.engine: EngineLink | None = None
         self.started_ns = now_ns = time.monotonic_ns()
         self._link = link
@@ -130,6 +140,7 @@ class Worker:
     def _turn(self, ready: frozenset[object], now_ns: int) -> None:
         """Handle readable descriptors, ends of lives and due times."""
         self._polling.woken(now_ns)
+        self._steps.woken_ns = now_ns
         ended = self.mover.drive()
         if ready or ended:
             self._polling.news()
@@ -147,12 +158,14 @@ class Worker:
             self._obey(message, descriptor, now_ns)
         # Before a peer reports a write into memory that is gone.
         self.requests.fail_torn(now_ns)
+        self._steps.begin()
         for half, peer, peer_message in self.net.receive(ready):
             if half in self.sessions:
                 self.sessions[half].receive(peer, peer_message, now_ns)
                 self.mover.hurry()
                 if isinstance(peer_message, Claim) and self.source is not None:
                     self.mover.claimed(self.source, peer, peer_message.pair.key)
+            self._steps.handled(peer_message)
         for (half, peer, epoch), listens in self._probes.answers():
             answered = self.sessions[half].peer_listens if listens else self.sessions[half].peer_dead
             answered(peer, epoch, now_ns)
@@ -198,13 +211,17 @@ class Worker:
             self._link.flush()
 
     def _apply(self, half: Half, session: Session, effect: Effect, now_ns: int) -> None:
+        self._steps.begin()
         if isinstance(effect, Send):
             self.net.send(half, effect.peer, effect.message)
+            self._steps.sent(effect.message)
         elif isinstance(effect, StartWrite):
             assert self.source is not None
             self.mover.start_write(effect, self.requests, self.source, now_ns)
+            self._steps.started("write", effect)
         elif isinstance(effect, StartScatter):
             self.mover.start_scatter(effect, self.requests, now_ns)
+            self._steps.started("scatter", effect)
         elif isinstance(effect, RoomEnded):
             self._room_ended(effect)
         elif isinstance(effect, RoomReleased):
@@ -279,10 +296,12 @@ class Worker:
 
     def _take_notices(self, now_ns: int) -> bool:
         """Pass the transport's notices to the target's core; return whether there were any."""
+        self._steps.begin()
         taken = self._polling.notices(now_ns)
         for peer, message in taken:
             assert self.target is not None
             self.target.receive(peer, message, now_ns)
+            self._steps.handled(message)
             self.metrics.add("longshore_notices_total", 1)
         return bool(taken)
 
@@ -307,13 +326,19 @@ class Worker:
         try:
             if self.engine.outbox_count:
                 self.engine.flush()
+            self._steps.begin()
             for message, descriptors in self.engine.receive() if self.engine.fileno() in ready else ():
+                if isinstance(message, EngineSteps):
+                    self._steps.of_engine(message)
+                    continue
                 answer = self.requests.handle(message, descriptors, now_ns)
+                self._steps.asked(message)
                 if isinstance(answer, Refused):
                     self.net.counters[f"refused.{answer.reason.name}"] += 1
                 if answer is not None:
                     self._tell(answer)
                 self.requests.prepare_new()
+                self._steps.prepared()
             if self.engine.pidfd is not None and self.engine.pidfd in ready:
                 raise EngineClosedError(f"{self.engine.peer.shown} died")
         except (EngineClosedError, EngineStuckError) as error:
@@ -327,6 +352,7 @@ class Worker:
             return
         try:
             self.engine.send(message)
+            self._steps.told(message)
         except (EngineClosedError, EngineStuckError) as error:
             # The loss is handled at the end of a turn, when no effect is being applied.
             self._engine_error = str(error)
@@ -422,6 +448,7 @@ class Worker:
                 self.settings.deployment,
                 self.settings.lease_ns,
                 TargetMemory[self.settings.decode_target.name],
+                self.settings.client_spans,
             )
         )
         self._link.send(EngineAdopted())

@@ -1,0 +1,117 @@
+"""Records what a worker's control thread does for each room: messages that it handles and sends, slabs that it starts.
+
+Called by the worker's loop, in its thread only. Steps follow each other, so that each begins where the last one ended
+or where `begin` was called, and costs one clock call and one record. Messages that belong to no room are not recorded.
+"""
+
+from __future__ import annotations
+
+import time
+
+from longshore_agent.status.spans import Kind, SpanRecorder
+from longshore_wire.effects import StartScatter, StartWrite
+from longshore_wire.engine_messages import (
+    Accepted,
+    Cancel,
+    EngineSteps,
+    Half,
+    Offer,
+    Receive,
+    Refused,
+    RoomEvent,
+    ToAgent,
+    ToEngine,
+)
+from longshore_wire.peer_messages import PairKey, PeerMessage, RoomKey
+
+# Keys of rooms that steps share, so that the recorder does not keep those of each message alive. Then begin anew.
+_KEYS_MAX = 4096
+_NO_LANE = -1
+
+
+class StepLog:
+    """The steps of one control thread.
+
+    Args:
+        instance: of the worker's engine, whose offers do not name it.
+    Attributes:
+        woken_ns: when the thread woke for its current turn.
+    """
+
+    def __init__(self, spans: SpanRecorder, instance: str) -> None:
+        self.woken_ns = 0
+        self._spans = spans
+        self._instance = instance
+        self._begun_ns = 0
+        self._asked: RoomKey | None = None  # the room of the engine's request that is being handled
+        self._keys: dict[PairKey | RoomKey, PairKey | RoomKey] = {}
+
+    def begin(self) -> None:
+        """Begin a step now."""
+        self._begun_ns = time.monotonic_ns()
+
+    def handled(self, message: PeerMessage) -> None:
+        """Record that a peer's message was read and handled."""
+        pair = getattr(message, "pair", None)
+        if pair is None:
+            self.begin()
+        else:
+            self._record(type(message).__name__, pair, getattr(message, "slab", -1), Kind.HANDLE)
+
+    def sent(self, message: PeerMessage) -> None:
+        """Record that a message was sent to a peer."""
+        pair = getattr(message, "pair", None)
+        if pair is not None:
+            self._record(f"send {type(message).__name__}", pair, getattr(message, "slab", -1), Kind.SEND)
+
+    def started(self, stage: str, effect: StartWrite | StartScatter) -> None:
+        """Record that the thread started a stage of a slab."""
+        self._record(f"start {stage}", effect.pair, effect.slab, Kind.START)
+
+    def asked(self, message: ToAgent) -> None:
+        """Record that a request of the engine was read and handled. `told` records its answer."""
+        self._asked = self._room(message)
+        if self._asked is None:
+            self.begin()
+        else:
+            self._record(type(message).__name__, self._asked, -1, Kind.HANDLE)
+
+    def prepared(self) -> None:
+        """Record that the pages of the engine's request were prepared, which ends its handling."""
+        if self._asked is not None:
+            self._record("prepare pages", self._asked, -1, Kind.START)
+        self._asked = None
+
+    def told(self, message: ToEngine) -> None:
+        """Record that an event or an answer was sent to the engine."""
+        if isinstance(message, RoomEvent):
+            key = RoomKey(message.instance, message.room, message.pool)
+            self._record(f"send {message.kind.name}", key, -1, Kind.SEND)
+        elif isinstance(message, Accepted | Refused) and self._asked is not None:
+            self._record(f"send {type(message).__name__}", self._asked, -1, Kind.SEND)
+
+    def of_engine(self, message: EngineSteps) -> None:
+        """Record the steps of the engine's client. Those whose end is before their start are dropped."""
+        key = RoomKey(message.instance, message.room, message.pool)
+        for step in message.steps:
+            if 0 <= step.start_ns <= step.end_ns:
+                kind = Kind.WAIT if step.waits else Kind.CALL
+                self._spans.record(step.name, key, -1, _NO_LANE, step.start_ns, step.end_ns, kind)
+
+    def _room(self, message: ToAgent) -> RoomKey | None:
+        if isinstance(message, Offer):
+            return RoomKey(self._instance, message.room, message.pool)
+        if isinstance(message, Receive):
+            return RoomKey(message.endpoint.instance, message.room, message.pool)
+        if isinstance(message, Cancel):
+            instance = message.instance if message.half is Half.TARGET else self._instance
+            return RoomKey(instance, message.room, message.pool)
+        return None
+
+    def _record(self, name: str, key: PairKey | RoomKey, slab: int, kind: Kind) -> None:
+        end_ns = time.monotonic_ns()
+        if len(self._keys) >= _KEYS_MAX:
+            self._keys.clear()
+        shared = self._keys.setdefault(key, key)
+        self._spans.record(name, shared, slab, _NO_LANE, self._begun_ns, end_ns, kind, self.woken_ns)
+        self._begun_ns = end_ns
