@@ -16,12 +16,12 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 import msgspec
 
 from longshore_cli.lifetime import Watch
 from longshore_cli.metrics_page import MetricsPage
+from longshore_cli.status_pages import OK, AgentPages
 from longshore_wire.errors import LongshoreError, Reason
 from longshore_wire.names import ENVIRONMENT_PREFIX, SOCKET_FILE
 
@@ -31,11 +31,9 @@ READY_TIMEOUT_S = 120.0
 _LOOK_S = 0.05
 # Above an agent's own limits for draining and for ending its workers. Afterwards its whole group is killed.
 STOP_TIMEOUT_S = 20.0
-HTTP_TIMEOUT_S = 10.0
 LOG_TAIL_LINES = 25
 # sun_path has 108 bytes with its terminating zero.
 SOCKET_PATH_BYTES_MAX = 107
-_OK = 200
 
 
 class LocalAgentError(LongshoreError):
@@ -165,7 +163,7 @@ class LocalAgent:
                 raise LocalAgentError(self._ended())
             try:
                 status, body = self._get("/readyz")
-                if status == _OK:
+                if status == OK:
                     return
                 said = body.decode()
             except (OSError, http.client.HTTPException):
@@ -237,18 +235,14 @@ class LocalAgent:
             if self._process is not None and not self.running:
                 raise LocalAgentError(self._ended()) from error
             raise LocalAgentError(f"the agent in {self.directory}: GET {path}: {error}\n{self.log_tail()}") from error
-        if status != _OK:
+        if status != OK:
             raise LocalAgentError(f"GET {path}: {status} {body.decode(errors='replace')}")
         return body
 
     def _get(self, path: str) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection(urlsplit(self.http).netloc, timeout=HTTP_TIMEOUT_S)
-        try:
-            connection.request("GET", path)
-            answer = connection.getresponse()
-            return answer.status, answer.read()
-        finally:
-            connection.close()
+        with AgentPages(self.http) as pages:
+            answer = pages.ask(path)
+            return answer.status, answer.body
 
 
 def make_keys(directory: Path) -> None:

@@ -9,11 +9,12 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from longshore_cli import laboratory, up
+from longshore_cli import laboratory, rooms, up
 from longshore_cli.local_agents import LocalAgentError, make_keys
 
 # `up` and `keys` start an agent's programs. A plain installation, which is for engines, lacks these modules.
 _AGENT_MODULES = ("fastapi", "numpy", "uvicorn", "zmq")
+_STARTING = frozenset({"up", "keys"})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,13 +33,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     two = commands.add_parser("keys", help="make the CURVE keys of a deployment's control protocol")
     two.add_argument("directory", type=Path, metavar="DIR", help="where `curve.json` is written")
     two.set_defaults(run=_keys)
+    three = commands.add_parser("rooms", help="list the rooms of running agents")
+    rooms.add_rooms_arguments(three)
+    three.set_defaults(run=rooms.show_rooms)
+    four = commands.add_parser("trace", help="show where the time of one room went, across all its processes")
+    rooms.add_trace_arguments(four)
+    four.set_defaults(run=rooms.trace)
     chosen, words = parser.parse_known_args(arguments)
     if chosen.command in laboratory.COMMANDS:
         return laboratory.run(chosen.command, words)
     if words:
         parser.error(f"unrecognized arguments: {' '.join(words)}")
     missing = [name for name in _AGENT_MODULES if find_spec(name) is None]
-    if missing:
+    if missing and chosen.command in _STARTING:
         print(
             f"longshore {chosen.command}: {', '.join(missing)} cannot be imported: install longshore[agent,cli] and a transport, "
             "[nixl] or [mooncake]",

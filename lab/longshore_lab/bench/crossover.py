@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from longshore_cli.aligned import aligned
 from longshore_cli.arguments import BACKENDS, new_file, whole, wholes
 from longshore_cli.local_agents import LocalAgent
 from longshore_client import Half
@@ -232,7 +233,7 @@ def table(found: Report) -> str:
         *([devices.describe(found.placement)] if found.placement.on_gpus else []),
         "",
     ]
-    return "\n".join([*head, *report.aligned(rows)])
+    return "\n".join([*head, *aligned(rows)])
 
 
 def as_json(found: Report) -> str:

@@ -7,6 +7,7 @@ import os
 import platform
 from pathlib import Path
 
+from longshore_cli.aligned import aligned
 from longshore_lab.bench.results import MIB, Report, SizeResult
 from longshore_lab.devices import WAYS_LEFT_OUT, describe
 
@@ -174,9 +175,3 @@ def _number(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.2f}"
-
-
-def aligned(rows: list[list[str]]) -> list[str]:
-    """Return the rows as lines with aligned columns."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

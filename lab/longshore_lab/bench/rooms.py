@@ -17,6 +17,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from longshore_cli.aligned import aligned
 from longshore_cli.arguments import BACKENDS, new_file, whole, wholes
 from longshore_lab import devices
 from longshore_lab.bench import report
@@ -149,7 +150,7 @@ def table(loads: list[Load], over: str) -> str:
         rows.append([str(load.rooms), load.course, *(f"{value:.2f}" for value in (*values, *ratios))])
     size = loads[0].room_bytes / MIB
     head = [report.machine(), f"{over}; {size:g} MiB a room; every byte compared", ""]
-    return "\n".join([*head, *report.aligned(rows)])
+    return "\n".join([*head, *aligned(rows)])
 
 
 def as_json(loads: list[Load], backend: str, wire: str, placement: Placement = HOST) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from longshore_cli.aligned import aligned
 from longshore_lab.demo.counts import PairResult, Transfer
 
 _HEADINGS = (
@@ -33,13 +34,7 @@ def rendered(results: Sequence[PairResult]) -> str:
         slices_s = [transfer.median_s for transfer in result.transfers if transfer.way == "slices"]
         rows += [_row(result, one, max(slices_s) / one.median_s if slices_s else None) for one in result.transfers]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if heading in _LEFT else cell.rjust(width)
-            for cell, width, heading in zip(row, widths, _HEADINGS, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
+    lines = aligned(rows, frozenset(index for index, heading in enumerate(_HEADINGS) if heading in _LEFT))
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines)
 

@@ -1,0 +1,165 @@
+"""The commands `longshore rooms` and `longshore trace`: ask agents for their rooms, and print and write the answers."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from longshore_cli.arguments import new_file, whole
+from longshore_cli.rooms import listing, timeline
+from longshore_cli.rooms.clocks import Correction, Exchange, Host, corrections
+from longshore_cli.rooms.steps import joined
+from longshore_cli.status_pages import AgentPageError, AgentPages, Answer, UnknownRoomError
+from longshore_wire.errors import LongshoreError
+
+# Requests to each agent, of which the one with the shortest round trip aligns its clock. One often waits for a thread.
+CLOCK_REQUESTS = 8
+# Of one page of `/v1/rooms`.
+_PAGE_ROOMS_MAX = 1000
+_NS_PER_US = 1000
+
+
+def add_rooms_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what `show_rooms` reads."""
+    _add_agents(parser)
+    parser.add_argument("--limit", type=whole(1), default=100, help="rooms of each agent, lowest numbers first (100)")
+    parser.add_argument("--ended", choices=("true", "false"), help="show only ended rooms, or only open ones")
+    parser.add_argument("-o", "--output", choices=("table", "json"), default="table", help="the format (table)")
+
+
+def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what `trace` reads."""
+    subjects = parser.add_subparsers(dest="subject", metavar="SUBJECT", required=True)
+    room = subjects.add_parser("room", help="the timeline of one room in all its processes")
+    room.add_argument("room", type=whole(0), metavar="ID", help="the room's number")
+    _add_agents(room)
+    room.add_argument("--instance", help="the prefill instance, if several have a room of this number")
+    room.add_argument("-o", "--output", type=new_file, help="write the timeline to this file, for ui.perfetto.dev")
+
+
+def show_rooms(arguments: argparse.Namespace) -> int:
+    """Print the rooms of all agents; return 0, or 1 if an agent does not answer."""
+
+    def show(agents: Sequence[AgentPages]) -> None:
+        pages = [(agent.url, _rooms(agent, arguments.limit, arguments.ended)) for agent in agents]
+        print(listing.as_json(pages) if arguments.output == "json" else listing.table(pages))
+
+    return _with_agents("rooms", arguments, show)
+
+
+def trace(arguments: argparse.Namespace) -> int:
+    """Print the timeline of a room and write its file; return 0, or 1 if there is none."""
+
+    def show(agents: Sequence[AgentPages]) -> None:
+        details, hosts = _asked(agents, arguments.room, arguments.instance)
+        shifts = corrections(hosts)
+        steps = joined(details, shifts)
+        print(timeline.table(steps))
+        for line in _alignment(details, shifts):
+            print(line)
+        if arguments.output:
+            timeline.write(steps, arguments.output)
+            print(f"wrote {arguments.output}: open it at ui.perfetto.dev")
+
+    return _with_agents("trace", arguments, show)
+
+
+def _add_agents(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--agent",
+        action="append",
+        required=True,
+        metavar="URL",
+        help="an agent's address, as its agent.json has it; give it again for each further agent",
+    )
+    parser.add_argument("--token-file", type=Path, help="file with the token of the agents' pages")
+    parser.add_argument("--authority", type=Path, help="PEM file of the authority of the agents' certificates")
+
+
+def _with_agents(command: str, arguments: argparse.Namespace, show: Callable[[Sequence[AgentPages]], None]) -> int:
+    try:
+        token = _token(arguments.token_file)
+        with ExitStack() as stack:
+            show(
+                [
+                    stack.enter_context(AgentPages(url, token=token, authority=arguments.authority))
+                    for url in dict.fromkeys(arguments.agent)
+                ]
+            )
+    except LongshoreError as error:
+        sys.stderr.write(f"longshore {command}: {error}\n")
+        return 1
+    except OSError as error:
+        sys.stderr.write(f"longshore {command}: {error.filename}: {error.strerror}: name a file that can be written\n")
+        return 1
+    return 0
+
+
+def _token(path: Path | None) -> str:
+    if path is None:
+        return ""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise AgentPageError(f"--token-file {path}: {error}: name the file with the agents' token") from error
+
+
+def _rooms(agent: AgentPages, limit: int, ended: str | None) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    after = ""
+    while len(found) < limit:
+        query: dict[str, str | int] = {"limit": min(_PAGE_ROOMS_MAX, limit - len(found)), "after": after}
+        page = agent.page("/v1/rooms", query | ({"ended": ended} if ended else {}))
+        assert page is not None, "only a single room can be unknown"
+        found += page[0]["rooms"]
+        after = page[0]["next"]
+        if not after:
+            break
+    return found
+
+
+def _asked(agents: Sequence[AgentPages], room: int, instance: str | None) -> tuple[list[dict[str, Any]], list[Host]]:
+    """Return the answers of the agents that know a room, and the clocks of their hosts. Raises UnknownRoomError."""
+    path, query = f"/v1/rooms/{room}", {"instance": instance} if instance else None
+    details, hosts = [], []
+    for agent in agents:
+        answers = [found for _ in range(CLOCK_REQUESTS) if (found := agent.page(path, query)) is not None]
+        if answers:
+            details.append(answers[-1][0])
+            hosts.append(_host(agent, answers))
+    if not details:
+        raise UnknownRoomError(
+            f"room {room} is unknown to {', '.join(agent.url for agent in agents)}: `longshore rooms` lists those that an agent "
+            "keeps; name the agents of its prefill and decode instances, with --instance only a prefill instance"
+        )
+    return details, hosts
+
+
+def _host(agent: AgentPages, answers: Sequence[tuple[dict[str, Any], Answer]]) -> Host:
+    exchanges, boot_id = [], ""
+    for body, answer in answers:
+        clock = body.get("clock")
+        if clock is None:
+            raise AgentPageError(f"the agent at {agent.url} does not tell its clock: update it to this release")
+        boot_id = str(clock["boot_id"])
+        exchanges.append(Exchange(answer.sent_ns, int(clock["received_ns"]), int(clock["answered_ns"]), answer.got_ns))
+    return Host(boot_id, exchanges)
+
+
+def _alignment(details: Sequence[dict[str, Any]], shifts: Sequence[Correction]) -> list[str]:
+    """Return what is known about the clocks of these answers."""
+    if not any(shift.uncertainty_ns for shift in shifts):
+        return ["all times are of one clock"]
+    lines = []
+    for detail, shift in zip(details, shifts, strict=True):
+        workers = ", ".join(sorted({entry["worker"] for entry in detail["halves"]}))
+        if shift.uncertainty_ns:
+            lines.append(
+                f"the clock of {workers} was aligned by {shift.shift_ns / _NS_PER_US:.1f} us, and is at most "
+                f"{shift.uncertainty_ns / _NS_PER_US:.1f} us wrong"
+            )
+    return lines

@@ -1,0 +1,128 @@
+"""Reads the HTTP pages of agents, with token and TLS. The only module of the command that speaks HTTP.
+
+Called by `local_agents` for agents that it has started, and by `rooms` for any agent.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+from urllib.parse import urlencode, urlsplit
+
+import msgspec
+
+from longshore_wire.errors import LongshoreError, Reason
+
+# Above an agent's own limit for an answer.
+HTTP_TIMEOUT_S = 10.0
+OK, UNAUTHORIZED, NOT_FOUND = 200, 401, 404
+# Characters of a body that is no page of an agent, in an error.
+_SHOWN_CHARACTERS_MAX = 200
+
+
+class AgentPageError(LongshoreError):
+    """An agent cannot be reached or refuses a request; names the agent and the way out."""
+
+    reason = Reason.INTERNAL
+
+
+class UnknownRoomError(LongshoreError):
+    """No agent knows a room; names the room and the agents."""
+
+    reason = Reason.UNKNOWN_INSTANCE
+
+
+class Answer(NamedTuple):
+    """A page. Times are of our monotonic clock, before the request and after the answer."""
+
+    status: int
+    body: bytes
+    sent_ns: int
+    got_ns: int
+
+
+class AgentPages:
+    """The pages of one agent, over one connection. A context manager.
+
+    Args:
+        url: `http://host:port` or `https://host:port`.
+        token: the agent's bearer token; empty: it needs none.
+        authority: PEM file of the authority that has signed its certificate; None: those of the system.
+    Raises:
+        AgentPageError: `url` is no such address, or the authority cannot be read.
+    """
+
+    def __init__(self, url: str, *, token: str = "", authority: Path | None = None) -> None:
+        self.url = url.rstrip("/")
+        parts = urlsplit(self.url)
+        if parts.scheme not in {"http", "https"} or not parts.netloc or parts.path:
+            raise AgentPageError(f"{url!r} is no agent: give http://HOST:PORT or https://HOST:PORT")
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        if parts.scheme == "http":
+            self._connection = http.client.HTTPConnection(parts.netloc, timeout=HTTP_TIMEOUT_S)
+        else:
+            self._connection = http.client.HTTPSConnection(
+                parts.netloc, timeout=HTTP_TIMEOUT_S, context=_trust(authority)
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._connection.close()
+
+    def ask(self, path: str) -> Answer:
+        """Return a page with any status. Raises OSError, HTTPException."""
+        sent_ns = time.monotonic_ns()
+        self._connection.request("GET", path, headers=self._headers)
+        answer = self._connection.getresponse()
+        return Answer(answer.status, answer.read(), sent_ns, time.monotonic_ns())
+
+    def page(self, path: str, query: Mapping[str, str | int] | None = None) -> tuple[Any, Answer] | None:
+        """Return a page decoded, and as it came; None: the agent knows no such room.
+
+        Raises:
+            AgentPageError: the agent does not answer, wants another token, or refuses the request.
+        """
+        asked = f"{path}?{urlencode(query)}" if query else path
+        try:
+            answer = self.ask(asked)
+        except (OSError, http.client.HTTPException) as error:
+            raise AgentPageError(
+                f"the agent at {self.url} cannot be reached: {error}: see agent.json in its run directory for its address, and "
+                "give --authority for a certificate that this system does not know"
+            ) from error
+        if answer.status == NOT_FOUND and _reason(answer.body) == "UnknownRoom":
+            return None
+        if answer.status == UNAUTHORIZED:
+            raise AgentPageError(
+                f"the agent at {self.url} wants its token: give --token-file", reason=Reason.AUTHENTICATION
+            )
+        try:
+            if answer.status == OK:
+                return msgspec.json.decode(answer.body), answer
+        except msgspec.DecodeError:
+            pass
+        said = answer.body.decode(errors="replace")[:_SHOWN_CHARACTERS_MAX]
+        raise AgentPageError(
+            f"{self.url}{asked} answered {answer.status}, {said!r}: is an agent of this release there?"
+        )
+
+
+def _reason(body: bytes) -> str:
+    try:
+        return str(msgspec.json.decode(body)["reason"])
+    except (msgspec.DecodeError, TypeError, KeyError):
+        return ""
+
+
+def _trust(authority: Path | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=None if authority is None else str(authority))
+    except OSError as error:
+        raise AgentPageError(f"--authority {authority}: {error.strerror or error}: give a PEM file") from error
