@@ -51,15 +51,14 @@ class Correction(NamedTuple):
 def corrections(hosts: Sequence[Host]) -> list[Correction]:
     """Return the correction of each host to the first one's clock. Each has an exchange."""
     first = hosts[0]
-    best = {host.boot_id: _best(_of(hosts, host)) for host in hosts}
-    own = best[first.boot_id]
-    found = []
-    for host in hosts:
-        if host is first or (host.boot_id and host.boot_id == first.boot_id):
+    own, *others = [_best(_of(hosts, host)) for host in hosts]
+    found = [Correction(0, 0)]
+    for host, theirs in zip(hosts[1:], others, strict=True):
+        if host.boot_id and host.boot_id == first.boot_id:
             found.append(Correction(0, 0))
-            continue
-        theirs = _best(host.exchanges) if not host.boot_id else best[host.boot_id]
-        found.append(Correction(theirs.offset_ns - own.offset_ns, theirs.uncertainty_ns + own.uncertainty_ns))
+        else:
+            shift_ns = theirs.offset_ns - own.offset_ns
+            found.append(Correction(shift_ns, theirs.uncertainty_ns + own.uncertainty_ns))
     return found
 
 

@@ -1,0 +1,232 @@
+"""Tests `longshore rooms` and `longshore trace room` with real agents, whose pages need a token and have a certificate."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Self
+
+import pytest
+import trustme
+from agent_fleet import World
+from agent_world import Agent, Request, wait_for
+
+from longshore_cli.main import main
+from longshore_cli.status_pages import AgentPages
+
+HOST, TOKEN = "127.0.0.1", "a-token-of-this-test"
+SHIFT_NS = 7_000_000_000
+STEP = re.compile(r"^ *[\d.]+ +[\d.]+  (?P<process>\w+ \w+ \d) +(?P<step>.*)$")
+TRANSFER = re.compile(r"decode's DONE: ([\d.]+) us")
+
+
+@dataclass
+class Place:
+    """Two agents, and a room that has moved between their engines."""
+
+    directory: Path
+    agents: list[Agent]
+    room: int
+
+    def words(self, command: str, *agents: str) -> list[str]:
+        """Return a command with what the agents' pages need."""
+        urls = agents or tuple(agent.http for agent in self.agents)
+        named = [word for url in urls for word in ("--agent", url)]
+        more = ["--token-file", str(self.directory / "token"), "--authority", str(self.directory / "authority.pem")]
+        return [*command.split(), *named, *more]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    directory = tmp_path_factory.mktemp("traced")
+    authority = trustme.CA()
+    issued = authority.issue_cert(HOST)
+    issued.cert_chain_pems[0].write_to_path(directory / "chain.pem")
+    issued.private_key_pem.write_to_path(directory / "key.pem")
+    authority.cert_pem.write_to_path(str(directory / "authority.pem"))
+    (directory / "token").write_text(f"{TOKEN}\n")
+    (directory / "token").chmod(0o600)
+    world = World(
+        directory,
+        LONGSHORE_CLIENT_SPANS="true",
+        LONGSHORE_HTTP_TOKEN_FILE=str(directory / "token"),
+        LONGSHORE_HTTP_CERTIFICATE_FILE=str(directory / "chain.pem"),
+        LONGSHORE_HTTP_KEY_FILE=str(directory / "key.pem"),
+    )
+    try:
+        agents = [world.agent("prefill"), world.agent("decode")]
+        starts = [world.engine(agent, f"traced-{tp}", tp) for agent, tp in zip(agents, (2, 1), strict=True)]
+        source, target = (start.result() for start in starts)
+        room = 0
+        for total in (300, 20):  # the second one's answers come after all messages of the first
+            each = Request(source, target, total)
+            each.claim()
+            each.offer()
+            each.arrives()
+            room = room or each.room
+        yield Place(directory, agents, room)
+    finally:
+        world.close()
+
+
+class Shifted(ThreadingHTTPServer):
+    """An agent's answer on one room, as a host would give it whose clock is `SHIFT_NS` ahead."""
+
+    def __init__(self, detail: dict) -> None:
+        super().__init__((HOST, 0), _Answer)
+        for span in detail["spans"]:
+            for name in ("start_ns", "end_ns", "woken_ns"):
+                span[name] += SHIFT_NS if span[name] else 0
+        self.detail = detail
+        self.url = f"http://{HOST}:{self.server_address[1]}"
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class _Answer(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        now_ns = time.monotonic_ns() + SHIFT_NS
+        clock = {"boot_id": "another host", "received_ns": now_ns, "answered_ns": now_ns}
+        body = json.dumps(self.server.detail | {"clock": clock}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def traced(place: Place, capsys: pytest.CaptureFixture[str], *agents: str, whole: bool = True) -> str:
+    """Return the timeline that the command prints, once each worker answers in time."""
+
+    def asked() -> str:
+        assert main(place.words(f"trace room {place.room}", *agents)) == 0
+        text = capsys.readouterr().out
+        return text if not whole or TRANSFER.search(text) else ""
+
+    return wait_for(asked, what="an answer of all workers")
+
+
+def steps_of(text: str) -> list[str]:
+    """Return process and step of each line of a printed timeline."""
+    found = [match for line in text.splitlines() if (match := STEP.match(line))]
+    return [f"{match['process']}: {match['step']}" for match in found]
+
+
+@pytest.mark.slow
+def test_a_rooms_timeline_has_its_engines_and_workers_in_causal_order_and_is_written_for_perfetto(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = traced(place, capsys)
+    steps = steps_of(text)
+    for rank in (0, 1):
+        places = [
+            steps.index(step)
+            for step in (
+                f"prefill engine {rank}: send",
+                f"prefill worker {rank}: Offer",
+                f"prefill worker {rank}: gather {rank}→0 slab 0",
+                f"prefill worker {rank}: write {rank}→0 slab 0",
+                f"decode worker 0: SlabReady {rank}→0 slab 0",
+                f"decode worker 0: scatter {rank}→0 slab 0",
+                "decode worker 0: send DONE",
+                "decode engine 0: DONE (until the engine takes it)",
+            )
+        ]
+        assert places == sorted(places), text
+    assert steps.index("decode engine 0: receive") < steps.index("decode worker 0: Receive")
+    assert "all times are of one clock" in text
+    assert "nothing, until" in text
+    path = place.directory / "trace.json"
+    assert main([*place.words(f"trace room {place.room}"), "-o", str(path)]) == 0
+    assert f"wrote {path}" in capsys.readouterr().out
+    events = json.loads(path.read_text())["traceEvents"]
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} >= {
+        "prefill engine 0",
+        "prefill engine 1",
+        "prefill worker 0",
+        "prefill worker 1",
+        "decode worker 0",
+        "decode engine 0",
+    }
+    assert {event["ph"] for event in events} == {"M", "X", "s", "f"}
+
+
+@pytest.mark.slow
+def test_a_host_with_another_clock_is_aligned_and_the_uncertainty_is_told(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain_us = float(TRANSFER.search(traced(place, capsys))[1])
+    prefill, decode = (agent.http for agent in place.agents)
+    with AgentPages(decode, token=TOKEN, authority=place.directory / "authority.pem") as pages:
+        detail = wait_for(lambda: whole_page(pages, place.room), what="an answer of decode's worker")
+    with Shifted(detail) as other:
+        text = traced(place, capsys, prefill, other.url)
+    told = re.search(r"traced-1/0/0 was aligned by ([\d.]+) us, and is at most ([\d.]+) us wrong", text)
+    assert told is not None, text
+    shift_us, wrong_us = map(float, told.groups())
+    assert abs(shift_us - SHIFT_NS / 1000) <= wrong_us + 1
+    assert abs(float(TRANSFER.search(text)[1]) - plain_us) <= wrong_us + 1
+
+
+def whole_page(pages: AgentPages, room: int) -> dict | None:
+    found = pages.page(f"/v1/rooms/{room}")
+    assert found is not None
+    return found[0] if found[0]["spans"] else None
+
+
+@pytest.mark.slow
+def test_rooms_of_all_agents_are_listed_as_a_table_and_as_json(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def listed() -> list[dict]:
+        assert main([*place.words("rooms --ended true"), "-o", "json"]) == 0
+        entries = json.loads(capsys.readouterr().out)
+        return entries if len(entries) == 6 else []  # two rooms, at two ranks of prefill and one of decode
+
+    entries = wait_for(listed, what="all halves")
+    assert {(entry["agent"], entry["room"]["half"]) for entry in entries} == {
+        (place.agents[0].http, "source"),
+        (place.agents[1].http, "target"),
+    }
+    assert main(place.words("rooms")) == 0
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.split() == ["room", "instance", "half", "state", "age", "s", "bytes", "reason", "agent", "worker"]
+    assert any(line.split()[:4] == [str(place.room), "traced-2", "target", "done"] for line in lines)
+    assert main(place.words("rooms --ended false")) == 0
+    assert capsys.readouterr().out == "no rooms\n"
+
+
+@pytest.mark.slow
+def test_each_failure_names_its_cause_and_the_way_out(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    url = place.agents[0].http
+    authority = ["--authority", str(place.directory / "authority.pem")]
+    for words, said in (
+        (place.words("trace room 4"), f"room 4 is unknown to {url}, "),
+        (["trace", "room", "4", "--agent", url, *authority], f"the agent at {url} wants its token: give --token-file"),
+        (["rooms", "--agent", url], "give --authority"),
+        (["rooms", "--agent", f"http://{HOST}:1"], f"the agent at http://{HOST}:1 cannot be reached"),
+        (["rooms", "--agent", "node-7"], "'node-7' is no agent: give http://HOST:PORT"),
+        (["rooms", "--agent", url, "--token-file", "/proc/none"], "--token-file /proc/none"),
+        (["rooms", "--agent", url, "--authority", "/proc/none"], "--authority /proc/none"),
+    ):
+        assert main(words) == 1
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith(f"longshore {words[0]}: ")
+        assert said in err
