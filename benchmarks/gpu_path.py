@@ -86,8 +86,9 @@ def stage_seconds(agent: GPUAgent) -> dict[str, tuple[float, float]]:
 
 
 def spans(agent: GPUAgent, room: int) -> list[dict[str, Any]]:
-    """Return the spans of a room's slabs at one agent."""
-    return list(json.loads(agent_page(agent, f"/v1/rooms/{room}"))["spans"])
+    """Return the spans of a room's slabs at one agent, without those of its messages."""
+    found = json.loads(agent_page(agent, f"/v1/rooms/{room}"))["spans"]
+    return [span for span in found if span["kind"] == "stage"]
 
 
 def show_spans(found: list[dict[str, Any]], accepted_ns: int) -> None:

@@ -59,16 +59,19 @@ class AgentPages:
 
     def __init__(self, url: str, *, token: str = "", authority: Path | None = None) -> None:
         self.url = url.rstrip("/")
-        parts = urlsplit(self.url)
-        if parts.scheme not in {"http", "https"} or not parts.netloc or parts.path:
-            raise AgentPageError(f"{url!r} is no agent: give http://HOST:PORT or https://HOST:PORT")
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        if parts.scheme == "http":
-            self._connection = http.client.HTTPConnection(parts.netloc, timeout=HTTP_TIMEOUT_S)
-        else:
-            self._connection = http.client.HTTPSConnection(
-                parts.netloc, timeout=HTTP_TIMEOUT_S, context=_trust(authority)
-            )
+        try:
+            parts = urlsplit(self.url)
+            if parts.scheme not in {"http", "https"} or not parts.netloc or parts.path:
+                raise ValueError(url)
+            if parts.scheme == "http":
+                self._connection = http.client.HTTPConnection(parts.netloc, timeout=HTTP_TIMEOUT_S)
+            else:
+                self._connection = http.client.HTTPSConnection(
+                    parts.netloc, timeout=HTTP_TIMEOUT_S, context=_trust(authority)
+                )
+        except (ValueError, http.client.InvalidURL) as error:
+            raise AgentPageError(f"{url!r} is no agent: give http://HOST:PORT or https://HOST:PORT") from error
 
     def __enter__(self) -> Self:
         return self

@@ -414,11 +414,15 @@ class Client:
         """Make a call that began at `begun_ns`; return when the agent had accepted it (time.monotonic_ns)."""
         self._enter(link, call, what)
         sent_ns = time.monotonic_ns()
+        key = call.key if link.core.steps.wanted else None
+        if key is not None:
+            with self._changed:
+                link.core.steps.sent(key, begun_ns, sent_ns)
         self._wait_answer(link, call, what, timeout_s, refused)
         ended_ns = time.monotonic_ns()
-        if call.key is not None and link.core.steps.wanted:
+        if key is not None:
             with self._changed:
-                link.core.steps.called(call.key, begun_ns, sent_ns, ended_ns)
+                link.core.steps.answered(key, sent_ns, ended_ns)
         return ended_ns
 
     def _taken(self, events: Sequence[RoomEvent]) -> None:

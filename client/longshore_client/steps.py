@@ -48,12 +48,15 @@ class Steps:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def called(self, key: HalfKey, begun_ns: int, sent_ns: int, ended_ns: int) -> None:
-        """Record a `send` or `receive`, which had sent its messages at `sent_ns` and then waited for the answer."""
+    def sent(self, key: HalfKey, begun_ns: int, sent_ns: int) -> None:
+        """Record that a `send` or `receive` has sent its messages and now waits for its answer."""
         if self.wanted:
-            name, kept = _CALLS[key.half], self._of(key)
-            kept.steps.append(EngineStep(name, begun_ns, sent_ns))
-            kept.steps.append(EngineStep(f"{name} waits", sent_ns, ended_ns, waits=True))
+            self._of(key).steps.append(EngineStep(_CALLS[key.half], begun_ns, sent_ns))
+
+    def answered(self, key: HalfKey, sent_ns: int, ended_ns: int) -> None:
+        """Record that the call returns. Another thread may have taken the end of its half before: then it is too late."""
+        if (kept := self._kept.get(key)) is not None:
+            kept.steps.append(EngineStep(f"{_CALLS[key.half]} waits", sent_ns, ended_ns, waits=True))
 
     def arrived(self, event: RoomEvent, now_ns: int) -> None:
         """Record that an event was read."""

@@ -302,7 +302,7 @@ def look(agent: Agent, room: Room, half: str) -> tuple[dict[str, Any] | None, se
         return None, set()
     page = json.loads(body)
     halves = [{**entry["room"], "ended": entry["ended"]} for entry in page["halves"] if entry["room"]["half"] == half]
-    return (halves[0] if halves else None), {span["stage"] for span in page["spans"]}
+    return (halves[0] if halves else None), {span["stage"] for span in page["spans"] if span["kind"] == "stage"}
 
 
 def stage_of(near: dict[str, Any] | None, far: dict[str, Any] | None, spans: set[str], wanted: str) -> str:

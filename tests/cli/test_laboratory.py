@@ -54,6 +54,17 @@ def test_other_commands_work_without_the_laboratory(tmp_path: Path) -> None:
     assert (tmp_path / "keys" / "curve.json").is_file()
 
 
+def test_rooms_are_shown_without_the_modules_of_an_agent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for missing in ("fastapi", "numpy", "uvicorn", "zmq"):
+        monkeypatch.setitem(sys.modules, missing, None)
+    for words in (["rooms"], ["trace", "room", "7"]):
+        assert main([*words, "--agent", "http://127.0.0.1:1"]) == 1
+        assert "http://127.0.0.1:1 cannot be reached" in capsys.readouterr().err
+    assert main(["keys", "nowhere"]) == 2
+
+
 @pytest.mark.parametrize(
     ("words", "usage"),
     [

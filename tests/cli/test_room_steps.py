@@ -219,6 +219,11 @@ def test_the_file_has_a_process_for_each_engine_and_worker_in_the_order_of_the_w
     assert {(event["pid"], event["tid"]) for event in events if event["ph"] == "X"} == rows
 
 
+def test_a_file_that_cannot_be_written_is_told_with_the_way_out(tmp_path) -> None:
+    with pytest.raises(timeline.TraceFileError, match=f"-o {tmp_path}: Is a directory: name a file"):
+        timeline.write(joined([prefill()], SAME[:1]), tmp_path)
+
+
 def test_names_that_an_engine_gives_are_shown_without_control_characters() -> None:
     page = detail("source", PREFILL, span(PREFILL, "send\x1b[2J", "call", 1, 2))
     assert "\x1b" not in timeline.table(joined([page], SAME[:1]))

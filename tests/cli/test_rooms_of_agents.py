@@ -222,6 +222,11 @@ def test_each_failure_names_its_cause_and_the_way_out(place: Place, capsys: pyte
         (["rooms", "--agent", url], "give --authority"),
         (["rooms", "--agent", f"http://{HOST}:1"], f"the agent at http://{HOST}:1 cannot be reached"),
         (["rooms", "--agent", "node-7"], "'node-7' is no agent: give http://HOST:PORT"),
+        (["rooms", "--agent", f"http://{HOST}:port"], "is no agent: give http://HOST:PORT"),
+        (
+            ["rooms", "--agent", url, "--token-file", "/dev/null"],
+            "--token-file /dev/null is empty or has several lines",
+        ),
         (["rooms", "--agent", url, "--token-file", "/proc/none"], "--token-file /proc/none"),
         (["rooms", "--agent", url, "--authority", "/proc/none"], "--authority /proc/none"),
     ):

@@ -93,9 +93,6 @@ def _with_agents(command: str, arguments: argparse.Namespace, show: Callable[[Se
     except LongshoreError as error:
         sys.stderr.write(f"longshore {command}: {error}\n")
         return 1
-    except OSError as error:
-        sys.stderr.write(f"longshore {command}: {error.filename}: {error.strerror}: name a file that can be written\n")
-        return 1
     return 0
 
 
@@ -103,9 +100,12 @@ def _token(path: Path | None) -> str:
     if path is None:
         return ""
     try:
-        return path.read_text(encoding="utf-8").strip()
+        token = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise AgentPageError(f"--token-file {path}: {error}: name the file with the agents' token") from error
+    if not token or not token.isprintable():
+        raise AgentPageError(f"--token-file {path} is empty or has several lines: name the file with the agents' token")
+    return token
 
 
 def _rooms(agent: AgentPages, limit: int, ended: str | None) -> list[dict[str, Any]]:
@@ -129,7 +129,8 @@ def _asked(agents: Sequence[AgentPages], room: int, instance: str | None) -> tup
     for agent in agents:
         answers = [found for _ in range(CLOCK_REQUESTS) if (found := agent.page(path, query)) is not None]
         if answers:
-            details.append(answers[-1][0])
+            # An answer lacks a worker that got no processor for a while.
+            details.append(max((body for body, _ in answers), key=lambda body: len(body["spans"])))
             hosts.append(_host(agent, answers))
     if not details:
         raise UnknownRoomError(

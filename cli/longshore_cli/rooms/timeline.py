@@ -19,10 +19,10 @@ _LEFT = frozenset({2, 3})
 _PLACES = ("prefill engine", "prefill worker", "decode worker", "decode engine")
 
 
-class CrowdedTraceError(LongshoreError):
-    """The steps cannot be those of one room."""
+class TraceFileError(LongshoreError):
+    """The file cannot be written, or the steps cannot be those of one room."""
 
-    reason = Reason.INTERNAL
+    reason = Reason.UNSUPPORTED
 
 
 def table(steps: Sequence[Step]) -> str:
@@ -46,8 +46,7 @@ def write(steps: Sequence[Step], path: Path) -> None:
     """Write the file: a process for each engine and worker, an arrow for each message that was handled.
 
     Raises:
-        CrowdedTraceError: more steps of one thread overlap than one room can have.
-        OSError: the file cannot be written.
+        TraceFileError: more steps of one thread overlap than one room can have, or the file cannot be written.
     """
     file = TraceFile()
     for process in _processes(steps):
@@ -58,10 +57,13 @@ def write(steps: Sequence[Step], path: Path) -> None:
             for step in steps
         ]
     except TooManyRowsError as error:
-        raise CrowdedTraceError(f"{error}: give the agents of one deployment only") from error
+        raise TraceFileError(f"{error}: give the agents of one deployment only") from error
     for sender, receiver in arrows(steps):
         file.arrow("message", spots[sender], spots[receiver])
-    file.write(path)
+    try:
+        file.write(path)
+    except OSError as error:
+        raise TraceFileError(f"-o {path}: {error.strerror}: name a file that can be written") from error
 
 
 def _sums(steps: Sequence[Step], first_ns: int, last_ns: int) -> list[str]:
