@@ -11,7 +11,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -23,10 +23,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "gpu"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e" / "vllm"))
 from engines import GPU_VARIABLES, MODEL_NAME, Prompt, body
-from gpu_world import GPUAgent
+from gpu_world import GPUAgent, agent_page
+
+from longshore_cli.main import main as longshore
 
 # The second engine of a size serves prefill of the same size.
 SIDES: Mapping[str, tuple[int, ...]] = {"TP2": (0, 1), "TP1": (1,), "TP2 second": (0, 1), "TP1 second": (0,)}
+# The sides of the first agent; the second has the others, so that both engines of each direction have their own.
+FIRST_AGENTS_SIDES = ("TP2", "TP1 second")
 LOOPBACK = "127.0.0.1"
 TOKENS_MAX, CHUNK_TOKENS, BLOCK_TOKENS = 16_384, 2_048, 16
 # Of TP1; a rank of TP2 has half.
@@ -42,6 +46,10 @@ MOONCAKES: Mapping[str, Mapping[str, str]] = {
     MOONCAKE: {"MC_INTRANODE_NVLINK": "1"},
     MOONCAKE_TCP: {"MC_FORCE_TCP": "1", "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535"},
 }
+# How long a benchmark waits until both agents know that a room has ended.
+TIMELINE_LIMIT_S = 5.0
+# A connector that has not answered by then has failed.
+REQUEST_LIMIT_S = 45.0
 CONNECTORS = (*AGENTS, NIXL, *MOONCAKES, FLOOR)
 
 
@@ -99,8 +107,11 @@ class Engine(ServedEngine):
 class Scene:
     """The engines of one connector, by their names in `SIDES`, and their agents.
 
+    Args:
+        steps: the engines report their steps of each room to the agents.
     Attributes:
         kinds: how prompts are given to the engines: "in turn", "at once", or "floor".
+        failed: why it cannot move prompts any more; empty while it can.
     """
 
     def __init__(
@@ -112,18 +123,21 @@ class Scene:
         first_port: int,
         environment: Mapping[str, str],
         arguments: Sequence[str],
+        *,
+        steps: bool = False,
     ) -> None:
-        self.name, self._directory = name, directory
+        self.name, self._directory, self.failed = name, directory, ""
         self._stack = ExitStack()
         self.kinds = (FLOOR,) if name == FLOOR else ("in turn",) if name == NIXL else ("in turn", "at once")
         settings = {"LONGSHORE_DEPLOYMENT": "bench/vllm", "LONGSHORE_GPU_MPS": str(bool(environment)).lower()}
+        settings |= {"LONGSHORE_CLIENT_SPANS": str(steps).lower()}
         self.agents = [
             self._stack.enter_context(GPUAgent(**settings, **environment)) for _ in range(AGENTS.get(name, 0))
         ]
         self.engines: dict[str, Engine] = {}
         for index, side in enumerate(sides):
             instance = f"{side}-{first_port}".replace(" ", "-")
-            more, variables, known = self._connector(index, first_port + 50 + 10 * index)
+            more, variables, known = self._connector(side, first_port + 50 + 10 * index)
             transfer = {"kv_role": "kv_both", "engine_id": instance, **more}
             known |= {"remote_engine_id": instance} if known else {}
             label = f"{name}-{side}".replace(",", "").replace(" ", "-")
@@ -131,12 +145,13 @@ class Scene:
                 *(label, model, SIDES[side], first_port + index, directory, {**environment, **variables}, arguments),
                 transfer=transfer,
                 known=known,
+                request_limit_s=REQUEST_LIMIT_S,
             )
 
-    def _connector(self, index: int, port: int) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
+    def _connector(self, side: str, port: int) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
         """Return an engine's transfer configuration, its environment, and what decode must be told of each of its prompts."""
         if self.agents:
-            extra = {"socket": self.agents[index % len(self.agents)].socket}
+            extra = {"socket": self.agents[0 if side in FIRST_AGENTS_SIDES else -1].socket}
             module = "longshore_engines.vllm"
             named = {"kv_connector": "LongshoreConnector", "kv_connector_module_path": module}
             return named | {"kv_connector_extra_config": extra}, {}, {}
@@ -177,7 +192,31 @@ class Scene:
                 agents = [f"agent {index}:\n{agent.log()[-LOG_CHARACTERS:]}" for index, agent in enumerate(self.agents)]
                 raise SystemExit("\n".join([str(error), *agents])) from error
 
+    def write_timeline(self, path: Path) -> None:
+        """Write the timeline of its agents' newest room that has ended, as `longshore trace room` prints it, and its file."""
+        commanded = [word for agent in self.agents for word in ("--agent", agent_address(agent))]
+        end_s = time.monotonic() + TIMELINE_LIMIT_S
+        while time.monotonic() < end_s:
+            found = [newest_room(agent) for agent in self.agents]
+            if found[0] == found[-1] is not None:
+                break
+            time.sleep(0.05)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_suffix(".txt").open("w") as text, redirect_stdout(text), redirect_stderr(text):
+            longshore(["trace", "room", str(found[0]), *commanded, "-o", str(path.with_suffix(".json"))])
+
     def processes(self) -> dict[str, list[int]]:
         """Return the processes of agents and of engines."""
         agents = [agent.process.pid for agent in self.agents]
         return {"agents": agents, "engines": [engine.process.pid for engine in self.engines.values()]}
+
+
+def agent_address(agent: GPUAgent) -> str:
+    """Return the address of an agent's HTTP pages."""
+    return str(json.loads((agent.directory / "agent.json").read_bytes())["http"])
+
+
+def newest_room(agent: GPUAgent) -> str | None:
+    """Return the room that ended last of those that an agent keeps; None if there is none."""
+    listed = json.loads(agent_page(agent, "/v1/rooms?ended=true&limit=1000"))["rooms"]
+    return min(listed, key=lambda entry: float(entry["room"]["age_s"]))["room"]["room"] if listed else None

@@ -10,7 +10,8 @@ named. Its router names each prompt, and so can give it to both engines at once.
 
 `alone`: one prompt at a time, by length: from the request to decode's first token, and from prefill's answer to it. The
 tokens of all connectors are compared. `loads`: fixed traces of prompts and answers of mixed length, with some number at
-once: tokens that differ are counted, since vLLM's batches, and with them its rounding, depend on time. `memory`: of each
+once: tokens that differ are counted, since vLLM's batches, and with them its rounding, depend on time. A connector that does not
+answer a prompt is left out from then on, and `failed` says why. `memory`: of each
 worker of an agent, by nvidia-smi, before the first prompt.
 
 With --mps all engines and agents share the GPUs by a daemon of CUDA's Multi-Process Service, which this starts and ends. Its
@@ -39,6 +40,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 from served_engines import VOCABULARY, about, make_model, mps, program, spread, tokens_of
 from vllm_gpu_scenes import AGENTS, CONNECTORS, FLOOR, NIXL, PATH, PYTHON, SIDES, Scene
 
@@ -60,6 +62,7 @@ FIRST_PORT = 18_000
 # Graphs for steps of decode, and no compiler, which would take minutes at each start.
 ENGINE_ARGUMENTS = '--compilation-config \'{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 4, 16, 64]}\''
 SEED = 11
+FAILURE_CHARACTERS = 2_000
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -102,6 +105,10 @@ def trace(seed: int, count: int) -> list[Ask]:
     return [Ask(Prompt(draw.randrange(10, VOCABULARY) for _ in range(prompt)), answer) for prompt, answer in sizes]
 
 
+class SceneError(Exception):
+    """The engines of a scene did not answer a prompt; the scene's `failed` says why."""
+
+
 class Router:
     """Gives prompts to two engines of a scene in one of its ways."""
 
@@ -111,7 +118,14 @@ class Router:
         self._known = self._source.known
 
     def move(self, ask: Ask) -> Moved:
-        """Move one request."""
+        """Move one request. Raises SceneError if the scene's engines do not answer it."""
+        try:
+            return self._move(ask)
+        except (SystemExit, httpx.HTTPError) as error:
+            self._scene.failed = f"{type(error).__name__}: {error}"[:FAILURE_CHARACTERS]
+            raise SceneError(self._scene.name) from error
+
+    def _move(self, ask: Ask) -> Moved:
         begin_s = time.monotonic()
         answered: list[float] = []
 
@@ -199,7 +213,7 @@ def alone(scenes: list[Scene], source: str, target: str, length: int, repeats: i
 
 def reference(names: Sequence[str]) -> int:
     """Return the index of the way whose tokens are right: NixlConnector's, else the first that moves KV."""
-    return names.index(NIXL) if NIXL in names else next(i for i, name in enumerate(names) if name != FLOOR)
+    return names.index(NIXL) if NIXL in names else next((i for i, name in enumerate(names) if name != FLOOR), 0)
 
 
 class Load(NamedTuple):
@@ -269,15 +283,44 @@ def measure(
     chosen: argparse.Namespace,
 ) -> None:
     """Measure everything; call `note` with each table's new rows."""
-    turn = 0
+    turns = itertools.count(1)
     lengths, repeats = (QUICK_LENGTHS, QUICK_REPEATS) if chosen.quick else (LENGTHS, REPEATS)
     for source, target in directions:
         for length in chosen.lengths or lengths:
-            turn += 1
-            note("alone", alone(scenes, source, target, length, repeats, turn))
+            note("alone", without_failed(scenes, alone, source, target, length, repeats, next(turns)))
+            if chosen.timelines:
+                without_failed(scenes, timelines, source, target, length, next(turns), chosen.timelines)
         for at_once in QUICK_AT_ONCE if chosen.quick else AT_ONCE:
-            turn += 1
-            note("loads", loads(scenes, source, target, at_once, turn))
+            note("loads", without_failed(scenes, loads, source, target, at_once, next(turns)))
+
+
+def without_failed(
+    scenes: Sequence[Scene], table: Callable[..., list[dict[str, Any]]], *arguments: Any
+) -> list[dict[str, Any]]:
+    """Return the rows of a table; if a scene fails, those of a new attempt without it."""
+    while True:
+        try:
+            return table([scene for scene in scenes if not scene.failed], *arguments)
+        except SceneError as error:
+            print(
+                f"{error} is left out from here on: {next(s.failed for s in scenes if s.name == str(error))}",
+                flush=True,
+            )
+
+
+def timelines(
+    scenes: Sequence[Scene], source: str, target: str, length: int, turn: int, folder: Path
+) -> list[dict[str, Any]]:
+    """Move one more prompt in each way of Longshore, and write the timeline of its room."""
+    for scene in scenes:
+        for kind in scene.kinds if scene.agents else ():
+            router = Router(scene, kind, source, target)
+            for ask in prompts_of(SEED + turn, length, 2):
+                router.move(ask)
+            scene.write_timeline(
+                folder / f"{source}-{target}-{length}-{scene.name}-{kind}".replace(", ", "-").replace(" ", "-")
+            )
+    return []
 
 
 def directions_of(text: str) -> list[tuple[str, str]]:
@@ -307,6 +350,7 @@ def main() -> None:
     parser.add_argument("--connectors", default=";".join(DEFAULT_CONNECTORS), help=f"of {'; '.join(CONNECTORS)}")
     parser.add_argument("--mps", action="store_true", help="share the GPUs by CUDA's Multi-Process Service")
     parser.add_argument("--engine-arguments", default=ENGINE_ARGUMENTS, help="further arguments of vLLM, as one text")
+    parser.add_argument("--timelines", type=Path, help="write the timeline of a room of each row into this folder")
     parser.add_argument("--logs", type=Path, help="keep the engines' logs in this folder")
     chosen = parser.parse_args()
     if chosen.draw:
@@ -327,17 +371,33 @@ def main() -> None:
         variables = stack.enter_context(mps(directory / "mps", logs, wanted=chosen.mps))
         begin_s = time.monotonic()
         scenes = [
-            stack.enter_context(Scene(name, sides, model, logs, FIRST_PORT + 100 * index, variables, arguments))
+            stack.enter_context(
+                Scene(
+                    name,
+                    sides,
+                    model,
+                    logs,
+                    FIRST_PORT + 100 * index,
+                    variables,
+                    arguments,
+                    steps=bool(chosen.timelines),
+                )
+            )
             for index, name in enumerate(names)
         ]
         for scene in scenes:
-            scene.wait_ready()
+            try:
+                scene.wait_ready()
+            except SystemExit as error:
+                scene.failed = f"its engines do not serve: {error}"[:FAILURE_CHARACTERS]
+                print(f"{scene.name} is left out: {error}", flush=True)
         print(f"{mode}: all engines serve after {time.monotonic() - begin_s:.0f} s", flush=True)
         kept = json.loads(chosen.json.read_text()) if chosen.json.exists() else {}
         results: dict[str, Any] = {"memory_mib": memory_taken(scenes), "alone": [], "loads": []} | about(arguments)
 
         def note(table: str, rows: list[dict[str, Any]]) -> None:
             results[table] += rows
+            results["failed"] = {scene.name: scene.failed for scene in scenes if scene.failed}
             chosen.json.write_text(json.dumps(kept | {mode: results}, indent=1) + "\n")
             for row in rows:
                 print(line_of(row), flush=True)
