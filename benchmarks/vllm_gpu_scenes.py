@@ -192,18 +192,20 @@ class Scene:
                 agents = [f"agent {index}:\n{agent.log()[-LOG_CHARACTERS:]}" for index, agent in enumerate(self.agents)]
                 raise SystemExit("\n".join([str(error), *agents])) from error
 
-    def write_timeline(self, path: Path) -> None:
-        """Write the timeline of its agents' newest room that has ended, as `longshore trace room` prints it, and its file."""
+    def ended_rooms(self) -> set[str]:
+        """Return the rooms that have ended at all of its agents."""
+        pages = [json.loads(agent_page(agent, "/v1/rooms?ended=true&limit=1000")) for agent in self.agents]
+        return set.intersection(*({entry["room"]["room"] for entry in page["rooms"]} for page in pages))
+
+    def write_timeline(self, before: set[str], path: Path) -> None:
+        """Write the timeline of the room that has ended since `before`, as `longshore trace room` prints it, and its file."""
         commanded = [word for agent in self.agents for word in ("--agent", agent_address(agent))]
         end_s = time.monotonic() + TIMELINE_LIMIT_S
-        while time.monotonic() < end_s:
-            found = [newest_room(agent) for agent in self.agents]
-            if found[0] == found[-1] is not None:
-                break
+        while not (ended := self.ended_rooms() - before) and time.monotonic() < end_s:
             time.sleep(0.05)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".txt").open("w") as text, redirect_stdout(text), redirect_stderr(text):
-            longshore(["trace", "room", str(found[0]), *commanded, "-o", str(path.with_suffix(".json"))])
+            longshore(["trace", "room", *ended, *commanded, "-o", str(path.with_suffix(".json"))])
 
     def processes(self) -> dict[str, list[int]]:
         """Return the processes of agents and of engines."""
@@ -214,9 +216,3 @@ class Scene:
 def agent_address(agent: GPUAgent) -> str:
     """Return the address of an agent's HTTP pages."""
     return str(json.loads((agent.directory / "agent.json").read_bytes())["http"])
-
-
-def newest_room(agent: GPUAgent) -> str | None:
-    """Return the room that ended last of those that an agent keeps; None if there is none."""
-    listed = json.loads(agent_page(agent, "/v1/rooms?ended=true&limit=1000"))["rooms"]
-    return min(listed, key=lambda entry: float(entry["room"]["age_s"]))["room"]["room"] if listed else None

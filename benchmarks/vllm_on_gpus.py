@@ -315,10 +315,14 @@ def timelines(
     for scene in scenes:
         for kind in scene.kinds if scene.agents else ():
             router = Router(scene, kind, source, target)
-            for ask in prompts_of(SEED + turn, length, 2):
-                router.move(ask)
+            first, second = prompts_of(SEED + turn, length, 2)
+            router.move(first)
+            # Its halves end at both agents soon after decode's first token.
+            time.sleep(0.5)
+            before = scene.ended_rooms()
+            router.move(second)
             scene.write_timeline(
-                folder / f"{source}-{target}-{length}-{scene.name}-{kind}".replace(", ", "-").replace(" ", "-")
+                before, folder / f"{source}-{target}-{length}-{scene.name}-{kind}".replace(", ", "-").replace(" ", "-")
             )
     return []
 
