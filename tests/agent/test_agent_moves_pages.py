@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from agent_fleet import Fleet, fleet_of
-from agent_world import Engine, Request, wait_for, wait_for_none
+from agent_world import EVENT_LIMIT_S, Engine, Request, wait_for, wait_for_none
 
 from longshore_wire.engine_messages import Half
 
@@ -98,6 +98,32 @@ def test_every_way_carries_the_same_bytes_and_is_the_one_that_is_reported(fleet)
         each.arrives()
         assert target.ranks[0].intact()
         assert fleet.prefill.metric("longshore_writes_total", way=way) > written
+
+
+def test_bytes_and_seconds_of_writes_are_counted_by_way_and_by_the_wire_that_the_status_has(fleet):
+    def wire() -> str:
+        worker = next(found for found in fleet.prefill.status()["workers"] if found["worker"] == "two/0/0")
+        peer = next(found for found in worker["peers"] if found["instance"] == "one" and found["ways"] == ["staged"])
+        return "" if peer["wire"] == "Unknown" else peer["wire"]
+
+    def moves() -> None:
+        each = Request(fleet.two, fleet.one, 320)
+        each.offer()
+        each.claim()
+        each.arrives()
+
+    moves()
+    labels = {"way": "staged", "wire": wait_for(wire), "worker": "two/0/0"}
+    names = ("longshore_written_bytes_total", "longshore_written_seconds_total")
+    before = [fleet.prefill.metric(name, **labels) for name in names]
+    moves()
+    written_bytes, seconds = (
+        fleet.prefill.metric(name, **labels) - count for name, count in zip(names, before, strict=True)
+    )
+    model = fleet.two.ranks[0].layout.model
+    # This rank has half of the heads.
+    assert written_bytes == 320 * model.layers * model.kv_heads * model.head_dim * model.element_bytes
+    assert 0 < seconds < EVENT_LIMIT_S * LANES
 
 
 def test_one_pair_uses_every_lane(fleet):

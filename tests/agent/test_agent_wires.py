@@ -107,6 +107,7 @@ def test_engines_of_one_agent_copy_directly_whatever_wires_are_allowed(place):
     moved(place.picky, place.near).arrives()
     assert place.near.intact()
     assert place.asks.metric("longshore_writes_total", way="direct") > 0
+    assert place.asks.metric("longshore_written_bytes_total", way="direct", wire="None") > 0
     for one, other in (("picky", "picky-near"), ("picky-near", "picky")):
         peer = peer_of(place, one, other)
         assert (peer["state"], peer["ways"], peer["error"]) == ("attached", ["direct"], "")

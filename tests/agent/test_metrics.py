@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from longshore_agent.status import metrics as module
-from longshore_agent.status.metric_table import SECONDS_BUCKETS, TABLE, Kind
+from longshore_agent.status.metric_table import SECONDS_BUCKETS, TABLE, Kind, named_wire
 from longshore_agent.status.metrics import Metrics, MetricsSnapshot, render
 from longshore_agent.status.spans import Span, SpanRecorder
 from longshore_wire.errors import Reason
@@ -198,3 +198,13 @@ def test_the_recorder_keeps_the_newest_spans_and_no_more() -> None:
     assert len(spans) == 4
     assert [span.slab for span in spans.newest(limit=100)] == [7, 8, 9, 10]
     assert [span.slab for span in spans.of_room(1, limit=1)] == [9]
+
+
+@pytest.mark.parametrize(
+    ("wire", "way", "label"),
+    [("TCP", "staged", "TCP"), ("carrier pigeon", "slices", "Unknown"), ("SharedMemory", "direct", "None")],
+)
+def test_the_wire_of_written_bytes_is_one_of_the_table(wire: str, way: str, label: str) -> None:
+    counts = Metrics()
+    counts.add("longshore_written_bytes_total", 7, way=way, wire=named_wire(wire, way))
+    assert counts.snapshot().value("longshore_written_bytes_total", way=way, wire=label) == 7

@@ -295,7 +295,11 @@ def _ended(
         log.count("longshore_overtaken_writes_total", 1, way=effect.way.name.lower())
     if error:
         return OutboundEnd(slab, error, settled=settled)
-    log.stage("write", effect, lane, start_ns, time.monotonic_ns())
+    end_ns = time.monotonic_ns()
+    log.stage("write", effect, lane, start_ns, end_ns)
+    way = effect.way.name.lower()
+    log.count("longshore_written_bytes_total", effect.payload_bytes, way=way, wire=slab.wire)
+    log.count("longshore_written_seconds_total", (end_ns - start_ns) / 1e9, way=way, wire=slab.wire)
     if slab.cancelled:
         return dropped(slab)
     tools.lanes.slabs[lane] += 1

@@ -22,6 +22,7 @@ from longshore_agent.memory.pools import KVPool
 from longshore_agent.transports.base import Pieces
 from longshore_wire.effects import PeerId, StartScatter, StartWrite
 from longshore_wire.errors import Reason
+from longshore_wire.names import UNKNOWN_WIRE
 from longshore_wire.peer_messages import PEER, Attach, RegionInfo, SlabReady
 from longshore_wire.plan import Pair
 from longshore_wire.slabs import SealedTrailer, Trailer
@@ -73,6 +74,7 @@ class OutboundSlab:
         neighbour, neighbour_table: for way DIRECT, the target's pool, mapped into this process, and its pages.
         cancelled: the life checks it before it starts a copy or a write.
         lane: index of the lane that status and metrics count the slab for.
+        wire: the wire of its bytes, as metrics name it.
     """
 
     effect: StartWrite
@@ -86,6 +88,7 @@ class OutboundSlab:
     cancelled: bool = False
     stage: Stage = Stage.WAITING
     lane: int = 0
+    wire: str = UNKNOWN_WIRE
 
     def source(self) -> View:
         """Return the view of our engine's pages."""

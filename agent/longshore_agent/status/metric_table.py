@@ -25,11 +25,14 @@ class Kind(StrEnum):
 
 STAGES = ("gather", "write", "deliver", "scatter")
 HALVES = ("source", "target")
-WAYS = ("staged", "contiguous", "direct", "slices")
+DIRECT_WAY = "direct"
+WAYS = ("staged", "contiguous", DIRECT_WAY, "slices")
 WHYS = tuple(why.name.lower() for why in Why)
 RESULTS = ("equal", "different")
 OUTCOMES = ("done", "failed", "cancelled")
 WIRES = (*(wire.value for wire in WireName), UNKNOWN_WIRE)
+# The wire of direct copies, which no transport makes.
+NO_WIRE = "None"
 PEER_STATES = ("connecting", "attached", "refused", "lost")
 REASONS = tuple(reason.name.lower() for reason in Reason)
 # 10 us to 10 s: from one CPU gather of a small slab to a peer that is nearly lost.
@@ -43,10 +46,17 @@ _DOMAINS: Mapping[str, tuple[str, ...]] = {
     "outcome": OUTCOMES,
     "reason": REASONS,
     "state": PEER_STATES,
-    "wire": WIRES,
+    "wire": (*WIRES, NO_WIRE),
     "protection": PROTECTIONS[1:],
     "result": RESULTS,
 }
+
+
+def named_wire(wire: str, way: str) -> str:
+    """Return the label for a slab's wire. A peer may report any text as a wire's name."""
+    if way == DIRECT_WAY:
+        return NO_WIRE
+    return wire if wire in WIRES else UNKNOWN_WIRE
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +97,18 @@ TABLE: tuple[Metric, ...] = (
     _counter("slabs", "slabs", ("half", "way"), "Slabs finished."),
     _counter("writes", "writes", ("way",), "Writes posted to the transport."),
     _counter("write_pieces", "pieces", ("way",), "Pieces of memory in these writes."),
+    _counter(
+        "written_bytes",
+        "bytes",
+        ("way", "wire"),
+        "Bytes of slabs that reached their target. The wire of direct copies is None.",
+    ),
+    _counter(
+        "written_seconds",
+        "seconds",
+        ("way", "wire"),
+        "Time of these writes, each from its start to its end. Concurrent writes share their wire.",
+    ),
     _counter("overtaken_writes", "writes", ("way",), "Writes of slabs that were in progress when their room failed."),
     _counter(
         "digests",

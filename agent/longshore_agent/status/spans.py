@@ -163,7 +163,7 @@ class _Span(NamedTuple):
 
 class _Count(NamedTuple):
     name: str
-    value: int
+    value: float
     labels: dict[str, str | int]
 
 
@@ -188,7 +188,7 @@ class StageLog:
         """Record that a slab was in `stage` from `start_ns` to `end_ns` (time.monotonic_ns)."""
         self._keep(_Span(stage, effect, lane, start_ns, end_ns))
 
-    def count(self, name: str, value: int = 1, **labels: str | int) -> None:
+    def count(self, name: str, value: float = 1, **labels: str | int) -> None:
         """Add `value` to a counter."""
         self._keep(_Count(name, value, labels))
 

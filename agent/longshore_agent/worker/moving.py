@@ -22,6 +22,7 @@ from longshore_agent.pipeline.slabs import (
     PageTable,
     WireProbe,
 )
+from longshore_agent.status.metric_table import named_wire
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.transports.base import Wire
@@ -211,6 +212,7 @@ class Mover:
             attach,
             # A notice has no place for digests.
             transport_announces=not effect.digest_key and wire not in self.resources.transport.announced_by_message,
+            wire=named_wire(wire, effect.way.name.lower()),
         )
         self._track(Half.SOURCE, slab)
         if effect.way is Way.DIRECT:
