@@ -235,6 +235,20 @@ def test_a_pod_monitor_is_made_on_request_alone() -> None:
     assert "PodMonitor" in children(agents={"podMonitor": True})
 
 
+def test_a_pod_monitor_gives_series_the_labels_that_alerts_select_and_name() -> None:
+    spec = children(agents={"podMonitor": True})["PodMonitor"]["spec"]
+    (endpoint,) = spec["podMetricsEndpoints"]
+    made = {entry["sourceLabels"][0]: entry["targetLabel"] for entry in endpoint["relabelings"]}
+    assert made == {
+        "__meta_kubernetes_pod_label_longshore_dev_deployment": "deployment",
+        "__meta_kubernetes_pod_label_longshore_dev_roles": "roles",
+        "__meta_kubernetes_pod_node_name": "node",
+    }
+    pods = children(agents={"podMonitor": True})["DaemonSet"]["spec"]["template"]["metadata"]["labels"]
+    assert pods[spec["jobLabel"]] == "longshore-agent"
+    assert {"longshore.dev/deployment", "longshore.dev/roles"} <= pods.keys()
+
+
 def test_made_keys_are_what_agents_take() -> None:
     made = keys.make(("o" * 40, "p" * 40))
     entries = json.loads(made.text)
