@@ -78,6 +78,12 @@ def monitor_labels(objects: Objects) -> Body:
     return objects["PodMonitor", OPERATOR]["metadata"]["labels"]
 
 
+def runbooks(objects: Objects) -> list[str]:
+    rules = objects.get(("PrometheusRule", OPERATOR), {"spec": {"groups": []}})["spec"]["groups"]
+    return [rule["annotations"]["runbook_url"] for group in rules for rule in group["rules"] if "alert" in rule]
+
+
+RULED = {"podMonitor": {"enabled": True}, "monitoring": {"rules": {"enabled": True}}}
 SETTINGS = {"LONGSHORE_POLL_S": "7"}
 TOLERATIONS = [{"operator": "Exists"}]
 # Path of the value -> the values to set (with others that make the effect visible), where to look, and results before and
@@ -207,6 +213,19 @@ VALUES: dict[str, tuple[Body, Callable[[Objects], object], object, object]] = {
     ),
     "test.limitSeconds": ({"test": {"limitSeconds": 77}}, lambda o: "77" in try_out(o), False, True),
     "podMonitor.enabled": ({"podMonitor": {"enabled": True}}, there("PodMonitor"), False, True),
+    "monitoring.rules.enabled": (RULED, there("PrometheusRule"), False, True),
+    "monitoring.rules.runbookUrl": (
+        {"podMonitor": {"enabled": True}, "monitoring": {"rules": {"enabled": True, "runbookUrl": "https://x/y"}}},
+        lambda o: {url.partition("#")[0] for url in runbooks(o)},
+        set(),
+        {"https://x/y"},
+    ),
+    "monitoring.dashboard.enabled": (
+        {"monitoring": {"dashboard": {"enabled": True}}},
+        lambda o: ("ConfigMap", f"{OPERATOR}-dashboard") in o,
+        False,
+        True,
+    ),
 }
 
 
@@ -247,10 +266,63 @@ def test_users_get_roles_in_either_mode() -> None:
             assert rule["resources"] == ["disaggdeployments"]
 
 
+def test_the_monitor_names_the_job_by_which_alerts_select() -> None:
+    objects = changed({"podMonitor": {"enabled": True}})
+    label = objects["PodMonitor", OPERATOR]["spec"]["jobLabel"]
+    pods = objects["Deployment", OPERATOR]["spec"]["template"]["metadata"]["labels"]
+    assert pods[label] == "longshore-operator"
+
+
 def test_labels_of_the_monitor_are_those_that_are_given() -> None:
     plain = changed({"podMonitor": {"enabled": True}})
     labelled = changed({"podMonitor": {"enabled": True, "labels": {"release": "p"}}})
     assert monitor_labels(labelled) == monitor_labels(plain) | {"release": "p"}
+
+
+def test_rules_and_dashboard_are_the_files_that_promtool_and_prometheus_test() -> None:
+    objects = changed({**RULED, "monitoring": {"rules": {"enabled": True}, "dashboard": {"enabled": True}}})
+    rules = objects["PrometheusRule", OPERATOR]["spec"]
+    assert rules == yaml.safe_load((CHART / "files" / "rules.yaml").read_text(encoding="utf-8"))
+    (text,) = objects["ConfigMap", f"{OPERATOR}-dashboard"]["data"].values()
+    assert json.loads(text) == json.loads((CHART / "files" / "dashboard.json").read_text(encoding="utf-8"))
+
+
+def test_labels_and_annotations_of_rules_and_dashboard_are_those_that_are_given() -> None:
+    def metadata(**given: Body) -> Body:
+        monitoring = {part: {"enabled": True, **given.get(part, {})} for part in ("rules", "dashboard")}
+        objects = changed({**RULED, "monitoring": monitoring})
+        return {
+            "rules": objects["PrometheusRule", OPERATOR]["metadata"],
+            "dashboard": objects["ConfigMap", f"{OPERATOR}-dashboard"]["metadata"],
+        }
+
+    plain = metadata()
+    assert plain["dashboard"]["labels"]["grafana_dashboard"] == "1"
+    given = metadata(
+        rules={"labels": {"release": "p"}},
+        dashboard={"labels": {"grafana_dashboard": None, "find": "me"}, "annotations": {"grafana_folder": "Longshore"}},
+    )
+    assert given["rules"]["labels"] == plain["rules"]["labels"] | {"release": "p"}
+    assert given["dashboard"]["labels"].keys() == plain["dashboard"]["labels"].keys() - {"grafana_dashboard"} | {"find"}
+    assert given["dashboard"]["annotations"] == {"grafana_folder": "Longshore"}
+
+
+def test_rules_without_a_monitor_of_the_operator_are_refused_with_the_remedy() -> None:
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        changed({"monitoring": {"rules": {"enabled": True}}})
+    assert "monitoring.rules.enabled: the alert LongshoreOperatorNotLeading would always fire" in caught.value.stderr
+    assert "Set podMonitor.enabled=true" in caught.value.stderr
+
+
+@pytest.mark.parametrize("url", ["docs/runbooks.md", "https://x/y#z", "https://x/a b"])
+def test_an_address_of_runbooks_that_is_none_is_refused_by_name(url: str) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        changed({"monitoring": {"rules": {"runbookUrl": url}}})
+    assert "runbookUrl" in caught.value.stderr
+
+
+def test_values_of_an_older_chart_have_no_monitoring() -> None:
+    assert changed({"monitoring": None}).keys() == rendered().keys()
 
 
 def test_injection_is_for_namespaces_that_opt_in_and_within_the_releases_own_in_namespaced_mode() -> None:

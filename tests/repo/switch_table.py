@@ -465,6 +465,7 @@ VLLM_OPTIONS: Shown = {
     "pages": (f"{_VLLM}::test_an_engine_shares_tokens_if_they_are_wanted_and_says_so_in_its_handover",),
 }
 
+_GIVEN = (f"{_CHART}::test_labels_and_annotations_of_rules_and_dashboard_are_those_that_are_given",)
 _VALUE = (f"{_CHART}::test_a_value_changes_what_is_installed",)
 
 # Values of the chart; `e2e/test_chart_values.py` has a case for each.
@@ -491,9 +492,11 @@ CHART_VALUES: Shown = {
     **{f"resources.{name}.ephemeral-storage": _VALUE for name in ("requests", "limits")},
     **dict.fromkeys(("nodeSelector", "tolerations", "affinity", "priorityClassName"), _VALUE),
     "podDisruptionBudget.enabled": _VALUE,
-    "networkPolicy.enabled": _VALUE,
-    "test.nodeSelector": _VALUE,
+    **dict.fromkeys(("networkPolicy.enabled", "test.nodeSelector"), _VALUE),
     "test.limitSeconds": (*_VALUE, "e2e/test_helm_test.py::test_helm_test_fails_where_agents_do_not_become_ready"),
+    **{f"monitoring.{name}": _VALUE for name in ("rules.enabled", "rules.runbookUrl", "dashboard.enabled")},
+    **{f"monitoring.{name}": _GIVEN for name in ("rules.labels", "dashboard.annotations")},
+    "monitoring.dashboard.labels.grafana_dashboard": _GIVEN,
     "podMonitor.enabled": _VALUE,
     "podMonitor.labels": (f"{_CHART}::test_labels_of_the_monitor_are_those_that_are_given",),
 }
