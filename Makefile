@@ -9,7 +9,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test layouts sim soak fuzz controlplane images e2e e2e-cluster e2e-vllm e2e-sglang check fix bench bench-vllm bench-vllm-gpu bench-sglang bench-sglang-gpu gpu reference lock clean FORCE
+.PHONY: help install demo test layouts sim soak fuzz controlplane images e2e e2e-cluster e2e-vllm e2e-sglang dashboard check fix bench bench-vllm bench-vllm-gpu bench-sglang bench-sglang-gpu gpu reference lock clean FORCE
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -80,6 +80,10 @@ e2e-sglang: install ## run the tests with a real SGLang, installed once into the
 # On GPUs: make e2e-vllm E2E_VLLM_VENV=<environment of e2e/vllm/requirements-gpu.lock> E2E_VLLM_DEVICES=0,1
 e2e-vllm: install ## run the tests with a real vLLM, installed once into the cache; VLLM_TESTS='-m shortest' runs one pair
 	E2E_VLLM_VENV="$$(.ci/install-vllm $(VENV))" $(BIN)/python -m pytest e2e/vllm $(VLLM_TESTS)
+
+# Needs root, as the tests with process nodes do.
+dashboard: controlplane ## draw the dashboard's graphs from a real Prometheus into docs/images/dashboard.png
+	export PATH="$(CURDIR)/$(BIN):$$PATH"; PYTHONPATH=e2e:tests/agent $(BIN)/python e2e/draw_dashboard.py docs/images/dashboard.png
 
 check: install ## check format, lint, types and import walls, and run the quick tests; required before a commit
 	$(BIN)/ruff format --check .

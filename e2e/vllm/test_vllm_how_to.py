@@ -79,6 +79,13 @@ def test_clients_that_stream_get_the_tokens_of_one_engine_alone_and_their_prompt
         moved += len(prompt)
         assert decode.metrics().total("vllm:external_prefix_cache_hits_total") == moved
         assert decode.metrics().total("vllm:longshore_load_bytes_count") == count
+    # The chart's dashboard shows these.
+    shown = {
+        f"vllm:{name}_seconds_{end}"
+        for name in ("longshore_load_time", "time_to_first_token")
+        for end in ("sum", "count")
+    }
+    assert shown <= {sample.name for sample in decode.metrics().samples}
 
 
 def streamed(url: str, prompt: Prompt) -> list[int]:

@@ -1,0 +1,158 @@
+"""Runs every query of the dashboard and of the alerts in a real Prometheus that scrapes real agents and a real operator.
+
+The agents' pods are processes (`controlplane.process_node`), which Prometheus finds by the API server.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import urllib.error
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from controlplane.cluster import ControlPlane
+from controlplane.waiting import until
+from monitored import Scene, scene
+from prometheus_server import panels, plain, rule_expressions
+
+# vLLM's own, which e2e/vllm/test_vllm_how_to.py finds on the page of a real vLLM.
+OTHERS = "vllm:"
+# Panels without data here, and why.
+EMPTY = {
+    "Share of TTFT": "no vLLM is scraped",
+    "TTFT and load": "no vLLM is scraped",
+    "Reconcile errors": "no reconcile fails, and its series begin with the first error",
+}
+QUERIES = {
+    f"{panel['title']} {target['refId']}": plain(target["expr"]) for panel in panels() for target in panel["targets"]
+}
+
+
+@pytest.fixture(scope="module")
+def watched(plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    with scene(plane, tmp_path_factory.mktemp("prometheus")) as made:
+        made.moves(100)
+        made.fails()
+        made.reuses(made.moves(500))
+        yield made
+
+
+def test_agents_are_found_by_their_pods_and_have_the_labels_that_alerts_name(watched: Scene) -> None:
+    namespace = watched.deployments.namespace
+    pods = {pod["metadata"]["name"]: pod for pod in watched.deployments.list("pods")}
+    targets = until(lambda: healthy(watched), "all targets are up")
+    assert set(targets) == {*pods, "longshore-operator"}
+    for name, pod in pods.items():
+        labels = targets[name]["labels"]
+        assert labels.pop("instance").startswith(pod["status"]["podIP"])
+        assert labels == {
+            "job": "longshore-agent",
+            "namespace": namespace,
+            "pod": name,
+            "node": pod["spec"]["nodeName"],
+            "deployment": "llama",
+            "roles": pod["metadata"]["labels"]["longshore.dev/roles"],
+        }
+
+
+def healthy(watched: Scene) -> dict:
+    """Return all targets if each is up."""
+    targets = watched.prometheus.targets()
+    return targets if len(targets) == 3 and {found["health"] for found in targets.values()} == {"up"} else {}
+
+
+@pytest.mark.parametrize("name", [*QUERIES, *rule_expressions()])
+def test_a_query_names_only_series_that_real_agents_and_the_operator_export(watched: Scene, name: str) -> None:
+    found = watched.prometheus.named_by((QUERIES | rule_expressions())[name])
+    assert found
+    until(lambda: not missing(watched, found), f"{missing(watched, found)} of {name}", 20)
+
+
+def missing(watched: Scene, names: set[str]) -> set[str]:
+    """Return the names that Prometheus does not know. Speeds are known from the second write on."""
+    absent = {name for name in names - watched.prometheus.names() if not name.startswith(OTHERS)}
+    if absent:
+        watched.moves(100)
+    return absent
+
+
+def test_a_misspelt_name_and_a_query_that_is_none_are_found(watched: Scene) -> None:
+    named = watched.prometheus.named_by("sum(rate(longshore_room_total[1m])) / longshore_operator_leader")
+    until(lambda: missing(watched, named) == {"longshore_room_total"}, "only the misspelt name is missing", 20)
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        watched.prometheus.named_by("sum by (reason (up)")
+
+
+@pytest.mark.parametrize(
+    "panel", [panel for panel in panels() if panel["title"] not in EMPTY], ids=lambda p: p["title"]
+)
+def test_a_panel_has_data(watched: Scene, panel: dict) -> None:
+    def some() -> bool:
+        watched.moves(100)
+        return any(watched.prometheus.query(plain(target["expr"])) for target in panel["targets"])
+
+    until(some, panel["title"], 60)
+
+
+def test_the_panels_show_what_happened(watched: Scene) -> None:
+    query = watched.prometheus.query
+    failed = query('sum by (reason) (longshore_rooms_total{half="target",outcome="failed"})')
+    assert {found["metric"]["reason"] for found in failed} == {"total_mismatch"}
+    written = query("sum by (way, wire) (longshore_written_bytes_total)")
+    assert {found["metric"]["way"] for found in written} == {"staged"}
+    assert {found["metric"]["wire"] for found in written} <= {"TCP", "SharedMemory", "Unknown"}
+    assert [found["value"][1] for found in query("sum(longshore_operator_leader)")] == ["1"]
+
+
+def test_prometheus_evaluates_every_rule_without_an_error(watched: Scene) -> None:
+    def evaluated() -> bool:
+        rules = watched.prometheus.rules()
+        assert set(rules) == set(rule_expressions())
+        faults = {name: rule["lastError"] for name, rule in rules.items() if rule.get("lastError")}
+        assert faults == {}
+        return {rule["health"] for rule in rules.values()} == {"ok"}
+
+    until(evaluated, "every rule was evaluated", 30)
+
+
+def test_workers_that_die_fire_an_alert_with_the_name_of_their_agent(watched: Scene) -> None:
+    pod = next(
+        pod["metadata"]["name"] for pod in watched.deployments.list("pods") if "decode" in pod["metadata"]["name"]
+    )
+
+    killed: set[int] = set()
+    until(lambda: kill_worker(watched, killed) and len(killed) == 3, "three workers are killed", 120)
+    (alert,) = until(lambda: watched.prometheus.alerts("LongshoreWorkersRestart"), "an alert", 60)
+    assert alert["state"] == "firing"
+    assert (alert["labels"]["pod"], alert["labels"]["deployment"]) == (pod, "llama")
+    assert f"(pod {pod} on node " in alert["annotations"]["description"]
+
+
+def kill_worker(watched: Scene, killed: set[int]) -> bool:
+    """Kill a worker of decode that was not killed before. Return whether there was one.
+
+    The status page has PIDs of the pod's own namespace, so the workers are found as the agent's children on this machine.
+    """
+    for tasks in Path(f"/proc/{watched.decode.container.main_pid}/task").glob("*/children"):
+        for pid in map(int, tasks.read_text().split()):
+            if pid not in killed and b"longshore_agent.worker.main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+                killed.add(pid)
+                return True
+    return False
+
+
+def test_an_agent_that_stops_answering_is_pending_as_down_and_as_silent_until_it_goes_on(watched: Scene) -> None:
+    process = watched.decode.container.main_pid
+    os.kill(process, signal.SIGSTOP)
+    try:
+        (down,) = until(lambda: watched.prometheus.alerts("LongshoreAgentDown"), "the agent is down", 60)
+        (silent,) = until(lambda: watched.prometheus.alerts("LongshoreAgentsSilent"), "the agent is silent", 60)
+    finally:
+        os.kill(process, signal.SIGCONT)
+    assert (down["state"], silent["state"]) == ("pending", "pending")
+    assert down["labels"]["roles"] == "decode"
+    for name in ("LongshoreAgentDown", "LongshoreAgentsSilent"):
+        until(lambda name=name: watched.prometheus.alerts(name) == [], f"{name} is over", 60)
