@@ -470,10 +470,7 @@ _VALUE = (f"{_CHART}::test_a_value_changes_what_is_installed",)
 
 # Values of the chart; `e2e/test_chart_values.py` has a case for each.
 CHART_VALUES: Shown = {
-    "image.repository": _VALUE,
-    "image.tag": _VALUE,
-    "image.digest": _VALUE,
-    "image.pullPolicy": _VALUE,
+    **{f"image.{name}": _VALUE for name in ("repository", "tag", "digest", "pullPolicy")},
     "imagePullSecrets": _VALUE,
     "mode": (*_VALUE, "e2e/test_chart.py::test_the_rights_of_either_mode_are_enough"),
     "watchNodes": _VALUE,
