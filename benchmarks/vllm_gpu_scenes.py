@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import quote
 
 from served_engines import LOG_CHARACTERS, ServedEngine, python_path
 
@@ -194,15 +195,20 @@ class Scene:
 
     def ended_rooms(self) -> set[str]:
         """Return the rooms that have ended at all of its agents."""
-        pages = [json.loads(agent_page(agent, "/v1/rooms?ended=true&limit=1000")) for agent in self.agents]
-        return set.intersection(*({entry["room"]["room"] for entry in page["rooms"]} for page in pages))
+        return set.intersection(*(ended_rooms(agent) for agent in self.agents))
 
     def write_timeline(self, before: set[str], path: Path) -> None:
-        """Write the timeline of the room that has ended since `before`, as `longshore trace room` prints it, and its file."""
+        """Write the timeline of the room that has ended since `before`, as `longshore trace room` prints it, and its file.
+
+        If there is none, or if there are several, print that, and write none.
+        """
         commanded = [word for agent in self.agents for word in ("--agent", agent_address(agent))]
         end_s = time.monotonic() + TIMELINE_LIMIT_S
         while not (ended := self.ended_rooms() - before) and time.monotonic() < end_s:
             time.sleep(0.05)
+        if len(ended) != 1:
+            print(f"{path.name}: {len(ended)} rooms have ended instead of 1, so there is no timeline", flush=True)
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".txt").open("w") as text, redirect_stdout(text), redirect_stderr(text):
             longshore(["trace", "room", *ended, *commanded, "-o", str(path.with_suffix(".json"))])
@@ -216,3 +222,14 @@ class Scene:
 def agent_address(agent: GPUAgent) -> str:
     """Return the address of an agent's HTTP pages."""
     return str(json.loads((agent.directory / "agent.json").read_bytes())["http"])
+
+
+def ended_rooms(agent: GPUAgent) -> set[str]:
+    """Return the rooms that have ended at an agent and that it still keeps."""
+    found, after = set[str](), ""
+    while True:
+        page = json.loads(agent_page(agent, f"/v1/rooms?ended=true&limit=1000&after={quote(after)}"))
+        found |= {entry["room"]["room"] for entry in page["rooms"]}
+        after = page["next"]
+        if not after:
+            return found

@@ -32,7 +32,6 @@ import shlex
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -137,10 +136,10 @@ class Router:
 
         if self._kind == "at once" and self._known:
             room = self._scene.room()
-            thread = threading.Thread(target=computed, args=(room,))
-            thread.start()
-            first_s, steps, tokens = self._decode(ask, {**self._known, **room})
-            thread.join()
+            with ThreadPoolExecutor(1) as thread:
+                coming = thread.submit(computed, room)
+                first_s, steps, tokens = self._decode(ask, {**self._known, **room})
+                coming.result()
         else:
             room = self._scene.room() if self._source.known else {}
             told = {**self._source.known, **computed(room)}
@@ -298,7 +297,7 @@ def without_failed(
     scenes: Sequence[Scene], table: Callable[..., list[dict[str, Any]]], *arguments: Any
 ) -> list[dict[str, Any]]:
     """Return the rows of a table; if a scene fails, those of a new attempt without it."""
-    while True:
+    while not all(scene.failed for scene in scenes):
         try:
             return table([scene for scene in scenes if not scene.failed], *arguments)
         except SceneError as error:
@@ -306,6 +305,7 @@ def without_failed(
                 f"{error} is left out from here on: {next(s.failed for s in scenes if s.name == str(error))}",
                 flush=True,
             )
+    raise SystemExit("no connector is left")
 
 
 def timelines(

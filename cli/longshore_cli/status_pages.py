@@ -8,7 +8,7 @@ from __future__ import annotations
 import http.client
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -20,7 +20,7 @@ from longshore_wire.errors import LongshoreError, Reason
 
 # Above an agent's own limit for an answer.
 HTTP_TIMEOUT_S = 10.0
-OK, UNAUTHORIZED, NOT_FOUND = 200, 401, 404
+OK, UNAUTHORIZED, NOT_FOUND, REFUSED, UNAVAILABLE = 200, 401, 404, 422, 503
 # Characters of a body that is no page of an agent, in an error.
 _SHOWN_CHARACTERS_MAX = 200
 
@@ -86,16 +86,21 @@ class AgentPages:
         answer = self._connection.getresponse()
         return Answer(answer.status, answer.read(), sent_ns, time.monotonic_ns())
 
-    def page(self, path: str, query: Mapping[str, str | int] | None = None) -> tuple[Any, Answer] | None:
+    def page(
+        self, path: str, query: Mapping[str, str | int] | None = None, *, fields: Collection[str] = ()
+    ) -> tuple[Any, Answer] | None:
         """Return a page decoded, and as it came; None: the agent knows no such room.
 
+        Args:
+            fields: those that the page of an agent has.
         Raises:
-            AgentPageError: the agent does not answer, wants another token, or refuses the request.
+            AgentPageError: the agent does not answer, wants another token, or refuses the request; or it is no agent.
         """
-        asked = f"{path}?{urlencode(query)}" if query else path
+        asked = path
         try:
+            asked = f"{path}?{urlencode(query)}" if query else path
             answer = self.ask(asked)
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, UnicodeError) as error:
             raise AgentPageError(
                 f"the agent at {self.url} cannot be reached: {error}: see agent.json in its run directory for its address, and "
                 "give --authority for a certificate that this system does not know"
@@ -106,22 +111,28 @@ class AgentPages:
             raise AgentPageError(
                 f"the agent at {self.url} wants its token: give --token-file", reason=Reason.AUTHENTICATION
             )
-        try:
-            if answer.status == OK:
-                return msgspec.json.decode(answer.body), answer
-        except msgspec.DecodeError:
-            pass
+        body = _decoded(answer.body)
+        if answer.status == OK and all(field in body for field in fields):
+            return body, answer
         said = answer.body.decode(errors="replace")[:_SHOWN_CHARACTERS_MAX]
+        remedies = {UNAVAILABLE: "it starts, ends or is busy: try again", REFUSED: "it refuses the request"}
+        remedy = remedies.get(answer.status, "") if body.get("reason") else ""
         raise AgentPageError(
-            f"{self.url}{asked} answered {answer.status}, {said!r}: is an agent of this release there?"
+            f"{self.url}{asked} answered {answer.status}, {said!r}: {remedy or 'is an agent of this release there?'}"
         )
 
 
 def _reason(body: bytes) -> str:
+    return str(_decoded(body).get("reason", ""))
+
+
+def _decoded(body: bytes) -> dict[str, Any]:
+    """Return a body; empty: it is no object."""
     try:
-        return str(msgspec.json.decode(body)["reason"])
-    except (msgspec.DecodeError, TypeError, KeyError):
-        return ""
+        found = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _trust(authority: Path | None) -> ssl.SSLContext:

@@ -412,13 +412,15 @@ class Client:
         refused: type[LongshoreError] = RoomError,
     ) -> int:
         """Make a call that began at `begun_ns`; return when the agent had accepted it (time.monotonic_ns)."""
-        self._enter(link, call, what)
-        sent_ns = time.monotonic_ns()
+        sent_ns = self._enter(link, call, what, begun_ns)
         key = call.key if link.core.steps.wanted else None
-        if key is not None:
+        try:
+            self._wait_answer(link, call, what, timeout_s, refused)
+        except LongshoreError:
             with self._changed:
-                link.core.steps.sent(key, begun_ns, sent_ns)
-        self._wait_answer(link, call, what, timeout_s, refused)
+                if key is not None and link.core.ledger.get(key) is None:
+                    link.core.steps.forget(key)
+            raise
         ended_ns = time.monotonic_ns()
         if key is not None:
             with self._changed:
@@ -431,7 +433,8 @@ class Client:
             if link.core.take_steps(events, time.monotonic_ns()):
                 link.carry_out()
 
-    def _enter(self, link: Connection, call: Call, what: str) -> None:
+    def _enter(self, link: Connection, call: Call, what: str, begun_ns: int = 0) -> int:
+        """Send a call's messages, or keep them for the next agent; return when that was done (time.monotonic_ns)."""
         with self._changed:
             self._check_open(what)
             if call.key and any(
@@ -442,6 +445,11 @@ class Client:
             link.core.enter(call, what)
             link.expect(call)
             link.carry_out()
+            sent_ns = time.monotonic_ns()
+            if call.key is not None:
+                # Before another thread reads an event of this room.
+                link.core.steps.sent(call.key, begun_ns, sent_ns)
+        return sent_ns
 
     def _wait_answer(
         self, link: Connection, call: Call, what: str, timeout_s: float | None, refused: type[LongshoreError]

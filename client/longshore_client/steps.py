@@ -85,6 +85,10 @@ class Steps:
         del self._kept[key]
         return EngineSteps(*key, steps=tuple(kept.steps))
 
+    def forget(self, key: HalfKey) -> None:
+        """Forget a half that was not opened."""
+        self._kept.pop(key, None)
+
     def clear(self) -> None:
         """Forget all: their agent is gone, with the other steps of their rooms."""
         self._kept.clear()

@@ -12,7 +12,16 @@ from agent_world import Agent, Engine, Request, wait_for
 
 from longshore_agent.status.spans import Kind, SpanRecorder
 from longshore_agent.status.steps import StepLog
-from longshore_wire.engine_messages import Accepted, EngineStep, EngineSteps, Half, Offer, RoomEvent, RoomEventKind
+from longshore_wire.engine_messages import (
+    Accepted,
+    Cancel,
+    EngineStep,
+    EngineSteps,
+    Half,
+    Offer,
+    RoomEvent,
+    RoomEventKind,
+)
 from longshore_wire.peer_messages import Demand, PairKey, Ping, RoomKey
 
 KEY = RoomKey("p", 7, 0)
@@ -121,7 +130,7 @@ def test_a_room_is_told_with_the_clock_of_its_host(place: Place) -> None:
 
 def test_steps_follow_each_other_and_take_no_more_places_than_the_recorder_has() -> None:
     spans = SpanRecorder(5)
-    steps = StepLog(spans, "p")
+    steps = StepLog(spans, "p", of_engines=True)
     for turn in range(10):
         steps.woken_ns = turn
         steps.begin()
@@ -139,7 +148,7 @@ def test_steps_follow_each_other_and_take_no_more_places_than_the_recorder_has()
 
 def test_messages_of_no_room_and_answers_to_no_request_leave_no_step() -> None:
     spans = SpanRecorder(5)
-    steps = StepLog(spans, "p")
+    steps = StepLog(spans, "p", of_engines=True)
     steps.handled(Ping(1, 2))
     steps.sent(Ping(1, 2))
     steps.told(Accepted(1))
@@ -154,8 +163,36 @@ def test_steps_of_an_engine_whose_end_is_before_their_start_are_dropped() -> Non
         EngineStep("send", 4, 5),
         EngineStep("DONE", 6, 7, True),
     )
-    StepLog(spans, "p").of_engine(EngineSteps(Half.SOURCE, "p", 7, 0, given))
+    StepLog(spans, "p", of_engines=True).of_engine(EngineSteps(Half.SOURCE, "p", 7, 0, given))
     assert [(span.stage, span.kind, span.start_ns) for span in spans.newest(limit=9)] == [
         ("send", Kind.CALL, 4),
         ("DONE", Kind.WAIT, 6),
     ]
+
+
+def test_steps_of_an_engine_are_dropped_unless_the_agent_asks_for_them() -> None:
+    spans = SpanRecorder(5)
+    given = EngineSteps(Half.SOURCE, "p", 7, 0, (EngineStep("send", 4, 5),))
+    StepLog(spans, "p", of_engines=False).of_engine(given)
+    assert len(spans) == 0
+
+
+def test_long_names_of_an_engine_are_not_kept() -> None:
+    spans, long = SpanRecorder(5), "n" * 60_000
+    steps = StepLog(spans, "p", of_engines=True)
+    steps.asked(Cancel(1, Half.TARGET, long, 7, 0))
+    steps.told(Accepted(1))
+    steps.of_engine(EngineSteps(Half.SOURCE, long, 7, 0, (EngineStep("send", 4, 5),)))
+    steps.of_engine(EngineSteps(Half.SOURCE, "p", 7, 0, (EngineStep(long, 4, 5),)))
+    assert len(spans) == 0
+
+
+def test_the_step_after_a_report_of_an_engine_begins_behind_it() -> None:
+    spans = SpanRecorder(5)
+    steps = StepLog(spans, "p", of_engines=True)
+    steps.begin()
+    before_ns = time.monotonic_ns()
+    steps.of_engine(EngineSteps(Half.SOURCE, "p", 7, 0, (EngineStep("send", 4, 5),)))
+    steps.asked(Offer(1, 8, 0, 0, 4, True, b""))
+    (offer,) = spans.of_room(8, limit=9)
+    assert offer.start_ns >= before_ns

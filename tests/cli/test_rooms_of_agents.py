@@ -83,7 +83,7 @@ class Shifted(ThreadingHTTPServer):
         for span in detail["spans"]:
             for name in ("start_ns", "end_ns", "woken_ns"):
                 span[name] += SHIFT_NS if span[name] else 0
-        self.detail = detail
+        self.detail, self.body = detail, b""
         self.url = f"http://{HOST}:{self.server_address[1]}"
 
     def __enter__(self) -> Self:
@@ -101,7 +101,7 @@ class _Answer(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         now_ns = time.monotonic_ns() + SHIFT_NS
         clock = {"boot_id": "another host", "received_ns": now_ns, "answered_ns": now_ns}
-        body = json.dumps(self.server.detail | {"clock": clock}).encode()
+        body = self.server.body or json.dumps(self.server.detail | {"clock": clock}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -212,6 +212,22 @@ def test_rooms_of_all_agents_are_listed_as_a_table_and_as_json(
     assert capsys.readouterr().out == "no rooms\n"
 
 
+@pytest.mark.parametrize("body", [b"{}", b"[]", b'"ok"', b"<html>"])
+def test_a_service_that_is_no_agent_is_named(capsys: pytest.CaptureFixture[str], body: bytes) -> None:
+    with Shifted({"spans": []}) as service:
+        service.body = body
+        for words in (["rooms"], ["trace", "room", "4"]):
+            assert main([*words, "--agent", service.url]) == 1
+            assert "is an agent of this release there?" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_agent_that_is_named_twice_counts_once(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    once = steps_of(traced(place, capsys))
+    twice = [f"{agent.http}{end}" for end in ("", "/") for agent in place.agents]
+    assert len(steps_of(traced(place, capsys, *twice))) == len(once)
+
+
 @pytest.mark.slow
 def test_each_failure_names_its_cause_and_the_way_out(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     url = place.agents[0].http
@@ -229,6 +245,9 @@ def test_each_failure_names_its_cause_and_the_way_out(place: Place, capsys: pyte
         ),
         (["rooms", "--agent", url, "--token-file", "/proc/none"], "--token-file /proc/none"),
         (["rooms", "--agent", url, "--authority", "/proc/none"], "--authority /proc/none"),
+        (["rooms", "--agent", "http://a..b:80"], "the agent at http://a..b:80 cannot be reached"),
+        ([*place.words("trace room 4"), "--instance", "\udcff"], "cannot be reached"),
+        (place.words(f"trace room {2**64}"), "it refuses the request"),
     ):
         assert main(words) == 1
         out, err = capsys.readouterr()

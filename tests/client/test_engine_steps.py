@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import pytest
 from line import LEASE_NS, agent_and_client
 from scene import DONE, ENDPOINT, FAILED, RELEASED, event
 
 from longshore_client import Half
 from longshore_client.ledger import HalfKey
 from longshore_client.steps import STEP_HALVES_MAX, Steps
-from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, ENGINE_STEPS_MAX, EngineSteps, Welcome
+from longshore_wire.engine_messages import ENGINE_PROTOCOL_VERSION, ENGINE_STEPS_MAX, EngineSteps, Refused, Welcome
+from longshore_wire.errors import Reason, RoomError
 
 
 def asking(hello):
     return Welcome(ENGINE_PROTOCOL_VERSION, 1, "demo", LEASE_NS, steps=True)
+
+
+def refuse(message):
+    return Refused(message.request, Reason.TOKENS_OVERLAP, "the next begins at 8")
 
 
 def names(message):
@@ -79,6 +85,14 @@ def test_steps_of_a_worker_that_is_gone_are_not_sent_to_the_next():
     assert not line.core.steps.wanted
     assert len(line.core.steps) == 0
     assert line.of(EngineSteps) == []
+
+
+def test_a_refused_call_leaves_no_steps():
+    line, client = agent_and_client(greet=asking, answer=refuse)
+    for room in range(7, 10):
+        with pytest.raises(RoomError):
+            client.send(room, [0], 0, 4, last=True)
+    assert len(line.core.steps) == 0
 
 
 def test_an_engine_that_never_takes_an_event_keeps_the_steps_of_a_limited_number_of_halves():

@@ -14,6 +14,7 @@ import msgspec
 LIBRARY_PREFIXES = ("MC_", "NCCL_", "NIXL_", "NVIDIA_", "UCX_")
 # The agent's settings that no field and no part of the operator sets. A test compares them with the agent's table.
 AGENT_VARIABLES = (
+    "LONGSHORE_CLIENT_SPANS",
     "LONGSHORE_CROSSOVER_FILE",
     "LONGSHORE_DIRECT",
     "LONGSHORE_ENDED_ROOMS_MAX",

@@ -229,7 +229,7 @@ def _in_place(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
     transport, way = tools.transport, slab.effect.way.name.lower()
     slab.stage = Stage.WRITING
     start_ns = time.monotonic_ns()
-    posted_count = 0
+    posted_count = count = 0
     error, settled, digests = "", True, b""
     try:
         with slab.pool.in_use():
@@ -238,6 +238,7 @@ def _in_place(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
                 yield Copied(ticket)
                 ticket.end()
                 digests = ticket.digests.source
+                start_ns = time.monotonic_ns()
             pieces = pieces_in_place(slab.source(), slab.remote_target(), slab.effect.tokens)
             count = len(pieces.lengths)
             tools.log.count("longshore_write_pieces_total", count, way=way)
@@ -270,7 +271,7 @@ def _in_place(slab: OutboundSlab, tools: OutboundTools) -> OutboundLife:
         error = error or str(failed)
     if not posted_count:
         return OutboundEnd(slab, error) if error else dropped(slab)
-    return _ended(slab, tools, start_ns, error, settled=settled, digests=digests)
+    return _ended(slab, tools, start_ns, error, settled=settled, digests=digests, whole=posted_count == count)
 
 
 def _compare(effect: StartWrite | StartScatter, source: bytes, target: bytes, log: StageLog) -> str:
@@ -288,8 +289,9 @@ def _ended(
     *,
     settled: bool = True,
     digests: bytes = b"",
+    whole: bool = True,
 ) -> OutboundEnd:
-    """Return the end of a slab after its last write or its direct copy, and record it."""
+    """Return the end of a slab after its last write or its direct copy, and record it. `whole`: all of it was written."""
     effect, lane, log = slab.effect, slab.lane, tools.log
     if slab.cancelled:
         log.count("longshore_overtaken_writes_total", 1, way=effect.way.name.lower())
@@ -297,9 +299,10 @@ def _ended(
         return OutboundEnd(slab, error, settled=settled)
     end_ns = time.monotonic_ns()
     log.stage("write", effect, lane, start_ns, end_ns)
-    way = effect.way.name.lower()
-    log.count("longshore_written_bytes_total", effect.payload_bytes, way=way, wire=slab.wire)
-    log.count("longshore_written_seconds_total", (end_ns - start_ns) / 1e9, way=way, wire=slab.wire)
+    if whole:
+        way = effect.way.name.lower()
+        log.count("longshore_written_bytes_total", effect.payload_bytes, way=way, wire=slab.wire)
+        log.count("longshore_written_seconds_total", (end_ns - start_ns) / 1e9, way=way, wire=slab.wire)
     if slab.cancelled:
         return dropped(slab)
     tools.lanes.slabs[lane] += 1

@@ -101,7 +101,8 @@ class SpanRecorder:
         """Return the newest `limit` spans of a room of any prefill instance, or of `instance`, sorted by start."""
         found = []
         for span in self._copy():
-            key = _room(span[1])
+            # Without a call, since this thread does nothing else meanwhile.
+            key = span[1].key if isinstance(span[1], PairKey) else span[1]
             if key.room == room and instance in (None, key.instance):
                 found.append(span)
         return _ordered(found, limit)

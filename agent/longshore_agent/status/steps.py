@@ -26,6 +26,8 @@ from longshore_wire.peer_messages import PairKey, PeerMessage, RoomKey
 
 # Keys of rooms that steps share, so that the recorder does not keep those of each message alive. Then begin anew.
 _KEYS_MAX = 4096
+# Longest name of an instance or a step that is kept. An engine may send any, and spans are bounded by their number alone.
+_NAME_CHARACTERS_MAX = 256
 _NO_LANE = -1
 
 
@@ -34,14 +36,16 @@ class StepLog:
 
     Args:
         instance: of the worker's engine, whose offers do not name it.
+        of_engines: the agent asks engines for their steps.
     Attributes:
         woken_ns: when the thread woke for its current turn.
     """
 
-    def __init__(self, spans: SpanRecorder, instance: str) -> None:
+    def __init__(self, spans: SpanRecorder, instance: str, *, of_engines: bool) -> None:
         self.woken_ns = 0
         self._spans = spans
         self._instance = instance
+        self._of_engines = of_engines
         self._begun_ns = 0
         self._asked: RoomKey | None = None  # the room of the engine's request that is being handled
         self._keys: dict[PairKey | RoomKey, PairKey | RoomKey] = {}
@@ -91,12 +95,13 @@ class StepLog:
             self._record(f"send {type(message).__name__}", self._asked, -1, Kind.SEND)
 
     def of_engine(self, message: EngineSteps) -> None:
-        """Record the steps of the engine's client. Those whose end is before their start are dropped."""
-        key = RoomKey(message.instance, message.room, message.pool)
+        """Record the steps of the engine's client, if the agent asks for them. Impossible ones are dropped."""
+        key = self._shared(RoomKey(message.instance, message.room, message.pool)) if self._of_engines else None
         for step in message.steps:
-            if 0 <= step.start_ns <= step.end_ns:
+            if key is not None and 0 <= step.start_ns <= step.end_ns and len(step.name) <= _NAME_CHARACTERS_MAX:
                 kind = Kind.WAIT if step.waits else Kind.CALL
                 self._spans.record(step.name, key, -1, _NO_LANE, step.start_ns, step.end_ns, kind)
+        self.begin()
 
     def _room(self, message: ToAgent) -> RoomKey | None:
         if isinstance(message, Offer):
@@ -110,8 +115,16 @@ class StepLog:
 
     def _record(self, name: str, key: PairKey | RoomKey, slab: int, kind: Kind) -> None:
         end_ns = time.monotonic_ns()
+        shared = self._shared(key)
+        if shared is not None:
+            self._spans.record(name, shared, slab, _NO_LANE, self._begun_ns, end_ns, kind, self.woken_ns)
+        self._begun_ns = end_ns
+
+    def _shared(self, key: PairKey | RoomKey) -> PairKey | RoomKey | None:
+        """Return the key that all steps of it share; None: its instance's name is too long to keep."""
+        instance = key.key.instance if isinstance(key, PairKey) else key.instance
+        if len(instance) > _NAME_CHARACTERS_MAX:
+            return None
         if len(self._keys) >= _KEYS_MAX:
             self._keys.clear()
-        shared = self._keys.setdefault(key, key)
-        self._spans.record(name, shared, slab, _NO_LANE, self._begun_ns, end_ns, kind, self.woken_ns)
-        self._begun_ns = end_ns
+        return self._keys.setdefault(key, key)

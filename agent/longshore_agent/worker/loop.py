@@ -87,7 +87,7 @@ class Worker:
         self.settings = settings = config.settings
         self.metrics = Metrics()
         self.spans = SpanRecorder(settings.spans_max)
-        self._steps = StepLog(self.spans, config.instance)
+        self._steps = StepLog(self.spans, config.instance, of_engines=settings.client_spans)
         self.engine: EngineLink | None = None
         self.started_ns = now_ns = time.monotonic_ns()
         self._link = link

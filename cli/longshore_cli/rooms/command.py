@@ -16,7 +16,9 @@ from longshore_cli.rooms.steps import joined
 from longshore_cli.status_pages import AgentPageError, AgentPages, Answer, UnknownRoomError
 from longshore_wire.errors import LongshoreError
 
-# Requests to each agent, of which the one with the shortest round trip aligns its clock. One often waits for a thread.
+# Requests to each agent. An answer lacks a worker that got no processor for a while, so the one with most spans counts.
+REQUESTS = 2
+# If hosts have several clocks: the request with the shortest round trip aligns a clock. One often waits for a thread.
 CLOCK_REQUESTS = 8
 # Of one page of `/v1/rooms`.
 _PAGE_ROOMS_MAX = 1000
@@ -87,7 +89,7 @@ def _with_agents(command: str, arguments: argparse.Namespace, show: Callable[[Se
             show(
                 [
                     stack.enter_context(AgentPages(url, token=token, authority=arguments.authority))
-                    for url in dict.fromkeys(arguments.agent)
+                    for url in dict.fromkeys(url.rstrip("/") for url in arguments.agent)
                 ]
             )
     except LongshoreError as error:
@@ -113,7 +115,8 @@ def _rooms(agent: AgentPages, limit: int, ended: str | None) -> list[dict[str, A
     after = ""
     while len(found) < limit:
         query: dict[str, str | int] = {"limit": min(_PAGE_ROOMS_MAX, limit - len(found)), "after": after}
-        page = agent.page("/v1/rooms", query | ({"ended": ended} if ended else {}))
+        asked = query | ({"ended": ended} if ended else {})
+        page = agent.page("/v1/rooms", asked, fields=("rooms", "next"))
         assert page is not None, "only a single room can be unknown"
         found += page[0]["rooms"]
         after = page[0]["next"]
@@ -125,13 +128,21 @@ def _rooms(agent: AgentPages, limit: int, ended: str | None) -> list[dict[str, A
 def _asked(agents: Sequence[AgentPages], room: int, instance: str | None) -> tuple[list[dict[str, Any]], list[Host]]:
     """Return the answers of the agents that know a room, and the clocks of their hosts. Raises UnknownRoomError."""
     path, query = f"/v1/rooms/{room}", {"instance": instance} if instance else None
-    details, hosts = [], []
-    for agent in agents:
-        answers = [found for _ in range(CLOCK_REQUESTS) if (found := agent.page(path, query)) is not None]
-        if answers:
-            # An answer lacks a worker that got no processor for a while.
-            details.append(max((body for body, _ in answers), key=lambda body: len(body["spans"])))
-            hosts.append(_host(agent, answers))
+
+    def ask(agent: AgentPages, count: int) -> list[tuple[dict[str, Any], Answer]]:
+        found = [agent.page(path, query, fields=("halves", "spans")) for _ in range(count)]
+        return [each for each in found if each is not None]
+
+    known = [(agent, answers) for agent in agents if (answers := ask(agent, REQUESTS))]
+    hosts = [_host(agent, answers) for agent, answers in known]
+    if not all(host.boot_id and host.boot_id == hosts[0].boot_id for host in hosts):
+        for agent, answers in known:
+            answers.extend(ask(agent, CLOCK_REQUESTS - REQUESTS))
+    bodies = [max((body for body, _ in answers), key=lambda body: len(body["spans"])) for _, answers in known]
+    # One agent may have been named by two addresses.
+    own = {frozenset(entry["worker"] for entry in body["halves"]): place for place, body in enumerate(bodies)}
+    details = [bodies[place] for place in own.values()]
+    hosts = [_host(*known[place]) for place in own.values()]
     if not details:
         raise UnknownRoomError(
             f"room {room} is unknown to {', '.join(agent.url for agent in agents)}: `longshore rooms` lists those that an agent "
@@ -161,6 +172,6 @@ def _alignment(details: Sequence[dict[str, Any]], shifts: Sequence[Correction]) 
         if shift.uncertainty_ns:
             lines.append(
                 f"the clock of {workers} was aligned by {shift.shift_ns / _NS_PER_US:.1f} us, and is at most "
-                f"{shift.uncertainty_ns / _NS_PER_US:.1f} us wrong"
+                f"{shift.uncertainty_ns / _NS_PER_US:.1f} us wrong now; clocks drift apart, so trace a room soon after its end"
             )
     return lines

@@ -73,7 +73,8 @@ def _sums(steps: Sequence[Step], first_ns: int, last_ns: int) -> list[str]:
         first_ns, last_ns = found
     else:
         lines.append(
-            "the time to decode's DONE is not known: name the agents of both halves, soon after the room's end"
+            "the time to decode's DONE is not known: the room is open or has failed, an agent of one half is not named, or its "
+            "steps are no longer kept"
         )
     for process in _processes(steps):
         own = [step for step in steps if step.process == process]
