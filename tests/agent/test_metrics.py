@@ -158,6 +158,14 @@ def test_a_snapshot_survives_its_way_to_the_supervisor_and_can_be_asked() -> Non
     assert (snapshot.value("longshore_stage_seconds"), snapshot.count("longshore_stage_seconds")) == (0.5, 1)
 
 
+def test_every_reason_of_a_failed_room_is_shown_at_0_before_the_first_failure() -> None:
+    page = module.render({"d-0/0/0": Metrics().snapshot()})
+    for reason in Reason:
+        line = f'longshore_rooms_total{{worker="d-0/0/0",half="target",outcome="failed",reason="{reason.name.lower()}"}} 0\n'
+        assert (line in page) == (reason not in {Reason.NONE, Reason.CANCELLED})
+    assert 'half="target",outcome="done",reason="none"} 0\n' in page
+
+
 def test_the_table_follows_the_conventions_of_prometheus() -> None:
     names = [row.name for row in TABLE]
     assert len(set(names)) == len(names)

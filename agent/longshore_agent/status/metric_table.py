@@ -50,6 +50,18 @@ _DOMAINS: Mapping[str, tuple[str, ...]] = {
     "protection": PROTECTIONS[1:],
     "result": RESULTS,
 }
+# Reasons with which a room fails; without one it is done, and cancelled rooms have their own outcome.
+_FAILURES = tuple(
+    reason for reason in REASONS if reason not in {Reason.NONE.name.lower(), Reason.CANCELLED.name.lower()}
+)
+# Combinations of labels that are shown at 0 from the start, although their metric has too many to show all: Prometheus'
+# increase() does not see the first count of a series that begins with it.
+SHOWN_AT_ONCE: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "longshore_rooms_total": (
+        ("target", "done", Reason.NONE.name.lower()),
+        *(("target", "failed", reason) for reason in _FAILURES),
+    )
+}
 
 
 def named_wire(wire: str, way: str) -> str:

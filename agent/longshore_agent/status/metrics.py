@@ -15,7 +15,7 @@ from itertools import product
 
 import msgspec
 
-from longshore_agent.status.metric_table import TABLE, Kind, Metric
+from longshore_agent.status.metric_table import SHOWN_AT_ONCE, TABLE, Kind, Metric
 
 # The content type of `render`'s text.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -88,6 +88,8 @@ class Metrics:
             combinations = list(product(*row.domains))
             if row.kind is not Kind.HISTOGRAM and 0 < len(combinations) <= _SERIES_SHOWN_AT_ONCE:
                 self._values[row.name] = dict.fromkeys(combinations, 0)
+        for name, shown in SHOWN_AT_ONCE.items():
+            self._values[name] = dict.fromkeys(shown, 0)
 
     def add(self, name: str, value: float = 1, **labels: str | int) -> None:
         """Add `value`, which is not negative, to a counter."""
