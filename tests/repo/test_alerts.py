@@ -1,6 +1,6 @@
 """Tests that alerts and dashboard name metrics and labels that exist, and that each alert has a runbook and both kinds of tests.
 
-`e2e/test_alert_rules.py` runs these rules, and `e2e/test_dashboard.py` runs every query on pages of real agents.
+`e2e/test_alert_rules.py` runs these rules, and `e2e/test_monitoring.py` runs every query on pages of real agents.
 """
 
 from __future__ import annotations
@@ -130,6 +130,19 @@ def test_an_alert_says_how_bad_it_is_and_has_a_runbook(alert: Rule) -> None:
 def test_a_runbook_is_that_of_an_alert() -> None:
     titles = re.findall(r"^## (.*)$", RUNBOOKS.read_text(encoding="utf-8"), re.MULTILINE)
     assert titles == [alert["alert"] for alert in alerts()]
+
+
+def test_commands_of_the_runbooks_print_what_they_look_for() -> None:
+    text = re.sub(r" \\\n *", " ", RUNBOOKS.read_text(encoding="utf-8"))
+    commands = [line.strip() for line in text.splitlines() if line.startswith("    ")]
+    for command in commands:
+        # `describe` sorts keys, so that a condition's type is its last line.
+        assert not re.search(r"describe dgdep .*\| grep", command), command
+        # `logs` with a selector prints ten lines of each pod, unless told otherwise.
+        assert " logs -l " not in command or "--tail=" in command, command
+        # kubectl hides the body of a 503.
+        assert "agent /readyz" not in command, command
+    assert sum(" logs -l " in command for command in commands) >= 2
 
 
 @pytest.mark.parametrize("alert", alerts(), ids=lambda alert: alert["alert"])
