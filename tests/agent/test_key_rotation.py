@@ -58,6 +58,7 @@ def test_two_rotations_apart_both_sides_keys_are_named_and_nothing_is_dialled(ne
         nets[dials].dial(SOURCE, nets[listens].address)
     for keys in (*RINGS[dials].revisions, *RINGS[listens].revisions):
         assert keys.fingerprint in str(caught.value)
+    assert (nets[dials].refused_count, nets[listens].refused_count) == (1, 0)
 
 
 def test_a_client_of_two_rotations_ago_is_not_let_in_although_it_knows_the_server_key(nets) -> None:

@@ -97,12 +97,14 @@ class PeerNet:
         self.poller.register(self._router, zmq.POLLIN)
         self._strangers = self._router.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
         self._stranger_count = 0
+        self._keyless_count = 0
         self.poller.register(self._strangers, zmq.POLLIN)
 
     @property
     def refused_count(self) -> int:
-        """Number of connections refused because of their key or an invalid handshake."""
-        return self._stranger_count + (self._gatekeeper.refused_count if self._gatekeeper is not None else 0)
+        """Number of connections refused for their key or an invalid handshake, or not made for lack of a common key."""
+        gatekeeper_count = self._gatekeeper.refused_count if self._gatekeeper is not None else 0
+        return self._stranger_count + gatekeeper_count + self._keyless_count
 
     def dial(self, peer: PeerId, address: str, *, admits: bool = True) -> None:
         """Open a connection to a source worker; replace an older one.
@@ -240,6 +242,7 @@ class PeerNet:
         for each in listeners:
             if (keys := self._keys.named(each.key)) is not None:
                 return each.address, keys
+        self._keyless_count += 1
         raise TransportError(
             f"{peer.instance} rank {peer.rank} listens with other keys ({', '.join(each.key for each in listeners)}) than this "
             f"agent has ({', '.join(keys.fingerprint for keys in self._keys.revisions)}): both need keys of one revision of "

@@ -149,7 +149,8 @@ TABLE: tuple[Metric, ...] = (
         "authentication_failures",
         "connections",
         (),
-        "Connections to workers' control ports with a key of another deployment or a malformed handshake.",
+        "Control connections that were refused because of their key or a malformed handshake, or not made because the "
+        "peer has no key in common with this agent.",
     ),
     _counter(
         "http_refusals",
