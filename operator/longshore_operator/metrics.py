@@ -49,7 +49,9 @@ class Metrics:
             registry=self.registry,
         )
         self._silent = Gauge(
-            "longshore_operator_silent_agents", "Agents that did not answer when last asked.", registry=self.registry
+            "longshore_operator_silent_agents",
+            "Agents that were ready once and did not answer when last asked.",
+            registry=self.registry,
         )
 
     def reconciled(self, seconds: float) -> None:

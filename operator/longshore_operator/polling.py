@@ -34,7 +34,7 @@ class Poller:
 
     @property
     def silent_count(self) -> int:
-        """Number of agents that did not answer the last poll."""
+        """Number of agents that did not answer the last poll. One that was never ready does not count."""
         return len(self._silent)
 
     async def run(self) -> None:
@@ -46,6 +46,7 @@ class Poller:
                 if not self._mutex.is_held:
                     # Earlier reports may be old when this replica is active again.
                     self.swept.clear()
+                    self._silent.clear()
                     await self._mutex.held()
                 started_s = time.monotonic()
                 await self.sweep(session)
@@ -96,12 +97,14 @@ class Poller:
 
     def _missed(self, pod: AgentPod) -> None:
         """Record a missed answer. If the last answer is too old, queue the agent's deployment."""
-        self._silent.add(pod.uid)
         now_s = time.monotonic()
         poll = self._world.polls.setdefault(pod.uid, Poll(now_s, None))
         if poll.report is None and not pod.ready:
             # It is still starting: an agent is silent only after it was ready once.
-            poll = self._world.polls[pod.uid] = Poll(now_s, None)
+            self._world.polls[pod.uid] = Poll(now_s, None)
+            self._silent.discard(pod.uid)
+            return
+        self._silent.add(pod.uid)
         age_s = now_s - poll.answered_s
         if self._settings.poll_stale_s < age_s <= self._settings.poll_stale_s + 2 * self._settings.poll_s:
             self._queue.add([pod.key])

@@ -109,11 +109,13 @@ def test_an_agent_that_starts_for_long_is_not_silent_and_has_the_whole_limit_onc
         for _ in range(6):
             await one.sweep(10)
             assert not one.silent
+            assert one.poller.silent_count == 0
         one.put_pod(ready=True)
         one.clock.now_s += 25
         assert not one.silent
         await one.sweep(10)
         assert one.silent
+        assert one.poller.silent_count == 1
 
     asked(monkeypatch, scenario)
 
@@ -159,6 +161,36 @@ def test_an_agent_that_says_the_same_after_a_silence_has_its_deployment_looked_a
         await one.sweep(10)
         assert not one.silent
         assert len(one.queue) == 1
+
+    asked(monkeypatch, scenario)
+
+
+class Lease:
+    """A mutex that this replica holds or not."""
+
+    def __init__(self) -> None:
+        self.is_held = True
+        self.waits = asyncio.Event()
+
+    async def held(self) -> None:
+        self.waits.set()
+        await asyncio.Event().wait()
+
+
+def test_a_replica_that_loses_the_lease_counts_no_silent_agents(monkeypatch) -> None:
+    async def scenario(one: Asked) -> None:
+        lease = Lease()
+        settings = dataclasses.replace(one.settings, poll_s=0.01)
+        poller = Poller(one.scene.world, one.queue, lease, settings)  # type: ignore[arg-type]
+        one.put_pod(ready=True)
+        polling = asyncio.create_task(poller.run())
+        await asyncio.wait_for(poller.swept.wait(), 10)
+        assert poller.silent_count == 1
+        lease.is_held = False
+        await asyncio.wait_for(lease.waits.wait(), 10)
+        assert poller.silent_count == 0
+        polling.cancel()
+        await asyncio.gather(polling, return_exceptions=True)
 
     asked(monkeypatch, scenario)
 
