@@ -33,6 +33,17 @@ def reasons(state: structs.AgentSnapshot, rules: Rules = RULES) -> list[str]:
     return [check.reason for check in readiness(state, rules).checks if not check.ok]
 
 
+def shown(state: structs.AgentSnapshot) -> list[str]:
+    """Return the lines of the readiness gauge."""
+    return [line for line in asked(state, "/metrics").text.splitlines() if line.startswith("longshore_ready")]
+
+
+def test_metrics_show_the_verdict_of_readyz_once() -> None:
+    assert shown(agent(worker(), worker("d/1"))) == ['longshore_ready{worker="supervisor"} 1']
+    assert shown(agent(worker(), draining=True)) == ['longshore_ready{worker="supervisor"} 0']
+    assert shown(agent()) == ['longshore_ready{worker="supervisor"} 0']
+
+
 def test_an_agent_whose_self_test_moved_its_bytes_is_ready_without_engines() -> None:
     answer = asked(agent(worker()), "/readyz")
     assert answer.status_code == 200

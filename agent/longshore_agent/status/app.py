@@ -20,7 +20,7 @@ from starlette.routing import Route
 from longshore_agent.settings import Settings
 from longshore_agent.status import rooms
 from longshore_agent.status.checks import Check, Rules, Verdict, liveness, readiness, unready
-from longshore_agent.status.metrics import CONTENT_TYPE, render
+from longshore_agent.status.metrics import CONTENT_TYPE, MetricsSnapshot, ready, render
 from longshore_agent.status.plans import PlanDefaults, PlanQuery, PlanView, answer
 from longshore_agent.status.snapshot import AgentSnapshot, AgentStatus, InstanceStatus
 from longshore_agent.transports.own_network import host_identity
@@ -113,7 +113,8 @@ def _add_health(app: FastAPI, source: StatusSource, rules: Rules) -> None:
     def metrics() -> Response:
         """All metrics of the supervisor and of each worker, for Prometheus."""
         snapshot = _asked(source)
-        found = {SUPERVISOR: snapshot.metrics} | {worker.worker: worker.metrics for worker in snapshot.workers}
+        own = MetricsSnapshot((*ready(readiness(snapshot, rules).ok).series, *snapshot.metrics.series))
+        found = {SUPERVISOR: own} | {worker.worker: worker.metrics for worker in snapshot.workers}
         assert len(found) == len(snapshot.workers) + 1, [worker.worker for worker in snapshot.workers]
         return Response(render(found), headers={"content-type": CONTENT_TYPE})
 

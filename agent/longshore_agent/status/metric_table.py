@@ -38,6 +38,9 @@ REASONS = tuple(reason.name.lower() for reason in Reason)
 # 10 us to 10 s: from one CPU gather of a small slab to a peer that is nearly lost.
 SECONDS_BUCKETS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
+# Whether the agent is ready. The page sets it from the verdict of /readyz; no process counts it.
+READY = "longshore_ready"
+
 _DOMAINS: Mapping[str, tuple[str, ...]] = {
     "stage": STAGES,
     "half": HALVES,
@@ -97,6 +100,7 @@ def _gauge(name: str, unit: str, labels: tuple[str, ...], meaning: str) -> Metri
 
 
 TABLE: tuple[Metric, ...] = (
+    Metric(READY, Kind.GAUGE, "agents", (), "1 if /readyz says that engines may use this agent, else 0."),
     Metric(
         "longshore_stage_seconds",
         Kind.HISTOGRAM,

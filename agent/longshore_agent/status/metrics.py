@@ -15,7 +15,7 @@ from itertools import product
 
 import msgspec
 
-from longshore_agent.status.metric_table import SHOWN_AT_ONCE, TABLE, Kind, Metric
+from longshore_agent.status.metric_table import READY, SHOWN_AT_ONCE, TABLE, Kind, Metric
 
 # The content type of `render`'s text.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -75,6 +75,11 @@ class MetricsSnapshot(msgspec.Struct, frozen=True, array_like=True):
                 yield series
 
 
+def ready(verdict: bool) -> MetricsSnapshot:
+    """Return the gauge of the agent's readiness."""
+    return MetricsSnapshot((Series(READY, (), float(verdict)),))
+
+
 class Metrics:
     """The counts of one process. Asserts that metrics, labels and their values are in the table."""
 
@@ -86,7 +91,8 @@ class Metrics:
             self._values[row.name] = {}
             self._buckets[row.name] = {}
             combinations = list(product(*row.domains))
-            if row.kind is not Kind.HISTOGRAM and 0 < len(combinations) <= _SERIES_SHOWN_AT_ONCE:
+            counted = row.kind is not Kind.HISTOGRAM and row.name != READY
+            if counted and 0 < len(combinations) <= _SERIES_SHOWN_AT_ONCE:
                 self._values[row.name] = dict.fromkeys(combinations, 0)
         for name, shown in SHOWN_AT_ONCE.items():
             self._values[name] = dict.fromkeys(shown, 0)
