@@ -216,3 +216,13 @@ def test_the_wire_of_written_bytes_is_one_of_the_table(wire: str, way: str, labe
     counts = Metrics()
     counts.add("longshore_written_bytes_total", 7, way=way, wire=named_wire(wire, way))
     assert counts.snapshot().value("longshore_written_bytes_total", way=way, wire=label) == 7
+
+
+def test_no_peer_has_the_wire_of_direct_copies() -> None:
+    found = {
+        dict(labels)["wire"]
+        for name, labels in parsed(render({"w": Metrics().snapshot()}))
+        if name == "longshore_peer_wires"
+    }
+    assert "Unknown" in found
+    assert "None" not in found

@@ -15,7 +15,7 @@ from itertools import product
 
 import msgspec
 
-from longshore_agent.status.metric_table import READY, SHOWN_AT_ONCE, TABLE, Kind, Metric
+from longshore_agent.status.metric_table import NO_WIRE, READY, SHOWN_AT_ONCE, TABLE, Kind, Metric
 
 # The content type of `render`'s text.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -96,6 +96,8 @@ class Metrics:
                 self._values[row.name] = dict.fromkeys(combinations, 0)
         for name, shown in SHOWN_AT_ONCE.items():
             self._values[name] = dict.fromkeys(shown, 0)
+        # Peers that copy directly have no wire.
+        del self._values["longshore_peer_wires"][NO_WIRE,]
 
     def add(self, name: str, value: float = 1, **labels: str | int) -> None:
         """Add `value`, which is not negative, to a counter."""
