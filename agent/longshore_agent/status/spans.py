@@ -101,7 +101,7 @@ class SpanRecorder:
         """Return the newest `limit` spans of a room of any prefill instance, or of `instance`, sorted by start."""
         found = []
         for span in self._copy():
-            # Without a call, since this thread does nothing else meanwhile.
+            # A call for each span would double the time in which the control thread does nothing else.
             key = span[1].key if isinstance(span[1], PairKey) else span[1]
             if key.room == room and instance in (None, key.instance):
                 found.append(span)
@@ -117,27 +117,15 @@ class SpanRecorder:
             return list(self._spans)
 
 
-def _room(key: PairKey | RoomKey) -> RoomKey:
-    return key.key if isinstance(key, PairKey) else key
-
-
 def _ordered(found: list[_Record], limit: int) -> tuple[Span, ...]:
     assert limit > 0, limit
     found.sort(key=lambda span: span[4:6])
-    return tuple(_span(*span) for span in found[-limit:])
+    return tuple(_span(record) for record in found[-limit:])
 
 
-def _span(
-    stage: str,
-    key: PairKey | RoomKey,
-    slab: int,
-    lane: int,
-    start_ns: int,
-    end_ns: int,
-    kind: Kind,
-    woken_ns: int,
-) -> Span:
-    room, pair = _room(key), key if isinstance(key, PairKey) else None
+def _span(record: _Record) -> Span:
+    stage, key, slab, lane, start_ns, end_ns, kind, woken_ns = record
+    room, pair = (key.key, key) if isinstance(key, PairKey) else (key, None)
     return Span(
         stage=stage,
         instance=room.instance,

@@ -133,21 +133,22 @@ def _asked(agents: Sequence[AgentPages], room: int, instance: str | None) -> tup
         found = [agent.page(path, query, fields=("halves", "spans")) for _ in range(count)]
         return [each for each in found if each is not None]
 
-    known = [(agent, answers) for agent in agents if (answers := ask(agent, REQUESTS))]
-    hosts = [_host(agent, answers) for agent, answers in known]
-    if not all(host.boot_id and host.boot_id == hosts[0].boot_id for host in hosts):
-        for agent, answers in known:
-            answers.extend(ask(agent, CLOCK_REQUESTS - REQUESTS))
-    bodies = [max((body for body, _ in answers), key=lambda body: len(body["spans"])) for _, answers in known]
-    # One agent may have been named by two addresses.
-    own = {frozenset(entry["worker"] for entry in body["halves"]): place for place, body in enumerate(bodies)}
-    details = [bodies[place] for place in own.values()]
-    hosts = [_host(*known[place]) for place in own.values()]
-    if not details:
+    known = {}
+    for agent in agents:
+        if answers := ask(agent, REQUESTS):
+            # One agent may have been named by two addresses.
+            known[frozenset(entry["worker"] for body, _ in answers for entry in body["halves"])] = agent, answers
+    if not known:
         raise UnknownRoomError(
             f"room {room} is unknown to {', '.join(agent.url for agent in agents)}: `longshore rooms` lists those that an agent "
             "keeps; name the agents of its prefill and decode instances, with --instance only a prefill instance"
         )
+    hosts = [_host(*each) for each in known.values()]
+    if not all(host.boot_id and host.boot_id == hosts[0].boot_id for host in hosts):
+        for agent, answers in known.values():
+            answers.extend(ask(agent, CLOCK_REQUESTS - REQUESTS))
+        hosts = [_host(*each) for each in known.values()]
+    details = [max((body for body, _ in answers), key=lambda body: len(body["spans"])) for _, answers in known.values()]
     return details, hosts
 
 
