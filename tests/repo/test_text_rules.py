@@ -1,4 +1,4 @@
-"""Tests that the tree has no TODO without an issue, no path of one machine, and no host of packages."""
+"""Tests that the tree has no TODO without an issue, no path of one machine, no host of packages, and no dead link."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tree_of_files import file_paths, text_files
+from tree_of_files import ROOT, file_paths, text_files
 
 # This file names the banned words. The licence's text must not change.
 EXEMPT = {Path("tests/repo/test_text_rules.py"), Path("LICENSE")}
@@ -18,6 +18,9 @@ REGISTRY_HOST = re.compile(
     r"\b(?:pypi\.org|pythonhosted\.org|download\.pytorch\.org|pypi\.nvidia\.com|anaconda\.org|ghcr\.io|quay\.io|docker\.io"
     r"|nvcr\.io|gcr\.io|pkg\.dev|registry\.k8s\.io|registry\.\w+\.\w+|proxy\.golang\.org|artifactory\.\w+)\b",
 )
+# The target of a link between Markdown files, and its section.
+LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 GENERATED_FOLDERS = {"__pycache__", ".venv", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"}
 
 
@@ -43,6 +46,22 @@ def test_no_file_names_a_path_of_one_machine() -> None:
 
 def test_no_file_names_a_host_of_packages_or_images() -> None:
     assert places(REGISTRY_HOST) == []
+
+
+def sections(text: str) -> set[str]:
+    """Return the names by which links reach the headings of a Markdown file."""
+    headings = re.findall(r"^#+ (.*)$", FENCED.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_between_pages_lead_to_files_and_sections_that_exist() -> None:
+    dead = []
+    for path, text in text_files():
+        for target, section in LINK.findall(text) if path.suffix == ".md" else ():
+            file = (ROOT / path.parent / target) if target else ROOT / path
+            known = file.exists() and (not section or section in sections(file.read_text(encoding="utf-8")))
+            dead += [] if known else [f"{path}: {target}#{section}"]
+    assert dead == []
 
 
 def test_nothing_generated_is_in_the_tree() -> None:
