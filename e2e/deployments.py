@@ -98,17 +98,18 @@ class Deployments:
         listed = self.get("dgdep", name).get("status", {}).get("conditions", [])
         return next((entry for entry in listed if entry["type"] == kind), {})
 
-    def wait_reason(self, kind: str, reason: str, name: str = "llama", limit_s: float = 150.0) -> Body:
-        """Return a condition as soon as it has this reason for the current generation."""
+    def wait_reason(self, kind: str, reason: str, name: str = "llama", limit_s: float = 150.0, about: str = "") -> Body:
+        """Return a condition as soon as it has this reason for the current generation and its message says `about`."""
 
         def look() -> Body:
             body = self.get("dgdep", name)
             found: Body = next((c for c in body.get("status", {}).get("conditions", []) if c["type"] == kind), {})
             assert found, body.get("status")
             assert (found["reason"], found["observedGeneration"]) == (reason, body["metadata"]["generation"]), found
+            assert about in found["message"], found
             return found
 
-        return until(look, f"{kind} of {name} is {reason}", limit_s)
+        return until(look, f"{kind} of {name} is {reason} {about}".rstrip(), limit_s)
 
     def ours(self, kind: str, name: str = "llama") -> Sequence[Body]:
         """Return the children of a kind that are not being deleted."""
