@@ -240,7 +240,7 @@ class LocalAgent:
         return body
 
     def _get(self, path: str) -> tuple[int, bytes]:
-        with AgentPages(self.http) as pages:
+        with AgentPages.at(self.http) as pages:
             answer = pages.ask(path)
             return answer.status, answer.body
 

@@ -1,6 +1,6 @@
-"""Reads the HTTP pages of agents, with token and TLS. The only module of the command that speaks HTTP.
+"""Reads the HTTP pages of agents: of one at an address, with token and TLS, or of one that `fetch` reaches otherwise.
 
-Called by `local_agents` for agents that it has started, and by `rooms` for any agent.
+Called by `local_agents` for agents that it has started, by `agents` for those that the user names, and by `cluster`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import http.client
 import ssl
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -46,45 +46,60 @@ class Answer(NamedTuple):
     got_ns: int
 
 
+class Page(NamedTuple):
+    """A page, or the refusal of one."""
+
+    status: int
+    body: bytes
+
+
 class AgentPages:
-    """The pages of one agent, over one connection. A context manager.
+    """The pages of one agent. A context manager.
 
     Args:
-        url: `http://host:port` or `https://host:port`.
-        token: the agent's bearer token; empty: it needs none.
-        authority: PEM file of the authority that has signed its certificate; None: those of the system.
-    Raises:
-        AgentPageError: `url` is no such address, or the authority cannot be read.
+        name: what messages call it: its address, or its pod.
+        fetch: gets a path; raises OSError, HTTPException or a LongshoreError.
+        close: ends what `fetch` holds.
     """
 
-    def __init__(self, url: str, *, token: str = "", authority: Path | None = None) -> None:
-        self.url = url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        try:
-            parts = urlsplit(self.url)
-            if parts.scheme not in {"http", "https"} or not parts.netloc or parts.path:
-                raise ValueError(url)
-            if parts.scheme == "http":
-                self._connection = http.client.HTTPConnection(parts.netloc, timeout=HTTP_TIMEOUT_S)
-            else:
-                self._connection = http.client.HTTPSConnection(
-                    parts.netloc, timeout=HTTP_TIMEOUT_S, context=_trust(authority)
-                )
-        except (ValueError, http.client.InvalidURL) as error:
-            raise AgentPageError(f"{url!r} is no agent: give http://HOST:PORT or https://HOST:PORT") from error
+    def __init__(self, name: str, fetch: Callable[[str], Page], close: Callable[[], None] | None = None) -> None:
+        self.name = name
+        self._fetch = fetch
+        self._close = close
+
+    @classmethod
+    def at(cls, url: str, *, token: str = "", authority: Path | None = None) -> Self:
+        """Return the pages at an address, over one connection.
+
+        Args:
+            url: `http://host:port` or `https://host:port`.
+            token: the agent's bearer token; empty: it needs none.
+            authority: PEM file of the authority that has signed its certificate; None: those of the system.
+        Raises:
+            AgentPageError: `url` is no such address, or the authority cannot be read.
+        """
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        connection = _connection(url.rstrip("/"), authority)
+
+        def fetch(path: str) -> Page:
+            connection.request("GET", path, headers=headers)
+            answer = connection.getresponse()
+            return Page(answer.status, answer.read())
+
+        return cls(url.rstrip("/"), fetch, connection.close)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._connection.close()
+        if self._close:
+            self._close()
 
     def ask(self, path: str) -> Answer:
-        """Return a page with any status. Raises OSError, HTTPException."""
+        """Return a page with any status. Raises what `fetch` raises."""
         sent_ns = time.monotonic_ns()
-        self._connection.request("GET", path, headers=self._headers)
-        answer = self._connection.getresponse()
-        return Answer(answer.status, answer.read(), sent_ns, time.monotonic_ns())
+        status, body = self._fetch(path)
+        return Answer(status, body, sent_ns, time.monotonic_ns())
 
     def page(
         self, path: str, query: Mapping[str, str | int] | None = None, *, fields: Collection[str] = ()
@@ -102,14 +117,14 @@ class AgentPages:
             answer = self.ask(asked)
         except (OSError, http.client.HTTPException, UnicodeError) as error:
             raise AgentPageError(
-                f"the agent at {self.url} cannot be reached: {error}: see agent.json in its run directory for its address, and "
+                f"the agent at {self.name} cannot be reached: {error}: see agent.json in its run directory for its address, and "
                 "give --authority for a certificate that this system does not know"
             ) from error
         if answer.status == NOT_FOUND and _reason(answer.body) == "UnknownRoom":
             return None
         if answer.status == UNAUTHORIZED:
             raise AgentPageError(
-                f"the agent at {self.url} wants its token: give --token-file", reason=Reason.AUTHENTICATION
+                f"the agent at {self.name} wants its token: give --token-file", reason=Reason.AUTHENTICATION
             )
         body = _decoded(answer.body)
         if answer.status == OK and all(field in body for field in fields):
@@ -118,8 +133,20 @@ class AgentPages:
         remedies = {UNAVAILABLE: "it starts, ends or is busy: try again", REFUSED: "it refuses the request"}
         remedy = remedies.get(answer.status, "") if body.get("reason") else ""
         raise AgentPageError(
-            f"{self.url}{asked} answered {answer.status}, {said!r}: {remedy or 'is an agent of this release there?'}"
+            f"{self.name}{asked} answered {answer.status}, {said!r}: {remedy or 'is an agent of this release there?'}"
         )
+
+
+def _connection(url: str, authority: Path | None) -> http.client.HTTPConnection:
+    try:
+        parts = urlsplit(url)
+        if parts.scheme not in {"http", "https"} or not parts.netloc or parts.path:
+            raise ValueError(url)
+        if parts.scheme == "http":
+            return http.client.HTTPConnection(parts.netloc, timeout=HTTP_TIMEOUT_S)
+        return http.client.HTTPSConnection(parts.netloc, timeout=HTTP_TIMEOUT_S, context=_trust(authority))
+    except (ValueError, http.client.InvalidURL) as error:
+        raise AgentPageError(f"{url!r} is no agent: give http://HOST:PORT or https://HOST:PORT") from error
 
 
 def _reason(body: bytes) -> str:

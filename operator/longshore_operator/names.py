@@ -9,10 +9,9 @@ from longshore_wire import names
 FIELD_MANAGER = "longshore-operator"
 COMPONENT = "longshore-operator"
 
-# Holds the deployment's name, on every child and agent pod. Watches select by it.
-DEPLOYMENT_LABEL = "longshore.dev/deployment"
-# The roles of the nodes that an agent's DaemonSet is for, on it and its pods.
-ROLES_LABEL = "longshore.dev/roles"
+# Watches select by it.
+DEPLOYMENT_LABEL = names.DEPLOYMENT_LABEL
+ROLES_LABEL = names.ROLES_LABEL
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"
 # The role of engines, on the ConfigMap for them. The chart's injection finds that by it and by the deployment's label.
 ENGINE_LABEL = "longshore.dev/engine"
@@ -34,7 +33,7 @@ PAGE_ORDER_VARIABLE = f"{names.ENGINE_PREFIX}PAGE_ORDER"
 VLLM_CONFIG_VARIABLE = f"{names.ENGINE_PREFIX}VLLM_CONFIG"
 MPS_HOST_VARIABLE = f"{names.ENGINE_PREFIX}MPS_HOST_DIRECTORY"
 
-CONTAINER = "agent"
+CONTAINER = names.AGENT_CONTAINER
 CONFIG_FILE = names.CONFIG_PATH.rpartition("/")[2]
 KEYS_FILE = "curve.json"
 PREVIOUS_KEYS_FILE = "previous.json"

@@ -173,7 +173,7 @@ def test_a_host_with_another_clock_is_aligned_and_the_uncertainty_is_told(
 ) -> None:
     plain_us = float(TRANSFER.search(traced(place, capsys))[1])
     prefill, decode = (agent.http for agent in place.agents)
-    with AgentPages(decode, token=TOKEN, authority=place.directory / "authority.pem") as pages:
+    with AgentPages.at(decode, token=TOKEN, authority=place.directory / "authority.pem") as pages:
         detail = wait_for(lambda: whole_page(pages, place.room), what="an answer of decode's worker")
     with Shifted(detail) as other:
         text = traced(place, capsys, prefill, other.url)

@@ -13,6 +13,13 @@ PLURAL = "disaggdeployments"
 DEPLOYMENT_NAME_MAX = 40
 NAMESPACE_NAME_MAX = 63
 
+# Holds the deployment's name, on every child and agent pod.
+DEPLOYMENT_LABEL = f"{API_GROUP}/deployment"
+# The roles of the nodes that an agent's DaemonSet is for, on it and its pods: `prefill`, `decode` or `both`.
+ROLES_LABEL = f"{API_GROUP}/roles"
+# The agent's container in its pod.
+AGENT_CONTAINER = "agent"
+
 AGENT_CONFIG_KIND = "AgentConfig"
 # Prefix of all of the product's environment variables. An unknown variable with this prefix is an error.
 ENVIRONMENT_PREFIX = "LONGSHORE_"

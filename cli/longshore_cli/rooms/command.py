@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
+from longshore_cli import agents
 from longshore_cli.arguments import new_file, whole
 from longshore_cli.rooms import listing, timeline
 from longshore_cli.rooms.clocks import Correction, Exchange, Host, corrections
@@ -27,7 +26,7 @@ _NS_PER_US = 1000
 
 def add_rooms_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `show_rooms` reads."""
-    _add_agents(parser)
+    agents.add_arguments(parser)
     parser.add_argument("--limit", type=whole(1), default=100, help="rooms of each agent, lowest numbers first (100)")
     parser.add_argument("--ended", choices=("true", "false"), help="show only ended rooms, or only open ones")
     parser.add_argument("-o", "--output", choices=("table", "json"), default="table", help="the format (table)")
@@ -38,17 +37,21 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     subjects = parser.add_subparsers(dest="subject", metavar="SUBJECT", required=True)
     room = subjects.add_parser("room", help="the timeline of one room in all its processes")
     room.add_argument("room", type=whole(0), metavar="ID", help="the room's number")
-    _add_agents(room)
+    agents.add_arguments(room, name_as_option=True)
     room.add_argument("--instance", help="the prefill instance, if several have a room of this number")
     room.add_argument("-o", "--output", type=new_file, help="write the timeline to this file, for ui.perfetto.dev")
 
 
 def show_rooms(arguments: argparse.Namespace) -> int:
-    """Print the rooms of all agents; return 0, or 1 if an agent does not answer."""
+    """Print the rooms of all agents that answer; return 0, or 1 if one does not."""
 
-    def show(agents: Sequence[AgentPages]) -> None:
-        pages = [(agent.url, _rooms(agent, arguments.limit, arguments.ended)) for agent in agents]
-        print(listing.as_json(pages) if arguments.output == "json" else listing.table(pages))
+    def show(pages: Sequence[AgentPages]) -> int:
+        found = agents.asked(
+            "rooms", pages, lambda agent: (agent.name, _rooms(agent, arguments.limit, arguments.ended))
+        )
+        if found:
+            print(listing.as_json(found) if arguments.output == "json" else listing.table(found))
+        return int(len(found) < len(pages))
 
     return _with_agents("rooms", arguments, show)
 
@@ -56,8 +59,8 @@ def show_rooms(arguments: argparse.Namespace) -> int:
 def trace(arguments: argparse.Namespace) -> int:
     """Print the timeline of a room and write its file; return 0, or 1 if there is none."""
 
-    def show(agents: Sequence[AgentPages]) -> None:
-        details, hosts = _asked(agents, arguments.room, arguments.instance)
+    def show(pages: Sequence[AgentPages]) -> int:
+        details, hosts = _asked(pages, arguments.room, arguments.instance)
         shifts = corrections(hosts)
         steps = joined(details, shifts)
         print(timeline.table(steps))
@@ -66,48 +69,18 @@ def trace(arguments: argparse.Namespace) -> int:
         if arguments.output:
             timeline.write(steps, arguments.output)
             print(f"wrote {arguments.output}: open it at ui.perfetto.dev")
+        return 0
 
     return _with_agents("trace", arguments, show)
 
 
-def _add_agents(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--agent",
-        action="append",
-        required=True,
-        metavar="URL",
-        help="an agent's address, as its agent.json has it; give it again for each further agent",
-    )
-    parser.add_argument("--token-file", type=Path, help="file with the token of the agents' pages")
-    parser.add_argument("--authority", type=Path, help="PEM file of the authority of the agents' certificates")
-
-
-def _with_agents(command: str, arguments: argparse.Namespace, show: Callable[[Sequence[AgentPages]], None]) -> int:
+def _with_agents(command: str, arguments: argparse.Namespace, show: Callable[[Sequence[AgentPages]], int]) -> int:
     try:
-        token = _token(arguments.token_file)
-        with ExitStack() as stack:
-            show(
-                [
-                    stack.enter_context(AgentPages(url, token=token, authority=arguments.authority))
-                    for url in dict.fromkeys(url.rstrip("/") for url in arguments.agent)
-                ]
-            )
+        with agents.opened(arguments) as pages:
+            return show(pages)
     except LongshoreError as error:
         sys.stderr.write(f"longshore {command}: {error}\n")
         return 1
-    return 0
-
-
-def _token(path: Path | None) -> str:
-    if path is None:
-        return ""
-    try:
-        token = path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise AgentPageError(f"--token-file {path}: {error}: name the file with the agents' token") from error
-    if not token or not token.isprintable():
-        raise AgentPageError(f"--token-file {path} is empty or has several lines: name the file with the agents' token")
-    return token
 
 
 def _rooms(agent: AgentPages, limit: int, ended: str | None) -> list[dict[str, Any]]:
@@ -125,7 +98,7 @@ def _rooms(agent: AgentPages, limit: int, ended: str | None) -> list[dict[str, A
     return found
 
 
-def _asked(agents: Sequence[AgentPages], room: int, instance: str | None) -> tuple[list[dict[str, Any]], list[Host]]:
+def _asked(pages: Sequence[AgentPages], room: int, instance: str | None) -> tuple[list[dict[str, Any]], list[Host]]:
     """Return the answers of the agents that know a room, and the clocks of their hosts. Raises UnknownRoomError."""
     path, query = f"/v1/rooms/{room}", {"instance": instance} if instance else None
 
@@ -134,13 +107,14 @@ def _asked(agents: Sequence[AgentPages], room: int, instance: str | None) -> tup
         return [each for each in found if each is not None]
 
     known = {}
-    for agent in agents:
-        if answers := ask(agent, REQUESTS):
+    answered = agents.asked("trace", pages, lambda agent: (agent, ask(agent, REQUESTS)))
+    for agent, answers in answered:
+        if answers:
             # One agent may have been named by two addresses.
             known[frozenset(entry["worker"] for body, _ in answers for entry in body["halves"])] = agent, answers
     if not known:
         raise UnknownRoomError(
-            f"room {room} is unknown to {', '.join(agent.url for agent in agents)}: `longshore rooms` lists those that an agent "
+            f"room {room} is unknown to {', '.join(agent.name for agent, _ in answered) or 'every agent'}: `longshore rooms` lists those that an agent "
             "keeps; name the agents of its prefill and decode instances, with --instance only a prefill instance"
         )
     hosts = [_host(*each) for each in known.values()]
@@ -157,7 +131,7 @@ def _host(agent: AgentPages, answers: Sequence[tuple[dict[str, Any], Answer]]) -
     for body, answer in answers:
         clock = body.get("clock")
         if clock is None:
-            raise AgentPageError(f"the agent at {agent.url} does not tell its clock: update it to this release")
+            raise AgentPageError(f"the agent at {agent.name} does not tell its clock: update it to this release")
         boot_id = str(clock["boot_id"])
         exchanges.append(Exchange(answer.sent_ns, int(clock["received_ns"]), int(clock["answered_ns"]), answer.got_ns))
     return Host(boot_id, exchanges)

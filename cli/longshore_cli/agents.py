@@ -1,0 +1,98 @@
+"""Opens the pages of the agents that a command's arguments name: those of a deployment, or those at some addresses."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from longshore_cli import cluster
+from longshore_cli.cluster import CONNECTIONS, Cluster
+from longshore_cli.status_pages import AgentPageError, AgentPages
+from longshore_wire.errors import LongshoreError
+
+_Answer = TypeVar("_Answer")
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, name_as_option: bool = False) -> None:
+    """Declare what `opened` reads. The deployment's name is a positional argument, or else the option --deployment."""
+    what = "agents of this DisaggDeployment (of all of the namespace)"
+    if name_as_option:
+        parser.add_argument("--deployment", metavar="NAME", default="", help=what)
+    else:
+        parser.add_argument("deployment", metavar="NAME", nargs="?", default="", help=what)
+    cluster.add_arguments(parser)
+    one = parser.add_argument_group("agents by their addresses, without a cluster")
+    one.add_argument(
+        "--agent",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="an agent's address, as its agent.json has it; give it again for each further agent",
+    )
+    one.add_argument("--token-file", type=Path, help="file with the token of these agents' pages")
+    one.add_argument("--authority", type=Path, help="PEM file of the authority of these agents' certificates")
+
+
+@contextmanager
+def opened(arguments: argparse.Namespace) -> Iterator[Sequence[AgentPages]]:
+    """Open the pages of all agents that the arguments name, at least one.
+
+    Raises:
+        AgentPageError: the arguments contradict each other, or there is no agent.
+        ClusterError: the cluster does not answer.
+    """
+    with ExitStack() as stack:
+        if arguments.agent:
+            if arguments.deployment or arguments.namespace or arguments.context or arguments.kubeconfig:
+                raise AgentPageError("--agent names agents without a cluster: leave out the deployment, or --agent")
+            token = _token(arguments.token_file)
+            urls = dict.fromkeys(url.rstrip("/") for url in arguments.agent)
+            yield [stack.enter_context(AgentPages.at(url, token=token, authority=arguments.authority)) for url in urls]
+            return
+        if arguments.token_file or arguments.authority:
+            raise AgentPageError("--token-file and --authority are for agents that --agent names: give --agent")
+        yield _of_deployment(stack.enter_context(Cluster.connect(arguments)), arguments.deployment)
+
+
+def asked(command: str, pages: Sequence[AgentPages], ask: Callable[[AgentPages], _Answer]) -> list[_Answer]:
+    """Return the answers of the agents that answer, in their order; complain about the others on the error output."""
+
+    def answer(one: AgentPages) -> _Answer | LongshoreError:
+        try:
+            return ask(one)
+        except LongshoreError as error:
+            return error
+
+    with ThreadPoolExecutor(CONNECTIONS) as threads:
+        found = list(threads.map(answer, pages))
+    for each in found:
+        if isinstance(each, LongshoreError):
+            sys.stderr.write(f"longshore {command}: {each}\n")
+    return [each for each in found if not isinstance(each, LongshoreError)]
+
+
+def _of_deployment(found: Cluster, deployment: str) -> Sequence[AgentPages]:
+    pods = found.agents(deployment)
+    if not pods:
+        if deployment:
+            found.deployment(deployment)
+        whose = f"DisaggDeployment {deployment}" if deployment else f"namespace {found.namespace}"
+        raise AgentPageError(f"{whose} has no pods of agents: `kubectl describe dgdep -n {found.namespace}` says why")
+    return [found.pages(pod) for pod in pods]
+
+
+def _token(path: Path | None) -> str:
+    if path is None:
+        return ""
+    try:
+        token = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise AgentPageError(f"--token-file {path}: {error}: name the file with the agents' token") from error
+    if not token or not token.isprintable():
+        raise AgentPageError(f"--token-file {path} is empty or has several lines: name the file with the agents' token")
+    return token

@@ -1,0 +1,262 @@
+"""Reads a cluster with the user's kubeconfig, as kubectl does. The only module of the command that knows Kubernetes.
+
+Objects are the API server's JSON. The pages of agents in pods are read through the API server's proxy, so that neither a
+route to the pods nor a port-forward is needed. The user needs the right to `get` `pods/proxy`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+from urllib.parse import quote, urlencode
+
+from longshore_cli.status_pages import HTTP_TIMEOUT_S, AgentPages, Page
+from longshore_wire import names
+from longshore_wire.errors import LongshoreError, Reason
+
+Body = dict[str, Any]
+
+DEPLOYMENTS = f"/apis/{names.API_GROUP_VERSION}"
+# Objects in one page of a list. Bounds the memory that one answer takes.
+_PAGE_COUNT = 500
+# Requests of one command at the same time.
+CONNECTIONS = 16
+_SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
+_OK, _UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND = 200, 401, 403, 404
+
+
+class ClusterError(LongshoreError):
+    """The API server cannot be reached or refuses a request; names the request and the way out."""
+
+    reason = Reason.INTERNAL
+
+
+class MissingError(ClusterError):
+    """An object or a kind of objects is not there."""
+
+
+class DeniedError(ClusterError):
+    """The user may not do this."""
+
+    reason = Reason.AUTHENTICATION
+
+
+class AgentPod(NamedTuple):
+    """The pod of an agent.
+
+    Attributes:
+        deployment: the name of its DisaggDeployment, in the same namespace.
+        roles: `prefill`, `decode` or `both`.
+        port: of its HTTP pages; 0: the pod declares none.
+        body: the whole object.
+    """
+
+    namespace: str
+    name: str
+    node: str
+    deployment: str
+    roles: str
+    port: int
+    ready: bool
+    body: Body
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what `connect` reads, by kubectl's names."""
+    parser.add_argument("-n", "--namespace", help="the namespace of the deployment (that of the context)")
+    parser.add_argument("--context", help="the context of the kubeconfig (its current one)")
+    parser.add_argument("--kubeconfig", help="path of the kubeconfig (that of KUBECONFIG, else ~/.kube/config)")
+
+
+class Cluster:
+    """One API server. A context manager.
+
+    Attributes:
+        host: its address.
+        namespace: that of the arguments, or of the context.
+    """
+
+    def __init__(self, client: Any, namespace: str) -> None:
+        self._client = client
+        self.host: str = client.configuration.host
+        self.namespace = namespace
+
+    @classmethod
+    def connect(cls, arguments: argparse.Namespace) -> Self:
+        """Open what the kubeconfig names, in a pod without one the pod's ServiceAccount. Raises ClusterError."""
+        try:
+            import yaml  # type: ignore[import-untyped]
+            from kubernetes import config
+            from kubernetes.client import ApiClient, Configuration
+        except ModuleNotFoundError as error:
+            raise ClusterError(f"{error.name} cannot be imported: install longshore[cli]") from error
+        configuration = Configuration()
+        known: Any = config
+        try:
+            if _in_a_pod(arguments):
+                known.load_incluster_config(client_configuration=configuration)
+                namespace = Path(_SERVICE_ACCOUNT, "namespace").read_text(encoding="ascii").strip()
+            else:
+                known.load_kube_config(arguments.kubeconfig, arguments.context, configuration)
+                contexts, current = known.list_kube_config_contexts(arguments.kubeconfig)
+                chosen = next((each for each in contexts if each["name"] == arguments.context), current)
+                namespace = chosen["context"].get("namespace") or "default"
+        except (config.ConfigException, yaml.YAMLError, OSError, TypeError) as error:
+            raise ClusterError(
+                f"no cluster is known: {error}: set KUBECONFIG, or give --kubeconfig and --context"
+            ) from error
+        configuration.retries = False
+        configuration.connection_pool_maxsize = CONNECTIONS
+        return cls(ApiClient(configuration), arguments.namespace or namespace)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    def get(self, path: str, query: Mapping[str, str] | None = None) -> Body:
+        """Return an object. Raises ClusterError."""
+        return self._read("GET", f"{path}?{urlencode(query)}" if query else path)
+
+    def create(self, path: str, body: Body) -> Body:
+        """Create an object, such as a review of rights, and return it. Raises ClusterError."""
+        return self._read("POST", path, body)
+
+    def listed(self, path: str, query: Mapping[str, str] | None = None) -> list[Body]:
+        """Return all objects of a list, in pages. Raises ClusterError."""
+        found: list[Body] = []
+        asked = {"limit": str(_PAGE_COUNT), **(query or {})}
+        while True:
+            page = self.get(path, asked)
+            found += page.get("items") or []
+            token = page.get("metadata", {}).get("continue")
+            if not token:
+                return found
+            asked["continue"] = token
+
+    def deployments(self, namespace: str | None = None) -> list[Body]:
+        """Return the DisaggDeployments of a namespace, of all for an empty one (that of the arguments)."""
+        return self.listed(_within(DEPLOYMENTS, self.namespace if namespace is None else namespace, names.PLURAL))
+
+    def deployment(self, name: str) -> Body:
+        """Return one DisaggDeployment. Raises MissingError that names those there are."""
+        try:
+            return self.get(f"{_within(DEPLOYMENTS, self.namespace, names.PLURAL)}/{quote(name)}")
+        except MissingError as error:
+            others = [body["metadata"]["name"] for body in self.deployments()]
+            there = f"it has {', '.join(others)}" if others else "it has none: give -n NAMESPACE"
+            raise MissingError(f"namespace {self.namespace} has no {names.KIND} {name}: {there}") from error
+
+    def agents(self, deployment: str = "") -> list[AgentPod]:
+        """Return the agents' pods of a deployment of our namespace, of all for an empty name, ordered by node.
+
+        Pods that are being deleted are left out.
+        """
+        label = f"{names.DEPLOYMENT_LABEL}={deployment}" if deployment else names.DEPLOYMENT_LABEL
+        pods = self.listed(_within("/api/v1", self.namespace, "pods"), {"labelSelector": label})
+        there = [_agent_pod(pod) for pod in pods if "deletionTimestamp" not in pod["metadata"]]
+        return sorted(there, key=lambda agent: (agent.deployment, agent.node, agent.name))
+
+    def pages(self, agent: AgentPod) -> AgentPages:
+        """Return an agent's pages, read through the API server's proxy."""
+        pod = f"/api/v1/namespaces/{agent.namespace}/pods/{agent.name}:{agent.port}/proxy"
+
+        def fetch(path: str) -> Page:
+            status, body = self._send("GET", f"{pod}{path}", None)
+            # A Status is of the API server, not of the agent.
+            if said := _message(body):
+                if status == _FORBIDDEN:
+                    raise DeniedError(f"{said}: ask for the right to get pods/proxy in {agent.namespace}")
+                raise ClusterError(f"the agent in pod {agent.namespace}/{agent.name} cannot be reached: {said}")
+            if status == _UNAUTHORIZED:
+                raise DeniedError(
+                    f"the agent in pod {agent.namespace}/{agent.name} wants its token, which the API server does not pass "
+                    "on: forward the agent's port by `kubectl port-forward`, and give --agent and --token-file"
+                )
+            return Page(status, body)
+
+        return AgentPages(f"{agent.namespace}/{agent.name} on {agent.node or 'no node'}", fetch)
+
+    def _read(self, verb: str, path: str, body: Body | None = None) -> Body:
+        status, data = self._send(verb, path, body)
+        if _OK <= status < 300:  # noqa: PLR2004
+            return dict(json.loads(data))
+        said = _message(data) or data[:200].decode(errors="replace")
+        what = f"{verb} {path.partition('?')[0]}"
+        if status == _UNAUTHORIZED:
+            raise DeniedError(f"{self.host} does not accept the credentials of the kubeconfig: log in again")
+        if status == _FORBIDDEN:
+            raise DeniedError(f"{said}: ask for this right")
+        if status == _NOT_FOUND:
+            raise MissingError(f"{what}: {said}")
+        raise ClusterError(f"{what}: the API server answered {status}: {said}")
+
+    def _send(self, verb: str, path: str, body: Body | None) -> tuple[int, bytes]:
+        headers = {"Accept": "application/json", "Content-Type": "application/json", "User-Agent": names.PRODUCT}
+        # Read at each call, since tokens of a plugin or a pod are replaced.
+        settings: dict[str, Any] = dict(self._client.configuration.auth_settings())
+        headers |= {str(entry["key"]): str(entry["value"]) for entry in settings.values() if entry["in"] == "header"}
+        with self._foreign_errors():
+            answer = self._client.rest_client.pool_manager.request(
+                verb,
+                f"{self.host}{path}",
+                headers=headers,
+                body=None if body is None else json.dumps(body).encode(),
+                timeout=HTTP_TIMEOUT_S,
+                retries=False,
+            )
+            return answer.status, answer.data
+
+    @contextmanager
+    def _foreign_errors(self) -> Iterator[None]:
+        import urllib3
+
+        try:
+            yield
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise ClusterError(f"the API server {self.host} cannot be reached: {error}") from error
+
+
+def container(pod: Body) -> Body:
+    """Return the agent's container as the pod declares it; empty: it has none."""
+    return next((each for each in pod["spec"].get("containers", ()) if each["name"] == names.AGENT_CONTAINER), {})
+
+
+def _agent_pod(pod: Body) -> AgentPod:
+    metadata = pod["metadata"]
+    conditions: Sequence[Body] = pod.get("status", {}).get("conditions") or ()
+    ports = container(pod).get("ports") or ()
+    return AgentPod(
+        namespace=metadata["namespace"],
+        name=metadata["name"],
+        node=pod["spec"].get("nodeName", ""),
+        deployment=metadata["labels"][names.DEPLOYMENT_LABEL],
+        roles=metadata["labels"].get(names.ROLES_LABEL, ""),
+        port=next((port["containerPort"] for port in ports if port.get("name") == "http"), 0),
+        ready=any(each["type"] == "Ready" and each["status"] == "True" for each in conditions),
+        body=pod,
+    )
+
+
+def _within(group: str, namespace: str, plural: str) -> str:
+    return f"{group}/namespaces/{quote(namespace)}/{plural}" if namespace else f"{group}/{plural}"
+
+
+def _message(data: bytes) -> str:
+    """Return what a Status of the API server says; empty: the data is none."""
+    try:
+        found = json.loads(data)
+    except ValueError:
+        return ""
+    return str(found.get("message") or "") if isinstance(found, dict) and found.get("kind") == "Status" else ""
+
+
+def _in_a_pod(arguments: argparse.Namespace) -> bool:
+    chosen = arguments.kubeconfig or arguments.context or "KUBECONFIG" in os.environ
+    return not chosen and "KUBERNETES_SERVICE_HOST" in os.environ
