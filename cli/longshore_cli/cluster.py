@@ -90,7 +90,7 @@ class Cluster:
     def connect(cls, arguments: argparse.Namespace) -> Self:
         """Open what the kubeconfig names, in a pod without one the pod's ServiceAccount. Raises ClusterError."""
         try:
-            import yaml  # type: ignore[import-untyped]
+            import yaml  # type: ignore[import-untyped, unused-ignore]
             from kubernetes import config
             from kubernetes.client import ApiClient, Configuration
         except ModuleNotFoundError as error:
