@@ -108,7 +108,7 @@ class Cluster:
                 namespace = chosen["context"].get("namespace") or "default"
         except (config.ConfigException, yaml.YAMLError, OSError, TypeError) as error:
             raise ClusterError(
-                f"no cluster is known: {error}: set KUBECONFIG, or give --kubeconfig and --context"
+                f"no cluster is known: {' '.join(str(error).split())}: set KUBECONFIG, or give --kubeconfig and --context"
             ) from error
         configuration.retries = False
         configuration.connection_pool_maxsize = CONNECTIONS

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -68,6 +69,17 @@ class Site:
     def try_helm(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run helm and return its completed process."""
         return self._run("helm", *arguments)
+
+    def longshore(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run our command with this cluster's kubeconfig and return its completed process."""
+        return subprocess.run(
+            [sys.executable, "-m", "longshore_cli.main", *arguments],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_LIMIT_S,
+            env=os.environ | {"KUBECONFIG": str(self.kubeconfig)},
+        )
 
     def apply(self, namespace: str, *objects: dict[str, Any]) -> None:
         """Apply objects."""
