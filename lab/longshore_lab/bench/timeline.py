@@ -95,7 +95,7 @@ class Timeline:
 
 
 def _check_whole(transfer: str, slabs: Mapping[Slab, Mapping[str, object]], stages: tuple[str, ...]) -> None:
-    way_out = "a worker keeps the newest only: move less, or --set spans_max=NUMBER"
+    way_out = "an agent shows the newest 4,096 of a room only, and keeps spans_max of all rooms: move less"
     counts: dict[tuple[int, int], set[int]] = {}
     for slab, found in slabs.items():
         counts.setdefault((slab.source_rank, slab.target_rank), set()).add(slab.slab)
