@@ -75,10 +75,22 @@ def test_pages_are_prepared_after_the_answer_and_a_failure_of_that_is_left_to_th
         prepared.clear()
         assert isinstance(side.say(message), Accepted)
         assert prepared == []
-        side.requests.prepare_new()
-        side.requests.prepare_new()
+        assert [key.room for key in side.requests.prepare_new()] == [1]
+        assert list(side.requests.prepare_new()) == []
         assert prepared == [(half, [1, 2] if half is Half.SOURCE else [3, 4])]
         assert len(side.core.rooms) == 1
+
+
+def test_pages_of_a_pool_that_was_unmapped_are_not_prepared(make):
+    prepared = []
+    side = make("D", Half.TARGET)
+    side.requests.prepare_pages = lambda _pool, table, _half, _ways: prepared.append(table.pages.tolist())
+    for pool in (0, 1):
+        side.register(pool)
+        assert isinstance(side.say(msgspec.structs.replace(claim(pool, 8, pages(3, 4 + pool)), pool=pool)), Accepted)
+    side.requests.let_go(0)
+    assert [key.pool for key in side.requests.prepare_new()] == [1]
+    assert prepared == [[3, 5]]
 
 
 def test_a_page_that_an_open_room_writes_is_refused_to_every_other_room_until_it_is_released(make):

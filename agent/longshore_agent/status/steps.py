@@ -80,11 +80,13 @@ class StepLog:
         else:
             self._record(type(message).__name__, self._asked, -1, Kind.HANDLE)
 
-    def prepared(self) -> None:
-        """Record that the pages of the engine's request were prepared, which ends its handling."""
-        if self._asked is not None:
-            self._record("prepare pages", self._asked, -1, Kind.START)
+    def answered(self) -> None:
+        """End the handling of a request. Later answers are to others."""
         self._asked = None
+
+    def prepared(self, key: RoomKey) -> None:
+        """Record that pages of a room were prepared."""
+        self._record("prepare pages", key, -1, Kind.START)
 
     def told(self, message: ToEngine) -> None:
         """Record that an event or an answer was sent to the engine."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -99,7 +99,7 @@ class EngineRequests:
     finishes_claimed: bool = False  # while closing, a room that decode has claimed may still be offered
     _partial_claims: dict[tuple[str, int, int], bytearray] = field(default_factory=dict)
     _torn_count: int = 0  # as of the last `fail_torn`
-    _unprepared: list[tuple[KVPool, PageTable, Half, frozenset[Way]]] = field(default_factory=list)
+    _unprepared: list[tuple[RoomKey, KVPool, PageTable, Half, frozenset[Way]]] = field(default_factory=list)
 
     def handle(self, message: ToAgent, descriptors: list[int], now_ns: int) -> ToEngine | None:
         """Handle one request; return its answer, or None if the answer comes later or is not due."""
@@ -134,12 +134,19 @@ class EngineRequests:
             raise RoomError("this connection has said Hello already", reason=Reason.MALFORMED_MESSAGE)
         return Accepted(message.request)
 
-    def prepare_new(self) -> None:
-        """Prepare the pages that the last requests have added. Their engine has its answers and does not wait for this."""
-        while self._unprepared:
+    def prepare_new(self) -> Iterator[RoomKey]:
+        """Prepare the pages that the last requests have added, and yield each one's room.
+
+        Neither the engine nor peers wait for this: their messages have left. A slab that starts earlier prepares its pages.
+        """
+        unprepared, self._unprepared = self._unprepared, []
+        for key, pool, table, half, ways in unprepared:
+            if pool.closed_s is not None:
+                continue
             # A copy prepares them again, and fails its room alone.
             with contextlib.suppress(LongshoreError):
-                self.prepare_pages(*self._unprepared.pop())
+                self.prepare_pages(pool, table, half, ways)
+            yield key
 
     # -- pools -----------------------------------------------------------------------------------------------------
 
@@ -286,7 +293,7 @@ class EngineRequests:
             else:
                 self.tables[Half.SOURCE, key] = old
             raise
-        self._unprepared.append((pool.kv_pool, table, Half.SOURCE, self._claimed_ways(key)))
+        self._unprepared.append((key, pool.kv_pool, table, Half.SOURCE, self._claimed_ways(key)))
 
     def _claimed_ways(self, key: RoomKey) -> frozenset[Way]:
         room = self.source.rooms.get(key) if self.source is not None else None
@@ -342,7 +349,7 @@ class EngineRequests:
             del self.tables[Half.TARGET, key]
             raise
         pool.claimed[pages] = True
-        self._unprepared.append((pool.kv_pool, table, Half.TARGET, frozenset()))
+        self._unprepared.append((key, pool.kv_pool, table, Half.TARGET, frozenset()))
         return Accepted(message.request)
 
     def release(self, half: Half, key: RoomKey) -> bool:

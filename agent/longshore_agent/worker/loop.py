@@ -181,6 +181,10 @@ class Worker:
         for session in self.sessions.values():
             session.tick(now_ns)
         self._flush(now_ns)
+        # A claim has left before its page ids are copied to a GPU.
+        self._steps.begin()
+        for key in self.requests.prepare_new():
+            self._steps.prepared(key)
         if self._engine_error:
             self._engine_lost(self._engine_error, now_ns)
         self._gc_policy.rest(now_ns, busy=any(session.rooms for session in self.sessions.values()))
@@ -337,8 +341,7 @@ class Worker:
                     self.net.counters[f"refused.{answer.reason.name}"] += 1
                 if answer is not None:
                     self._tell(answer)
-                self.requests.prepare_new()
-                self._steps.prepared()
+                self._steps.answered()
             if self.engine.pidfd is not None and self.engine.pidfd in ready:
                 raise EngineClosedError(f"{self.engine.peer.shown} died")
         except (EngineClosedError, EngineStuckError) as error:
