@@ -42,7 +42,7 @@ def read_crossover(path: str) -> Crossover:
         ConfigError: the file cannot be read or is no table; names the file.
     """
     if not path:
-        return crossover.read(resources.files("longshore_agent").joinpath(SHIPPED).read_bytes(), SHIPPED)
+        return crossover.read(resources.files("longshore_wire").joinpath(SHIPPED).read_bytes(), SHIPPED)
     try:
         return crossover.read(Path(path).read_bytes(), path)
     except OSError as error:

@@ -34,7 +34,7 @@ from longshore_wire.agent_config import AgentConfig, Backend, Target, is_loopbac
 from longshore_wire.allowed_wires import AllowedWires
 from longshore_wire.errors import ConfigError
 from longshore_wire.plan import Staging, Way
-from longshore_wire.slabs import slab_bytes
+from longshore_wire.slabs import GPU_SLAB_BYTES_MIN, SLAB_BYTES_MIN, slab_bytes, small_slab_bytes
 
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -211,10 +211,10 @@ class Settings:
         file="prefill.staging.buffer_size",
     )
     slab_bytes_min: int = _core(
-        8 * _MIB, Role.PREFILL, "Minimum size of slabs that are cut to overlap their stages.", low=_KIB, high=1 << 32
+        SLAB_BYTES_MIN, Role.PREFILL, "Minimum size of slabs that are cut to overlap stages.", low=_KIB, high=1 << 32
     )
     gpu_slab_bytes_min: int = _setting(
-        96 * _MIB,
+        GPU_SLAB_BYTES_MIN,
         Role.PREFILL,
         "LONGSHORE_SLAB_BYTES_MIN of a GPU worker, where control of a slab takes 130 us or more. Limited to half of all lanes' buffers.",
         low=_KIB,
@@ -377,9 +377,8 @@ class Settings:
             if path and (said := operator.attrgetter(path)(config)) is not None:
                 values[row.name] = parse_value(format_value(said, unit), hints[row.name], unit)
         made = cls(**values)
-        # Small buffers need small slabs, so that each buffer fits several.
-        slab_bytes = min(made.slab_bytes_min, made.lane_bytes // 4, made.ring_bytes // 8 or made.lane_bytes)
-        return dataclasses.replace(made, slab_bytes_min=slab_bytes)
+        least = small_slab_bytes(made.slab_bytes_min, made.lane_bytes, made.ring_bytes)
+        return dataclasses.replace(made, slab_bytes_min=least)
 
     def check(self) -> None:
         """Raise ConfigError if a value is out of range or contradicts another. For settings made in code."""

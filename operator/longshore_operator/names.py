@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from longshore_wire import names
+from longshore_wire.node_groups import role_names
 
 FIELD_MANAGER = "longshore-operator"
 COMPONENT = "longshore-operator"
@@ -12,7 +13,7 @@ COMPONENT = "longshore-operator"
 # Watches select by it.
 DEPLOYMENT_LABEL = names.DEPLOYMENT_LABEL
 ROLES_LABEL = names.ROLES_LABEL
-PREFILL, DECODE, BOTH = "prefill", "decode", "both"
+PREFILL, DECODE, BOTH = names.PREFILL, names.DECODE, names.BOTH
 # The role of engines, on the ConfigMap for them. The chart's injection finds that by it and by the deployment's label.
 ENGINE_LABEL = "longshore.dev/engine"
 # Digest of the applied object, on children. Detects drift without knowing the server's defaults.
@@ -53,11 +54,6 @@ def daemon_set(deployment: str, roles: str) -> str:
     return agent(deployment) if roles == BOTH else f"{agent(deployment)}-{roles}"
 
 
-def role_names(roles: str) -> tuple[str, ...]:
-    """Return the roles of a DaemonSet's nodes one by one."""
-    return (PREFILL, DECODE) if roles == BOTH else (roles,)
-
-
 def config_digest(digests: Mapping[str, str], roles: str) -> str:
     """Return the digest of an agent's config, made of those of its roles; empty for a role that has none."""
     return "-".join(digests.get(role, "") for role in role_names(roles))
@@ -70,14 +66,8 @@ def engine(deployment: str, role: str) -> str:
 
 def labels(deployment: str) -> dict[str, str]:
     """Return the labels of every child."""
-    return {
-        "app.kubernetes.io/name": "longshore-agent",
-        "app.kubernetes.io/instance": deployment,
-        "app.kubernetes.io/component": "agent",
-        "app.kubernetes.io/part-of": names.PRODUCT,
-        "app.kubernetes.io/managed-by": COMPONENT,
-        DEPLOYMENT_LABEL: deployment,
-    }
+    values = ("longshore-agent", deployment, "agent", names.PRODUCT, COMPONENT)
+    return dict(zip(names.CHILD_LABELS, values, strict=True)) | {DEPLOYMENT_LABEL: deployment}
 
 
 def selector(deployment: str) -> dict[str, str]:

@@ -92,7 +92,7 @@ def test_a_small_run_over_real_agents_writes_a_table_beside_what_was_there(tmp_p
 
 
 def test_the_table_that_ships_is_one_and_says_where_it_was_measured():
-    text = Path(__file__).parents[2] / "agent/longshore_agent/crossover.json"
+    text = Path(__file__).parents[2] / "wire/longshore_wire/crossover.json"
     shipped = read(text.read_bytes(), text.name)
     assert shipped.entry("NIXL", "SharedMemory") is not None
     assert shipped.entry("Mooncake", "TCP") is not None

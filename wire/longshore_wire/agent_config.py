@@ -32,8 +32,9 @@ from longshore_wire.layout import (
     Parallel,
 )
 from longshore_wire.layout import Attention as Entries
-from longshore_wire.plan import Plan, Staging, Way, plan
+from longshore_wire.plan import Plan, Staging, Summary, Way, plan
 from longshore_wire.quantity import Quantity
+from longshore_wire.slabs import slab_limit_bytes
 from longshore_wire.strict_document import Mapping, parse, read_struct, to_text
 
 Instances = Annotated[int, msgspec.Meta(ge=0, le=100_000)]
@@ -273,6 +274,13 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
         """Return the plan between the declared layouts. Raises LayoutError if there is none."""
         source, target = self.prefill.layout(self.model), self.decode.layout(self.model)
         return plan(source, target, staging=Staging[self.transfer.staging.name])
+
+    def summary(self) -> Summary:
+        """Return the plan's numbers. The lane's buffer and the ring's share limit the size of a slab. Raises as `plan`."""
+        plan = self.plan()
+        writers = max(len(plan.of_target(rank)) for rank in {pair.target_rank for pair in plan.pairs})
+        limit = slab_limit_bytes(self.prefill.staging.buffer_size, self.decode.staging.pool_size, writers)
+        return plan.summary(self.transfer.chunk_tokens, max(1, limit))
 
     def check(self) -> None:
         """Raise ConfigError with all faults if valid fields contradict each other."""

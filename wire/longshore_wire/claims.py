@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from longshore_wire import names
-from longshore_wire.crossover import Choice, Open, Why, choose, given_way
+from longshore_wire.crossover import Choice, Crossover, Open, Why, choose, given_way
 from longshore_wire.effects import PeerId, SessionConfig
 from longshore_wire.engine_messages import PAGES_PER_MESSAGE_MAX, TOKENS_MAX, Endpoint
 from longshore_wire.errors import LayoutError, Reason, RingError, RoomError
+from longshore_wire.layout import Attention
 from longshore_wire.peer_messages import Attach, Claim, Demand, PairKey, PoolInfo, RoomKey
 from longshore_wire.plan import Pair, Plan, Staging, Way
 from longshore_wire.room import TargetPair
-from longshore_wire.slabs import SlabGrid, even_tokens, slab_limit_bytes, slab_units
+from longshore_wire.slabs import SlabGrid, slab_limit_bytes, slab_units, staged_tokens
 
 IN_PLACE = frozenset({Way.CONTIGUOUS, Way.SLICES, Way.DIRECT})
 # Limit of the slabs that a peer can make us track for one claim.
@@ -159,18 +160,19 @@ def grid(config: SessionConfig, attach: Attach, claim: Claim, found: Route, soun
         raise RingError(f"decode {attach.instance} has no ring: it cannot take staged slabs")
     else:
         limit = slab_limit_bytes(config.slab_bytes_max, attach.ring.length_bytes, found.writer_count)
-    count, unit = claim.end_token - claim.first_token, found.pair.unit_tokens
-    count_min = 2 * config.lane_count
-    if claim.way is Way.DIRECT and config.direct_slab_bytes:
-        limit, count_min = max(config.direct_slab_bytes, found.pair.unit_bytes), 1
-    units = slab_units(found.pair.unit_bytes, -(-count // unit), limit, config.slab_bytes_min, count_min)
-    tokens, tokens_max = units * unit, limit // found.pair.unit_bytes * unit
+    count, unit = claim.end_token - claim.first_token, (found.pair.unit_bytes, found.pair.unit_tokens)
     page = max(config.layout.page_size, attach.layout.page_size)
-    if claim.way in IN_PLACE and tokens < count:
-        # Whole pages of both sides if possible, which keeps runs long.
-        tokens = max(tokens // page, 1) * page
-    elif page <= tokens < count:
-        tokens = even_tokens(count, tokens, tokens_max, page)
+    if claim.way in IN_PLACE:
+        count_min = 2 * config.lane_count
+        if claim.way is Way.DIRECT and config.direct_slab_bytes:
+            limit, count_min = max(config.direct_slab_bytes, found.pair.unit_bytes), 1
+        tokens = unit[1] * slab_units(unit[0], -(-count // unit[1]), limit, config.slab_bytes_min, count_min)
+        if tokens < count:
+            # Whole pages of both sides if possible, which keeps runs long.
+            tokens = max(tokens // page, 1) * page
+    else:
+        least, lanes = config.slab_bytes_min, config.lane_count
+        tokens = staged_tokens(count, unit, limit_bytes=limit, minimum_bytes=least, lane_count=lanes, page=page)
     cut = SlabGrid(claim.first_token, claim.end_token, tokens)
     if cut.count > SLABS_MAX:
         raise RoomError(
@@ -330,6 +332,51 @@ def chosen_way(config: SessionConfig, attach: Attach, found: TargetPair, tokens:
         # Whole pages are written in place. Parts of pages are claimed anyway: the source's refusal names its buffer.
         left_open = left_open._replace(can_stage=False)
     return choose(left_open, found.route, tokens, config.crossover, config.backend, wire)
+
+
+class Reach(NamedTuple):
+    """One target rank's knowledge of a source when it chooses the way.
+
+    Attributes:
+        staging, near: as in its worker's `SessionConfig`.
+        in_place, target_in_place: `in_place` of the source's and the target's worker.
+    """
+
+    staging: Staging
+    near: bool
+    in_place: bool
+    target_in_place: bool = True
+
+
+def expected_way(
+    found: Plan,
+    pair: Pair,
+    reach: Reach,
+    tokens: int,
+    *,
+    attention: Attention,
+    slab_bytes: int,
+    ring_bytes: int,
+    table: Crossover,
+    over: tuple[str, str],
+    force_way: Way | None = None,
+) -> Choice:
+    """Return the choice of the decode side for `tokens` tokens of a pair, before there is a room.
+
+    Args:
+        found: the plan of the pair, made with `reach`.
+        attention: the model's.
+        slab_bytes, ring_bytes: the source's longest slab and the target's ring.
+        over: backend and wire.
+    """
+    way, why = given_way(pair, force_way, reach.staging, attention)
+    if why is not Why.UNDECIDED:
+        return Choice(way, why)
+    if not reach.in_place:
+        return Choice(Way.STAGED, Why.STAGING)
+    writers = len(found.of_target(pair.target_rank))
+    can_stage = pair.unit_bytes <= slab_limit_bytes(slab_bytes, ring_bytes, writers)
+    return choose(Open(found.in_place, found.runs, can_stage), pair, (0, tokens), table, *over)
 
 
 def _ring_limit_bytes(config: SessionConfig, source_count: int) -> int:

@@ -140,10 +140,20 @@ class DisaggDeployment(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ConfigError: valid fields contradict each other; names both.
         """
+        config = self.unchecked_config()
+        try:
+            config.check()
+        except ConfigError as error:
+            # The manifest's name for `control` is `agents`.
+            raise ConfigError([f"spec.{fault}".replace("control.", "agents.") for fault in error.faults]) from error
+        return config
+
+    def unchecked_config(self) -> AgentConfig:
+        """Return the config of its agents, whose fields may contradict each other."""
         spec = self.spec
         prefill = {name: getattr(spec.prefill, name) for name in Prefill.__struct_fields__}
         decode = {name: getattr(spec.decode, name) for name in Decode.__struct_fields__}
-        config = AgentConfig(
+        return AgentConfig(
             deployment=self.deployment,
             model=spec.model,
             prefill=Prefill(**prefill),
@@ -153,12 +163,6 @@ class DisaggDeployment(msgspec.Struct, frozen=True, kw_only=True):
             integrity=spec.integrity,
             gpu=spec.gpu,
         )
-        try:
-            config.check()
-        except ConfigError as error:
-            # The manifest's name for `control` is `agents`.
-            raise ConfigError([f"spec.{fault}".replace("control.", "agents.") for fault in error.faults]) from error
-        return config
 
 
 def load(text: str | bytes) -> DisaggDeployment:

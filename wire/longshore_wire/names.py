@@ -41,6 +41,10 @@ MPS_PIPE_VARIABLE = "CUDA_MPS_PIPE_DIRECTORY"
 # User and group of the agent's image. The engine socket is for this group.
 AGENT_USER_ID = 10001
 HTTP_PORT = 9470
+# The roles of engines, and of the nodes that both roles' selectors pick.
+PREFILL, DECODE, BOTH = "prefill", "decode", "both"
+# Labels that every child of a deployment has. The operator sets them, and all those of API_GROUP.
+CHILD_LABELS = tuple(f"app.kubernetes.io/{name}" for name in ("name", "instance", "component", "part-of", "managed-by"))
 # Protections of a worker's data ports, strongest first. Absent: no ports. Loopback: only this machine or pod has access.
 # Filtered: the kernel admits only addresses of attached peers. Bound: every host that reaches the agent's address reaches them.
 # Open: every host that reaches any address of the agent's network namespace reaches them.

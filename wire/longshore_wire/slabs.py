@@ -27,6 +27,10 @@ TRAILER_KEY_BYTES_MAX = 32
 # The key length that a target uses: 128 bits cannot be guessed.
 TRAILER_KEY_BYTES = 16
 
+# Minimum sizes of slabs that are cut to overlap their stages. Control of a slab takes 130 us or more on a GPU.
+SLAB_BYTES_MIN = 8 << 20
+GPU_SLAB_BYTES_MIN = 96 << 20
+
 _FIELDS = struct.Struct("<QIIIIQQQI")
 _WIDE = frozenset({"room", "source_epoch", "target_epoch", "generation"})
 _MAC_BYTES = TRAILER_BYTES - _FIELDS.size
@@ -103,6 +107,38 @@ def even_tokens(count: int, tokens_min: int, tokens_max: int, page: int) -> int:
     slab_count = max(count // tokens_min, -(-count // tokens_max))
     share = -(-count // slab_count)
     return min(-(-share // page), tokens_max // page) * page
+
+
+def staged_tokens(
+    count: int, unit: tuple[int, int], *, limit_bytes: int, minimum_bytes: int, lane_count: int, page: int
+) -> int:
+    """Return the tokens of a staged slab of a claim.
+
+    Args:
+        count: tokens of the claim, at least 1.
+        unit: bytes and tokens of one unit between this pair of ranks; see `slab_units`.
+        limit_bytes, minimum_bytes: see `slab_units`.
+        lane_count: transfer threads of the source. Each gets two slabs of the claim, if that keeps them large enough.
+        page: tokens of the larger page of both sides.
+    Raises:
+        RingError: not even one unit fits.
+    """
+    unit_bytes, unit_tokens = unit
+    units = slab_units(unit_bytes, -(-count // unit_tokens), limit_bytes, minimum_bytes, 2 * lane_count)
+    tokens = units * unit_tokens
+    if page <= tokens < count:
+        return even_tokens(count, tokens, limit_bytes // unit_bytes * unit_tokens, page)
+    return tokens
+
+
+def small_slab_bytes(asked_bytes: int, lane_bytes: int, ring_bytes: int) -> int:
+    """Return the minimum of a slab of a deployment: small buffers need small slabs, so that each buffer fits several."""
+    return min(asked_bytes, lane_bytes // 4, ring_bytes // 8 or lane_bytes)
+
+
+def gpu_slab_bytes_max(lane_bytes: int, lane_count: int) -> int:
+    """Return the maximum of a slab on a GPU, whose lanes are one buffer: two slabs in it keep gather and wire busy."""
+    return max(lane_bytes, lane_count * lane_bytes // 2)
 
 
 def aligned(length_bytes: int) -> int:

@@ -35,15 +35,15 @@ class Mapping(dict[Any, Any]):
         self.repeated = [key for key, count in counts.items() if count > 1]
 
 
-def parse(text: str | bytes) -> object:
+def parse(text: str | bytes, bytes_max: int = DOCUMENT_BYTES_MAX) -> object:
     """Parse the document in `text`: JSON if it begins with a brace, else YAML. Mappings become `Mapping`.
 
     Raises:
         ConfigError: the text is too large or no document; names the line.
     """
     data = text.encode(errors="surrogatepass") if isinstance(text, str) else text
-    if len(data) > DOCUMENT_BYTES_MAX:
-        raise ConfigError([f"(document): {len(data)} bytes: at most {DOCUMENT_BYTES_MAX} are allowed"])
+    if len(data) > bytes_max:
+        raise ConfigError([f"(document): {len(data)} bytes: at most {bytes_max} are allowed"])
     try:
         decoded = data.decode()
     except UnicodeDecodeError as error:

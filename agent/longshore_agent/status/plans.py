@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -10,8 +10,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from longshore_agent.settings import Settings
 from longshore_agent.status.snapshot import InstanceStatus
 from longshore_agent.transports.base import Wire
-from longshore_wire.claims import check_place, is_near, staged_unless_forbidden
-from longshore_wire.crossover import WHOLE_PAGES, Choice, Crossover, Open, Why, choose, given_way
+from longshore_wire.claims import Reach, check_place, expected_way, is_near, staged_unless_forbidden
+from longshore_wire.crossover import WHOLE_PAGES, Choice, Crossover
 from longshore_wire.errors import LayoutError, LongshoreError, Reason
 from longshore_wire.layout import (
     HEAD_DIM_MAX,
@@ -26,8 +26,7 @@ from longshore_wire.layout import (
     PageOrder,
     Parallel,
 )
-from longshore_wire.plan import Pair, Plan, Staging, Summary, Way, plan
-from longshore_wire.slabs import slab_limit_bytes
+from longshore_wire.plan import Plan, Staging, Summary, Way, plan
 
 # A plan lists every rank. The limit is that of a large cluster, so that one request cannot block the agent.
 RANKS_MAX = 4096
@@ -177,7 +176,18 @@ def answer(
     # The pairs of these plans differ only in their ways.
     for index, rank in enumerate(pair.target_rank for pair in plans[0].pairs):
         found, reach = plans[rank], reaches[rank]
-        choice = _choice(found, found.pairs[index], attention, reach, chunk_tokens, slab_bytes, defaults, over)
+        choice = expected_way(
+            found,
+            found.pairs[index],
+            reach,
+            chunk_tokens,
+            attention=attention,
+            slab_bytes=slab_bytes,
+            ring_bytes=defaults.ring_bytes,
+            table=defaults.crossover,
+            over=over,
+            force_way=defaults.force_way,
+        )
         check_place(choice.way, f"decode {query.target}", in_place=reach.target_in_place)
         check_place(choice.way, f"prefill {query.source}", in_place=reach.in_place)
         ways.append(choice)
@@ -185,27 +195,13 @@ def answer(
     return _view(chosen, ways, chosen.summary(chunk_tokens, slab_bytes), chunk_tokens, over, defaults.crossover)
 
 
-class _Reach(NamedTuple):
-    """One target rank's knowledge of a source when it chooses the way.
-
-    Attributes:
-        staging, near: as in its worker's `SessionConfig`.
-        in_place, target_in_place: `in_place` of the source's and the target's worker.
-    """
-
-    staging: Staging
-    near: bool
-    in_place: bool
-    target_in_place: bool = True
-
-
-def _reach(named: tuple[InstanceStatus, InstanceStatus] | None, rank: int, staging: Staging) -> _Reach:
+def _reach(named: tuple[InstanceStatus, InstanceStatus] | None, rank: int, staging: Staging) -> Reach:
     """Return the knowledge of target rank `rank`. Without named instances, both are on CPUs of different agents.
 
     A rank that has not registered is assumed to be on the device of the first one.
     """
     if named is None or not named[1].ranks:
-        return _Reach(staging, near=False, in_place=True)
+        return Reach(staging, near=False, in_place=True)
     source, target = named
     in_place = all(each.device == "cpu" for each in source.ranks)
     place = next((each for each in target.ranks if each.rank == rank), target.ranks[0])
@@ -213,28 +209,7 @@ def _reach(named: tuple[InstanceStatus, InstanceStatus] | None, rank: int, stagi
     # No transport writes an engine's pages on a GPU in place.
     on_gpu = place.device != "cpu"
     asked = staged_unless_forbidden(staging) if on_gpu and not near else staging
-    return _Reach(asked, near, in_place, not on_gpu)
-
-
-def _choice(
-    found: Plan,
-    pair: Pair,
-    attention: Attention,
-    reach: _Reach,
-    tokens: int,
-    slab_bytes: int,
-    defaults: PlanDefaults,
-    over: tuple[str, str],
-) -> Choice:
-    """Return the choice of the decode side for `tokens` tokens of a pair over (backend, wire)."""
-    way, why = given_way(pair, defaults.force_way, reach.staging, attention)
-    if why is not Why.UNDECIDED:
-        return Choice(way, why)
-    if not reach.in_place:
-        return Choice(Way.STAGED, Why.STAGING)
-    writers = len(found.of_target(pair.target_rank))
-    can_stage = pair.unit_bytes <= slab_limit_bytes(slab_bytes, defaults.ring_bytes, writers)
-    return choose(Open(found.in_place, found.runs, can_stage), pair, (0, tokens), defaults.crossover, *over)
+    return Reach(asked, near, in_place, not on_gpu)
 
 
 def _registered(side: str, name: str, instances: tuple[InstanceStatus, ...], memory: str) -> InstanceStatus:

@@ -16,6 +16,7 @@ from longshore_wire.engine_messages import Half
 from longshore_wire.layout import KVLayout, TargetMemory
 from longshore_wire.peer_messages import DIGEST_KEY_BYTES
 from longshore_wire.plan import Staging, Way
+from longshore_wire.slabs import gpu_slab_bytes_max
 
 # Size of a direct slab on a GPU, in lanes. No buffer holds it. One kernel copies 256 MiB between two GPUs in less than
 # a millisecond: longer than the messages for it take, and short enough for other rooms' turns.
@@ -74,8 +75,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
             return core
         return dataclasses.replace(
             core,
-            # A GPU's lanes are one buffer: two slabs in it keep gather and wire busy.
-            slab_bytes_max=max(settings.lane_bytes, settings.lane_count * settings.lane_bytes // 2),
+            slab_bytes_max=gpu_slab_bytes_max(settings.lane_bytes, settings.lane_count),
             slab_bytes_min=settings.gpu_slab_bytes_min,
             grant_window=settings.gpu_grant_window,
             # An engine's GPU memory is mapped for our kernels only, so no transport can write it in place. If staging

@@ -7,13 +7,12 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from longshore_operator.render import pod_settings
+from longshore_operator.decide import permission
 from longshore_operator.render.wanted import Allowed
-from longshore_wire import manifest
+from longshore_wire import agent_pods, manifest
 from longshore_wire.agent_config import AgentConfig, Backend
 from longshore_wire.errors import ConfigError
 from longshore_wire.plan import Summary
-from longshore_wire.slabs import slab_limit_bytes
 
 # Faults in one status message; well below the message's limit.
 FAULTS_SHOWN_MAX = 8
@@ -46,7 +45,7 @@ def permitted(judged: Judged, allowed: Allowed) -> Judged:
     """Return `judged`, as refused if a valid spec asks for more than the cluster's administrator allows."""
     if judged.manifest is None or judged.config is None:
         return judged
-    faults = pod_settings.not_allowed(judged.manifest.spec, allowed)
+    faults = permission.not_allowed(judged.manifest.spec, allowed)
     return Judged(judged.manifest, None, None, tuple(faults), "NotAllowed") if faults else judged
 
 
@@ -67,21 +66,12 @@ def judge_text(text: str) -> Judged:
         config = read.agent_config()
     except ConfigError as error:
         return Judged(read, None, None, tuple(error.faults))
-    if faults := pod_settings.faults(read.spec):
+    if faults := agent_pods.faults(read.spec):
         return Judged(read, None, None, tuple(faults))
     if config.transfer.backend is Backend.LOOPBACK:
         fault = "spec.transfer.backend: Loopback stays within one process: use NIXL or Mooncake"
         return Judged(read, None, None, (fault,))
-    return Judged(read, config, _summary(config))
-
-
-def _summary(config: AgentConfig) -> Summary:
-    """Return the plan's numbers. The lane's buffer and the ring's share limit the size of a slab."""
-    plan = config.plan()
-    writers = max(len(plan.of_target(rank)) for rank in {pair.target_rank for pair in plan.pairs})
-    lane_bytes = config.prefill.staging.buffer_size
-    ring_bytes = config.decode.staging.pool_size
-    return plan.summary(config.transfer.chunk_tokens, max(1, slab_limit_bytes(lane_bytes, ring_bytes, writers)))
+    return Judged(read, config, config.summary())
 
 
 def message(faults: tuple[str, ...]) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from longshore_operator import kinds, names
 from longshore_operator.render.config import config_digest
-from longshore_operator.render.groups import Group
-from longshore_operator.render.memory import INIT_RESOURCES, resources, shared_memory_limit
-from longshore_operator.render.pod_settings import MPS_VOLUME, merged
 from longshore_operator.render.wanted import Body, Wanted, child, digest
 from longshore_wire import names as wire_names
+from longshore_wire.agent_memory import resources, shared_memory_limit
+from longshore_wire.agent_pods import MPS_VOLUME, merged
 from longshore_wire.manifest import UpdateStrategy, UpdateType
+from longshore_wire.node_groups import Group
 
 # The user id in the agent's image.
 _USER = wire_names.AGENT_USER_ID
@@ -18,6 +18,8 @@ DRAIN_S = 20
 GRACE_S = 45
 _CONFIG_FOLDER = wire_names.CONFIG_PATH.rpartition("/")[0]
 _POD_FIELDS = ("runtimeClassName", "priorityClassName", "tolerations", "resourceClaims")
+# The init container runs one `chown`. Requests that equal limits fit every quality of service.
+_INIT_RESOURCES = {kind: {"cpu": "50m", "memory": "32Mi"} for kind in ("requests", "limits")}
 # A worker with GPU staging takes tens of seconds to start.
 _START_TRIES = 60
 
@@ -102,7 +104,7 @@ def _prepare(wanted: Wanted) -> Body:
         "securityContext": _least_privilege()
         | {"runAsNonRoot": False, "runAsUser": 0}
         | {"capabilities": {"drop": ["ALL"], "add": ["CHOWN"]}},
-        "resources": INIT_RESOURCES,
+        "resources": _INIT_RESOURCES,
         "volumeMounts": [{"name": "run", "mountPath": wanted.config.run_directory}],
     }
 

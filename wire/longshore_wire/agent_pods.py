@@ -1,6 +1,6 @@
 """Merges the settings of pods for each group of nodes, and finds those that may not be. Pure.
 
-Called by `render.agents` and `decide`. The API server checks the values, when it takes the DaemonSet.
+Called by the operator and the command line. The API server checks the values, when it takes the DaemonSet.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ import difflib
 from collections.abc import Iterator
 from typing import Any
 
-from longshore_operator import names
-from longshore_operator.render.groups import Group, groups
-from longshore_operator.render.wanted import Allowed
-from longshore_wire import names as wire_names
+from longshore_wire import names
 from longshore_wire.manifest import Spec
+from longshore_wire.node_groups import Group, groups
 from longshore_wire.pod_settings import AGENT_VARIABLES, LIBRARY_PREFIXES, GpuAccess, PodSettings
 
 Body = dict[str, Any]
@@ -21,7 +19,7 @@ Body = dict[str, Any]
 _OWN_VOLUMES = ("config", "keys", "run", "shared-memory", "temporary")
 # One more volume with `gpu.mps`.
 MPS_VOLUME = "mps"
-_OWN_FOLDERS = ("/etc/longshore", wire_names.RUN_DIRECTORY, "/dev/shm", "/tmp")  # noqa: S108 - volumes of the pod
+_OWN_FOLDERS = ("/etc/longshore", names.RUN_DIRECTORY, "/dev/shm", "/tmp")  # noqa: S108 - volumes of the pod
 _GPU_TAINT = "nvidia.com/gpu"
 _CDI_ANNOTATION = "cdi.k8s.io/longshore-agent"
 _EVERY_GPU = {
@@ -88,7 +86,7 @@ def faults(spec: Spec) -> list[str]:
     found = []
     monitor = [key for key in spec.agents.pod_monitor_labels if _is_reserved(key)]
     found += [f"spec.agents.podMonitorLabels: {key} is set by the operator: leave it out" for key in monitor]
-    for path, settings in _sections(spec):
+    for path, settings in sections(spec):
         found += [f"{path}.env: {fault}" for entry in settings.env if (fault := _variable_fault(entry.name))]
         for field, keys in (("labels", settings.labels), ("annotations", settings.annotations)):
             reserved = [key for key in keys if _is_reserved(key)]
@@ -115,41 +113,8 @@ def faults(spec: Spec) -> list[str]:
     return found
 
 
-def not_allowed(spec: Spec, allowed: Allowed) -> list[str]:
-    """Return what the deployment asks for although the cluster's administrator does not allow it."""
-    agents = spec.agents
-    asked = {
-        "image": (agents.image is not None, "image"),
-        "hostNetwork": (agents.host_network, "hostNetwork"),
-        "hostIPC": (agents.host_ipc, "hostIPC"),
-        "networkPolicy": (not agents.network_policy, "noNetworkPolicy"),
-    }
-    found = [
-        f"spec.agents.{field}: {_refusal(f'allow.{value}')}"
-        for field, (is_asked, value) in asked.items()
-        if is_asked and field not in allowed.fields
-    ]
-    if spec.gpu.mps and not allowed.mps.host:
-        found.append(f"spec.gpu.mps: {_refusal('gpu.mps.hostDirectory')}")
-    for path, settings in _sections(spec):
-        if spec.gpu.mps and allowed.mps.pod in {mount.mount_path.rstrip("/") for mount in settings.volume_mounts}:
-            found.append(f"{path}.volumeMounts: {allowed.mps.pod} is mounted by gpu.mps: leave it out")
-        more = sorted(set(settings.security_context.capabilities.add) - allowed.capabilities)
-        found += [f"{path}.securityContext.capabilities.add: {name}: {_refusal('allow.capabilities')}" for name in more]
-        paths = [str(volume.host_path.get("path")) for volume in settings.volumes if volume.host_path is not None]
-        found += [
-            f"{path}.volumes: hostPath {entry}: {_refusal('allow.hostPaths')}"
-            for entry in paths
-            if not any(entry == root or entry.startswith(f"{root.rstrip('/')}/") for root in allowed.host_paths)
-        ]
-    return found
-
-
-def _refusal(value: str) -> str:
-    return f"the cluster's administrator does not allow it: leave it out, or ask for the chart's value {value}"
-
-
-def _sections(spec: Spec) -> tuple[tuple[str, PodSettings], ...]:
+def sections(spec: Spec) -> tuple[tuple[str, PodSettings], ...]:
+    """Return the settings of all agents and of those of each role, with their paths."""
     common = ("spec.agents", spec.agents)
     return (common, ("spec.prefill.agents", spec.prefill.agents), ("spec.decode.agents", spec.decode.agents))
 
@@ -157,7 +122,7 @@ def _sections(spec: Spec) -> tuple[tuple[str, PodSettings], ...]:
 def _variable_fault(name: str) -> str:
     if name in AGENT_VARIABLES or name.startswith(LIBRARY_PREFIXES):
         return ""
-    if not name.startswith(wire_names.ENVIRONMENT_PREFIX):
+    if not name.startswith(names.ENVIRONMENT_PREFIX):
         return f"{name} is passed on to no agent: names begin with {', '.join(LIBRARY_PREFIXES)} or are a setting of the agent"
     nearest = difflib.get_close_matches(name, AGENT_VARIABLES, n=1, cutoff=0.0)[0]
     return (
@@ -166,7 +131,7 @@ def _variable_fault(name: str) -> str:
 
 
 def _is_reserved(key: str) -> bool:
-    return key.partition("/")[0] == wire_names.API_GROUP or key in names.labels("")
+    return key.partition("/")[0] == names.API_GROUP or key in names.CHILD_LABELS
 
 
 def _hides_own(path: str) -> bool:

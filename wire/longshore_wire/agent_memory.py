@@ -1,4 +1,4 @@
-"""Computes the memory of agents from the staging of the ranks on a node. Pure. Called by `render.agents`.
+"""Computes the memory of agents from the staging of the ranks on a node. Pure. Called by the operator and the command line.
 
 Staging of ranks on GPUs is GPU memory. The bases below were measured as resident memory in `longshore demo` (agent and
 self-test 145 MiB, a worker's own 100 MiB, 4 MiB of /dev/shm a process) and doubled; that of a worker with CUDA and torch
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from longshore_operator import names
-from longshore_operator.render.groups import Group
+from longshore_wire import names
 from longshore_wire.agent_config import Target
 from longshore_wire.manifest import DecodeSpec, PrefillSpec, Spec
+from longshore_wire.node_groups import Group
 from longshore_wire.quantity import format_quantity
 
 Body = dict[str, Any]
@@ -24,8 +24,6 @@ _GPU_WORKER_BYTES = 2048 * _MIB
 _SHARED_BYTES = 256 * _MIB
 _SHARED_RANK_BYTES = 64 * _MIB
 _MEMORY = "memory"
-# The init container runs one `chown`. Requests that equal limits fit every quality of service.
-INIT_RESOURCES = {kind: {"cpu": "50m", _MEMORY: "32Mi"} for kind in ("requests", "limits")}
 
 
 def resources(spec: Spec, group: Group, settings: Body) -> Body:
@@ -37,7 +35,7 @@ def resources(spec: Spec, group: Group, settings: Body) -> Body:
     found = {**settings.get("resources", {})}
     requests, limits = dict(found.get("requests", {})), dict(found.get("limits", {}))
     if _MEMORY not in requests and _MEMORY not in limits:
-        requests[_MEMORY] = format_quantity(_bytes(spec, group, gpus=settings["gpus"]))
+        requests[_MEMORY] = format_quantity(needed_bytes(spec, group, gpus=settings["gpus"]))
         if all(_role(spec, role).ranks_per_node is not None for role in group.role_names):
             limits[_MEMORY] = requests[_MEMORY]
     if settings.get("guaranteed"):
@@ -49,31 +47,33 @@ def resources(spec: Spec, group: Group, settings: Body) -> Body:
 
 def shared_memory_limit(spec: Spec, group: Group) -> str:
     """Return the size of /dev/shm."""
-    workers = sum(_ranks(spec, role) + _host_workers(spec, role) for role in group.role_names)
+    workers = sum(rank_count(spec, role) + host_worker_count(spec, role) for role in group.role_names)
     return format_quantity(_SHARED_BYTES + _SHARED_RANK_BYTES * workers)
 
 
-def _bytes(spec: Spec, group: Group, *, gpus: bool) -> int:
+def needed_bytes(spec: Spec, group: Group, *, gpus: bool) -> int:
+    """Return the memory of a node that the agent of a group's node takes; on GPUs without the staging of their ranks."""
     total = _AGENT_BYTES
     for role in group.role_names:
-        worker = _GPU_WORKER_BYTES if gpus else _WORKER_BYTES + _staging_bytes(spec, role)
-        total += worker * _ranks(spec, role)
-        total += (_WORKER_BYTES + _staging_bytes(spec, role)) * _host_workers(spec, role)
+        worker = _GPU_WORKER_BYTES if gpus else _WORKER_BYTES + staging_bytes(spec, role)
+        total += worker * rank_count(spec, role)
+        total += (_WORKER_BYTES + staging_bytes(spec, role)) * host_worker_count(spec, role)
     return total
 
 
-def _ranks(spec: Spec, role: str) -> int:
+def rank_count(spec: Spec, role: str) -> int:
+    """Return the ranks of a role on one node."""
     found = _role(spec, role)
     return found.tensor_parallel if found.ranks_per_node is None else found.ranks_per_node
 
 
-def _host_workers(spec: Spec, role: str) -> int:
+def host_worker_count(spec: Spec, role: str) -> int:
     """Return the workers on a node that serve pages in host memory beside those of their ranks' devices."""
-    return _ranks(spec, role) if role == names.DECODE and spec.decode.target is Target.HOST else 0
+    return rank_count(spec, role) if role == names.DECODE and spec.decode.target is Target.HOST else 0
 
 
-def _staging_bytes(spec: Spec, role: str) -> int:
-    """Return the staging memory of one rank."""
+def staging_bytes(spec: Spec, role: str) -> int:
+    """Return the staging memory of one rank and memory: the lanes' buffers of prefill, the ring of decode."""
     if role == names.DECODE:
         return spec.decode.staging.pool_size
     return spec.prefill.staging.lanes * spec.prefill.staging.buffer_size

@@ -1,6 +1,6 @@
 """Divides a deployment's nodes into groups by the roles that pick them: one DaemonSet each. Pure.
 
-Called by `render` and `decide`. No node is in two groups, so that engines of one node have one agent.
+Called by the operator and the command line. No node is in two groups, so that engines of one node have one agent.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from longshore_operator import names
+from longshore_wire import names
 from longshore_wire.manifest import Spec
 
 Labels = Mapping[str, str]
@@ -31,7 +31,7 @@ class Group:
     @property
     def role_names(self) -> tuple[str, ...]:
         """The roles one by one."""
-        return names.role_names(self.roles)
+        return role_names(self.roles)
 
     def affinity(self) -> dict[str, Any]:
         """Return the pods' affinity; empty if every node is in the group."""
@@ -42,6 +42,11 @@ class Group:
             for term in self.terms
         ]
         return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}}
+
+
+def role_names(roles: str) -> tuple[str, ...]:
+    """Return the roles of a group one by one."""
+    return (names.PREFILL, names.DECODE) if roles == names.BOTH else (roles,)
 
 
 def groups(spec: Spec) -> tuple[Group, ...]:
