@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from longshore_cli import laboratory, rooms, up
+from longshore_cli import analyze, laboratory, rooms, up
 from longshore_cli.local_agents import LocalAgentError, make_keys
 
 # `up` and `keys` start an agent's programs. A plain installation, which is for engines, lacks these modules.
@@ -39,6 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     four = commands.add_parser("trace", help="show where the time of one room went, across all its processes")
     rooms.add_trace_arguments(four)
     four.set_defaults(run=rooms.trace)
+    five = commands.add_parser(
+        "analyze", help="check manifests without a cluster: faults, plan, sizes, and what a change restarts"
+    )
+    analyze.add_arguments(five)
+    five.set_defaults(run=analyze.run)
     chosen, words = parser.parse_known_args(arguments)
     if chosen.command in laboratory.COMMANDS:
         return laboratory.run(chosen.command, words)

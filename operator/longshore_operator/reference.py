@@ -16,6 +16,8 @@ from longshore_operator import metrics, reasons, settings
 
 CRD = Path("crds/disaggdeployments.longshore.dev.yaml")
 CHART_COPY = Path("charts/longshore/files/disaggdeployments.longshore.dev.yaml")
+# Read by `longshore analyze`.
+COMMAND_COPY = Path("cli/longshore_cli/analyze/disaggdeployments.longshore.dev.yaml")
 _MADE = "<!-- Made by `python -m longshore_operator.reference`; do not edit. -->\n"
 
 _BOTH = {"prefill", "decode"}
@@ -33,6 +35,7 @@ def pages(definition: str) -> dict[Path, str]:
     folder = Path("docs/reference")
     return {
         CHART_COPY: definition,
+        COMMAND_COPY: definition,
         folder / "disaggdeployment.md": _fields_page(definition),
         folder / "conditions.md": _page(
             "Conditions and their reasons",

@@ -43,6 +43,7 @@ AGENT_USER_ID = 10001
 HTTP_PORT = 9470
 # The roles of engines, and of the nodes that both roles' selectors pick.
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"
+ROLES = (PREFILL, DECODE)
 # Labels that every child of a deployment has. The operator sets them, and all those of API_GROUP.
 CHILD_LABELS = tuple(f"app.kubernetes.io/{name}" for name in ("name", "instance", "component", "part-of", "managed-by"))
 # Protections of a worker's data ports, strongest first. Absent: no ports. Loopback: only this machine or pod has access.

@@ -46,7 +46,7 @@ class Group:
 
 def role_names(roles: str) -> tuple[str, ...]:
     """Return the roles of a group one by one."""
-    return (names.PREFILL, names.DECODE) if roles == names.BOTH else (roles,)
+    return names.ROLES if roles == names.BOTH else (roles,)
 
 
 def groups(spec: Spec) -> tuple[Group, ...]:
