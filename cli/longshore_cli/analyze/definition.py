@@ -77,39 +77,47 @@ def check(document: Mapping[str, Any], before: Mapping[str, Any] | None = None) 
         before: the object that the document is to change; None for a new one.
     """
     current = None if before is None else completed(before)
-    return [*_repeated(document, ""), *_faults(completed(document), schema(), "", current)]
+    given = {name: value for name, value in document.items() if name != "status"}
+    return [*_strict_faults(given, schema(), ""), *_faults(completed(document), schema(), "", current)]
 
 
-def _repeated(value: Any, path: str) -> Iterator[Finding]:
-    """Yield the keys that kubectl refuses because they are given twice."""
+def _strict_faults(value: Any, place: Schema, path: str) -> Iterator[Finding]:
+    """Yield the keys that kubectl refuses: those that are given twice, and those that are no field."""
     if isinstance(value, dict):
         for key in getattr(value, "repeated", ()):
             yield _refused(_join(path, key), "it is given more than once: keep one")
-        for key, entry in value.items():
-            yield from _repeated(entry, _join(path, key))
-    elif isinstance(value, list):
-        for number, entry in enumerate(value):
-            yield from _repeated(entry, f"{path}[{number}]")
+        known = place.get("properties", {})
+        is_open = not known or place.get("x-kubernetes-preserve-unknown-fields")
+        for key in value:
+            if not is_open and key not in known:
+                near = difflib.get_close_matches(str(key), known, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+                yield _refused(_join(path, key), f"it is no field: {hint}")
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, entry in inner:
+        below = place.get("items", {}) if isinstance(value, list) else _place_of(key, place)
+        yield from _strict_faults(entry, below, f"{path}[{key}]" if isinstance(value, list) else _join(path, key))
+
+
+def _place_of(key: object, place: Schema) -> Schema:
+    found: Schema = place.get("properties", {}).get(key) or place.get("additionalProperties") or {}
+    return found
 
 
 def _faults(value: Any, place: Schema, path: str, before: Any) -> list[Finding]:
     """Return the faults of a value and of all in it."""
     found = list(_own_faults(value, place, path))
-    if not found:
-        for key, entry, inner in _entries(value, place):
-            found += _faults(
-                entry, inner, f"{path}{key}" if key.startswith("[") else _join(path, key), _at(before, key)
-            )
+    for key, entry, inner in _entries(value, place):
+        below = f"{path}{key}" if key.startswith("[") else _join(path, key)
+        found += _faults(entry, inner, below, _at(before, key))
     # As for the API server, rules are for values that fit the schema.
     return found or list(_broken_rules(value, place, path, before))
 
 
 def _entries(value: Any, place: Schema) -> Iterator[tuple[str, Any, Schema]]:
     if isinstance(value, dict):
-        inner, others = place.get("properties", {}), place.get("additionalProperties")
         for key, entry in value.items():
-            if place_of := inner.get(key, others):
-                yield key, entry, place_of
+            yield key, entry, _place_of(key, place)
     elif isinstance(value, list):
         for number, entry in enumerate(value):
             yield f"[{number}]", entry, place.get("items", {})
@@ -142,16 +150,9 @@ def _type_fault(value: Any, place: Schema) -> str | None:
 
 
 def _mapping_faults(value: Body, place: Schema, path: str) -> Iterator[Finding]:
-    known = place.get("properties", {})
     for name in place.get("required", ()):
         if name not in value:
             yield _refused(_join(path, name), "it is missing, and required: add it")
-    is_open = "additionalProperties" in place or place.get("x-kubernetes-preserve-unknown-fields") or not known
-    for name in value:
-        if not is_open and name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-            yield _refused(_join(path, name), f"it is no field: {hint}")
     if len(value) > place.get("maxProperties", len(value)):
         yield _refused(path, f"it has {len(value)} entries: give at most {place['maxProperties']}")
 

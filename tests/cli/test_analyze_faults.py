@@ -1,0 +1,174 @@
+"""Tests that `longshore analyze` refuses the manifests that the CRD refuses, rule by rule, and no others."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from manifest_cases import BAD, BASE, CHANGES, GOOD, Body, changed
+
+from longshore_cli.analyze import definition
+from longshore_cli.analyze.documents import Document
+from longshore_cli.analyze.findings import Severity
+from longshore_cli.analyze.inspect_manifests import Options, inspect
+from longshore_wire.crossover import WHOLE_PAGES
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = Options(tokens=8192, device=None, table=WHOLE_PAGES)
+EXAMPLES = [
+    path for path in sorted((ROOT / "examples").rglob("*.yaml")) if "kind: DisaggDeployment" in path.read_text()
+]
+
+
+def errors(body: Body, before: Body | None = None) -> list[str]:
+    running = None if before is None else Document("running", before)
+    found = inspect(Document("new", body), running, OPTIONS).findings
+    return [f"{each.path}: {each.message}" for each in found if each.severity is Severity.ERROR]
+
+
+@functools.cache
+def crd() -> Body:
+    text = (ROOT / "crds/disaggdeployments.longshore.dev.yaml").read_text(encoding="utf-8")
+    schema: Body = yaml.safe_load(text)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    return schema
+
+
+def places(schema: Body, path: str = "") -> Iterator[tuple[str, Body]]:
+    yield path, schema
+    for name, entry in schema.get("properties", {}).items():
+        if f"{path}.{name}" != ".status":
+            yield from places(entry, f"{path}.{name}")
+    for key, name in (("additionalProperties", ".*"), ("items", "[]")):
+        if isinstance(schema.get(key), dict):
+            yield from places(schema[key], f"{path}{name}")
+
+
+RULES = {(path, rule["rule"]) for path, place in places(crd()) for rule in place.get("x-kubernetes-validations", ())}
+PREPARED = changed(agents={"keysRevision": 2})
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_manifest_that_the_api_server_accepts_has_no_error(name: str) -> None:
+    assert errors(GOOD[name]) == []
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_manifest_that_the_api_server_refuses_has_an_error(name: str) -> None:
+    body, expected = BAD[name]
+    found = errors(body)
+    # The words of schemas are ours, and those of rules the CRD's.
+    path = expected.partition(": ")[0] if expected.startswith("spec.") else ""
+    assert found, name
+    assert path.partition("[")[0] in " ".join(found)
+    if any(expected in " ".join(rule["message"].split()) for _, place in places(crd()) for rule in rules_of(place)):
+        assert any(expected in each for each in found)
+
+
+def rules_of(place: Body) -> list[Body]:
+    found: list[Body] = place.get("x-kubernetes-validations", [])
+    return found
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_that_the_api_server_refuses_has_an_error(name: str) -> None:
+    paths, expected = CHANGES[name]
+    assert any(expected in each for each in errors(changed(**paths), PREPARED))
+    assert errors(PREPARED, PREPARED) == []
+
+
+def test_every_rule_of_the_crd_is_broken_by_an_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = set()
+    ask = definition._broken_rules
+
+    def record(value: Any, place: Body, path: str, before: Any) -> Iterator[Any]:
+        # Each rule alone, so that it is known which one is broken.
+        for rule in rules_of(place):
+            found = list(ask(value, {"x-kubernetes-validations": [rule]}, path, before))
+            if found:
+                broken.add((re.sub(r"\[\d+\]", "[]", f".{path}" if path else ""), rule["rule"]))
+            yield from found
+
+    monkeypatch.setattr(definition, "_broken_rules", record)
+    for body, _ in BAD.values():
+        definition.check(body)
+    for paths, _ in CHANGES.values():
+        definition.check(changed(**paths), PREPARED)
+    assert sorted(RULES - broken) == []
+
+
+def test_every_keyword_of_the_crd_is_one_that_is_checked() -> None:
+    assert {key for _, place in places(crd()) for key in place} <= definition.KEYWORDS
+
+
+BREAKING: dict[str, Any] = {
+    "maximum": lambda place: place["maximum"] + 1,
+    "minimum": lambda place: place["minimum"] - 1,
+    "maxLength": lambda place: "1" * (place["maxLength"] + 1),
+    "minLength": lambda place: "",
+    "pattern": lambda place: " !",
+    "enum": lambda place: "Neither",
+    "maxItems": lambda place: [{"name": f"UCX_{n}", "mountPath": f"/{n}"} for n in range(place["maxItems"] + 1)],
+    "maxProperties": lambda place: {f"k{n}": "v" for n in range(place["maxProperties"] + 1)},
+    "type": lambda place: {"object": "text", "array": {}, "string": 1, "integer": "one", "boolean": "yes"}[
+        place["type"]
+    ],
+}
+LIMITS = [
+    (path, keyword)
+    for path, place in places(crd()["properties"]["spec"], ".spec")
+    for keyword in BREAKING
+    if keyword in place
+]
+
+
+def with_value(base: Body, path: str, value: Any) -> Body:
+    """Return a manifest with a value at a path of the schema, in one entry of each list and mapping on the way."""
+    for key in reversed(path.replace("[]", ".[]").removeprefix(".").split(".")):
+        value = [value] if key == "[]" else {key.replace("*", "key"): value}
+    found: Body = merged(base, value)
+    return found
+
+
+def merged(one: Any, other: Any) -> Any:
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        return other
+    return one | {key: merged(one[key], value) if key in one else value for key, value in other.items()}
+
+
+def test_every_limit_of_the_schema_is_checked() -> None:
+    by_path = dict(places(crd()))
+    silent = []
+    for path, keyword in LIMITS:
+        found = definition.check(with_value(BASE, path, BREAKING[keyword](by_path[path])))
+        named = path.replace("[]", "[0]").replace("*", "key").removeprefix(".")
+        if not any(fault.path == named for fault in found):
+            silent.append((path, keyword, [fault.path for fault in found]))
+    assert silent == []
+    assert len(LIMITS) > 300
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=[path.name for path in EXAMPLES])
+def test_examples_have_no_error(path: Path) -> None:
+    for body in yaml.safe_load_all(path.read_text(encoding="utf-8")):
+        if body["kind"] == "DisaggDeployment":
+            assert errors(body) == []
+
+
+def test_nulls_are_left_out_and_defaults_filled_in_as_the_api_server_does() -> None:
+    found = definition.completed(changed(prefill__instances=1, transfer={"backend": None}, agents={"image": None}))
+    assert "image" not in found["spec"]["agents"]
+    assert found["spec"]["transfer"]["backend"] == "NIXL"
+    assert found["spec"]["decode"]["staging"] == {"poolSize": "4Gi"}
+
+
+def test_unknown_fields_are_found_besides_other_faults() -> None:
+    body = changed(prefill__tensorParallell=4, decode__tensorParallel=0)
+    assert [fault.partition(":")[0] for fault in errors(body)] == [
+        "spec.prefill.tensorParallell",
+        "spec.decode.tensorParallel",
+    ]
