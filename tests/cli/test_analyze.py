@@ -19,11 +19,10 @@ from longshore_agent.worker.config import WorkerConfig
 from longshore_cli.analyze.sizes import GPU, Sizes, limits_of, pair_slabs, sizes
 from longshore_cli.main import main
 from longshore_wire.claims import grid, route
-from longshore_wire.crossover import WHOLE_PAGES
 from longshore_wire.engine_messages import Half
 from longshore_wire.layout import KVLayout
 from longshore_wire.manifest import DisaggDeployment, read
-from longshore_wire.peer_messages import Attach, Claim, PairKey, Ring, RoomKey
+from longshore_wire.peer_messages import PROTOCOL_VERSION, Attach, Claim, PairKey, RegionInfo, RoomKey
 from longshore_wire.plan import Way
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +37,6 @@ def analyze(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int
 
 def file_of(folder: Path, *bodies: Body, name: str = "manifests.yaml") -> Path:
     path = folder / name
-    path.write_text("---\n".join(json.dumps(body).replace("{", "{ ", 1) + "\n" for body in ({}, *bodies))[3:])
     path.write_text("# manifests\n" + "".join(f"---\n{json.dumps(body)}\n" for body in bodies))
     return path
 
@@ -120,7 +118,9 @@ def test_warnings_fail_only_with_strict(tmp_path: Path, capsys: pytest.CaptureFi
     assert analyze(capsys, "-f", path, "--strict")[0] == 1
 
 
-def test_a_fault_that_only_the_operator_finds_is_told_as_its(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fault_that_only_the_operator_finds_is_told_as_its(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = file_of(tmp_path, changed(agents={"env": [{"name": "LONGSHORE_NODE", "value": "a"}]}))
     status, text, _ = analyze(capsys, "-f", path)
     assert status == 1
@@ -181,7 +181,10 @@ LAYOUTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("device", ["CPU", GPU])
 @pytest.mark.parametrize("tokens", [100, 8192, 100_000])
 @pytest.mark.parametrize("paths", LAYOUTS, ids=lambda paths: ",".join(paths) or "base")
-def test_slabs_are_those_that_a_worker_cuts(paths: dict[str, Any], tokens: int, device: str) -> None:
+def test_slabs_are_those_that_a_worker_cuts(
+    paths: dict[str, Any], tokens: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longshore_agent.worker.config.reached_by_all", lambda name: True)
     found = deployment(**paths)
     config = found.agent_config()
     settings = Settings.from_config(config)
@@ -189,16 +192,16 @@ def test_slabs_are_those_that_a_worker_cuts(paths: dict[str, Any], tokens: int, 
     plan = config.plan()
     pair = plan.pairs[-1]
     worker = WorkerConfig("w", "P", 1, source.at(pair.source_rank), (Half.SOURCE,), settings, 0, device=device.lower())
-    key = PairKey(RoomKey("P", 1), pair.source_rank, pair.target_rank, 0, 1, "D", 0)
-    claim = Claim(key, 0, tokens, Way.STAGED, 0, 0, 0, b"")
+    key = PairKey(RoomKey("P", 1, 0), pair.source_rank, pair.target_rank, 1, 1, "D")
+    claim, taken = Claim(key, 0, tokens, Way.STAGED), route(plan, pair.source_rank, pair.target_rank)
     limits = limits_of(found.spec, device)
     page = max(config.prefill.page_size, config.decode.page_size)
-    cut = grid(worker.session_config(), attached(target, settings.ring_bytes), claim, route(plan, pair.source_rank, pair.target_rank), {})
+    cut = grid(worker.session_config(), attached(target, settings.ring_bytes), claim, taken, {})
     assert pair_slabs(plan, pair, tokens, limits, page) == cut
 
 
 def attached(layout: KVLayout, ring_bytes: int) -> Attach:
-    raise NotImplementedError
+    return Attach(PROTOCOL_VERSION, "d", "D", 1, layout, "NIXL", b"", RegionInfo(0, ring_bytes), (), 0)
 
 
 @pytest.mark.parametrize("wire", ["SharedMemory", "TCP", "RDMA"])
@@ -251,7 +254,10 @@ WARNED: dict[str, tuple[dict[str, Any], str]] = {
         {"prefill__staging": {"bufferSize": "8Mi"}, "decode__staging": {"poolSize": "64Mi"}, "model__layers": 1000},
         "spec.prefill.staging.bufferSize",
     ),
-    "no staging between GPUs": ({"transfer__staging": "Never", "agents": {"gpuAccess": "CDI"}}, "spec.transfer.staging"),
+    "no staging between GPUs": (
+        {"transfer__staging": "Never", "agents": {"gpuAccess": "CDI"}},
+        "spec.transfer.staging",
+    ),
     "a latent between GPUs": (
         {"model": MLA, "prefill__tensorParallel": 1, "agents": {"gpuAccess": "CDI"}},
         "spec.model.attention",
@@ -292,8 +298,8 @@ def test_a_slab_that_holds_no_token_is_an_error(tmp_path: Path, capsys: pytest.C
         model={"attention": "MHA", "layers": 4096, "kvHeads": 8, "headDim": 8192, "dtype": "float32"},
         prefill__staging={"bufferSize": "8Mi"},
         decode__staging={"poolSize": "64Mi"},
+        transfer={"staging": "Always"},
     )
     status, text, _ = analyze(capsys, "-f", file_of(tmp_path, body))
     assert status == 1
     assert "enlarge staging.bufferSize of prefill" in text
-    assert WHOLE_PAGES.measured == ()
