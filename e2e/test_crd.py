@@ -9,7 +9,7 @@ import pytest
 import yaml
 from controlplane.cluster import ControlPlane
 from deployments import CRD, ROOT, to_text
-from manifest_cases import BAD, CHANGES, GOOD, POD, changed
+from manifest_cases import BAD, CHANGES, GOOD, POD, broken_limits, changed, named
 
 from longshore_wire.manifest import read
 
@@ -33,6 +33,15 @@ def test_what_cannot_work_is_refused_before_it_is_stored(plane: ControlPlane, na
     status, text = send(plane, "create", body)
     assert status != 0
     assert expected in text
+
+
+def test_every_limit_of_the_schema_is_kept(plane: ControlPlane) -> None:
+    """All at once: one start of kubectl takes longer than an answer. `longshore analyze` refuses the same manifests."""
+    bodies = [body | {"metadata": {"name": f"n{n}"}} for n, body in enumerate(broken_limits().values())]
+    listed = {"apiVersion": "v1", "kind": "List", "items": [*bodies, named("good")]}
+    done = plane.try_kubectl("create", "--dry-run=server", "-f", "-", stdin=to_text(listed))
+    assert done.returncode != 0
+    assert done.stdout == "disaggdeployment.longshore.dev/good created (server dry run)\n"
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -6,9 +6,15 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import yaml
+
 Body = dict[str, Any]
+ROOT = Path(__file__).parents[2]
 BASE: Body = {
     "apiVersion": "longshore.dev/v1alpha1",
     "kind": "DisaggDeployment",
@@ -245,3 +251,60 @@ CHANGES = {
     "the element type": ({"model__dtype": "float16"}, "make a new DisaggDeployment"),
     "keys go back": ({"agents": {"keysRevision": 1}}, "leave it or raise it"),
 }
+
+
+@functools.cache
+def crd() -> Body:
+    text = (ROOT / "crds/disaggdeployments.longshore.dev.yaml").read_text(encoding="utf-8")
+    schema: Body = yaml.safe_load(text)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    return schema
+
+
+def places(schema: Body, path: str = "") -> Iterator[tuple[str, Body]]:
+    yield path, schema
+    for name, entry in schema.get("properties", {}).items():
+        if f"{path}.{name}" != ".status":
+            yield from places(entry, f"{path}.{name}")
+    for key, name in (("additionalProperties", ".*"), ("items", "[]")):
+        if isinstance(schema.get(key), dict):
+            yield from places(schema[key], f"{path}{name}")
+
+
+# For each keyword of a schema, a value that breaks it.
+BREAKING: dict[str, Any] = {
+    "maximum": lambda place: place["maximum"] + 1,
+    "minimum": lambda place: place["minimum"] - 1,
+    "maxLength": lambda place: "1" * (place["maxLength"] + 1),
+    "minLength": lambda place: "",
+    "pattern": lambda place: " !",
+    "enum": lambda place: "Neither",
+    "maxItems": lambda place: [{"name": f"UCX_{n}", "mountPath": f"/{n}"} for n in range(place["maxItems"] + 1)],
+    "maxProperties": lambda place: {f"k{n}": "v" for n in range(place["maxProperties"] + 1)},
+    "type": lambda place: {"object": "text", "array": {}, "string": 1, "integer": "one", "boolean": "yes"}[
+        place["type"]
+    ],
+}
+
+
+def broken_limits() -> dict[tuple[str, str], Body]:
+    """Return a manifest for each path and keyword of the spec's schema, which breaks that one."""
+    return {
+        (path, keyword): with_value(BASE, path, breaking(place))
+        for path, place in places(crd()["properties"]["spec"], ".spec")
+        for keyword, breaking in BREAKING.items()
+        if keyword in place
+    }
+
+
+def with_value(base: Body, path: str, value: Any) -> Body:
+    """Return a manifest with a value at a path of the schema, in one entry of each list and mapping on the way."""
+    for key in reversed(path.replace("[]", ".[]").removeprefix(".").split(".")):
+        value = [value] if key == "[]" else {key.replace("*", "key"): value}
+    found: Body = merged(base, value)
+    return found
+
+
+def merged(one: Any, other: Any) -> Any:
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        return other
+    return one | {key: merged(one[key], value) if key in one else value for key, value in other.items()}

@@ -13,6 +13,7 @@ from tree_of_files import PACKAGES, ROOT, Module, file_paths, modules, modules_o
 
 # Distributions whose import packages have another name.
 DISTRIBUTION_OF = {
+    "celpy": "cel-python",
     "mooncake": "mooncake-transfer-engine-non-cuda",
     "prometheus_client": "prometheus-client",
     "yaml": "pyyaml",

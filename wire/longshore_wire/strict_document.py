@@ -7,6 +7,7 @@ field and lets msgspec check one leaf at a time. Pure.
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 from collections import Counter
 from enum import Enum
@@ -97,7 +98,7 @@ def read_struct(kind: type[S], raw: object, path: str, faults: list[str]) -> S |
         return None
     before = len(faults)
     fields = {field.encode_name: field for field in msgspec.structs.fields(kind)}
-    hints = get_type_hints(kind, include_extras=True)
+    hints = _hints(kind)
     unknown = [key for key in raw if key not in fields]
     faults += [f"{_join(path, key)}: unknown key{_nearest(str(key), list(fields))}" for key in unknown]
     faults += [f"{_join(path, key)}: given more than once" for key in getattr(raw, "repeated", ())]
@@ -108,6 +109,12 @@ def read_struct(kind: type[S], raw: object, path: str, faults: list[str]) -> S |
         elif field.required:
             faults.append(f"{_join(path, key)}: missing")
     return kind(**values) if len(faults) == before else None
+
+
+# Of a few dozen structs, whose hints never change.
+@functools.cache
+def _hints(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
 
 
 def _read_value(kind: Any, raw: object, path: str, faults: list[str]) -> object:
@@ -161,7 +168,7 @@ def to_text(value: msgspec.Struct) -> str:
 
 
 def _plain(value: msgspec.Struct) -> dict[str, object]:
-    hints = get_type_hints(type(value), include_extras=True)
+    hints = _hints(type(value))
     plain: dict[str, object] = {}
     for field in msgspec.structs.fields(value):
         entry = getattr(value, field.name)

@@ -32,7 +32,9 @@ from longshore_wire.slabs import (
 )
 
 CPU, GPU = "CPU", "GPU"
-_WIRES = tuple(wire.value for wire in WireName if wire is not WireName.LOOPBACK)
+_HOST_WIRES = (WireName.SHARED_MEMORY.value, WireName.TCP.value, WireName.RDMA.value)
+# Only GPU memory uses these.
+_GPU_WIRES = (WireName.CUDA_IPC.value, WireName.NVLINK.value)
 _PREFIX = names.ENVIRONMENT_PREFIX
 _MEMORY = "memory"
 _FAR, _NEAR = "two agents", "engines of one agent"
@@ -228,7 +230,9 @@ def _planned(
     # MLA is never staged, so that the planner has no plan for Always; agents refuse its rooms between GPUs.
     if config.model.attention.value == "MLA" and far.staging is Staging.ALWAYS:
         far = far._replace(staging=asked)
-    wires = tuple(wire.value for wire in config.transfer.wires) or _WIRES
+    wires = tuple(wire.value for wire in config.transfer.wires) or _HOST_WIRES + (
+        _GPU_WIRES if GPU in devices.values() else ()
+    )
     reaches = {_FAR: far} | ({_NEAR: Reach(asked, True, far.in_place)} if _has_neighbours(spec, devices) else {})
     found: dict[tuple[str, Choice], list[str]] = {}
     plans = {}
