@@ -36,10 +36,10 @@ def test_what_cannot_work_is_refused_before_it_is_stored(plane: ControlPlane, na
 
 
 def test_every_limit_of_the_schema_is_kept(plane: ControlPlane) -> None:
-    """All at once: one start of kubectl takes longer than an answer. `longshore analyze` refuses the same manifests."""
+    """All at once, since kubectl starts slowly, and without its own checks. `longshore analyze` refuses the same manifests."""
     bodies = [body | {"metadata": {"name": f"n{n}"}} for n, body in enumerate(broken_limits().values())]
     listed = {"apiVersion": "v1", "kind": "List", "items": [*bodies, named("good")]}
-    done = plane.try_kubectl("create", "--dry-run=server", "-f", "-", stdin=to_text(listed))
+    done = plane.try_kubectl("create", "--dry-run=server", "--validate=false", "-f", "-", stdin=to_text(listed))
     assert done.returncode != 0
     assert done.stdout == "disaggdeployment.longshore.dev/good created (server dry run)\n"
 
