@@ -9,14 +9,14 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test layouts sim soak fuzz controlplane images e2e e2e-cluster e2e-vllm e2e-sglang dashboard check fix bench bench-vllm bench-vllm-gpu bench-sglang bench-sglang-gpu gpu reference lock clean FORCE
+.PHONY: help install demo test layouts sim soak fuzz controlplane images e2e e2e-cluster e2e-vllm e2e-sglang dashboard check fix bench bench-vllm bench-vllm-gpu bench-sglang bench-sglang-gpu gpu reference docs lock clean FORCE
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := agent,operator,cli,lab,nixl,mooncake,dev
 # All extras except those of engines, which pin other versions than the tree.
-LOCKED := agent operator cli lab nixl mooncake mooncake-cuda12 mooncake-cuda13 dev fuzz
+LOCKED := agent operator cli lab nixl mooncake mooncake-cuda12 mooncake-cuda13 dev fuzz docs
 PYTHON ?=
 TORCH_INDEX ?=
 
@@ -119,10 +119,16 @@ bench-sglang: install ## compare Longshore with SGLang's own NIXL backend in one
 bench-sglang-gpu: $(if $(GPU_PYTHON),,install) ## compare the same on two GPUs in one run, also with SGLang's staging buffer
 	$(or $(GPU_PYTHON),$(BIN)/python) benchmarks/sglang_on_gpus.py --json build/sglang-gpu.json $(GPU_OPTIONS)
 
-reference: install ## regenerate the reference pages of settings, metrics and faults from their tables
+reference: install ## regenerate the reference pages of settings, metrics, faults, HTTP and the command line
 	$(BIN)/python -m longshore_agent.settings >docs/reference/settings.md
 	$(BIN)/python -m longshore_agent.status.metrics >docs/reference/metrics.md
 	$(BIN)/python tests/agent/fault_table.py >docs/reference/faults.md
+	$(BIN)/python tests/repo/reference_pages.py
+
+# A dead link, or a page that Sphinx cannot read, is an error.
+docs: install ## build the documentation as a site, build/docs/site/index.html
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraints requirements.lock --editable '.[docs]'
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --conf-dir docs/site -d build/docs/doctrees . build/docs/site
 
 lock: install ## pin the newest versions that pyproject.toml permits
 	{ sed '/^[^#]/,$$d' requirements.lock; \

@@ -14,6 +14,7 @@ from tree_of_files import PACKAGES, ROOT, Module, file_paths, modules, modules_o
 # Distributions whose import packages have another name.
 DISTRIBUTION_OF = {
     "celpy": "cel-python",
+    "markdown_it": "markdown-it-py",
     "mooncake": "mooncake-transfer-engine-non-cuda",
     "prometheus_client": "prometheus-client",
     "yaml": "pyyaml",
@@ -46,6 +47,7 @@ EXTRAS = {
     "cli",
     "lab",
     "fuzz",
+    "docs",
     "nixl",
     "mooncake",
     "mooncake-cuda12",

@@ -7,7 +7,7 @@ a byte of the cache.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
@@ -97,19 +97,24 @@ def create_app(source: StatusSource, rules: Rules | None = None, plan_defaults: 
 
 
 def _add_health(app: FastAPI, source: StatusSource, rules: Rules) -> None:
-    @app.get("/healthz", **_answers(Verdict, 503, Verdict))
+    @app.get("/healthz", **_answers(Verdict, {503: Verdict}))
     def healthz() -> Response:
         """Whether the supervisor works. If not, the agent must be restarted."""
         verdict = _judged(source, liveness)
         return _json(verdict, 200 if verdict.ok else 503)
 
-    @app.get("/readyz", **_answers(Verdict, 503, Verdict))
+    @app.get("/readyz", **_answers(Verdict, {503: Verdict}))
     def readyz() -> Response:
         """Whether engines may use this agent, with every check and its reason."""
         verdict = _judged(source, lambda snapshot: readiness(snapshot, rules))
         return _json(verdict, 200 if verdict.ok else 503)
 
-    @app.get("/metrics", response_model=None, responses={200: {"content": {"text/plain": {}}}, 503: _body(ErrorBody)})
+    @app.get(
+        "/metrics",
+        response_model=None,
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {}}}, 503: _body(ErrorBody)},
+    )
     def metrics() -> Response:
         """All metrics of the supervisor and of each worker, for Prometheus."""
         snapshot = _asked(source)
@@ -134,7 +139,7 @@ def _add_status(app: FastAPI, source: StatusSource, rules: Rules) -> None:
 
 
 def _add_rooms(app: FastAPI, source: StatusSource) -> None:
-    @app.get("/v1/rooms", **_answers(rooms.RoomList, 422, ErrorBody))
+    @app.get("/v1/rooms", **_answers(rooms.RoomList, {422: ErrorBody}))
     def room_list(
         limit: Annotated[
             int, Query(ge=1, le=rooms.PAGE_MAX, description="Maximum number of rooms in the response.")
@@ -149,7 +154,7 @@ def _add_rooms(app: FastAPI, source: StatusSource) -> None:
         except ValueError as error:
             raise _RefusalError(422, ErrorBody("BadRequest", f"after: {error}", (f"after: {error}",))) from error
 
-    @app.get("/v1/rooms/{room}", **_answers(rooms.RoomDetail, 404, ErrorBody))
+    @app.get("/v1/rooms/{room}", **_answers(rooms.RoomDetail, {404: ErrorBody, 422: ErrorBody}))
     def room_detail(
         room: Annotated[int, Path(ge=0, le=rooms.ROOM_MAX, description="The room's id.")],
         instance: Annotated[str | None, Query(description="Show only rooms of this prefill instance.")] = None,
@@ -164,7 +169,7 @@ def _add_rooms(app: FastAPI, source: StatusSource) -> None:
 
 
 def _add_plans(app: FastAPI, source: StatusSource, defaults: PlanDefaults) -> None:
-    @app.get("/v1/plan", **_answers(PlanView, 422, ErrorBody))
+    @app.get("/v1/plan", **_answers(PlanView, {404: ErrorBody, 422: ErrorBody}))
     def plan(query: Annotated[PlanQuery, Query()]) -> Response:
         """The plan between two layouts, or between two instances that are registered here."""
         snapshot = _asked(source)
@@ -201,12 +206,14 @@ def _json(value: msgspec.Struct, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type=_JSON)
 
 
-def _answers(body: type[msgspec.Struct], status: int = 0, other: type[msgspec.Struct] | None = None) -> dict[str, Any]:
-    """Return a route's arguments that document its bodies in place of FastAPI's own."""
-    found: dict[int, type[msgspec.Struct]] = {200: body, 503: ErrorBody}
-    if other is not None:
-        found[status] = other
-    responses = {code: _body(kind) for code, kind in found.items()}
+def _answers(body: type[msgspec.Struct], others: Mapping[int, type[msgspec.Struct]] | None = None) -> dict[str, Any]:
+    """Return a route's arguments that document its bodies in place of FastAPI's own.
+
+    Args:
+        others: the bodies of other statuses than 200, in addition to the error that 503 has on each path.
+    """
+    found: dict[int, type[msgspec.Struct]] = {200: body, 503: ErrorBody, **(others or {})}
+    responses = {code: _body(kind) for code, kind in sorted(found.items())}
     return {"response_model": None, "response_class": Response, "responses": responses}
 
 
