@@ -128,7 +128,8 @@ reference: install ## regenerate the reference pages of settings, metrics, fault
 # A dead link, or a page that Sphinx cannot read, is an error.
 docs: install ## build the documentation as a site, build/docs/site/index.html
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraints requirements.lock --editable '.[docs]'
-	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --conf-dir docs/site -d build/docs/doctrees . build/docs/site
+	$(BIN)/python -m sphinx --quiet --fresh-env --write-all --fail-on-warning --keep-going --conf-dir docs/site \
+	  --doctree-dir build/docs/doctrees . build/docs/site
 
 lock: install ## pin the newest versions that pyproject.toml permits
 	{ sed '/^[^#]/,$$d' requirements.lock; \

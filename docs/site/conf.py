@@ -43,31 +43,37 @@ html_show_sphinx = False
 html_show_copyright = False
 html_theme_options = {"navigation_with_keys": True}
 
-# Captions and their pages. A pattern stands for all pages that no other entry names.
+# Captions and their entries: a page, `Title <page>`, or a pattern of all pages that no other entry names. A page takes the
+# longest pattern that fits it, so that no page is missing.
 NAVIGATION = {
     "Start": ["docs/quickstart", "docs/concepts", "docs/compared"],
     "Run": [
-        "docs/how-to/one-machine",
-        "docs/how-to/gpus",
-        "docs/how-to/kubernetes",
-        "docs/how-to/kind",
-        "docs/how-to/upgrade",
-        "docs/how-to/new-keys",
-        "docs/how-to/sizing",
-        "docs/how-to/wires",
-        "docs/how-to/rdma",
-        "docs/how-to/mps",
-        "docs/how-to/monitoring",
-        "docs/how-to/trace",
+        "One machine <docs/how-to/one-machine>",
+        "GPUs <docs/how-to/gpus>",
+        "Kubernetes <docs/how-to/kubernetes>",
+        "kind <docs/how-to/kind>",
+        "Upgrade <docs/how-to/upgrade>",
+        "New keys <docs/how-to/new-keys>",
+        "Sizing <docs/how-to/sizing>",
+        "Wires <docs/how-to/wires>",
+        "RDMA <docs/how-to/rdma>",
+        "MPS <docs/how-to/mps>",
+        "Monitoring <docs/how-to/monitoring>",
+        "Trace <docs/how-to/trace>",
         "docs/how-to/*",
     ],
-    "Engines": ["docs/how-to/engine-pods", "docs/how-to/vllm", "docs/how-to/sglang", "docs/how-to/engines"],
+    "Engines": [
+        "vLLM <docs/how-to/vllm>",
+        "SGLang <docs/how-to/sglang>",
+        "Your own engine <docs/how-to/engines>",
+        "Engines in pods <docs/how-to/engine-pods>",
+    ],
     "When something fails": [
         "docs/troubleshooting",
         "docs/runbooks",
-        "docs/reference/conditions",
-        "docs/reference/reasons",
-        "docs/reference/faults",
+        "Reasons <docs/reference/reasons>",
+        "Conditions <docs/reference/conditions>",
+        "Faults <docs/reference/faults>",
     ],
     "Reference": [
         "docs/reference/disaggdeployment",
@@ -80,26 +86,29 @@ NAVIGATION = {
         "charts/*",
         "crds/*",
     ],
-    "Security and performance": ["docs/security", "docs/reference/benchmarks", "benchmarks/*"],
-    "Project": ["CHANGELOG", "CONTRIBUTING", "e2e/*", "docs/*"],
+    "Security and performance": [
+        "docs/security",
+        "docs/reference/benchmarks",
+        "Programs of the benchmarks <benchmarks/README>",
+        "benchmarks/*",
+    ],
+    "Project": ["CHANGELOG", "CONTRIBUTING", "Index of pages <docs/README>", "docs/*", "e2e/*"],
     "Design": ["docs/design/*"],
 }
 
 
 def navigation(found: set[str]) -> dict[str, list[str]]:
     """Return the pages of each caption. A page that `found` lacks stays in it, so that Sphinx reports it."""
-    named = {entry for entries in NAVIGATION.values() for entry in entries if not entry.endswith("*")}
-    left = sorted(found - named - {root_doc})
-    chosen: dict[str, list[str]] = {}
-    # A more special pattern takes its pages before `docs/*` does.
-    patterns = sorted({entry for entries in NAVIGATION.values() for entry in entries if entry.endswith("*")}, key=len)
-    pages_of: dict[str, list[str]] = {}
-    for pattern in reversed(patterns):
-        pages_of[pattern] = [page for page in left if fnmatchcase(page, pattern)]
-        left = [page for page in left if page not in pages_of[pattern]]
-    for caption, entries in NAVIGATION.items():
-        chosen[caption] = [page for entry in entries for page in pages_of.get(entry, [entry])]
-    return chosen
+    entries = [entry for part in NAVIGATION.values() for entry in part]
+    named = {entry.rpartition("<")[2].rstrip(">") for entry in entries}
+    pages_of: dict[str, list[str]] = {entry: [] for entry in entries if entry.endswith("*")}
+    for page in sorted(found - named - {root_doc}):
+        fitting = [pattern for pattern in pages_of if fnmatchcase(page, pattern)]
+        pages_of[max(fitting, key=len)].append(page)
+    return {
+        caption: [page for entry in part for page in pages_of.get(entry, [entry])]
+        for caption, part in NAVIGATION.items()
+    }
 
 
 def add_navigation(app: Any, page: str, source: list[str]) -> None:
