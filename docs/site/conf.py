@@ -44,7 +44,7 @@ html_show_copyright = False
 html_theme_options = {"navigation_with_keys": True}
 
 # Captions and their entries: a page, `Title <page>`, or a pattern of all pages that no other entry names. A page takes the
-# longest pattern that fits it, so that no page is missing.
+# longest pattern that fits it. Sphinx reports a page that is in no entry.
 NAVIGATION = {
     "Start": ["docs/quickstart", "docs/concepts", "docs/compared"],
     "Run": [
@@ -104,7 +104,8 @@ def navigation(found: set[str]) -> dict[str, list[str]]:
     pages_of: dict[str, list[str]] = {entry: [] for entry in entries if entry.endswith("*")}
     for page in sorted(found - named - {root_doc}):
         fitting = [pattern for pattern in pages_of if fnmatchcase(page, pattern)]
-        pages_of[max(fitting, key=len)].append(page)
+        if fitting:
+            pages_of[max(fitting, key=len)].append(page)
     return {
         caption: [page for entry in part for page in pages_of.get(entry, [entry])]
         for caption, part in NAVIGATION.items()
