@@ -51,6 +51,7 @@ NAVIGATION = {
         "One machine <docs/how-to/one-machine>",
         "GPUs <docs/how-to/gpus>",
         "Kubernetes <docs/how-to/kubernetes>",
+        "Cluster with GPUs <docs/how-to/gpu-cluster>",
         "kind <docs/how-to/kind>",
         "Upgrade <docs/how-to/upgrade>",
         "New keys <docs/how-to/new-keys>",
