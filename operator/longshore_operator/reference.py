@@ -5,6 +5,7 @@ A test compares the files in the tree with its output.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from longshore_operator import metrics, reasons, settings
+from longshore_wire.definition import ANNOTATION, digest
 
 CRD = Path("crds/disaggdeployments.longshore.dev.yaml")
 CHART_COPY = Path("charts/longshore/files/disaggdeployments.longshore.dev.yaml")
@@ -34,8 +36,9 @@ def pages(definition: str) -> dict[Path, str]:
     """
     folder = Path("docs/reference")
     return {
-        CHART_COPY: definition,
-        COMMAND_COPY: definition,
+        CRD: (stamped := _stamped(definition)),
+        CHART_COPY: stamped,
+        COMMAND_COPY: stamped,
         folder / "disaggdeployment.md": _fields_page(definition),
         folder / "conditions.md": _page(
             "Conditions and their reasons",
@@ -48,6 +51,12 @@ def pages(definition: str) -> dict[Path, str]:
             f"{settings.reference()}\n\n## Metrics\n\n{metrics.reference()}\n",
         ),
     }
+
+
+def _stamped(definition: str) -> str:
+    """Return the CRD with the digest of its content in its annotation."""
+    found = digest(yaml.safe_load(definition)["spec"])
+    return re.sub(rf"^( +{re.escape(ANNOTATION)}: ).*$", rf'\g<1>"{found}"', definition, count=1, flags=re.MULTILINE)
 
 
 def _page(title: str, lead: str, text: str) -> str:

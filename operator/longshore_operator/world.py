@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from longshore_operator import kinds, names
 from longshore_operator.kinds import Kind
 from longshore_operator.reports import AgentReport
+from longshore_wire import taints
+from longshore_wire.taints import Taint
 
 Body = dict[str, Any]
 
@@ -29,17 +31,6 @@ class ChildKey(NamedTuple):
 
     kind: str
     name: str
-
-
-class Taint(NamedTuple):
-    """One taint of a node."""
-
-    key: str
-    value: str
-    effect: str
-
-    def __str__(self) -> str:
-        return f"{self.key}={self.value}:{self.effect}" if self.value else f"{self.key}:{self.effect}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,10 +226,9 @@ def is_older(body: Body, than: Body) -> bool:
 
 def read_node(body: Body) -> Node:
     """Return the cached part of a node."""
-    taints = (body.get("spec") or {}).get("taints") or ()
     return Node(
         labels=dict(body["metadata"].get("labels") or {}),
-        taints=tuple(Taint(entry["key"], entry.get("value") or "", entry["effect"]) for entry in taints),
+        taints=taints.of_node(body),
         ready=all(
             entry["status"] == "True"
             for entry in (body.get("status") or {}).get("conditions") or ()

@@ -10,7 +10,8 @@ from operator_scene import KEY, Scene, settled
 from longshore_operator.decide.placement import place
 from longshore_operator.observe import Warned
 from longshore_operator.reports import AgentReport
-from longshore_operator.world import ChildKey, Node, Taint
+from longshore_operator.world import ChildKey, Node
+from longshore_wire.taints import Taint
 
 GPU = "nvidia.com/gpu=present:NoSchedule"
 

@@ -9,10 +9,10 @@ import difflib
 from collections.abc import Iterator
 from typing import Any
 
-from longshore_wire import names
+from longshore_wire import names, pod_settings
 from longshore_wire.manifest import Spec
 from longshore_wire.node_groups import Group, groups
-from longshore_wire.pod_settings import AGENT_VARIABLES, LIBRARY_PREFIXES, GpuAccess, PodSettings
+from longshore_wire.pod_settings import AGENT_VARIABLES, LIBRARY_PREFIXES, PodSettings, entry_key
 
 Body = dict[str, Any]
 # Volumes and folders of the agent's container that are the operator's.
@@ -20,65 +20,15 @@ _OWN_VOLUMES = ("config", "keys", "run", "shared-memory", "temporary")
 # One more volume with `gpu.mps`.
 MPS_VOLUME = "mps"
 _OWN_FOLDERS = ("/etc/longshore", names.RUN_DIRECTORY, "/dev/shm", "/tmp")  # noqa: S108 - volumes of the pod
-_GPU_TAINT = "nvidia.com/gpu"
-_CDI_ANNOTATION = "cdi.k8s.io/longshore-agent"
-_EVERY_GPU = {
-    GpuAccess.RUNTIME.value: {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"},
-    # The image asks the runtime for all GPUs. With CDI this would give them twice.
-    GpuAccess.CDI.value: {"NVIDIA_VISIBLE_DEVICES": "void"},
-}
 
 
 def merged(spec: Spec, group: Group, runtime_class: str) -> Body:
-    """Return the settings of a group's pods: those of all agents, overridden by those of its roles.
-
-    `gpus` in it says whether they see GPUs.
-
-    Args:
-        runtime_class: the operator's default.
-    """
-    found = spec.agents.as_pods_have_it()
-    for role in group.role_names:
-        found = _merge(found, _of(spec, role).as_pods_have_it())
-    found.setdefault("runtimeClassName", runtime_class)
-    access = found.pop("gpuAccess", None)
-    if access is not None:
-        given = [{"name": name, "value": value} for name, value in _EVERY_GPU[access].items()]
-        found["env"] = _merge(given, found.get("env", []))
-    if access == GpuAccess.RUNTIME.value:
-        found["runtimeClassName"] = found["runtimeClassName"] or "nvidia"
-    if access == GpuAccess.CDI.value:
-        found["annotations"] = {_CDI_ANNOTATION: "nvidia.com/gpu=all"} | found.get("annotations", {})
-    tolerations = found.get("tolerations", [])
-    found["gpus"] = access is not None or _asks_for_gpus(found)
-    if found["gpus"] and not any(entry.get("key", _GPU_TAINT) == _GPU_TAINT for entry in tolerations):
-        found["tolerations"] = [*tolerations, {"key": _GPU_TAINT, "operator": "Exists", "effect": "NoSchedule"}]
-    return found
-
-
-def _asks_for_gpus(settings: Body) -> bool:
-    resources = settings.get("resources", {})
-    asked = {*resources.get("requests", {}), *resources.get("limits", {})}
-    return bool(settings["runtimeClassName"]) or any(name.startswith(_GPU_TAINT) for name in asked)
+    """Return the settings of a group's pods: those of all agents, overridden by those of its roles. See `pod_settings`."""
+    return pod_settings.merged([spec.agents, *(_of(spec, role) for role in group.role_names)], runtime_class)
 
 
 def _of(spec: Spec, role: str) -> PodSettings:
     return spec.prefill.agents if role == names.PREFILL else spec.decode.agents
-
-
-def _merge(value: Any, other: Any) -> Any:
-    """Return `value` overridden by `other`. Entries of lists are told apart by name or mount path, if they have one."""
-    if isinstance(value, dict) and isinstance(other, dict):
-        return value | {key: _merge(value[key], entry) if key in value else entry for key, entry in other.items()}
-    if isinstance(value, list) and isinstance(other, list):
-        return list({_key(entry): entry for entry in [*value, *other]}.values())
-    return other
-
-
-def _key(entry: Any) -> str:
-    if not isinstance(entry, dict):
-        return str(entry)
-    return str(entry.get("mountPath") or entry.get("name") or sorted(entry.items()))
 
 
 def faults(spec: Spec) -> list[str]:
@@ -148,7 +98,7 @@ def _conflicts(one: Any, other: Any, path: str) -> Iterator[str]:
         for key in sorted(one.keys() & other.keys()):
             yield from _conflicts(one[key], other[key], f"{path}.{key}" if path else key)
     elif isinstance(one, list) and isinstance(other, list):
-        entries = {_key(entry): entry for entry in one}
-        yield from (f"{path}[{_key(entry)}]" for entry in other if entries.get(_key(entry), entry) != entry)
+        entries = {entry_key(entry): entry for entry in one}
+        yield from (f"{path}[{entry_key(entry)}]" for entry in other if entries.get(entry_key(entry), entry) != entry)
     elif one != other:
         yield path

@@ -5,6 +5,7 @@ Types only: the API server checks values, and the operator which of them it pass
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
@@ -182,3 +183,60 @@ def _without_empty(value: Any) -> Any:
         return value
     found = {key: _without_empty(entry) for key, entry in value.items()}
     return {key: entry for key, entry in found.items() if entry not in ({}, [])}
+
+
+_GPU_TAINT = "nvidia.com/gpu"
+_CDI_ANNOTATION = "cdi.k8s.io/longshore-agent"
+_EVERY_GPU = {
+    GpuAccess.RUNTIME.value: {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"},
+    # The image asks the runtime for all GPUs. With CDI this would give them twice.
+    GpuAccess.CDI.value: {"NVIDIA_VISIBLE_DEVICES": "void"},
+}
+
+
+def merged(given: Sequence[PodSettings], runtime_class: str) -> dict[str, Any]:
+    """Return the settings of pods on some nodes. `gpus` in it says whether they see GPUs.
+
+    Args:
+        given: those of all agents, and those of the nodes' roles, which override them entry by entry.
+        runtime_class: the operator's default.
+    """
+    found: dict[str, Any] = {}
+    for settings in given:
+        found = _merge(found, settings.as_pods_have_it())
+    found.setdefault("runtimeClassName", runtime_class)
+    access = found.pop("gpuAccess", None)
+    if access is not None:
+        variables = [{"name": name, "value": value} for name, value in _EVERY_GPU[access].items()]
+        found["env"] = _merge(variables, found.get("env", []))
+    if access == GpuAccess.RUNTIME.value:
+        found["runtimeClassName"] = found["runtimeClassName"] or "nvidia"
+    if access == GpuAccess.CDI.value:
+        found["annotations"] = {_CDI_ANNOTATION: "nvidia.com/gpu=all"} | found.get("annotations", {})
+    tolerations = found.get("tolerations", [])
+    found["gpus"] = access is not None or _asks_for_gpus(found)
+    if found["gpus"] and not any(entry.get("key", _GPU_TAINT) == _GPU_TAINT for entry in tolerations):
+        found["tolerations"] = [*tolerations, {"key": _GPU_TAINT, "operator": "Exists", "effect": "NoSchedule"}]
+    return found
+
+
+def _asks_for_gpus(settings: dict[str, Any]) -> bool:
+    resources = settings.get("resources", {})
+    asked = {*resources.get("requests", {}), *resources.get("limits", {})}
+    return bool(settings["runtimeClassName"]) or any(name.startswith(_GPU_TAINT) for name in asked)
+
+
+def _merge(value: Any, other: Any) -> Any:
+    """Return `value` overridden by `other`. Entries of lists are told apart by `entry_key`."""
+    if isinstance(value, dict) and isinstance(other, dict):
+        return value | {key: _merge(value[key], entry) if key in value else entry for key, entry in other.items()}
+    if isinstance(value, list) and isinstance(other, list):
+        return list({entry_key(entry): entry for entry in [*value, *other]}.values())
+    return other
+
+
+def entry_key(entry: Any) -> str:
+    """Return what tells an entry of a list from the others: its mount path or name, if it has one."""
+    if not isinstance(entry, dict):
+        return str(entry)
+    return str(entry.get("mountPath") or entry.get("name") or sorted(entry.items()))

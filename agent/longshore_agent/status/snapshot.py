@@ -13,6 +13,7 @@ from enum import Enum
 import msgspec
 
 from longshore_agent.status.metrics import MetricsSnapshot
+from longshore_agent.status.node_facts import NodeFacts
 from longshore_agent.status.spans import Span
 from longshore_wire.engine_messages import Endpoint, RankAddress
 from longshore_wire.layout import Attention, KVLayout, ModelShape, PageOrder, Parallel, TargetMemory
@@ -370,6 +371,7 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
         started_unix_s: start of the supervisor, in seconds since 1970.
         loop_age_s: seconds since the last turn of the supervisor's loop; above a limit the agent is not live.
         restarts: number of restarted workers.
+        node_facts: what the kernel grants the agent on its node.
         config: the digest of the config file that the agent runs, by the role of its engines; empty without a file.
         draining: the agent is stopping and accepts nothing new.
         dying: one message for each rank whose worker dies repeatedly.
@@ -386,6 +388,7 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True):
     uptime_s: float
     loop_age_s: float = 0.0
     restarts: int = 0
+    node_facts: NodeFacts = NodeFacts()
     config: Mapping[str, str] = {}
     draining: bool = False
     dying: tuple[str, ...] = ()

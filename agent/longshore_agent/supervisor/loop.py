@@ -39,7 +39,7 @@ from longshore_agent.control.node_link import (
     Started,
 )
 from longshore_agent.settings import Settings
-from longshore_agent.status import checks
+from longshore_agent.status import checks, node_facts
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.snapshot import AgentSnapshot, InstanceStatus, SelfTest, WorkerState
 from longshore_agent.supervisor import slots
@@ -90,6 +90,7 @@ class Supervisor:
         self._life = os.urandom(8).hex()
         self._self_test: subprocess.Popen[bytes] | None = None
         self._self_test_result: SelfTest | None = None
+        self._node_facts = node_facts.read()
         self._started_s = time.monotonic()
         self._started_unix_s = time.time()
         self._turned_s = time.monotonic()
@@ -330,6 +331,7 @@ class Supervisor:
                 uptime_s=now_s - self._started_s,
                 loop_age_s=now_s - self._turned_s,
                 restarts=self._restarts.total,
+                node_facts=self._node_facts,
                 config=self._config_digests,
                 draining=self._stopping_s is not None,
                 dying=self._restarts.dying(now_s),

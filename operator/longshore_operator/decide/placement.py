@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from longshore_operator import names
-from longshore_operator.world import Node, Taint
+from longshore_operator.world import Node
+from longshore_wire.taints import Taint, keeping_out
 
 Body = dict[str, Any]
-# The DaemonSet controller gives these tolerations to its pods.
-_OWN_TOLERATIONS = (
-    ("node.kubernetes.io/not-ready", "NoExecute"),
-    ("node.kubernetes.io/unreachable", "NoExecute"),
-    ("node.kubernetes.io/disk-pressure", "NoSchedule"),
-    ("node.kubernetes.io/memory-pressure", "NoSchedule"),
-    ("node.kubernetes.io/pid-pressure", "NoSchedule"),
-    ("node.kubernetes.io/unschedulable", "NoSchedule"),
-)
-_HOST_NETWORK_TOLERATION = ("node.kubernetes.io/network-unavailable", "NoSchedule")
 # Taints of a node that is not ready. It is left out as such, not for its taint.
 _DOWN = frozenset({"node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"})
-_KEEPING_OUT = frozenset({"NoSchedule", "NoExecute"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +53,7 @@ def place(role: str, labels: Mapping[str, str], nodes: Mapping[str, Node], daemo
             continue
         if not node.ready or any(taint.key in _DOWN for taint in node.taints):
             down.add(name)
-        elif (taint := _kept_out(pod or {}, node.taints)) is not None and pods:
+        elif pods and (taint := _kept_out(pod or {}, node)) is not None:
             tainted[name] = str(taint)
         else:
             expected.add(name)
@@ -71,29 +61,8 @@ def place(role: str, labels: Mapping[str, str], nodes: Mapping[str, Node], daemo
     return Placed(role, shown, frozenset(expected), tainted, frozenset(down))
 
 
-def _kept_out(pod: Body, taints: Iterable[Taint]) -> Taint | None:
-    """Return the first taint that keeps the agent's pod from a node."""
-    own = [*_OWN_TOLERATIONS, *([_HOST_NETWORK_TOLERATION] if pod.get("hostNetwork") else [])]
-    tolerations = pod.get("tolerations") or []
-    return next(
-        (
-            taint
-            for taint in taints
-            if taint.effect in _KEEPING_OUT
-            and (taint.key, taint.effect) not in own
-            and not any(_tolerates(entry, taint) for entry in tolerations)
-        ),
-        None,
-    )
-
-
-def _tolerates(toleration: Body, taint: Taint) -> bool:
-    if toleration.get("effect") not in {None, "", taint.effect}:
-        return False
-    key = toleration.get("key") or ""
-    if toleration.get("operator") == "Exists":
-        return key in {"", taint.key}
-    return key == taint.key and (toleration.get("value") or "") == taint.value
+def _kept_out(pod: Body, node: Node) -> Taint | None:
+    return keeping_out(node.taints, pod.get("tolerations") or [], host_network=bool(pod.get("hostNetwork")))
 
 
 def _matches(pod: Body, node: Node) -> bool:
