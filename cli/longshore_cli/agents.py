@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -61,19 +61,35 @@ def opened(arguments: argparse.Namespace) -> Iterator[Sequence[AgentPages]]:
 
 def asked(command: str, pages: Sequence[AgentPages], ask: Callable[[AgentPages], _Answer]) -> list[_Answer]:
     """Return the answers of the agents that answer, in their order; complain about the others on the error output."""
-
-    def answer(one: AgentPages) -> _Answer | LongshoreError:
-        try:
-            return ask(one)
-        except LongshoreError as error:
-            return error
-
-    with ThreadPoolExecutor(CONNECTIONS) as threads:
-        found = list(threads.map(answer, pages))
+    found = answers(pages, ask)
     for each in found:
         if isinstance(each, LongshoreError):
             sys.stderr.write(f"longshore {command}: {each}\n")
     return [each for each in found if not isinstance(each, LongshoreError)]
+
+
+def answers(
+    pages: Sequence[AgentPages], ask: Callable[[AgentPages], _Answer], limit_s: float | None = None
+) -> list[_Answer | LongshoreError]:
+    """Return the answer of each agent, or why it has none, in their order. At most `CONNECTIONS` are asked at once.
+
+    Args:
+        limit_s: agents that have not answered by then are given up; None: all are asked.
+    """
+    threads = ThreadPoolExecutor(CONNECTIONS)
+    futures = [threads.submit(ask, one) for one in pages]
+    wait(futures, limit_s)
+    found: list[_Answer | LongshoreError] = []
+    for one, future in zip(pages, futures, strict=True):
+        if future.cancel() or not future.done():
+            found.append(AgentPageError(f"the agent at {one.name} has not answered within {limit_s:g} s"))
+            continue
+        error = future.exception()
+        if error is not None and not isinstance(error, LongshoreError):
+            raise error
+        found.append(future.result() if error is None else error)
+    threads.shutdown(wait=limit_s is None)
+    return found
 
 
 def _of_deployment(found: Cluster, deployment: str) -> Sequence[AgentPages]:

@@ -153,13 +153,17 @@ class Cluster:
             there = f"it has {', '.join(others)}" if others else "it has none: give -n NAMESPACE"
             raise MissingError(f"namespace {self.namespace} has no {names.KIND} {name}: {there}") from error
 
-    def agents(self, deployment: str = "") -> list[AgentPod]:
-        """Return the agents' pods of a deployment of our namespace, of all for an empty name, ordered by node.
+    def agents(self, deployment: str = "", namespace: str | None = None) -> list[AgentPod]:
+        """Return the agents' pods of a deployment, of all for an empty name, ordered by node.
 
         Pods that are being deleted are left out.
+
+        Args:
+            namespace: an empty one is all (that of the arguments).
         """
+        where = self.namespace if namespace is None else namespace
         label = f"{names.DEPLOYMENT_LABEL}={deployment}" if deployment else names.DEPLOYMENT_LABEL
-        pods = self.listed(_within("/api/v1", self.namespace, "pods"), {"labelSelector": label})
+        pods = self.listed(_within("/api/v1", where, "pods"), {"labelSelector": label})
         there = [_agent_pod(pod) for pod in pods if "deletionTimestamp" not in pod["metadata"]]
         return sorted(there, key=lambda agent: (agent.deployment, agent.node, agent.name))
 

@@ -78,6 +78,6 @@ def _size(path: Path) -> int:
 
 def _names(path: Path) -> list[str]:
     try:
-        return sorted(os.listdir(path))
+        return sorted(entry.name for entry in path.iterdir())
     except OSError:
         return []

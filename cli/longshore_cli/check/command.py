@@ -1,0 +1,139 @@
+"""The command `longshore check`: parses arguments, reads the cluster, prints what the checks say."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from longshore_cli import cluster
+from longshore_cli.check import after, before, reading
+from longshore_cli.check.before import Subject
+from longshore_cli.check.lines import Line, as_json, error, failed, table
+from longshore_cli.cluster import Cluster, ClusterError
+from longshore_wire import manifest, names
+from longshore_wire.errors import ConfigError
+from longshore_wire.strict_document import parse
+
+EPILOG = """examples:
+  longshore check --pre -f llama-70b.yaml     before an installation
+  longshore check llama-70b                   after it: one deployment of the context's namespace
+  longshore check -A -o json --strict         all deployments, for CI: a warning is a failure
+
+exit status: 0 without errors, 1 with an error, 2 for invalid arguments"""
+OPERATOR_NAMESPACE = "longshore-system"
+_INVALID = 2
+# Between the documents of a YAML file.
+_NEXT_DOCUMENT = re.compile(r"^---(?:\s.*)?$", re.MULTILINE)
+
+
+class _ArgumentsError(Exception):
+    """Arguments that contradict each other, or name no readable file."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what `run` reads."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    parser.add_argument("deployment", metavar="NAME", nargs="?", default="", help="check only this DisaggDeployment")
+    parser.add_argument("--pre", action="store_true", help="check whether Longshore can be installed")
+    parser.add_argument("-f", "--file", type=Path, help="with --pre: manifests of the DisaggDeployments to come")
+    parser.add_argument(
+        "--mode",
+        choices=("cluster", "namespaced"),
+        default="cluster",
+        help="with --pre: the chart's value mode (cluster)",
+    )
+    parser.add_argument(
+        "--operator-namespace", metavar="NS", default=OPERATOR_NAMESPACE,
+        help=f"where the chart is, or is to be, installed ({OPERATOR_NAMESPACE})",
+    )  # fmt: skip
+    parser.add_argument("-A", "--all-namespaces", action="store_true", help="check the deployments of all namespaces")
+    cluster.add_arguments(parser)
+    parser.add_argument("--strict", action="store_true", help="fail on warnings, too")
+    parser.add_argument("-o", "--output", choices=("table", "json"), default="table", help="the format (table)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the checks; return 1 if one has an error, 2 for invalid arguments."""
+    try:
+        _check(arguments)
+        files = None if arguments.file is None else _documents(arguments.file)
+    except _ArgumentsError as fault:
+        sys.stderr.write(f"longshore check: {fault}\n")
+        return _INVALID
+    try:
+        with Cluster.connect(arguments) as found:
+            lines = _before(found, files, arguments) if arguments.pre else _after(found, arguments)
+    except ClusterError as fault:
+        lines = [error("cluster", "connection", str(fault), "correct what the message names", before.PAGE)]
+    if arguments.output == "json":
+        print(as_json(lines))
+    else:
+        print(table(lines, sys.stdout.encoding or "ascii"))
+    return int(failed(lines, strict=arguments.strict))
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.pre and (arguments.deployment or arguments.all_namespaces):
+        raise _ArgumentsError("--pre checks manifests or a namespace: leave out NAME and -A, or --pre")
+    if arguments.file and not arguments.pre:
+        raise _ArgumentsError("-f is for manifests that are not applied yet: give --pre, or leave it out")
+    if arguments.all_namespaces and (arguments.deployment or arguments.namespace):
+        raise _ArgumentsError("-A checks all namespaces: leave out NAME and -n, or -A")
+
+
+def _documents(path: Path) -> list[Subject]:
+    """Return the DisaggDeployments of a file; an empty namespace stands for that of the arguments."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as fault:
+        raise _ArgumentsError(f"-f {path}: {getattr(fault, 'strerror', None) or fault}") from fault
+    parts = [text] if text.lstrip().startswith("{") else _NEXT_DOCUMENT.split(text)
+    found = [subject for part in parts if (subject := _document(part)) is not None]
+    if not found:
+        raise _ArgumentsError(f"-f {path} has no {names.KIND}: name a file with one")
+    return found
+
+
+def _document(text: str) -> Subject | None:
+    """Return the DisaggDeployment of one document; None if it is another object or empty."""
+    if not re.search(rf"^\s*[\"']?kind[\"']?:\s*[\"']?{names.KIND}\b", text, re.MULTILINE):
+        return None
+    try:
+        document = parse(text)
+    except ConfigError as fault:
+        return Subject("", "manifest", None, tuple(fault.faults))
+    metadata = document.get("metadata") if isinstance(document, dict) else None
+    named = metadata if isinstance(metadata, dict) else {}
+    namespace, name = str(named.get("namespace") or ""), str(named.get("name") or "manifest")
+    try:
+        found = manifest.read(document)
+        found.agent_config()
+        return Subject(namespace, name, found.spec)
+    except ConfigError as fault:
+        return Subject(namespace, name, None, tuple(fault.faults))
+
+
+def release() -> str:
+    """Return the version of this command."""
+    try:
+        return version(names.PRODUCT)
+    except PackageNotFoundError:
+        return ""
+
+
+def _before(found: Cluster, files: list[Subject] | None, arguments: argparse.Namespace) -> list[Line]:
+    given = None
+    if files is not None:
+        given = [one._replace(namespace=arguments.namespace or one.namespace or found.namespace) for one in files]
+    answers = reading.before_installation(found, given, arguments.mode, arguments.operator_namespace, release())
+    return before.lines(answers)
+
+
+def _after(found: Cluster, arguments: argparse.Namespace) -> list[Line]:
+    where = "" if arguments.all_namespaces else found.namespace
+    answers = reading.after_installation(found, arguments.deployment, where, arguments.operator_namespace)
+    return after.lines(answers, where, release())

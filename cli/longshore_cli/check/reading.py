@@ -1,0 +1,258 @@
+"""Asks the API server and the agents for what the checks judge. Called by `command`. Judges nothing.
+
+What cannot be read is returned as the error, so that its check says why it was not made.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+from longshore_cli import agents
+from longshore_cli.check import before, definition, operators
+from longshore_cli.check.after import After
+from longshore_cli.check.before import Before, Right, Subject, Tried
+from longshore_cli.check.operators import Lease, Operator
+from longshore_cli.check.pages import Reached
+from longshore_cli.cluster import CONNECTIONS, AgentPod, Cluster, ClusterError, DeniedError, MissingError
+from longshore_cli.status_pages import AgentPages
+from longshore_wire import names
+
+# For the pages of all agents together. 1,000 agents take some seconds.
+PAGES_LIMIT_S = 20.0
+# Between two looks at a Lease that seems old.
+_LEASE_LOOK_S = 0.5
+# Added to the duration of a Lease, within which its holder must renew it before our eyes.
+_LEASE_MORE_S = 2.0
+_LEASE_LIMIT_S = 30.0
+_APPS = "/apis/apps/v1"
+_CORE = "/api/v1"
+
+Body = dict[str, Any]
+_T = TypeVar("_T")
+
+
+def before_installation(
+    cluster: Cluster, subjects: Sequence[Subject] | None, mode: str, namespace: str, release: str
+) -> Before:
+    """Return the answers that checks before an installation judge.
+
+    Args:
+        subjects: the deployments of manifests; None: those of the cluster's namespace.
+        mode, namespace: of the chart's release.
+        release: of this command.
+    """
+    if subjects is None:
+        there = tried(cluster.deployments)
+        subjects = [] if isinstance(there, Exception) else [before.subject(body) for body in there]
+    spaces = dict.fromkeys([one.namespace for one in subjects] or [cluster.namespace])
+    with ThreadPoolExecutor(CONNECTIONS) as threads:
+        rights = {
+            right: threads.submit(tried, lambda right=right: _may(cluster, right))
+            for right in before.wanted(mode, namespace)
+        }
+        version = threads.submit(tried, lambda: cluster.get("/version"))
+        crd = threads.submit(_definition, cluster)
+        found = threads.submit(_operators, cluster, namespace)
+        nodes = threads.submit(tried, lambda: cluster.listed(f"{_CORE}/nodes"))
+        classes = threads.submit(tried, lambda: cluster.listed("/apis/node.k8s.io/v1/runtimeclasses"))
+        own = threads.submit(_namespace, cluster, namespace)
+        admitted = {
+            space: threads.submit(_tried, cluster, space, [one for one in subjects if one.namespace == space])
+            for space in spaces
+        }
+    listed = classes.result()
+    return Before(
+        release=release,
+        mode=mode,
+        namespace=namespace,
+        own=own.result(),
+        version=version.result(),
+        rights={right: future.result() for right, future in rights.items()},
+        definition=crd.result(),
+        operators=found.result(),
+        nodes=nodes.result(),
+        runtime_classes=listed if isinstance(listed, Exception) else [one["metadata"]["name"] for one in listed],
+        namespaces={space: future.result() for space, future in admitted.items()},
+        subjects=subjects,
+    )
+
+
+def after_installation(cluster: Cluster, name: str, where: str, namespace: str) -> After:
+    """Return the answers that checks after an installation judge.
+
+    Args:
+        name: of the only deployment to check; empty: all.
+        where: their namespace; empty: all namespaces.
+        namespace: of the operator, if deployments of all namespaces may not be listed.
+    Raises:
+        MissingError: there is no deployment `name`, though there is the kind.
+    """
+    with ThreadPoolExecutor(CONNECTIONS) as threads:
+        version = threads.submit(tried, lambda: cluster.get("/version"))
+        crd = threads.submit(_definition, cluster)
+        found = threads.submit(_operators, cluster, namespace)
+        bodies = threads.submit(tried, lambda: [cluster.deployment(name)] if name else cluster.deployments(where))
+        agents_pods = threads.submit(tried, lambda: cluster.agents(name, where))
+    deployments, pods = bodies.result(), agents_pods.result()
+    if isinstance(deployments, MissingError) and crd.result() is not None and name:
+        raise deployments
+    installed = found.result()
+    serving = () if isinstance(installed, Exception) else installed
+    there = () if isinstance(pods, Exception) else pods
+    running = [pod for pod in there if pod.body.get("status", {}).get("phase") == "Running" and pod.port]
+    asked = agents.answers([cluster.pages(pod) for pod in running], _status, PAGES_LIMIT_S)
+    return After(
+        version=version.result(),
+        definition=crd.result(),
+        operators=installed,
+        leases={(one.namespace, one.lease): _lease(cluster, one) for one in serving},
+        deployments=deployments,
+        pods=pods,
+        reached=[Reached(pod, page) for pod, page in zip(running, asked, strict=True)],
+        warnings={space: _warnings(cluster, space) for space in _troubled(deployments, there)},
+    )
+
+
+def tried(read: Callable[[], _T]) -> _T | ClusterError:
+    """Return what `read` returns, or its error."""
+    try:
+        return read()
+    except ClusterError as error:
+        return error
+
+
+def _may(cluster: Cluster, right: Right) -> bool:
+    """Whether the user has a right."""
+    asked = {"verb": right.verb, "group": right.group, "resource": right.resource, "namespace": right.namespace}
+    body = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SelfSubjectAccessReview",
+        "spec": {"resourceAttributes": asked},
+    }
+    return bool(cluster.create("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", body)["status"]["allowed"])
+
+
+def _definition(cluster: Cluster) -> Body | Exception | None:
+    """Return the CRD; None: there is none."""
+    found = tried(lambda: cluster.get(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{definition.NAME}"))
+    return None if isinstance(found, MissingError) else found
+
+
+def _namespace(cluster: Cluster, name: str) -> Body | Exception | None:
+    found = tried(lambda: cluster.get(f"{_CORE}/namespaces/{quote(name)}"))
+    return None if isinstance(found, MissingError) else found
+
+
+def _operators(cluster: Cluster, namespace: str) -> list[Operator] | Exception:
+    """Return the operators of all namespaces; of one, if the user may list no others."""
+    query = {"labelSelector": operators.SELECTOR}
+    found = tried(lambda: cluster.listed(f"{_APPS}/deployments", query))
+    if isinstance(found, DeniedError):
+        found = tried(lambda: cluster.listed(f"{_APPS}/namespaces/{quote(namespace)}/deployments", query))
+    return found if isinstance(found, Exception) else [operators.of(body) for body in found]
+
+
+def _lease(cluster: Cluster, operator: Operator) -> Lease | Exception:
+    """Return an operator's Lease. One that seems old is watched for its duration, as clocks of two machines may differ."""
+    path = f"/apis/coordination.k8s.io/v1/namespaces/{operator.namespace}/leases/{quote(operator.lease)}"
+    try:
+        found = cluster.get(path)
+        duration_s = float(found["spec"].get("leaseDurationSeconds") or 0)
+        age_s = operators.age_s(found, dt.datetime.now(dt.UTC))
+        if -duration_s <= age_s <= duration_s or not found["spec"].get("holderIdentity"):
+            return Lease(found, renewed=True)
+        until_s = time.monotonic() + min(duration_s + _LEASE_MORE_S, _LEASE_LIMIT_S)
+        while time.monotonic() < until_s:
+            time.sleep(_LEASE_LOOK_S)
+            again = cluster.get(path)
+            if again["metadata"]["resourceVersion"] != found["metadata"]["resourceVersion"]:
+                return Lease(again, renewed=True)
+        return Lease(found, renewed=False)
+    except MissingError:
+        return Lease(None, renewed=False)
+    except ClusterError as error:
+        return error
+
+
+def _tried(cluster: Cluster, namespace: str, subjects: Sequence[Subject]) -> Tried:
+    """Return a namespace, and whether it admits a pod like the agents', which a dry run creates and nobody keeps."""
+    body = _namespace(cluster, namespace)
+    if body is None:
+        return Tried(None, None)
+    if not _may_create_pods(cluster, namespace):
+        return Tried(body, None, f"you may not create pods in {namespace}, so that a dry run is not possible")
+    specs = [one.spec for one in subjects if one.spec is not None]
+    host = {
+        "hostNetwork": any(spec.agents.host_network for spec in specs),
+        "hostIPC": any(spec.agents.host_ipc for spec in specs),
+    }
+    try:
+        cluster.create(f"{_CORE}/namespaces/{quote(namespace)}/pods?dryRun=All", _pod(host))
+    except MissingError as error:
+        return Tried(body, None, str(error))
+    except ClusterError as error:
+        return Tried(body, str(error))
+    return Tried(body, "")
+
+
+def _may_create_pods(cluster: Cluster, namespace: str) -> bool:
+    return tried(lambda: _may(cluster, Right("create", "", "pods", namespace))) is True
+
+
+def _pod(host: Body) -> Body:
+    """Return a pod with the parts of the agents' that Pod Security judges."""
+    container = {
+        "name": names.AGENT_CONTAINER,
+        "image": "longshore-agent",
+        "resources": {kind: {"cpu": "1m", "memory": "1Mi"} for kind in ("requests", "limits")},
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "volumeMounts": [{"name": "run", "mountPath": names.RUN_DIRECTORY}],
+    }
+    spec = {
+        "automountServiceAccountToken": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": names.AGENT_USER_ID,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [container],
+        "volumes": [{"name": "run", "hostPath": {"path": names.RUN_DIRECTORY, "type": "DirectoryOrCreate"}}],
+        **{name: True for name, asked in host.items() if asked},
+    }
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"generateName": "longshore-check-"}, "spec": spec}
+
+
+def _status(agent: AgentPages) -> Body:
+    page = agent.page("/v1/status", fields=("workers", "unready", "version"))
+    assert page is not None, "only a room can be unknown"
+    return dict(page[0])
+
+
+def _troubled(deployments: Sequence[Body] | Exception, pods: Iterable[AgentPod]) -> set[str]:
+    """Return the namespaces with agents that are missing or not ready."""
+    found = {pod.namespace for pod in pods if not pod.ready}
+    for body in () if isinstance(deployments, Exception) else deployments:
+        counts = (body.get("status") or {}).get("agents") or {}
+        if counts.get("ready", 0) < counts.get("desired", 0):
+            found.add(body["metadata"]["namespace"])
+    return found
+
+
+def _warnings(cluster: Cluster, namespace: str) -> dict[str, str]:
+    """Return the newest warning about each object; empty if they may not be read, since they only explain."""
+    found = tried(
+        lambda: cluster.listed(f"{_CORE}/namespaces/{quote(namespace)}/events", {"fieldSelector": "type=Warning"})
+    )
+    if isinstance(found, Exception):
+        return {}
+    newest: dict[str, str] = {}
+    for event in sorted(found, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or "")):
+        about = event.get("involvedObject", {})
+        key = about.get("uid", "") if about.get("kind") == "Pod" else about.get("name", "")
+        newest[key] = f"{event.get('reason', '')}: {event.get('message', '')}"
+    return newest
