@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from longshore_cli.check import before, conditions, definition, operators, pages, pods
-from longshore_cli.check.lines import Line, unread, warning
+from longshore_cli.check.lines import Line, error, unread, warning
 from longshore_cli.check.operators import Lease, Operator
 from longshore_cli.check.pages import Reached
-from longshore_cli.cluster import AgentPod
+from longshore_cli.cluster import AgentPod, MissingError
 from longshore_wire import names
 
 Body = dict[str, Any]
@@ -52,12 +52,15 @@ def lines(found: After, where: str, own: str) -> list[Line]:
         said.append(unread("definition", "crd", found.definition))
     else:
         said += definition.lines(found.definition, serving, own, before=False)
+    link = "docs/how-to/kubernetes.md"
+    if found.definition is None:
+        return said
+    if isinstance(found.deployments, MissingError):
+        return [*said, error("deployments", "list", str(found.deployments), "give another NAME or -n NAMESPACE", link)]
     if isinstance(found.deployments, Exception):
-        # Without the CRD its line has said it.
-        return said if found.definition is None else [*said, unread("deployments", "list", found.deployments)]
+        return [*said, unread("deployments", "list", found.deployments)]
     if not bodies:
         text = f"{f'namespace {where}' if where else 'the cluster'} has no {names.KIND}"
-        link = "docs/how-to/kubernetes.md"
         said.append(warning("deployments", "list", text, "apply a manifest, or give -n NAMESPACE or -A", link))
     by_deployment = defaultdict(list)
     for pod in () if isinstance(found.pods, Exception) else found.pods:
