@@ -194,7 +194,8 @@ class Cluster:
         said = _message(data) or data[:200].decode(errors="replace")
         what = f"{verb} {path.partition('?')[0]}"
         if status == _UNAUTHORIZED:
-            raise DeniedError(f"{self.host} does not accept the credentials of the kubeconfig: log in again")
+            text = f"{self.host} does not accept the credentials of the kubeconfig: log in again"
+            raise ClusterError(text, reason=Reason.AUTHENTICATION)
         if status == _FORBIDDEN:
             raise DeniedError(f"{said}: ask for this right")
         if status == _NOT_FOUND:

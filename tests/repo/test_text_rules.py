@@ -20,6 +20,8 @@ REGISTRY_HOST = re.compile(
 )
 # The target of a link between Markdown files, and its section.
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
+# The same in a program's text, which users read beside the repository.
+PRINTED_LINK = re.compile(r"\"(docs/[\w./-]+\.md)(?:#([\w-]+))?")
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 GENERATED_FOLDERS = {"__pycache__", ".venv", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"}
 
@@ -62,6 +64,24 @@ def test_links_between_pages_lead_to_files_and_sections_that_exist() -> None:
             known = file.exists() and (not section or section in sections(file.read_text(encoding="utf-8")))
             dead += [] if known else [f"{path}: {target}#{section}"]
     assert dead == []
+
+
+def test_links_that_the_command_prints_lead_to_files_and_sections_that_exist() -> None:
+    # Links of a page whose path is a constant of the module are joined to it.
+    joined = re.compile(r"f\"\{(\w+)\}#([\w-]+)\"")
+    found = []
+    for path, text in text_files():
+        if path.parts[:3] != ("cli", "longshore_cli", "check"):
+            continue
+        named = dict(re.findall(r"^(\w+) = \"(docs/[^\"#]+)\"", text, re.MULTILINE))
+        found += PRINTED_LINK.findall(text)
+        found += [(named[name], section) for name, section in joined.findall(text) if name in named]
+    dead = [
+        link
+        for link in found
+        if not (ROOT / link[0]).exists() or (link[1] and link[1] not in sections((ROOT / link[0]).read_text()))
+    ]
+    assert len(found) > 30 and dead == []
 
 
 def test_nothing_generated_is_in_the_tree() -> None:

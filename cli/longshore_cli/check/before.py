@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from longshore_cli.check import definition, nodes
-from longshore_cli.check.lines import Line, error, ok, skipped, some, unread, warning
+from longshore_cli.check.lines import Line, error, ok, skipped, unread, warning
 from longshore_cli.check.operators import Operator
 from longshore_wire import manifest
 from longshore_wire.errors import ConfigError
@@ -183,7 +183,7 @@ def _rights(found: Before) -> list[Line]:
     in_namespace = [right for right in missing if right.namespace and right.verb == "create"]
     said = [
         error(
-            section, "namespace", f"you may not {some(map(str, in_namespace))} in namespace {found.namespace}",
+            section, "namespace", f"you may not {_listed(in_namespace)} in namespace {found.namespace}",
             "ask for these rights, or give another --operator-namespace", link,
         )
         if in_namespace
@@ -193,9 +193,9 @@ def _rights(found: Before) -> list[Line]:
     of_cluster = [right for right in of_cluster if right.verb == "create"]
     if of_cluster and found.mode == "cluster":
         way_out = "ask for these rights, or install with mode=namespaced and check with --mode namespaced"
-        said.append(error(section, "cluster", f"you may not {some(map(str, of_cluster))}", way_out, link))
+        said.append(error(section, "cluster", f"you may not {_listed(of_cluster)}", way_out, link))
     elif of_cluster:
-        text = f"you may not {some(map(str, of_cluster))}, so the operator cannot count nodes"
+        text = f"you may not {_listed(of_cluster)}, so the operator cannot count nodes"
         said.append(warning(section, "cluster", text, "install with watchNodes=false", link))
     else:
         said.append(ok(section, "cluster", "you may create what the chart has outside of namespaces"))
@@ -203,6 +203,10 @@ def _rights(found: Before) -> list[Line]:
         way_out = "ask an administrator: kubectl apply --server-side -f crds/, then install with crds.install=false"
         said.append(error(section, "crd", f"you may not {DEFINITION}, and it is not there", way_out, link))
     return [*said, *_others(found, missing, link)]
+
+
+def _listed(rights: Sequence[Right]) -> str:
+    return ", ".join(map(str, rights))
 
 
 def _others(found: Before, missing: Sequence[Right], link: str) -> list[Line]:

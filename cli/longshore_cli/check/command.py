@@ -25,8 +25,9 @@ EPILOG = """examples:
 exit status: 0 without errors, 1 with an error, 2 for invalid arguments"""
 OPERATOR_NAMESPACE = "longshore-system"
 _INVALID = 2
+_KIND = re.compile(rf"\bkind[\"']?\s*:\s*[\"']?{names.KIND}\b")
 # Between the documents of a YAML file.
-_NEXT_DOCUMENT = re.compile(r"^---(?:\s.*)?$", re.MULTILINE)
+_NEXT_DOCUMENT = re.compile(r"^---(?:[ \t].*)?$", re.MULTILINE)
 
 
 class _ArgumentsError(Exception):
@@ -100,7 +101,7 @@ def _documents(path: Path) -> list[Subject]:
 
 def _document(text: str) -> Subject | None:
     """Return the DisaggDeployment of one document; None if it is another object or empty."""
-    if not re.search(rf"^\s*[\"']?kind[\"']?:\s*[\"']?{names.KIND}\b", text, re.MULTILINE):
+    if not _KIND.search(text):
         return None
     try:
         document = parse(text)

@@ -45,7 +45,10 @@ def before_installation(
         subjects: the deployments of manifests; None: those of the cluster's namespace.
         mode, namespace: of the chart's release.
         release: of this command.
+    Raises:
+        ClusterError: the API server does not answer, or does not know the user.
     """
+    version = _version(cluster)
     if subjects is None:
         there = tried(cluster.deployments)
         subjects = [] if isinstance(there, Exception) else [before.subject(body) for body in there]
@@ -55,7 +58,6 @@ def before_installation(
             right: threads.submit(tried, lambda right=right: _may(cluster, right))
             for right in before.wanted(mode, namespace)
         }
-        version = threads.submit(tried, lambda: cluster.get("/version"))
         crd = threads.submit(_definition, cluster)
         found = threads.submit(_operators, cluster, namespace)
         nodes = threads.submit(tried, lambda: cluster.listed(f"{_CORE}/nodes"))
@@ -71,7 +73,7 @@ def before_installation(
         mode=mode,
         namespace=namespace,
         own=own.result(),
-        version=version.result(),
+        version=version,
         rights={right: future.result() for right, future in rights.items()},
         definition=crd.result(),
         operators=found.result(),
@@ -89,9 +91,11 @@ def after_installation(cluster: Cluster, name: str, where: str, namespace: str) 
         name: of the only deployment to check; empty: all.
         where: their namespace; empty: all namespaces.
         namespace: of the operator, if deployments of all namespaces may not be listed.
+    Raises:
+        ClusterError: the API server does not answer, or does not know the user.
     """
+    version = _version(cluster)
     with ThreadPoolExecutor(CONNECTIONS) as threads:
-        version = threads.submit(tried, lambda: cluster.get("/version"))
         crd = threads.submit(_definition, cluster)
         found = threads.submit(_operators, cluster, namespace)
         bodies = threads.submit(tried, lambda: [cluster.deployment(name)] if name else cluster.deployments(where))
@@ -103,7 +107,7 @@ def after_installation(cluster: Cluster, name: str, where: str, namespace: str) 
     running = [pod for pod in there if pod.body.get("status", {}).get("phase") == "Running" and pod.port]
     asked = agents.answers([cluster.pages(pod) for pod in running], _status, PAGES_LIMIT_S)
     return After(
-        version=version.result(),
+        version=version,
         definition=crd.result(),
         operators=installed,
         leases={(one.namespace, one.lease): _lease(cluster, one) for one in serving},
@@ -119,6 +123,14 @@ def tried(read: Callable[[], _T]) -> _T | ClusterError:
     try:
         return read()
     except ClusterError as error:
+        return error
+
+
+def _version(cluster: Cluster) -> Body | DeniedError:
+    """Return the API server's version. Raises ClusterError: nothing else can be read either."""
+    try:
+        return cluster.get("/version")
+    except DeniedError as error:
         return error
 
 

@@ -1,0 +1,77 @@
+"""Tests the arguments of `longshore check`, its exit statuses, and what it says without a cluster."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+
+import check_scene as scene
+import pytest
+import yaml
+
+from longshore_cli.check import command
+from longshore_cli.main import main
+
+
+@pytest.mark.parametrize(
+    ("words", "about"),
+    [
+        ("--pre llama", "leave out NAME and -A, or --pre"),
+        ("--pre -A", "leave out NAME and -A, or --pre"),
+        ("-f some.yaml", "give --pre, or leave it out"),
+        ("-A llama", "leave out NAME and -n, or -A"),
+        ("-A -n team", "leave out NAME and -n, or -A"),
+        ("--pre -f missing.yaml", "missing.yaml: No such file"),
+    ],
+)
+def test_arguments_that_contradict_each_other_are_refused(
+    words: str, about: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", *words.split()]) == 2
+    assert about in capsys.readouterr().err
+
+
+def test_a_file_may_have_several_documents_of_several_kinds(tmp_path: Path) -> None:
+    other = scene.deployment()
+    other["metadata"] = {"name": "second"}
+    broken = scene.deployment(transfer={"wires": ["Pigeon"]})
+    space = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "x"}}
+    path = tmp_path / "many.yaml"
+    path.write_text(yaml.safe_dump_all([space, scene.deployment(), other, broken]))
+    found = command._documents(path)
+    assert [(one.namespace, one.name, one.spec is None) for one in found] == [
+        ("team", "llama", False), ("", "second", False), ("team", "llama", True),
+    ]  # fmt: skip
+    assert "spec.transfer.wires" in found[2].faults[0]
+    path.write_text(json.dumps(scene.deployment()))
+    assert [one.name for one in command._documents(path)] == ["llama"]
+
+
+def test_a_file_without_a_deployment_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "empty.yaml"
+    path.write_text("# nothing\n---\nkind: Namespace\n")
+    assert main(["check", "--pre", "-f", str(path)]) == 2
+    assert "has no DisaggDeployment" in capsys.readouterr().err
+
+
+def test_a_cluster_that_does_not_answer_is_an_error_and_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kubeconfig = tmp_path / "kubeconfig"
+    text = """
+        apiVersion: v1
+        kind: Config
+        current-context: one
+        contexts: [{name: one, context: {cluster: one, user: one}}]
+        clusters: [{name: one, cluster: {server: "https://127.0.0.1:1"}}]
+        users: [{name: one, user: {}}]
+    """
+    kubeconfig.write_text(textwrap.dedent(text))
+    for words in (["--pre"], []):
+        assert main(["check", *words, "--kubeconfig", str(kubeconfig), "-o", "json"]) == 1
+        (line,) = json.loads(capsys.readouterr().out)
+        assert (line["check"], line["state"]) == ("connection", "error")
+        assert "127.0.0.1:1 cannot be reached" in line["message"]
+    assert main(["check", "--kubeconfig", str(tmp_path / "none")]) == 1
+    assert "no cluster is known" in capsys.readouterr().out
