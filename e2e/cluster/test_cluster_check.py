@@ -31,7 +31,19 @@ def test_a_deployment_that_works_is_ok_and_an_agent_without_its_image_is_named(p
     status, lines = checked(placed, "rooms")
     assert status == 0, lines
     states = {line["check"]: line["state"] for line in lines}
-    for check in ("lease", "crd", "Ready", "images", "pods", "keys", "pages", "versions", "readyz", "wires", "descriptors"):
+    for check in (
+        "lease",
+        "crd",
+        "Ready",
+        "images",
+        "pods",
+        "keys",
+        "pages",
+        "versions",
+        "readyz",
+        "wires",
+        "descriptors",
+    ):
         assert states[check] == "ok", lines
     placed.change({"agents": {"image": "localhost/no-such-agent:1"}})
 

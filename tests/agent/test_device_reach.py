@@ -10,6 +10,10 @@ import pytest
 
 from longshore_agent.errors import DeviceError
 from longshore_agent.memory import cuda
+from longshore_agent.settings import Settings
+from longshore_agent.worker.config import WorkerConfig
+from longshore_wire.engine_messages import Half
+from longshore_wire.layout import KVLayout, ModelShape, Parallel
 
 NAMES = [f"GPU-{uuid.UUID(int=number + 1)}" for number in range(3)]
 Reach = Callable[[int, int], bool]
@@ -57,3 +61,13 @@ def test_an_unknown_device_is_an_error_that_names_those_that_are_seen(play) -> N
     play(lambda near, far: True)
     with pytest.raises(DeviceError, match=NAMES[1]):
         cuda.reached_by_all("GPU-of-somebody-else")
+
+
+def test_a_worker_says_whether_its_gpu_is_reached_and_one_on_a_cpu_nothing(play) -> None:
+    play(lambda near, far: (near, far) != (2, 0))
+    layout = KVLayout(ModelShape(layers=4, kv_heads=8, head_dim=64, element_bytes=2), Parallel(tp=1), page_size=16)
+    said = {
+        device: WorkerConfig("p/0/0", "p", 1, layout, (Half.SOURCE,), Settings(), port=0, device=device).peer_access()
+        for device in ("cpu", *NAMES)
+    }
+    assert list(said.values()) == [None, False, True, True]

@@ -317,6 +317,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
         restarts: number of its restarts.
         error: why it failed; empty if it did not.
         mps: whether its GPU is shared by CUDA's Multi-Process Service; null: a CPU, or the driver does not tell.
+        peer_access: whether all other GPUs that it sees can write its GPU's memory; null: a CPU.
         data_path: the weakest protection of its `data_ports`, one of `names.PROTECTIONS`; empty until its first answer.
         rooms_open, rooms_ended: exact counts; the lists are bounded.
         mismatches, mismatch: slabs whose digests differed, and the text of the newest one's room.
@@ -332,6 +333,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     device: str = "cpu"
     mps: bool | None = None
+    peer_access: bool | None = None
     self_test: SelfTest | None = None
     engines: tuple[EngineStatus, ...] = ()
     peers: tuple[PeerStatus, ...] = ()

@@ -83,8 +83,12 @@ class WorkerConfig(msgspec.Struct, frozen=True):
             staging=staged_unless_forbidden(settings.staging),
             in_place=False,
             direct_slab_bytes=_DIRECT_SLAB_LANES * settings.lane_bytes,
-            agent=self.agent if reached_by_all(self.device) else "",
+            agent=self.agent if self.peer_access() else "",
         )
+
+    def peer_access(self) -> bool | None:
+        """Whether all other GPUs that this process sees can write the memory of this worker's; None: a CPU. Raises DeviceError."""
+        return None if self.device == "cpu" else reached_by_all(self.device)
 
     def gives_directly(self) -> bool:
         """Whether this worker, as a source, may use way DIRECT. The target decides for each room, in its claim."""

@@ -102,6 +102,7 @@ def encode_snapshot(worker: DescribedWorker, room: int | None, now_ns: int) -> b
         state=WorkerState.READY,
         state_age_s=(now_ns - worker.started_ns) / 1e9,
         mps=worker.mover.resources.mps,
+        peer_access=config.peer_access(),
         engines=_engines(worker),
         peers=peers,
         ring=RingStatus(ring.capacity_bytes, ring.used_bytes, ring.held_bytes, ring.rounds)

@@ -71,6 +71,9 @@ def lines(section: str, spec: Spec, reached: Sequence[Reached], release: str) ->
     said += [_ports(section, answers, workers, spec), _wires(section, workers, answers, spec)]
     said += [_quarantine(section, workers), _digests(section, workers)]
     said += [_mps(section, workers)] if spec.gpu.mps else []
+    said += (
+        [_peer_access(section, on_gpus)] if (on_gpus := [one for one in workers if one.body["device"] != "cpu"]) else []
+    )
     return [*said, *_limits(section, answers, spec)]
 
 
@@ -271,6 +274,23 @@ def _mps(section: str, workers: Sequence[_Worker]) -> Line:
         text = "gpu.mps is true, and no worker has a GPU yet"
         return warning(section, "mps", text, "check again when engines have registered", link)
     return ok(section, "mps", f"the GPUs of all {count(len(on_gpus), 'worker')} are shared by MPS")
+
+
+def _peer_access(section: str, on_gpus: Sequence[_Worker]) -> Line:
+    link = "docs/how-to/check.md#limits-of-a-node"
+    apart = [str(one) for one in on_gpus if one.body.get("peer_access") is False]
+    if apart:
+        text = f"not all GPUs of the node can write the GPU's memory of these, so engines of one agent do not copy directly: {some(apart)}"
+        way_out = "see `nvidia-smi topo -p2p w` there: IOMMU, ACS and virtual machines prevent peer access"
+        return warning(section, "peer-access", text, way_out, link)
+    if unknown := [str(one) for one in on_gpus if one.body.get("peer_access") is None]:
+        text = f"not checked: {some(unknown)} are of an earlier release and do not tell peer access"
+        return warning(section, "peer-access", text, "update the agents", link)
+    return ok(
+        section,
+        "peer-access",
+        f"the GPUs of {count(len(on_gpus), 'worker')} can be written by all others of their node",
+    )
 
 
 def _limits(section: str, answers: Sequence[tuple[AgentPod, Body]], spec: Spec) -> list[Line]:
