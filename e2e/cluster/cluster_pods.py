@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ _KIT = "kit"
 _PORT = 7000
 READY_LIMIT_S = 120.0
 ROOMS_LIMIT_S = 180.0
+_CHECK_LIMIT_S = 60.0
 # The group of the agents' user, which owns their sockets.
 _AGENTS_GROUP = 10001
 # The model of `room_pod`.
@@ -91,6 +93,14 @@ class Placed:
             entry["metadata"]["name"]: (f"{entry['reason']}: {entry['message']}", entry.get("count") or 1)
             for entry in found
         }
+
+    def checked(self) -> tuple[int, dict[str, Body]]:
+        """Return the exit status of `longshore check` on it, and the lines by check."""
+        command = [sys.executable, "-m", "longshore_cli.main", "check", self.name, "-n", self.namespace, "-o", "json"]
+        command += ["--kubeconfig", str(self.site.kubeconfig)]
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=_CHECK_LIMIT_S)
+        assert done.stderr == "", done.stderr
+        return done.returncode, {line["check"]: line for line in json.loads(done.stdout)}
 
     def agent(self, role: str) -> str:
         """Return the name of the agent's pod on the node of a role that is not being deleted."""

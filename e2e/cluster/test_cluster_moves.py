@@ -24,6 +24,10 @@ def test_rooms_between_two_nodes_bring_every_byte_over_the_cable(site: Site, pla
     if site.real:
         assert site.node("prefill").received_bytes() - before > payload
     placed.wait("EnginesConnected", 30)
+    status, lines = placed.checked()
+    assert status == 0, lines
+    for check in ("lease", "crd", "Ready", "images", "pods", "keys", "pages", "versions", "readyz", "workers", "wires"):
+        assert lines[check]["state"] == "ok", lines[check]
 
 
 def test_the_reference_engine_decodes_the_same_tokens_on_another_node(site: Site, placed: Placed) -> None:
