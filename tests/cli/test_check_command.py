@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import textwrap
+import threading
 from pathlib import Path
 
 import check_scene as scene
 import pytest
 import yaml
 
+from longshore_cli import agents
 from longshore_cli.check import command
+from longshore_cli.cluster import CONNECTIONS
 from longshore_cli.main import main
+from longshore_cli.status_pages import AgentPages, Page
 
 
 @pytest.mark.parametrize(
@@ -53,6 +57,26 @@ def test_a_file_without_a_deployment_is_refused(tmp_path: Path, capsys: pytest.C
     path.write_text("# nothing\n---\nkind: Namespace\n")
     assert main(["check", "--pre", "-f", str(path)]) == 2
     assert "has no DisaggDeployment" in capsys.readouterr().err
+
+
+def test_agents_that_do_not_answer_in_time_are_given_up_and_the_others_are_kept() -> None:
+    end = threading.Event()
+
+    def silent(_: str) -> Page:
+        end.wait()
+        raise OSError("the test has ended")
+
+    def fetch(_: str) -> Page:
+        return Page(200, b"{}")
+
+    hanging = [AgentPages(f"silent-{number}", silent) for number in range(CONNECTIONS + 1)]
+    try:
+        # The last one is never asked, because those that hang occupy all connections.
+        found = agents.answers([AgentPages("good", fetch), *hanging], lambda one: one.ask("/v1/status").status, 0.5)
+    finally:
+        end.set()
+    assert found[0] == 200
+    assert all(f"silent-{n} has not answered within 0.5 s" in str(error) for n, error in enumerate(found[1:]))
 
 
 def test_a_cluster_that_does_not_answer_is_an_error_and_no_traceback(
