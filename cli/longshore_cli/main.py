@@ -9,8 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from longshore_cli import analyze, laboratory, rooms, up
-from longshore_cli import check, laboratory, rooms, up
+from longshore_cli import analyze, check, laboratory, rooms, up
 from longshore_cli.local_agents import LocalAgentError, make_keys
 
 # `up` and `keys` start an agent's programs. A plain installation, which is for engines, lacks these modules.
@@ -45,9 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     analyze.add_arguments(five)
     five.set_defaults(run=analyze.run)
-    five = commands.add_parser("check", help="check a cluster before an installation (--pre), or what runs after it")
-    check.add_arguments(five)
-    five.set_defaults(run=check.run)
+    six = commands.add_parser("check", help="check a cluster before an installation (--pre), or what runs after it")
+    check.add_arguments(six)
+    six.set_defaults(run=check.run)
     chosen, words = parser.parse_known_args(arguments)
     if chosen.command in laboratory.COMMANDS:
         return laboratory.run(chosen.command, words)
