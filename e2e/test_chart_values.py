@@ -163,6 +163,7 @@ VALUES: dict[str, tuple[Body, Callable[[Objects], object], object, object]] = {
         (2, True),
     ),
     "logLevel": ({"logLevel": "debug"}, variable("LOG_LEVEL"), "info", "debug"),
+    "logFormat": ({"logFormat": "json"}, variable("LOG_FORMAT"), "text", "json"),
     "settings": ({"settings": SETTINGS}, variable("POLL_S"), None, "7"),
     "resources.requests.cpu": (
         {"resources": {"requests": {"cpu": "2"}}},

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from longshore_agent import logs
 from longshore_agent.control import curve
 from longshore_agent.files import read_crossover, read_secret, write_whole
 from longshore_agent.settings import Settings, variable
@@ -57,10 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings, config = _read(chosen.config)
         return _serve(settings, config, _read_named(settings))
     except ConfigError as error:
-        for fault in error.faults:
-            sys.stderr.write(f"longshore-agent: {fault}\n")
+        logs.complain(error.faults)
     except LongshoreError as error:
-        sys.stderr.write(f"longshore-agent: {error}\n")
+        logs.complain([str(error)])
     return _EXIT_BAD_CONFIG
 
 
@@ -152,9 +152,7 @@ def write_state(state: AgentState, directory: Path) -> Path:
 
 
 def _serve(settings: Settings, config: AgentConfig | None, named: _Named) -> int:
-    logging.basicConfig(
-        level=settings.log_level.value.upper(), format="%(asctime)s agent %(levelname)s %(message)s", stream=sys.stderr
-    )
+    logs.begin(settings, logs.SUPERVISOR)
     supervisor = Supervisor(settings, config)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: supervisor.stop())
@@ -228,7 +226,7 @@ class _Pages:
             text = f"{settings.run_directory}: {STATE_FILE} cannot be written: {error.strerror}"
             raise ConfigError([f"{variable('run_directory')}: {text}"]) from error
         self._stack.callback(path.unlink, missing_ok=True)
-        logging.getLogger(__name__).info("engines at %s, status at %s", state.socket, state.http)
+        logging.getLogger("longshore_agent.main").info("engines at %s, status at %s", state.socket, state.http)
 
 
 if __name__ == "__main__":

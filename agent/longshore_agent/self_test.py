@@ -17,6 +17,7 @@ from typing import IO
 import msgspec
 import numpy as np
 
+from longshore_agent import logs
 from longshore_agent.errors import TransportError
 from longshore_agent.settings import Settings
 from longshore_agent.status.snapshot import SelfTest
@@ -143,6 +144,7 @@ def _pattern(length_bytes: int) -> np.ndarray:
 def main() -> int:
     """Run the test."""
     settings = Settings.from_environment(os.environ)
+    logs.begin(settings, "self-test")
     out = own_output()
     result = run(settings, out)
     say(out, result)

@@ -33,6 +33,7 @@ from longshore_wire import names
 from longshore_wire.agent_config import AgentConfig, Backend, Target, is_loopback, opens_data_ports
 from longshore_wire.allowed_wires import AllowedWires
 from longshore_wire.errors import ConfigError
+from longshore_wire.log_lines import LogFormat
 from longshore_wire.plan import Staging, Way
 from longshore_wire.slabs import GPU_SLAB_BYTES_MIN, SLAB_BYTES_MIN, slab_bytes, small_slab_bytes
 
@@ -94,10 +95,7 @@ class Settings:
 
     config_file: str = _setting("", Role.AGENT, "The deployment's config file. Variables that are set override it.")
     deployment: str = _core(
-        "",
-        Role.AGENT,
-        "Name of the deployment. Agents and engines of other deployments are refused.",
-        file="deployment.full_name",
+        "", Role.AGENT, "The deployment. Agents and engines of other ones are refused.", file="deployment.full_name"
     )
     node: str = _setting("", Role.AGENT, "Name of the node, shown in status and metrics.")
     run_directory: str = _setting(
@@ -113,12 +111,7 @@ class Settings:
         "127.0.0.1", Role.AGENT, "IPv4 address of workers and HTTP: the pod's.", file="control.bind_address"
     )
     http_port: int = _setting(
-        0,
-        Role.AGENT,
-        "Port of health, status and metrics; 0: a free one.",
-        low=0,
-        high=65535,
-        file="control.http_port",
+        0, Role.AGENT, "Port of health, status and metrics; 0: a free one.", low=0, high=65535, file="control.http_port"
     )
     http_token_file: str = _setting(
         "", Role.AGENT, "File with the bearer token that HTTP requires, except for /healthz and /readyz. Empty: none."
@@ -149,6 +142,11 @@ class Settings:
         file="control.allow_open_data_path",
     )
     log_level: LogLevel = _setting(LogLevel.INFO, Role.AGENT, "Log level.")  # noqa: RUF009
+    log_format: LogFormat = _setting(  # noqa: RUF009
+        LogFormat.TEXT,
+        Role.AGENT,
+        "Form of the log's lines; json: one object a line, with fields for room, peer and instance.",
+    )
 
     backend: Backend = _setting(  # noqa: RUF009
         Backend.NIXL, Role.BOTH, "Library that moves the bytes.", file="transfer.backend"
@@ -203,12 +201,7 @@ class Settings:
         4, Role.PREFILL, "Transfer threads of one prefill rank.", low=1, high=64, file="prefill.staging.lanes"
     )
     lane_bytes: int = _setting(
-        64 * _MIB,
-        Role.PREFILL,
-        "Staging buffer of one lane.",
-        low=4 * _KIB,
-        high=1 << 40,
-        file="prefill.staging.buffer_size",
+        64 * _MIB, Role.PREFILL, "Buffer of a lane.", low=4 * _KIB, high=1 << 40, file="prefill.staging.buffer_size"
     )
     slab_bytes_min: int = _core(
         SLAB_BYTES_MIN, Role.PREFILL, "Minimum size of slabs that are cut to overlap stages.", low=_KIB, high=1 << 32
@@ -226,7 +219,7 @@ class Settings:
     chunk_tokens: int = _setting(
         8192,
         Role.PREFILL,
-        "Tokens of one prefill chunk, for planning.",
+        "Tokens of a prefill chunk, for planning.",
         low=1,
         high=1 << 24,
         file="transfer.chunk_tokens",

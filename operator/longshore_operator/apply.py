@@ -86,7 +86,7 @@ class Applier:
             if error.cause != "AlreadyExists":
                 raise
             # An earlier attempt created it but its response was lost. Only this operator knows keys of this name.
-            _log.info("%s/%s: keys: %s", *observed.key, error)
+            _log.info("%s/%s: keys: %s", *observed.key, error, extra=observed.key.about())
         entry = {"revision": new.revision, "secret": name, "accepted": list(made.accepted)}
         entry |= {"previous": new.previous} if new.previous else {}
         await self.write_status(observed, {**observed.status, "keys": entry})
@@ -118,7 +118,7 @@ class Applier:
         try:
             events = await self._api.warnings(observed.key.namespace)
         except RefusedError as error:
-            _log.warning("%s/%s: events are not read: %s", *observed.key, error)
+            _log.warning("%s/%s: events are not read: %s", *observed.key, error, extra=observed.key.about())
             return found
         for event in events:
             uid, reason_ = str(event["involvedObject"].get("uid")), str(event.get("reason") or "")
@@ -170,7 +170,7 @@ class Applier:
             self._make(observed, kind, body) if before is None else self._change(observed, kind, body, before)
         )
         self.written.add(observed.key)
-        _log.info("%s/%s: applied %s %s", *observed.key, kind.name, child.name)
+        _log.info("%s/%s: applied %s %s", *observed.key, kind.name, child.name, extra=observed.key.about())
         self._world.take_child(kind, found)
         if before is not None and before["metadata"]["resourceVersion"] == found["metadata"]["resourceVersion"]:
             # It differs, yet applying changes nothing: the server normalises some value.
@@ -323,7 +323,7 @@ class Applier:
                     await self._api.replace(kinds.EVENT, found | more | {"message": body["message"]})
         except ApiError as error:
             # Mostly the status has the same text.
-            _log.warning("%s/%s: no event: %s", *observed.key, error)
+            _log.warning("%s/%s: no event: %s", *observed.key, error, extra=observed.key.about())
             return False
         return True
 

@@ -16,7 +16,7 @@ from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
-from longshore_operator import handlers, health
+from longshore_operator import handlers, health, logs
 from longshore_operator.api import Api
 from longshore_operator.lease import Mutex
 from longshore_operator.metrics import Metrics
@@ -46,16 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _served(Settings.from_environment(os.environ))
     except ConfigError as error:
-        for fault in error.faults:
-            sys.stderr.write(f"longshore-operator: {fault}\n")
+        logs.complain(error.faults)
         return _EXIT_BAD_CONFIG
 
 
 def _served(settings: Settings) -> int:
-    level = settings.log_level.upper()
-    logging.basicConfig(level=level, format="%(asctime)s operator %(levelname)s %(message)s", stream=sys.stderr)
-    # At INFO kopf logs every event.
-    logging.getLogger("kopf").setLevel(logging.WARNING)
+    logs.begin(settings)
     gc.set_threshold(_GARBAGE_COUNT)
     return asyncio.run(_run(settings))
 

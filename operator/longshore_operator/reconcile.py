@@ -80,6 +80,7 @@ class Reconciler:
             pull_secrets=listed(settings.agent_image_pull_secrets),
             runtime_class=settings.agent_runtime_class,
             operator_image=settings.operator_image,
+            log_format=settings.log_format,
             allowed=Allowed(
                 frozenset(listed(settings.allow)),
                 frozenset(listed(settings.allow_capabilities)),
@@ -103,21 +104,21 @@ class Reconciler:
                 await self.reconcile(key)
                 self._of(key).failing_s = None
             except (GoneError, LostLeaseError) as error:
-                _log.info("%s/%s: left: %s", *key, error)
+                _log.info("%s/%s: left: %s", *key, error, extra=key.about())
             except ChangedError as error:
                 failed = True
-                _log.info("%s/%s: changed meanwhile: %s", *key, error)
+                _log.info("%s/%s: changed meanwhile: %s", *key, error, extra=key.about())
                 await self._tell_failure(key, error)
             except ApiError as error:
                 failed = True
                 self._metrics.failed(error.error_class)
-                _log.warning("%s/%s: %s", *key, error)
+                _log.warning("%s/%s: %s", *key, error, extra=key.about(error.error_class))
                 await self._tell_failure(key, error)
             except Exception:  # noqa: BLE001 - see below
                 # A bug must not stop the reconciles of other deployments. It is counted and logged with its traceback.
                 failed = True
                 self._metrics.failed("internal")
-                _log.exception("%s/%s: internal error of the operator", *key)
+                _log.exception("%s/%s: internal error of the operator", *key, extra=key.about())
             kept = self._of(key)
             again_s = REFUSED_AGAIN_S if kept.refusal is not None or key in self._world.left else None
             if kept.warned_s is not None:
@@ -191,7 +192,7 @@ class Reconciler:
             await self._applier.write_status(observed, decision.status)
             await self._applier.tell(observed, decision.transitions)
         except (ApiError, ChangedError, GoneError, LostLeaseError) as another:
-            _log.warning("%s/%s: the failure is not told: %s", *key, another)
+            _log.warning("%s/%s: the failure is not told: %s", *key, another, extra=key.about())
 
     async def _is_ours(self, observed: Observed) -> bool:
         """Whether this operator serves the deployment; claim it if no other one does."""
@@ -205,7 +206,7 @@ class Reconciler:
                 text = (
                     f"the operator of the Lease {self._claim.lease} leaves this deployment to that of {another.lease}"
                 )
-                _log.info("%s/%s: %s", *observed.key, text)
+                _log.info("%s/%s: %s", *observed.key, text, extra=observed.key.about())
                 await self._applier.tell_left(observed, text)
             return False
         self._world.left.discard(observed.key)

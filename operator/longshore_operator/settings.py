@@ -12,9 +12,11 @@ from typing import Any
 
 from longshore_wire import names
 from longshore_wire.errors import ConfigError
+from longshore_wire.log_lines import LogFormat
 
 DEFAULT_IMAGE = "longshore-agent:0.1.0"
 DEFAULT_OPERATOR_IMAGE = "longshore-operator:0.1.0"
+_LOG_LEVELS = ("debug", "info", "warning", "error")
 # Fields of `spec.agents` that touch the whole node or the cluster.
 ALLOWABLE = ("image", "hostNetwork", "hostIPC", "networkPolicy")
 
@@ -71,6 +73,9 @@ class Settings:
     request_timeout_s: float = _row(10.0, "seconds", "Time limit of a request to the API server.")
     worker_count: int = _row(8, "deployments", "Deployments that are reconciled concurrently.")
     log_level: str = _row("info", "", "Log level: debug, info, warning or error.")
+    log_format: str = _row(
+        "text", "", "Form of the log's lines: text, or json. Also of agents whose deployment does not set it."
+    )
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str]) -> Settings:
@@ -114,8 +119,9 @@ class Settings:
                 faults.append(f"{variable(name)}: {path} is no absolute path")
         if self.mps_pipe_directory and not self.mps_host_directory:
             faults.append(f"{variable('mps_pipe_directory')}: give {variable('mps_host_directory')} too")
-        if self.log_level not in {"debug", "info", "warning", "error"}:
-            faults.append(f"{variable('log_level')}: {self.log_level} is none of debug, info, warning, error")
+        for name, allowed in (("log_level", _LOG_LEVELS), ("log_format", tuple(each.value for each in LogFormat))):
+            if (value := getattr(self, name)) not in allowed:
+                faults.append(f"{variable(name)}: {value} is none of {', '.join(allowed)}")
         if faults:
             raise ConfigError(faults)
 

@@ -25,6 +25,11 @@ class Key(NamedTuple):
     namespace: str
     name: str
 
+    def about(self, reason: str = "") -> dict[str, str]:
+        """Return the fields of a log line on this deployment."""
+        fields = {"deployment": f"{self.namespace}/{self.name}"}
+        return fields | {"reason": reason} if reason else fields
+
 
 class ChildKey(NamedTuple):
     """One child in a deployment's namespace."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import socket
 import threading
 import time
@@ -143,6 +144,22 @@ def test_lines_below_the_set_level_are_not_logged(
     one = start(log_level=level, lease_renew_s=1)
     until(lambda: len(api.leases) > 2, "its Lease")
     assert ("is the active replica" in one.log.read_text()) == told
+
+
+def test_every_line_is_one_object_where_that_is_set_also_those_of_kopf(
+    api: ApiServer, start: Callable[..., Running]
+) -> None:
+    api.hold = lambda method, path: method == "GET" and path.endswith("/namespaces/team/disaggdeployments")
+    one = start(log_format="json", log_level="debug", lease_renew_s=1)
+
+    def lines() -> list[dict[str, Any]]:
+        text = one.log.read_text()
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    until(lambda: any(line.get("deployment") == "team/llama-1" for line in lines()), "a line on a deployment")
+    one.stop()
+    assert {line["process"] for line in lines()} == {"operator"}
+    assert {line["logger"].partition(".")[0] for line in lines()} >= {"longshore_operator", "asyncio"}
 
 
 # -- parts -----------------------------------------------------------------------------------------------------------
@@ -322,6 +339,21 @@ def test_agents_are_of_the_image_that_is_set_where_their_deployment_names_none()
     assert pod(agent_image_pull_secrets="a, b")["imagePullSecrets"] == [{"name": "a"}, {"name": "b"}]
     assert pod(agent_runtime_class="nvidia")["runtimeClassName"] == "nvidia"
     assert pod(operator_image="ours:4")["initContainers"][0]["image"] == "ours:4"
+
+
+def test_agents_log_in_the_form_that_is_set_where_their_deployment_sets_none() -> None:
+    def form(given: list[dict[str, str]], **settings: str) -> list[str]:
+        scene = Scene(agents={"env": given})
+        children = {
+            kind.name: body for kind, body in decide(scene.observe(), reconciler(scene.world, **settings)._images).apply
+        }
+        entries = children["DaemonSet"]["spec"]["template"]["spec"]["containers"][0]["env"]
+        return [entry["value"] for entry in entries if entry["name"] == "LONGSHORE_LOG_FORMAT"]
+
+    text = {"name": "LONGSHORE_LOG_FORMAT", "value": "text"}
+    assert (form([]), form([], log_format="json"), form([text], log_format="json")) == ([], ["json"], ["text"])
+    with pytest.raises(ConfigError, match="LONGSHORE_LOG_FORMAT: xml is none of text, json"):
+        Settings.from_environment({"LONGSHORE_LOG_FORMAT": "xml"})
 
 
 def test_deployments_get_what_the_settings_allow() -> None:

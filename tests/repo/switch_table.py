@@ -10,6 +10,7 @@ from __future__ import annotations
 _AGENT, _CLIENT, _OPERATOR, _WIRE = "tests/agent", "tests/client", "tests/operator", "tests/wire"
 _AS_SET = f"{_AGENT}/test_agent_as_it_is_set.py"
 _CHANGE = f"{_AGENT}/test_what_settings_change.py"
+_LIMITS = f"{_AGENT}/test_engine_limits.py"
 _MOVE = f"{_AGENT}/test_what_settings_move.py"
 _FIELDS = f"{_OPERATOR}/test_operator_every_field.py"
 _OPERATORS = f"{_OPERATOR}/test_operator_every_setting.py"
@@ -49,6 +50,7 @@ _OPEN_PORTS = (
 _BACKENDS = (
     f"{_AGENT}/test_agent_layouts.py::test_every_byte_arrives_once_between_layouts_of_each_kind_over_every_transport",
 )
+_FLIPS = f"{_AGENT}/test_agent_crossover.py::test_the_table_flips_the_way_by_the_length_of_runs_and_the_bytes_for_the_wire_that_was_found"
 _HOSTS = f"{_AGENT}/test_host_pools.py::test_a_deployment_with_host_memory_is_the_default_of_claims"
 _DIGESTS = (f"{_AGENT}/test_digests.py::test_a_deployment_that_asks_for_digests_compares_every_room",)
 _STAGING = (
@@ -65,6 +67,8 @@ _REQUIRED_MPS = (
 )
 _SLABS = (f"{_CHANGE}::test_a_slab_is_no_longer_than_a_lane",)
 _CHUNK = (f"{_AS_SET}::test_a_plan_counts_the_writes_of_a_chunk_of_the_set_length",)
+
+_JSON_LINES = f"{_AGENT}/test_agent_logs.py::test_a_failed_room_is_logged_with_room_instance_peers_and_reason"
 
 # The agent's settings, LONGSHORE_ and the name in capitals.
 AGENT_SETTINGS: Shown = {
@@ -91,6 +95,7 @@ AGENT_SETTINGS: Shown = {
     "network_policy": _OPEN_PORTS,
     "allow_open_data_path": _OPEN_PORTS,
     "log_level": (f"{_AS_SET}::test_lines_below_the_set_level_are_not_logged",),
+    "log_format": (_JSON_LINES,),
     "backend": _BACKENDS,
     "gpu_staging_memory": (
         (
@@ -103,12 +108,7 @@ AGENT_SETTINGS: Shown = {
     "staging": _STAGING,
     "decode_target": (_HOSTS,),
     "digest": _DIGESTS,
-    "crossover_file": (
-        (
-            f"{_AGENT}/test_agent_crossover.py::"
-            "test_the_table_flips_the_way_by_the_length_of_runs_and_the_bytes_for_the_wire_that_was_found"
-        ),
-    ),
+    "crossover_file": (_FLIPS,),
     "ring_bytes": (*_RING, f"{_MOVE}::test_a_worker_without_a_ring_is_brought_no_staged_bytes"),
     "ring_extent_bytes": (f"{_MOVE}::test_a_write_is_cut_where_extents_of_the_ring_end",),
     "ring_share_divisor": (f"{_CHANGE}::test_a_room_is_granted_no_more_than_its_share_of_the_ring",),
@@ -141,14 +141,9 @@ AGENT_SETTINGS: Shown = {
     "rooms_max": (f"{_CHANGE}::test_a_worker_takes_as_many_rooms_as_it_is_set_and_is_busy_for_the_next",),
     "ended_rooms_max": (f"{_CHANGE}::test_as_many_ended_rooms_are_remembered_as_are_set",),
     "process_workers_max": (
-        (
-            f"{_AGENT}/test_engine_limits.py::"
-            "test_a_process_gets_as_many_workers_as_are_allowed_and_another_one_in_the_place_of_one_that_ended"
-        ),
+        f"{_LIMITS}::test_a_process_gets_as_many_workers_as_are_allowed_and_another_one_in_the_place_of_one_that_ended",
     ),
-    "user_workers_max": (
-        f"{_AGENT}/test_engine_limits.py::test_the_engines_of_a_user_get_as_many_workers_as_are_allowed",
-    ),
+    "user_workers_max": (f"{_LIMITS}::test_the_engines_of_a_user_get_as_many_workers_as_are_allowed",),
     "quarantine_percent": (f"{_MOVE}::test_a_worker_is_replaced_above_the_part_in_quarantine_that_is_set",),
     "spans_max": (f"{_AS_SET}::test_as_many_spans_are_kept_as_are_set",),
     "client_spans": (f"{_TIMELINE}::test_without_the_setting_no_engine_sends_its_steps",),
@@ -182,6 +177,7 @@ _WATCHES = (f"{_OPERATORS}::test_one_namespace_or_all_are_watched_and_nodes_wher
 _IMAGES = (f"{_OPERATORS}::test_agents_are_of_the_image_that_is_set_where_their_deployment_names_none",)
 _SERVED = (f"{_OPERATORS}::test_pages_are_served_where_they_are_set_to_be",)
 
+_JSON_OF_AGENTS = f"{_OPERATORS}::test_agents_log_in_the_form_that_is_set_where_their_deployment_sets_none"
 # The operator's settings, LONGSHORE_ and the name in capitals.
 _ALLOWS = (f"{_OPERATORS}::test_deployments_get_what_the_settings_allow",)
 _PIPES = (f"{_OPERATORS}::test_deployments_with_mps_get_the_directory_that_is_set_under_the_path_that_is_set",)
@@ -226,6 +222,10 @@ OPERATOR_SETTINGS: Shown = {
     "request_timeout_s": (f"{_OPERATORS}::test_a_request_that_is_not_answered_ends_after_the_time_that_is_set",),
     "worker_count": (f"{_OPERATORS}::test_as_many_deployments_are_reconciled_at_once_as_are_set",),
     "log_level": (f"{_OPERATORS}::test_lines_below_the_set_level_are_not_logged",),
+    "log_format": (
+        f"{_OPERATORS}::test_every_line_is_one_object_where_that_is_set_also_those_of_kopf",
+        _JSON_OF_AGENTS,
+    ),
 }
 
 _LAYOUT = (f"{_FIELDS}::test_engines_of_the_declared_layout_are_taken_in_and_others_refused_by_the_field",)
@@ -484,7 +484,7 @@ CHART_VALUES: Shown = {
         for name in ("image", "hostNetwork", "hostIPC", "noNetworkPolicy", "capabilities", "hostPaths")
     },
     **{f"gpu.mps.{name}": _VALUE for name in ("hostDirectory", "pipeDirectory")},
-    **dict.fromkeys(("aggregateToEdit", "inject.enabled", "replicas", "logLevel", "settings"), _VALUE),
+    **dict.fromkeys(("aggregateToEdit", "inject.enabled", "replicas", "logFormat", "logLevel", "settings"), _VALUE),
     **dict.fromkeys(("resources.requests.cpu", "resources.requests.memory", "resources.limits.memory"), _VALUE),
     **{f"resources.{name}.ephemeral-storage": _VALUE for name in ("requests", "limits")},
     **dict.fromkeys(("nodeSelector", "tolerations", "affinity", "priorityClassName"), _VALUE),

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 from tree_of_files import Module, modules, modules_of
 
+from longshore_wire.log_lines import FIELDS
+
 FILE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 70
 BANNED_MODULE_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "misc"}
@@ -110,6 +112,38 @@ def test_nothing_imports_what_runs_code_from_data() -> None:
 
 def test_nothing_calls_what_is_banned() -> None:
     assert [place for module in modules() for place in banned_calls(module)] == []
+
+
+LOGGING = {"debug", "info", "warning", "error", "exception", "critical", "log"}
+
+
+def unknown_log_fields(module: Module) -> Iterator[str]:
+    """Return the fields of log lines that no formatter writes: in `extra={}`, or in the `fields = {}` that is passed."""
+    calls = [node for node in ast.walk(module.tree) if isinstance(node, ast.Call)]
+    calls = [call for call in calls if written_name(call.func).rpartition(".")[2] in LOGGING]
+    given = [keyword.value for call in calls for keyword in call.keywords if keyword.arg == "extra"]
+    if any(isinstance(value, ast.Name) for value in given):
+        assigned = [node for node in ast.walk(module.tree) if isinstance(node, ast.Assign)]
+        given += [node.value for node in assigned if any(written_name(target) == "fields" for target in node.targets)]
+    for value in given:
+        if isinstance(value, ast.Dict):
+            names = [key.value if isinstance(key, ast.Constant) else "" for key in value.keys]
+            yield from (f"{module.at(value)}: {name}" for name in names if name not in FIELDS)
+        elif (
+            written_name(value) != "fields"
+            and written_name(getattr(value, "func", value)).rpartition(".")[2] != "about"
+        ):
+            yield f"{module.at(value)}: {ast.unparse(value)}"
+
+
+def test_every_field_of_a_log_line_is_one_that_formatters_write() -> None:
+    packages = ("longshore_agent", "longshore_operator")
+    assert [
+        place for package in packages for module in modules_of(package) for place in unknown_log_fields(module)
+    ] == []
+    text = 'fields = {"rom": 1}\nlog.info("x", extra={"room": 1, "pier": 2})\nlog.info("x", extra=fields)\nlog.info("x", extra=y)\n'
+    bad = Module(modules()[0].path, text)
+    assert sorted(place.rpartition(": ")[2] for place in unknown_log_fields(bad)) == ["pier", "rom", "y"]
 
 
 def test_the_rules_see_what_they_ban() -> None:

@@ -204,6 +204,14 @@ class StartScatter:
     digests: bytes = b""  # of the source's pages, see SlabReady
 
 
+class PairEnd(NamedTuple):
+    """A pair of ranks of a room that has ended. `way`: None if it had nothing to move. `slab_count`: slabs that arrived."""
+
+    peer: PeerId
+    way: Way | None
+    slab_count: int
+
+
 @dataclass(frozen=True, slots=True)
 class RoomEnded:
     """A half of a room is done (Reason.NONE) or has failed: notify its engine."""
@@ -213,6 +221,8 @@ class RoomEnded:
     reason: Reason
     text: str
     bytes_moved: int
+    opened_ns: int
+    pairs: tuple[PairEnd, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass, field
 
 from longshore_wire.crossover import Open, Why
-from longshore_wire.effects import PeerId, Replica
+from longshore_wire.effects import PairEnd, PeerId, Replica, RoomEnded
+from longshore_wire.engine_messages import Half
 from longshore_wire.errors import Reason, RoomError
 from longshore_wire.peer_messages import Grant, PairKey, RoomKey
 from longshore_wire.plan import Pair, Way
@@ -150,6 +151,13 @@ class SourceRoom(Room):
         if last:
             self.total_tokens = end_token
 
+    def ended(self) -> RoomEnded:
+        """Return the effect of its end."""
+        ends = tuple(
+            PairEnd(each.peer, each.way if each.route else None, each.acked_count) for each in self.pairs.values()
+        )
+        return RoomEnded(Half.SOURCE, self.key, self.reason, self.text, self.bytes_moved, self.opened_ns, ends)
+
     @property
     def unfinished(self) -> bool:
         """Whether the engine has offered the room and waits for its end."""
@@ -274,6 +282,13 @@ class TargetRoom(Room):
     def step(self, event: TargetRoomEvent) -> None:
         """Change the room's state."""
         self.state = step(TARGET_ROOM, self.state, event)
+
+    def ended(self) -> RoomEnded:
+        """Return the effect of its end."""
+        ends = tuple(
+            PairEnd(each.peer, each.way if each.route else None, each.done_count) for each in self.pairs.values()
+        )
+        return RoomEnded(Half.TARGET, self.key, self.reason, self.text, self.bytes_moved, self.opened_ns, ends)
 
     @property
     def unfinished(self) -> bool:

@@ -7,7 +7,7 @@ The worker calls it with engine requests (`offer`, `cancel`, `renew`), messages 
 from __future__ import annotations
 
 from longshore_wire.claims import IN_PLACE, grid, route
-from longshore_wire.effects import PeerId, RoomEnded, RoomReleased, SessionConfig, StartWrite
+from longshore_wire.effects import PeerId, RoomReleased, SessionConfig, StartWrite
 from longshore_wire.engine_messages import Half
 from longshore_wire.errors import LongshoreError, Reason, RoomError
 from longshore_wire.peer_messages import (
@@ -438,7 +438,7 @@ class SourceSession(SourcePeers):
         """End a room whose slabs are all acknowledged."""
         if room.state is not SourceRoomState.OFFERED or not room.done:
             return
-        self._effect(RoomEnded(Half.SOURCE, room.key, Reason.NONE, "", room.bytes_moved))
+        self._effect(room.ended())
         self._effect(RoomReleased(Half.SOURCE, room.key))
         self._remember(room.key, Reason.NONE, "", self._remembered_until_ns(now_ns))
         self._drop(room)
@@ -450,7 +450,7 @@ class SourceSession(SourcePeers):
         assert reason is not Reason.NONE, "a failed room needs a reason"
         room.step(SourceRoomEvent.FAIL)
         room.reason, room.text = reason, text
-        self._effect(RoomEnded(Half.SOURCE, room.key, reason, text, room.bytes_moved))
+        self._effect(room.ended())
         self._remember(room.key, reason, text, self._remembered_until_ns(now_ns))
         for peer, pair in room.pairs.items():
             pair.abort()

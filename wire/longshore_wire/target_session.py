@@ -9,7 +9,6 @@ from __future__ import annotations
 from longshore_wire.claims import Wanted, demanded_grid, is_near, target_pairs
 from longshore_wire.effects import (
     PeerId,
-    RoomEnded,
     RoomReleased,
     SessionConfig,
     StartScatter,
@@ -420,7 +419,7 @@ class TargetSession(TargetPeers):
                 pair.step(TargetPairEvent.FINISH)
         if room.state is TargetRoomState.OPEN and room.done:
             room.step(TargetRoomEvent.FINISH)
-            self._effect(RoomEnded(Half.TARGET, room.key, Reason.NONE, "", room.bytes_moved))
+            self._effect(room.ended())
             self._effect(RoomReleased(Half.TARGET, room.key))
         if room.state is TargetRoomState.DONE and room.answered:
             self._remember_room(room, Reason.NONE, "", now_ns)
@@ -446,7 +445,7 @@ class TargetSession(TargetPeers):
         assert reason is not Reason.NONE, "a failed room needs a reason"
         room.step(TargetRoomEvent.FAIL)
         room.reason, room.text = reason, text
-        self._effect(RoomEnded(Half.TARGET, room.key, reason, text, room.bytes_moved))
+        self._effect(room.ended())
         self._remember_room(room, reason, text, now_ns)
         for peer, pair in room.pairs.items():
             if pair.state is not TargetPairState.CLOSED:

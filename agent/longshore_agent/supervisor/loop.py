@@ -165,14 +165,15 @@ class Supervisor:
             slot = slots.start(key, hello, connection, engine, self.settings, epoch, port, agent, avoided)
         except OSError as error:
             text = f"no worker can be started now: {error}; raise the limits of the agent's container or process"
-            _log.warning("%s rank %d: %s", key.instance, key.rank, text)
+            fields = {"instance": key.instance, "worker": key.path, "reason": Reason.BUSY.name}
+            _log.warning("%s rank %d: %s", key.instance, key.rank, text, extra=fields)
             self._callers.turn_away(connection, Reason.BUSY, text)
             return
         slot.error = self._failures.get(key, "")
         self._slots[key] = slot
         self._selector.register(slot.link, selectors.EVENT_READ, lambda: self._on_link(slot))
         self._selector.register(slot.pidfd, selectors.EVENT_READ, lambda: self._on_exit(slot))
-        _log.info("worker %s started with PID %d", slot.config.name, slot.process.pid)
+        _log.info("worker %s started with PID %d", slot.config.name, slot.process.pid, extra=slot.about())
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
@@ -218,7 +219,7 @@ class Supervisor:
             self._failures.pop(slot.key, None)
             self._publish(slot.key)
         elif isinstance(message, NotStarted):
-            _log.error("worker %s cannot start: %s", slot.config.name, message.text)
+            _log.error("worker %s cannot start: %s", slot.config.name, message.text, extra=slot.about(message.reason))
             if slot.connection is not None:
                 self._callers.turn_away(slot.connection, message.reason, message.text)
                 slot.connection = None
@@ -228,11 +229,12 @@ class Supervisor:
         elif isinstance(message, Retiring):
             slot.error = message.text
             self.metrics.add("longshore_worker_replacements_total", 1)
-            _log.warning("worker %s is being replaced: %s", slot.config.name, message.text)
+            _log.warning("worker %s is being replaced: %s", slot.config.name, message.text, extra=slot.about())
         elif isinstance(message, Failed):
             slot.become(WorkerState.FAILED)
             slot.error = self._failures[slot.key] = message.text
-            _log.error("worker %s has failed: %s", slot.config.name, message.text)
+            fields = slot.about(Reason.WORKER_LOST)
+            _log.error("worker %s has failed: %s", slot.config.name, message.text, extra=fields)
         elif isinstance(message, EngineLeft) and slot.state is not WorkerState.FAILED:
             slot.become(WorkerState.DRAINING)
             # A replaced worker has reported each room that it failed. Rooms that it finished may continue at siblings.
@@ -267,7 +269,7 @@ class Supervisor:
         if slot.error and slot.state is WorkerState.DRAINING:
             self._restarts.replaced(slot.key)
         elif slot.state is not WorkerState.DRAINING and self._stopping_s is None:
-            _log.error("worker %s ended with %d", slot.config.name, code)
+            _log.error("worker %s ended with %d", slot.config.name, code, extra=slot.about(Reason.WORKER_LOST))
             self.metrics.add("longshore_worker_restarts_total", 1)
             why = slot.error if slot.state is WorkerState.FAILED else f"it ended with {code}"
             now_s = time.monotonic()

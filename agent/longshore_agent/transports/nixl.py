@@ -428,7 +428,9 @@ class NixlTransport(TransportBase[NixlPeer]):
             self._outbox.get_new_notifs()
         except self._errors as error:
             # The peer is forgotten here anyway. NIXL raises for a dead peer that it has dropped by itself.
-            logging.getLogger(__name__).debug("NIXL on removing peer %s: %s", peer.name, error)
+            logging.getLogger(__name__).debug(
+                "NIXL on removing peer %s: %s", peer.name, error, extra={"peer": peer.name}
+            )
 
     @contextmanager
     def _ours(self, what: str) -> Iterator[None]:

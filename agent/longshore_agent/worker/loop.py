@@ -277,7 +277,9 @@ class Worker:
             # An engine that has not opened the room yet is refused when it does, so it needs no event.
             self._tell(ended_event(effect))
         if effect.reason is not Reason.NONE:
-            _log.warning("room %d failed: %s: %s", effect.key.room, effect.reason.name, effect.text)
+            key, peers = effect.key, ",".join(pair.peer.path for pair in effect.pairs)
+            fields = {"instance": key.instance, "room": key.room, "peer": peers, "reason": effect.reason.name}
+            _log.warning("room %d failed: %s: %s", key.room, effect.reason.name, effect.text, extra=fields)
             self.mover.cancel(effect.half, effect.key)
             self._link.send(RoomFailed(effect.half, effect.key, effect.reason, effect.text))
 
@@ -370,7 +372,8 @@ class Worker:
                 self.net.poller.unregister(descriptor)
         self.engine.close()
         self.engine = None
-        _log.info("engine %s rank %d is gone: %s", self.config.instance, self.config.layout.rank, text)
+        fields = {"instance": self.config.instance, "reason": Reason.ENGINE_LOST.name}
+        _log.info("engine %s rank %d is gone: %s", self.config.instance, self.config.layout.rank, text, extra=fields)
         self._leave(Reason.ENGINE_LOST, text, now_ns)
         if self.mover.resources.device is not None:
             ending.end_at_the_latest()

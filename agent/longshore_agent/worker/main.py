@@ -14,6 +14,7 @@ import sys
 import threading
 from typing import NoReturn
 
+from longshore_agent import logs
 from longshore_agent.control.node_link import DATAGRAM_BYTES_MAX, NodeLink, NotStarted
 from longshore_agent.errors import DeviceError, TransportError
 from longshore_agent.worker.config import WorkerConfig
@@ -42,9 +43,7 @@ def main() -> NoReturn:
     config = WorkerConfig.from_bytes(end.recv(DATAGRAM_BYTES_MAX))
     # A terminal interrupts the whole process group, but the supervisor decides when workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(
-        level=config.settings.log_level.value.upper(), format=f"%(asctime)s {config.name} %(levelname)s %(message)s"
-    )
+    logs.begin(config.settings, config.name)
     # If a lane or scatter thread ended while this process lived, its slab would never end.
     threading.excepthook = _end_process
     sys.excepthook = lambda *error: _end_process(threading.ExceptHookArgs((*error, threading.current_thread())))

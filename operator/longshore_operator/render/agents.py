@@ -8,6 +8,7 @@ from longshore_operator.render.wanted import Body, Wanted, child, digest
 from longshore_wire import names as wire_names
 from longshore_wire.agent_memory import resources, shared_memory_limit
 from longshore_wire.agent_pods import MPS_VOLUME, merged
+from longshore_wire.log_lines import LogFormat
 from longshore_wire.manifest import UpdateStrategy, UpdateType
 from longshore_wire.node_groups import Group
 
@@ -17,6 +18,7 @@ _USER = wire_names.AGENT_USER_ID
 DRAIN_S = 20
 GRACE_S = 45
 _CONFIG_FOLDER = wire_names.CONFIG_PATH.rpartition("/")[0]
+_LOG_FORMAT = f"{wire_names.ENVIRONMENT_PREFIX}LOG_FORMAT"
 _POD_FIELDS = ("runtimeClassName", "priorityClassName", "tolerations", "resourceClaims")
 # The init container runs one `chown`. Requests that equal limits fit every quality of service.
 _INIT_RESOURCES = {kind: {"cpu": "50m", "memory": "32Mi"} for kind in ("requests", "limits")}
@@ -123,7 +125,7 @@ def _container(wanted: Wanted, settings: Body) -> Body:
         "name": names.CONTAINER,
         "image": wanted.agents.image or wanted.images.image,
         "imagePullPolicy": wanted.images.pull_policy,
-        "env": [*_environment(wanted), *settings.get("env", [])],
+        "env": _environment(wanted, settings.get("env", [])),
         "ports": _ports(wanted),
         "startupProbe": _probe("/healthz") | {"periodSeconds": 2, "failureThreshold": _START_TRIES},
         "livenessProbe": _probe("/healthz") | {"periodSeconds": 10, "timeoutSeconds": 5},
@@ -142,13 +144,18 @@ def _container(wanted: Wanted, settings: Body) -> Body:
     }
 
 
-def _environment(wanted: Wanted) -> list[Body]:
+def _environment(wanted: Wanted, given: list[Body]) -> list[Body]:
+    """Return the variables of an agent: ours, the operator's default that `given` does not override, and `given`."""
+    form = wanted.images.log_format
+    is_given = any(entry["name"] == _LOG_FORMAT for entry in given)
     return [
         {"name": "LONGSHORE_CONFIG_FILE", "value": wire_names.CONFIG_PATH},
         {"name": "LONGSHORE_NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
         {"name": "LONGSHORE_BIND_HOST", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "LONGSHORE_DRAIN_S", "value": str(DRAIN_S)},
         *([{"name": wire_names.MPS_PIPE_VARIABLE, "value": wanted.mps.pod}] if wanted.mps else []),
+        *([{"name": _LOG_FORMAT, "value": form}] if form != LogFormat.TEXT.value and not is_given else []),
+        *given,
     ]
 
 

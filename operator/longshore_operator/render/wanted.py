@@ -13,6 +13,7 @@ from longshore_operator import names
 from longshore_operator.kinds import Kind
 from longshore_wire import names as wire_names
 from longshore_wire.agent_config import AgentConfig
+from longshore_wire.log_lines import LogFormat
 from longshore_wire.manifest import Agents, DisaggDeployment
 
 Body = dict[str, Any]
@@ -49,7 +50,7 @@ class Allowed:
 
 @dataclass(frozen=True, slots=True)
 class ImageChoice:
-    """The operator's defaults for agents' images, its own image, and what deployments may choose."""
+    """The operator's defaults for agents' pods, its own image, and what deployments may choose."""
 
     image: str
     pull_policy: str
@@ -57,6 +58,7 @@ class ImageChoice:
     runtime_class: str = ""
     operator_image: str = "longshore-operator:0.1.0"
     allowed: Allowed = Allowed()
+    log_format: str = LogFormat.TEXT.value
 
 
 @dataclass(frozen=True, slots=True)
