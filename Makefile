@@ -14,9 +14,9 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS := agent,operator,cli,lab,nixl,mooncake,dev
+EXTRAS := agent,operator,cli,lab,nixl,mooncake,otel,dev
 # All extras except those of engines, which pin other versions than the tree.
-LOCKED := agent operator cli lab nixl mooncake mooncake-cuda12 mooncake-cuda13 dev fuzz docs
+LOCKED := agent operator cli lab nixl mooncake mooncake-cuda12 mooncake-cuda13 otel dev fuzz docs
 PYTHON ?=
 TORCH_INDEX ?=
 

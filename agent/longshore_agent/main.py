@@ -113,12 +113,19 @@ def _read_named(settings: Settings) -> _Named:
     def table() -> None:
         named.crossover = read_crossover(settings.crossover_file)
 
+    def telemetry_library() -> None:
+        if settings.otel:
+            from longshore_agent.status.otel import check_installed
+
+            check_installed()
+
     faults: list[str] = []
     for name, check in (
         ("run_directory", directory),
         ("keys_directory", keys),
         ("http_token_file", token),
         ("crossover_file", table),
+        ("otel", telemetry_library),
         ("loopback_faults", lambda: parse_faults(settings.loopback_faults)),
     ):
         try:

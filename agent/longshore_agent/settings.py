@@ -294,6 +294,9 @@ class Settings:
     client_spans: bool = _setting(
         False, Role.BOTH, "Engines' clients report their own steps of each room when it ends, one message each."
     )
+    otel: bool = _setting(
+        False, Role.BOTH, "Send ended rooms to OpenTelemetry: to OTEL_EXPORTER_OTLP_ENDPOINT. Needs the extra `otel`."
+    )
 
     self_test_bytes: int = _setting(
         _MIB, Role.AGENT, "Bytes that the self-test must move before the agent is ready.", low=1, high=_GIB

@@ -29,6 +29,15 @@ Shown = dict[str, tuple[str, ...]]
 
 _PAGES = f"{_AS_SET}::test_pages_are_served_by_https_at_the_given_address_to_who_has_the_token"
 _PORT = f"{_AS_SET}::test_a_worker_listens_at_the_given_address_and_port"
+_TRACES = (
+    f"{_AGENT}/test_room_traces.py::test_a_room_of_two_agents_becomes_one_trace_with_the_steps_of_their_own_timeline"
+)
+_KIND_OF_MEMORY = (
+    f"{_AGENT}/test_prepared_direct.py::test_lanes_ring_and_the_memory_of_probes_are_of_the_kind_that_the_settings_name"
+)
+_BY_NAME = (
+    f"{_AGENT}/test_agent_control.py::test_who_has_a_key_is_answered_and_one_of_another_deployment_is_refused_by_name"
+)
 _SLAB_MINIMUM = f"{_CHANGE}::test_slabs_are_not_cut_below_their_minimum_which_gpus_have_of_their_own"
 _WINDOW = f"{_CHANGE}::test_a_writer_is_granted_its_window_at_once_which_gpus_have_of_their_own"
 _LANES = f"{_MOVE}::test_as_many_threads_scatter_and_as_many_lanes_write_as_are_set"
@@ -73,12 +82,7 @@ _JSON_LINES = f"{_AGENT}/test_agent_logs.py::test_a_failed_room_is_logged_with_r
 # The agent's settings, LONGSHORE_ and the name in capitals.
 AGENT_SETTINGS: Shown = {
     "config_file": (f"{_AS_SET}::test_an_agent_does_what_its_config_file_says",),
-    "deployment": (
-        (
-            f"{_AGENT}/test_agent_control.py::"
-            "test_who_has_a_key_is_answered_and_one_of_another_deployment_is_refused_by_name"
-        ),
-    ),
+    "deployment": (_BY_NAME,),
     "node": (_PAGES,),
     "run_directory": (f"{_AS_SET}::test_an_agent_says_where_it_is_in_its_run_directory",),
     "keys_directory": (
@@ -97,12 +101,7 @@ AGENT_SETTINGS: Shown = {
     "log_level": (f"{_AS_SET}::test_lines_below_the_set_level_are_not_logged",),
     "log_format": (_JSON_LINES,),
     "backend": _BACKENDS,
-    "gpu_staging_memory": (
-        (
-            f"{_AGENT}/test_prepared_direct.py::"
-            "test_lanes_ring_and_the_memory_of_probes_are_of_the_kind_that_the_settings_name"
-        ),
-    ),
+    "gpu_staging_memory": (_KIND_OF_MEMORY,),
     "gpu_mps": _REQUIRED_MPS,
     "wires": _WIRES,
     "staging": _STAGING,
@@ -147,6 +146,7 @@ AGENT_SETTINGS: Shown = {
     "quarantine_percent": (f"{_MOVE}::test_a_worker_is_replaced_above_the_part_in_quarantine_that_is_set",),
     "spans_max": (f"{_AS_SET}::test_as_many_spans_are_kept_as_are_set",),
     "client_spans": (f"{_TIMELINE}::test_without_the_setting_no_engine_sends_its_steps",),
+    "otel": (_TRACES,),
     "self_test_bytes": (f"{_AS_SET}::test_the_self_test_moves_as_many_bytes_as_are_set",),
     "start_limit_s": (f"{_CHANGE}::test_a_worker_may_start_as_long_as_is_set_before_its_agent_is_unready",),
     "drain_s": (

@@ -51,7 +51,7 @@ def test_importing_every_module_of_wire_loads_msgspec_alone() -> None:
 def test_importing_a_worker_loads_no_tensor_library() -> None:
     loaded = foreign_packages_loaded_by("longshore_agent.worker.main")
     assert "longshore_agent" in loaded
-    assert not loaded & {"torch", "triton"}
+    assert not loaded & {"torch", "triton", "opentelemetry"}
 
 
 def test_importing_the_operator_loads_no_tensor_library_and_no_transport() -> None:

@@ -224,6 +224,21 @@ class RoomEnded:
     opened_ns: int
     pairs: tuple[PairEnd, ...]
 
+    @property
+    def outcome(self) -> str:
+        """`done`, `cancelled` or `failed`."""
+        return {Reason.NONE: "done", Reason.CANCELLED: "cancelled"}.get(self.reason, "failed")
+
+    def about(self) -> dict[str, str]:
+        """Return the fields of a log line on this end, see `log_lines`."""
+        peers = ",".join(pair.peer.path for pair in self.pairs)
+        return {
+            "instance": self.key.instance,
+            "room": str(self.key.room),
+            "peer": peers,
+            "reason": self.reason.name,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class RoomReleased:

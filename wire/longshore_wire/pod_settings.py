@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-# Variables of libraries that agents load, and of the NVIDIA runtime.
-LIBRARY_PREFIXES = ("MC_", "NCCL_", "NIXL_", "NVIDIA_", "UCX_")
+# Variables of libraries that agents load, of OpenTelemetry among them, and of the NVIDIA runtime.
+LIBRARY_PREFIXES = ("MC_", "NCCL_", "NIXL_", "NVIDIA_", "OTEL_", "UCX_")
 # The agent's settings that no field and no part of the operator sets. A test compares them with the agent's table.
 AGENT_VARIABLES = (
     "LONGSHORE_CLIENT_SPANS",
@@ -27,6 +27,7 @@ AGENT_VARIABLES = (
     "LONGSHORE_LEASE_S",
     "LONGSHORE_LOG_FORMAT",
     "LONGSHORE_LOG_LEVEL",
+    "LONGSHORE_OTEL",
     "LONGSHORE_PEER_TIMEOUT_S",
     "LONGSHORE_PROCESS_WORKERS_MAX",
     "LONGSHORE_QUARANTINE_PERCENT",

@@ -157,11 +157,27 @@ class SnapshotPart(msgspec.Struct, tag=20):
     data: bytes
 
 
+class RoomReported(msgspec.Struct, tag=27):
+    """From a worker: a part of the report on a room that has ended, for OpenTelemetry; see `status.room_report`."""
+
+    data: bytes
+    span_count: int
+
+
 # The supervisor forwards these to the worker of the PeerId that they are for.
 PoolMessage = PoolWanted | PoolRegion | PoolGone | PoolUnmapped
 ToWorker = AdoptEngine | EndpointKnown | SnapshotWanted | RoomFailed | SiblingLost | Drain | PoolMessage
 FromWorker = (
-    Started | NotStarted | EngineAdopted | EngineLeft | Retiring | Failed | RoomFailed | SnapshotPart | PoolMessage
+    Started
+    | NotStarted
+    | EngineAdopted
+    | EngineLeft
+    | Retiring
+    | Failed
+    | RoomFailed
+    | RoomReported
+    | SnapshotPart
+    | PoolMessage
 )
 NodeMessage = ToWorker | FromWorker
 
@@ -193,6 +209,10 @@ class NodeLink:
         assert len(data) <= DATAGRAM_BYTES_MAX, f"{type(message).__name__} of {len(data)} bytes"
         if self._outbox or not self._transmit(data, descriptor):
             self._outbox.append((data, _kept(descriptor)))
+
+    def offer(self, message: NodeMessage) -> bool:
+        """Send now, or not at all; return whether the message was sent. Any thread may call this."""
+        return self._transmit(msgspec.msgpack.encode(message), None)
 
     def flush(self) -> None:
         """Send waiting messages."""

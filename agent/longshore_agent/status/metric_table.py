@@ -168,6 +168,13 @@ TABLE: tuple[Metric, ...] = (
         (),
         "Failed attempts to accept an engine's connection, for lack of descriptors or memory.",
     ),
+    _counter("sent_spans", "spans", (), "Spans of rooms that OpenTelemetry's collector has taken; see LONGSHORE_OTEL."),
+    _counter(
+        "dropped_spans",
+        "spans",
+        (),
+        "Spans of rooms that were not sent: a queue was full, or the collector did not take them.",
+    ),
     _gauge("engines", "engines", ("half",), "Engine ranks that are registered."),
     _gauge("peers", "peers", ("state",), "Workers of other agents."),
     _gauge(

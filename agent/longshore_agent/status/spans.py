@@ -60,7 +60,7 @@ class Span(msgspec.Struct, frozen=True):
 
 
 # stage, pair or room, slab, lane, start, end, kind, woken
-_Record = tuple[str, PairKey | RoomKey, int, int, int, int, Kind, int]
+Record = tuple[str, PairKey | RoomKey, int, int, int, int, Kind, int]
 
 
 class SpanRecorder:
@@ -68,10 +68,10 @@ class SpanRecorder:
 
     def __init__(self, capacity: int) -> None:
         assert capacity > 0, capacity
+        self.capacity = capacity
         self._lock = threading.Lock()
-        self._capacity = capacity
-        self._spans: list[_Record] = []
-        self._next = 0
+        self._spans: list[Record] = []
+        self._total = 0
 
     def __len__(self) -> int:
         return len(self._spans)
@@ -91,11 +91,11 @@ class SpanRecorder:
         assert start_ns <= end_ns, (stage, start_ns, end_ns)
         span = (stage, key, slab, lane, start_ns, end_ns, kind, woken_ns)
         with self._lock:
-            if len(self._spans) < self._capacity:
+            if self._total < self.capacity:
                 self._spans.append(span)
             else:
-                self._spans[self._next] = span
-            self._next = (self._next + 1) % self._capacity
+                self._spans[self._total % self.capacity] = span
+            self._total += 1
 
     def of_room(self, room: int, *, limit: int, instance: str | None = None) -> tuple[Span, ...]:
         """Return the newest `limit` spans of a room of any prefill instance, or of `instance`, sorted by start."""
@@ -111,19 +111,42 @@ class SpanRecorder:
         """Return the newest `limit` spans of all rooms, sorted by start."""
         return _ordered(self._copy(), limit)
 
-    def _copy(self) -> list[_Record]:
+    def since(self, cursor: int) -> tuple[list[Record], int, int]:
+        """Return the records after a cursor in the order of `record`, the next cursor, and how many are gone.
+
+        Args:
+            cursor: of the last call; 0: from the beginning.
+        """
+        with self._lock:
+            total, kept = self._total, len(self._spans)
+            first = max(cursor, total - kept)
+            start, end = first % self.capacity, total % self.capacity
+            if first == total:
+                found = []
+            elif start < end:
+                found = self._spans[start:end]
+            else:
+                found = self._spans[start:] + self._spans[:end]
+        return found, total, first - cursor
+
+    def _copy(self) -> list[Record]:
         """Return a copy of all spans, so that recorders do not wait for a search."""
         with self._lock:
             return list(self._spans)
 
 
-def _ordered(found: list[_Record], limit: int) -> tuple[Span, ...]:
+def room_key(record: Record) -> RoomKey:
+    """Return the key of a record's room."""
+    return record[1].key if isinstance(record[1], PairKey) else record[1]
+
+
+def _ordered(found: list[Record], limit: int) -> tuple[Span, ...]:
     assert limit > 0, limit
     found.sort(key=lambda span: span[4:6])
     return tuple(_span(record) for record in found[-limit:])
 
 
-def _span(record: _Record) -> Span:
+def _span(record: Record) -> Span:
     stage, key, slab, lane, start_ns, end_ns, kind, woken_ns = record
     room, pair = (key.key, key) if isinstance(key, PairKey) else (key, None)
     return Span(

@@ -33,6 +33,7 @@ from longshore_agent.control.node_link import (
     PoolMessage,
     Retiring,
     RoomFailed,
+    RoomReported,
     SiblingLost,
     SnapshotPart,
     SnapshotWanted,
@@ -51,6 +52,7 @@ from longshore_agent.supervisor.reception import Reception
 from longshore_agent.supervisor.restarts import Restarts
 from longshore_agent.supervisor.slots import Slot
 from longshore_agent.supervisor.snapshots import Call, Snapshots
+from longshore_agent.supervisor.telemetry import Telemetry
 from longshore_wire.addresses import main_address
 from longshore_wire.agent_config import AgentConfig, digests
 from longshore_wire.effects import PeerId, Replica
@@ -72,6 +74,7 @@ class Supervisor:
         self.metrics = Metrics()
         self.snapshots = Snapshots(self._wake_up)
         self._reception = Reception(settings, config)
+        self._telemetry = Telemetry(settings, self.metrics, self._reception.version)
         self._config_digests = {} if config is None else digests(config)
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -173,7 +176,7 @@ class Supervisor:
         self._slots[key] = slot
         self._selector.register(slot.link, selectors.EVENT_READ, lambda: self._on_link(slot))
         self._selector.register(slot.pidfd, selectors.EVENT_READ, lambda: self._on_exit(slot))
-        _log.info("worker %s started with PID %d", slot.config.name, slot.process.pid, extra=slot.about())
+        _log.info("worker %s started with PID %d", slot.config.name, slot.process.pid, extra=slot.config.about())
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
@@ -219,7 +222,9 @@ class Supervisor:
             self._failures.pop(slot.key, None)
             self._publish(slot.key)
         elif isinstance(message, NotStarted):
-            _log.error("worker %s cannot start: %s", slot.config.name, message.text, extra=slot.about(message.reason))
+            _log.error(
+                "worker %s cannot start: %s", slot.config.name, message.text, extra=slot.config.about(message.reason)
+            )
             if slot.connection is not None:
                 self._callers.turn_away(slot.connection, message.reason, message.text)
                 slot.connection = None
@@ -229,11 +234,11 @@ class Supervisor:
         elif isinstance(message, Retiring):
             slot.error = message.text
             self.metrics.add("longshore_worker_replacements_total", 1)
-            _log.warning("worker %s is being replaced: %s", slot.config.name, message.text, extra=slot.about())
+            _log.warning("worker %s is being replaced: %s", slot.config.name, message.text, extra=slot.config.about())
         elif isinstance(message, Failed):
             slot.become(WorkerState.FAILED)
             slot.error = self._failures[slot.key] = message.text
-            fields = slot.about(Reason.WORKER_LOST)
+            fields = slot.config.about(Reason.WORKER_LOST)
             _log.error("worker %s has failed: %s", slot.config.name, message.text, extra=fields)
         elif isinstance(message, EngineLeft) and slot.state is not WorkerState.FAILED:
             slot.become(WorkerState.DRAINING)
@@ -243,6 +248,8 @@ class Supervisor:
         elif isinstance(message, RoomFailed):
             if self._failed_rooms.add(slot.key.replica, message, time.monotonic()):
                 self._tell_siblings(slot.key, message)
+        elif isinstance(message, RoomReported):
+            self._telemetry.take(message)
         elif isinstance(message, SnapshotPart) and slot.take_part(message):
             self.snapshots.answered(message.number, slot.key)
 
@@ -269,7 +276,7 @@ class Supervisor:
         if slot.error and slot.state is WorkerState.DRAINING:
             self._restarts.replaced(slot.key)
         elif slot.state is not WorkerState.DRAINING and self._stopping_s is None:
-            _log.error("worker %s ended with %d", slot.config.name, code, extra=slot.about(Reason.WORKER_LOST))
+            _log.error("worker %s ended with %d", slot.config.name, code, extra=slot.config.about(Reason.WORKER_LOST))
             self.metrics.add("longshore_worker_restarts_total", 1)
             why = slot.error if slot.state is WorkerState.FAILED else f"it ended with {code}"
             now_s = time.monotonic()
@@ -414,5 +421,6 @@ class Supervisor:
             self._self_test.communicate()
         for slot in self._slots.values():
             slot.close()
+        self._telemetry.close()
         self._selector.close()
         os.close(self._wake)

@@ -20,7 +20,6 @@ from longshore_agent.status.snapshot import WorkerSnapshot, WorkerState
 from longshore_agent.worker.config import WorkerConfig
 from longshore_wire.effects import PeerId
 from longshore_wire.engine_messages import Hello, RankAddress
-from longshore_wire.errors import Reason
 from longshore_wire.names import ENVIRONMENT_PREFIX
 
 # A worker that does not end within this time is killed.
@@ -66,11 +65,6 @@ class Slot:
     def lives(self) -> bool:
         """Whether its engine is connected or being accepted."""
         return self.state is not WorkerState.DRAINING
-
-    def about(self, reason: Reason = Reason.NONE) -> dict[str, str]:
-        """Return the fields of a log line on this worker."""
-        fields = {"instance": self.key.instance, "worker": self.config.name}
-        return fields if reason is Reason.NONE else fields | {"reason": reason.name}
 
     def take_part(self, part: SnapshotPart) -> bool:
         """Keep one part of an answer; return whether the answer is complete."""

@@ -13,6 +13,7 @@ from longshore_agent.settings import Settings
 from longshore_wire.claims import staged_unless_forbidden
 from longshore_wire.effects import PeerId, SessionConfig
 from longshore_wire.engine_messages import Half
+from longshore_wire.errors import Reason
 from longshore_wire.layout import KVLayout, TargetMemory
 from longshore_wire.peer_messages import DIGEST_KEY_BYTES
 from longshore_wire.plan import Staging, Way
@@ -52,6 +53,11 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     def peer(self) -> PeerId:
         """The name of this worker for peers."""
         return PeerId.of(self)
+
+    def about(self, reason: Reason = Reason.NONE) -> dict[str, str]:
+        """Return the fields of a log line on this worker, see `log_lines`."""
+        fields = {"instance": self.instance, "worker": self.name}
+        return fields if reason is Reason.NONE else fields | {"reason": reason.name}
 
     def session_config(self) -> SessionConfig:
         """Return the configuration of the protocol cores. Raises ConfigError if the crossover table is unreadable."""

@@ -42,6 +42,7 @@ from longshore_agent.worker.gc_policy import GCPolicy
 from longshore_agent.worker.health import WorkerHealth
 from longshore_agent.worker.moving import Mover
 from longshore_agent.worker.polling import Polling
+from longshore_agent.worker.reporting import RoomReporter
 from longshore_agent.worker.status import encode_snapshot
 from longshore_wire.effects import (
     Dial,
@@ -88,6 +89,7 @@ class Worker:
         self.metrics = Metrics()
         self.spans = SpanRecorder(settings.spans_max)
         self._steps = StepLog(self.spans, config.instance, of_engines=settings.client_spans)
+        self._reporter = RoomReporter(config.name, self.spans, self.metrics, link) if settings.otel else None
         self.engine: EngineLink | None = None
         self.started_ns = now_ns = time.monotonic_ns()
         self._link = link
@@ -227,7 +229,7 @@ class Worker:
             self.mover.start_scatter(effect, self.requests, now_ns)
             self._steps.started("scatter", effect)
         elif isinstance(effect, RoomEnded):
-            self._room_ended(effect)
+            self._room_ended(effect, now_ns)
         elif isinstance(effect, RoomReleased):
             opened = self.requests.release(effect.half, effect.key)
             self.mover.forget(effect.half, effect.key)
@@ -268,20 +270,21 @@ class Worker:
         except TransportError as error:
             self.target.refuse(effect.peer, error.reason, str(error), now_ns)
 
-    def _room_ended(self, effect: RoomEnded) -> None:
+    def _room_ended(self, effect: RoomEnded, now_ns: int) -> None:
         effect = self.requests.explained(effect)
-        outcome = {Reason.NONE: "done", Reason.CANCELLED: "cancelled"}.get(effect.reason, "failed")
-        labels = {"half": effect.half.name.lower(), "outcome": outcome, "reason": effect.reason.name.lower()}
-        self.metrics.add("longshore_rooms_total", 1, **labels)
+        half, reason = effect.half.name.lower(), effect.reason.name.lower()
+        self.metrics.add("longshore_rooms_total", half=half, outcome=effect.outcome, reason=reason)
         if (effect.half, effect.key) in self.requests.tables:
             # An engine that has not opened the room yet is refused when it does, so it needs no event.
             self._tell(ended_event(effect))
         if effect.reason is not Reason.NONE:
-            key, peers = effect.key, ",".join(pair.peer.path for pair in effect.pairs)
-            fields = {"instance": key.instance, "room": key.room, "peer": peers, "reason": effect.reason.name}
-            _log.warning("room %d failed: %s: %s", key.room, effect.reason.name, effect.text, extra=fields)
+            _log.warning(
+                "room %d failed: %s: %s", effect.key.room, effect.reason.name, effect.text, extra=effect.about()
+            )
             self.mover.cancel(effect.half, effect.key)
             self._link.send(RoomFailed(effect.half, effect.key, effect.reason, effect.text))
+        if self._reporter is not None:
+            self._reporter.ended(effect, self.sessions[effect.half].peers, now_ns)
 
     def _take_results(self, now_ns: int) -> None:
         self.requests.fail_torn(now_ns)
@@ -316,10 +319,8 @@ class Worker:
         dues = [due for session in self.sessions.values() if (due := session.next_due_ns()) is not None]
         if (due_ns := self._health.due_ns) is not None and self._retire_ns is None:
             dues.append(due_ns)
-        if (due_ns := self.mover.drain_due_ns) is not None:
-            dues.append(due_ns)
-        if (stop_ns := self._retire_ns if self._stop_ns is None else self._stop_ns) is not None:
-            dues.append(stop_ns)
+        others = (self.mover.drain_due_ns, self._retire_ns if self._stop_ns is None else self._stop_ns)
+        dues += [due_ns for due_ns in others if due_ns is not None]
         self._due_ns = min(dues, default=now_ns + _IDLE_POLL_MS * 1_000_000)
         wait_ms = max(0, (self._due_ns - now_ns) // 1_000_000 + 1)
         return self._polling.wait_ms(min(wait_ms, _IDLE_POLL_MS), now_ns)
@@ -372,7 +373,7 @@ class Worker:
                 self.net.poller.unregister(descriptor)
         self.engine.close()
         self.engine = None
-        fields = {"instance": self.config.instance, "reason": Reason.ENGINE_LOST.name}
+        fields = self.config.about(Reason.ENGINE_LOST)
         _log.info("engine %s rank %d is gone: %s", self.config.instance, self.config.layout.rank, text, extra=fields)
         self._leave(Reason.ENGINE_LOST, text, now_ns)
         if self.mover.resources.device is not None:
@@ -419,8 +420,7 @@ class Worker:
         elif isinstance(message, EndpointKnown):
             self._tell(EndpointUpdate(message.endpoint))
         elif isinstance(message, SnapshotWanted):
-            body = encode_snapshot(self, message.room, now_ns)
-            for part in snapshot_parts(message.number, body):
+            for part in snapshot_parts(message.number, encode_snapshot(self, message.room, now_ns)):
                 self._link.send(part)
         elif isinstance(message, RoomFailed):
             session = self.sessions.get(message.half)
@@ -498,4 +498,6 @@ class Worker:
         self.mover.resources.close()
         self._probes.close()
         self.net.close()
+        if self._reporter is not None:
+            self._reporter.close()
         self._link.close()

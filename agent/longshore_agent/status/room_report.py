@@ -1,0 +1,87 @@
+"""A worker's report on one half of a room that has ended, for OpenTelemetry: types and their bytes. Pure.
+
+`worker.reporting` makes reports, `supervisor.telemetry` reads them. Times are of the host's monotonic clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+# Steps in one message, whose names have at most 256 characters: such a message fits a datagram of 64 KiB.
+STEPS_PER_MESSAGE = 100
+# Longest text of a reason, and pairs of ranks, in a report.
+_TEXT_CHARACTERS_MAX = 1000
+_PAIRS_MAX = 64
+
+
+class PairReport(msgspec.Struct, array_like=True, frozen=True):
+    """One pair of ranks. `way` and `wire` are empty if it had nothing to move; the wire of direct copies is `None`."""
+
+    peer: str
+    way: str
+    wire: str
+    slabs: int
+
+
+class StepReport(msgspec.Struct, array_like=True, frozen=True):
+    """One step, as `spans.Span`. `kind` is the value of a `spans.Kind`."""
+
+    name: str
+    kind: str
+    source_rank: int
+    target_rank: int
+    slab: int
+    lane: int
+    start_ns: int
+    end_ns: int
+
+
+class RoomReport(msgspec.Struct, array_like=True, frozen=True):
+    """One half of a room, or a part of its steps. Each part has the facts of the half.
+
+    Attributes:
+        half: `source` or `target`.
+        instance, room, pool: the room's key.
+        outcome: one of `metric_table.OUTCOMES`.
+        reason, text: why it failed or was cancelled; empty if it is done.
+        is_first: whether this part stands for the half, too.
+    """
+
+    worker: str
+    half: str
+    instance: str
+    room: int
+    pool: int
+    opened_ns: int
+    ended_ns: int
+    outcome: str
+    reason: str
+    text: str
+    bytes_moved: int
+    pairs: tuple[PairReport, ...]
+    is_first: bool = True
+    steps: tuple[StepReport, ...] = ()
+
+    def parts(self, steps: Sequence[StepReport]) -> list[RoomReport]:
+        """Return the parts of the report with these steps."""
+        base = msgspec.structs.replace(self, text=self.text[:_TEXT_CHARACTERS_MAX], pairs=self.pairs[:_PAIRS_MAX])
+        return [
+            msgspec.structs.replace(base, is_first=first == 0, steps=tuple(steps[first : first + STEPS_PER_MESSAGE]))
+            for first in range(0, max(1, len(steps)), STEPS_PER_MESSAGE)
+        ]
+
+    @property
+    def span_count(self) -> int:
+        """The spans that this part becomes."""
+        return len(self.steps) + self.is_first
+
+    def to_bytes(self) -> bytes:
+        """Encode this part."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> RoomReport:
+        """Decode the result of `to_bytes`."""
+        return msgspec.msgpack.decode(data, type=cls)
