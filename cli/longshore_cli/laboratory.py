@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
+from longshore_cli import examples
 from longshore_wire.errors import LongshoreError, Reason
 
 # Each command with its help text.
@@ -30,14 +31,15 @@ class LaboratoryMissingError(LongshoreError):
     reason = Reason.UNSUPPORTED
 
 
-def run(command: str, words: Sequence[str]) -> int:
+def run(command: str, words: Sequence[str], program: str = "longshore") -> int:
     """Run one of COMMANDS with its arguments; return its exit status: 2 if the laboratory is not installed."""
     try:
         add_arguments, run_it = _parts(command)
     except LaboratoryMissingError as error:
         sys.stderr.write(f"longshore {command}: {error}\n")
         return _EXIT_NOT_INSTALLED
-    parser = argparse.ArgumentParser(prog=f"longshore {command}")
+    parser = argparse.ArgumentParser(prog=f"{program} {command}")
+    examples.add(parser, command)
     add_arguments(parser)
     return run_it(parser.parse_args(words))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -10,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from longshore_cli import analyze, check, laboratory, rooms, up
+from longshore_cli import completion, examples, laboratory, rooms, up
 from longshore_cli.local_agents import LocalAgentError, make_keys
 
 # `up` and `keys` start an agent's programs. A plain installation, which is for engines, lacks these modules.
@@ -17,10 +19,10 @@ _AGENT_MODULES = ("fastapi", "numpy", "uvicorn", "zmq")
 _STARTING = frozenset({"up", "keys"})
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit status: 1 if it failed, 2 for invalid arguments."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
-        prog="longshore", description="Moves the KV cache of language models between GPUs of unequal layouts."
+        prog=_program(), description="Moves the KV cache of language models between GPUs of unequal layouts."
     )
     parser.add_argument("--version", action="version", version=f"longshore {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -47,9 +49,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     six = commands.add_parser("check", help="check a cluster before an installation (--pre), or what runs after it")
     check.add_arguments(six)
     six.set_defaults(run=check.run)
+    last = commands.add_parser("completion", help="print the script that completes this command's words in a shell")
+    completion.add_arguments(last)
+    last.set_defaults(run=completion.run)
+    for name, each in commands.choices.items():
+        examples.add(each, name)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit status: 1 if it failed, 2 for invalid arguments."""
+    parser = make_parser()
+    if completion.ASKED in os.environ:
+        completion.offer(parser)
     chosen, words = parser.parse_known_args(arguments)
     if chosen.command in laboratory.COMMANDS:
-        return laboratory.run(chosen.command, words)
+        return laboratory.run(chosen.command, words, _program())
     if words:
         parser.error(f"unrecognized arguments: {' '.join(words)}")
     missing = [name for name in _AGENT_MODULES if find_spec(name) is None]
@@ -62,6 +77,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     status: int = chosen.run(chosen)
     return status
+
+
+def complete_for_kubectl() -> int:
+    """Print completions of `kubectl longshore`: the program `kubectl_complete-longshore`, which kubectl runs."""
+    print(completion.for_kubectl(make_parser(), sys.argv[1:]))
+    return 0
+
+
+def _program() -> str:
+    """Return the command as its user has typed it. kubectl runs the program `kubectl-longshore`."""
+    return "kubectl longshore" if Path(sys.argv[0]).name == "kubectl-longshore" else "longshore"
 
 
 def _version() -> str:
