@@ -9,7 +9,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test layouts sim soak fuzz controlplane images e2e e2e-cluster e2e-vllm e2e-sglang dashboard check fix bench bench-vllm bench-vllm-gpu bench-sglang bench-sglang-gpu gpu reference docs lock clean FORCE
+.PHONY: help install demo test layouts sim soak fuzz controlplane images e2e e2e-cluster e2e-vllm e2e-sglang dashboard check fix bench bench-vllm bench-vllm-gpu bench-sglang bench-sglang-gpu gpu reference docs release lock clean FORCE
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -130,6 +130,10 @@ docs: install ## build the documentation as a site, build/docs/site/index.html
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --constraints requirements.lock --editable '.[docs]'
 	$(BIN)/python -m sphinx --quiet --fresh-env --write-all --fail-on-warning --keep-going --conf-dir docs/site \
 	  --doctree-dir build/docs/doctrees . build/docs/site
+
+# make release VERSION=0.2.0 is a trial; TAG=yes commits and tags; see .ci/release
+release: install ## set the version, date the changelog, and build wheel, sdist and chart into dist/
+	.ci/release '$(VERSION)' $(if $(TAG),--tag)
 
 lock: install ## pin the newest versions that pyproject.toml permits
 	{ sed '/^[^#]/,$$d' requirements.lock; \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from controlplane.cluster import ControlPlane
 from controlplane.waiting import until
 
 ROOT = Path(__file__).parents[1]
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
 CRD = ROOT / "crds" / "disaggdeployments.longshore.dev.yaml"
 
 Body = dict[str, Any]

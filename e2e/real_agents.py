@@ -18,13 +18,13 @@ from controlplane.cluster import ControlPlane
 from controlplane.process_node import ProcessNode, missing_rights
 from controlplane.process_pod import Container, Image
 from controlplane.waiting import until
-from deployments import ROOT
+from deployments import ROOT, VERSION
 
 from longshore_client import AgentLost, Busy, Client, Half, RoomError, RoomEvent, RoomEventKind
 from longshore_wire.names import RUN_DIRECTORY
 
-AGENT_IMAGE = "longshore-agent:0.1.0"
-OPERATOR_IMAGE = "longshore-operator:0.1.0"
+AGENT_IMAGE = f"longshore-agent:{VERSION}"
+OPERATOR_IMAGE = f"longshore-operator:{VERSION}"
 _ROOM_LIMIT_S = 60.0
 # The same as in the Dockerfiles. `python` and our programs are those of this environment.
 _ENVIRONMENT = {

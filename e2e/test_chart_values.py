@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from controlplane import binaries
-from deployments import ROOT
+from deployments import ROOT, VERSION
 
 CHART = ROOT / "charts" / "longshore"
 LIMIT_S = 120.0
@@ -92,14 +92,14 @@ VALUES: dict[str, tuple[Body, Callable[[Objects], object], object, object]] = {
     "image.repository": (
         {"image": {"repository": "r/x"}},
         lambda o: container(o)["image"],
-        f"{OPERATOR}:0.1.0",
-        "r/x:0.1.0",
+        f"{OPERATOR}:{VERSION}",
+        f"r/x:{VERSION}",
     ),
-    "image.tag": ({"image": {"tag": "7"}}, lambda o: container(o)["image"], f"{OPERATOR}:0.1.0", f"{OPERATOR}:7"),
+    "image.tag": ({"image": {"tag": "7"}}, lambda o: container(o)["image"], f"{OPERATOR}:{VERSION}", f"{OPERATOR}:7"),
     "image.digest": (
         {"image": {"digest": DIGEST, "tag": "7"}},
         lambda o: container(o)["image"],
-        f"{OPERATOR}:0.1.0",
+        f"{OPERATOR}:{VERSION}",
         f"{OPERATOR}@{DIGEST}",
     ),
     "image.pullPolicy": (
@@ -122,7 +122,7 @@ VALUES: dict[str, tuple[Body, Callable[[Objects], object], object, object]] = {
         (False, "false"),
     ),
     "crds.install": ({"crds": {"install": False}}, there("CustomResourceDefinition"), True, False),
-    "agent.image": ({"agent": {"image": "a:9"}}, variable("AGENT_IMAGE"), "longshore-agent:0.1.0", "a:9"),
+    "agent.image": ({"agent": {"image": "a:9"}}, variable("AGENT_IMAGE"), f"longshore-agent:{VERSION}", "a:9"),
     "agent.pullPolicy": (
         {"agent": {"pullPolicy": "Never"}},
         variable("AGENT_IMAGE_PULL_POLICY"),

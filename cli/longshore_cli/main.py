@@ -10,8 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from longshore_cli import analyze, check, laboratory, rooms, up
-from longshore_cli import completion, examples, laboratory, rooms, up
+from longshore_cli import analyze, check, completion, examples, laboratory, rooms, up
 from longshore_cli.local_agents import LocalAgentError, make_keys
 
 # `up` and `keys` start an agent's programs. A plain installation, which is for engines, lacks these modules.

@@ -23,7 +23,7 @@ from controlplane.image_store import images_folder
 from controlplane.network import enter_own_network
 from controlplane.real_cluster import RealCluster
 from controlplane.real_node import RealNode, missing_rights
-from deployments import ROOT
+from deployments import ROOT, VERSION
 
 ROLE = "longshore.dev/role"
 CHART = ROOT / "charts" / "longshore"
@@ -173,7 +173,7 @@ def any_site() -> Iterator[Site]:
         yield Site(
             cluster.plane.kubeconfig,
             names,
-            "localhost/longshore-operator:0.1.0",
-            "localhost/longshore-agent:0.1.0",
+            f"localhost/longshore-operator:{VERSION}",
+            f"localhost/longshore-agent:{VERSION}",
             cluster,
         )

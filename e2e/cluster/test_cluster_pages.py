@@ -9,6 +9,7 @@ import pytest
 from cluster_pods import MANY, READY_LIMIT_S, Placed, Rooms
 from cluster_site import SYSTEM, Site, install_release, remove_release
 from controlplane.waiting import until
+from deployments import VERSION
 from pages import REGISTRY, commands, typed
 
 PAGE = "docs/how-to/kubernetes.md"
@@ -45,7 +46,7 @@ def test_the_page_on_kubernetes_installs_upgrades_rolls_back_and_removes(bare: S
 
     rooms = _rooms(placed)
     upgrade, roll_back = commands(PAGE, "## Upgrade and roll back")
-    for command, tag in ((upgrade, NEXT_TAG), (roll_back, "0.1.0")):
+    for command, tag in ((upgrade, NEXT_TAG), (roll_back, VERSION)):
         _tag_images(bare, NEXT_TAG)
         typed(bare, command, tag=NEXT_TAG)
         until(lambda tag=tag: _images(placed) == {f"{REGISTRY}/longshore-agent:{tag}"}, f"all agents are of {tag}")  # type: ignore[misc]

@@ -14,6 +14,7 @@ import socket
 import sys
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from longshore_operator import handlers, health, logs
@@ -42,12 +43,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         epilog="Its settings are environment variables: docs/reference/operator.md has them all.",
     )
+    parser.add_argument("--version", action="version", version=f"longshore-operator {_version()}")
     parser.parse_args(arguments)
     try:
         return _served(Settings.from_environment(os.environ))
     except ConfigError as error:
         logs.complain(error.faults)
         return _EXIT_BAD_CONFIG
+
+
+def _version() -> str:
+    try:
+        return version("longshore")
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def _served(settings: Settings) -> int:

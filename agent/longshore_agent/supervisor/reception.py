@@ -27,16 +27,21 @@ _INSTANCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _MODEL = ModelShape.__struct_fields__
 
 
+def installed_version() -> str:
+    """Return the release of the installed package."""
+    try:
+        return version("longshore")
+    except PackageNotFoundError:
+        return "unknown"
+
+
 class Reception:
     """Decides on each Hello."""
 
     def __init__(self, settings: Settings, config: AgentConfig | None) -> None:
         self._settings = settings
         self._config = config
-        try:
-            self.version = version("longshore")
-        except PackageNotFoundError:
-            self.version = "unknown"
+        self.version = installed_version()
 
     def admit(self, hello: Hello) -> PeerId:
         """Return whose slot an engine takes.
