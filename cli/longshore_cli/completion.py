@@ -18,6 +18,8 @@ SHELLS = ("bash", "zsh")
 _EXIT_NOT_INSTALLED = 2
 # Of kubectl: complete no files besides these words; and write no space behind them.
 _NO_FILES, _NO_SPACE = 4, 2
+# Of kubectl: ignore this answer, because the library is not installed.
+_ERROR = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,8 +54,10 @@ def for_kubectl(parser: argparse.ArgumentParser, words: list[str]) -> str:
     Args:
         words: those behind `kubectl longshore`; the last one, which may be empty, is to be completed.
     """
-    from argcomplete.finders import CompletionFinder
-
+    try:
+        from argcomplete.finders import CompletionFinder
+    except ImportError:
+        return f":{_ERROR}"
     *before, last = words or [""]
     line = f"{shlex.join(['longshore', *before])} {last}"
     os.environ |= {ASKED: "1", "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_DFS": "\t"}
