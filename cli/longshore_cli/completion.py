@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("longshore completion: argcomplete cannot be imported: install longshore[cli]", file=sys.stderr)
         return _EXIT_NOT_INSTALLED
     # One text serves both shells.
-    print(shellcode(["longshore"], shell=arguments.shell))
+    print(shellcode(["longshore"], True, arguments.shell))
     return 0
 
 
