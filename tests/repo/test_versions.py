@@ -65,6 +65,9 @@ def tree(tmp_path: Path) -> Path:
     for path in file_paths():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / path, root / path)
+    # Directly after a release the newest section is empty.
+    changelog = root / "CHANGELOG.md"
+    changelog.write_text(changelog.read_text().replace("## Unreleased\n", "## Unreleased\n\n- A change.\n", 1))
     for words in (["init", "--quiet"], ["add", "--all"], ["commit", "--quiet", "--message", "all"]):
         git(root, *words)
     return root
