@@ -68,12 +68,13 @@ def free_port(host: str = HOST) -> int:
 
 
 class ApiServer:
-    """Answers an operator's requests from memory; `hold` selects the requests that wait for its end."""
+    """Answers an operator's requests from memory; `hold` selects those that wait for its end, `fail` those that get 503."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, str]] = []
         self.leases: list[dict[str, Any]] = []  # each version that was written
         self.hold: Callable[[str, str], bool] = lambda _method, _path: False
+        self.fail: Callable[[str, str], bool] = lambda _method, _path: False
         self.held: Counter[str] = Counter()  # requests that are held now, by the last segment of their path
         self.ended = threading.Event()
         self._lock = threading.Lock()
@@ -117,6 +118,8 @@ class _Handler(BaseHTTPRequestHandler):
         with suppress(OSError):
             if self.api.hold(self.command, self.path):
                 self.api.wait(self.path)
+            elif self.api.fail(self.command, self.path):
+                self._answer(503, {"kind": "Status", "reason": "ServiceUnavailable", "code": 503})
             elif "watch=true" in self.path:
                 self._stream()
             else:
