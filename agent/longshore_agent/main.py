@@ -117,9 +117,9 @@ def _read_named(settings: Settings) -> _Named:
 
     def telemetry_library() -> None:
         if settings.otel:
-            from longshore_agent.status.otel import check_installed
+            from longshore_agent.status import otel
 
-            check_installed()
+            otel.check(os.environ)
 
     faults: list[str] = []
     for name, check in (

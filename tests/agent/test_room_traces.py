@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -214,6 +217,21 @@ def test_without_a_collector_rooms_move_and_their_spans_are_counted_as_dropped(p
     assert lone.metric("longshore_sent_spans_total") == 0
     assert "takes no rooms" in lone.log()
     assert lone.stop() == 0
+
+
+def test_a_header_that_the_library_would_log_is_refused_without_its_value(tmp_path: Path) -> None:
+    settings = {"LONGSHORE_OTEL": "true", "LONGSHORE_RUN_DIRECTORY": str(tmp_path)}
+    ended = subprocess.run(
+        [sys.executable, "-m", "longshore_agent.main"],
+        env={**settings, "PYTHONPATH": ":".join(sys.path), "OTEL_EXPORTER_OTLP_HEADERS": "authorization=s3cret%0a"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert "OTEL_EXPORTER_OTLP_HEADERS has a character that no header may have" in ended.stderr
+    assert "s3cret" not in ended.stderr
 
 
 PAIR = PairKey(RoomKey("p", 7, 0), 1, 0, 11, 12, "d")

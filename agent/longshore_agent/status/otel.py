@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
+from urllib.parse import unquote
 
 from longshore_agent.status.metric_table import OUTCOMES
 from longshore_agent.status.room_report import RoomReport, StepReport
@@ -18,17 +19,22 @@ from longshore_wire.errors import ConfigError
 
 _EXPORTER = ("opentelemetry", "exporter", "otlp", "proto", "http")
 _SERVICE = "longshore-agent"
+# They may hold a token.
+_HEADERS = ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS")
 # Names of the halves, as users know them.
 _SPANS = {"source": "room prefill", "target": "room decode"}
 _FAILED = OUTCOMES[1]
 
 
-def check_installed() -> None:
-    """Raise ConfigError if the library is not installed."""
+def check(environment: Mapping[str, str]) -> None:
+    """Raise ConfigError if the library is not installed, or would log a header's value because it is malformed."""
     for count in range(1, len(_EXPORTER) + 1):
         # A parent that is not there must not be imported.
         if find_spec(".".join(_EXPORTER[:count])) is None:
             raise ConfigError(["OpenTelemetry is not installed: install longshore[agent,otel]"])
+    for name in _HEADERS:
+        if not unquote(environment.get(name, "")).isprintable():
+            raise ConfigError([f"{name} has a character that no header may have, such as an end of a line: remove it"])
 
 
 def trace_id(deployment: str, report: RoomReport) -> int:
