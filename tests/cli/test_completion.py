@@ -19,34 +19,29 @@ from longshore_cli.main import make_parser
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(sys.executable).parent
-# As bash does on the tab key. The program's own directory is first on the path.
+# As bash does on the tab key, for each line of standard input.
 BASH = """
 source <(longshore completion bash)
-read -r -a COMP_WORDS <<<"$COMP_LINE"
-COMP_POINT=${#COMP_LINE} COMP_TYPE=9 COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
-_python_argcomplete longshore 2>/dev/null
-printf '%s\\n' "${COMPREPLY[@]}"
 complete -p longshore
+while IFS= read -r COMP_LINE; do
+    COMP_POINT=${#COMP_LINE} COMP_TYPE=9
+    _python_argcomplete longshore 2>/dev/null
+    printf '= %s\\n' "$COMP_LINE"
+    printf '%s\\n' "${COMPREPLY[@]}"
+done
 """
 # `_describe` is what zsh shows: name, then the array of completions.
 ZSH = """
 autoload -Uz compinit && compinit -u -D
 source <(longshore completion zsh)
-print -r -- "registered: ${_comps[longshore]}"
+print -r -- "${_comps[longshore]} longshore"
 _describe() { print -rl -- "${(@P)2}" }
-words=(longshore) BUFFER=$COMP_LINE CURSOR=${#COMP_LINE}
-_python_argcomplete
+while IFS= read -r line; do
+    words=(longshore) BUFFER=$line CURSOR=${#line}
+    print -r -- "= $line"
+    _python_argcomplete
+done
 """
-
-
-def ran(shell: list[str], line: str, directory: Path | None = None) -> list[str]:
-    environment = {"PATH": f"{PROGRAMS}:{os.environ['PATH']}", "COMP_LINE": line, "HOME": str(directory or ROOT)}
-    done = subprocess.run(
-        shell, cwd=directory, env=environment, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL
-    )
-    return [word.strip() for word in done.stdout.splitlines()]
-
-
 CASES = {
     "longshore r": {"rooms"},
     "longshore ": {*COMMANDS, "up", "keys", "rooms", "trace", "completion"},
@@ -58,37 +53,50 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("line", CASES)
-def test_bash_completes_commands_options_choices_and_files(line: str, tmp_path: Path) -> None:
-    (tmp_path / "manifest.yaml").touch()
-    *words, registered = ran(["bash", "--norc", "-c", BASH], line, tmp_path)
-    found = {word for word in words if word}
-    assert found >= CASES[line]
-    # Others may add commands and directories; a choice that was begun leaves no other.
-    assert found == CASES[line] or line == "longshore "
+def completed(shell: list[str], directory: Path) -> dict[str, set[str]]:
+    """Return what a shell with the script of completion offers for each line of CASES."""
+    (directory / "manifest.yaml").touch()
+    # The programs of this environment are first on the path.
+    environment = {"PATH": f"{PROGRAMS}:{os.environ['PATH']}", "HOME": str(directory)}
+    lines = "".join(f"{line}\n" for line in CASES)
+    done = subprocess.run(
+        shell, cwd=directory, env=environment, input=lines, check=True, capture_output=True, text=True
+    )
+    registered, _, rest = done.stdout.partition("\n")
     assert registered.endswith("_python_argcomplete longshore")
+    found = {}
+    for part in f"\n{rest}".split("\n= ")[1:]:
+        line, *words = part.split("\n")
+        found[line] = {word.strip() for word in words if word}
+    return found
+
+
+def test_bash_completes_commands_options_choices_and_files(tmp_path: Path) -> None:
+    found = completed(["bash", "--norc", "-c", BASH], tmp_path)
+    assert found.pop("longshore ") >= CASES["longshore "]
+    assert found == {line: words for line, words in CASES.items() if line != "longshore "}
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
-@pytest.mark.parametrize("line", CASES)
-def test_zsh_completes_the_same(line: str, tmp_path: Path) -> None:
-    (tmp_path / "manifest.yaml").touch()
-    registered, *words = ran(["zsh", "-f", "-c", ZSH], line, tmp_path)
-    assert registered == "registered: _python_argcomplete"
-    assert {word.partition(":")[0] for word in words if word} >= CASES[line]
+def test_zsh_completes_the_same_with_descriptions(tmp_path: Path) -> None:
+    found = completed(["zsh", "-f", "-c", ZSH], tmp_path)
+    assert found["longshore r"] == {"rooms:list the rooms of running agents"}
+    named = {line: {word.partition(":")[0] for word in words} for line, words in found.items()}
+    assert named.pop("longshore ") >= CASES["longshore "]
+    assert named == {line: words for line, words in CASES.items() if line != "longshore "}
 
 
-@pytest.mark.parametrize("line", CASES)
-def test_kubectl_gets_the_same_with_descriptions_and_its_directive(line: str, tmp_path: Path) -> None:
+def test_kubectl_gets_the_same_with_descriptions_and_its_directive(tmp_path: Path) -> None:
     (tmp_path / "manifest.yaml").touch()
-    words = [*shlex.split(line)[1:], *([""] if line.endswith(" ") else [])]
-    program = str(PROGRAMS / "kubectl_complete-longshore")
-    done = subprocess.run([program, *words], cwd=tmp_path, check=True, capture_output=True, text=True)
-    *found, directive = done.stdout.splitlines()
-    assert {each.partition("\t")[0] for each in found} >= CASES[line]
-    assert directive == ":4"
-    if line == "longshore r":
-        assert "rooms\tlist the rooms of running agents" in found
+    for line, expected in CASES.items():
+        words = [*shlex.split(line)[1:], *([""] if line.endswith(" ") else [])]
+        program = str(PROGRAMS / "kubectl_complete-longshore")
+        done = subprocess.run([program, *words], cwd=tmp_path, check=True, capture_output=True, text=True)
+        *found, directive = done.stdout.splitlines()
+        assert {each.partition("\t")[0] for each in found} >= expected
+        assert directive == ":4"
+        if line == "longshore r":
+            assert found == ["rooms\tlist the rooms of running agents"]
 
 
 def test_help_names_the_program_that_was_called(tmp_path: Path) -> None:
