@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import socket
 import subprocess
 import sys
 import threading
@@ -16,14 +17,19 @@ from agent_fleet import World
 from agent_world import DEPLOYMENT, Agent, Engine, Request, wait_for
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from longshore_agent.control.node_link import RoomReported
+from longshore_agent.control.node_link import NodeLink, RoomReported
 from longshore_agent.settings import Settings
 from longshore_agent.status.metrics import Metrics
 from longshore_agent.status.room_report import STEPS_PER_MESSAGE, PairReport, RoomReport, StepReport
 from longshore_agent.status.spans import SpanRecorder
 from longshore_agent.supervisor import telemetry
+from longshore_agent.worker import reporting
+from longshore_agent.worker.reporting import RoomReporter
 from longshore_client import Half
+from longshore_wire.effects import PairEnd, PeerId, RoomEnded
+from longshore_wire.errors import Reason
 from longshore_wire.peer_messages import PairKey, RoomKey
+from longshore_wire.plan import Way
 
 ERROR = 2
 OK_OR_UNSET = {0, 1}
@@ -258,6 +264,38 @@ def test_new_spans_are_read_once_and_those_that_were_overwritten_are_counted() -
     add(7, 8, 9, 10, 11, 12)
     assert read(7) == ([9, 10, 11, 12], 13, 2)
     assert read(13) == ([], 13, 0)
+
+
+def ended(room: int) -> RoomEnded:
+    pairs = (PairEnd(PeerId("p", 0, 1), Way.STAGED, 2),)
+    return RoomEnded(Half.TARGET, RoomKey("p", room, 0), Reason.NONE, "", 4096, 1, pairs)
+
+
+def test_a_worker_whose_supervisor_reads_nothing_keeps_a_bounded_number_of_reports_and_counts_the_rest() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    metrics, link = Metrics(), NodeLink(ours)
+    spans = SpanRecorder(100)
+    reporter = RoomReporter("d/0/0", spans, metrics, link)
+    count = 3 * reporting._UNSENT_MAX
+    for room in range(count):
+        reporter.ended(ended(room), {}, 0)
+        spans.record("write", PairKey(RoomKey("p", room, 0), 1, 0, 11, 12, "d"), 0, 0, 1, 2)
+    reporter.close()
+    assert len(reporter._unsent) <= reporting._UNSENT_MAX
+    assert len(reporter._steps) <= spans.capacity
+    theirs.setblocking(False)
+    taken = [message for message, _ in NodeLink(theirs).receive()]
+    found = [RoomReport.from_bytes(message.data) for message in taken if isinstance(message, RoomReported)]
+    assert [one.room for one in found] == list(range(len(found)))
+    dropped = sum(
+        series.value for series in metrics.snapshot().series if series.name == "longshore_dropped_spans_total"
+    )
+    waiting = sum(message.span_count for message in reporter._unsent)
+    # A span for each half and a step of each.
+    assert dropped + waiting + sum(one.span_count for one in found) == 2 * count
+    assert 0 < len(found) < count
+    link.close()
+    theirs.close()
 
 
 def report(**changes: Any) -> RoomReport:
